@@ -88,6 +88,7 @@ class Answering:
         size, given = tokens.embeddings.shape[1], np.asarray(slots, np.int32)
         if not 1 <= length <= size or given.shape != (length,):
             raise ShapeError(f"begin_answer: slots {given.shape}, length {length} of {size} tokens; expected one each")
+
         total = int(np.prod(next(iter(context.pool.values())).shape[1:3]))
         check_slots(given, total)
         after, (keys, places) = context.extended(given[None]).written(given[None])

@@ -132,7 +132,7 @@ class ModelBackbone(Generating, Writing, Answering):
         return forward_costs(self.config.text)
 
     def _settings(self) -> Iterator[bytes]:
-        """What the numbers depend on beside the parameters."""
+        """Yields what the numbers depend on beside the parameters."""
         yield json.dumps(self.config.to_dict(), sort_keys=True).encode()
         rope = self.config.text.rope
         yield rope.angles.encode()
@@ -141,7 +141,8 @@ class ModelBackbone(Generating, Writing, Answering):
         yield json.dumps(settings, sort_keys=True).encode()
 
     def replaced(self, parameters: Mapping[str, Any]) -> "ModelBackbone":
-        """The same backbone (buckets, template and mesh too) with other parameters, which are left where they are.
+        """Returns the same backbone (buckets, template and mesh too) with other parameters, which are left where
+        they are.
 
         Both run the same programs, each compiled once for the two.
         """
@@ -301,6 +302,7 @@ class ModelBackbone(Generating, Writing, Answering):
             features = self._encode(input_ids, arrays)
         else:
             self._check_features(input_ids, features)
+
         if position_ids is None:
             position_ids = self._positions(input_ids, arrays)
         self._check_regime(position_ids)
@@ -309,6 +311,7 @@ class ModelBackbone(Generating, Writing, Answering):
         if self.buckets is not None:
             input_ids = pad_ids(self.buckets, input_ids, placeholders(self.config))
             features = pad_features(features, input_ids.size)
+
         embeddings, deepstack = self.programs.embed(self.programs.state, input_ids, features)
         positions = _host_positions(position_ids)
         if input_ids.shape[1] != length:
@@ -317,7 +320,7 @@ class ModelBackbone(Generating, Writing, Answering):
         return Tokens(embeddings, positions, deepstack), length
 
     def _encode(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Features | None:
-        """The tower's output for a prompt whose ids were checked."""
+        """Returns the tower's output for a prompt whose ids were checked."""
         vision = self.family.vision
         if vision is None:
             if arrays:
@@ -325,9 +328,11 @@ class ModelBackbone(Generating, Writing, Answering):
                     f"{sorted(arrays)} for {self.family.architecture}, which takes no images; expected ids alone"
                 )
             return None
+
         plan = vision.plan(self.config, input_ids, arrays)
         if not plan:
             return None
+
         pixels, plan = arrays["pixel_values"], dict(plan)
         if self.buckets is not None:
             pixels, plan = pad_images(self.buckets, np.asarray(pixels), plan, vision.fills(self.config))
@@ -339,6 +344,7 @@ class ModelBackbone(Generating, Writing, Answering):
         """Refuses features that were not made for this model and these placeholders."""
         if self.family.vision is None:
             raise InputError(f"features for {self.family.architecture}, which takes no images; expected ids alone")
+
         expected = (feature_arrays(self.config), self._feature_count(input_ids), self.config.text.width)
         shape = tuple(features.shape) if isinstance(features, np.ndarray | jax.Array) else type(features).__name__
         if shape != expected:
@@ -397,11 +403,13 @@ class ModelBackbone(Generating, Writing, Answering):
         context = self._check_read(tokens, context, None, "prefill_padded")
         self._check_regime(tokens.positions)
         rows, mask = logit_rows(tokens, logits, "prefill_padded"), None
+
         if self.buckets is not None and context is not None and not isinstance(context, Paged):
             size = key_count(context)
             keys, window = self.buckets.round_up(size), self.config.text.window
             mask = causal_mask(tokens.embeddings.shape[1], keys, size, window)
             context = pad_context(self.buckets, context)
+
         how: dict[str, Any] = {"start_layer": 0, "hidden_at": (), "chunk": None}
         out = self.programs.prefill(self.programs.state, tokens, context, mask, rows, **how)
         return out._replace(kv=PhaseFreeKV(out.kv))
@@ -442,10 +450,12 @@ class ModelBackbone(Generating, Writing, Answering):
         check_mask(mask)
         if context is None:
             return None
+
         check_cached(self.layout, tokens, context, f"{what}: context")
         if isinstance(context, Paged):
             length = tokens.embeddings.shape[1]
             check_mask_over(mask, (len(tokens.embeddings), length, context.key_count + length), what)
+
         check_behind(tokens, context, mask, what)
         return in_pages(self.layout, self.config.text.window, context) if isinstance(context, Paged) else dict(context)
 
@@ -457,7 +467,7 @@ class ModelBackbone(Generating, Writing, Answering):
         return self._pad_read(tokens, context, mask)
 
     def _pad_read(self, tokens: Tokens, context: Context | None, mask: Any) -> tuple[Tokens, Context | None, Any]:
-        """What prefill and generate take, padded to its buckets (as it is without buckets)."""
+        """Returns what prefill and generate take, padded to its buckets (as it is without buckets)."""
         if self.buckets is None:
             return tokens, context, mask
         length, window = tokens.embeddings.shape[1], self.config.text.window
@@ -468,7 +478,7 @@ class ModelBackbone(Generating, Writing, Answering):
 
 
 def _host_positions(positions: Array | np.ndarray) -> Array | np.ndarray:
-    """Positions where they are, those of the host in 32 bits as a device would have them."""
+    """Returns positions where they are, those of the host in 32 bits as a device would have them."""
     if isinstance(positions, jax.Array):
         return positions
     given = np.asarray(positions)

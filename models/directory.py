@@ -74,6 +74,7 @@ def load(
         raise ConfigError(f"load: dtype {dtype!r:.80}; expected 'float32', 'bfloat16' or None")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"load: mesh {mesh!r:.80}; expected a jax.sharding.Mesh, or None")
+
     files = open_files(root)
     name = _architecture(files.config, files.name)
     authors = AUTHORS.get(name)
@@ -84,12 +85,14 @@ def load(
     config = config if dtype is None else with_dtype(config, dtype)
 
     source = files.source(config.text.dtype if adapter is None else "float32")
+
     if authors is None:
         source = family.renamed(config, source)
         source = source if adapter is None else family.merged(config, source, adapter)
     else:
         source = source if adapter is None else authors.merged(source, adapter)
         source = authors.source(config, files.config, source)
+
     shapes = tensor_shapes(source)
     silent = raw.get("tie_word_embeddings") is None
     config = family.settle_ties(config, shapes, functools.partial(same_tensors, source), silent)
@@ -129,6 +132,7 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
     """
     if not isinstance(backbone, ModelBackbone):
         raise InputError(f"save: a {type(backbone).__name__}; expected a backbone, as load returns")
+
     root = path_of(directory, "save:", ConfigError, "a directory's name")
     root.mkdir(parents=True, exist_ok=True)
     config, values = backbone.config, backbone.parameters
@@ -155,7 +159,7 @@ def _image_settings(family: Family, authors: AuthorsFormat | None, given: Mappin
 
 
 def _architecture(raw: Mapping[str, Any], path: str) -> str:
-    """The architecture of a configuration, one that is known."""
+    """Returns the architecture of a configuration, one that is known."""
     names = raw.get("architectures") or [_BY_MODEL_TYPE.get(str(raw.get("model_type")), raw.get("model_type"))]
     if not isinstance(names, list) or not all(name is None or isinstance(name, str) for name in names):
         raise ConfigError(f"{path}: architectures is {names!r}; expected a list of names")

@@ -157,7 +157,7 @@ def open_files(checkpoint: str | os.PathLike[str]) -> Files:
 
 
 def _read_config(root: Path) -> dict[str, Any]:
-    """`config.json` as a table."""
+    """Returns `config.json` as a table."""
     path = root / "config.json"
     if (root / ADAPTER_CONFIG).is_file() and not path.is_file():
         raise ConfigError(

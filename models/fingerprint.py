@@ -16,7 +16,7 @@ _SMALL = 1 << 20  # bytes; below them a thread is not worth its while
 
 
 def fingerprint_of(settings: Iterable[bytes], parameters: Mapping[str, Any]) -> str:
-    """Digests settings, and every parameter's name, type, shape and bytes: 32 hexadecimal digits.
+    """Returns digests settings, and every parameter's name, type, shape and bytes: 32 hexadecimal digits.
 
     A parameter is cut along its first axis into pieces of about 16 MiB, whatever devices hold it; threads take their
     SHA-256, and blake2b goes over these in order. So the value does not depend on threads, shards or devices. Of a
@@ -25,6 +25,7 @@ def fingerprint_of(settings: Iterable[bytes], parameters: Mapping[str, Any]) -> 
     digest = hashlib.blake2b(digest_size=16)
     for setting in settings:
         digest.update(len(setting).to_bytes(8, "little") + setting)
+
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
         for path, leaf in sorted(flatten_params(parameters).items()):
             digest.update(f"{'.'.join(path)}\0{leaf.dtype}\0{leaf.shape}\0".encode())
@@ -32,6 +33,7 @@ def fingerprint_of(settings: Iterable[bytes], parameters: Mapping[str, Any]) -> 
             run = map if leaf.nbytes < _SMALL else pool.map
             for piece in run(lambda piece, leaf=leaf: _hashed(leaf, piece), pieces):
                 digest.update(piece)
+
     return digest.hexdigest()
 
 
@@ -45,7 +47,9 @@ def _pieces(leaf: jax.Array | np.ndarray) -> Iterator[tuple[slice, ...]]:
 
 
 def _hashed(leaf: jax.Array | np.ndarray, piece: tuple[slice, ...]) -> bytes:
-    """A piece's digest. On a host all of the array is looked at in place; of a device's, the piece is fetched."""
+    """Returns a piece's digest. On a host all of the array is looked at in place; of a device's, the piece is
+    fetched.
+    """
     in_place = leaf.nbytes < _SMALL or not isinstance(leaf, jax.Array) or _on_one_cpu(leaf)
     values = np.asarray(leaf)[piece] if in_place else np.asarray(leaf[piece])
     return hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8)).digest()

@@ -86,13 +86,15 @@ class Forward:
         self.advance = self._program(self._advance, (whole, whole, kv), donate="cache")
 
     def _program(self, function: Callable[..., Any], out: Any, *static: str, donate: str | None = None) -> Any:
-        """The function jitted; over a mesh it is traced with that mesh set, for what a layer lays over devices itself.
+        """Returns the function jitted; over a mesh it is traced with that mesh set, for what a layer lays over
+        devices itself.
 
         Inside the forward shardings are the compiler's to find: Explicit axes would want one named at every reshape.
         `out` names those of the results, which are again in the types of arrays on a mesh with Explicit axes.
         """
         if self.mesh is None:
             return jax.jit(function, static_argnames=static, donate_argnames=donate)
+
         mesh = self.mesh.abstract_mesh
 
         @functools.wraps(function)
@@ -110,11 +112,11 @@ class Forward:
         return unstacked(self.state)
 
     def state_for(self, tokens: int) -> Any:
-        """The parameters in the form that a forward over so many tokens, of all rows, is fastest with."""
+        """Returns the parameters in the form that a forward over so many tokens, of all rows, is fastest with."""
         return self.step_state if tokens <= STEP_TOKENS else self.state
 
     def holding(self, state: Any) -> "Forward":
-        """The same programs over other parameters: nothing is traced or compiled again."""
+        """Returns the same programs over other parameters: nothing is traced or compiled again."""
         other = copy.copy(self)
         other.__dict__.pop("step_state", None)
         other.state = state
@@ -145,7 +147,7 @@ class Forward:
         hidden_at: tuple[int, ...],
         chunk: int | None = None,
     ) -> Output:
-        """`rows` are the tokens whose logits are wanted, by index; None for all."""
+        """Returns `rows` are the tokens whose logits are wanted, by index; None for all."""
         decoder, length = nnx.merge(self.graph, state).decoder, tokens.embeddings.shape[1]
         mask = self._mask(length, context, mask)
         layers: Any = {"start_layer": start_layer, "hidden_at": hidden_at, "chunk": chunk}
@@ -186,7 +188,7 @@ class Forward:
         mask: Any,
         rows: Array | None,
     ) -> Step:
-        """The same where the cache is in pages. The pool is an argument of its own, for it alone is donated.
+        """Returns the same where the cache is in pages. The pool is an argument of its own, for it alone is donated.
 
         Args:
           context: the pages, and which of their keys count once the tokens are written.
@@ -260,7 +262,9 @@ class Forward:
         return Step(decoder.logits(hidden), run.cache)
 
     def _mask(self, length: int, context: Context | None, mask: Any) -> Mask:
-        """What so many tokens see of a context and of each other, by a mask or, without one, all that is in front."""
+        """Returns what so many tokens see of a context and of each other, by a mask or, without one, all that is in
+        front.
+        """
         if isinstance(context, Paged):
             return paged_mask(length, context, mask, self.window)
         return causal_mask(length, key_count(context)) if mask is None else as_mask(mask, length)
@@ -356,7 +360,7 @@ class Forward:
         return now, run.cache
 
     def _grow(self, kv: KV, positions: Array | np.ndarray, context: Context | None, room: int) -> KV:
-        """Engine-frame cache of context and tokens with room for as many more."""
+        """Returns engine-frame cache of context and tokens with room for as many more."""
         turned = to_engine(self.layout, kv, positions, 0)
         if isinstance(context, Paged):
             context = read_pages(context, self.layout, jnp.arange(self.layout.layers))
@@ -367,7 +371,7 @@ class Forward:
         return grown
 
     def _spread(self, kv: Any) -> Any:
-        """A KV pytree laid over the mesh, where there is one (and None where there is no KV)."""
+        """Returns a KV pytree laid over the mesh, where there is one (and None where there is no KV)."""
         if kv is None or not self.kv_shardings:
             return kv
         if isinstance(kv, Paged):
@@ -377,14 +381,14 @@ class Forward:
 
 
 def key_count(context: Context | None) -> int:
-    """How many keys of a row a context holds, those of its pages that do not count included; 0 for none."""
+    """Returns how many keys of a row a context holds, those of its pages that do not count included; 0 for none."""
     if isinstance(context, Paged):
         return context.key_count
     return 0 if context is None else next(iter(context.values())).shape[2]
 
 
 def _row_of(mask: Mask, last: Int[Array, " B"], queries: int, keys: int) -> Bool[Array, "B 1 1 S"]:
-    """Which keys each row's last token sees."""
+    """Returns which keys each row's last token sees."""
     one = lambda row: mask.take_rows(row, 1).take_queries(last[row], 1, queries).dense(1, keys)[0]
     return jax.lax.map(one, jnp.arange(len(last)))
 

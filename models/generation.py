@@ -42,7 +42,7 @@ class TextPieces:
         return text
 
     def rest(self) -> str:
-        """What is left at the end, with U+FFFD for bytes that make no character."""
+        """Returns what is left at the end, with U+FFFD for bytes that make no character."""
         text = self._untold()
         self.begin, self.read = self.read, len(self.ids)
         return text
@@ -70,11 +70,13 @@ def pieces_of(
             made += 1
             ending = np.isin(ids, stops) & ~ended
             found = []
+
             for row, pieces in enumerate(texts):
                 text = "" if ended[row] or ending[row] else pieces.push(int(ids[row]))
                 if ending[row] or (made == steps and not ended[row]):
                     text += pieces.rest()
                 found.append(text)
+
             ended |= ending
             yield TextPiece(ids, tuple(found))
 
@@ -106,24 +108,28 @@ def make_blocks(
         _check_chosen(found, 0)
         yield found
         return
+
     room = Buckets(smallest=LEAST_ROOM).round_up(max(steps - 1, LEAST_ROOM))
     apart = state is not programs.state
     now, cache = programs.begin(programs.state, tokens, context, mask, last, draw, room=room, apart=apart)
     written, stops = np.int32(key_count(context) + length), np.asarray(draw.stop)
 
     ids, count, left, made = now.token[:, None], 1, steps - 1, 0
+
     while True:
         following = None
         if left:
             many = min(block, left)
             following, now, cache = programs.advance(state, now, cache, draw, written, np.int32(many))
             left -= many
+
         found = np.asarray(ids)[:, :count]
         _check_chosen(found, made)
         ended = np.logical_or.accumulate(np.isin(found, stops), axis=1).all(axis=0)
         if ended.any():
             yield found[:, : int(ended.argmax()) + 1]
             return
+
         yield found
         if following is None:
             return
@@ -156,7 +162,7 @@ class Generating:
     def _read_of(
         self, tokens: Tokens, context: Context | None, mask: Any, steps: int
     ) -> tuple[Tokens, Context | None, Any]:
-        """What generation reads, checked and padded to its buckets."""
+        """Returns what generation reads, checked and padded to its buckets."""
         raise NotImplementedError
 
     @with_our_names
@@ -235,7 +241,9 @@ class Generating:
         lengths: Any,
         block: int,
     ) -> Iterator[np.ndarray]:
-        """Tokens of `generate`, at most `block` at a time; everything is checked before the first is asked for."""
+        """Returns tokens of `generate`, at most `block` at a time; everything is checked before the first is asked
+        for.
+        """
         check_steps(steps)
         stops = self.stop_tokens if stop is None else check_stop(stop, self.config.text.vocabulary)
         draw = draw_of(sampling or Sampling(), key, stops)
@@ -260,6 +268,7 @@ def pad_rows(prompts: Sequence[Tokens]) -> tuple[Tokens, Int[np.ndarray, " B"]]:
     if not isinstance(prompts, list | tuple) or not prompts:
         found = "no prompts" if isinstance(prompts, list | tuple) else f"prompts {prompts!r:.80}"
         raise InputError(f"pad_rows: {found}; expected at least one, in a list of Tokens")
+
     for prompt in prompts:
         check_tokens(prompt, "pad_rows")
         width, axes = prompts[0].embeddings.shape[2:], np.shape(prompts[0].positions)[2:]
@@ -268,12 +277,14 @@ def pad_rows(prompts: Sequence[Tokens]) -> tuple[Tokens, Int[np.ndarray, " B"]]:
                 f"pad_rows: embeddings {prompt.embeddings.shape} and positions {np.shape(prompt.positions)}; expected "
                 f"them to go with the first prompt's {prompts[0].embeddings.shape}"
             )
+
     lengths = [prompt.embeddings.shape[1] for prompt in prompts]
     longest = max(lengths)
     behind = lambda x, fill: fill(x, [(0, longest - x.shape[1] if axis == 1 else 0) for axis in range(x.ndim)])
     deep = next((prompt.deepstack for prompt in prompts if prompt.deepstack is not None), None)
 
     embeddings, positions, deepstack = [], [], []
+
     for prompt in prompts:
         embeddings.append(behind(prompt.embeddings, jnp.pad))
         positions.append(behind(np.asarray(prompt.positions), np.pad))
@@ -281,6 +292,7 @@ def pad_rows(prompts: Sequence[Tokens]) -> tuple[Tokens, Int[np.ndarray, " B"]]:
             own = prompt.deepstack
             own = jnp.zeros((*prompt.embeddings.shape[:2], *deep.shape[2:]), deep.dtype) if own is None else own
             deepstack.append(behind(own, jnp.pad))
+
     tokens = Tokens(
         jnp.concatenate(embeddings), np.concatenate(positions), jnp.concatenate(deepstack) if deepstack else None
     )
@@ -289,7 +301,7 @@ def pad_rows(prompts: Sequence[Tokens]) -> tuple[Tokens, Int[np.ndarray, " B"]]:
 
 
 def last_tokens(tokens: Tokens, lengths: Any) -> Int[np.ndarray, " B"]:
-    """Index of each row's last token.
+    """Returns index of each row's last token.
 
     Raises:
       ShapeError: another number of lengths than rows, or a length that a row does not have.

@@ -55,7 +55,7 @@ def run_prompt(
 def _in_chunks(
     decoder: Decoder, tokens: Tokens, mask: Mask, rows: Array | None, chunk: int, layers: dict[str, Any]
 ) -> Prefilled:
-    """Every chunk is written into the KV of the whole prompt, and reads there what stands in front of it.
+    """Returns every chunk is written into the KV of the whole prompt, and reads there what stands in front of it.
 
     The last chunk ends with the prompt: where the lengths do not fit it runs some tokens of the one before again.
     """
@@ -83,6 +83,7 @@ def _in_chunks(
             inside = (rows >= start) & (rows < start + chunk)
             picked = take_tokens(part.hidden, jnp.clip(rows - start, 0, chunk - 1))
             hidden = jnp.where(inside[..., None], picked, whole.hidden)
+
         at = (layers["start_layer"], 0, start, 0, 0)
         kv = jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice(x, new.astype(x.dtype), at), whole.kv, part.kv)
         return Prefilled(hidden, kv, jax.tree.map(write(1), whole.taps, part.taps)), None
@@ -100,10 +101,10 @@ def _in_chunks(
 
 
 def take_tokens(x: Float[Array, "B T D"], rows: Int[Array, "B n"]) -> Float[Array, "B n D"]:
-    """The tokens with these indices in each row."""
+    """Returns the tokens with these indices in each row."""
     return jnp.take_along_axis(x, rows[:, :, None], axis=1)
 
 
 def by_layer(tokens: Tokens) -> Float[Array, "n B T D"] | None:
-    """Deepstack features, layers first, as the decoder adds them."""
+    """Returns deepstack features, layers first, as the decoder adds them."""
     return None if tokens.deepstack is None else jnp.moveaxis(tokens.deepstack, 2, 0)

@@ -63,14 +63,17 @@ class Prompts:
         sorts = [sort_of(item) for item in items]
         images = [item for item, sort in zip(items, sorts, strict=True) if sort == "image"]
         arrays = self._process(images) if images else {}
+
         if second_per_grid_ts is not None:
             if not hasattr(self.config, "tokens_per_second"):
                 name = self.family.architecture
                 raise InputError(f"second_per_grid_ts for {name}, whose positions count no seconds; expected None")
+
             try:
                 seconds = np.asarray(second_per_grid_ts, np.float32)
             except (TypeError, ValueError, OverflowError):
                 seconds = np.float32(0)
+
             if seconds.ndim != 1:
                 raise InputError(f"second_per_grid_ts {second_per_grid_ts!r:.80}; expected a number for each video")
             arrays |= {"second_per_grid_ts": seconds}
@@ -110,12 +113,14 @@ class Prompts:
         if sees:
             parts = text.split(self._placeholder(text))
             front, between, rest = parts if len(parts) == 3 else ("", f"{len(parts) - 1} places", "")
+
         before, mark, behind = rest.partition(_ASKED)
         if not mark or between:
             raise InputError(
                 f"chat template {template.name}: {between!r:.40} between two images; expected the images and the text "
                 "of a message one right behind the other (else lay the prompt out yourself, by `lead` and `around`)"
             )
+
         if not sees:
             front, before = before, ""
         own = self._own_special_tokens()[0] if sees and not template.starts(text) else []
@@ -128,7 +133,7 @@ class Prompts:
         return self._text_ids(text) if text else []
 
     def _template(self) -> ChatTemplate:
-        """The chat template, which is of no use without a tokenizer."""
+        """Returns the chat template, which is of no use without a tokenizer."""
         if self.tokenizer is None and self.without_tokenizer != NO_TOKENIZER:
             raise InputError(f"chat: {self.without_tokenizer}. Or pass token ids to `prepare`")
         if self.chat_template is None or self.tokenizer is None:
@@ -136,7 +141,7 @@ class Prompts:
         return self.chat_template
 
     def _placeholder(self, text: str) -> str:
-        """What stands for an image in a rendered text, with the image's own marks where they are there too."""
+        """Returns what stands for an image in a rendered text, with the image's own marks where they are there too."""
         whole = self._image_ids(self._process([np.zeros((224, 224, 3), np.uint8)]), 0)
         pad = self.config.image_token
         first, last = whole.index(pad), len(whole) - whole[::-1].index(pad)
@@ -149,7 +154,7 @@ class Prompts:
         return marked if marked in text else tokens[first]
 
     def text(self, token_ids: Sequence[int] | Int[Array | np.ndarray, " T"]) -> str:
-        """Token ids as text."""
+        """Returns token ids as text."""
         if self.tokenizer is None:
             raise InputError(f"{self.without_tokenizer}; expected one in its directory")
         array = np.asarray(token_ids)
@@ -167,7 +172,7 @@ class Prompts:
         return unknown_token(self.tokenizer)
 
     def _own_special_tokens(self) -> tuple[list[int], list[int]]:
-        """Ids that the tokenizer itself puts before and behind a text (a start token, mostly)."""
+        """Returns ids that the tokenizer itself puts before and behind a text (a start token, mostly)."""
         bare, whole = (list(self.tokenizer.encode("a", add_special_tokens=flag).ids) for flag in (False, True))
         places = range(len(whole) - len(bare) + 1)
         first = next((place for place in places if whole[place : place + len(bare)] == bare), 0)

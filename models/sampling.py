@@ -47,6 +47,7 @@ def draw_of(sampling: Sampling, key: PRNGKeyArray | int | None, stop: Sequence[i
     temperature = sampling.temperature if sampling.temperature > 1e-30 else 0.0
     if key is None and temperature > 0:
         raise InputError(f"temperature {temperature} without a key; expected key=jax.random.key(0), or another number")
+
     room = STOPS
     while room < len(stop):
         room *= 2
@@ -112,7 +113,7 @@ def choose_rows(logits: Float[Array, "B V"], draws: Draws, index: Int[Array, " B
 
 
 def kept(scaled: Float[Array, "B V"], top_p: Any, top_k: Any) -> Bool[Array, "B V"]:
-    """Tokens that a draw is among, by logits over temperature of which each row's largest is 0.
+    """Returns tokens that a draw is among, by logits over temperature of which each row's largest is 0.
 
     Args:
       top_p, top_k: of all rows, or of each one, [B,1].
@@ -135,7 +136,7 @@ def _drawn(logits: Array, draw: Draw, index: Array | int) -> Array:
 
 
 def _threshold(values: Float[Array, "B V"], amounts: Float[Array, "B V"], mass: Any) -> Float[Array, "B 1"]:
-    """The largest number such that the amounts of values no smaller are `mass` at least; 0 where all are less.
+    """Returns the largest number such that the amounts of values no smaller are `mass` at least; 0 where all are less.
 
     Found by bisection of the numbers from 0 to 1, whose bits are in their order: 31 passes over the vocabulary, where
     sorting it takes longer than a small model's whole step on a CPU.

@@ -69,11 +69,13 @@ class Writing:
         check_cached(self.layout, tokens, cache, f"{what}: cache")
         if np.shape(slots) != tokens.embeddings.shape[:2]:
             raise ShapeError(f"{what}: slots of shape {np.shape(slots)}; expected {tokens.embeddings.shape[:2]}")
+
         self._check_regime(tokens.positions)
         rows, length = logit_rows(tokens, logits, what), tokens.embeddings.shape[1]
         if self.buckets is not None:
             tokens = pad_tokens(self.buckets, tokens)
         state = self.programs.state_for(tokens.embeddings.shape[0] * tokens.embeddings.shape[1])
+
         if isinstance(cache, Paged):
             step = self._write_pages(state, tokens, cache, slots, keep, mask, rows, what)
         else:
@@ -83,12 +85,15 @@ class Writing:
             step = self.programs.recompute(state, tokens, dict(cache), slots, keep, mask, rows)
             # A loop's carry must come out as the pytree that went in: its frame is kept, if it has one.
             step = step._replace(cache=type(cache)(step.cache) if isinstance(cache, EngineKV) else step.cache)
+
         return step if rows is not None else step._replace(logits=step.logits[:, :length])
 
     def _write_pages(
         self, state: Any, tokens: Tokens, cache: Paged, slots: Any, keep: Any, mask: Any, rows: Any, what: str
     ) -> Step:
-        """The same where the cache is in pages: the pool is donated, and its pages are named that the slots lie on."""
+        """Returns the same where the cache is in pages: the pool is donated, and its pages are named that the slots
+        lie on.
+        """
         total = int(np.prod(next(iter(cache.pool.values())).shape[1:3]))
         slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
         check_slots(slots.reshape(-1), total)
@@ -96,6 +101,7 @@ class Writing:
         check_mask_over(mask, (*slots.shape, cache.key_count), what)
         after, written = cache.written(slots)
         pool = held_arrays(self.layout, cache.pool)
+
         if self.buckets is not None:
             keys, places = written
             written = (
@@ -103,6 +109,7 @@ class Writing:
                 pad_slots(self.buckets, places, None, None, 0)[0],
             )
             slots, keep, mask = pad_slots(self.buckets, slots, keep, mask, total)
+
         step = self.programs.recompute_in_pages(
             state, tokens, pool, after._replace(pool={}), slots, written, keep, mask, rows
         )
@@ -110,6 +117,6 @@ class Writing:
 
 
 def in_pages(layout: KVLayout, window: int | None, context: Paged) -> Paged:
-    """A paged context as one kind of pytree: the layout's channels, and places only where layers slide."""
+    """Returns a paged context as one kind of pytree: the layout's channels, and places only where layers slide."""
     pool = held_arrays(layout, context.pool)
     return Paged(pool, context.table, context.seen, None if window is None else context.places_of_keys())

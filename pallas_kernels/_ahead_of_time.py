@@ -72,6 +72,7 @@ def chunk_of(shape: RotateShape, tokens: int, rank: int, dtype: str = "bfloat16"
     if rank:
         given["u"] = SPEC((*shape.leading, tokens, rank), dtype)
         given["v"] = SPEC((*shape.leading, rank, shape.heads * shape.width), dtype)
+
     if narrow:
         given["x_scale"] = SPEC((*shape.leading, 1, shape.heads, shape.width), jnp.float32)
     if narrow and rank:

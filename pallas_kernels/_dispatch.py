@@ -26,7 +26,7 @@ _PREFERRED: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.Context
 
 @contextlib.contextmanager
 def preferring(*implementations: str) -> Iterator[None]:
-    """Inside, implementation=None means these in order, then "xla": for all operations, whoever calls them.
+    """Makes implementation=None mean these in order, then "xla", for all operations inside the context.
 
     So `with preferring("tpu"):` takes the kernels on a TPU that they were not timed on. It acts while a function is
     traced: functions that are already compiled stay as they are. In a process of several devices, only inside
@@ -46,7 +46,7 @@ def preferring(*implementations: str) -> Iterator[None]:
 
 
 def preferred() -> tuple[str, ...] | None:
-    """What `preferring` says, "xla" last; None outside."""
+    """Returns what `preferring` says, "xla" last; None outside."""
     return _PREFERRED.get()
 
 
@@ -88,16 +88,18 @@ def choose(
 
     asked = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     refused = []
+
     for name in asked:
         reason = _reason(name, platform, unsupported or {})
         if reason is None:
             return name
         refused.append(f"{name!r}: {reason}")
+
     raise KernelUnavailableError(f"{operation}: no implementation of {asked} can run here: {'; '.join(refused)}")
 
 
 def _unasked(operation: str, shape: str, platform: str, aimed: bool) -> tuple[str, ...]:
-    """The kernel that is taken though nobody asked for one: at most one name."""
+    """Returns the kernel that is taken though nobody asked for one: at most one name."""
     if platform not in ("gpu", "tpu"):
         return ()
     if aimed:
@@ -107,7 +109,7 @@ def _unasked(operation: str, shape: str, platform: str, aimed: bool) -> tuple[st
 
 
 def _reason(name: str, platform: str, unsupported: Unsupported) -> str | None:
-    """Why an implementation cannot run; None if it can."""
+    """Returns why an implementation cannot run; None if it can."""
     if name == "xla":
         return None
     if name not in IMPLEMENTATIONS:

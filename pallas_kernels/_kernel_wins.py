@@ -34,7 +34,7 @@ def shape_word(heads: int, width: int, rank: int, itemsize: int) -> str:
 
 
 def word_of(operands: Operands, per_head: bool, width: int) -> str:
-    """The word of these operands, `width` wide; "" for what `tune` does not time."""
+    """Returns the word of these operands, `width` wide; "" for what `tune` does not time."""
     if per_head or operands.dense is not None:
         return ""
     return shape_word(operands.x.shape[-2], width, operands.rank, operands.x.dtype.itemsize)
@@ -59,6 +59,7 @@ def configured_by(path: str | Path) -> Iterator[None]:
         body = json.loads(Path(path).read_text())
     except ValueError as error:
         raise KernelShapeError(f"table {str(path)!r}: {error}; expected JSON") from error
+
     _check(body, path)
     _CHOSEN.append(body)
     try:
@@ -72,6 +73,7 @@ def _check(body: Any, path: str | Path) -> None:
     operations = body.get("operations") if isinstance(body, dict) else None
     if not isinstance(operations, dict):
         raise KernelShapeError(f"table {str(path)!r}: expected an object with 'device' and 'operations'")
+
     for operation, rows in operations.items():
         for word, row in rows.items() if isinstance(rows, dict) else [("", rows)]:
             if not isinstance(row, dict) or not isinstance(row.get("tokens", 1), int):
@@ -81,7 +83,7 @@ def _check(body: Any, path: str | Path) -> None:
 
 
 def block_of(operation: str, heads: int, width: int, rank: int, itemsize: int) -> Mapping[str, int] | None:
-    """The kernel's best block for this shape on the device that is traced for; None where no table has one."""
+    """Returns the kernel's best block for this shape on the device that is traced for; None where no table has one."""
     aimed = target()
     body = _table(jax.devices()[0].device_kind if aimed is None else aimed.kind)
     row = _row(body, operation, shape_word(heads, width, rank, itemsize))
@@ -89,7 +91,7 @@ def block_of(operation: str, heads: int, width: int, rank: int, itemsize: int) -
 
 
 def winner(kind: str, operation: str, word: str) -> str | None:
-    """The implementation that won this shape on this kind of device.
+    """Returns the implementation that won this shape on this kind of device.
 
     None where no whole run there timed it, its results held against the XLA path's: nothing is known of a kernel then
     but that it compiles.
@@ -103,6 +105,8 @@ def _row(body: Mapping[str, Any], operation: str, word: str) -> Mapping[str, Any
 
 
 def _table(kind: str) -> Mapping[str, Any]:
-    """The table that `configured_by` chose, if it is for this kind, else the shipped one; empty where there is none."""
+    """Returns the table that `configured_by` chose, if it is for this kind, else the shipped one; empty where there
+    is none.
+    """
     chosen = _CHOSEN[-1] if _CHOSEN else None
     return chosen if chosen is not None and chosen.get("device") == kind else shipped().get(kind, {})

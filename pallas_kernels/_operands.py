@@ -88,6 +88,7 @@ class Operands(NamedTuple):
 
         if self.dense is not None and self.dense.shape[-3:] != self.x.shape[-3:]:
             raise KernelShapeError(f"{operation}: dense {self.dense.shape}; expected [..., {self.x.shape[-3:]}]")
+
         self._check_scale(operation, "x", 3, -3)
         self._check_scale(operation, "u", 2, -2)
         self._check_scale(operation, "v", 2, -1)
@@ -106,6 +107,7 @@ class Operands(NamedTuple):
         if value is None or dtype not in NARROW or scale.dtype != jnp.float32:
             found = f"{name} of dtype {dtype}, {name}_scale of dtype {scale.dtype}"
             raise KernelDtypeError(f"{operation}: {found}; expected one of {NARROW} and float32")
+
         expected = list(value.shape[-inner:])
         expected[axis] = 1
         if scale.shape[-inner:] != tuple(expected):
@@ -128,12 +130,15 @@ class Operands(NamedTuple):
             heads = v if per_head else v.reshape(*v.shape[:-1], *self.x.shape[-2:])
             v = spread(heads, 0, width)
             v = v if per_head else v.reshape(*v.shape[:-2], -1)
+
         dense = None if self.dense is None else spread(self.dense, 0, width)
         x_scale = None if self.x_scale is None else spread(self.x_scale, 0, width)
         return self._replace(x=spread(self.x, 0, width), v=v, dense=dense, x_scale=x_scale)
 
     def factor_scale(self) -> Float[Array, "*scaled M 1"] | None:
-        """Both factors' scales in one: each is one number per direction, so that either side may take their product."""
+        """Returns both factors' scales in one: each is one number per direction, so that either side may take their
+        product.
+        """
         scales = [] if self.u_scale is None else [jnp.swapaxes(self.u_scale, -1, -2)]
         if self.v_scale is not None:
             scales.append(self.v_scale)
@@ -160,6 +165,7 @@ def refusals(operands: Operands, per_head: bool, out_dtype: str) -> list[tuple[b
 
     # A kernel finds a layer's part of an operand by its number: an operand has the last of x's axes, or one for all.
     leading = x.shape[:-3]
+
     for name, inner in INNER_AXES.items():
         leaf = getattr(operands, name)
         outer = () if leaf is None else leaf.shape[: leaf.ndim - inner]
@@ -178,7 +184,7 @@ def flat(leaf: Num[Array, "..."], inner: int) -> Num[Array, "..."]:
 
 
 def spread(part: Num[Array, "*axes _"], first: int, width: int) -> Num[Array, "*axes {width}"]:
-    """`part` as the channels from `first` on of `width`, among zeros.
+    """Returns `part` as the channels from `first` on of `width`, among zeros.
 
     Parts are joined by choosing between them so spread: XLA for CPUs fuses no concatenation of innermost axes, but
     writes what is joined and reads it again. For TPUs and GPUs it compiles both to the same number of passes.
@@ -191,7 +197,7 @@ def spread(part: Num[Array, "*axes _"], first: int, width: int) -> Num[Array, "*
 def tables_of_channels(
     cos: Float[Array, "*angles T half"], sin: Float[Array, "*angles T half"], width: int, layout: str
 ) -> tuple[Float[Array, "*angles T {width}"], Float[Array, "*angles T {width}"]]:
-    """Cosine and signed sine of every channel of a head: 1 and 0 where nothing rotates.
+    """Returns cosine and signed sine of every channel of a head: 1 and 0 where nothing rotates.
 
     With them a rotation is `x · cos + partner(x) · sin`, whichever half of its pair a channel is.
     """
@@ -206,5 +212,5 @@ def tables_of_channels(
 
 
 def padded_width(width: int, lanes: int = LANES) -> int:
-    """The least multiple of `lanes` that is not below `width`."""
+    """Returns the least multiple of `lanes` that is not below `width`."""
     return -(-width // lanes) * lanes

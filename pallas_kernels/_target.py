@@ -21,7 +21,7 @@ _TARGET: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target"
 
 @contextlib.contextmanager
 def targeting(platform: str, interpret: Any = False, kind: str = "") -> Iterator[None]:
-    """Inside, kernels are chosen as on one device of `platform`, whatever this process has.
+    """Chooses kernels inside the context as on one device of `platform`, whatever this process has.
 
     For compiling ahead of time, and for interpreting on a CPU. It acts while a function is traced: functions that are
     already compiled stay as they are.
@@ -39,17 +39,17 @@ def targeting(platform: str, interpret: Any = False, kind: str = "") -> Iterator
 
 
 def target() -> Target | None:
-    """What `targeting` says; None outside."""
+    """Returns what `targeting` says; None outside."""
     return _TARGET.get()
 
 
 def platform() -> str:
-    """The platform that calls are traced for: what `targeting` says, else the process's own."""
+    """Returns the platform that calls are traced for: what `targeting` says, else the process's own."""
     aimed = _TARGET.get()
     return jax.default_backend() if aimed is None else aimed.platform
 
 
 def interpretation() -> Any:
-    """How kernels are to be interpreted: False where they are compiled."""
+    """Returns how kernels are to be interpreted: False where they are compiled."""
     aimed = _TARGET.get()
     return False if aimed is None else aimed.interpret

@@ -46,6 +46,7 @@ def dumping() -> Iterator[Path]:
     cached = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     os.environ["LIBTPU_INIT_ARGS"] = f"{before} {flags} --xla_jf_dump_hlo_text=false".strip()
     jax.config.update("jax_enable_compilation_cache", False)  # what comes from there is not compiled, and dumps nothing
+
     try:
         yield Path(directory)
     finally:
@@ -71,6 +72,7 @@ def bundles_of(
     arguments: tuple[Any, ...] = (Operands(**chunk_of(shape, TOKENS, rank, dtype)), SPEC((), jnp.int32))
     donate = ()
     function = lambda operands, length: rotate_patch_tpu.kernel(operands, length, layout="half", out_dtype=wide)
+
     if operation == "splice":
         arguments = (SPEC((*POOL, heads, WIDTH), wide), SPEC((TOKENS,), jnp.int32), *arguments)
         donate = (0,)
@@ -94,6 +96,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         line = tuple(row[name] for name in ("operation", "topology", "dtype", "rank"))
         lines.setdefault(line, {})[row["heads"]] = row["bundles"]
+
     text = ["| operation | for | dtype | rank | " + " | ".join(f"{count} heads" for count in heads) + " |"]
     text.append("|---" * (4 + len(heads)) + "|")
     for (operation, topology, dtype, rank), counts in lines.items():
@@ -115,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="one object per line in place of the table")
     flags = parser.parse_args(arguments)
     rows = []
+
     with dumping() as directory:
         for operation in flags.op:
             for topology in flags.topology:
@@ -127,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                             rows.append(case | {"bundles": count})
                             if flags.json:
                                 print(json.dumps(rows[-1]), flush=True)
+
     if not flags.json:
         print(table(rows))
 

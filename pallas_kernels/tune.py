@@ -64,17 +64,19 @@ def tune(operations: Sequence[str], quick: bool, say: Callable[[str], None] = pr
         body["source"] = "nothing tuned: the platform 'cpu' has no kernel of ours; seconds are of the xla path"
     else:
         body["source"] = f"{TIMED}, quick" if quick or tuple(operations) != OPERATIONS else TIMED
+
     for operation, shape, rank in cases(operations, quick):
         row = tune_case(operation, shape, rank, platform, 3 if quick else 20)
         timed = ", ".join(f"{name} {value * 1e6:.1f} µs" for name, value in row["seconds"].items())
         word = shape_word(shape.heads, shape.width, rank, 2)
         say(f"{operation} {word}: {timed}; {row['winner']} wins")
         body["operations"].setdefault(operation, {})[word] = row
+
     return body
 
 
 def cases(operations: Sequence[str], quick: bool) -> list[tuple[str, RotateShape, int]]:
-    """What a run times: each operation, shape and rank."""
+    """Returns what a run times: each operation, shape and rank."""
     result = []
     for operation in operations:
         production = shapes.PRODUCTION if operation == "rotate_patch" else [each.chunk for each in spliced.PRODUCTION]
@@ -105,18 +107,21 @@ def tune_case(operation: str, shape: RotateShape, rank: int, platform: str, repe
         except (KernelUnavailableError, jax.errors.JaxRuntimeError) as error:  # or a block beyond the fast memory
             print(f"{what}: {str(error).splitlines()[0][:120]}")
             continue
+
         if candidate.name != "xla":
             kernels.append(candidate)
+
     best = min(kernels, key=lambda candidate: seconds[candidate.name], default=None)
     if best is None:
         return {"winner": "xla", "seconds": seconds}
+
     ratio = seconds["xla"] / seconds[best.name]
     row = {"winner": best.implementation if ratio > 1 else "xla", "over_xla": ratio, "seconds": seconds}
     return row if best.tokens is None else row | {"tokens": best.tokens}
 
 
 def candidates(operation: str, shape: RotateShape, rank: int, platform: str) -> Iterator[TuningCandidate]:
-    """What is timed, the XLA path first; all give the same numbers."""
+    """Yields what is timed, the XLA path first; all give the same numbers."""
 
     def public(name: str) -> Callable[..., Array]:
         plan: dict[str, Any] = {"layout": shape.layout, "implementation": name}
@@ -144,7 +149,7 @@ def _spliced_by_tpu(shape: RotateShape, rank: int) -> bool:
 
 
 def _operands(given: Given) -> Operands:
-    """The operands of a set, which has slots beside them."""
+    """Returns the operands of a set, which has slots beside them."""
     return Operands(**_without_slots(given))
 
 
@@ -164,9 +169,11 @@ def _draw(shape: RotateShape, rank: int, index: int, count: int) -> Given:
     if shape.rotary:
         angle = jax.random.normal(keys[1], (shape.tokens, shape.rotary // 2))
         given |= {"cos": jnp.cos(angle), "sin": jnp.sin(angle)}
+
     if rank:
         given["u"] = normal(keys[2], *shape.leading, shape.tokens, rank)
         given["v"] = normal(keys[3], *shape.leading, rank, shape.heads * shape.width)
+
     # Every set has places of its own, from the middle of a page on.
     given["slots"] = jnp.arange(shape.tokens, dtype=jnp.int32) + index * shape.tokens + PAGE_SIZE // 2
     return given
@@ -191,7 +198,7 @@ def _program(
 
 
 def _first(operation: str, candidate: TuningCandidate, shape: RotateShape, sets: Sequence[Given]) -> Array:
-    """The result for the first set alone."""
+    """Returns the result for the first set alone."""
     program = _program(operation, candidate, shape, sets[:1])
     return program()[0] if operation == "rotate_patch" else program()
 

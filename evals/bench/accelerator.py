@@ -1,8 +1,8 @@
 """Kernels on the accelerator at hand, row by row: `python3 -m evals.bench.accelerator --out=DIRECTORY`.
 
 Every part and implementation runs in a process of its own with a time-out, so that none holds the device's memory for
-another. Rows are added to DIRECTORY/rows.jsonl as they come; a fault or a hang costs the row at which it happened, says
-so there, and the part goes on behind it. The same command goes on where it was stopped. The end is
+another. Rows are added to DIRECTORY/rows.jsonl as they come; a fault or a hang costs the row at which it happened, is
+recorded there, and the part continues after it. The same command resumes a run that was stopped. The end is
 DIRECTORY/results.json and DIRECTORY/accelerator.md. The exit status is 0 only where every part was finished and every
 number was right.
 """
@@ -18,29 +18,44 @@ from pathlib import Path
 from typing import Any
 
 from ..results.tables import markdown_table
-from . import accelerator_rows
-from .accelerator_rows import FILE, PARTS, Row
+from . import accelerator_tasks
+from .accelerator_tasks import FILE, PARTS, Row
 
 LIMIT = 520.0
-"""Seconds that one run may take; the same command goes on from there."""
+"""Seconds that one run may take; the same command resumes from there."""
 FAULTS = 4
 """Processes of one part that may die before the part is given up."""
 POLL = 0.2
 
 
+def run_all(out: Path, tiny: bool, parts: Sequence[str], limit: float) -> list[str]:
+    """Runs what is missing of these parts, in their order; returns what went wrong."""
+    wrong, deadline = [], time.monotonic() + limit
+    for name in parts:
+        if any(line.get("part") == name and "finished" in line for line in accelerator_tasks.read(out)):
+            print(f"{name}: is there already", flush=True)
+        elif deadline - time.monotonic() < 5:
+            wrong.append(f"{name}: not run, the {limit:.0f} seconds are over; the same command goes on from here")
+        else:
+            print(f"{name} ...", flush=True)
+            trouble = run_part(name, out, tiny, deadline)
+            wrong += [] if trouble is None else [trouble]
+    return wrong
+
+
 def run_part(name: str, out: Path, tiny: bool, deadline: float) -> str | None:
     """Runs the rows of one part that are missing, in processes of their own; returns what went wrong, if anything."""
-    # A process that died is started again behind the task at which it died.
+    # A process that died is started again after the task at which it died.
     for _ in range(FAULTS):
         ended = _run_process(name, out, tiny, deadline)
         if ended == "out of time":
             return f"{name}: out of time; the same command goes on from here"
         if ended is None:
             return None
-        task = accelerator_rows.open_task(accelerator_rows.read(out), name)
+        task = accelerator_tasks.open_task(accelerator_tasks.read(out), name)
         if task is None:
             return f"{name}: {ended} before its first row; see log.txt"
-        accelerator_rows.append(out, {"part": name, "key": task, "exception": ended})
+        accelerator_tasks.append(out, {"part": name, "key": task, "exception": ended})
     return f"{name}: given up after {FAULTS} processes that ended early"
 
 
@@ -49,6 +64,7 @@ def _run_process(name: str, out: Path, tiny: bool, deadline: float) -> str | Non
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with (out / "log.txt").open("ab") as log:
         process = subprocess.Popen(_command(name, out, tiny), env=environment, stdout=log, stderr=log)
+
     # A process is alive as long as its file of rows grows: a kernel that hangs writes none.
     size, moved = -1, time.monotonic()
     while process.poll() is None:
@@ -67,24 +83,11 @@ def _command(name: str, out: Path, tiny: bool) -> list[str]:
     return [sys.executable, "-m", "evals.bench.accelerator", f"--out={out}", f"--alone={name}"] + ["--tiny"] * tiny
 
 
-def run_all(out: Path, tiny: bool, parts: Sequence[str], limit: float) -> list[str]:
-    """Runs what is missing of these parts, in their order; returns what went wrong."""
-    wrong, deadline = [], time.monotonic() + limit
-    for name in parts:
-        if any(line.get("part") == name and "finished" in line for line in accelerator_rows.read(out)):
-            print(f"{name}: is there already", flush=True)
-            continue
-        if deadline - time.monotonic() < 5:
-            wrong.append(f"{name}: not run, the {limit:.0f} seconds are over; the same command goes on from here")
-            continue
-        print(f"{name} ...", flush=True)
-        trouble = run_part(name, out, tiny, deadline)
-        wrong += [] if trouble is None else [trouble]
-    return wrong
+# ----------------------------------------------------------------------------------------------------------- report
 
 
 def gather(lines: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Gathers the lines by part: the last environment and notes, and the rows without their part."""
+    """Groups the lines by part: the last environment and notes, and the rows without their part."""
     results: dict[str, dict[str, Any]] = {}
     for line in lines:
         part = results.setdefault(line["part"], {"rows": []})
@@ -98,7 +101,7 @@ def gather(lines: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def judge(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Says which numbers are not right and which rows could not be made."""
+    """Lists the numbers that are not right and the rows that could not be made."""
     wrong = []
     for name, result in results.items():
         for row in result["rows"]:
@@ -112,28 +115,24 @@ def judge(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def with_comparisons(results: dict[str, Any]) -> dict[str, Any]:
     """Adds the ratios that need two parts: the XLA path, torch.compile, and the prefill over ours."""
     results = {name: dict(result) for name, result in results.items()}
-    seconds = lambda part: {
-        (row["operation"], row["case"]): row["microseconds"]
-        for row in results.get(part, {}).get("rows", [])
-        if "microseconds" in row
-    }
-    xla, torch = seconds("bandwidth_xla"), seconds("torch")
-    for row in results.get("bandwidth", {}).get("rows", []):
-        place = (row.get("operation"), row.get("case"))
-        for name, others in (("xla over it", xla), ("torch.compile over it", torch)):
-            if "microseconds" in row and place in others:
-                row[name] = others[place] / row["microseconds"]
-    prefill = next(
-        (row["microseconds"] for row in results.get("prefill", {}).get("rows", []) if "microseconds" in row), 0
-    )
-    for row in results.get("factorise", {}).get("rows", []):
-        if prefill and "microseconds" in row:
-            row["share of the prefill"] = row["microseconds"] / prefill
+
+    def timed_rows(part: str) -> list[Row]:
+        return [row for row in results.get(part, {}).get("rows", []) if "microseconds" in row]
+
+    for part, column in (("bandwidth_xla", "xla over it"), ("torch", "torch.compile over it")):
+        other = {(row["operation"], row["case"]): row["microseconds"] for row in timed_rows(part)}
+        for row in timed_rows("bandwidth"):
+            case = (row["operation"], row["case"])
+            if case in other:
+                row[column] = other[case] / row["microseconds"]
+    for prefill in timed_rows("prefill")[:1]:
+        for row in timed_rows("factorise"):
+            row["share of the prefill"] = row["microseconds"] / prefill["microseconds"]
     return results
 
 
 def report(results: Mapping[str, Mapping[str, Any]], wrong: Sequence[str]) -> str:
-    """Writes everything that was found as Markdown."""
+    """Formats everything that was measured as Markdown."""
     lines = ["# Kernels on this accelerator", ""]
     for name, result in results.items():
         device = result.get("environment", {})
@@ -146,7 +145,7 @@ def report(results: Mapping[str, Mapping[str, Any]], wrong: Sequence[str]) -> st
             cells = [[_cell(row.get(column)) for column in columns] for row in rows]
             lines += [markdown_table(columns, cells), ""]
         lines += [f"- {note}" for note in result.get("notes", [])] + [""] * bool(result.get("notes"))
-    lines += ["## What went wrong", "", *(f"- {each}" for each in wrong)] if wrong else ["Nothing went wrong."]
+    lines += ["## What went wrong", "", *(f"- {trouble}" for trouble in wrong)] if wrong else ["Nothing went wrong."]
     return "\n".join(lines) + "\n"
 
 
@@ -169,10 +168,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     flags.out.mkdir(parents=True, exist_ok=True)
     if flags.alone:
-        accelerator_rows.work(flags.alone, flags.out, flags.tiny)
+        accelerator_tasks.work(flags.alone, flags.out, flags.tiny)
         return 0
+
     wrong = run_all(flags.out, flags.tiny, flags.part or list(PARTS), flags.limit)
-    results = with_comparisons(gather(accelerator_rows.read(flags.out)))
+    results = with_comparisons(gather(accelerator_tasks.read(flags.out)))
     wrong += judge(results)
     text = report(results, wrong)
     (flags.out / "results.json").write_text(json.dumps(results | {"wrong": wrong}, indent=2, ensure_ascii=False) + "\n")

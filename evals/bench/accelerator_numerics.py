@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,30 +11,29 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels import block_product, factorise, rotate_patch, splice
+from pallas_kernels.rotate_patch.shapes import PRODUCTION, SMALL
 
-from .accelerator_cases import PAGE_SIZE, Case, cases_of_numbers, draw, implementation
-from .accelerator_rows import Row, Task
+from .accelerator_tasks import PAGE_SIZE, Case, Row, Task, cases, draw, implementation
 
 NARROW = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 FACTORISE_ENERGY = 0.99
 LIMITS = {"bfloat16": 1.0, "float32": 2.0**-9}
-"""The largest error that passes, by dtype of the result, in the units that `NOTES` tells of."""
+"""The largest error that passes, by dtype of the result, in the units that `NOTES` describes."""
 
 
 def scattered(tiny: bool, which: str) -> Iterator[Task]:
-    """Yields the splices to slots in no order: rows that tell where they went, then every production shape and rank."""
+    """Yields the splices to slots in no order: numbered rows, then every production shape and rank."""
+    name = implementation(which)
     for column in (False, True):
-        what = "column" if column else "token"
-        yield Task(f"single rows by {what}", functools.partial(_single_rows, implementation(which), column))
-    only = lambda dtype: [each for each in _checks(dtype) if each[2] is _scattered]
-    yield from _tasks(cases_of_numbers(tiny), implementation(which), only)
+        yield Task(f"single rows by {'column' if column else 'token'}", functools.partial(_single_rows, name, column))
+    yield from _tasks(tiny, name, lambda check: check[2] is _scattered)
 
 
 def numerics(tiny: bool, which: str) -> Iterator[Task]:
     """Yields errors of an implementation, in units in the last place of a row's largest bfloat16 value."""
-    checks = _checks if which == "xla" else _not_scattered
-    yield from _tasks(cases_of_numbers(tiny), implementation(which), checks)
     name = implementation(which)
+    # Scattered splices of the kernel are a part of their own, which runs first.
+    yield from _tasks(tiny, name, lambda check: which == "xla" or check[2] is not _scattered)
     for rows in (64, 128):
         yield Task(f"block_product {name} {rows}", functools.partial(_multiplied, tiny, name, rows, _fresh_seed()))
     if which == "xla":
@@ -70,35 +69,46 @@ def _single_rows(name: str, column: bool) -> Row:
     return row
 
 
-Check = Callable[..., float]
+Check = tuple[str, str, Callable[..., float]]
+"""What is done with a chunk: the operation, the result's dtype, the function that measures its error."""
 
 
-def _tasks(chosen: Sequence[Case], name: str, checks: Callable[[str], list[tuple[str, str, Check]]]) -> Iterator[Task]:
-    for case in chosen:
+def cases_of_numbers(tiny: bool) -> list[Case]:
+    """Lists `cases`, and the rope key of latent attention in pairs, for numerics alone."""
+    pairs = [shape._replace(name=f"{shape.name}_pairs", layout="pairs") for shape in PRODUCTION if shape.width == 64]
+    shapes = SMALL[2:3] if tiny else pairs
+    return cases(tiny) + [Case(shape, shape.tokens, 4 if tiny else 16) for shape in shapes]
+
+
+def _tasks(tiny: bool, name: str, chosen: Callable[[Check], bool]) -> Iterator[Task]:
+    """Yields the chosen checks at every case and dtype."""
+    for case in cases_of_numbers(tiny):
         narrow = NARROW if case.rank in (4, 16) else ()
         for dtype in ("bfloat16", *narrow):
-            for operation, result, check in checks(dtype):
+            for operation, result, check in filter(chosen, _checks(dtype)):
                 key = f"{operation} {name} {case.name} {dtype} to {result}"
                 yield Task(key, functools.partial(_row, case, name, dtype, operation, result, check))
 
 
 def _fresh_seed() -> int:
-    """Other numbers every time: a kernel that is right for one seed alone is not right."""
+    """Draws another seed every time: a kernel that is right for one seed alone is not right."""
     return int.from_bytes(os.urandom(4), "little")
 
 
-def _row(case: Case, name: str, dtype: str, operation: str, result: str, check: Check) -> Row:
+def _row(case: Case, name: str, dtype: str, operation: str, result: str, check: Callable[..., float]) -> Row:
     seed = _fresh_seed()
-    wide = draw(case, jax.random.key(seed), "float32" if dtype in NARROW else dtype)
-    given = _narrowed(wide, dtype) if dtype in NARROW else wide
+    chunk = draw(case, jax.random.key(seed), "float32" if dtype in NARROW else dtype)
+    if dtype in NARROW:
+        chunk = _narrowed(chunk, dtype)
     layers = sorted({0, case.sizes[0] // 2, case.sizes[0] - 1})
-    error = check(case, given, expected(given, layers, case.shape.layout), layers, name)
+    error = check(case, chunk, expected(chunk, layers, case.shape.layout), layers, name)
+
     row = {"operation": operation, "implementation": name, "case": case.name, "dtype": dtype, "result": result}
     return row | {"seed": seed, "error": error, "verdict": "pass" if error <= LIMITS[result] else "FAIL"}
 
 
-def _checks(dtype: str) -> list[tuple[str, str, Check]]:
-    """What is done with a chunk of this dtype: the operation, the result's dtype, the function that measures it."""
+def _checks(dtype: str) -> list[Check]:
+    """Lists what is done with a chunk of this dtype."""
     checks = [
         ("rotate_patch", "bfloat16", _rotated),
         ("splice", "bfloat16", _consecutive),
@@ -108,34 +118,34 @@ def _checks(dtype: str) -> list[tuple[str, str, Check]]:
     return checks + [("rotate_patch", "float32", wide)] * (dtype == "int8")
 
 
-def _not_scattered(dtype: str) -> list[tuple[str, str, Check]]:
-    """`_checks` without what the part `scattered` has."""
-    return [each for each in _checks(dtype) if each[2] is not _scattered]
-
-
 def _narrowed(wide: Mapping[str, Array], dtype: str) -> dict[str, Any]:
-    given = dict(wide)
+    """Quantises a float32 chunk, with a scale along each axis that `rotate_patch` takes one for."""
+    narrow = dict(wide)
     for name, axis in (("x", -3), ("u", -2), ("v", -1)):
         if name in wide:
             scale = jnp.abs(wide[name]).max(axis, keepdims=True) / NARROW[dtype]
             scaled = wide[name] / scale
-            given[name] = (jnp.round(scaled) if dtype == "int8" else scaled).astype(dtype)
-            given[f"{name}_scale"] = scale
-    return given
+            narrow[name] = (jnp.round(scaled) if dtype == "int8" else scaled).astype(dtype)
+            narrow[f"{name}_scale"] = scale
+    return narrow
 
 
-def expected(given: Mapping[str, Array], layers: list[int], layout: str) -> Float[np.ndarray, "..."]:
+def expected(chunk: Mapping[str, Array], layers: list[int], layout: str) -> Float[np.ndarray, "..."]:
     """Computes R · (x + u v) in float64 for these layers."""
-    host = lambda name, value: np.asarray(value if name in ("cos", "sin") else value[np.asarray(layers)], np.float64)
-    exact = {name: host(name, value) for name, value in given.items()}
+    exact = {}
+    for name, value in chunk.items():
+        of_layers = value if name in ("cos", "sin") else value[np.asarray(layers)]
+        exact[name] = np.asarray(of_layers, np.float64)
     for name in ("x", "u", "v"):
         if f"{name}_scale" in exact:
             exact[name] = exact[name] * exact[f"{name}_scale"]
+
     x = exact["x"]
     if "u" in exact:
         x = x + (exact["u"] @ exact["v"]).reshape(x.shape)
     if "cos" not in exact:
         return x
+
     cos, sin = exact["cos"][:, None], exact["sin"][:, None]
     half, result = cos.shape[-1], x.copy()
     first = slice(0, half) if layout == "half" else slice(0, 2 * half, 2)
@@ -157,52 +167,54 @@ def _poison(sizes: tuple[int, ...]) -> None:
     jax.block_until_ready([jnp.full(sizes, jnp.nan, jnp.bfloat16) for _ in range(2)])
 
 
-def _rotated(case: Case, given, exact, layers: list[int], implementation: str, result: str = "bfloat16") -> float:
+def _rotated(case: Case, chunk, exact, layers: list[int], implementation: str, result: str = "bfloat16") -> float:
     length = case.tokens - 3
     run = jax.jit(
-        lambda given, length: rotate_patch(
-            **given,
+        lambda chunk, length: rotate_patch(
+            **chunk,
             layout=case.shape.layout,
             length=length,
             out_dtype=result,
             implementation=implementation,
         )
     )
-    compiled = run.lower(given, jnp.int32(length)).compile()
+    compiled = run.lower(chunk, jnp.int32(length)).compile()
     # What a kernel leaves unwritten is NaN then, and not by chance what an earlier call left there.
     _poison(case.sizes)
-    found = np.asarray(compiled(given, jnp.int32(length))[np.asarray(layers)].astype(jnp.float32))
+    found = np.asarray(compiled(chunk, jnp.int32(length))[np.asarray(layers)].astype(jnp.float32))
     wanted = exact.copy()
     wanted[:, length:] = 0
     return max(units(found[:, :length], wanted[:, :length]), 0.0 if (found[:, length:] == 0).all() else np.inf)
 
 
-def _consecutive(case: Case, given, exact, layers: list[int], implementation: str) -> float:
+def _consecutive(case: Case, chunk, exact, layers: list[int], implementation: str) -> float:
     total = _slots(case)
-    return _spliced(case, given, exact, layers, implementation, (np.arange(total) + total // 7) % total)
+    return _spliced(case, chunk, exact, layers, implementation, (np.arange(total) + total // 7) % total)
 
 
-def _scattered(case: Case, given, exact, layers: list[int], implementation: str) -> float:
-    return _spliced(case, given, exact, layers, implementation, np.random.default_rng().permutation(_slots(case)))
+def _scattered(case: Case, chunk, exact, layers: list[int], implementation: str) -> float:
+    return _spliced(case, chunk, exact, layers, implementation, np.random.default_rng().permutation(_slots(case)))
 
 
 def _slots(case: Case) -> int:
     return -(-2 * case.tokens // PAGE_SIZE) * PAGE_SIZE
 
 
-def _spliced(case: Case, given, exact, layers: list[int], implementation: str, order: np.ndarray) -> float:
-    """The error of a splice to the first slots of this order; infinite where a bit of any other slot changed."""
+def _spliced(case: Case, chunk, exact, layers: list[int], implementation: str, order: np.ndarray) -> float:
+    """Measures the error of a splice to the first slots of this order; infinite where another slot's bits changed."""
     length = case.tokens - 3
     total = order.size
     sizes = (case.sizes[0], total // PAGE_SIZE, PAGE_SIZE, *case.sizes[-2:])
     slots = order[: case.tokens].astype(np.int32)
+
     # A NaN with an odd payload: whatever is written over it shows, bit by bit.
     pattern = np.uint16(0x7FA5)
     pool = jax.lax.bitcast_convert_type(jnp.full(sizes, pattern), jnp.bfloat16)
-    run = lambda pool, slots, given: splice(
-        pool, slots, **given, layout=case.shape.layout, length=length, implementation=implementation
-    )
-    pool = jax.jit(run, donate_argnums=0)(pool, jnp.asarray(slots), given)
+
+    def run(pool: Array, slots: Array, chunk: Mapping[str, Any]) -> Array:
+        return splice(pool, slots, **chunk, layout=case.shape.layout, length=length, implementation=implementation)
+
+    pool = jax.jit(run, donate_argnums=0)(pool, jnp.asarray(slots), chunk)
     flat = pool.reshape(case.sizes[0], total, *case.sizes[-2:])
     found = np.asarray(flat[np.asarray(layers)][:, slots[:length]].astype(jnp.float32))
     others = np.setdiff1d(np.arange(total), slots[:length])
@@ -211,12 +223,14 @@ def _spliced(case: Case, given, exact, layers: list[int], implementation: str, o
 
 
 def _multiplied(tiny: bool, name: str, rows: int, seed: int) -> Row:
-    """Blocks of rows times one layer's experts of Qwen3-30B-A3B's shape, the last quarter of the blocks not in use."""
+    """Multiplies blocks of rows by a layer's experts of Qwen3-30B-A3B's shape; the last quarter of blocks is unused."""
     experts, depth, width, blocks = (5, 64, 192, 8) if tiny else (128, 2048, 768, 640)
     used = blocks * 3 // 4
     keys = jax.random.split(jax.random.key(seed), 3)
-    normal = lambda key, *sizes: jax.random.normal(key, sizes, jnp.float32).astype(jnp.bfloat16)
-    x, stack = normal(keys[0], blocks * rows, depth), normal(keys[1], experts, depth, width)
+    x, stack = (
+        jax.random.normal(key, sizes, jnp.float32).astype(jnp.bfloat16)
+        for key, sizes in ((keys[0], (blocks * rows, depth)), (keys[1], (experts, depth, width)))
+    )
     which = jax.random.randint(keys[2], (blocks,), 0, experts, jnp.int32)
     found = jax.jit(functools.partial(block_product, implementation=name))(x, stack, which, jnp.int32(used))
     error = 0.0
@@ -235,7 +249,7 @@ def _multiplied(tiny: bool, name: str, rows: int, seed: int) -> Row:
 
 
 def _factorised(tiny: bool, seed: int) -> dict[str, Any]:
-    """Energy captured over the most that could be, and how orthonormal v is; a slow spectrum."""
+    """Measures the energy captured over the most possible, and how orthonormal v is, of a slowly falling spectrum."""
     layers, tokens, features, rank = (2, 40, 24, 4) if tiny else (4, 1024, 512, 32)
     rng = np.random.default_rng(seed)
     matrices = rng.standard_normal((layers, tokens, features)) * np.exp(-np.arange(features) / (features / 5))

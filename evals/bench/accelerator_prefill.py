@@ -12,11 +12,11 @@ import numpy as np
 
 from pallas_kernels._timing import seconds_of
 
-from .accelerator_rows import Row, Task
+from .accelerator_tasks import Row, Task
 
 TOKENS = 1024
 NEEDED = 24 * 2**30
-"""Bytes of device memory that weights in bfloat16, their making and the prefill take."""
+"""Bytes of device memory that drawing the bfloat16 weights and the prefill take."""
 SEVEN_BILLION = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -55,33 +55,35 @@ def prefill(tiny: bool, which: str) -> Iterator[Task]:
 
 
 def _prefilled(tiny: bool) -> Row:
+    # What is missing is the row, not an error: everything else runs on a machine with jax and numpy alone.
     missing = [name for name in ("flax", "safetensors", "orbax") if importlib.util.find_spec(name) is None]
     if missing:
         return {"skipped": f"not installed: {', '.join(missing)}"}
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if not tiny and (memory is None or memory < NEEDED):
         return {"skipped": f"device memory {memory}; expected at least {NEEDED}"}
+
     backbone = _backbone(TINY if tiny else SEVEN_BILLION)
     tokens = 16 if tiny else TOKENS
     ids = ((np.arange(tokens, dtype=np.int32) * 37 + 11) % 290 + 3)[None]
     embedded = backbone.embed(ids)
-    taken = [seconds * 1e6 for seconds in seconds_of(lambda: backbone.prefill(embedded), 1, 3 if tiny else 10)]
-    row = {"case": f"{tokens} tokens", "microseconds": statistics.median(taken)}
-    return row | {"fastest": min(taken), "slowest": max(taken)}
+    micros = [seconds * 1e6 for seconds in seconds_of(lambda: backbone.prefill(embedded), 1, 3 if tiny else 10)]
+    row = {"case": f"{tokens} tokens", "microseconds": statistics.median(micros)}
+    return row | {"fastest": min(micros), "slowest": max(micros)}
 
 
-def _backbone(raw: dict[str, Any]):
-    """A backbone of this `config.json`, its bfloat16 weights drawn on the device."""
+def _backbone(raw: dict[str, Any]) -> Any:
+    """Makes a backbone of this `config.json`, its bfloat16 weights drawn on the device."""
     from models import FAMILIES, ModelBackbone
     from models.checkpoints import flatten_params
     from models.families.family import abstract, parameters, with_dtype
 
     config = with_dtype(FAMILIES[raw["architectures"][0]].config(raw, "exact", None), "bfloat16")
-    make = jax.jit(lambda key, shape: 0.02 * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
+    draw = jax.jit(lambda key, shape: 0.02 * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
     values: dict[str, Any] = {}
     for index, (path, leaf) in enumerate(sorted(flatten_params(parameters(abstract(config))).items())):
-        owner = values
+        parent = values
         for part in path[:-1]:
-            owner = owner.setdefault(part, {})
-        owner[path[-1]] = make(jax.random.key(index), leaf.shape)
+            parent = parent.setdefault(part, {})
+        parent[path[-1]] = draw(jax.random.key(index), leaf.shape)
     return ModelBackbone(config, values)

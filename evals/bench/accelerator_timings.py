@@ -15,13 +15,13 @@ from pallas_kernels._kernel_wins import shape_word
 from pallas_kernels._timing import OverSets, ThroughPool, median_seconds, seconds_of
 from pallas_kernels.rotate_patch import reference
 
-from .accelerator_cases import PAGE_SIZE, Case, cases, draw, implementation
-from .accelerator_rows import Row, Task
+from .accelerator_tasks import PAGE_SIZE, Case, Row, Task, cases, draw, implementation
 
 LEAST_TOKENS = 2048
 REPEATS = 30
 
-Given = Mapping[str, Any]
+Drawn = Mapping[str, Any]
+"""A chunk as `rotate_patch` takes it, by the names of its arguments."""
 
 
 def moved_bytes(case: Case) -> int:
@@ -41,26 +41,26 @@ def copy_bandwidth(size: int, sets: int, repeats: int) -> float:
     return size / median_seconds(OverSets(jnp.negative, numbers), sets, repeats)
 
 
-def unfused(given: Given, layout: str) -> Array:
+def unfused(chunk: Drawn, layout: str) -> Array:
     """Runs the XLA path with its steps kept apart: product, sum, rotation, cast."""
     apart = jax.lax.optimization_barrier
-    value = apart(given["x"].astype(jnp.float32))
-    if "u" in given:
-        value = apart(value + apart(reference.product(given["u"], given["v"], value.shape[-2])))
-    if "cos" in given:
-        value = apart(reference.rotate(value, given["cos"], given["sin"], layout))
-    return value.astype(given["x"].dtype)
+    value = apart(chunk["x"].astype(jnp.float32))
+    if "u" in chunk:
+        value = apart(value + apart(reference.product(chunk["u"], chunk["v"], value.shape[-2])))
+    if "cos" in chunk:
+        value = apart(reference.rotate(value, chunk["cos"], chunk["sin"], layout))
+    return value.astype(chunk["x"].dtype)
 
 
-def separate(given: Given, layout: str, implementation: str) -> Array:
+def separate(chunk: Drawn, layout: str, implementation: str) -> Array:
     """Runs patch and rotation as two kernels."""
-    patched = rotate_patch(given["x"], u=given["u"], v=given["v"], implementation=implementation)
-    turned = jax.lax.optimization_barrier(patched)
-    return rotate_patch(turned, given["cos"], given["sin"], layout=layout, implementation=implementation)
+    patched = rotate_patch(chunk["x"], u=chunk["u"], v=chunk["v"], implementation=implementation)
+    patched = jax.lax.optimization_barrier(patched)
+    return rotate_patch(patched, chunk["cos"], chunk["sin"], layout=layout, implementation=implementation)
 
 
 def bandwidth(tiny: bool, which: str) -> Iterator[Task]:
-    """Yields achieved bandwidths as a share of a copy's of the same size, of the kernel or of XLA's ways."""
+    """Yields achieved bandwidths as a share of a copy's of the same size, of the kernel or of the XLA paths."""
     name = implementation(which)
     for case in cases(tiny, LEAST_TOKENS):
         calls = {
@@ -77,12 +77,12 @@ def bandwidth(tiny: bool, which: str) -> Iterator[Task]:
             yield Task(f"{operation} {name} {case.name}", functools.partial(_timed, case, operation, name, call, tiny))
 
 
-def _rotation(case: Case, name: str, given: Given) -> Array:
-    return rotate_patch(**given, layout=case.shape.layout, implementation=name)
+def _rotation(case: Case, name: str, chunk: Drawn) -> Array:
+    return rotate_patch(**chunk, layout=case.shape.layout, implementation=name)
 
 
-def _splice(case: Case, name: str, pool: Array, given: Given) -> Array:
-    return splice(pool, **given, layout=case.shape.layout, implementation=name)
+def _splice(case: Case, name: str, pool: Array, chunk: Drawn) -> Array:
+    return splice(pool, **chunk, layout=case.shape.layout, implementation=name)
 
 
 def _timed(case: Case, operation: str, name: str, call: Callable[..., Array], tiny: bool) -> Row:
@@ -90,18 +90,18 @@ def _timed(case: Case, operation: str, name: str, call: Callable[..., Array], ti
     count = max(2, min(tune.SETS, tune.MEMORY // moved_bytes(case)))
     sets = [draw(case, key) for key in jax.random.split(jax.random.key(0), count)]
     program = _through_pool(case, call, sets) if operation == "splice" else OverSets(call, sets)
-    taken = seconds_of(program, count, repeats)
+    seconds = seconds_of(program, count, repeats)
     copied = copy_bandwidth(moved_bytes(case), count, repeats)
     row = {"operation": operation, "implementation": name, "case": case.name, "calls in one program": count}
-    return row | _rates(taken, moved_bytes(case), copied)
+    return row | _rates(seconds, moved_bytes(case), copied)
 
 
-def _through_pool(case: Case, call: Callable[[Array, Given], Array], sets: Sequence[Given]) -> ThroughPool:
+def _through_pool(case: Case, call: Callable[[Array, Drawn], Array], sets: Sequence[Drawn]) -> ThroughPool:
     """Splices every set into one pool at slots of its own, beginning in the middle of a page."""
     pages = -(-(len(sets) * case.tokens + PAGE_SIZE) // PAGE_SIZE)
     sizes = (case.sizes[0], pages, PAGE_SIZE, *case.sizes[-2:])
-    own = lambda index: jnp.arange(case.tokens, dtype=jnp.int32) + (index * case.tokens + PAGE_SIZE // 2)
-    placed = [dict(given) | {"slots": own(index)} for index, given in enumerate(sets)]
+    first = jnp.arange(case.tokens, dtype=jnp.int32) + PAGE_SIZE // 2
+    placed = [dict(chunk) | {"slots": first + index * case.tokens} for index, chunk in enumerate(sets)]
     return ThroughPool(call, lambda: jnp.zeros(sizes, jnp.bfloat16), placed)
 
 
@@ -114,21 +114,21 @@ NOTES = [
 ]
 
 
-def _spread(taken: Sequence[float]) -> Row:
+def _spread(seconds: Sequence[float]) -> Row:
     return {
-        "microseconds": statistics.median(taken) * 1e6,
-        "fastest": min(taken) * 1e6,
-        "slowest": max(taken) * 1e6,
+        "microseconds": statistics.median(seconds) * 1e6,
+        "fastest": min(seconds) * 1e6,
+        "slowest": max(seconds) * 1e6,
     }
 
 
-def _rates(taken: Sequence[float], size: int, copied: float) -> Row:
-    seconds = statistics.median(taken)
-    return _spread(taken) | {
+def _rates(seconds: Sequence[float], size: int, copied: float) -> Row:
+    bandwidth = size / statistics.median(seconds)
+    return _spread(seconds) | {
         "bytes": size,
-        "GB/s": size / seconds / 1e9,
+        "GB/s": bandwidth / 1e9,
         "copy GB/s": copied / 1e9,
-        "share of copy": size / seconds / copied,
+        "share of copy": bandwidth / copied,
     }
 
 
@@ -148,17 +148,17 @@ def factorisation(tiny: bool, which: str) -> Iterator[Task]:
 def _factorised(case: str, name: str, run: Callable[[Array], Any], sizes: tuple[int, ...], repeats: int) -> Row:
     decay = jnp.exp(-jnp.arange(sizes[-1]) / (sizes[-1] / 5))
     matrix = jax.random.normal(jax.random.key(0), sizes) * decay
-    taken = seconds_of(functools.partial(jax.jit(run), matrix), 1, repeats)
-    return {"operation": "factorise", "case": case, "matrices": name} | _spread(taken)
+    seconds = seconds_of(functools.partial(jax.jit(run), matrix), 1, repeats)
+    return {"operation": "factorise", "case": case, "matrices": name} | _spread(seconds)
 
 
 def wins(tiny: bool, which: str) -> Iterator[Task]:
     """Yields the rows that `python -m pallas_kernels.tune` would write here, for pallas_kernels/kernel_wins.json."""
     del which
-    platform_ = jax.default_backend()
+    backend = jax.default_backend()
     for operation, shape, rank in tune.cases(tune.OPERATIONS, tiny):
         word = shape_word(shape.heads, shape.width, rank, 2)
-        run = functools.partial(tune.tune_case, operation, shape, rank, platform_, 3 if tiny else 20)
+        run = functools.partial(tune.tune_case, operation, shape, rank, backend, 3 if tiny else 20)
         yield Task(f"{operation} {word}", functools.partial(_won, operation, word, run))
 
 

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .accelerator_cases import Case, cases
-from .accelerator_rows import Row, Task
+from .accelerator_tasks import Case, Row, Task, cases
 from .accelerator_timings import LEAST_TOKENS, REPEATS
 
 SETS = 4
-"""Sets of inputs that a timed loop goes through, so that none is found in a cache of the device."""
+"""Sets of inputs that a timed loop cycles through, so that none is in a cache of the device."""
 
 
 def torch_environment() -> Row:
@@ -61,14 +60,16 @@ def operator(library: Any, x: Any, cos: Any, sin: Any, u: Any, v: Any, layout: s
             first, second = value[..., :half], value[..., half : 2 * half]
         else:
             first, second = value[..., 0 : 2 * half : 2], value[..., 1 : 2 * half : 2]
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        head = library.cat(turned, -1) if layout == "half" else library.stack(turned, -1).flatten(-2)
+        rotated = (first * cos - second * sin, second * cos + first * sin)
+        head = library.cat(rotated, -1) if layout == "half" else library.stack(rotated, -1).flatten(-2)
         value = library.cat([head, value[..., 2 * half :]], -1) if value.shape[-1] > 2 * half else head
     return value.to(x.dtype)
 
 
 def _row(library: Any, case: Case, repeats: int) -> Row:
-    normal = lambda *sizes: library.randn(*sizes, device="cuda", dtype=library.bfloat16)
+    def normal(*sizes: int) -> Any:
+        return library.randn(*sizes, device="cuda", dtype=library.bfloat16)
+
     layers = case.sizes[0]
     angle = library.rand(case.tokens, case.shape.rotary // 2, device="cuda") * 6.28
     tables = (angle.cos(), angle.sin()) if case.shape.rotary else (None, None)
@@ -77,21 +78,23 @@ def _row(library: Any, case: Case, repeats: int) -> Row:
         u = normal(layers, case.tokens, case.rank) if case.rank else None
         v = normal(layers, case.rank, case.shape.heads * case.shape.width) if case.rank else None
         sets.append((normal(*case.sizes), *tables, u, v))
+
     # Programs of all cases come from one function here, and only a few of one function are kept.
     library.compiler.reset()
     program = library.compile(
         lambda x, cos, sin, u, v: operator(library, x, cos, sin, u, v, case.shape.layout), dynamic=False
     )
+
     begin = time.perf_counter()
-    taken = _seconds(library, program, sets, repeats)
+    seconds = _seconds(library, program, sets, repeats)
     clone = _seconds(library, lambda x, *rest: x.clone(), sets, repeats)
     moved = 2 * sets[0][0].numel() * 2
     return {
         "operation": "rotate_patch",
         "case": case.name,
-        "microseconds": statistics.median(taken) * 1e6,
-        "fastest": min(taken) * 1e6,
-        "slowest": max(taken) * 1e6,
+        "microseconds": statistics.median(seconds) * 1e6,
+        "fastest": min(seconds) * 1e6,
+        "slowest": max(seconds) * 1e6,
         "clone of x GB/s": moved / statistics.median(clone) / 1e9,
         "seconds in all": time.perf_counter() - begin,
     }
@@ -99,13 +102,13 @@ def _row(library: Any, case: Case, repeats: int) -> Row:
 
 def _seconds(library: Any, function: Callable[..., Any], sets: list[tuple], repeats: int) -> list[float]:
     """Seconds of a call, the mean over the sets, in each of many rounds after three that are not counted."""
-    taken = []
+    seconds = []
     for _ in range(repeats + 3):
         begin, end = (library.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for one in sets:
-            function(*one)
+        for inputs in sets:
+            function(*inputs)
         end.record()
         library.cuda.synchronize()
-        taken.append(begin.elapsed_time(end) / 1e3 / len(sets))
-    return taken[3:]
+        seconds.append(begin.elapsed_time(end) / 1e3 / len(sets))  # elapsed_time is in milliseconds
+    return seconds[3:]

@@ -1,8 +1,8 @@
-"""Counts what a program multiplies, from its jaxpr: compilers count the body of a loop once, whatever its trips.
+"""FLOPs of a program, counted from its jaxpr: compilers count the body of a loop once, however often it runs.
 
 Matrix products and convolutions are counted, at 2 operations per multiplication and addition; elementwise work is not.
-A loop of known length counts that often, of a branch the dearest side. A grouped product counts each row once
-(`jax.lax.ragged_dot`: what its kernel on TPUs does), and a kernel what it says of itself.
+A loop of known length counts that often, of a branch the most expensive side. A grouped product counts each row once
+(`jax.lax.ragged_dot`: what its kernel on TPUs does), and a kernel its own cost estimate.
 """
 
 import math
@@ -41,8 +41,8 @@ def _equation(equation: Any) -> int:
     if name == "conv_general_dilated":
         kernel = equation.invars[1].aval.shape
         features = equation.params["dimension_numbers"].rhs_spec[0]
-        each = math.prod(kernel) // kernel[features]
-        return 2 * math.prod(equation.outvars[0].aval.shape) * each
+        products = math.prod(kernel) // kernel[features]
+        return 2 * math.prod(equation.outvars[0].aval.shape) * products
     if equation.params.get("cost_estimate") is not None:
         return equation.params["cost_estimate"].flops
 
@@ -51,13 +51,13 @@ def _equation(equation: Any) -> int:
         return max(inside)
     if name == "while" and sum(inside):
         raise ValueError(
-            "a loop of a length that depends on values multiplies matrices; expected loops of known length"
+            "count_flops: got a loop of a length that depends on values, with products; expected loops of known length"
         )
     return sum(inside) * (equation.params["length"] if name == "scan" else 1)
 
 
 def _inner(equation: Any) -> Iterator[Jaxpr]:
-    """The programs inside an equation."""
+    """Yields the programs inside an equation."""
     for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: isinstance(leaf, Jaxpr)):
         if isinstance(value, ClosedJaxpr):
             yield value.jaxpr

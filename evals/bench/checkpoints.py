@@ -73,12 +73,12 @@ def tiny_config(architecture: str) -> dict[str, Any]:
       ConfigError: no such model, or no goldens beside the package (they are not installed with it).
     """
     if architecture not in TINY:
-        raise ConfigError(f"no tiny model stands for {architecture!r}; expected one of {sorted(TINY)}")
+        raise ConfigError(f"architecture: got {architecture!r}, without a tiny model; expected one of {sorted(TINY)}")
     name = TINY[architecture]
     text, image = GOLDENS / "text" / f"{name}.json", GOLDENS / name / "config.json"
     if not GOLDENS.is_dir():
         raise ConfigError(
-            f"{GOLDENS} is not there; expected a checkout of the repository, whose configurations it uses"
+            f"tiny models: {GOLDENS} is missing; expected a checkout of the repository, whose configurations it uses"
         )
     raw = json.loads(text.read_text())["config"] if text.exists() else json.loads(image.read_text())
     return raw | {"architectures": [architecture]}
@@ -101,15 +101,15 @@ def random_backbone(raw: Mapping[str, Any], seed: int = 0) -> ModelBackbone:
     generator = np.random.default_rng(seed)
     values: dict[str, Any] = {}
     for path, leaf in sorted(flatten_params(parameters(abstract(config))).items()):
-        owner = values
+        parent = values
         for part in path[:-1]:
-            owner = owner.setdefault(part, {})
-        owner[path[-1]] = jnp.asarray(_draw(path[-1], leaf.shape, generator))
+            parent = parent.setdefault(part, {})
+        parent[path[-1]] = jnp.asarray(_draw(path[-1], leaf.shape, generator))
     return ModelBackbone(config, values)
 
 
 def _draw(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> Float[np.ndarray, "..."]:
-    """Matrices of a standard deviation 1/√(inputs), norms near 1, biases near 0: nothing that could be left out."""
+    """Draws matrices of standard deviation 1/√(inputs), norms near 1, biases near 0: nothing that could be left out."""
     values = generator.standard_normal(shape, np.float32)
     if name == "weight":
         return 1 + 0.2 * values

@@ -29,34 +29,39 @@ def run(repeats: int, count: int = 256) -> list[dict[str, Any]]:
       of them new and served as promised, all of them by stored patches under a bound on KL or on flips, within a
       budget of seconds or bytes, and in another order.
     """
-    entries = [
-        Entry(f"page {number}", f"{number:032x}", 256, 256, "chunk", True, "text") for number in range(count + 1)
-    ]
+    numbers = range(count + 1)
+    entries = [Entry(f"page {number}", f"{number:032x}", 256, 256, "chunk", True, "text") for number in numbers]
     whole, new = entries[:count], entries[count]
-    stock = PatchInventory(BACKBONE)
-    stock.add(*entries, *(_note(each, whole[:place]) for place, each in enumerate(whole)))
-    devices, signed = DeviceCosts.assumed("cpu"), _certificate(count)
+    stored = PatchInventory(BACKBONE)
+    stored.add(*entries, *(_note(entry, whole[:place]) for place, entry in enumerate(whole)))
+    devices, certificate = DeviceCosts.assumed("cpu"), _certificate(count)
     empty = Window.empty(COSTS)
-    standing = plan(empty, whole, stored=stock, costs=devices).window
-    turned = [whole[0], *random.Random(0).sample(whole[1:], count - 1)]
-    ask = lambda **goal: plan(empty, whole, Goal(**goal), stored=stock, costs=devices, certificate=signed)
-    quick = ask(kl=1.0)
+
+    def plan_new(**goal: Any) -> Plan:
+        return plan(empty, whole, Goal(**goal), stored=stored, costs=devices, certificate=certificate)
+
+    def plan_free(window: Window, wanted: list[Entry]) -> Plan:
+        return plan(window, wanted, stored=stored, costs=devices)
+
+    served = plan_free(empty, whole).window
+    shuffled = [whole[0], *random.Random(0).sample(whole[1:], count - 1)]
+    bounded = plan_new(kl=1.0)
     cases: dict[str, Callable[[], Plan]] = {
-        "one leaves, one comes": lambda: plan(standing, [whole[0], *whole[2:], new], stored=stock, costs=devices),
-        "all new, as promised": lambda: plan(empty, whole, stored=stock, costs=devices),
-        "all new, by patches within a bound": lambda: ask(kl=1.0),
-        "all new, by patches within flips": lambda: ask(flips=0.05),
-        "all new, within a budget": lambda: ask(seconds=2 * quick.seconds),
-        "all new, within bytes": lambda: ask(bytes=quick.bytes + quick.bytes // 2),
-        "all in another order": lambda: plan(standing, turned, stored=stock, costs=devices),
+        "one leaves, one comes": lambda: plan_free(served, [whole[0], *whole[2:], new]),
+        "all new, as promised": lambda: plan_free(empty, whole),
+        "all new, by patches within a bound": lambda: plan_new(kl=1.0),
+        "all new, by patches within flips": lambda: plan_new(flips=0.05),
+        "all new, within a budget": lambda: plan_new(seconds=2 * bounded.seconds),
+        "all new, within bytes": lambda: plan_new(bytes=bounded.bytes + bounded.bytes // 2),
+        "all in another order": lambda: plan_free(served, shuffled),
     }
-    return [_timed(name, make, repeats, count) for name, make in cases.items()]
+    return [_measure(name, make, repeats, count) for name, make in cases.items()]
 
 
-def _timed(name: str, make: Callable[[], Plan], repeats: int, count: int) -> dict[str, Any]:
+def _measure(name: str, make: Callable[[], Plan], repeats: int, count: int) -> dict[str, Any]:
     make()
     cpu, seconds = [], []
-    with _collections() as collected:
+    with _garbage_collections() as collections:
         for _ in range(repeats):
             begin, spent = time.perf_counter(), time.process_time()
             make()
@@ -70,40 +75,41 @@ def _timed(name: str, make: Callable[[], Plan], repeats: int, count: int) -> dic
         "cpu_high": statistics.quantiles(cpu, n=20)[-1] if len(cpu) > 1 else cpu[0],
         "seconds": statistics.median(seconds),
         "seconds_low": min(seconds),
-        "collected": max(collected, default=0.0),
+        "collected": max(collections, default=0.0),
     }
 
 
 @contextlib.contextmanager
-def _collections() -> Iterator[list[float]]:
-    """Seconds of each collection of Python's garbage collector: it looks at all that the process holds now and then."""
-    found, begun = list[float](), [0.0]
+def _garbage_collections() -> Iterator[list[float]]:
+    """Collects the seconds of each garbage collection: now and then it traverses all that the process holds."""
+    seconds, begun = list[float](), [0.0]
 
-    def told(phase: str, _: dict[str, int]) -> None:
+    def observe(phase: str, _: dict[str, int]) -> None:
         if phase == "start":
             begun[0] = time.perf_counter()
         else:
-            found.append(time.perf_counter() - begun[0])
+            seconds.append(time.perf_counter() - begun[0])
 
-    gc.callbacks.append(told)
+    gc.callbacks.append(observe)
     try:
-        yield found
+        yield seconds
     finally:
-        gc.callbacks.remove(told)
+        gc.callbacks.remove(observe)
 
 
-def _note(own: Entry, front: list[Entry]) -> PatchNote:
-    behind = Antecedent(tuple(Member(each.id, each.content) for each in front))
-    return PatchNote(f"{own.id} 16", own.id, own.content, "canonical", behind, None, False, 16, 10**6, 10**5)
+def _note(entry: Entry, front: list[Entry]) -> PatchNote:
+    antecedent = Antecedent(tuple(Member(piece.id, piece.content) for piece in front))
+    fields = (f"{entry.id} 16", entry.id, entry.content, "canonical", antecedent, None, False, 16, 10**6, 10**5)
+    return PatchNote(*fields)
 
 
 def _certificate(count: int) -> Certificate:
-    """Invented: nothing is served here."""
-    rows = tuple(
-        CertifiedLoss(point, rank, behind, promise, 0.1, 0.1, 0.1, kl, 0.95, 0.9, 1.0, 0.5, 0.01, 0.02, 40)
-        for point, rank, kl in (("stored", 16, 0.5), ("bare", 0, 2.0))
-        for behind in (0, count)
-        for promise in ("remember", "forget")
-    )
+    """Makes an invented certificate: nothing is served here."""
+    rows = []
+    for point, rank, kl in (("stored", 16, 0.5), ("bare", 0, 2.0)):
+        for behind in (0, count):
+            for promise in ("remember", "forget"):
+                losses = (0.1, 0.1, 0.1, kl, 0.95, 0.9, 1.0, 0.5, 0.01, 0.02, 40)
+                rows.append(CertifiedLoss(point, rank, behind, promise, *losses))
     about = ("invented", "2026-01-01", 0.95, 10, 10, count, 256 * (count + 1), "text", "nothing", True)
-    return Certificate(BACKBONE, *about, rows, RankChoice(16, "invented"))
+    return Certificate(BACKBONE, *about, tuple(rows), RankChoice(16, "invented"))

@@ -5,19 +5,20 @@ that others use; and of the whole process, for XLA's threads are where the work 
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 import kvpatch_jax as kvp
-from kvpatch_jax import ops, pool
-from kvpatch_jax.core import layout
+from kvpatch_jax.core import layout, ops
+from kvpatch_jax.pool import pool
 
-from .timing import Turns, cpu_seconds, take_turns
+from .benchmark import Row, measured_row
+from .timing import interleave_cpu, ratios
 
 BARS = {"blind": 1.0, "patched": 3.0, "spliced": 4.0}
 """CPU time of `apply_patch` without a patch and with one, and of `splice` with one, over the chunk's x · 2, jitted."""
@@ -26,21 +27,26 @@ CHECKS_BAR = 150.0
 RANK, PAGE_SIZE = 16, 64
 
 
-class _Placing:
+class _PlacingCase:
     """A chunk, a patch of it, and a pool that is donated and kept."""
 
     def __init__(self, layers: int, tokens: int, heads: int, width: int, rank: int, seed: int):
         rng = np.random.default_rng(seed)
-        normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+
+        def normal(*shape: int) -> Array:
+            return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+
         self.layout = kvp.KVLayout.gqa(layers, heads, width, kvp.Rope(1e6, width))
         kv = {name: normal(layers, tokens, heads, width) for name in self.layout.names}
         local = jnp.arange(tokens, dtype=jnp.float32)
-        # A layout of its own, as a store's reader makes it: equal, not the same.
-        own = kvp.KVLayout.gqa(layers, heads, width, kvp.Rope(1e6, width))
-        self.chunk = kvp.Chunk(kv, local, tokens, tokens, "chunk", own, "none")
+        # A second layout, as a store's reader makes it: equal, not the same object.
+        equal_layout = kvp.KVLayout.gqa(layers, heads, width, kvp.Rope(1e6, width))
+        self.chunk = kvp.Chunk(kv, local, tokens, tokens, "chunk", equal_layout, "none")
+
         factors = {name: (normal(layers, tokens, rank), normal(layers, rank, heads * width)) for name in kv}
-        every = tuple(range(layers))
-        self.patch = kvp.Patch(factors, kvp.PatchMetadata("chunk", "canonical", ("other",), "none", self.layout, every))
+        metadata = kvp.PatchMetadata("chunk", "canonical", ("other",), "none", self.layout, tuple(range(layers)))
+        self.patch = kvp.Patch(factors, metadata)
+
         pages = -(-tokens // PAGE_SIZE) + 1
         self.pool = kvp.pool.make_pool(self.layout, pages, PAGE_SIZE)
         self.slots = rng.permutation(pages * PAGE_SIZE)[:tokens].astype(np.int32)
@@ -54,19 +60,9 @@ class _Placing:
         return self.pool
 
 
-def _cpu_turns(calls: Mapping[str, Callable[[], Any]], repeats: int, times: int = 1) -> Turns:
-    sides = {name: lambda call=call: cpu_seconds(call, times) for name, call in calls.items()}
-    return take_turns(sides, repeats, warm_ups=1, pause=0.0)
-
-
-def _row(metric: str, arm: str, value: float, values: list[float], bar: float | None) -> dict[str, Any]:
-    row = {"metric": metric, "arm": arm, "value": value, "low": min(values), "high": max(values)}
-    return row if bar is None else row | {"bar": bar, "passed": value <= bar}
-
-
-def placing_rows(layers: int, tokens: int, heads: int, width: int, repeats: int, seed: int) -> list[dict[str, Any]]:
+def placing_rows(layers: int, tokens: int, heads: int, width: int, repeats: int, seed: int) -> list[Row]:
     """Measures CPU time of placing a bfloat16 chunk, over a jitted x · 2 of it in the same run: least by least."""
-    case = _Placing(layers, tokens, heads, width, min(RANK, width // 4), seed)
+    case = _PlacingCase(layers, tokens, heads, width, min(RANK, width // 4), seed)
     kv = dict(case.chunk.kv)
     engine = case.apply(None)
     double = jax.jit(lambda tree: jax.tree.map(lambda value: value * 2, tree))
@@ -78,21 +74,21 @@ def placing_rows(layers: int, tokens: int, heads: int, width: int, repeats: int,
         "spliced": lambda: case.splice(case.patch),
         "relocated": lambda: kvp.relocate(case.layout, engine, 7, 99),
     }
-    taken = _cpu_turns(calls, repeats)
+    samples = interleave_cpu(calls, repeats)
+
+    doubling = samples.pop("x · 2")
     metric = f"placing over x · 2, CPU time, {tokens} × {layers} × {heads} × {width}"
     rows = []
-    for name, seconds in taken.items():
-        if name == "x · 2":
-            continue
-        ratios = [own / base for own, base in zip(seconds, taken["x · 2"], strict=True)]
-        row = _row(metric, name, min(seconds) / min(taken["x · 2"]), ratios, BARS.get(name))
-        rows.append(row | {"seconds": seconds, "x2_seconds": taken["x · 2"]})
+    for arm, seconds in samples.items():
+        least = min(seconds) / min(doubling)
+        labels = {"arm": arm, "seconds": seconds, "x2_seconds": doubling}
+        rows.append(measured_row(metric, ratios(seconds, doubling), at_most=BARS.get(arm), value=least, **labels))
     return rows
 
 
-def check_rows(repeats: int, seed: int, tokens: int = 2048) -> list[dict[str, Any]]:
-    """Measures microseconds of CPU time that public functions take, the compiled programs that they call put aside."""
-    case = _Placing(2, tokens, 1, 8, 4, seed)
+def check_rows(repeats: int, seed: int, tokens: int = 2048) -> list[Row]:
+    """Measures microseconds of CPU time that public functions take without the compiled programs that they call."""
+    case = _PlacingCase(2, tokens, 1, 8, 4, seed)
     engine = case.apply(None)
     calls = {
         "apply_patch, blind": lambda: case.apply(None),
@@ -100,12 +96,19 @@ def check_rows(repeats: int, seed: int, tokens: int = 2048) -> list[dict[str, An
         "splice": lambda: case.splice(case.patch),
         "relocate": lambda: kvp.relocate(case.layout, engine, 7, 99),
     }
-    # With the programs away, what is left of a call is what its checks take.
-    returned = lambda _layout, arrays, *rest, **plan: arrays
+
+    def returned(_layout: Any, arrays: Any, *rest: Any, **plan: Any) -> Any:
+        return arrays
+
+    # With the programs replaced, what is left of a call is its checks.
     programs = ((ops, "jitted_apply"), (layout, "jitted_place"), (layout, "jitted_relocate"), (pool, "jitted_splice"))
     with contextlib.ExitStack() as stack:
         for module, name in programs:
             stack.enter_context(mock.patch.object(module, name, returned))
-        taken = _cpu_turns(calls, max(repeats, 20), times=20)
-    micros = {name: [1e6 * value for value in seconds] for name, seconds in taken.items()}
-    return [_row("checks of a call, µs", name, min(values), values, CHECKS_BAR) for name, values in micros.items()]
+        samples = interleave_cpu(calls, max(repeats, 20), times=20)
+
+    rows = []
+    for arm, seconds in samples.items():
+        micros = [1e6 * value for value in seconds]
+        rows.append(measured_row("checks of a call, µs", micros, at_most=CHECKS_BAR, statistic=min, arm=arm))
+    return rows

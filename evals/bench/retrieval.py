@@ -14,11 +14,57 @@ import numpy as np
 from jaxtyping import Float
 
 from kvpatch_jax.store import ApproximateRetriever, ExactRetriever, Retriever, pooled, recall
-from models import ModelBackbone
+from models import ModelBackbone, load
 
+from .. import small_task
+from ..results.environment import environment
+from ..trained import MAIN, shipped
+from .benchmark import Benchmark, Row, measured_row
 from .timing import stopwatch
 
 K = 10
+
+
+def run(*, quick: bool = False) -> dict[str, Any]:
+    """Measures over the shipped backbone's encoder outputs and over clustered vectors; `quick`: few of both."""
+    return {"environment": environment(), "rows": rows(8, 2_000) if quick else rows()}
+
+
+def rows(contexts: int = 256, synthetic: int = 20_000) -> list[Row]:
+    """Measures recall@10 and seconds of encoder outputs of so many contexts, and of so many clustered vectors."""
+    outputs = tower_outputs(load(shipped(MAIN), dtype="float32"), task_images(contexts))
+    images = np.stack([pooled(output) for output in outputs])
+    tokens = np.concatenate(outputs)
+    return [*measure(images, "images"), *measure(tokens, "tokens"), *measure(clustered(synthetic), "clustered")]
+
+
+def measure(vectors: Float[np.ndarray, "n D"], arm: str, probes: Sequence[float] = (0.05, 0.1, 0.2)) -> list[Row]:
+    """Measures recall@10 and seconds per search; a tenth of the vectors, 200 at most, are queries and not stored."""
+    order = np.random.default_rng(1).permutation(len(vectors))
+    count = min(200, len(vectors) // 10)
+    queries, stored = vectors[order[:count]], vectors[order[count:]]
+    exact = ExactRetriever(vectors.shape[1])
+    _fill(exact, stored)
+
+    rows = [_search_row(exact, queries, f"{arm}.exact", len(stored))]
+    for share in probes:
+        approximate = ApproximateRetriever(vectors.shape[1], probes=share, exact_below=64)
+        _fill(approximate, stored)
+        shares = recall(approximate, exact, queries, K).tolist()
+        labels = {"arm": f"{arm}.probes={share}", "stored": len(stored)}
+        rows.append(measured_row("recall_at_10", shares, statistic=statistics.fmean, **labels))
+        rows.append(_search_row(approximate, queries, f"{arm}.probes={share}", len(stored)))
+    return rows
+
+
+def _fill(retriever: Retriever, vectors: np.ndarray) -> None:
+    for number, vector in enumerate(vectors):
+        retriever.add(f"v{number:07d}", vector)
+
+
+def _search_row(retriever: Retriever, queries: np.ndarray, arm: str, stored: int) -> Row:
+    seconds = [stopwatch(lambda query=query: retriever.search(query, K)) for query in queries]
+    return measured_row("search_seconds", seconds, arm=arm, stored=stored)
 
 
 def tower_outputs(backbone: ModelBackbone, images: Sequence[np.ndarray]) -> list[Float[np.ndarray, "T D"]]:
@@ -33,8 +79,6 @@ def tower_outputs(backbone: ModelBackbone, images: Sequence[np.ndarray]) -> list
 
 def task_images(contexts: int, seed: int = 77) -> list[np.ndarray]:
     """Renders held-out legends and pages of the small task, four images per context."""
-    from evals import small_task
-
     drawn = small_task.sample_contexts(np.random.default_rng(seed), contexts)
     legends, pages = small_task.render(drawn)
     return [image for index in range(contexts) for image in (*legends[index], pages[index])]
@@ -48,43 +92,7 @@ def clustered(count: int, width: int = 128, clusters: int = 300, seed: int = 0) 
     return centres[which] + 0.6 * rng.standard_normal((count, width)).astype(np.float32)
 
 
-def _filled[R: Retriever](retriever: R, vectors: np.ndarray) -> R:
-    for number, vector in enumerate(vectors):
-        retriever.add(f"v{number:07d}", vector)
-    return retriever
-
-
-def measure(vectors: Float[np.ndarray, "n D"], arm: str, probes: Sequence[float] = (0.05, 0.1, 0.2)) -> list[dict]:
-    """Measures recall@10 and seconds per search; a tenth of the vectors, 200 at most, are queries and not stored."""
-    order = np.random.default_rng(1).permutation(len(vectors))
-    count = min(200, len(vectors) // 10)
-    queries, stored = vectors[order[:count]], vectors[order[count:]]
-    exact = _filled(ExactRetriever(vectors.shape[1]), stored)
-    rows: list[dict[str, Any]] = [_timed(exact, queries, f"{arm}.exact", len(stored))]
-    for share in probes:
-        found = _filled(ApproximateRetriever(vectors.shape[1], probes=share, exact_below=64), stored)
-        shares = recall(found, exact, queries, K)
-        row = {"metric": "recall_at_10", "arm": f"{arm}.probes={share}", "value": float(shares.mean())}
-        rows.append(row | {"low": float(shares.min()), "n": len(queries), "stored": len(stored)})
-        rows.append(_timed(found, queries, f"{arm}.probes={share}", len(stored)))
-    return rows
-
-
-def _timed(retriever: Retriever, queries: np.ndarray, arm: str, stored: int) -> dict[str, Any]:
-    value = statistics.median(stopwatch(lambda query=query: retriever.search(query, K)) for query in queries)
-    return {"metric": "search_seconds", "arm": arm, "value": value, "n": len(queries), "stored": stored}
-
-
-def rows(contexts: int = 256, synthetic: int = 20_000) -> list[dict[str, Any]]:
-    """Measures recall@10 and seconds over the shipped backbone's encoder outputs and over clustered vectors."""
-    from evals.trained import MAIN, shipped
-    from models import load
-
-    outputs = tower_outputs(load(shipped(MAIN), dtype="float32"), task_images(contexts))
-    images = np.stack([pooled(output) for output in outputs])
-    tokens = np.concatenate(outputs)
-    return [*measure(images, "images"), *measure(tokens, "tokens"), *measure(clustered(synthetic), "clustered")]
-
+BENCHMARK = Benchmark("retrieval", run, ("arm",))
 
 if __name__ == "__main__":
     print(json.dumps(rows(*(int(word) for word in sys.argv[1:])), indent=2))

@@ -27,7 +27,9 @@ from models.families.llava import packing_index
 from models.forward import Forward
 from pallas_kernels._ahead_of_time import compile_for_h200, compile_for_tpu
 
+from ..results.tables import markdown_table
 from .arithmetic import count_flops
+from .benchmark import Benchmark
 from .released_configs import RELEASED
 
 SPEC: Any = jax.ShapeDtypeStruct
@@ -36,14 +38,18 @@ MEGAPIXELS = (1, 3, 12)
 LARGEST_MESH = 8
 USED = 0.9
 """Share of a device's memory that weights may take; the rest is for KV, temporaries and the runtime."""
-TILES = {"LlavaForConditionalGeneration": 1, "DeepseekVLForConditionalGeneration": 1}
-"""Tiles of one image; of other families with tiles as many as their released settings make of a large one."""
-TILES |= {"LlavaNextForConditionalGeneration": 5, "InternVLForConditionalGeneration": 13}
-TILES |= {"SmolVLMForConditionalGeneration": 17}
+TILES = {
+    "LlavaForConditionalGeneration": 1,
+    "DeepseekVLForConditionalGeneration": 1,
+    "LlavaNextForConditionalGeneration": 5,
+    "InternVLForConditionalGeneration": 13,
+    "SmolVLMForConditionalGeneration": 17,
+}
+"""Tiles of one image; of families that cut images, as many as their released settings make of a large one."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
+class DevicePeaks:
     """Published peaks of a device: dense bf16 operations and bytes of memory traffic per second, bytes of memory."""
 
     name: str
@@ -52,33 +58,33 @@ class Device:
     memory: float
 
 
-H200 = Device("H200", 989e12, 4.8e12, 141e9)
-V5E = Device("v5e", 197e12, 819e9, 16.0 * 2**30)
+H200 = DevicePeaks("H200", 989e12, 4.8e12, 141e9)
+V5E = DevicePeaks("v5e", 197e12, 819e9, 16.0 * 2**30)
 """As NVIDIA's and Google's pages say of one H200 SXM and one TPU v5e chip."""
 
 
-def run(device: str = "h200", only: Sequence[str] | None = None, temporaries: bool = True) -> dict[str, Any]:
+def run(*, device: str = "h200", checkpoints: Sequence[str] | None = None, quick: bool = False) -> dict[str, Any]:
     """Describes every released checkpoint.
 
     Args:
       device: what programs are compiled for: "h200" (needs jax's CUDA plugin, no GPU), "v5e" (needs libtpu, no TPU) or
         "cpu".
-      only: names of checkpoints; None for all of `RELEASED`.
-      temporaries: compile at all; without, what follows from shapes alone.
+      checkpoints: their names; None for all of `RELEASED`.
+      quick: compiles nothing; only what follows from shapes.
     """
-    compile_program = {"h200": compile_for_h200, "v5e": functools.partial(compile_for_tpu, "v5e:2x2"), "cpu": _on_cpu}
-    compiler = compile_program[device] if temporaries else None
-    rows = {name: describe(RELEASED[name].config, compiler) for name in only or RELEASED}
+    compilers = {"h200": compile_for_h200, "v5e": functools.partial(compile_for_tpu, "v5e:2x2"), "cpu": _compile_on_cpu}
+    compiler = None if quick else compilers[device]
+    rows = {name: describe(RELEASED[name].config, compiler) for name in checkpoints or RELEASED}
     return {"device": device, "jax": jax.__version__, "checkpoints": rows}
 
 
 def describe(raw: dict[str, Any], compiler: Callable[..., jax.stages.Compiled] | None) -> dict[str, Any]:
-    """One checkpoint's row, in bytes, operations and seconds."""
+    """Describes one checkpoint, in bytes, operations and seconds."""
     config = with_dtype(FAMILIES[raw["architectures"][0]].config(raw, "exact", None), "bfloat16")
     shapes = parameters(abstract(config))
     leaves = flatten_params(shapes)
     programs = Forward(with_parameters(config, shapes), placeholders(config), layout=config.text.layout, mesh=None)
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         "weights": _bytes(leaves),
         "kv_per_token": config.text.layout.bytes_per_token("bfloat16"),
         "mesh": on_a_mesh(config, leaves),
@@ -88,24 +94,28 @@ def describe(raw: dict[str, Any], compiler: Callable[..., jax.stages.Compiled] |
     calls = {("prefill", str(length)): _prefill(programs, config, length) for length in PROMPTS}
     calls |= {("tower", what): call for what, call in _towers(programs, config).items()}
     for (kind, what), (function, arguments) in calls.items():
-        found[kind][what] = {"flops": count_flops(function, *arguments)}
+        row[kind][what] = {"flops": count_flops(function, *arguments)}
         if compiler is not None:
-            found[kind][what]["temporaries"] = _temporaries(compiler, function, arguments)
+            row[kind][what]["temporaries"] = _temporaries(compiler, function, arguments)
+
+    # The least time is the larger of two bounds: arithmetic, and reading every weight once.
     whole, read = _bytes_read(config, leaves)
-    for device, count in ((H200, 1), (V5E, found["mesh"]["devices"])):
-        flops = {length: found["prefill"][str(length)]["flops"] for length in PROMPTS}
-        least = lambda length, device=device, flops=flops: max(flops[length] / device.flops, whole / device.bandwidth)
-        found[device.name] = {
+    for device, count in ((H200, 1), (V5E, row["mesh"]["devices"])):
+        prefill = {}
+        for length in PROMPTS:
+            flops = row["prefill"][str(length)]["flops"]
+            prefill[length] = max(flops / device.flops, whole / device.bandwidth) / count
+        row[device.name] = {
             "devices": count,
-            "fits": (found["weights"] if count == 1 else found["mesh"]["weights"]) < USED * device.memory,
-            "prefill": {length: least(length) / count for length in PROMPTS},
+            "fits": (row["weights"] if count == 1 else row["mesh"]["weights"]) < USED * device.memory,
+            "prefill": prefill,
             "token": read / device.bandwidth / count,
         }
-    return found
+    return row
 
 
 def on_a_mesh(config: Any, leaves: Any) -> dict[str, Any]:
-    """The most devices, a power of two up to `LARGEST_MESH`, that a checkpoint lies over, and what each then holds."""
+    """Finds the most devices, a power of two up to `LARGEST_MESH`, that hold a checkpoint, and what each then holds."""
     count = LARGEST_MESH
     while count > 1:
         mesh = AbstractMesh((count,), ("tensor",))
@@ -114,8 +124,9 @@ def on_a_mesh(config: Any, leaves: Any) -> dict[str, Any]:
         except ConfigError:
             count //= 2
             continue
-        share = lambda path, specs=specs, count=count: count if "tensor" in specs[path] else 1
-        weights = sum(_bytes({path: leaf}) // share(path) for path, leaf in leaves.items())
+        weights = 0
+        for path, leaf in leaves.items():
+            weights += _bytes({path: leaf}) // (count if "tensor" in specs[path] else 1)
         heads = 1 if config.text.latent is not None else count
         return {"devices": count, "weights": weights, "kv_per_token": _kv(config) // heads}
     return {"devices": 1, "weights": _bytes(leaves), "kv_per_token": _kv(config)}
@@ -130,9 +141,9 @@ def _bytes(leaves: Any) -> int:
 
 
 def _bytes_read(config: Any, leaves: Any) -> tuple[float, float]:
-    """Bytes of the weights that a prompt needs, and that one token needs: the chosen experts alone.
+    """Counts bytes of the weights that a prompt needs, and that one token needs: the chosen experts alone.
 
-    No tower, and of an embedding that is not the head as well no more than a row per token.
+    No tower, and of an embedding that is not also the head no more than a row per token.
     """
     experts, whole, single = config.text.experts, 0.0, 0.0
     for path, leaf in leaves.items():
@@ -147,7 +158,7 @@ def _bytes_read(config: Any, leaves: Any) -> tuple[float, float]:
 
 
 def _prefill(programs: Forward, config: Any, length: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A prefill's function and the shapes of its arguments; logits of the last token."""
+    """Returns a prefill's function and the shapes of its arguments; logits of the last token."""
     text, axes = config.text, config.text.rope.axes
     positions = (1, length) if axes is None else (1, length, axes)
     deep = len(getattr(getattr(config, "vision", None), "deepstack_layers", ()))
@@ -159,21 +170,21 @@ def _prefill(programs: Forward, config: Any, length: int) -> tuple[Callable[...,
 
 
 def _towers(programs: Forward, config: Any) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """The tower's function and shapes: for 1, 3 and 12 megapixels, or for the most tiles of one image."""
+    """Returns the tower's function and shapes: for 1, 3 and 12 megapixels, or for the most tiles of one image."""
     vision = config.family.vision
     if vision is None:
         return {}
-    found = {}
+    calls = {}
     for what, (pixels, arrays, count) in _images(config).items():
         ids = np.full((1, count), config.image_token)
         plan = vision.plan(config, ids, {"pixel_values": np.broadcast_to(np.float32(1), pixels), **arrays})
         shapes = jax.tree.map(lambda leaf: SPEC(leaf.shape, leaf.dtype), dict(plan))
-        found[what] = (programs.encode, (programs.state, SPEC(pixels, jnp.float32), shapes))
-    return found
+        calls[what] = (programs.encode, (programs.state, SPEC(pixels, jnp.float32), shapes))
+    return calls
 
 
 def _images(config: Any) -> dict[str, tuple[tuple[int, ...], dict[str, np.ndarray], int]]:
-    """Shape of the pixels, further arrays and the number of placeholders of one image."""
+    """Returns the shape of the pixels, further arrays and the number of placeholders of one image, by its size."""
     tower, architecture = config.vision, config.family.architecture
     if architecture in TILES:
         tiles = TILES[architecture]
@@ -195,17 +206,17 @@ def _images(config: Any) -> dict[str, tuple[tuple[int, ...], dict[str, np.ndarra
 
 
 def _grid(pixels: float, step: int) -> tuple[int, int]:
-    """Rows and columns of merged patches of an image with sides as 3 to 4."""
+    """Returns rows and columns of merged patches of an image with sides as 3 to 4."""
     height = max(int(math.sqrt(pixels * 3 / 4) / step), 1)
     return height, max(int(pixels / step**2 / height), 1)
 
 
-def _on_cpu(function: Callable[..., Any], arguments: Any) -> jax.stages.Compiled:
+def _compile_on_cpu(function: Callable[..., Any], arguments: Any) -> jax.stages.Compiled:
     return jax.jit(function).lower(*arguments).compile()
 
 
 def _temporaries(compiler: Callable[..., jax.stages.Compiled], function: Callable[..., Any], arguments: Any) -> Any:
-    """Bytes beside arguments and results, or the compiler's refusal in a few words."""
+    """Returns bytes beside arguments and results, or the compiler's refusal in a few words."""
     try:
         with pallas_kernels.preferring("xla"):
             analysis = compiler(function, arguments).memory_analysis()
@@ -215,20 +226,19 @@ def _temporaries(compiler: Callable[..., jax.stages.Compiled], function: Callabl
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as a Markdown table."""
+    """Formats the result as a Markdown table."""
     head = ("checkpoint", "weights", "KV of 1k tokens", "prefill of 4k / 16k", "tower", "mesh")
     head += ("4k / 16k on an H200", "on the mesh of v5e", "one token on either")
-    lines = [" | ".join(head), " | ".join(["---"] * len(head))]
-    lines += [" | ".join(_cells(name, row)) for name, row in result["checkpoints"].items()]
-    return "\n".join(f"| {line} |" for line in lines) + "\n"
+    return markdown_table(head, [_cells(name, row) for name, row in result["checkpoints"].items()]) + "\n"
 
 
 def _cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
-    mesh, times = row["mesh"], []
+    mesh, prefills, tokens = row["mesh"], [], []
     for device in (H200, V5E):
-        least = " / ".join(_milliseconds(seconds) for seconds in (*row[device.name]["prefill"].values(),))
-        times.append(least if row[device.name]["fits"] else "does not fit")
-    tokens = (_milliseconds(row[device.name]["token"]) if row[device.name]["fits"] else "–" for device in (H200, V5E))
+        bound = row[device.name]
+        prefill = " / ".join(_milliseconds(seconds) for seconds in bound["prefill"].values())
+        prefills.append(prefill if bound["fits"] else "does not fit")
+        tokens.append(_milliseconds(bound["token"]) if bound["fits"] else "–")
     return (
         f"`{name}`",
         _size(row["weights"]),
@@ -236,13 +246,13 @@ def _cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
         " / ".join(_size(call.get("temporaries")) for call in row["prefill"].values()),
         ", ".join(f"{what}: {_size(call.get('temporaries'))}" for what, call in row["tower"].items()) or "none",
         f"{mesh['devices']} × {_size(mesh['weights'])}",
-        *times,
+        *prefills,
         " / ".join(tokens),
     )
 
 
 def _size(count: Any) -> str:
-    """Bytes in GiB or MiB; what is no number as it is."""
+    """Formats bytes in GiB or MiB, and what is no number as it is."""
     if not isinstance(count, int | float):
         return "not compiled" if count is None else str(count)
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
@@ -250,3 +260,6 @@ def _size(count: Any) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
+
+
+BENCHMARK = Benchmark("sizes", run, table=table)

@@ -1,17 +1,16 @@
-"""Keeping order among ever more objects: eviction, collection, listing, libraries; and groups beside a busy writer.
+"""Keeping order among ever more objects: eviction, collection, listing, libraries; and a busy writer.
 
-Every number is of one root that grows. A put that evicts is timed with those behind it that need not: a hundred in all,
-where an eviction makes room for a twentieth of what is there, so that this tells rather too much.
+Every number is of one root that grows. A put that evicts is timed with those after it that need not: a hundred in all,
+where an eviction makes room for a twentieth of what is there, so the figure is rather too large.
 """
 
 import contextlib
 import dataclasses
 import itertools
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary
 from kvpatch_jax.store.cli.audit import listing
 from kvpatch_jax.store.format.codec import chunk_blob
 
-from . import store_data
-from .store_data import BACKBONE
+from .benchmark import Row, measured_row
+from .store_workload import BACKBONE, SMALL, StoreSizes, chunk_of
 from .timing import stopwatch
 
 EVICTING, COLLECT, LISTED, LIBRARY = "evicting put", "collect, nothing expired", "ls, the first row", "library put"
@@ -43,18 +42,26 @@ while True:
     print("wrote", flush=True)
 """
 
+
+def rows(folder: Path, sizes: StoreSizes, repeats: int, seed: int) -> Iterator[Row]:
+    """Yields a row per operation and number of objects."""
+    measurements = itertools.chain(
+        _growing_root(folder / "growing", sizes.growth, repeats, seed),
+        _library_puts(folder / "library", sizes.entries, repeats),
+    )
+    for operation, count, seconds in measurements:
+        kind = "entries" if operation.startswith("library") else "objects"
+        labels = {"against": "", "unit": " s", "operation": operation, "objects": count, "seconds": {"ours": seconds}}
+        yield measured_row(f"{operation}, at {count} {kind}", seconds, at_most=BARS.get(operation), **labels)
+
+
 Measured = Iterator[tuple[str, int, list[float]]]
-"""What was measured, how many objects there were, seconds of each repeat."""
+"""The operation, how many objects there were, seconds of each repeat."""
 
 
-def small_chunk(seed: int) -> kvp.Chunk:
-    """Draws a canonical whose file is little more than its header."""
-    return store_data.chunk_of(store_data.StoreSizes(layers=1, tokens=1, heads=1, width=8), seed)
-
-
-def growing(root: Path, counts: Sequence[int], repeats: int, seed: int) -> Measured:
+def _growing_root(root: Path, counts: Sequence[int], repeats: int, seed: int) -> Measured:
     """Times a root at several numbers of objects."""
-    small, numbers = small_chunk(seed), itertools.count()
+    small, numbers = chunk_of(SMALL, seed), itertools.count()
     with ChunkStore(root, budget=Budget(host=0)) as store:
 
         def fill(count: int) -> None:
@@ -67,18 +74,20 @@ def growing(root: Path, counts: Sequence[int], repeats: int, seed: int) -> Measu
             fill(count)
             yield COLLECT, count, [stopwatch(store.collect) for _ in range(repeats)]
             yield LISTED, count, [stopwatch(lambda: next(listing(store.disk))) for _ in range(repeats)]
-            turns: list[float] = []
+
+            # An evicting put removes a twentieth, so that the root is filled again before each.
+            seconds: list[float] = []
             for _ in range(repeats):
                 fill(count)
-                turns.append(_evicting(root, small, numbers))
-            yield EVICTING, count, turns
+                seconds.append(_evicting_put(root, small, numbers))
+            yield EVICTING, count, seconds
 
 
-def _evicting(root: Path, small: kvp.Chunk, numbers: Iterator[int]) -> float:
-    """Seconds of a put, of which the first has to evict."""
+def _evicting_put(root: Path, small: kvp.Chunk, numbers: Iterator[int]) -> float:
+    """Measures seconds of a put, of which the first has to evict."""
     with ChunkStore(root, budget=Budget(host=0)) as store:
-        there = sum(entry.size for entry in store.disk.scan())
-    with ChunkStore(root, budget=Budget(host=0, disk=there)) as store:
+        nbytes = sum(entry.size for entry in store.disk.scan())
+    with ChunkStore(root, budget=Budget(host=0, disk=nbytes)) as store:
         chunks = [dataclasses.replace(small, id=f"small{next(numbers)}") for _ in range(_PUTS)]
 
         def put() -> None:
@@ -88,39 +97,24 @@ def _evicting(root: Path, small: kvp.Chunk, numbers: Iterator[int]) -> float:
         return stopwatch(put) / len(chunks)
 
 
-def library_puts(root: Path, entries: int, repeats: int) -> Measured:
-    """Times a library of many entries: a put by who has looked at it before; and the first look of a new process."""
+def _library_puts(root: Path, entries: int, repeats: int) -> Measured:
+    """Times a library of many entries: a put by one that has read it before; and the first read of a new process."""
     with ChunkStore(root, budget=Budget(host=0)) as store:
         library = StaticLibrary(store, quota=1 << 40)
         for number in range(entries):
             library.put(f"N{number}", f"text {number}")
-        again = lambda number: stopwatch(lambda: library.put(f"N{number % entries}", "another text"))
-        yield LIBRARY, entries, [again(7919 * turn) for turn in range(repeats)]
-        new = lambda: StaticLibrary(store, quota=1 << 40)
-        yield "library, the first look", entries, [stopwatch(lambda: new().used) for _ in range(repeats)]
 
+        def put_again(number: int) -> float:
+            return stopwatch(lambda: library.put(f"N{number % entries}", "another text"))
 
-def rows(
-    folder: Path, sizes: store_data.StoreSizes, repeats: int, seed: int
-) -> Iterator[tuple[dict[str, Any], list[float]]]:
-    """Yields each measurement as a row without its judgement, and its seconds."""
-    measured = itertools.chain(
-        growing(folder / "growing", sizes.growth, repeats, seed),
-        library_puts(folder / "library", sizes.entries, repeats),
-    )
-    for what, count, seconds in measured:
-        things = "entries" if what.startswith("library") else "objects"
-        row = {"metric": f"{what}, at {count} {things}", "against": "", "unit": "seconds", "sense": "at most"}
-        row |= {"ours": statistics.median(seconds), "what": what, "objects": count, "all": {"ours": seconds}}
-        yield row, seconds
-
-
-# ------------------------------------------------------------------------------------------------- a busy writer
+        yield LIBRARY, entries, [put_again(7919 * turn) for turn in range(repeats)]
+        read = lambda: StaticLibrary(store, quota=1 << 40).used
+        yield "library, the first look", entries, [stopwatch(read) for _ in range(repeats)]
 
 
 @contextlib.contextmanager
 def busy_writer(path: Path) -> Iterator[None]:
-    """Lets another process write 64 MB after 64 MB to the same disk, each synced, until this is left."""
+    """Runs another process that writes 64 MB after 64 MB to the same disk, each synced, until this is left."""
     with subprocess.Popen([sys.executable, "-c", _WRITER, os.fspath(path)], stdout=subprocess.PIPE) as writer:
         try:
             assert writer.stdout is not None
@@ -131,35 +125,23 @@ def busy_writer(path: Path) -> Iterator[None]:
     path.unlink()
 
 
-def beside_a_writer(
-    folder: Path, put: Callable[[], float], raw: Callable[[], float], turns: Callable[..., Mapping[str, list[float]]]
-) -> Mapping[str, list[float]]:
-    """Times a grouped put and a raw write of one in turns, both beside a busy writer."""
-    with busy_writer(folder / "busy"):
-        return turns({"ours": put, "theirs": raw})
-
-
-# ------------------------------------------------------------------------------------------------------ a picture
-
-
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Draws how times grow with the number of objects, with the bars that they are held to."""
+    """Draws how times grow with the number of objects, with their bars."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-    for number, what in enumerate((EVICTING, COLLECT, LISTED)):
-        own = [row for row in result["rows"] if row.get("what") == what]
-        counts = [row["objects"] for row in own]
-        middle, low, high = (np.array([row[name] for row in own]) for name in ("value", "low", "high"))
-        axes.errorbar(
-            counts, middle, [middle - low, high - middle], label=what, marker="o", capsize=3, color=f"C{number}"
-        )
-        if what in BARS:
-            axes.axhline(BARS[what], color=f"C{number}", linestyle=":", linewidth=1)
-    axes.set(xscale="log", yscale="log", xlabel="objects in the root", ylabel="seconds (dotted: what is allowed)")
+    for number, operation in enumerate((EVICTING, COLLECT, LISTED)):
+        points = [row for row in result["rows"] if row.get("operation") == operation]
+        counts = [row["objects"] for row in points]
+        middle, low, high = (np.array([row[name] for row in points]) for name in ("value", "low", "high"))
+        ends = [middle - low, high - middle]
+        axes.errorbar(counts, middle, ends, label=operation, marker="o", capsize=3, color=f"C{number}")
+        if operation in BARS:
+            axes.axhline(BARS[operation], color=f"C{number}", linestyle=":", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="objects in the root", ylabel="seconds (dotted: the bar)")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""Speaks with `transformers_worker.py`, which another interpreter runs; torch is not imported here."""
+"""The other side of a comparison: `transformers_worker.py` in another interpreter; torch is not imported here."""
 
 import contextlib
 import json
@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,8 +15,15 @@ import numpy as np
 
 from kvpatch_jax.errors import InputError, KVPatchError
 
+from .benchmark import Row, measured_row
+
 WORKER = Path(__file__).with_name("transformers_worker.py")
+AGREEMENT = 2e-4
+"""Largest difference of logits and features, over the largest magnitude, at which both sides are one function."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+_PACKAGES = "with torch and transformers"
 
 
 class WorkerError(KVPatchError):
@@ -34,19 +42,19 @@ class TransformersSide:
     """
 
     def __init__(self, python: str, threads: int):
-        found = shutil.which(python)
-        if found is None:
-            raise InputError(f"--torch-python {python!r} cannot be run; expected a Python with torch and transformers")
+        program = shutil.which(python)
+        if program is None:
+            raise InputError(f"--torch-python: got {python!r}, which cannot be run; expected a Python {_PACKAGES}")
         environment = os.environ | {name: str(threads) for name in THREAD_VARIABLES}
         environment.pop("PYTHONPATH", None)  # ours is of another version of Python
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._stderr}
-        self._process = subprocess.Popen([found, str(WORKER)], text=True, env=environment, **pipes)
+        self._process = subprocess.Popen([program, str(WORKER)], text=True, env=environment, **pipes)
         try:
             self.versions = self.ask("hello", threads=threads)
         except WorkerError as error:
             self.close()
-            message = f"--torch-python {python!r}: {error}; expected a Python with torch and transformers"
+            message = f"--torch-python: got {python!r}: {error}; expected a Python {_PACKAGES}"
             raise InputError(message) from error
 
     def ask(self, call: str, **request: Any) -> dict[str, Any]:
@@ -97,3 +105,22 @@ class TransformersSide:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def agreement_row(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], **labels: Any) -> Row:
+    """Checks that both sides compute the same function.
+
+    Args:
+      ours, theirs: arrays by name; "tokens" are counted where they are equal, of the others the largest difference over
+        the largest magnitude is judged, infinite where shapes differ.
+    """
+    differences = {}
+    for name, expected in theirs.items():
+        if name == "tokens":
+            labels["equal_tokens"] = float(np.mean(ours[name] == expected))
+        elif ours[name].shape != expected.shape:
+            differences[name] = float("inf")
+        else:
+            differences[name] = float(np.abs(ours[name] - expected).max() / np.abs(expected).max())
+    worst = max(differences.values())
+    return measured_row("agreement", [worst], at_most=AGREEMENT, differences=differences, **labels)

@@ -1,8 +1,8 @@
 """The other side of `--suite=backbones`: transformers on the CPU, run as a script by an interpreter that has torch.
 
 It imports nothing of this project. Each line on stdin is a request {"call": name, ...}, each line on stdout its answer;
-an answer {"error": ...} says what went wrong. `timing.py` imports `mean_seconds`, so that both sides are timed by the
-same rule; torch is imported only where a model is run.
+an answer {"error": ...} says what went wrong. `timing` imports `mean_seconds` from here, so that both sides are timed
+by the same rule; torch is imported only where a model is run.
 """
 # pyright: reportMissingImports=false
 
@@ -33,7 +33,7 @@ def stopwatch(call: Callable[[], Any]) -> float:
 
 
 class Worker:
-    """One model at a time; every public method without arguments is something to time, and returns its seconds."""
+    """One model at a time; every public method without arguments times something, and returns its seconds."""
 
     model: Any
     ids: Any
@@ -76,10 +76,10 @@ class Worker:
         """Writes what both sides must agree on: the prompt's logits, the tokens that follow, the tower's features."""
         import numpy
 
-        found = {"logits": self._forward(self.ids).logits, "tokens": self._generated()[:, self.ids.shape[1] :]}
+        outputs = {"logits": self._forward(self.ids).logits, "tokens": self._generated()[:, self.ids.shape[1] :]}
         if self.pictures:
-            found["features"] = _flat(self._features())
-        numpy.savez(path, **{name: value.numpy() for name, value in found.items()})
+            outputs["features"] = _flat(self._features())
+        numpy.savez(path, **{name: value.numpy() for name, value in outputs.items()})
         return {}
 
     def prefill(self) -> float:
@@ -91,7 +91,7 @@ class Worker:
         return stopwatch(self._generated)
 
     def step(self) -> float:
-        """Times the tokens behind the prompt, one forward each, without the prompt's."""
+        """Times the tokens after the prompt, one forward each, without the prompt's."""
         out = self._forward(self.ids)
 
         def steps(out: Any = out) -> None:
@@ -106,7 +106,7 @@ class Worker:
         return stopwatch(self._features)
 
     def large(self, folder: str) -> dict[str, Any]:
-        """Does what `large_ours.measure` does: load, tower, prefill, steps; seconds, peaks of memory, outputs."""
+        """Does what `large_worker.measure` does: load, tower, prefill, steps; seconds, peaks of memory, outputs."""
         import numpy
         import torch
         import transformers
@@ -133,10 +133,10 @@ class Worker:
         def timed(name: str, call: Callable[[], Any]) -> Any:
             call()
             begin = time.perf_counter()
-            found = call()
+            value = call()
             seconds[name] = time.perf_counter() - begin
             peaks[name] = _peak_bytes()
-            return found
+            return value
 
         features = _flat(timed("tower", self._features))
         embedded = self.model.get_input_embeddings()(ids)
@@ -144,16 +144,16 @@ class Worker:
         last = {"logits_to_keep": 1, "use_cache": True}
         out = timed("prefill", lambda: self.model(inputs_embeds=embedded, position_ids=positions, **last))
 
-        logits, taken, place = [out.logits], [], int(positions.max()) + 1
+        logits, step_seconds, place = [out.logits], [], int(positions.max()) + 1
         for index, token in enumerate(new_ids):
             begin = time.perf_counter()
-            given = {"input_ids": token.view(1, 1), "position_ids": torch.full((3, 1, 1), place + index)}
-            out = self.model(**given, past_key_values=out.past_key_values, **last)
+            inputs = {"input_ids": token.view(1, 1), "position_ids": torch.full((3, 1, 1), place + index)}
+            out = self.model(**inputs, past_key_values=out.past_key_values, **last)
             logits.append(out.logits)
-            taken.append(time.perf_counter() - begin)
-        seconds["step"], peaks["step"] = float(numpy.median(taken[1:])), _peak_bytes()
-        found = {"logits": torch.cat(logits, 1), "features": features}
-        numpy.savez(os.path.join(folder, "theirs.npz"), **{name: value.numpy() for name, value in found.items()})
+            step_seconds.append(time.perf_counter() - begin)
+        seconds["step"], peaks["step"] = float(numpy.median(step_seconds[1:])), _peak_bytes()
+        outputs = {"logits": torch.cat(logits, 1), "features": features}
+        numpy.savez(os.path.join(folder, "theirs.npz"), **{name: value.numpy() for name, value in outputs.items()})
 
         square = torch.ones(2048, 2048)
         seconds["matmul"] = min(stopwatch(lambda: square @ square) for _ in range(6))
@@ -183,7 +183,7 @@ def _peak_bytes() -> int:
 
 
 def _flat(features: Any) -> Any:
-    """The features [E, D] of all images, of a tensor or of one for each image."""
+    """Joins the features [E, D] of all images, from one tensor or from one for each image."""
     import torch
 
     parts = [features] if torch.is_tensor(features) else list(features)
@@ -207,8 +207,9 @@ def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answers requests until stdin ends. Whatever a library prints goes to stderr."""
-    own = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [place for place in sys.path if place != own]  # transformers tries to import a package `kernels`
+    # transformers tries to import a package `kernels`, and would find the module beside this script.
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [place for place in sys.path if place != here]
     answers, sys.stdout = sys.stdout, sys.stderr
     worker = Worker()
     for line in sys.stdin:

@@ -1,9 +1,9 @@
-"""Cost of edits against the number of chunks in the window: what edits say, what computing and running them takes."""
+"""Cost of edits against the number of chunks in the window: their bytes, the time to compute and to run them."""
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,21 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import ForwardCosts
 from kvpatch_jax.core import Channel, KVLayout, Rope
-from kvpatch_jax.window import Costs, Edit, Entry, PagedExecutor, PatchNote, Window
+from kvpatch_jax.window import Costs, Edit, Edits, Entry, PagedExecutor, PatchNote, Window
 
-from ..results.rows import verdict
+from .benchmark import Row, measured_row
+from .window_loop import PAGE, Part
 
 LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 COMPUTE_BAR = 5e-3
 """CPU seconds (one thread of Python) in which the edits of any operation on 256 chunks are computed."""
-TOKENS, PAGE = 256, 16
+TOKENS = 256
+RANK = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Unrun:
-    """What `Costs` and an executor ask of a backbone that never runs: Qwen2-0.5B's layout and arithmetic."""
+class UnrunBackbone:
+    """A backbone that never runs, for `Costs` and an executor: Qwen2-0.5B's layout and arithmetic."""
 
     layers: int = 24
     fingerprint: str = "qwen2-0.5b's shape, never run"
@@ -49,103 +51,14 @@ class Unrun:
     prepare = encode = embed = prefill = recompute = decode = generate = _never
 
 
-def chunk_of(number: int, tokens: int) -> Entry:
-    """A chunk by its number."""
-    return Entry(f"chunk {number}", f"shows {number}", tokens, tokens, order_free=True)
-
-
-def noted(window: Window, id: str, rank: int = 32) -> PatchNote:
-    """A patch of rank 32 that would serve a chunk at the end of a window."""
-    costs, entry = window.costs, next(piece.entry for piece in window.evicted if piece.entry.id == id)
-    features = costs.kv_bytes // costs.layers // 2
-    nbytes = 2 * rank * costs.layers * (2 * entry.tokens + features)
-    flops = 2 * rank * features * costs.layers
-    return PatchNote("0" * 32, id, entry.content, "canonical", window.target(), None, False, rank, nbytes, flops)
-
-
-def operations(count: int, costs: Costs, tokens: int = TOKENS) -> dict[str, tuple[float, tuple[Edit, ...]]]:
-    """CPU seconds that each operation takes on `count` chunks behind a lead, the least of five; and its edits."""
-    window, _ = Window.empty(costs, lead=1).append(Entry("lead", "lead", 16, 16, "text"))
-    for number in range(count + 1):
-        window, _ = window.append(chunk_of(number, tokens))
-    full, _ = window.slide(count)
-    new = chunk_of(count + 1, tokens)
-    note = noted(full, "chunk 0")
-    middle = full.pieces[1 + count // 2].entry.id
-    ids = [piece.entry.id for piece in full.pieces[1:]]
-    calls = {
-        "slide": lambda: full.slide(count - 1),
-        "append": lambda: full.append(new),
-        "recall": lambda: full.recall("chunk 0", patch=note),
-        "evict in the middle": lambda: full.evict(middle),
-        "reorder": lambda: full.reorder(ids[::-1]),
-        "fork": lambda: full.fork("branch"),
-    }
-    found = {}
-    for name, call in calls.items():
-        seconds, edits = [], ()
-        for _ in range(5):
-            begin = time.process_time()
-            _, edits = call()
-            seconds.append(time.process_time() - begin)
-        found[name] = (min(seconds), edits)
-    return found
-
-
-def run_edits(count: int, tokens: int, repeats: int) -> dict[str, float]:
-    """CPU seconds in which a pool runs a slide by one and a recall by a patch, of `count` chunks in place; medians.
-
-    Chunks are drawn and placed bare: where KV came from does not change what it takes to turn it.
-    """
-    backbone: Any = Unrun()
-    layout = backbone.layout
-    generator = np.random.default_rng(0)
-    drawn = {
-        channel.name: jnp.asarray(
-            generator.standard_normal((layout.layers, tokens, channel.heads, channel.width)), "bfloat16"
-        )
-        for channel in layout.channels
-    }
-    local = np.arange(tokens, dtype=np.float32)
-    executor = PagedExecutor(backbone, (count + 2) * tokens // PAGE, PAGE)
-    window = Window.empty(Costs.of(backbone), lead=0)
-
-    def place(window: Window, number: int) -> Window:
-        entry = chunk_of(number, tokens)
-        more = {"layout": layout, "backbone": backbone.fingerprint, "content": entry.content}
-        executor.provide(entry.id, chunk=kvp.Chunk(drawn, local, tokens, tokens, entry.id, **more))
-        window, edits = window.append(entry, "bare", fetched=True)
-        executor.run(window, edits)
-        return window
-
-    for number in range(count):
-        window = place(window, number)
-    seconds: dict[str, list[float]] = {"slide": [], "recall": []}
-    for _ in range(repeats + 1):
-        begin = time.process_time()
-        window, edits = window.slide(count - 1)
-        executor.run(window, edits)
-        jax.block_until_ready(executor.pools)
-        seconds["slide"].append(time.process_time() - begin)
-
-        gone = window.evicted[-1].entry.id
-        begin = time.process_time()
-        window, edits = window.recall(gone, "bare", fetched=True)
-        executor.run(window, edits)
-        jax.block_until_ready(executor.pools)
-        seconds["recall"].append(time.process_time() - begin)
-    return {name: statistics.median(own[1:]) for name, own in seconds.items()}
-
-
-def measure(
-    lengths: Sequence[int] = LENGTHS, *, tokens: int = TOKENS, repeats: int = 3, run_tokens: int = 64
-) -> dict[str, Any]:
-    """Costs of every operation by the number of chunks.
+def measure(lengths: Sequence[int] = LENGTHS, *, tokens: int = TOKENS, repeats: int = 3, run_tokens: int = 64) -> Part:
+    """Measures every operation by the number of chunks.
 
     Args:
-      tokens: of a chunk, in what is computed. repeats, run_tokens: of what is executed; 0 repeats executes nothing.
+      tokens: of a chunk, in what is computed.
+      repeats, run_tokens: of what is executed; 0 repeats executes nothing.
     """
-    unrun: Any = Unrun()
+    unrun: Any = UnrunBackbone()
     costs = Costs.of(unrun)
     rows = []
     for count in lengths:
@@ -155,48 +68,133 @@ def measure(
         if repeats:
             for name, seconds in run_edits(count, run_tokens, repeats).items():
                 rows.append({"chunks": count, "operation": f"{name}, executed", "cpu": seconds})
-    config = {"tokens": tokens, "run_tokens": run_tokens, "repeats": repeats, "shape": Unrun.fingerprint}
-    return {"config": config, "rows": rows, "bars": judged(rows)}
+    config = {"tokens": tokens, "run_tokens": run_tokens, "repeats": repeats, "shape": UnrunBackbone.fingerprint}
+    return {"config": config, "rows": rows}
 
 
-def judged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Holds the rows against the bars: linear, constant, and fast enough to compute."""
-    of = lambda name, word: {row["chunks"]: row[word] for row in rows if row["operation"] == name and word in row}
-    slide, recall = of("slide", "bytes"), of("recall", "bytes")
-    survivors = {count: nbytes / (count - 1) for count, nbytes in slide.items() if count > 1}
-    slowest = max((row for row in rows if "compute_seconds" in row), key=lambda row: row["compute_seconds"])
+def _entry_of(number: int, tokens: int) -> Entry:
+    return Entry(f"chunk {number}", f"shows {number}", tokens, tokens, order_free=True)
+
+
+def operations(count: int, costs: Costs, tokens: int = TOKENS) -> dict[str, tuple[float, tuple[Edit, ...]]]:
+    """Measures CPU seconds of computing each operation on `count` chunks after a lead, the least of five; its edits."""
+    window, _ = Window.empty(costs, lead=1).append(Entry("lead", "lead", 16, 16, "text"))
+    for number in range(count + 1):
+        window, _ = window.append(_entry_of(number, tokens))
+    full, _ = window.slide(count)
+    new = _entry_of(count + 1, tokens)
+    middle = full.pieces[1 + count // 2].entry.id
+    ids = [piece.entry.id for piece in full.pieces[1:]]
+
+    # A patch that would serve the evicted chunk at the end of this window.
+    evicted = next(piece.entry for piece in full.evicted if piece.entry.id == "chunk 0")
+    features = costs.kv_bytes // costs.layers // 2
+    nbytes = 2 * RANK * costs.layers * (2 * evicted.tokens + features)
+    flops = 2 * RANK * features * costs.layers
+    note = PatchNote(
+        "0" * 32, evicted.id, evicted.content, "canonical", full.target(), None, False, RANK, nbytes, flops
+    )
+    calls: dict[str, Callable[[], tuple[Window, Edits]]] = {
+        "slide": lambda: full.slide(count - 1),
+        "append": lambda: full.append(new),
+        "recall": lambda: full.recall("chunk 0", patch=note),
+        "evict in the middle": lambda: full.evict(middle),
+        "reorder": lambda: full.reorder(ids[::-1]),
+        "fork": lambda: full.fork("branch"),
+    }
+
+    results = {}
+    for name, call in calls.items():
+        seconds, edits = [], ()
+        for _ in range(5):
+            begin = time.process_time()
+            _, edits = call()
+            seconds.append(time.process_time() - begin)
+        results[name] = (min(seconds), edits)
+    return results
+
+
+def run_edits(count: int, tokens: int, repeats: int) -> dict[str, float]:
+    """Measures CPU seconds in which a pool runs a slide by one and a recall, of `count` chunks in place; medians.
+
+    Chunks are drawn and placed bare: the origin of KV does not change what it takes to rotate it.
+    """
+    backbone: Any = UnrunBackbone()
+    layout = backbone.layout
+    generator = np.random.default_rng(0)
+    drawn = {}
+    for channel in layout.channels:
+        values = generator.standard_normal((layout.layers, tokens, channel.heads, channel.width))
+        drawn[channel.name] = jnp.asarray(values, "bfloat16")
+    local = np.arange(tokens, dtype=np.float32)
+    executor = PagedExecutor(backbone, (count + 2) * tokens // PAGE, PAGE)
+    window = Window.empty(Costs.of(backbone), lead=0)
+    for number in range(count):
+        entry = _entry_of(number, tokens)
+        labels = {"layout": layout, "backbone": backbone.fingerprint, "content": entry.content}
+        executor.provide(entry.id, chunk=kvp.Chunk(drawn, local, tokens, tokens, entry.id, **labels))
+        window, edits = window.append(entry, "bare", fetched=True)
+        executor.run(window, edits)
+
+    def timed_edits(plan: Callable[[], tuple[Window, Edits]]) -> tuple[Window, float]:
+        begin = time.process_time()
+        window, edits = plan()
+        executor.run(window, edits)
+        jax.block_until_ready(executor.pools)
+        return window, time.process_time() - begin
+
+    seconds: dict[str, list[float]] = {"slide": [], "recall": []}
+    for _ in range(repeats + 1):
+        window, taken = timed_edits(lambda window=window: window.slide(count - 1))
+        seconds["slide"].append(taken)
+        evicted = window.evicted[-1].entry.id
+        window, taken = timed_edits(lambda window=window, id=evicted: window.recall(id, "bare", fetched=True))
+        seconds["recall"].append(taken)
+    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
+
+
+def judged_rows(part: Part) -> list[Row]:
+    """Holds the measurements against the bars: linear, constant, and fast enough to compute."""
+
+    def nbytes(operation: str) -> dict[int, int]:
+        return {row["chunks"]: row["bytes"] for row in part["rows"] if row["operation"] == operation}
+
+    slides, recalls = nbytes("slide"), nbytes("recall")
+    survivors = [count_bytes / (count - 1) for count, count_bytes in slides.items() if count > 1]
+    timed = [row for row in part["rows"] if "compute_seconds" in row]
+    slowest = max(timed, key=lambda row: row["compute_seconds"])
+    computing = f"computing edits, the slowest ({slowest['operation']}, {slowest['chunks']} chunks), seconds"
+    spread = max(recalls.values()) / min(recalls.values())
     return [
-        verdict("slide: largest over least bytes per survivor", max(survivors.values()) / min(survivors.values()), 1.0),
-        verdict("recall: most over fewest bytes", max(recall.values()) / min(recall.values()), 1.0),
-        verdict(
-            f"computing edits, the slowest ({slowest['operation']}, {slowest['chunks']} chunks), seconds",
-            slowest["compute_seconds"],
-            COMPUTE_BAR,
-        ),
+        measured_row("slide: largest over least bytes per survivor", [max(survivors) / min(survivors)], at_most=1.0),
+        measured_row("recall: most over fewest bytes", [spread], at_most=1.0),
+        measured_row(computing, [slowest["compute_seconds"]], at_most=COMPUTE_BAR),
     ]
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw(part: Mapping[str, Any], path: Path) -> None:
     """Draws bytes, time to compute and time to run against the number of chunks."""
     import matplotlib.pyplot as plt
 
     plt.switch_backend("agg")
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    words = ("bytes", "compute_seconds", "cpu")
-    titles = ("KV bytes that the edits move", "CPU seconds to compute the edits", "CPU seconds to run them")
-    for axis, word, title in zip(axes, words, titles, strict=True):
-        for name in dict.fromkeys(row["operation"] for row in result["rows"] if word in row):
-            points = [
-                (row["chunks"], row[word]) for row in result["rows"] if row["operation"] == name and row.get(word)
-            ]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+    panels = {
+        "bytes": "KV bytes that the edits move",
+        "compute_seconds": "CPU seconds to compute the edits",
+        "cpu": "CPU seconds to run them",
+    }
+    for axis, (column, title) in zip(axes, panels.items(), strict=True):
+        points: dict[str, list[tuple[int, float]]] = {}
+        for row in part["rows"]:
+            if row.get(column):
+                points.setdefault(row["operation"], []).append((row["chunks"], row[column]))
+        for name, pairs in points.items():
+            axis.plot(*zip(*pairs, strict=True), marker="o", markersize=3, label=name)
         axis.set(xscale="log", yscale="log", xlabel="chunks in the window", title=title)
         axis.set_xticks([1, 4, 16, 64, 256], ["1", "4", "16", "64", "256"])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[1].axhline(COMPUTE_BAR, color="grey", linestyle="--", linewidth=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -13,9 +13,10 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Antecedent, Member
 from kvpatch_jax.plan import Certificate, CertifiedPlan, DeviceCosts, Goal, PatchInventory, Plan, Rates, plan
-from kvpatch_jax.window import Costs, Entry, HostExecutor, Window
+from kvpatch_jax.window import Costs, Entry, Window
 from models import ModelBackbone
 
+from ..oracles import HostExecutor
 from ..probes.window.image_sequence import KV, ImageSequence, on_host, read_behind
 from .asking import scored
 from .certifying import Step, divergence

@@ -20,8 +20,7 @@ from kvpatch_jax.errors import ImageError, InputError
 from models import ModelBackbone
 
 from .. import small_task
-from ..bench.window_texts import documentation
-from ..pretrained.texts import LIBRARY
+from ..pretrained.texts import LIBRARY, documentation
 from ..probes.window.image_sequence import Image, bucket, filled
 from ..probes.window.probe_images import lead_image, of_ids, of_tokens
 from ..small_task import VOCABULARY, scenes, sequences

@@ -20,8 +20,6 @@ from jaxtyping import Int
 from kvpatch_jax.cache import Text
 from kvpatch_jax.errors import InputError
 
-from ..bench.window_texts import documentation
-
 LICENCES = {
     "python": "Python Software Foundation License Version 2",
     "numpy": "BSD-3-Clause",
@@ -30,6 +28,8 @@ LICENCES = {
     "matplotlib": "Matplotlib License (based on Python's)",
 }
 LIBRARY = Path(sysconfig.get_path("stdlib"))
+LEAST_CHARACTERS = 200
+"""Shorter documentation strings are mostly of one line, and left out."""
 LEAST_EXAMPLES = 20
 """Examples below which a module is left out."""
 
@@ -105,6 +105,14 @@ def _modules(package: str) -> Iterator[tuple[str, Path]]:
     names = {f"{package}/{own}": path for own, path in inside.items() if not left_out & set(own.parts)}
     for name in _shuffled(list(names)):
         yield name, names[name]
+
+
+def documentation(path: Path) -> str:
+    """Joins the documentation strings of a module, its classes and functions, blank lines between them."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(_read(path))) if isinstance(node, documented)]
+    texts = [ast.get_docstring(node) or "" for node in nodes]
+    return "\n\n".join(text for text in texts if len(text) > LEAST_CHARACTERS)
 
 
 def _read(path: Path) -> str:

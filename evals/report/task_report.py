@@ -1,6 +1,6 @@
 """The report of the sheets and documents tasks: table.md, figures, report.html, and what a task's guide says of a run.
 
-`python -m evals.sheets_task.report out/run` puts a finished run into the guide of its kind of instances, what the guide
+`python -m evals.report.task_report out/run` puts a finished run into the guide of its kind of instances, what the guide
 shows of its rows into docs/KIND-results.json and its figures into docs/pictures. A test holds the guides against those
 files.
 """
@@ -30,9 +30,9 @@ COST_METRICS = (*AXES, *AMORTISED)
 KINDS = ("sheets", "sheets_qwen3_vl", "documents")
 """Folders of instances that ship; each kind has a guide of its own."""
 GUIDES = {
-    "sheets": Path("docs/guides/sheets-task.md"),
-    "sheets_qwen3_vl": Path("docs/guides/sheets-task-qwen3-vl.md"),
-    "documents": Path("docs/guides/documents-task.md"),
+    "sheets": Path("docs/experiments/sheets-task.md"),
+    "sheets_qwen3_vl": Path("docs/experiments/sheets-task-qwen3-vl.md"),
+    "documents": Path("docs/experiments/documents-task.md"),
 }
 KEPT = {kind: Path(f"docs/{kind}-results.json") for kind in KINDS}
 PICTURES = ("hero", "pareto_kept_1", "pareto_kept_16", "pareto_serving_flops")

@@ -13,7 +13,7 @@ from kvpatch_jax.traces import Trace
 from kvpatch_jax.window import Costs
 from models import ModelBackbone
 
-from ..bench.window_material import with_buckets
+from ..bench.loop_workload import with_buckets
 from ..compilation import Compilations
 from ..results import intervals
 from ..results.environment import environment

@@ -20,7 +20,6 @@ from kvpatch_jax.window import (
     Costs,
     Edits,
     Entry,
-    HostExecutor,
     PagedExecutor,
     PatchNote,
     PlacedPiece,
@@ -31,6 +30,7 @@ from kvpatch_jax.window import (
 from models import ModelBackbone
 
 from ..bench.window_loop import PrefixCache, canonical_of
+from ..oracles import HostExecutor
 from .tracking import Asked, Closed, Contents, Forked, Moment, Shape
 
 PAGE = 16

@@ -4,9 +4,9 @@ from .certificate import Certificate, CertifiedLoss, CertifiedPlan, RankChoice
 from .device_costs import DeviceCosts, Rates
 from .goal import Goal
 from .inventory import AvailablePatch, PatchInventory
-from .operating_points import MEANING, POINTS, Point
+from .operating_points import MEANING, POINTS, Point, Way
 from .planning import Plan, PlannedChunk, plan
-from .serving_options import Way
+from .serving_options import PlanOptions
 
 __all__ = [
     "MEANING",
@@ -19,6 +19,7 @@ __all__ = [
     "Goal",
     "PatchInventory",
     "Plan",
+    "PlanOptions",
     "PlannedChunk",
     "Point",
     "RankChoice",

@@ -1,29 +1,28 @@
-"""What a plan is held to: bounds on what an answer loses, and on what bringing the window there may take."""
+"""Bounds that a plan must meet: on what an answer loses, and on what the edits may cost."""
 
 import dataclasses
 
 from ..errors import PlanError
 
 DEFAULT_KL = 0.05
-"""Nats that an answer may lose where a certificate bounds it and nobody says how much."""
+"""Nats that an answer may lose where there is a certificate and no goal."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """Bounds of a plan; None: not bounded.
+    """Bounds of a plan; None is no bound.
 
-    Without any, all is served as the window promises, at the least seconds. With a bound on fidelity, approximate
-    points that a certificate bounds are taken where they save seconds. With a budget alone, fidelity is the best that
-    it buys.
+    Without any bound, every piece is served as the window promises, in the least time. With a bound on fidelity,
+    certified approximate points are used where they save time. With a budget alone, fidelity is as high as it allows.
 
     Attributes:
-      kl: nats, KL(as the window promises ‖ as planned) of an answer behind the whole window.
-      flips: share of answers whose most likely token is another.
-      bytes: of KV, factors and stored objects that the edits read and write.
-      seconds: that the edits are predicted to take.
+      kl: nats, KL(as promised ‖ as planned) of an answer behind the whole window.
+      flips: share of answers whose most likely token changes.
+      bytes: KV, factors and stored objects that the edits read and write.
+      seconds: predicted duration of the edits.
 
     Raises:
-      PlanError: a bound that is negative, not finite or no number.
+      PlanError: a bound is negative, not finite or not a number.
     """
 
     kl: float | None = None
@@ -34,14 +33,16 @@ class Goal:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             bound = getattr(self, field.name)
-            number = isinstance(bound, int | float) and not isinstance(bound, bool)
-            if bound is not None and not (number and 0 <= bound < 2**63):  # of an int, `isfinite` may overflow
-                raise PlanError(f"goal: {field.name} {bound!r:.80}; expected a number from 0, or None")
+            is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+
+            # `math.isfinite` overflows for large integers; the comparison does not, and refuses NaN.
+            if bound is not None and not (is_number and 0 <= bound < 2**63):
+                raise PlanError(f"goal.{field.name}: got {bound!r:.80}; expected a number >= 0, or None")
 
     @property
     def as_promised(self) -> bool:
         """Whether nothing is bounded."""
-        return (self.kl, self.flips, self.bytes, self.seconds) == (None, None, None, None)
+        return self == Goal()
 
     @property
     def budgeted(self) -> bool:
@@ -50,8 +51,6 @@ class Goal:
 
     def __str__(self) -> str:
         units = {"kl": "nats", "flips": "of answers", "bytes": "bytes", "seconds": "s"}
-        parts = [f"{name} ≤ {getattr(self, name):g} {unit}" for name, unit in units.items() if self._has(name)]
-        return ", ".join(parts) or "as promised"
-
-    def _has(self, name: str) -> bool:
-        return getattr(self, name) is not None
+        bounds = [(name, getattr(self, name), unit) for name, unit in units.items()]
+        shown = [f"{name} ≤ {bound:g} {unit}" for name, bound, unit in bounds if bound is not None]
+        return ", ".join(shown) or "as promised"

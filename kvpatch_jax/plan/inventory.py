@@ -1,7 +1,7 @@
-"""What lies ready of chunks: canonicals and patches, in a store or in memory, as a plan looks them up."""
+"""Inventory of the canonicals and patches that plans may use, in memory or in a store."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..backbone import Backbone
@@ -14,12 +14,12 @@ from .operating_points import Point
 
 
 class AvailablePatch(NamedTuple):
-    """A patch that lies ready.
+    """A patch that a plan may use.
 
     Attributes:
       note: what a window needs to know of it.
       point: "stored", "orbit" or "update".
-      patch: where it is in memory, and is given to an executor; None where the executor's store has it.
+      patch: the patch itself if it is in memory; None if the executor reads it from its store.
     """
 
     note: PatchNote
@@ -29,198 +29,222 @@ class AvailablePatch(NamedTuple):
 
 @runtime_checkable
 class CanonicalIndex(Protocol):
-    """A store that tells whether it has a canonical without reading it, as `ChunkStore` does."""
+    """A store that reports whether it has a canonical without reading it, such as `ChunkStore`."""
 
     def contains(self, id: str, backbone: str, *, lead: str | None = None) -> bool:
-        """Whether it has, or will have."""
+        """Whether the canonical is stored or is being written."""
         ...
 
 
 class PatchInventory:
     """Canonicals and patches of one backbone.
 
-        stock = Stock.of(store, backbone)          # what the store has, looked up when it is asked for
-        stock.add(chunk, patch)                    # what is in memory beside it
-        stock.fold(patch, correction)              # a stored patch, brought to another antecedent: "update"
+        inventory = PatchInventory.of(store, backbone)  # looked up in the store on demand
+        inventory.add(chunk, patch)                     # in memory, in addition
+        inventory.fold(patch, correction)               # a stored patch corrected for another antecedent: "update"
 
-    What was found is remembered; what was not is asked for again, or, between `freeze` and `thaw`, is not.
+    Patches that a store returned are remembered. A miss is looked up again next time, except between `freeze` and
+    `thaw`.
     """
 
     def __init__(self, backbone: str, store: PatchStore | None = None, layout: KVLayout | None = None):
-        """Holds nothing yet.
+        """Creates an inventory without entries.
 
         Args:
-          backbone: its fingerprint. store, layout: where more is found, and the layout that it is asked for.
+          backbone: its fingerprint.
+          store: where patches and canonicals are looked up; None: only what is added.
+          layout: of the backbone; the store needs it.
         """
         if not isinstance(backbone, str):
-            raise PlanError(f"stock: backbone {backbone!r:.80}; expected a fingerprint (`Stock.of` takes the backbone)")
-        self.backbone, self._store, self._layout = backbone, store, layout
+            raise PlanError(
+                f"inventory.backbone: got {backbone!r:.80}; expected a fingerprint (PatchInventory.of takes a Backbone)"
+            )
+
+        self.backbone = backbone
+        self._store = store
+        self._layout = layout
         self._lead: str | None = None
-        self._gives = False
-        self._contents: dict[str, set[str | None]] = {}
+        self._in_memory = False
         self._chunks: dict[str, Chunk] = {}
-        self._serving: dict[tuple[str, str], list[AvailablePatch]] = {}
-        self._others: dict[str, list[AvailablePatch]] = {}
-        self._known: dict[str, dict[str, AvailablePatch]] = {}
-        self._missed: set[tuple[str, str]] | None = None
+        self._contents: dict[str, set[str | None]] = {}
+
+        # Three indexes of the same patches: by digest; by the chain digest of what they were formed behind; and those
+        # that may also serve behind other chains (orbit patches, unknown contents).
+        self._by_digest: dict[str, dict[str, AvailablePatch]] = {}
+        self._by_chain: dict[tuple[str, str], list[AvailablePatch]] = {}
+        self._of_any_chain: dict[str, list[AvailablePatch]] = {}
+        self._misses: set[tuple[str, str]] | None = None
 
     @classmethod
     def of(cls, store: PatchStore | None, backbone: Backbone, *, lead: str | None = None) -> "PatchInventory":
-        """What a store has of a backbone; None: nothing, until something is added.
+        """Returns the inventory of a store for a backbone.
 
         Args:
+          store: None: nothing, until something is added.
           lead: digest of what canonicals were prefilled behind (`Executor.lead`).
         """
-        if not all(hasattr(backbone, word) for word in ("fingerprint", "layout")):
-            raise PlanError(f"stock: backbone {backbone!r:.80}; expected what models.load gives")
+        if not all(hasattr(backbone, name) for name in ("fingerprint", "layout")):
+            raise PlanError(f"inventory.backbone: got {backbone!r:.80}; expected a Backbone, as models.load returns")
         if store is not None and not isinstance(store, PatchStore):
-            raise PlanError(f"stock: store {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
-        made = cls(backbone.fingerprint, store, backbone.layout)
-        made._lead = lead
-        return made
+            raise PlanError(f"inventory.store: got {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
 
-    # ------------------------------------------------------------------------------------------- filling
+        inventory = cls(backbone.fingerprint, store, backbone.layout)
+        inventory._lead = lead
+        return inventory
 
-    def add(self, *things: Chunk | Patch | PatchNote | Entry) -> None:
-        """Adds what lies ready: chunks and patches in memory; notes of patches, and entries, of what a store has.
+    # ------------------------------------------------------------------------------------------------ contents
+
+    def add(self, *items: Chunk | Patch | PatchNote | Entry) -> None:
+        """Adds chunks and patches in memory, and notes of patches and entries of chunks that a store has.
 
         Raises:
-          PlanError: anything else, or of another backbone. WindowError: a patch that no window serves by.
+          PlanError: another type, or another backbone. WindowError: a patch that no window can use.
         """
-        for thing in things:
-            if isinstance(thing, Chunk):
-                self._expect_own(thing.backbone, f"chunk {thing.id!r:.80}")
-                self._contents.setdefault(thing.id, set()).add(content_of(thing))
-                self._chunks[thing.id] = thing
-                self._gives = True
-            elif isinstance(thing, Entry):
-                self._contents.setdefault(thing.id, set()).add(thing.content)
-            elif isinstance(thing, Patch):
-                self._expect_own(thing.metadata.backbone, f"patch of {thing.metadata.chunk!r:.80}")
-                note = PatchNote.of(thing)
-                self._take(AvailablePatch(note, "orbit" if note.orbit else "stored", thing))
-            elif isinstance(thing, PatchNote):
-                self._take(AvailablePatch(thing, "orbit" if thing.orbit else "stored"))
+        for item in items:
+            if isinstance(item, Chunk):
+                self._check_backbone(item.backbone, f"chunk {item.id!r:.80}")
+                self._contents.setdefault(item.id, set()).add(content_of(item))
+                self._chunks[item.id] = item
+                self._in_memory = True
+            elif isinstance(item, Entry):
+                self._contents.setdefault(item.id, set()).add(item.content)
+            elif isinstance(item, Patch):
+                self._check_backbone(item.metadata.backbone, f"patch of {item.metadata.chunk!r:.80}")
+                note = PatchNote.of(item)
+                self._index(AvailablePatch(note, "orbit" if note.orbit else "stored", item))
+            elif isinstance(item, PatchNote):
+                self._index(AvailablePatch(item, "orbit" if item.orbit else "stored"))
             else:
-                raise PlanError(f"stock: a {type(thing).__name__}; expected a Chunk, Patch, PatchNote or Entry")
+                raise PlanError(
+                    f"inventory.add: got a {type(item).__name__}; expected a Chunk, Patch, PatchNote or Entry"
+                )
 
     def fold(self, patch: Patch, correction: Patch) -> AvailablePatch:
-        """Adds a stored patch with a correction folded in, which serves behind the correction's antecedent: "update".
+        """Adds a stored patch with a correction folded in, which is valid behind the correction's antecedent.
 
         Raises:
           As `update_patch`.
         """
         updated = update_patch(patch, correction)
-        stocked = AvailablePatch(PatchNote.of(updated), "update", updated)
-        self._take(stocked)
-        return stocked
+        available = AvailablePatch(PatchNote.of(updated), "update", updated)
+        self._index(available)
+        return available
 
     def forget(self, id: str) -> None:
-        """Lets go of all that is known of a chunk; what its store has is found again."""
+        """Removes everything that is known of a chunk. Its store is asked again."""
         self._contents.pop(id, None)
         self._chunks.pop(id, None)
-        self._others.pop(id, None)
-        self._known.pop(id, None)
-        self._serving = {key: found for key, found in self._serving.items() if key[0] != id}
+        self._of_any_chain.pop(id, None)
+        self._by_digest.pop(id, None)
+        self._by_chain = {key: patches for key, patches in self._by_chain.items() if key[0] != id}
 
     def freeze(self) -> None:
-        """From now on a patch that was not found is not asked for again."""
-        self._missed = set()
+        """Remembers misses from now on, so that the store is not asked twice for a patch that it does not have."""
+        self._misses = set()
 
     def thaw(self) -> None:
-        """From now on the store is asked again."""
-        self._missed = None
+        """Discards remembered misses, and remembers none from now on."""
+        self._misses = None
 
-    # ------------------------------------------------------------------------------------------- asking
+    # ------------------------------------------------------------------------------------------------ queries
 
     def canonical(self, entry: Entry) -> bool:
-        """Whether an entry's canonical lies ready."""
+        """Whether an entry's canonical is available."""
+        # An unknown content (None) on either side matches: nothing contradicts it.
         contents = self._contents.get(entry.id)
         if contents is not None and (entry.content in contents or None in contents or entry.content is None):
             return True
+
         if self._store is None:
             return False
         if isinstance(self._store, CanonicalIndex):
             return self._store.contains(entry.id, self.backbone, lead=self._lead)
-        found = stored(self._store, entry.id, self.backbone, self._lead)
-        return found is not None and (None in (entry.content, found.content) or entry.content == found.content)
+        chunk = stored(self._store, entry.id, self.backbone, self._lead)
+        return chunk is not None and (None in (entry.content, chunk.content) or entry.content == chunk.content)
 
     @property
     def in_memory(self) -> bool:
-        """Whether anything that it has is in memory, and would be given to an executor."""
-        return self._gives
+        """Whether anything is in memory, which an executor must be given (`Plan.provide`)."""
+        return self._in_memory
 
     def chunk(self, id: str) -> Chunk | None:
-        """A canonical that is in memory."""
+        """Returns a canonical that is in memory."""
         return self._chunks.get(id)
 
     def note(self, id: str, digest: str) -> AvailablePatch | None:
-        """A chunk's patch of this digest, where it was met."""
-        return self._known.get(id, {}).get(digest)
+        """Returns a chunk's patch of this digest, if it was added or looked up before."""
+        return self._by_digest.get(id, {}).get(digest)
 
     def serving(self, entry: Entry, target: str, antecedent: Callable[[], Antecedent]) -> list[AvailablePatch]:
-        """Patches that may serve an entry behind what stands in front of it.
+        """Returns the patches that are valid for an entry behind the pieces in front of it.
 
         Args:
-          target: the chain digest of that. antecedent: gives it in full, where the digest does not settle it.
+          target: the chain digest of those pieces.
+          antecedent: returns them in full. Called only where the digest does not decide, because that is slow.
         """
-        found = self._serving.get((entry.id, target), ())
-        if self._others.get(entry.id):
-            found = [*found, *self._in_full(entry, antecedent())]
-        if not found and self._store is not None and (entry.id, target) not in (self._missed or ()):
-            found = self._stored(entry, target, antecedent())
-        if not found:
-            return []
+        patches = self._by_chain.get((entry.id, target), [])
+        if self._of_any_chain.get(entry.id):
+            patches = [*patches, *self._matching_in_full(entry, antecedent())]
+        if not patches and self._store is not None and (entry.id, target) not in (self._misses or ()):
+            patches = self._look_up(entry, target, antecedent())
+
         content = entry.content
-        return [each for each in found if None in (content, each.note.content) or each.note.content == content]
+        return [patch for patch in patches if None in (content, patch.note.content) or patch.note.content == content]
 
     def stale(self, entry: Entry, target: str) -> list[AvailablePatch]:
-        """Patches of an entry that were formed behind something else, so far as they were met."""
-        known = self._known.get(entry.id, {}).values()
+        """Returns an entry's known patches of its canonical that were formed behind another chain."""
+        known = self._by_digest.get(entry.id, {}).values()
         return [
-            each for each in known if chain_of(self.backbone, each.note) != target and each.note.base == "canonical"
+            patch for patch in known if chain_of(self.backbone, patch.note) != target and patch.note.base == "canonical"
         ]
 
-    # ------------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------------------------ internals
 
-    def _take(self, stocked: AvailablePatch) -> None:
-        note = stocked.note
-        known = self._known.setdefault(note.chunk, {})
-        if note.digest in known:
+    def _index(self, available: AvailablePatch) -> None:
+        note = available.note
+        of_chunk = self._by_digest.setdefault(note.chunk, {})
+        if note.digest in of_chunk:
             return
-        known[note.digest] = stocked
-        self._gives = self._gives or stocked.patch is not None
-        key = note.chunk, chain_of(self.backbone, note)
-        self._serving.setdefault(key, []).append(stocked)
+
+        of_chunk[note.digest] = available
+        self._in_memory = self._in_memory or available.patch is not None
+        self._by_chain.setdefault((note.chunk, chain_of(self.backbone, note)), []).append(available)
         if note.orbit or any(member.content is None for member in note.antecedent.members):
-            self._others.setdefault(note.chunk, []).append(stocked)
+            self._of_any_chain.setdefault(note.chunk, []).append(available)
 
-    def _in_full(self, entry: Entry, antecedent: Antecedent) -> Iterable[AvailablePatch]:
-        """Those whose antecedent the chain digest does not settle: any order, or unknown contents."""
-        chain = None
-        for each in self._others[entry.id]:
-            if len(each.note.antecedent.members) != len(antecedent.members):
+    def _matching_in_full(self, entry: Entry, antecedent: Antecedent) -> list[AvailablePatch]:
+        """Returns the valid patches of `_of_any_chain` whose own chain is another one."""
+        chain, matches = None, []
+        for available in self._of_any_chain[entry.id]:
+            note = available.note
+            if len(note.antecedent.members) != len(antecedent.members):  # a cheap test first
                 continue
-            if each.note.antecedent.difference(antecedent, each.note.orbit) is None:
-                chain = chain or chain_digest(self.backbone, antecedent)
-                if chain_of(self.backbone, each.note) != chain:  # or it was found by that
-                    yield each
+            if note.antecedent.difference(antecedent, note.orbit) is not None:
+                continue
 
-    def _stored(self, entry: Entry, target: str, antecedent: Antecedent) -> list[AvailablePatch]:
-        """What the store has behind this antecedent, and behind any order of it."""
+            # A patch of this very chain was found by its digest already.
+            chain = chain or chain_digest(self.backbone, antecedent)
+            if chain_of(self.backbone, note) != chain:
+                matches.append(available)
+        return matches
+
+    def _look_up(self, entry: Entry, target: str, antecedent: Antecedent) -> list[AvailablePatch]:
+        """Returns the store's patches for this antecedent, and orbit patches for any order of it."""
         assert self._store is not None
         assert self._layout is not None
-        asked = asked_behind(antecedent, entry.id, entry.content, self._layout, self.backbone, self._lead)
-        found = self._store.get_patches(asked)
+        key = asked_behind(antecedent, entry.id, entry.content, self._layout, self.backbone, self._lead)
+        patches = [*self._store.get_patches(key)]
         if antecedent.ids:
-            found = [*found, *self._store.get_patches(dataclasses.replace(asked, orbit=True))]
-        made = [AvailablePatch(note, "orbit" if note.orbit else "stored") for note in map(PatchNote.of, found)]
-        for each in made:
-            self._take(each)
-        if not made and self._missed is not None:
-            self._missed.add((entry.id, target))
-        return made
+            patches += self._store.get_patches(dataclasses.replace(key, orbit=True))
 
-    def _expect_own(self, backbone: str, what: str) -> None:
+        notes = [PatchNote.of(patch) for patch in patches]
+        available = [AvailablePatch(note, "orbit" if note.orbit else "stored") for note in notes]
+        for patch in available:
+            self._index(patch)
+        if not available and self._misses is not None:
+            self._misses.add((entry.id, target))
+        return available
+
+    def _check_backbone(self, backbone: str, what: str) -> None:
         if backbone != self.backbone:
-            raise PlanError(f"stock: {what} of backbone {backbone[:16]!r}; expected {self.backbone[:16]!r}")
+            raise PlanError(f"inventory: got {what} of backbone {backbone[:16]!r}; expected {self.backbone[:16]!r}")

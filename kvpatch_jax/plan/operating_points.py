@@ -1,4 +1,4 @@
-"""Operating points: the ways in which a chunk can come to stand in a window. Kamera App. B."""
+"""Operating points: the modes in which a piece of a window can be served. Kamera App. B."""
 
 from typing import Literal, get_args
 
@@ -7,22 +7,27 @@ Point = Literal[
 ]
 POINTS: tuple[Point, ...] = get_args(Point)
 
-FORWARDS: frozenset[Point] = frozenset({"fresh", "prefill", "encoded"})
-"""Those that run the chunk through the model behind what stands in front of it."""
-
-PATCHED: frozenset[Point] = frozenset({"orbit", "stored", "update"})
-"""Those that place a stored patch."""
+EXACT_POINTS = ("leading", "prefill", "encoded")
+"""Points that compute what a re-prefill computes: they lose nothing but rounding, and need no certificate."""
+MEASURED_POINTS = ("survivor", "orbit", "stored", "update", "fresh", "bare", "repair")
+"""Points that a certificate has rows of."""
 
 MEANING: dict[Point, str] = {
-    "leading": "stands as a prefill of the window has it, and nothing is done but turning its keys",
-    "survivor": "stays as it is, having seen what has left",
-    "kept": "stays as it is, made behind what was approximate, or with something in front that it has not seen",
-    "orbit": "canonical and a patch that serves every order of those in front",
-    "stored": "canonical (or what it stands as) and a patch that was formed behind those in front",
-    "update": "canonical and a stored patch, with a stored correction folded in",
-    "fresh": "a forward behind those in front, of which a patch is formed behind the answer's back",
+    "leading": "its KV equals a prefill of the window; at most its keys are rotated",
+    "survivor": "it stays as it is, conditioned on pieces that have left",
+    "kept": "it stays as it is, conditioned on approximate KV, or without having seen all that precedes it",
+    "orbit": "canonical plus a patch that is valid for every order of the pieces in front",
+    "stored": "canonical (or its present KV) plus a patch formed behind the pieces in front",
+    "update": "canonical plus a stored patch with a stored correction folded in",
+    "fresh": "a forward behind the pieces in front; a patch is formed of it in the background",
     "bare": "the canonical alone",
-    "repair": "the canonical, and some of its tokens recomputed",
-    "prefill": "a forward behind those in front",
-    "encoded": "a forward behind those in front, from the vision tower's stored output",
+    "repair": "the canonical, with some of its tokens recomputed",
+    "prefill": "a forward behind the pieces in front",
+    "encoded": "a forward behind the pieces in front, from the vision tower's stored output",
 }
+
+Way = tuple[str, int]
+"""A point and a rank: the key under which a certificate bounds a loss."""
+BARE_WAY: Way = ("bare", 0)
+UNKNOWN: Way = ("", 0)
+"""Key of an approximate piece of unknown origin. Nothing bounds it."""

@@ -1,11 +1,12 @@
-"""What each piece of a window could be served by, and what each of these ways takes."""
+"""Options of serving each piece of a window, and what each of them costs."""
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from ..cache import Antecedent
+from ..errors import PlanError
 from ..window import (
     KEEP,
     PREFILL,
@@ -21,296 +22,343 @@ from ..window import (
 )
 from .device_costs import DeviceCosts, Rates
 from .inventory import AvailablePatch, PatchInventory
-from .operating_points import Point
+from .operating_points import BARE_WAY, UNKNOWN, Point, Way
 
-Way = tuple[str, int]
-"""A point and a rank, as a certificate has rows of them."""
-BARE_WAY: Way = ("bare", 0)
-UNKNOWN: Way = ("", 0)
-"""Of a piece that is approximate in a way that nobody knows: nothing bounds it."""
+REPAIRED_PERCENT = 15
+"""Tokens that the token repair in `Plan.menu` recomputes."""
+
+_BARE = ServingChoice("bare")
+_RESTORE = ServingChoice("restore")
+
+Cost = tuple[int, int, float]
+"""Bytes, FLOPs and seconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """Options of `plan`.
+
+    Attributes:
+      uncertified: also uses stored patches that nothing bounds, if the goal bounds neither KL nor flips; and if a
+        budget requires it, canonicals alone and stale patches.
+      allow_stale: also offers patches formed behind another antecedent. Nothing bounds them.
+      encoded: ids whose tower output is stored, so that their forward needs no tower.
+      forming: a `PatchFormer` watches the executor and forms a patch of what is prefilled: "fresh".
+      known: `Plan.known` of the previous plan: how pieces of the window became approximate.
+
+    Raises:
+      PlanError: an option of another type.
+    """
+
+    uncertified: bool = False
+    allow_stale: bool = False
+    encoded: Collection[str] = frozenset()
+    forming: bool = False
+    known: Mapping[str, Way] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("uncertified", "allow_stale", "forming"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"plan.{name}: got {getattr(self, name)!r:.80}; expected True or False")
+        if not isinstance(self.encoded, Collection) or isinstance(self.encoded, str):
+            raise PlanError(f"plan.encoded: got {self.encoded!r:.80}; expected a collection of ids")
+        if not isinstance(self.known, Mapping | None):
+            raise PlanError(f"plan.known: got {self.known!r:.80}; expected `Plan.known`, or None")
 
 
 class ServingOption(NamedTuple):
-    """One way of serving a piece.
+    """One option of serving a piece.
 
     Attributes:
-      point: its operating point. service: what a window is told.
-      stocked: the patch, where it is one. rank: its rank.
-      way: what a certificate is asked for; None: its KV is what the window promises. `UNKNOWN`: nothing bounds it.
-      open: whether it is made behind what stands in front now, and so takes over what is wrong there.
+      point: its operating point.
+      choice: what `Rearrangement.serve` is given.
+      bytes, flops, seconds: of its edits.
+      way: key under which a certificate bounds it; None: its KV is what the window promises; `UNKNOWN`: nothing does.
+      inherits: whether it is computed from the pieces in front as they are served, and so inherits their error.
+      patch: the patch that it uses.
     """
 
     point: Point
-    service: ServingChoice
+    choice: ServingChoice
     bytes: int
     flops: int
     seconds: float
     way: Way | None = None
-    open: bool = False
-    stocked: AvailablePatch | None = None
+    inherits: bool = False
+    patch: AvailablePatch | None = None
 
     @property
     def rank(self) -> int:
-        """Of its patch; 0 without one."""
-        return 0 if self.stocked is None else self.stocked.note.rank
+        """Rank of its patch; 0 without one."""
+        return 0 if self.patch is None else self.patch.note.rank
 
 
 class EditPricing:
-    """What edits of a window take on a device."""
+    """Costs of one window's edits on a device."""
 
     def __init__(self, arranged: Rearrangement, devices: DeviceCosts, at_hand: AtHand | None):
-        """Takes the rates down."""
+        """Reads the rates once: a plan prices every option of hundreds of pieces."""
         self.costs = arranged.window.costs
         self.at_hand = at_hand
-        self.prefill, self.recompute, self.apply, self.copy, self.fetch, self.turn = (
-            devices.rates(kind) for kind in ("Prefill", "Recompute", "ApplyPatch", "Copy", "Fetch", "Rotate")
-        )
-        copied, turned = self.costs.copy(1), self.costs.rotate(1)
-        self._copy = copied["bytes"], copied["flops"]
-        self._turn = turned["bytes"], turned["flops"]
-        self._bare: dict[int, tuple[int, int, float]] = {}
-        self._patched: dict[tuple[int, int, int], tuple[int, int, float]] = {}
+        self._prefill, self._recompute = devices.rates("Prefill"), devices.rates("Recompute")
+        self._apply, self._copy = devices.rates("ApplyPatch"), devices.rates("Copy")
+        self._fetch, self._rotate = devices.rates("Fetch"), devices.rates("Rotate")
 
-    def forward(self, entry: Entry, behind: int, again: bool) -> tuple[int, int, float]:
-        """Bytes, FLOPs and seconds of a prefill, or of a recompute in place."""
-        tokens, costs = entry.tokens, self.costs
-        rates = self.recompute if again else self.prefill
-        return _priced(costs.kv_bytes * (tokens + behind), costs.run(tokens, behind), rates)
+        copied, rotated = self.costs.copy(1), self.costs.rotate(1)
+        self._copy_bytes, self._copy_flops = copied["bytes"], copied["flops"]
+        self._rotate_bytes, self._rotate_flops = rotated["bytes"], rotated["flops"]
+        self._placed: dict[int, Cost] = {}
+        self._patched: dict[tuple[int, int, int], Cost] = {}
 
-    def turned(self, tokens: int) -> tuple[int, int, float]:
-        """Of turning keys, without the launch, which all that turn share."""
-        nbytes, flops = self._turn[0] * tokens, self._turn[1] * tokens
-        return nbytes, flops, flops * self.turn.flop + nbytes * self.turn.byte
+    def forward(self, entry: Entry, preceding: int, again: bool) -> Cost:
+        """Returns the cost of a prefill, or of a recompute in place (`again`), behind so many tokens."""
+        rates = self._recompute if again else self._prefill
+        nbytes = self.costs.kv_bytes * (entry.tokens + preceding)
+        return _priced(nbytes, self.costs.run(entry.tokens, preceding), rates)
 
-    def bare(self, entry: Entry, here: bool = False) -> tuple[int, int, float]:
-        """Of placing a canonical, or what was kept aside (`here`)."""
+    def rotation(self, tokens: int) -> Cost:
+        """Returns the cost of rotating keys, without the launch, which all rotations share."""
+        nbytes, flops = self._rotate_bytes * tokens, self._rotate_flops * tokens
+        return nbytes, flops, flops * self._rotate.flop + nbytes * self._rotate.byte
+
+    def bare(self, entry: Entry, set_aside: bool = False) -> Cost:
+        """Returns the cost of placing a canonical, or KV that the executor has set aside."""
         tokens = entry.tokens
-        found = self._bare.get(tokens)
-        if found is None:
-            found = _priced(self._copy[0] * tokens, self._copy[1] * tokens, self.copy)
-            self._bare[tokens] = found
-        nbytes, flops, seconds = found
-        if not here and not (self.at_hand is not None and self.at_hand(entry.id, None)):
-            fetched = self.costs.kv_bytes * tokens
-            return nbytes + fetched, flops, seconds + self.fetch.launch + fetched * self.fetch.byte
-        return nbytes, flops, seconds
+        placed = self._placed.get(tokens)
+        if placed is None:
+            placed = _priced(self._copy_bytes * tokens, self._copy_flops * tokens, self._copy)
+            self._placed[tokens] = placed
 
-    def patched(self, entry: Entry, stocked: AvailablePatch) -> tuple[int, int, float]:
-        """Of placing a base with a patch."""
-        note, tokens = stocked.note, entry.tokens
-        found = self._patched.get((tokens, note.nbytes, note.flops))
-        if found is None:
-            placing, adding = self._copy[0] * tokens + note.nbytes, (self._copy[1] + note.flops) * tokens
-            found = self._patched[tokens, note.nbytes, note.flops] = _priced(placing, adding, self.apply)
-        nbytes, flops, seconds = found
-        hand, fetch, fetched = self.at_hand, self.fetch, 0
-        if note.base == "canonical" and not (hand is not None and hand(entry.id, None)):
+        nbytes, flops, seconds = placed
+        if set_aside or (self.at_hand is not None and self.at_hand(entry.id, None)):
+            return placed
+        fetched = self.costs.kv_bytes * tokens
+        return nbytes + fetched, flops, seconds + self._fetch.launch + fetched * self._fetch.byte
+
+    def patched(self, entry: Entry, patch: AvailablePatch) -> Cost:
+        """Returns the cost of placing a base with a patch."""
+        note, tokens = patch.note, entry.tokens
+        placed = self._patched.get((tokens, note.nbytes, note.flops))
+        if placed is None:
+            nbytes, flops = self._copy_bytes * tokens + note.nbytes, (self._copy_flops + note.flops) * tokens
+            placed = self._patched[tokens, note.nbytes, note.flops] = _priced(nbytes, flops, self._apply)
+
+        nbytes, flops, seconds = placed
+        at_hand, fetched = self.at_hand, 0
+        if note.base == "canonical" and not (at_hand is not None and at_hand(entry.id, None)):
             fetched += self.costs.kv_bytes * tokens
-            seconds += fetch.launch
-        if not (hand is not None and hand(entry.id, note.digest)):
+            seconds += self._fetch.launch
+        if not (at_hand is not None and at_hand(entry.id, note.digest)):
             fetched += note.nbytes
-            seconds += fetch.launch
-        return nbytes + fetched, flops, seconds + fetched * fetch.byte
+            seconds += self._fetch.launch
+        return nbytes + fetched, flops, seconds + fetched * self._fetch.byte
 
 
-def _priced(nbytes: int, flops: int, rates: Rates) -> tuple[int, int, float]:
+def _priced(nbytes: int, flops: int, rates: Rates) -> Cost:
     return nbytes, flops, rates.launch + flops * rates.flop + nbytes * rates.byte
 
 
 class OptionTable:
-    """The options of every piece of an arranged window."""
+    """Options of every piece of an arranged window."""
 
-    def __init__(
-        self,
-        arranged: Rearrangement,
-        stock: PatchInventory,
-        priced: EditPricing,
-        *,
-        known: Mapping[str, Way],
-        encoded: Any,
-        forming: bool,
-        allow_stale: bool,
-    ):
-        """Nothing looked up yet. Arguments as those of `plan`."""
-        self.arranged, self.stock, self.priced = arranged, stock, priced
-        self.known, self.encoded, self.forming, self.allow_stale = known, encoded, forming, allow_stale
-        self.forget = arranged.window.promise == "forget"
+    def __init__(self, arranged: Rearrangement, inventory: PatchInventory, pricing: EditPricing, options: PlanOptions):
+        """Stores the collaborators; nothing is looked up yet."""
+        self.arranged, self.inventory, self.pricing = arranged, inventory, pricing
+        self.known: Mapping[str, Way] = options.known or {}
+        self._options = options
+        self._encoded = frozenset(options.encoded)
+        self._forgets = arranged.window.promise == "forget"
+        self._bare_options: dict[tuple[int, float], ServingOption] = {}
+
+        # Pieces that will not have seen all that precedes them, because something in front is run again.
         self._unseen: set[int] = set()
-        self._bare: dict[tuple[int, float], ServingOption] = {}
 
-    def options(self, promised: bool = False) -> list[list[ServingOption]]:
-        """For each piece its options: the first one is as the window promises, and the cheapest of that kind.
+    def options(self, promised_only: bool = False) -> list[list[ServingOption]]:
+        """Returns the options of each piece. The first one is as the window promises, and the cheapest of that kind.
 
         Args:
-          promised: that one alone, for which no patches are looked up (but where it is to be told whether a piece's
-            patch is still to be formed).
+          promised_only: returns the first one alone. Then no patches are looked up, except that `forming` needs to know
+            whether a piece's patch exists.
         """
-        arranged, behind, found = self.arranged, 0, []
+        arranged = self.arranged
         starts = {piece[0].id: piece[1] for piece in arranged.before.pieces}
-        few = promised and not self.forming
+        skip_patches = promised_only and not self._options.forming
+
+        table, preceding = [], 0
         for index, (piece, kept) in enumerate(zip(arranged.window.pieces, arranged.kept, strict=True)):
             if kept:
-                own = self._standing(index, piece, behind, starts, few)
+                moved = starts[piece[0].id] != piece.start
+                options = self._of_present(index, piece, preceding, moved, skip_patches)
             else:
-                own = self._coming(index, piece, behind, few)
-            found.append(own[:1] if promised else own)
-            behind += piece[0].tokens
-        return found
+                options = self._of_new(index, piece[0], preceding, skip_patches)
+            table.append(options[:1] if promised_only else options)
+            preceding += piece[0].tokens
+        return table
 
     def repair(self, index: int) -> ServingOption | None:
-        """What a canonical with 15 % of its tokens recomputed would take, which no edit does; None without one."""
+        """Returns the predicted cost of a token repair, which no edit performs; None without a canonical."""
         window = self.arranged.window
         entry = window.pieces[index].entry
-        if entry.kind == "text" or not self.stock.canonical(entry):
+        if entry.kind == "text" or not self.inventory.canonical(entry):
             return None
-        count, bare = math.ceil(0.15 * entry.tokens), self.priced.bare(entry)
-        again = self.priced.forward(dataclasses.replace(entry, tokens=count), window.behind(entry.id), again=True)
-        nbytes, flops, seconds = (own + more for own, more in zip(bare, again, strict=True))
-        return ServingOption("repair", _BARE, int(nbytes), int(flops), seconds, ("repair", 15))
 
-    def _coming(self, index: int, piece: PlacedPiece, behind: int, few: bool) -> list[ServingOption]:
-        """Of a piece that comes in."""
-        entry, priced = piece.entry, self.priced
-        nbytes, flops, seconds = priced.forward(entry, behind, again=False)
-        if few or entry.kind == "text":
-            point = "encoded" if entry.id in self.encoded else "prefill"
-            return [ServingOption(point, PREFILL, nbytes, flops, seconds, None, True)]
+        count = math.ceil(REPAIRED_PERCENT / 100 * entry.tokens)
+        bare = self.pricing.bare(entry)
+        again = self.pricing.forward(dataclasses.replace(entry, tokens=count), window.behind(entry.id), again=True)
+        nbytes, flops, seconds = (first + second for first, second in zip(bare, again, strict=True))
+        return ServingOption("repair", _BARE, int(nbytes), int(flops), seconds, ("repair", REPAIRED_PERCENT))
+
+    def mark_unseen(self, selected: Sequence[ServingOption], served: Window) -> bool:
+        """Withdraws options to keep a piece because of what it has seen, where the selection runs that again.
+
+        Args:
+          served: the window as the selection would serve it.
+
+        Returns:
+          Whether any option was withdrawn: then `options` returns others, and the selection must be repeated.
+        """
+        before, pieces = len(self._unseen), self.arranged.window.pieces
+        for index, (option, piece) in enumerate(zip(selected, served.pieces, strict=True)):
+            bounded = option.choice.how == "keep" and option.way not in (None, UNKNOWN, BARE_WAY)
+            unseen = index > 0 and served.pieces[index - 1].latest > piece.born
+            if bounded and unseen and self._has_seen(index, pieces[index]):
+                self._unseen.add(index)
+        return len(self._unseen) > before
+
+    # ---------------------------------------------------------------------------------------- new pieces
+
+    def _of_new(self, index: int, entry: Entry, preceding: int, skip_patches: bool) -> list[ServingOption]:
+        """Returns the options of a piece that was not in the window before."""
+        forward = self.pricing.forward(entry, preceding, again=False)
+        point: Point = "encoded" if entry.id in self._encoded else "prefill"
+        if skip_patches or entry.kind == "text":
+            return [ServingOption(point, PREFILL, *forward, None, True)]
+
         patched = self._patched(index, entry)
-        point: Point = "encoded" if entry.id in self.encoded else "prefill"
-        if self.forming and index and point == "prefill" and all(option.way == UNKNOWN for option in patched):
+        unknown_only = all(option.way == UNKNOWN for option in patched)
+        if self._options.forming and index and point == "prefill" and unknown_only:
             point = "fresh"
-        options = [tuple_of(ServingOption, (point, PREFILL, nbytes, flops, seconds, None, True, None)), *patched]
-        if self.stock.canonical(entry):
-            options.append(self._alone(entry))
+        options = [tuple_of(ServingOption, (point, PREFILL, *forward, None, True, None)), *patched]
+        if self.inventory.canonical(entry):
+            options.append(self._canonical_alone(entry))
         return options
 
-    def _alone(self, entry: Entry) -> ServingOption:
-        """By the canonical alone: one and the same option of all that take as much."""
-        nbytes, flops, seconds = self.priced.bare(entry)
-        found = self._bare.get((nbytes, seconds))
-        if found is None:
-            found = self._bare[nbytes, seconds] = ServingOption("bare", _BARE, nbytes, flops, seconds, BARE_WAY)
-        return found
+    def _canonical_alone(self, entry: Entry) -> ServingOption:
+        """Returns the option "bare". Pieces of equal cost share one object, which makes large tables quicker."""
+        nbytes, flops, seconds = self.pricing.bare(entry)
+        option = self._bare_options.get((nbytes, seconds))
+        if option is None:
+            option = ServingOption("bare", _BARE, nbytes, flops, seconds, BARE_WAY)
+            self._bare_options[nbytes, seconds] = option
+        return option
 
-    def _patched(self, index: int, entry: Entry, kept: PlacedPiece | None = None) -> list[ServingOption]:
-        """By what patches a piece could be served at its place."""
+    def _patched(self, index: int, entry: Entry, present: PlacedPiece | None = None) -> list[ServingOption]:
+        """Returns the options that use a patch, for a new piece or one that is in the window (`present`)."""
         target, options = self.arranged.targets.digests[index], []
-        found = self.stock.serving(entry, target, lambda: self._antecedent(index))
-        for stocked in found:
-            note = stocked.note
-            if note.base == "canonical" or (kept is not None and self._has_base(stocked, kept)):
-                nbytes, flops, seconds = self.priced.patched(entry, stocked)
-                way, service = (stocked.point, note.rank), tuple_of(ServingChoice, ("patch", note, False))
-                fields = stocked.point, service, nbytes, flops, seconds, way, False, stocked
+        valid = self.inventory.serving(entry, target, lambda: self._antecedent(index))
+        for patch in valid:
+            note = patch.note
+            if note.base == "canonical" or (present is not None and self._is_base(patch, present)):
+                nbytes, flops, seconds = self.pricing.patched(entry, patch)
+                way, choice = (patch.point, note.rank), tuple_of(ServingChoice, ("patch", note, False))
+                fields = patch.point, choice, nbytes, flops, seconds, way, False, patch
                 options.append(tuple_of(ServingOption, fields))
-        if self.allow_stale:
-            serving = {stocked.note.digest for stocked in found}
-            for stocked in self.stock.stale(entry, target):
-                if stocked.note.digest not in serving:
-                    service = ServingChoice("patch", stocked.note, allow_stale=True)
-                    numbers = self.priced.patched(entry, stocked)
-                    options.append(ServingOption(stocked.point, service, *numbers, UNKNOWN, stocked=stocked))
+
+        if self._options.allow_stale:
+            digests = {patch.note.digest for patch in valid}
+            for patch in self.inventory.stale(entry, target):
+                if patch.note.digest not in digests:
+                    choice = ServingChoice("patch", patch.note, allow_stale=True)
+                    cost = self.pricing.patched(entry, patch)
+                    options.append(ServingOption(patch.point, choice, *cost, UNKNOWN, patch=patch))
         return options
 
-    def _has_base(self, stocked: AvailablePatch, kept: PlacedPiece) -> bool:
-        """Whether a piece stands as what a removal patch is added to."""
-        base, state = stocked.note.base_antecedent, kept.aside or kept.state
-        return (
-            base is not None and state.kind == "conditioned" and state.behind == chain_digest(self.stock.backbone, base)
-        )
+    def _is_base(self, patch: AvailablePatch, present: PlacedPiece) -> bool:
+        """Whether a piece's conditioned KV is what a removal patch is added to."""
+        base, state = patch.note.base_antecedent, present.aside or present.state
+        if base is None or state.kind != "conditioned":
+            return False
+        return state.behind == chain_digest(self.inventory.backbone, base)
 
     def _antecedent(self, index: int) -> Antecedent:
         window = self.arranged.window
         return window.target(window.pieces[index].entry.id)
 
-    def _standing(
-        self, index: int, piece: PlacedPiece, behind: int, starts: Mapping[str, int], few: bool
+    # ----------------------------------------------------------------------------- pieces of the window before
+
+    def _of_present(
+        self, index: int, piece: PlacedPiece, preceding: int, moved: bool, skip_patches: bool
     ) -> list[ServingOption]:
-        """Of a piece that stands in the window already."""
-        entry, priced = piece.entry, self.priced
-        turn = priced.turned(entry.tokens) if starts[entry.id] != piece.start else (0, 0, 0.0)
-        if self._is_promised(index, piece):
-            return [ServingOption(kept_point(piece), KEEP, *turn)]
-        nbytes, flops, seconds = priced.forward(entry, behind, again=True)
-        taken = nbytes + turn[0], flops + turn[1], seconds + turn[2]
+        """Returns the options of a piece that is in the window already."""
+        entry, pricing = piece.entry, self.pricing
+        rotation = pricing.rotation(entry.tokens) if moved else (0, 0, 0.0)
+        if self._is_as_promised(index, piece):
+            return [ServingOption(kept_point(piece), KEEP, *rotation)]
+
+        # It is not as promised: a forward makes it so, and so does what was set aside, if that was.
+        nbytes, flops, seconds = pricing.forward(entry, preceding, again=True)
+        taken = nbytes + rotation[0], flops + rotation[1], seconds + rotation[2]
         again = tuple_of(ServingOption, ("prefill", PREFILL, *taken, None, True, None))
-        restored = piece.state.kind == "bare" and self._is_promised(index, piece, aside=True)
-        if few and not restored:
+        restorable = piece.state.kind == "bare" and self._is_as_promised(index, piece, set_aside=True)
+        if skip_patches and not restorable:
             return [again]
-        keep = ServingOption(kept_point(piece), KEEP, *turn, self._kept_way(index, piece))
+
+        keep = ServingOption(kept_point(piece), KEEP, *rotation, self._way_of_kept(index, piece))
         if entry.kind == "text":
             return [again, keep]
         options = [again, keep, *self._patched(index, entry, piece)]
-        if piece.state.kind != "bare" and self.stock.canonical(entry):
-            options.append(self._alone(entry))
-        if restored:
-            options.insert(0, ServingOption("survivor", _RESTORE, *priced.bare(entry, here=True)))
+        if piece.state.kind != "bare" and self.inventory.canonical(entry):
+            options.append(self._canonical_alone(entry))
+        if restorable:
+            options.insert(0, ServingOption("survivor", _RESTORE, *pricing.bare(entry, set_aside=True)))
         return options
 
-    def _is_promised(self, index: int, piece: PlacedPiece, aside: bool = False) -> bool:
-        """Whether a piece's KV is what the window promises there, however those in front are served.
+    def _is_as_promised(self, index: int, piece: PlacedPiece, set_aside: bool = False) -> bool:
+        """Whether a piece's KV is what the window promises there, no matter how the pieces in front are served.
 
-        It was computed behind the very front that a prefill there is to see; or it is a survivor that is remembered.
+        It was computed behind the very pieces that a prefill there would see; or it is a survivor that is remembered.
         """
-        state = piece.aside if aside else piece.state
+        state = piece.aside if set_aside else piece.state
         if state is None or state.kind != "conditioned" or not state.pure:
             return False
         if state.behind == self.arranged.targets.digests[index]:
             return True
-        return self._has_seen(index, piece) and index < self.arranged.targets.kept and not self.forget
+        return self._has_seen(index, piece) and index < self.arranged.targets.kept and not self._forgets
 
     def _has_seen(self, index: int, piece: PlacedPiece) -> bool:
-        """Whether a piece has seen all that stands in front of it, as far as it is known how that will be served."""
+        """Whether a piece has seen all that precedes it, as far as it is known how that will be served."""
         seen = index == 0 or self.arranged.window.pieces[index - 1].latest <= piece.born
         return seen and index not in self._unseen
 
-    def refuse_unseen(self, chosen: Sequence[ServingOption], there: Window) -> bool:
-        """Refuses to keep pieces for what they have seen where what was chosen in front of them is run again.
-
-        Args:
-          there: the window as it would be served.
-
-        Returns:
-          Whether there are any: then the options are others, and all has to be chosen again.
-        """
-        before, pieces = len(self._unseen), self.arranged.window.pieces
-        for index, (option, piece) in enumerate(zip(chosen, there.pieces, strict=True)):
-            bounded = option.service.how == "keep" and option.way not in (None, UNKNOWN, BARE_WAY)
-            unseen = index > 0 and there.pieces[index - 1].latest > piece.born
-            if bounded and unseen and self._has_seen(index, pieces[index]):
-                self._unseen.add(index)
-        return len(self._unseen) > before
-
-    def _kept_way(self, index: int, piece: PlacedPiece) -> Way:
-        """What a certificate is asked for, of a piece that is approximate and stays as it is."""
+    def _way_of_kept(self, index: int, piece: PlacedPiece) -> Way:
+        """Returns the certificate's key for an approximate piece that stays as it is."""
         state = piece.state
         if state.kind == "bare":
             return BARE_WAY
+
         if state.kind == "conditioned":
-            kept = self.forget or index < self.arranged.targets.kept
+            kept = self._forgets or index < self.arranged.targets.kept
             if state.pure and kept and self._has_seen(index, piece):
                 return "survivor", 0
-            # What is known of it was said behind what it was made behind; what has left it is not to remember.
-            same = state.behind == piece.front if self.forget else self._has_seen(index, piece)
+            # What was recorded holds behind what the piece was computed behind, which a window that forgets compares
+            # with what precedes it now.
+            same = state.behind == piece.front if self._forgets else self._has_seen(index, piece)
             return self.known.get(state.digest, UNKNOWN) if same else UNKNOWN
-        if self._has_seen(index, piece) and not self.forget:  # it remembers, as a survivor does
-            return self.known.get(state.digest, ("stored", state.rank))
-        if state.behind == self._antecedent(index).digest:
+
+        # A patched piece: it remembers, as a survivor does, or its patch still belongs there.
+        remembers = self._has_seen(index, piece) and not self._forgets
+        if remembers or state.behind == self._antecedent(index).digest:
             return self.known.get(state.digest, ("stored", state.rank))
         return UNKNOWN
 
 
-_BARE = ServingChoice("bare")
-_RESTORE = ServingChoice("restore")
-
-
-_CONDITIONED: dict[Fidelity, Point] = {"exact": "leading", "survivor": "survivor", "approximate": "kept"}
+_KEPT_CONDITIONED: dict[Fidelity, Point] = {"exact": "leading", "survivor": "survivor", "approximate": "kept"}
 
 
 def kept_point(piece: PlacedPiece) -> Point:
-    """The point of a piece that stays as it is."""
+    """Returns the operating point of a piece that stays as it is."""
     if piece.state.kind == "bare":
         return "bare"
     if piece.state.kind == "patched":
         return "stored"
-    return _CONDITIONED[piece.fidelity]
+    return _KEPT_CONDITIONED[piece.fidelity]

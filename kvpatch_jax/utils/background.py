@@ -79,74 +79,121 @@ def _end_threads() -> None:
 class JobQueue[Job]:
     """Bounded queue of jobs, which one daemon thread runs in order.
 
-    When the interpreter exits, jobs that wait are run for `EXIT_SECONDS` and dropped after that. The one that runs is
+    When the interpreter exits, waiting jobs are run for `EXIT_SECONDS` and dropped after that. The running one is
     waited for.
+
+    Args:
+      run: called with each job; must not raise.
+      pending: number of jobs that may wait.
+      name: name of the thread.
+      drop: called with each job that will not be run.
+      patience: seconds for which the thread is waited for when the interpreter exits.
     """
 
-    def __init__(self, run: Callable[[Job], None], pending: int, name: str):
-        """Starts no thread before the first job.
-
-        Args:
-          run: called with each job; raises nothing.
-          pending: jobs that may wait.
-          name: of the thread.
-        """
+    def __init__(
+        self,
+        run: Callable[[Job], None],
+        pending: int,
+        name: str,
+        *,
+        drop: Callable[[Job], None] | None = None,
+        patience: float = RUNNING_SECONDS,
+    ):
         self._run, self._pending, self._name = run, pending, name
+        self._drop, self._patience = drop, patience
         self._jobs: collections.deque[Job] = collections.deque()
         self._thread: threading.Thread | None = None
         self._running, self._deadline = False, math.inf
         self._changed = threading.Condition()
         self.closed = False
 
+    @property
+    def full(self) -> bool:
+        """Whether `add` would refuse a job: the queue is full or closed."""
+        with self._changed:
+            return self.closed or len(self._jobs) >= self._pending
+
+    @property
+    def expired(self) -> bool:
+        """Whether the time for running jobs is over. A job of several parts begins no further part then."""
+        return time.monotonic() >= self._deadline
+
     def add(self, job: Job) -> bool:
-        """Queues a job; returns False where the queue is full or closed.
+        """Queues a job; returns False if the queue is full or closed.
 
         Raises:
           RuntimeError: as `start_thread`.
         """
         with self._changed:
-            if self.closed or len(self._jobs) >= self._pending:
+            if self.full:
                 return False
             if self._thread is None:
-                self._thread = start_thread(self._work, self._end, self._name)
+                self._thread = start_thread(self._work, self._end_at_exit, self._name, self._patience)
             self._jobs.append(job)
             self._changed.notify_all()
         return True
 
     def flush(self) -> None:
-        """Waits until every job was run."""
+        """Waits until no job waits or runs."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._jobs and not self._running)
+            self._changed.wait_for(self._is_idle)
 
-    def close(self) -> None:
-        """Runs what waits, then ends the thread. Closing twice is allowed."""
+    def close(self, patience: float | None = None) -> bool:
+        """Runs the waiting jobs, then ends the thread. Idempotent.
+
+        Args:
+          patience: seconds to wait at most; jobs that have not begun by then are dropped. None: no limit.
+
+        Returns:
+          Whether every job has ended.
+        """
         self._end(math.inf)
+        with self._changed:
+            idle = self._changed.wait_for(self._is_idle, patience)
+            if not idle:
+                self._deadline = -math.inf
+                self._drop_waiting()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(patience if idle else 0)
+        return idle
+
+    def _is_idle(self) -> bool:
+        return not self._jobs and not self._running
 
     def _end(self, deadline: float) -> None:
+        """Accepts no more jobs, and begins none after the deadline."""
         with self._changed:
             self.closed, self._deadline = True, min(self._deadline, deadline)
             self._changed.notify_all()
 
+    def _end_at_exit(self, deadline: float) -> None:
+        # Nothing begins after the thread is no longer waited for: JAX would run while the interpreter is taken down.
+        self._end(min(deadline, time.monotonic() + self._patience))
+
+    def _drop_waiting(self) -> None:
+        while self._jobs:
+            job = self._jobs.popleft()
+            if self._drop is not None:
+                self._drop(job)
+        self._changed.notify_all()
+
     def _work(self) -> None:
-        while self._next():
+        while self._run_next():
             pass
 
-    def _next(self) -> bool:
-        """Runs the next job; returns False where none is to come."""
+    def _run_next(self) -> bool:
+        """Runs the next job; returns False if there will be no more."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self.closed)
-            if time.monotonic() >= self._deadline:
-                self._jobs.clear()
-                self._changed.notify_all()
+            if self.expired:
+                self._drop_waiting()
             if not self._jobs:
                 return False
             job, self._running = self._jobs.popleft(), True
         try:
             self._run(job)
         finally:
-            del job  # the arrays that it holds are freed before the next one comes
+            del job  # its arrays are freed before the next one is taken
             with self._changed:
                 self._running = False
                 self._changed.notify_all()

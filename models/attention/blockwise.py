@@ -62,6 +62,7 @@ def blockwise(
     S, K = key.shape[1:3]
     if T == 0 or S == 0:
         return jnp.zeros((B, T, N, value.shape[-1]), query.dtype)
+
     blocks = AttentionBlocks(min(blocks.queries, T), min(blocks.keys, S))
     keys = _blocks_of_keys(key, value, mask, blocks.keys)
     allowed = None
@@ -80,7 +81,7 @@ def blockwise(
 
 
 def _attend(block: _Queries, keys: _Keys, mask: Mask, allowed: Array | None, scale: float, groups: int) -> Array:
-    """One block of queries over all keys that any of them sees, [B, K, G * queries, W] float32."""
+    """Returns one block of queries over all keys that any of them sees, [B, K, G * queries, W] float32."""
     B, K, rows, _ = block.query.shape
     size = keys.key.shape[-2]
 
@@ -114,7 +115,7 @@ def _attend(block: _Queries, keys: _Keys, mask: Mask, allowed: Array | None, sca
 
 
 def _seen(block: _Queries, at: _Keys, mask: Mask, allowed: Array | None, start: Array) -> Bool[Array, "#B #T S"]:
-    """The mask between one block of queries and one of keys."""
+    """Returns the mask between one block of queries and one of keys."""
     seen = mask.sees_places(block.places, at.places)  # padding behind the last key is nowhere
     if block.segments is not None and at.segments is not None:
         seen = seen & sees_segments(block.segments, at.segments)
@@ -150,7 +151,9 @@ def _blocks_of_queries(
 def _needed(
     mask: Mask, places: Array, segments: Array | None, keys: _Keys, allowed: Array | None, blocks: AttentionBlocks
 ) -> Bool[Array, "blocks_of_queries blocks_of_keys"]:
-    """Which blocks of keys a block of queries looks at: False only where no query of it sees any key of them."""
+    """Returns which blocks of keys a block of queries looks at: False only where no query of it sees any key of
+    them.
+    """
     low, high = (reduce(places, axis=2)[:, None] for reduce in (jnp.min, jnp.max))  # [queries, 1, B]
     first = jnp.min(keys.places, axis=2)[None]  # [1, keys, B]
     last = jnp.max(jnp.where(keys.places == NOWHERE, -1, keys.places), axis=2)[None]
@@ -159,12 +162,14 @@ def _needed(
         needed = needed & (first <= high)
     if mask.window is not None:
         needed = needed & (last > low - mask.window)
+
     if segments is not None and keys.segments is not None:
         least = lambda x: jnp.min(jnp.where(x < 0, NOWHERE, x), axis=2)
         between = (least(keys.segments)[None] <= jnp.max(segments, axis=2)[:, None]) & (
             jnp.max(keys.segments, axis=2)[None] >= least(segments)[:, None]
         )
         needed = needed & between
+
     needed = jnp.broadcast_to(jnp.any(needed, axis=2), (places.shape[0], keys.places.shape[0]))
     if allowed is None:
         return needed
@@ -173,7 +178,7 @@ def _needed(
 
 
 def _padded(x: Array, *axes: tuple[int, int], fill: int = 0, edge: bool = False) -> Array:
-    """`x` filled up along each axis to a multiple of a size: with `fill`, or with its last entries."""
+    """Returns `x` filled up along each axis to a multiple of a size: with `fill`, or with its last entries."""
     room = np.zeros((x.ndim, 2), int)
     for axis, size in axes:
         room[axis, 1] = -x.shape[axis] % size

@@ -45,7 +45,7 @@ _USED: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("
 
 @contextlib.contextmanager
 def using(*implementations: str) -> Iterator[None]:
-    """Inside, implementation=None means these, in order of preference.
+    """Makes implementation=None mean these, in order of preference, inside the context.
 
     It acts while a function is traced: functions that are already compiled stay as they are.
 
@@ -118,7 +118,7 @@ def _unasked() -> tuple[str, ...]:
 
 
 def _reason(name: str, query: Any, key: Any, value: Any, mask: Mask) -> str | None:
-    """Why an implementation cannot run; None if it can."""
+    """Returns why an implementation cannot run; None if it can."""
     if name not in IMPLEMENTATIONS:
         return f"unknown; expected one of {IMPLEMENTATIONS}"
     if name not in KERNELS.values():
@@ -133,7 +133,7 @@ def _by_size(query: Any, key: Any) -> str:
 
 
 def _kernel_module(name: str) -> Any:
-    """Imported when a kernel is asked for: Pallas takes long to import."""
+    """Imports a kernel's module when it is asked for, because Pallas takes long to import."""
     return importlib.import_module(f".{name}", __package__)
 
 
@@ -142,7 +142,7 @@ def _dense(query: Array, key: Array, value: Array, mask: Mask, scale: float) -> 
 
 
 def _rows_in_turns(function: Any, query: Array, key: Array, value: Array, mask: Mask, scale: float) -> Array:
-    """`function` over as many rows of the batch at a time as `DENSE_BYTES` allows."""
+    """Returns `function` over as many rows of the batch at a time as `DENSE_BYTES` allows."""
     B, T, N, _ = query.shape
     scores = 4 * N * min(T * key.shape[1], DENSE_SCORES)
     rows = next(
@@ -161,7 +161,7 @@ def _rows_in_turns(function: Any, query: Array, key: Array, value: Array, mask: 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _by_kernel(name: str, scale: float, query: Array, key: Array, value: Array, mask: Mask) -> Array:
-    """A platform's kernel, with the derivatives of the blockwise form: a kernel has none of its own here."""
+    """Returns a platform's kernel, with the derivatives of the blockwise form: a kernel has none of its own here."""
     return _kernel_module(name).kernel(query, key, value, mask, scale)
 
 

@@ -90,7 +90,7 @@ class Mask:
         return jnp.asarray(self.key_places, jnp.int32)
 
     def dense(self, queries: int, keys: int) -> Bool[Array, "B 1 T S"]:
-        """The whole mask, True where a query sees a key; B is 1 where every row is alike."""
+        """Returns the whole mask, True where a query sees a key; B is 1 where every row is alike."""
         seen = jnp.ones((1, 1, queries, keys), bool)
         if self.causal or self.window is not None or self.key_places is not None:
             seen = seen & self.sees_places(self.places_of_queries(queries), self.places_of_keys(keys))[:, None]
@@ -99,14 +99,14 @@ class Mask:
         return seen if self.allowed is None else seen & self.allowed
 
     def sees_places(self, query: Int[Array, "#B T"], key: Int[Array, "#B S"]) -> Bool[Array, "#B #T S"]:
-        """What causal order and the window allow between these places."""
+        """Returns what causal order and the window allow between these places."""
         query, key = query[:, :, None], key[:, None, :]
         seen = key != NOWHERE
         seen = seen & (key <= query) if self.causal else seen
         return seen if self.window is None else seen & (key > query - self.window)
 
     def take_queries(self, start: Any, count: int, queries: int) -> "Mask":
-        """The mask of queries start … start+count-1 out of `queries`; `start` may be traced."""
+        """Returns the mask of queries start … start+count-1 out of `queries`; `start` may be traced."""
         cut = lambda x, axis: None if x is None else jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, count, axis)
         return dataclasses.replace(
             self,
@@ -116,7 +116,7 @@ class Mask:
         )
 
     def take_rows(self, start: Any, rows: int) -> "Mask":
-        """The mask of rows start … start+rows-1 of the batch; `start` may be traced."""
+        """Returns the mask of rows start … start+rows-1 of the batch; `start` may be traced."""
         cut = lambda x: x if x.shape[0] == 1 else jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, rows, 0)
         return jax.tree.map(cut, self)
 
@@ -124,7 +124,7 @@ class Mask:
 def as_mask(
     mask: "Mask | Bool[Array | np.ndarray, 'B 1 T S']", queries: int, slots: Int[Array, "B T"] | None = None
 ) -> Mask:
-    """The rule that an array of bools is; a `Mask` as it is.
+    """Returns the rule that an array of bools is; a `Mask` as it is.
 
     Args:
       slots: where among the keys each query stands; None: they are the last ones.
@@ -135,5 +135,5 @@ def as_mask(
 
 
 def sees_segments(query: Int[Array, "#B T"], key: Int[Array, "#B S"]) -> Bool[Array, "#B T S"]:
-    """Whether a query and a key are of one segment."""
+    """Returns whether a query and a key are of one segment."""
     return (query[:, :, None] == key[:, None, :]) & (query >= 0)[:, :, None]

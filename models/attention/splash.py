@@ -33,7 +33,7 @@ UNSEEN = -1e30
 
 
 def unsupported(query: Any, key: Any, value: Any, mask: Mask) -> str | None:
-    """Why the kernel cannot take these arrays (or shapes); None if it can."""
+    """Returns why the kernel cannot take these arrays (or shapes); None if it can."""
     if mask.allowed is not None or mask.query_places is not None or mask.key_places is not None:
         return "the mask has arrays of places or of bools; expected causal order, a window and segments alone"
     if mask.window is not None and not mask.causal:
@@ -68,13 +68,13 @@ def kernel(
 
 
 def _heads_first(x: Array) -> Array:
-    """[B,T,N,H] → [B,N,T',H'], filled up with zeros to whole blocks and lanes."""
+    """Transposes [B,T,N,H] to [B,N,T',H'], padded with zeros to whole blocks and lanes."""
     room = ((0, 0), (0, -x.shape[1] % BLOCK), (0, 0), (0, -x.shape[3] % LANES))
     return jnp.swapaxes(jnp.pad(x, room), 1, 2)
 
 
 def _structure(mask: Mask, queries: int, keys: int) -> Any:
-    """The mask as the kernel knows it: made block by block, never whole."""
+    """Returns the mask as the kernel knows it: made block by block, never whole."""
     shape = (queries, keys)
     if mask.window is not None:
         return LocalMask(shape, (mask.window - 1, 0), offset=mask.offset)

@@ -84,6 +84,7 @@ class LoRASource:
         self._changes = self._read_changes(config, translate)
         self.changed = frozenset(self._changes)
         self.tensors: dict[str, TensorInfo] = dict(inner.tensors)
+
         for name, change in self._changes.items():
             info = self._base_info(name, change)
             added = change.up is not None or change.bias is not None
@@ -95,26 +96,30 @@ class LoRASource:
         change = self._changes.get(name)
         if change is None:
             return self._inner.read(name, region)
+
         region = () if region is None else region
         if change.replaced is None:
             base = self._inner.read(name, region or None)
         else:
             base = self._get(change.replaced)[region]
+
         if change.up is None and change.bias is None:
             return base
 
         merged = np.array(base, np.float32)
         if change.bias is not None:
             merged += np.float32(change.scale) * self._get(change.bias).astype(np.float32)[region]
+
         if change.up is not None and change.down is not None:
             up, down = (self._get(part).astype(np.float32) for part in (change.up, change.down))
             first, second = (down.T, up.T) if change.embedding else (up, down)
             rows, columns = (*region, *[slice(None)] * (2 - len(region)))
             merged += np.float32(change.scale) * (first[rows] @ second[:, columns])
+
         return merged
 
     def stored(self, name: str) -> StoredTensor | None:
-        """Where the bytes of a tensor lie that the adapter leaves as it is; None of one that it changes."""
+        """Returns where the bytes of a tensor lie that the adapter leaves as it is; None of one that it changes."""
         return None if name in self._changes else stored_tensor(self._inner, name)
 
     def _get(self, name: str) -> np.ndarray:
@@ -127,7 +132,7 @@ class LoRASource:
         return self._inner.tensors[name] if change.replaced is None else self._infos[change.replaced]
 
     def _read_changes(self, config: Mapping[str, Any], translate: Callable[[str], str | None]) -> dict[str, _Change]:
-        """What is done to which tensor, by the base's names."""
+        """Returns what is done to which tensor, by the base's names."""
         changes: dict[str, _Change] = {}
         for name in sorted(self._infos):
             module, field, kind = _parts(name)
@@ -139,24 +144,29 @@ class LoRASource:
                     f"{self._directory}: tensor {name!r} matches none of {self._inner.origin}; expected an adapter of "
                     f"tensors that are there{absent}"
                 )
+
             change = changes.get(target, _Change())
             if getattr(change, field) is not None:
                 raise WeightsError(f"{self._directory}: tensor {name!r} is there twice; expected one for {target!r}")
+
             scale = change.scale if replaces else self._scale(config, name, module)
             embedding = change.embedding or "lora_embedding" in name
             changes[target] = dataclasses.replace(change, **{field: name}, scale=scale, embedding=embedding)
+
         if not changes:
             raise WeightsError(f"{self._directory / ADAPTER_FILE} holds no tensors; expected an adapter's")
+
         for target, change in changes.items():
             if (change.up is None) != (change.down is None):
                 raise WeightsError(
                     f"{self._directory}: of the factors of {target!r} there is only {change.up or change.down!r}; "
                     "expected two"
                 )
+
         return changes
 
     def _scale(self, config: Mapping[str, Any], name: str, module: str) -> float:
-        """alpha / r of a module, or alpha / √r. Raises WeightsError where the factor has another rank."""
+        """Returns alpha / r of a module, or alpha / √r. Raises WeightsError where the factor has another rank."""
         rank = _of_pattern(config.get("rank_pattern"), module, config["r"])
         alpha = _of_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
         shape, part = self._infos[name].shape, _parts(name)[1]
@@ -189,9 +199,11 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     config = read_table(path, "an adapter's directory, as peft saves it")
     if config.get("peft_type") != "LORA":
         raise ConfigError(f"{path}: peft_type {config.get('peft_type')!r} is not built; expected 'LORA'")
+
     for key, value in config.items():
         if key not in _READ | _INERT and value not in (None, False, {}, []):
             raise ConfigError(f"{path}: {key} {value!r} is not built or not known; expected a plain LoRA without it")
+
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
         raise ConfigError(
             f"{path}: init_lora_weights {config['init_lora_weights']!r} changes the base model; expected one of "
@@ -209,18 +221,22 @@ def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: {key} is {table!r}; expected a table")
         numbers |= {f"{key} of {pattern!r}": value for pattern, value in table.items()}
+
     for key, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ConfigError(f"{path}: {key} is {value!r}; expected a positive number")
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """Of an adapter's tensor: the module it belongs to, the field of `_Change` it fills, and "weight" or "bias"."""
+    """Splits an adapter's tensor name: the module it belongs to, the field of `_Change` it fills, and "weight" or
+    "bias".
+    """
     bare = name.removeprefix(_PREFIX)
     match = _NAME.fullmatch(bare)
     if match is None:  # the whole of a module that was trained, or what LoRA wraps
         module, _, kind = bare.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".").rpartition(".")
         return module, "replaced", kind
+
     module = match["module"]
     if match["rest"].endswith(".bias"):
         return module, "bias", "bias"
@@ -228,7 +244,7 @@ def _parts(name: str) -> tuple[str, str, str]:
 
 
 def _of_pattern(patterns: Mapping[str, Any] | None, module: str, default: int | float) -> int | float:
-    """The value of the first pattern that the end of a module's name fits, as peft finds it."""
+    """Returns the value of the first pattern that the end of a module's name fits, as peft finds it."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

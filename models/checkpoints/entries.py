@@ -53,7 +53,7 @@ class TensorEntry:
 
 
 def flatten_params(params: Mapping[str, Any], prefix: ParamPath = ()) -> dict[ParamPath, Any]:
-    """Nested parameters as path to leaf."""
+    """Returns nested parameters as path to leaf."""
     flat: dict[ParamPath, Any] = {}
     for name, value in params.items():
         path = (*prefix, str(name))

@@ -39,6 +39,7 @@ def fill(name: str, stored: StoredTensor, spans: Spans, out: np.ndarray, check: 
         return
     if not spans:
         return fill(name, StoredTensor(stored.file, stored.start, (1,), stored.dtype), ((0, 1),), out[None], check)
+
     start = tuple(first for first, _ in spans)
     for place, piece, part in _pieces(stored, spans, out):
         if check:
@@ -60,11 +61,13 @@ def _pieces(
             for place, piece, part in _pieces(stored[first + index], spans[1:], out[index]):
                 yield (index, *place), piece[None], None if part is None else part[None]
         return
+
     step = max(1, PIECE // _row_bytes(spans, stored.dtype))
     straight = out.dtype == stored.dtype and out.flags.c_contiguous
     if len(spans) == 2 and not straight and out.strides[1] > out.strides[0]:
         step = min(step, _ROWS if _row_bytes(spans, stored.dtype) % _PAGE else _ALIASED_ROWS)
     rows = _Rows(stored, spans, 0 if straight else step)
+
     for index in range(0, last - first, step):
         part = out[index : index + step]
         place = (index, *[0] * (len(spans) - 1))
@@ -111,6 +114,7 @@ class _Rows:
                 around = np.empty((len(part), self._stored.shape[1]), self._stored.dtype)
                 self._stored.file.read_into(around, begin + index * self._stride)
                 part[...] = around[:, self._columns]
+
         return out
 
 
@@ -144,9 +148,11 @@ def check_finite(name: str, values: np.ndarray, start: tuple[int, ...] = ()) -> 
     width, exponent = _EXPONENTS.get(values.dtype.name, (0, 0))
     if not width or not values.size:
         return
+
     bits, sign = values.view(f"u{width}"), 1 << (8 * width - 1)
     if int(values.view(f"i{width}").max()) < exponent and int(bits.max()) < sign | exponent:
         return
+
     mask = bits.dtype.type(exponent)
     place = tuple(int(index) for index in np.argwhere((bits & mask) == mask)[0])
     shifted = [at + first for at, first in zip(place, start or (0,) * len(place), strict=True)]

@@ -18,12 +18,14 @@ def read_table(path: Path, missing: str | None = None) -> dict[str, Any]:
     """
     if missing is None and not path.is_file():
         return {}
+
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"{path} is not there; expected {missing}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
+
     if not isinstance(table, dict):
         raise ConfigError(f"{path} holds a {type(table).__name__}; expected a table")
     return table

@@ -60,6 +60,7 @@ def choose_naming(origin: str, names: Iterable[str], namings: Sequence[Naming], 
         found = [naming for naming, translated in ours if translated is not None and known(translated)]
         if found:
             claims[name] = found
+
     if not claims:
         kinds = "; ".join(f"{naming.who}: {_examples(naming)}" for naming in namings)
         raise WeightsError(f"{origin}: no tensor of it is known ({_first(names)}); expected names {kinds}")
@@ -67,6 +68,7 @@ def choose_naming(origin: str, names: Iterable[str], namings: Sequence[Naming], 
     for naming in namings:
         if all(naming in found for found in claims.values()):
             return naming
+
     most = max(namings, key=lambda naming: sum(naming in found for found in claims.values()))
     other, others = next((name, found) for name, found in claims.items() if most not in found)
     first = next(name for name, found in claims.items() if most in found and others[0] not in found)
@@ -84,6 +86,7 @@ def rename(source: TensorSource, namings: Sequence[Naming], known: Known) -> Ten
     """
     if len(namings) == 1:
         return source
+
     naming = choose_naming(source.origin, source.tensors, namings, known)
     if naming == namings[0]:
         return source
@@ -98,7 +101,7 @@ def rename(source: TensorSource, namings: Sequence[Naming], known: Known) -> Ten
 
 
 def same(who: str, *prefixes: str) -> Naming:
-    """The names of the family's entries themselves, by what they begin with."""
+    """Returns the names of the family's entries themselves, by what they begin with."""
     return Naming(who, tuple((prefix, prefix) for prefix in prefixes))
 
 

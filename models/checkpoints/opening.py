@@ -56,5 +56,5 @@ def open_safetensors(
 
 
 def as_source(given: TensorSource | str | os.PathLike[str]) -> TensorSource:
-    """A source as it is, a directory opened."""
+    """Returns a source as it is, a directory opened."""
     return open_source(given) if isinstance(given, str | os.PathLike) else given

@@ -38,7 +38,7 @@ class PlannedTensor:
 
 
 def plan(entries: Sequence[TensorEntry], expected: Expected) -> list[PlannedTensor]:
-    """Every tensor that must be in the file. Raises WeightsError where entries and parameters do not match."""
+    """Returns every tensor that must be in the file. Raises WeightsError where entries and parameters do not match."""
     tensors: list[PlannedTensor] = []
     filled: set[ParamPath] = set()
     for entry in entries:
@@ -47,6 +47,7 @@ def plan(entries: Sequence[TensorEntry], expected: Expected) -> list[PlannedTens
                 raise WeightsError(f"two entries fill the parameter {'.'.join(path)}; second: {entry.pattern!r}")
             filled.add(path)
             tensors += _tensors_of(entry, path, expected[path], numbers)
+
     unfilled = sorted(set(expected) - filled)
     if unfilled:
         raise WeightsError(f"no entry fills the parameter {'.'.join(unfilled[0])} ({len(unfilled)} in all)")
@@ -54,15 +55,19 @@ def plan(entries: Sequence[TensorEntry], expected: Expected) -> list[PlannedTens
 
 
 def _targets(entry: TensorEntry, expected: Expected) -> Iterator[tuple[ParamPath, dict[str, int]]]:
-    """Parameters an entry fills, with the numbers in their paths: one, or one per number where the path has braces."""
+    """Yields parameters an entry fills, with the numbers in their paths: one, or one per number where the path has
+    braces.
+    """
     braces = re.compile(r"\\\{(\w+)\\\}")
     rules = [re.compile(braces.sub(r"(?P<\1>\\d+)", re.escape(part))) for part in entry.path]
     found = False
+
     for path in expected:
         matches = [rule.fullmatch(part) for rule, part in zip(rules, path, strict=False)]
         if len(path) == len(rules) and all(matches):
             found = True
             yield path, {field: int(n) for match in matches if match for field, n in match.groupdict().items()}
+
     if not found:
         raise WeightsError(f"entry {entry.pattern!r} fills {'.'.join(entry.path)}, which the model does not have")
 
@@ -77,6 +82,7 @@ def _tensors_of(
     file_shape = _whole(piece, entry.part)
     if not fits or file_shape is None or math.prod(piece) != math.prod(inner):
         raise WeightsError(f"entry {entry.pattern!r} does not fit the parameter {'.'.join(path)} of shape {leaf.shape}")
+
     for slot in itertools.product(*map(range, lead)):
         if entry.stack:
             named = (slot[0] + entry.offset, *slot[1:]) if slot else slot
@@ -85,7 +91,7 @@ def _tensors_of(
 
 
 def _whole(piece: tuple[int, ...], part: Part | None) -> tuple[int, ...] | None:
-    """Shape of the file's tensor that a piece is cut from; None where the piece does not fit its part."""
+    """Returns shape of the file's tensor that a piece is cut from; None where the piece does not fit its part."""
     if part is None:
         return piece
     if part.axis >= len(piece) or piece[part.axis] != part.stop - part.start or part.stop > part.size:
@@ -94,12 +100,12 @@ def _whole(piece: tuple[int, ...], part: Part | None) -> tuple[int, ...] | None:
 
 
 def unpermuted[T](axes: Sequence[T], permute: tuple[int, ...] | None) -> tuple[T, ...]:
-    """What belongs to a parameter's axes, in the order that the file's tensor has them."""
+    """Returns what belongs to a parameter's axes, in the order that the file's tensor has them."""
     return tuple(axes) if permute is None else tuple(axes[axis] for axis in np.argsort(permute))
 
 
 def resolve_ties(tensors: Sequence[PlannedTensor], present: Mapping[str, TensorInfo]) -> list[PlannedTensor]:
-    """The same tensors, those that are absent and tied to another under that one's name."""
+    """Returns the same tensors, those that are absent and tied to another under that one's name."""
     return [
         dataclasses.replace(tensor, name=tensor.entry.tied_to)
         if tensor.name not in present and tensor.entry.tied_to is not None
@@ -118,18 +124,21 @@ def check_tensors(
             raise WeightsError(
                 f"{source.origin}: tensor {tensor.name!r} is missing; expected shape {tensor.file_shape} for {place}"
             )
+
         found = source.tensors[tensor.name]
         if found.shape != tensor.file_shape:
             raise WeightsError(
                 f"{source.origin}: tensor {tensor.name!r} has shape {found.shape}; expected {tensor.file_shape} for "
                 f"{place}"
             )
+
         floating = jnp.issubdtype(expected[tensor.path].dtype, jnp.floating)
         allowed = _FLOATING if floating else _INTEGER
         if found.dtype not in allowed:
             raise WeightsError(
                 f"{source.origin}: tensor {tensor.name!r} has type {found.dtype}; expected one of {', '.join(allowed)}"
             )
+
     known = {tensor.name for tensor in tensors}
     skip = [re.compile(pattern) for pattern in ignore]
     extra = sorted(

@@ -32,7 +32,7 @@ Job = tuple[int, Callable[[], None]]
 
 
 def tensor_shapes(source: TensorSource | str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
-    """Name to shape of every tensor of a checkpoint, for families whose releases differ in names or shapes.
+    """Returns name to shape of every tensor of a checkpoint, for families whose releases differ in names or shapes.
 
     Raises:
       WeightsError: as `open_source`.
@@ -41,7 +41,7 @@ def tensor_shapes(source: TensorSource | str | os.PathLike[str]) -> dict[str, tu
 
 
 def same_tensors(source: TensorSource | str | os.PathLike[str], first: str, second: str) -> bool:
-    """Whether two tensors of a checkpoint hold the same values. Read in pieces; ends at the first that differ.
+    """Returns whether two tensors of a checkpoint hold the same values. Read in pieces; ends at the first that differ.
 
     Raises:
       WeightsError: as `open_source`, or data that cannot be read.
@@ -49,9 +49,11 @@ def same_tensors(source: TensorSource | str | os.PathLike[str], first: str, seco
     source = as_source(source)
     if source.tensors[first] != source.tensors[second]:
         return False
+
     shape = source.tensors[first].shape
     if not shape:
         return np.array_equal(source.read(first), source.read(second))
+
     step = max(1, _COMPARED // max(1, math.prod(shape[1:])))
     pieces = (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
     return all(np.array_equal(source.read(first, (piece,)), source.read(second, (piece,))) for piece in pieces)
@@ -66,7 +68,7 @@ def load_weights(
     shardings: Mapping[ParamPath, jax.sharding.Sharding] | None = None,
     progress: Progress = None,
 ) -> Params:
-    """Read a checkpoint into nested parameters.
+    """Reads a checkpoint into nested parameters.
 
     Threads fill one parameter at a time, piece by piece: each piece is read, looked at (NaN, infinities), cast and put
     into its place while it is in the cache. On a CPU that memory becomes the parameter. Elsewhere it is on its way to
@@ -104,6 +106,7 @@ def load_weights(
 
     params: Params = {}
     previous = None
+
     with ThreadPoolExecutor(_threads()) as pool, progress_bar(total, progress) as advance:
         for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
             read = functools.partial(_filled, pool, advance, source, list(group), expected[path].shape, types[path])
@@ -114,7 +117,9 @@ def load_weights(
                 previous = value
             else:
                 value = _placed(expected[path].shape, shardings[path], regions[path], read)
+
             _put(params, path, value)
+
     _check_unchanged(source, tensors)
     return params
 
@@ -134,7 +139,7 @@ def _bytes(region: Spans, dtype: np.dtype) -> int:
 
 
 def _regions(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> dict[Spans, list[Any]]:
-    """The distinct shards of a parameter, each with the devices that hold it; all of it without a sharding."""
+    """Returns the distinct shards of a parameter, each with the devices that hold it; all of it without a sharding."""
     if sharding is None:
         return {tuple((0, size) for size in shape): []}
     holders: dict[Spans, list[Any]] = {}
@@ -151,7 +156,7 @@ def _placed(
     holders: Mapping[Spans, Sequence[Any]],
     read: Callable[[Spans], np.ndarray],
 ) -> jax.Array:
-    """An array of which each distinct shard is read once, and has left the host before the next one is read.
+    """Returns an array of which each distinct shard is read once, and has left the host before the next one is read.
 
     (`jax.make_array_from_callback` would hold all shards of this process at once, and read copies again.)
     """
@@ -172,7 +177,7 @@ def _filled(
     dtype: np.dtype,
     region: Spans,
 ) -> np.ndarray:
-    """A region of a parameter of this shape, filled with the tensors that it is made of."""
+    """Returns a region of a parameter of this shape, filled with the tensors that it is made of."""
     value = _aligned_zeros([stop - start for start, stop in region], dtype)
     jobs: list[Job] = []
     for tensor in tensors:
@@ -180,6 +185,7 @@ def _filled(
         if all(start <= number < stop for number, (start, stop) in zip(tensor.slot, region, strict=False)):
             slot = tuple(number - start for number, (start, _) in zip(tensor.slot, region, strict=False))
             jobs += _jobs(source, tensor, shape[depth:], region[depth:], value[(*slot, ...)])
+
     if value.nbytes < _JOB:  # not worth a thread
         for _, job in jobs:
             job()
@@ -194,11 +200,14 @@ def _filled(
     finally:
         for future in futures:  # those behind one that failed
             future.cancel()
+
     return value
 
 
 def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Zeros at an address that XLA's CPU client makes an array of without a copy. The system gives them as they are."""
+    """Returns zeros at an address that XLA's CPU client makes an array of without a copy. The system gives them as
+    they are.
+    """
     size = math.prod(shape) * dtype.itemsize
     room = np.zeros(size + _ALIGNMENT, np.uint8)
     start = -room.ctypes.data % _ALIGNMENT
@@ -208,7 +217,8 @@ def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 def _jobs(
     source: TensorSource, tensor: PlannedTensor, shape: tuple[int, ...], region: Spans, out: np.ndarray
 ) -> Iterator[Job]:
-    """What fills `out`, a region of what a tensor fills, which is of this shape. No more than that region is read.
+    """Yields what fills `out`, a region of what a tensor fills, which is of this shape. No more than that region is
+    read.
 
     Except where the parameter has axes of the file flattened together: then no region of it is one of the file's
     tensor, and all of what it needs is read.
@@ -217,6 +227,7 @@ def _jobs(
     if tensor.entry.file_shape is not None:
         yield out.nbytes, functools.partial(_fill_flattened, source, tensor, shape, region, out)
         return
+
     spans = _in_file(tensor, unpermuted(region, permute))
     out = out if permute is None else out.transpose(np.argsort(permute))
     stored = stored_tensor(source, tensor.name)
@@ -224,9 +235,11 @@ def _jobs(
     if not spans or out.nbytes <= _JOB:
         yield out.nbytes, functools.partial(copy, tensor.name, spans=spans, out=out)
         return
+
     (first, last), *inner = spans
     rows = max(1, len(out) * _JOB // out.nbytes)
     step = rows - rows % _BLOCK or rows
+
     for start in range(first, last, step):
         part = out[start - first : start - first + step]
         span = (start, min(start + step, last))
@@ -252,13 +265,13 @@ def _fill_flattened(
 
 
 def _slices(source: TensorSource, name: str, spans: Spans) -> tuple[slice, ...] | None:
-    """A region as `read` takes it; None for all of the tensor."""
+    """Returns a region as `read` takes it; None for all of the tensor."""
     whole = spans == tuple((0, size) for size in source.tensors[name].shape)
     return None if whole else tuple(slice(*span) for span in spans)
 
 
 def _in_file(tensor: PlannedTensor, spans: Spans) -> Spans:
-    """Where in the file's tensor these spans of the entry's piece of it lie."""
+    """Returns where in the file's tensor these spans of the entry's piece of it lie."""
     part, starts = tensor.entry.part, [0] * len(spans)
     if part is not None:
         starts[part.axis] = part.start

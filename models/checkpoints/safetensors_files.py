@@ -58,7 +58,7 @@ class SafetensorsSource:
         return out
 
     def stored(self, name: str) -> StoredTensor:
-        """Where a tensor's bytes lie. Raises WeightsError for a type whose elements do not fill whole bytes."""
+        """Returns where a tensor's bytes lie. Raises WeightsError for a type whose elements do not fill whole bytes."""
         found = self._stored[name]
         if found.info.dtype not in NUMPY_TYPES:
             raise WeightsError(f"tensor {name!r} has type {found.info.dtype}; expected one of {sorted(NUMPY_TYPES)}")
@@ -71,7 +71,7 @@ class SafetensorsSource:
 
 
 def weight_index(directory: str | os.PathLike[str]) -> dict[str, Path]:
-    """Tensor name to the safetensors file that holds it.
+    """Maps each tensor's name to the safetensors file that holds it.
 
     Raises:
       WeightsError: as `SafetensorsSource`.
@@ -86,6 +86,7 @@ def _stored_tensors(root: Path) -> dict[str, _Stored]:
         return _sharded(root)
     if (root / SINGLE_FILE).is_file():
         return _header(root / SINGLE_FILE)
+
     others = sorted(path.name for path in root.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
     found = f"found {', '.join(others)}, which is not read" if others else "found no weights"
     raise WeightsError(f"{root}: {found}; expected {SINGLE_FILE} or {INDEX_FILE}")
@@ -106,6 +107,7 @@ def _sharded(root: Path) -> dict[str, _Stored]:
         if not file.is_file():
             raise WeightsError(f"{path} names {file.name}, which is not in {root}")
         present |= _header(file)
+
     for name, file in index.items():
         if name not in present or Path(present[name].file.path) != file:
             raise WeightsError(f"{path} says tensor {name!r} is in {file.name}; it is not there")
@@ -113,7 +115,7 @@ def _sharded(root: Path) -> dict[str, _Stored]:
 
 
 def _header(path: Path) -> dict[str, _Stored]:
-    """What a file's header says of its tensors, checked to the last byte of the file."""
+    """Returns what a file's header says of its tensors, checked to the last byte of the file."""
     try:
         file = OpenFile(path)
         return _parsed(file)
@@ -127,11 +129,13 @@ def _parsed(file: OpenFile) -> dict[str, _Stored]:
     file.read_into(length, 0)
     if not 2 <= length[0] <= min(_LONGEST_HEADER, file.size - 8):
         raise ValueError(f"a header of {length[0]} bytes in a file of {file.size}")
+
     text = np.empty(int(length[0]), np.uint8)
     file.read_into(text, 8)
     table = json.loads(text.tobytes().decode("utf-8"), object_pairs_hook=_table_of)
     if not isinstance(table, dict):
         raise ValueError(f"a header that is a {type(table).__name__}; expected a table")
+
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ that is no table of texts")
@@ -139,10 +143,12 @@ def _parsed(file: OpenFile) -> dict[str, _Stored]:
     first = 8 + len(text)
     spans = {name: _span(name, entry) for name, entry in table.items()}
     end = 0
+
     for name, (_, start, stop) in sorted(spans.items(), key=lambda item: item[1][1:]):
         if start != end:
             raise ValueError(f"tensor {name!r} starts at {start}; expected {end}, where the one before it ends")
         end = stop
+
     if first + end != file.size:
         raise ValueError(f"data of {end} bytes; expected {file.size - first}, to the end of the file")
     return {name: _Stored(info, file, first + start) for name, (info, start, _) in spans.items()}
@@ -156,14 +162,16 @@ def _table_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _span(name: str, entry: Any) -> tuple[TensorInfo, int, int]:
-    """What a header says of one tensor, with the first byte of its data and the one behind its last."""
+    """Returns what a header says of one tensor, with the first byte of its data and the one behind its last."""
     if not isinstance(entry, dict):
         raise ValueError(f"tensor {name!r} is a {type(entry).__name__}; expected a table")
+
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise ValueError(f"tensor {name!r} has type {dtype!r}; expected one of {sorted(_BITS)}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}; expected sizes")
+
     start, stop = offsets
     if 8 * (stop - start) != math.prod(shape) * _BITS[dtype]:
         raise ValueError(f"tensor {name!r} of shape {shape} and type {dtype} has {stop - start} bytes")

@@ -30,7 +30,7 @@ Slices = tuple[slice, ...]
 
 
 def whole_region(shape: tuple[int, ...], region: Slices | None) -> Slices:
-    """A region with a slice of start and stop for every axis of a tensor of this shape."""
+    """Returns a region with a slice of start and stop for every axis of a tensor of this shape."""
     given = (*(region or ()), *[slice(None)] * (len(shape) - len(region or ())))
     return tuple(slice(*part.indices(size)[:2]) for part, size in zip(given, shape, strict=True))
 
@@ -143,14 +143,14 @@ class StoredTensor:
     dtype: np.dtype
 
     def __getitem__(self, index: int) -> "StoredTensor":
-        """The tensor at a number on the first axis."""
+        """Returns the tensor at a number on the first axis."""
         inner = self.shape[1:]
         step = math.prod(inner) * self.dtype.itemsize
         return dataclasses.replace(self, start=self.start + index * step, shape=inner)
 
 
 def stored_tensor(source: TensorSource, name: str) -> StoredTensor | None:
-    """Where a tensor's bytes lie; None for a source that computes it."""
+    """Returns where a tensor's bytes lie; None for a source that computes it."""
     find = getattr(source, "stored", None)
     return None if find is None else find(name)
 
@@ -186,6 +186,7 @@ class RenamedSource:
                 )
             if new is not None:
                 names[new] = old
+
         return names
 
     def read(self, name: str, region: Slices | None = None) -> np.ndarray:
@@ -193,5 +194,5 @@ class RenamedSource:
         return self._inner.read(self._names[name], region)
 
     def stored(self, name: str) -> StoredTensor | None:
-        """Where a tensor's bytes lie, by its new name."""
+        """Returns where a tensor's bytes lie, by its new name."""
         return stored_tensor(self._inner, self._names[name])

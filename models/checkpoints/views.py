@@ -43,7 +43,7 @@ def split_rows(**rows: int) -> dict[str, TensorSelection]:
 
 
 def split_groups(groups: int, **rows: int) -> dict[str, TensorSelection]:
-    """The same, repeated in every one of `groups`; each piece takes its rows of all of them."""
+    """Returns the same, repeated in every one of `groups`; each piece takes its rows of all of them."""
     period, start, pieces = sum(rows.values()), 0, dict[str, TensorSelection]()
     for name, count in rows.items():
         runs = tuple((group * period + start, group * period + start + count) for group in range(groups))
@@ -68,6 +68,7 @@ class ViewSource:
                     both = self._views[target][0], name
                     raise WeightsError(f"{inner.origin}: tensors {both} are both {target!r}; expected one of them")
                 self._views[target] = name, piece
+
         self.tensors = {target: self._info(*view) for target, view in self._views.items()}
         self.unused = frozenset(target for target, (name, _) in self._views.items() if name in inner.unused)
 
@@ -94,15 +95,17 @@ class ViewSource:
         rows, *others = region or (slice(None),)
         first, last, _ = rows.indices(self.tensors[name].shape[0])
         found, passed = [self._inner.read(stored, (slice(0, 0), *others))], 0
+
         for start, stop in piece.rows:
             low, high = max(first - passed, 0), min(last - passed, stop - start)
             if low < high:
                 found.append(self._inner.read(stored, (slice(start + low, start + high), *others)))
             passed += stop - start
+
         return np.concatenate(found)
 
     def stored(self, name: str) -> StoredTensor | None:
-        """Where the bytes of a tensor lie that is only renamed; None of a piece."""
+        """Returns where the bytes of a tensor lie that is only renamed; None of a piece."""
         inner, piece = self._views[name]
         return stored_tensor(self._inner, inner) if piece == WHOLE else None
 

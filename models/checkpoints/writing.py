@@ -16,7 +16,7 @@ from .safetensors_files import SINGLE_FILE
 
 
 def save_weights(directory: str | os.PathLike[str], params: Mapping[str, Any], entries: Sequence[TensorEntry]) -> Path:
-    """Write parameters as `model.safetensors` under Hugging Face's names, in the type they have.
+    """Writes parameters as `model.safetensors` under Hugging Face's names, in the type they have.
 
     A parameter tied to another tensor is left out. The file appears whole or not at all. Returns its path.
 
@@ -26,6 +26,7 @@ def save_weights(directory: str | os.PathLike[str], params: Mapping[str, Any], e
     flat = flatten_params(params)
     expected = {path: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for path, leaf in flat.items()}
     values: dict[str, np.ndarray] = {}
+
     for path, group in itertools.groupby(plan(entries, expected), key=lambda tensor: tensor.path):
         leaf = np.asarray(flat[path])
         for tensor in group:
@@ -39,11 +40,13 @@ def save_weights(directory: str | os.PathLike[str], params: Mapping[str, Any], e
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     partial = root / f".{SINGLE_FILE}.partial"
+
     try:
         save_file(values, partial, metadata={"format": "pt"})
         os.replace(partial, root / SINGLE_FILE)
     finally:
         partial.unlink(missing_ok=True)
+
     return root / SINGLE_FILE
 
 

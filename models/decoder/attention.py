@@ -42,7 +42,7 @@ class GroupedAttention(nnx.Module):
         self.head_dim = head_dim
 
     def project(self, x: Float[Array, "B T D"]) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Queries {"turning": [B,T,N,H]} and KV {"k", "v": [B,T,K,H]}, all without position."""
+        """Returns queries {"turning": [B,T,N,H]} and KV {"k", "v": [B,T,K,H]}, all without position."""
         query, key, value = (
             linear(x).reshape(*x.shape[:2], -1, self.head_dim) for linear in (self.query, self.key, self.value)
         )
@@ -51,7 +51,7 @@ class GroupedAttention(nnx.Module):
         return {"turning": query}, {"k": key, "v": value}
 
     def mix(self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask) -> Float[Array, "B T D"]:
-        """Attend with turned queries over engine-frame KV, and project out."""
+        """Attends with turned queries over engine-frame KV, and project out."""
         mixed = attention(query["turning"], kv["k"], kv["v"], mask, scale=self.head_dim**-0.5)
         return self.output(mixed.reshape(*mixed.shape[:2], -1))
 
@@ -76,7 +76,7 @@ class LatentAttention(nnx.Module):
         self.heads, self.latent = heads, latent
 
     def project(self, x: Float[Array, "B T D"]) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Queries {"latent": [B,T,N,C], "turning": [B,T,N,R]} and KV {"ckv": [B,T,1,C], "kpe": [B,T,1,R]}."""
+        """Returns queries {"latent": [B,T,N,C], "turning": [B,T,N,R]} and KV {"ckv": [B,T,1,C], "kpe": [B,T,1,R]}."""
         latent = self.latent
         inner = x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
         query = self.query(inner).reshape(*x.shape[:2], self.heads, latent.plain_dim + latent.rope_dim)
@@ -90,7 +90,7 @@ class LatentAttention(nnx.Module):
         return {"latent": absorbed, "turning": turning}, {"ckv": ckv, "kpe": kpe}
 
     def mix(self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask) -> Float[Array, "B T D"]:
-        """Attend with absorbed and turned queries over the cached latent, and project out."""
+        """Attends with absorbed and turned queries over the cached latent, and project out."""
         queries = jnp.concatenate([query["latent"], query["turning"]], axis=-1)
         keys = jnp.concatenate([kv["ckv"], kv["kpe"]], axis=-1)
         mixed = attention(queries, keys, kv["ckv"], mask, scale=self.latent.scale)
@@ -99,10 +99,10 @@ class LatentAttention(nnx.Module):
         return self.output(values.reshape(*values.shape[:2], -1))
 
     def _up(self, dtype: jnp.dtype) -> Array:
-        """The latent's way up to every head's plain key and value, [C,N,U+W]."""
+        """Returns the latent's way up to every head's plain key and value, [C,N,U+W]."""
         return self.up.kernel[...].astype(dtype).reshape(self.latent.latent, self.heads, -1)
 
 
 def _halves(x: Array) -> Array:
-    """Rotary pairs side by side → all first members, then all second ones."""
+    """Reorders rotary pairs that lie side by side: all first members, then all second ones."""
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)

@@ -18,7 +18,7 @@ KV = dict[str, Array]
 
 
 def behind(cached: Mapping[str, Array] | None, _: KV, turned: KV) -> tuple[KV, None]:
-    """Engine-frame KV to attend over: a layer's context, and the tokens behind it."""
+    """Returns engine-frame KV to attend over: a layer's context, and the tokens behind it."""
     if cached is None:
         return turned, None
     join = lambda name, new: jnp.concatenate([cached[name].astype(new.dtype), new], axis=1)
@@ -28,7 +28,7 @@ def behind(cached: Mapping[str, Array] | None, _: KV, turned: KV) -> tuple[KV, N
 def written_into(
     cache: Mapping[str, Any], layer: Any, slots: Any, kept: Array | None, _: KV, turned: KV
 ) -> tuple[KV, dict[str, Any]]:
-    """Engine-frame KV of one layer with the tokens written into it, and the whole cache with them.
+    """Returns engine-frame KV of one layer with the tokens written into it, and the whole cache with them.
 
     A channel of the cache is [L,B,S,K,H], or a tuple of its layers.
     """
@@ -40,20 +40,23 @@ def written_into(
         places = slots if kept is None else jnp.where(kept, slots, size)
         at = (jnp.arange(slots.shape[0])[:, None], places)
         new_values = new.astype(own.dtype)
+
         if isinstance(whole, tuple):
             own = own.at[at].set(new_values, mode="drop")
             written[name] = (*whole[:layer], own, *whole[layer + 1 :])
         else:
             written[name] = whole.at[(layer, *at)].set(new_values, mode="drop")
             own = jax.lax.dynamic_index_in_dim(written[name], layer, keepdims=False)
+
         keys[name] = own.astype(new.dtype)
+
     return keys, written
 
 
 def written_into_keys(
     paged: Paged, layout: KVLayout, layer: Any, slots: Int[Array, "B T"], kept: Array | None, _: KV, turned: KV
 ) -> tuple[KV, KV]:
-    """Engine-frame KV of one layer's pages with the tokens written among these keys, and the tokens' own.
+    """Returns engine-frame KV of one layer's pages with the tokens written among these keys, and the tokens' own.
 
     The pool stays as it is: `written_into_pages` writes all layers' tokens into it.
     """
@@ -70,7 +73,7 @@ def written_into_keys(
 def written_into_pages(
     pool: Mapping[str, Array], own: KV, slots: Int[Array, "B T"], keep: Bool[Array, "L B T"] | None
 ) -> dict[str, Array]:
-    """The pool with the tokens' engine-frame KV [L,B,T,K,H] at their slots, in one scatter for all layers.
+    """Returns the pool with the tokens' engine-frame KV [L,B,T,K,H] at their slots, in one scatter for all layers.
 
     A loop over layers that each wrote into the pool would copy it on a CPU. Padding becomes zero.
     """
@@ -84,11 +87,12 @@ def written_into_pages(
         row = jnp.pad(new.astype(whole.dtype), room)
         at = (jnp.arange(layers)[:, None, None], places // size, places % size)
         written[name] = whole.at[at].set(row, mode="drop")
+
     return written
 
 
 def read_pages(paged: Paged, layout: KVLayout, layer: Int[Array, "..."] | int) -> KV:
-    """What a table's pages hold of one layer, [B,N·O,K,H], or of each layer in `layer`, [L,B,N·O,K,H].
+    """Returns what a table's pages hold of one layer, [B,N·O,K,H], or of each layer in `layer`, [L,B,N·O,K,H].
 
     Pages are gathered from the pool as it is, and nothing else of it is touched. Padding is cut off, and keys that do
     not count are zero: whatever lies there, NaN included, reaches no sum.
@@ -104,4 +108,5 @@ def read_pages(paged: Paged, layout: KVLayout, layer: Int[Array, "..."] | int) -
         taken = with_layout_constraint(taken, Layout(major_to_minor=tuple(range(taken.ndim))))
         own = taken[..., : channel.width].reshape(*at.shape[:-1], -1, heads, channel.width)
         found[channel.name] = jnp.where(paged.seen[..., None, None], own, 0)
+
     return found

@@ -120,10 +120,12 @@ class DecoderConfig:
             )
         if (self.attention == "mla") != (self.latent is not None):
             raise ConfigError(f"attention {self.attention!r} with latent {self.latent}; expected both for 'mla'")
+
         for name in ("vocabulary", "width", "layers", "heads", "kv_heads", "head_dim", "intermediate"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; expected a positive whole number")
+
         if self.heads % self.kv_heads:
             raise ConfigError(f"query heads {self.heads} are not a multiple of KV heads {self.kv_heads}")
         if self.activation not in ACTIVATIONS:
@@ -139,7 +141,7 @@ class DecoderConfig:
         return make(layers=self.layers, head_dim=self.head_dim, rope=self.rope, **heads)
 
     def slides(self, layer: int) -> bool:
-        """Whether a layer sees no further than the window."""
+        """Returns whether a layer sees no further than the window."""
         return self.window is not None and (self.window_layers is None or layer in self.window_layers)
 
     @property

@@ -27,6 +27,7 @@ def _attention(config: DecoderConfig) -> tuple[int, int]:
     if latent is None:
         own, shared = heads * config.head_dim, config.kv_heads * config.head_dim
         return width * (2 * own + 2 * shared), 2 * own
+
     queries = heads * (latent.plain_dim + latent.rope_dim)
     rank = latent.query_rank
     query = width * queries if rank is None else (width + queries) * rank

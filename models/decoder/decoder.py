@@ -46,10 +46,12 @@ class DecoderLayer(nnx.Module):
         kind = GroupedAttention if config.latent is None else LatentAttention
         self.attention = kind(config, rngs, lead, dtype)
         self.mlp_norm = RMSNorm(config.width, **norm)
+
         if config.experts is None or dense:
             self.mlp = GatedMLP(config.width, config.intermediate, bias=config.mlp_bias, **mlp)
         else:
             self.mlp = Experts(config.experts, config.width, **mlp)
+
         self.attention_post_norm = RMSNorm(config.width, **norm) if config.post_norms else None
         self.mlp_post_norm = RMSNorm(config.width, **norm) if config.post_norms else None
 
@@ -112,11 +114,11 @@ class Decoder(nnx.Module):
         self.config = config
 
     def embed(self, input_ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Token embeddings."""
+        """Returns token embeddings."""
         return jnp.take(self.embedding[...], input_ids, axis=0)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Final norm and output head, float32."""
+        """Applies the final norm and the output head, in float32."""
         hidden = self.norm(hidden)
         if self.head is None:
             return product(hidden, self.embedding[...], transposed=True)
@@ -138,7 +140,7 @@ class Decoder(nnx.Module):
         deepstack: Float[Array, "n B T D"] | None = None,
         counted: Bool[Array, "B T"] | None = None,
     ) -> LayerState:
-        """Run layers start_layer … stop_layer-1 over the tokens.
+        """Runs layers start_layer … stop_layer-1 over the tokens.
 
         Args:
           hidden: residual entering `start_layer` (the embeddings when it is 0).
@@ -176,6 +178,7 @@ class Decoder(nnx.Module):
         cache, cached = (None, contiguous) if slots is None else (contiguous, None)
         front, edges = None if earlier is None else earlier.kv, (self.config.dense_layers, deep)
         pieces, loads, owns = [], [], []
+
         for first, last in _segments(start_layer, stop, hidden_at, (*edges, *self.config.window_edges)):
             own = step._replace(mask=sliding) if self.config.slides(first) else step
             per_layer = (cached, keep, deepstack if first < deep else None, front)
@@ -185,11 +188,12 @@ class Decoder(nnx.Module):
             loads += [] if load is None else [load]
             if last in hidden_at:
                 taps[last] = hidden
+
         cache = cache if paged is None or slots is None else _join(owns)
         return LayerState(hidden, _join(pieces), cache, taps, jnp.concatenate(loads) if loads else None)
 
     def _run_layers(self, carry: tuple[Array, Any], step: _Step, per_layer: Any, first: int, last: int):
-        """Layers first … last-1, which are all of one kind; `per_layer` is cut to them.
+        """Returns layers first … last-1, which are all of one kind; `per_layer` is cut to them.
 
         A cache that is written into is carried along whole, so that a step writes its tokens and copies nothing else.
         """
@@ -214,6 +218,7 @@ class Decoder(nnx.Module):
                 carry, out = body(carry, (pick(state), rest, layer), pick(experts), own=True)
                 pieces.append(out)
             return *carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *pieces)
+
         entries, taken = layers_to_scan(state, first - offset, last - offset)
         cut = jax.tree.map(lambda leaf: leaf[first:last], per_layer)
         one = lambda carry, at: body(carry, (taken(at[0]), *at[1:]))
@@ -221,12 +226,13 @@ class Decoder(nnx.Module):
         return *carry, out
 
     def _gathering(self, cache: Any, step: _Step, own: Any, layer: Any) -> Callable[[KV, KV], tuple[KV, Any]]:
-        """What a layer attends over, as a function of its tokens' KV, phase-free and turned."""
+        """Returns what a layer attends over, as a function of its tokens' KV, phase-free and turned."""
         cached, kept, front = own
         if cache is not None:
             return functools.partial(written_into, cache, layer, step.slots, kept)
         if step.paged is not None and step.slots is not None:
             return functools.partial(written_into_keys, step.paged, self.config.layout, layer, step.slots, kept)
+
         if step.paged is not None:
             cached = read_pages(step.paged, self.config.layout, layer)
         if front is not None:
@@ -245,23 +251,27 @@ class Decoder(nnx.Module):
             mixed = layer.attention_post_norm(mixed)
         hidden = hidden + mixed
         inner, load = layer.mlp_norm(hidden), None
+
         if isinstance(layer.mlp, Experts):
             update = layer.mlp(inner, number)
             load = None if step.counted is None else layer.mlp.load(inner, step.counted)
         else:
             update = in_blocks(layer.mlp, inner)
+
         if layer.mlp_post_norm is not None:
             update = layer.mlp_post_norm(update)
         return hidden + update, cache, (kv, load)
 
     def _turn(self, kv: KV, tables: Sequence[Array]) -> KV:
-        """KV with the channels that carry phase rotated by these cosines and sines."""
+        """Returns KV with the channels that carry phase rotated by these cosines and sines."""
         rope, (cos, sin) = self.config.rope, tables
         turn = lambda x: rotate(x, cos, sin, rope.cached, rope.attention_scaling)
         return {name: turn(value) if name in (*TURNING, "query") else value for name, value in kv.items()}
 
     def _behind_earlier(self, cached: KV | None, front: KV, step: _Step, kv: KV, _: KV) -> tuple[KV, None]:
-        """Engine-frame KV to attend over: a layer's context, and the whole prompt with the tokens written into it."""
+        """Returns engine-frame KV to attend over: a layer's context, and the whole prompt with the tokens written
+        into it.
+        """
         assert step.whole is not None
         *tables, start = step.whole
         write = lambda name, new: jax.lax.dynamic_update_slice_in_dim(front[name], new, start, axis=1)

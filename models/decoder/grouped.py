@@ -85,6 +85,7 @@ def choose_implementation(
         return "ragged" if pairs >= experts else "blockwise"
     if x is None or stack is None or platform() != "gpu" or pairs < KERNEL_SPREAD * experts:
         return "blockwise"
+
     rows = kernel_rows(pairs, experts)
     flat = (jax.ShapeDtypeStruct((1, *part.shape[-2:]), part.dtype) for part in stack)
     return "hopper" if all(what_runs(rows, x.dtype, part) == "gpu" for part in flat) else "blockwise"
@@ -132,12 +133,12 @@ def mix_experts(
 
 
 def spread(index: Int[Array, "*lead X"], weights: Float[Array, "*lead X"], experts: int) -> Float[Array, "*lead E"]:
-    """Weights of the chosen experts as weights of all: zero for the others."""
+    """Returns weights of the chosen experts as weights of all: zero for the others."""
     return jnp.sum(jax.nn.one_hot(index, experts, dtype=weights.dtype) * weights[..., None], axis=-2)
 
 
 def expert_load(index: Int[Array, "T X"], experts: int) -> Int[Array, " E"]:
-    """How many tokens chose each expert, int32; numbers outside 0 … E-1 are not counted."""
+    """Returns how many tokens chose each expert, int32; numbers outside 0 … E-1 are not counted."""
     return jnp.sum(index.reshape(-1)[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
 
 
@@ -151,10 +152,11 @@ def _in_parts(
     experts: int,
     first: Array | int,
 ) -> Float[Array, "T D"]:
-    """`mix` of at most `PART_TOKENS` tokens after the other."""
+    """Returns `mix` of at most `PART_TOKENS` tokens after the other."""
     T = x.shape[0]
     if T <= PART_TOKENS:
         return mix(x, index, weights, flat, activation, experts, first)
+
     parts = -(-T // PART_TOKENS)
     cut = lambda part, fill: jnp.pad(part, ((0, parts * PART_TOKENS - T), (0, 0)), constant_values=fill).reshape(
         parts, PART_TOKENS, -1
@@ -166,7 +168,7 @@ def _in_parts(
 
 
 def _sort_pairs(index: Array, experts: int) -> tuple[Array, Array, Array]:
-    """Each pair's expert (`experts` for one that is left out), the order by expert, and pairs per expert."""
+    """Returns each pair's expert (`experts` for one that is left out), the order by expert, and pairs per expert."""
     pairs = index.reshape(-1)
     pairs = jnp.where((pairs >= 0) & (pairs < experts), pairs, experts)
     return pairs, jnp.argsort(pairs, stable=True), expert_load(index, experts)
@@ -189,7 +191,7 @@ def _dense(
 
 
 def block_rows(pairs: int, experts: int) -> int:
-    """Rows of a block, a power of two: large for speed, but padding stays below a quarter of many pairs.
+    """Returns rows of a block, a power of two: large for speed, but padding stays below a quarter of many pairs.
 
     With few pairs per expert, reading weights costs more than padded rows: then as many rows as an expert is likely to
     have.
@@ -200,7 +202,7 @@ def block_rows(pairs: int, experts: int) -> int:
 
 
 def block_count(pairs: int, experts: int, rows: int) -> int:
-    """The most blocks that so many pairs can make, however they choose."""
+    """Returns the most blocks that so many pairs can make, however they choose."""
     most = min(pairs, experts)
     return (pairs - most) // rows + most
 
@@ -293,7 +295,7 @@ def _ragged(
 
 
 def kernel_rows(pairs: int, experts: int) -> int:
-    """Rows of a block for the kernel: as `block_rows`, but no fewer and no more than it can take."""
+    """Returns rows of a block for the kernel: as `block_rows`, but no fewer and no more than it can take."""
     return min(max(block_rows(pairs, experts), KERNEL_ROWS[0]), KERNEL_ROWS[-1])
 
 

@@ -34,7 +34,7 @@ _WITH_KV = ("full_attention", "sliding_attention")
 
 
 def need(raw: Raw, *names: str) -> Any:
-    """The value of the first of these keys that is there and not null.
+    """Returns the value of the first of these keys that is there and not null.
 
     Raises:
       ConfigError: none of them is.
@@ -57,7 +57,7 @@ def read_rope(
     theta: float | None = 1e4,
     sections: tuple[int, ...] | None = None,
 ) -> Rope:
-    """Read the rope of a text configuration.
+    """Reads the rope of a text configuration.
 
     Args:
       raw: the text part of `config.json`.
@@ -76,6 +76,7 @@ def read_rope(
     base = table.get("rope_theta") or raw.get("rope_theta") or theta
     if base is None:
         raise ConfigError(f"config.json has no 'rope_theta'; expected it for {raw.get('architectures')}")
+
     found = table.get("mrope_section", sections)
     return Rope(
         float(base),
@@ -90,7 +91,7 @@ def read_rope(
 
 
 def rope_table(raw: Raw) -> Raw:
-    """`rope_scaling` of released files, or `rope_parameters`; empty where there are neither.
+    """Returns `rope_scaling` of released files, or `rope_parameters`; empty where there are neither.
 
     Raises:
       ConfigError: something else than a table, or entries in it that are not numbers where numbers are expected.
@@ -118,12 +119,13 @@ def _check_rope_entry(name: str, key: str, value: Any) -> None:
         fits, wanted = isinstance(value, bool), "true or false"
     else:
         fits, wanted = value is None or number(value), "a number"
+
     if not fits:
         raise ConfigError(f"{name}: {key} is {value!r}; expected {wanted}")
 
 
 def read_axial_theta(raw: Raw) -> float:
-    """The base of a vision tower's two-dimensional rope.
+    """Returns the base of a vision tower's two-dimensional rope.
 
     Raises:
       ConfigError: a rope of another kind.
@@ -137,7 +139,8 @@ def read_axial_theta(raw: Raw) -> float:
 
 
 def read_scaling(raw: Raw, table: Raw, regime: Regime) -> Scaling | None:
-    """The scaling that `rope_parameters` (or `rope_scaling`) asks for, pinned to one regime; None for a plain rope.
+    """Returns the scaling that `rope_parameters` (or `rope_scaling`) asks for, pinned to one regime; None for a
+    plain rope.
 
     Raises:
       ConfigError: a kind or a key that is not known, a factor that is missing, or a regime that the kind has not.
@@ -214,13 +217,13 @@ def _factor(table: Raw) -> float | int:
 
 
 def _original_length(raw: Raw, table: Raw) -> int | None:
-    """Positions that the model was trained on before its rope was scaled."""
+    """Returns positions that the model was trained on before its rope was scaled."""
     name = "original_max_position_embeddings"
     return raw.get(name) or table.get(name) or raw.get("max_position_embeddings")
 
 
 def _derived_factor(raw: Raw, table: Raw) -> float | int:
-    """The factor, or (YaRN, longrope) what the longest position is of the original one."""
+    """Returns the factor, or (YaRN, longrope) what the longest position is of the original one."""
     if table.get("factor") is not None:
         return table["factor"]
     longest, original = raw.get("max_position_embeddings"), _original_length(raw, table)
@@ -258,7 +261,7 @@ def check_layer_kinds(raw: Raw) -> None:
 
 
 def read_window(raw: Raw, every_layer: bool = False) -> dict[str, Any]:
-    """The sliding window and the layers that slide (None: all of them), by `DecoderConfig`'s names.
+    """Returns the sliding window and the layers that slide (None: all of them), by `DecoderConfig`'s names.
 
     Families that switch it (`use_sliding_window`) slide in the layers from `max_window_layers` on, or in those that
     `layer_types` names; with `every_layer` in all. Where there is no switch, a window is for every layer.
@@ -276,18 +279,20 @@ def read_window(raw: Raw, every_layer: bool = False) -> dict[str, Any]:
         )
     if window is None or every_layer or "use_sliding_window" not in raw:
         return {"window": window}
+
     if kinds:
         sliding = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
     else:
         from_layer = raw.get("max_window_layers")
         sliding = () if from_layer is None else tuple(range(from_layer, layers))
+
     if len(sliding) == layers:
         return {"window": window}
     return {"window": window, "window_layers": sliding} if sliding else {"window": None}
 
 
 def read_decoder(raw: Raw, rope: Rope, **switches: Any) -> DecoderConfig:
-    """A decoder from the text part of `config.json`, its rope and what the family adds.
+    """Returns a decoder from the text part of `config.json`, its rope and what the family adds.
 
     Raises:
       ConfigError: a key that is missing, or a value that no decoder is built for.
@@ -311,12 +316,12 @@ def read_decoder(raw: Raw, rope: Rope, **switches: Any) -> DecoderConfig:
 
 
 def read_dtype(raw: Raw) -> str:
-    """ "float32" where none is given."""
+    """Reads the dtype; "float32" where none is given."""
     return str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def read_latent(raw: Raw, rope: Rope, reads_pairs: bool) -> LatentConfig:
-    """Latent attention; YaRN's `mscale_all_dim` enters the softmax scale squared (DeepSeek-V3's own rule)."""
+    """Reads latent attention; YaRN's `mscale_all_dim` enters the softmax scale squared (DeepSeek-V3's own rule)."""
     scaling, factor = rope.scaling, 1.0
     if scaling is not None and scaling.mscale_all_dim:
         factor = (0.1 * scaling.mscale_all_dim * math.log(max(scaling.factor, 1.0)) + 1.0) ** 2
@@ -332,7 +337,7 @@ def read_latent(raw: Raw, rope: Rope, reads_pairs: bool) -> LatentConfig:
 
 
 def read_softmax_experts(raw: Raw) -> ExpertConfig:
-    """Qwen3-MoE's experts: softmax, top-k, renormalised where the configuration says so; no shared expert.
+    """Reads Qwen3-MoE's experts: softmax, top-k, renormalised where the configuration says so; no shared expert.
 
     Raises:
       ConfigError: layers of two kinds that alternate.
@@ -352,13 +357,15 @@ def read_softmax_experts(raw: Raw) -> ExpertConfig:
 
 
 def read_deepseek_experts(raw: Raw, router: str) -> ExpertConfig | None:
-    """DeepSeek's experts: V2 "softmax" (greedy or limited to groups), V3 and Kimi "sigmoid"; None where there are none.
+    """Reads DeepSeek's experts: V2 "softmax" (greedy or limited to groups), V3 and Kimi "sigmoid"; None where there
+    are none.
 
     Raises:
       ConfigError: a routing that is not built.
     """
     if not raw.get("n_routed_experts"):
         return None
+
     limited = router == "sigmoid" or raw.get("topk_method") == "group_limited_greedy"
     if raw.get("moe_layer_freq", 1) != 1 or (router == "softmax" and raw.get("norm_topk_prob")):
         raise ConfigError(
@@ -367,9 +374,11 @@ def read_deepseek_experts(raw: Raw, router: str) -> ExpertConfig | None:
         )
     if raw.get("scoring_func") not in (None, router):
         raise ConfigError(f"scoring_func {raw['scoring_func']!r}; expected {router!r}")
+
     methods = ("noaux_tc",) if router == "sigmoid" else ("greedy", "group_limited_greedy")
     if raw.get("topk_method") not in (None, *methods):
         raise ConfigError(f"topk_method {raw['topk_method']!r} is not built; expected one of {methods}")
+
     inner = need(raw, "moe_intermediate_size")
     return ExpertConfig(
         experts=raw["n_routed_experts"],

@@ -419,7 +419,7 @@ ALIASES = {"num_local_experts": "num_experts", "image_token_id": "image_token_in
 
 
 def complete(raw: Any, kind: str, place: str = "config.json", drop: Collection[str] | None = None) -> dict[str, Any]:
-    """Check a table of `config.json` and fill in what it leaves out.
+    """Checks a table of `config.json` and fill in what it leaves out.
 
     Args:
       raw: the table.
@@ -432,6 +432,7 @@ def complete(raw: Any, kind: str, place: str = "config.json", drop: Collection[s
     """
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{place} is {_short(raw)}; expected a table")
+
     known, only, found = DEFAULTS[kind], ONLY.get(kind, {}), dict[str, Any]()
     for given, value in raw.items():
         key = given if given in known else ALIASES.get(given, given)
@@ -449,6 +450,7 @@ def complete(raw: Any, kind: str, place: str = "config.json", drop: Collection[s
                 f"change what the model computes; expected one of {', '.join(sorted(known))}. If it changes nothing, "
                 "take it out of the file"
             )
+
     return known | found
 
 

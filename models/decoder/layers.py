@@ -19,7 +19,7 @@ BLOCK_TOKENS = 4096
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: DTypeLike) -> Array:
-    """Normal values of one standard deviation, drawn in float32."""
+    """Returns normal values of one standard deviation, drawn in float32."""
     return (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
 
 
@@ -42,16 +42,18 @@ def product(
 def in_blocks(
     function: Callable[[Array], Array], x: Float[Array, "*lead D"], tokens: int = BLOCK_TOKENS
 ) -> Float[Array, "*lead D"]:
-    """`function`, which takes every token by itself, over about `tokens` tokens at a time, in equal blocks.
+    """Returns `function`, which takes every token by itself, over about `tokens` tokens at a time, in equal blocks.
 
     Tokens are [T,D], or [B,T,D] of which each block has all rows.
     """
     if x.ndim == 2:
         return in_blocks(lambda x: function(x[0])[None], x[None], tokens)[0] if len(x) > tokens else function(x)
+
     B, T, D = x.shape
     count = -(-B * T // tokens)
     if count == 1 or T == 1:
         return function(x)
+
     size = -(-T // count)
     blocks = jnp.pad(x, ((0, 0), (0, size * count - T), (0, 0))).reshape(B, count, size, D)
     done = jax.lax.map(function, jnp.moveaxis(blocks, 1, 0))
@@ -76,7 +78,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((*lead, outputs), dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead E"]:
-        """Apply to the last axis: [..., in] to [..., out]."""
+        """Applies to the last axis: [..., in] to [..., out]."""
         y = product(x, self.kernel[...]).astype(x.dtype)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
@@ -89,7 +91,7 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
-        """Normalise [..., D]."""
+        """Normalises [..., D]."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
         return wide.astype(x.dtype) * self.weight[...].astype(x.dtype)
@@ -122,5 +124,5 @@ class GatedMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
-        """Apply to [..., D]."""
+        """Applies to [..., D]."""
         return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))

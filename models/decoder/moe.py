@@ -29,7 +29,7 @@ class ExpertParam(nnx.Param):
 def choose_experts(
     config: ExpertConfig, logits: Float[Array, "*lead E"], correction: Float[Array, " E"] | None
 ) -> tuple[Int[Array, "*lead X"], Float[Array, "*lead X"]]:
-    """Router logits to the experts that each token takes, and what their outputs are multiplied by (float32).
+    """Chooses each token's experts from router logits, and what their outputs are multiplied by (float32).
 
     `correction` is added for choosing, not for weighting (sigmoid router).
     """
@@ -46,7 +46,7 @@ def choose_experts(
 
 
 def _best_groups(config: ExpertConfig, choice: Array) -> Array:
-    """-inf for the experts outside the best groups."""
+    """Sets the logits of experts outside the best groups to -inf."""
     grouped = choice.reshape(*choice.shape[:-1], config.groups, -1)
     best, _ = jax.lax.top_k(grouped, 1 if config.router == "softmax" else 2)
     _, index = jax.lax.top_k(jnp.sum(best, axis=-1), config.chosen_groups)
@@ -82,13 +82,13 @@ class Experts(nnx.Module):
         self.activation, self.config = activation, config
 
     def choose(self, x: Float[Array, "*lead D"]) -> tuple[Int[Array, "*lead X"], Float[Array, "*lead X"]]:
-        """Each token's experts and their weights; products in float32 whatever the model's dtype."""
+        """Returns each token's experts and their weights; products in float32 whatever the model's dtype."""
         kernel = self.router.kernel[...].astype(jnp.float32)
         logits = jnp.matmul(x.astype(jnp.float32), kernel, preferred_element_type=jnp.float32)
         return choose_experts(self.config, logits, None if self.correction is None else self.correction[...])
 
     def load(self, x: Float[Array, "B T D"], counted: Bool[Array, "B T"]) -> Int[Array, " E"]:
-        """How many of the counted tokens chose each expert, int32."""
+        """Returns how many of the counted tokens chose each expert, int32."""
         index = jnp.where(counted[..., None], self.choose(x)[0], self.config.experts)
         return expert_load(index.reshape(-1, self.config.chosen), self.config.experts)
 
@@ -98,7 +98,7 @@ class Experts(nnx.Module):
         layer: Int[Array, ""] | None = None,
         implementation: str | None = None,
     ) -> Float[Array, "B T D"]:
-        """The weighted sum over the chosen experts, and the shared experts.
+        """Returns the weighted sum over the chosen experts, and the shared experts.
 
         Args:
           layer: which layer of the stack, where gate, up and down are a whole stack's; None where they are one layer's.
@@ -122,7 +122,7 @@ class Experts(nnx.Module):
         layer: Int[Array, ""] | None,
         implementation: str | None,
     ) -> Float[Array, "T D"]:
-        """The chosen experts' sum, over the devices of the mesh that is set, each computing its own experts."""
+        """Returns the chosen experts' sum, over the devices of the mesh that is set, each computing its own experts."""
         experts, activation = self.config.experts, ACTIVATIONS[self.activation]
         if implementation is None:
             implementation = choose_implementation(index.size, experts, self.config.chosen, x, stack)
@@ -143,6 +143,8 @@ class Experts(nnx.Module):
 
 
 def _devices() -> int:
-    """How many devices experts lie over: those of the mesh that is set, where the compiler finds its shardings."""
+    """Returns how many devices experts lie over: those of the mesh that is set, where the compiler finds its
+    shardings.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape[TENSOR] if TENSOR in mesh.auto_axes else 1

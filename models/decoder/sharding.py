@@ -89,7 +89,7 @@ STACKS = ("layers", "dense_layers")
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-    """The same devices and names with every axis `AxisType.Auto` (`jax.make_mesh` makes Explicit ones).
+    """Returns the same devices and names with every axis `AxisType.Auto` (`jax.make_mesh` makes Explicit ones).
 
     Shardings inside the forward are then the compiler's to find; Explicit axes would want one named at every reshape.
 
@@ -103,7 +103,7 @@ def auto_mesh(mesh: Mesh) -> Mesh:
 def partition_specs(
     config: DecoderConfig, parameters: Expected, mesh: Mesh | AbstractMesh
 ) -> dict[ParamPath, PartitionSpec]:
-    """How each parameter of a backbone lies over a mesh.
+    """Returns how each parameter of a backbone lies over a mesh.
 
     Args:
       config: the decoder's.
@@ -124,12 +124,12 @@ def partition_specs(
 
 
 def parameter_shardings(config: DecoderConfig, parameters: Expected, mesh: Mesh) -> dict[ParamPath, NamedSharding]:
-    """`partition_specs` on the devices of a mesh; raises what that does."""
+    """Returns `partition_specs` on the devices of a mesh; raises what that does."""
     return {path: NamedSharding(mesh, spec) for path, spec in partition_specs(config, parameters, mesh).items()}
 
 
 def cache_specs(layout: KVLayout, mesh: Mesh | AbstractMesh) -> dict[str, PartitionSpec]:
-    """How each channel's KV [L,B,T,K,H] lies over a mesh: over KV heads, or for latent attention replicated.
+    """Returns how each channel's KV [L,B,T,K,H] lies over a mesh: over KV heads, or for latent attention replicated.
 
     Raises:
       ConfigError: a mesh without the axis "tensor", or whose devices do not divide the KV heads.
@@ -142,7 +142,7 @@ def cache_specs(layout: KVLayout, mesh: Mesh | AbstractMesh) -> dict[str, Partit
 
 
 def cache_shardings(layout: KVLayout, mesh: Mesh) -> dict[str, NamedSharding]:
-    """`cache_specs` on the devices of a mesh; raises what that does."""
+    """Returns `cache_specs` on the devices of a mesh; raises what that does."""
     return {name: NamedSharding(mesh, spec) for name, spec in cache_specs(layout, mesh).items()}
 
 
@@ -165,14 +165,14 @@ def check_parameters(
 
 
 def _devices(mesh: Mesh | AbstractMesh) -> int:
-    """How many devices lie along the tensor axis."""
+    """Returns how many devices lie along the tensor axis."""
     if TENSOR not in mesh.axis_names:
         raise ConfigError(f"mesh with axes {tuple(mesh.axis_names)}; expected one called {TENSOR!r}")
     return mesh.shape[TENSOR]
 
 
 def _sizes(config: DecoderConfig) -> dict[str, int]:
-    """Logical axis to how many whole pieces of it there are (heads and experts are not cut)."""
+    """Returns logical axis to how many whole pieces of it there are (heads and experts are not cut)."""
     experts = config.experts
     return {
         "heads": config.heads,
@@ -185,7 +185,7 @@ def _sizes(config: DecoderConfig) -> dict[str, int]:
 
 
 def _axes(path: ParamPath, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Logical axes of a decoder's parameter."""
+    """Returns logical axes of a decoder's parameter."""
     stacked = path[1] in STACKS
     name = ".".join(path[2 if stacked else 1 :])
     axes = (*(("layers",) if stacked else ()), *PARAMETERS.get(name, ()))
@@ -195,13 +195,14 @@ def _axes(path: ParamPath, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _mesh_axis(axis: str, sizes: Mapping[str, int], count: int) -> Any:
-    """The mesh axis that a logical axis lies over, or None."""
+    """Returns the mesh axis that a logical axis lies over, or None."""
     if axis not in MESH_AXES:
         return None
     if sizes[axis] % count == 0:
         return MESH_AXES[axis]
     if axis in MAY_REPLICATE:
         return None
+
     raise ConfigError(
         f"{sizes[axis]} {axis} over {count} devices of mesh axis {TENSOR!r}; expected a number of devices that "
         f"divides {sizes[axis]}"

@@ -59,7 +59,8 @@ COPIED_BYTES = 2**28
 
 
 def layers_to_scan(state: Any, first: int, last: int) -> tuple[Any, Callable[[Any], Any]]:
-    """What a scan goes over to see layers first … last-1 of a stack, and a function of each entry to its layer's state.
+    """Returns what a scan goes over to see layers first … last-1 of a stack, and a function of each entry to its
+    layer's state.
 
     Some layers of a large stack are looked up one by one, for a part of an array that is scanned over is copied; of a
     small one they are cut out, for looking up has dear derivatives.

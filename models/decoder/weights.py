@@ -15,7 +15,7 @@ _LAYOUTS = {"no": "one tensor per expert", "rows": "fused as [E, 2I, D]", "colum
 
 
 def linear_entries(name: str, path: ParamPath, *, bias: bool, stack: bool = True, offset: int = 0) -> list[TensorEntry]:
-    """Kernel (and bias) of a linear map called `name`; in the file kernels are [out, in]."""
+    """Returns the kernel (and bias) of a linear map called `name`; in the file kernels are [out, in]."""
     entries = [TensorEntry(f"{name}.weight", (*path, "kernel"), permute=TRANSPOSE, stack=stack, offset=offset)]
     return [*entries, TensorEntry(f"{name}.bias", (*path, "bias"), stack=stack, offset=offset)] if bias else entries
 
@@ -23,7 +23,7 @@ def linear_entries(name: str, path: ParamPath, *, bias: bool, stack: bool = True
 def fused_entries(
     name: str, path: ParamPath, parts: dict[str, int], *, bias: bool = False, offset: int = 0
 ) -> list[TensorEntry]:
-    """Linear maps (name → rows) that lie one behind the other in one tensor of the file."""
+    """Returns linear maps (name → rows) that lie one behind the other in one tensor of the file."""
     entries, start, size = [], 0, sum(parts.values())
     for part, rows in parts.items():
         piece = Part(start, start + rows, size)
@@ -35,7 +35,7 @@ def fused_entries(
 
 
 def norm_entry(name: str, path: ParamPath, offset: int = 0) -> TensorEntry:
-    """The weight of a norm in a stack of layers."""
+    """Returns the weight of a norm in a stack of layers."""
     return TensorEntry(f"{name}.weight", (*path, "weight"), stack=True, offset=offset)
 
 
@@ -49,7 +49,7 @@ def decoder_entries(
     fused_experts: FusedExperts = "no",
     post_norms: tuple[str, str] = ("post_self_attn_layernorm", "post_mlp_layernorm"),
 ) -> list[TensorEntry]:
-    """Every entry of a decoder.
+    """Returns every entry of a decoder.
 
     Args:
       prefix, head: what the tensors' names begin with, and the output head's name.
@@ -64,16 +64,19 @@ def decoder_entries(
         TensorEntry(f"{prefix}norm.weight", (*root, "norm", "weight")),
     ]
     below = config.dense_layers
+
     for name, offset in (("dense_layers", 0),) * bool(below) + (("layers", below),):
         layer, path = f"{prefix}layers.{{layer}}", (*root, name)
         entries += _norms(config, layer, path, post_norms, offset)
         attention = _grouped if config.latent is None else _latent
         entries += attention(config, f"{layer}.self_attn", (*path, "attention"), fused, offset)
         dense = config.experts is None or name == "dense_layers"
+
         if dense:
             entries += _mlp(config, f"{layer}.mlp", (*path, "mlp"), config.intermediate, fused, offset)
         else:
             entries += _experts(config, f"{layer}.mlp", (*path, "mlp"), fused_experts, offset)
+
     if config.tied_embeddings:
         return entries
     return entries + linear_entries(head, (*root, "head"), bias=False, stack=False)
@@ -82,7 +85,7 @@ def decoder_entries(
 def expert_layout(
     config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]], prefix: str, default: FusedExperts = "no"
 ) -> FusedExperts:
-    """How a file holds its experts; `default` where it has none of them (or is about to be written).
+    """Returns how a file holds its experts; `default` where it has none of them (or is about to be written).
 
     The two fused layouts are told apart by the shapes of both tensors of a layer. One of the two may be as long as wide
     (2I = D or I = D), never both, so that they always decide.
@@ -96,15 +99,18 @@ def expert_layout(
     experts, found = config.experts, dict[int, FusedExperts]()
     if experts is None:
         return default
+
     count, width, inner = experts.experts, config.width, experts.intermediate
     layouts: dict[tuple[tuple[int, ...], ...], FusedExperts] = {
         ((count, 2 * inner, width), (count, width, inner)): "rows",
         ((count, width, 2 * inner), (count, inner, width)): "columns",
     }
+
     for layer in range(config.dense_layers, config.layers):
         name = f"{prefix}layers.{layer}.mlp.experts"
         gate_up, down = shapes.get(f"{name}.gate_up_proj"), shapes.get(f"{name}.down_proj")
         single = f"{name}.0.gate_proj.weight"
+
         if gate_up is None or down is None:
             found |= {layer: "no"} if single in shapes else {}
         elif single in shapes:
@@ -114,6 +120,7 @@ def expert_layout(
             raise WeightsError(f"{name}: gate_up_proj {gate_up} and down_proj {down}; expected {expected}")
         else:
             found[layer] = layouts[gate_up, down]
+
     first = next(iter(found.items()), None)
     other = next((item for item in found.items() if item[1] != (first or item)[1]), None)
     if first is not None and other is not None:
@@ -139,12 +146,14 @@ def _grouped(
     bias = config.attention_bias
     widths = {"query": config.heads, "key": config.kv_heads, "value": config.kv_heads}
     rows = {part: heads * config.head_dim for part, heads in widths.items()}
+
     if "qkv" in fused:
         entries = fused_entries(f"{name}.qkv_proj", path, rows, bias=bias, offset=offset)
     else:
         entries = []
         for part in rows:
             entries += linear_entries(f"{name}.{part[0]}_proj", (*path, part), bias=bias, offset=offset)
+
     entries += linear_entries(f"{name}.o_proj", (*path, "output"), bias=config.output_bias, offset=offset)
     if config.qk_norm:
         entries += [norm_entry(f"{name}.{part[0]}_norm", (*path, f"{part}_norm"), offset) for part in ("query", "key")]
@@ -159,11 +168,13 @@ def _latent(
         f"{name}.{theirs}", (*path, ours), bias=config.attention_bias, offset=offset
     )
     plain = lambda theirs, ours: linear_entries(f"{name}.{theirs}", (*path, ours), bias=False, offset=offset)
+
     if config.latent.query_rank is None:
         entries = plain("q_proj", "query")
     else:
         entries = down("q_a_proj", "query_down") + plain("q_b_proj", "query")
         entries.append(norm_entry(f"{name}.q_a_layernorm", (*path, "query_norm"), offset))
+
     entries += down("kv_a_proj_with_mqa", "down") + plain("kv_b_proj", "up")
     entries.append(norm_entry(f"{name}.kv_a_layernorm", (*path, "latent_norm"), offset))
     return entries + linear_entries(f"{name}.o_proj", (*path, "output"), bias=config.output_bias, offset=offset)
@@ -189,6 +200,7 @@ def _experts(config: DecoderConfig, name: str, path: ParamPath, fused: FusedExpe
     if experts.router == "sigmoid":
         correction = (*path, "correction")
         entries.append(TensorEntry(f"{name}.gate.e_score_correction_bias", correction, stack=True, offset=offset))
+
     if experts.shared:
         entries += _mlp(config, f"{name}.shared_experts", (*path, "shared"), experts.shared, (), offset)
     if fused == "no":
@@ -197,10 +209,12 @@ def _experts(config: DecoderConfig, name: str, path: ParamPath, fused: FusedExpe
             f"{pattern}.{part}_proj.weight", (*path, part), TRANSPOSE, stack=True, offset=offset
         )
         return entries + [each(part) for part in ("gate", "up", "down")]
+
     inner, axis = experts.intermediate, 1 if fused == "rows" else 2
     permute = (0, 2, 1) if fused == "rows" else None
     for number, part in enumerate(("gate", "up")):
         piece = Part(number * inner, (number + 1) * inner, 2 * inner, axis)
         gate_up = f"{name}.experts.gate_up_proj"
         entries.append(TensorEntry(gate_up, (*path, part), permute, stack=True, part=piece, offset=offset))
+
     return [*entries, TensorEntry(f"{name}.experts.down_proj", (*path, "down"), permute, stack=True, offset=offset)]

@@ -37,7 +37,8 @@ class AuthorsFormat:
     settings: Callable[[Raw, Path], Any]
 
     def merged(self, source: TensorSource, adapter: str | os.PathLike[str]) -> TensorSource:
-        """A checkpoint's tensors with a LoRA adapter of the authors' modules merged, before they are translated.
+        """Returns a checkpoint's tensors with a LoRA adapter of the authors' modules merged, before they are
+        translated.
 
         Raises:
           ConfigError, WeightsError: as `LoRASource`.
@@ -46,7 +47,7 @@ class AuthorsFormat:
         return LoRASource(source, adapter, lambda name: name if name in plain else None)
 
     def source(self, config: Any, raw: Raw, source: TensorSource) -> TensorSource:
-        """The tensors under the family's names.
+        """Returns the tensors under the family's names.
 
         Raises:
           WeightsError: one that does not have the size that the configuration says.

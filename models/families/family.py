@@ -44,7 +44,7 @@ class Config(Protocol):
         ...
 
     def to_dict(self) -> dict[str, Any]:
-        """`config.json`, which the family reads back."""
+        """Returns `config.json`, which the family reads back."""
         ...
 
 
@@ -70,7 +70,7 @@ class Vision:
 
 
 def count_positions(config: Config, input_ids: np.ndarray, arrays: Arrays) -> np.ndarray:
-    """Positions 0, 1, 2, … of one prompt's tokens, int32 [T]: the rule of every family without M-RoPE."""
+    """Returns positions 0, 1, 2, … of one prompt's tokens, int32 [T]: the rule of every family without M-RoPE."""
     return np.arange(len(input_ids), dtype=np.int32)
 
 
@@ -103,7 +103,7 @@ class Family:
     namings: tuple[Naming, ...] = ()
 
     def renamed(self, config: Config, source: TensorSource) -> TensorSource:
-        """A checkpoint's tensors under the names of `entries`, whichever of `namings` the file has.
+        """Returns a checkpoint's tensors under the names of `entries`, whichever of `namings` the file has.
 
         Raises:
           WeightsError: names of two kinds, or none that is known.
@@ -111,7 +111,8 @@ class Family:
         return rename(source, self.namings, self.knows(config)) if self.namings else source
 
     def merged(self, config: Config, source: TensorSource, adapter: str | os.PathLike[str]) -> TensorSource:
-        """A checkpoint's tensors, renamed already, with a LoRA adapter merged; its names may be of any of `namings`.
+        """Returns a checkpoint's tensors, renamed already, with a LoRA adapter merged; its names may be of any of
+        `namings`.
 
         Raises:
           ConfigError, WeightsError: as `LoRASource`, or an adapter of an embedding that is the output head too.
@@ -127,7 +128,9 @@ class Family:
         return merged
 
     def knows(self, config: Config) -> Callable[[str], bool]:
-        """A function that says whether a name is one of the model's, whatever its numbers and however experts lie."""
+        """Returns a function that says whether a name is one of the model's, whatever its numbers and however
+        experts lie.
+        """
         patterns = [entry.pattern for entry in self.entries(with_tie(config, False), {})]
         names = {_without_numbers(pattern) for pattern in patterns}
         experts = tuple({name.partition(_EXPERTS)[0] + _EXPERTS for name in names if _EXPERTS in name})
@@ -140,16 +143,16 @@ class Family:
         return known
 
     def ignored(self, config: Config) -> tuple[str, ...]:
-        """`ignore`, and the output head where it is tied to the embedding."""
+        """Returns `ignore`, and the output head where it is tied to the embedding."""
         return (*self.ignore, re.escape(self._head_names(config)[0])) if config.text.tied_embeddings else self.ignore
 
     def _head_names(self, config: Config) -> tuple[str, str]:
-        """What the file calls the output head and the embedding."""
+        """Returns what the file calls the output head and the embedding."""
         names = {entry.path[-2:]: entry.pattern for entry in self.entries(with_tie(config, False), {})}
         return names["head", "kernel"], names["decoder", "embedding"]
 
     def settle_ties(self, config: Any, shapes: Shapes, equal: Callable[[str, str], bool], silent: bool) -> Any:
-        """The configuration with head and embedding tied or not, as the file's tensors show.
+        """Returns the configuration with head and embedding tied or not, as the file's tensors show.
 
         A head of its own counts, whatever the configuration says; a head that repeats the embedding is left out. Where
         there is none, a family whose class ties does so if the configuration says nothing at its top (`silent`).
@@ -169,30 +172,32 @@ _EXPERTS = ".mlp.experts."
 
 
 def _without_numbers(name: str) -> str:
-    """A tensor's name, or an entry's pattern, with `#` for every number in it."""
+    """Returns a tensor's name, or an entry's pattern, with `#` for every number in it."""
     return re.sub(r"(?<=\.)(?:\d+|\{\w+\})(?=\.)", "#", name)
 
 
 def placeholders(config: Any) -> tuple[int, ...]:
-    """Token ids in whose places image features are put: images' and, where the family has one, videos'."""
+    """Returns token ids in whose places image features are put: images' and, where the family has one, videos'."""
     found = (getattr(config, name, None) for name in ("image_token", "video_token"))
     return tuple(token for token in found if token is not None)
 
 
 def feature_arrays(config: Any) -> int:
-    """How many arrays a tower makes of an image: its features, and one more per deepstack layer."""
+    """Returns how many arrays a tower makes of an image: its features, and one more per deepstack layer."""
     return 1 + len(getattr(config.vision, "deepstack_layers", ()))
 
 
 def embed_tokens(
     decoder: Decoder, input_ids: Int[Array, "B T"], features: Float[Array, "n E D"] | None, pads: tuple[int, ...]
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T deep D"] | None]:
-    """Token embeddings with image features put, in order, where the placeholders stand; and the deepstack features
+    """Returns token embeddings with image features put, in order, where the placeholders stand; and the deepstack
+    features
     (0 elsewhere), or None where there are none.
     """
     embeddings = decoder.embed(input_ids)
     if features is None:
         return embeddings, None
+
     here = jnp.isin(input_ids, jnp.array(pads))
     placed = place_features(embeddings, features[0], here)
     if len(features) == 1:
@@ -202,17 +207,17 @@ def embed_tokens(
 
 
 def abstract(config: Any) -> Any:
-    """The backbone's module with shapes instead of values."""
+    """Returns the backbone's module with shapes instead of values."""
     return nnx.eval_shape(lambda: config.family.module(config, nnx.Rngs(0)))
 
 
 def parameters(model: nnx.Module) -> dict[str, Any]:
-    """The parameters as nested dictionaries of arrays."""
+    """Returns the parameters as nested dictionaries of arrays."""
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def with_parameters(config: Any, values: dict[str, Any]) -> Any:
-    """The module of this configuration holding these parameters (nested as `parameters` gives them)."""
+    """Returns the module of this configuration holding these parameters (nested as `parameters` gives them)."""
     model = abstract(config)
     state = nnx.state(model, nnx.Param)
     nnx.replace_by_pure_dict(state, values)
@@ -221,20 +226,22 @@ def with_parameters(config: Any, values: dict[str, Any]) -> Any:
 
 
 def with_tie(config: Any, tied: bool) -> Any:
-    """The configuration with head and embedding tied or not, in what it writes as well."""
+    """Returns the configuration with head and embedding tied or not, in what it writes as well."""
     if config.text.tied_embeddings == tied:
         return config
+
     changes: dict[str, Any] = {"text": dataclasses.replace(config.text, tied_embeddings=tied)}
     if hasattr(config, "raw"):
         raw: dict[str, Any] = json.loads(config.raw)
         for part in (raw, *(raw[name] for name in ("text_config", "language_config") if raw.get(name) is not None)):
             part["tie_word_embeddings"] = tied
         changes["raw"] = json.dumps(raw, sort_keys=True)
+
     return dataclasses.replace(config, **changes)
 
 
 def with_dtype(config: Any, dtype: str) -> Any:
-    """The configuration with every part of it that has a dtype in this one."""
+    """Returns the configuration with every part of it that has a dtype in this one."""
     parts = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     typed = {name: part for name, part in parts.items() if dataclasses.is_dataclass(part) and hasattr(part, "dtype")}
     replaced = {name: dataclasses.replace(part, dtype=dtype) for name, part in typed.items()}  # type: ignore[type-var]

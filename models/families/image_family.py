@@ -17,7 +17,7 @@ _DTYPES = ("dtype", "torch_dtype")
 
 
 def whole(raw: Mapping[str, Any], kind: str, flat: Collection[str] = ()) -> dict[str, Any]:
-    """The top level of `config.json`, checked and filled in.
+    """Returns the top level of `config.json`, checked and filled in.
 
     `flat` are keys of its parts that may stand there too. So may a key that repeats the text part's value.
     """
@@ -28,7 +28,7 @@ def whole(raw: Mapping[str, Any], kind: str, flat: Collection[str] = ()) -> dict
 
 
 def text_part(raw: Mapping[str, Any], given: Mapping[str, Any], kinds: Sequence[str] = ()) -> dict[str, Any]:
-    """The text part of `config.json`, with what the top level says for it (tying, dtype).
+    """Returns the text part of `config.json`, with what the top level says for it (tying, dtype).
 
     The top level's dtype is the whole model's, as in transformers: writers leave others in the parts. The text part's
     holds where the top names none, until `load` knows the weights' own.
@@ -46,9 +46,11 @@ def text_part(raw: Mapping[str, Any], given: Mapping[str, Any], kinds: Sequence[
     part = raw.get("text_config") or raw.get("language_config")
     if not isinstance(part, Mapping):
         raise ConfigError(f"config.json has text_config {part!r}; expected a table for {raw.get('architectures')}")
+
     kind = part.get("model_type", kinds[0] if kinds else None)
     if kinds and kind not in kinds:
         raise ConfigError(f"text_config is of type {kind!r}; expected one of {sorted(kinds)}")
+
     top = {name: raw[name] for name in _DTYPES if raw.get(name) is not None}
     own = {name: value for name, value in part.items() if not (top and name in _DTYPES)}
     text = own | top | {"model_type": kind, "architectures": raw.get("architectures")}
@@ -57,7 +59,7 @@ def text_part(raw: Mapping[str, Any], given: Mapping[str, Any], kinds: Sequence[
 
 
 def vision_part(raw: Mapping[str, Any], kind: str, *others: str) -> dict[str, Any]:
-    """The vision part of `config.json`, checked and filled in.
+    """Returns the vision part of `config.json`, checked and filled in.
 
     Args:
       raw: the top level. kind: what `known_keys` calls the tower; others: further names for it in `model_type`.
@@ -75,7 +77,7 @@ def vision_part(raw: Mapping[str, Any], kind: str, *others: str) -> dict[str, An
 
 
 def one_size(raw: Mapping[str, Any], name: str) -> int:
-    """A number, or the one number that a pair of equal sides repeats.
+    """Returns a number, or the one number that a pair of equal sides repeats.
 
     Raises:
       ConfigError: sides that differ.
@@ -88,12 +90,12 @@ def one_size(raw: Mapping[str, Any], name: str) -> int:
 
 
 def freeze(raw: Mapping[str, Any]) -> str:
-    """`config.json` as text that a frozen configuration keeps."""
+    """Returns `config.json` as text that a frozen configuration keeps."""
     return json.dumps(dict(raw), sort_keys=True)
 
 
 def thaw(kept: str, architecture: str, dtype: str) -> dict[str, Any]:
-    """`config.json` as it was read, with the dtype that the parameters have now."""
+    """Returns `config.json` as it was read, with the dtype that the parameters have now."""
     raw: dict[str, Any] = json.loads(kept)
     for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
         for name in _DTYPES:
@@ -102,7 +104,7 @@ def thaw(kept: str, architecture: str, dtype: str) -> dict[str, Any]:
 
 
 def one_kind_of_grid(arrays: Mapping[str, Any]) -> np.ndarray | None:
-    """The (time, height, width) grids of a prompt's images, or of its videos; None where there are neither.
+    """Returns the (time, height, width) grids of a prompt's images, or of its videos; None where there are neither.
 
     Raises:
       InputError: both in one call.
@@ -116,7 +118,7 @@ def one_kind_of_grid(arrays: Mapping[str, Any]) -> np.ndarray | None:
 def packed_plan(
     plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]],
 ) -> Callable[[Any, np.ndarray, Mapping[str, Any]], dict[str, np.ndarray] | None]:
-    """A Qwen family's `Vision.plan`: its tower's own plan of the grids, held against ids and pixels.
+    """Returns a Qwen family's `Vision.plan`: its tower's own plan of the grids, held against ids and pixels.
 
     Raises:
       InputError: placeholders or patches that do not match the grids, or images and videos in one call.
@@ -142,7 +144,7 @@ def check_output_width(width: int, text: DecoderConfig) -> None:
 
 
 def pads_between_ends(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
-    """Token ids that stand for image `index` in the Qwen families: start, one pad per merged patch, end."""
+    """Returns token ids that stand for image `index` in the Qwen families: start, one pad per merged patch, end."""
     pads = int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2
     return [config.vision_start_token, *[config.image_token] * pads, config.vision_end_token]
 

@@ -39,6 +39,7 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig
     )
     if not tower.drop_class:
         raise ConfigError("vision_feature_select_strategy 'full' is not built for InternVL; expected 'default'")
+
     shuffle = round(1 / model["downsample_ratio"])
     glue = GlueConfig(shuffle=shuffle, activation=model["projector_hidden_act"], norm_epsilon=1e-5)
     return ViTModelConfig(FAMILY, text, tower, glue, need(model, "image_token_id"), freeze(raw))
@@ -61,7 +62,7 @@ def _plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, An
 
 
 def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
-    """Between `<img>` and `</img>`, where the tokenizer has them."""
+    """Returns an image's tokens, between `<img>` and `</img>` where the tokenizer has them."""
     pads = [config.image_token] * (config.tile_tokens * int(arrays["num_patches"][index]))
     ends = [None if tokenizer is None else tokenizer.token_to_id(name) for name in ("<img>", "</img>")]
     first, last = ([] if end is None else [int(end)] for end in ends)

@@ -46,6 +46,7 @@ def _config(raw: Raw, root: Path) -> dict[str, Any]:
             f"{root}: no tokenizer file names {CONTEXT}, the token in whose place image features are put; expected it "
             "in added_tokens.json, tokenizer_config.json or tokenizer.json, or img_context_token_id in config.json"
         )
+
     return {
         "architectures": [internvl.ARCHITECTURE],
         "model_type": "internvl",
@@ -72,9 +73,11 @@ def _vision(raw: Any) -> dict[str, Any]:
 def _text(raw: Any) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"llm_config is {raw!r}; expected a table")
+
     (name, *_) = raw.get("architectures") or [None]
     if name not in TEXTS:
         raise ConfigError(f"llm_config is of architecture {name!r}; expected one of {sorted(TEXTS)}")
+
     text = dict(raw)
     if name == INTERNLM2:
         text["attention_bias"] = text.pop("bias", True)
@@ -128,7 +131,7 @@ def _internlm2_rules(config: ViTModelConfig) -> list[Rule]:
 
 
 def _settings(raw: Raw, root: Path) -> PictureConfig:
-    """The tiles of `dynamic_preprocess` in the authors' examples, with the number of tiles of `config.json`."""
+    """Returns the tiles of `dynamic_preprocess` in the authors' examples, with the number of tiles of `config.json`."""
     model, side = complete(raw, "internvl_chat"), _vision(raw["vision_config"])["image_size"]
     tiles = model["max_dynamic_patch"] if model["dynamic_image_size"] else 1
     if tiles > 1:  # the whole image behind its tiles

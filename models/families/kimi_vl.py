@@ -86,7 +86,7 @@ class KimiVLConfig:
         return FAMILIES[self.architecture]
 
     def to_dict(self) -> dict[str, Any]:
-        """`config.json` as it was read, with the dtype that the parameters have now."""
+        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
         return thaw(self.raw, self.architecture, self.text.dtype)
 
 
@@ -103,6 +103,7 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
     side = need(vision, "init_pos_emb_height", "pos_emb_height")
     if need(vision, "init_pos_emb_width", "pos_emb_width") != side:
         raise ConfigError(f"learned positions of {side} rows; expected a square")
+
     tower = MoonViTConfig(
         depth=need(vision, "num_hidden_layers"),
         width=need(vision, "hidden_size"),
@@ -124,7 +125,7 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
 
 
 def _unprefixed(vision: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """Kimi-K2.5's tower and projector, which are one table, under the keys of Kimi-VL's tower.
+    """Renames Kimi-K2.5's tower and projector, which are one table, to the keys of Kimi-VL's tower.
 
     Raises:
       ConfigError: a projector from another width than the tower's, or to another than the text's.
@@ -147,7 +148,7 @@ class KimiVL(nnx.Module):
         self.config = config
 
     def encode(self, pixel_values: Float[Array, "P C y x"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
-        """Image features, n = 1."""
+        """Returns image features, n = 1."""
         return self.visual(pixel_values, **plan)[None]
 
 
@@ -157,6 +158,7 @@ def _plan(config: KimiVLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]
         raise InputError("Kimi-VL's video is not built; expected images")
     if grids is None or not len(grids):
         return None
+
     vision = config.vision
     plan = plan_patches(vision, np.asarray(grids))
     shape = (plan["rows"].size, vision.channels, vision.patch, vision.patch)
@@ -165,7 +167,8 @@ def _plan(config: KimiVLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]
 
 
 def _tokens(config: KimiVLConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
-    """`<|media_start|>image<|media_content|>` pads `<|media_end|>` where the tokenizer has them, else start and end.
+    """Returns `<|media_start|>image<|media_content|>` pads `<|media_end|>` where the tokenizer has them, else start
+    and end.
 
     Kimi-K2.5 calls the first `<|media_begin|>`.
     """

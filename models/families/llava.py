@@ -37,7 +37,7 @@ TEXT = {
 def read_text(
     model: Mapping[str, Any], given: Mapping[str, Any], angles: str, regime: Regime, default: str = "llama"
 ) -> DecoderConfig:
-    """The text tower by its `model_type`, `default` where none is named; `given` is `model` as it was read.
+    """Returns the text tower by its `model_type`, `default` where none is named; `given` is `model` as it was read.
 
     Raises:
       ConfigError: one that is not built.
@@ -52,6 +52,7 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
     layer = model["vision_feature_layer"]
     if not isinstance(layer, int):
         raise ConfigError(f"vision_feature_layer {layer!r}; expected one layer")
+
     tower = read_vit(
         vision,
         class_token=True,
@@ -63,10 +64,12 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
         dtype=text.dtype,
     )
     tiles = None
+
     if architecture == NEXT:
         if not tower.drop_class:
             raise ConfigError("vision_feature_select_strategy 'full' is not built for LLaVA-NeXT; expected 'default'")
         tiles = TileConfig(tower.image, tower.side, tuple(map(_pinpoint, need(model, "image_grid_pinpoints"))))
+
     bias = model["multimodal_projector_bias"]
     glue = GlueConfig(activation=model["projector_hidden_act"], bias=bias, tiles=tiles)
     image = need(model, "image_token_index")
@@ -91,6 +94,7 @@ def _next_plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[st
     """Tiles [images,most tiles,…] of which each image has as many as its size asks for."""
     if arrays.get("pixel_values") is None:
         return None
+
     tiles, sizes = config.glue.tiles, np.asarray(need(arrays, "image_sizes"))
     assert tiles is not None
     most = arrays["pixel_values"].shape[1]

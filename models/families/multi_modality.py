@@ -54,13 +54,17 @@ def _config(raw: Raw, root: Path) -> dict[str, Any]:
 
 
 def _vision(params: Any) -> dict[str, Any]:
-    """The tower as timm builds it: its own GELU (not the approximation of transformers' SigLIP), norms with 1e-6."""
+    """Returns the tower as timm builds it: its own GELU (not the approximation of transformers' SigLIP), norms with
+    1e-6.
+    """
     if not isinstance(params, dict):
         raise ConfigError(f"vision_config has params {params!r}; expected a table")
+
     known = {"model_name", "image_size", "select_feature", "select_layer", "ckpt_path", "select_layers"}
     unknown = sorted(key for key in set(params) - known if params[key] is not None)
     if unknown:
         raise ConfigError(f"vision_config: {unknown[0]} {params[unknown[0]]!r} is not built; expected {sorted(known)}")
+
     expect(params, "vision_config", model_name=tuple(TOWERS), select_layer=-1, select_layers=None)
     width, inner, depth, heads, patch = TOWERS[params["model_name"]]
     return {

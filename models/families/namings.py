@@ -11,7 +11,9 @@ MODULES = "as transformers' modules (save_original_format=False, state dictionar
 
 
 def _split(*own: str) -> tuple[Naming, ...]:
-    """Of families whose files say `language_model`, `vision_tower`, `multi_modal_projector` and these `own` parts."""
+    """Returns the naming of families whose files say `language_model`, `vision_tower`, `multi_modal_projector` and
+    these `own` parts.
+    """
     parts = ("language_model.", "vision_tower.", "multi_modal_projector.", *own)
     modules = {f"model.{part}": part for part in parts}
     modules |= {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}

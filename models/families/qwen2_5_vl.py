@@ -55,7 +55,7 @@ class Qwen25VLConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], angles: str = "float32", regime: Regime = None) -> "Qwen25VLConfig":
-        """Read `config.json`: nested (`text_config`) or flat text fields, `rope_parameters` or `rope_scaling`.
+        """Reads `config.json`: nested (`text_config`) or flat text fields, `rope_parameters` or `rope_scaling`.
 
         Raises:
           ConfigError: a key that is not known, or has a value this port does not know.
@@ -67,6 +67,7 @@ class Qwen25VLConfig:
         text = complete(part, TEXT, TEXT_TABLE, drop=DEFAULTS["qwen2_5_vl"])
         if need(text, "hidden_act") != "silu":
             raise ConfigError(f"hidden_act {text['hidden_act']!r} is not known for Qwen2.5-VL; expected 'silu'")
+
         rope = read_rope(text, read_head_dim(text), angles=angles, regime=regime, sections=SECTIONS)
         decoder = read_decoder(text, rope, attention_bias=True, **read_window(text))
         vision = vision_part(model, "qwen2_5_vl_vision", "qwen2_5_vl")
@@ -87,7 +88,7 @@ class Qwen25VLConfig:
         return FAMILY
 
     def to_dict(self) -> dict[str, Any]:
-        """`config.json` in the released (flat) form; `from_dict` reads it back.
+        """Returns `config.json` in the released (flat) form; `from_dict` reads it back.
 
         Written from the fields and not, as other families do it, from the file that was read: fingerprints of stored
         chunks are taken over this form.
@@ -136,7 +137,7 @@ class Qwen25VLConfig:
         }
 
     def _lengths(self) -> dict[str, Any]:
-        """What is written only where it counts, so that fingerprints of plain models stay as they were."""
+        """Returns what is written only where it counts, so that fingerprints of plain models stay as they were."""
         scaling, window = self.text.rope.scaling, self.text.window
         found: dict[str, Any] = {}
         if scaling is not None and scaling.kind == "dynamic":
@@ -150,7 +151,7 @@ class Qwen25VLConfig:
 
 
 def _end_tokens(given: Any) -> tuple[int, ...]:
-    """What `eos_token_id` names: a token, several, or none."""
+    """Returns what `eos_token_id` names: a token, several, or none."""
     tokens = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
     if any(type(token) is not int for token in tokens):
         raise ConfigError(f"eos_token_id is {given!r}; expected a token id or a list of them")
@@ -158,10 +159,11 @@ def _end_tokens(given: Any) -> tuple[int, ...]:
 
 
 def _rope_entry(rope: Rope) -> dict[str, Any]:
-    """`rope_scaling` as `read_rope` reads it back."""
+    """Returns `rope_scaling` as `read_rope` reads it back."""
     table: dict[str, Any] = {"type": "mrope", "mrope_section": list(rope.sections or ())}
     if rope.scaling is None:
         return table
+
     kept = {name: value for name, value in dataclasses.asdict(rope.scaling).items() if name in _SCALING_FIELDS}
     more = {} if rope.scaling.kind == "dynamic" else {"original_max_position_embeddings": rope.scaling.original}
     return (
@@ -202,7 +204,7 @@ class Qwen25VL(nnx.Module):
         self.config = config
 
     def encode(self, pixel_values: Float[Array, "P F"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
-        """Image features, n = 1."""
+        """Returns image features, n = 1."""
         return self.visual(pixel_values, **plan)[None]
 
 

@@ -62,7 +62,7 @@ class Qwen3VLConfig:
         return FAMILIES[self.architecture]
 
     def to_dict(self) -> dict[str, Any]:
-        """`config.json` as it was read, with the dtype that the parameters have now."""
+        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
         return thaw(self.raw, self.architecture, self.text.dtype)
 
 
@@ -70,10 +70,12 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
     family = "qwen3_vl_moe" if architecture == MIXTURE else "qwen3_vl"
     model, kind = whole(raw, family), f"{family}_text"
     text = text_part(model, raw, (kind, family))
+
     if architecture == MIXTURE:  # whose router renormalises whatever the configuration says
         decoder = read_qwen3_moe({**text, "norm_topk_prob": True}, angles, regime, kind, SECTIONS)
     else:
         decoder = read_qwen3(text, angles, regime, kind, SECTIONS)
+
     return Qwen3VLConfig(
         architecture,
         decoder,
@@ -118,7 +120,7 @@ class Qwen3VL(nnx.Module):
         self.config = config
 
     def encode(self, pixel_values: Float[Array, "P F"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
-        """Image features, then those of each deepstack layer."""
+        """Returns image features, then those of each deepstack layer."""
         features, deepstack = self.visual(pixel_values, **plan)
         return jnp.concatenate([features[None], deepstack])
 

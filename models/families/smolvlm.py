@@ -44,11 +44,13 @@ def _plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, An
     pixel_values = arrays.get("pixel_values")
     if pixel_values is None:
         return None
+
     flat = np.asarray(pixel_values).reshape(-1, *np.shape(pixel_values)[-3:])
     real = np.flatnonzero((flat != 0).any(axis=(1, 2, 3)))
     mask = arrays.get("pixel_attention_mask")
     if mask is not None and not np.asarray(mask).reshape(len(flat), -1)[real].all():
         raise InputError("pixel_attention_mask leaves out parts of a tile; expected whole tiles")
+
     plan = tile_plan(config, input_ids, arrays, real)
     assert plan is not None
     positions = bucket_positions(config.vision.side, config.vision.side, config.vision.side)
@@ -61,12 +63,14 @@ def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, token
     pads = [config.image_token] * config.tile_tokens
     if tokenizer is None:
         return pads * (rows * columns + 1)
+
     edge, ids = "<fake_token_around_image>", []
     encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
     for row in range(rows):
         for column in range(columns):
             newline = "\n" if row and not column else ""
             ids += [*encode(f"{newline}{edge}<row_{row + 1}_col_{column + 1}>"), *pads]
+
     return [*ids, *encode(("\n\n" if rows else "") + f"{edge}<global-img>"), *pads, *encode(edge)]
 
 

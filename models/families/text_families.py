@@ -47,7 +47,7 @@ class TextConfig:
         return TEXT_FAMILIES[self.architecture]
 
     def to_dict(self) -> dict[str, Any]:
-        """`config.json` as it was read, with the dtype that the parameters have now."""
+        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
         kept = {name: value for name, value in json.loads(self.raw).items() if name not in ("dtype", "torch_dtype")}
         return kept | {"architectures": [self.architecture], "torch_dtype": self.text.dtype}
 
@@ -64,7 +64,7 @@ TEXT_TABLE = "the text part of config.json"
 
 
 def read_head_dim(raw: Raw) -> int:
-    """The width of a head, from the configuration or the model's width."""
+    """Returns the width of a head, from the configuration or the model's width."""
     width = raw.get("head_dim") or need(raw, "hidden_size") // need(raw, "num_attention_heads")
     if width < 1:
         raise ConfigError(f"head_dim is {width}; expected a positive whole number: hidden_size / num_attention_heads")
@@ -72,7 +72,7 @@ def read_head_dim(raw: Raw) -> int:
 
 
 def read_llama(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
-    """Llama 2 and 3.1 (also the text towers of LLaVA, DeepSeek-VL and SmolVLM)."""
+    """Reads Llama 2 and 3.1 (also the text towers of LLaVA, DeepSeek-VL and SmolVLM)."""
     raw = complete(raw, "llama", TEXT_TABLE)
     bias = raw["attention_bias"]
     rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime)
@@ -80,14 +80,14 @@ def read_llama(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
 
 
 def read_mistral(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
-    """Mistral; version 0.1 has a sliding window."""
+    """Reads Mistral; version 0.1 has a sliding window."""
     raw = complete(raw, "mistral", TEXT_TABLE)
     rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime)
     return read_decoder(raw, rope, **read_window(raw))
 
 
 def read_qwen2(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
-    """Qwen2 and 2.5 (also InternVL3's text tower): biases on query, key and value."""
+    """Reads Qwen2 and 2.5 (also InternVL3's text tower): biases on query, key and value."""
     raw = complete(raw, "qwen2", TEXT_TABLE)
     rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime)
     return read_decoder(raw, rope, attention_bias=True, **read_window(raw))
@@ -96,7 +96,8 @@ def read_qwen2(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
 def read_qwen3(
     raw: Raw, angles: str, regime: Regime = None, kind: str = "qwen3", sections: tuple[int, ...] | None = None
 ) -> DecoderConfig:
-    """Qwen3: norms on query and key heads, before rotation. M-RoPE sections, where there are any, are interleaved.
+    """Reads Qwen3: norms on query and key heads, before rotation. M-RoPE sections, where there are any, are
+    interleaved.
 
     `kind` and `sections` are Qwen3-VL's and the mixtures' own: what `known_keys` calls them, and M-RoPE's default.
     """
@@ -110,13 +111,13 @@ def read_qwen3(
 def read_qwen3_moe(
     raw: Raw, angles: str, regime: Regime = None, kind: str = "qwen3_moe", sections: tuple[int, ...] | None = None
 ) -> DecoderConfig:
-    """Qwen3 with experts in every layer."""
+    """Reads Qwen3 with experts in every layer."""
     experts = read_softmax_experts(complete(raw, kind, TEXT_TABLE))
     return dataclasses.replace(read_qwen3(raw, angles, regime, kind, sections), experts=experts)
 
 
 def read_glm(raw: Raw, angles: str, regime: Regime = None, post_norms: bool = False) -> DecoderConfig:
-    """GLM-4: the first half of each head rotates, in pairs; the 0414 release has norms behind attention and MLP."""
+    """Reads GLM-4: half of each head rotates, in pairs; the 0414 release has norms after attention and MLP."""
     raw = complete(raw, "glm4" if post_norms else "glm", TEXT_TABLE)
     head_dim = read_head_dim(raw)
     rope = read_rope(raw, head_dim, angles=angles, regime=regime, partial=0.5, cached="pairs")
@@ -124,7 +125,7 @@ def read_glm(raw: Raw, angles: str, regime: Regime = None, post_norms: bool = Fa
 
 
 def read_phi3(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
-    """Phi-3: fused projections; longrope, which early files call "su" or "yarn"."""
+    """Reads Phi-3: fused projections; longrope, which early files call "su" or "yarn"."""
     raw = complete(raw, "phi3", TEXT_TABLE)
     table = rope_table(raw)
     if table.get("rope_type", table.get("type")) == "yarn":
@@ -134,7 +135,7 @@ def read_phi3(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
 
 
 def read_deepseek(raw: Raw, angles: str, regime: Regime = None, version: int = 3) -> DecoderConfig:
-    """DeepSeek-V2 (caches rotary pairs side by side), V3 and Kimi (read pairs, cache halves): latent attention."""
+    """Reads DeepSeek-V2 (caches rotary pairs side by side), V3 and Kimi (read pairs, cache halves)."""
     raw = complete(raw, f"deepseek_v{version}", TEXT_TABLE)
     cached = "pairs" if version == 2 else "half"
     rope = read_rope(raw, need(raw, "qk_rope_head_dim"), angles=angles, regime=regime, cached=cached)
@@ -151,7 +152,7 @@ def read_deepseek(raw: Raw, angles: str, regime: Regime = None, version: int = 3
 
 
 def text_family(architecture: str, model_type: str, read: ReadText, **options: Any) -> Family:
-    """A family of text checkpoints; `options` go to `decoder_entries`."""
+    """Returns a family of text checkpoints; `options` go to `decoder_entries`."""
 
     def config(raw: Mapping[str, Any], angles: str, regime: Regime) -> TextConfig:
         return TextConfig(architecture, read(raw, angles, regime), json.dumps(dict(raw), sort_keys=True))

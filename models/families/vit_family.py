@@ -93,7 +93,7 @@ class ViTModelConfig:
         return (self.vision.side // self.glue.shuffle) ** 2 + kept_class
 
     def to_dict(self) -> dict[str, Any]:
-        """`config.json` as it was read, with the dtype that the parameters have now."""
+        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
         return thaw(self.raw, self.family.architecture, self.text.dtype)
 
 
@@ -104,6 +104,7 @@ class ViTModel(nnx.Module):
         dtype, glue = jnp.dtype(config.vision.dtype), config.glue
         inputs, width = config.vision.width * glue.shuffle**2, config.text.width
         self.visual = ViT(config.vision, rngs)
+
         if glue.kind == "linear":
             self.projector = Linear(inputs, width, bias=False, rngs=rngs, dtype=dtype)
         else:
@@ -117,12 +118,13 @@ class ViTModel(nnx.Module):
                 norm_epsilon=glue.norm_epsilon,
                 dtype=dtype,
             )
+
         self.newline = nnx.Param(jnp.zeros((width,), dtype)) if glue.tiles else None
         self.decoder = Decoder(config.text, rngs)
         self.config = config
 
     def encode(self, pixel_values: Float[Array, "*images C H W"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
-        """Image features in the plan's order, n = 1."""
+        """Returns image features in the plan's order, n = 1."""
         tiles = pixel_values.reshape(-1, *pixel_values.shape[-3:])
         features = self.visual(tiles, plan.get("positions"))
         if self.config.glue.shuffle > 1:
@@ -133,7 +135,7 @@ class ViTModel(nnx.Module):
 
 
 def drops_class(model: Mapping[str, Any]) -> bool:
-    """Whether the tower's class token is left out.
+    """Returns whether the tower's class token is left out.
 
     Raises:
       ConfigError: a strategy that is not known.
@@ -147,7 +149,7 @@ def drops_class(model: Mapping[str, Any]) -> bool:
 def tile_plan(
     config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any], tiles: np.ndarray | None = None
 ) -> dict[str, np.ndarray] | None:
-    """The plan of a family whose features stand in the order of its tiles.
+    """Returns the plan of a family whose features stand in the order of its tiles.
 
     `tiles` are the numbers of the tiles that count (all of them when None).
 
@@ -157,9 +159,11 @@ def tile_plan(
     pixel_values = arrays.get("pixel_values")
     if pixel_values is None:
         return None
+
     shape = np.shape(pixel_values)
     if len(shape) < 4:
         raise InputError(f"pixel_values of shape {shape}; expected [images, channels, height, width]")
+
     tiles = np.arange(int(np.prod(shape[:-3]))) if tiles is None else tiles
     order = (tiles[:, None] * config.tile_tokens + np.arange(config.tile_tokens)).reshape(-1).astype(np.int32)
     image = (*shape[:-3], config.vision.channels, config.vision.image, config.vision.image)
@@ -168,5 +172,5 @@ def tile_plan(
 
 
 def tile_fills(config: ViTModelConfig) -> dict[str, int]:
-    """The plan's table of feature numbers, and how many features a tile has."""
+    """Returns the plan's table of feature numbers, and how many features a tile has."""
     return {"order": config.tile_tokens}

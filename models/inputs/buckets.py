@@ -23,7 +23,7 @@ from .masks import causal_mask, without_padding
 def pad_images(
     buckets: Buckets, pixels: np.ndarray, plan: Mapping[str, Any], fills: Mapping[str, int]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Pixel rows [P',…] and the plan that goes with them.
+    """Returns pixel rows [P',…] and the plan that goes with them.
 
     Args:
       pixels: [P, …] patches or [n, …, 3, H, W] tiles.
@@ -34,6 +34,7 @@ def pad_images(
         pixels = pixels.reshape(-1, *pixels.shape[-3:])
     rows, padded = len(pixels), buckets.round_up(len(pixels))
     tables = {}
+
     for name, given in plan.items():
         table = np.asarray(given)
         if name in fills:
@@ -42,17 +43,18 @@ def pad_images(
             tables[name] = _grown(table, [buckets.round_up(size) for size in table.shape], fill)
         else:
             tables[name] = _grown(table, [buckets.round_up(len(table)), *table.shape[1:]], 0)
+
     return _grown(np.asarray(pixels), [padded, *pixels.shape[1:]], 0), tables
 
 
 def pad_ids(buckets: Buckets, input_ids: np.ndarray, pads: tuple[int, ...]) -> np.ndarray:
-    """Ids [B,T'], filled up with the first id that is no image placeholder."""
+    """Returns ids [B,T'], filled up with the first id that is no image placeholder."""
     fill = next(number for number in range(len(pads) + 1) if number not in pads)
     return _grown(input_ids, [len(input_ids), buckets.round_up(input_ids.shape[1])], fill)
 
 
 def pad_features(features: Array | np.ndarray | None, room: int) -> Array | None:
-    """A tower's output [n,E',D], filled up with zeros to the most features that the padded ids have room for.
+    """Returns a tower's output [n,E',D], filled up with zeros to the most features that the padded ids have room for.
 
     So the ids' bucket alone says which program embeds them, whatever the number of features is.
     """
@@ -67,7 +69,7 @@ def _grown(table: np.ndarray, shape: list[int], fill: int) -> np.ndarray:
 
 
 def pad_tokens(buckets: Buckets, tokens: Tokens) -> Tokens:
-    """Tokens [B,T',…]; padded ones have zero embeddings and position 0."""
+    """Returns tokens [B,T',…]; padded ones have zero embeddings and position 0."""
     extra = buckets.round_up(tokens.embeddings.shape[1]) - tokens.embeddings.shape[1]
     room = lambda x: None if x is None else _room(x, 1, extra)
     positions = tokens.positions
@@ -79,7 +81,7 @@ def pad_tokens(buckets: Buckets, tokens: Tokens) -> Tokens:
 
 
 def pad_context(buckets: Buckets, context: KV | None) -> KV | None:
-    """An engine-frame context [L,B,S',K,H]."""
+    """Returns an engine-frame context [L,B,S',K,H]."""
     if context is None:
         return None
     size = next(iter(context.values())).shape[2]
@@ -87,7 +89,9 @@ def pad_context(buckets: Buckets, context: KV | None) -> KV | None:
 
 
 def pad_mask(buckets: Buckets, length: int, size: int, mask: Array | np.ndarray | None, window: int | None) -> Mask:
-    """Mask of T' tokens over [S' keys of a context, T' tokens] from one [B,1,T,S+T], or the causal one for None."""
+    """Pads a mask to T' tokens over [S' keys of a context, T' tokens] from one [B,1,T,S+T], or the causal one for
+    None.
+    """
     padded, keys = buckets.round_up(length), buckets.round_up(size)
     if mask is None:
         return causal_mask(padded, keys, size, window)
@@ -99,13 +103,13 @@ def pad_mask(buckets: Buckets, length: int, size: int, mask: Array | np.ndarray 
 
 
 def pad_own_mask(buckets: Buckets, mask: Array | np.ndarray | None, length: int) -> Array | None:
-    """A mask [B,1,T,S+T] over the keys of pages, which need no more padding, and T tokens: [B,1,T',S+T']."""
+    """Returns a mask [B,1,T,S+T] over the keys of pages, which need no more padding, and T tokens: [B,1,T',S+T']."""
     extra = buckets.round_up(length) - length
     return None if mask is None else _room(_room(jnp.asarray(mask), 2, extra), 3, extra)
 
 
 def pad_slots(buckets: Buckets, slots: Array | np.ndarray, keep: Any, mask: Any, size: int) -> tuple[Array, Any, Any]:
-    """Slots [B,T'], keep [L,B,T'] and mask [B,1,T',S] of a recompute; padded tokens are written nowhere."""
+    """Returns slots [B,T'], keep [L,B,T'] and mask [B,1,T',S] of a recompute; padded tokens are written nowhere."""
     extra = buckets.round_up(slots.shape[1]) - slots.shape[1]
     keep = None if keep is None else _room(jnp.asarray(keep), 2, extra)
     mask = None if mask is None else _room(jnp.asarray(mask), 2, extra)
@@ -113,7 +117,7 @@ def pad_slots(buckets: Buckets, slots: Array | np.ndarray, keep: Any, mask: Any,
 
 
 def cut_output(output: Output, length: int, every: bool) -> Output:
-    """An output's first `length` tokens; their logits too where it has those of every token."""
+    """Returns an output's first `length` tokens; their logits too where it has those of every token."""
     if next(iter(output.kv.values())).shape[2] == length:
         return output
     logits = output.logits[:, :length] if every else output.logits
@@ -122,7 +126,7 @@ def cut_output(output: Output, length: int, every: bool) -> Output:
 
 
 def _room(x: Array, axis: int, extra: int, fill: int = 0) -> Array:
-    """`x` with room for `extra` more along an axis."""
+    """Returns `x` with room for `extra` more along an axis."""
     if not extra:
         return x
     return jnp.pad(x, [(0, extra if number == axis else 0) for number in range(x.ndim)], constant_values=fill)

@@ -41,7 +41,8 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, directory: str | os.PathLike[str]) -> "ChatTemplate | None":
-        """The directory's template, from `chat_template.jinja` or else the JSON files; None where there is none.
+        """Returns the directory's template, from `chat_template.jinja` or else the JSON files; None where there is
+        none.
 
         Raises:
           ConfigError: a file that is not JSON, or several templates of which none is the default.
@@ -50,14 +51,16 @@ class ChatTemplate:
         tokens = _special_tokens(read_table(root / TOKENIZER_CONFIG_FILE))
         if (root / TEMPLATE_FILE).is_file():
             return cls((root / TEMPLATE_FILE).read_text(encoding="utf-8"), tokens, str(root / TEMPLATE_FILE))
+
         for name in _JSON_FILES:
             found = read_table(root / name).get("chat_template")
             if found is not None:
                 return cls(_default(found, root / name), tokens, str(root / name))
+
         return None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The messages as one text.
+        """Returns the messages as one text.
 
         Args:
           messages: {"role", "content"} each; a content is a text, or a list of {"type": "text" | "image", …}.
@@ -79,12 +82,12 @@ class ChatTemplate:
             raise ConfigError(f"chat template {self.name} cannot be used: {error}") from error
 
     def starts(self, text: str) -> bool:
-        """Whether a rendered text begins with the tokenizer's start token."""
+        """Returns whether a rendered text begins with the tokenizer's start token."""
         start = dict(self.special_tokens).get("bos_token")
         return bool(start) and text.startswith(start)
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Write the template, and the special tokens beside it. Returns the template's path."""
+        """Writes the template, and the special tokens beside it. Returns the template's path."""
         root = Path(directory)
         (root / TEMPLATE_FILE).write_text(self.source, encoding="utf-8")
         if self.special_tokens:
@@ -98,14 +101,14 @@ class _Refused(Exception):
 
 
 def _special_tokens(table: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """`…_token` entries, written as text or as {"content": text}."""
+    """Returns `…_token` entries, written as text or as {"content": text}."""
     text = lambda value: value.get("content") if isinstance(value, Mapping) else value
     found = {name: text(value) for name, value in sorted(table.items()) if name.endswith("_token")}
     return tuple((name, value) for name, value in found.items() if isinstance(value, str))
 
 
 def _default(found: Any, path: Path) -> str:
-    """The template among those a file has: one text, or [{"name", "template"}]."""
+    """Returns the template among those a file has: one text, or [{"name", "template"}]."""
     if isinstance(found, str):
         return found
     named = {entry["name"]: entry["template"] for entry in found} if isinstance(found, list) else {}
@@ -125,7 +128,7 @@ def _now(form: str) -> str:
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Unlike Jinja's own, without escapes for HTML."""
+    """Writes JSON without escapes for HTML, unlike Jinja's own filter."""
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 
@@ -154,7 +157,7 @@ def _compiled(source: str) -> Any:
 
 
 def images_of(messages: Sequence[Message]) -> list[Any]:
-    """The images of all messages in order: the "image" (or "path") of each content entry of type "image".
+    """Returns the images of all messages in order: the "image" (or "path") of each content entry of type "image".
 
     Raises:
       InputError: messages that are not a list of tables, an entry of another type than "text" and "image", or one
@@ -162,22 +165,26 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise InputError(f"chat: messages of type {type(messages).__name__}; expected a list of {{'role', 'content'}}")
+
     found = []
     for message in messages:
         if not isinstance(message, Mapping):
             raise InputError(f"chat: a message of type {type(message).__name__}; expected {{'role', 'content'}}")
+
         content = message.get("content")
         if content is not None and not isinstance(content, str | list | tuple):
             raise InputError(f"chat: content of type {type(content).__name__}; expected text or a list of entries")
+
         if isinstance(content, str) and message.get("role") == "user":  # an assistant may answer with a file's name
             check_text(content, "chat: content")
         for entry in () if content is None or isinstance(content, str) else content:
             found += _images_in(entry)
+
     return found
 
 
 def _images_in(entry: Any) -> list[Any]:
-    """The image of a content entry, or nothing for a text."""
+    """Returns the image of a content entry, or nothing for a text."""
     kind = entry.get("type") if isinstance(entry, Mapping) else type(entry).__name__
     if kind == "text" and isinstance(entry.get("text"), str):
         return []
@@ -186,6 +193,7 @@ def _images_in(entry: Any) -> list[Any]:
             f"chat: a content entry of type {kind!r}" + (" without its text" if kind == "text" else "") + "; expected "
             "{'type': 'text', 'text': …} or {'type': 'image', 'image': a path, array or PIL image}"
         )
+
     image = entry.get("image", entry.get("path"))
     image = file_of(image, "chat: image") if isinstance(image, str) else image
     if image is None or sort_of(image, "chat") != "image":
@@ -194,7 +202,7 @@ def _images_in(entry: Any) -> list[Any]:
 
 
 def expand_images(ids: Sequence[int], image_token: int, expansions: Sequence[Sequence[int]]) -> list[int]:
-    """Token ids with every image's placeholder replaced by all the tokens that stand for it.
+    """Returns token ids with every image's placeholder replaced by all the tokens that stand for it.
 
     A template writes one placeholder per image, alone (LLaVA) or between the image's start and end tokens (Qwen); in
     the latter case these are taken for the expansion's own.
@@ -205,6 +213,7 @@ def expand_images(ids: Sequence[int], image_token: int, expansions: Sequence[Seq
     places = [place for place, token in enumerate(ids) if token == image_token]
     if len(places) != len(expansions):
         raise InputError(f"{len(places)} image placeholders in the rendered messages; expected {len(expansions)}")
+
     out: list[int] = []
     cursor = 0
     for place, expansion in zip(places, expansions, strict=True):
@@ -216,4 +225,5 @@ def expand_images(ids: Sequence[int], image_token: int, expansions: Sequence[Seq
         start, stop = (start, stop) if whole else (place, place + 1)
         out += [*ids[cursor:start], *expansion]
         cursor = stop
+
     return [*out, *ids[cursor:]]

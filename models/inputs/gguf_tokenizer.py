@@ -57,6 +57,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], vocabulary: int) -> Any:
             f"tokenizer.ggml.tokens has {len(tokens)} texts, {len(set(tokens))} of them different, and token_type "
             f"{len(kinds)} numbers; expected up to {vocabulary} different ones, and as many numbers"
         )
+
     make = _sentencepiece if metadata.get("tokenizer.ggml.model") == "llama" else _byte_level
     try:
         tokenizer = make(tokenizers, metadata, tokens)
@@ -88,11 +89,14 @@ def _byte_level(tokenizers: Any, metadata: Mapping[str, Any], tokens: list[str])
 
 
 def _sentencepiece(tokenizers: Any, metadata: Mapping[str, Any], tokens: list[str]) -> Any:
-    """SentencePiece's BPE: spaces are written out, one before the text; what no token has is spelled in bytes."""
+    """Builds SentencePiece's BPE: spaces are written out, one before the text; what no token has is spelled in
+    bytes.
+    """
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         found = len(scores) if isinstance(scores, list) else scores
         raise ConfigError(f"tokenizer.ggml.scores has {found!r} numbers; expected {len(tokens)}, as there are tokens")
+
     numbers = {token: number for number, token in enumerate(tokens)}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     unknown = tokens[unknown] if isinstance(unknown, int) and 0 <= unknown < len(tokens) else None
@@ -112,7 +116,7 @@ def _sentencepiece(tokenizers: Any, metadata: Mapping[str, Any], tokens: list[st
 
 
 def _merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """Every two tokens that make a third, the one of the highest score first."""
+    """Returns every two tokens that make a third, the one of the highest score first."""
     known = set(tokens)
     found: list[tuple[float, str, str]] = []
     for token, score in zip(tokens, scores, strict=True):
@@ -124,16 +128,18 @@ def _merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
 
 
 def gguf_chat_template(metadata: Mapping[str, Any], name: str) -> ChatTemplate | None:
-    """The file's chat template with the special tokens it may name; None where it has none."""
+    """Returns the file's chat template with the special tokens it may name; None where it has none."""
     source = metadata.get("tokenizer.chat_template")
     if not isinstance(source, str):
         return None
+
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     found = []
     for ours, theirs in _NAMES.items():
         number = metadata.get(f"tokenizer.ggml.{ours}_token_id")
         if isinstance(number, int) and isinstance(tokens, list) and 0 <= number < len(tokens):
             found.append((theirs, str(tokens[number])))
+
     return ChatTemplate(source, tuple(found), name)
 
 
@@ -153,9 +159,11 @@ def _add_start(tokenizers: Any, tokenizer: Any, metadata: Mapping[str, Any], tok
     absent = kind == "llama" or split in ("llama-bpe", "llama3", "llama-v3")
     if not metadata.get("tokenizer.ggml.add_bos_token", absent):
         return
+
     number = metadata.get("tokenizer.ggml.bos_token_id")
     if not isinstance(number, int) or not 0 <= number < len(tokens):
         raise ConfigError(f"tokenizer.ggml.bos_token_id is {number!r}; expected 0 … {len(tokens) - 1}")
+
     start = tokens[number]
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single=f"{start} $A", pair=f"{start} $A {start} $B", special_tokens=[(start, number)]

@@ -39,7 +39,7 @@ class PictureConfig:
     options: str
 
     def __getitem__(self, name: str) -> Any:
-        """An option of the file.
+        """Returns an option of the file.
 
         Raises:
           ConfigError: it is not there.
@@ -50,12 +50,12 @@ class PictureConfig:
         return options[name]
 
     def option(self, name: str, default: Any) -> Any:
-        """An option of the file, or this where it is absent or null."""
+        """Returns an option of the file, or this where it is absent or null."""
         value = json.loads(self.options).get(name)
         return default if value is None else value
 
     def side(self, name: str = "size") -> int:
-        """A size given as a number, by its (equal) height and width, or by one edge."""
+        """Returns a size given as a number, by its (equal) height and width, or by one edge."""
         value = self[name]
         values = set(value.values()) if isinstance(value, Mapping) else {value}
         values.discard(None)
@@ -71,7 +71,7 @@ class PictureConfig:
         table: str | None = None,
         **defaults: Any,
     ) -> Callable[[str | os.PathLike[str]], "PictureConfig"]:
-        """A function that reads a directory's `preprocessor_config.json`.
+        """Returns a function that reads a directory's `preprocessor_config.json`.
 
         It raises ConfigError for an option that `only` has another value for: other ones are not built.
 
@@ -86,6 +86,7 @@ class PictureConfig:
             inner = options.get(table, {}) if table else {}
             if not isinstance(inner, Mapping):
                 raise ConfigError(f"{CONFIG_FILE}: {table} is {inner!r}; expected a table")
+
             options = {**options, **inner}
             options |= {ours: options[name] for name, ours in (names or {}).items() if options.get(name) is not None}
             for name, value in (only or {}).items():
@@ -97,7 +98,7 @@ class PictureConfig:
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> "PictureConfig":
-        """From the JSON of `preprocessor_config.json`.
+        """Reads the JSON of `preprocessor_config.json`.
 
         Raises:
           ConfigError: a field of the wrong kind.
@@ -107,14 +108,14 @@ class PictureConfig:
         return cls(ImageConfig.from_dict(fields), json.dumps(dict(options), sort_keys=True))
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Write `preprocessor_config.json`. Returns its path."""
+        """Writes `preprocessor_config.json`. Returns its path."""
         path = Path(directory) / CONFIG_FILE
         path.write_text(json.dumps(json.loads(self.options), indent=2, sort_keys=True) + "\n", encoding="utf-8")
         return path
 
 
 def resize(image: Pixels, height: int, width: int, config: PictureConfig) -> UInt8[np.ndarray, "rows columns 3"]:
-    """Resize with the settings' Pillow filter."""
+    """Resizes with the settings' Pillow filter."""
     if image.shape[:2] == (height, width):
         return image
     Image = require("PIL.Image", "Pillow")
@@ -126,13 +127,14 @@ def _name(source: ImageSource, number: int) -> str:
 
 
 def _all(images: Sequence[ImageSource]) -> list[np.ndarray]:
-    """The images as arrays.
+    """Returns the images as arrays.
 
     Raises:
       InputError: none at all. ImageError: one that cannot be read, or is more than 200 times longer than wide.
     """
     if not len(images):
         raise InputError("no images; expected at least one")
+
     found = []
     for number, source in enumerate(images):
         name = _name(source, number)
@@ -140,6 +142,7 @@ def _all(images: Sequence[ImageSource]) -> list[np.ndarray]:
         height, width = found[-1].shape[:2]
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise ImageError(f"{name} is {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
+
     return found
 
 
@@ -152,7 +155,7 @@ def _channels_first(image: np.ndarray, config: PictureConfig) -> Float32[np.ndar
 
 
 def process_clip(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
-    """LLaVA-1.5: resized to `size` and cut out in the middle. Returns pixel_values [n,3,H,W].
+    """Processes an image for LLaVA-1.5: resized to `size`, centre crop. Returns pixel_values [n,3,H,W].
 
     `do_resize` and `do_center_crop` may leave a step out; with `do_pad`, LLaVA's own processor first pads to a square
     with the mean colour (CLIP's would pad what comes out, all of one size).
@@ -170,6 +173,7 @@ def process_clip(images: Sequence[ImageSource], config: PictureConfig) -> dict[s
         if config.option("do_center_crop", True):
             image = _centre(image, *_height_and_width(config, "crop_size"))
         out.append(_channels_first(image, config))
+
     sizes = {image.shape for image in out}
     if len(sizes) > 1:
         raise ImageError(f"images come out in sizes {sorted(sizes)} without a centre crop; expected one size")
@@ -185,7 +189,7 @@ def _height_and_width(config: PictureConfig, name: str) -> tuple[int, int]:
 
 
 def _clip_size(height: int, width: int, config: PictureConfig) -> tuple[int, int]:
-    """`size` as (height, width): the shortest edge's length, or both."""
+    """Returns `size` as (height, width): the shortest edge's length, or both."""
     value = config["size"]
     if isinstance(value, Mapping) and value.get("height") and value.get("width"):
         return int(value["height"]), int(value["width"])
@@ -195,7 +199,7 @@ def _clip_size(height: int, width: int, config: PictureConfig) -> tuple[int, int
 
 
 def _centre(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The middle of an image, with black around it where it is smaller."""
+    """Returns the middle of an image, with black around it where it is smaller."""
     rows, columns = max(height, image.shape[0]), max(width, image.shape[1])
     top, left = -(-(rows - image.shape[0]) // 2), -(-(columns - image.shape[1]) // 2)
     first, across = (image.shape[0] - height) // 2 + top, (image.shape[1] - width) // 2 + left
@@ -205,7 +209,7 @@ def _centre(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _padded_square(image: np.ndarray, side: int, config: PictureConfig) -> np.ndarray:
-    """An image in the middle of a square of the mean colour."""
+    """Returns an image in the middle of a square of the mean colour."""
     square = np.empty((side, side, 3), np.uint8)
     square[:] = [int(value * 255) for value in config.pixels.image_mean]
     height, width = image.shape[:2]
@@ -215,7 +219,7 @@ def _padded_square(image: np.ndarray, side: int, config: PictureConfig) -> np.nd
 
 
 def process_deepseek(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
-    """DeepSeek-VL: longest side to `size`, padded to a square with the mean colour. Returns pixel_values [n,3,S,S].
+    """Processes images for DeepSeek-VL: longest side to `size`, padded to a square. Returns pixel_values [n,3,S,S].
 
     The other side is rounded, as transformers does; with `round_down` cut off, as the authors' own processor does.
     """
@@ -227,6 +231,7 @@ def process_deepseek(images: Sequence[ImageSource], config: PictureConfig) -> di
         height, width = (max(size, config["min_size"]) for size in sizes)
         square = _padded_square(resize(image, height, width, config), max(height, width), config)
         out.append(_channels_first(square, config))
+
     return {"pixel_values": np.stack(out)}
 
 
@@ -237,28 +242,32 @@ def cut(image: Pixels, side: int) -> list[np.ndarray]:
 
 
 def process_llava_next(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
-    """LLaVA-NeXT: the whole image squashed to a square, then tiles of the best resolution, padded in the middle.
+    """Processes images for LLaVA-NeXT: the whole image as a square, then tiles of the best resolution, padded.
 
     Returns pixel_values [n,tiles,3,H,W], padded with zeros where images have fewer tiles, and image_sizes [n,2].
     """
     side, points = config.side("crop_size"), [tuple(point) for point in config["image_grid_pinpoints"]]
     if config.side() != side:
         raise ConfigError(f"{CONFIG_FILE} has size {config['size']!r}; expected the crop_size, {side}")
+
     stacks, sizes = [], []
     for image in _all(images):
         height, width = image.shape[:2]
         rows, columns = best_resolution(height, width, points)
         across, down = columns / width, rows / height
+
         if across < down:
             inner = (min(math.ceil(height * across), rows), columns)
         else:
             inner = (rows, min(math.ceil(width * down), columns))
+
         canvas = np.zeros((rows, columns, 3), np.uint8)
         top, left = (rows - inner[0]) // 2, (columns - inner[1]) // 2
         canvas[top : top + inner[0], left : left + inner[1]] = resize(image, *inner, config)
         tiles = [resize(image, side, side, config), *cut(canvas, side)]
         stacks.append(np.stack([_channels_first(tile, config) for tile in tiles]))
         sizes.append((height, width))
+
     return {"pixel_values": _pad_tiles(stacks), "image_sizes": np.array(sizes, np.int32)}
 
 
@@ -268,7 +277,7 @@ def _pad_tiles(stacks: list[np.ndarray]) -> Float32[np.ndarray, "n tiles 3 H W"]
 
 
 def tile_canvas(height: int, width: int, side: int, fewest: int, most: int) -> tuple[int, int]:
-    """InternVL's (rows, columns) of tiles: the aspect ratio closest to the image's, larger where the image is."""
+    """Chooses InternVL's (rows, columns) of tiles: the aspect ratio closest to the image's, larger for large images."""
     grids = [(c, r) for c in range(1, most + 1) for r in range(1, most + 1) if fewest <= c * r <= most]
     best, least = (1, 1), float("inf")
     for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
@@ -280,7 +289,7 @@ def tile_canvas(height: int, width: int, side: int, fewest: int, most: int) -> t
 
 
 def process_internvl(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
-    """InternVL: tiles of the closest aspect ratio, and the whole image behind them where there are several.
+    """Processes images for InternVL: tiles of the closest aspect ratio, then the whole image if there are several.
 
     Returns pixel_values [tiles of all images,3,S,S] and num_patches [n].
     """
@@ -293,11 +302,13 @@ def process_internvl(images: Sequence[ImageSource], config: PictureConfig) -> di
         tiles += [resize(image, side, side, config)] if len(tiles) > 1 else []
         out += [_channels_first(tile, config) for tile in tiles]
         counts.append(len(tiles))
+
     return {"pixel_values": np.stack(out), "num_patches": np.array(counts, np.int32)}
 
 
 def process_smolvlm(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
-    """SmolVLM: longest side to `size`, both sides up to multiples of the tile, tiles and the whole image behind them.
+    """Processes images for SmolVLM: longest side to `size`, sides to multiples of the tile; tiles, then the whole
+    image.
 
     Returns pixel_values [1,tiles of all images,3,S,S], tile_rows and tile_columns [n] (0 where there is one tile).
     """
@@ -314,8 +325,10 @@ def process_smolvlm(images: Sequence[ImageSource], config: PictureConfig) -> dic
                 tiles = [image]
         else:
             tiles = [resize(image, side, side, config)]
+
         out += [_channels_first(tile, config) for tile in tiles]
         grids.append(grid)
+
     rows, columns = np.array(grids, np.int32).T
     return {"pixel_values": np.stack(out)[None], "tile_rows": rows, "tile_columns": columns}
 
@@ -328,6 +341,7 @@ def _longest_side(height: int, width: int, longest: int) -> tuple[int, int]:
     else:
         height, width = longest, int(longest * ratio)
         width += width % 2
+
     height, width = max(height, 1), max(width, 1)
     ratio = width / height
     if max(height, width) > LONGEST_SIDE:
@@ -344,7 +358,9 @@ def _up_to_tiles(height: int, width: int, side: int) -> tuple[int, int]:
 
 
 def kimi_size(height: int, width: int, patch: int, merge: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Kimi's size to resize to (never up; at most `limit` patches, 512 a side) and to pad that to, (height, width)."""
+    """Returns Kimi's size to resize to (never up; at most `limit` patches, 512 a side) and to pad that to, (height,
+    width).
+    """
     patches = max(1.0, height // patch) * max(1.0, width // patch)
     bound = KIMI_SIDE * patch
     scale = min(1.0, math.sqrt(limit / patches), bound / height, bound / width)
@@ -356,7 +372,7 @@ def kimi_size(height: int, width: int, patch: int, merge: int, limit: int) -> tu
 def process_kimi(
     images: Sequence[ImageSource], config: PictureConfig
 ) -> dict[str, Float32[np.ndarray, "P 3 y x"] | Int32[np.ndarray, "n 3"]]:
-    """Kimi-VL: shrunk to the patch budget, padded with black below and to the right. Patches are in raster order.
+    """Processes images for Kimi-VL: shrunk to the patch budget, padded with black. Patches are in raster order.
 
     Returns pixel_values [P,3,patch,patch] and image_grid_thw [n,3] (1, height, width) in patches.
     """
@@ -369,4 +385,5 @@ def process_kimi(
         cells = _channels_first(canvas, config).reshape(3, height // patch, patch, width // patch, patch)
         out.append(cells.transpose(1, 3, 0, 2, 4).reshape(-1, 3, patch, patch))
         grids.append((1, height // patch, width // patch))
+
     return {"pixel_values": np.concatenate(out), "image_grid_thw": np.array(grids, np.int32)}

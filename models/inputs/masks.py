@@ -32,7 +32,7 @@ def causal_mask(length: int, keys: int, seen: int | None = None, window: int | N
 
 
 def without_padding(mask: Mask, length: int, keys: int, seen: int) -> Mask:
-    """The mask with places as they are without the padding between a context's `seen` keys and the tokens'."""
+    """Returns the mask with places as they are without the padding between a context's `seen` keys and the tokens'."""
     key = np.arange(keys + length)
     places = np.where(key < seen, key, np.where(key < keys, NOWHERE, key - keys + seen)).astype(np.int32)
     return dataclasses.replace(mask, query_places=places[None, keys:], key_places=places[None])
@@ -49,10 +49,12 @@ def paged_mask(length: int, context: Paged, mask: Any, window: int | None) -> Ma
     seen, keys = jnp.asarray(context.seen), context.key_count
     own = jnp.arange(length, dtype=jnp.int32)
     made = Mask(causal=mask is None, offset=keys)
+
     if window is not None:
         places = jnp.where(seen, context.places_of_keys(), NOWHERE)
         queries = jnp.max(places, axis=1, where=seen, initial=-1)[:, None] + 1 + own
         made = dataclasses.replace(made, query_places=queries, key_places=jnp.concatenate([places, queries], axis=1))
+
     if mask is not None:
         allowed = jnp.pad(seen, ((0, 0), (0, length)), constant_values=True)[:, None, None]
         return dataclasses.replace(made, allowed=mask & allowed)
@@ -99,6 +101,7 @@ def check_chunk(chunk: int | None, mask: Any, keys: int) -> None:
         raise InputError(f"chunk {chunk!r}; expected a number of tokens, at least 1, or None")
     if mask is None or isinstance(mask, Tracer):
         return
+
     own = np.asarray(mask)[:, 0, :, keys:]
     for start in range(0, own.shape[1], chunk):
         ahead = own[:, start : start + chunk, start + chunk :]

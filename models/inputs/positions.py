@@ -36,7 +36,7 @@ class PositionConfig:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "PositionConfig":
-        """Read from a Hugging Face `config.json` (as a dict); what is absent takes transformers' default.
+        """Reads from a Hugging Face `config.json` (as a dict); what is absent takes transformers' default.
 
         Raises:
           ConfigError: no `vision_config`.
@@ -44,6 +44,7 @@ class PositionConfig:
         vision = config.get("vision_config")
         if not isinstance(vision, Mapping):
             raise ConfigError(f"config.json has vision_config {vision!r}; expected a table")
+
         return cls(
             image_token_id=config.get("image_token_id", cls.image_token_id),
             video_token_id=config.get("video_token_id", cls.video_token_id),
@@ -60,7 +61,7 @@ def get_rope_positions(
     config: PositionConfig,
     video_rule: VideoRule = "max",
 ) -> tuple[Int32[np.ndarray, "T 3"], int]:
-    """Positions of a prompt, as transformers' `get_rope_index` counts them.
+    """Returns positions of a prompt, as transformers' `get_rope_index` counts them.
 
     Args:
       input_ids: one prompt without padding; pads are counted off against the grids in order.
@@ -81,9 +82,11 @@ def get_rope_positions(
     """
     if video_rule not in ("max", "hf5"):
         raise InputError(f"video_rule is {video_rule!r}; expected 'max' or 'hf5'")
+
     images, videos = _rows(image_grid_thw), _rows(video_grid_thw)
     seconds = iter(_seconds(second_per_grid_ts, len(videos)))
     pieces, place = [np.zeros((0, 3), np.int32)], 0
+
     for kind, part in _segments(input_ids, images, videos, config):
         if isinstance(part, int):
             pieces.append(_text(part) + place)
@@ -93,6 +96,7 @@ def get_rope_positions(
         pieces.append(_grid_positions(part, config.merge_size, steps) + place)
         by_time = kind == "video" and video_rule == "max"
         place = int(pieces[-1].max()) + 1 if by_time else place + max(part[1:]) // config.merge_size
+
     positions = np.concatenate(pieces).astype(np.int32)
     return positions, int(positions.max(initial=-1)) + 1 - len(input_ids)
 
@@ -100,7 +104,8 @@ def get_rope_positions(
 def image_local_positions(
     grid: Grid, merge: int, with_start_end_tokens: bool = True, time_step: int | float = 1
 ) -> tuple[Float32[np.ndarray, "T 3"], int]:
-    """Positions of one image (or video) chunk counted from its own start, and how far the next chunk's start moves.
+    """Returns positions of one image (or video) chunk counted from its own start, and how far the next chunk's start
+    moves.
 
     Args:
       grid: (time, height, width) in patches before merging.
@@ -124,7 +129,7 @@ def image_local_positions(
 
 
 def text_local_positions(length: int) -> tuple[Float32[np.ndarray, "T 3"], int]:
-    """Local positions float32 [T, 3] of a text chunk (0, 1, 2, … on every axis), and its span: its length."""
+    """Returns local positions float32 [T, 3] of a text chunk (0, 1, 2, … on every axis), and its span: its length."""
     return _text(length).astype(np.float32), length
 
 
@@ -143,26 +148,32 @@ def _seconds(second_per_grid: np.ndarray | None, videos: int) -> np.ndarray:
 def _segments(
     input_ids: np.ndarray, images: list[Grid], videos: list[Grid], config: PositionConfig
 ) -> Iterator[tuple[str, int | Grid]]:
-    """The prompt in order: ("text", tokens), ("image", grid), ("video", grid); pads are held against the grids."""
+    """Yields the prompt in order: ("text", tokens), ("image", grid), ("video", grid); pads are held against the
+    grids.
+    """
     kinds = {config.image_token_id: ("image", images), config.video_token_id: ("video", videos)}
     used = dict.fromkeys(kinds, 0)
     pads = np.append(np.flatnonzero(np.isin(input_ids, list(kinds))), len(input_ids))
     cursor = 0
+
     while cursor < len(input_ids):
         text = int(pads[np.searchsorted(pads, cursor)]) - cursor
         if text:
             yield "text", text
             cursor += text
             continue
+
         token = int(input_ids[cursor])
         kind, grids = kinds[token]
         if used[token] == len(grids):
             raise InputError(f"the prompt has pads for {kind} {used[token]}; only {len(grids)} {kind} grids were given")
+
         grid = grids[used[token]]
         count = grid[0] * grid[1] * grid[2] // config.merge_size**2
         _check_pads(input_ids[cursor : cursor + count], cursor, count, token, grid)
         yield kind, grid
         used[token], cursor = used[token] + 1, cursor + max(count, 1)
+
     for token, (kind, grids) in kinds.items():
         if used[token] != len(grids):
             raise InputError(f"{len(grids)} {kind} grids were given; the prompt has pads for {used[token]}")
@@ -175,14 +186,14 @@ def _check_pads(run: np.ndarray, cursor: int, count: int, token: int, grid: Grid
 
 
 def _time_steps(length: int, seconds: np.float32, config: PositionConfig, rule: VideoRule) -> np.ndarray:
-    """Time positions of a video's temporal patches, rounded in float32 as torch does, then truncated."""
+    """Returns time positions of a video's temporal patches, rounded in float32 as torch does, then truncated."""
     count, rate = np.arange(length, dtype=np.float32), np.float32(config.tokens_per_second)
     scaled = count * seconds * rate if rule == "max" else count * (rate * seconds)
     return scaled.astype(np.int32)
 
 
 def _grid_positions(grid: Grid, merge: int, steps: np.ndarray) -> np.ndarray:
-    """Positions [t·h·w, 3] of merged patches in raster order, from 0."""
+    """Returns positions [t·h·w, 3] of merged patches in raster order, from 0."""
     height, width = grid[1:]
     if min(grid) <= 0 or height % merge or width % merge:
         raise InputError(f"grid {grid} is not a positive multiple of the merge size {merge}")

@@ -83,7 +83,7 @@ class ImageConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "ImageConfig":
-        """From the JSON of `preprocessor_config.json`; `min_pixels` and `max_pixels` win over `size`'s edges.
+        """Reads the JSON of `preprocessor_config.json`; `min_pixels` and `max_pixels` win over `size`'s edges.
 
         Raises:
           ConfigError: a field of the wrong kind.
@@ -93,10 +93,12 @@ class ImageConfig:
         for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             given = [value for value in (fields.get(name), size.get(name), size.get(edge)) if value is not None]
             known |= {name: given[0]} if given else {}
+
         for name, value in known.items():
             wanted = bool if name in _SWITCHES else int
             if type(value) is not wanted:
                 raise ConfigError(f"{name} is {value!r}; expected a {wanted.__name__}")
+
         if "rescale_factor" in fields:
             known["rescale_factor"] = _floats("rescale_factor", [fields["rescale_factor"]])[0]
         for name in ("image_mean", "image_std"):
@@ -105,11 +107,12 @@ class ImageConfig:
                 known[name] = _floats(name, value if isinstance(value, list | tuple) else [value] * 3)
                 if len(known[name]) != 3:
                     raise ConfigError(f"{name} is {value!r}; expected three numbers")
+
         return cls(**known)
 
     @classmethod
     def from_directory(cls, directory: str | os.PathLike[str]) -> "ImageConfig":
-        """From a Hugging Face directory.
+        """Reads the settings of a Hugging Face directory.
 
         Raises:
           ConfigError: the file is absent, not JSON, or holds a field of the wrong kind.
@@ -117,7 +120,7 @@ class ImageConfig:
         return cls.from_dict(read_settings(directory))
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Write `preprocessor_config.json` as transformers reads it. Returns its path."""
+        """Writes `preprocessor_config.json` as transformers reads it. Returns its path."""
         fields: dict[str, Any] = dataclasses.asdict(self)
         fields |= {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
         fields |= {"image_processor_type": "Qwen2VLImageProcessor", "do_convert_rgb": True}
@@ -135,7 +138,7 @@ def _floats(name: str, values: Sequence[Any]) -> tuple[float, ...]:
 def preprocess_images(
     images: Sequence[ImageSource], config: ImageConfig
 ) -> dict[str, Float32[np.ndarray, "patches features"] | Int32[np.ndarray, "images 3"]]:
-    """Turn images into the tower's input.
+    """Turns images into the tower's input.
 
     Args:
       images: each a path of a file Pillow reads, a PIL image, or a uint8 array [H, W], [H, W, 1], [H, W, 3] or
@@ -160,7 +163,7 @@ def preprocess_images(
 
 
 def patchify(images: Float[Array | np.ndarray, "B H W 3"], config: ImageConfig) -> Float[Any, "B patches features"]:
-    """Cut normalised images of one size into patches; a pure function of NumPy or JAX arrays.
+    """Cuts normalised images of one size into patches; a pure function of NumPy or JAX arrays.
 
     Patches come in raster order of merge blocks, the patches of a block together; a patch's features are channel, time,
     row, column, with the image repeated along time. H and W must be multiples of patch × merge.
@@ -171,6 +174,7 @@ def patchify(images: Float[Array | np.ndarray, "B H W 3"], config: ImageConfig) 
     height, width = images.shape[1:3]
     if height % config.factor or width % config.factor:
         raise ImageError(f"images of {height}×{width} pixels; expected multiples of {config.factor} (patch × merge)")
+
     return repeat(
         images,
         "B (block_row row y) (block_column column x) C -> B (block_row block_column row column) (C time y x)",
@@ -183,7 +187,9 @@ def patchify(images: Float[Array | np.ndarray, "B H W 3"], config: ImageConfig) 
 
 
 def normalise(images: UInt8[np.ndarray, "*batch H W 3"], config: ImageConfig) -> Float32[np.ndarray, "*batch H W 3"]:
-    """Rescale and normalise stored values [..., H, W, 3]: one table look-up per value, rounded as transformers does."""
+    """Rescales and normalises stored values [..., H, W, 3]: one table look-up per value, rounded as transformers
+    does.
+    """
     values = np.arange(256, dtype=np.float64)
     table = (values * config.rescale_factor if config.do_rescale else values).astype(np.float32)[:, None]
     table = np.repeat(table, 3, axis=1)
@@ -193,7 +199,7 @@ def normalise(images: UInt8[np.ndarray, "*batch H W 3"], config: ImageConfig) ->
 
 
 def smart_resize(height: int, width: int, config: ImageConfig) -> tuple[int, int]:
-    """Size to resize to: multiples of patch × merge, area within [min_pixels, max_pixels], aspect about kept.
+    """Returns size to resize to: multiples of patch × merge, area within [min_pixels, max_pixels], aspect about kept.
 
     Raises:
       ImageError: an empty image, or one more than 200 times longer than wide.
@@ -202,6 +208,7 @@ def smart_resize(height: int, width: int, config: ImageConfig) -> tuple[int, int
         raise ImageError(f"image is empty: {height}×{width} pixels")
     if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
         raise ImageError(f"image of {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
+
     factor = config.factor
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns > config.max_pixels:
@@ -211,11 +218,12 @@ def smart_resize(height: int, width: int, config: ImageConfig) -> tuple[int, int
     elif rows * columns < config.min_pixels:
         scale = math.sqrt(config.min_pixels / (height * width))
         rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
+
     return rows, columns
 
 
 def read_image(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 3"]:
-    """One image as uint8 RGB [H, W, 3]; transparency is laid over white. `name` is what errors call it.
+    """Returns one image as uint8 RGB [H, W, 3]; transparency is laid over white. `name` is what errors call it.
 
     Raises:
       ImageError: as `kvpatch_jax.cache.images.decoded`.
@@ -233,10 +241,12 @@ def _resize(image: np.ndarray, config: ImageConfig, name: str) -> np.ndarray:
         if height % config.factor or width % config.factor:
             raise ImageError(f"{name} is {height}×{width} pixels; without resizing, multiples of {config.factor}")
         return image
+
     try:
         rows, columns = smart_resize(height, width, config)
     except ImageError as error:
         raise ImageError(f"{name}: {error}") from error
+
     if (rows, columns) == (height, width):
         return image
     Image = require("PIL.Image", "Pillow")

@@ -9,7 +9,7 @@ from kvpatch_jax.errors import InputError
 
 
 def logit_rows(tokens: Tokens, logits: Logits, what: str) -> np.ndarray | Array | None:
-    """The tokens whose logits are wanted, int32 [B,n]; None for all.
+    """Returns the tokens whose logits are wanted, int32 [B,n]; None for all.
 
     Raises:
       InputError: another word, indices of another shape, or ones that no token has.
@@ -23,6 +23,7 @@ def logit_rows(tokens: Tokens, logits: Logits, what: str) -> np.ndarray | Array 
         raise InputError(f"{what}: logits of shape {np.shape(logits)}; expected 'last', 'all' or indices [{batch}, n]")
     if isinstance(logits, jax.Array):
         return logits
+
     rows = np.asarray(logits)
     if rows.dtype.kind not in "iu" or (rows.size and not 0 <= rows.min() <= rows.max() < length):
         raise InputError(f"{what}: logits of tokens {rows.tolist()}; expected indices from 0 to {length - 1}")

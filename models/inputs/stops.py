@@ -25,6 +25,7 @@ def read_stop_tokens(root: Path, tokenizer: Any) -> tuple[int, ...]:
     config = read_table(root / "config.json")
     parts = [config.get(name) for name in ("text_config", "language_config")]
     tables = [read_table(root / GENERATION_FILE), config, *(part for part in parts if isinstance(part, Mapping))]
+
     for table in tables:
         found = table.get("eos_token_id")
         if found is None:
@@ -33,6 +34,7 @@ def read_stop_tokens(root: Path, tokenizer: Any) -> tuple[int, ...]:
         if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
             raise ConfigError(f"{root}: eos_token_id is {found!r}; expected a token id or a list of them")
         return tuple(numbers)
+
     token = read_table(root / TOKENIZER_CONFIG_FILE).get("eos_token")
     text = token.get("content") if isinstance(token, Mapping) else token
     number = tokenizer.token_to_id(text) if tokenizer is not None and isinstance(text, str) else None

@@ -46,7 +46,7 @@ def check_ids(input_ids: Any, vocabulary: int, pads: tuple[int, ...]) -> Int32[n
 
 
 def unknown_token(tokenizer: Any) -> str | None:
-    """The token that a tokenizer puts for what it does not know, or None where it has none."""
+    """Returns the token that a tokenizer puts for what it does not know, or None where it has none."""
     model = tokenizer.model
     if hasattr(model, "unk_token"):
         return model.unk_token
@@ -55,7 +55,7 @@ def unknown_token(tokenizer: Any) -> str | None:
 
 
 def ids_of_text(tokenizer: Any, text: str, unknown: str | None, own: bool = False) -> list[int]:
-    """Token ids of a text.
+    """Returns token ids of a text.
 
     Args:
       own: whether the tokenizer's own start and end tokens stand around it.
@@ -72,4 +72,5 @@ def ids_of_text(tokenizer: Any, text: str, unknown: str | None, own: bool = Fals
             raise InputError(
                 f"text {text[:60]!r}: {part[:40]!r} is not in the tokenizer's vocabulary; expected text that it knows"
             )
+
     return list(encoding.ids)

@@ -58,7 +58,8 @@ def read_other_tokenizer(root: Path) -> Any:
 
 
 def token_id(root: Path, token: str) -> int | None:
-    """The id of a token that was added to a vocabulary, from whichever of a directory's tokenizer files names it.
+    """Returns the id of a token that was added to a vocabulary, from whichever of a directory's tokenizer files
+    names it.
 
     Raises:
       ConfigError: such a file that is not JSON.
@@ -93,6 +94,7 @@ def _tiktoken(root: Path) -> Any:
             f"{root / TOKENIZER_CONFIG_FILE}: special token {given[outside[0]]!r} has the id {outside[0]}; expected "
             f"{numbers.start} … {numbers.stop - 1}, behind {TIKTOKEN_FILE}"
         )
+
     names = [given.get(number, f"<|reserved_token_{number}|>") for number in numbers]
     tokenizer.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
     if any(tokenizer.token_to_id(name) != number for number, name in zip(numbers, names, strict=True)):
@@ -107,9 +109,11 @@ def _qwen2(root: Path) -> Any:
         model = tokenizers.models.BPE.from_file(str(root / VOCABULARY_FILE), str(root / MERGES_FILE))
     except Exception as error:
         raise ConfigError(f"{root / VOCABULARY_FILE} and {MERGES_FILE} cannot be read: {error}") from error
+
     tokenizer = _byte_level(tokenizers, model, _QWEN2)
     tokenizer.normalizer = tokenizers.normalizers.NFC()
     added = {int(number): entry for number, entry in (config.get("added_tokens_decoder") or {}).items()}
+
     for number, entry in sorted(added.items()):
         flags = {
             name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")
@@ -120,6 +124,7 @@ def _qwen2(root: Path) -> Any:
                 f"{root / TOKENIZER_CONFIG_FILE}: {entry['content']!r} has the id {number}; expected "
                 f"{tokenizer.token_to_id(entry['content'])}, the next behind {VOCABULARY_FILE}"
             )
+
     return tokenizer
 
 
@@ -134,7 +139,7 @@ def _config(root: Path, file: str, known: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _byte_level(tokenizers: Any, model: Any, pattern: str) -> Any:
-    """A tokenizer that cuts texts by a pattern and byte pairs."""
+    """Returns a tokenizer that cuts texts by a pattern and byte pairs."""
     tokenizer = tokenizers.Tokenizer(model)
     cut = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -144,7 +149,7 @@ def _byte_level(tokenizers: Any, model: Any, pattern: str) -> Any:
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Tokens and ranks, the token in base64 and its rank on a line each.
+    """Returns tokens and ranks, the token in base64 and its rank on a line each.
 
     Raises:
       ConfigError: a line of another form, ranks that are not 0, 1, 2, …, or a byte that no token stands for.
@@ -158,10 +163,12 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             raise ConfigError(
                 f"{path}: line {number + 1} is {line[:40]!r}; expected a token in base64 and a rank"
             ) from error
+
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ConfigError(
             f"{path} holds {len(ranks)} tokens whose ranks are not 0 … {len(ranks) - 1}; expected each once"
         )
+
     absent = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if absent:
         raise ConfigError(f"{path}: no token stands for the byte {absent[0]}; expected all 256")
@@ -169,7 +176,9 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _merges(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
-    """Every pair of tokens that make one, in the order in which tiktoken joins them: by the rank of what comes out."""
+    """Returns every pair of tokens that make one, in the order in which tiktoken joins them: by the rank of what
+    comes out.
+    """
     merges: list[tuple[str, str]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
@@ -181,7 +190,7 @@ def _merges(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
 
 @functools.cache
 def _letters() -> tuple[str, ...]:
-    """The visible letter that byte-level tokenizers write for each byte (GPT-2's)."""
+    """Returns the visible letter that byte-level tokenizers write for each byte (GPT-2's)."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return tuple(chr(byte) if byte in plain else chr(next(others)) for byte in range(256))

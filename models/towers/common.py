@@ -46,7 +46,7 @@ class LayerNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
-        """Normalise [..., D]."""
+        """Normalises [..., D]."""
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
@@ -99,7 +99,7 @@ class PlainMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead E"]:
-        """Apply to [..., D]."""
+        """Applies to [..., D]."""
         return self.outer(VISION_ACTIVATIONS[self.activation](self.inner(x)))
 
 
@@ -111,10 +111,12 @@ class PlainBlock(nnx.Module):
         norm = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
         linear = {"rngs": rngs, "lead": lead, "dtype": dtype}
         self.attention_norm = LayerNorm(width, **norm)
+
         if config.fused:
             self.qkv = Linear(width, 3 * width, bias=config.qkv_bias, **linear)
         else:
             self.query, self.key, self.value = (Linear(width, width, bias=config.qkv_bias, **linear) for _ in range(3))
+
         self.output = Linear(width, width, bias=True, **linear)
         self.mlp_norm = LayerNorm(width, **norm)
         self.mlp = PlainMLP(width, config.intermediate, width, activation=config.activation, **linear)
@@ -123,7 +125,7 @@ class PlainBlock(nnx.Module):
         self.config = config
 
     def project(self, hidden: Float[Array, "*lead D"]) -> tuple[Array, Array, Array]:
-        """Query, key and value [..., N, H] of the normalised input."""
+        """Computes query, key and value [..., N, H] of the normalised input."""
         x = self.attention_norm(hidden)
         if self.config.fused:
             parts = tuple(jnp.moveaxis(self.qkv(x).reshape(*x.shape[:-1], 3, self.config.heads, -1), -3, 0))
@@ -137,7 +139,7 @@ class PlainBlock(nnx.Module):
         return self.query, self.key, self.value
 
     def update(self, hidden: Float[Array, "*lead D"], mixed: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
-        """The residual after this block, given what its attention read."""
+        """Returns the residual after this block, given what its attention read."""
         scaled = lambda x, scale: x if scale is None else x * scale[...].astype(x.dtype)
         hidden = hidden + scaled(self.output(mixed), self.attention_scale)
         return hidden + scaled(in_blocks(self.mlp, self.mlp_norm(hidden)), self.mlp_scale)
@@ -146,7 +148,7 @@ class PlainBlock(nnx.Module):
 def scan_blocks[Block: nnx.Module](
     blocks: Block, step: Callable[[Block, Array], Array], hidden: Array, first: int, last: int
 ) -> Array:
-    """Run `step(block, hidden)` over blocks first … last-1 of a stack."""
+    """Runs `step(block, hidden)` over blocks first … last-1 of a stack."""
     graph, state = nnx.split(blocks)
     entries, taken = layers_to_scan(state, first, last)
     body = lambda carry, at: (step(nnx.merge(graph, taken(at)), carry), None)
@@ -156,7 +158,7 @@ def scan_blocks[Block: nnx.Module](
 def attend_segments(
     query: Float[Array, "P N H"], key: Float[Array, "P N H"], value: Float[Array, "P N H"], segments: Int[Array, "Y Z"]
 ) -> Float[Array, "P D"]:
-    """Full attention inside each segment of packed patches; `segments` holds patch numbers, padded by P."""
+    """Computes full attention inside each segment of packed patches; `segments` holds patch numbers, padded by P."""
     patches, heads, head_dim = query.shape
     gather = lambda x: jnp.take(x, segments, axis=0, mode="fill", fill_value=0)
     numbers = jnp.where(segments < patches, 0, -1)
@@ -167,7 +169,7 @@ def attend_segments(
 
 
 def segment_table(sizes: list[int]) -> Int32[np.ndarray, "Y Z"]:
-    """Patch numbers of consecutive segments of these sizes, one row each, padded by their sum."""
+    """Returns patch numbers of consecutive segments of these sizes, one row each, padded by their sum."""
     firsts = np.cumsum([0, *sizes])
     return pad_segments([np.arange(*edges) for edges in itertools.pairwise(firsts)], sum(sizes))
 
@@ -181,7 +183,7 @@ def pad_segments(segments: list[np.ndarray], fill: int) -> Int32[np.ndarray, "Y 
 
 
 def patch_places(height: int, width: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column of each patch of a frame, in raster order of block×block squares (1: plain raster order).
+    """Returns row and column of each patch of a frame, in raster order of block×block squares (1: plain raster order).
 
     Raises:
       ShapeError: a frame that is not a multiple of the block.
@@ -200,7 +202,7 @@ def resample_taps(
     side: int,
     mode: Literal["bilinear", "bicubic"],
 ) -> tuple[Int32[np.ndarray, "P taps"], Float32[np.ndarray, "P taps"]]:
-    """Where patches read a learned side×side table, and with which weights: `torch.nn.functional.interpolate`.
+    """Returns where patches read a learned side×side table, and with which weights: `torch.nn.functional.interpolate`.
 
     "bilinear" is with align_corners=True (Qwen3-VL), "bicubic" with a = −0.75 and align_corners=False (MoonViT). Taps
     are 4 or 16 places in the flattened table. Computed in float32 in torch's order of operations.
@@ -242,11 +244,13 @@ def _axis_taps(place: np.ndarray, size: int, side: int, mode: str) -> tuple[np.n
         source, offsets = place * one(side - 1) / one(max(size - 1, 1)), np.arange(2)
     else:
         source, offsets = (place + one(0.5)) * one(side) / one(size) - one(0.5), np.arange(-1, 3)
+
     floor = np.floor(source)
     taps = floor.astype(np.int64)[:, None] + offsets
     distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
     if mode == "bilinear":
         return taps.clip(0, side - 1), np.maximum(one(1) - distance, one(0))
+
     a = one(-0.75)
     near = ((a + one(2)) * distance - (a + one(3))) * distance * distance + one(1)
     far = ((a * distance - one(5) * a) * distance + one(8) * a) * distance - one(4) * a
@@ -271,7 +275,7 @@ def axial_tables(
 def place_features(
     values: Float[Array, "B T D"], features: Float[Array, "E D"], pads: Bool[Array, "B T"]
 ) -> Float[Array, "B T D"]:
-    """`values` with the features put, in order, where `pads` is True."""
+    """Returns `values` with the features put, in order, where `pads` is True."""
     flat = pads.reshape(-1)
     index = jnp.maximum(jnp.cumsum(flat) - 1, 0)
     placed = jnp.take(features.astype(values.dtype), index, axis=0, mode="clip").reshape(values.shape)

@@ -85,7 +85,8 @@ class MoonViTConfig:
 
 
 def plan_patches(config: MoonViTConfig, grids: Int[np.ndarray, "images axes"]) -> dict[str, np.ndarray]:
-    """Index arrays for images with these (height, width) or (1, height, width) grids of patches, in raster order.
+    """Returns index arrays for images with these (height, width) or (1, height, width) grids of patches, in raster
+    order.
 
     Returns `rows`, `columns` (int32 [P]), `taps` (int32 [P,16]) and `weights` (float32 [P,16]) of the learned
     positions, `images` (int32 [Y,Z], patch numbers per image, padded by P) and `merged` (int32 [E,merge²], the patches
@@ -103,6 +104,7 @@ def plan_patches(config: MoonViTConfig, grids: Int[np.ndarray, "images axes"]) -
         rows, columns = patch_places(height, width, 1)
         parts.append((rows, columns, *resample_taps(rows, columns, (height, width), config.positions, "bicubic")))
         sizes.append(rows.size)
+
     return {**join_places(parts), "images": segment_table(sizes), "merged": np.concatenate(merged).astype(np.int32)}
 
 
@@ -129,7 +131,7 @@ class MoonViT(nnx.Module):
         images: Int[Array, "Y Z"],
         merged: Int[Array, "E M"],
     ) -> Float[Array, "E D"]:
-        """Embed packed patches [P, channels, patch, patch] (or flat); the index arrays come from `plan_patches`."""
+        """Embeds packed patches [P, channels, patch, patch] (or flat); the index arrays come from `plan_patches`."""
         config = self.config
         flat = pixel_values.reshape(pixel_values.shape[0], -1).astype(jnp.dtype(config.dtype))
         hidden = self.patch_embedding(flat)

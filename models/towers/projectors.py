@@ -19,7 +19,7 @@ from .common import LayerNorm, PlainMLP
 
 
 def pixel_shuffle(features: Float[Array, "B E D"], factor: int) -> Float[Array, "B merged wide"]:
-    """factor×factor neighbours of a square of features concatenated: by row, then column, then channel.
+    """Concatenates factor×factor neighbours of a square of features: by row, then column, then channel.
 
     This is `pixel_shuffle` of transformers' InternVL (factor 2: scale ½) and SmolVLM (factor 3).
 
@@ -51,7 +51,7 @@ class Projector(nnx.Module):
         self.mlp = PlainMLP(inputs, hidden, outputs, activation=activation, bias=bias, rngs=rngs, dtype=dtype)
 
     def __call__(self, features: Float[Array, "*lead D"]) -> Float[Array, "*lead E"]:
-        """Apply to [..., D]."""
+        """Applies to [..., D]."""
         return self.mlp(features if self.norm is None else self.norm(features))
 
 
@@ -72,7 +72,7 @@ class TileConfig:
 
 
 def best_resolution(height: int, width: int, pinpoints: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The (height, width) of `pinpoints` that shows most of an image, and among those wastes least."""
+    """Returns the (height, width) of `pinpoints` that shows most of an image, and among those wastes least."""
     best, most, least = pinpoints[0], -1, float("inf")
     for rows, columns in pinpoints:
         scale = min(columns / width, rows / height)
@@ -84,7 +84,8 @@ def best_resolution(height: int, width: int, pinpoints: Sequence[tuple[int, int]
 
 
 def packing_index(config: TileConfig, image_sizes: Int[np.ndarray, "images 2"]) -> Int32[np.ndarray, " F"]:
-    """Which features, in which order, stand for images of these (height, width): LLaVA-NeXT's unpadding and newlines.
+    """Returns which features, in which order, stand for images of these (height, width): LLaVA-NeXT's unpadding and
+    newlines.
 
     Features are counted over all tiles of all images (an image's first tile is the whole image, small); the number
     after the last stands for the learned newline. An image is its first tile, then the grid of the others without the
@@ -94,6 +95,7 @@ def packing_index(config: TileConfig, image_sizes: Int[np.ndarray, "images 2"]) 
     sizes = [(int(height), int(width)) for height, width in np.asarray(image_sizes).tolist()]
     grids = [tuple(edge // config.image for edge in best_resolution(*size_, config.pinpoints)) for size_ in sizes]
     newline = size * sum(1 + rows * columns for rows, columns in grids)
+
     for (height, width), (rows, columns) in zip(sizes, grids, strict=True):
         count = size * rows * columns
         grid = first + size + np.arange(count).reshape(rows, columns, config.side, config.side)
@@ -101,6 +103,7 @@ def packing_index(config: TileConfig, image_sizes: Int[np.ndarray, "images 2"]) 
         lines = np.concatenate([grid, np.full((len(grid), 1), newline)], axis=1)
         parts += [np.arange(first, first + size), lines.reshape(-1)]
         first += size + count
+
     return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
 
 
@@ -116,6 +119,6 @@ def _unpad(grid: np.ndarray, height: int, width: int) -> np.ndarray:
 def pack_tiles(
     features: Float[Array, "B E D"], newline: Float[Array, " D"], index: Int[Array, " F"]
 ) -> Float[Array, "F D"]:
-    """Tiles' features in the order of `packing_index`."""
+    """Packs tiles' features in the order of `packing_index`."""
     flat = features.reshape(-1, features.shape[-1])
     return jnp.concatenate([flat, newline[None].astype(flat.dtype)])[index]

@@ -50,7 +50,7 @@ class Qwen25VisionConfig:
 
 
 def plan_patches(config: Qwen25VisionConfig, grids: Int[np.ndarray, "images 3"]) -> dict[str, np.ndarray]:
-    """Index arrays for images with these (time, height, width) grids of patches.
+    """Returns index arrays for images with these (time, height, width) grids of patches.
 
     Returns `rows` and `columns` (int32 [P], each patch's place in its frame, for the tower's rotary positions),
     `windows` and `frames` (int32 [W,O], patch numbers per attention segment, padded by P). Patches are in the
@@ -62,6 +62,7 @@ def plan_patches(config: Qwen25VisionConfig, grids: Int[np.ndarray, "images 3"])
     merge = config.merge
     reach = config.window // config.patch // merge  # merged patches per side of a window
     places, sizes, windows = [], [], []
+
     for time, height, width in np.asarray(grids).tolist():
         row, column = patch_places(height, width, merge)
         across = -(-(width // merge) // reach)
@@ -71,6 +72,7 @@ def plan_patches(config: Qwen25VisionConfig, grids: Int[np.ndarray, "images 3"])
             windows += [sum(sizes) + patches for patches in inside]
             places.append((row, column))
             sizes.append(row.size)
+
     rows, columns = (np.concatenate(axis) for axis in zip(*places, strict=True))
     table = pad_segments(windows, sum(sizes))
     return {"rows": rows, "columns": columns, "windows": table, "frames": segment_table(sizes)}
@@ -111,14 +113,16 @@ class Qwen25VisionTower(nnx.Module):
         windows: Int[Array, "W O"],
         frames: Int[Array, "Y Z"],
     ) -> Float[Array, "E D"]:
-        """Embed packed patches [P, channels·temporal·patch²]; the index arrays come from `plan_patches`."""
+        """Embeds packed patches [P, channels·temporal·patch²]; the index arrays come from `plan_patches`."""
         hidden = self.patch_embedding(pixel_values.astype(jnp.dtype(self.config.dtype)))
         head_dim = self.config.width // self.config.heads
         tables = axial_tables(rows, columns, head_dim, self.config.theta, alternate=False)
+
         for first, last, full in _runs(self.config.depth, self.config.full_layers):
             segments = frames if full else windows
             step = lambda block, hidden, segments=segments: self._block(block, hidden, tables, segments)
             hidden = scan_blocks(self.blocks, step, hidden, first, last)
+
         merged = self.merger_norm(hidden).reshape(-1, self.config.width * self.config.merge**2)
         return self.merger_out(ACTIVATIONS["gelu"](self.merger_in(merged)))
 
@@ -131,7 +135,7 @@ class Qwen25VisionTower(nnx.Module):
 
 
 def _runs(depth: int, full_layers: tuple[int, ...]) -> list[tuple[int, int, bool]]:
-    """Maximal runs of layers of one kind: [(first, last, attends over the whole frame)]."""
+    """Returns maximal runs of layers of one kind: [(first, last, attends over the whole frame)]."""
     kinds = [layer in full_layers for layer in range(depth)]
     edges = [0, *[layer for layer in range(1, depth) if kinds[layer] != kinds[layer - 1]], depth]
     return [(first, last, kinds[first]) for first, last in itertools.pairwise(edges)]

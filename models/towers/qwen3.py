@@ -87,7 +87,7 @@ class Qwen3VisionConfig:
 
 
 def plan_patches(config: Qwen3VisionConfig, grids: Int[np.ndarray, "images 3"]) -> dict[str, np.ndarray]:
-    """Index arrays for images or videos with these (time, height, width) grids of patches.
+    """Returns index arrays for images or videos with these (time, height, width) grids of patches.
 
     Returns `rows`, `columns` (int32 [P], place in the frame), `taps` (int32 [P,4]) and `weights` (float32 [P,4]) of the
     learned positions, and `frames` (int32 [Y,Z], patch numbers per frame, padded by P). Patches are in the processor's
@@ -130,7 +130,7 @@ class Qwen3VisionTower(nnx.Module):
         weights: Float[Array, "P taps"],
         frames: Int[Array, "Y Z"],
     ) -> tuple[Float[Array, "E D"], Float[Array, "S E D"]]:
-        """Embed packed patches [P, channels·temporal·patch²]; the index arrays come from `plan_patches`.
+        """Embeds packed patches [P, channels·temporal·patch²]; the index arrays come from `plan_patches`.
 
         Returns the features [E,D] and the deepstack features [S,E,D], S being the number of deepstack layers: the s-th
         are to be added to the residual that leaves language layer s, at the image's tokens.
@@ -149,6 +149,7 @@ class Qwen3VisionTower(nnx.Module):
         for first, last in itertools.pairwise(sorted({0, *stops, config.depth})):
             hidden = scan_blocks(self.blocks, step, hidden, first, last)
             taken += [hidden] if last in stops else []
+
         square = config.width * config.merge**2
         features = self.merger(self.merger_norm(hidden).reshape(-1, square))
         if not taken:

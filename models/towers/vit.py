@@ -94,7 +94,7 @@ class ViTConfig:
 
 
 def bucket_positions(height: int, width: int, side: int) -> Int32[np.ndarray, " T"]:
-    """Position of each patch of a height×width grid in a side×side table, by its share of the way (SmolVLM, Idefics).
+    """Returns each patch's position in a side×side table, by its fraction of the height×width grid (SmolVLM, Idefics).
 
     Equal to transformers' `bucketize` in float32 for the sides in use (27 and 32); elsewhere, where a share falls on a
     boundary, torch's own rounding depends on the processor's vector width.
@@ -129,7 +129,7 @@ class ViT(nnx.Module):
     def __call__(
         self, pixel_values: Float[Array, "B C H W"], positions: Int[Array, "B P"] | None = None
     ) -> Float[Array, "B E D"]:
-        """Features of images [B,C,H,W]; `positions` (from `bucket_positions`) replace the patches' own order.
+        """Returns features of images [B,C,H,W]; `positions` (from `bucket_positions`) replace the patches' own order.
 
         Raises:
           ShapeError: images of another size than the learned positions, without `positions`.
@@ -146,6 +146,7 @@ class ViT(nnx.Module):
         )
         if positions is None and pixel_values.shape[2:] != (config.image, config.image):
             raise ShapeError(f"images of {pixel_values.shape[2:]} pixels; expected {config.image}×{config.image}")
+
         hidden = self._embed(patches, positions)
         scale = (config.width // config.heads) ** -0.5
 

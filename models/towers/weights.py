@@ -41,18 +41,18 @@ INTERN_NAMES = {
 
 
 def linear_entries(name: str, path: ParamPath, *, bias: bool = True, stack: bool = False) -> list[TensorEntry]:
-    """A linear map's weight (transposed) and bias."""
+    """Returns a linear map's weight (transposed) and bias."""
     entries = [TensorEntry(f"{name}.weight", (*path, "kernel"), permute=(1, 0), stack=stack)]
     return [*entries, TensorEntry(f"{name}.bias", (*path, "bias"), stack=stack)] if bias else entries
 
 
 def norm_entries(name: str, path: ParamPath, *, stack: bool = False) -> list[TensorEntry]:
-    """A layer norm's weight and bias."""
+    """Returns a layer norm's weight and bias."""
     return [TensorEntry(f"{name}.{part}", (*path, part), stack=stack) for part in NORM]
 
 
 def block_entries(name: str, path: ParamPath, names: Mapping[str, str], *, qkv_bias: bool = True) -> list[TensorEntry]:
-    """A stack of `PlainBlock`; `name` holds `{layer}`, `names` says what the file calls our parts."""
+    """Returns a stack of `PlainBlock`; `name` holds `{layer}`, `names` says what the file calls our parts."""
     entries: list[TensorEntry] = []
     for ours, theirs in names.items():
         place = (*path, *ours.split("."))
@@ -61,11 +61,12 @@ def block_entries(name: str, path: ParamPath, names: Mapping[str, str], *, qkv_b
         else:
             bias = qkv_bias or ours not in ("query", "key", "value", "qkv")
             entries += linear_entries(f"{name}.{theirs}", place, bias=bias, stack=True)
+
     return entries
 
 
 def qwen2_5_vision_entries(config: Qwen25VisionConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
-    """Qwen2.5-VL's tower and its merger; its norms have no bias."""
+    """Maps Qwen2.5-VL's tower and its merger; its norms have no bias."""
     shape = (config.width, config.channels, config.temporal, config.patch, config.patch)
     blocks, place = f"{prefix}.blocks.{{layer}}", (*path, "blocks")
     entries = [
@@ -86,7 +87,7 @@ def qwen2_5_vision_entries(config: Qwen25VisionConfig, prefix: str, path: ParamP
 
 
 def qwen3_vision_entries(config: Qwen3VisionConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
-    """Qwen3-VL's tower with its main and deepstack mergers."""
+    """Maps Qwen3-VL's tower with its main and deepstack mergers."""
     shape = (config.width, config.channels, config.temporal, config.patch, config.patch)
     names = {
         "attention_norm": "norm1",
@@ -106,15 +107,17 @@ def qwen3_vision_entries(config: Qwen3VisionConfig, prefix: str, path: ParamPath
         *norm_entries(f"{prefix}.merger.norm", (*path, "merger_norm")),
         *norm_entries(f"{prefix}.deepstack_merger_list.{{layer}}.norm", (*path, "deepstack_norm"), stack=True),
     ]
+
     for number, part in enumerate(("inner", "outer"), start=1):
         deep = f"{prefix}.deepstack_merger_list.{{layer}}.linear_fc{number}"
         entries += linear_entries(f"{prefix}.merger.linear_fc{number}", (*path, "merger", part))
         entries += linear_entries(deep, (*path, "deepstack", part), stack=True)
+
     return entries
 
 
 def clip_entries(config: ViTConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
-    """CLIP (class token, `pre_layrnorm` as the files spell it) or SigLIP."""
+    """Maps CLIP (class token, `pre_layrnorm` as the files spell it) or SigLIP."""
     shape = (config.width, config.channels, config.patch, config.patch)
     embeddings = f"{prefix}.embeddings"
     entries = [
@@ -136,7 +139,7 @@ def clip_entries(config: ViTConfig, prefix: str, path: ParamPath = ("visual",)) 
 
 
 def intern_vit_entries(config: ViTConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
-    """InternViT as transformers' InternVL writes it."""
+    """Maps InternViT as transformers' InternVL writes it."""
     shape = (config.width, config.channels, config.patch, config.patch)
     embeddings, blocks = f"{prefix}.embeddings", f"{prefix}.encoder.layer.{{layer}}"
     patch = f"{embeddings}.patch_embeddings.projection"
@@ -162,7 +165,7 @@ def moonvit_entries(
     released: bool,
     path: ParamPath = ("visual",),
 ) -> list[TensorEntry]:
-    """MoonViT and its projector, in the authors' names or (`released` False) in transformers'.
+    """Maps MoonViT and its projector, in the authors' names or (`released` False) in transformers'.
 
     `projector` are the names of it, of its inner and of its outer map.
     """
@@ -170,10 +173,12 @@ def moonvit_entries(
     names = {"attention_norm": "norm1", "mlp_norm": "norm2", "output": "attn.proj", "mlp.inner": "mlp.fc1"}
     names |= {"query": "attn.q_proj", "key": "attn.k_proj", "value": "attn.v_proj", "mlp.outer": "mlp.fc2"}
     blocks, norm, table = "layers", "final_layernorm", "pos_emb.position_embeddings"
+
     if released:
         names = {"attention_norm": "norm0", "mlp_norm": "norm1", "qkv": "wqkv", "output": "wo"}
         names |= {"mlp.inner": "mlp.fc0", "mlp.outer": "mlp.fc1"}
         blocks, norm, table = "encoder.blocks", "encoder.final_layernorm", "pos_emb.weight"
+
     patch, side = f"{prefix}.patch_embed", config.positions
     glue, inner, outer = projector
     entries = [
@@ -192,7 +197,7 @@ def moonvit_entries(
 def projector_entries(
     inner: str, outer: str, *, norm: str | None = None, bias: bool = True, path: ParamPath = ("projector",)
 ) -> list[TensorEntry]:
-    """A `Projector`: names of its two linear maps, and of its layer norm where it has one."""
+    """Returns a `Projector`: names of its two linear maps, and of its layer norm where it has one."""
     entries = norm_entries(norm, (*path, "norm")) if norm else []
     entries += linear_entries(inner, (*path, "mlp", "inner"), bias=bias)
     return entries + linear_entries(outer, (*path, "mlp", "outer"), bias=bias)

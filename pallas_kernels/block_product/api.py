@@ -63,7 +63,7 @@ def what_runs(rows: int, dtype: Any, stack: Any, implementation: str | Sequence[
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _by_kernel(interpret: Any, x: Array, stack: Array, which: Array, used: Array) -> Array:
-    """The kernel's result, with the reference's derivatives: a kernel has none of its own."""
+    """Returns the kernel's result, with the reference's derivatives: a kernel has none of its own."""
     return kernel_module("block_product", "gpu").kernel(x, stack, which, used, interpret=interpret)
 
 

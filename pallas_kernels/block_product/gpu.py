@@ -27,7 +27,7 @@ COUNTED = "cost_estimate" in inspect.signature(plgpu.kernel).parameters
 
 
 def unsupported(rows: int, dtype: Any, stack: Any) -> str | None:
-    """Why the kernel cannot take blocks of so many rows, of this dtype, and such matrices; None if it can."""
+    """Returns why the kernel cannot take blocks of so many rows, of this dtype, and such matrices; None if it can."""
     depth, columns = stack.shape[-2:]
     if rows not in ROWS:
         return f"blocks of {rows} rows; expected one of {ROWS}"
@@ -97,7 +97,7 @@ def kernel(
 
 
 def _cost(x: Array, stack: Array, blocks: int) -> dict[str, Any]:
-    """What a launch costs if every block is in use, each matrix read once."""
+    """Returns what a launch costs if every block is in use, each matrix read once."""
     (rows, depth), width = x.shape, stack.shape[-1]
     moved = x.dtype.itemsize * (rows * (depth + width) + min(blocks, len(stack)) * depth * width)
     return {"cost_estimate": pl.CostEstimate(2 * rows * depth * width, bytes_accessed=moved, transcendentals=0)}

@@ -29,7 +29,7 @@ def factorise(
     orthonormal: str | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "*batch T {rank}"], Float[Array, "*batch {rank} F"]]:
-    """Thin factors of each matrix: u [..., T, M] and v [..., M, F] with u v ≈ matrix, both float32.
+    """Computes thin factors of each matrix: u [..., T, M] and v [..., M, F] with u v ≈ matrix, both float32.
 
     u carries the singular values (U·S, falling from left to right) and v's rows are orthonormal, so a smaller rank is a
     slice. Rows of zeros in the matrix give rows in u that are zero to rounding. Directions down to about 1e-6 of the
@@ -52,18 +52,22 @@ def factorise(
     choose("factorise", implementation)
     if method not in METHODS:
         raise KernelShapeError(f"factorise: method {method!r}; expected one of {METHODS}")
+
     limit = min(matrix.shape[-2:])
     if not 1 <= rank <= limit:
         raise KernelShapeError(f"factorise: rank {rank}; expected 1 to {limit} for a matrix of shape {matrix.shape}")
+
     if orthonormal is None:
         orthonormal = "cholesky" if platform() == "gpu" else "qr"
     if orthonormal not in ORTHONORMAL:
         raise KernelShapeError(f"factorise: orthonormal {orthonormal!r}; expected one of {ORTHONORMAL}")
+
     key = jax.random.key(0) if key is None else key
     if method == "exact":
         find = lambda matrix, key: reference.exact(matrix, rank)
     else:
         find = lambda matrix, key: reference.randomised(matrix, rank, key, oversample, iterations, orthonormal)
+
     return derivative.factors(matrix.astype(jnp.float32), key, find)
 
 
@@ -77,7 +81,8 @@ def factorise_sharded(
     oversample: int = OVERSAMPLE,
     iterations: int = ITERATIONS,
 ) -> tuple[Float[Array, "*batch T {rank}"], Float[Array, "*batch {rank} F"]]:
-    """`factorise`, inside `jax.shard_map`, of a matrix whose tokens or features lie over the mesh axis `axis_name`.
+    """Returns `factorise`, inside `jax.shard_map`, of a matrix whose tokens or features lie over the mesh axis
+    `axis_name`.
 
     One sum over that axis, of the Gram matrix of the other side: [F, F] float32 per matrix where tokens are sharded,
     [T, T] where features are. Being float32 it hides directions below 2e-4 of the largest singular value, which
@@ -109,7 +114,7 @@ def merge(
     second: tuple[Num[Array, "*batch T _"], Num[Array, "*batch _ F"]],
     rank: int,
 ) -> tuple[Float[Array, "*batch T {rank}"], Float[Array, "*batch {rank} F"]]:
-    """The best rank-`rank` factors of u₁v₁ + u₂v₂, forming neither product; float32, as from `factorise`.
+    """Returns the best rank-`rank` factors of u₁v₁ + u₂v₂, forming neither product; float32, as from `factorise`.
 
     Raises:
       KernelShapeError: a rank beyond the two ranks together, or beyond the matrix.
@@ -129,7 +134,7 @@ def update(
     method: str = "randomised",
     key: Key[Array, ""] | None = None,
 ) -> tuple[Float[Array, "*batch T {rank}"], Float[Array, "*batch {rank} F"]]:
-    """Factors of u v + delta at this rank: what a patch becomes when its deficit changes by delta.
+    """Returns factors of u v + delta at this rank: what a patch becomes when its deficit changes by delta.
 
     The sum is formed, since delta is at hand in full; `merge` takes a change that is thin itself. An orbit by
     accumulation is a sum of deficits divided by their number, which `factorise` takes; or, without keeping the sum,

@@ -24,7 +24,8 @@ Factors = tuple[Float[Array, "*batch T M"], Float[Array, "*batch M F"]]
 def factors(
     matrix: Float[Array, "*batch T F"], key: Key[Array, ""], find: Callable[[Array, Array], Factors]
 ) -> Factors:
-    """`find(matrix, key)`, with the derivative of the best factors: finite also where the matrix is zero or padded.
+    """Returns `find(matrix, key)`, with the derivative of the best factors: finite also where the matrix is zero or
+    padded.
 
     Where singular values coincide, or the matrix is zero, the factors have no derivative; the product's is then that
     within the span of v.
@@ -61,6 +62,7 @@ def _tangents(matrix: Array, u: Array, v: Array, change: Array) -> Factors:
     for _ in range(ROUNDS):
         moved_left = out_left + product(rest, moved_right)
         moved_right = (out_right + product(transposed(rest), moved_left * inverse)) * inverse
+
     moved_left = out_left + product(rest, moved_right)
     diagonal = jnp.diagonal(core, axis1=-2, axis2=-1)[..., None, :]
     du = product(left, turned_left) * singular + left * diagonal + moved_left
@@ -68,6 +70,6 @@ def _tangents(matrix: Array, u: Array, v: Array, change: Array) -> Factors:
 
 
 def _reciprocal(value: Array, least: Array) -> Array:
-    """1 / value, zero where |value| is not above `least`."""
+    """Returns 1 / value, zero where |value| is not above `least`."""
     kept = jnp.abs(value) > least
     return jnp.where(kept, 1.0 / jnp.where(kept, value, 1.0), 0.0)

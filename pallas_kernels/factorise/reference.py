@@ -22,7 +22,7 @@ def _transpose(a: Array) -> Array:
 # Inlined where the caller is traced; called eagerly they are one program, not one for every operation.
 @functools.partial(jax.jit, static_argnames=("rank",), inline=True)
 def exact(matrix: Float[Array, "*batch T F"], rank: int) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """The best rank-`rank` factors (U·S, Vᵀ), singular values falling, by a full SVD."""
+    """Returns the best rank-`rank` factors (U·S, Vᵀ), singular values falling, by a full SVD."""
     u, s, vt = jnp.linalg.svd(matrix, full_matrices=False)
     return u[..., :rank] * s[..., None, :rank], vt[..., :rank, :]
 
@@ -36,7 +36,7 @@ def randomised(
     iterations: int,
     orthonormal: str = "qr",
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Nearly the best rank-`rank` factors (U·S, Vᵀ).
+    """Computes nearly the best rank-`rank` factors (U·S, Vᵀ).
 
     A random sketch, sharpened by power iterations that re-orthogonalise after every product, then an exact
     factorisation of the small projected matrix (Halko, Martinsson & Tropp 2011, algorithms 4.4 and 5.1). The sketch
@@ -53,11 +53,13 @@ def randomised(
     spread = _orthonormal if orthonormal == "qr" else cholesky_qr2
     if wide:
         basis = spread(_matmul(matrix, basis))
+
     for step in range(iterations):
         other = spread(_matmul(long, basis))
         # The last basis is what the right factor is made of, and must be orthonormal whatever the matrix.
         last = _orthonormal if step == iterations - 1 else spread
         basis = last(_matmul(_transpose(long), other))
+
     if not iterations:
         basis = _orthonormal(basis)
     other, small = jnp.linalg.qr(_matmul(long, basis))
@@ -73,7 +75,8 @@ def _orthonormal(a: Array) -> Array:
 
 
 def cholesky_qr2(a: Float[Array, "*batch T N"]) -> Float[Array, "*batch T N"]:
-    """A basis of the columns' span, by two Cholesky factorisations of shifted Gram matrices (Fukaya et al. 2020).
+    """Returns a basis of the columns' span, by two Cholesky factorisations of shifted Gram matrices (Fukaya et al.
+    2020).
 
     Matrix products and triangular solves of [N, N] where Householder's QR goes column by column, which GPUs are slow
     at. The shift keeps the Gram matrix positive whatever its rank; each pass brings up what lies below it, so that
@@ -89,6 +92,7 @@ def cholesky_qr2(a: Float[Array, "*batch T N"]) -> Float[Array, "*batch T N"]:
         shift = SHIFT * jnp.finfo(jnp.float32).eps * trace + 1e-30
         lower = jnp.linalg.cholesky(whole + shift * jnp.eye(size), symmetrize_input=False)
         a = jax.lax.linalg.triangular_solve(lower, a, left_side=False, lower=True, transpose_a=True)
+
     return a
 
 
@@ -101,7 +105,7 @@ def gram(
     axis_name: str | tuple[str, ...],
     sharded: str,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """The factors (U·S, Vᵀ) of a matrix whose tokens or features lie over a mesh axis; one sum over that axis.
+    """Returns the factors (U·S, Vᵀ) of a matrix whose tokens or features lie over a mesh axis; one sum over that axis.
 
     The Gram matrix over the whole side is summed, and every device finds the same leading subspace of it by the same
     sketch and power iterations; the side that is sharded is then a product with what the device holds. Directions below
@@ -129,7 +133,9 @@ def merge(
     second: tuple[Float[Array, "..."], Float[Array, "..."]],
     rank: int,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """The best rank-`rank` factors of u₁v₁ + u₂v₂ without forming it, by two thin QRs and a small SVD; (U·S, Vᵀ)."""
+    """Returns the best rank-`rank` factors of u₁v₁ + u₂v₂ without forming it, by two thin QRs and a small SVD; (U·S,
+    Vᵀ).
+    """
     u = jnp.concatenate([first[0], second[0]], axis=-1).astype(jnp.float32)
     v = jnp.concatenate([first[1], second[1]], axis=-2).astype(jnp.float32)
     left, small_left = jnp.linalg.qr(u)

@@ -28,12 +28,16 @@ def _split(word: Array, dtype) -> tuple[Array, Array]:
 
 
 def _eight_bits(bits: Array, dtype) -> Array:
-    """What the low eight bits of a uint32 stand for, as float32; by way of float16, which both float8 are parts of."""
+    """Returns what the low eight bits of a uint32 stand for, as float32; by way of float16, which both float8 are
+    parts of.
+    """
     if dtype == jnp.int8:
         return (bits ^ jnp.uint32(0x80)).astype(jnp.int32).astype(jnp.float32) - 128.0
+
     half = lambda bits: jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
     if dtype == jnp.float8_e5m2:
         return half(bits << 8)
+
     # float8_e4m3fn has one number per sign that is none, where float16 would see a large one; its exponent's bias is 7,
     # float16's 15: hence the factor of 2⁸.
     magnitude = bits & jnp.uint32(0x7F)
@@ -133,16 +137,18 @@ class Angles(NamedTuple):
             return cls(load("cos", columns), load("sin", columns), None, swap)
         if not items.turning:
             return None
+
         columns = [jnp.minimum(here.kind, items.turning - 1) * items.width]
         turns = None if items.turning == items.kinds else here.kind < items.turning
         return cls(load("cos", columns), load("sin", columns), turns)
 
     def rotate(self, first: Array, second: Array) -> tuple[Array, Array]:
-        """Both runs of an item, rotated."""
+        """Returns both runs of an item, rotated."""
         if self.swap is not None:
             # One after the other: registers are few.
             first = first * self.cos[0] + _swapped(first, self.swap) * self.sin[0]
             return first, second * self.cos[1] + _swapped(second, self.swap) * self.sin[1]
+
         (cos,), (sin,) = self.cos, self.sin
         turned = first * cos - second * sin, second * cos + first * sin
         if self.turns is None:
@@ -152,7 +158,7 @@ class Angles(NamedTuple):
 
 
 def _swapped(value: Array, swap: tuple[Any, Any]) -> Array:
-    """A run with the channels of every pair swapped, exactly: three pieces of bfloat16 times a permutation.
+    """Returns a run with the channels of every pair swapped, exactly: three pieces of bfloat16 times a permutation.
 
     Registers cannot be moved within a thread, but the tensor cores can do it.
 
@@ -170,13 +176,16 @@ def _swapped(value: Array, swap: tuple[Any, Any]) -> Array:
             plgpu.commit_smem()
             plgpu.wgmma(total, place, permutation)
             plgpu.wgmma_wait(0)
+
         return total[...]
 
     return pl.run_scoped(run, plgpu.ACC((ROWS, value.shape[1]), jnp.float32))
 
 
 def _truncated(value: Array) -> Array:
-    """A float32's first eight bits of significand. Not a conversion there and back: a compiler may leave that out."""
+    """Returns a float32's first eight bits of significand. Not a conversion there and back: a compiler may leave
+    that out.
+    """
     bits = jax.lax.bitcast_convert_type(value, jnp.uint32) & jnp.uint32(0xFFFF0000)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 

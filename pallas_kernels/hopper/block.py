@@ -36,7 +36,7 @@ class RunningBlock(NamedTuple):
 
     @classmethod
     def of(cls, launch: Launch) -> "RunningBlock":
-        """Of the block that is running."""
+        """Returns the indices of the running block."""
         return cls(launch, *(jax.lax.axis_index(name) for name in ("tile", "kind", "block", "group")))
 
     @property
@@ -50,20 +50,20 @@ class RunningBlock(NamedTuple):
         return jnp.minimum(self.launch.share, self.launch.total - self.block * self.launch.share)
 
     def item(self, step) -> tuple[Any, Any]:
-        """Layer and head of one of its items."""
+        """Returns layer and head of one of its items."""
         place = self.block * self.launch.share + step
         return place // self.launch.items.heads, place % self.launch.items.heads
 
     def turn(self, step):
-        """How many layers it has begun before this item's."""
+        """Returns how many layers it has begun before this item's."""
         return self.item(step)[0] - self.item(0)[0]
 
     def opens(self, step):
-        """Whether an item is the block's first of its layer."""
+        """Returns whether an item is the block's first of its layer."""
         return (step == 0) | (self.item(step)[1] == 0)
 
     def closes(self, step):
-        """Whether an item is the block's last of its layer."""
+        """Returns whether an item is the block's last of its layer."""
         return (step == self.count - 1) | (self.item(step)[1] == self.launch.items.heads - 1)
 
 
@@ -110,12 +110,14 @@ def scratch_of(launch: Launch) -> dict[str, Any]:
     if dtypes.separate:
         # Two, so that an item is made while the one before leaves.
         scratch["out"] = runs(2, dtypes.result)
+
     if dtypes.scaled:
         scratch["x_scale"] = plgpu.SMEM((stages, 2, launch.scales), jnp.float32)
     if items.swaps:
         scratch["swap"] = _buffer((items.width, items.width), jnp.bfloat16, TILE_ROWS, items.width)
         scratch["piece"] = _buffer((launch.rows, items.width), jnp.bfloat16, TILE_ROWS, items.width)
         scratch["swap_ready"] = plgpu.Barrier()
+
     if rank:
         # The tensor cores want one tiling of both, of eight rows. v comes in two halves, one per accumulator.
         shared = math.gcd(rank, items.width)
@@ -123,11 +125,12 @@ def scratch_of(launch: Launch) -> dict[str, Any]:
         scratch["v"] = _buffer((stages, 2, rank, items.width), jnp.bfloat16, TILE_ROWS, shared)
         scratch["u_ready"] = plgpu.Barrier(num_barriers=2)
         scratch["u_taken"] = plgpu.Barrier(num_arrivals=groups, num_barriers=2)
+
     return scratch
 
 
 def fetch(here: RunningBlock, given: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
-    """What the fetching warpgroup does: asks for every item as soon as its stage is free."""
+    """Runs the fetching warpgroup: requests every item as soon as its stage is free."""
     launch, items = here.launch, here.launch.items
     stages, rows = launch.plan.stages, pl.ds(here.start, launch.rows)
     if items.swaps:
@@ -208,7 +211,7 @@ def outlet(here: RunningBlock, shared: Mapping[str, Any], number) -> tuple[Any, 
 
 
 def consume(here: RunningBlock, shared: Mapping[str, Any], deliver: Callable[[Any], None]) -> None:
-    """What a computing warpgroup does: `deliver` makes an item and starts its copies, as one group, for every item."""
+    """Runs a computing warpgroup: `deliver` makes an item and starts its copies, as one group, for every item."""
     stages = here.launch.plan.stages
 
     def step(number, carry):

@@ -26,7 +26,7 @@ def widened_factors(
 
 
 def _scaled_side(u_dtype, v_dtype) -> str:
-    """The factor that both scales multiply."""
+    """Returns the factor that both scales multiply."""
     return "u" if u_dtype == jnp.float32 and v_dtype != jnp.float32 else "v"
 
 
@@ -53,12 +53,14 @@ def _pieces(value: Array, count: int) -> list[Array]:
     """Splits a value into that many bfloat16 numbers whose sum it is, the largest first; bfloat16 is one piece."""
     if value.dtype == jnp.bfloat16:
         return [value]
+
     pieces = []
     for _ in range(count):
         # Not a conversion there and back: XLA may leave that out.
         piece = jax.lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
         pieces.append(piece.astype(jnp.bfloat16))
         value = value - piece
+
     return pieces
 
 

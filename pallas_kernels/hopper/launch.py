@@ -68,19 +68,20 @@ class Items(NamedTuple):
         return not self.words and (not self.turning or self.apart == self.width)
 
     def columns(self, kind, head) -> tuple[Any, Any]:
-        """Where `first` and `second` start in v; and, unless they are words, in x."""
+        """Returns where `first` and `second` start in v; and, unless they are words, in x."""
         turned = head * self.head + kind * self.width
         plain = head * self.head + kind * 2 * self.width
         if self.turning == self.kinds or self.words:
             return turned, turned + self.apart
         if not self.turning:
             return plain, plain + self.width
+
         turns = kind < self.turning
         first = jnp.where(turns, turned, plain)
         return first, first + jnp.where(turns, self.apart, self.width)
 
     def sources(self, kind, head) -> tuple[Any, ...]:
-        """Where the runs of x start."""
+        """Returns where the runs of x start."""
         if self.words:
             return (head * (self.head // 2) + kind * self.width,)
         # A multiple of the span that the compiler can see.
@@ -118,7 +119,7 @@ class RowShape(NamedTuple):
 
 
 def items_of(row: RowShape, widest: int = SWIZZLE) -> Items | None:
-    """How a row is cut; None where no run fits that is wide enough.
+    """Returns how a row is cut; None where no run fits that is wide enough.
 
     Args:
       widest: bytes of a run at most, a power of two.
@@ -130,6 +131,7 @@ def items_of(row: RowShape, widest: int = SWIZZLE) -> Items | None:
         run = math.gcd(width // 2, widest)
         fits = run >= row.least and width % 2 == 0
         return Items(heads, width, run, 0, width // (2 * run), run, False, swaps=True) if fits else None
+
     half, rest = rotary // 2, width - rotary
     run = math.gcd(half, width // 2 if words else rest // 2, widest) if rotary else math.gcd(heads * width // 2, widest)
     if run < row.least or rotary % 2 or width % 2:
@@ -248,7 +250,7 @@ CUTS = (((2, 6), (2, 5), (2, 4), (2, 3), (1, 6), (1, 5), (1, 4), (1, 3)), ((2, 2
 def launch_of(
     ways: Sequence[Items], tokens: int, layers: int, rank: int, dtypes: LaunchDtypes, processors: int = PROCESSORS
 ) -> Launch | None:
-    """The first of `CUTS` that fits shared memory by any of the ways to cut rows; None if none does."""
+    """Returns the first of `CUTS` that fits shared memory by any of the ways to cut rows; None if none does."""
     for cuts, items in itertools.product(CUTS, ways):
         for groups, stages in cuts:
             if groups > 1 and tokens <= ROWS:
@@ -260,7 +262,7 @@ def launch_of(
 
 
 def blocks_of(launch: Launch, processors: int = PROCESSORS) -> int:
-    """How many blocks share a tile's items so that the last processor ends earliest, by count of items."""
+    """Returns how many blocks share a tile's items so that the last processor ends earliest, by count of items."""
     tiles, kinds, _ = launch.grid
 
     def end(blocks: int) -> float:

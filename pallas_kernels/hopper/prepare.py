@@ -15,7 +15,7 @@ from .launch import Items, Launch
 
 
 def unsuitable_device() -> str | None:
-    """Why the process's own GPU cannot run these kernels; None if it can, or if it has none."""
+    """Returns why the process's own GPU cannot run these kernels; None if it can, or if it has none."""
     if jax.default_backend() != "gpu":
         return None
     capability = getattr(jax.devices()[0], "compute_capability", "9.0")
@@ -31,7 +31,7 @@ def processors() -> int:
 def unsupported(
     operands: Operands, per_head: bool, layout: str, out_dtype: str, whole_lines: bool = False
 ) -> str | None:
-    """Why these kernels cannot take such arguments; None if they can.
+    """Returns why these kernels cannot take such arguments; None if they can.
 
     Args:
       whole_lines: runs must travel as exactly 128 bytes, as `splice` needs it.
@@ -49,7 +49,7 @@ def unsupported(
 
 
 def _cannot_cut(operands: Operands, layout: str, out_dtype: str, whole_lines: bool) -> str | None:
-    """Why there is no launch for operands that are otherwise as they should be; None if there is one."""
+    """Returns why there is no launch for operands that are otherwise as they should be; None if there is one."""
     heads, width = operands.x.shape[-2:]
     dense = operands.dense
     row = _row(operands, layout, out_dtype, whole_lines)
@@ -71,13 +71,13 @@ def _cannot_cut(operands: Operands, layout: str, out_dtype: str, whole_lines: bo
 
 
 def _dtypes(operands: Operands, out_dtype: str) -> launches.LaunchDtypes:
-    """The dtypes that the launch reads and writes."""
+    """Returns the dtypes that the launch reads and writes."""
     dense = "" if operands.dense is None else operands.dense.dtype.name
     return launches.LaunchDtypes(operands.x.dtype.name, out_dtype, dense, operands.x_scale is not None)
 
 
 def _row(operands: Operands, layout: str, out_dtype: str, whole_lines: bool) -> launches.RowShape:
-    """What a launch cuts into items."""
+    """Returns what a launch cuts into items."""
     heads, width = operands.x.shape[-2:]
     sizes = _dtypes(operands, out_dtype).itemsizes
     # Whole lines are those of the result.
@@ -86,7 +86,7 @@ def _row(operands: Operands, layout: str, out_dtype: str, whole_lines: bool) -> 
 
 
 def pieces_of(out_dtype: str) -> int:
-    """How many bfloat16 a float32 factor is split into: 24 bits for a float32 result, 16 for a bfloat16 one."""
+    """Returns how many bfloat16 a float32 factor is split into: 24 bits for a float32 result, 16 for a bfloat16 one."""
     return 3 if out_dtype == "float32" else 2
 
 
@@ -103,7 +103,7 @@ def launch_of(operands: Operands, layout: str, out_dtype: str, whole_lines: bool
 
 
 def stored_dtype(items: Items, dtype) -> jnp.dtype:
-    """The dtype that channels of `dtype` are seen in: of words where items are words."""
+    """Returns the dtype that channels of `dtype` are seen in: of words where items are words."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype({1: jnp.uint16, 2: jnp.uint32}[dtype.itemsize]) if items.words else dtype
 
@@ -117,7 +117,7 @@ def rows_of(x: Num[Array, "*axes K H"], items: Items) -> Num[Array, "*axes colum
 
 
 def from_rows(rows: Num[Array, "*axes columns"], shape: tuple[int, ...], dtype) -> Num[Array, "..."]:
-    """The inverse of `rows_of`."""
+    """Returns the inverse of `rows_of`."""
     return jax.lax.bitcast_convert_type(rows, dtype).reshape(shape)
 
 
@@ -144,6 +144,7 @@ def arrays_of(launch: Launch, operands: Operands) -> dict[str, Array]:
         # Registers are loaded for whole blocks, without a look at how many tokens there are.
         short = ((0, -launch.tokens % launch.rows), (0, 0))
         arrays["cos"], arrays["sin"] = jnp.pad(cos, short), jnp.pad(sin, short)
+
     return arrays
 
 
@@ -153,7 +154,7 @@ def length_of(launch: Launch, length: Int[Array, ""] | None) -> Int[Array, " 1"]
 
 
 def _evens_first(columns: Num[Array, "*axes columns"], items: Items) -> Num[Array, "*axes columns"]:
-    """[..., K·H] with each head's even columns before its odd ones where items are words."""
+    """Returns [..., K·H] with each head's even columns before its odd ones where items are words."""
     if not items.words:
         return columns
     apart = columns.reshape(*columns.shape[:-1], items.heads, items.head // 2, 2)

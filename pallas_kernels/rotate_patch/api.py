@@ -74,7 +74,7 @@ def rotate_patch(
 
 
 def _out_dtype(x: Array, x_scale: Array | None, out_dtype: jax.typing.DTypeLike | None) -> str:
-    """The result's dtype by name; that of x where nothing else is asked for."""
+    """Returns the result's dtype by name; that of x where nothing else is asked for."""
     if out_dtype is None and (x_scale is not None or x.dtype == jnp.int8):
         raise KernelDtypeError(f"rotate_patch: x of dtype {x.dtype} with a scale; expected an out_dtype")
     out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
@@ -85,7 +85,7 @@ def _out_dtype(x: Array, x_scale: Array | None, out_dtype: jax.typing.DTypeLike 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
 def _by_kernel(platform: str, layout: str, out_dtype: str, interpret, operands: Operands, length) -> Array:
-    """The result of a platform's kernel, with the reference's derivatives: a kernel has none of its own."""
+    """Returns the result of a platform's kernel, with the reference's derivatives: a kernel has none of its own."""
     kernel = kernel_module("rotate_patch", platform).kernel
     return kernel(operands, length, layout=layout, out_dtype=out_dtype, interpret=interpret)
 

@@ -27,7 +27,7 @@ def _work(here: block.RunningBlock, given, shared) -> None:
 
 
 def _compute(here: block.RunningBlock, given, shared, length) -> None:
-    """What a computing warpgroup does: its tokens of every item, or zeros where none of the block counts."""
+    """Runs a computing warpgroup: its tokens of every item, or zeros where none of the block counts."""
     items = here.launch.items
     out = given["out"]
     rows = block.rows_of_group(here)

@@ -46,6 +46,7 @@ def rotate(
         first, second = x[..., : rotary // 2], x[..., rotary // 2 : rotary]
     else:
         first, second = x[..., 0:rotary:2], x[..., 1:rotary:2]
+
     turned = (first * cos - second * sin, second * cos + first * sin)
 
     if layout == "half":
@@ -54,11 +55,14 @@ def rotate(
     else:
         pairs = jnp.stack(turned, axis=-1)
         result = spread(pairs.reshape(*pairs.shape[:-2], rotary), 0, x.shape[-1])
+
     return result if rotary == x.shape[-1] else jnp.where(_below(rotary, result), result, x)
 
 
 def _below(limit: int, like: Num[Array, "*axes"]) -> Bool[Array, "*axes"]:
-    """Whether a channel comes before `limit`; of the shape of `like`, and sharded as it where its type says how."""
+    """Returns whether a channel comes before `limit`; of the shape of `like`, and sharded as it where its type says
+    how.
+    """
     place = jax.lax.broadcasted_iota(jnp.int32, like.shape, like.ndim - 1, out_sharding=jax.typeof(like).sharding)
     return place < limit
 
@@ -91,7 +95,9 @@ def rotate_patch(
 
 
 def _by_layer(operands: Operands) -> bool:
-    """Whether the first axis is one of layers, of all that have layers; and not one that is sharded by its type."""
+    """Returns whether the first axis is one of layers, of all that have layers; and not one that is sharded by its
+    type.
+    """
     x, cos = operands.x, operands.cos
     if x.ndim <= 3 or jax.typeof(x).sharding.spec[0] is not None or (cos is not None and cos.ndim >= x.ndim - 1):
         return False
@@ -107,6 +113,7 @@ def _rotate_patch(
     if operands.u is not None and operands.v is not None:
         u, v = _factor(operands.u, operands.u_scale), _factor(operands.v, operands.v_scale)
         value = value + (product_per_head(u, v) if per_head else product(u, v, x.shape[-2]))
+
     if operands.dense is not None:
         value = value + operands.dense.astype(jnp.float32)
     if operands.cos is not None and operands.sin is not None:
@@ -118,5 +125,5 @@ def _rotate_patch(
 
 
 def _factor(value: Num[Array, "*axes"], scale: Float[Array, "*#axes"] | None) -> Float[Array, "*axes"]:
-    """A factor as the product takes it: eight-bit and scaled ones widened, others as they are stored."""
+    """Returns a factor as the product takes it: eight-bit and scaled ones widened, others as they are stored."""
     return value if scale is None and value.dtype.itemsize > 1 else widened(value, scale)

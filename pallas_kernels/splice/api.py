@@ -95,7 +95,7 @@ def splice(
 
 
 def _write(pool, slots, operands, length, *, implementation: str, per_head: bool, layout: str, interpret) -> Array:
-    """The pool with R · (x + u v + dense) at `slots`, by the implementation that was chosen."""
+    """Returns the pool with R · (x + u v + dense) at `slots`, by the implementation that was chosen."""
     if implementation == "xla":
         return reference.splice(pool, slots, operands, length, per_head=per_head, layout=layout)
     kernel = kernel_module("splice", implementation).kernel
@@ -118,12 +118,14 @@ def check_slots(slots: Slots, total: int, length: Length = None) -> None:
         raise KernelDtypeError(f"splice: slots of dtype {slots.dtype}; expected int32")
     if isinstance(slots, Tracer):
         return
+
     tokens = slots.shape[0]
     named = np.asarray(slots)[: tokens if length is None or isinstance(length, Tracer) else int(length)]
     rising = np.sort(named)
     if named.size and (rising[0] < 0 or rising[-1] >= total):
         outside = named[(named < 0) | (named >= total)]
         raise KernelSlotError(f"splice: slot {int(outside[0])}; expected 0 to {total - 1}")
+
     twice = rising[1:][rising[1:] == rising[:-1]]
     if twice.size:
         raise KernelSlotError(f"splice: slot {int(twice[0])} is named twice; expected distinct slots")

@@ -28,7 +28,7 @@ SCATTERED, NOWHERE = -1, -2
 
 
 def unsupported(pool: Array | jax.ShapeDtypeStruct, operands: Operands, per_head: bool, layout: str) -> str | None:
-    """Why this kernel cannot take such arguments; None if it can."""
+    """Returns why this kernel cannot take such arguments; None if it can."""
     return prepare.unsupported(operands, per_head, layout, pool.dtype.name, whole_lines=True)
 
 
@@ -71,7 +71,7 @@ def _fetch(here: block.RunningBlock, given, shared) -> None:
 
 
 def _compute(here: block.RunningBlock, given, shared) -> None:
-    """What a computing warpgroup does: its tokens of every item, sent to their slots in as few copies as possible."""
+    """Runs a computing warpgroup: its tokens of every item, sent to their slots in as few copies as possible."""
     items = here.launch.items
     angles = arithmetic.Angles.of(here, given, shared)
 

@@ -25,7 +25,7 @@ SLOT_LIMIT = 65536
 
 
 def unsupported(pool: Array | jax.ShapeDtypeStruct, operands: Operands, per_head: bool, layout: str) -> str | None:
-    """Why this kernel cannot take such arguments; None if it can. Any `layout` will do."""
+    """Returns why this kernel cannot take such arguments; None if it can. Any `layout` will do."""
     tokens, heads, width = operands.x.shape[-3:]
     pages, offsets = pool.shape[-4:-2]
     rows = group_of(pool.dtype)
@@ -69,7 +69,7 @@ def _plan(
 
 
 def _body(slots, firsts, length, *refs, names: tuple[str, ...], rotary: int, layout: str, interpret, unit: int) -> None:
-    """Rows of several heads: copies are started here, and awaited one step later, when the next have been started."""
+    """Writes rows of several heads: copies start here and are awaited one step later, once the next have started."""
     given = dict(zip(names, refs[: len(names)], strict=True))
     pool, made, semaphores = refs[len(names) + 1 :]
     rows = made.shape[1]
@@ -116,7 +116,7 @@ def _body(slots, firsts, length, *refs, names: tuple[str, ...], rotary: int, lay
 def _rows_body(
     slots, firsts, length, *refs, names: tuple[str, ...], rotary: int, layout: str, interpret, group: int
 ) -> None:
-    """Rows of one head: whole tiles are read, changed and written."""
+    """Writes rows of one head: reads, changes and writes whole tiles."""
     given = dict(zip(names, refs[: len(names)], strict=True))
     pool, made, tiles, semaphore = refs[len(names) + 1 :]
     block, width = given["x"].shape
@@ -138,7 +138,7 @@ def _rows_body(
         tiles[...] = mixed.astype(tiles.dtype)
 
     def straight() -> None:
-        """A block whose slots are consecutive: a window of tiles at once."""
+        """Writes a block whose slots are consecutive: a window of tiles at once."""
         first = firsts[pl.program_id(0)]
         count = jnp.minimum(length[0] - start, block)
         place = jnp.minimum(first // group * group, total - window)
@@ -147,7 +147,7 @@ def _rows_body(
         move(tiles, place, False)
 
     def token(row, carry):
-        """A token of scattered slots: its tile alone."""
+        """Returns a token of scattered slots: its tile alone."""
         slot = slots[start + row]
         tile = tiles.at[pl.ds(0, group)]
 
@@ -199,12 +199,14 @@ def kernel(
     if heads == 1:
         # Whole tiles, and a window of one tile more that fits the pool.
         block = min(-(-block // UNIT), (total - group) // UNIT) * UNIT
+
     blocks = -(-tokens // block)
     unit = block if heads == 1 else min(UNIT, block)
     length = jnp.minimum(tokens, jnp.int32(tokens) if length is None else length)
     plan = _plan(slots, total, length, blocks, block, unit, heads == 1)
 
     common = {"names": tuple(arrays), "rotary": operands.rotary, "layout": layout, "interpret": interpret}
+
     if heads == 1:
         flat = pool.reshape(-1, total, width)
         body = functools.partial(_rows_body, **common, group=group)

@@ -34,7 +34,7 @@ def partner(value: Array, rotary: int, layout: str) -> Array:
 
 
 def _ahead(value: Array, step: int) -> Array:
-    """At each channel the one `step` further on, around the end."""
+    """Rotates channels: at each the one `step` further on, around the end."""
     width = value.shape[-1]
     # Rotating whole registers is one instruction; other shapes the compiler does not take.
     if width % LANES == 0 and value.ndim == 2:
@@ -69,12 +69,14 @@ def value_of_block(given, rotary: int, layout: str) -> Array:
     if "u" in given:
         scale = given["scale"][...] if "scale" in given else None
         value = value + product(given["u"][...], given["v"][...], scale).reshape(value.shape)
+
     if "dense" in given:
         value = value + given["dense"][...].astype(jnp.float32)
     if rotary:
         cos, sin = given["cos"][...], given["sin"][...]
         cos, sin = (cos[:, None], sin[:, None]) if value.ndim == 3 else (cos, sin)
         value = value * cos + partner(value, rotary, layout) * sin
+
     return value
 
 
@@ -111,7 +113,7 @@ def clear_block(out) -> None:
 
 
 def by_pairs(given, out) -> bool:
-    """Whether a block is taken by pairs of heads: they fill the lanes and lie without padding."""
+    """Returns whether a block is taken by pairs of heads: they fill the lanes and lie without padding."""
     if len(out.shape) != 3 or out.shape[2] != LANES or "x_scale" in given:
         return False
     sizes = {leaf.dtype.itemsize for leaf in (out, *(given[name] for name in ("x", "dense") if name in given))}
@@ -120,10 +122,11 @@ def by_pairs(given, out) -> bool:
 
 
 def _write_by_pairs(given, out, rotary: int, layout: str, interpret, count) -> None:
-    """`write_block` for a few tokens of two heads after the other, all laid out in Python: there is no loop."""
+    """Runs `write_block` for a few tokens of two heads after the other, unrolled in Python."""
     tokens, heads, width = out.shape
     scale = given["scale"][...] if "scale" in given else None
     step = PRODUCT_ROWS if "u" in given else ROWS
+
     for start in range(0, tokens, step):
         at = pl.ds(start, min(step, tokens - start))
         cos, sin = (given["cos"][at], given["sin"][at]) if rotary else (None, None)
@@ -146,11 +149,12 @@ def _write_by_pairs(given, out, rotary: int, layout: str, interpret, count) -> N
                 alone = delta is None and "dense" not in given
                 others = _wide([partner(each, rotary, layout) for each in (found if alone else values)])
                 values = [value * cos + other * sin for value, other in zip(values, others, strict=True)]
+
             _store(out, at, pair, values, keep, interpret)
 
 
 def _wide(found: list[Array]) -> list[Array]:
-    """Two heads in float32, of one word of both or of themselves."""
+    """Returns two heads in float32, of one word of both or of themselves."""
     if len(found) == 2:
         return found
     # A bfloat16 is the upper half of the float32 it stands for.
@@ -159,7 +163,9 @@ def _wide(found: list[Array]) -> list[Array]:
 
 
 def _load(ref, at: pl.Slice, pair: int, interpret) -> list[Array]:
-    """A pair of heads of tokens `at`, [rows, H] each: one word of both where they are bfloat16, else two of float32."""
+    """Returns a pair of heads of tokens `at`, [rows, H] each: one word of both where they are bfloat16, else two of
+    float32.
+    """
     if ref.dtype.itemsize == 4:
         return [_rows(ref, at, head, interpret)[...] for head in (2 * pair, 2 * pair + 1)]
     if not _indexed(interpret):
@@ -184,7 +190,7 @@ def _store(ref, at: pl.Slice, pair: int, values: list[Array], keep: Array | None
 
 
 def _word(values: list[Array], interpret) -> Array:
-    """Two heads, rounded to bfloat16, in one word: the first in its lower half."""
+    """Returns two heads, rounded to bfloat16, in one word: the first in its lower half."""
     if interpret is False:
         # One operation of Mosaic's, which the interpreters do not know.
         return pltpu.pack_elementwise(values, packed_dtype=jnp.bfloat16)
@@ -193,17 +199,19 @@ def _word(values: list[Array], interpret) -> Array:
 
 
 def _bits(value: Array) -> Array:
-    """bfloat16 as the lower half of a word."""
+    """Returns bfloat16 as the lower half of a word."""
     return jax.lax.bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32)
 
 
 def _indexed(interpret) -> bool:
-    """Whether the interpreter sees references in no other shape: the one that looks for races does not."""
+    """Returns whether the interpreter sees references in no other shape: the one that looks for races does not."""
     return isinstance(interpret, pltpu.InterpretParams)
 
 
 def _rows(ref, at: pl.Slice, number: int, interpret):
-    """Row `number` of every token `at`: rows are heads, or words of two heads of bfloat16 (heads if interpreted)."""
+    """Reads row `number` of every token `at`: rows are heads, or words of two heads of bfloat16 (heads if
+    interpreted).
+    """
     if _indexed(interpret):
         return ref.at[at, number]
     tokens, heads, width = ref.shape

@@ -28,7 +28,7 @@ class Tile(NamedTuple):
 
 
 def unsupported(operands: Operands, per_head: bool, layout: str, out_dtype: str) -> str | None:
-    """Why these kernels cannot take such arguments; None if they can. Any `layout` will do."""
+    """Returns why these kernels cannot take such arguments; None if they can. Any `layout` will do."""
     return first_reason(refusals(operands, per_head, out_dtype))
 
 
@@ -46,13 +46,13 @@ def tile_of(tokens: int, heads: int, width: int, rank: int, itemsize: int) -> Ti
 
 
 def configured(operation: str, tokens: int, heads: int, width: int, rank: int, itemsize: int) -> Tile:
-    """The tile that won when this shape was timed on the device, else the heuristic's."""
+    """Returns the tile that won when this shape was timed on the device, else the heuristic's."""
     block = block_of(operation, heads, width, rank, itemsize)
     return tile_of(tokens, heads, width, rank, itemsize) if block is None else Tile(block["tokens"])
 
 
 def tile_for(operation: str, operands: Operands, out_dtype: jax.typing.DTypeLike) -> Tile:
-    """`configured` for the operands of a call."""
+    """Returns `configured` for the operands of a call."""
     tokens, heads, width = operands.x.shape[-3:]
     itemsize = max(operands.x.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
     return configured(operation, tokens, heads, width, operands.rank, itemsize)
@@ -81,18 +81,22 @@ def arrays_of(operands: Operands, layout: str) -> dict[str, Array]:
 
 
 def reach(length: Int[Array, ""] | int, tokens: int, last: int) -> Int[Array, " 2"]:
-    """The length, and the last block of `tokens` that has any of it: made here, for scalars in a kernel are slow."""
+    """Returns the length, and the last block of `tokens` that has any of it: made here, for scalars in a kernel are
+    slow.
+    """
     length = jnp.int32(length)
     return jnp.stack([length, jnp.clip((length + tokens - 1) // tokens - 1, 0, last)])
 
 
 def specs_of(arrays: dict[str, Array], tokens: int, groups: int) -> Sequence[pl.BlockSpec]:
-    """How each of the arrays goes through a grid of (blocks of `tokens`, `groups`); `reach` is the last prefetched."""
+    """Returns how each of the arrays goes through a grid of (blocks of `tokens`, `groups`); `reach` is the last
+    prefetched.
+    """
     return [_spec(leaf, name, tokens, groups) for name, leaf in arrays.items()]
 
 
 def _spec(leaf: Array, name: str, tokens: int, groups: int) -> pl.BlockSpec:
-    """A block of one layer: one block of tokens, or all of it."""
+    """Returns a block of one layer: one block of tokens, or all of it."""
     layers, *inner = leaf.shape
 
     def index(block, group, *scalars):
@@ -107,7 +111,7 @@ def _spec(leaf: Array, name: str, tokens: int, groups: int) -> pl.BlockSpec:
 
 
 def untyped(run: Callable[..., Array], like: Array) -> Callable[..., Array]:
-    """`run`, whose result lies as `like`, traced with no axis of a mesh in types.
+    """Returns `run`, whose result lies as `like`, traced with no axis of a mesh in types.
 
     A reference whose type has axes cannot be seen in another shape.
     """

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from evals.bench import accelerator, accelerator_cases, accelerator_numerics, accelerator_rows, accelerator_timings
+from evals.bench import accelerator, accelerator_numerics, accelerator_tasks, accelerator_timings
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,8 +32,8 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_xla_is_right_and_the_kernel_that_is_not_here_is_left_out_with_its_reason():
-    rows = [accelerator_rows._row(task) for task in accelerator_numerics.numerics(True, "xla")]
+def test_xla_is_right_and_a_missing_kernel_is_skipped_with_its_reason():
+    rows = [accelerator_tasks.make_row(task) for task in accelerator_numerics.numerics(True, "xla")]
     assert {row["verdict"] for row in rows} == {"pass"}
     assert {row["dtype"] for row in rows} == {"bfloat16", "float32", *accelerator_numerics.NARROW}
     assert {row["operation"] for row in rows} >= {
@@ -43,7 +43,7 @@ def test_xla_is_right_and_the_kernel_that_is_not_here_is_left_out_with_its_reaso
         "block_product",
         "factorise",
     }
-    refused = [accelerator_rows._row(task) for task in accelerator_numerics.scattered(True, "kernel")]
+    refused = [accelerator_tasks.make_row(task) for task in accelerator_numerics.scattered(True, "kernel")]
     assert refused
     assert all("the platform is 'cpu'" in row["skipped"] for row in refused)
     wrong = [{"key": "rotate_patch xla"} | rows[0] | {"verdict": "FAIL"}, {"key": "b", "exception": "a\nValueError: c"}]
@@ -52,20 +52,20 @@ def test_xla_is_right_and_the_kernel_that_is_not_here_is_left_out_with_its_reaso
     assert judged == ["numerics: rotate_patch xla: FAIL", "numerics: b: ValueError: c"]
 
 
-def test_rows_that_went_astray_are_named(monkeypatch):
-    made = [accelerator_rows._row(task) for task in list(accelerator_numerics.scattered(True, "xla"))[:2]]
+def test_a_misplaced_row_is_named(monkeypatch):
+    made = [accelerator_tasks.make_row(task) for task in list(accelerator_numerics.scattered(True, "xla"))[:2]]
     assert [row["verdict"] for row in made] == ["pass", "pass"]
     right = accelerator_numerics.splice
-    torn = lambda pool, *given, **plan: right(pool, *given, **plan).at[:, :, 60, :, 8:16].set(5)
+    torn = lambda pool, *arguments, **plan: right(pool, *arguments, **plan).at[:, :, 60, :, 8:16].set(5)
     monkeypatch.setattr(accelerator_numerics, "splice", torn)
-    made = [accelerator_rows._row(task) for task in list(accelerator_numerics.scattered(True, "xla"))[:2]]
+    made = [accelerator_tasks.make_row(task) for task in list(accelerator_numerics.scattered(True, "xla"))[:2]]
     assert [row["verdict"] for row in made] == ["FAIL", "FAIL"]
     assert made[0]["first wrong"] == "token 3 column 8: 5.0; 8 in all"
 
 
 def test_products_of_blocks_are_held_against_float64(monkeypatch):
     made = lambda which: [
-        accelerator_rows._row(task)
+        accelerator_tasks.make_row(task)
         for task in accelerator_numerics.numerics(True, which)
         if task.key.startswith("block_product")
     ]
@@ -77,7 +77,7 @@ def test_products_of_blocks_are_held_against_float64(monkeypatch):
     assert [row["verdict"] for row in made("xla")] == ["FAIL", "FAIL"]
 
 
-def test_tasks_have_names_of_their_own_and_none_is_made_twice():
+def test_task_names_are_unique_and_no_task_is_run_twice():
     for which in ("kernel", "xla"):
         keys = [task.key for task in accelerator_numerics.numerics(False, which)]
         assert len(keys) == len(set(keys))
@@ -90,8 +90,8 @@ def test_tasks_have_names_of_their_own_and_none_is_made_twice():
 FAULTY = """
 import os, sys, time
 from pathlib import Path
-from evals.bench import accelerator_rows
-from evals.bench.accelerator_rows import Task
+from evals.bench import accelerator_tasks
+from evals.bench.accelerator_tasks import Task
 NOTES = []
 def fault(): os._exit(7)
 def hang(): time.sleep(600)
@@ -100,8 +100,8 @@ def tasks(tiny, which):
     for key, run in (("a", dict), ("b", fault), ("c", hang), ("d", wrong), ("e", dict)):
         yield Task(key, run)
 module = sys.modules["evals.bench.faulty"] = sys.modules["__main__"]
-accelerator_rows.PARTS["numerics"] = accelerator_rows.BenchPart("faulty", "tasks")
-accelerator_rows.work("numerics", Path(sys.argv[1]), True)
+accelerator_tasks.PARTS["numerics"] = accelerator_tasks.BenchPart("faulty", "tasks")
+accelerator_tasks.work("numerics", Path(sys.argv[1]), True)
 """
 
 
@@ -112,7 +112,7 @@ class LeapingClock:
         self.out, self.ahead, self.sleep = out, 0.0, time.sleep
 
     def monotonic(self) -> float:
-        if accelerator_rows.open_task(accelerator_rows.read(self.out), "numerics") == "c":
+        if accelerator_tasks.open_task(accelerator_tasks.read(self.out), "numerics") == "c":
             self.ahead += 3600
         return time.monotonic() + self.ahead
 
@@ -136,7 +136,7 @@ def faulty(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_fault_a_hang_and_an_exception_cost_one_row_each(faulty, capsys):
     assert accelerator.main([f"--out={faulty}", "--part=numerics", "--limit=1e9"]) == 1
-    rows = accelerator.gather(accelerator_rows.read(faulty))["numerics"]
+    rows = accelerator.gather(accelerator_tasks.read(faulty))["numerics"]
     assert [row["key"] for row in rows["rows"]] == ["a", "b", "c", "d", "e"]
     assert rows["finished"]
     assert set(rows["rows"][0]) == set(rows["rows"][4]) == {"key"}
@@ -151,18 +151,18 @@ def test_a_fault_a_hang_and_an_exception_cost_one_row_each(faulty, capsys):
     assert "numerics: is there already" in capsys.readouterr().out
 
 
-def test_time_that_is_over_costs_no_row_and_the_next_run_goes_on(faulty, capsys):
+def test_a_run_out_of_time_loses_no_row_and_the_next_run_resumes(faulty, capsys):
     begin = time.monotonic()
     assert accelerator.run_part("numerics", faulty, True, begin) == (
         "numerics: out of time; the same command goes on from here"
     )
-    assert not accelerator_rows.done(accelerator_rows.read(faulty), "numerics")
+    assert not accelerator_tasks.finished_keys(accelerator_tasks.read(faulty), "numerics")
     for key in "abc":
-        accelerator_rows.append(faulty, {"part": "numerics", "key": key})
+        accelerator_tasks.append(faulty, {"part": "numerics", "key": key})
     with (faulty / "rows.jsonl").open("a") as file:
         file.write('{"part": "numerics", "ke')  # killed while writing
     assert accelerator.main([f"--out={faulty}", "--part=numerics"]) == 1
-    rows = accelerator.gather(accelerator_rows.read(faulty))["numerics"]["rows"]
+    rows = accelerator.gather(accelerator_tasks.read(faulty))["numerics"]["rows"]
     assert [row["key"] for row in rows] == ["a", "b", "c", "d", "e"]
     assert accelerator.main([f"--out={faulty}", "--part=torch", "--limit=1"]) == 1
     assert "torch: not run, the 1 seconds are over" in capsys.readouterr().out
@@ -210,8 +210,8 @@ def test_errors_are_units_in_the_last_place_and_nan_is_wrong():
 
 
 def test_float64_answers_agree_with_the_xla_path_and_bytes_are_counted():
-    case = accelerator_cases.cases(True)[1]
-    given = accelerator_cases.draw(case, jax.random.key(0), "float32")
+    case = accelerator_tasks.cases(True)[1]
+    given = accelerator_tasks.draw(case, jax.random.key(0), "float32")
     found = accelerator_timings.separate(given, case.shape.layout, "xla")
     exact = accelerator_numerics.expected(given, [0, 1], case.shape.layout)
     np.testing.assert_allclose(found, exact, atol=2e-5)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import os
-import re
 import stat
 import sys
 from pathlib import Path
@@ -12,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evals.bench import backbones, checkpoints, large, large_prompt
-from evals.bench.transformers_side import TransformersSide, WorkerError
+from evals.bench import backbones, checkpoints, large_model
+from evals.bench.timing import interleave
+from evals.bench.transformers_side import TransformersSide, WorkerError, agreement_row
 from evals.bench.transformers_worker import mean_seconds
 from kvpatch_jax.errors import ConfigError, InputError
 from models import FAMILIES, load, save
@@ -36,9 +36,8 @@ def test_ours_alone_has_every_row(alone):
     for row in alone["rows"]:
         assert row["size"] == "tiny"
         assert row["architecture"] == "InternVLForConditionalGeneration"
-        assert len(row["all"]["ours"]) == 2
-        assert all(math.isfinite(value) and value > 0 for value in (*row["all"]["ours"], row["first_call_seconds"]))
-        assert min(row["all"]["ours"]) <= row["ours"] <= max(row["all"]["ours"])
+        assert len(row["seconds"]["ours"]) == 2
+        assert all(math.isfinite(value) and value > 0 for value in (*row["seconds"]["ours"], row["first_call_seconds"]))
         assert not {"theirs", "value", "passed"} & set(row)
     assert alone["config"]["threads"] == 1
     assert "--torch-python" in alone["config"]["other_side"]
@@ -55,45 +54,16 @@ def test_every_core_is_given_back(alone):
 
 @pytest.mark.slow
 def test_table_of_ours_alone(alone):
-    lines = backbones.table(alone).splitlines()
-    assert len(lines) == 1 + 4 + 1
-    assert lines[1].split()[:3] == ["tiny", "InternVLForConditionalGeneration", "prefill"]
-    assert lines[-1] == alone["config"]["other_side"]
+    lines = backbones.BENCHMARK.format(alone).splitlines()
+    assert len(lines) == 2 + 4
+    assert lines[2].startswith("| prefill | tiny | InternVLForConditionalGeneration |")
 
 
-def compared(ours: list[float], theirs: list[float], bar: float, agrees: bool = True) -> dict:
-    turns = {"ours": [10 / rate for rate in ours], "theirs": [10 / rate for rate in theirs]}
-    row = {"size": "tiny", "architecture": "LlamaForCausalLM", "metric": "prefill"}
-    return backbones._against(backbones._rates(row, turns, 10), agrees, bar)
-
-
-def test_ratio_is_the_median_of_neighbouring_turns():
-    row = compared([10, 40, 30], [20, 20, 10], 1.0)
-    assert (row["ours"], row["theirs"]) == pytest.approx((30, 20))
-    assert (row["low"], row["value"], row["high"]) == pytest.approx((0.5, 2, 3))
-    assert row["passed"]
-
-
-def test_a_slow_row_or_another_function_fails():
-    assert not compared([10], [20], 1.0)["passed"]
-    assert compared([14], [20], backbones.LARGE_SIZE.bar)["passed"]
-    assert not compared([13], [20], backbones.LARGE_SIZE.bar)["passed"]
-    assert not compared([40], [20], 1.0, agrees=False)["passed"]
-
-
-def test_table_of_a_comparison_names_what_failed():
-    rows = [compared([1234.5], [1000], 1.0), compared([1], [4], 1.0) | {"metric": "step"}]
-    lines = backbones.table({"rows": rows, "config": {"other_side": {"torch": "2"}}}).splitlines()
-    assert re.sub(" +", " ", lines[1]).strip() == "tiny LlamaForCausalLM prefill 1234 1000 1.23 1.23 1.23 1 pass"
-    assert lines[2].split()[-1] == "FAIL"
-    assert lines[3:] == ["1 of 2 rows within their bars", "  not: tiny LlamaForCausalLM step"]
-
-
-def test_turns_alternate_and_short_calls_are_repeated():
+def test_measurements_alternate_and_short_calls_are_repeated():
     seen = []
-    turns = backbones.take_turns({name: lambda name=name: seen.append(name) or 1.0 for name in "ab"}, 2)
+    samples = interleave({name: lambda name=name: seen.append(name) or 1.0 for name in "ab"}, 2)
     assert seen == ["a", "b", "a", "b"]
-    assert turns == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+    assert samples == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
     calls = iter([0.25, 0.5, 0.75, 100])
     assert mean_seconds(lambda: next(calls), least=1.5) == 0.5
 
@@ -107,7 +77,7 @@ def test_every_architecture_is_timed_or_said_not_to_be():
         checkpoints.tiny_config("GPT2LMHeadModel")
 
 
-def test_drawn_checkpoint_is_read_back(tmp_path):
+def test_a_drawn_checkpoint_is_read_back(tmp_path):
     drawn = checkpoints.random_backbone(checkpoints.tiny_config("Qwen3MoeForCausalLM"), seed=3)
     tokens = drawn.embed(checkpoints.prompt(6))
     again = load(save(drawn, tmp_path))
@@ -119,8 +89,17 @@ def test_drawn_checkpoint_is_read_back(tmp_path):
 # ------------------------------------------------------------------------------------------------------- the large one
 
 
+def test_sides_that_compute_another_function_do_not_agree():
+    ours, theirs = ({"logits": np.ones((1, 2)) * scale, "tokens": np.array([1, 2])} for scale in (1.0, 1.0001))
+    row = agreement_row(ours, theirs, size="tiny")
+    assert (row["passed"], row["equal_tokens"]) == (True, 1.0)
+    assert row["value"] == pytest.approx(1e-4, rel=1e-3)
+    assert not agreement_row(ours, theirs | {"logits": np.ones((1, 2)) * 1.001})["passed"]
+    assert agreement_row(ours, {"logits": np.ones((1, 3))})["value"] == math.inf
+
+
 def large_turn(seconds: float, rest: float = 1.0) -> dict:
-    names = [*large.BARS, "matmul"]
+    names = [*large_model.BARS, "matmul"]
     profile = {"bfloat16": {"read": 0.1}, "float32": {"read": 0.2, "all": 0.5}}
     return {
         "seconds": dict.fromkeys(names, rest) | {"load float32": seconds},
@@ -132,38 +111,38 @@ def large_turn(seconds: float, rest: float = 1.0) -> dict:
 def test_large_rows_are_judged_by_neighbouring_turns_and_the_profile_is_not():
     row = {"size": "3 GB", "architecture": "Qwen2_5_VLForConditionalGeneration"}
     ours, theirs = [large_turn(1.0), large_turn(2.0)], [large_turn(1.5), large_turn(4.0)]
-    timed = large._timed(row, ours, theirs, [{"passed": True}])
-    assert [each["metric"] for each in timed] == list(large.BARS)
+    timed = large_model.timed_rows(ours, theirs, [{"passed": True}], row)
+    assert [timed_row["metric"] for timed_row in timed] == list(large_model.BARS)
     assert (timed[0]["low"], timed[0]["value"], timed[0]["high"]) == (1.5, 1.75, 2.0)
-    assert all(each["passed"] for each in timed)
-    assert not any(each["passed"] for each in large._timed(row, ours, theirs, [{"passed": False}]))
-    assert not large._timed(row, theirs, ours, [{"passed": True}])[0]["passed"]
+    assert all(timed_row["passed"] for timed_row in timed)
+    assert not any(row["passed"] for row in large_model.timed_rows(ours, theirs, [{"passed": False}], row))
+    assert not large_model.timed_rows(theirs, ours, [{"passed": True}], row)[0]["passed"]
 
-    explained = large._explained(row, large_prompt.LARGE, ours, theirs)
-    assert all("passed" not in each for each in explained)
-    assert {each["metric"]: each["ours"] for each in explained}["load float32: CPU s, all"] == 0.5
-    lines = backbones.table({"rows": [*timed, *explained], "config": {"other_side": {"torch": "2"}}}).splitlines()
+    profile = large_model.profile_rows(large_model.LARGE, ours, theirs, row)
+    assert all("passed" not in profile_row for profile_row in profile)
+    assert {row["metric"]: row["ours"] for row in profile}["load float32: CPU s, all"] == 0.5
+    lines = backbones.BENCHMARK.format({"rows": [*timed, *profile]}).splitlines()
     assert lines[-1] == "5 of 5 rows within their bars"
 
 
 def test_large_model_is_of_about_3_gb_and_its_prompt_of_4k_tokens_with_3_megapixels():
-    size = large_prompt.LARGE
+    size = large_model.LARGE
     family = FAMILIES["Qwen2_5_VLForConditionalGeneration"]
     shapes = flatten_params(parameters(abstract(family.config(size.config(), "exact", None))))
     assert 2.9e9 < sum(4 * math.prod(leaf.shape) for leaf in shapes.values()) < 3.3e9
     assert (size.side * 14) ** 2 > 3e6
-    arrays = large_prompt.prompt_arrays(dataclasses.replace(size, vocabulary=600), 0)
+    arrays = large_model.prompt_arrays(dataclasses.replace(size, vocabulary=600), 0)
     assert arrays["input_ids"].shape == (1, 4096)
-    assert (arrays["input_ids"] == large_prompt.IMAGE).sum() == 62**2
+    assert (arrays["input_ids"] == large_model.IMAGE).sum() == 62**2
     assert arrays["pixel_values"].shape == (124**2, 1176)
 
 
 @pytest.mark.slow
 def test_large_run_at_a_small_size():
     other = functools.partial(TransformersSide, PYTHON, 1) if PYTHON else None
-    rows = large.compare(other, 1, 0, large_prompt.SMALL)
+    rows = large_model.compare(other, 1, 0, large_model.SMALL)
     found = {row["metric"]: row for row in rows}
-    assert set(found) >= {*large.BARS, "matmul: GFLOP/s", "peak GB: prefill", "load float32: CPU s, read"}
+    assert set(found) >= {*large_model.BARS, "matmul: GFLOP/s", "peak GB: prefill", "load float32: CPU s, read"}
     assert all(math.isfinite(row["ours"]) and row["ours"] > 0 for row in rows if "ours" in row)
     if PYTHON:
         assert found["agreement"]["passed"]
@@ -171,25 +150,25 @@ def test_large_run_at_a_small_size():
 
 @pytest.mark.slow
 def test_large_run_that_fails_says_why(tmp_path):
-    size = dataclasses.replace(large_prompt.SMALL, heads=3)
-    with pytest.raises(large.LargeRunError, match="make of the small model ended with 1"):
-        large.run_ours("make", size, tmp_path, 0)
+    size = dataclasses.replace(large_model.SMALL, heads=3)
+    with pytest.raises(large_model.LargeRunError, match="make of the small model ended with 1"):
+        large_model.run_ours("make", size, tmp_path, 0)
 
 
 # ------------------------------------------------------------------------------------------------- the other side
 
 
-def test_an_interpreter_that_is_not_there(tmp_path):
+def test_a_missing_interpreter_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"no-python.*torch and transformers"):
         backbones.run(torch_python=str(tmp_path / "no-python"), architectures=[])
 
 
-def test_an_interpreter_without_torch():
+def test_an_interpreter_without_torch_is_refused():
     with pytest.raises(InputError, match=r"No module named 'torch'.*torch and transformers"):
         backbones.run(torch_python=sys.executable, architectures=[])
 
 
-def test_a_program_that_is_no_interpreter(tmp_path):
+def test_a_program_that_is_no_interpreter_is_refused(tmp_path):
     path = script(tmp_path, "exit 3")
     with pytest.raises(InputError, match="hello: no answer"):
         TransformersSide(path, 1)

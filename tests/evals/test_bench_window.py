@@ -3,17 +3,18 @@
 import numpy as np
 import pytest
 
-from evals.bench import window, window_lengths, window_pretrained, window_texts
+from evals.bench import window, window_lengths, window_pretrained
+from evals.bench.banded_mask import banded_mask, history
+from evals.bench.break_even import break_even
 from evals.bench.checkpoints import LARGE, random_backbone, tiny_config
-from evals.bench.window_break_even import break_even
+from evals.bench.text_slides import SlideSizes, TextSlides
 from evals.bench.window_loop import PrefixCache, divergence
-from evals.bench.window_oracle import banded_mask, history
-from evals.bench.window_slides import Slides, Trial
+from evals.pretrained.texts import documentation
 from kvpatch_jax.errors import InputError
 from models import FAMILIES, ModelBackbone
 from models.decoder.costs import forward_costs
 
-TRIAL = Trial(chunk=8, window=3, steps=2, scored=4, ranks=(4,), removal_ranks=(4,))
+SIZES = SlideSizes(chunk=8, window=3, steps=2, scored=4, ranks=(4,), removal_ranks=(4,))
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,8 @@ def test_a_history_says_who_was_in_the_window_by_counting():
 @pytest.mark.slow
 @pytest.mark.parametrize("lead", [0, 5])
 def test_kept_survivors_are_the_model_under_the_banded_mask(backbone: ModelBackbone, lead: int):
-    drawn = np.random.default_rng(3).integers(3, 290, (2, TRIAL.tokens)).astype(np.int32)
-    records = list(Slides(backbone, drawn, np.arange(7, 7 + lead, dtype=np.int32), TRIAL).run())
+    drawn = np.random.default_rng(3).integers(3, 290, (2, SIZES.tokens)).astype(np.int32)
+    records = list(TextSlides(backbone, drawn, np.arange(7, 7 + lead, dtype=np.int32), SIZES).run())
     kl = {}
     for record in records:
         if "arm" in record:
@@ -63,11 +64,11 @@ def test_kept_survivors_are_the_model_under_the_banded_mask(backbone: ModelBackb
     assert (("canonicals behind the lead", "forget") in kl) == bool(lead)
 
 
-class Pretended:
+class ConstantSlides:
     """Records without a forward."""
 
-    def __init__(self, backbone: None, streams: np.ndarray, lead: np.ndarray, trial: Trial):
-        self.kl, self.steps = (len(lead) - streams[:, 0] * 1e-6).tolist(), range(1, trial.steps + 1)
+    def __init__(self, backbone: None, streams: np.ndarray, lead: np.ndarray, sizes: SlideSizes):
+        self.kl, self.steps = (len(lead) - streams[:, 0] * 1e-6).tolist(), range(1, sizes.steps + 1)
 
     def run(self):
         for step in self.steps:
@@ -85,45 +86,45 @@ class Pretended:
                     }
 
 
-def test_parts_are_gone_on_from_and_others_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(window_pretrained, "Slides", Pretended)
+def test_a_run_resumes_its_parts_and_refuses_others(monkeypatch, tmp_path):
+    monkeypatch.setattr(window_pretrained, "TextSlides", ConstantSlides)
     texts = {f"{number}.py": np.full(4, number) for number in range(3)}
     config = {"rows": 2, "model": "tiny"}
-    arguments = (None, texts, np.array([7, 8], np.int32), TRIAL)
+    arguments = (None, texts, np.array([7, 8], np.int32), SIZES)
     (tmp_path / window_pretrained.PARTS).write_text('{"config": {"ro')  # stopped before the first part
-    first = window_pretrained.measured(*arguments, config, tmp_path, 1)
+    first = window_pretrained.measure(*arguments, config, tmp_path, 1)
     with (tmp_path / window_pretrained.PARTS).open("a") as file:
         file.write('{"part": ["no lead", 0], "records": [{"fro')  # stopped while it was written
-    whole = window_pretrained.measured(*arguments, config, tmp_path, 0)
+    whole = window_pretrained.measure(*arguments, config, tmp_path, 0)
     assert whole[: len(first)] == first
-    assert window_pretrained.measured(*arguments, config, tmp_path, 0) == whole
+    assert window_pretrained.measure(*arguments, config, tmp_path, 0) == whole
     parts = {(record["front"], record["first"]) for record in whole}
     assert parts == {(front, first) for front in ("pinned lead", "no lead") for first in (0, 2)}
 
     result = window_pretrained.summary(whole, config)
-    assert {row["n"] for row in result["rows"]} == {3 * TRIAL.steps}
-    within = {bar["what"].partition(":")[0]: bar["within"] for bar in result["bars"]}
-    assert within == {
-        "kept, pinned lead, against the banded mask": False,
-        "kept, pinned lead, against re-prefill": False,
-        "kept, no lead, against the banded mask": True,
+    assert {row["n"] for row in result["rows"]} == {3 * SIZES.steps}
+    passed = {(row["probe"], row["metric"]): row["passed"] for row in result["rows"] if "passed" in row}
+    assert passed == {
+        ("window, pinned lead, remember", "largest KL"): False,
+        ("window, pinned lead, forget", "mean KL"): False,
+        ("window, no lead, remember", "largest KL"): True,
     }
     assert result["cpu_seconds_per_stream_and_step"] == {"append_seconds": 0.5, "forget_seconds": 2.0}
-    assert "| no lead, forget | blind |" in window_pretrained.table(result)
+    assert "| kl | window, no lead, forget | blind |" in window_pretrained.BENCHMARK.format(result)
     with pytest.raises(ValueError, match="choose another --out"):
-        window_pretrained.measured(*arguments, config | {"model": "another"}, tmp_path, 0)
+        window_pretrained.measure(*arguments, config | {"model": "another"}, tmp_path, 0)
 
 
-def test_documentation_is_what_stands_in_a_modules_strings(tmp_path):
+def test_documentation_is_a_modules_long_strings(tmp_path):
     long = ("word " * 50).strip()
     (tmp_path / "module.py").write_text(f'"""{long}"""\n\ndef f():\n    """Short."""\n\nclass C:\n    """{long}C"""\n')
-    found = window_texts.documentation(tmp_path / "module.py")
+    found = documentation(tmp_path / "module.py")
     assert found == f"{long}\n\n{long}C"
 
 
 def test_a_prefix_cache_hits_whole_blocks_of_what_it_saw():
     cache = PrefixCache(block=4)
-    prompt = lambda *names: [(name, each) for name in names for each in range(6)]
+    prompt = lambda *names: [(name, index) for name in names for index in range(6)]
     assert cache.hit(prompt("lead", "a", "b")) == 0
     assert cache.hit(prompt("lead", "a", "b")) == 16  # of 18, in blocks of 4
     assert cache.hit(prompt("lead", "a", "b", "c")) == 16
@@ -133,7 +134,7 @@ def test_a_prefix_cache_hits_whole_blocks_of_what_it_saw():
 
 
 def test_break_even_is_what_was_spent_over_what_a_reuse_saves():
-    cost = {"prefill behind the window": 10.0, "patch placed": 2.0, "canonical": 6.0, "factors formed": 4.0}
+    cost = {"prefill in the window": 10.0, "patch placed": 2.0, "canonical": 6.0, "factors formed": 4.0}
     found = break_even(cost)
     assert found["canonical stored"] == pytest.approx(14 / 8)
     assert found["no canonical yet"] == pytest.approx(20 / 8)
@@ -152,25 +153,25 @@ def test_divergence_is_zero_of_itself_and_counts_flips():
 def test_edits_of_a_slide_grow_with_survivors_and_those_of_a_recall_do_not():
     result = window_lengths.measure((1, 3, 9), repeats=0)
     rows = {(row["operation"], row["chunks"]): row for row in result["rows"]}
-    layout = window_lengths.Unrun().layout
-    turned = 2 * 2 * 24 * 2 * 64 * window_lengths.TOKENS  # read and written, bfloat16 keys of 24 layers and two heads
+    layout = window_lengths.UnrunBackbone().layout
+    rotated = 2 * 2 * 24 * 2 * 64 * window_lengths.TOKENS  # read and written, bfloat16 keys of 24 layers and two heads
     assert layout.bytes_per_token() == 2 * 24 * 2 * 64 * 2
     for count in (1, 3, 9):
-        assert rows["slide", count]["bytes"] == turned * (count - 1)
+        assert rows["slide", count]["bytes"] == rotated * (count - 1)
         assert rows["recall", count]["bytes"] == rows["recall", 1]["bytes"] > 0
         assert rows["append", count]["flops"] > rows["append", max(1, count // 3)]["flops"] or count == 1
-    assert [bar["within"] for bar in result["bars"][:2]] == [True, True]
+    assert [row["passed"] for row in window_lengths.judged_rows(result)[:2]] == [True, True]
 
 
 def test_costs_of_the_unrun_backbone_are_those_of_the_same_shape():
     costs = forward_costs(FAMILIES["Qwen2ForCausalLM"].config(LARGE, "exact", None).text)
-    assert window_lengths.Unrun().forward_costs == costs
+    assert window_lengths.UnrunBackbone().forward_costs == costs
 
 
 def test_rows_judge_the_worst_flops_and_leave_out_what_warms_up():
-    way = lambda step, name, seconds: {
+    entry = lambda step, arm, seconds: {
         "step": step,
-        "way": name,
+        "arm": arm,
         "seconds": seconds,
         "cpu": seconds,
         "warm_up": step == 1,
@@ -178,11 +179,8 @@ def test_rows_judge_the_worst_flops_and_leave_out_what_warms_up():
         "remember": {"kl": 1e-7, "flip": 0.0},
     }
     names = ("window", "re-prefill", "prefix hit", "prefix cache", "canonical")
-    compared = [
-        way(step, name, second)
-        for step in (1, 2)
-        for name, second in zip(names, (3.0, 8.0, 2.0, 7.0, 1.0), strict=True)
-    ]
+    seconds = dict(zip(names, (3.0, 8.0, 2.0, 7.0, 1.0), strict=True))
+    compared = [entry(step, arm, seconds[arm]) for step in (1, 2) for arm in names]
     compared[0]["seconds"] = 100.0
     loop = {"seconds": 1.0, "forwards": 3, "compilations": 2, "ledger": {"Prefill": {"bytes": 2_000_000}}}
     step = {"kinds": {"Prefill": {"padded_flops": 33}}}
@@ -193,49 +191,37 @@ def test_rows_judge_the_worst_flops_and_leave_out_what_warms_up():
         "warm": loop | {"steps": [step] * 3},
         "compared": compared,
     }
-    found = {row["what"]: row for row in window.loop_rows(part)}
-    flops = found["FLOPs over image behind the window and question"]
-    assert (flops["value"], flops["within"], flops["n"]) == (pytest.approx(1.1), False, 2)
-    assert (found["time over a prefix hit's"]["value"], found["time over a prefix hit's"]["within"]) == (1.5, False)
+    found = {row["metric"]: row for row in window.loop_rows(part)}
+    flops = found["FLOPs over prefilling image and question"]
+    assert (flops["value"], flops["passed"], flops["n"]) == (pytest.approx(1.1), False, 2)
+    assert (found["time over a prefix hit's"]["value"], found["time over a prefix hit's"]["passed"]) == (1.5, False)
     assert found["time of re-prefill over ours"]["value"] == pytest.approx(8 / 3)
-    assert "within" not in found["time of re-prefill over ours"]  # judged at 16 images of the 0.5B shape alone
+    assert "passed" not in found["time of re-prefill over ours"]  # judged at 16 images of the 0.5B shape alone
     assert found["warm loop: MB of KV moved"]["value"] == 2.0
-    assert "| loop, tiny | time over a prefix hit's | 1.5 |" in window.table({"parts": {"loop, tiny": part}})
+    rows = window.rows_of({"loop, tiny": part})
+    assert "| time over a prefix hit's | loop, tiny | 1.5 |" in window.BENCHMARK.format({"rows": rows})
 
 
-def test_parts_of_a_quick_look_are_no_measurement(tmp_path):
-    config = {"seed": 0, "repeats": 5, "quick": True}
-    assert window.kept_parts(tmp_path / "new" / "folder", config) == {}
-    window.keep_parts(tmp_path, config, {"lengths": {"rows": []}})
-    assert window.kept_parts(tmp_path, config) == {"lengths": {"rows": []}}
+def test_parts_of_another_configuration_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(window, "_parts", lambda *options: {})
+    window.run(out=str(tmp_path), quick=True, repeats=5)
+    window.run(out=str(tmp_path), quick=True, repeats=5)
     for other in ({"quick": False}, {"seed": 1}, {"repeats": 3}):
         with pytest.raises(InputError, match="choose another --out"):
-            window.kept_parts(tmp_path, config | other)
-
-    file = tmp_path / window.PARTS
-    whole = file.read_bytes()
-    for broken in (whole[: len(whole) // 2], b"", b"[]", b"\xff", b'{"lengths": {}}'):
-        file.write_bytes(broken)
-        with pytest.raises(InputError, match="not a file of parts"):
-            window.kept_parts(tmp_path, config)
-        assert file.read_bytes() == broken  # whatever it is, it is not ours to delete
-    for name in (window.PARTS, f"{window.PARTS}/below"):
-        with pytest.raises(InputError, match="expected a folder"):
-            window.kept_parts(tmp_path / name, config)
-    with pytest.raises(SystemExit, match=r"error: .*choose another --out"):
-        window.run(out=str(tmp_path), quick=True)
+            window.run(**({"out": str(tmp_path), "quick": True, "repeats": 5} | other))
 
 
 @pytest.mark.slow
 def test_the_suite_runs_and_keeps_its_parts(tmp_path):
     result = window.run(repeats=1, out=str(tmp_path), quick=True)
-    found = {row["what"]: row for row in window.rows(result["parts"])}
-    assert found["FLOPs over image behind the window and question"]["within"]
-    assert found["KL to what the window promises (remember)"]["within"]
+    found = {row["metric"]: row for row in result["rows"]}
+    assert found["FLOPs over prefilling image and question"]["passed"]
+    assert found["KL to what the window promises (remember)"]["passed"]
     assert found["warm loop: programs compiled"]["value"] == 0
     assert found["warm loop: forwards"]["value"] == 8 + 1  # images, a question with each, and the lead
     assert found["recall by a patch: FLOPs of re-prefill over ours"]["value"] > 5
-    assert found["recall by a patch: KL to a prefill behind the window"]["value"] < 1e-3
-    assert (tmp_path / "window_lengths.png").stat().st_size > 10_000
+    assert found["recall by a patch: KL to a prefill in the window"]["value"] < 1e-3
+    window.BENCHMARK.write(result, tmp_path)
+    assert (tmp_path / "bench_window.png").stat().st_size > 10_000
     again = window.run(repeats=1, out=str(tmp_path), quick=True)
     assert again["parts"] == result["parts"]

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from evals.bench.window_oracle import banded_mask, history
+from evals.bench.banded_mask import banded_mask, history
 from evals.traces import KINDS, generate
 from evals.traces.figures import draw
 from evals.traces.replaying import AGAIN, BLIND, FIRST, PREFILL, PREFIX, WAYS, WINDOW, rank_table, replay, table

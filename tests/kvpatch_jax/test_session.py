@@ -17,6 +17,7 @@ from session_cases import QUESTION, image_of, reader
 from window_oracle import tiny
 
 import kvpatch_jax as kvp
+from evals.oracles import HostExecutor
 from kvpatch_jax.errors import (
     CertificateError,
     ConfigError,
@@ -30,7 +31,7 @@ from kvpatch_jax.errors import (
 )
 from kvpatch_jax.session import embedded
 from kvpatch_jax.session.session_input import thing_of
-from kvpatch_jax.window import Costs, Entry, HostExecutor, Window, rearrangement, window_operations, window_state
+from kvpatch_jax.window import Costs, Entry, Window, window_state
 
 BAR = 2e-5
 
@@ -485,8 +486,7 @@ def test_a_certificate_of_other_weights_is_refused(backbone, session):
 @pytest.mark.slow
 def test_a_long_loop_costs_no_more_at_its_end(backbone, monkeypatch: pytest.MonkeyPatch):
     """A step calls as many functions when hundreds of chunks have left as when some have: beyond a bound all goes."""
-    for place in (window_state, window_operations, rearrangement):
-        monkeypatch.setattr(place, "MOST_GONE", 6)
+    monkeypatch.setattr(window_state, "MOST_GONE", 6)
     calls = 0
 
     def count(frame: Any, what: str, argument: Any) -> None:

@@ -146,7 +146,7 @@ def test_a_pool_that_a_launch_took_along_is_said_to_be_lost_and_made_again(monke
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(programs, "turn_slots", dies)
+        patched.setattr(programs, "rotate_slots", dies)
         with pytest.raises(PoolLostError, match=r"expected `renew\(\)`") as caught:
             drill.paged.run(window, edits)
     assert isinstance(caught.value.__cause__, RuntimeError)

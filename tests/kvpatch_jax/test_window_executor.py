@@ -1,6 +1,7 @@
 """Edits on a paged pool: what is refused or fails leaves everything as it was; forks, switches, dtypes, the mask."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
+import copy
 import dataclasses
 
 import jax.numpy as jnp
@@ -10,22 +11,21 @@ from window_drill import BAR, Drill, backbone_of
 from window_oracle import rows_of, tokens_of
 
 import kvpatch_jax as kvp
+from evals.oracles import HostExecutor
 from kvpatch_jax.errors import InputError, NotFiniteError, PatchMismatchError, PoolError, ShapeError, WindowError
-from kvpatch_jax.window import Costs, Entry, HostExecutor, PagedExecutor, Rotate, Window, padded_chunk
-from kvpatch_jax.window.sources import grown
+from kvpatch_jax.window import Costs, Entry, PagedExecutor, Rotate, Window, grown, padded_chunk
 
 
-class Breaking:
-    """A backbone whose prefill fails when it is told to, after so many more."""
+class FailingPrefills:
+    """Makes the prefills of a copy of a backbone fail after `left` more of them; None: never."""
 
     def __init__(self, backbone, nan: bool = False):
-        self.backbone, self.left, self.nan = backbone, None, nan
-
-    def __getattr__(self, name: str):
-        return getattr(self.backbone, name)
+        self.left, self.nan = None, nan
+        self._prefill, self.backbone = backbone.prefill, copy.copy(backbone)
+        self.backbone.prefill = self.prefill
 
     def prefill(self, *args, **options):
-        out = self.backbone.prefill(*args, **options)
+        out = self._prefill(*args, **options)
         if self.left is not None:
             self.left -= 1
             if self.left < 0 and self.nan:
@@ -66,8 +66,8 @@ def drill() -> Drill:
 def test_a_forward_that_fails_leaves_pool_and_books_as_they_were(keep: str, nan: bool):
     """Others were turned, dropped and overwritten by then."""
     drill = Drill("gqa", host=False, pages=4, keep=keep)
-    broken = Breaking(drill.backbone, nan)
-    drill.paged.backbone = broken
+    broken = FailingPrefills(drill.backbone, nan)
+    drill.paged.backbone = broken.backbone
     for id in ("c0", "c1", "c2"):
         drill.append(id)
     before, pool, books = drill.window, lying(drill.paged, drill.window), drill.paged.books
@@ -317,7 +317,7 @@ def test_forty_turns_in_bfloat16(keep: str):
     there = [Rotate("c1", start + step, start + step + 1) for step in range(39)]
     paged.run(window, (*there, Rotate("c1", start + 39, start)))
     found = np.asarray(rows_of(paged, window)["k"], np.float64)[:, -7:]
-    assert paged.turns(window)["c1"] == (0 if keep == "rotating" else 40)
+    assert paged.rotations(window)["c1"] == (0 if keep == "rotating" else 40)
     if keep == "rotating":
         assert (found == first).all()
         assert paged.ledger.of("Rotate").launches == 40
@@ -377,7 +377,7 @@ def test_pages_are_packed_where_that_pays():
     assert moved.launches == 1
     assert drill.paged.compaction(steps=1000) is None
     context = drill.paged.context(drill.window)
-    assert drill.paged.context_of([]) is None
+    assert drill.paged.context(Window.empty(drill.window.costs, branch="other")) is None
     assert context is not None
 
 

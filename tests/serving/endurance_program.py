@@ -24,7 +24,7 @@ REQUESTS, STEPS, SEED = 500, 24, 0
 def plans(engine):
     """Kinds of plans by name; the object that the last one asks for is damaged on the disk, and not read before."""
     engine.one(PROMPT, segments=ENDS[1:], tenant="hurt", steps=1)
-    damage(engine, "hurt", segments_of(engine.worker.settings.backbone, PROMPT, ends=ENDS[1:])[0])
+    damage(engine, "hurt", segments_of(engine.worker.config.backbone, PROMPT, ends=ENDS[1:])[0])
     unbounded = {"segments": ENDS, "policy": "blind", "save": False}
     return {
         "plain": {},
@@ -62,7 +62,7 @@ def many(engine):
         "damaged_matched": alone["damaged", 0]["cached"],
         "preemptions": len(preempted),
         "free_blocks": [free, engine.free_blocks()],
-        "tracked": len(engine.scheduler._tracked),
+        "tracked": len(engine.scheduler._requests),
         "counts": dict(engine.scheduler.counts),
     }
 

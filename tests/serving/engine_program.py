@@ -56,7 +56,7 @@ def forms(engine):
     found["bare_again"] = compared(engine.one(PROMPT, fresh=False, tenant="blind", **ask), reference)
 
     salt = request_plan.RequestPlan.salt
-    request_plan.RequestPlan.salt = lambda self, settings, asked, own: own
+    request_plan.RequestPlan.salt = lambda self, config, options, own_salt: own_salt
     engine.one(PROMPT, tenant="blind", **ask)
     found["plain_after_bare_without_salt"] = compared(engine.one(PROMPT, fresh=False), reference)
     request_plan.RequestPlan.salt = salt
@@ -80,15 +80,15 @@ def first_layer(engine):
 
 def second_chunk(engine, **ask):
     """What the lowest layer's pages hold of the second chunk, once a prompt was answered."""
-    noted, allocated = [], engine.scheduler.allocated
+    noted, allocated = [], engine.scheduler.order_load
 
     def noting(request, blocks, count):
         noted.append(blocks)
         allocated(request, blocks, count)
 
-    engine.scheduler.allocated = noting
+    engine.scheduler.order_load = noting
     engine.one(PROMPT, steps=1, segments=ENDS, save=False, **ask)
-    engine.scheduler.allocated = allocated
+    engine.scheduler.order_load = allocated
     worker, slots = engine.worker, slots_of(noted[-1], rig_engine.BLOCK, *ENDS)
     kv = worker._functions.read(worker.layout, list(worker._runner.kv_caches), slots)
     return {name: np.asarray(value[0], np.float32) for name, value in kv.items()}
@@ -96,7 +96,7 @@ def second_chunk(engine, **ask):
 
 def ahead(engine, reference):
     """A store that is slow to read: a plain request that comes behind one of chunks is answered before it."""
-    read, finished, done = StoreCatalog.has_canonical, engine.scheduler.finished, {}
+    read, finished, done = StoreCatalog.has_canonical, engine.scheduler.finish, {}
 
     def slow(self, id):
         time.sleep(SLOW)
@@ -106,26 +106,26 @@ def ahead(engine, reference):
         done["plain" if request.kv_transfer_params is None else "chunks"] = time.perf_counter() - began
         return finished(request)
 
-    StoreCatalog.has_canonical, engine.scheduler.finished = slow, noting
+    StoreCatalog.has_canonical, engine.scheduler.finish = slow, noting
     ask = {"segments": ENDS, "tenant": "full", "policy": "blind", "save": False}
     before, began = engine.scheduler.counts["asked_again"], time.perf_counter()
     answers = engine.ask(PROMPT, PROMPT, each=[ask, {}])
     asked_again = engine.scheduler.counts["asked_again"] - before
     engine.abandon(PROMPT, **ask)
-    StoreCatalog.has_canonical, engine.scheduler.finished = read, finished
+    StoreCatalog.has_canonical, engine.scheduler.finish = read, finished
     return {
         "seconds_of_a_read": SLOW,
         "seconds": done,
         "asked_again": asked_again,
         "behind_one_that_was_abandoned": compared(engine.one(PROMPT, **ask), answers[0]),
-        "tracked": len(engine.scheduler._tracked),
+        "tracked": len(engine.scheduler._requests),
         **{name: compared(own, reference) for name, own in zip(("chunks", "plain"), answers, strict=True)},
     }
 
 
 def damage(engine, tenant, segment):
     """Turns the bits of one byte of a stored canonical, on the disk."""
-    backbone = engine.worker.settings.backbone
+    backbone = engine.worker.config.backbone
     store = ChunkStore(engine.store, tenant=tenant)
     (entry,) = store.disk.of_chunk(store.names.canonical(backbone, segment.id))
     path = engine.store / entry.path
@@ -137,7 +137,7 @@ def damage(engine, tenant, segment):
 
 def serves(engine):
     """What another process formed is served; what was damaged since is computed."""
-    damage(engine, "whole", segments_of(engine.worker.settings.backbone, PROMPT, ends=ENDS[1:])[0])
+    damage(engine, "whole", segments_of(engine.worker.config.backbone, PROMPT, ends=ENDS[1:])[0])
     reference = engine.one(PROMPT)
     ask = {"segments": ENDS, "policy": "blind", "tenant": "full", "save": False}
     found = {

@@ -40,12 +40,12 @@ OPTIONS = {
 
 def form(engine, first, second):
     """Canonicals of both chunks, and patches of every rank behind the first."""
-    settings = engine.worker.settings
+    settings = engine.worker.config
     for tenant, rank in (("blind", None), *((f"rank{rank}", rank) for rank in RANKS)):
         for chunk in (first, second):
             engine.one([*chunk, 0], segments=[len(chunk)], tenant=tenant, steps=1, fresh=False)
         if rank is not None:
-            engine.worker.former.settings = dataclasses.replace(settings, rank=rank)
+            engine.worker.former.config = dataclasses.replace(settings, rank=rank)
             ends = [len(first), len(first) + len(second)]
             engine.one([*first, *second, 0], segments=ends, tenant=tenant, steps=1, fresh=False)
 

@@ -58,12 +58,12 @@ OPTIONS = {
 
 def form(engine, images):
     """Has the engine form each chunk from a request of it alone, and patches of two ranks from whole prompts."""
-    settings = engine.worker.settings
+    settings = engine.worker.config
     for tenant, rank in (("blind", None), *((f"rank{rank}", rank) for rank in RANKS)):
         alone = [prompt_of([image], QUESTION) for image in images]
         engine.ask(*alone, steps=1, tenant=tenant)
         if rank is not None:
-            engine.worker.former.settings = dataclasses.replace(settings, rank=rank)
+            engine.worker.former.config = dataclasses.replace(settings, rank=rank)
             engine.one(prompt_of(images, QUESTION), steps=1, tenant=tenant)
 
 

@@ -1,4 +1,4 @@
-"""Chunks and patches formed of what an engine's prefills left, on a thread of their own."""
+"""Formation of chunks and patches from an engine's prefills, on a background thread."""
 
 import collections
 import logging
@@ -15,7 +15,7 @@ from ...cache import Chunk
 from ...core import EngineKV, KVLayout, to_phase_free
 from ...errors import InputError
 from ...patching import form_patch
-from ...utils.background import start_thread
+from ...utils.background import JobQueue
 from .layouts import CacheFormat
 from .segments import PromptSegment
 from .settings import ConnectorConfig
@@ -23,182 +23,171 @@ from .stores import Stores
 
 logger = logging.getLogger(__name__)
 
+MAX_LOWEST_LAYER_ERROR = 0.1
+"""Share of the norm, in the lowest layer: rounding causes less than a hundredth, another rotation of keys about 1."""
+
+ChunkKV = Mapping[str, Float[jax.Array, "L T _ _"]]
+"""{channel: [L, T, K, H]} of one chunk in the engine frame, in arrays that nobody else donates."""
+
 
 class FormingTask(NamedTuple):
-    """One chunk that is to be formed of what an exact prefill left.
+    """A chunk to be formed from an exact prefill.
 
     Attributes:
-      segment: which. front: ids of the chunks in front of it; without any it becomes a canonical, else a patch.
-      positions: of its tokens.
+      tenant: owner of the chunk.
+      segment: the chunk.
+      antecedent: ids of the chunks before it; without any it becomes a canonical, otherwise a patch.
+      positions: positions of its tokens.
     """
 
     tenant: str
     segment: PromptSegment
-    front: tuple[str, ...]
+    antecedent: tuple[str, ...]
     positions: Int[np.ndarray, "*positions"]
 
 
-ChunkKV = Mapping[str, Float[jax.Array, "L T _ _"]]
-"""{channel: [L, T, K, H]} of one chunk in the engine frame, in arrays that nobody else gives away."""
+class _ReadTask(NamedTuple):
+    """A task with its KV, read from the engine's pool, and the bytes that count towards the budget."""
 
-
-MOST_APART = 0.1
-"""Of the norm, in the lowest layer: rounding leaves below a hundredth; keys that are turned otherwise, about 1."""
+    task: FormingTask
+    kv: ChunkKV
+    nbytes: int
 
 
 def check_lowest_layer(canonical: Chunk, conditioned: Mapping[str, Float[jax.Array, "L T _ _"]]) -> None:
-    """Refuses KV behind other chunks that in the lowest layer, which they do not reach, is not the canonical's.
+    """Raises if a chunk's conditioned KV differs from its canonical in the lowest layer, which no antecedent reaches.
 
-    So a rope, an order of layers or an image that is not what it is taken for is found before it is in a patch.
+    This detects a rope, an order of layers or an image other than assumed, before it is stored in a patch.
 
     Raises:
-      InputError: it is further from it than rounding.
+      InputError: the difference exceeds rounding.
     """
-    for name, own in conditioned.items():
-        found, expected = (np.asarray(value[0], np.float32) for value in (own, canonical.kv[name][:, : own.shape[1]]))
-        apart = float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30))
-        if not apart <= MOST_APART:
+    for name, value in conditioned.items():
+        actual = np.asarray(value[0], np.float32)
+        expected = np.asarray(canonical.kv[name][:, : value.shape[1]][0], np.float32)
+        error = float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))
+        if not error <= MAX_LOWEST_LAYER_ERROR:  # also refuses NaN
             raise InputError(
-                f"chunk {canonical.id[:12]}…: {name!r} in the lowest layer is {apart:.2g} of its norm from the "
-                f"canonical; expected at most {MOST_APART}, for nothing in front reaches it"
+                f"chunk {canonical.id[:12]}…: got {name!r} in the lowest layer at {error:.2g} of its norm from the "
+                f"canonical; expected at most {MAX_LOWEST_LAYER_ERROR}, because no antecedent reaches it"
             )
 
 
 class ChunkFormer:
-    """Forms and stores what is added: the first chunk of a prompt as a canonical, others as patches of canonicals.
+    """Forms and stores chunks: the first chunk of a prompt as a canonical, later ones as patches of their canonicals.
 
-    What waits is held on the device, next to the engine's pool: the rows of the chunks that are to be formed, and no
-    more of them than `Settings.pending_bytes`.
+    Waiting KV is held on the device, next to the engine's pool: only the rows of chunks to be formed, and at most
+    `ConnectorConfig.pending_bytes` of them.
+
+    Attributes:
+      counts: numbers of chunks by outcome: "canonicals", "patches", "known" (already stored), "failed", "over_budget",
+        and of prefills that were "dropped".
+      held_bytes: bytes of KV that wait or are in work.
     """
 
-    def __init__(self, settings: ConnectorConfig, layout: KVLayout, stores: Stores):
-        """Starts no thread before something is added."""
-        self.settings, self.layout, self.stores = settings, layout, stores
+    def __init__(self, config: ConnectorConfig, layout: KVLayout, stores: Stores):
+        self.config, self.layout, self.stores = config, layout, stores
         self.counts: collections.Counter[str] = collections.Counter()
         self.held_bytes = 0
-        self._waiting: collections.deque[list[tuple[FormingTask, ChunkKV, int]]] = collections.deque()
-        self._busy = self._closed = self._ended = False
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        # One job per prefill. The thread starts with the first one.
+        self._queue: JobQueue[list[_ReadTask]] = JobQueue(
+            self._form_all, config.pending, "chunk-former", drop=self._drop, patience=config.patience
+        )
 
     def add(self, tasks: Sequence[FormingTask], read: Callable[[PromptSegment], ChunkKV], token_bytes: int) -> None:
-        """Queues what one prefill left. What there is no room for is not read; it is counted. Called by one thread.
+        """Queues the chunks of one prefill. Chunks over the budget are counted and not read. Called by one thread.
 
         Args:
-          read: reads a chunk's rows out of the engine's pool. token_bytes: that a token takes there.
+          read: reads a chunk's rows from the engine's pool.
+          token_bytes: bytes per token there.
         """
-        with self._changed:
-            if self._closed or len(self._waiting) >= self.settings.pending:
-                self.counts["dropped"] += 1
-                return
-            if self._thread is None:
-                self._thread = start_thread(self._work, self._exit, "chunk-former", self.settings.patience)
+        # Reading copies on the device, so room is checked first.
+        if self._queue.full:
+            self.counts["dropped"] += 1
+            return
 
-        chunks = []
+        job = []
         for task in tasks:
             nbytes = token_bytes * (task.segment.end - task.segment.begin)
-            if self.held_bytes + nbytes > self.settings.pending_bytes:
+            if self.held_bytes + nbytes > self.config.pending_bytes:
                 self.counts["over_budget"] += 1
                 continue
             try:
                 kv = read(task.segment)
-            except Exception as error:  # whatever it is, the engine goes on
-                self.counts["failed"] += 1
-                logger.warning("kvpatch: a chunk was not formed: %s", error)
+            except Exception as error:  # forming is optional: the engine must go on
+                self._note_failure(error)
                 continue
-            with self._changed:
-                self.held_bytes += nbytes
-            chunks.append((task, kv, nbytes))
-        if chunks:
-            with self._changed:
-                self._waiting.append(chunks)
-                self._changed.notify_all()
+            job.append(_ReadTask(task, kv, nbytes))
+            self._reserve(nbytes)
+        if job and not self._queue.add(job):  # closed in the meantime
+            self._drop(job)
 
     def flush(self) -> None:
-        """Waits until all that was added is stored, or was counted as failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: not (self._waiting or self._busy))
+        """Waits until every queued chunk is stored or counted as failed."""
+        self._queue.flush()
 
     def close(self, patience: float) -> bool:
-        """Finishes what was added, and ends the thread.
+        """Finishes the queued chunks and ends the thread.
 
         Args:
-          patience: seconds to wait at most; what is not begun by then is dropped.
+          patience: seconds to wait at most; chunks that are not begun by then are dropped.
 
         Returns:
-          Whether all was finished.
+          Whether all were finished.
         """
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            finished = self._changed.wait_for(lambda: not (self._waiting or self._busy), patience)
-            self._end()
-        if self._thread is not None:
-            self._thread.join(patience if finished else 0)
-        return finished
+        return self._queue.close(patience)
 
-    def _exit(self, _: float) -> None:
-        """Ends the thread after the chunk that it is at: the process exits, and the engine closed no connector."""
-        with self._changed:
-            self._closed = True
-            self._end()
-            self._changed.notify_all()
+    def _reserve(self, nbytes: int) -> None:
+        """Adds to the held bytes; a negative number releases them."""
+        with self._lock:
+            self.held_bytes += nbytes
 
-    def _end(self) -> None:
-        """Drops what waits. Called with the lock."""
-        self._ended = True
-        while self._waiting:
-            chunks = self._waiting.popleft()
-            self.counts["dropped"] += 1
-            self.held_bytes -= sum(nbytes for _, _, nbytes in chunks)
+    def _drop(self, job: list[_ReadTask]) -> None:
+        self.counts["dropped"] += 1
+        self._reserve(-sum(read.nbytes for read in job))
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if not self._waiting:
-                    return
-                chunks, self._busy = self._waiting.popleft(), True
-            while chunks and not self._ended:
-                task, kv, nbytes = chunks.pop(0)
-                try:
-                    self._form(task, kv)
-                except Exception as error:  # a chunk that is not formed is computed by the engine, as before
-                    self.counts["failed"] += 1
-                    logger.warning("kvpatch: a chunk was not formed: %s", error)
-                del kv  # before the bytes are given to others
-                with self._changed:
-                    self.held_bytes -= nbytes
-            with self._changed:
-                self._busy = False
-                self.held_bytes -= sum(nbytes for _, _, nbytes in chunks)  # of what was dropped
-                self._changed.notify_all()
+    def _note_failure(self, error: Exception) -> None:
+        self.counts["failed"] += 1
+        logger.warning("kvpatch: a chunk was not formed: %s", error)
+
+    def _form_all(self, job: list[_ReadTask]) -> None:
+        """Forms the chunks of one prefill, until the queue's time is over."""
+        while job and not self._queue.expired:
+            task, kv, nbytes = job.pop(0)
+            try:
+                self._form(task, kv)
+            except Exception as error:  # the engine prefills a chunk that is not formed, as it did before
+                self._note_failure(error)
+            del kv  # freed before its bytes are available to others
+            self._reserve(-nbytes)
+        self._reserve(-sum(read.nbytes for read in job))
 
     def _form(self, task: FormingTask, kv: ChunkKV) -> None:
+        """Forms one chunk's canonical or patch and stores it, unless another request or engine has done so."""
         segment, store = task.segment, self.stores.of(task.tenant)
-        if self.stores.formed(task.tenant, segment.id, task.front):  # by another request, or engine, in between
+        if self.stores.is_formed(task.tenant, segment.id, task.antecedent):
             self.counts["known"] += 1
             return
+
+        # Keys are unrotated in float32. Rounded then and again when they are placed, they would not be the engine's.
+        dtype = kv[self.layout.names[0]].dtype
+        rotating = {channel.name for channel in self.layout.channels if channel.rotates}
+        wide = EngineKV({name: rows.astype(jnp.float32) if name in rotating else rows for name, rows in kv.items()})
         start, local = task.positions[0], (task.positions - task.positions[0]).astype(np.float32)
-        free = to_phase_free(self.layout, self._widened(kv), local, start)
-        if not task.front:
+        free = to_phase_free(self.layout, wide, local, start)
+
+        if not task.antecedent:
             span, count = int(local.max()) + 1, len(local)
-            chunk = Chunk(
-                jax.device_get(dict(free)), local, span, count, segment.id, self.layout, self.settings.backbone
-            )
-            store.put(chunk)
+            host_kv = jax.device_get(dict(free))
+            store.put(Chunk(host_kv, local, span, count, segment.id, self.layout, self.config.backbone))
             self.counts["canonicals"] += 1
             return
-        canonical = store.get(segment.id, self.settings.backbone)
-        if canonical is None:
+
+        canonical = store.get(segment.id, self.config.backbone)
+        if canonical is None:  # evicted since the request was planned
             return
         check_lowest_layer(canonical, free)
-        dtype = kv[self.layout.names[0]].dtype
         CacheFormat(self.layout, np.dtype(dtype)).check(canonical, len(local))
-        store.put_patches([form_patch(canonical, free, self.settings.rank, task.front, dtype=dtype)])
+        store.put_patches([form_patch(canonical, free, self.config.rank, task.antecedent, dtype=dtype)])
         self.counts["patches"] += 1
-
-    def _widened(self, kv: ChunkKV) -> EngineKV:
-        """Keys in float32: rounded when turned back and when placed again, they would no longer be the engine's."""
-        rotating = {channel.name for channel in self.layout.channels if channel.rotates}
-        return EngineKV({name: own.astype(jnp.float32) if name in rotating else own for name, own in kv.items()})

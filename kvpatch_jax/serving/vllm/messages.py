@@ -1,4 +1,7 @@
-"""What the scheduler's side tells the worker's. Both are in one process (`parallel`)."""
+"""Commands that the scheduler's side of the connector sends to the worker's side.
+
+Both sides run in one process (`parallel`), so commands carry the chunks themselves.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -13,7 +16,7 @@ from .segments import PromptSegment
 
 
 class ChunkPayload(NamedTuple):
-    """A step, and what it places: read and verified when the request was planned."""
+    """A step of a plan with the chunk and patch that it places, read and verified when the request was planned."""
 
     step: ChunkStep
     chunk: Chunk
@@ -21,30 +24,35 @@ class ChunkPayload(NamedTuple):
 
 
 class LoadCommand(NamedTuple):
-    """Chunks to be written into an engine's blocks before its next forward.
+    """Chunks to write into a request's blocks before the engine's next forward.
 
     Attributes:
-      request: its id. pieces: all chunks from the front. first: the first token that the engine does not have already.
-        blocks: of the request, in order.
+      request: the request's id.
+      payloads: every chunk of the plan, from the start of the prompt.
+      first: the first token that the engine does not have yet.
+      blocks: the request's blocks, in order.
     """
 
     request: str
-    pieces: tuple[ChunkPayload, ...]
+    payloads: tuple[ChunkPayload, ...]
     first: int
     blocks: tuple[int, ...]
 
     @property
     def end(self) -> int:
-        """Behind the last token that it fills."""
-        return self.pieces[-1].step.segment.end
+        """Index after the last token that the command fills."""
+        return self.payloads[-1].step.segment.end
 
 
 class SaveCommand(NamedTuple):
-    """Chunks whose KV stands in an engine's blocks as its own exact prefill left it.
+    """Chunks whose KV the engine's exact prefill has left in a request's blocks.
 
     Attributes:
-      segments: all chunks from the front. wanted: places of those to be formed: the first as a canonical, others as
-        patches.
+      request: the request's id.
+      tenant: owner of the chunks.
+      segments: every chunk of the prompt, from its start.
+      wanted: indices of the segments to form: the first becomes a canonical, later ones become patches.
+      blocks: the request's blocks, in order.
     """
 
     request: str
@@ -56,10 +64,11 @@ class SaveCommand(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepCommands:
-    """What one step of the engine is to load and save.
+    """Loads and saves of one step of the engine.
 
     Attributes:
-      lost: blocks that the engine counts on and nobody will fill; it is told so behind the step, and computes them.
+      lost: blocks that the engine relies on and that nobody will fill. The worker reports them after the step, and the
+        engine recomputes them.
     """
 
     loads: tuple[LoadCommand, ...] = ()
@@ -68,17 +77,18 @@ class StepCommands:
 
 
 def slots_of(blocks: tuple[int, ...], page_size: int, begin: int, end: int) -> Int[np.ndarray, " T"]:
-    """Slots of a request's tokens from `begin` up to `end`: block · page size + offset.
+    """Returns the slots of a request's tokens in [begin, end): block · page size + offset.
 
     Raises:
-      PoolError: tokens beyond the blocks.
+      PoolError: the range exceeds the blocks.
     """
     if not 0 <= begin <= end <= len(blocks) * page_size:
-        raise PoolError(f"tokens {begin} to {end}; expected some of {len(blocks)} blocks of {page_size}")
-    places = np.arange(begin, end)
-    return (np.asarray(blocks, np.int64)[places // page_size] * page_size + places % page_size).astype(np.int32)
+        raise PoolError(f"tokens: got {begin} to {end}; expected a range within {len(blocks)} blocks of {page_size}")
+    tokens = np.arange(begin, end)
+    slots = np.asarray(blocks, np.int64)[tokens // page_size] * page_size + tokens % page_size
+    return slots.astype(np.int32)
 
 
 def blocks_from(blocks: tuple[int, ...], page_size: int, begin: int, end: int) -> set[int]:
-    """Blocks that hold tokens from `begin` up to `end`."""
+    """Returns the blocks that hold a request's tokens in [begin, end)."""
     return set(blocks[begin // page_size : -(-end // page_size)])

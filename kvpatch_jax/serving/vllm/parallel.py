@@ -1,36 +1,39 @@
-"""Over which devices an engine is spread, and which ways of that are served: asked before anything is planned."""
+"""Check that an engine's parallelism is supported, made before anything is planned."""
 
 from typing import Any
 
 from ...errors import ConfigError
 
-ALONE = (
+UNSUPPORTED_SIZES = (
     "pipeline_parallel_size",
     "data_parallel_size",
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
 )
+"""Fields of vLLM's `parallel_config` that have to be 1."""
 
 
 def check_parallel(parallel: Any, sharding: Any, groups: int) -> None:
-    """Refuses an engine that is spread otherwise than by tensor parallelism, in one process.
+    """Raises for an engine with any parallelism other than tensor parallelism in one process.
 
     Args:
       parallel: vLLM's `parallel_config`.
-      sharding: tpu-inference's `sharding_config`, or None. It says what vLLM's no longer does: tpu-inference sets the
-        data parallel size there to 1, and makes an axis of its mesh of it.
-      groups: of caches.
+      sharding: tpu-inference's `sharding_config`, or None. vLLM's configuration alone is not sufficient: tpu-inference
+        resets the data parallel size there to 1, and makes it an axis of its mesh.
+      groups: number of groups of caches.
 
     Raises:
-      ConfigError: naming each size that is not 1; or an executor in other processes.
+      ConfigError: a size is not 1 (each is named), or the executor runs in other processes.
     """
-    sizes = {name: getattr(parallel, name) for name in ALONE} | {"groups of caches": groups}
+    sizes = {name: getattr(parallel, name) for name in UNSUPPORTED_SIZES} | {"groups of caches": groups}
     if sharding is not None:
         strategy = vars(sharding.sharding_strategy)
         sizes |= {name: size for name, size in strategy.items() if name != "tensor_parallelism"}
-    found = {name: size for name, size in sizes.items() if size != 1}
-    if found:
-        raise ConfigError(f"connector: {found}; expected 1 of each (tensor parallelism alone is served)")
+    unsupported = {name: size for name, size in sizes.items() if size != 1}
+    if unsupported:
+        raise ConfigError(f"connector: got {unsupported}; expected 1 of each (only tensor parallelism is supported)")
+
+    # Commands carry chunks, and hooks change the engine's own request objects, so both sides share a process.
     backend = parallel.distributed_executor_backend
-    if backend != "uni":  # orders hold the chunks themselves, and a request's place in the engine's own objects
-        raise ConfigError(f"connector: executor {backend!r}; expected 'uni', scheduler and worker in one process")
+    if backend != "uni":
+        raise ConfigError(f"connector: got executor {backend!r}; expected 'uni', scheduler and worker in one process")

@@ -1,4 +1,8 @@
-"""What plans need, read on threads of their own while the engine goes on: of few requests at once, for it is large."""
+"""Background prefetching of the stored chunks that request plans need.
+
+`Prefetcher` reads from the store on daemon threads while the engine goes on. It limits how many requests have their
+data in memory at once, because that data is large.
+"""
 
 import collections
 import concurrent.futures
@@ -10,164 +14,167 @@ from typing import Any, NamedTuple
 
 from ...utils.background import start_thread
 
+EXIT_SECONDS = 1.0
+"""Seconds for which a reading thread is waited for when the process ends: a read may hang."""
+
 
 class _QueuedWork(NamedTuple):
-    make: Callable[[], Any]
-    until: float  # counted from when the request came
+    """Work that has not begun; `deadline` counts from the request's arrival."""
 
-    def is_over(self) -> bool:
-        """Whether the request has waited longer than it may."""
-        return time.monotonic() >= self.until
+    read: Callable[[], Any]
+    deadline: float
 
 
-class _Begun(NamedTuple):
+class _StartedWork(NamedTuple):
+    """Work that has begun; `deadline` counts from the request's arrival, `thread_deadline` from the work's start."""
+
     future: concurrent.futures.Future[Any]
-    until: float  # counted from when the request came
-    thread_until: float  # counted from when its work began
-
-    def is_over(self) -> bool:
-        """Whether the request has waited longer than it may, for its work to begin and to end."""
-        return time.monotonic() >= self.until
-
-    def hangs(self) -> bool:
-        """Whether the work itself takes longer than it may."""
-        return time.monotonic() >= self.thread_until
+    deadline: float
+    thread_deadline: float
 
 
-class Prefetcher[Made]:
-    """Work of requests, by their ids, begun in the order in which they came. Asked by one thread, the engine's.
+class Prefetcher[Result]:
+    """Reads for requests on threads, in the order of arrival; called by one thread, the engine's.
 
-    A request is *held* from when its work begins until it is let go, behind what becomes of the result: what is read
-    for a request fills memory until it is placed. A request whose work has not ended within the patience, from when the
-    request came, is given up: also where the work could not begin, for others were held and not placed. Work that is
-    given up goes on until it ends, and has its thread until then; while no thread is left, everything is given up at
-    once. Threads keep a process from ending for a second at most.
+    A request is *held* from the start of its work until it is released, because what was read for it fills memory
+    until it is placed. At most `limit` requests are held. A request expires if its work has not ended within the
+    patience, counted from its arrival, whether the read was slow or could not begin. Expired work goes on and keeps its
+    thread until it ends; while no thread is left, every request expires at once.
+
+    Args:
+      threads: number of reading threads.
+      limit: number of requests that are held at once; others wait.
+      patience: seconds after which a request expires, and after which a thread counts as hanging.
     """
 
-    def __init__(self, threads: int, most: int, patience: float):
-        """Begins nothing.
-
-        Args:
-          threads: that work at once.
-          most: requests that are held at once; others wait.
-          patience: seconds after which a request is given up, and a thread counted as one that hangs.
-        """
-        self.threads, self.most, self.patience = threads, most, patience
+    def __init__(self, threads: int, limit: int, patience: float):
+        self.threads, self.limit, self.patience = threads, limit, patience
         self._waiting: collections.OrderedDict[str, _QueuedWork] = collections.OrderedDict()
-        self._held: dict[str, _Begun | None] = {}  # None: what was made was taken
-        self._running: list[_Begun] = []
-        self._started, self._closed = 0, False
+        self._held: dict[str, _StartedWork | None] = {}  # None: the result was taken
+        self._running: list[_StartedWork] = []
+        self._thread_count, self._closed = 0, False
         self._changed = threading.Condition()
 
     def __contains__(self, id: str) -> bool:
-        """Whether a request's work waits, goes on, or has ended and was not taken."""
+        """Returns whether a request's work waits, runs, or has ended with a result that was not taken."""
         with self._changed:
             return id in self._waiting or self._held.get(id) is not None
 
-    def add(self, id: str, make: Callable[[], Made]) -> None:
-        """Adds work of a request; what was added before under its id is let go."""
-        self.let_go(id)
+    def add(self, id: str, read: Callable[[], Result]) -> None:
+        """Queues a request's work, and releases any earlier work of the same id.
+
+        Raises:
+          RuntimeError: no thread could be started.
+        """
+        self.release(id)
         with self._changed:
-            self._waiting[id] = _QueuedWork(make, time.monotonic() + self.patience)
-            if self._started < self.threads:
-                # A pool of the standard library is waited for when a process ends, whatever hangs in it; this a second.
-                start_thread(self._serve, lambda _: self.close(), f"kvpatch-ahead-{self._started + 1}", 1.0)
-                self._started += 1  # where a thread could not be started, the next request tries again
+            self._waiting[id] = _QueuedWork(read, time.monotonic() + self.patience)
+            if self._thread_count < self.threads:
+                # Not a pool of the standard library: at exit that waits without limit for a read that hangs.
+                name = f"kvpatch-ahead-{self._thread_count + 1}"
+                start_thread(self._run, lambda _: self.close(), name, EXIT_SECONDS)
+                self._thread_count += 1  # after the start, so that the next request tries again if it failed
             self._changed.notify_all()
 
-    def _serve(self) -> None:
-        while self._work():
+    def _run(self) -> None:
+        """Works until the prefetcher is closed."""
+        while self._run_next():
             pass
 
-    def _work(self) -> bool:
-        """Does the next work there is to begin; returns whether more may come."""
+    def _run_next(self) -> bool:
+        """Runs the next work that may begin; returns False once the prefetcher is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or (self._waiting and len(self._held) < self.most))
+            self._changed.wait_for(lambda: self._closed or (self._waiting and len(self._held) < self.limit))
             if self._closed:
                 return False
-            id, (make, until) = self._waiting.popitem(last=False)
-            begun = _Begun(concurrent.futures.Future(), until, time.monotonic() + self.patience)
-            self._held[id] = begun
-            self._running.append(begun)
-        made = error = None
+            id, (read, deadline) = self._waiting.popitem(last=False)
+            work = _StartedWork(concurrent.futures.Future(), deadline, time.monotonic() + self.patience)
+            self._held[id] = work
+            self._running.append(work)
+
+        result = error = None
         try:
-            made = make()
-        except BaseException as met:
-            error = met
+            result = read()
+        except BaseException as raised:
+            error = raised
+
         with self._changed:
-            self._running.remove(begun)
+            self._running.remove(work)
             if error is None:
-                begun.future.set_result(made)
+                work.future.set_result(result)
             else:
-                begun.future.set_exception(error)
-            del begun, made  # what was read is its request's alone, from now on
+                work.future.set_exception(error)
+            del work, result  # a thread that waits for its next work must not keep a large result alive
             self._changed.notify_all()
         return True
 
     @property
     def stuck(self) -> bool:
-        """Whether every thread is at work that takes longer than the patience."""
+        """Whether every thread has been at one piece of work for longer than the patience."""
         with self._changed:
-            return sum(begun.hangs() for begun in self._running) >= self.threads
+            now = time.monotonic()
+            return sum(now >= work.thread_deadline for work in self._running) >= self.threads
 
     def is_ready(self, id: str) -> bool:
-        """Whether a request's work has ended, or is given up."""
+        """Returns whether a request's work has ended, or has expired."""
         with self._changed:
-            begun = self._held.get(id)
-            if begun is not None:
-                return begun.future.done() or begun.is_over()
+            now = time.monotonic()
+            started = self._held.get(id)
+            if started is not None:
+                return started.future.done() or now >= started.deadline
             waiting = self._waiting.get(id)
-            return waiting is not None and (waiting.is_over() or self.stuck)
+            return waiting is not None and (now >= waiting.deadline or self.stuck)
 
     def ready(self, seconds: float = 0.0) -> list[str]:
-        """Lists requests that are ready. Where there are none, waits until one is.
+        """Returns the ids of requests that are ready, and waits for one if there is none.
 
         Args:
-          seconds: to wait at most.
+          seconds: longest time to wait.
         """
-        found: list[str] = []
+        ids: list[str] = []
 
-        def found_some() -> bool:
-            # Of thousands that may wait few are looked at: they are given up all at once, or the oldest first.
-            over = self._waiting.items() if self.stuck else itertools.takewhile(_is_over, self._waiting.items())
-            found[:] = [id for id in self._held if self.is_ready(id)] + [id for id, _ in over]
-            return bool(found) or not (self._running or self._waiting)
+        def find() -> bool:
+            # Thousands may wait. They expire all together, or the oldest first, so the rest is not looked at.
+            now = time.monotonic()
+            if self.stuck:
+                expired = list(self._waiting)
+            else:
+                first = itertools.takewhile(lambda item: now >= item[1].deadline, self._waiting.items())
+                expired = [id for id, _ in first]
+            ids[:] = [id for id in self._held if self.is_ready(id)] + expired
+            return bool(ids) or not (self._running or self._waiting)
 
         with self._changed:
-            self._changed.wait_for(found_some, seconds)
-        return found
+            self._changed.wait_for(find, seconds)
+        return ids
 
-    def take(self, id: str) -> Made:
-        """Takes what was made for a request that is ready; it is held on.
+    def take(self, id: str) -> Result:
+        """Returns the result of a request that is ready. The request stays held until it is released.
 
         Raises:
-          TimeoutError: it was given up. Whatever the work raised.
+          TimeoutError: its work expired. Any exception that the work raised.
         """
         with self._changed:
-            begun = None if self._waiting.pop(id, None) else self._held[id]
+            work = None if self._waiting.pop(id, None) else self._held[id]
             self._held[id] = None
-        if begun is None or not begun.future.done():
+        if work is None or not work.future.done():
             raise TimeoutError(
-                f"was not read within {self.patience:g} s; expected a store that answers, or fewer requests that are "
-                "read and not placed"
+                f"prefetch: got no result within {self.patience:g} s; expected a store that answers, or fewer requests "
+                "that are read and not placed"
             )
-        return begun.future.result()
+        return work.future.result()
 
-    def let_go(self, id: str) -> None:
-        """Holds a request no longer, whatever became of it, so that the next one's work can begin."""
+    def release(self, id: str) -> None:
+        """Forgets a request, in any state, so that the next one's work can begin."""
         with self._changed:
             self._waiting.pop(id, None)
             self._held.pop(id, None)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Begins no more; what is being read ends by itself."""
+        """Forgets every request and begins no more work. Work that runs ends by itself."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
             self._held.clear()
             self._changed.notify_all()
-
-
-def _is_over(item: tuple[str, _QueuedWork]) -> bool:
-    return item[1].is_over()

@@ -1,8 +1,8 @@
-"""Which way each chunk of a request is served, how far the prompt is matched, and the salt that this asks for."""
+"""The plan of one request: which stored chunks serve it, how, what that may lose, and the salt that it needs."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ...cache import digest_of, encoded
 from ...plan import Certificate
@@ -11,7 +11,7 @@ from .settings import ConnectorConfig, RequestOptions
 
 
 class StockedPatch(NamedTuple):
-    """A stored patch: its digest, and its rank as a certificate is asked for it."""
+    """A stored patch: its digest, and the rank under which a certificate lists it."""
 
     digest: str
     rank: int
@@ -19,23 +19,25 @@ class StockedPatch(NamedTuple):
 
 @runtime_checkable
 class ChunkCatalog(Protocol):
-    """What a store has of one tenant, as a plan looks it up."""
+    """The chunks and patches of one tenant that a plan may use."""
 
     def has_canonical(self, id: str) -> bool:
-        """Whether it has a chunk's canonical."""
+        """Returns whether a chunk's canonical is available."""
         ...
 
-    def patches(self, id: str, front: tuple[str, ...]) -> Sequence[StockedPatch]:
-        """A chunk's patches that were formed behind exactly these, prefilled."""
+    def patches(self, id: str, antecedent: tuple[str, ...]) -> Sequence[StockedPatch]:
+        """Returns a chunk's patches that were formed behind exactly this antecedent, prefilled."""
         ...
 
 
 class ChunkStep(NamedTuple):
-    """How one chunk is served.
+    """The way in which a plan serves one chunk.
 
     Attributes:
-      segment: which. point: "leading" (exact), "stored" (canonical and a patch) or "bare" (the canonical alone).
-      patch, rank: digest and rank of its patch; None and 0 without one.
+      segment: the chunk.
+      point: "leading" (exact), "stored" (canonical and a patch) or "bare" (the canonical alone).
+      patch: digest of the patch, or None.
+      rank: rank of the patch, or 0.
     """
 
     segment: PromptSegment
@@ -45,17 +47,18 @@ class ChunkStep(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether it is served as a prefill computes it."""
+        """Whether the chunk is served as a prefill computes it."""
         return self.point == "leading"
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestPlan:
-    """How the front of one request is served: from the first token on, without gaps. The rest is the engine's.
+    """The chunks from the start of a prompt that are served from the store; the engine prefills the rest.
 
     Attributes:
-      steps: of the chunks that are served, in order. kl: bound of an answer's loss in nats; 0 where all is exact; None
-        where nothing bounds it. why: in what the plan ends before the question, for people.
+      steps: one per chunk, from the start of the prompt without a gap.
+      kl: nats that the answer may lose; 0 if every chunk is exact, None if nothing bounds the loss.
+      why: why the plan ends where it does, for people; empty if it reaches the question.
     """
 
     steps: tuple[ChunkStep, ...] = ()
@@ -64,7 +67,7 @@ class RequestPlan:
 
     @property
     def matched(self) -> int:
-        """Tokens that are served."""
+        """Number of tokens that are served."""
         return self.steps[-1].segment.end if self.steps else 0
 
     @property
@@ -73,9 +76,9 @@ class RequestPlan:
         return all(step.exact for step in self.steps)
 
     def cut(self, end: int) -> "RequestPlan":
-        """What is left of it where tokens from `end` on were computed by the engine after all.
+        """Returns the part of the plan that was carried out if the engine computed the tokens from `end` on itself.
 
-        The bound is kept where anything approximate is: what the engine computed stands behind that.
+        If any of the remaining chunks is approximate, the bound stays: the engine's own KV is conditioned on it.
         """
         steps = [step for step in self.steps if step.segment.begin < end]
         if steps and steps[-1].segment.end > end:
@@ -83,21 +86,18 @@ class RequestPlan:
         cut = dataclasses.replace(self, steps=tuple(steps))
         return dataclasses.replace(cut, kl=0.0) if cut.exact else cut
 
-    def salt(self, settings: ConnectorConfig, asked: RequestOptions, own: str | None) -> str | None:
-        """The salt under which the engine may cache this request's blocks.
+    def salt(self, config: ConnectorConfig, options: RequestOptions, own_salt: str | None) -> str | None:
+        """Returns the salt under which the engine may cache this request's blocks.
 
-        Everything behind an approximate chunk is approximate too, and an engine's prefix cache asks for tokens alone.
-        So blocks are shared by requests of one plan and by no others, whatever salt a request came with.
+        Everything after an approximate chunk is approximate too, whereas an engine's prefix cache compares tokens only.
+        The salt lets requests with the same plan share blocks, and no others, whatever salt a request came with.
 
         Args:
-          own: the request's own salt.
-
-        Returns:
-          `own` where the plan is exact.
+          own_salt: the request's own salt, returned if the plan is exact.
         """
         if self.exact:
-            return own
-        fields = [b"plan", encoded(settings.backbone), encoded(asked.tenant), encoded("" if own is None else own)]
+            return own_salt
+        fields = [b"plan", encoded(config.backbone), encoded(options.tenant), encoded(own_salt or "")]
         for step in self.steps:
             fields += [encoded(step.segment.id), encoded(step.point), encoded(step.patch or "")]
         return f"kvpatch-{digest_of(fields, size=16)}"
@@ -105,92 +105,90 @@ class RequestPlan:
 
 def plan_request(
     segments: Sequence[PromptSegment],
-    stored: ChunkCatalog,
-    settings: ConnectorConfig,
-    asked: RequestOptions,
+    catalog: ChunkCatalog,
+    config: ConnectorConfig,
+    options: RequestOptions,
     certificate: Certificate | None = None,
 ) -> RequestPlan:
-    """Plans the longest front that is stored and may be served; of several patches the largest.
+    """Plans as many chunks from the start of the prompt as are stored and may be served.
 
-    A chunk that leads is exact: it was prefilled alone, and nothing stands in front of it. Any other is the canonical
-    with a patch that was formed behind those in front, or without: as far as the certificate bounds the answer within
-    what the request and the operator allow, the chunks that the engine prefills behind them included; or, where both
-    say "blind", all of them.
+    The first chunk is exact: it was prefilled alone, and nothing precedes it. Every later chunk is its canonical with
+    the largest patch that was formed behind the chunks before it, or without a patch if there is none. Approximate
+    chunks are served as far as the certificate bounds the answer within the limits of the request and the operator,
+    including the loss of chunks that the engine prefills behind them. If both allow "blind", all of them are served.
     """
-    best = _truest(segments, stored, asked)
+    steps = _available_steps(segments, catalog, options)
+
+    # A certificate bounds nothing for a prompt unlike those that it was measured on. The first chunk is exact, so only
+    # its tokens count.
     beyond = None
     if certificate is not None and segments:
-        # The leading chunk is what a window pins: it is exact, and counts among its tokens alone.
-        beyond = certificate.beyond(segments[-1].end, [(own.span, own.modality) for own in segments[1:]])
+        beyond = certificate.beyond(segments[-1].end, [(segment.span, segment.modality) for segment in segments[1:]])
     certificate = None if beyond else certificate
-    bound = lambda steps: bound_of([(step.point, step.rank) for step in steps], len(segments), certificate)
-    flips = lambda steps: _flips_of([(step.point, step.rank) for step in steps], len(segments), certificate)
-    missing = "" if len(best) == len(segments) else f"chunk {len(best) + 1} of {len(segments)} is not stored"
-    if asked.policy == "exact" and best and missing:
-        missing = "what stands behind another chunk is approximate"
-    for count in range(len(best), 0, -1):
-        steps = best[:count]
-        kl = bound(steps)
-        if _allowed(kl, lambda own=steps: flips(own), settings, asked):
-            return RequestPlan(tuple(steps), kl, missing)
-        missing = f"chunk {count} of {len(segments)} is not certified within {_most_kl(settings, asked):g} nats"
-        missing += f": {beyond}" if beyond else ""
-    return RequestPlan((), 0.0, missing)
+
+    why = "" if len(steps) == len(segments) else f"chunk {len(steps) + 1} of {len(segments)} is not stored"
+    if options.policy == "exact" and steps and why:
+        why = "what stands behind another chunk is approximate"
+
+    # Take the longest prefix of the steps whose loss is within the limits.
+    blind = options.policy == "blind" and config.uncertified
+    max_kl = config.most_kl if options.kl is None else min(options.kl, config.most_kl)
+    for count in range(len(steps), 0, -1):
+        kl, flips = _certified_loss(steps[:count], len(segments), certificate)
+        within_kl = kl is not None and kl <= max_kl
+        within_flips = options.flips is None or (flips is not None and flips <= options.flips)
+        if kl == 0.0 or blind or (within_kl and within_flips):
+            return RequestPlan(tuple(steps[:count]), kl, why)
+        why = f"chunk {count} of {len(segments)} is not certified within {max_kl:g} nats"
+        why += f": {beyond}" if beyond else ""
+    return RequestPlan((), 0.0, why)
 
 
-def _truest(segments: Sequence[PromptSegment], stored: ChunkCatalog, asked: RequestOptions) -> list[ChunkStep]:
-    """Every chunk from the front in the truest way that is stored, up to the first that is not."""
+def _available_steps(
+    segments: Sequence[PromptSegment], catalog: ChunkCatalog, options: RequestOptions
+) -> list[ChunkStep]:
+    """Returns the best available step for every chunk, up to the first one that is not stored."""
     steps: list[ChunkStep] = []
-    for place, segment in enumerate(segments):
-        if (place and asked.policy == "exact") or not stored.has_canonical(segment.id):
+    for index, segment in enumerate(segments):
+        if (index > 0 and options.policy == "exact") or not catalog.has_canonical(segment.id):
             break
-        if place == 0:
+        if index == 0:
             steps.append(ChunkStep(segment, "leading"))
             continue
-        patches = stored.patches(segment.id, tuple(own.id for own in segments[:place]))
+
+        patches = catalog.patches(segment.id, tuple(before.id for before in segments[:index]))
         if patches:
-            found = max(patches, key=lambda patch: (patch.rank, patch.digest))
-            steps.append(ChunkStep(segment, "stored", found.digest, found.rank))
+            largest = max(patches, key=lambda patch: (patch.rank, patch.digest))
+            steps.append(ChunkStep(segment, "stored", largest.digest, largest.rank))
         else:
             steps.append(ChunkStep(segment, "bare"))
     return steps
 
 
-def bound_of(served: Sequence[tuple[str, int]], count: int, certificate: Certificate | None) -> float | None:
-    """Bounds an answer behind `count` chunks of which the first are served so and the engine prefills the others.
+def _certified_loss(
+    steps: Sequence[ChunkStep], count: int, certificate: Certificate | None
+) -> tuple[float | None, float | None]:
+    """Bounds the loss of an answer if the first of `count` chunks are served by `steps` and the engine prefills others.
 
     Returns:
-      Nats; 0 where all is exact; None where nothing bounds it.
+      Bounds of the KL in nats and of the share of flipped tokens; 0 if every step is exact, None if nothing bounds it.
     """
-    if all(point == "leading" for point, _ in served):
-        return 0.0
+    exact = [step.exact for step in steps]
+    if all(exact):
+        return 0.0, 0.0
     if certificate is None:
-        return None
-    return certificate.together([*served, *([("prefill", 0)] * (count - len(served)))])
+        return None, None
 
+    served = [(step.point, step.rank) for step in steps]
+    kl = certificate.together([*served, *([("prefill", 0)] * (count - len(steps)))])
 
-def _flips_of(served: Sequence[tuple[str, int]], count: int, certificate: Certificate | None) -> float | None:
-    approximate = [way for way in served if way[0] != "leading"]
-    if not approximate:
-        return 0.0
-    if certificate is None:
-        return None
-    others = count - next(place for place, way in enumerate(served) if way[0] != "leading") - 1
-    found = [certificate.flips(point, rank, behind=others) for point, rank in approximate]
-    return None if None in found else max(own for own in found if own is not None)
-
-
-def _allowed(kl: float | None, flips: Callable[[], Any], settings: ConnectorConfig, asked: RequestOptions) -> bool:
-    if kl == 0.0 or (asked.policy == "blind" and settings.uncertified):
-        return True
-    if kl is None or kl > _most_kl(settings, asked):
-        return False
-    if asked.flips is None:
-        return True
-    found = flips()
-    return found is not None and found <= asked.flips
-
-
-def _most_kl(settings: ConnectorConfig, asked: RequestOptions) -> float:
-    """Nats that an answer may lose: never more than the operator allows."""
-    return settings.most_kl if asked.kl is None else min(asked.kl, settings.most_kl)
+    # Every chunk after the first approximate one is approximate too, those that the engine prefills included.
+    others = count - exact.index(False) - 1
+    flips = 0.0
+    for step in steps:
+        if not step.exact:
+            bound = certificate.flips(step.point, step.rank, behind=others)
+            if bound is None:
+                return kl, None
+            flips = max(flips, bound)
+    return kl, flips

@@ -1,4 +1,4 @@
-"""What a prompt is made of: chunks named by what they hold, whoever declares where they begin and end."""
+"""Division of a prompt into chunks, each named by a digest of its content."""
 
 import itertools
 import json
@@ -10,10 +10,12 @@ from ...errors import InputError
 
 
 class PromptFeature(NamedTuple):
-    """An image (or other input of a tower) of a prompt.
+    """An image (or other input of a tower) in a prompt.
 
     Attributes:
-      identifier: the engine's name of its content. offset, length: of its tokens.
+      identifier: the engine's name of its content.
+      offset: index of its first token.
+      length: its number of tokens.
     """
 
     identifier: str
@@ -22,15 +24,16 @@ class PromptFeature(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Behind its last token."""
+        """Index after its last token."""
         return self.offset + self.length
 
 
 class PromptSegment(NamedTuple):
-    """A chunk of a prompt: tokens from `begin` up to `end`, named by them and by the images among them.
+    """A chunk of a prompt: the tokens in [begin, end).
 
     Attributes:
-      modality: what it shows: "text", "image", or "images" where there are several in it.
+      id: digest of the tokens and of the images among them.
+      modality: "text", "image", or "images" if there is more than one.
     """
 
     id: str
@@ -40,7 +43,7 @@ class PromptSegment(NamedTuple):
 
     @property
     def span(self) -> int | None:
-        """Positions that it spans; None of images, which may span fewer than they have tokens."""
+        """Number of positions of a text; None for images, which may span fewer positions than they have tokens."""
         return self.end - self.begin if self.modality == "text" else None
 
 
@@ -51,44 +54,60 @@ def segments_of(
     ends: Sequence[int] | None = None,
     frame: tuple[int, int] | None = None,
 ) -> tuple[PromptSegment, ...]:
-    """Divides a prompt into chunks; what is behind the last one is the question, at least a token.
+    """Divides a prompt into chunks; the tokens after the last chunk are the question.
 
-    A name is a digest of the tokens and of the images' names and places among them, so that whoever declares ends
-    declares no content. It does not depend on where the chunk stands.
+    A chunk's id is a digest of its tokens and of the names and offsets of the images among them, so a client that
+    declares ends cannot claim another chunk's content. It does not depend on the chunk's position.
 
     Args:
-      ends: of the chunks, growing; None: each image is one, with the tokens of `frame` where they are around it, and
-        so is the text in front of each.
-      frame: token ids that open and close an image.
+      backbone: fingerprint of the model, part of every id.
+      ends: ends of the chunks, increasing. None: each image is a chunk, and so is the text before each image.
+      frame: token ids that open and close an image; if both are present, they belong to the image's chunk.
 
     Raises:
-      InputError: ends out of range, or inside an image.
+      InputError: an end is outside the prompt, or inside an image.
     """
     ordered = sorted(features, key=lambda feature: feature.offset)
-    found = _around(tokens, ordered, frame) if ends is None else list(ends)
-    if any(end >= len(tokens) for end in found):
-        raise InputError(f"segments: end {max(found)} of a prompt of {len(tokens)} tokens; expected a question behind")
+    ends = _image_ends(tokens, ordered, frame) if ends is None else list(ends)
+
+    if any(end >= len(tokens) for end in ends):
+        raise InputError(
+            f"segments: got end {max(ends)} in a prompt of {len(tokens)} tokens; expected at least one token of a "
+            "question after it"
+        )
     for feature in ordered:
-        cut = next((end for end in found if feature.offset < end < feature.end), None)
-        if cut is not None:
-            raise InputError(f"segments: end {cut} inside an image at {feature.offset} to {feature.end}")
+        for end in ends:
+            if feature.offset < end < feature.end:
+                raise InputError(
+                    f"segments: got end {end} inside an image at {feature.offset} to {feature.end}; expected ends "
+                    "outside of images"
+                )
+
     segments = []
-    for begin, end in itertools.pairwise([0, *found]):
-        own = [list(each._replace(offset=each.offset - begin)) for each in ordered if begin <= each.offset < end]
-        content = [list(tokens[begin:end])] + ([json.dumps(own).encode()] if own else [])
-        modality = ("text", "image")[len(own)] if len(own) < 2 else "images"
+    for begin, end in itertools.pairwise([0, *ends]):
+        images = [feature for feature in ordered if begin <= feature.offset < end]
+        content: list[list[int] | bytes] = [list(tokens[begin:end])]
+        if images:
+            # Offsets count from the chunk's start: its id is the same wherever the chunk stands.
+            relative = [list(image._replace(offset=image.offset - begin)) for image in images]
+            content.append(json.dumps(relative).encode())
+        modality = ("text", "image", "images")[min(len(images), 2)]
         segments.append(PromptSegment(chunk_id(backbone, *content), begin, end, modality))
     return tuple(segments)
 
 
-def _around(tokens: Sequence[int], features: Sequence[PromptFeature], frame: tuple[int, int] | None) -> list[int]:
-    """Ends around each image, and of the text in front of it."""
+def _image_ends(tokens: Sequence[int], features: Sequence[PromptFeature], frame: tuple[int, int] | None) -> list[int]:
+    """Returns the ends of each image and of the text before it."""
     ends: list[int] = []
     for feature in features:
         begin, end = feature.offset, feature.end
         if frame is not None and begin and end < len(tokens) and (tokens[begin - 1], tokens[end]) == frame:
             begin, end = begin - 1, end + 1
-        ends += [place for place in (begin, end) if place > (ends[-1] if ends else 0)]
+        for boundary in (begin, end):
+            if boundary > (ends[-1] if ends else 0):
+                ends.append(boundary)
+
+    # An image at the end of the prompt is the question.
     while ends and ends[-1] >= len(tokens):
         ends.pop()
     return ends

@@ -1,4 +1,4 @@
-"""What an operator sets once, and what a request may ask for within that."""
+"""Settings of the operator, and the options of a request within them."""
 
 import dataclasses
 import typing
@@ -7,37 +7,41 @@ from typing import Any, Literal
 
 from ...errors import ConfigError, InputError
 from ...plan import DEFAULT_KL
+from ...utils.sizes import size_of
 
 Policy = Literal["exact", "approximate", "blind"]
-LONGEST = 86_400.0
-"""Seconds that anything may be waited for: a day."""
+MAX_PATIENCE = 86_400.0
+"""Seconds, one day: the upper limit of `ConnectorConfig.patience`."""
+MAX_SEGMENTS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class ConnectorConfig:
-    """An operator's settings: `kv_connector_extra_config` of the engine.
+    """The operator's settings: `kv_connector_extra_config` of the engine.
 
     Attributes:
       store: the root of a `ChunkStore`, which engines may share.
-      backbone: the name under which chunks are kept and a certificate speaks: the fingerprint of the weights in their
-        dtype. The first engine that opens a tenant's store says there which weights the name is for; an engine of
-        others has nothing of that store and adds nothing. Where weights do not come from safetensors files this cannot
-        be told, and two engines that give one name must have the same.
+      backbone: the name under which chunks are stored and which the certificate is for: the fingerprint of the weights
+        in their dtype. The first engine that opens a tenant's store records there which weights the name is for; an
+        engine with other weights is served nothing from that store and adds nothing. Weights that do not come from
+        safetensors files cannot be checked: engines that use one name must then have the same weights.
       certificate: path of the certificate; without one nothing approximate is served.
-      rank: of the patches that are formed from traffic.
-      save: whether chunks and patches are formed from what is prefilled.
-      most_kl: nats; no request of policy "approximate" gets a larger bound. There is no infinite one.
-      uncertified: allows the policy "blind", for measurements; else a request that asks for it is served plainly.
-      image_frame: token ids that open and close an image, which then belong to its chunk; None: none do.
+      rank: rank of the patches formed from traffic.
+      save: whether chunks and patches are formed from prefills.
+      most_kl: nats; upper limit of the bound of a request with policy "approximate". It is always finite.
+      uncertified: allows the policy "blind", for measurements; otherwise a request with that policy is served without
+        stored chunks.
+      image_frame: token ids that open and close an image, which then belong to its chunk; None: no such tokens.
       pending: prefills that may wait to be formed into patches; more are dropped.
-      pending_bytes: of KV on the device that may wait to be formed or be in work; a chunk beyond it is not formed.
-      readers: threads that read chunks for requests that have come, while the engine goes on with others.
-      ahead: requests whose chunks are read and held in memory before they are placed; more wait.
-      patience: seconds within which a request's chunks have to be read, from when it comes; then it is served plainly.
-        Also of closing: what is not formed and written by then is left.
+      pending_bytes: bytes of KV on the device that may wait to be formed or be in work; a chunk beyond it is not
+        formed. JSON may say "512 MiB".
+      readers: threads that read chunks for new requests while the engine serves others.
+      ahead: requests whose chunks are held in memory before they are placed; more wait.
+      patience: seconds, from a request's arrival, within which its chunks have to be read; otherwise it is served
+        without them. Closing waits as long; what is not formed and written by then is dropped.
 
     Raises:
-      ConfigError: a setting that is not known, missing, or out of range.
+      ConfigError: a setting is out of range.
     """
 
     store: str
@@ -56,55 +60,63 @@ class ConnectorConfig:
 
     def __post_init__(self) -> None:
         frame = self.image_frame
-        wanted = {
-            "store": isinstance(self.store, str) and self.store != "",
-            "backbone": isinstance(self.backbone, str) and self.backbone != "",
-            "certificate": self.certificate is None or isinstance(self.certificate, str),
-            "rank": _whole(self.rank, 1),
-            "save": isinstance(self.save, bool),
-            "most_kl": _bound(self.most_kl),
-            "uncertified": isinstance(self.uncertified, bool),
-            "image_frame": frame is None or (len(frame) == 2 and all(_whole(token, 0) for token in frame)),
-            "pending": _whole(self.pending, 1),
-            "pending_bytes": _whole(self.pending_bytes, 1, 2**63),
-            "readers": _whole(self.readers, 1),
-            "ahead": _whole(self.ahead, 1),
-            "patience": _bound(self.patience) and self.patience <= LONGEST,
+        is_frame = frame is None or (len(frame) == 2 and all(_is_whole(token, 0) for token in frame))
+        is_path = self.certificate is None or isinstance(self.certificate, str)
+        is_patience = _is_bound(self.patience) and self.patience <= MAX_PATIENCE
+        checks = {
+            "store": (isinstance(self.store, str) and self.store != "", "a directory"),
+            "backbone": (isinstance(self.backbone, str) and self.backbone != "", "a fingerprint"),
+            "certificate": (is_path, "a path, or None"),
+            "rank": (_is_whole(self.rank, 1), "an integer >= 1"),
+            "save": (isinstance(self.save, bool), "True or False"),
+            "most_kl": (_is_bound(self.most_kl), "a finite number of nats >= 0"),
+            "uncertified": (isinstance(self.uncertified, bool), "True or False"),
+            "image_frame": (is_frame, "two token ids, or None"),
+            "pending": (_is_whole(self.pending, 1), "an integer >= 1"),
+            "pending_bytes": (_is_whole(self.pending_bytes, 1, 2**63), "a number of bytes >= 1"),
+            "readers": (_is_whole(self.readers, 1), "an integer >= 1"),
+            "ahead": (_is_whole(self.ahead, 1), "an integer >= 1"),
+            "patience": (is_patience, f"seconds from 0 to {MAX_PATIENCE:g}"),
         }
-        for name, fits in wanted.items():
-            if not fits:
-                raise ConfigError(f"connector: {name} {getattr(self, name)!r:.80}; expected as `ConnectorConfig` says")
+        for name, (valid, expected) in checks.items():
+            if not valid:
+                raise ConfigError(f"connector.{name}: got {getattr(self, name)!r:.80}; expected {expected}")
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> "ConnectorConfig":
+    def read(cls, extra_config: Mapping[str, Any]) -> "ConnectorConfig":
         """Reads `kv_connector_extra_config`. Raises as the class."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        missing = {"store", "backbone"} - given.keys()
-        if missing or given.keys() - known:
+        fields = {field.name for field in dataclasses.fields(cls)}
+        if not {"store", "backbone"} <= extra_config.keys() <= fields:
             raise ConfigError(
-                f"connector: settings {sorted(given)}; expected 'store' and 'backbone', and of others "
-                f"{sorted(known - {'store', 'backbone'})}"
+                f"connector: got settings {sorted(extra_config)}; expected 'store' and 'backbone', and any of "
+                f"{sorted(fields - {'store', 'backbone'})}"
             )
-        frame = given.get("image_frame")
-        return cls(**{**given, "image_frame": tuple(frame) if isinstance(frame, list) else frame})
+        values = dict(extra_config)
+
+        # JSON has neither tuples nor sizes.
+        if isinstance(values.get("image_frame"), list):
+            values["image_frame"] = tuple(values["image_frame"])
+        if isinstance(values.get("pending_bytes"), str):
+            values["pending_bytes"] = size_of(values["pending_bytes"], "connector.pending_bytes", 1, ConfigError)
+        return cls(**values)
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestOptions:
-    """What one request asks for: its `kv_transfer_params`.
+    """Options of one request: `"kvpatch"` in its `kv_transfer_params`.
 
     Attributes:
       policy: "exact" serves what a prefill computes; "approximate" also what the certificate bounds within `kl`;
-        "blind" all that is stored, whatever that loses, where the operator allows it (`Settings.uncertified`).
-      tenant: whose chunks; a gateway sets it, for whoever says a tenant's name is served its chunks.
-      kl, flips: bounds of the answer's loss, as in `Goal`. Without `kl`, "approximate" has the operator's; "blind" has
-        none, and takes none.
-      segments: ends of the chunks that the prompt is made of, in tokens, growing; what is behind the last one is the
-        question. None: around the images, and nothing of a text.
+        "blind" every stored chunk, whatever the loss, if the operator allows it (`ConnectorConfig.uncertified`).
+      tenant: owner of the chunks. A gateway has to set it: any client that names a tenant is served its chunks.
+      kl, flips: bounds of the answer's loss, as in `Goal`. Without `kl`, "approximate" has the operator's; "blind"
+        has no bound and accepts none.
+      segments: ends of the prompt's chunks in tokens, increasing; the tokens after the last one are the question.
+        None: the ends of images and of the text before each.
       save: whether chunks and patches may be formed from this request.
 
     Raises:
-      InputError: a parameter that is not known, or out of range.
+      InputError: an option is unknown, or out of range.
     """
 
     policy: Policy = "exact"
@@ -116,48 +128,55 @@ class RequestOptions:
 
     def __post_init__(self) -> None:
         ends = self.segments
-        wanted = {
-            "policy": self.policy in typing.get_args(Policy),
-            "tenant": isinstance(self.tenant, str) and 1 <= len(self.tenant) <= 200,
-            "kl": self.kl is None or (_bound(self.kl) and self.policy != "blind"),
-            "flips": self.flips is None or (_bound(self.flips) and self.policy != "blind"),
-            "segments": ends is None
-            or (all(_whole(end, 1) for end in ends) and list(ends) == sorted(set(ends)) and len(ends) <= 4096),
-            "save": isinstance(self.save, bool),
+        are_ends = ends is None or (
+            len(ends) <= MAX_SEGMENTS and all(_is_whole(end, 1) for end in ends) and list(ends) == sorted(set(ends))
+        )
+        bound = "a finite number >= 0, and none with policy 'blind'"
+        is_blind = self.policy == "blind"
+        checks = {
+            "policy": (self.policy in typing.get_args(Policy), f"one of {typing.get_args(Policy)}"),
+            "tenant": (isinstance(self.tenant, str) and 1 <= len(self.tenant) <= 200, "1 to 200 characters"),
+            "kl": (self.kl is None or (_is_bound(self.kl) and not is_blind), bound),
+            "flips": (self.flips is None or (_is_bound(self.flips) and not is_blind), bound),
+            "segments": (are_ends, f"at most {MAX_SEGMENTS} increasing integers >= 1"),
+            "save": (isinstance(self.save, bool), "True or False"),
         }
-        for name, fits in wanted.items():
-            if not fits:
-                raise InputError(
-                    f"kv_transfer_params: {name} {getattr(self, name)!r:.80}; expected as `RequestOptions` says"
-                )
+        for name, (valid, expected) in checks.items():
+            if not valid:
+                value = getattr(self, name)
+                raise InputError(f"kv_transfer_params.kvpatch.{name}: got {value!r:.80}; expected {expected}")
 
     @classmethod
-    def read(cls, given: Any) -> "RequestOptions | None":
-        """Reads the part `"kvpatch"` of `kv_transfer_params`; None where there is none. Raises as the class.
+    def read(cls, params: Any) -> "RequestOptions | None":
+        """Reads the part `"kvpatch"` of `kv_transfer_params`; None if there is no such part.
 
         Args:
-          given: whatever a client sent.
+          params: whatever a client sent.
+
+        Raises:
+          InputError: as the class; or the parameters are not of the expected types.
         """
-        if given is None:
+        if params is None:
             return None
-        if not isinstance(given, Mapping):
-            raise InputError(f"kv_transfer_params: {given!r:.80}; expected a mapping")
-        own = given.get("kvpatch")
-        if own is None:
+        if not isinstance(params, Mapping):
+            raise InputError(f"kv_transfer_params: got {params!r:.80}; expected a mapping")
+        options = params.get("kvpatch")
+        if options is None:
             return None
-        known = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(own, Mapping) or set(own) - known:
-            raise InputError(f"kv_transfer_params: kvpatch {own!r:.80}; expected some of {sorted(known)}")
-        ends = own.get("segments")
+
+        fields = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(options, Mapping) or set(options) - fields:
+            raise InputError(f"kv_transfer_params.kvpatch: got {options!r:.80}; expected any of {sorted(fields)}")
+        ends = options.get("segments")
         if ends is not None and not isinstance(ends, list | tuple):
-            raise InputError(f"kv_transfer_params: segments {ends!r:.80}; expected a list of ends")
-        return cls(**{**own, "segments": None if ends is None else tuple(ends)})
+            raise InputError(f"kv_transfer_params.kvpatch.segments: got {ends!r:.80}; expected a list of ends")
+        return cls(**{**options, "segments": None if ends is None else tuple(ends)})
 
 
-def _whole(given: Any, least: int, beyond: int = 2**31) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and least <= given < beyond
+def _is_whole(value: Any, least: int, beyond: int = 2**31) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < beyond
 
 
-def _bound(given: Any) -> bool:
-    """Whether it is a finite number from 0 on. Integers may be larger than any float."""
-    return isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given < 2**63
+def _is_bound(value: Any) -> bool:
+    """Whether a value is a finite number >= 0. The limit is for integers, which may be larger than any float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63

@@ -1,4 +1,4 @@
-"""Stores of an engine's tenants, opened when they are first asked for, and what a plan looks up in them."""
+"""Stores of an engine's tenants, and the catalog of one store that a plan uses."""
 
 import collections
 import logging
@@ -21,85 +21,95 @@ from .weights import expect_weights
 
 logger = logging.getLogger(__name__)
 
-MOST_TENANTS = 64
-"""Stores that are kept open; the one that was not asked for longest is let go of, by its last user."""
+MAX_TENANTS = 64
+"""Number of stores that are kept open; beyond it, the least recently used one is left to its last user."""
 
 
 class Stores:
-    """One tenant's store for each name. Any number of threads may ask."""
+    """The stores of an engine's tenants, opened when they are first needed. Safe for any number of threads.
 
-    def __init__(self, settings: ConnectorConfig, weights: str | None = None):
-        """Opens nothing yet.
+    Args:
+      config: names the root and the backbone.
+      weights: digest of the engine's weights; a store with chunks of other weights is refused. None: not checked.
+    """
 
-        Args:
-          weights: digest of the engine's; a store of others is not to be used. None: the settings' name vouches alone.
-        """
-        self.settings, self.weights = settings, weights
+    def __init__(self, config: ConnectorConfig, weights: str | None = None):
+        self.config, self.weights = config, weights
         self._open: collections.OrderedDict[str, ChunkStore] = collections.OrderedDict()
         self._lock, self._closed = threading.Lock(), False
 
     def of(self, tenant: str) -> ChunkStore:
-        """The store of a tenant, whose chunks under the settings' name are of the engine's weights.
+        """Returns a tenant's store, whose chunks under the config's backbone are of the engine's weights.
 
         Raises:
-          WeightsError: they are of others. StoreClosedError: after `close`. As `ChunkStore`.
+          WeightsError: they are of other weights.
+          StoreClosedError: after `close`.
+          StoreError, InputError: as `ChunkStore`.
         """
         with self._lock:
             self._expect_open()
-            found = self._open.get(tenant)
-        # Opened without the lock: a store that hangs holds up no other tenant. Opened twice at once, one is kept.
-        made = ChunkStore(self.settings.store, tenant=tenant) if found is None else found
+            store = self._open.get(tenant)
+
+        # Opened without the lock, so a store that hangs blocks no other tenant. Of two opened at once, one is kept.
+        opened = ChunkStore(self.config.store, tenant=tenant) if store is None else store
         with self._lock:
             self._expect_open()
-            found = self._open.setdefault(tenant, made)
+            store = self._open.setdefault(tenant, opened)
             self._open.move_to_end(tenant)
-            if len(self._open) > MOST_TENANTS:
+            if len(self._open) > MAX_TENANTS:
                 self._open.popitem(last=False)  # not closed: another thread may be reading it, and nothing is queued
-        # Each time: what says so may be evicted, or deleted with its tenant, and is then to be said again.
+
+        # Checked on each use: the record may be evicted, or deleted with its tenant, and then has to be written again.
         if self.weights is not None:
-            expect_weights(found, self.settings.backbone, self.weights)
-        return found
+            expect_weights(store, self.config.backbone, self.weights)
+        return store
 
     def _expect_open(self) -> None:
         if self._closed:
-            raise StoreClosedError(f"stores of {self.settings.store}: used after close; expected them open")
+            raise StoreClosedError(f"stores of {self.config.store}: got a call after close; expected open stores")
 
     def close(self, patience: float | None = None) -> bool:
-        """Closes all of them, and opens no more.
+        """Closes every store, and opens no more.
 
         Args:
-          patience: seconds to wait at most for what is being written; None: the settings'.
+          patience: seconds to wait at most for pending writes; None: the config's.
 
         Returns:
-          Whether all were closed in time. What was not is left to end by itself.
+          Whether every store was closed in time. The others are left to end by themselves.
         """
         with self._lock:
             self._closed = True
             stores = list(self._open.values())
             self._open.clear()
 
-        # Each on a thread of its own: one that hangs keeps neither the others open nor the process from ending.
-        closing = [threading.Thread(target=_close, args=(store,), daemon=True) for store in stores]
-        for thread in closing:
+        # One thread each: a store that hangs must neither keep the others open nor the process from ending.
+        threads = [threading.Thread(target=_close, args=(store,), daemon=True) for store in stores]
+        for thread in threads:
             thread.start()
-        until = time.monotonic() + (self.settings.patience if patience is None else patience)
-        for thread in closing:
-            thread.join(max(0.0, until - time.monotonic()))
-        return not any(thread.is_alive() for thread in closing)
+        deadline = time.monotonic() + (self.config.patience if patience is None else patience)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
 
-    def has(self, tenant: str, id: str) -> bool:
-        """Whether a canonical is there, or will be. It is not read."""
-        return self.of(tenant).contains(id, self.settings.backbone)
+    def has_canonical(self, tenant: str, id: str) -> bool:
+        """Returns whether a canonical is stored or queued, without reading it."""
+        return self.of(tenant).contains(id, self.config.backbone)
 
-    def served(self, tenant: str, id: str, front: tuple[str, ...]) -> list[tuple[StockedPatch, Patch]]:
-        """A chunk's patches that were formed behind exactly these, with their notes."""
-        found = self.of(tenant).get_patches(PatchKey(chunk=id, backbone=self.settings.backbone, antecedent=front))
-        notes = [(PatchNote.of(patch), patch) for patch in found]
-        return [(StockedPatch(note.digest, note.rank), patch) for note, patch in notes if note.rank]
+    def patches_behind(self, tenant: str, id: str, antecedent: tuple[str, ...]) -> list[tuple[StockedPatch, Patch]]:
+        """Returns a chunk's patches that were formed behind exactly this antecedent, with their catalog entries."""
+        key = PatchKey(chunk=id, backbone=self.config.backbone, antecedent=antecedent)
+        patches = []
+        for patch in self.of(tenant).get_patches(key):
+            note = PatchNote.of(patch)
+            if note.rank:
+                patches.append((StockedPatch(note.digest, note.rank), patch))
+        return patches
 
-    def formed(self, tenant: str, id: str, front: tuple[str, ...]) -> bool:
-        """Whether nothing is to be formed of a chunk behind these: a canonical of a first one, a patch of any other."""
-        return bool(self.served(tenant, id, front)) if front else self.has(tenant, id)
+    def is_formed(self, tenant: str, id: str, antecedent: tuple[str, ...]) -> bool:
+        """Returns whether there is a canonical of a prompt's first chunk, or a patch of a later one."""
+        if antecedent:
+            return bool(self.patches_behind(tenant, id, antecedent))
+        return self.has_canonical(tenant, id)
 
 
 def _close(store: ChunkStore) -> None:
@@ -110,21 +120,21 @@ def _close(store: ChunkStore) -> None:
 
 
 class StoreCatalog:
-    """What one tenant's store has, as `planning.Stored`: what is said to be there was read, verified and is held.
+    """Catalog of one tenant's store, a `ChunkCatalog`: every entry has been read, verified and is kept in memory.
 
-    So nothing that is planned can be gone, turn out damaged, or not fit the engine's pool, once the engine has counted
-    on it.
+    So once the engine relies on a plan, no chunk of it can be evicted, turn out damaged, or not fit the engine's pool.
+
+    Args:
+      stores: the stores.
+      tenant: the tenant whose store it describes.
+      cache: the engine's cache format.
+      segments: chunks that may be served; the catalog has no others.
 
     Attributes:
-      unfit: why chunks and patches that are stored under these names count as not stored.
+      unfit: errors of stored chunks and patches that do not fit the engine, and so are not in the catalog.
     """
 
     def __init__(self, stores: Stores, tenant: str, cache: CacheFormat, segments: Sequence[PromptSegment]):
-        """Holds nothing yet.
-
-        Args:
-          cache: of the engine. segments: chunks that may be served; it has no other.
-        """
         self._stores, self._tenant, self._cache = stores, tenant, cache
         self._lengths = {segment.id: segment.end - segment.begin for segment in segments}
         self._chunks: dict[str, Chunk | None] = {}
@@ -132,40 +142,40 @@ class StoreCatalog:
         self.unfit: list[KVPatchError] = []
 
     def has_canonical(self, id: str) -> bool:
-        """Whether the store has a canonical, undamaged, that can be placed in the engine's pool."""
+        """Returns whether the store has an undamaged canonical that fits the engine's pool."""
         if id not in self._lengths:
             return False
         if id not in self._chunks:
-            chunk = self._stores.of(self._tenant).get(id, self._stores.settings.backbone)
+            chunk = self._stores.of(self._tenant).get(id, self._stores.config.backbone)
             if chunk is not None and not self._fits(self._cache.check, chunk, self._lengths[id]):
                 chunk = None
             self._chunks[id] = chunk
         return self._chunks[id] is not None
 
-    def patches(self, id: str, front: tuple[str, ...]) -> list[StockedPatch]:
-        """The store's patches of a chunk behind these, of those that can be added to its canonical."""
+    def patches(self, id: str, antecedent: tuple[str, ...]) -> list[StockedPatch]:
+        """Returns the stored patches of a chunk behind this antecedent that fit its canonical."""
         chunk = self._chunks[id]
-        assert chunk is not None  # a plan asks for it first
+        assert chunk is not None  # a plan calls `has_canonical` first
         fitting = []
-        for stocked, patch in self._stores.served(self._tenant, id, front):
-            if self._fits(self._cache.check_patch, patch, chunk, front):
-                self._patches[stocked.digest] = patch
-                fitting.append(stocked)
+        for entry, patch in self._stores.patches_behind(self._tenant, id, antecedent):
+            if self._fits(self._cache.check_patch, patch, chunk, antecedent):
+                self._patches[entry.digest] = patch
+                fitting.append(entry)
         return fitting
 
-    def _fits(self, check: Callable[..., None], *given: Any) -> bool:
+    def _fits(self, check: Callable[..., None], *arguments: Any) -> bool:
         try:
-            check(*given)
+            check(*arguments)
         except KVPatchError as error:
             self.unfit.append(error)
             return False
         return True
 
-    def held(self, steps: Sequence[ChunkStep]) -> tuple[ChunkPayload, ...]:
-        """What steps place, in order."""
-        pieces = []
+    def payloads(self, steps: Sequence[ChunkStep]) -> tuple[ChunkPayload, ...]:
+        """Returns what the steps of a plan place, in order."""
+        payloads = []
         for step in steps:
             chunk = self._chunks[step.segment.id]
             assert chunk is not None
-            pieces.append(ChunkPayload(step, chunk, None if step.patch is None else self._patches[step.patch]))
-        return tuple(pieces)
+            payloads.append(ChunkPayload(step, chunk, None if step.patch is None else self._patches[step.patch]))
+        return tuple(payloads)

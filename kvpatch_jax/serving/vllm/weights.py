@@ -1,4 +1,4 @@
-"""The identity of an engine's weights: a digest of their checkpoint, and what a tenant's store says of it."""
+"""Identity of an engine's weights: the digest of their checkpoint, and its record in a tenant's store."""
 
 import glob
 import json
@@ -17,119 +17,126 @@ from ...store.format.codec import encoder_blob
 logger = logging.getLogger(__name__)
 
 FORMATS = ("auto", "hf", "safetensors")
-"""Load formats that read the checkpoint's safetensors files. Others make weights up, or fetch them from elsewhere."""
+"""Load formats that read the checkpoint's safetensors files. Others draw weights, or fetch them from elsewhere."""
 RECORD = "weights of the engines that this name is for"
-"""Id of the object, of the kind of encoder outputs, that keeps a digest next to the chunks."""
+"""Id of the encoder output that records the digest next to the chunks."""
 SAMPLE = 4096
 """Bytes read at the middle and at the end of a tensor: a page, which costs as much to read as one byte of it."""
-_LONGEST_HEADER = 100_000_000  # bytes; the format's own bound
+_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 
 
 def weights_digest(config: Any) -> str | None:
     """Digests the checkpoint that an engine loads: every tensor's name, dtype, shape and a sample of its bytes.
 
-    How tensors lie in files does not count, and neither does the checkpoint's path. How the weights are quantised when
-    they are loaded counts.
+    The division of tensors into files and the checkpoint's path do not count; quantisation at load time does.
 
     Args:
-      config: a `VllmConfig`. A model that is no directory is looked for in the hub's cache, as tpu-inference does.
+      config: a `VllmConfig`. A model that is no directory is looked up in the hub's cache, as tpu-inference does.
 
     Returns:
-      64 hexadecimal digits; None, said in the log, for weights that do not come from safetensors files here.
+      64 hexadecimal digits; None, with a warning in the log, for weights that do not come from local safetensors files.
     """
     try:
-        folder = _folder_of(config)
-        model, more = config.model_config, getattr(config, "additional_config", None) or {}
-        loaded = [repr(getattr(model, "quantization", None)), repr(more.get("quantization"))]
+        folder = _checkpoint_folder(config)
+        model, additional = config.model_config, getattr(config, "additional_config", None) or {}
+        quantisation = [repr(getattr(model, "quantization", None)), repr(additional.get("quantization"))]
+
         tensors = set[tuple[bytes, ...]]()
         for path in glob.glob(os.path.join(glob.escape(folder), "*.safetensors")):
             tensors.update(_tensors(path))
         if not tensors:
-            raise WeightsError(f"{folder}: no tensors; expected some in files *.safetensors")
-        fields = [encoded(own) for own in loaded] + [field for tensor in sorted(tensors) for field in tensor]
-        return digest_of([b"weights", *fields])
-    except Exception as error:  # whatever it is, the engine can do without
+            raise WeightsError(f"{folder}: got no tensors; expected some in files *.safetensors")
+
+        fields = [b"weights", *(encoded(word) for word in quantisation)]
+        for tensor in sorted(tensors):
+            fields += tensor
+        return digest_of(fields)
+    except Exception as error:  # the engine can run without the check, whatever failed
         logger.warning(
-            "kvpatch: the engine's weights could not be told from others: %s: %s. Chunks are served as far as their "
-            "names go: engines of one store and one backbone must have the same weights",
+            "kvpatch: the engine's weights could not be identified: %s: %s. Chunks are served by their backbone's name "
+            "alone: engines that share a store and a backbone must have the same weights",
             type(error).__name__,
             error,
         )
         return None
 
 
-def _folder_of(config: Any) -> str:
-    """The directory that weights are loaded from.
+def _checkpoint_folder(config: Any) -> str:
+    """Returns the directory that weights are loaded from.
 
     Raises:
-      WeightsError: they are not loaded from one. Whatever the hub's cache raises.
+      WeightsError: they are not loaded from a directory. Any exception of the hub's cache.
     """
     model, load = config.model_config, config.load_config
     if load.load_format not in FORMATS or getattr(model, "model_weights", ""):
-        raise WeightsError(
-            f"weights of load format {str(load.load_format)!r}; expected a checkpoint, as one of {FORMATS}"
-        )
+        raise WeightsError(f"weights: got load format {str(load.load_format)!r}; expected one of {FORMATS}")
     if os.path.isdir(model.model):
         return model.model
     from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports]  # vllm brings it
 
-    # The revision is left out, for tpu-inference 0.32 leaves it out too.
+    # The revision is left out, because tpu-inference 0.32 leaves it out too.
     return snapshot_download(
         model.model, cache_dir=load.download_dir, allow_patterns="*.safetensors", local_files_only=True
     )
 
 
 def _tensors(path: str) -> Iterator[tuple[bytes, ...]]:
-    """Yields of every tensor of a file its name, dtype, shape and sample.
+    """Yields the name, dtype, shape and sample of every tensor of a file.
 
     Raises:
-      WeightsError: bytes missing of it. ValueError, KeyError, TypeError, OSError: no safetensors file.
+      WeightsError: the file is too short.
+      ValueError, KeyError, TypeError, OSError: it is no safetensors file.
     """
     with open(path, "rb") as file:
         size = int.from_bytes(_read(file.fileno(), 8, 0), "little")
-        if size > _LONGEST_HEADER:
-            raise WeightsError(f"{path}: a header of {size} bytes; expected at most {_LONGEST_HEADER}")
+        if size > _MAX_HEADER:
+            raise WeightsError(f"{path}: got a header of {size} bytes; expected at most {_MAX_HEADER}")
         header = json.loads(_read(file.fileno(), size, 8))
-        for name, about in header.items():
+
+        for name, tensor in header.items():
             if name == "__metadata__":
                 continue
-            begin, end = (8 + size + int(offset) for offset in about["data_offsets"])
+            begin, end = (8 + size + int(offset) for offset in tensor["data_offsets"])
             if end - begin <= 2 * SAMPLE:
                 sample = _read(file.fileno(), end - begin, begin)
             else:
-                places = ((begin + end - SAMPLE) // 2, end - SAMPLE)
-                sample = b"".join(_read(file.fileno(), SAMPLE, place) for place in places)
-            yield encoded(name), encoded(about["dtype"]), encoded(str(about["shape"])), sample
+                middle = _read(file.fileno(), SAMPLE, (begin + end - SAMPLE) // 2)
+                sample = middle + _read(file.fileno(), SAMPLE, end - SAMPLE)
+            yield encoded(name), encoded(tensor["dtype"]), encoded(str(tensor["shape"])), sample
 
 
 def _read(fd: int, size: int, offset: int) -> bytes:
-    read = os.pread(fd, size, offset)
-    if len(read) < size:
-        raise WeightsError(f"checkpoint: {len(read)} bytes at {offset}; expected {size}")
-    return read
+    content = os.pread(fd, size, offset)
+    if len(content) < size:
+        raise WeightsError(f"checkpoint: got {len(content)} bytes at {offset}; expected {size}")
+    return content
 
 
 def expect_weights(store: ChunkStore, backbone: str, digest: str) -> None:
-    """Refuses a tenant's store whose chunks under a name are of other weights. One that says nothing is claimed.
+    """Raises if a tenant's chunks under a backbone's name are of other weights. Records the digest if there is none.
 
-    Of several engines that claim a store at once one does. A store that cannot be written is taken at its name.
+    Of several engines that record a digest at once, one succeeds. A store that cannot be written is not checked.
 
     Raises:
-      WeightsError: it was claimed by an engine of other weights. As `ChunkStore.get_encoder` and `put_encoder`.
+      WeightsError: the store records other weights. As `ChunkStore.get_encoder` and `put_encoder`.
     """
-    name = store.names.encoder(backbone, RECORD)
-    before = store.disk.name_state(name)
-    found = store.get_encoder(RECORD, backbone)
-    if found is None:
-        blob = encoder_blob(RECORD, backbone, np.frombuffer(bytes.fromhex(digest), np.uint8))
-        try:
-            # Not `put_encoder`, by which the last one would win, and those before it would not know.
-            store.tenant_disk.copy(name, store.tenant_disk.sealed(name, blob), before)
-        except (StoreReadOnlyError, StoreFullError):
-            return
-        found = store.get_encoder(RECORD, backbone)
-    if found is not None and found.tobytes().hex() != digest:
+    record = store.get_encoder(RECORD, backbone)
+    if record is None:
+        # The state is taken before the second read: `copy` then writes nothing if another engine has been faster.
+        # `put_encoder` would let the last engine win, and those before it would not notice.
+        name = store.names.encoder(backbone, RECORD)
+        before = store.disk.name_state(name)
+        record = store.get_encoder(RECORD, backbone)
+        if record is None:
+            blob = encoder_blob(RECORD, backbone, np.frombuffer(bytes.fromhex(digest), np.uint8))
+            try:
+                store.tenant_disk.copy(name, store.tenant_disk.sealed(name, blob), before)
+            except (StoreReadOnlyError, StoreFullError):
+                return
+            record = store.get_encoder(RECORD, backbone)
+
+    if record is not None and record.tobytes().hex() != digest:
         raise WeightsError(
-            f"store, backbone {backbone!r:.80}: chunks of weights {found.tobytes().hex()[:12]}…; expected the "
+            f"store, backbone {backbone!r:.80}: got chunks of weights {record.tobytes().hex()[:12]}…; expected the "
             f"engine's, {digest[:12]}…: give each checkpoint a name of its own"
         )

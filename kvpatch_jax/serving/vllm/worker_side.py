@@ -1,7 +1,7 @@
-"""The worker's side: chunks spliced into the engine's live pool, and what its prefills left read out of it.
+"""The worker's side of the connector: splices chunks into the engine's live pool, and reads prefilled KV from it.
 
-The runner is the engine's object: `kv_caches`, an array per layer, which may lie over several devices by heads, and
-`requests`, of which positions are read.
+The runner is the engine's object. The connector uses its `kv_caches`, one array per layer, which may be sharded over
+devices by heads, and the positions of its `requests`.
 """
 
 import collections
@@ -18,8 +18,7 @@ from ...errors import ConfigError, InputError, PositionError
 from ...window import padded_chunk, padded_patch
 from .forming import ChunkFormer, FormingTask
 from .layouts import page_functions
-from .messages import LoadCommand, SaveCommand, StepCommands, blocks_from, slots_of
-from .request_plan import ChunkStep
+from .messages import LoadCommand, StepCommands, blocks_from, slots_of
 from .segments import PromptSegment
 from .settings import ConnectorConfig
 from .stores import Stores
@@ -28,68 +27,81 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerSide:
-    """Carries out orders on one runner's pool. Whatever fails is told by its blocks, and left to the engine."""
+    """Executes commands on one runner's pool. Failures are reported by their blocks, which the engine recomputes.
 
-    def __init__(self, settings: ConnectorConfig, layout: KVLayout, page_size: int, weights: str | None = None):
-        """Waits for `register`.
+    Args:
+      config: the operator's settings.
+      layout: layout of the model's cache.
+      page_size: tokens per block of the scheduler.
+      weights: digest of the engine's weights, as for `Stores`.
 
-        Args:
-          layout: what the model caches. page_size: tokens of the scheduler's blocks. weights: as `Stores`.
-        """
-        self.settings, self.layout, self.page_size = settings, layout, page_size
-        self.stores = Stores(settings, weights)
-        self.former = ChunkFormer(settings, layout, self.stores)
+    Attributes:
+      former: forms chunks from prefills.
+      counts: numbers of "tokens" written, and of loads that "failed" and requests "unsaved".
+    """
+
+    def __init__(self, config: ConnectorConfig, layout: KVLayout, page_size: int, weights: str | None = None):
+        self.config, self.layout, self.page_size = config, layout, page_size
+        self.stores = Stores(config, weights)
+        self.former = ChunkFormer(config, layout, self.stores)
         self.counts: collections.Counter[str] = collections.Counter()
         self._functions = page_functions(layout)
         self._runner: Any = None
         self._failed: set[int] = set()
 
     def register(self, runner: Any) -> None:
-        """Takes hold of a runner.
+        """Sets the runner whose pool commands are executed on.
 
         Raises:
-          ConfigError: pages of other layers or blocks, or of 8 bits. ShapeError, LayoutError, DtypeError: of another
-            form, or over several devices otherwise than by heads.
+          ConfigError: the pages have another number of layers or tokens, or elements of 8 bits.
+          ShapeError, LayoutError, DtypeError: they have another format, or are sharded otherwise than by heads.
         """
         pages = runner.kv_caches
         if len(pages) != self.layout.layers:
-            raise ConfigError(f"connector: pages of {len(pages)} layers; expected {self.layout.layers}")
+            raise ConfigError(f"connector: got pages of {len(pages)} layers; expected {self.layout.layers}")
         if pages[0].shape[1] != self.page_size:
-            raise ConfigError(f"connector: pages of {pages[0].shape[1]} tokens; expected blocks of {self.page_size}")
+            raise ConfigError(f"connector: got pages of {pages[0].shape[1]} tokens; expected {self.page_size}, a block")
         if pages[0].dtype.itemsize < 2:
-            raise ConfigError(f"connector: pages of {pages[0].dtype}; expected 16 or 32 bits (kv_cache_dtype 'auto')")
-        self._functions.read(self.layout, list(pages), np.arange(1, dtype=np.int32))  # of this form, or refused here
+            raise ConfigError(f"connector: got {pages[0].dtype} pages; expected 16 or 32 bits (kv_cache_dtype 'auto')")
+        self._functions.read(self.layout, list(pages), np.arange(1, dtype=np.int32))  # raises for another format
         self._runner = runner
 
     # ------------------------------------------------------------------------------------------------- loading
 
-    def load(self, orders: StepCommands) -> None:
-        """Writes what was ordered into the pool, in place, before a forward reads it."""
-        self._failed |= orders.lost
-        for load in orders.loads:
-            for place, piece in enumerate(load.pieces):
-                if piece.step.segment.end <= load.first:
+    def load(self, commands: StepCommands) -> None:
+        """Writes chunks into the pool, in place, before a forward reads it."""
+        self._failed |= commands.lost
+        for load in commands.loads:
+            for index, payload in enumerate(load.payloads):
+                segment = payload.step.segment
+                if segment.end <= load.first:
                     continue
                 try:
-                    self._write(load, place)
-                except Exception as error:  # whatever it is, the engine is told by its blocks
-                    self._lost(load, piece.step, error)
+                    self._write(load, index)
+                except Exception as error:  # the engine recomputes the blocks, whatever failed
+                    # Later chunks are lost too: their patches were to be conditioned on this one.
+                    begin = max(segment.begin, load.first)
+                    self._failed |= blocks_from(load.blocks, self.page_size, begin, load.end)
+                    self.counts["failed"] += 1
+                    logger.warning("kvpatch: request %s lacks its tokens from %d on: %s", load.request, begin, error)
                     break
 
-    def lose(self, orders: StepCommands) -> None:
-        """Tells of every block that was ordered to be filled, for nobody knows which were."""
-        self._failed |= orders.lost
-        for load in orders.loads:
+    def fail(self, commands: StepCommands) -> None:
+        """Reports every block of the commands as failed, because it is not known which were filled."""
+        self._failed |= commands.lost
+        for load in commands.loads:
             self._failed |= blocks_from(load.blocks, self.page_size, load.first, load.end)
 
-    def _write(self, load: LoadCommand, place: int) -> None:
-        step, chunk, patch = load.pieces[place]
+    def _write(self, load: LoadCommand, index: int) -> None:
+        """Splices one chunk into the pool."""
+        step, chunk, patch = load.payloads[index]
         segment, count = step.segment, step.segment.end - step.segment.begin
         if chunk.length != count or chunk.tokens != count:
-            raise InputError(f"chunk {segment.id[:12]}… of {chunk.length} tokens; expected {count}")
-        front = tuple(piece.step.segment.id for piece in load.pieces[:place])
+            raise InputError(f"chunk {segment.id[:12]}…: got {chunk.length} tokens; expected {count}")
+        front = tuple(payload.step.segment.id for payload in load.payloads[:index])
         start = self._start(load.request, segment.begin, np.asarray(chunk.local))
 
+        # Padded to a few lengths, so that few programs are compiled. Slots of -1 are not written.
         size = DEFAULT.round_up(count)
         slots = np.full(size, -1, np.int32)
         slots[:count] = slots_of(load.blocks, self.page_size, segment.begin, segment.end)
@@ -99,68 +111,65 @@ class WorkerSide:
         self._runner.kv_caches = pages
         self.counts["tokens"] += count - first
 
-    def _lost(self, load: LoadCommand, step: ChunkStep, error: Exception) -> None:
-        """Tells of every block from this chunk on: those behind it were to be approximate behind it."""
-        begin = max(step.segment.begin, load.first)
-        blocks = blocks_from(load.blocks, self.page_size, begin, load.end)
-        self._failed |= blocks
-        self.counts["failed"] += 1
-        logger.warning("kvpatch: request %s lacks its tokens from %d on: %s", load.request, begin, error)
-
     def take_failed(self) -> set[int]:
-        """Blocks that could not be filled since the last call."""
+        """Returns the blocks that could not be filled since the last call."""
         failed, self._failed = self._failed, set()
         return failed
 
     # --------------------------------------------------------------------------------------------------- saving
 
-    def save(self, orders: StepCommands) -> None:
-        """Reads what prefills left in the pool, and gives it to be formed behind the engine's back."""
-        for save in orders.saves:
+    def save(self, commands: StepCommands) -> None:
+        """Reads prefilled KV from the pool, and queues it to be formed in the background."""
+        for save in commands.saves:
             if set(save.blocks) & self._failed:  # computed behind blocks that hold nothing
                 continue
             try:
-                tasks = [self._task(save, place) for place in save.wanted]
+                tasks = []
+                for index in save.wanted:
+                    segment = save.segments[index]
+                    antecedent = tuple(before.id for before in save.segments[:index])
+                    positions = self._positions(save.request, segment.begin, segment.end)
+                    tasks.append(FormingTask(save.tenant, segment, antecedent, positions))
                 token_bytes = self.layout.bytes_per_token(self._runner.kv_caches[0].dtype)
                 self.former.add(tasks, functools.partial(self._rows, save.blocks), token_bytes)
             except Exception as error:
                 self.counts["unsaved"] += 1
                 logger.warning("kvpatch: request %s is not saved: %s", save.request, error)
 
-    def _task(self, save: SaveCommand, place: int) -> FormingTask:
-        segment, front = save.segments[place], tuple(own.id for own in save.segments[:place])
-        return FormingTask(save.tenant, segment, front, self._positions(save.request, segment.begin, segment.end))
-
     def _rows(self, blocks: tuple[int, ...], segment: PromptSegment) -> EngineKV:
-        """Reads a chunk's rows out of the pool."""
+        """Reads a chunk's rows from the pool."""
         slots = slots_of(blocks, self.page_size, segment.begin, segment.end)
-        read = self._functions.read(self.layout, list(self._runner.kv_caches), slots)
-        # Every device has all of it. Chunks are formed on one alone: programs of several devices that two threads
-        # launch may wait for one another for ever.
-        return EngineKV({name: value.addressable_data(0) for name, value in read.items()})
+        rows = self._functions.read(self.layout, list(self._runner.kv_caches), slots)
+        # Every device has all of it. Forming uses one device only: programs over several devices that two threads
+        # launch may deadlock.
+        return EngineKV({name: value.addressable_data(0) for name, value in rows.items()})
 
     # ------------------------------------------------------------------------------------------------ positions
 
     def _positions(self, request: str, begin: int, end: int) -> Int[np.ndarray, "*positions"]:
-        """Positions of a prompt's tokens as the engine itself counted them, under M-RoPE on three axes."""
-        counted = getattr(self._runner.requests[request], "mrope_positions", None)
+        """Returns the positions of a prompt's tokens as the engine counted them, [T] or, under M-RoPE, [T, 3]."""
         if self.layout.rope.axes is None:
             return np.arange(begin, end, dtype=np.int32)
+        counted = getattr(self._runner.requests[request], "mrope_positions", None)
         if counted is None:
-            raise PositionError("the engine counted no M-RoPE positions; expected them for a rope with sections")
+            raise PositionError("engine: got no M-RoPE positions; expected them for a rope with sections")
         return np.asarray(counted)[:, begin:end].T.astype(np.int32)
 
     def _start(self, request: str, begin: int, local: Float[np.ndarray, "*positions"]) -> Any:
-        """Where a chunk starts, so that its tokens stand where the engine counted them."""
-        found = self._positions(request, begin, begin + len(local))
-        start = found[0] - local[0].astype(np.int32)
-        if not np.array_equal(found, start + local):
-            raise PositionError("a chunk's positions are not the engine's; expected them alike up to its start")
+        """Returns the start at which a chunk's tokens get the positions that the engine counted.
+
+        Raises:
+          PositionError: there is no such start.
+        """
+        positions = self._positions(request, begin, begin + len(local))
+        start = positions[0] - local[0].astype(np.int32)
+        if not np.array_equal(positions, start + local):
+            raise PositionError("chunk: got positions other than the engine's; expected the same up to a shift")
         return int(start) if start.ndim == 0 else start
 
     def close(self) -> None:
-        """Finishes what is to be formed, and closes the stores; of a store that hangs no longer than the patience."""
-        until = time.monotonic() + self.settings.patience
-        finished = self.former.close(self.settings.patience)
-        if not self.stores.close(max(0.0, until - time.monotonic())) or not finished:
-            logger.warning("kvpatch: closed after %g s; chunks may not have been saved", self.settings.patience)
+        """Finishes forming and closes the stores; a store that hangs is waited for within the config's patience."""
+        deadline = time.monotonic() + self.config.patience
+        finished = self.former.close(self.config.patience)
+        if not self.stores.close(max(0.0, deadline - time.monotonic())) or not finished:
+            logger.warning("kvpatch: closed after %g s; chunks may not have been saved", self.config.patience)

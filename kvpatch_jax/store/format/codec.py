@@ -1,8 +1,10 @@
-"""Encodes chunks, patches and encoder outputs as objects, and decodes them. Layer-major: one layer lies together."""
+"""Encoding of chunks, patches and encoder outputs as objects, and decoding. Each layer's leaves are adjacent."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from .naming import Encoding
 from .objects import Arrays, Blob
 
 CHUNK_FIELDS = ("lead", "id", "backbone", "span", "length", "layout", "dtypes", "hidden", "content")
-"""Fields of a canonical's body."""
+"""Fields of a canonical's body. `lead` is absent from canonicals that were prefilled alone."""
 
 _DTYPES = frozenset(str(dtype) for dtype in DTYPES.values())
 
@@ -34,22 +36,37 @@ _LARGEST = {
 
 @functools.lru_cache(maxsize=64)
 def layout_body(layout: KVLayout) -> Mapping[str, Any]:
-    """Encodes a layout as JSON. Cached, since all objects of a model share it: not to be changed."""
+    """Returns a layout as JSON. Cached, because all objects of a model share it: do not modify it."""
     return dataclasses.asdict(layout)
 
 
 def layout_of(body: Mapping[str, Any]) -> KVLayout:
-    """Decodes a layout that `layout_body` encoded. Raises StoreVersionError where a later version wrote it."""
+    """Decodes a layout that `layout_body` encoded.
+
+    Raises:
+      StoreVersionError: a later version wrote it.
+      StoreCorruptError, ValueError, TypeError, LookupError: it is malformed.
+    """
+    # Decoded once per text: building and checking a layout takes longer than reading a small object.
+    return _layout_of_text(json.dumps(body))
+
+
+@functools.lru_cache(maxsize=64)
+def _layout_of_text(text: str) -> KVLayout:
+    body = json.loads(text)
     expect_fields("layout", body, KVLayout)
     expect_fields("rope", body["rope"], Rope)
     expect_fields("scaling", body["rope"]["scaling"], Scaling)
     for channel in body["channels"]:
         expect_fields("channel", channel, Channel)
     if type(body["layers"]) is not int:
-        raise StoreCorruptError(f"object: {str(body['layers'])[:40]} layers; expected a count")
+        raise StoreCorruptError(f"object: got {str(body['layers'])[:40]} layers; expected a number")
+
     rope = dict(body["rope"])
     if rope["scaling"] is not None:
-        scaling: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in rope["scaling"].items()}
+        scaling: dict[str, Any] = {}
+        for name, value in rope["scaling"].items():
+            scaling[name] = tuple(value) if isinstance(value, list) else value
         rope["scaling"] = Scaling(**scaling)
     rope["sections"] = None if rope["sections"] is None else tuple(rope["sections"])
     channels = tuple(Channel(**channel) for channel in body["channels"])
@@ -60,15 +77,16 @@ def layout_of(body: Mapping[str, Any]) -> KVLayout:
 
 
 def encode(value: np.ndarray, encoding: Encoding | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """Converts one layer's channel [T, K, H] to a smaller dtype, with float32 scales [1, K, H] where it is narrow.
+    """Converts one layer's channel [T, K, H] to a smaller dtype; for int8 and float8 with float32 scales [1, K, H].
 
-    int8 and the float8 types get one scale per feature over the tokens, since keys have a few large features.
+    There is one scale per feature over the tokens, because keys have a few large features.
     """
     if encoding is None:
         return value, None
     dtype = np.dtype(jnp.dtype(encoding))
     if encoding not in _LARGEST:
         return value.astype(dtype), None
+
     wide = value.astype(np.float32)
     scale = np.abs(wide).max(axis=0, keepdims=True) / np.float32(_LARGEST[encoding])
     scale = np.where(scale > 0, scale, np.float32(1)).astype(np.float32)
@@ -77,17 +95,18 @@ def encode(value: np.ndarray, encoding: Encoding | None) -> tuple[np.ndarray, np
 
 
 def decode(value: Any, scale: Any, dtype: np.dtype) -> Any:
-    """Converts encoded numbers back to the dtype they had: NumPy or jax arrays, one layer or all.
+    """Converts encoded values, NumPy or JAX, one layer or all, back to their original dtype.
 
     Raises:
-      DtypeError: a dtype that objects do not hold. ShapeError: scales that are not one per feature.
+      DtypeError: objects cannot hold the dtype.
+      ShapeError: the scales are not one per feature.
     """
     dtype_word(dtype)
     if scale is None:
         return value if value.dtype == dtype else value.astype(dtype)
     expected = (*value.shape[:-3], 1, *value.shape[-2:])
     if scale.shape != expected:  # other shapes could broadcast to an array far larger than the file
-        raise ShapeError(f"scales {scale.shape} of values {value.shape}; expected {expected}")
+        raise ShapeError(f"object: got scales {scale.shape} of values {value.shape}; expected {expected}")
     return (value.astype(np.float32) * scale).astype(dtype)
 
 
@@ -95,10 +114,11 @@ def decode(value: Any, scale: Any, dtype: np.dtype) -> Any:
 
 
 def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | None = None) -> Blob:
-    """Encodes a canonical as an object: local positions, then layer by layer every channel [T, K, H], then residuals.
+    """Encodes a canonical as an object: local positions, every channel [T, K, H] of each layer, then residuals.
 
     Raises:
-      DtypeError: a dtype that objects do not hold. ShapeError: a batch of chunks.
+      DtypeError: objects cannot hold a dtype.
+      ShapeError: the chunk is a batch.
     """
     kv = {name: np.asarray(chunk.kv[name]) for name in chunk.layout.names}
     arrays: dict[str, np.ndarray] = {"local": np.asarray(chunk.local)}
@@ -108,19 +128,19 @@ def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | 
             arrays[f"layer.{layer}.{name}"] = stored
             if scale is not None:
                 arrays[f"layer.{layer}.{name}.scale"] = scale
-    hidden = {} if chunk.hidden is None else chunk.hidden
-    arrays |= {f"hidden.{layer}": np.asarray(hidden[layer]) for layer in sorted(hidden)}
+    for layer, states in sorted((chunk.hidden or {}).items()):
+        arrays[f"hidden.{layer}"] = np.asarray(states)
     return _checked(Blob("kv", chunk_body(chunk), arrays, expires))
 
 
 def chunk_body(chunk: Chunk) -> dict[str, Any]:
-    """Describes a canonical in JSON, for its header.
+    """Returns the JSON description of a canonical, for its header.
 
     Raises:
-      ShapeError: a batch of chunks.
+      ShapeError: the chunk is a batch.
     """
     if chunk.batch is not None:
-        raise ShapeError(f"store: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk per object")
+        raise ShapeError(f"store: chunk {chunk.id!r}: got a batch of {chunk.batch}; expected one chunk per object")
     lead = {} if chunk.lead is None else {"lead": chunk.lead}
     return lead | {
         "id": chunk.id,
@@ -135,19 +155,19 @@ def chunk_body(chunk: Chunk) -> dict[str, Any]:
 
 
 def content_in(body: Mapping[str, Any]) -> str | None:
-    """Reads a canonical's content digest from its header; None in files of earlier versions.
+    """Returns the content digest in a canonical's header; None in files of earlier versions.
 
     Raises:
-      StoreCorruptError: it is no text.
+      StoreCorruptError: it is not a string.
     """
     return _digest_in(body, "content")
 
 
 def lead_in(body: Mapping[str, Any]) -> str | None:
-    """Reads from a canonical's header the digest of what it was prefilled behind; None where that was nothing.
+    """Returns the digest of a canonical's lead from its header; None if it was prefilled alone.
 
     Raises:
-      StoreCorruptError: it is no text.
+      StoreCorruptError: it is not a string.
     """
     return _digest_in(body, "lead")
 
@@ -155,22 +175,24 @@ def lead_in(body: Mapping[str, Any]) -> str | None:
 def _digest_in(body: Mapping[str, Any], word: str) -> str | None:
     digest = body.get(word)
     if digest is not None and (not isinstance(digest, str) or not digest):
-        raise StoreCorruptError(f"object: {word} of type {type(digest).__name__}; expected a digest")
+        raise StoreCorruptError(f"object: got {word} of type {type(digest).__name__}; expected a digest")
     return digest
 
 
 def chunk_layout(body: Mapping[str, Any], leaves: Iterable[str]) -> KVLayout:
-    """Decodes a canonical's layout, and refuses one that says or has more than this version knows.
+    """Decodes a canonical's layout, and checks its fields and leaves against those that this version knows.
 
     Raises:
-      StoreVersionError. What `_rebuilt` takes for a malformed body.
+      StoreVersionError: a later version wrote it. Any of `MALFORMED` for a malformed body.
     """
     expect_known("canonical with a field", body, CHUNK_FIELDS)
     expect_known("canonical of dtype", body["dtypes"].values(), _DTYPES)
     layout = layout_of(body["layout"])
-    parts = {f"{name}{part}" for name in layout.names for part in ("", ".scale")}
+    parts = {*layout.names, *(f"{name}.scale" for name in layout.names)}
+
+    # Goes through the leaves and not through the layers: a forged header may claim any number of layers.
     others: list[str] = []
-    for leaf in leaves:  # not the other way round: a forged header may claim any number of layers
+    for leaf in leaves:
         word, _, rest = leaf.partition(".")
         number, _, part = rest.partition(".")
         if word != "layer" or part not in parts or not number.isdecimal() or int(number) >= layout.layers:
@@ -180,50 +202,61 @@ def chunk_layout(body: Mapping[str, Any], leaves: Iterable[str]) -> KVLayout:
 
 
 def layer_names(layout: KVLayout, layer: int, names: Iterable[str]) -> list[str]:
-    """Lists the leaves of one layer, in the order of the file."""
-    wanted = [f"layer.{layer}.{name}{part}" for name in layout.names for part in ("", ".scale")]
+    """Returns the names of one layer's leaves, in the order of the file."""
     present = set(names)
-    return [name for name in wanted if name in present]
+    found = []
+    for channel in layout.names:
+        for name in (f"layer.{layer}.{channel}", f"layer.{layer}.{channel}.scale"):
+            if name in present:
+                found.append(name)
+    return found
 
 
 def layer_of(body: Mapping[str, Any], layer: int, arrays: Arrays) -> dict[str, np.ndarray]:
-    """Decodes one layer, {channel: [T, K, H]}, in the dtype it had.
+    """Decodes one layer, {channel: [T, K, H]}, in its original dtype.
 
     Raises:
-      StoreCorruptError: a body that does not fit its arrays. StoreVersionError: a later version wrote it.
+      StoreCorruptError: the body does not match its arrays.
+      StoreVersionError: a later version wrote it.
     """
-    leaf = lambda name: f"layer.{layer}.{name}"
-    dtype = lambda name: np.dtype(jnp.dtype(body["dtypes"][name]))
-
-    def build() -> dict[str, np.ndarray]:
-        names = [channel["name"] for channel in body["layout"]["channels"]]
-        return {name: decode(arrays[leaf(name)], arrays.get(f"{leaf(name)}.scale"), dtype(name)) for name in names}
-
-    return _rebuilt(build, "layer")
+    with _decoding("layer"):
+        values = {}
+        for channel in body["layout"]["channels"]:
+            name = channel["name"]
+            leaf, dtype = f"layer.{layer}.{name}", np.dtype(jnp.dtype(body["dtypes"][name]))
+            values[name] = decode(arrays[leaf], arrays.get(f"{leaf}.scale"), dtype)
+        return values
 
 
 def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
     """Decodes a chunk that `chunk_blob` encoded, its arrays on the host.
 
-    Where layers lie evenly in one buffer, kv are views into it. Values are not looked at again for NaN: they were when
-    the chunk was made, and the checksums say that they have not changed since.
+    If the layers are evenly spaced in one buffer, kv are views into it. Values are not checked for NaN again: that was
+    done when the chunk was made, and the checksums prove that they have not changed since.
 
     Raises:
-      StoreCorruptError: a body that does not fit its arrays. StoreVersionError: a later version wrote it.
+      StoreCorruptError: the body does not match its arrays.
+      StoreVersionError: a later version wrote it.
     """
-
-    def build() -> Chunk:
+    with _decoding("chunk"):
         layout = chunk_layout(body, arrays)
         layers = range(layout.layers)
-        if any(name.endswith(".scale") for name in arrays) or not _as_made(body, arrays):
-            each = [layer_of(body, layer, arrays) for layer in layers]
-            kv = {name: np.stack([values[name] for values in each]) for name in layout.names}
+        encoded = any(name.endswith(".scale") for name in arrays)
+        for name, dtype in body["dtypes"].items():
+            encoded = encoded or str(arrays[f"layer.0.{name}"].dtype) != dtype
+
+        if encoded:
+            values = [layer_of(body, layer, arrays) for layer in layers]
+            kv = {name: np.stack([value[name] for value in values]) for name in layout.names}
+            # Copied, because these few small views would keep the whole buffer alive.
             rest = {name: value.copy() for name, value in arrays.items() if not name.startswith("layer.")}
-            for value in rest.values():  # so that what was read is let go, of which these few would keep all
+            for value in rest.values():
                 value.flags.writeable = False
         else:
-            rest = arrays
-            kv = {name: stack_views([arrays[f"layer.{layer}.{name}"] for layer in layers]) for name in layout.names}
+            rest, kv = arrays, {}
+            for name in layout.names:
+                kv[name] = stack_views([arrays[f"layer.{layer}.{name}"] for layer in layers])
+
         hidden = body["hidden"]
         return unchecked_chunk(
             kv=kv,
@@ -239,27 +272,21 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
             lead=lead_in(body),
         )
 
-    return _rebuilt(build, "chunk")
-
-
-def _as_made(body: Mapping[str, Any], arrays: Arrays) -> bool:
-    return all(str(arrays[f"layer.0.{name}"].dtype) == dtype for name, dtype in body["dtypes"].items())
-
 
 def unchecked_chunk(**fields: Any) -> Chunk:
-    """Makes a chunk, checking shapes but not values, so that reading does not cost a pass over them."""
+    """Makes a chunk with checks of its shapes and not of its values, which would take a pass over them."""
     fields["layout"].check(fields["kv"], "chunk")
     chunk = object.__new__(Chunk)
     for name, value in (fields | {"kv": PhaseFreeKV(fields["kv"])}).items():
         object.__setattr__(chunk, name, value)
-    one = chunk.batch is None and len(chunk.local) == chunk.tokens
-    if not one or not 1 <= chunk.length <= chunk.tokens or chunk.span < 0:
-        raise StoreCorruptError(f"chunk: length {chunk.length}, span {chunk.span}; expected within its kv")
+    is_one = chunk.batch is None and len(chunk.local) == chunk.tokens
+    if not is_one or not 1 <= chunk.length <= chunk.tokens or chunk.span < 0:
+        raise StoreCorruptError(f"chunk: got length {chunk.length}, span {chunk.span}; expected them within its kv")
     return chunk
 
 
 def memory_of(value: Any) -> int:
-    """Counts the host bytes that a chunk, the parts of a patch or an array keep alive: of whole blocks, each once."""
+    """Counts the host bytes that a chunk, the parts of a patch or an array keep alive: whole buffers, each once."""
     arrays = value
     if isinstance(value, Chunk):
         arrays = (dict(value.kv), value.local, value.encoder, dict(value.hidden or {}))
@@ -268,23 +295,23 @@ def memory_of(value: Any) -> int:
 
 
 def _block(array: np.ndarray) -> np.ndarray:
-    """Finds the array that owns the memory of a view."""
+    """Returns the array that owns a view's memory."""
     while True:
         owner = array.base
         if not isinstance(owner, np.ndarray):
-            owner = getattr(owner, "base", None)  # strided views have a base between
+            owner = getattr(owner, "base", None)  # the base of a strided view is an intermediate object
         if not isinstance(owner, np.ndarray):
             return array
         array = owner
 
 
 def with_encoder(chunk: Chunk, output: np.ndarray | None) -> Chunk:
-    """Returns the same chunk with a tower's output."""
+    """Returns the chunk with its encoder output, or without one."""
     return trusted(chunk, encoder=output)
 
 
 def stack_views(parts: list[np.ndarray]) -> np.ndarray:
-    """Stacks L arrays of one shape: as a view where they lie at even steps in one buffer."""
+    """Stacks L arrays of one shape; as a view if they are evenly spaced in one buffer."""
     first = parts[0]
     addresses = [part.ctypes.data for part in parts]
     steps = set(np.diff(addresses).tolist())
@@ -292,7 +319,8 @@ def stack_views(parts: list[np.ndarray]) -> np.ndarray:
     even = len(steps) == 1 and min(steps) >= first.nbytes and all(part.base is base for part in parts)
     if base is None or not even or any(part.shape != first.shape or part.dtype != first.dtype for part in parts):
         return np.stack(parts)
-    raw = first.view(np.uint8)  # numpy's stride tricks do not know every dtype of ours
+
+    raw = first.view(np.uint8)  # NumPy's stride tricks do not support every dtype, bfloat16 for one
     shape, strides = (len(parts), *raw.shape), (steps.pop(), *raw.strides)
     return np.lib.stride_tricks.as_strided(raw, shape, strides, writeable=False).view(first.dtype)
 
@@ -301,44 +329,46 @@ def stack_views(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def encoder_blob(id: str, backbone: str, output: np.ndarray | jax.Array, expires: float | None = None) -> Blob:
-    """Encodes a tower's output, [T, D] or any other shape, as an object."""
+    """Encodes an encoder output, [T, D] or any other shape, as an object."""
     return _checked(Blob("encoder", {"id": id, "backbone": backbone}, {"encoder": np.asarray(output)}, expires))
 
 
 def patch_blob(patch: Patch, expires: float | None = None) -> Blob:
-    """Encodes a patch as an object: a few leaves, layers stacked in each; a shared left factor once.
+    """Encodes a patch as an object: one leaf per factor with the layers stacked; a shared left factor only once.
 
     Raises:
-      DtypeError: a dtype that objects do not hold. ShapeError: the patches of a batch of chunks.
+      DtypeError: objects cannot hold a dtype.
+      ShapeError: the patch is of a batch of chunks.
     """
     if patch.batch is not None:
         raise ShapeError(
-            f"store: the patch of chunk {patch.metadata.chunk!r} is a batch of {patch.batch}; expected one per object"
+            f"store: patch of chunk {patch.metadata.chunk!r}: got a batch of {patch.batch}; expected one per object"
         )
+
     arrays: dict[str, np.ndarray] = {}
     forms: dict[str, list[str]] = {}
     for name, factors in patch.factors.items():
-        pair = is_low_rank(factors)
-        forms[name] = ["u", "v"] if pair else ["dense"]
-        if pair and patch.metadata.basis is not None:  # whose directions are stored once, under its digest
-            forms[name] = ["u"]
-        for part, leaf in zip(forms[name], factors if pair else (factors,), strict=False):  # pyright: ignore
-            own = "shared.u" if part == "u" and patch.metadata.shared_left else f"{name}.{part}"
-            values = leaf.values if isinstance(leaf, Quantised) else leaf
-            arrays[own] = np.asarray(values)
-            if isinstance(leaf, Quantised):
-                arrays[f"{own}.scale"] = np.asarray(leaf.scale)
+        is_pair = is_low_rank(factors)
+        forms[name] = ["u", "v"] if is_pair else ["dense"]
+        if is_pair and patch.metadata.basis is not None:
+            forms[name] = ["u"]  # the directions are stored once for all patches, under the basis's digest
+        for part, factor in zip(forms[name], factors if is_pair else (factors,), strict=False):  # pyright: ignore
+            leaf = "shared.u" if part == "u" and patch.metadata.shared_left else f"{name}.{part}"
+            arrays[leaf] = np.asarray(factor.values if isinstance(factor, Quantised) else factor)
+            if isinstance(factor, Quantised):
+                arrays[f"{leaf}.scale"] = np.asarray(factor.scale)
+
     metadata = {field.name: getattr(patch.metadata, field.name) for field in dataclasses.fields(PatchMetadata)}
     metadata["layout"] = layout_body(patch.metadata.layout)
     return _checked(Blob("patch", {"stamp": metadata, "forms": forms}, arrays, expires))
 
 
 def encoder_of(body: Mapping[str, Any], arrays: Arrays) -> np.ndarray:
-    """Decodes a tower's output. Raises StoreVersionError, StoreCorruptError."""
+    """Decodes an encoder output. Raises StoreVersionError, StoreCorruptError."""
     expect_known("encoder output with a field", body, ("id", "backbone"))
     expect_known("encoder output with a leaf", arrays, ("encoder",))
     if "encoder" not in arrays:
-        raise StoreCorruptError("object: no leaf encoder; expected one")
+        raise StoreCorruptError("object: got no leaf 'encoder'; expected one")
     return arrays["encoder"]
 
 
@@ -346,7 +376,7 @@ type Parts = tuple[dict[str, Any], PatchMetadata]
 
 
 def patch_of(parts: Parts) -> Patch:
-    """Makes the patch of `patch_parts`, its factors on the default device."""
+    """Makes a patch from the result of `patch_parts`, its factors on the default device."""
     factors, metadata = parts
     return Patch(jax.tree.map(jnp.asarray, factors), metadata)
 
@@ -354,58 +384,64 @@ def patch_of(parts: Parts) -> Patch:
 def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
     """Decodes the factors and the metadata that `patch_blob` encoded, the factors on the host.
 
-    The directions of a patch in a shared basis are NaN until they are put in (`basis.with_basis`).
+    The directions of a patch in a shared basis are NaN until `basis.with_basis` inserts them.
 
     Raises:
-      StoreCorruptError: a body that does not fit its arrays. StoreVersionError: a later version wrote it.
+      StoreCorruptError: the body does not match its arrays.
+      StoreVersionError: a later version wrote it.
     """
-
-    def leaf(name: str, part: str, shared: bool) -> Any:
-        own = "shared.u" if part == "u" and shared else f"{name}.{part}"
-        scale = arrays.get(f"{own}.scale")
-        return arrays[own] if scale is None else Quantised(arrays[own], scale)  # pyright: ignore
-
-    def build() -> Parts:
-        metadata = dict(body["stamp"])
+    with _decoding("patch"):
         expect_known("patch with a field", body, ("stamp", "forms"))
-        expect_fields("patch", metadata, PatchMetadata)
-        for parts in body["forms"].values():
+        expect_fields("patch", body["stamp"], PatchMetadata)
+        leaves = {"shared.u"}
+        for name, parts in body["forms"].items():
             expect_known("patch with a factor", parts, ("u", "v", "dense"))
-        owns = {"shared.u", *(f"{name}.{part}" for name, parts in body["forms"].items() for part in parts)}
-        expect_known("patch with a leaf", arrays, {*owns, *(f"{own}.scale" for own in owns)})
-        shared = bool(metadata["shared_left"])
-        metadata["layout"] = layout_of(metadata["layout"])
-        for name in ("antecedent", "layers", "start", "base_antecedent"):
-            metadata[name] = None if metadata[name] is None else tuple(metadata[name])
-        # What follows is not there in files of earlier versions, as some texts are not.
-        if metadata.get("asked") is not None:
-            metadata["asked"] = tuple((name, rank) for name, rank in metadata["asked"])
-        for name in ("members", "base_members"):
-            if metadata.get(name) is not None:
-                metadata[name] = tuple(_member(fields) for fields in metadata[name])
+            leaves |= {f"{name}.{part}" for part in parts}
+        expect_known("patch with a leaf", arrays, {*leaves, *(f"{leaf}.scale" for leaf in leaves)})
+
+        fields = _metadata_fields(body["stamp"])
         factors: dict[str, Any] = {}
         for name, parts in body["forms"].items():
-            leaves = tuple(leaf(name, part, shared) for part in parts)
-            if metadata.get("basis") is not None:
-                leaves = (leaves[0], _absent(leaves[0], metadata, name))
-            factors[name] = leaves if len(leaves) == 2 else leaves[0]
-        made = PatchMetadata(**metadata)
-        check_factors(factors, made, batched=False)
-        return factors, made
+            pair = []
+            for part in parts:
+                leaf = "shared.u" if part == "u" and fields["shared_left"] else f"{name}.{part}"
+                scale = arrays.get(f"{leaf}.scale")
+                pair.append(arrays[leaf] if scale is None else Quantised(arrays[leaf], scale))  # pyright: ignore
+            if fields.get("basis") is not None:
+                pair = [pair[0], _missing_directions(pair[0], fields, name)]
+            factors[name] = tuple(pair) if len(pair) == 2 else pair[0]
 
-    return _rebuilt(build, "patch")
-
-
-def _member(fields: Sequence[Any]) -> Member:
-    if len(fields) > len(Member._fields):
-        raise StoreVersionError(f"object: a member of {len(fields)} fields; expected at most {len(Member._fields)}")
-    return Member(*fields)
+        metadata = PatchMetadata(**fields)
+        check_factors(factors, metadata, batched=False)
+        return factors, metadata
 
 
-def _absent(u: Any, metadata: Mapping[str, Any], name: str) -> np.ndarray:
-    """Stands in for a channel's rows of a basis, in no memory, and spoils what is computed with it."""
-    rank, features = (u.values if isinstance(u, Quantised) else u).shape[-1], metadata["layout"].channel(name).features
-    return np.broadcast_to(np.float32(np.nan), (len(metadata["layers"]), rank, features))
+def _metadata_fields(stamp: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts a patch's metadata from JSON. Fields that files of earlier versions lack may be absent."""
+    fields = dict(stamp)
+    fields["layout"] = layout_of(fields["layout"])
+    for name in ("antecedent", "layers", "start", "base_antecedent"):
+        fields[name] = None if fields[name] is None else tuple(fields[name])
+    if fields.get("asked") is not None:
+        fields["asked"] = tuple((name, rank) for name, rank in fields["asked"])
+    for name in ("members", "base_members"):
+        if fields.get(name) is None:
+            continue
+        members = []
+        for values in fields[name]:
+            if len(values) > len(Member._fields):
+                raise StoreVersionError(
+                    f"object: got a member of {len(values)} fields; expected at most {len(Member._fields)}"
+                )
+            members.append(Member(*values))
+        fields[name] = tuple(members)
+    return fields
+
+
+def _missing_directions(u: Any, fields: Mapping[str, Any], name: str) -> np.ndarray:
+    """Returns NaN in place of a channel's rows of a basis. They take no memory, and spoil any use of the patch."""
+    rank, features = (u.values if isinstance(u, Quantised) else u).shape[-1], fields["layout"].channel(name).features
+    return np.broadcast_to(np.float32(np.nan), (len(fields["layers"]), rank, features))
 
 
 def _checked(blob: Blob) -> Blob:
@@ -414,12 +450,14 @@ def _checked(blob: Blob) -> Blob:
     return blob
 
 
-def _rebuilt[T](build: Callable[[], T], what: str) -> T:
+@contextlib.contextmanager
+def _decoding(what: str) -> Iterator[None]:
+    """Raises StoreCorruptError in place of whatever a malformed body causes."""
     try:
-        return build()
+        yield
     except StoreVersionError:
         raise
     except MALFORMED as error:
-        # The cause may name ids, so it is not said.
-        kind = type(error).__name__ if not isinstance(error, KVPatchError) else "it contradicts itself"
-        raise StoreCorruptError(f"object: the body does not make a {what} ({kind}); expected one that does") from None
+        # The cause may contain ids, so it is not part of the message.
+        kind = "it contradicts itself" if isinstance(error, KVPatchError) else type(error).__name__
+        raise StoreCorruptError(f"object: got a body that is no valid {what} ({kind}); expected a valid one") from None

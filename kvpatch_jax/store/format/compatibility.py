@@ -1,7 +1,7 @@
-"""Recognition of what a later version of the library wrote, which is told from damage and left as it is.
+"""Recognition of objects that a later version of the library wrote. They are no damage, and are left unchanged.
 
-The checksum of a header is the same in all versions and is checked first. So a text that it agrees with was written
-like that: by another version where it names a version, a field, a leaf, a dtype or a word that this one does not know.
+Every version computes the header's checksum in the same way, and it is verified first. So an unknown version, field,
+leaf, dtype or word in a header with the right checksum was written on purpose, by a version that knows it.
 """
 
 import dataclasses
@@ -13,17 +13,17 @@ from typing import Any, Literal
 from ...errors import StoreVersionError
 
 
-def expect_known(what: str, found: Iterable[Any], known: Collection[str]) -> None:
-    """Raises StoreVersionError where a text is none of those known; what is no text is for others to judge."""
-    for word in found:
+def expect_known(what: str, words: Iterable[Any], known: Collection[str]) -> None:
+    """Raises StoreVersionError for an unknown string. Other types are left to later checks."""
+    for word in words:
         if isinstance(word, str) and word not in known:
             raise StoreVersionError(
-                f"object: {what} {word[:60]!r}; expected one that this version of the library knows"
+                f"object: got {what} {word[:60]!r}; expected one that this version of the library knows"
             )
 
 
 def expect_fields(what: str, body: Any, kind: type) -> None:
-    """Raises StoreVersionError where a body has a field that a dataclass lacks, or a word that its field lacks."""
+    """Raises StoreVersionError for a field that the dataclass lacks, or a word that the type of its field lacks."""
     if not isinstance(body, Mapping):
         return
     words = _words_of(kind)
@@ -35,16 +35,16 @@ def expect_fields(what: str, body: Any, kind: type) -> None:
 
 @functools.cache
 def _words_of(kind: Any) -> dict[str, tuple[str, ...]]:
-    """Maps the fields of a dataclass to the words that they may have; none where they are no literals."""
+    """Maps each field of a dataclass to the words of its `Literal` type, optional or not; () for other types."""
     hints = typing.get_type_hints(kind)
-    return {field.name: tuple(_literals(hints[field.name])) for field in dataclasses.fields(kind)}
-
-
-def _literals(hint: Any) -> Iterable[str]:
-    if typing.get_origin(hint) is Literal:
-        return typing.get_args(hint)
-    return [word for inner in typing.get_args(hint) for word in _literals(inner)] if _is_union(hint) else []
-
-
-def _is_union(hint: Any) -> bool:
-    return type(None) in typing.get_args(hint)  # of one literal and None: a tuple of literals has no words of its own
+    words: dict[str, tuple[str, ...]] = {}
+    for field in dataclasses.fields(kind):
+        options = [hints[field.name]]
+        # Only of an optional type: a tuple of literals has no words of its own.
+        if type(None) in typing.get_args(options[0]):
+            options += typing.get_args(options[0])
+        words[field.name] = ()
+        for option in options:
+            if typing.get_origin(option) is Literal:
+                words[field.name] += typing.get_args(option)
+    return words

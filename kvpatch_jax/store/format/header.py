@@ -1,9 +1,9 @@
-"""The header of an object: what is written before the data, and the strict reading of it.
+"""Header of an object's file: its construction and strict parsing.
 
-A file is a safetensors file: 8 bytes of header length, JSON, spaces up to a multiple of 4096 bytes, then the leaves
+An object is a safetensors file: 8 bytes of header length, JSON, spaces up to a multiple of 4096 bytes, then the leaves
 without gaps (tensors called `pad.<n>` fill a leaf up to 64 bytes). The first entry of the metadata is a checksum of the
-whole header, at a fixed place, checked before any JSON is parsed. Nothing in a header is believed before it agrees with
-the size of the file, and nothing is allocated from it before that.
+whole header at a fixed offset, verified before any JSON is parsed. A header has to agree with the size of the file
+before anything is allocated from it.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ VERSION = "1"
 PAGE = 4096
 ALIGNMENT = 64
 LARGEST_HEADER = 1 << 22
-"""Bytes. A longer header is refused unread."""
+"""Limit in bytes; a longer header is refused before it is read."""
 
 MALFORMED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
-"""What Python raises of a description that is not what ours are: texts for numbers, numbers that no array has, …"""
+"""Exceptions that malformed metadata causes in Python: strings for numbers, sizes that no array can have, …"""
 
 LARGEST_ARRAY = 1 << 56
-"""Elements. More are refused, whatever the file's size."""
+"""Limit in elements, whatever the file's size."""
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -63,7 +63,7 @@ _DEPTH = 12
 
 
 class Leaf(NamedTuple):
-    """One array in a file. `offset` is in bytes from the file's start; `crc` is zlib's crc32 of its bytes."""
+    """An array in a file: `offset` in bytes from the file's start, `crc` the crc32 of its bytes."""
 
     name: str
     dtype: np.dtype
@@ -78,13 +78,14 @@ class Header:
     """A parsed header.
 
     Attributes:
-      name: its file's name.
+      name: name of the file.
       kind: "kv", "patch", "encoder" or "entry".
       expires: seconds since the epoch, or None.
-      body: what the codec needs to build the object again.
-      leaves: in the order of the file, padding left out.
-      start: bytes before the first leaf. size: bytes of the file.
-      crc: checksum of all before the first leaf, where the checksums of the leaves are: it tells versions apart.
+      body: the codec's description of the object.
+      leaves: leaves in the order of the file, without padding.
+      start: bytes before the first leaf.
+      size: bytes of the file.
+      crc: checksum of everything before the first leaf. It covers the leaves' checksums, so it identifies a version.
     """
 
     name: str
@@ -101,10 +102,10 @@ def dtype_word(dtype: np.dtype) -> str:
     """Returns safetensors' word for a dtype.
 
     Raises:
-      DtypeError: a dtype that objects do not hold.
+      DtypeError: objects cannot hold the dtype.
     """
     if dtype not in _WORDS:
-        raise DtypeError(f"store: dtype {dtype}; expected one of {', '.join(str(known) for known in _WORDS)}")
+        raise DtypeError(f"store: got dtype {dtype}; expected one of {', '.join(str(known) for known in _WORDS)}")
     return _WORDS[dtype]
 
 
@@ -116,14 +117,15 @@ def make_header(
     specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     crcs: Mapping[str, int] | None = None,
 ) -> tuple[bytes, Header]:
-    """Makes a header: its bytes and what they say. Their length does not depend on `crcs`, which may come later.
+    """Returns the bytes of a header, and the header parsed. The number of bytes does not depend on `crcs`.
 
     Args:
       specs: dtype and shape of every leaf, in order.
-      crcs: checksum of every leaf; zeros where None.
+      crcs: checksum of every leaf; None: zeros, to learn the length before the checksums are known.
 
     Raises:
-      InputError: leaves or a body that a header does not hold. DtypeError: a dtype likewise.
+      InputError: a leaf's name or shape is not allowed, or the header would be too large.
+      DtypeError: objects cannot hold a leaf's dtype.
     """
     crcs = dict.fromkeys(specs, 0) if crcs is None else crcs
     entries: dict[str, Any] = {}
@@ -131,7 +133,9 @@ def make_header(
     offset = 0
     for leaf, (dtype, shape) in specs.items():
         if len(leaf) > 80 or not _NAME.fullmatch(leaf) or leaf.startswith("pad.") or len(shape) > 8:
-            raise InputError(f"store: leaf {leaf!r} of shape {shape}; expected small words with dots, 8 axes at most")
+            raise InputError(
+                f"store: got leaf {leaf!r} of shape {shape}; expected small words with dots, 8 axes at most"
+            )
         nbytes = math.prod(shape) * dtype.itemsize
         entries[leaf] = _entry(dtype, shape, offset, nbytes)
         placed.append((leaf, dtype, shape, offset, nbytes))
@@ -155,8 +159,11 @@ def make_header(
     text += b" " * (-(8 + len(text)) % PAGE)
     raw = len(text).to_bytes(8, "little") + text
     if len(raw) > LARGEST_HEADER:
-        raise InputError(f"store: a header of {len(raw)} bytes; expected at most {LARGEST_HEADER} (fewer leaves)")
-    raw = _stamped(raw)
+        raise InputError(f"store: got a header of {len(raw)} bytes; expected at most {LARGEST_HEADER} (fewer leaves)")
+
+    # The checksum is computed with its own digits at zero, and then put in their place.
+    at = 8 + len(_OPENING)
+    raw = b"".join((raw[:at], b"%08x" % crc32(raw), raw[at + 8 :]))
     start = len(raw)
     leaves = {leaf: Leaf(leaf, dtype, shape, start + at, n, crcs[leaf]) for leaf, dtype, shape, at, n in placed}
     return raw, Header(name, kind, expires, body, leaves, start, start + offset, opening_crc(raw))
@@ -166,167 +173,166 @@ def _entry(dtype: np.dtype, shape: tuple[int, ...], offset: int, nbytes: int) ->
     return {"dtype": dtype_word(dtype), "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
 
 
-def _stamped(raw: bytes) -> bytes:
-    at = 8 + len(_OPENING)
-    return b"".join((raw[:at], b"%08x" % crc32(raw), raw[at + 8 :]))
-
-
 def header_length(opening: bytes, size: int | None) -> int:
-    """Reads the length of a header from a file's first 8 bytes and its size; None where that is not known.
+    """Returns the length of a header, from a file's first 8 bytes and its size (None: not known).
 
     Raises:
-      StoreCorruptError: a length that does not fit the file, or that no header of ours has.
+      StoreCorruptError: the length does not fit the file, or is not allowed.
     """
     length = 8 + int.from_bytes(opening[:8], "little")
-    most = LARGEST_HEADER if size is None else min(size, LARGEST_HEADER)
-    if len(opening) < 8 or length > most or length % PAGE:
+    limit = LARGEST_HEADER if size is None else min(size, LARGEST_HEADER)
+    if len(opening) < 8 or length > limit or length % PAGE:
         raise StoreCorruptError(
-            f"object: header of {length} bytes in a file of {size}; expected a multiple of {PAGE} up to {most}"
+            f"object: got a header of {length} bytes in a file of {size}; expected a multiple of {PAGE} up to {limit}"
         )
     return length
 
 
 def parse_header(raw: bytes, size: int | None) -> Header:
-    """Reads a header strictly. `raw`: exactly the bytes before the data. `size`: bytes of the file; None where that is
-    not known, and the header's own word for it has to do, until the leaves are read.
+    """Parses a header strictly.
+
+    Args:
+      raw: exactly the bytes before the data.
+      size: bytes of the file; None if unknown: then the header's own word counts until the leaves are read.
 
     Raises:
-      StoreVersionError: a later version wrote it. StoreCorruptError: anything else that `make_header` would not have
-        written.
+      StoreVersionError: a later version wrote it.
+      StoreCorruptError: `make_header` cannot have written it.
     """
     if header_length(raw[:8], size) != len(raw):
-        raise StoreCorruptError(f"object: {len(raw)} bytes of header; expected what its length says")
-    crc = _check_crc(raw)
-    tree = _json(raw[8:], "header")
+        raise StoreCorruptError(f"object: got {len(raw)} bytes of header; expected the length that it states")
+
+    # The checksum comes first. What is unknown in a header with the right checksum is not damage: a later version wrote
+    # it (see `compatibility`).
+    at = 8 + len(_OPENING)
+    if raw[8:at] != _OPENING:
+        raise StoreCorruptError(f"object: got an opening of checksum {crc32(raw[8:at]):08x}; expected {_OPENING!r}")
+    crc = raw[at : at + 8]
+    computed = b"%08x" % crc32(b"".join((raw[:at], b"0" * 8, raw[at + 8 :])))
+    if crc != computed:
+        raise StoreCorruptError(f"object: got header checksum {crc!r}; expected {computed!r}, computed from the bytes")
+
+    tree = _parse_json(raw[8:], "header")
     metadata = tree.pop("__metadata__")
-    # The checksum agreed, so what is unknown here is no damage.
     expect_known("version", [metadata.get("version")], (VERSION,))
     expect_known("metadata", metadata, _METADATA)
-    if tuple(metadata) != _METADATA or not all(isinstance(value, str) for value in metadata.values()):
-        raise StoreCorruptError(f"object: metadata {str(list(metadata))[:200]}; expected texts called {_METADATA}")
+    if tuple(metadata) != _METADATA or not set(map(type, metadata.values())) == {str}:
+        raise StoreCorruptError(f"object: got metadata {str(list(metadata))[:200]}; expected strings named {_METADATA}")
     expect_known("kind", [metadata["kind"]], _KINDS)
-    leaves, size = _leaves(tree, _crcs(metadata["crc"]), len(raw), size)
-    body = _json(metadata["body"], "body")
+
+    leaves, size = _parse_leaves(tree, metadata["crc"], len(raw), size)
+    body = _parse_json(metadata["body"], "body")
     check_depth(body, _DEPTH)
-    return Header(metadata["name"], metadata["kind"], _time(metadata["expires"]), body, leaves, len(raw), size, crc)
+
+    text, expires = metadata["expires"], None
+    if text:
+        try:
+            expires = float(text)
+        except ValueError:
+            expires = math.nan
+        if not math.isfinite(expires):
+            raise StoreCorruptError(f"object: got expires {text[:40]!r}; expected seconds since the epoch")
+    return Header(metadata["name"], metadata["kind"], expires, body, leaves, len(raw), size, crc)
 
 
 OPENING_BYTES = 8 + len(_OPENING) + 8
-"""Bytes of a file up to and with its header's checksum."""
+"""Bytes of a file up to the end of its header's checksum."""
 
 
 def opening_crc(opening: bytes) -> bytes:
-    """Reads a header's checksum from a file's first `OPENING_BYTES` bytes, unverified."""
+    """Returns a header's checksum from a file's first `OPENING_BYTES` bytes, unverified."""
     return opening[OPENING_BYTES - 8 : OPENING_BYTES]
 
 
-def _check_crc(raw: bytes) -> bytes:
-    at = 8 + len(_OPENING)
-    if raw[8:at] != _OPENING:
-        raise StoreCorruptError(f"object: opens with bytes of sum {crc32(raw[8:at]):08x}; expected {_OPENING!r}")
-    found, blank = raw[at : at + 8], b"".join((raw[:at], b"0" * 8, raw[at + 8 :]))
-    if found != (computed := b"%08x" % crc32(blank)):
-        raise StoreCorruptError(f"object: header checksum {found!r}; expected {computed!r}, that of the bytes")
-    return found
-
-
-def _json(text: bytes | str, what: str) -> dict[str, Any]:
-    """Parses a JSON object without repeated keys. The decoder itself refuses what would exhaust its stack."""
+def _parse_json(text: bytes | str, what: str) -> dict[str, Any]:
+    """Parses a JSON object without repeated keys. The decoder itself refuses nesting that would exhaust its stack."""
     try:
         value = strict_json.loads(text)
     except ValueError as error:
-        raise StoreCorruptError(f"object: {what} is not JSON: {str(error)[:200]}") from error
+        raise StoreCorruptError(f"object: got a {what} that is not JSON: {str(error)[:200]}; expected JSON") from error
     if not isinstance(value, dict):
-        raise StoreCorruptError(f"object: {what} is {type(value).__name__}; expected an object")
+        raise StoreCorruptError(f"object: got a {what} of type {type(value).__name__}; expected an object")
     return value
 
 
 def check_depth(value: Any, left: int) -> None:
-    """Refuses values that are nested too deeply, before anything walks through them. Raises StoreCorruptError."""
+    """Raises StoreCorruptError for values nested deeper than `left`, before other code recurses into them."""
     if not left:
-        raise StoreCorruptError(f"object: body nested deeper than {_DEPTH}; expected at most that")
+        raise StoreCorruptError(f"object: got a body nested deeper than {_DEPTH}; expected at most that")
     for inner in value.values() if isinstance(value, dict) else value:
         if isinstance(inner, dict | list):
             check_depth(inner, left - 1)
-
-
-def _time(text: str) -> float | None:
-    try:
-        value = None if text == "" else float(text)
-    except ValueError:
-        value = math.nan
-    if value is not None and not math.isfinite(value):
-        raise StoreCorruptError(f"object: expires {text[:40]!r}; expected seconds")
-    return value
-
-
-def _crcs(text: str) -> dict[str, int]:
-    pairs = [part.partition("=") for part in text.split(" ")] if text else []
-    if not all(_CRC.fullmatch(crc) for _, _, crc in pairs):
-        raise StoreCorruptError(f"object: checksums {text[:60]!r}; expected name=8 hexadecimal digits")
-    return {name: int(crc, 16) for name, _, crc in pairs}
-
-
-def _leaves(tree: dict[str, Any], crcs: dict[str, int], start: int, size: int | None) -> tuple[dict[str, Leaf], int]:
-    """Parses the leaves. Also returns where the last of them ends."""
-    leaves: dict[str, Leaf] = {}
-    forms: dict[Any, _Form] = {}  # layers are alike: each form is worked out once
-    offset = start
-    for name, entry in tree.items():
-        dtype, shape, nbytes = _checked(name, entry, offset - start, forms)
-        if not name.startswith("pad."):
-            leaves[name] = Leaf(name, dtype, shape, offset, nbytes, crcs.get(name, -1))
-        elif dtype != np.uint8 or nbytes >= ALIGNMENT:
-            raise StoreCorruptError(f"object: {name} of {nbytes} bytes {dtype}; expected uint8 below {ALIGNMENT}")
-        offset += nbytes
-        if size is not None and offset > size:
-            raise StoreCorruptError(f"object: leaf {name} ends at {offset}; expected at most {size}")
-    if size not in (None, offset) or list(crcs) != list(leaves):
-        raise StoreCorruptError(f"object: {len(crcs)} checksums, {offset} bytes; expected {len(leaves)} and {size}")
-    return leaves, offset
 
 
 type _Form = tuple[np.dtype, tuple[int, ...], int]
 """Dtype, shape, bytes."""
 
 
-def _checked(name: str, entry: Any, offset: int, forms: dict[Any, _Form]) -> _Form:
-    """Parses one leaf, which begins at `offset` of the data. Errors print nothing whole: it may be nested deeply."""
-    if len(name) > 80 or not _NAME.fullmatch(name):
-        raise StoreCorruptError(f"object: leaf {name[:80]!r}; expected words with dots between")
-    if not isinstance(entry, dict) or tuple(entry) != _ENTRY:
-        raise StoreCorruptError(f"object: leaf {name}: {type(entry).__name__}; expected dtype, shape, data_offsets")
-    word, shape, offsets = entry.values()
-    try:
-        key = (word, tuple(shape), tuple(map(type, shape)))  # the types too: 1, 1.0 and true are equal
-        form = forms.get(key)
-    except TypeError:
-        form = key = None  # which no dtype and shape are: `_form` refuses it
-    if form is None:
-        form = forms[key] = _form(name, word, shape)
-    if offsets != [offset, offset + form[2]] or set(map(type, offsets)) != {int}:
-        raise StoreCorruptError(f"object: leaf {name}: other offsets; expected {[offset, offset + form[2]]}")
-    return form
+def _parse_leaves(tree: dict[str, Any], checksums: str, start: int, size: int | None) -> tuple[dict[str, Leaf], int]:
+    """Parses the leaves, which begin at `start`. Also returns where the last of them ends.
+
+    Error messages contain no whole values: these may be nested deeply.
+    """
+    crcs: dict[str, int] = {}
+    for part in checksums.split(" ") if checksums else ():
+        name, _, digits = part.partition("=")
+        if not _CRC.fullmatch(digits):
+            raise StoreCorruptError(f"object: got checksums {checksums[:60]!r}; expected name=8 hexadecimal digits")
+        crcs[name] = int(digits, 16)
+
+    leaves: dict[str, Leaf] = {}
+    forms: dict[Any, _Form] = {}  # the layers are alike: each form is parsed once
+    offset = start
+    for name, entry in tree.items():
+        if len(name) > 80 or not _NAME.fullmatch(name):
+            raise StoreCorruptError(f"object: got leaf {name[:80]!r}; expected words with dots between")
+        if not isinstance(entry, dict) or tuple(entry) != _ENTRY:
+            raise StoreCorruptError(
+                f"object: leaf {name}: got a {type(entry).__name__}; expected dtype, shape, data_offsets"
+            )
+        word, shape, offsets = entry.values()
+        try:
+            key = (word, tuple(shape), tuple(map(type, shape)))  # the types too, because 1, 1.0 and true are equal
+            form = forms.get(key)
+        except TypeError:
+            form = key = None  # no valid dtype and shape: `_parse_form` refuses them
+        if form is None:
+            form = forms[key] = _parse_form(name, word, shape)
+
+        dtype, shape, nbytes = form
+        begin = offset - start
+        if offsets != [begin, begin + nbytes] or set(map(type, offsets)) != {int}:
+            raise StoreCorruptError(f"object: leaf {name}: got other offsets; expected {[begin, begin + nbytes]}")
+        if not name.startswith("pad."):
+            leaves[name] = Leaf(name, dtype, shape, offset, nbytes, crcs.get(name, -1))
+        elif dtype != np.uint8 or nbytes >= ALIGNMENT:
+            raise StoreCorruptError(f"object: {name}: got {nbytes} bytes of {dtype}; expected uint8 below {ALIGNMENT}")
+        offset += nbytes
+        if size is not None and offset > size:
+            raise StoreCorruptError(f"object: got leaf {name} up to byte {offset}; expected at most {size}")
+
+    if size not in (None, offset) or list(crcs) != list(leaves):
+        raise StoreCorruptError(f"object: got {len(crcs)} checksums, {offset} bytes; expected {len(leaves)} and {size}")
+    return leaves, offset
 
 
-def _form(name: str, word: Any, shape: Any) -> _Form:
+def _parse_form(name: str, word: Any, shape: Any) -> _Form:
+    """Parses the dtype and the shape of a leaf."""
     expect_known(f"leaf {name} of dtype", [word], DTYPES)
     if not isinstance(word, str):
-        raise StoreCorruptError(f"object: leaf {name}: dtype {_short(word)}; expected one of {tuple(DTYPES)}")
-    if not _naturals(shape) or len(shape) > 8:
-        raise StoreCorruptError(f"object: leaf {name}: shape {_short(shape)}; expected at most 8 sizes")
-    if math.prod(size or 1 for size in shape) > LARGEST_ARRAY:  # NumPy counts so where one of the sizes is zero
-        raise StoreCorruptError(f"object: leaf {name}: shape {shape}; expected sizes that an array can have")
+        raise StoreCorruptError(f"object: leaf {name}: got dtype {_short(word)}; expected one of {tuple(DTYPES)}")
+    is_shape = isinstance(shape, list) and set(map(type, shape)) <= {int} and len(shape) <= 8
+    if not is_shape or (shape and not 0 <= min(shape) <= max(shape) < 1 << 48):
+        raise StoreCorruptError(f"object: leaf {name}: got shape {_short(shape)}; expected at most 8 sizes")
+
+    # NumPy's limit ignores sizes of zero.
+    if math.prod(size or 1 for size in shape) > LARGEST_ARRAY:
+        raise StoreCorruptError(f"object: leaf {name}: got shape {shape}; expected sizes that an array can have")
     return DTYPES[word], tuple(shape), math.prod(shape) * DTYPES[word].itemsize
 
 
 def _short(value: Any) -> str:
-    """Prints a value for an error; of what may be nested deeply, only the type."""
-    plain = (str, int, float)
-    flat = isinstance(value, plain) or (isinstance(value, list) and all(isinstance(item, plain) for item in value))
+    """Formats a value for an error message; only the type of what may be nested deeply."""
+    scalars = (str, int, float)
+    flat = isinstance(value, scalars) or (isinstance(value, list) and all(isinstance(item, scalars) for item in value))
     return repr(value)[:60] if flat else type(value).__name__
-
-
-def _naturals(values: Any) -> bool:
-    plain = isinstance(values, list) and set(map(type, values)) <= {int}
-    return plain and (not values or (min(values) >= 0 and max(values) < 1 << 48))

@@ -48,6 +48,7 @@ def block_type(kind: int, where: str) -> BlockType:
     if kind in _PLAIN:
         name, dtype = _PLAIN[kind]
         return BlockType(name, True, 1, dtype.itemsize, lambda data: np.ascontiguousarray(data).view(dtype))
+
     quants = require("gguf.quants", "gguf", "gguf")
     constants = require("gguf.constants", "gguf", "gguf")
     known = {int(member): member for member in constants.GGMLQuantizationType}
@@ -55,6 +56,7 @@ def block_type(kind: int, where: str) -> BlockType:
         raise WeightsError(
             f"{where} is of type {kind}; expected one of {', '.join(kind.name for kind in known.values())}"
         )
+
     values, size = constants.GGML_QUANT_SIZES[known[kind]]
     unpack = functools.partial(quants.dequantize, qtype=known[kind])
     try:
@@ -63,4 +65,5 @@ def block_type(kind: int, where: str) -> BlockType:
         raise WeightsError(
             f"{where} is of type {known[kind].name}, which the package gguf does not dequantise"
         ) from error
+
     return BlockType(known[kind].name, False, values, size, unpack)

@@ -57,6 +57,7 @@ def find_gguf(checkpoint: Path) -> Path | None:
         return checkpoint
     if not checkpoint.is_dir() or any(checkpoint.glob("*.safetensors*")):
         return None
+
     found = sorted(checkpoint.glob("*.gguf"))
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
@@ -77,10 +78,12 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
         data = memoryview(np.memmap(path, np.uint8, "r")).toreadonly()
     except OSError as error:
         raise WeightsError(f"{path} cannot be opened: {error}") from error
+
     if bytes(data[:4]) != _MAGIC:
         raise WeightsError(
             f"{path} begins with {bytes(data[:4])!r}; expected a GGUF file, which begins with {_MAGIC!r}"
         )
+
     try:
         return _Reader(path, data).header()
     except (struct.error, UnicodeDecodeError) as error:
@@ -98,16 +101,19 @@ class _Reader:
         if version not in _VERSIONS:
             swapped = " (its bytes are swapped)" if version & 0xFFFF == 0 else ""
             raise WeightsError(f"{self._path} is GGUF version {version}{swapped}; expected 2 or 3, little-endian")
+
         count, entries = self._number("Q"), self._number("Q")
         self._afford(count, 24, "tensors")
         self._afford(entries, 12, "metadata entries")
 
         metadata: dict[str, Any] = {}
+
         for _ in range(entries):
             key = self._text(_LONGEST_NAME)
             if key in metadata:
                 raise WeightsError(f"{self._path} has metadata {key!r} twice; expected it once")
             metadata[key] = self._value(key)
+
         found = [self._tensor() for _ in range(count)]
         return GgufHeader(self._path, metadata, self._placed(metadata, found))
 
@@ -115,12 +121,14 @@ class _Reader:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise WeightsError(f"{self._path}: general.alignment is {alignment!r}; expected a power of two")
+
         start = -(-self._at // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in found:
             if name in tensors:
                 raise WeightsError(f"{self._path} has tensor {name!r} twice; expected it once")
             tensors[name] = GgufTensor(shape, kind, start + offset)
+
         return tensors
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -139,10 +147,12 @@ class _Reader:
             return self._text(len(self._data))
         if kind != _ARRAY:
             return self._number(self._scalar(key, kind))
+
         inner, count = self._number("I"), self._number("Q")
         if inner == _STRING:
             self._afford(count, 8, f"texts in {key!r}")
             return [self._text(len(self._data)) for _ in range(count)]
+
         form = self._scalar(key, inner)
         size = struct.calcsize(f"<{form}")
         self._afford(count, size, f"numbers in {key!r}")
@@ -167,6 +177,7 @@ class _Reader:
                 f"{self._path} is damaged or cut short: a text of {length} bytes at byte {self._at} of "
                 f"{len(self._data)}"
             )
+
         text = bytes(self._data[self._at : self._at + length]).decode("utf-8")
         self._at += length
         return text

@@ -87,6 +87,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
             f"{header.path} is one of {values['split.count']} files; expected a whole one, as `llama-gguf-split "
             "--merge` makes it"
         )
+
     own = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
     table = _Table(str(header.path), str(name), own)
     table.check_known()
@@ -94,6 +95,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise WeightsError(f"{header.path}: tensor 'token_embd.weight' is missing or no matrix; expected the embedding")
+
     config: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": model_type,
@@ -129,11 +131,13 @@ def _check_sizes(header: GgufHeader, config: Mapping[str, Any]) -> None:
     }
     if "num_experts" in config:
         wanted["blk.0.ffn_gate_exps.weight"] = (config["num_experts"], config["moe_intermediate_size"], width)
+
     for name, shape in wanted.items():
         found = header.tensors.get(name)
         if found is None or found.shape != shape:
             what = "is missing" if found is None else f"has shape {found.shape}"
             raise WeightsError(f"{header.path}: tensor {name!r} {what}; expected shape {shape}, as the metadata say")
+
     last = f"blk.{config['num_hidden_layers'] - 1}.attn_norm.weight"
     if last not in header.tensors:
         raise WeightsError(f"{header.path}: tensor {last!r} is missing; expected it in the last layer, by block_count")
@@ -168,7 +172,7 @@ class _Table:
         return found
 
     def number(self, key: str, absent: float | None = None) -> float:
-        """A number, as the shortest decimal that is the file's float32."""
+        """Returns a number, as the shortest decimal that is the file's float32."""
         found = self._values.get(key, absent)
         if not isinstance(found, int | float) or isinstance(found, bool) or not np.isfinite(found) or found <= 0:
             raise ConfigError(f"{self._path}: {self._name}.{key} is {found!r}; expected a positive number")
@@ -184,7 +188,7 @@ class _Table:
 
 
 def _scaling(header: GgufHeader, table: _Table, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`rope_scaling`: of the metadata, or what the tensor of factors (Llama 3) was computed from."""
+    """Returns `rope_scaling`: of the metadata, or what the tensor of factors (Llama 3) was computed from."""
     kind = table.get("rope.scaling.type") or "none"
     if _FACTORS in header.tensors:
         if kind != "none":
@@ -194,19 +198,24 @@ def _scaling(header: GgufHeader, table: _Table, config: Mapping[str, Any]) -> di
         return None
     if kind not in ("linear", "yarn"):
         raise ConfigError(f"{header.path}: rope scaling {kind!r} is not read; expected none, linear or yarn")
+
     scaling = {"rope_type": kind, "factor": table.number("rope.scaling.factor")}
     if table.has("rope.scaling.attn_factor") and table.number("rope.scaling.attn_factor") != 1:
         raise ConfigError(f"{header.path}: rope.scaling.attn_factor is not read; expected 1")
+
     if kind == "yarn" and table.has("rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = table.whole("rope.scaling.original_context_length")
     return scaling
 
 
 def _factor_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling that gives the file's factors (what each frequency is divided by): Llama 3's, or the factors."""
+    """Returns the scaling that gives the file's factors (what each frequency is divided by): Llama 3's, or the
+    factors.
+    """
     stored, half = header.tensors[_FACTORS], config["head_dim"] // 2
     if stored.kind != 0 or stored.shape != (half,):
         raise WeightsError(f"{header.path}: tensor {_FACTORS!r} has shape {stored.shape}; expected F32 ({half},)")
+
     data = np.empty(half, np.float32)
     OpenFile(header.path).read_into(data, stored.start)
     factors = data.astype(np.float64)
@@ -214,16 +223,18 @@ def _factor_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, 
         raise WeightsError(f"{header.path}: tensor {_FACTORS!r} holds {factors.min()}; expected positive numbers")
     if np.allclose(factors, 1, rtol=1e-6):
         return {"rope_type": "default"}
+
     largest = float(str(np.float32(factors.max())))
     if np.allclose(factors, _llama3_factors(config["rope_theta"], 2 * half, largest), rtol=1e-5):
         return {"rope_type": "llama3", "factor": largest, **_LLAMA3}
+
     longest = config["max_position_embeddings"]
     same = {"short_factor": factors.tolist(), "long_factor": factors.tolist(), "attention_factor": 1.0}
     return {"rope_type": "longrope", "factor": 1.0, "original_max_position_embeddings": longest, **same}
 
 
 def _llama3_factors(theta: float, width: int, factor: float) -> np.ndarray:
-    """What Llama 3.1 and 3.2 divide their frequencies by: 1 for short waves, `factor` for long ones."""
+    """Returns what Llama 3.1 and 3.2 divide their frequencies by: 1 for short waves, `factor` for long ones."""
     low, high, original = _LLAMA3.values()
     waves = 2 * np.pi * theta ** (np.arange(0, width, 2) / width)
     between = (original / waves - low) / (high - low)
@@ -232,11 +243,12 @@ def _llama3_factors(theta: float, width: int, factor: float) -> np.ndarray:
 
 
 def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, TensorLocation]:
-    """Hugging Face's names of a file's tensors, and where they lie. Names that are not known stay, to be told."""
+    """Maps Hugging Face's names to where a file's tensors lie. Unknown names stay, to be reported."""
     pairs = {}
     if config["model_type"] == "llama":  # llama.cpp rotates neighbours there
         heads = config["num_attention_heads"]
         pairs = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}
+
     places: dict[str, TensorLocation] = {}
     for name in header.tensors:
         found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
@@ -251,4 +263,5 @@ def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Te
                 places[ours] = TensorLocation(name, index=number)
         elif name != _FACTORS:
             places[name] = TensorLocation(name)
+
     return places

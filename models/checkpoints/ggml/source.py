@@ -65,6 +65,7 @@ class GgufSource:
         span = whole_region(shape, region)
         if len(shape) < 2:
             return self._vector(stored, form, place.heads)[span]
+
         *leading, columns = span
         numbers = np.arange(math.prod(shape[:-1])).reshape(shape[:-1])[tuple(leading)].reshape(-1)
         if place.heads:
@@ -75,7 +76,7 @@ class GgufSource:
         return out.reshape([part.stop - part.start for part in span])
 
     def stored(self, name: str) -> StoredTensor | None:
-        """Where a tensor's bytes lie; None for one that is quantised or in another order."""
+        """Returns where a tensor's bytes lie; None for one that is quantised or in another order."""
         place, shape = self._places[name], self.tensors[name].shape
         found = self._header.tensors[place.name]
         form = self._types[found.kind]
@@ -90,7 +91,9 @@ class GgufSource:
         return values[_pairs_to_halves(width, heads)] if heads else values
 
     def _columns(self, stored: GgufTensor, form: BlockType, rows: np.ndarray, columns: slice) -> np.ndarray:
-        """Some columns of some rows, a piece of the rows at a time (and those between rows that are out of order)."""
+        """Returns some columns of some rows, a piece of the rows at a time (and those between rows that are out of
+        order).
+        """
         width = stored.shape[-1] if stored.shape else 1
         blocks = slice(columns.start // form.values, -(-columns.stop // form.values))
         cut = slice(columns.start - blocks.start * form.values, columns.stop - blocks.start * form.values)
@@ -98,6 +101,7 @@ class GgufSource:
         dtype = NUMPY_TYPES[form.name] if form.plain else self._dtype
         out = np.empty((len(rows), columns.stop - columns.start), dtype)
         step = max(1, _PIECE // width)
+
         for start in range(0, len(rows), step):
             part = rows[start : start + step]
             first = int(part.min())
@@ -106,6 +110,7 @@ class GgufSource:
             chosen = np.ascontiguousarray(data[part - first, blocks.start * form.size : blocks.stop * form.size])
             with np.errstate(all="ignore"):  # what is not finite is told by whoever reads
                 out[start : start + step] = form.unpack(chosen)[:, cut]
+
         return out
 
     def _check(self, name: str, tensor: GgufTensor) -> None:
@@ -116,6 +121,7 @@ class GgufSource:
                 f"{self.origin}: tensor {name!r} has shape {tensor.shape}; expected rows of whole blocks of "
                 f"{form.values} values, as {form.name} has them"
             )
+
         stop = tensor.start + math.prod(tensor.shape) // form.values * form.size
         if stop > self._file.size:
             raise WeightsError(
@@ -134,5 +140,5 @@ class GgufSource:
 
 
 def _pairs_to_halves(rows: int, heads: int) -> np.ndarray:
-    """Where each row of a matrix whose heads rotate in halves lies, where they are stored in pairs."""
+    """Returns where each row of a matrix whose heads rotate in halves lies, where they are stored in pairs."""
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)

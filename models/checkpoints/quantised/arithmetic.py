@@ -23,7 +23,7 @@ def float8_values(kind: str) -> Float[np.ndarray, "256"]:
 
 @functools.cache
 def _float8_pairs(kind: str) -> np.ndarray:
-    """The values of every two bytes, side by side in a word: half the look-ups."""
+    """Returns the values of every two bytes, side by side in a word: half the look-ups."""
     values = float8_values(kind)
     return np.stack(np.broadcast_arrays(values[None, :], values[:, None]), -1).view(np.uint64).reshape(-1)
 
@@ -38,7 +38,7 @@ def float8_to_float32(stored: UInt8[np.ndarray, "R C"], kind: str) -> Float[np.n
 
 @functools.cache
 def _half_words(order: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """For the low and the high half of a word of eight fields: its four fields as bytes in their places of eight."""
+    """Returns, for the low and the high half of a word of eight fields, its four fields as bytes in place."""
     halves = np.arange(1 << 16, dtype=np.uint64)
     tables = np.zeros((2, 1 << 16), np.uint64)
     for place, column in enumerate(order):
@@ -98,13 +98,16 @@ def scale_columns(
     even = count > 0 and width % count == 0
     regular = even and np.array_equal(columns, columns[0] + np.arange(width) // (width // count))
     used = slice(int(columns[0]), int(columns[-1]) + 1)
+
     for first, last in _pieces(rows, width):
         piece = stored[first:last]
         values = piece.astype(np.float32) if kind is None else float8_to_float32(piece, kind)
         which = rows[first] if rows[first] == rows[last - 1] else rows[first:last]
+
         for factors, apply in ((zeros, np.subtract), (scales, np.multiply)):
             if factors is None:
                 continue
+
             part = factors[which]
             if factors.shape[1] == 1:
                 apply(values, part, out=values)
@@ -113,6 +116,7 @@ def scale_columns(
                 apply(grouped, part[..., used, None], out=grouped)
             else:
                 apply(values, part[..., columns], out=values)
+
         out[first:last] = values
 
 
@@ -134,7 +138,7 @@ def scale_rows(
 
 
 def _pieces(groups: Integer[np.ndarray, " R"], width: int) -> Iterator[tuple[int, int]]:
-    """Rows to take at once: few enough for the cache, and of one group where groups are long."""
+    """Yields rows to take at once: few enough for the cache, and of one group where groups are long."""
     step = max(1, _PIECE // max(1, width))
     borders = np.flatnonzero(np.diff(groups)) + 1
     stops = [*borders.tolist(), len(groups)] if len(borders) * 8 < len(groups) else [len(groups)]

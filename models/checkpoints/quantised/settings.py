@@ -97,7 +97,7 @@ class Quantisation:
     changes: tuple[tuple[str, "Quantisation | None"], ...] = ()
 
     def of_module(self, name: str) -> "Quantisation | None":
-        """What holds for a module; None where it is not quantised."""
+        """Returns what holds for a module; None where it is not quantised."""
         for pattern, change in self.changes:
             if re.match(pattern, name):
                 return change
@@ -105,7 +105,9 @@ class Quantisation:
 
 
 def _names(entry: str, module: str) -> bool:
-    """Whether an entry of a list of modules names this one: by its whole name, or some components of it in a row."""
+    """Returns whether an entry of a list of modules names this one: by its whole name, or some components of it in a
+    row.
+    """
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), module) is not None
     return f".{entry.strip('.')}." in f".{module}."
@@ -130,6 +132,7 @@ def split_config(raw: Raw, root: Path) -> tuple[dict[str, Any], Quantisation | N
         if isinstance(inner, Mapping):
             found += [(f"{part}.{name}", inner[name]) for name in CONFIG_KEYS if inner.get(name)]
             rest[part] = {name: value for name, value in inner.items() if name not in CONFIG_KEYS}
+
     if not found:
         found = [
             (name, {"quant_method": method, **read_table(root / name)})
@@ -138,6 +141,7 @@ def split_config(raw: Raw, root: Path) -> tuple[dict[str, Any], Quantisation | N
         ]
         if not found and (root / "hf_quant_config.json").is_file():
             found = [("hf_quant_config.json", {"quant_method": "modelopt"})]
+
     return rest, read_quantisation(found[0][1], found[0][0]) if found else None
 
 
@@ -163,9 +167,11 @@ def read_quantisation(table: Any, place: str = "quantization_config") -> Quantis
     """
     if not isinstance(table, Mapping):
         raise ConfigError(f"{place} is {table!r}; expected a table")
+
     method = _method(table)
     if method is None:
         raise ConfigError(f"config.json has {place!r} without a quant_method; expected one of {_READ}")
+
     readers = {
         "fp8": _read_fp8,
         "fbgemm_fp8": _read_fp8,
@@ -179,6 +185,7 @@ def read_quantisation(table: Any, place: str = "quantization_config") -> Quantis
             f"{place}: weights quantised by {method!r}{about} are not read; expected one of {_READ}, or a checkpoint "
             "with plain weights"
         )
+
     for key, value in table.items():
         _check(place, method, key, value)
     try:
@@ -193,6 +200,7 @@ def _method(table: Raw) -> str | None:
         return "bitsandbytes"
     if given is None and "config_groups" in table:
         return "compressed-tensors"
+
     return (
         None
         if given is None
@@ -230,6 +238,7 @@ def _read_gptq(table: Raw, place: str) -> Quantisation:
     form = str(table.get("checkpoint_format", table.get("format")) or "gptq").lower()
     if form not in ("gptq", "gptq_v2"):
         raise ConfigError(f"{place}: GPTQ weights in format {form!r} are not read; expected 'gptq' or 'gptq_v2'")
+
     makers = (table.get("meta") or {}).get("quantizer") or []
     makers = [makers] if isinstance(makers, str) else makers
     offset = "words" if any(str(maker).startswith("gptqmodel") for maker in makers) else "fields"
@@ -246,13 +255,14 @@ def _read_gptq(table: Raw, place: str) -> Quantisation:
 
 
 def _changes(rules: Raw, found: Quantisation, place: str) -> tuple[tuple[str, Quantisation | None], ...]:
-    """GPTQModel's rules for modules that differ: "-:" not quantised, "+:" or nothing quantised in another way."""
+    """Reads GPTQModel's rules for modules that differ: "-:" not quantised, "+:" or nothing quantised in another way."""
     changes: list[tuple[str, Quantisation | None]] = []
     for pattern, given in rules.items():
         _compile(pattern.removeprefix("-:").removeprefix("+:"), f"{place}: dynamic")
         if pattern.startswith("-:"):
             changes.append((pattern.removeprefix("-:"), None))
             continue
+
         table = {"bits": found.bits, "group_size": found.group_size, "desc_act": not found.ordered, **given}
         changed = dataclasses.replace(
             found,
@@ -261,6 +271,7 @@ def _changes(rules: Raw, found: Quantisation, place: str) -> tuple[tuple[str, Qu
             ordered=not table["desc_act"],
         )
         changes.append((pattern.removeprefix("+:"), changed))
+
     return tuple(changes)
 
 
@@ -279,30 +290,36 @@ def _read_compressed(table: Raw, place: str) -> Quantisation:
     groups = table.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ConfigError(f"{place}: config_groups is {groups!r}; expected a table of groups")
+
     sizes, blocks, bits = set[Any](), set[Any](), set[int]()
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
             raise ConfigError(f"{place}: group {name!r} has weights {weights!r}; expected a table")
+
         form = str(group.get("format") or table.get("format") or "dense")
         if form not in _COMPRESSED_FORMATS:
             raise ConfigError(
                 f"{place}: weights in compressed-tensors' format {form!r} are not read; expected one of "
                 f"{', '.join(_COMPRESSED_FORMATS)}"
             )
+
         kind = (weights.get("type", "int"), weights.get("num_bits", 8))
         if kind not in (("float", 8), ("int", 8), ("int", 4)):
             raise ConfigError(
                 f"{place}: weights of type {kind[0]!r} and {kind[1]} bits are not read; expected float 8, "
                 "int 8 or int 4"
             )
+
         bits.add(kind[1])
         sizes.add(weights.get("group_size") if weights.get("strategy") == "group" else None)
         blocks.add(_block(weights.get("block_structure"), place))
+
     sizes.discard(None)
     blocks.discard(None)
     if len(sizes) > 1 or len(blocks) > 1:
         raise ConfigError(f"{place}: groups of sizes {sorted(sizes)} and blocks {sorted(blocks)}; expected one of each")
+
     return Quantisation(
         "compressed-tensors",
         place,
@@ -346,6 +363,7 @@ def _plain(table: Raw, place: str) -> tuple[str, ...]:
             continue
         if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
             raise ConfigError(f"{place}: {key} is {given!r}; expected a list of names")
+
         for name in given:
             if name.startswith("re:"):
                 _compile(name.removeprefix("re:"), f"{place}: {key}")

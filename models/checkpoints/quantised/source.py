@@ -60,6 +60,7 @@ class DequantisedSource:
         twice = sorted(set(self._quantised) & set(self.tensors))
         if twice:
             raise WeightsError(f"{self.origin}: tensor {twice[0]!r} is there and quantised too; expected one of them")
+
         check_plain_tensors(self.origin, self.tensors, f"{quantisation.place} says {quantisation.method!r}")
         kind = _NAMES[self._dtype.name]
         self.tensors |= {name: TensorInfo(tensor.shape, kind) for name, tensor in self._quantised.items()}
@@ -77,7 +78,7 @@ class DequantisedSource:
         return tensor.read(self._inner, whole_region(tensor.shape, region), self._dtype)
 
     def stored(self, name: str) -> StoredTensor | None:
-        """Where a plain tensor's bytes lie."""
+        """Returns where a plain tensor's bytes lie."""
         return None if name in self._quantised else stored_tensor(self._inner, name)
 
     # ------------------------------------------------------------------------------------- what there is
@@ -92,10 +93,12 @@ class DequantisedSource:
             self._expect(f"{prefix}.qzeros", ("I32",), (groups, -(-outputs * found.bits // WORD)))
             self._expect(f"{prefix}.scales", _FLOATS, (groups, outputs))
             indexed = f"{prefix}.g_idx" in self._inner.tensors
+
             if indexed:
                 self._expect(f"{prefix}.g_idx", ("I32", "I64"), (inputs,))
             elif not found.ordered:
                 raise WeightsError(f"{self.origin}: tensor '{prefix}.g_idx' is missing; expected it with desc_act")
+
             yield (
                 f"{prefix}.weight",
                 GptqTensor(prefix, found.bits, (outputs, inputs), size, indexed, found.ordered, found.zero_offset),
@@ -111,7 +114,7 @@ class DequantisedSource:
             yield f"{prefix}.weight", AwqTensor(prefix, (8 * words, inputs), size)
 
     def _scaled(self) -> Iterator[tuple[str, QuantisedTensor]]:
-        """FP8 and int8 with scales beside them, and packed integers."""
+        """Plans FP8 and int8 tensors with scales beside them, and packed integers."""
         for prefix, found in self._modules("weight_packed"):
             yield f"{prefix}.weight", self._packed(f"{prefix}.weight", found)
         for name, info in self._inner.tensors.items():
@@ -131,6 +134,7 @@ class DequantisedSource:
                 f"{self.origin}: tensor '{prefix}_packed' has shape {(outputs, words)}; expected that of {shape} in "
                 f"{wanted}, as '{prefix}_shape' says"
             )
+
         inputs, bits = shape[1], fitting[0]
         rows = self._info(f"{prefix}_scale", _FLOATS, 2)
         size = inputs if rows[1] == 1 else found.group_size or inputs
@@ -155,6 +159,7 @@ class DequantisedSource:
             raise WeightsError(
                 f"{self.origin}: tensor {name!r} is {info.dtype} {info.shape}; expected two axes or more"
             )
+
         kinds = (*_FLOATS, "F8_E8M0", "U8") if info.dtype in _FLOAT8 else _FLOATS
         block = self._block(name, info.shape, scale)
         shape = self._info(scale, kinds, None)
@@ -164,7 +169,7 @@ class DequantisedSource:
         return ScaledTensor(name, scale, zero, info.dtype, info.shape, block)
 
     def _block(self, name: str, shape: tuple[int, ...], scale: str) -> tuple[int, int]:
-        """Rows and columns that share a scale, as the shape of the scales says."""
+        """Returns rows and columns that share a scale, as the shape of the scales says."""
         *leading, rows, columns = shape
         found, quantisation = self._inner.tensors[scale].shape, self._quantisation
         known = [quantisation.block] if quantisation.block else []
@@ -184,7 +189,7 @@ class DequantisedSource:
     # --------------------------------------------------------------------------------------------- checks
 
     def _modules(self, part: str) -> Iterator[tuple[str, Quantisation]]:
-        """Modules with a tensor of this name, and how each is quantised."""
+        """Yields modules with a tensor of this name, and how each is quantised."""
         for name in self._inner.tensors:
             prefix = name.removesuffix(f".{part}")
             if prefix != name:
@@ -192,7 +197,7 @@ class DequantisedSource:
                 yield prefix, self._quantisation if found is None else found  # which ones must not be is checked below
 
     def _info(self, name: str, kinds: tuple[str, ...], axes: int | None) -> tuple[int, ...]:
-        """The shape of a part, whose type and number of axes are checked."""
+        """Returns the shape of a part, whose type and number of axes are checked."""
         info = self._inner.tensors.get(name)
         if info is None:
             raise WeightsError(

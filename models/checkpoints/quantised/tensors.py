@@ -131,6 +131,7 @@ class GptqTensor:
         in_order = np.arange(inputs.start, inputs.stop) // self.group_size
         if not self.indexed:
             return in_order
+
         name = f"{self.prefix}.g_idx"
         found, count = source.read(name, (inputs,)), -(-self.shape[1] // self.group_size)
         if self.ordered and not np.array_equal(found, in_order):
@@ -151,6 +152,7 @@ class GptqTensor:
         if self.zero_offset == "words":
             ones = sum(1 << place for place in range(0, WORD, self.bits))
             words = words + np.uint32(ones)
+
         first = packed.start * (WORD // self.bits)
         fields = unpack_columns(words, self.bits)[:, outputs.start - first : outputs.stop - first]
         if self.zero_offset == "fields":
@@ -231,6 +233,7 @@ class PackedTensor:
         in_order = np.arange(inputs.start, inputs.stop) // self.group_size
         if not self.indexed:
             return in_order
+
         name = f"{self.prefix}_g_idx"
         found, count = source.read(name, (inputs,)), -(-self.shape[1] // self.group_size)
         if (found == -1).all():  # as it was made, before anything was reordered
@@ -243,7 +246,7 @@ class PackedTensor:
         return found
 
     def _zeros(self, source: TensorSource, outputs: slice, scales: np.ndarray) -> np.ndarray:
-        """Zeros of the stored fields, which are shifted by half their range to be positive."""
+        """Returns zeros of the stored fields, which are shifted by half their range to be positive."""
         if not self.zeros:
             return np.full((len(scales), 1), 1 << (self.bits - 1), np.float32)
         packed = _packed(outputs, WORD // self.bits)
@@ -253,7 +256,7 @@ class PackedTensor:
 
 
 def _blocks(part: slice, size: int) -> slice:
-    """The blocks that a span touches."""
+    """Returns the blocks that a span touches."""
     return slice(part.start // size, -(-part.stop // size))
 
 

@@ -1,0 +1,276 @@
+"""A Qwen2.5-VL of about 3 GB, loaded, run over a 3-megapixel image and 4k tokens, and decoded, beside transformers.
+
+Sides take turns as processes of their own (ours is `large_worker`), so that only one model is in memory and each peak
+is one side's.
+
+* `load float32`, `load bfloat16`: a float32 model from a file of that type, page cache warm. transformers maps a file
+  of the model's own type and reads nothing: its time counts until every page was touched.
+* `tower`: the tower and its projector over the image.
+* `prefill`: the forward of all embeddings, with KV and the last token's logits.
+* `step`: one token after them, the host in between.
+
+Rows without a bar are the profile. Compilation is in no timing.
+"""
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import logging
+from jaxtyping import Float32, Int32
+
+from kvpatch_jax.errors import KVPatchError
+
+from .benchmark import Row, comparison_row
+from .transformers_side import TransformersSide, agreement_row
+
+BARS = {"load float32": 1.0, "load bfloat16": 1.0, "tower": 1.0, "prefill": 1.0, "step": 0.8}
+TURNS = 2
+ROOT = Path(__file__).parents[2]
+Side = Callable[[], TransformersSide]
+
+IMAGE, VIDEO, START, END = 1, 2, 3, 4  # ids of a prompt's special tokens
+PATCH, MERGE = 14, 2
+MATMUL = 2048  # rows and columns of the product that speeds are held against
+
+
+@dataclasses.dataclass(frozen=True)
+class LargeSize:
+    """A Qwen2.5-VL's sizes, and the prompt that it reads.
+
+    Attributes:
+      side: patches along each side of the image, an even number. tokens: of the prompt, the image's included.
+      new_tokens: decoded behind the prompt.
+    """
+
+    name: str
+    width: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    vision_width: int
+    vision_intermediate: int
+    vision_depth: int
+    vision_heads: int
+    side: int
+    tokens: int
+    new_tokens: int
+
+    def config(self) -> dict[str, Any]:
+        """Makes `config.json` as the released checkpoints have it."""
+        heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
+        sections = [self.width // self.heads // 8] + [self.width // self.heads * 3 // 16] * 2
+        return {
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "model_type": "qwen2_5_vl",
+            **heads,
+            "hidden_act": "silu",
+            "hidden_size": self.width,
+            "intermediate_size": self.intermediate,
+            "max_position_embeddings": 128000,
+            "num_hidden_layers": self.layers,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "rope_scaling": {"type": "mrope", "mrope_section": sections},
+            "tie_word_embeddings": True,
+            "torch_dtype": "float32",
+            "use_sliding_window": False,
+            "vocab_size": self.vocabulary,
+            "image_token_id": IMAGE,
+            "video_token_id": VIDEO,
+            "vision_start_token_id": START,
+            "vision_end_token_id": END,
+            "vision_config": {
+                "depth": self.vision_depth,
+                "fullatt_block_indexes": [self.vision_depth // 2 - 1, self.vision_depth - 1],
+                "hidden_act": "silu",
+                "hidden_size": self.vision_width,
+                "in_chans": 3,
+                "intermediate_size": self.vision_intermediate,
+                "num_heads": self.vision_heads,
+                "out_hidden_size": self.width,
+                "patch_size": PATCH,
+                "spatial_merge_size": MERGE,
+                "temporal_patch_size": 2,
+                "tokens_per_second": 2,
+                "window_size": 112,
+            },
+        }
+
+    def work(self) -> dict[str, float]:
+        """Counts what each part has to do: multiplications and additions, bytes of weights for a decode step."""
+        merged, width = MERGE**2, self.vision_width
+        patches = self.side**2
+        block = 4 * width**2 + 3 * width * self.vision_intermediate
+        merger = (merged * width) ** 2 + merged * width * self.width
+        windows = (112 // PATCH) ** 2
+        pairs = patches * (2 * patches + (self.vision_depth - 2) * windows)
+        tower = (
+            2.0 * patches * (block * self.vision_depth + 6 * PATCH**2 * width + merger / merged) + 4.0 * pairs * width
+        )
+        head = self.width // self.heads
+        attention = 2 * self.width**2 + 2 * self.width * self.kv_heads * head
+        layer = attention + 3 * self.width * self.intermediate
+        weights = layer * self.layers + self.vocabulary * self.width
+        prefill = 2.0 * self.tokens * layer * self.layers + 2.0 * self.tokens**2 * self.width * self.layers
+        return {"tower": tower, "prefill": prefill, "step_bytes": 4.0 * weights}
+
+
+LARGE = LargeSize(
+    "3 GB",
+    width=2048,
+    intermediate=11008,
+    layers=6,
+    heads=16,
+    kv_heads=2,
+    vocabulary=65536,
+    vision_width=1280,
+    vision_intermediate=3420,
+    vision_depth=8,
+    vision_heads=16,
+    side=124,  # 1736 x 1736 pixels
+    tokens=4096,
+    new_tokens=16,
+)
+SMALL = dataclasses.replace(
+    LARGE, name="small", width=256, intermediate=512, layers=2, heads=4, vocabulary=512, vision_width=128
+)
+SMALL = dataclasses.replace(SMALL, vision_intermediate=256, vision_depth=4, vision_heads=4, side=16, tokens=96)
+"""To see that it runs."""
+
+
+def prompt_arrays(size: LargeSize, seed: int) -> dict[str, Float32[np.ndarray, "P F"] | Int32[np.ndarray, "..."]]:
+    """Draws the prompt: text, the image between its marks, text; and the tokens that follow.
+
+    Returns:
+      input_ids [1,T], pixel_values [P, 3·2·14²], image_grid_thw [1,3], new_ids [new_tokens].
+    """
+    generator = np.random.default_rng(seed)
+    image = (size.side // MERGE) ** 2
+    before = (size.tokens - image - 2) // 2
+    after = size.tokens - image - 2 - before
+
+    def text(count: int) -> np.ndarray:
+        return generator.integers(END + 1, size.vocabulary, count)
+
+    ids = np.concatenate([text(before), [START], np.full(image, IMAGE), [END], text(after)])
+    return {
+        "input_ids": ids[None].astype(np.int32),
+        "pixel_values": generator.standard_normal((size.side**2, 6 * PATCH**2), np.float32),
+        "image_grid_thw": np.array([[1, size.side, size.side]], np.int32),
+        "new_ids": text(size.new_tokens).astype(np.int32),
+    }
+
+
+class LargeRunError(KVPatchError):
+    """Our side's process ended with an error."""
+
+
+def compare(side: Side | None, repeats: int, seed: int, size: LargeSize = LARGE) -> list[Row]:
+    """Makes the rows of the large model.
+
+    Args:
+      side: starts transformers' process; None measures ours alone.
+      repeats: turns of each side, two at most.
+      seed: of weights and prompt.
+    """
+    labels = {"size": size.name, "architecture": size.config()["architectures"][0]}
+    ours: list[dict[str, Any]] = []
+    theirs: list[dict[str, Any]] = []
+    agreed: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        logging.info("writing the %s model to %s", size.name, folder)
+        files = run_ours("make", size, folder, seed)
+        for turn in range(min(repeats, TURNS)):
+            _fill_page_cache(folder)
+            logging.info("turn %d: ours", turn)
+            ours.append(run_ours("measure", size, folder, seed))
+            if side is not None:
+                logging.info("turn %d: theirs", turn)
+                with side() as process:
+                    theirs.append(process.ask("large", folder=str(folder)))
+        if side is not None:
+            with np.load(folder / "ours.npz") as found, np.load(folder / "theirs.npz") as expected:
+                agreed = [agreement_row(dict(found), dict(expected), **labels)]
+    return [*agreed, *timed_rows(ours, theirs, agreed, labels), *profile_rows(size, ours, theirs, labels | files)]
+
+
+def run_ours(call: str, size: LargeSize, folder: Path, seed: int) -> dict[str, Any]:
+    """Runs `large_worker` and reads its answer.
+
+    Raises:
+      LargeRunError: it failed; its last words are in the message.
+    """
+    request = json.dumps({"call": call, "size": dataclasses.asdict(size), "folder": str(folder), "seed": seed})
+    command = [sys.executable, "-m", "evals.bench.large_worker", request]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LargeRunError(f"{call} of the {size.name} model ended with {done.returncode}: {done.stderr[-2000:]!r}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _fill_page_cache(folder: Path) -> None:
+    for path in folder.glob("*/model.safetensors"):
+        with path.open("rb") as file:
+            while file.read(1 << 24):
+                pass
+
+
+Turns = Sequence[Mapping[str, Any]]
+"""Answers of one side's process, turn by turn."""
+
+
+def timed_rows(ours: Turns, theirs: Turns, agreed: Sequence[Row], labels: Mapping[str, Any]) -> list[Row]:
+    """Makes a row per thing that is timed, in calls per second as the other rows of the benchmark."""
+    valid = all(row["passed"] for row in agreed)
+    rows = []
+    for metric, bar in BARS.items():
+        samples = _samples(ours, theirs, lambda turn, metric=metric: turn["seconds"][metric])
+        rows.append(comparison_row(metric, samples, at_least=bar, items=1, valid=valid, **labels))
+    return rows
+
+
+def profile_rows(size: LargeSize, ours: Turns, theirs: Turns, labels: Mapping[str, Any]) -> list[Row]:
+    """Shows where the time goes: work per second of each part beside one plain product of matrices; peaks of memory."""
+    work, rows = size.work(), []
+
+    def add_rate(metric: str, amount: float, timed: str) -> None:
+        samples = _samples(ours, theirs, lambda turn: amount / turn["seconds"][timed] / 1e9)
+        rows.append(
+            {"metric": metric, **labels} | {side: statistics.median(values) for side, values in samples.items()}
+        )
+
+    counts = {"tower": work["tower"], "prefill": work["prefill"], "matmul": 2.0 * MATMUL**3}
+    for name, count in counts.items():
+        add_rate(f"{name}: GFLOP/s", count, name)
+    add_rate("step: GB/s of weights", work["step_bytes"], "step")
+
+    for name in [name for name in (theirs[0]["seconds"] if theirs else ()) if name.endswith("returned")]:
+        seconds = statistics.median(turn["seconds"][name] for turn in theirs)
+        rows.append({"metric": name, **labels, "theirs": 1 / seconds})
+    for kind, profile in ours[-1]["load_profiles"].items():
+        for part, value in profile.items():
+            rows.append({"metric": f"load {kind}: CPU s, {part}", **labels, "ours": value})
+
+    for stage in ours[-1]["peaks"]:
+        with_stage = theirs if theirs and stage in theirs[0]["peaks"] else []
+        samples = _samples(ours, with_stage, lambda turn, stage=stage: turn["peaks"][stage] / 1e9)
+        peaks = {side: max(values) for side, values in samples.items()}
+        rows.append({"metric": f"peak GB: {stage}", **labels, **peaks})
+    return rows
+
+
+def _samples(ours: Turns, theirs: Turns, figure: Callable[[Mapping[str, Any]], float]) -> dict[str, list[float]]:
+    """Reads a figure of each turn, by side; without a side that did not run."""
+    sides = {"ours": ours, "theirs": theirs}
+    return {side: [figure(turn) for turn in turns] for side, turns in sides.items() if turns}

@@ -1,0 +1,122 @@
+"""The connector's hooks as an engine calls them. vllm is stood in for."""
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
+
+import contextlib
+import enum
+import importlib
+import sys
+import time
+from types import ModuleType, SimpleNamespace
+
+import jaxtyping
+import numpy as np
+import pytest
+from serving_sides import LAYOUT, PAGE, TOKENS, Pool, output_of, request_of
+
+from kvpatch_jax.serving.vllm import parallel
+
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+BLOCKS = tuple(range(3, 11))
+TEXT = {"num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64, "rope_theta": 1e4}
+
+
+class StandIn:
+    """What of `KVConnectorBase_V1` the connector uses."""
+
+    def __init__(self, config, role, caches=None):
+        self._kv_cache_manager = SimpleNamespace(evict_blocks=lambda blocks: None)
+
+    def bind_connector_metadata(self, metadata):
+        self.metadata = metadata
+
+    def _get_connector_metadata(self):
+        return self.metadata
+
+
+@contextlib.contextmanager
+def imported_connector():
+    """The module, imported where vllm is not installed; without the shape hook, which clients do not meet either."""
+    base = ModuleType(BASE)
+    base.KVConnectorBase_V1, base.KVConnectorMetadata = StandIn, type("KVConnectorMetadata", (), {})
+    base.KVConnectorRole = enum.Enum("KVConnectorRole", ["SCHEDULER", "WORKER"])
+    parts = BASE.split(".")
+    names = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    name = "kvpatch_jax.serving.vllm.connector"
+    with pytest.MonkeyPatch.context() as patch:
+        for parent in names[:-1]:
+            patch.setitem(sys.modules, parent, ModuleType(parent))
+        patch.setitem(sys.modules, BASE, base)
+        patch.delitem(sys.modules, name, raising=False)
+        jaxtyping.config.update("jaxtyping_disable", True)
+        yield importlib.import_module(name)
+        jaxtyping.config.update("jaxtyping_disable", False)
+    sys.modules.pop(name, None)
+
+
+@contextlib.contextmanager
+def engine_of(connector, folder, checkpoint=None, **options):
+    """Both roles of the connector, as an engine makes them; a pool; and chunks that requests may be served.
+
+    Args:
+      checkpoint: directory that the weights come from; None: they are made up.
+    """
+    extra = {"store": str(folder / "store"), "backbone": "tiny", "rank": 10, "uncertified": True, **options}
+    spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(dtype="torch.float32"))
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_connector_extra_config=extra),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, distributed_executor_backend="uni", **dict.fromkeys(parallel.UNSUPPORTED_SIZES, 1)
+        ),
+        cache_config=SimpleNamespace(block_size=PAGE),
+        load_config=SimpleNamespace(load_format="dummy" if checkpoint is None else "auto", download_dir=None),
+        model_config=SimpleNamespace(
+            model=str(checkpoint),
+            dtype="torch.bfloat16",
+            architectures=["LlamaForCausalLM"],
+            hf_text_config=SimpleNamespace(to_dict=lambda: TEXT),
+        ),
+    )
+    caches = SimpleNamespace(kv_cache_groups=[spec])
+    scheduler = connector.KVPatchConnector(config, connector.KVConnectorRole.SCHEDULER, caches)
+    worker = connector.KVPatchConnector(config, connector.KVConnectorRole.WORKER, caches)
+    pool = Pool()
+    worker.worker_side.register(pool)
+    assert scheduler.scheduler_side.cache == (LAYOUT, np.float32), "the pool's dtype, not the model's"
+    engine = SimpleNamespace(scheduler=scheduler, worker=worker, pool=pool)
+    ask(engine, request_of("second", {"kvpatch": {"segments": [10]}}, TOKENS[8:]))
+    ask(engine, request_of("first", {"kvpatch": {"segments": [8]}}))
+    yield engine
+    scheduler.shutdown()
+    worker.shutdown()
+
+
+def ask(engine, request):
+    """Serves a request as vLLM 0.32 calls the hooks; returns what it counted on, what is in the pool, and the rest."""
+    scheduler, worker, name, tokens = engine.scheduler, engine.worker, request.request_id, request.prompt_token_ids
+    scheduler.on_new_request(request)
+    if request.kv_transfer_params:
+        request.kv_transfer_params.get("do_remote_prefill")  # as its scheduler goes on
+
+    count, later = scheduler.get_num_new_matched_tokens(request, 0)
+    until = time.monotonic() + 60
+    while count is None:
+        assert time.monotonic() < until, "its chunks are never read"
+        scheduler.build_connector_meta(output_of({}, {}, {}))
+        count, later = scheduler.get_num_new_matched_tokens(request, 0)
+    assert later is False
+
+    scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (BLOCKS,)), count)
+    output = output_of({name: len(tokens) - count}, {name: count}, {name: BLOCKS})
+    worker.bind_connector_metadata(scheduler.build_connector_meta(output))
+    engine.pool.requests[name] = SimpleNamespace(mrope_positions=None)
+    worker.start_load_kv(None)
+    loaded = engine.pool.rows(BLOCKS, 0, count) if count else None
+    engine.pool.prefill(name, tokens, BLOCKS, count)
+    worker.wait_for_save()
+    worker.worker_side.former.flush()
+    invalid = worker.get_block_ids_with_load_errors()
+    scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=invalid))
+    delayed, told = scheduler.request_finished(request, list(BLOCKS))
+    assert delayed is False
+    return SimpleNamespace(count=count, loaded=loaded, invalid=invalid, told=told, salt=request.cache_salt)
