@@ -132,7 +132,8 @@ class ReusedPage:
         """Places a cached chunk in the engine frame, rotated and patched, without a forward pass."""
         place %= len(self.chunks)
         antecedent = self.antecedent_of(place)
-        return dict(kvp.apply_patch(self.chunks[place], patch, self.starts[place], antecedent, allow_stale=allow_stale))
+        chunk, start = self.chunks[place], self.starts[place]
+        return dict(kvp.apply_patch(kvp.Placed(chunk, patch, start, antecedent, allow_stale=allow_stale)))
 
     def cache(self, patch: kvp.Patch | None = None, *, allow_stale: bool = False) -> KV:
         """Makes a cache of the prefix in the engine frame with the page reused."""
