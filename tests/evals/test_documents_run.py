@@ -42,7 +42,7 @@ HOLDS = {
     "certificates": ["alone > 0", "among > 0", "mixed > 0"],
     "checkpoint": ["int(counts.sum()) == counts.shape[0] * 2 * tokens.embeddings.shape[1]"],  # two experts a token
     "index": ["session.closed"],
-    "extending": ["page_error < 1e-5", "toy_chunk.tokens == 12"],
+    "extending": ["page_error < 1e-5", "right['blind'] < right['deep_half']", "toy_chunk.tokens == 12"],
     "generation": ["both.shape == (2, 4)"],
     "operators": ["patch.ranks == {'k': 12, 'v': 12}"],
     "plans": ["executor.ledger['ApplyPatch'].launches == 1"],
