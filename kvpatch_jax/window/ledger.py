@@ -66,6 +66,7 @@ class Ledger(Mapping[str, CostEntry]):
 
     def add(self, kind: str, entry: CostEntry) -> "Ledger":
         """Returns a ledger with more of a kind."""
+        # Kinds keep the order in which they first came.
         kinds = dict(self.kinds)
         kinds[kind] = kinds[kind] + entry if kind in kinds else entry
         return Ledger(tuple(kinds.items()))
@@ -154,11 +155,14 @@ class CostMeter:
         """
         forward, layers = self._backbone.forward_costs, self._layout.layers
         token_bytes = row_bytes(vectors, self._layout) * (layers - start_layer) // layers
+
+        # Each argument is a pair, without padding and with it. The ledger records both.
         nbytes, flops = [], []
         for token_count, key_count in zip(tokens, keys, strict=True):
             nbytes.append(token_bytes * (token_count + key_count))
             flops.append(forward.flops(token_count, key_count, start_layer))
 
+        # The forward, and the launch that writes what it returns.
         launches = 2
         self.ledger = self.ledger.add(kind, CostEntry(launches, nbytes[0], flops[0], nbytes[1], flops[1]))
         self.ledger = self.ledger.add("logits", CostEntry(0, 0, forward.logit, 0, forward.logit))
@@ -186,6 +190,8 @@ class CostMeter:
     ) -> None:
         """Counts a forward of tokens whose KV is not counted as a piece's: a question, or decoded tokens."""
         forward, token_bytes = self._backbone.forward_costs, row_bytes(vectors, self._layout)
+
+        # Only the keys in front are read: what the tokens themselves write is not kept, or counted when it is adopted.
         flops = [forward.flops(run, behind) + logits * forward.logit for run, behind in zip(tokens, keys, strict=True)]
         entry = CostEntry(1, token_bytes * keys[0], flops[0], token_bytes * keys[1], flops[1])
         self.ledger = self.ledger.add("question", entry)
