@@ -61,12 +61,13 @@ class PagedPool:
 
     Attributes:
       vectors: the pool and its source. meter: counts the launches.
+      keeps_source: whether keys rotate from a phase-free source.
     """
 
     def __init__(self, layout: KVLayout, meter: CostMeter, buckets: Buckets | None, options: PoolOptions):
         """Describes a pool; `allocate` makes its vectors."""
         self.layout, self.meter, self.buckets, self.options = layout, meter, buckets, options
-        self.vectors = programs.Pools({}, {})
+        self.vectors, self.keeps_source = programs.Pools({}, {}), False
 
     def allocate(self, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> None:
         """Allocates vectors of zeros, in place of those there were."""
@@ -76,7 +77,7 @@ class PagedPool:
         for channel in self.layout.channels:
             if self.options.keep == "all" or (self.options.keep == "rotating" and channel.rotates):
                 source[channel.name] = jnp.zeros_like(engine[channel.name])
-        self.vectors = programs.Pools(engine, source)
+        self.vectors, self.keeps_source = programs.Pools(engine, source), bool(source)
 
     def enlarge(self, more: int) -> None:
         """Appends pages of zeros; the vectors stay. Programs compile for the new size."""
@@ -88,11 +89,6 @@ class PagedPool:
     def nbytes(self) -> int:
         """Bytes of the pool and of its source."""
         return sum(value.nbytes for value in jax.tree.leaves(self.vectors))
-
-    @property
-    def keeps_source(self) -> bool:
-        """Whether keys rotate from a phase-free source."""
-        return bool(self.vectors.source)
 
     @property
     def lost(self) -> bool:
