@@ -1,5 +1,7 @@
 """How Sphinx builds the site: `sphinx-build -W docs out/site`, in an environment with the extra `docs`."""
 
+import contextlib
+import inspect
 import os
 import re
 from importlib.metadata import version as installed
@@ -58,6 +60,57 @@ TUPLE_FIELD = type(NamedTuple("OneField", [("field", int)]).field)
 """What autodoc would call "Alias for field number 0", a second time."""
 
 
+HEADERS = ("Args:", "Attributes:", "Raises:")
+
+
+def one_row_each(what, name, obj):
+    """Returns the pattern before which an entry of a section begins: a parameter, an attribute or an error.
+
+    Docstrings may put several entries on one line; the site gives each its own row.
+    """
+
+    def pattern(header):
+        if header == "Raises:":
+            return r"(?<=[.;]) (?=(?:[A-Z]\w*Error(?:, )?)+: )"
+        names = set(getattr(obj, "__annotations__", {}))
+        if callable(obj):
+            with contextlib.suppress(TypeError, ValueError):  # a builtin without a signature
+                names |= set(inspect.signature(obj).parameters)
+        found = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+        return rf"(?<=[.;]) (?=(?:{found})(?:, (?:{found}))*: )" if found else None
+
+    return pattern
+
+
+def split_rows(app, what, name, obj, options, lines):
+    """Puts every parameter, attribute and error of a docstring's sections on a line of its own."""
+    pattern, made, section, entry = one_row_each(what, name, obj), [], None, []
+
+    def end_entry():
+        if entry:
+            text = " ".join(line.strip() for line in entry)
+            found = pattern(section)
+            indent = " " * (len(entry[0]) - len(entry[0].lstrip()))
+            made.extend(indent + part for part in (re.split(found, text) if found else [text]))
+            entry.clear()
+
+    for line in lines:
+        if line.strip() in HEADERS and not line.startswith(" "):
+            end_entry()
+            section = line.strip()
+            made.append(line)
+        elif section and line.startswith("  ") and line.strip():
+            if len(line) - len(line.lstrip()) == 2:
+                end_entry()
+            entry.append(line)
+        else:
+            end_entry()
+            section = section if not line.strip() else None
+            made.append(line)
+    end_entry()
+    lines[:] = made
+
+
 def from_elsewhere(app, what, name, obj, skip, options):
     """Leaves out what a module only imports from other libraries, and fields of tuples, which the class describes."""
     home = getattr(obj, "__module__", None)
@@ -92,7 +145,8 @@ def between_root_pages(app, doctree):
 
 
 def setup(app):
-    """Connects the hooks above; that of docstrings runs before napoleon's."""
+    """Connects the hooks above; those of docstrings run before napoleon's."""
     app.connect("doctree-read", between_root_pages)
     app.connect("autodoc-skip-member", from_elsewhere)
+    app.connect("autodoc-process-docstring", split_rows, priority=90)
     app.connect("autodoc-process-docstring", as_rst, priority=100)

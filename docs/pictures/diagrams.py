@@ -1,4 +1,4 @@
-"""Draws the two diagrams of the concepts page: `python docs/pictures/diagrams.py` writes the SVG files beside it."""
+"""Draws the diagrams of the site: `python docs/pictures/diagrams.py` writes the SVG files beside it."""
 
 import math
 from pathlib import Path
@@ -138,7 +138,49 @@ def store_paths() -> str:
     return page(1118, 470, parts, "What a put and a get pass through in the store")
 
 
+STEPS = (
+    ("add 1", [("1", "prefilled")], None),
+    ("add 2", [("1", "pinned"), ("2", "prefilled")], None),
+    ("add 3", [("1", "pinned"), ("2", "stays"), ("3", "prefilled")], None),
+    ("add 4", [("1", "pinned"), ("3", "rotated"), ("4", "prefilled")], "2"),
+    ("recall 2", [("1", "pinned"), ("4", "rotated"), ("2", "recalled")], "3"),
+)
+"""A window of a pinned chunk and two more: what is done, what it then holds and how each came there, what left."""
+SLIDE_COLOURS = {"prefilled": AMBER, "pinned": GREEN, "stays": SOFT, "rotated": BLUE, "recalled": "#6b46c1"}
+MEANINGS = (
+    ("prefilled", "one forward, over its tokens only"),
+    ("rotated", "keys rotated to the new position, no forward"),
+    ("pinned", "never leaves: the attention sink"),
+    ("recalled", "canonical + patch, or one forward"),
+)
+
+
+def slide() -> str:
+    """Draws a window that slides, a row for each step."""
+    parts, height = [text(150, 34, "positions →", 17, SOFT), text(516, 34, "evicted", 17, SOFT)], 78
+    for row, (step, held, left) in enumerate(STEPS):
+        y = 52 + height * row
+        parts.append(text(14, y + 37, step, 19, INK, weight="bold"))
+        for place, (name, how) in enumerate(held):
+            x, colour = 124 + 122 * place, SLIDE_COLOURS[how]
+            parts += [box(x, y, 112, 60, colour, GREY if how == "stays" else PAPER)]
+            parts += [
+                text(x + 56, y + 27, name, 21, colour, "middle", "bold"),
+                text(x + 56, y + 49, how, 17, colour, "middle"),
+            ]
+        if left is not None:
+            parts += [box(516, y, 74, 60, SOFT, PAPER, dash="5 4"), text(553, y + 38, left, 21, SOFT, "middle")]
+    for row, (how, meaning) in enumerate(MEANINGS):
+        y = 52 + height * len(STEPS) + 20 + 29 * row
+        parts += [text(14, y, how, 17, SLIDE_COLOURS[how], weight="bold"), text(124, y, meaning, 17, INK)]
+    title = (
+        "A window slides: one chunk is pinned, one evicted, one rotated, one prefilled, and the evicted one recalled"
+    )
+    return page(604, 52 + height * len(STEPS) + 24 + 29 * len(MEANINGS), parts, title)
+
+
 if __name__ == "__main__":
     folder = Path(__file__).parent
     (folder / "frames.svg").write_text(frames(), encoding="utf-8")
+    (folder / "slide.svg").write_text(slide(), encoding="utf-8")
     (folder / "store_paths.svg").write_text(store_paths(), encoding="utf-8")

@@ -12,8 +12,9 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Antecedent, Member
 from kvpatch_jax.plan import Certificate, CertifiedPlan, DeviceCosts, Goal, PatchInventory, Rates, plan
-from kvpatch_jax.window import Costs, Entry, HostExecutor, Window
+from kvpatch_jax.window import Costs, Entry, Window
 
+from ..oracles import HostExecutor
 from ..probes.window.image_sequence import KV, ImageSequence, on_host, read_behind
 from .certification_run import CertificationRun
 from .scores import plan_row, rounded

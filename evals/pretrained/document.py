@@ -1,4 +1,4 @@
-"""The page docs/pretrained.md: what the suite on real weights found, written from a run.
+"""The page docs/experiments/pretrained.md: what the suite on real weights found, written from a run.
 
     python -m evals.pretrained.document out/pretrained
 
@@ -22,7 +22,7 @@ from .report import PERCENT, counted, draw_figures, show, verdict
 from .rows import EVERY_ARM
 
 DOCS = Path(__file__).parents[2] / "docs"
-SUMMARY, PAGE, PICTURES = "pretrained.json", "pretrained.md", "pictures"
+SUMMARY, PAGE, PICTURES = "pretrained.json", "experiments/pretrained.md", "pictures"
 PATCH = "patch.rank=16"
 """The patch that others are held against."""
 FIGURES = {
@@ -140,7 +140,7 @@ def _arms(rows: Rows) -> Iterator[str]:
         "again, are ids, and count as nothing beside it. `canonical kept`: one for all places of "
         "reuse. Arms `kv.…` and `shadowkv` keep KV(B|A) of one place in its stead; `residual.layer=…` keeps the "
         "residual that entered a layer in place of the KV above it. What the arms are: "
-        "[Evaluation](guides/evaluation.md#real-weights)."
+        "[Evaluation](evaluation.md#real-weights)."
     )
 
 
@@ -161,7 +161,7 @@ def _places(rows: Rows) -> Iterator[str]:
 
 
 def _picture(name: str) -> str:
-    return f"![{FIGURES[name]}](pictures/pretrained_{name}.png)"
+    return f"![{FIGURES[name]}](../pictures/pretrained_{name}.png)"
 
 
 def _plain(rows: Rows) -> Iterator[str]:
@@ -232,6 +232,7 @@ def write(out: Path, docs: Path = DOCS) -> Path:
     (docs / SUMMARY).write_text(text, encoding="utf-8")
     (docs / PICTURES).mkdir(exist_ok=True)
     draw_figures(Rows(found), docs / PICTURES, FIGURES, "pretrained_")
+    (docs / PAGE).parent.mkdir(exist_ok=True)
     (docs / PAGE).write_text(page(json.loads(text)), encoding="utf-8")
     return docs / PAGE
 

@@ -130,4 +130,6 @@ def slides(backbone: Any, plan: SuitePlan, documents: Sequence[Document]) -> Ite
 def _without_removed(of: Passages, kept: KV) -> KV:
     """The passages kept, with the patch of what left taken out, made of the reference."""
     patch = kvp.removal_patch(of.chunk, of.conditioned, dict(kept), rank_of(of), ["left"], ["gone", "left"])
-    return kvp.apply_patch(of.chunk, patch, of.start, ["left"], base=dict(kept), base_antecedent=["gone", "left"])
+    return kvp.apply_patch(
+        kvp.Placed(of.chunk, patch, of.start, ["left"], base=dict(kept), base_antecedent=["gone", "left"])
+    )

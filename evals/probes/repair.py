@@ -83,7 +83,7 @@ class PageReuse:
 
     def placed(self, patch: kvp.Patch | None = None, *, allow_stale: bool = False) -> KV:
         """Places the reused page in the engine frame, rotated and patched, without a forward pass."""
-        return dict(kvp.apply_patch(self.page, patch, self.start, self.antecedent, allow_stale=allow_stale))
+        return dict(kvp.apply_patch(kvp.Placed(self.page, patch, self.start, self.antecedent, allow_stale=allow_stale)))
 
     def cache(self, patch: kvp.Patch | None = None, *, allow_stale: bool = False) -> KV:
         """Makes a cache of the prefix in the engine frame with the page reused."""

@@ -1,4 +1,4 @@
-"""What docs/guides/reading.md says of a run: `python -m evals.reading.document out/reading`.
+"""What docs/experiments/reading.md says of a run: `python -m evals.reading.document out/reading`.
 
 Keeps the rows that the guide shows in docs/reading.json and writes its tables, and the sentences that state figures,
 from them. A test holds the guide against that file.
@@ -17,7 +17,7 @@ from ..results.tables import markdown_table
 from . import fonts
 from .suite import TASKS_READ
 
-GUIDE, KEPT = Path("docs/guides/reading.md"), Path("docs/reading.json")
+GUIDE, KEPT = Path("docs/experiments/reading.md"), Path("docs/reading.json")
 BAR = 0.97
 """The share of pieces in unseen fonts whose nearest embedding was to be the right one."""
 PIECES = {

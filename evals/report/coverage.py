@@ -1,4 +1,4 @@
-"""What five papers show, and which of our rows show the same: the page docs/reference/coverage.md.
+"""What five papers show, and which of our rows show the same: the page docs/experiments/coverage.md.
 
     python -m evals.report.coverage                              # writes the page anew
     python -m evals.report.coverage default=out/run/results.json # says which of the rows named here a run lacks
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from ..results.tables import markdown_table
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "coverage.md"
+PAGE = Path(__file__).parents[2] / "docs" / "experiments" / "coverage.md"
 SUITES = {
     "default": "`python -m evals.run`",
     "window": "`--suite=window`",
     "pretrained": "`--suite=pretrained`",
     "sheets": "`--task=sheets`",
     "documents": "`--task=documents`",
-    "engine": "`tests/serving/run`, shown in [In vLLM](../guides/vllm.md)",
+    "engine": "`tests/serving/run`, shown in [In vLLM](vllm.md)",
 }
 RowName = tuple[str, str, str, str]
 

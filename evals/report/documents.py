@@ -1,4 +1,4 @@
-"""What README.md and docs/results.md say of a run: written from its rows, so that no sentence can part from them.
+"""What README.md and docs/experiments/results.md say of a run, written from its rows.
 
 `python -m evals.report.documents out/run` puts a finished run into both pages, its rows into docs/results.json and its
 pictures into docs/pictures. A test holds the pages against that file.
@@ -13,20 +13,32 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from ..results.dominance import on_both
 from ..results.headline import headline_arms, headline_results, seeds_of
 from ..results.rows import Rows
 from ..results.tables import markdown_table
 from ..rules import RULES
 from .comparison import DEEP, VISIBLE
-from .figures import MULTI_HOP, Results
+from .figures import MULTI_HOP, Results, arm_label
 from .summary import NO_WINDOW
 from .table import comparison_table
-from .verdict import first_arms, shown_patch, verdict
-from .wording import number
+from .verdict import BY_COUNT, all_beating, first_arms, shown_patch, verdict
+from .wording import number, spread
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"README.md": ("page", "chain", "aggregate"), "docs/results.md": None}
-"""The pages, and the kinds of question in their first table (None for all)."""
+README, RESULTS = "README.md", "docs/experiments/results.md"
+PAGES = (README, RESULTS)
+README_ARMS = (
+    "re-prefill",
+    "blind",
+    "patch.rank=4",
+    "patch.rank=8",
+    "quantised.bits=3",
+    "quantised.bits=16",
+    "residual.layer=1",
+    "prophetkv.budget=0.15",
+)
+"""The rows of the README's table; that of the results has all."""
 MORE_ARMS = ("oracle_delta.budget=0.5",)
 """What the table of one instance has besides."""
 PICTURES = {"example.png": "example.png", "accuracy.png": "rank.png"}
@@ -60,6 +72,8 @@ def _six(value: float | None) -> float | None:
 def section(results: Results, page: str) -> str:
     """Writes what stands between the marks of a page: the mean over training seeds first, then one instance."""
     rows, config, mean = Rows(results), results["config"], headline_results(results)
+    if page == README and mean is not None:
+        return _readme(mean)
     said = [
         f"A small model ({config['parameters'] / 1e6:.1f} M parameters, Qwen2.5-VL's architecture, trained on drawn "
         "images, shipped here) sees three legend images that say which colours belong to which handwritten glyph, and "
@@ -68,15 +82,40 @@ def section(results: Results, page: str) -> str:
         " ".join([*verdict(mean or results), *without_window(results)]),
     ]
     if mean is not None:
-        table = comparison_table(Rows(mean), headline_arms(mean), PAGES[page])
+        table = comparison_table(Rows(mean), headline_arms(mean))
         said += [_about_the_mean(mean), markdown_table(*table)]
         said.append(by_seed(results, mean))
-    if mean is None or PAGES[page] is None:
-        arms = [arm for arm in dict.fromkeys([*first_arms(results), *MORE_ARMS]) if arm in rows.arms(VISIBLE)]
-        said.append(f"One instance, {rows.model}: brackets are 95 % intervals over {config['contexts']} contexts.")
-        said.append(markdown_table(*comparison_table(rows, arms, PAGES[page])))
+    arms = [arm for arm in dict.fromkeys([*first_arms(results), *MORE_ARMS]) if arm in rows.arms(VISIBLE)]
+    said.append(f"One instance, {rows.model}: brackets are 95 % intervals over {config['contexts']} contexts.")
+    said.append(markdown_table(*comparison_table(rows, arms)))
     said.append("What does *not* work is in the report too: " + "; ".join(negatives(rows)) + f". ({rows.model})")
     return "\n\n".join(part if part.startswith("|") else filled(part) for part in said)
+
+
+def _readme(mean: Results) -> str:
+    """Writes the README's part: what blind reuse loses, what a patch restores, and the cost of both beside others'."""
+    rows, patch = Rows(mean), shown_patch(mean) or README_ARMS[2]
+    shown = lambda arm, kind: spread(rows.get(VISIBLE, arm, f"accuracy.{kind}"))
+    alone = [number(rows.get(VISIBLE, arm, "accuracy.page").value) for arm in ("blind", "re-prefill")]
+    both = lambda arm: f"{shown(arm, 'chain')} of chain questions and {shown(arm, 'aggregate')} of aggregate questions"
+    undercut = "; ".join(
+        f"for N = {count} by {', '.join(map(arm_label, on_both(all_beating(rows, patch), axis))) or 'no method tried'}"
+        for count, axis in BY_COUNT.items()
+    )
+    join = "but only" if rows.gap(VISIBLE, "blind", "chain") < -0.05 else "and"
+    found = (
+        f"Blind reuse answers {alone[0]} of the questions about a page alone (re-prefill: {alone[1]}), {join} "
+        f"{both('blind')}, which also need the images before it. A patch of rank {patch.rpartition('=')[2]} answers "
+        f"{both(patch)}. It is undercut in bytes and in serving FLOPs at once {undercut}."
+    )
+    about = (
+        f"Accuracy over {mean['config']['contexts']} held-out contexts of the small task: the mean over "
+        f"{len(seeds_of(mean))} training seeds, the least and the largest in brackets. *kept, N*: all bytes stored for "
+        "each of N antecedents, a share of the canonical included, over the page's KV. *serving FLOPs*: over a "
+        f"re-prefill's. From `{mean['config']['command']}`:"
+    )
+    head, lines = comparison_table(rows, README_ARMS, MULTI_HOP)
+    return "\n\n".join([filled(found), filled(about), markdown_table(head[:-1], [line[:-1] for line in lines])])
 
 
 def _about_the_mean(mean: Results) -> str:

@@ -64,7 +64,7 @@ def several_hops(rows: Rows, probe: str, arm: str) -> float:
     return sum(got) / len(got)
 
 
-def _all_beating(rows: Rows, patch: str, probe: str = VISIBLE) -> list[DominatingArm]:
+def all_beating(rows: Rows, patch: str, probe: str = VISIBLE) -> list[DominatingArm]:
     """Lists what beats a patch (`results.dominance`) of the other families."""
     # Rows that were made before there were two axes have one share of bytes.
     costs = {"bytes": lambda arm: cost(rows, arm, "bytes")} if cost_axes(rows) == ["bytes"] else None
@@ -74,7 +74,7 @@ def _all_beating(rows: Rows, patch: str, probe: str = VISIBLE) -> list[Dominatin
 def beating(rows: Rows, patch: str, probe: str = VISIBLE) -> dict[str, list[str]]:
     """Lists, by axis of cost, the other families that beat a patch, each by its cheapest arm."""
     found: dict[str, dict[str, str]] = {}
-    for beats in _all_beating(rows, patch, probe):
+    for beats in all_beating(rows, patch, probe):
         found.setdefault(beats.axis, {}).setdefault(family(beats.arm), beats.arm)
     return {axis: list(arms.values()) for axis, arms in found.items()}
 
@@ -197,7 +197,7 @@ def _undercut(rows: Rows, patch: str, better: Mapping[str, Sequence[str]]) -> st
     if "serving_flops" not in cost_axes(rows):
         return text
     # Not only the cheapest on an axis: another of its family may be cheap enough on both.
-    found = _all_beating(rows, patch)
+    found = all_beating(rows, patch)
     at_once = "; ".join(
         f"for N = {count} by {', '.join(map(arm_label, on_both(found, axis))) or 'none'}"
         for count, axis in BY_COUNT.items()

@@ -1,4 +1,4 @@
-"""What docs/results.md shows of the window's suite, written from finished runs.
+"""What docs/experiments/results.md shows of the window's suite, written from finished runs.
 
 `python -m evals.report.window_document out/run` puts the table of every model whose results lie in the folder, or in
 folders of it, between the marks of the page.
@@ -14,7 +14,7 @@ from pathlib import Path
 from .figures import Results
 from .window_paper import side_by_side
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "results.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "experiments" / "results.md"
 
 
 def finished(folder: Path) -> dict[str, Results]:

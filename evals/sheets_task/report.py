@@ -30,9 +30,9 @@ COST_METRICS = (*AXES, *AMORTISED)
 KINDS = ("sheets", "sheets_qwen3_vl", "documents")
 """Folders of instances that ship; each kind has a guide of its own."""
 GUIDES = {
-    "sheets": Path("docs/guides/sheets-task.md"),
-    "sheets_qwen3_vl": Path("docs/guides/sheets-task-qwen3-vl.md"),
-    "documents": Path("docs/guides/documents-task.md"),
+    "sheets": Path("docs/experiments/sheets-task.md"),
+    "sheets_qwen3_vl": Path("docs/experiments/sheets-task-qwen3-vl.md"),
+    "documents": Path("docs/experiments/documents-task.md"),
 }
 KEPT = {kind: Path(f"docs/{kind}-results.json") for kind in KINDS}
 PICTURES = ("hero", "pareto_kept_1", "pareto_kept_16", "pareto_serving_flops")

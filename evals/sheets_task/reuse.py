@@ -118,7 +118,7 @@ class Reuse:
         placed = []
         for place, (chunk, start) in enumerate(zip(self.chunks, starts, strict=True)):
             antecedent = tuple(other.id for other in self.chunks[:place])
-            placed.append(dict(kvp.apply_patch(chunk, given.get(place), int(start), antecedent)))
+            placed.append(dict(kvp.apply_patch(kvp.Placed(chunk, given.get(place), int(start), antecedent))))
         return {name: jnp.concatenate([piece[name] for piece in placed], axis=2) for name in placed[0]}
 
     def splice(self) -> SplicedCache:

@@ -21,7 +21,6 @@ from kvpatch_jax.window import (
     Costs,
     Edits,
     Entry,
-    HostExecutor,
     PagedExecutor,
     PatchNote,
     PlacedPiece,
@@ -32,6 +31,7 @@ from kvpatch_jax.window import (
 from models import ModelBackbone
 
 from ..bench.window_loop import PrefixCache, canonical_of
+from ..oracles import HostExecutor
 from .window_tracker import Moment, TraceConfig, TraceContents, TracedClose, TracedFork, TracedQuestion
 
 PAGE = 16

@@ -1,15 +1,14 @@
-"""Windows: what a model is to read, as immutable values, and the edits that bring its KV there.
+"""Windows: what a model reads, as immutable values, and the edits that bring its KV there.
 
 A `Window` holds entries at their places and how each of them is served, no arrays. Every operation returns a new window
-and edits with exact costs; an executor runs them: `PagedExecutor` on a paged pool, `HostExecutor` on plain arrays.
+and edits with exact costs, which `PagedExecutor` runs on a paged pool.
 """
 
 from .costs import Costs
 from .edits import ApplyPatch, Compact, Copy, Drop, Edit, Edits, Fetch, Prefill, Recompute, Rotate
 from .entry import Entry, PatchNote, PieceState, PlacedPiece
-from .host import HostExecutor
+from .executor import PagedExecutor
 from .ledger import CostEntry, Ledger
-from .paged import PagedExecutor
 from .patch_former import FormerStats, PatchFormer
 from .window import Window
 
@@ -25,7 +24,6 @@ __all__ = [
     "Entry",
     "Fetch",
     "FormerStats",
-    "HostExecutor",
     "Ledger",
     "PagedExecutor",
     "PatchFormer",
@@ -37,17 +35,24 @@ __all__ = [
     "Rotate",
     "Window",
 ]
+
+# For other packages of the library, and for evaluations.
 from .costs import ROTATION as ROTATION
 from .costs import adding_flops as adding_flops
+from .edit_plan import ResolvedEdit as ResolvedEdit
+from .edit_plan import check_pieces as check_pieces
+from .edit_plan import resolve_edits as resolve_edits
+from .edit_run import PrefillObserver as PrefillObserver
 from .entry import LIMIT as LIMIT
 from .entry import Fidelity as Fidelity
 from .entry import Kind as Kind
 from .entry import tuple_of as tuple_of
-from .executor import Executor as Executor
 from .kv_snapshot import SIDES as SIDES
 from .kv_snapshot import PieceSnapshot as PieceSnapshot
 from .kv_snapshot import placed as placed
 from .kv_snapshot import taken as taken
+from .ledger import CostMeter as CostMeter
+from .patch_former import Executor as Executor
 from .provenance_chain import chain_digest as chain_digest
 from .provenance_chain import chain_of as chain_of
 from .rearrangement import KEEP as KEEP
@@ -59,10 +64,13 @@ from .rearrangement import arrange as arrange
 from .slot_table import ResidentPiece as ResidentPiece
 from .slot_table import all_slots as all_slots
 from .sources import PatchStore as PatchStore
+from .sources import PieceSources as PieceSources
 from .sources import asked_behind as asked_behind
 from .sources import bucket as bucket
+from .sources import grown as grown
 from .sources import padded_chunk as padded_chunk
 from .sources import padded_patch as padded_patch
 from .sources import padded_tokens as padded_tokens
 from .sources import stored as stored
+from .sources import trimmed_patch as trimmed_patch
 from .window_state import Promise as Promise

@@ -1,4 +1,4 @@
-"""What is to be done to the KV when a window changes: small values with exact costs, in an order that can be executed.
+"""Edits of the KV when a window changes: small values with exact costs, in an order that can be executed.
 
 `bytes` are those of KV, factors and stored objects that are read and written; weights are not among them. `flops` are
 multiplications and additions of the matrix products and rotations.
@@ -13,7 +13,7 @@ Fetchable = Literal["canonical", "patch"]
 
 @dataclasses.dataclass(frozen=True)
 class Drop:
-    """Give up the slots of a piece that left. Its canonical stays wherever it is stored."""
+    """Release of the slots of a piece that left. Its canonical stays in its store."""
 
     id: str
     bytes: int = 0
@@ -22,7 +22,7 @@ class Drop:
 
 @dataclasses.dataclass(frozen=True)
 class Fetch:
-    """Bring a piece's canonical, or its patch (`digest`), to where it can be placed from."""
+    """Read of a piece's canonical, or of its patch (`digest`), from a store."""
 
     id: str
     what: Fetchable
@@ -33,7 +33,7 @@ class Fetch:
 
 @dataclasses.dataclass(frozen=True)
 class Rotate:
-    """Turn the keys of a piece that stays, from its old start to its new one."""
+    """Rotation of the keys of a piece that stays, from its old start to its new one."""
 
     id: str
     old: int
@@ -44,9 +44,9 @@ class Rotate:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """Place KV that is at hand at the piece's start: its canonical, its conditioned KV, or what another branch holds.
+    """Placement of available KV at the piece's start: its canonical, its conditioned KV, or what another branch holds.
 
-    `branch` is the branch that holds it, of what is "shared": no bytes move, slots get one more owner.
+    `branch` is the branch that holds "shared" KV: no bytes move, slots get one more owner.
     """
 
     id: str
@@ -58,7 +58,7 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True)
 class ApplyPatch:
-    """Place base and patch at the piece's start: one pass over canonical or conditioned KV and factors."""
+    """Placement of base and patch at the piece's start: one pass over canonical or conditioned KV and factors."""
 
     id: str
     patch: str
@@ -70,7 +70,7 @@ class ApplyPatch:
 
 @dataclasses.dataclass(frozen=True)
 class Prefill:
-    """Run the piece through the model behind the `behind` tokens that stand in front of it, and keep its KV."""
+    """Forward of a new piece behind the `behind` tokens in front of it, whose KV is kept."""
 
     id: str
     behind: int
@@ -80,7 +80,7 @@ class Prefill:
 
 @dataclasses.dataclass(frozen=True)
 class Recompute:
-    """Run a piece that stands in the window again, from `start_layer` up, behind the `behind` tokens in front of it."""
+    """Forward of a piece of the window, from `start_layer` up, behind the `behind` tokens in front of it."""
 
     id: str
     start_layer: int
@@ -91,7 +91,7 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True)
 class Compact:
-    """Pack the slots in use, so that no page is partly filled but the last. At most `bytes` move."""
+    """Compaction of the slots in use, so that only the last page is partly filled. At most `bytes` move."""
 
     tokens: int
     bytes: int = 0
@@ -102,8 +102,8 @@ Edit = Drop | Compact | Fetch | Rotate | Copy | ApplyPatch | Prefill | Recompute
 Edits = tuple[Edit, ...]
 
 
-def made[E: Edit](kind: type[E], **fields: Any) -> E:
-    """Makes an edit of all its fields: where there are hundreds, for `__init__` of a frozen dataclass is slow."""
+def new_edit[E: Edit](kind: type[E], **fields: Any) -> E:
+    """Makes an edit of all its fields, without the `__init__` of a frozen dataclass, which is slow for hundreds."""
     edit = object.__new__(kind)
     edit.__dict__.update(fields)
     return edit
@@ -111,9 +111,9 @@ def made[E: Edit](kind: type[E], **fields: Any) -> E:
 
 _KINDS = (Drop, Rotate, Fetch, Copy, ApplyPatch, Prefill, Recompute, Compact)
 _RANK = {kind: rank for rank, kind in enumerate(_KINDS)}
-"""Slots are free before they are needed, what is read is there, and a forward finds all in front of it in place."""
+"""Slots are free before they are needed, sources are read before they are placed, and forwards run last."""
 
 
 def in_order(edits: "list[Edit]") -> Edits:
-    """Sorts edits so that they can be executed one after the other; those of one kind keep their order."""
+    """Sorts edits into an order of execution; those of one kind keep their order."""
     return tuple(sorted(edits, key=lambda edit: _RANK[type(edit)]))

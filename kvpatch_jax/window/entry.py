@@ -1,4 +1,4 @@
-"""What a window holds: entries, the ways in which they are served, and what it keeps of a patch. No arrays.
+"""Contents of a window: entries, the states in which they are served, and notes of patches. No arrays.
 
 An entry is what is placed; a state is how its KV was made; a piece is an entry in its state at its place.
 """
@@ -24,14 +24,14 @@ PatchBase = Literal["canonical", "conditioned"]
 Fidelity = Literal["exact", "survivor", "approximate"]
 
 tuple_of = tuple.__new__
-"""Makes a named tuple of all its fields past its constructor, which takes twice as long: where there are hundreds."""
+"""Makes a named tuple of all its fields, without its constructor, which takes twice as long: for hundreds of them."""
 
 LIMIT = 2**30
-"""Positions, tokens and spans lie below."""
+"""Upper bound of positions, tokens and spans."""
 
 
 def short_digest(text: str) -> str:
-    """Digests a text: 32 hexadecimal digits."""
+    """Returns the digest of a text, 32 hexadecimal digits."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
@@ -40,20 +40,19 @@ class Entry:
     """What is placed in a window: a chunk, which has a canonical, or a segment of text, which has none.
 
     Attributes:
-      id: its name, of which a window has no two.
-      content: a digest of what it shows, by which provenance tells it from others; None where nobody said (then its
-        id counts).
-      tokens: how many it has, padding left out.
-      span: how far the next entry's start moves: one more than its largest position (under M-RoPE the largest extent).
+      id: its name, unique in a window.
+      content: digest of what it shows, by which provenance identifies it; None if unknown (then its id counts).
+      tokens: how many it has, without padding.
+      span: by how much the next entry's start moves: its largest position plus one (under M-RoPE the largest extent).
       kind: "chunk" or "text".
-      order_free: a chunk whose place among others of its kind means nothing, so that `reorder` may move it.
-      modality: what it shows: "image", "text", "images" (several in one), "mixed"; None where nobody said, of texts
-        "text". Certificates are of some alone. Its content tells it from others, not this.
+      order_free: a chunk whose place among others of its kind has no meaning, so that `reorder` may move it.
+      modality: what it shows: "image", "text", "images" (several in one), "mixed"; None if unknown, of texts "text".
+        Certificates cover certain modalities. It is no part of the entry's identity.
 
     Raises:
-      WindowError: an empty id, content or modality, no tokens, a span below 1, another kind, or a text that is
+      WindowError: an empty id, content or modality, no tokens, a span below 1, an unknown kind, or a text that is
         order-free.
-      InputError: an id or content that UTF-8 cannot hold.
+      InputError: an id or content that UTF-8 cannot encode.
     """
 
     id: str
@@ -74,10 +73,9 @@ class Entry:
         encoded(self.id + (self.content if isinstance(self.content, str) else ""))
         if self.content is not None and (not isinstance(self.content, str) or not self.content):
             raise WindowError(f"entry {brief(self.id)!r}: content {self.content!r:.80}; expected a digest, or None")
-        for word in ("tokens", "span"):
-            found = getattr(self, word)
-            if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found < LIMIT:
-                raise WindowError(f"entry {brief(self.id)!r}: {word} {found!r:.80}; expected a number from 1 to 2**30")
+        for name, number in (("tokens", self.tokens), ("span", self.span)):
+            if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number < LIMIT:
+                raise WindowError(f"entry {brief(self.id)!r}: {name} {number!r:.80}; expected a number from 1 to 2**30")
         if self.kind not in ("chunk", "text"):
             raise WindowError(f"entry {brief(self.id)!r}: kind {self.kind!r:.80}; expected 'chunk' or 'text'")
         if not isinstance(self.order_free, bool) or (self.order_free and self.kind == "text"):
@@ -85,7 +83,7 @@ class Entry:
 
     @classmethod
     def of(cls, chunk: Chunk, *, order_free: bool = False, modality: str | None = None) -> "Entry":
-        """Describes a chunk. Its content is computed where it came without one."""
+        """Describes a chunk. Its content is computed if it has none."""
         span = max(int(chunk.span), 1)
         return cls(chunk.id, content_of(chunk), int(chunk.length), span, "chunk", order_free, modality)
 
@@ -100,21 +98,21 @@ class Entry:
         order_free: bool = False,
         modality: str | None = None,
     ) -> "Entry":
-        """Describes embedded tokens, [B, T] as `backbone.embed` gives them; rows must reach equally far.
+        """Describes embedded tokens, [B, T] as `backbone.embed` returns them; all rows must have one extent.
 
         Raises:
           WindowError: rows of unequal extents. Else as `Entry`.
         """
-        places = np.asarray(tokens.positions)
-        rows = places.reshape(len(places), -1)
-        reach = {math.floor(row.max()) - math.floor(row.min()) + 1 for row in rows} if rows.size else {0}
-        if len(reach) != 1:
-            raise WindowError(f"entry {brief(id)!r}: rows that span {sorted(reach)}; expected one span")
-        return cls(id, content, int(places.shape[1]), reach.pop(), kind, order_free, modality)
+        positions = np.asarray(tokens.positions)
+        rows = positions.reshape(len(positions), -1)
+        spans = {math.floor(row.max()) - math.floor(row.min()) + 1 for row in rows} if rows.size else {0}
+        if len(spans) != 1:
+            raise WindowError(f"entry {brief(id)!r}: rows that span {sorted(spans)}; expected one span")
+        return cls(id, content, int(positions.shape[1]), spans.pop(), kind, order_free, modality)
 
     @property
     def key(self) -> str:
-        """What provenance knows it by: its content, or its id where that is unknown."""
+        """Its identity in provenance: its content, or its id if that is unknown."""
         return self.id if self.content is None else self.content
 
 
@@ -123,14 +121,13 @@ class PieceState:
     """How an entry's KV was made.
 
     Attributes:
-      kind: "conditioned" (a forward behind what stood in front), "patched" (a base and a patch), "bare" (the canonical
+      kind: "conditioned" (by a forward behind what preceded it), "patched" (a base and a patch), "bare" (the canonical
         alone) or, of what left the window, "evicted".
-      behind: a digest of what it was made behind: of a conditioned one, of all in front and how each was served (the
-        window's digest at that place); of a patched one, the digest of the antecedent that its patch was formed behind;
-        of a bare one, "".
-      pure: conditioned, in all layers, when nothing in front was approximate: the KV that the model itself computes
-        where no token sees a chunk that had left by then. It stays what it was, whatever leaves afterwards.
-      patch: digest of the patch; None without one.
+      behind: digest of what it was made behind: if conditioned, of everything in front and how that was served (the
+        window's digest at that place); if patched, of the antecedent that its patch was formed behind; if bare, "".
+      pure: conditioned, in all layers, while nothing in front was approximate: the KV that the model itself computes if
+        no token sees a chunk that had left by then. It stays pure, whatever leaves afterwards.
+      patch: digest of the patch, or None.
       base: what the patch is added to.
       rank, patch_bytes, patch_flops: of the patch: its rank as in `PatchNote`, bytes of its factors, FLOPs per token to
         add it.
@@ -147,38 +144,35 @@ class PieceState:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digests what the KV depends on: 32 hexadecimal digits."""
+        """Digest of what the KV depends on, 32 hexadecimal digits."""
         return short_digest(f"state {self.kind} {self.behind} {self.pure} {self.base} {self.patch}")
 
     @classmethod
     def conditioned(cls, behind: str, pure: bool) -> "PieceState":
-        """The state of what was prefilled behind this.
-
-        A window is linked with hundreds of them at a time: what has its default is left to the class, for setting the
-        fields of a frozen dataclass takes longer than digesting what they say.
-        """
-        made = object.__new__(cls)
-        made.__dict__.update(kind="conditioned", behind=behind, pure=pure)
-        return made
+        """Returns the state of what was prefilled behind this."""
+        # Linking a window makes hundreds of them, and setting the fields of a frozen dataclass takes longer than
+        # digesting them. Fields with a default are found on the class.
+        state = object.__new__(cls)
+        state.__dict__.update(kind="conditioned", behind=behind, pure=pure)
+        return state
 
 
 FRESH = PieceState("conditioned")
-"""Of a piece that is prefilled where it stands; linking fills in behind what. Of one that is run again in its place
-`aside` says until then what it was."""
+"""State of a piece that is prefilled in its place; linking replaces it by one that says behind what. Until then `aside`
+has the previous state of a piece that is run again."""
 BARE = PieceState("bare")
 
 
 class PlacedPiece(NamedTuple):
-    """An entry at its place.
+    """Entry at its place in a window.
 
     Attributes:
-      entry: what it is.
       start: where its positions count from, one number for all axes.
       state: how it is served.
       aside: the state that `Window.condition` switches back to, of a piece that `Window.bare` switched; else None.
-      born: the step at which its KV was computed; it has seen what stands in front and was placed before.
-      placed: the step at which it came to stand in front of those behind it, as what it is now.
-      front: digest of what stands in front of it, gap included. This and what follows is derived by the window.
+      born: the step at which its KV was computed; it has seen pieces in front that were placed before.
+      placed: the step at which it came in front of those behind it, in its present form.
+      front: digest of what precedes it, the gap included. This and what follows is derived by the window.
       fidelity: "exact", "survivor" or "approximate".
       latest: the last step at which it, or one in front of it, was placed.
       pure: whether neither it nor any in front is approximate.
@@ -197,46 +191,46 @@ class PlacedPiece(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The entry's id."""
+        """Id of the entry."""
         return self.entry.id
 
     @property
     def end(self) -> int:
-        """Where the next piece's positions count from if it stands right behind."""
+        """Start of a piece right behind it."""
         return self.start + self.entry.span
 
     @property
     def service(self) -> str:
-        """How it is served, as provenance writes it: "exact", or a word and the state's digest."""
+        """How it is served, as provenance has it: "exact", or a word and the state's digest."""
         if self.fidelity == EXACT:
             return EXACT
         word = self.state.kind if self.state.kind in ("bare", "patched") else self.fidelity
         return f"{word}:{self.state.digest}"
 
     def run_again(self, born: int) -> "PlacedPiece":
-        """It before it is linked, prefilled in its place at this step."""
+        """Returns the piece as prefilled in its place at this step, not linked yet."""
         return tuple_of(PlacedPiece, (self.entry, self.start, FRESH, self.aside or self.state, born, *self[5:]))
 
     def member(self, gap: int = 0) -> Member:
-        """It as a member of an antecedent; `gap` is what is free between it and what stands behind it."""
+        """Returns the piece as a member of an antecedent; `gap` positions are free behind it."""
         return Member(self.entry.id, self.entry.content, apart(self.service, gap))
 
 
 def apart(service: str, gap: int) -> str:
-    """How a piece is served with so many free positions behind it: those who read it find it further away."""
+    """Returns how a piece is served with so many free positions behind it: readers find it further away."""
     return f"apart:{short_digest(f'apart {gap} {service}')}" if gap else service
 
 
 @dataclasses.dataclass(frozen=True)
 class PatchNote:
-    """What a window needs to know of a patch, made of it once: `PatchNote.of(patch)` digests its factors on the device.
+    """What a window needs to know of a patch. `PatchNote.of(patch)` digests its factors on the device, so make it once.
 
     Attributes:
-      digest: as `patch_digest` gives it. chunk, content: of the chunk it is of.
+      digest: as `patch_digest` returns it. chunk, content: of the patch's chunk.
       base: what it is added to. antecedent: what it was formed behind; any order of it if `orbit`.
       base_antecedent: what the base was conditioned on, of a removal patch.
-      rank: directions of its own that it has in every channel and layer (where it is dense, all), by which a
-        certificate is asked; 0 where it leaves some out, was rounded to 8 bits or has a shared basis.
+      rank: directions of its own that it has in every channel and layer (all of a dense one), by which a certificate is
+        looked up; 0 if it leaves some out, was rounded to 8 bits or has a shared basis.
       nbytes: of its factors. flops: per token, of multiplying and adding them.
     """
 
@@ -253,10 +247,10 @@ class PatchNote:
 
     @classmethod
     def of(cls, patch: "Patch | PatchNote") -> "PatchNote":
-        """Takes down what a window needs of a patch; a note passes.
+        """Notes what a window needs of a patch; a note is returned as it is.
 
         Raises:
-          WindowError: no patch, a correction (`update_patch` folds it in), or one that holds at one start only.
+          WindowError: no patch, a correction (`update_patch` folds it in), or one that is valid at one start only.
         """
         if isinstance(patch, PatchNote):
             return patch
@@ -283,16 +277,12 @@ class PatchNote:
 
     @functools.cached_property
     def chains(self) -> dict[str, str]:
-        """Chain digests of the antecedent by backbone, as `chain.chain_of` computed them."""
+        """Cache of `chain_of`: chain digests of the antecedent by backbone."""
         return {}
 
     @functools.cached_property
     def served(self) -> PieceState:
-        """The state of a piece that this patch serves, with its digest computed once."""
-        return self.state()
-
-    def state(self) -> PieceState:
-        """The state of a piece that this patch serves."""
+        """State of a piece that this patch serves."""
         return PieceState(
             kind="patched",
             behind=self.antecedent.digest,
@@ -305,11 +295,12 @@ class PatchNote:
 
 
 def _common_rank(patch: Patch) -> int:
-    """See `PatchNote.rank`: never more than what the patch has anywhere, for bounds are looked up by it."""
+    """Returns `PatchNote.rank`: the smallest rank of any channel, because certified bounds are looked up by it."""
     metadata, layout = patch.metadata, patch.metadata.layout
-    leaves = [leaf for own in patch.factors.values() for leaf in (own if is_low_rank(own) else (own,))]
-    rounded = any(isinstance(leaf, Quantised) for leaf in leaves)
+    rounded = False
+    for factors in patch.factors.values():
+        leaves = factors if is_low_rank(factors) else (factors,)
+        rounded = rounded or any(isinstance(leaf, Quantised) for leaf in leaves)
     if rounded or metadata.basis is not None or len(metadata.layers) < layout.layers:
         return 0
-    found = patch.ranks
-    return min(layout.channel(name).features if rank is None else rank for name, rank in found.items())
+    return min(layout.channel(name).features if rank is None else rank for name, rank in patch.ranks.items())

@@ -1,78 +1,93 @@
-"""What the executors of windows have in common: what they are given, and questions behind a window."""
+"""`PagedExecutor`: executes the edits of windows on one paged pool, and answers questions behind them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from ..backbone import Backbone, Output, Tokens, check_tokens
 from ..cache import Chunk, Patch, brief
-from ..core import AnyArray, EngineKV, Paged
-from ..errors import InputError, NotFiniteError, WindowError
+from ..core import AnyArray, EngineKV, Paged, PhaseFreeKV
+from ..errors import InputError, WindowError
 from ..patching import lead_digest, lead_tokens
-from .cost_meter import CostMeter
-from .edits import Edit
+from ..pool import SlotAllocator
+from .edit_plan import EditPlan, check_pieces
+from .edit_run import EditRun, FusedQuestion, PrefillObserver
+from .edits import Compact, Edit
 from .entry import PlacedPiece
-from .ledger import Ledger
-from .sources import PatchStore, PieceSources, bucket, padded_tokens
+from .ledger import CostMeter, Ledger, row_bytes
+from .paged_pool import PagedPool, PoolOptions, key_count
+from .precompilation import Precompiler
+from .programs import Pools
+from .slot_table import DecodedAnswer, ResidentPiece, SlotTable, all_slots
+from .sources import Lead, PatchStore, PieceSources, bucket, padded_tokens
 from .window import Window
 
-Noticed = Callable[[Window, str, Tokens, int, Mapping[str, Array]], None]
-"""Told of each prefill: the window after it, the piece, its tokens at local positions, how many of them count, and its
-phase-free KV behind those in front, {channel: [L,B,T',K,H]}, to keep."""
 
+class PagedExecutor:
+    """Executor of the edits of windows on one paged pool, which the windows of one loop and its forks share.
 
-Lead = Sequence[Any] | Tokens | None
-"""What canonicals are prefilled behind, as `make_chunk` takes it."""
+    The pool is donated from launch to launch. It is visible outside only in the `Paged` that `context` returns, which
+    is valid until the next `run`. Pieces occupy slots of their own, page-aligned or not; a fork owns its parent's slots
+    too until one of the two changes a piece.
 
-
-@runtime_checkable
-class ExecutorPiece(Protocol):
-    """A piece as an executor holds it."""
-
-    @property
-    def id(self) -> str:
-        """Its entry's."""
-        ...
-
-    @property
-    def start(self) -> int:
-        """Where its positions count from."""
-        ...
-
-    @property
-    def length(self) -> int:
-        """Tokens."""
-        ...
-
-
-class Executor:
-    """What edits run on, and what is asked behind windows.
+        window, edits = window.append(entry)
+        executor.provide(entry.id, tokens=tokens)
+        executor.run(window, edits)
+        answer = executor.generate(window, question, 32)
 
     Attributes:
-      sources: what was given of pieces.
-      store: where canonicals and patches are fetched from.
+      sources: inputs of pieces. store: where canonicals and patches are fetched from.
       lead: digest of what their canonicals were prefilled behind (`Chunk.lead`), or None.
       formers: called after each prefill.
+      meter: counts everything executed. pool: the vectors. books: which piece of which branch occupies which slots.
     """
 
-    def __init__(self, backbone: Backbone, store: PatchStore | None, padded: bool, lead: Lead = None):
-        """Nothing given yet; `padded`: one row at a time, and all that is given and asked padded to buckets."""
-        self.backbone, self.layout, self.store = backbone, backbone.layout, store
-        self.buckets = getattr(backbone, "buckets", None) if padded else None
+    def __init__(
+        self,
+        backbone: Backbone,
+        pages: int,
+        page_size: int,
+        dtype: jax.typing.DTypeLike | None = None,
+        *,
+        store: PatchStore | None = None,
+        lead: Lead = None,
+        options: PoolOptions | None = None,
+        **changes: Any,
+    ):
+        """Allocates the pool.
+
+        Args:
+          dtype: of the pool; None: bfloat16.
+          store: where canonicals and patches are fetched from.
+          lead: what canonicals were prefilled behind, as `make_chunk` takes it; others are refused.
+          options: of the pool. changes: fields of `PoolOptions`, such as `keep="none"`, which override `options`.
+
+        Raises:
+          PoolError: no pages, or an empty page. InputError: an invalid option.
+        """
+        # Options are checked before anything is allocated.
+        options = PoolOptions(**{**vars(options or PoolOptions()), **changes})
+        self.backbone, self.layout, self.store, self.aligned = backbone, backbone.layout, store, options.aligned
+        self.buckets = getattr(backbone, "buckets", None)
+
+        # Inputs, as canonicals behind this lead, padded to the buckets of the backbone's prompts.
+        self.dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
         self.lead = None if lead is None else lead_digest(backbone.fingerprint, lead_tokens(backbone, lead))
-        self.sources = PieceSources(self.buckets, backbone.fingerprint, padded, self.lead)
+        self.sources = PieceSources(backbone, buckets=self.buckets, single=True, lead=self.lead)
+        self.formers: list[PrefillObserver] = []
+
+        # The pool's vectors on the device, and the books of them on the host.
         self.meter = CostMeter(backbone)
-        self.formers: list[Noticed] = []
+        self.pool = PagedPool(self.layout, self.meter, self.buckets, options)
+        self.books = SlotTable(SlotAllocator(pages, page_size))
+        self.pool.allocate(pages, page_size, self.dtype)
         self._current: dict[str, tuple[PlacedPiece, ...]] = {}
 
-    @property
-    def ledger(self) -> Ledger:
-        """What was executed so far; `after - before` is what happened between two looks."""
-        return self.meter.ledger
-
-    # ------------------------------------------------------------------------------------- what is given
+    # ----------------------------------------------------------------------------------------------------- edits
 
     def provide(
         self,
@@ -85,76 +100,116 @@ class Executor:
         content: str | None = None,
         hidden: Mapping[int, Num[AnyArray, "*B T D"]] | None = None,
     ) -> str | None:
-        """Gives what edits of a piece will need. What is given again takes the old one's place.
+        """Provides what edits of a piece will need. An input replaces the one provided before.
 
         Args:
           tokens: one row, at the piece's own positions (from 0): for `Prefill` and `Recompute`.
           length: how many of the tokens count, the first ones, of tokens padded to a bucket; None: all.
           chunk: its canonical. patch: of that canonical, or a removal patch.
-          content: digest of what the tokens show; other content than before forgets all that was given.
-          hidden: residuals entering some layers, {layer: [T,D] or [1,T,D]}, as `prefill(hidden_at=…)` gives them: for
+          content: digest of what the tokens show; another content than before discards all other inputs.
+          hidden: residuals entering some layers, {layer: [T,D] or [1,T,D]}, as `prefill(hidden_at=…)` returns them: for
             `Recompute` from such a layer.
 
         Returns:
-          The digest of the patch that was given, None where none was.
+          The digest of `patch`, None without one.
 
         Raises:
-          InputError, ShapeError: what is no tokens, chunk or patch, or of another number of tokens than what is known.
+          InputError, ShapeError: an argument of the wrong kind, or of another number of tokens than what is known.
           PatchMismatchError: a chunk or patch of another id, or another backbone.
         """
-        given = {"tokens": tokens, "length": length, "chunk": chunk, "patch": patch, "content": content}
-        return self.sources.give(id, **given, hidden=hidden)
+        inputs = {"tokens": tokens, "length": length, "chunk": chunk, "patch": patch, "content": content}
+        return self.sources.give(id, **inputs, hidden=hidden)
 
     def forget(self, id: str) -> None:
-        """Lets go of what was given of a piece; what lies in the pool stays."""
+        """Discards the inputs of a piece; its KV in the pool stays."""
         self.sources.forget(id)
 
-    def tell(self, window: Window, id: str, tokens: Tokens, length: int, kv: Mapping[str, Array]) -> None:
-        """Tells those who form patches of a prefill, whose KV may go on behind the tokens."""
-        if self.formers:
-            kv = {name: value[:, :, : tokens.embeddings.shape[1]] for name, value in kv.items()}
-        for former in self.formers:
-            former(window, id, tokens, length, kv)
-
-    # ---------------------------------------------------------------------------------------- what is asked
-
     def run(self, window: Window, edits: Sequence[Edit]) -> Ledger:
-        """Executes the edits that led to a window."""
-        raise NotImplementedError
+        """Executes the edits that led to a window.
 
-    def context(self, window: Window) -> Paged | EngineKV | None:
-        """The window's KV, as a backbone reads it; None of an empty window."""
-        raise NotImplementedError
+        A run that fails changes neither the pool nor the books. If a launch fails after the pool was donated to it (out
+        of memory, say), the pool is lost, and every run raises until `renew`.
 
-    def pieces(self, branch: str) -> Sequence[ExecutorPiece]:
-        """The pieces of a branch, in order."""
-        raise NotImplementedError
+        Args:
+          window: after the edits. edits: as its operations returned them, of one operation or several in their order.
+
+        Returns:
+          What was executed.
+
+        Raises:
+          PoolError: no room. InputError: tokens, a canonical or a patch that was not provided and that no store has.
+          PatchMismatchError: a chunk or patch of another content. WindowError: edits that do not lead from what the
+          branch holds to this window. NotFiniteError: a forward whose logits are NaN. PoolLostError: the pool is lost.
+          What the backbone raises.
+        """
+        before = self.ledger
+        self._run(window, edits, None)
+        return self.ledger - before
 
     def ask(
         self, window: Window, edits: Sequence[Edit], tokens: Tokens, length: int | None = None
-    ) -> Float[Array, "B 1 V"]:
+    ) -> Float[Array, "1 1 V"]:
         """Executes the edits that led to a window and asks behind it; nothing of the question is kept.
 
-        On a paged pool a piece that the edits prefill at the window's end and the question run in one forward. Where
-        they end otherwise (a recall by a patch, a compaction) the question has a forward of its own.
+        A piece that the edits prefill at the window's end and the question run in one forward. If the edits end
+        otherwise (a recall by a patch, a compaction) the question has a forward of its own.
 
         Args:
           window: after the edits. tokens: the question, at positions from 0. length: how many count, of tokens padded
             to a bucket.
 
         Returns:
-          Logits behind the question's last token, as `prefill` gives them.
+          Logits behind the question's last token, as `prefill` returns them.
 
         Raises:
-          As `run`; then window and pool are as they were, for a question that is refused too. NotFiniteError: also of
-          the question's logits where it ran together with a piece.
+          As `run`; then window and pool are as they were, for an invalid question too. NotFiniteError: also of the
+          question's logits if it ran together with a piece.
         """
-        self.question(window, tokens, length)
-        self.run(window, edits)
-        return self.prefill(window, tokens, length).logits
+        # An invalid question is refused before the edits run.
+        question = FusedQuestion(*self.question(window, tokens, length))
+        self._run(window, edits, question)
+        return self.prefill(window, tokens, length).logits if question.logits is None else question.logits
+
+    def _run(self, window: Window, edits: Sequence[Edit], question: FusedQuestion | None) -> None:
+        self.check_backbone(window)
+        self.pool.check()
+
+        # Everything that can be refused is refused here, before anything is written.
+        plan = EditPlan(window, self.books.copy(), self.sources, self.pool)
+        plan.add(edits, self.current(window.branch), self.store)
+
+        # The books are replaced only after every launch has succeeded.
+        alive = self.books.allocator.counts > 0
+        EditRun(plan, self.pool, self.backbone, alive, question, self._notify_formers).execute()
+        self.books = plan.table
+        self.settle(window)
+
+    def _notify_formers(self, window: Window, id: str, tokens: Tokens, length: int, kv: Mapping[str, Array]) -> None:
+        """Passes a prefill to the formers, without what its KV has behind the tokens."""
+        if self.formers:
+            kv = {name: value[:, :, : tokens.embeddings.shape[1]] for name, value in kv.items()}
+        for former in self.formers:
+            former(window, id, tokens, length, kv)
+
+    def release(self, branch: str) -> None:
+        """Releases everything that a branch holds."""
+        books = self.books.copy()
+        books.release(branch)
+
+        # Forks of it that were joined are forgotten with it, so that their names are free again.
+        books.joined = {other for other in books.joined if not other.startswith(f"{branch}/")}
+        self.books = books
+        self._current.pop(branch, None)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Everything executed so far; `after - before` is what happened in between."""
+        return self.meter.ledger
+
+    # ------------------------------------------------------------------------------------------------- questions
 
     def prefill(self, window: Window, tokens: Tokens, length: int | None = None, **options: Any) -> Output:
-        """Asks behind a window: runs tokens whose positions begin at its `next_start`, and keeps nothing.
+        """Runs tokens behind a window and keeps nothing; their positions begin at its `next_start`.
 
         Args:
           tokens: at positions from 0. length: how many count, of tokens padded to a bucket.
@@ -163,13 +218,12 @@ class Executor:
         Raises:
           WindowError: as `context`. What the backbone raises.
         """
-        tokens, length = self.question(window, tokens, length)
-        context = self.context(window)
-        options = dict(options)
+        tokens, length, context = self._asked(window, tokens, length, 1)
+
+        # "last" is the last token that counts, which padding may follow.
         wanted = options.get("logits", "last")
         if isinstance(wanted, str) and wanted == "last":
             options["logits"] = np.full((len(tokens.embeddings), 1), length - 1, np.int32)
-        self._count(tokens, length, context, 1)
         return self.backbone.prefill(tokens, context, **options)
 
     def generate(
@@ -184,11 +238,9 @@ class Executor:
         Raises:
           WindowError: as `context`. What the backbone raises.
         """
-        tokens, length = self.question(window, tokens, length)
-        context = self.context(window)
-        self._count(tokens, length, context, steps)
-        lengths = np.full(len(tokens.embeddings), length, np.int32)
+        tokens, length, context = self._asked(window, tokens, length, steps)
         backbone: Any = self.backbone
+        lengths = np.full(len(tokens.embeddings), length, np.int32)
         return backbone.generate(tokens, steps, context, lengths=lengths, **options)
 
     def stream(
@@ -196,49 +248,142 @@ class Executor:
     ) -> Iterator[Any]:
         """Answers behind a window token by token, as `backbone.stream` does.
 
-        The answer must be read to its end, or let go of, before the next `run`: that donates the pool.
+        The answer must be read to its end, or abandoned, before the next `run`, to which the pool is donated.
 
         Raises:
           As `generate`.
         """
-        tokens, length = self.question(window, tokens, length)
-        context = self.context(window)
-        self._count(tokens, length, context, steps)
-        lengths = np.full(len(tokens.embeddings), length, np.int32)
+        tokens, length, context = self._asked(window, tokens, length, steps)
         backbone: Any = self.backbone
+        lengths = np.full(len(tokens.embeddings), length, np.int32)
         return backbone.stream(tokens, steps, context, lengths=lengths, **options)
 
-    # -------------------------------------------------------------------------------------------- inside
+    def _asked(
+        self, window: Window, tokens: Tokens, length: int | None, logits: int
+    ) -> tuple[Tokens, int, Paged | EngineKV | None]:
+        """Returns a question in place, how many of its tokens count and its context; counts it in the ledger."""
+        tokens, length = self.question(window, tokens, length)
+        context = self.context(window)
 
-    def bucket(self, size: int) -> int:
-        """A number of tokens rounded up to its bucket."""
-        return bucket(self.buckets, size)
+        # Attention reads whole pages; the ledger records the keys that count, and those with padding.
+        keys = key_count(context)
+        seen = int(np.asarray(context.seen).sum()) if isinstance(context, Paged) else keys
+        vectors: Any = context.pool if isinstance(context, Paged) else context or {}
+        self.meter.asked(vectors, (length, tokens.embeddings.shape[1]), (seen, keys), logits)
+        return tokens, length, context
 
-    def check_holds(self, pieces: Sequence[ExecutorPiece], window: Window) -> None:
-        """Refuses a window that is not made of these pieces.
+    def question(self, window: Window, tokens: Tokens, length: int | None) -> tuple[Tokens, int]:
+        """Pads a question and moves it behind a window. Returns it, and how many of its tokens count."""
+        check_tokens(tokens, "question")
+        size = tokens.embeddings.shape[1]
+        count = size if length is None else length
+        if not 1 <= count <= size:
+            raise InputError(f"question: length {length} of {size} tokens; expected 1 to all")
+
+        # Positions of padding do not matter: nothing that counts sees it.
+        padded = padded_tokens(tokens, max(size, bucket(self.buckets, count)))
+        return padded.shift(window.next_start), count
+
+    def context(self, window: Window) -> Paged | EngineKV | None:
+        """Returns the window's KV in place: what `backbone.prefill` and `generate` read. None of an empty window.
 
         Raises:
-          WindowError: another piece, start or number of tokens than expected.
+          WindowError: this executor does not hold the window: its edits were not run, or others since.
         """
-        found = [(held.id, held.start, held.length) for held in pieces]
-        wanted = [(piece.entry.id, piece.start, piece.entry.tokens) for piece in window.pieces]
-        for own, expected in zip([*found, None], [*wanted, None], strict=False):
-            if own != expected:
-                raise WindowError(
-                    f"executor: branch {window.branch!r} holds {_shown(own)}; expected {_shown(expected)}, as the "
-                    "window says (every operation's edits are run, once, in their order)"
-                )
+        self.check_current(window)
+        return self.pool.context_of(self.pieces(window.branch))
 
-    def settle(self, window: Window) -> None:
-        """Takes down that a window's edits were run."""
-        for branch in window.joined:
-            if not self.pieces(branch):
-                self._current.pop(branch, None)
-        self._current[window.branch] = window.pieces
+    def decode(self, window: Window, tokens: Tokens, id: str = "answer") -> Float[Array, "1 1 V"]:
+        """Runs tokens behind a window and behind what was decoded there before, and keeps their KV in the pool.
+
+            logits = executor.decode(window, question)
+            while …:
+                logits = executor.decode(window, next_token)
+            window, edits = window.append(Entry("answer", None, tokens, span, "text"))
+            executor.run(window, edits)      # no forward: what was decoded is the piece
+
+        An append of this id with as many tokens, right behind the window, adopts what was decoded; any other run of the
+        branch discards it, and so does `discard`.
+
+        Args:
+          tokens: one row, at positions from 0; they are placed behind what was decoded before.
+          id: of the piece that it may become.
+
+        Returns:
+          Logits behind the last token, [1,1,V].
+
+        Raises:
+          WindowError: as `context`. PoolError: no room. InputError: another answer is decoded behind this branch.
+        """
+        self.check_current(window)
+        check_tokens(tokens, "decode")
+        if len(tokens.embeddings) != 1:
+            raise InputError(f"decode: {len(tokens.embeddings)} rows of tokens; expected one")
+        answer = self.books.answers.get(window.branch)
+        if answer is not None and (answer.piece.id != id or answer.behind != window.pieces):
+            raise InputError(
+                f"decode: {brief(answer.piece.id)!r} grows behind branch {window.branch!r}; expected it, or `discard` "
+                "first"
+            )
+
+        # The new tokens get slots of their own, behind the window and what was decoded before.
+        before = None if answer is None else answer.piece
+        offset = 0 if before is None else int(np.floor(before.local.max())) + 1
+        books, count = self.books.copy(), tokens.embeddings.shape[1]
+        slots = books.allocate(count, False, f"decode of {brief(id)!r}")
+        front = [*self.pieces(window.branch), *([] if before is None else [before])]
+        cache = Paged.of(self.pools.engine, all_slots(front), self.buckets)
+        backbone: Any = self.backbone
+        step = backbone.decode(tokens.shift(window.next_start + offset), cache, slots[None])
+
+        # From here nothing can fail: enter the tokens, with those before them as one piece.
+        local = np.asarray(tokens.positions[0], np.float32) + offset
+        if before is not None:
+            slots, local = np.concatenate([before.slots, slots]), np.concatenate([before.local, local])
+        piece = ResidentPiece(id, None, slots, local, window.next_start)
+        books.answers[window.branch] = DecodedAnswer(piece, window.pieces)
+        self.pools = Pools(dict(step.cache.pool), self.pools.source)
+        self.books = books
+        keys = sum(piece.length for piece in front), cache.key_count
+        self.meter.asked(self.pools.engine, (count, bucket(self.buckets, count)), keys, 1)
+        return step.logits
+
+    def discard(self, window: Window) -> None:
+        """Discards what was decoded behind a window, if anything."""
+        books = self.books.copy()
+        books.discard(window.branch)
+        self.books = books
+
+    # -------------------------------------------------------------------------------------------------- inspection
+
+    def pieces(self, branch: str) -> list[ResidentPiece]:
+        """Returns the pieces of a branch, in order."""
+        return self.books.ordered(branch)
+
+    def rotations(self, window: Window) -> dict[str, int]:
+        """Returns how often each piece's keys were rotated in place; 0 with a phase-free source."""
+        return {piece.id: piece.rotations for piece in self.pieces(window.branch)}
+
+    def read(self, window: Window, id: str) -> PhaseFreeKV:
+        """Copies a piece's phase-free KV out of the pool, {channel: [L,T,K,H]}.
+
+        Raises:
+          WindowError: the branch does not hold the piece.
+        """
+        piece = self.books.held(window.branch, id)
+        kv = self.pool.phase_free(piece, bucket(self.buckets, piece.length))
+        return PhaseFreeKV({name: value[:, : piece.length] for name, value in kv.items()})
 
     def current(self, branch: str) -> tuple[PlacedPiece, ...]:
-        """The pieces of the window whose edits a branch ran last."""
+        """Returns the pieces of the window whose edits a branch ran last."""
         return self._current.get(branch, ())
+
+    def settle(self, window: Window) -> None:
+        """Records that a window's edits were run."""
+        for branch in window.joined:
+            if branch not in self.books.branches:
+                self._current.pop(branch, None)
+        self._current[window.branch] = window.pieces
 
     def check_current(self, window: Window) -> None:
         """Refuses a window that is not the one whose edits its branch ran last.
@@ -248,48 +393,107 @@ class Executor:
         """
         self.check_backbone(window)
         if window.pieces != self.current(window.branch):
-            self.check_holds(self.pieces(window.branch), window)
+            # Name the first piece that differs; if none does, their states do.
+            check_pieces(self.pieces(window.branch), window)
             raise WindowError(
                 f"executor: branch {window.branch!r} serves its pieces in other states; expected a window whose edits "
                 "were run, and no other's since"
             )
 
     def check_backbone(self, window: Window) -> None:
-        """Raises WindowError for a window of another backbone."""
         own = self.backbone.fingerprint
         if window.backbone != own:
             raise WindowError(f"executor: a window of backbone {window.backbone[:16]!r}; expected {own[:16]!r}")
 
-    def check_finite(self, kind: str, id: str, logits: Float[Array, "B P V"]) -> None:
-        """Raises NotFiniteError for a forward of a piece that gave NaN or infinity."""
-        if not np.isfinite(np.asarray(logits)).all():
-            raise NotFiniteError(f"{kind} of piece {brief(id)!r}: logits hold NaN or infinity; expected finite ones")
+    # -------------------------------------------------------------------------------------------------- the pool
 
-    def question(self, window: Window, tokens: Tokens, length: int | None) -> tuple[Tokens, int]:
-        """A question behind a window, padded."""
-        check_tokens(tokens, "question")
-        count = tokens.embeddings.shape[1] if length is None else length
-        if not 1 <= count <= tokens.embeddings.shape[1]:
-            raise InputError(f"question: length {length} of {tokens.embeddings.shape[1]} tokens; expected 1 to all")
-        size = max(tokens.embeddings.shape[1], self.bucket(count))
-        return padded_tokens(tokens, size).shift(window.next_start), count
+    @property
+    def pools(self) -> Pools:
+        """The vectors: the pool and its phase-free source."""
+        return self.pool.vectors
 
-    def _count(self, tokens: Tokens, length: int, context: Paged | EngineKV | None, logits: int) -> None:
-        """Counts a question."""
-        vectors: Mapping[str, Any] = {}
-        if context is not None:
-            vectors = context.pool if isinstance(context, Paged) else context
-        seen = int(np.asarray(context.seen).sum()) if isinstance(context, Paged) else key_count(context)
-        keys = seen, key_count(context)
-        self.meter.asked(vectors, (length, tokens.embeddings.shape[1]), keys, logits)
+    @pools.setter
+    def pools(self, vectors: Pools) -> None:
+        self.pool.vectors = vectors
 
+    @property
+    def lost(self) -> bool:
+        """Whether a launch failed after the pool was donated to it."""
+        return self.pool.lost
 
-def key_count(context: Paged | EngineKV | None) -> int:
-    """How many keys a backbone reads of a context, those that do not count included."""
-    if context is None:
-        return 0
-    return context.key_count if isinstance(context, Paged) else next(iter(context.values())).shape[2]
+    def check_pool(self, cause: BaseException | None = None) -> None:
+        """Raises PoolLostError if the pool is lost."""
+        self.pool.check(cause)
 
+    def renew(self) -> None:
+        """Allocates the pool again and releases every branch and answer; what was provided stays.
 
-def _shown(piece: tuple[str, int, int] | None) -> str:
-    return "nothing more" if piece is None else f"{brief(piece[0])!r} at {piece[1]} of {piece[2]} tokens"
+        window, edits = window.anew()
+        executor.renew()
+        executor.run(window, edits)
+        """
+        allocator = self.books.allocator
+        self.books = SlotTable(SlotAllocator(allocator.pages, allocator.page_size))
+        self._current.clear()
+        self.pool.allocate(allocator.pages, allocator.page_size, self.dtype)
+
+    def enlarge(self, pages: int) -> None:
+        """Appends pages to the pool, up to this number; what it holds stays. Programs compile for the new size.
+
+        Raises:
+          PoolError: fewer pages than there are. PoolLostError: the pool is lost.
+        """
+        self.pool.check()
+        books = self.books.copy()
+        books.allocator = books.allocator.enlarged(pages)
+        self.pool.enlarge(pages - self.books.allocator.pages)
+        self.books = books
+
+    def compaction(self, steps: int = 1) -> Compact | None:
+        """Suggests packing the pool if that pays by the next answer; None if it does not.
+
+        Attention reads whole pages: slots on a context's pages that are not its own cost as much as its own. Packing
+        pays once the bytes that a step reads for nothing, over `steps` of them, exceed what would move.
+
+        Args:
+          steps: tokens that will be decoded behind the windows as they are.
+
+        Returns:
+          The edit, with bytes of the slots that would move, read and written: `run(window, (edit,))`.
+        """
+        packed = self.books.copy()
+        mapping = packed.compact()
+        moved = int(((mapping >= 0) & (mapping != np.arange(mapping.size))).sum())
+        saved = self.books.idle_slots() - packed.idle_slots()
+        if 2 * moved >= saved * steps:
+            return None
+        return Compact(moved, bytes=2 * row_bytes(self.pools.engine, self.layout) * moved)
+
+    def warm_up(
+        self,
+        tokens: Sequence[int | Tokens],
+        questions: Sequence[int | Tokens] = (),
+        *,
+        keys: int,
+        ranks: Iterable[int] = (),
+        steps: int = 0,
+        ask: bool = False,
+    ) -> None:
+        """Compiles what a loop will need, so that nothing is compiled while it runs; the pool keeps its contents.
+
+        Lengths fall into the backbone's buckets: one length of each is enough. Image tokens with features for deeper
+        layers (deepstack) compile programs of their own: pass `Tokens` of such an image.
+
+        Args:
+          tokens: of pieces, lengths of texts or sample tokens. questions: likewise, of what is asked.
+          keys: tokens of the largest window.
+          ranks: of patches. steps: tokens of the longest answer; 0 if answers are not generated.
+          ask: whether questions are asked by `ask`, in one forward with what is appended: a program for each bucket of
+            pieces and of questions together.
+
+        Raises:
+          InputError: a window that the pool cannot hold.
+        """
+        allocator = self.books.allocator
+        precompiler = Precompiler(self.backbone, self.pool, allocator.pages, allocator.page_size)
+        precompiler.compile(tokens, questions, keys=keys, ranks=tuple(ranks), steps=steps, ask=ask)

@@ -3,6 +3,13 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 
+from jaxtyping import Float
+
+from ..backbone import Backbone
+from ..cache import Patch
+from ..core import AnyArray, KVLayout
+from .costs import ROTATION, adding_flops
+
 
 @dataclasses.dataclass(frozen=True)
 class CostEntry:
@@ -11,7 +18,7 @@ class CostEntry:
     Attributes:
       launches: programs started that move or compute KV.
       bytes, flops: of the tokens that count, in the units of the edits' own numbers.
-      padded_bytes, padded_flops: with the padding of buckets.
+      padded_bytes, padded_flops: including the padding of buckets.
     """
 
     launches: int = 0
@@ -21,6 +28,7 @@ class CostEntry:
     padded_flops: int = 0
 
     def __add__(self, other: "CostEntry") -> "CostEntry":
+        # Written out, because an executor adds entries for every launch.
         return CostEntry(
             self.launches + other.launches,
             self.bytes + other.bytes,
@@ -30,15 +38,13 @@ class CostEntry:
         )
 
     def __sub__(self, other: "CostEntry") -> "CostEntry":
-        return CostEntry(*(getattr(self, name) - getattr(other, name) for name in _FIELDS))
-
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(CostEntry))
+        own, theirs = vars(self).values(), vars(other).values()
+        return CostEntry(*(after - before for after, before in zip(own, theirs, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Ledger(Mapping[str, CostEntry]):
-    """Tallies by kind of edit, and of what is done beside edits ("question", "undo"): an immutable value.
+    """Costs by kind of edit, and of what is done besides edits ("question", "undo"). An immutable value.
 
     `after - before` is what happened between two ledgers.
     """
@@ -55,22 +61,139 @@ class Ledger(Mapping[str, CostEntry]):
         return len(self.kinds)
 
     def of(self, kind: str) -> CostEntry:
-        """The tally of a kind, empty where nothing of it was done."""
+        """Returns the costs of a kind, zeros if nothing of it was done."""
         return dict(self.kinds).get(kind, CostEntry())
 
-    def add(self, kind: str, tally: CostEntry) -> "Ledger":
-        """Counts something more of a kind."""
+    def add(self, kind: str, entry: CostEntry) -> "Ledger":
+        """Returns a ledger with more of a kind."""
         kinds = dict(self.kinds)
-        kinds[kind] = kinds[kind] + tally if kind in kinds else tally
+        kinds[kind] = kinds[kind] + entry if kind in kinds else entry
         return Ledger(tuple(kinds.items()))
 
     def __sub__(self, earlier: "Ledger") -> "Ledger":
-        old, none = dict(earlier.kinds), CostEntry()
-        changed = ((kind, tally) for kind, tally in self.kinds if old.get(kind) is not tally)
-        left = ((kind, tally - old.get(kind, none)) for kind, tally in changed)
-        return Ledger(tuple((kind, tally) for kind, tally in left if tally != none))
+        old, zero = dict(earlier.kinds), CostEntry()
+        left = []
+        for kind, entry in self.kinds:
+            before = old.get(kind, zero)
+            # Kinds that were left alone are the same objects, and there may be many of them.
+            if before is not entry and (change := entry - before) != zero:
+                left.append((kind, change))
+        return Ledger(tuple(left))
 
     @property
     def total(self) -> CostEntry:
-        """All kinds together."""
-        return sum((tally for _, tally in self.kinds), CostEntry())
+        """Costs of all kinds together."""
+        return sum((entry for _, entry in self.kinds), CostEntry())
+
+
+def row_bytes(vectors: Mapping[str, Float[AnyArray, "..."]], layout: KVLayout, rotating: bool = False) -> int:
+    """Returns bytes of one slot, all layers, without padding of lanes.
+
+    Args:
+      rotating: counts only the channels that carry phase.
+    """
+    total = 0
+    for channel in layout.channels:
+        if channel.name in vectors and (channel.rotates or not rotating):
+            value = vectors[channel.name]
+            total += channel.features * value.shape[0] * value.dtype.itemsize
+    return total
+
+
+class CostMeter:
+    """Counter of what an executor does.
+
+    `vectors` are arrays of the pool, or of a piece, [L, …] by channel; `tokens` count, `size` includes padding.
+
+    Attributes:
+      ledger: everything counted so far.
+    """
+
+    def __init__(self, backbone: Backbone):
+        self._backbone, self._layout = backbone, backbone.layout
+        self.ledger = Ledger()
+
+        # FLOPs of rotating one token's keys.
+        numbers = sum(channel.heads * channel.rotary for channel in self._layout.channels)
+        self._rotation = ROTATION * numbers * self._layout.layers
+
+    def placed(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int) -> None:
+        """Counts phase-free KV that was read, rotated and written."""
+        self._add(kind, tokens, size, 2 * row_bytes(vectors, self._layout), self._rotation)
+
+    def patched(self, kind: str, patch: Patch, nbytes: int, tokens: int, size: int) -> None:
+        """Counts factors that were read, multiplied and added, in the launch that placed what they are added to.
+
+        Args:
+          patch: as it was run, padded. nbytes: of the patch without padding.
+        """
+        flops = adding_flops(patch)
+        entry = CostEntry(0, nbytes, flops * tokens, patch.nbytes, flops * size)
+        self.ledger = self.ledger.add(kind, entry)
+
+    def rotated(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int) -> None:
+        """Counts keys that were read, rotated and written; the other channels stay."""
+        self._add(kind, tokens, size, 2 * row_bytes(vectors, self._layout, rotating=True), self._rotation)
+
+    def moved(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int, times: int = 2) -> None:
+        """Counts vectors that were read and written unchanged; `times` 1: only one of the two."""
+        self._add(kind, tokens, size, times * row_bytes(vectors, self._layout), 0)
+
+    def ran(
+        self,
+        kind: str,
+        vectors: Mapping[str, AnyArray],
+        tokens: tuple[int, int],
+        keys: tuple[int, int],
+        start_layer: int = 0,
+    ) -> None:
+        """Counts a forward, and the launch that wrote its KV.
+
+        Args:
+          tokens: that ran. keys: that preceded them. Both without padding and with it.
+        """
+        forward, layers = self._backbone.forward_costs, self._layout.layers
+        token_bytes = row_bytes(vectors, self._layout) * (layers - start_layer) // layers
+        nbytes, flops = [], []
+        for token_count, key_count in zip(tokens, keys, strict=True):
+            nbytes.append(token_bytes * (token_count + key_count))
+            flops.append(forward.flops(token_count, key_count, start_layer))
+
+        launches = 2
+        self.ledger = self.ledger.add(kind, CostEntry(launches, nbytes[0], flops[0], nbytes[1], flops[1]))
+        self.ledger = self.ledger.add("logits", CostEntry(0, 0, forward.logit, 0, forward.logit))
+
+    def ran_fused(self, vectors: Mapping[str, AnyArray], tokens: tuple[int, int, int], keys: tuple[int, int]) -> None:
+        """Counts a forward of a piece followed by a question whose KV is not kept, and the launch that wrote the piece.
+
+        Args:
+          tokens: of the piece, of the question, and of both with padding.
+          keys: that preceded the piece, without padding and with it; they are read once for both.
+        """
+        forward, token_bytes = self._backbone.forward_costs, row_bytes(vectors, self._layout)
+        own, question, size = tokens
+        before, padded = keys
+        question_flops = [forward.flops(question, behind + own) + forward.logit for behind in keys]
+
+        # The padded forward ran once; what is not the question's share is the piece's.
+        rest = forward.flops(size, padded) + forward.logit - question_flops[1]
+        nbytes, padded_bytes = token_bytes * (own + before), token_bytes * (size + padded)
+        self.ledger = self.ledger.add("Prefill", CostEntry(2, nbytes, forward.flops(own, before), padded_bytes, rest))
+        self.ledger = self.ledger.add("question", CostEntry(0, 0, question_flops[0], 0, question_flops[1]))
+
+    def asked(
+        self, vectors: Mapping[str, AnyArray], tokens: tuple[int, int], keys: tuple[int, int], logits: int
+    ) -> None:
+        """Counts a forward of tokens whose KV is not counted as a piece's: a question, or decoded tokens."""
+        forward, token_bytes = self._backbone.forward_costs, row_bytes(vectors, self._layout)
+        flops = [forward.flops(run, behind) + logits * forward.logit for run, behind in zip(tokens, keys, strict=True)]
+        entry = CostEntry(1, token_bytes * keys[0], flops[0], token_bytes * keys[1], flops[1])
+        self.ledger = self.ledger.add("question", entry)
+
+    def fetched(self, nbytes: int) -> None:
+        """Counts what a store returned."""
+        self.ledger = self.ledger.add("Fetch", CostEntry(0, nbytes, 0, nbytes, 0))
+
+    def _add(self, kind: str, tokens: int, size: int, token_bytes: int, token_flops: int) -> None:
+        entry = CostEntry(1, token_bytes * tokens, token_flops * tokens, token_bytes * size, token_flops * size)
+        self.ledger = self.ledger.add(kind, entry)

@@ -1,10 +1,10 @@
-"""`PatchFormer`: patches formed, on a thread of its own, of what the prefills of a loop leave behind."""
+"""`PatchFormer`: forms patches of the prefills of a loop, on a thread of its own."""
 
 import collections
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -16,19 +16,46 @@ from ..core import AnyArray
 from ..errors import InputError, PatchMismatchError
 from ..patching import Method, Rank, conditioned, form_patch, lead_digest, lead_tokens
 from ..utils.background import JobQueue
+from .edit_run import PrefillObserver
+from .edits import Edit
 from .entry import Entry
-from .executor import Executor, Lead
+from .ledger import Ledger
 from .precompilation import samples
-from .sources import PatchStore, asked_behind, grown, padded_chunk, stored
+from .sources import Lead, PatchStore, PieceSources, asked_behind, grown, padded_chunk, stored
 from .window import Window
 
 KEPT_ERRORS = 16
-"""Errors that a former remembers, the last ones."""
+"""How many errors a former remembers, the last ones."""
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """What plans and patch formers need of an executor.
+
+    Attributes:
+      sources: inputs of pieces. lead: digest of what their canonicals were prefilled behind (`Chunk.lead`), or None.
+      formers: called after each prefill.
+    """
+
+    backbone: Backbone
+    sources: PieceSources
+    lead: str | None
+    formers: list[PrefillObserver]
+
+    def provide(
+        self, id: str, *, tokens: Tokens | None = None, chunk: Chunk | None = None, patch: Patch | None = None
+    ) -> str | None:
+        """Provides inputs of a piece. See `PagedExecutor.provide`."""
+        ...
+
+    def run(self, window: Window, edits: Sequence[Edit]) -> Ledger:
+        """Executes the edits that led to a window. See `PagedExecutor.run`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrefillRecord:
-    """What one prefill left: all that a patch is formed of, in arrays that nobody else gives away."""
+    """What a patch is formed of after a prefill, in arrays that are donated to nothing."""
 
     entry: Entry
     antecedent: Antecedent
@@ -39,7 +66,7 @@ class PrefillRecord:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EncoderOutput:
-    """What a vision tower made of a chunk, to be stored under its content."""
+    """Output of a vision tower for a chunk, to be stored under the chunk's content."""
 
     content: str
     output: AnyArray
@@ -47,12 +74,12 @@ class EncoderOutput:
 
 @dataclasses.dataclass(frozen=True)
 class FormerStats:
-    """What a former has done.
+    """Counters of a former.
 
     Attributes:
       patches: formed and stored. canonicals, encoders: stored. forwards: prefills of chunks alone.
-      skipped: prefills that need no patch (texts, patches that were formed before or that the store has, all where none
-        are formed) or whose front moved since.
+      skipped: prefills that need no patch (texts, patches that were formed before or that the store has, all of them
+        while no patches are formed) or whose front changed since.
       dropped: prefills that found the queue full. failed: that ended in an error.
     """
 
@@ -66,19 +93,19 @@ class FormerStats:
 
 
 class PatchFormer:
-    """Forms patches of an executor's prefills and stores them with their canonicals.
+    """Former of patches: stores those of an executor's prefills, with their canonicals.
 
         former = PatchFormer(backbone, store, rank=16)
         former.watch(executor)
         …                                # run edits, answer questions
-        former.flush()                   # what was seen so far is stored, or among former.errors
+        former.flush()                   # everything so far is stored, or its error is in former.errors
 
     A prefill of B behind a window leaves KV(B | front). With the canonical, from the store or (once) by a prefill of
-    the chunk alone or behind the lead, that gives the patch; it is stamped with the front as it was served. All of it
-    runs on one thread of the former's own: the caller only hands over arrays, which stay what they are when the piece
-    leaves the pool. Errors are kept, never raised into a caller's answer.
+    the chunk alone or behind the lead, that gives the patch; it is stamped with the front as it was served. Everything
+    runs on one thread of the former: the caller only passes arrays, which stay valid when the piece leaves the pool.
+    Errors are kept, never raised into a caller's answer.
 
-    A former that is not closed ends with the process: what waits is formed for a few seconds and dropped after that
+    A former that is not closed ends with the process: pending jobs run for a few seconds and are dropped after that
     (`JobQueue`).
     """
 
@@ -98,28 +125,28 @@ class PatchFormer:
 
         Args:
           rank, method, dtype: of the patches, as `form_patch` takes them. A rank of 0 forms none, and None none until
-            `form_patches` says one: then what stands behind nothing is stored, whose prefill is its canonical, and
-            nothing is computed.
-          lead: what canonicals are prefilled behind, as `make_chunk` takes it, and are stored as made behind. It is
-            kept apart from the window's: patches are stamped with all that stood in front, what is pinned included.
+            `form_patches` sets one; then only prefills behind nothing are stored, which are canonicals.
+          lead: what canonicals are prefilled behind, as `make_chunk` takes it; they are stored with its digest. The
+            window's lead is another matter: patches are stamped with everything in front, pinned pieces included.
           pending: prefills that may wait, whose KV is kept until then; those beyond are dropped and counted.
-          on_error: told of each error, on the former's thread.
+          on_error: called with each error, on the former's thread.
 
         Raises:
-          InputError: room for none, or as `make_chunk` a lead.
+          InputError: `pending` is below 1, or an invalid lead.
         """
         if pending < 1:
             raise InputError(f"former: pending {pending}; expected at least 1")
         self.backbone, self.store, self.rank = backbone, store, rank
-        self._how: dict[str, Any] = {"method": method, "dtype": dtype}
-        self._front = None if lead is None else lead_tokens(backbone, lead)
-        self.lead = None if self._front is None else lead_digest(backbone.fingerprint, self._front)
+        self._form_options: dict[str, Any] = {"method": method, "dtype": dtype}
+        self._lead_tokens = None if lead is None else lead_tokens(backbone, lead)
+        self.lead = None if self._lead_tokens is None else lead_digest(backbone.fingerprint, self._lead_tokens)
+        self.errors: collections.deque[Exception] = collections.deque(maxlen=KEPT_ERRORS)
+
         self._on_error = on_error
-        self._waiting = JobQueue(self._work, pending, "former")
-        self._known: set[tuple[str, str]] = set()
+        self._queue = JobQueue(self._run, pending, "former")
+        self._formed: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
-        self.errors: collections.deque[Exception] = collections.deque(maxlen=KEPT_ERRORS)
 
     @property
     def done(self) -> FormerStats:
@@ -127,15 +154,17 @@ class PatchFormer:
         with self._lock:
             return FormerStats(**self._counts)
 
+    # ------------------------------------------------------------------------------------------ the caller's thread
+
     def form_patches(self, rank: Rank) -> None:
-        """Forms patches of this rank from now on, where nobody said another one (or none) before."""
+        """Forms patches of this rank from now on, unless a rank was set before."""
         if self.rank is None:
             self.rank = rank
 
     def keep_encoder(self, content: str, output: AnyArray) -> None:
-        """Has a tower's output stored, and returns at once; raises nothing."""
-        if not self._waiting.closed:
-            self._put(EncoderOutput(content, output))
+        """Queues a tower's output to be stored. Returns at once and raises nothing."""
+        if not self._queue.closed:
+            self._enqueue(EncoderOutput(content, output))
 
     def watch(self, executor: Executor) -> None:
         """Forms patches of an executor's prefills from now on.
@@ -153,53 +182,46 @@ class PatchFormer:
         executor.formers.append(self)
 
     def __call__(self, window: Window, id: str, tokens: Tokens, length: int, kv: Mapping[str, Array]) -> None:
-        """Takes a prefill down, and returns at once; raises nothing."""
-        if self._waiting.closed or id not in window:
+        """Queues a prefill. Returns at once and raises nothing."""
+        if self._queue.closed or id not in window:
             return
         try:
-            self._take(window, id, tokens, length, kv)
+            piece = window.piece(id)
+            # The front must be the one that the forward saw, or the stamp would be wrong.
+            seen = piece.state.kind == "conditioned" and piece.state.behind == piece.front
+            needed = self.rank or not window.index(id)
+            if piece.entry.kind != "chunk" or not seen or not needed or len(tokens.embeddings) != 1:
+                self._count("skipped")
+            else:
+                self._enqueue(PrefillRecord(piece.entry, window.antecedent(id), tokens, length, dict(kv)))
         except Exception as error:
-            self._failed(error)
-
-    def _take(self, window: Window, id: str, tokens: Tokens, length: int, kv: Mapping[str, Array]) -> None:
-        piece = window.piece(id)
-        # The front must be the one that the forward saw, or the stamp would lie.
-        seen = piece.state.kind == "conditioned" and piece.state.behind == piece.front
-        wanted = self.rank or not window.index(id)
-        if piece.entry.kind != "chunk" or not seen or not wanted or len(tokens.embeddings) != 1:
-            self._count("skipped")
-            return
-        self._put(PrefillRecord(piece.entry, window.antecedent(id), tokens, length, dict(kv)))
-
-    def _put(self, job: PrefillRecord | EncoderOutput) -> None:
-        if not self._waiting.add(job):
-            self._count("dropped")
+            self._report(error)
 
     def warm_up(self, tokens: Sequence[int | Tokens]) -> None:
         """Compiles what forming patches of such prefills will need; nothing is stored.
 
         Args:
-          tokens: of chunks, lengths or sample tokens, one of each bucket is enough.
+          tokens: of chunks, lengths or sample tokens; one of each bucket is enough.
 
         Raises:
           What the backbone raises.
         """
         for sample in samples(self.backbone, getattr(self.backbone, "buckets", None), tokens):
             length = sample.embeddings.shape[1]
-            kv = self._prefilled(sample, length)
+            kv = self._prefill_alone(sample, length)
             span = int(np.asarray(sample.positions).max()) + 1
-            chunk = self._chunk(kv, sample, length, Entry("warm-up", None, length, span))
+            chunk = self._chunk_of(kv, sample, length, Entry("warm-up", None, length, span))
             rows = {name: value[:, 0] for name, value in kv.items()}
             if self.rank:
-                patch_digest(form_patch(chunk, rows, self.rank, ("before",), **self._how))
+                patch_digest(form_patch(chunk, rows, self.rank, ("before",), **self._form_options))
 
     def flush(self) -> None:
-        """Waits until everything seen so far was formed and stored, or failed. What failed is among `errors`."""
-        self._waiting.flush()
+        """Waits until everything queued so far was stored, or failed with an error in `errors`."""
+        self._queue.flush()
 
     def close(self) -> None:
-        """Forms what waits, then ends the thread. Closing twice is allowed."""
-        self._waiting.close()
+        """Finishes the pending jobs, then ends the thread. Idempotent."""
+        self._queue.close()
 
     def __enter__(self) -> "PatchFormer":
         return self
@@ -207,72 +229,76 @@ class PatchFormer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _enqueue(self, job: PrefillRecord | EncoderOutput) -> None:
+        if not self._queue.add(job):
+            self._count("dropped")
+
     def _count(self, word: str) -> None:
         with self._lock:
             self._counts[word] += 1
 
-    def _work(self, job: PrefillRecord | EncoderOutput) -> None:
-        try:
-            self._form(job)
-        except Exception as error:  # whatever goes wrong is reported, and is nobody's answer
-            self._failed(error)
-
-    def _failed(self, error: Exception) -> None:
+    def _report(self, error: Exception) -> None:
         self._count("failed")
         self.errors.append(error)
-        if self._on_error is None:
-            return
-        try:
-            self._on_error(error)
-        except Exception as another:
-            self.errors.append(another)
+        if self._on_error is not None:
+            try:
+                self._on_error(error)
+            except Exception as another:
+                self.errors.append(another)
 
-    def _form(self, job: PrefillRecord | EncoderOutput) -> None:
-        if isinstance(job, EncoderOutput):
-            store: Any = self.store
-            store.put_encoder(job.content, self.backbone.fingerprint, np.asarray(job.output))
-            self._count("encoders")
-            return
-        known = job.entry.key, job.antecedent.digest
-        if known in self._known or self._is_stored(job):
-            self._known.add(known)
+    # ------------------------------------------------------------------------------------------ the former's thread
+
+    def _run(self, job: PrefillRecord | EncoderOutput) -> None:
+        """Runs a job; whatever goes wrong is reported, because no caller waits for it."""
+        try:
+            if isinstance(job, EncoderOutput):
+                store: Any = self.store
+                store.put_encoder(job.content, self.backbone.fingerprint, np.asarray(job.output))
+                self._count("encoders")
+            else:
+                self._form(job)
+        except Exception as error:
+            self._report(error)
+
+    def _form(self, job: PrefillRecord) -> None:
+        """Stores the patch of a prefill and its canonical, unless they are stored."""
+        key = job.entry.key, job.antecedent.digest
+        if key in self._formed or self._is_stored(job):
+            self._formed.add(key)
             self._count("skipped")
             return
+
         chunk = self._canonical(job)
         if job.antecedent.members:
-            size = chunk.tokens
-            kv = {name: value[:, 0] for name, value in job.kv.items()}
-            kv = {name: grown(value, 1, size) for name, value in kv.items()}
+            kv = {name: grown(value[:, 0], 1, chunk.tokens) for name, value in job.kv.items()}
             assert self.rank is not None
-            self.store.put_patches([form_patch(chunk, kv, self.rank, job.antecedent, **self._how)])
+            self.store.put_patches([form_patch(chunk, kv, self.rank, job.antecedent, **self._form_options)])
             self._count("patches")
-        self._known.add(known)
+        self._formed.add(key)
 
     def _is_stored(self, job: PrefillRecord) -> bool:
-        """Whether the store has a patch behind this very antecedent already, of no smaller rank anywhere."""
+        """Returns whether the store has a patch behind this very antecedent, of no smaller rank in any channel."""
         if not job.antecedent.members:
             return False
-        layout, backbone = self.backbone.layout, self.backbone.fingerprint
-        entry = job.entry
-        asked = asked_behind(job.antecedent, entry.id, entry.content, layout, backbone, self.lead)
-        return any(
-            patch.metadata.behind == job.antecedent and self._is_as_large(patch, job.length)
-            for patch in self.store.get_patches(asked)
-        )
-
-    def _is_as_large(self, patch: Patch, length: int) -> bool:
-        """Whether a patch has in every channel as many directions as one that is formed here."""
-        if patch.metadata.base != "canonical" or patch.metadata.orbit:
-            return False
-        for name, own in patch.ranks.items():
-            wanted = self.rank[name] if isinstance(self.rank, Mapping) else self.rank or 0
-            most = min(length, self.backbone.layout.channel(name).features)
-            if own is not None and own < min(wanted, most):  # None: it is dense, and has them all
-                return False
-        return True
+        layout, entry = self.backbone.layout, job.entry
+        fingerprint = self.backbone.fingerprint
+        query = asked_behind(job.antecedent, entry.id, entry.content, layout, fingerprint, self.lead)
+        for patch in self.store.get_patches(query):
+            metadata = patch.metadata
+            if metadata.behind != job.antecedent or metadata.base != "canonical" or metadata.orbit:
+                continue
+            large_enough = True
+            for name, rank in patch.ranks.items():
+                wanted = self.rank[name] if isinstance(self.rank, Mapping) else self.rank or 0
+                most = min(job.length, layout.channel(name).features)
+                # A rank of None is that of a dense patch, which has every direction.
+                large_enough = large_enough and (rank is None or rank >= min(wanted, most))
+            if large_enough:
+                return True
+        return False
 
     def _canonical(self, job: PrefillRecord) -> Chunk:
-        """The chunk's canonical, of at least as many tokens as the prefill had with its padding.
+        """Returns the chunk's canonical, of at least as many tokens as the padded prefill; stores it if it is new.
 
         Raises:
           PatchMismatchError: the store has another content under this id. What a forward or the store raises.
@@ -287,23 +313,24 @@ class PatchFormer:
                     f"tokens; expected {entry.content!r} and {job.length}"
                 )
             return padded_chunk(found, size)
+
+        # A prefill at the front of a window is a canonical already, unless canonicals have a lead.
         kv = job.kv
-        if job.antecedent.members or self._front is not None:
-            kv = self._prefilled(job.tokens, job.length)
+        if job.antecedent.members or self._lead_tokens is not None:
+            kv = self._prefill_alone(job.tokens, job.length)
             self._count("forwards")
-        chunk = self._chunk(kv, job.tokens, job.length, entry)
+        chunk = self._chunk_of(kv, job.tokens, job.length, entry)
         self.store.put(chunk)
         self._count("canonicals")
         return chunk
 
-    def _prefilled(self, tokens: Tokens, length: int) -> Mapping[str, Array]:
-        """KV of a chunk alone, or behind the lead, {channel: [L,1,T',K,H]}."""
-        if self._front is not None:
-            return conditioned(self.backbone, [tokens], lead=self._front)[0]
-        last = np.array([[length - 1]], np.int32)
-        return self.backbone.prefill(tokens, logits=last).kv
+    def _prefill_alone(self, tokens: Tokens, length: int) -> Mapping[str, Array]:
+        """Returns KV of a chunk alone, or behind the lead, {channel: [L,1,T',K,H]}."""
+        if self._lead_tokens is not None:
+            return conditioned(self.backbone, [tokens], lead=self._lead_tokens)[0]
+        return self.backbone.prefill(tokens, logits=np.array([[length - 1]], np.int32)).kv
 
-    def _chunk(self, kv: Mapping[str, Array], tokens: Tokens, length: int, entry: Entry) -> Chunk:
+    def _chunk_of(self, kv: Mapping[str, Array], tokens: Tokens, length: int, entry: Entry) -> Chunk:
         size = next(iter(kv.values())).shape[2]
         return Chunk(
             kv={name: value[:, 0] for name, value in kv.items()},

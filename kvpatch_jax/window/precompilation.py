@@ -1,135 +1,133 @@
-"""Compiling ahead of time what an executor's configuration will need: nothing is written, nothing is stored."""
+"""Compilation ahead of time of what an executor will need. Nothing is written to the pool, nothing is stored."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from ..backbone import Tokens
+from ..backbone import Backbone, Tokens
 from ..core import Buckets, Paged, as_start
 from ..errors import InputError
 from . import programs
-from .executor_pool import PoolExecutor
-from .fused_question import packed
+from .edit_run import packed
+from .paged_pool import PagedPool
 from .sources import bucket, grown, padded_tokens
 
-NONE = np.int32(0)
-"""How many tokens are written."""
+NO_TOKENS = np.int32(0)
+"""Length of what is written: programs run on zeros of which none count."""
 
 
-def warm_up(
-    executor: PoolExecutor,
-    tokens: Sequence[int | Tokens],
-    questions: Sequence[int | Tokens],
-    keys: int,
-    ranks: Iterable[int],
-    steps: int,
-    ask: bool,
-) -> None:
-    """See `PagedExecutor.warm_up`."""
-    pages, size = executor.books.allocator.pages, executor.books.allocator.page_size
-    if not 0 <= keys <= pages * size:
-        raise InputError(f"warm_up: contexts of {keys} tokens; expected 0 to {pages * size}, all that the pool holds")
-    pieces, asked = (samples(executor.backbone, executor.buckets, given) for given in (tokens, questions))
-    contexts = _contexts(executor, keys)
-    for sample in pieces:
-        for context in contexts:
-            _prefill(executor, sample, context)
-        _writes(executor, sample, ranks)
-        for question in asked if ask else ():
-            _asks(executor, sample, question, contexts)
-    for sample in asked:
-        for context in contexts:
-            _prefill(executor, sample, context)
-            if steps:
-                backbone: Any = executor.backbone
-                lengths = np.array([sample.embeddings.shape[1]], np.int32)
-                backbone.generate(_behind(sample, context), steps, _now(executor, context), lengths=lengths)
-    for count in sorted({executor.bucket(number) for number in range(1, keys + 1)}):
-        _turns(executor, count)
-
-
-def _asks(executor: PoolExecutor, sample: Tokens, question: Tokens, contexts: Sequence[Paged | None]) -> None:
-    """A piece and a question in one forward, and the launch that places the piece."""
-    together = packed(sample, sample.embeddings.shape[1], question, question.embeddings.shape[1])
-    prefill = getattr(executor.backbone, "prefill_padded", executor.backbone.prefill)
-    for context in contexts:
-        last = np.array([[together.embeddings.shape[1] - 1]], np.int32)
-        prefill(_behind(together, context), _now(executor, context), logits=last)
-    _writes(executor, together, (), spliced=False)
-
-
-def samples(backbone: Any, buckets: Buckets | None, given: Sequence[int | Tokens]) -> list[Tokens]:
-    """One set of tokens for each bucket and kind."""
+def samples(backbone: Any, buckets: Buckets | None, inputs: Sequence[int | Tokens]) -> list[Tokens]:
+    """Returns one set of tokens for each bucket and kind among lengths and sample tokens."""
     found: dict[Any, Tokens] = {}
-    for one in given:
-        if not isinstance(one, Tokens):
-            one = padded_tokens(backbone.embed(np.zeros((1, 1), np.int32)), bucket(buckets, int(one)))
-        one = padded_tokens(one, bucket(buckets, one.embeddings.shape[1]))
-        found[one.embeddings.shape[1], one.deepstack is None, str(np.asarray(one.positions).dtype)] = one
+    for tokens in inputs:
+        if not isinstance(tokens, Tokens):
+            tokens = padded_tokens(backbone.embed(np.zeros((1, 1), np.int32)), bucket(buckets, int(tokens)))
+        tokens = padded_tokens(tokens, bucket(buckets, tokens.embeddings.shape[1]))
+        kind = tokens.embeddings.shape[1], tokens.deepstack is None, str(np.asarray(tokens.positions).dtype)
+        found[kind] = tokens
     return list(found.values())
 
 
-def _contexts(executor: PoolExecutor, keys: int) -> list[Paged | None]:
-    """No context, and one of each bucket of page tables up to so many tokens."""
-    pages, size = executor.books.allocator.pages, executor.books.allocator.page_size
-    found: dict[int, Paged | None] = {0: None}
-    for count in range(1, min(-(-keys // size) + 1, pages) + 1):
-        slots = np.arange(count * size, dtype=np.int32)
-        context = Paged.of(executor.pools.engine, slots, executor.buckets)
-        found.setdefault(context.table.shape[1], context)
-    return list(found.values())
+class Precompiler:
+    """Runs every program that a pool will need once, on inputs of which no token counts."""
+
+    def __init__(self, backbone: Backbone, pool: PagedPool, pages: int, page_size: int):
+        self._backbone, self._pool, self._pages, self._page_size = backbone, pool, pages, page_size
+
+    def compile(
+        self,
+        tokens: Sequence[int | Tokens],
+        questions: Sequence[int | Tokens],
+        *,
+        keys: int,
+        ranks: Sequence[int],
+        steps: int,
+        ask: bool,
+    ) -> None:
+        """Compiles what windows will need. See `PagedExecutor.warm_up`."""
+        slots, buckets = self._pages * self._page_size, self._pool.buckets
+        if not 0 <= keys <= slots:
+            raise InputError(f"warm_up: contexts of {keys} tokens; expected 0 to {slots}, all that the pool holds")
+        pieces, asked = samples(self._backbone, buckets, tokens), samples(self._backbone, buckets, questions)
+
+        # No context, and one of each bucket of page tables.
+        contexts: dict[int, Paged | None] = {0: None}
+        for count in range(1, min(-(-keys // self._page_size) + 1, self._pages) + 1):
+            table = np.arange(count * self._page_size, dtype=np.int32)
+            context = Paged.of(self._pool.vectors.engine, table, buckets)
+            contexts.setdefault(context.table.shape[1], context)
+
+        for sample in pieces:
+            for context in contexts.values():
+                self._prefill(self._backbone.prefill, sample, context)
+            self._write(sample, ranks, spliced=True)
+
+            # A piece and a question in one forward, and the launch that writes the piece.
+            for question in asked if ask else ():
+                together = packed(sample, sample.embeddings.shape[1], question, question.embeddings.shape[1])
+                for context in contexts.values():
+                    prefill = getattr(self._backbone, "prefill_padded", self._backbone.prefill)
+                    self._prefill(prefill, together, context)
+                self._write(together, (), spliced=False)
+
+        for sample in asked:
+            for context in contexts.values():
+                self._prefill(self._backbone.prefill, sample, context)
+                if steps:
+                    backbone: Any = self._backbone
+                    lengths = np.array([sample.embeddings.shape[1]], np.int32)
+                    backbone.generate(_behind(sample, context), steps, self._in_pool(context), lengths=lengths)
+
+        for count in sorted({bucket(buckets, number) for number in range(1, keys + 1)}):
+            self._rotate_and_copy(count)
+
+    def _prefill(self, prefill: Any, sample: Tokens, context: Paged | None) -> None:
+        last = np.array([[sample.embeddings.shape[1] - 1]], np.int32)
+        prefill(_behind(sample, context), self._in_pool(context), logits=last)
+
+    def _in_pool(self, context: Paged | None) -> Paged | None:
+        """Returns a context in the current vectors, which every launch replaces."""
+        return None if context is None else context._replace(pool=self._pool.vectors.engine)
+
+    def _write(self, sample: Tokens, ranks: Sequence[int], spliced: bool) -> None:
+        """Runs the launches that write a piece: prefilled, and if `spliced` bare, and patched at each rank."""
+        pool, layout, size = self._pool, self._pool.layout, sample.embeddings.shape[1]
+        dtype, kv = sample.embeddings.dtype, {}
+        for channel in layout.channels:
+            kv[channel.name] = jnp.zeros((layout.layers, size, channel.heads, channel.width), dtype)
+
+        inputs: list[tuple[Any, Any]] = [({name: value[:, None] for name, value in kv.items()}, {})]
+        if spliced:
+            inputs.append((kv, {}))
+        for rank in ranks:
+            factors = {}
+            for channel in layout.channels:
+                u = jnp.zeros((layout.layers, size, rank), dtype)
+                factors[channel.name] = u, jnp.zeros((layout.layers, rank, channel.features), dtype)
+            inputs.append((kv, factors))
+
+        local = grown(np.asarray(sample.positions[0], np.float32), 0, size)
+        start = np.asarray(as_start(layout.rope, 0))
+        destination = programs.Destination(np.zeros(size, np.int32), local, start, NO_TOKENS)
+        for vectors, factors in inputs:
+            pool.vectors = programs.write_piece(layout, pool.vectors, destination, vectors, factors)
+
+    def _rotate_and_copy(self, size: int) -> None:
+        """Runs the launches that rotate, copy and read so many slots."""
+        pool, layout = self._pool, self._pool.layout
+        axes = () if layout.rope.axes is None else (layout.rope.axes,)
+        slots, starts = np.zeros(size, np.int32), np.zeros((size, *axes), np.int32)
+        local = np.zeros((size, *axes), np.float32)
+        rotation = programs.SlotRotation(slots, slots, local, starts, starts, NO_TOKENS)
+        for whole in (False, True):
+            pool.vectors = programs.rotate_slots(layout, pool.vectors, rotation, whole=whole)
+        pool.vectors = programs.copy_slots(pool.vectors, slots, slots, NO_TOKENS)
+        rows = programs.read_rows(pool.vectors, slots)
+        pool.vectors = programs.put_rows(pool.vectors, slots, rows, NO_TOKENS)
 
 
 def _behind(sample: Tokens, context: Paged | None) -> Tokens:
-    return sample.shift(0 if context is None else 1)  # where it stands changes no program
-
-
-def _prefill(executor: PoolExecutor, sample: Tokens, context: Paged | None) -> None:
-    last = np.array([[sample.embeddings.shape[1] - 1]], np.int32)
-    executor.backbone.prefill(_behind(sample, context), _now(executor, context), logits=last)
-
-
-def _now(executor: PoolExecutor, context: Paged | None) -> Paged | None:
-    """A context in the pool as it is now, which every launch gives anew."""
-    return None if context is None else context._replace(pool=executor.pools.engine)
-
-
-def _writes(executor: PoolExecutor, sample: Tokens, ranks: Iterable[int], spliced: bool = True) -> None:
-    """The launches that place a piece: prefilled, and if `spliced` bare, and patched at each rank."""
-    layout, size = executor.layout, sample.embeddings.shape[1]
-    dtype = sample.embeddings.dtype
-    kv = {
-        channel.name: jnp.zeros((layout.layers, size, channel.heads, channel.width), dtype)
-        for channel in layout.channels
-    }
-    slots, start = np.zeros(size, np.int32), np.asarray(as_start(layout.rope, 0))
-    local = grown(np.asarray(sample.positions[0], np.float32), 0, size)
-    place = local, start, NONE
-    given: list[tuple[Any, Any]] = [({name: value[:, None] for name, value in kv.items()}, {})]
-    given += [(kv, {})] if spliced else []
-    for rank in ranks:
-        factors = {
-            channel.name: (
-                jnp.zeros((layout.layers, size, rank), dtype),
-                jnp.zeros((layout.layers, rank, channel.features), dtype),
-            )
-            for channel in layout.channels
-        }
-        given.append((kv, factors))
-    for value, factors in given:
-        executor.pools = programs.write_piece(layout, executor.pools, slots, value, factors, *place)
-
-
-def _turns(executor: PoolExecutor, size: int) -> None:
-    """The launches that turn, copy and read so many slots."""
-    axes = () if executor.layout.rope.axes is None else (executor.layout.rope.axes,)
-    slots, starts = np.zeros(size, np.int32), np.zeros((size, *axes), np.int32)
-    local = np.zeros((size, *axes), np.float32)
-    for whole in (False, True):
-        given = slots, slots, local, starts, starts, NONE
-        executor.pools = programs.turn_slots(executor.layout, executor.pools, *given, whole=whole)
-    executor.pools = programs.copy_slots(executor.pools, slots, slots, NONE)
-    rows = programs.read_rows(executor.pools, slots)
-    executor.pools = programs.put_rows(executor.pools, slots, rows, NONE)
+    """Moves tokens behind a context; by how much changes no program."""
+    return sample.shift(0 if context is None else 1)

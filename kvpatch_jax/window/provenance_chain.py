@@ -1,7 +1,7 @@
-"""Rolling digests over pieces: what stands in front of each, and so how truly each is served."""
+"""Rolling digests over pieces: what precedes each of them, and therefore how faithfully each is served."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -9,42 +9,42 @@ from ..cache import EXACT, Antecedent, Member
 from .entry import FRESH, PatchNote, PieceState, PlacedPiece, apart, short_digest, tuple_of
 
 
-def root(backbone: str) -> str:
-    """The digest in front of the first piece: whoever reads it."""
+def root_digest(backbone: str) -> str:
+    """Returns the digest in front of the first piece, which depends on who reads it."""
     return short_digest(f"window {backbone}")
 
 
-def behind(front: str, key: str, service: str) -> str:
-    """The digest behind one more piece, of this content (or id), served so."""
+def next_digest(front: str, key: str, service: str) -> str:
+    """Returns the digest behind one more piece of this content (or id), served so."""
+    # `short_digest` without the call, because linking computes hundreds.
     text = f"{front}{len(key)}:{key}{service}"
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()  # `short_digest`, a call less
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def chain_digest(backbone: str, antecedent: Antecedent) -> str:
-    """The digest that a window has in front of a piece behind this antecedent."""
-    front = root(backbone)
+    """Returns the digest that a window has in front of a piece behind this antecedent."""
+    front = root_digest(backbone)
     for member in antecedent.members:
-        front = behind(front, member.id if member.content is None else member.content, member.state)
+        front = next_digest(front, member.id if member.content is None else member.content, member.state)
     return front
 
 
 def chain_of(backbone: str, note: PatchNote) -> str:
-    """The digest that a window has in front of a piece behind a patch's antecedent, computed once for each note."""
-    found = note.chains.get(backbone)
-    if found is None:
-        found = note.chains[backbone] = chain_digest(backbone, note.antecedent)
-    return found
+    """Returns the chain digest of a patch's antecedent, computed once for each note."""
+    if backbone not in note.chains:
+        note.chains[backbone] = chain_digest(backbone, note.antecedent)
+    return note.chains[backbone]
 
 
 def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int = 0) -> tuple[PlacedPiece, ...]:
-    """Derives `front`, `fidelity`, `latest` and `pure` of pieces from `first` on; those in front of it have theirs.
+    """Derives `front`, `fidelity`, `latest` and `pure` of the pieces from `first` on; those in front have theirs.
 
     A piece whose state is `FRESH` is prefilled here: its state says behind what from now on, and whether none of that
-    was approximate then, which stays with its KV. `Window.fidelity` says what the words mean.
+    was approximate then, which stays with its KV. `WindowState.fidelity` defines the words.
     """
-    done = list(pieces[:first])
-    previous = done[-1] if done else None
-    front, fidelity, pure, latest = root(backbone), EXACT, True, -1
+    result = list(pieces[:first])
+    previous = result[-1] if result else None
+    front, fidelity, pure, latest = root_digest(backbone), EXACT, True, -1
     if previous is not None:
         front, fidelity, latest, pure = previous[6:]
     for entry, start, state, aside, born, placed, *_ in pieces[first:]:
@@ -52,37 +52,40 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int = 0) -> tupl
         if previous is not None:
             before, gap = previous[0], start - previous[1] - previous[0].span
             service = EXACT if exact else previous.service
-            front = behind(front, before.key, apart(service, gap) if gap else service)
+            front = next_digest(front, before.key, apart(service, gap) if gap else service)
             exact = exact and not gap
 
         if state is FRESH:
             state = PieceState.conditioned(front, pure)
+            # Those behind have seen what it was before, and not what it is now.
             if aside is not None and aside != state:
-                placed = born  # those behind have seen what it was before, and not what it is now
+                placed = born
             aside = None
+
         fidelity = "approximate"
         if state.pure and state.kind == "conditioned":
             if exact and state.behind == front:
                 fidelity = EXACT
+                # An equal front is seen, whenever it was placed. (`max` would take a tenth of the loop's time.)
                 if born < latest:
-                    born = latest  # it has seen all in front, whenever that came to stand there
+                    born = latest
             elif latest <= born:
                 fidelity = "survivor"
         if placed > latest:
             latest = placed
         pure = pure and fidelity != "approximate"
         previous = tuple_of(PlacedPiece, (entry, start, state, aside, born, placed, front, fidelity, latest, pure))
-        done.append(previous)
-    return tuple(done)
+        result.append(previous)
+    return tuple(result)
 
 
 class Targets(NamedTuple):
-    """What is aimed at, of all pieces of a window.
+    """What patches of all pieces of a window are measured against.
 
     Attributes:
-      digests: for each piece the chain digest of what a patch must have been formed behind to serve it where it stands.
-      kept: how many pieces, from the front, stand behind none that would have to be run again: survivors there may be
-        kept.
+      digests: for each piece the chain digest of what a patch must have been formed behind to serve it in its place.
+      kept: how many pieces, from the front, follow none that would have to be run again, so that survivors among them
+        may be kept.
     """
 
     digests: tuple[str, ...]
@@ -90,71 +93,72 @@ class Targets(NamedTuple):
 
 
 def targets_of(backbone: str, pieces: Sequence[PlacedPiece], forget: bool) -> Targets:
-    """Derives what is aimed at: what cannot be kept counts as prefilled in its place."""
-    found, front, exact = [root(backbone)], root(backbone), True
-    same, kept = True, len(pieces)  # what is aimed at has been what stands there, whose digests are known
+    """Derives the targets of all pieces: what cannot be kept counts as prefilled in its place."""
+    front, exact = root_digest(backbone), True
+    digests, same, kept = [front], True, len(pieces)
     for index, (piece, following) in enumerate(itertools.pairwise(pieces)):
+        # While the target has been what the window has, its digests are known: true of most pieces of most windows.
         gap = following[1] - piece[1] - piece[0].span
-        if same and exact and not gap and piece.fidelity == EXACT:  # as most pieces are, at no cost
+        if same and exact and not gap and piece.fidelity == EXACT:
             front = following.front
-            found.append(front)
+            digests.append(front)
             continue
         state = _kept_state(pieces, index, front, index >= kept)
         kept = min(kept, index + 1) if state is None else kept
-        service = EXACT if forget else apart(_aimed_service(state, exact, front), gap)
+        service = EXACT if forget else apart(_target_service(state, exact, front), gap)
         exact = exact and service == EXACT
         same = same and service == apart(piece.service, gap)
-        front = following.front if same else behind(front, piece.entry.key, service)
-        found.append(front)
-    return Targets(tuple(found[: len(pieces)]), kept)
+        front = following.front if same else next_digest(front, piece.entry.key, service)
+        digests.append(front)
+    return Targets(tuple(digests[: len(pieces)]), kept)
 
 
-def served(pieces: Sequence[PlacedPiece], start: int) -> Iterable[Member]:
-    """The pieces as members of the antecedent of what begins at `start`, as they are served."""
-    for piece, gap in _gaps(pieces, start):
+def served_members(pieces: Sequence[PlacedPiece], start: int) -> Iterator[Member]:
+    """Yields the pieces as members of the antecedent of what begins at `start`, as they are served."""
+    for piece, gap in _with_gaps(pieces, start):
         yield piece.member(gap)
 
 
-def aimed(backbone: str, pieces: Sequence[PlacedPiece], start: int) -> Iterable[Member]:
-    """The pieces as a patch for what begins at `start` must have met them, where chunks that left are remembered.
+def target_members(backbone: str, pieces: Sequence[PlacedPiece], start: int) -> Iterator[Member]:
+    """Yields the pieces as a patch for what begins at `start` must have met them, if chunks that left are remembered.
 
-    A kept piece as it is; one that is served otherwise, as a prefill in its place would serve it.
+    A piece that may be kept as it is; any other one as a prefill in its place would serve it.
     """
-    front, exact, another = root(backbone), True, False
-    for index, (piece, gap) in enumerate(_gaps(pieces, start)):
-        state = _kept_state(pieces, index, front, another)
-        another = another or state is None
-        service = apart(_aimed_service(state, exact, front), gap)
+    front, exact, rerun = root_digest(backbone), True, False
+    for index, (piece, gap) in enumerate(_with_gaps(pieces, start)):
+        state = _kept_state(pieces, index, front, rerun)
+        rerun = rerun or state is None
+        service = apart(_target_service(state, exact, front), gap)
         exact = exact and service == EXACT
         yield Member(piece.entry.id, piece.entry.content, service)
-        front = behind(front, piece.entry.key, service)
+        front = next_digest(front, piece.entry.key, service)
 
 
-def _kept_state(pieces: Sequence[PlacedPiece], index: int, front: str, another: bool) -> PieceState | None:
-    """The state in which a piece's KV is what is promised behind this front, however those in front are served now.
+def _kept_state(pieces: Sequence[PlacedPiece], index: int, front: str, rerun: bool) -> PieceState | None:
+    """Returns the state in which a piece's KV is what is promised behind this front, however those in front are served.
 
     Args:
-      another: whether one in front would be run again, to another than this has seen.
+      rerun: whether one in front would be run again, and so change from what this one has seen.
 
     Returns:
-      Its state, or the one it goes back to from being bare; None where it would have to be run again.
+      Its state, or the one it goes back to from being bare; None if it would have to be run again.
     """
     piece = pieces[index]
     own = piece.aside or piece.state
     if own.kind != "conditioned" or not own.pure:
         return None
-    seen = not another and (index == 0 or pieces[index - 1].latest <= piece.born)
+    seen = not rerun and (index == 0 or pieces[index - 1].latest <= piece.born)
     return own if seen or own.behind == front else None
 
 
-def _aimed_service(kept: PieceState | None, exact: bool, front: str) -> str:
-    """How a piece would have to be served behind a front that is served as it is aimed at."""
+def _target_service(kept: PieceState | None, exact: bool, front: str) -> str:
+    """Returns how a piece would have to be served behind a front that is served as its target says."""
     state = kept or PieceState.conditioned(front, True)
     return EXACT if exact and state.behind == front else f"survivor:{state.digest}"
 
 
-def _gaps(pieces: Sequence[PlacedPiece], start: int) -> Iterable[tuple[PlacedPiece, int]]:
-    """Each piece, and what is free between it and the next one, or what begins at `start`."""
+def _with_gaps(pieces: Sequence[PlacedPiece], start: int) -> Iterator[tuple[PlacedPiece, int]]:
+    """Yields each piece, and the free positions between it and the next one, or `start`."""
     for index, piece in enumerate(pieces):
-        then = pieces[index + 1].start if index + 1 < len(pieces) else start
-        yield piece, then - piece.end
+        following = pieces[index + 1].start if index + 1 < len(pieces) else start
+        yield piece, following - piece.end

@@ -1,11 +1,11 @@
-"""What an executor is given of pieces: tokens to prefill them from, canonicals, patches, residuals; and a store.
+"""Inputs of an executor by piece: tokens to prefill, canonicals, patches and residuals, provided or fetched.
 
-Whatever is kept here is padded to the buckets that prompts have, and padded on the host, where another length compiles
-nothing.
+Everything kept here is padded to the buckets that prompts have, and padded on the host, where no length compiles a
+program.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -13,18 +13,23 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Num
 
-from ..backbone import Tokens, check_tokens
+from ..backbone import Backbone, Tokens, check_tokens
 from ..cache import Antecedent, Chunk, Patch, PatchMetadata, brief, content_of, patch_digest, trusted
 from ..core import AnyArray, Buckets, KVLayout, PhaseFreeKV, Quantised, is_low_rank, on_device
 from ..errors import InputError, PatchMismatchError, ShapeError
+from .edits import Fetch
+from .window import Window
+
+Lead = Sequence[Any] | Tokens | None
+"""What canonicals are prefilled behind, as `make_chunk` takes it."""
 
 
 @runtime_checkable
 class PatchStore(Protocol):
-    """What is asked of a store: `kvpatch_jax.ChunkStore` has it."""
+    """Store of canonicals and patches, as `kvpatch_jax.ChunkStore` is one."""
 
     def get(self, id: str, backbone: str, *, lead: str | None = None) -> Chunk | None:
-        """Reads a canonical, None where there is none. `lead` is named for one that was prefilled behind it alone."""
+        """Reads a canonical, None if there is none. `lead` is passed only if canonicals are prefilled behind one."""
         ...
 
     def put(self, chunk: Chunk) -> None:
@@ -40,37 +45,8 @@ class PatchStore(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PieceSource:
-    """What is known of one piece.
-
-    Attributes:
-      tokens: to prefill it from, at local positions, padded. length: those that count, 0 where no tokens are known.
-      chunk: its canonical, padded.
-      content: digest of what it shows; None where nobody said.
-      patches: by digest, padded as the canonical is, each with the bytes that it had without padding.
-      hidden: residuals entering some layers, {layer: [1,T',D]}, padded.
-    """
-
-    tokens: Tokens | None = None
-    length: int = 0
-    chunk: Chunk | None = None
-    content: str | None = None
-    patches: Mapping[str, tuple[Patch, int]] = dataclasses.field(default_factory=dict)
-    hidden: Mapping[int, Array] = dataclasses.field(default_factory=dict)
-
-    @property
-    def local(self) -> Float[np.ndarray, "*positions"] | None:
-        """Positions relative to its start of the tokens that count; None where nothing is known."""
-        if self.tokens is not None:
-            return np.asarray(self.tokens.positions[0], np.float32)[: self.length]
-        if self.chunk is not None:
-            return np.asarray(self.chunk.local, np.float32)[: self.chunk.length]
-        return None
-
-
 def stored(store: PatchStore | None, id: str, backbone: str, lead: str | None) -> Chunk | None:
-    """Reads a canonical, of a lead where there is one; None where no store has it."""
+    """Reads a canonical, prefilled behind `lead` if there is one; None if no store has it."""
     if store is None:
         return None
     return store.get(id, backbone) if lead is None else store.get(id, backbone, lead=lead)
@@ -79,7 +55,7 @@ def stored(store: PatchStore | None, id: str, backbone: str, lead: str | None) -
 def asked_behind(
     behind: Antecedent, chunk: str, content: str | None, layout: KVLayout, backbone: str, lead: str | None = None
 ) -> PatchMetadata:
-    """Describes what a store is asked for: patches of a chunk's canonical, of every layer, behind an antecedent."""
+    """Describes what a store is queried for: patches of a chunk's canonical, of every layer, behind an antecedent."""
     return PatchMetadata(
         chunk=chunk,
         base="canonical",
@@ -93,31 +69,34 @@ def asked_behind(
     )
 
 
+# ----------------------------------------------------------------------------------------------------------- padding
+
+
 def bucket(buckets: Buckets | None, size: int) -> int:
-    """A size rounded up to its bucket; itself where there are none."""
+    """Returns a size rounded up to its bucket, or unchanged without buckets."""
     return size if buckets is None else buckets.round_up(size)
 
 
 def grown(value: AnyArray, axis: int, size: int) -> AnyArray:
-    """An array with zeros up to `size` along an axis, made on the host; as it is where it has that size."""
+    """Pads an array with zeros to `size` along an axis, on the host; returns it unchanged if it has that size."""
     if value.shape[axis] == size:
         return value
     host = np.asarray(value)
     axis %= host.ndim
-    whole = np.zeros((*host.shape[:axis], size, *host.shape[axis + 1 :]), host.dtype)
-    whole[(*(slice(None),) * axis, slice(host.shape[axis]))] = host
-    return whole
+    padded = np.zeros((*host.shape[:axis], size, *host.shape[axis + 1 :]), host.dtype)
+    padded[(*(slice(None),) * axis, slice(host.shape[axis]))] = host
+    return padded
 
 
 def padded_tokens(tokens: Tokens, size: int) -> Tokens:
-    """Tokens [B,size], their padding of zeros."""
+    """Pads tokens with zeros to [B,size]."""
     deepstack = None if tokens.deepstack is None else on_device(grown(tokens.deepstack, 1, size))
-    positions = np.asarray(tokens.positions)
-    return Tokens(on_device(grown(tokens.embeddings, 1, size)), np.asarray(grown(positions, 1, size)), deepstack)
+    positions = np.asarray(grown(np.asarray(tokens.positions), 1, size))
+    return Tokens(on_device(grown(tokens.embeddings, 1, size)), positions, deepstack)
 
 
 def padded_chunk(chunk: Chunk, size: int) -> Chunk:
-    """A canonical of `size` tokens, of the same length and content; one that is longer stays as it is."""
+    """Pads a canonical to `size` tokens; its length and content stay. A longer one is returned unchanged."""
     size = max(size, chunk.tokens)
     kv = PhaseFreeKV({name: jnp.asarray(grown(value, -3, size)) for name, value in chunk.kv.items()})
     hidden = None
@@ -128,42 +107,79 @@ def padded_chunk(chunk: Chunk, size: int) -> Chunk:
 
 
 def padded_patch(patch: Patch, size: int) -> Patch:
-    """A patch for its chunk padded to `size`: nothing is added to padding."""
-    return _of_tokens(patch, size, grown)
+    """Pads a patch for its chunk padded to `size`: nothing is added to padding."""
+    return _resized_patch(patch, size, grown)
 
 
 def trimmed_patch(patch: Patch, length: int) -> Patch:
-    """A patch for its chunk without its padding, of which it says nothing."""
-    return _of_tokens(patch, length, lambda leaf, axis, size: np.asarray(leaf).take(range(size), axis))
+    """Cuts a patch to the tokens of its chunk that count."""
+    return _resized_patch(patch, length, lambda leaf, axis, size: np.asarray(leaf).take(range(size), axis))
 
 
-def _of_tokens(patch: Patch, size: int, change: Callable[[AnyArray, int, int], AnyArray]) -> Patch:
-    """A patch for so many tokens, its leaves changed along that axis to so many."""
+def _resized_patch(patch: Patch, size: int, resize: Callable[[AnyArray, int, int], AnyArray]) -> Patch:
+    """Returns a patch for `size` tokens, its leaves resized along the axis of tokens."""
     if patch.tokens in (None, size):
         return patch
 
-    def changed(leaf: Any, axis: int) -> Any:
+    def resized(leaf: Any, axis: int) -> Any:
         if not isinstance(leaf, Quantised):
-            return jnp.asarray(change(leaf, axis, size))
-        scale = leaf.scale if leaf.scale.shape[axis] == 1 else jnp.asarray(change(leaf.scale, axis, size))
-        return Quantised(jnp.asarray(change(leaf.values, axis, size)), scale)
+            return jnp.asarray(resize(leaf, axis, size))
+        scale = leaf.scale if leaf.scale.shape[axis] == 1 else jnp.asarray(resize(leaf.scale, axis, size))
+        return Quantised(jnp.asarray(resize(leaf.values, axis, size)), scale)
 
     factors: dict[str, Any] = {}
     for name, own in patch.factors.items():
-        factors[name] = (changed(own[0], -2), own[1]) if is_low_rank(own) else changed(own, -3)  # pyright: ignore
+        factors[name] = (resized(own[0], -2), own[1]) if is_low_rank(own) else resized(own, -3)  # pyright: ignore
     return Patch(factors, patch.metadata)
 
 
-class PieceSources:
-    """Everything given so far, by piece."""
+# ----------------------------------------------------------------------------------------------------------- sources
 
-    def __init__(self, buckets: Buckets | None, backbone: str, single: bool, lead: str | None = None):
-        """Nothing given yet, for one backbone's fingerprint; `single` refuses batches.
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PieceSource:
+    """What is known of one piece.
+
+    Attributes:
+      tokens: to prefill it from, at local positions, padded. length: those that count, 0 if no tokens are known.
+      chunk: its canonical, padded.
+      content: digest of what it shows, None if unknown.
+      patches: by digest, padded as the canonical is, each with the bytes that it had without padding.
+      hidden: residuals entering some layers, {layer: [1,T',D]}, padded.
+    """
+
+    tokens: Tokens | None = None
+    length: int = 0
+    chunk: Chunk | None = None
+    content: str | None = None
+    patches: Mapping[str, tuple[Patch, int]] = dataclasses.field(default_factory=dict)
+    hidden: Mapping[int, Array] = dataclasses.field(default_factory=dict)
+
+    @property
+    def local(self) -> Float[np.ndarray, "*positions"] | None:
+        """Positions relative to its start of the tokens that count; None if neither tokens nor chunk are known."""
+        if self.tokens is not None:
+            return np.asarray(self.tokens.positions[0], np.float32)[: self.length]
+        if self.chunk is not None:
+            return np.asarray(self.chunk.local, np.float32)[: self.chunk.length]
+        return None
+
+    def has_canonical(self, content: str | None) -> bool:
+        """Returns whether there is a canonical that shows this content (None: any)."""
+        return self.chunk is not None and content in (None, self.chunk.content)
+
+
+class PieceSources:
+    """Sources of all pieces of an executor."""
+
+    def __init__(self, backbone: Backbone, *, buckets: Buckets | None, single: bool, lead: str | None = None):
+        """Starts without sources.
 
         Args:
-          lead: digest of what canonicals were prefilled behind; None takes those of any.
+          buckets: what inputs are padded to, None for no padding. single: refuses batches.
+          lead: digest of what canonicals were prefilled behind; None accepts any.
         """
-        self._buckets, self._backbone, self._single, self._lead = buckets, backbone, single, lead
+        self._backbone, self._buckets, self._single, self._lead = backbone, buckets, single, lead
         self._units: dict[str, PieceSource] = {}
 
     def __getitem__(self, id: str) -> PieceSource:
@@ -183,54 +199,63 @@ class PieceSources:
         content: str | None = None,
         hidden: Mapping[int, Num[AnyArray, "*B T D"]] | None = None,
     ) -> str | None:
-        """Adds to what is known of a piece; other content takes the place of all that was known.
+        """Adds to what is known of a piece; another content replaces everything known before.
 
         Returns:
-          The digest of the patch that was given, None where none was.
+          The digest of `patch`, None without one.
 
         Raises:
-          InputError, ShapeError: what is no tokens, chunk or patch, or of another number of tokens than what is known.
+          InputError, ShapeError: an argument of the wrong kind, or of another number of tokens than what is known.
           PatchMismatchError: a chunk or patch of another id, content or backbone.
         """
-        unit = self._units.get(id, PieceSource())
+        unit = self[id]
         content = content if chunk is None else content_of(chunk)
         if content is not None and unit.content not in (None, content):
             unit = PieceSource()
         if content is not None:
             unit = dataclasses.replace(unit, content=content)
+
         if chunk is not None:
             unit = self._with_chunk(id, unit, chunk)
         if tokens is not None:
             unit = self._with_tokens(id, unit, tokens, length)
+
         digest = None
         if patch is not None:
             if patch.metadata.chunk != id:
                 raise PatchMismatchError(f"provide: a patch of chunk {patch.metadata.chunk!r}; expected {id!r}")
             digest = patch_digest(patch)
             size = bucket(self._buckets, patch.tokens or 0) if unit.chunk is None else unit.chunk.tokens
-            given = padded_patch(patch, size), patch.nbytes
-            unit = dataclasses.replace(unit, patches={**unit.patches, digest: given})
+            padded = padded_patch(patch, size), patch.nbytes
+            unit = dataclasses.replace(unit, patches={**unit.patches, digest: padded})
+
         if hidden is not None:
-            size = bucket(self._buckets, self._length(id, unit))
-            given = {layer: np.asarray(value) for layer, value in hidden.items()}
-            whole = {layer: value if value.ndim == 3 else value[None] for layer, value in given.items()}
-            padded = {layer: jnp.asarray(grown(value, 1, size)) for layer, value in whole.items()}
-            unit = dataclasses.replace(unit, hidden={**unit.hidden, **padded})
+            if unit.tokens is None and unit.chunk is None:
+                raise InputError(
+                    f"provide: residuals of piece {brief(id)!r} alone; expected its tokens or its chunk first"
+                )
+            size = bucket(self._buckets, unit.chunk.length if unit.tokens is None and unit.chunk else unit.length)
+            residuals = dict(unit.hidden)
+            for layer, value in hidden.items():
+                host = np.asarray(value)
+                residuals[layer] = jnp.asarray(grown(host if host.ndim == 3 else host[None], 1, size))
+            unit = dataclasses.replace(unit, hidden=residuals)
+
         self._units[id] = unit
         return digest
 
     def forget(self, id: str) -> None:
-        """Lets go of all that is known of a piece."""
+        """Discards everything known of a piece."""
         self._units.pop(id, None)
 
     def forward(self, id: str, kind: str, start_layer: int = 0) -> tuple[Tokens, Float[np.ndarray, "*positions"]]:
-        """What a forward of a piece runs, from a layer up, and the positions of what counts of it.
+        """Returns the tokens that a forward of a piece runs, from a layer up, and the positions of those that count.
 
         Args:
           kind: of the edit, for the message.
 
         Raises:
-          InputError: tokens, or the residual entering `start_layer`, that were not given.
+          InputError: tokens, or the residual entering `start_layer`, are unknown.
         """
         unit = self[id]
         local = unit.local
@@ -242,10 +267,10 @@ class PieceSources:
         return unit.tokens, local
 
     def patch(self, id: str, digest: str) -> tuple[Patch, int]:
-        """A patch that was given, by its digest, and its bytes without padding.
+        """Returns a patch by its digest, and its bytes without padding.
 
         Raises:
-          InputError: none such.
+          InputError: it is unknown.
         """
         patches = self[id].patches
         if digest not in patches:
@@ -253,10 +278,10 @@ class PieceSources:
         return patches[digest]
 
     def chunk(self, id: str, content: str | None) -> Chunk:
-        """A canonical that was given.
+        """Returns a canonical.
 
         Raises:
-          InputError: none. PatchMismatchError: one of another content.
+          InputError: it is unknown. PatchMismatchError: it has another content.
         """
         chunk = self[id].chunk
         if chunk is None:
@@ -265,11 +290,42 @@ class PieceSources:
             raise PatchMismatchError(f"piece {brief(id)!r}: a chunk of content {chunk.content!r}; expected {content!r}")
         return chunk
 
+    def fetch(self, edit: Fetch, window: Window, store: PatchStore | None) -> int | None:
+        """Reads a canonical or a patch from a store, unless it is known.
+
+        Returns:
+          Bytes that were read, without padding; None if nothing was.
+
+        Raises:
+          InputError: no store has it.
+        """
+        id, unit = edit.id, self[edit.id]
+        fingerprint = self._backbone.fingerprint
+        content = window.piece(id).entry.content if id in window else None
+        if edit.what == "canonical":
+            if unit.has_canonical(content):
+                return None
+            chunk = stored(store, id, fingerprint, self._lead)
+            if chunk is None:
+                raise InputError(f"fetch: no canonical of {brief(id)!r} was given and no store has it; expected one")
+            self.give(id, chunk=chunk)
+            return chunk.nbytes * chunk.length // chunk.tokens
+
+        if edit.digest in unit.patches:
+            return None
+        query = asked_behind(window.target(id), id, content, self._backbone.layout, fingerprint, self._lead)
+        for served in (query, dataclasses.replace(query, orbit=True)):
+            for patch in [] if store is None else store.get_patches(served):
+                if self.give(id, patch=patch) == edit.digest:
+                    return patch.nbytes
+        raise InputError(f"fetch: no patch {edit.digest} of {brief(id)!r} was given and no store has it; expected one")
+
     def _with_chunk(self, id: str, unit: PieceSource, chunk: Chunk) -> PieceSource:
-        if chunk.id != id or chunk.backbone != self._backbone:
+        fingerprint = self._backbone.fingerprint
+        if chunk.id != id or chunk.backbone != fingerprint:
             raise PatchMismatchError(
                 f"provide: chunk {brief(chunk.id)!r} of backbone {chunk.backbone[:16]!r}; expected {brief(id)!r} of "
-                f"{self._backbone[:16]!r}"
+                f"{fingerprint[:16]!r}"
             )
         if self._lead not in (None, chunk.lead):
             raise PatchMismatchError(
@@ -280,6 +336,8 @@ class PieceSources:
             raise InputError(f"provide: chunk {brief(id)!r} is a batch of {chunk.batch}; expected one chunk")
         if unit.tokens is not None and unit.length != chunk.length:
             raise ShapeError(f"provide: chunk {brief(id)!r} of {chunk.length} tokens; expected {unit.length}")
+
+        # Patches that arrived earlier are padded again, to this chunk's size.
         chunk = padded_chunk(chunk, bucket(self._buckets, chunk.length))
         patches = {digest: (padded_patch(patch, chunk.tokens), size) for digest, (patch, size) in unit.patches.items()}
         hidden = dict(unit.hidden)
@@ -290,24 +348,17 @@ class PieceSources:
 
     def _with_tokens(self, id: str, unit: PieceSource, tokens: Tokens, length: int | None) -> PieceSource:
         check_tokens(tokens, "provide")
-        rows, given = tokens.embeddings.shape[:2]
+        rows, count = tokens.embeddings.shape[:2]
         if self._single and rows != 1:
             raise InputError(f"provide: {rows} rows of tokens of piece {brief(id)!r}; expected one")
-        length = given if length is None else length
-        if not 1 <= length <= given:
-            raise ShapeError(f"provide: length {length} of {given} tokens; expected 1 to {given}")
+        length = count if length is None else length
+        if not 1 <= length <= count:
+            raise ShapeError(f"provide: length {length} of {count} tokens; expected 1 to {count}")
         if isinstance(tokens.positions, Tracer):
             raise InputError("provide: traced positions; expected arrays")
         if unit.chunk is not None and unit.chunk.length != length:
             raise ShapeError(
                 f"provide: {length} tokens of piece {brief(id)!r}; expected its chunk's {unit.chunk.length}"
             )
-        padded = padded_tokens(tokens, max(given, bucket(self._buckets, length)))
+        padded = padded_tokens(tokens, max(count, bucket(self._buckets, length)))
         return dataclasses.replace(unit, tokens=padded, length=length)
-
-    def _length(self, id: str, unit: PieceSource) -> int:
-        if unit.tokens is not None:
-            return unit.length
-        if unit.chunk is not None:
-            return unit.chunk.length
-        raise InputError(f"provide: residuals of piece {brief(id)!r} alone; expected its tokens or its chunk first")

@@ -1,31 +1,49 @@
-"""`Window`: the pieces, how they change, how one of them is served otherwise, forks, and JSON."""
+"""`Window`: the operations that change a window. Each returns the new window and the edits that bring its KV there."""
 
 import dataclasses
 import secrets
+from collections.abc import Mapping, Sequence
 
 from ..backbone import Backbone
-from ..cache import Patch
+from ..cache import Patch, brief, names_of
 from ..errors import WindowError
 from . import window_json
 from .costs import Costs
-from .edits import Copy, Drop, Edits, Recompute, in_order
-from .entry import BARE, FRESH, PatchNote, PieceState, PlacedPiece, short_digest
-from .window_operations import WindowOperations
-from .window_state import Gaps, Promise
+from .edits import Compact, Copy, Drop, Edit, Edits, Recompute, in_order
+from .entry import BARE, FRESH, Entry, How, PatchNote, PieceState, PlacedPiece, short_digest
+from .window_state import Gaps, Promise, WindowState
+from .window_steps import (
+    NewPiece,
+    check_base,
+    check_new,
+    check_patch,
+    chunk_index,
+    movable_index,
+    packed,
+    relinked,
+    reordered_starts,
+    serving_edits,
+    shown,
+    unseen_places,
+    with_moves,
+    with_new_piece,
+    with_piece,
+    without,
+)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Window(WindowOperations):
-    """What a model is to read: chunks and texts at their places, and how each of them is served. An immutable value.
+class Window(WindowState):
+    """What a model reads: chunks and texts at their places, and how each of them is served. An immutable value.
 
-    It holds no arrays; an executor holds them, and runs the edits that every operation returns beside the new window.
+    It holds no arrays; an executor does, and runs the edits that every operation returns beside the new window.
 
         window = Window.empty(backbone)
         window, edits = window.append(Entry.of_tokens("system", tokens))
         window, edits = window.append(Entry.of(chunk))
         window, edits = window.slide(keep=4)
 
-    Attributes are those of `WindowPieces`.
+    Attributes and queries are those of `WindowState`.
     """
 
     @classmethod
@@ -43,13 +61,13 @@ class Window(WindowOperations):
 
         Args:
           costs: of the backbone that reads it, or that backbone (then of KV in bfloat16).
-          lead: how many pieces at the front are pinned; None: the texts in front of the first chunk, or where there are
-            none that chunk. Without a lead (0) what the model leans on, the first tokens, may leave: `sink_left`.
+          lead: how many pieces at the front are pinned; None: the texts in front of the first chunk, or without texts
+            that chunk. Without a lead (0) the first tokens, which serve as attention sinks, may leave: `sink_left`.
           promise, gaps, store: see the attributes.
-          branch: its name, where several windows that are no forks of one another lie in one pool; no slash in it.
+          branch: its name, if several windows that are no forks of one another share one pool; without a slash.
 
         Raises:
-          WindowError: another word, a negative lead, or a branch that is no name.
+          WindowError: an invalid promise, gaps, lead or branch.
         """
         if not isinstance(costs, Costs) and not hasattr(costs, "forward_costs"):
             raise WindowError(f"window: costs {costs!r:.80}; expected Costs, or a Backbone")
@@ -63,24 +81,225 @@ class Window(WindowOperations):
         return window.renamed(branch)
 
     def to_json(self) -> str:
-        """Writes the window as JSON, which says for which backbone and store it is."""
+        """Writes the window as JSON, with its backbone and store."""
         return window_json.write(self)
 
     @classmethod
     def from_json(cls, text: str | bytes, *, backbone: str | Backbone, store: str | None = None) -> "Window":
-        """Reads a window that `to_json` wrote. What it says is checked, but not by whom it was written.
+        """Reads what `to_json` wrote. The contents are checked, but not who wrote them.
 
         Args:
           backbone: the one that will read the window, or its fingerprint.
-          store: the name of the store that its chunks are in, as the window was given it.
+          store: name of the store that its chunks are in, as the window had it.
 
         Raises:
-          WindowError: a window of another backbone, store or version; damage; or JSON that is no window.
+          WindowError: another backbone, store or version; damage; or JSON that is no window.
         """
         fingerprint = backbone if isinstance(backbone, str) else backbone.fingerprint
         return cls(**window_json.read(text, fingerprint, store))
 
-    # ---------------------------------------------------------------------------------------- how one is served
+    # ------------------------------------------------------------------------------------------- enter and leave
+
+    def append(
+        self,
+        entry: Entry,
+        how: How | None = None,
+        patch: Patch | PatchNote | None = None,
+        *,
+        fetched: bool = False,
+        allow_stale: bool = False,
+    ) -> "tuple[Window, Edits]":
+        """Places an entry behind all others.
+
+        Args:
+          how: "prefill" runs it behind what precedes it; "patch" places its canonical with a patch; "bare" places the
+            canonical alone; "leading" does so at the front of the window, where the canonical is the prefill. None:
+            "patch" if one is given, else "prefill".
+          patch: formed behind `target()`.
+          fetched: canonical and patch are available without a `Fetch`.
+          allow_stale: accepts a patch that was formed behind something else.
+
+        Raises:
+          WindowError: an id that is in the window or was evicted (`recall` brings it back), a text that is not
+          prefilled, or positions beyond 2**30. StalePatchError, PatchMismatchError: a patch that does not belong here.
+        """
+        check_new(self, entry)
+        new = NewPiece(entry, how, patch, fetched, allow_stale)
+        there, placing = with_new_piece(self, len(self.pieces), new)
+        return there, with_moves(self, there, placing)
+
+    def insert(
+        self,
+        entry: Entry,
+        before: str,
+        how: How | None = None,
+        patch: Patch | PatchNote | None = None,
+        *,
+        fetched: bool = False,
+        allow_stale: bool = False,
+    ) -> "tuple[Window, Edits]":
+        """Places an entry in front of another. What follows it moves if there is no room, and has not seen it.
+
+        Args:
+          before: id of the piece that will follow it. Else as `append`.
+
+        Raises:
+          WindowError: a place in the lead, or a piece that is not in the window. Else as `append`.
+        """
+        check_new(self, entry)
+        new = NewPiece(entry, how, patch, fetched, allow_stale)
+        there, placing = with_new_piece(self, movable_index(self, before, "insert"), new)
+        return there, with_moves(self, there, placing)
+
+    def recall(
+        self,
+        id: str,
+        how: How | None = None,
+        patch: Patch | PatchNote | None = None,
+        *,
+        before: str | None = None,
+        fetched: bool = False,
+        allow_stale: bool = False,
+    ) -> "tuple[Window, Edits]":
+        """Brings an evicted chunk back, behind all others or in front of one.
+
+        Args:
+          before: id of the piece that will follow it. Else as `append`.
+
+        Raises:
+          WindowError: a chunk that was not evicted from this window. Else as `insert`.
+        """
+        gone = self.evicted_by_id.get(id) if isinstance(id, str) else None
+        if gone is None:
+            found = "in the window" if isinstance(id, str) and id in self.places else "unknown"
+            evicted = tuple(brief(piece.entry.id) for piece in self.evicted[-8:])
+            raise WindowError(f"recall: chunk {shown(id)} is {found}; expected an evicted one, such as {evicted}")
+        index = len(self.pieces) if before is None else movable_index(self, before, "recall")
+        there, placing = with_new_piece(self, index, NewPiece(gone.entry, how, patch, fetched, allow_stale, gone))
+        return there, with_moves(self, there, placing)
+
+    def replace(
+        self,
+        id: str,
+        entry: Entry,
+        how: How | None = None,
+        patch: Patch | PatchNote | None = None,
+        *,
+        fetched: bool = False,
+        allow_stale: bool = False,
+    ) -> "tuple[Window, Edits]":
+        """Puts an entry in the place of another, which leaves; what follows has not seen it.
+
+        Args:
+          id: of what leaves, which may be the new entry's too. Else as `append`.
+
+        Raises:
+          WindowError: a piece of the lead, or one that is not in the window. Else as `append`.
+        """
+        index = movable_index(self, id, "replace")
+        if not isinstance(entry, Entry) or entry.id != id:
+            check_new(self, entry)
+        left, drops = without(self, [index])
+        new = NewPiece(entry, how, patch, fetched, allow_stale, self.pieces[index])
+        there, placing = with_new_piece(left, index, new)
+        return there, with_moves(self, there, [*drops, *placing])
+
+    def evict(self, *ids: str) -> "tuple[Window, Edits]":
+        """Takes pieces out. Chunks can be recalled; texts cannot.
+
+        Raises:
+          WindowError: a piece of the lead, one that is not in the window, or one named twice.
+        """
+        indices = [movable_index(self, id, "evict") for id in ids]
+        if len(set(indices)) != len(indices):
+            raise WindowError(f"evict: {tuple(map(brief, ids))}; expected each once")
+        there, drops = without(self, sorted(indices))
+        return there, with_moves(self, there, drops)
+
+    def slide(self, keep: int) -> "tuple[Window, Edits]":
+        """Evicts all but the last `keep` chunks behind the lead, and the texts in front of the first that stays.
+
+        Raises:
+          WindowError: `keep` is not an integer >= 0.
+        """
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
+            raise WindowError(f"slide: keep {keep!r:.80}; expected how many chunks stay, 0 or more")
+        lead = min(self.lead, len(self.pieces))
+        chunks = [index for index in range(lead, len(self.pieces)) if self.pieces[index].entry.kind == "chunk"]
+        if len(chunks) <= keep:
+            return self, ()
+        cut = chunks[-keep] if keep else len(self.pieces)
+        there, drops = without(self, range(lead, cut))
+        return there, with_moves(self, there, drops)
+
+    # --------------------------------------------------------------------------------------------------- move
+
+    def reorder(
+        self,
+        order: Sequence[str],
+        patches: Mapping[str, Patch | PatchNote] | None = None,
+        *,
+        fetched: bool = False,
+        allow_stale: bool = False,
+    ) -> "tuple[Window, Edits]":
+        """Puts order-free chunks into another order; all others keep theirs and their place among the pieces.
+
+        A chunk without a patch keeps its KV, rotated, and is exact again only behind what it was made behind.
+
+        Args:
+          order: ids: the places of those that are named are filled in this order.
+          patches: by id, what moved chunks are served by from now on, such as their orbit patch; formed behind their
+            `target`.
+
+        Raises:
+          WindowError: a piece that would move and is no order-free chunk, is pinned, is not in the window or is named
+          twice; a patch of a piece that is not named. StalePatchError, PatchMismatchError: as `append`.
+        """
+        ids = names_of(order, "order")
+        places = [self.index(id) for id in ids]
+        if len(set(ids)) != len(ids):
+            raise WindowError(f"reorder: {tuple(map(brief, ids))}; expected each once")
+        notes = {id: PatchNote.of(patch) for id, patch in (patches or {}).items()}
+        if strangers := sorted(set(notes) - set(ids)):
+            raise WindowError(f"reorder: a patch of {shown(strangers[0])}; expected it of one of {ids}")
+
+        moved, came_from = list(self.pieces), list(range(len(self.pieces)))
+        for old, new in zip(places, sorted(places), strict=True):
+            piece = self.pieces[old]
+            if old != new and (old < self.lead or new < self.lead or not piece.entry.order_free):
+                what = "pinned" if min(old, new) < self.lead else "not order-free"
+                raise WindowError(f"reorder: {shown(piece.entry.id)} is {what}; expected chunks that are order-free")
+            moved[new], came_from[new] = piece, old
+        changed = [index for index, old in enumerate(came_from) if index != old]
+        first = min([*changed, *(self.index(id) for id in notes)], default=None)
+        if first is None:
+            return self, ()
+
+        # Pieces that came in front of others count as placed now: those others have not seen them there.
+        unseen, pieces = unseen_places(came_from, first), list(moved[:first])
+        for index, start in enumerate(reordered_starts(self.pieces, moved, first), first):
+            entry, _, state, aside, born, placed = moved[index][:6]
+            if entry.id in notes:
+                state, aside = notes[entry.id].served, None
+            placed = self.clock + 1 if index in unseen else placed
+            pieces.append(PlacedPiece(entry, start, state, aside, born, placed))
+        there = relinked(self, pieces, first, clock=self.clock + 1)
+
+        edits: list[Edit] = []
+        for id, note in notes.items():
+            check_patch(there, note, there.piece(id), allow_stale)
+            if self.piece(id).state != note.served:
+                edits += serving_edits(there, there.index(id), fetched)
+        return there, with_moves(self, there, edits)
+
+    def compact(self) -> "tuple[Window, Edits]":
+        """Closes what is free between pieces, in positions and in slots."""
+        pieces = packed(self.pieces)
+        there = relinked(self, pieces, 0, next_start=pieces[-1].end if pieces else 0)
+        packing = Compact(there.tokens, **self.costs.compact(there.tokens))
+        return there, with_moves(self, there, [packing])
+
+    # ------------------------------------------------------------------------------------- serve otherwise in place
 
     def bare(self, id: str) -> "tuple[Window, Edits]":
         """Serves a chunk by its canonical alone, until `condition` switches back. Kamera App. E.
@@ -88,11 +307,11 @@ class Window(WindowOperations):
         Raises:
           WindowError: a text, or a piece that is not in the window.
         """
-        index = self._chunk(id, "bare")
+        index = chunk_index(self, id, "bare")
         piece = self.pieces[index]
         if piece.state.kind == "bare":
             return self, ()
-        there = self._served(index, piece._replace(state=BARE, aside=piece.state))
+        there = with_piece(self, index, piece._replace(state=BARE, aside=piece.state))
         return there, (Copy(id, "canonical", None, **self.costs.copy(piece.entry.tokens)),)
 
     def condition(
@@ -103,7 +322,7 @@ class Window(WindowOperations):
         fetched: bool = False,
         allow_stale: bool = False,
     ) -> "tuple[Window, Edits]":
-        """Switches a bare chunk back to the very state it had; or serves a chunk by a patch from now on. Kamera App. E.
+        """Switches a bare chunk back to the state that it had; or serves a chunk by a patch from now on. Kamera App. E.
 
         Args:
           patch: formed behind the chunk's `target`: of its canonical, or a removal patch of the conditioned KV that the
@@ -114,28 +333,29 @@ class Window(WindowOperations):
           WindowError: a text, a piece that is not in the window, or a bare chunk that was never conditioned, without a
           patch. StalePatchError, PatchMismatchError: a patch that does not belong here.
         """
-        index = self._chunk(id, "condition")
+        index = chunk_index(self, id, "condition")
         piece = self.pieces[index]
         if patch is not None:
             note = PatchNote.of(patch)
-            self._check_base(note, piece.aside or piece.state, id)
-            there = self._served(index, piece._replace(state=note.state(), aside=None))
-            there._check_patch(note, there.pieces[index], allow_stale)
-            return there, () if piece.state == note.state() else in_order(there._placing(index, fetched))
+            check_base(self, note, piece)
+            there = with_piece(self, index, piece._replace(state=note.served, aside=None))
+            check_patch(there, note, there.pieces[index], allow_stale)
+            return there, () if piece.state == note.served else in_order(serving_edits(there, index, fetched))
+
         if piece.state.kind != "bare":
             return self, ()
         if piece.aside is None:
             raise WindowError(f"condition: chunk {id!r:.80} was placed bare; expected a patch, or `recompute`")
-        there = self._served(index, piece._replace(state=piece.aside, aside=None))
+        there = with_piece(self, index, piece._replace(state=piece.aside, aside=None))
         if piece.aside.kind == "conditioned":
             return there, (Copy(id, "conditioned", None, **self.costs.copy(piece.entry.tokens)),)
-        return there, in_order(there._placing(index, fetched=True))
+        return there, in_order(serving_edits(there, index, fetched=True))
 
     def recompute(self, id: str, start_layer: int = 0) -> "tuple[Window, Edits]":
-        """Runs a piece again behind what stands in front of it, from a layer up. Kamera App. D, the cheapest refresh.
+        """Runs a piece again behind what precedes it, from a layer up. Kamera App. D, the cheapest refresh.
 
-        From layer 0 it is a prefill in place; where that makes another one of it than those behind have seen, they are
-        approximate. From above, the layers below keep what they were: it is approximate itself.
+        From layer 0 it is a prefill in place; if its KV changes by that, those behind it, which have seen the old one,
+        become approximate. From above, the layers below keep what they were: the piece is approximate itself.
 
         Raises:
           WindowError: a layer that the backbone does not have, or a piece that is not in the window.
@@ -146,17 +366,17 @@ class Window(WindowOperations):
         piece, behind = self.pieces[index], self.behind(id)
         changed = piece.run_again(self.clock + 1)
         if start_layer:
-            told = short_digest(f"recompute {start_layer} {piece.state.digest} {piece.front}")
-            changed = changed._replace(state=PieceState("conditioned", told), aside=None)
-        there = self._served(index, changed, clock=self.clock + 1)
+            digest = short_digest(f"recompute {start_layer} {piece.state.digest} {piece.front}")
+            changed = changed._replace(state=PieceState("conditioned", digest), aside=None)
+        there = with_piece(self, index, changed, clock=self.clock + 1)
         costs = self.costs.prefill(piece.entry.tokens, behind, start_layer)
         return there, (Recompute(id, start_layer, behind, **costs),)
 
     def anew(self) -> "tuple[Window, Edits]":
-        """Serves the same pieces from an empty pool, of what was given and stored: where a pool was lost.
+        """Places the same pieces in an empty pool, from what was provided and stored: after the pool was lost.
 
-        What was conditioned, with a removal patch or without, is prefilled behind what stands in front of it now:
-        survivors forget what has left. Bare and patched chunks stay so; `bare` keeps what was patched aside, no more.
+        What was conditioned, with a removal patch or without, is prefilled behind what precedes it now: survivors
+        forget what has left. Bare and patched chunks stay so; `bare` can be switched back to a patch, no more.
         """
         pieces, clock = [], self.clock + 1
         for piece in self.pieces:
@@ -166,21 +386,21 @@ class Window(WindowOperations):
             if aside is not None and (aside.kind == "conditioned" or aside.base == "conditioned"):
                 aside = None
             pieces.append(piece._replace(state=state, aside=aside, born=clock))
-        there = self._with(pieces, 0, clock=clock)
-        return there, in_order([edit for index in range(len(pieces)) for edit in there._placing(index, fetched=False)])
-
-    def _served(self, index: int, piece: PlacedPiece, **changes: int) -> "Window":
-        return self._with([*self.pieces[:index], piece, *self.pieces[index + 1 :]], index, **changes)
+        there = relinked(self, pieces, 0, clock=clock)
+        edits: list[Edit] = []
+        for index in range(len(pieces)):
+            edits += serving_edits(there, index, fetched=False)
+        return there, in_order(edits)
 
     # ------------------------------------------------------------------------------------------------- branches
 
     def renamed(self, branch: str) -> "Window":
-        """Begins the same window under another name, a fork of none: one that was read back, say, beside others.
+        """Returns the same window under another name, a fork of none: one that was read from JSON, for example.
 
         An executor holds nothing under the new name: `anew` places the pieces.
 
         Raises:
-          WindowError: no name, or one with a slash, which those of forks alone have.
+          WindowError: not a string, or one with a slash, which only names of forks have.
         """
         if not isinstance(branch, str) or "/" in branch:
             raise WindowError(f"window: branch {branch!r:.80}; expected a name without a slash")
@@ -190,10 +410,10 @@ class Window(WindowOperations):
         """Starts a branch that shares all KV with this window until it changes a piece. Kamera App. E.
 
         Args:
-          name: of the branch, behind its parent's and a slash; drawn at random when None.
+          name: of the branch, behind its parent's and a slash; random if None.
 
         Raises:
-          WindowError: an empty name, one with a slash, or that of a branch that was joined, which no other could be.
+          WindowError: an empty name, one with a slash, or that of a branch that was joined.
         """
         name = secrets.token_hex(4) if name is None else name
         if not isinstance(name, str) or not name or "/" in name:
@@ -205,12 +425,12 @@ class Window(WindowOperations):
         return there, tuple(Copy(piece.entry.id, "shared", self.branch) for piece in self.pieces)
 
     def join(self, branch: "Window") -> "tuple[Window, Edits]":
-        """Takes over what a branch did since it was forked from this very window: the branch that is committed.
+        """Takes over the changes of a branch that was forked from this very window: commits it.
 
-        What both hold alike stays; the rest is dropped here and shared with the branch.
+        Pieces that both hold stay; the others are dropped here and shared with the branch.
 
         Raises:
-          WindowError: a branch of another window, one that was joined already, or this window moved on since the fork.
+          WindowError: a branch of another window, one that was joined already, or this window changed since the fork.
         """
         if not isinstance(branch, Window):
             raise WindowError(f"join: a {type(branch).__name__}; expected a Window that `fork` made")
@@ -223,9 +443,9 @@ class Window(WindowOperations):
                 f"join: branch {branch.branch!r} was forked from window {branch.origin}; expected {self.digest}, which "
                 "this one is: it changed since the fork, or is another"
             )
-        there = dataclasses.replace(
-            branch, branch=self.branch, origin=self.origin, joined=(*self.joined, branch.branch)
-        )
+
+        joined = (*self.joined, branch.branch)
+        there = dataclasses.replace(branch, branch=self.branch, origin=self.origin, joined=joined)
         own, theirs = set(self.pieces), set(branch.pieces)
         drops = [Drop(piece.entry.id) for piece in self.pieces if piece not in theirs]
         shared = [Copy(piece.entry.id, "shared", branch.branch) for piece in branch.pieces if piece not in own]

@@ -1,4 +1,4 @@
-"""Windows as JSON: written, digested, and read back with every number checked, as from a stranger."""
+"""Windows as JSON: written, digested, and read with every value checked, because files may come from anyone."""
 
 import dataclasses
 import hashlib
@@ -18,13 +18,13 @@ from .provenance_chain import linked
 FORMAT = "kvpatch window"
 VERSION = 2
 UNTRACED = 1
-"""The version whose windows do not say whether what a piece was made behind was as promised then, nor modalities."""
+"""The first version, whose windows say neither `PieceState.pure` nor modalities."""
 _HEX = re.compile("[0-9a-f]{32}")
 _PLAIN = ("lead", "lead_settled", "next_start", "promise", "gaps", "store", "branch", "origin", "clock")
 
 
 def body_of(window: Any) -> dict[str, Any]:
-    """All that a window is, but what was joined, as JSON has it; what is derived is left out."""
+    """Returns all fields of a window but `joined` as JSON has them, without what is derived."""
     return {
         "costs": window.costs.to_dict(),
         "pieces": [_written(piece) for piece in window.pieces],
@@ -49,23 +49,24 @@ def _fields(container: Entry | PieceState) -> dict[str, Any]:
 
 
 def digest_of_body(body: Mapping[str, Any]) -> str:
-    """Digests what `body_of` gives: 32 hexadecimal digits."""
+    """Returns the digest of what `body_of` returns, 32 hexadecimal digits."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def write(window: Any) -> str:
-    """A window as JSON, with a digest by which damage shows."""
+    """Returns a window as JSON, with a digest that reveals damage."""
     saved = {"format": FORMAT, "version": VERSION, "digest": window.digest, "joined": window.joined}
     return json.dumps({**saved, "window": body_of(window)})
 
 
 def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
-    """The fields of a window that `write` gave as JSON.
+    """Returns the fields of a window that `write` wrote.
 
     Raises:
-      WindowError: no such JSON, another version, backbone or store, damage, or pieces that make no window.
+      WindowError: no such JSON, another version, backbone or store, damage, or pieces that form no window.
     """
+    # The frame: format, version, backbone, store, digest.
     saved = _parsed(text)
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise WindowError(f"window: JSON of {_kind_of(saved)}; expected what Window.to_json gave")
@@ -81,6 +82,7 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
     if digest_of_body(body) != saved["digest"]:
         raise WindowError(f"window: contents of digest {digest_of_body(body)}; expected {saved['digest']!r:.80}")
 
+    # The contents, first each value by itself, then how they fit together.
     fields: dict[str, Any] = {word: body[word] for word in _PLAIN} | {"costs": costs}
     _check_plain(fields)
     pieces, evicted = (_pieces(body[word], word, fields["clock"], version) for word in ("pieces", "evicted"))
@@ -89,8 +91,8 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
     if len(set(ids)) != len(ids):
         raise WindowError("window: pieces of one id; expected distinct ids")
     joined = saved["joined"]
-    branches = isinstance(joined, list) and all(isinstance(each, str) for each in joined)
-    if not branches or len(set(joined)) != len(joined) or any(_parent(each) != fields["branch"] for each in joined):
+    names = isinstance(joined, list) and all(isinstance(name, str) for name in joined)
+    if not names or len(set(joined)) != len(joined) or any(_parent(name) != fields["branch"] for name in joined):
         raise WindowError(f"window: joined {joined!r:.80}; expected distinct forks of {fields['branch']!r:.80}")
     pieces = linked(costs.backbone, pieces)
     if version == UNTRACED:
@@ -99,7 +101,7 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
 
 
 def _doubted(piece: PlacedPiece) -> PlacedPiece:
-    """A piece of an older window: its digests prove that it is exact, and nothing proves that it is a survivor."""
+    """Returns a piece of an older window: its digests prove that it is exact; nothing proves that it is a survivor."""
     if piece.fidelity == EXACT:
         return piece
     aside = None if piece.aside is None else dataclasses.replace(piece.aside, pure=False)
@@ -122,7 +124,7 @@ def _parsed(text: Any) -> Any:
 
 
 def _check_plain(fields: dict[str, Any]) -> None:
-    """Refuses fields of other types, or that contradict each other."""
+    """Refuses fields of wrong types, or that contradict one another."""
     for word in ("lead", "next_start", "clock"):
         _number(fields[word], word)
     branch, origin = fields["branch"], fields["origin"]
@@ -139,7 +141,7 @@ def _check_plain(fields: dict[str, Any]) -> None:
 
 
 def _check_places(fields: dict[str, Any], pieces: list[PlacedPiece]) -> None:
-    """Refuses pieces that overlap, positions that the window would not have given, and a lead that is none."""
+    """Refuses pieces that overlap, positions that no operation gives, and an invalid lead."""
     end = 0
     for piece in pieces:
         if piece.start < end or (fields["gaps"] == "close" and piece.start != end):
@@ -153,23 +155,22 @@ def _check_places(fields: dict[str, Any], pieces: list[PlacedPiece]) -> None:
         raise WindowError(f"window: a lead of {fields['lead']} that is not settled; expected all pieces, and texts")
 
 
-def _pieces(given: Any, what: str, clock: int, version: int) -> list[PlacedPiece]:
-    if not isinstance(given, list):
-        raise WindowError(f"window: {what} as {_kind_of(given)}; expected a list")
-    found = []
-    for each in given:
-        table = _table(each, what, ("entry", "start", "state", "aside", "born", "placed"))
+def _pieces(value: Any, what: str, clock: int, version: int) -> list[PlacedPiece]:
+    if not isinstance(value, list):
+        raise WindowError(f"window: {what} as {_kind_of(value)}; expected a list")
+    pieces = []
+    for saved in value:
+        table = _table(saved, what, ("entry", "start", "state", "aside", "born", "placed"))
         own = table["entry"]
         if version == UNTRACED and isinstance(own, dict):
             own = {"modality": None, **own}
         entry = _built(Entry, own)
         state, aside = _state(table["state"]), None if table["aside"] is None else _state(table["aside"])
-        numbers = [
-            _number(table[word], word, top) for word, top in (("start", LIMIT), ("born", clock), ("placed", clock))
-        ]
+        start, born = _number(table["start"], "start"), _number(table["born"], "born", clock)
+        placed = _number(table["placed"], "placed", clock)
         _check_piece(entry, state, aside, what)
-        found.append(PlacedPiece(entry, numbers[0], state, aside, numbers[1], numbers[2]))
-    return found
+        pieces.append(PlacedPiece(entry, start, state, aside, born, placed))
+    return pieces
 
 
 def _check_piece(entry: Entry, state: PieceState, aside: PieceState | None, what: str) -> None:
@@ -184,8 +185,8 @@ def _check_piece(entry: Entry, state: PieceState, aside: PieceState | None, what
         )
 
 
-def _state(given: Any) -> PieceState:
-    state = _built(PieceState, given)
+def _state(value: Any) -> PieceState:
+    state = _built(PieceState, value)
     known = state.kind in get_args(StateKind) and state.base in get_args(PatchBase)
     made = _is_digest(state.behind) or (state.behind == "" and state.kind in ("bare", "evicted"))
     patched = (
@@ -199,8 +200,8 @@ def _state(given: Any) -> PieceState:
     return state
 
 
-def _costs(given: Any) -> Costs:
-    table = dict(_table(given, "costs", [field.name for field in dataclasses.fields(Costs)]))
+def _costs(value: Any) -> Costs:
+    table = dict(_table(value, "costs", [field.name for field in dataclasses.fields(Costs)]))
     forward = dict(_table(table.pop("forward"), "costs", ForwardCosts._fields))
     if not isinstance(table["backbone"], str):
         raise WindowError(f"window: backbone {table['backbone']!r:.80}; expected a fingerprint")
@@ -214,20 +215,20 @@ def _costs(given: Any) -> Costs:
     return Costs(forward=ForwardCosts(**forward), **table)
 
 
-def _built[Made](make: Callable[..., Made], given: Any) -> Made:
-    """A container of this kind from a table that names its fields, all of them and no other."""
-    table = _table(given, make.__name__, [field.name for field in dataclasses.fields(make)])  # pyright: ignore
+def _built[T](container: Callable[..., T], value: Any) -> T:
+    """Makes a container from a table that has all of its fields and no other."""
+    table = _table(value, container.__name__, [field.name for field in dataclasses.fields(container)])  # pyright: ignore
     try:
-        return make(**table)
+        return container(**table)
     except KVPatchError as error:
         raise WindowError(str(error)) from None
 
 
-def _table(given: Any, what: str, names: Any) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise WindowError(f"window: {what} as {_kind_of(given)}; expected a table")
-    _check_keys(given, what, names)
-    return given
+def _table(value: Any, what: str, names: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise WindowError(f"window: {what} as {_kind_of(value)}; expected a table")
+    _check_keys(value, what, names)
+    return value
 
 
 def _check_keys(table: dict[str, Any], what: str, names: Any) -> None:
@@ -236,23 +237,23 @@ def _check_keys(table: dict[str, Any], what: str, names: Any) -> None:
         raise WindowError(f"window: {what} with {found!s:.80} missing or unknown; expected {', '.join(names)}")
 
 
-def _number(given: Any, what: str, top: int = LIMIT) -> int:
-    if not isinstance(given, int) or isinstance(given, bool) or not 0 <= given <= top:
-        raise WindowError(f"window: {what} {_short(given)}; expected a number from 0 to {top}")
-    return given
+def _number(value: Any, what: str, top: int = LIMIT) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= top:
+        raise WindowError(f"window: {what} {_short(value)}; expected a number from 0 to {top}")
+    return value
 
 
-def _short(given: Any) -> str:
-    return f"of {given.bit_length()} bits" if isinstance(given, int) and abs(given) >= 2**62 else f"{given!r:.80}"
+def _short(value: Any) -> str:
+    return f"of {value.bit_length()} bits" if isinstance(value, int) and abs(value) >= 2**62 else f"{value!r:.80}"
 
 
-def _is_digest(given: Any) -> bool:
-    return isinstance(given, str) and _HEX.fullmatch(given) is not None
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and _HEX.fullmatch(value) is not None
 
 
 def _parent(branch: Any) -> str | None:
     return branch.rpartition("/")[0] if isinstance(branch, str) and "/" in branch else None
 
 
-def _kind_of(given: Any) -> str:
-    return "nothing" if given is None else f"a {type(given).__name__}"
+def _kind_of(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"

@@ -1,39 +1,50 @@
-"""What a window is and what can be read of it. How it changes is in `changes.py`."""
+"""The immutable fields of a window, and the queries on them. The operations are in `window`."""
 
 import dataclasses
 import functools
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from ..cache import EXACT, Antecedent, Member, brief
 from ..errors import WindowError
 from .costs import Costs
 from .entry import Fidelity, PlacedPiece
-from .provenance_chain import aimed, served
+from .provenance_chain import served_members, target_members
 from .window_json import body_of, digest_of_body
 
 Promise = Literal["remember", "forget"]
 Gaps = Literal["close", "keep"]
 
 MOST_GONE = 512
-"""Chunks that left and can be recalled: of more the oldest is forgotten, so that no step of a long loop costs more."""
+"""Evicted chunks that can be recalled. Beyond that the oldest is forgotten, which bounds the cost of a step."""
+
+
+def recallable(evicted: Sequence[PlacedPiece], leaving: Iterable[PlacedPiece]) -> tuple[PlacedPiece, ...]:
+    """Returns what can be recalled after these pieces left: chunks, in the states that they are remembered in."""
+    found = list(evicted)
+    for piece in leaving:
+        if piece.entry.kind == "chunk":
+            state = dataclasses.replace(piece.aside or piece.state, kind="evicted")
+            found.append(PlacedPiece(piece.entry, piece.start, state, None, piece.born, piece.placed))
+    return tuple(found[-MOST_GONE:])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class WindowState:
-    """The pieces of a window, in order, and what it keeps beside them.
+    """Pieces of a window, in order, and the bookkeeping beside them.
 
     Attributes:
-      costs: of its backbone; whose fingerprint is the window's.
+      costs: of its backbone, whose fingerprint is the window's.
       pieces: what is placed, from the front.
-      evicted: chunks that left and can be recalled, the last one to leave last; `MOST_GONE` at most.
+      evicted: chunks that left and can be recalled, in the order in which they left; at most `MOST_GONE`.
       lead: how many pieces at the front are pinned: they never leave and never move.
-      lead_settled: whether the lead is what it will be; texts in front of the first chunk join it until then.
+      lead_settled: whether the lead is final; until then texts in front of the first chunk join it.
       next_start: where what is appended is placed.
-      promise: what the window is to be held against: "remember" (the model where no token sees a chunk that had left by
-        then) or "forget" (a prefill of the window as it stands).
-      gaps: whether what leaves has those behind it move up ("close"), or stay where they are ("keep").
+      promise: what the window is measured against: "remember" (the model if no token sees a chunk that had left by
+        then) or "forget" (a prefill of the window as it is).
+      gaps: whether pieces behind one that leaves move up ("close") or stay where they are ("keep").
       store: which store its chunks are in, or None.
-      branch: "", or the name that it was begun under; a fork's is its parent's, a slash and its own name.
+      branch: "", or the name that it began under; a fork's is its parent's, a slash and its own name.
       origin: digest of the window that this branch was forked from, or None.
       joined: branches that were joined into it.
       clock: how many placements there were.
@@ -65,17 +76,17 @@ class WindowState:
 
     @property
     def gone(self) -> tuple[str, ...]:
-        """Ids of what was evicted, the oldest first."""
+        """Ids of the evicted chunks, the oldest first."""
         return tuple(self.evicted_by_id)
 
     @functools.cached_property
     def places(self) -> dict[str, int]:
-        """The index of every piece from the front, by id."""
+        """Index of every piece from the front, by id."""
         return {piece.entry.id: index for index, piece in enumerate(self.pieces)}
 
     @functools.cached_property
     def evicted_by_id(self) -> dict[str, PlacedPiece]:
-        """The pieces that were evicted, by id."""
+        """Evicted pieces by id."""
         return {piece.entry.id: piece for piece in self.evicted}
 
     def __contains__(self, id: object) -> bool:
@@ -89,30 +100,30 @@ class WindowState:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all pieces."""
+        """Number of tokens of all pieces."""
         return sum(piece.entry.tokens for piece in self.pieces)
 
     @property
     def sink_left(self) -> bool:
         """Whether the tokens that the first piece was made behind have left, and the attention sink with them.
 
-        What is kept then differs from a prefill as it does not otherwise. A pinned lead prevents it.
+        KV that is kept then differs far more from a prefill than otherwise. A pinned lead prevents it.
         """
         return bool(self.pieces) and self.pieces[0].state.kind == "conditioned" and self.pieces[0].fidelity != EXACT
 
     @property
     def as_promised(self) -> bool:
-        """Whether every piece is served as the window promises: exact, or a survivor where it remembers."""
+        """Whether every piece is served as the window promises: exact, or a survivor if it remembers."""
         kept = (EXACT, "survivor") if self.promise == "remember" else (EXACT,)
         return all(piece.fidelity in kept for piece in self.pieces)
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digests all but what was joined: 32 hexadecimal digits."""
+        """Digest of everything but `joined`, 32 hexadecimal digits."""
         return digest_of_body(body_of(self))
 
     def index(self, id: str) -> int:
-        """The place of a piece, counted from the front.
+        """Returns the index of a piece from the front.
 
         Raises:
           WindowError: a piece that is not in the window.
@@ -120,12 +131,14 @@ class WindowState:
         try:
             return self.places[id]
         except (KeyError, TypeError):
-            there = "evicted" if isinstance(id, str) and id in self.evicted_by_id else "not in the window"
+            found = "evicted" if isinstance(id, str) and id in self.evicted_by_id else "not in the window"
             shown = brief(id) if isinstance(id, str) else id
-            raise WindowError(f"window: {shown!r:.80} is {there}; expected one of {self._named()}") from None
+            ids = ", ".join(repr(brief(piece.entry.id)) for piece in self.pieces[-8:])
+            more = f"… of {len(self.pieces)}, " if len(self.pieces) > 8 else ""
+            raise WindowError(f"window: {shown!r:.80} is {found}; expected one of ({more}{ids})") from None
 
     def piece(self, id: str) -> PlacedPiece:
-        """The piece of this id.
+        """Returns a piece.
 
         Raises:
           WindowError: a piece that is not in the window.
@@ -133,7 +146,7 @@ class WindowState:
         return self.pieces[self.index(id)]
 
     def start(self, id: str) -> int:
-        """Where a piece's positions count from.
+        """Returns the start of a piece: where its positions count from.
 
         Raises:
           WindowError: a piece that is not in the window.
@@ -141,24 +154,24 @@ class WindowState:
         return self.piece(id).start
 
     def fidelity(self, id: str) -> Fidelity:
-        """How truly a piece is served: the definition of the three words.
+        """Returns how faithfully a piece is served.
 
-        "exact": its KV is that of a prefill of this window as it stands, all in front is exact too, and no positions
-        are free between them.
+        "exact": its KV is that of a prefill of this window as it is, everything in front is exact too, and no positions
+        are free between the pieces.
 
-        "survivor": its KV is that of the model where no token sees a chunk that had left by then (the banded mask). So
-        it was prefilled in all layers behind pieces that were exact or survivors then, and all that stands in front of
-        it now it has seen there: the very pieces, in this order, none of which was run again to something else since.
-        What left since it remembers. How those in front are served now does not matter; its KV is its own.
+        "survivor": its KV is that of the model if no token sees a chunk that had left by then (the banded mask). So it
+        was prefilled in all layers behind pieces that were exact or survivors then, and it has seen everything that is
+        in front of it now: the same pieces, in this order, none of which was run again to another result since. It
+        remembers what left since. How those in front are served now does not matter, because its KV is its own.
 
-        "approximate": anything else. Patched or bare; recomputed from a higher layer; with something in front that it
-        has not seen (inserted, recalled, replaced, moved or run again there), until that leaves, or it is prefilled
-        itself; and prefilled behind a piece that was approximate then, for as long as that KV lives: a piece is as true
-        as the least true thing that it was ever conditioned on.
+        "approximate": anything else. Patched or bare; recomputed from a higher layer; behind something that it has not
+        seen there (inserted, recalled, replaced, moved or run again), until that leaves or it is prefilled itself; and
+        prefilled behind a piece that was approximate then, for as long as that KV lives: a piece is as faithful as the
+        least faithful one that it was ever conditioned on.
 
-        The words do not depend on what the window promises; what is as promised does (`as_promised`). Where it
-        remembers, exact pieces and survivors are. What came in front of others it promises to those as well, so that
-        they are approximate. Where it forgets, only exact pieces are.
+        The words do not depend on the window's promise; `as_promised` does. If the window remembers, exact pieces and
+        survivors are as promised; it promises what came in front of others to those as well, so they are approximate.
+        If it forgets, only exact pieces are.
 
         Raises:
           WindowError: a piece that is not in the window.
@@ -166,7 +179,7 @@ class WindowState:
         return self.piece(id).fidelity
 
     def behind(self, id: str | None = None) -> int:
-        """How many tokens stand in front of a piece, or of what will be appended.
+        """Counts the tokens in front of a piece, or of what will be appended.
 
         Raises:
           WindowError: a piece that is not in the window.
@@ -175,7 +188,7 @@ class WindowState:
         return sum(piece.entry.tokens for piece in self.pieces[:index])
 
     def antecedent(self, id: str | None = None) -> Antecedent:
-        """What stands in front of a piece, or of what will be appended, as it is served.
+        """Returns what precedes a piece, or what will be appended, as it is served.
 
         A prefill there is conditioned on this, and so is the patch formed of it.
 
@@ -183,14 +196,14 @@ class WindowState:
           WindowError: a piece that is not in the window.
         """
         pieces, start = self._front(id)
-        return Antecedent(tuple(served(pieces, start)))
+        return Antecedent(tuple(served_members(pieces, start)))
 
     def target(self, id: str | None = None) -> Antecedent:
-        """What a patch must have been formed behind to serve a piece there, or one that will be appended.
+        """Returns what a patch must have been formed behind to serve a piece there, or one that will be appended.
 
-        Where the window forgets, those in front, all of them exact. Where it remembers, those in front as they would
-        have to be served: survivors as they are, or were before they were switched to bare; anything else as a prefill
-        in its place would have it.
+        If the window forgets: the pieces in front, all of them exact. If it remembers: those in front as they would
+        have to be served, which is for survivors as they are, or were before they were switched to bare, and for others
+        as a prefill in their place would have them.
 
         Raises:
           WindowError: a piece that is not in the window.
@@ -198,18 +211,14 @@ class WindowState:
         pieces, start = self._front(id)
         if self.promise == "forget":
             return Antecedent(tuple(Member(piece.entry.id, piece.entry.content) for piece in pieces))
-        return Antecedent(tuple(aimed(self.backbone, pieces, start)))
+        return Antecedent(tuple(target_members(self.backbone, pieces, start)))
 
     def _front(self, id: str | None) -> tuple[tuple[PlacedPiece, ...], int]:
+        """Returns the pieces in front of a piece, or of what will be appended, and its start."""
         if id is None:
             return self.pieces, self.next_start
         index = self.index(id)
         return self.pieces[:index], self.pieces[index].start
-
-    def _named(self) -> str:
-        shown = [brief(piece.entry.id) for piece in self.pieces[-8:]]
-        more = "" if len(shown) == len(self.pieces) else f"… of {len(self.pieces)}, "
-        return f"({more}{', '.join(map(repr, shown))})"
 
     def __repr__(self) -> str:
         name = f"branch {self.branch!r}, " if self.branch else ""
@@ -230,6 +239,6 @@ class WindowState:
             if entry.order_free:
                 marks.append("order-free")
             place = f"{piece.start:>{width}}–{piece.end - 1:<{width}}"
-            said = ", ".join([f"{entry.tokens} tokens", piece.fidelity, *marks])
-            lines.append(f"  {place}  {entry.kind:<5}  {brief(entry.id)!r}: {said}")
+            words = ", ".join([f"{entry.tokens} tokens", piece.fidelity, *marks])
+            lines.append(f"  {place}  {entry.kind:<5}  {brief(entry.id)!r}: {words}")
         return "\n".join(lines)

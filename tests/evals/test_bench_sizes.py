@@ -11,7 +11,7 @@ from evals.bench import sizes
 from evals.bench.arithmetic import count_flops
 from evals.bench.released_configs import RELEASED
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "real-size.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "experiments" / "real-size.md").read_text(encoding="utf-8")
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 SQUARE = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 ONCE = 2 * 4 * 8 * 8

@@ -1,7 +1,7 @@
 """Code of the documents runs as somebody types it: processes of their own, from a checkout's root, without PYTHONPATH.
 
-The blocks of a page are one program from top to bottom; each of the README stands alone. By default the README's
-blocks, `docs/example.py` and one page run, and all pages are read as programs.
+The blocks of a page are one program from top to bottom. By default the README's block, the landing page,
+`docs/example.py` and one guide run, and all pages are read as programs.
 """
 
 import ast
@@ -41,6 +41,7 @@ HOLDS = {
     "batches": ["(report.answered, report.failed) == (1, 0)"],
     "certificates": ["alone > 0", "among > 0", "mixed > 0"],
     "checkpoint": ["int(counts.sum()) == counts.shape[0] * 2 * tokens.embeddings.shape[1]"],  # two experts a token
+    "index": ["session.closed"],
     "generation": ["both.shape == (2, 4)"],
     "operators": ["patch.ranks == {'k': 12, 'v': 12}"],
     "plans": ["executor.ledger['ApplyPatch'].launches == 1"],
@@ -72,8 +73,9 @@ def program(page: Path) -> str:
 # ------------------------------------------------------------------------------------------------ the README
 
 
-def test_the_first_block_prints_what_the_readme_says(tmp_path: Path):
-    said = run(["-"], tmp_path, blocks_of(README)[0])
+def test_the_readme_prints_what_it_says(tmp_path: Path):
+    (block,) = blocks_of(README)
+    said = run(["-"], tmp_path, block)
     assert said == blocks_of(README, "text")[0]
     words = dict(line.split() for line in said.splitlines())
     right = [words[name] for name in ("2-legend.png", "3-legend.png", "recalled")]
@@ -83,10 +85,6 @@ def test_the_first_block_prints_what_the_readme_says(tmp_path: Path):
 def test_the_sessions_docstring_is_the_same_program():
     shown = (kvp.Session.__doc__ or "").split("\n\n", 1)[1].split("\n    A session is")[0]
     assert ast.dump(ast.parse(textwrap.dedent(shown))) == ast.dump(ast.parse(blocks_of(README)[0]))
-
-
-def test_the_readme_shows_the_example():
-    assert blocks_of(README)[1] == (DOCS / "example.py").read_text("utf-8")
 
 
 @pytest.mark.parametrize("anywhere", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -100,9 +98,9 @@ def test_the_example_runs(anywhere: bool, tmp_path: Path):
     assert any(line[5] != line[3] for line in answers)
 
 
-def test_every_other_block_of_the_readme_runs_alone(tmp_path: Path):
-    for block in blocks_of(README)[2:]:
-        run(["-"], tmp_path, block)
+def test_the_landing_page_prints_what_it_says(tmp_path: Path):
+    (block,), (said,) = blocks_of(DOCS / "index.md"), blocks_of(DOCS / "index.md", "text")
+    assert run(["-"], tmp_path, block) == said
 
 
 def test_the_screenshots_are_the_small_tasks():

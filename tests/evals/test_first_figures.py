@@ -48,7 +48,7 @@ def generated(name: str) -> str:
 # ------------------------------------------------------------------------------------------ the mean comes first
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/experiments/results.md"])
 def test_a_page_opens_with_the_mean_over_seeds(kept: dict, name: str):
     """The first figures for questions that need both images, and the first table, are means with their range."""
     text = " ".join(generated(name).split())
@@ -112,7 +112,7 @@ def test_the_first_table_has_all_that_lies_stored(kept: dict):
 
 
 def test_nothing_is_said_to_undercut_in_bytes_without_the_canonical():
-    for name in ("README.md", "docs/results.md", *sheets.GUIDES.values()):
+    for name in ("README.md", "docs/experiments/results.md", *sheets.GUIDES.values()):
         text = " ".join((ROOT / name).read_text("utf-8").split())
         assert "in both stored bytes" not in text
         assert not re.search(r"(?<!kept, )\b0 % stored", text)
@@ -155,7 +155,7 @@ def test_the_page_of_coverage_knows_of_the_engine():
 
 def test_real_weights_claim_only_what_is_known():
     """Nobody knows what the weights were trained on; intervals say how few documents they resample."""
-    text = (ROOT / "docs" / "pretrained.md").read_text("utf-8")
+    text = (ROOT / "docs" / "experiments" / "pretrained.md").read_text("utf-8")
     assert "nobody trained" not in text
     said = pretrained.verdict(Rows({"rows": few_bits(0.1)}))
     assert "n = 6 passages of 6 documents" in said

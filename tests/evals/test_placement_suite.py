@@ -1,8 +1,8 @@
 """The suite of placement: what windows of a trace want, the prefix cache that it is held against, its tables."""
 
 from evals.placement import ONLINE, Terms, WindowRequest, replay, total
-from evals.placement.synthetic_traces import KINDS, released_costs, requests_of, synthetic_trace
 from evals.placement.prefix_cache import serve_by_prefix
+from evals.placement.synthetic_traces import KINDS, released_costs, requests_of, synthetic_trace
 from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.window import Entry
 

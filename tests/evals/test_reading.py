@@ -100,7 +100,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def test_the_guide_says_what_was_measured():
     found = json.loads((DOCS / "reading.json").read_text("utf-8"))
-    text = (DOCS / "guides" / "reading.md").read_text("utf-8")
+    text = (DOCS / "experiments" / "reading.md").read_text("utf-8")
     assert text.partition("<!-- run -->\n")[2].partition("<!-- /run -->")[0].strip() == document.section(found)
     shipped = json.loads((Path(training.__file__).parents[1] / "trained" / "reading" / "tower.json").read_text("utf-8"))
     assert found["config"]["tower"]["recipe"] == shipped["recipe"]  # of this tower, not of one before
@@ -128,7 +128,7 @@ def test_what_the_guide_says_follows_the_rows(tmp_path):
         one.update(value=0.98)
     assert "is met: 0.980" in " ".join(document.section(found).split())
 
-    (tmp_path / "docs" / "guides").mkdir(parents=True)
+    (tmp_path / "docs" / "experiments").mkdir(parents=True)
     page = tmp_path / document.GUIDE
     page.write_text("before\n<!-- run -->\nold\n\n<!-- /run -->\nafter\n", "utf-8")
     results = {**found, "cpu_seconds": 1, "config": {"model": "reading", "tower": {"recipe": {}, "versions": {}}}}

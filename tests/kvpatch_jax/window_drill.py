@@ -7,7 +7,8 @@ import numpy as np
 from window_oracle import Naive, added, expect_equal, span_of, tiny, tokens_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax.window import Compact, Costs, Drop, Entry, HostExecutor, PagedExecutor, Window
+from evals.oracles import HostExecutor
+from kvpatch_jax.window import Compact, Costs, Drop, Entry, PagedExecutor, Window
 
 BAR = 2e-5
 LENGTHS = (5, 7, 8)

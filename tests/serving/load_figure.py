@@ -1,4 +1,4 @@
-"""The figure of docs/guides/vllm.md: first-token time and throughput against the rate at which requests arrive."""
+"""The figure of docs/experiments/vllm.md: first-token time and throughput against the rate at which requests arrive."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The tables of docs/guides/vllm.md, from `results.json`: `python tests/serving/serving_guide.py` writes them anew."""
+"""The tables of docs/experiments/vllm.md, from `results.json`: `python tests/serving/serving_guide.py` writes them."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
-GUIDE = HERE.parents[1] / "docs" / "guides" / "vllm.md"
+GUIDE = HERE.parents[1] / "docs" / "experiments" / "vllm.md"
 
 PLUMBING = {
     "the whole front as one leading chunk, from the store": ["forms exact"],

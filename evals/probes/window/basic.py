@@ -103,9 +103,9 @@ def probe_slide(
         before, left, start = names[:place], names[1:place], scene.start_of(tokens, place)
         removal = kvp.removal_patch(chunk, target, base, REMOVAL_RANK, left, before, method="exact")
         kept: dict[str, Any] = {"base": base, "base_antecedent": before}
-        pieces["keep"].append(dict(kvp.apply_patch(chunk, None, start, left, **kept)))
-        pieces["removal"].append(dict(kvp.apply_patch(chunk, removal, start, left, **kept)))
-        pieces["blind"].append(dict(kvp.apply_patch(chunk, None, start, left)))
+        pieces["keep"].append(dict(kvp.apply_patch(kvp.Placed(chunk, None, start, left, **kept))))
+        pieces["removal"].append(dict(kvp.apply_patch(kvp.Placed(chunk, removal, start, left, **kept))))
+        pieces["blind"].append(dict(kvp.apply_patch(kvp.Placed(chunk, None, start, left))))
     caches = {"re-prefill": reference, **{name: scenes.joined(parts) for name, parts in pieces.items()}}
 
     questions, kind = _slide_questions(scene, rng)

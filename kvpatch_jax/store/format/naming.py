@@ -16,8 +16,8 @@ import jax
 from ...cache import (
     EXACT,
     Antecedent,
+    AntecedentLike,
     Base,
-    Behind,
     Member,
     Patch,
     PatchMetadata,
@@ -122,10 +122,10 @@ class PatchKey:
 
     chunk: str = dataclasses.field(repr=False)
     backbone: str
-    antecedent: Behind = dataclasses.field(repr=False)
+    antecedent: AntecedentLike = dataclasses.field(repr=False)
     orbit: bool = False
     base: Base = "canonical"
-    base_antecedent: Behind | None = dataclasses.field(default=None, repr=False)
+    base_antecedent: AntecedentLike | None = dataclasses.field(default=None, repr=False)
     frame: PatchFrame = "phase_free"
     start: tuple[int, ...] | None = None
     content: str | None = dataclasses.field(default=None, repr=False)

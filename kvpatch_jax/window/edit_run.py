@@ -1,0 +1,250 @@
+"""Execution of a plan: its launches one after the other, all of them or none.
+
+Each launch leaves an undo. If a later one fails, the undos run in reverse, and pool and slot table are as they were.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ..backbone import Backbone, Tokens
+from ..cache import brief
+from ..errors import NotFiniteError
+from . import programs
+from .edit_plan import (
+    AdoptLaunch,
+    CopyLaunch,
+    EditPlan,
+    ForwardLaunch,
+    Launch,
+    PlaceLaunch,
+    RestoreLaunch,
+    RotateLaunch,
+    StashLaunch,
+)
+from .paged_pool import KeyRotation, PagedPool, key_count
+from .slot_table import all_slots
+from .window import Window
+
+Undo = Callable[[], None]
+
+PrefillObserver = Callable[[Window, str, Tokens, int, Mapping[str, Array]], None]
+"""Called after each prefill: the window after it, the piece's id, its tokens at local positions, how many of them
+count, and its phase-free KV behind those in front, {channel: [L,B,T',K,H]}."""
+
+
+@dataclasses.dataclass
+class FusedQuestion:
+    """A question asked behind a window in one forward with the window's last piece.
+
+    Attributes:
+      tokens: at their positions behind the window, padded. length: how many count.
+      logits: of the last that counts, [1,1,V]; None until a forward of the run has answered it.
+    """
+
+    tokens: Tokens
+    length: int
+    logits: Float[Array, "1 1 V"] | None = None
+
+
+class EditRun:
+    """One execution of a plan on a pool."""
+
+    def __init__(
+        self,
+        plan: EditPlan,
+        pool: PagedPool,
+        backbone: Backbone,
+        alive: np.ndarray,
+        question: FusedQuestion | None,
+        observe: PrefillObserver,
+    ):
+        """Prepares the run.
+
+        Args:
+          alive: which slots have owners before the run, bool [S].
+          question: answered by the forward of the last launch, if that prefills the window's last piece.
+          observe: called after each prefill.
+        """
+        self._plan, self._pool, self._backbone, self._alive = plan, pool, backbone, alive
+        self._question, self._observe = question, observe
+        self._forwards_left = sum(isinstance(launch, ForwardLaunch) for launch in plan.launches)
+
+    def execute(self) -> None:
+        """Executes all launches. If one fails those before it are undone, and its error is raised.
+
+        Raises:
+          PoolLostError: a launch failed after the pool was donated to it.
+        """
+        # Undos run last to first: slots may be written twice in a run.
+        undos: list[Undo] = []
+        try:
+            for launch in self._plan.launches:
+                self._forwards_left -= isinstance(launch, ForwardLaunch)
+                undo = self._launch(launch)
+                if undo is not None:
+                    undos.append(undo)
+        except BaseException as error:
+            # With the vectors lost there is nothing left to undo.
+            self._pool.check(error)
+            for undo in reversed(undos):
+                undo()
+            raise
+
+    def _launch(self, launch: Launch) -> Undo | None:
+        """Executes a launch. Returns its undo, None if it changes nothing that was in use before the run."""
+        pool, meter = self._pool, self._pool.meter
+        match launch:
+            case ForwardLaunch(piece=piece, start_layer=first):
+                # The forward may fail, so it runs before anything is written.
+                kv = self._forward(launch)
+                undo = self._saved(piece.slots)
+                pool.write(launch.kind, piece, kv, first=first)
+                # KV of some layers alone is no prefill to form a patch of.
+                if not first:
+                    self._observe(self._plan.window, piece.id, launch.tokens, piece.length, kv)
+                return undo
+
+            case PlaceLaunch(kind=kind, piece=piece, placed=placed):
+                size = placed.chunk.tokens
+                kv = placed.kv if launch.base is None else pool.phase_free(launch.base, size)
+                undo = self._saved(piece.slots)
+
+                # The pool keeps sources phase-free, and patches of windows are: no frame to convert.
+                options = {word: value for word, value in placed.options.items() if word != "frame"}
+                pool.write(kind, piece, kv, placed.factors, **options)
+                if placed.patch is not None:
+                    meter.patched(kind, placed.patch, launch.patch_bytes, piece.length, size)
+                return undo
+
+            case RotateLaunch(moves=moves, whole=whole):
+                # Rotations into new slots leave the old ones as they are.
+                rotation = pool.rotation_of(moves)
+                undo = self._rotation_undo(rotation, moves) if not whole and self._forwards_left else None
+                pool.rotate(rotation, whole=whole)
+                return undo
+
+            case CopyLaunch(kind=kind, old=old, new=new):
+                pool.copy(kind, old, new)
+                # Copies on write go to slots that were free, a compaction over slots in use.
+                return (lambda: pool.copy("undo", new, old)) if kind == "Compact" else None
+
+            case StashLaunch(piece=piece, stash=stash):
+                stash.rows = pool.read(piece.slots)
+                size = len(pool.padded_slots(piece.slots)[0])
+                meter.moved("aside", pool.vectors.engine, piece.length, size, times=1)
+                return None
+
+            case RestoreLaunch(piece=piece, stash=stash):
+                assert stash.rows is not None
+                undo = self._saved(piece.slots)
+                pool.put(piece.slots, stash.rows)
+                if launch.counted:
+                    size = len(pool.padded_slots(piece.slots)[0])
+                    meter.placed("Copy", pool.vectors.engine, piece.length, size)
+                if stash.start != piece.start:
+                    move = KeyRotation(dataclasses.replace(piece, start=stash.start), piece)
+                    pool.rotate(pool.rotation_of([move]), counted=False)
+                return undo
+
+            case AdoptLaunch(piece=piece):
+                pool.write_source(piece)
+                return None
+
+    def _forward(self, launch: ForwardLaunch) -> dict[str, Float[Array, "L 1 T _ _"]]:
+        """Runs a piece behind those in front, with the question behind it if that can be answered now.
+
+        Returns:
+          Phase-free KV of the layers from `start_layer` up; of the piece, then of question and padding.
+
+        Raises:
+          NotFiniteError: NaN or infinity. What the backbone raises.
+        """
+        piece, question, meter = launch.piece, self._question, self._pool.meter
+        tokens, context = launch.tokens.shift(piece.start), self._pool.context_of(launch.front)
+        keys = sum(each.length for each in launch.front), key_count(context)
+
+        # With the window's last piece in the last launch, everything that the question sees is in place.
+        last = self._plan.launches[-1] is launch and self._plan.window.pieces[-1].id == piece.id
+        if question is None or not last or launch.kind != "Prefill":
+            places = np.array([[piece.length - 1]], np.int32)
+            out = self._backbone.prefill(tokens, context, start_layer=launch.start_layer, logits=places)
+            _check_finite(launch.kind, piece.id, out.logits)
+            counts = piece.length, tokens.embeddings.shape[1]
+            meter.ran(launch.kind, self._pool.vectors.engine, counts, keys, launch.start_layer)
+            return dict(out.kv)
+
+        # Padding of both follows the question, so no position that counts sees it.
+        together = packed(tokens, piece.length, question.tokens, question.length)
+        places = np.array([[piece.length + question.length - 1]], np.int32)
+        prefill = getattr(self._backbone, "prefill_padded", self._backbone.prefill)
+        out = prefill(together, context, logits=places)
+        _check_finite("Prefill, with a question behind it,", piece.id, out.logits)
+        counts = piece.length, question.length, together.embeddings.shape[1]
+        meter.ran_fused(self._pool.vectors.engine, counts, keys)
+        question.logits = out.logits
+        return dict(out.kv)
+
+    def _saved(self, slots: Int[np.ndarray, " T"]) -> Undo | None:
+        """Saves the vectors at slots that were in use before the run, if a forward, which may fail, is still to come.
+
+        Other launches fail only with the pool in their hands, and then there is nothing left to restore.
+        """
+        if not self._forwards_left or not self._alive[slots].any():
+            return None
+        rows = self._pool.read(slots)
+        return lambda: self._pool.put(slots, rows)
+
+    def _rotation_undo(self, rotation: programs.SlotRotation, moves: Sequence[KeyRotation]) -> Undo:
+        """Returns the undo of a rotation in place: from the source again, or of saved keys."""
+        pool = self._pool
+        if pool.keeps_source:
+            # The rotation has no influence on the source, from which the old keys come back bit for bit.
+            back = rotation._replace(old=rotation.new, new=rotation.old)
+            return lambda: pool.rotate(back, counted=False)
+
+        # Without a source, rotating back would round a second time.
+        slots = all_slots(move.new for move in moves)
+        rotating = {channel.name for channel in pool.layout.channels if channel.rotates}
+        rows = {name: value for name, value in pool.read(slots).engine.items() if name in rotating}
+        return lambda: pool.put(slots, programs.SavedRows(rows, {}))
+
+
+def _check_finite(kind: str, id: str, logits: Float[Array, "B P V"]) -> None:
+    if not np.isfinite(np.asarray(logits)).all():
+        raise NotFiniteError(f"{kind} of piece {brief(id)!r}: logits hold NaN or infinity; expected finite ones")
+
+
+def packed(first: Tokens, length: int, second: Tokens, count: int) -> Tokens:
+    """Packs the first `length` tokens of one input, and right behind them `count` of another.
+
+    Without a gap causal order alone says who sees whom. The result has as many rows as both inputs, padding included.
+    """
+    size = first.embeddings.shape[1] + second.embeddings.shape[1]
+    own, other = np.asarray(first.positions), np.asarray(second.positions)
+    positions = np.zeros((1, size, *own.shape[2:]), np.result_type(own, other))
+    positions[:, :length] = own[:, :length]
+    positions[:, length : length + count] = other[:, :count]
+    begin = np.int32(length)
+    embeddings = _packed_rows(first.embeddings, second.embeddings, begin)
+
+    # An input without features for deeper layers has zeros beside one that has some.
+    deepstack = [first.deepstack, second.deepstack]
+    given = next((value for value in deepstack if value is not None), None)
+    if given is None:
+        return Tokens(embeddings, positions)
+    for place, tokens in enumerate((first, second)):
+        if deepstack[place] is None:
+            deepstack[place] = jnp.zeros((*tokens.embeddings.shape[:2], *given.shape[2:]), given.dtype)
+    return Tokens(embeddings, positions, _packed_rows(deepstack[0], deepstack[1], begin))
+
+
+@jax.jit
+def _packed_rows(first: Float[Array, "..."], second: Float[Array, "..."], length: Int[Array, ""]) -> Array:
+    """Writes the second array over the first along axis 1 from `length` on, in room for both."""
+    room = [(0, second.shape[1] if axis == 1 else 0) for axis in range(first.ndim)]
+    return jax.lax.dynamic_update_slice_in_dim(jnp.pad(first, room), second.astype(first.dtype), length, axis=1)

@@ -1,0 +1,214 @@
+"""Vectors of a paged pool, and every launch on them: reading, writing, rotating and copying pieces, each counted."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ..core import Buckets, EngineKV, Factors, KVLayout, Paged, PhaseFreeKV, as_start, rotate_kv
+from ..errors import InputError, PoolLostError
+from ..pool import make_pool, trimmed
+from . import programs
+from .ledger import CostMeter
+from .slot_table import ResidentPiece, all_slots
+from .sources import bucket, grown
+
+Keep = Literal["all", "rotating", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolOptions:
+    """How a pool is laid out and read.
+
+    Attributes:
+      aligned: pieces begin on a page of their own, whose tail is masked; else they share pages, and `compact` closes
+        the holes that dropped pieces leave.
+      keep: what is kept phase-free beside the pool, slot by slot, in its dtype: the channels that carry phase
+        ("rotating"), from which survivors rotate, with one rounding however often; every channel ("all"), which is more
+        bytes for the same keys; or "none": survivors rotate in place, and roundings add up (`rotations` counts).
+      padded: rows of whole lanes, as TPUs require.
+      gather: contexts are copied out of the pool, for a backbone that reads no page tables.
+
+    Raises:
+      InputError: another word to keep.
+    """
+
+    aligned: bool = True
+    keep: Keep = "rotating"
+    padded: bool = False
+    gather: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keep not in ("all", "rotating", "none"):
+            raise InputError(f"executor: keep {self.keep!r}; expected 'all', 'rotating' or 'none'")
+
+
+class KeyRotation(NamedTuple):
+    """Piece that rotates to a new start: in its slots, or into new ones if another branch keeps the old ones."""
+
+    old: ResidentPiece
+    new: ResidentPiece
+
+
+class PagedPool:
+    """Vectors of a paged pool, and the launches on them.
+
+    The vectors are donated from launch to launch: after a launch that fails they may be lost.
+
+    Attributes:
+      vectors: the pool and its source. meter: counts the launches.
+    """
+
+    def __init__(self, layout: KVLayout, meter: CostMeter, buckets: Buckets | None, options: PoolOptions):
+        """Describes a pool; `allocate` makes its vectors."""
+        self.layout, self.meter, self.buckets, self.options = layout, meter, buckets, options
+        self.vectors = programs.Pools({}, {})
+
+    def allocate(self, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> None:
+        """Allocates vectors of zeros, in place of those there were."""
+        engine = make_pool(self.layout, pages, page_size, dtype, padded=self.options.padded)
+        source = {}
+        for channel in self.layout.channels:
+            if self.options.keep == "all" or (self.options.keep == "rotating" and channel.rotates):
+                source[channel.name] = jnp.zeros_like(engine[channel.name])
+        self.vectors = programs.Pools(engine, source)
+
+    def enlarge(self, more: int) -> None:
+        """Appends pages of zeros; the vectors stay. Programs compile for the new size."""
+        self.vectors = jax.tree.map(
+            lambda value: jnp.pad(value, [(0, more if axis == 1 else 0) for axis in range(value.ndim)]), self.vectors
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool and of its source."""
+        return sum(value.nbytes for value in jax.tree.leaves(self.vectors))
+
+    @property
+    def keeps_source(self) -> bool:
+        """Whether keys rotate from a phase-free source."""
+        return bool(self.vectors.source)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a launch failed after the pool was donated to it."""
+        return any(value.is_deleted() for value in jax.tree.leaves(self.vectors))
+
+    def check(self, cause: BaseException | None = None) -> None:
+        """Raises PoolLostError if the vectors are lost."""
+        if self.lost:
+            raise PoolLostError(
+                "executor: a launch that was given the pool failed, and what lay there is gone; expected `renew()`, "
+                "then a run of `window.anew()`"
+            ) from cause
+
+    def padded_slots(self, slots: Int[np.ndarray, " T"]) -> tuple[np.ndarray, np.int32]:
+        """Returns slots padded to their bucket, and how many count."""
+        return np.asarray(grown(slots, 0, bucket(self.buckets, len(slots)))), np.int32(len(slots))
+
+    # ---------------------------------------------------------------------------------------------------- reading
+
+    def context_of(self, pieces: Sequence[ResidentPiece]) -> Paged | EngineKV | None:
+        """Returns the KV of pieces as a backbone reads it; None without pieces."""
+        slots = all_slots(pieces)
+        if self.options.gather and slots.size:
+            rows = trimmed(self.layout, programs.read_rows(self.vectors, slots).engine)
+            return EngineKV({name: value[:, None] for name, value in rows.items()})
+        return Paged.of(self.vectors.engine, slots, self.buckets) if slots.size else None
+
+    def phase_free(self, piece: ResidentPiece, size: int) -> PhaseFreeKV:
+        """Returns the phase-free KV of a piece, padded to `size` tokens: of the source, or by rotating keys back."""
+        if not self.keeps_source:
+            return PhaseFreeKV(self.rotated_back(piece, size))
+        rows = programs.read_rows(self.vectors, np.asarray(grown(piece.slots, 0, size)))
+        return PhaseFreeKV(trimmed(self.layout, {**rows.engine, **rows.source}))
+
+    def rotated_back(self, piece: ResidentPiece, size: int) -> dict[str, Float[Array, "L T _ _"]]:
+        """Returns the phase-free KV of a piece, padded to `size` tokens, by rotating its keys in the pool back."""
+        slots = np.asarray(grown(piece.slots, 0, size))
+        rows = trimmed(self.layout, programs.read_rows(self.vectors, slots).engine)
+        start = np.asarray(as_start(self.layout.rope, piece.start))
+        return rotate_kv(self.layout, rows, grown(piece.local, 0, size), start, back=True)
+
+    def read(self, slots: Int[np.ndarray, " T"]) -> programs.SavedRows:
+        """Returns the vectors at slots, padded to their bucket, as they are."""
+        return programs.read_rows(self.vectors, self.padded_slots(slots)[0])
+
+    # ---------------------------------------------------------------------------------------------------- writing
+
+    def put(self, slots: Int[np.ndarray, " T"], rows: programs.SavedRows) -> None:
+        """Writes what `read` returned for as many slots. Not counted."""
+        padded, length = self.padded_slots(slots)
+        self.vectors = programs.put_rows(self.vectors, padded, rows, length)
+
+    def copy(self, kind: str, old: Int[np.ndarray, " N"], new: Int[np.ndarray, " N"]) -> None:
+        """Copies vectors between slots, reading all before writing any."""
+        (read, length), (write, _) = self.padded_slots(old), self.padded_slots(new)
+        self.vectors = programs.copy_slots(self.vectors, read, write, length)
+        self.meter.moved(kind, self.vectors.engine, len(old), len(read))
+
+    def write(
+        self, kind: str, piece: ResidentPiece, kv: Any, factors: Factors | None = None, first: int = 0, **options: Any
+    ) -> None:
+        """Writes R(start + local) · (KV + u v) to a piece's slots, and KV + u v to its source.
+
+        Args:
+          kv: phase-free, {channel: [L,T',K,H]} or [L,1,T',K,H], padded. first: the lowest layer that is written.
+          options: layers and heads of the factors.
+        """
+        layout, size = self.layout, next(iter(kv.values())).shape[-3]
+        slots, local = grown(piece.slots, 0, size), grown(piece.local, 0, size)
+        start = np.asarray(as_start(layout.rope, piece.start))
+        destination = programs.Destination(slots, local, start, np.int32(piece.length))
+        if first:
+            self.vectors = programs.write_layers(layout, self.vectors, destination, dict(kv), first=first)
+        else:
+            self.vectors = programs.write_piece(layout, self.vectors, destination, dict(kv), factors or {}, **options)
+
+        # Forwards were counted together with what they write.
+        if kind not in ("Prefill", "Recompute"):
+            self.meter.placed(kind, self.vectors.engine, piece.length, size)
+        if self.keeps_source:
+            self.meter.moved("source", self.vectors.source, piece.length, size, times=1)
+
+    def write_source(self, piece: ResidentPiece) -> None:
+        """Writes the phase-free source of decoded keys, which were written to the pool rotated."""
+        size = bucket(self.buckets, piece.length)
+        if self.keeps_source:
+            kv = self.rotated_back(piece, size)
+            self.put(piece.slots, programs.SavedRows({}, {name: kv[name] for name in self.vectors.source}))
+        self.meter.moved("adopted", self.vectors.source, piece.length, size, times=1)
+
+    def rotation_of(self, moves: Sequence[KeyRotation]) -> programs.SlotRotation:
+        """Returns the arrays of one launch that rotates all these pieces."""
+        read, write = all_slots(move.old for move in moves), all_slots(move.new for move in moves)
+        local, lengths = np.concatenate([move.new.local for move in moves]), [move.new.length for move in moves]
+        starts = np.array([(move.old.start, move.new.start) for move in moves], np.int32).repeat(lengths, axis=0)
+
+        # One start per token, and per axis where positions have axes.
+        old, new = starts[:, 0], starts[:, 1]
+        if local.ndim > 1:
+            old, new = (np.repeat(column[:, None], local.shape[1], axis=1) for column in (old, new))
+        size = bucket(self.buckets, len(read))
+        arrays = [np.asarray(grown(array, 0, size)) for array in (read, write, local, old, new)]
+        return programs.SlotRotation(*arrays, length=np.int32(len(read)))
+
+    def rotate(self, rotation: programs.SlotRotation, *, whole: bool = False, counted: bool = True) -> None:
+        """Rotates keys in one launch; `whole` copies the other channels to the new slots too."""
+        self.vectors = programs.rotate_slots(self.layout, self.vectors, rotation, whole=whole)
+        length, size = int(rotation.length), len(rotation.read)
+        if counted:
+            self.meter.rotated("Rotate", self.vectors.engine, length, size)
+        if whole:
+            self.meter.moved("copy on write", self.vectors.engine, length, size)
+
+
+def key_count(context: Paged | EngineKV | None) -> int:
+    """Returns how many keys a backbone reads of a context, those that do not count included."""
+    if context is None:
+        return 0
+    return context.key_count if isinstance(context, Paged) else next(iter(context.values())).shape[2]

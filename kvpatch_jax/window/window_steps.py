@@ -1,0 +1,280 @@
+"""Steps that the operations of windows have in common: where pieces start, which edits place them, what is refused."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, get_args
+
+from ..cache import Patch, brief
+from ..errors import PatchMismatchError, StalePatchError, WindowError
+from .costs import Costs
+from .edits import ApplyPatch, Copy, Drop, Edit, Edits, Fetch, Prefill, Rotate, in_order, new_edit
+from .entry import BARE, FRESH, LIMIT, Entry, How, PatchNote, PieceState, PlacedPiece
+from .provenance_chain import chain_digest, linked
+from .window_state import WindowState, recallable
+
+# ------------------------------------------------------------------------------------------------------- positions
+
+
+def packed(pieces: Sequence[PlacedPiece], first: int = 0) -> list[PlacedPiece]:
+    """Returns the pieces, those from `first` on moved right behind one another."""
+    result = list(pieces[:first])
+    start = result[-1].end if result else 0
+    for piece in pieces[first:]:
+        entry, old, state, aside, born, placed = piece[:6]
+        result.append(piece if old == start else PlacedPiece(entry, start, state, aside, born, placed))
+        start += entry.span
+    return result
+
+
+def reordered_starts(old: Sequence[PlacedPiece], new: Sequence[PlacedPiece], first: int) -> Iterator[int]:
+    """Yields the starts of the pieces from `first` on in their new order; the gap in front of every place stays."""
+    end = before = old[first - 1].end if first else 0
+    for was, now in zip(old[first:], new[first:], strict=True):
+        start = end + was.start - before
+        yield start
+        end, before = start + now.entry.span, was.start + was.entry.span
+
+
+def unseen_places(came_from: Sequence[int], first: int = 0) -> set[int]:
+    """Returns the places, from `first` on, of pieces that were moved in front of pieces which have not seen them there.
+
+    Args:
+      came_from: the old place of the piece at every new place.
+    """
+    earliest, unseen = len(came_from), set[int]()
+    for place in reversed(range(first, len(came_from))):
+        if earliest < came_from[place]:
+            unseen.add(place)
+        earliest = min(earliest, came_from[place])
+    return unseen
+
+
+def room_for(span: int, low: int, high: int, before: PlacedPiece | None) -> tuple[int, int]:
+    """Returns where an entry starts between two positions, and by how much what starts at `high` has to move.
+
+    Args:
+      before: the piece that it was, or replaces, whose start it gets again if that is free.
+    """
+    if high - low < span:
+        return low, span - (high - low)
+    wanted = low if before is None else before.start
+    return (wanted if low <= wanted <= high - span else low), 0
+
+
+# ----------------------------------------------------------------------------------------------------------- edits
+
+
+def relinked[W: WindowState](window: W, pieces: Sequence[PlacedPiece], first: int, **changes: Any) -> W:
+    """Returns the window with these pieces, of which those in front of `first` are linked already."""
+    return dataclasses.replace(window, pieces=linked(window.backbone, pieces, first), **changes)
+
+
+def with_piece[W: WindowState](window: W, index: int, piece: PlacedPiece, **changes: Any) -> W:
+    """Returns the window with another piece at an index."""
+    return relinked(window, [*window.pieces[:index], piece, *window.pieces[index + 1 :]], index, **changes)
+
+
+def placing_edits(costs: Costs, piece: PlacedPiece, has_canonical: bool, has_patch: bool) -> list[Edit]:
+    """Returns the edits that place a piece by its canonical or a patch, with a `Fetch` of what is not available."""
+    entry, _, state = piece[:3]
+    id, tokens, patch = entry.id, entry.tokens, state.patch
+    nbytes, flops = costs.copy_bytes * tokens, costs.copy_flops * tokens
+    edits: list[Edit] = []
+
+    # A removal patch is added to the KV that is in the pool, so it needs no canonical.
+    if state.base == "canonical" and not has_canonical:
+        edits.append(new_edit(Fetch, id=id, what="canonical", digest=None, bytes=costs.kv_bytes * tokens, flops=0))
+    if patch is None:
+        edits.append(new_edit(Copy, id=id, source="canonical", branch=None, bytes=nbytes, flops=flops))
+        return edits
+    if not has_patch:
+        edits.append(new_edit(Fetch, id=id, what="patch", digest=patch, bytes=state.patch_bytes, flops=0))
+    nbytes, flops = nbytes + state.patch_bytes, flops + state.patch_flops * tokens
+    edits.append(new_edit(ApplyPatch, id=id, patch=patch, rank=state.rank, base=state.base, bytes=nbytes, flops=flops))
+    return edits
+
+
+def serving_edits(window: WindowState, index: int, fetched: bool, leading: bool = False) -> list[Edit]:
+    """Returns the edits that place a piece in its state.
+
+    Args:
+      fetched: its canonical and patch are available. leading: its canonical is its prefill.
+    """
+    piece = window.pieces[index]
+    if piece.state.kind == "conditioned" and not leading:
+        tokens, behind = piece.entry.tokens, sum(each.entry.tokens for each in window.pieces[:index])
+        return [Prefill(piece.entry.id, behind, **window.costs.prefill(tokens, behind))]
+    return placing_edits(window.costs, piece, fetched, fetched)
+
+
+def with_moves(before: WindowState, after: WindowState, edits: Sequence[Edit]) -> Edits:
+    """Returns these edits and the rotations of all other pieces that moved, in the order of execution."""
+    placed = {edit.id for edit in edits if isinstance(edit, Copy | ApplyPatch | Prefill | Rotate)}
+    starts = {piece[0].id: piece[1] for piece in before.pieces}
+    per_token, found = before.costs.rotate(1), list(edits)
+    for piece in after.pieces:
+        entry, new = piece[:2]
+        old = starts.get(entry.id, new)
+        if old != new and entry.id not in placed:
+            found.append(
+                Rotate(entry.id, old, new, per_token["bytes"] * entry.tokens, per_token["flops"] * entry.tokens)
+            )
+    return in_order(found)
+
+
+def without[W: WindowState](window: W, indices: Sequence[int]) -> tuple[W, list[Edit]]:
+    """Returns the window without these pieces, given in order, and the edits that drop them."""
+    if not indices:
+        return window, []
+    leaving = set(indices)
+    gone = [window.pieces[index] for index in indices]
+    stay, next_start = [piece for index, piece in enumerate(window.pieces) if index not in leaving], window.next_start
+    if window.gaps == "close":
+        stay = packed(stay, indices[0])
+        next_start = stay[-1].end if stay else 0
+    evicted = recallable(window.evicted, gone)
+    after = relinked(window, stay, indices[0], evicted=evicted, next_start=next_start)
+    return after, [Drop(piece.entry.id) for piece in gone]
+
+
+# ---------------------------------------------------------------------------------------------------- new pieces
+
+
+class NewPiece(NamedTuple):
+    """An entry that comes into a window, and how it is served. See `Window.append`.
+
+    Attributes:
+      before: the piece that it was, or that it replaces.
+    """
+
+    entry: Entry
+    how: How | None
+    patch: Patch | PatchNote | None
+    fetched: bool
+    allow_stale: bool
+    before: PlacedPiece | None = None
+
+
+def with_new_piece[W: WindowState](window: W, index: int, new: NewPiece) -> tuple[W, list[Edit]]:
+    """Places an entry at an index. Returns the window and the edits that place it, without the moves of others."""
+    entry, note = new.entry, None if new.patch is None else PatchNote.of(new.patch)
+    state = _new_state(entry, new.how, note)
+    if new.how == "leading" and index:
+        raise WindowError(f"window: {shown(entry.id)} leading behind {index} pieces; expected none in front of it")
+
+    # Where it starts, and by how much those behind it move.
+    start, shift = window.next_start, 0
+    if index < len(window.pieces):
+        low = window.pieces[index - 1].end if index else 0
+        start, shift = room_for(entry.span, low, window.pieces[index].start, new.before)
+    clock = window.clock + 1
+    piece = PlacedPiece(entry, start, state, born=clock, placed=clock)
+    following = window.pieces[index:]
+    if shift:
+        following = [each._replace(start=each.start + shift) for each in following]
+    next_start = max(window.next_start + shift, piece.end)
+    check_positions_below_limit(next_start)
+
+    # Without a lead of its own the window pins the texts in front of the first chunk, or that chunk.
+    settled = window.lead_settled or entry.kind == "chunk"
+    lead = window.lead if window.lead_settled or (settled and window.lead) else 1 + len(window.pieces)
+    after = relinked(
+        window,
+        [*window.pieces[:index], piece, *following],
+        index,
+        evicted=tuple(gone for gone in window.evicted if gone.entry.id != entry.id),
+        next_start=next_start,
+        lead=lead,
+        lead_settled=settled,
+        clock=clock,
+    )
+    if note is not None:
+        check_patch(after, note, after.pieces[index], new.allow_stale)
+    return after, serving_edits(after, index, new.fetched, new.how == "leading")
+
+
+def _new_state(entry: Entry, how: How | None, note: PatchNote | None) -> PieceState:
+    """Returns the state in which an entry is placed."""
+    how = how or ("prefill" if note is None else "patch")
+    if how not in get_args(How) or (how == "patch") != (note is not None):
+        given = "no patch" if note is None else "a patch"
+        expected = "'prefill', 'bare', 'leading', or 'patch' with a patch"
+        raise WindowError(f"window: how {how!r:.80} with {given}; expected {expected}")
+    if entry.kind == "text" and how != "prefill":
+        raise WindowError(f"window: {shown(entry.id)} is a text, which has no canonical; expected it prefilled")
+    if note is None:
+        return BARE if how == "bare" else FRESH
+    if note.base != "canonical":
+        raise PatchMismatchError(f"patch: base {note.base!r}; expected 'canonical' (`condition` takes a removal patch)")
+    return note.served
+
+
+# ----------------------------------------------------------------------------------------------------------- checks
+
+
+def check_positions_below_limit(end: int) -> None:
+    """Raises WindowError for positions beyond `LIMIT`."""
+    if end >= LIMIT:
+        raise WindowError(f"window: positions to {end}; expected them below 2**30 (`compact` closes gaps)")
+
+
+def check_new(window: WindowState, entry: Any) -> None:
+    """Refuses what is no entry, and an id that the window knows already."""
+    if not isinstance(entry, Entry):
+        raise WindowError(f"window: a {type(entry).__name__}; expected an Entry, such as Entry.of(chunk)")
+    if entry.id in window.places:
+        raise WindowError(f"window: {shown(entry.id)} is in the window; expected an id that is not")
+    if entry.id in window.evicted_by_id:
+        raise WindowError(f"window: {shown(entry.id)} was evicted; expected a new id, or `recall`")
+
+
+def movable_index(window: WindowState, id: str, operation: str) -> int:
+    """Returns the index of a piece behind the lead."""
+    index = window.index(id)
+    if index < window.lead:
+        raise WindowError(f"{operation}: {shown(id)} is one of {window.lead} pinned in front; expected one behind them")
+    return index
+
+
+def chunk_index(window: WindowState, id: str, operation: str) -> int:
+    """Returns the index of a chunk."""
+    index = window.index(id)
+    if window.pieces[index].entry.kind != "chunk":
+        raise WindowError(f"{operation}: {shown(id)} is a text, which has no canonical; expected a chunk")
+    return index
+
+
+def check_patch(window: WindowState, note: PatchNote, piece: PlacedPiece, allow_stale: bool) -> None:
+    """Refuses a patch of another chunk or content, or one that was formed behind something other than `target`."""
+    entry = piece.entry
+    if note.chunk != entry.id:
+        raise PatchMismatchError(f"patch: chunk {note.chunk!r}; expected {entry.id!r}")
+    if None not in (note.content, entry.content) and note.content != entry.content:
+        raise PatchMismatchError(
+            f"patch: formed of chunk {shown(entry.id)} with content {note.content!r}; expected {entry.content!r}"
+        )
+    if allow_stale:
+        return
+    difference = note.antecedent.difference(window.target(entry.id), note.orbit)
+    if difference is not None:
+        kind = "any ordering of " if note.orbit else ""
+        raise StalePatchError(f"patch of chunk {shown(entry.id)}: formed behind {kind}{difference}")
+
+
+def check_base(window: WindowState, note: PatchNote, piece: PlacedPiece) -> None:
+    """Refuses a removal patch whose base was conditioned on something other than the piece was."""
+    if note.base == "canonical":
+        return
+    state, antecedent = piece.aside or piece.state, note.base_antecedent
+    found = None if antecedent is None else chain_digest(window.backbone, antecedent)
+    if state.kind != "conditioned" or state.behind != found:
+        ids = None if antecedent is None else antecedent.ids
+        raise StalePatchError(
+            f"patch of chunk {shown(piece.entry.id)}: its base was conditioned on {ids}, digest {found}; expected "
+            f"{state.behind or state.kind!r}, which is what the window holds"
+        )
+
+
+def shown(id: Any) -> str:
+    """Returns an id as messages show it."""
+    return repr(brief(id)) if isinstance(id, str) else f"{id!r:.80}"
