@@ -26,7 +26,7 @@ from .format.naming import Encoding, Name, PatchKey
 from .format.objects import Blob
 from .io.per_root import shared
 from .metrics import Statistics
-from .stored_patches import StoredPatches
+from .patch_objects import PatchObjects
 from .tenants import DeletionReport, delete_tenant
 from .tiers.device_placement import LayerStream, Placement
 from .tiers.memory import CANONICAL, ENCODER, Policy
@@ -97,7 +97,7 @@ class ChunkStore:
         self.order = shared(WriteOrder, self.disk.root)
         self._writer = Writer(self._commit, self.order, queue_bytes)
         self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, self.order, policy)
-        self._patches = StoredPatches(self.tenant_disk, self._reader)
+        self._patches = PatchObjects(self.tenant_disk, self._reader)
 
     # ----------------------------------------------------------------------------------------------- chunks
 
