@@ -231,6 +231,7 @@ class ChunkStore:
         self.tenant_disk.expect_open()
         name = self.names.canonical(backbone, id)
         prefix = f"{name.folder}/{name.chunk}."
+
         with self.order.turn_to_delete(prefix) as place:
             self._reader.drop_chunk(name.chunk_key)
             try:
@@ -429,11 +430,13 @@ class ChunkStore:
         """Returns name, encoder and bytes of a chunk's objects: the canonical comes last, and implies the others."""
         check_is_chunk(chunk)
         expires = self._expiry(ttl)
+
         for value in chunk.kv.values():
             if not getattr(value, "is_fully_addressable", True):
                 raise InputError(
                     "store: got kv that other processes have a part of; expected all of it here (or save_arrays)"
                 )
+
         jobs: list[tuple[Name, Callable[[], Blob], int]] = []
         if chunk.encoder is not None:
             make = functools.partial(encoder_blob, chunk.id, chunk.backbone, chunk.encoder, expires)
