@@ -231,8 +231,8 @@ def _answers(rows: Rows) -> Iterator[str]:
         lines = [[arm, *(_share(rows, arm, *column) for column in run.values())] for arm in arms]
         counts = ", ".join(_counts(rows, list(dict.fromkeys(probe for probe, _ in run.values()))))
         yield (
-            "Shares of greedy tokens up to the first that differs from re-prefill's, of continuations that agree whole, "
-            "of right answers (of coreference, of right choices between two names), and of answers that agree with "
+            "Shares of greedy tokens up to the first that differs from re-prefill's, of continuations that agree, of "
+            "right answers (for coreference, of right choices between two names), and of answers that agree with "
             f"re-prefill's. {counts}."
         )
         yield markdown_table(["arm", *run], lines)
