@@ -22,10 +22,10 @@ print(f"the page: {page.nbytes} bytes of KV; its patch: {patch.nbytes} bytes")
 
 # Later the same two images stand elsewhere. No forward pass: one rotation each, and the patch for the page.
 start = 30
-legend_kv = kvp.apply_patch(legend, None, start)
+legend_kv = kvp.apply_patch(kvp.Placed(legend, None, start))
 page_start = start + legend.span
-blind = kvp.apply_patch(page, None, page_start)
-patched = kvp.apply_patch(page, patch, page_start, antecedent=[legend.id])
+blind = kvp.apply_patch(kvp.Placed(page, None, page_start))
+patched = kvp.apply_patch(kvp.Placed(page, patch, page_start, antecedent=[legend.id]))
 
 
 def answer(question: str, page_kv: dict) -> str:

@@ -9,7 +9,8 @@ Chunks, from a model:
 
 Patches:
   form_patch          thin factors of what a chunk absorbed from those in front of it
-  apply_patch         the chunk at another position, with its patch or (blind) without
+  Placed              a chunk at a position behind an antecedent, with its patch or (blind) without
+  apply_patch         the KV of what was placed, in the engine frame
   accumulate, orbit_patch            one patch for every order of those in front
   removal_patch                      for a chunk that stays when one in front of it leaves
   correction_patch, update_patch     what a stored patch lacks, and folding it in
@@ -64,6 +65,7 @@ from .core import (
 from .core import ops as ops
 from .core import rope as rope
 from .patching import (
+    Placed,
     accumulate,
     apply_patch,
     conditioned,
@@ -98,6 +100,7 @@ __all__ = [
     "KVLayout",
     "Patch",
     "PatchMetadata",
+    "Placed",
     "Rope",
     "Session",
     "Sessions",

@@ -52,11 +52,11 @@ class _PlacingCase:
         self.slots = rng.permutation(pages * PAGE_SIZE)[:tokens].astype(np.int32)
 
     def apply(self, patch: kvp.Patch | None) -> Any:
-        return kvp.apply_patch(self.chunk, patch, 7, () if patch is None else ("other",))
+        return kvp.apply_patch(kvp.Placed(self.chunk, patch, 7, () if patch is None else ("other",)))
 
     def splice(self, patch: kvp.Patch | None) -> Any:
         antecedent = () if patch is None else ("other",)
-        self.pool = kvp.pool.splice(self.pool, self.slots, self.chunk, patch, 7, antecedent)
+        self.pool = kvp.pool.splice(self.pool, self.slots, kvp.Placed(self.chunk, patch, 7, antecedent))
         return self.pool
 
 

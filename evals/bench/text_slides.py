@@ -133,14 +133,14 @@ class TextSlides:
         starts = np.tile(places, self.rows)
         patch = kvp.form_patch(chunk, _stacked(target), max(sizes.ranks), antecedent, dense=False)
         for rank in sizes.ranks:
-            served = kvp.apply_patch(chunk, kvp.truncate(patch, rank), starts, antecedent)
+            served = kvp.apply_patch(kvp.Placed(chunk, kvp.truncate(patch, rank), starts, antecedent))
             yield f"canonical, patch of rank {rank}", self._unstacked(served)
 
         base = _stacked(kept)
         patch = kvp.removal_patch(chunk, _stacked(target), base, max(sizes.removal_ranks), antecedent, gone)
         for rank in sizes.removal_ranks:
             smaller = kvp.truncate(patch, {name: rank for name, whole in patch.ranks.items() if whole is not None})
-            served = kvp.apply_patch(chunk, smaller, starts, antecedent, base=base, base_antecedent=gone)
+            served = kvp.apply_patch(kvp.Placed(chunk, smaller, starts, antecedent, base=base, base_antecedent=gone))
             yield f"kept, removal patch of rank {rank}", self._unstacked(served)
 
     # ---------------------------------------------------------------------------------------------- forwards

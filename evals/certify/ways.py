@@ -17,7 +17,7 @@ from kvpatch_jax.patching import Accumulated, orders_of
 from kvpatch_jax.plan import Promise
 from kvpatch_jax.repair import SplicedCache, cacheblend, fraction_to_count
 
-from ..probes.repair import leading
+from ..arms import leading
 from ..probes.window.image_sequence import KV, AgentLoop, Image, ImageSequence, bucket, cut, filled, on_host
 from .windows import Windows
 

@@ -101,7 +101,9 @@ class Passages:
 
     def serve(self, patch: kvp.Patch | None = None, stale: bool = False) -> dict[str, Array]:
         """Makes the cache with the canonicals moved and patched."""
-        return self.cache(kvp.apply_patch(self.chunk, patch, self.start, self.antecedent, allow_stale=stale))
+        return self.cache(
+            kvp.apply_patch(kvp.Placed(self.chunk, patch, self.start, self.antecedent, allow_stale=stale))
+        )
 
     def patch(self, rank: int, conditioned: KV | None = None) -> kvp.Patch:
         """Forms the passages' patch by a full SVD, of this conditioned KV or their own; lower ranks are its slices."""

@@ -129,4 +129,6 @@ def slide(backbone: Any, plan: SuitePlan, documents: Sequence[Document]) -> Iter
 def _without_removed(of: Passages, kept: KV) -> KV:
     """Serves the passages kept with a removal patch of what left, formed from the reference."""
     patch = kvp.removal_patch(of.chunk, of.conditioned, dict(kept), rank_of(of), ["left"], ["gone", "left"])
-    return kvp.apply_patch(of.chunk, patch, of.start, ["left"], base=dict(kept), base_antecedent=["gone", "left"])
+    return kvp.apply_patch(
+        kvp.Placed(of.chunk, patch, of.start, ["left"], base=dict(kept), base_antecedent=["gone", "left"])
+    )

@@ -2,7 +2,7 @@
 
 from .antecedent import EXACT as EXACT
 from .antecedent import Antecedent as Antecedent
-from .antecedent import Behind as Behind
+from .antecedent import AntecedentLike as AntecedentLike
 from .antecedent import Member as Member
 from .antecedent import antecedent_of as antecedent_of
 from .checksum import bits_of as bits_of

@@ -172,7 +172,7 @@ def _unlike_set(found: Antecedent, wanted: Antecedent) -> str | None:
     return None
 
 
-Behind = Sequence[str | Chunk | Member] | Antecedent
+AntecedentLike = Sequence[str | Chunk | Member] | Antecedent
 """What public functions take as an antecedent."""
 
 

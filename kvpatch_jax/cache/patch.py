@@ -13,7 +13,7 @@ from jaxtyping import Array
 from ..core import ChannelFactors, Heads, KVLayout, Leaf, PatchFrame, Quantised, Rope, is_low_rank
 from ..errors import InputError, PatchMismatchError, ShapeError, StalePatchError
 from ..utils.kinds import expect_kind
-from .antecedent import Antecedent, Behind, Member, antecedent_of
+from .antecedent import Antecedent, AntecedentLike, Member, antecedent_of
 from .checksum import examine
 from .chunk import Chunk, brief
 from .content import names_of
@@ -366,8 +366,8 @@ def check_stamp(
     patch: Patch,
     chunk: Chunk,
     start: np.ndarray | jax.Array,
-    antecedent: Behind,
-    base_antecedent: Behind | None,
+    antecedent: AntecedentLike,
+    base_antecedent: AntecedentLike | None,
     allow_stale: bool,
 ) -> None:
     """Raises PatchMismatchError or StalePatchError, with found and expected values, where a patch does not belong.

@@ -17,8 +17,8 @@ from .layout import Start as Start
 from .layout import as_start as as_start
 from .layout import chunk_start as chunk_start
 from .layout import on_device as on_device
-from .layout import placed as placed
 from .layout import relocate as relocate
+from .layout import rotate_kv as rotate_kv
 from .layout import to_engine as to_engine
 from .layout import to_local as to_local
 from .layout import to_phase_free as to_phase_free

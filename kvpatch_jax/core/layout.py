@@ -249,7 +249,7 @@ def _with_still(layout: KVLayout, turned: dict[str, Array], kv: KV) -> dict[str,
     return {name: turned[name] if name in turned else on_device(kv[name]) for name in layout.names}
 
 
-def placed(layout: KVLayout, kv: KV, local: Positions, start: AnyArray, back: bool = False) -> dict[str, Array]:
+def rotate_kv(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool = False) -> dict[str, Array]:
     """Runs `to_engine`, or with `back` `to_phase_free`, on what was checked already; start is from `as_start`."""
     turned = jitted_place(layout, _turning(layout, kv), local, start, back=back)
     return _with_still(layout, turned, kv)
@@ -261,7 +261,7 @@ def _checked(layout: KVLayout, kv: KV, local: Positions, start: Start, back: boo
     start = as_start(layout.rope, start)
     check_places(layout, kv, local, start)
     check_positions(layout.rope, local, start)
-    return placed(layout, kv, local, start, back)
+    return rotate_kv(layout, kv, local, start, back)
 
 
 def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> EngineKV:
@@ -293,7 +293,7 @@ def to_phase_free(layout: KVLayout, kv: KV, local: Positions, start: Start = 0) 
     """Turns keys of the engine frame (at start 0: local frame) back: inverts `to_engine`, attention scaling included.
 
     The result has kv's dtype. Keys that an engine cached in bfloat16 are rounded again by that, and once more where
-    they are placed: given in float32, they come back bit by bit (`engines.splice_ragged` takes such chunks).
+    they are placed: given in float32, they come back bit by bit (`pool.RAGGED.splice` takes such chunks).
 
     Raises:
       As `to_engine`. FrameError: kv that is phase-free already.

@@ -1,9 +1,6 @@
 """Forms, applies, updates and compresses the patches of chunks."""
 
 from .apply import apply_patch as apply_patch
-from .apply import form_patch as form_patch
-from .apply import operator_call as operator_call
-from .apply import removal_patch as removal_patch
 from .basis import Basis as Basis
 from .basis import check_in_basis as check_in_basis
 from .basis import coefficients as coefficients
@@ -18,15 +15,18 @@ from .compress import Rank as Rank
 from .compress import keep_layers as keep_layers
 from .compress import quantise as quantise
 from .compress import truncate as truncate
-from .form import Method as Method
-from .form import arrays_of as arrays_of
-from .form import choose_ranks as choose_ranks
-from .form import factor_dtype as factor_dtype
+from .factors import Method as Method
+from .factors import arrays_of as arrays_of
+from .factors import choose_ranks as choose_ranks
+from .factors import factor_dtype as factor_dtype
+from .form import form_patch as form_patch
 from .gate import divergence as divergence
 from .gate import reuse_curve as reuse_curve
 from .orbit import Accumulated as Accumulated
 from .orbit import accumulate as accumulate
 from .orbit import orbit_patch as orbit_patch
 from .orbit import orders_of as orders_of
+from .placed import Placed as Placed
+from .removal import removal_patch as removal_patch
 from .update import correction_patch as correction_patch
 from .update import update_patch as update_patch

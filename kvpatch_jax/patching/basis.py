@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..cache import Behind, Chunk, Patch, PatchMetadata, antecedent_of, examine, fingerprint_of, same_storage
+from ..cache import AntecedentLike, Chunk, Patch, PatchMetadata, antecedent_of, examine, fingerprint_of, same_storage
 from ..core import AnyArray, Factors, KVLayout, is_low_rank, ops, value_of
 from ..errors import InputError, PatchMismatchError, RankError, ShapeError
 from .compress import Rank, finite_factors
-from .form import KVArrays, arrays_of, check_conditioned, check_layers, factor_dtype, metadata_of
+from .factors import KVArrays, arrays_of, check_conditioned, check_layers, factor_dtype, metadata_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -128,7 +128,7 @@ def form_in_basis(
     chunk: Chunk,
     conditioned: KVArrays,
     basis: Basis,
-    antecedent: Behind,
+    antecedent: AntecedentLike,
     rank: int | None = None,
     *,
     layers: Iterable[int] | None = None,

@@ -1,160 +1,128 @@
-"""From a deficit to a patch: what is checked before factors are formed, their ranks, and their metadata."""
+"""Forming the patch of a chunk behind an antecedent. Checks here, arithmetic in `core.ops`.
 
-import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+Kamera §3 and App. A, with one change: the deficit is taken and added before the rotation, in the phase-free frame, so
+that one patch serves every position at a lower rank. ``frame="engine"`` keeps the paper's order as a control.
+"""
+
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+import numpy as np
+from jaxtyping import Array, Key
 
-from ..cache import Antecedent, Base, Chunk, Patch, PatchMetadata, check_finite, check_is_chunk, content_of
-from ..core import AnyArray, FormPlan, Heads, expect_frame, on_device, ops
-from ..errors import InputError, RankError, ShapeError
-from .compress import Rank, check_whole_ranks, finite_factors
-
-Method = Literal["randomised", "exact"]
-KVArrays = Mapping[str, Float[AnyArray, "L *B T _ _"]]
-
-
-def arrays_of(kv: KVArrays) -> dict[str, Array]:
-    """Turns KV into a plain dictionary of jax arrays."""
-    return {name: on_device(value) for name, value in kv.items()}
-
-
-def check_alike(chunk: Chunk, kv: KVArrays, what: str) -> None:
-    """Refuses KV that is not of a chunk's frame, layout and shape. Looks at no value.
-
-    Raises:
-      InputError: no chunk. FrameError, LayoutError, ShapeError, DtypeError: the KV.
-    """
-    check_is_chunk(chunk)
-    what = f"{what} of chunk {chunk.id!r}"
-    expect_frame(kv, what, "phase_free")
-    chunk.layout.check(kv, what)
-    for name, value in kv.items():
-        if value.shape != chunk.kv[name].shape:
-            raise ShapeError(f"{what}[{name!r}]: shape {value.shape}; expected the chunk's {chunk.kv[name].shape}")
+from ..cache import AntecedentLike, Chunk, Patch, antecedent_of
+from ..core import Angles, FormPlan, Heads, PatchFrame, Start, as_start, chunk_start, ops
+from ..errors import InputError
+from .basis import Basis, form_in_basis
+from .compress import Rank
+from .factors import (
+    KVArrays,
+    Method,
+    arrays_of,
+    check_conditioned,
+    check_layers,
+    checked_patch,
+    choose_ranks,
+    factor_dtype,
+    metadata_of,
+)
 
 
-def check_conditioned(chunk: Chunk, conditioned: KVArrays, what: str = "conditioned KV") -> None:
-    """Refuses KV that is not of a chunk's frame, layout and shape, or not finite.
+def form_patch(
+    chunk: Chunk,
+    conditioned: KVArrays,
+    rank: Rank,
+    antecedent: AntecedentLike,
+    *,
+    heads: Heads = "joint",
+    method: Method = "randomised",
+    key: Key[Array, ""] | None = None,
+    layers: Iterable[int] | None = None,
+    shared_left: bool = False,
+    dense: bool = True,
+    frame: PatchFrame = "phase_free",
+    start: Start | None = None,
+    angles: Angles | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    basis: Basis | None = None,
+) -> Patch:
+    """Forms the patch of a chunk behind an antecedent: thin factors of KV(B|A) − KV(B|∅). Kamera App. A.
 
-    Raises:
-      As `check_alike`. NotFiniteError: NaN or infinity.
-    """
-    check_alike(chunk, conditioned, what)
-    check_finite(conditioned, f"{what} of chunk {chunk.id!r}")
-
-
-def check_layers(layers: Iterable[int] | None, total: int) -> tuple[int, ...]:
-    """Sorts the layers that a patch is to cover; all of `total` for None.
-
-    Raises:
-      InputError: none, or layers out of range.
-    """
-    if layers is None:
-        return tuple(range(total))
-    kept = tuple(sorted({int(layer) for layer in layers}))
-    if not kept or kept[0] < 0 or kept[-1] >= total:
-        raise InputError(f"patch: layers {kept}; expected some of 0 to {total - 1}")
-    return kept
-
-
-def choose_ranks(
-    chunk: Chunk, rank: Rank, heads: Heads = "joint", shared_left: bool = False, dense: bool = True
-) -> tuple[tuple[tuple[str, int | None], ...], tuple[tuple[str, int], ...] | None]:
-    """Settles every channel's rank.
-
-    A rank that the chunk's tokens or the features do not have is brought down to what they do: the whole deficit.
-
-    Returns:
-      (channel, rank or None for dense) of the channels that get a patch; and (channel, rank) where a larger rank was
-      asked for, None where none was.
+    Args:
+      chunk: the canonical. Of a batch of chunks, the patch is a batch too: B stands behind L in every factor.
+      conditioned: KV(B|A), phase-free, {channel: [L, T, K, H]} or [L, B, T, K, H], of the chunk's shapes.
+      rank: M for every channel, or one per channel (0, or leaving a channel out, gives it no patch). At most min(T, F):
+        more is brought down to that, and `metadata.asked` says so.
+      antecedent: what stood in front, in order: chunks, ids, or members that say how they were served. Ids and chunks
+        mean that each was served exactly.
+      heads: one factorisation over all KV heads, or one per head.
+      method: "randomised" (deterministic by `key`) or "exact".
+      key: a typed PRNG key; None is `jax.random.key(0)`.
+      layers: layers to patch; None for all.
+      shared_left: one left factor for all channels.
+      dense: store a channel's deficit as it is where factors would not be smaller, M·(T + F) ≥ T·F. False keeps
+        factors, of which `truncate` makes smaller ranks.
+      frame: "phase_free", or "engine" for the paper's order, which holds only at `start`.
+      start: where the engine-frame patch is to be applied.
+      angles: "exact" or "float32" in place of the layout's, for the engine frame.
+      dtype: of the factors; None is the chunk's.
+      basis: directions that patches of this backbone share (`basis.fit_basis`): the patch has coefficients alone, of
+        the first `rank` of them. For joint heads in the phase-free frame; `method`, `key`, `dense` do not matter then.
 
     Raises:
-      RankError: a rank below 1, or unequal ranks for a shared left factor. LayoutError: a channel that is not there.
+      RankError: a rank below 1. LayoutError, ShapeError, DtypeError, NotFiniteError: `conditioned` or the chunk do not
+      fit. InputError: layers out of range, an engine frame without start, or a basis with what it is not for.
+      PatchMismatchError: a basis of another backbone or layout.
     """
-    layout = chunk.layout
-    check_whole_ranks(rank, "patch")
-    if isinstance(rank, Mapping):
-        for name in rank:
-            layout.channel(name)
-        wanted = {name: int(rank[name]) for name in layout.names if rank.get(name, 0) != 0}
-    else:
-        wanted = dict.fromkeys(layout.names, int(rank))
-    if shared_left and (heads == "separate" or len(set(wanted.values())) > 1):
-        raise RankError(
-            f"patch: ranks {wanted} with heads {heads!r}; expected one rank and joint heads for a shared left"
+    if basis is not None:
+        if (heads, frame, shared_left) != ("joint", "phase_free", False) or not isinstance(rank, int | np.integer):
+            raise InputError(
+                f"patch: heads {heads!r}, frame {frame!r}, shared_left {shared_left}, rank {rank} with a basis; "
+                "expected 'joint', 'phase_free', no shared left factor, one rank"
+            )
+        return form_in_basis(chunk, conditioned, basis, antecedent, rank, layers=layers, dtype=dtype)
+    check_conditioned(chunk, conditioned)
+    behind = antecedent_of(antecedent)
+    layout = chunk.layout.with_angles(angles)
+    if (frame == "engine") != (start is not None):
+        raise InputError(
+            f"patch: frame {frame!r}, start {start}; expected a start with the engine frame, and only then"
         )
+    place = as_start(layout.rope, 0) if start is None else chunk_start(layout.rope, start, None, "patch")
+    kept = check_layers(layers, layout.layers)
+    ranks, asked = choose_ranks(chunk, rank, heads, shared_left, dense)
 
-    together = sum(layout.channel(name).features for name in wanted)
-    chosen: list[tuple[str, int | None]] = []
-    beyond: list[tuple[str, int]] = []
-    for name, size in wanted.items():
-        if size < 1:
-            raise RankError(f"patch: rank {size} for channel {name!r}; expected at least 1")
-        channel = layout.channel(name)
-        side = channel.width if heads == "separate" else channel.features
-        side = together if shared_left else side
-        if size > min(chunk.length, side):
-            beyond.append((name, size))
-            size = min(chunk.length, side)
-        smaller = size * (chunk.tokens + side) < chunk.tokens * side
-        chosen.append((name, size if smaller or not dense else None))
-    return tuple(chosen), tuple(beyond) or None
-
-
-def factor_dtype(chunk: Chunk, dtype: jax.typing.DTypeLike | None) -> str:
-    """Names the dtype of a patch's factors: the chunk's, where none is asked for."""
-    return jnp.dtype(next(iter(chunk.kv.values())).dtype if dtype is None else dtype).name
-
-
-def metadata_of(
-    chunk: Chunk, base: Base, antecedent: Antecedent, base_antecedent: Antecedent | None = None, **more: Any
-) -> PatchMetadata:
-    """Writes the metadata of a patch that is formed of a chunk now, of all layers; `more` are further fields."""
-    given: dict[str, Any] = {"layout": chunk.layout, "layers": tuple(range(chunk.layout.layers))} | more
-    if base_antecedent is not None:
-        given |= {"base_antecedent": base_antecedent.ids, "base_members": base_antecedent.members}
-    return PatchMetadata(
-        chunk=chunk.id,
-        base=base,
-        antecedent=antecedent.ids,
-        members=antecedent.members,
-        backbone=chunk.backbone,
-        content=content_of(chunk),
-        lead=chunk.lead,
-        local=chunk.places,
-        **given,
+    plan = FormPlan(
+        ranks=ranks,
+        heads=heads,
+        method=method,
+        layers=None if len(kept) == layout.layers else kept,
+        shared_left=shared_left,
+        frame=frame,
+        dtype=factor_dtype(chunk, dtype),
+    )
+    factors = ops.jitted_form(
+        layout,
+        arrays_of(conditioned),
+        arrays_of(chunk.kv),
+        jnp.int32(chunk.length),
+        jax.random.key(0) if key is None else key,
+        jnp.asarray(chunk.local),
+        place,
+        plan=plan,
     )
 
-
-def from_deficit(
-    chunk: Chunk,
-    delta: Mapping[str, Float[Array, "L *B T _ _"]],
-    rank: Rank,
-    metadata: PatchMetadata,
-    method: Method,
-    key: Key[Array, ""] | None,
-    dtype: jax.typing.DTypeLike | None,
-) -> Patch:
-    """Forms a joint-head, phase-free patch from a deficit that is at hand.
-
-    Raises:
-      RankError, LayoutError: as `choose_ranks`. NotFiniteError: factors beyond the dtype's range.
-    """
-    ranks, asked = choose_ranks(chunk, rank)
-    plan = FormPlan(ranks=ranks, method=method, dtype=factor_dtype(chunk, dtype))
-    key = jax.random.key(0) if key is None else key
-    factors = ops.jitted_factorise(dict(delta), key, jnp.int32(chunk.length), plan=plan)
-    return checked_patch(factors, dataclasses.replace(metadata, asked=asked), plan)
-
-
-def checked_patch(factors: ops.Factors, metadata: PatchMetadata, plan: FormPlan) -> Patch:
-    """Makes a patch of new factors, after a look at every one of them.
-
-    Raises:
-      NotFiniteError: factors beyond the dtype's range.
-    """
-    return Patch(finite_factors(factors, f"factors of chunk {metadata.chunk!r} in {plan.dtype}"), metadata)
+    metadata = metadata_of(
+        chunk,
+        "canonical",
+        behind,
+        layout=layout,
+        layers=kept,
+        heads=heads,
+        shared_left=shared_left,
+        frame=frame,
+        start=None if start is None else tuple(int(number) for number in np.asarray(place).ravel()),
+        asked=asked,
+    )
+    return checked_patch(factors, metadata, plan)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from ..cache import Antecedent, Behind, Chunk, Member, Patch, antecedent_of
+from ..cache import Antecedent, AntecedentLike, Chunk, Member, Patch, antecedent_of
 from ..core import AnyArray
 from ..errors import InputError, ShapeError
 
@@ -33,7 +33,7 @@ class PatchCandidate(NamedTuple):
 
 
 def candidates(
-    patches: Sequence[Patch], wanted: Behind, *, allow_stale: bool = False, pooled: Pooled | None = None
+    patches: Sequence[Patch], wanted: AntecedentLike, *, allow_stale: bool = False, pooled: Pooled | None = None
 ) -> list[PatchCandidate]:
     """Lists the patches that may be served behind an antecedent; the rest, ranked, only where that is allowed.
 
@@ -55,7 +55,9 @@ def candidates(
     return sorted(found, key=lambda each: (each.differs is not None, each.divergence, -each.patch.nbytes))
 
 
-def divergence(stored: Behind, wanted: Behind, *, orbit: bool = False, pooled: Pooled | None = None) -> float:
+def divergence(
+    stored: AntecedentLike, wanted: AntecedentLike, *, orbit: bool = False, pooled: Pooled | None = None
+) -> float:
     """Computes how far two antecedents are apart: 0 for the same, 1 where nothing of one is in the other.
 
     It is 1 − (1 − c)(1 − o/2)(1 − s/2). Here c is the share of chunks that are not in both (of all of both), o the

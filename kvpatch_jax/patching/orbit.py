@@ -12,14 +12,14 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from ..backbone import Backbone, Tokens
-from ..cache import Antecedent, Behind, Chunk, Patch, antecedent_of
+from ..cache import Antecedent, AntecedentLike, Chunk, Patch, antecedent_of
 from ..core import AnyArray, PhaseFreeKV, ops
 from ..errors import InputError, PatchMismatchError, ShapeError
 from ..utils.kinds import expect_kind
 from .canonical import conditioned as conditioned_kv
 from .canonical import unit_tokens
 from .compress import Rank
-from .form import KVArrays, Method, arrays_of, check_conditioned, from_deficit, metadata_of
+from .factors import KVArrays, Method, arrays_of, check_conditioned, from_deficit, metadata_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -44,7 +44,7 @@ def _named(members: Antecedent | None) -> str:
 
 
 def accumulate(
-    acc: Accumulated | None, conditioned: KVArrays, chunk: Chunk, antecedent: Behind | None = None
+    acc: Accumulated | None, conditioned: KVArrays, chunk: Chunk, antecedent: AntecedentLike | None = None
 ) -> Accumulated:
     """Adds one ordering's deficit to a running sum (None starts it). Kamera §5, the orbit patch.
 
@@ -91,7 +91,7 @@ def _check_same_chunk(first: Chunk, second: Chunk) -> None:
 def orbit_patch(
     acc: Accumulated,
     rank: Rank,
-    antecedent: Behind | None = None,
+    antecedent: AntecedentLike | None = None,
     *,
     method: Method = "randomised",
     key: Key[Array, ""] | None = None,
@@ -158,7 +158,7 @@ def orders_of(count: int, most: int = 24, *, seed: int = 0, hold_out: Iterable[S
 
 def form_orbit(
     chunk: Chunk,
-    antecedent: Behind,
+    antecedent: AntecedentLike,
     conditioned_behind: Callable[[Order], KVArrays],
     rank: Rank,
     *,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from ..cache import (
-    Behind,
+    AntecedentLike,
     Chunk,
     Patch,
     PatchMetadata,
@@ -21,7 +21,7 @@ from ..cache import (
 from ..core import ChannelFactors, is_low_rank, ops, value_of
 from ..errors import PatchMismatchError, RankError
 from .compress import Rank, quantise
-from .form import KVArrays, Method, arrays_of, check_conditioned, from_deficit, metadata_of
+from .factors import KVArrays, Method, arrays_of, check_conditioned, from_deficit, metadata_of
 
 
 def correction_patch(
@@ -29,7 +29,7 @@ def correction_patch(
     patch: Patch,
     conditioned: KVArrays,
     rank: Rank,
-    antecedent: Behind,
+    antecedent: AntecedentLike,
     *,
     method: Method = "randomised",
     key: Key[Array, ""] | None = None,

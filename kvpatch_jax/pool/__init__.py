@@ -2,7 +2,11 @@
 
 from ..core.paging import Pool as Pool
 from ..core.paging import check_pool as check_pool
-from .engine_pages import check_dtype as check_dtype
+from .page_format import JOINED as JOINED
+from .page_format import LATENT as LATENT
+from .page_format import RAGGED as RAGGED
+from .page_format import PageFormat as PageFormat
+from .page_format import check_dtype as check_dtype
 from .pool import SlotAllocator as SlotAllocator
 from .pool import compaction_moves as compaction_moves
 from .pool import make_pool as make_pool

@@ -1,7 +1,7 @@
-"""Page layouts of other engines: as views of a pool {channel: [L, P, O, K, H]}, and in place.
+"""Page formats of other engines, made of a pool {channel: [L, P, O, K, H]} and back.
 
-Every round trip keeps every bit. `splice_ragged`, `splice_joined` and `splice_latent` write chunks into an engine's own
-pages, `rotate_…` turn keys there and `read_…` take tokens out, without converting any page that is not theirs.
+Every round trip keeps every bit. `RAGGED`, `JOINED` and `LATENT` write chunks into an engine's own pages (`splice`),
+rotate keys there and read tokens out, without converting any page that is not theirs.
 
 jax's paged attention reads k and v apart, heads outermost. jax's ragged paged attention (TPU) reads them interleaved,
 K0 V0 K1 V1 …, each padded to a multiple of 128 lanes; tpu-inference's for heads of 64 reads k and v of a head joined in
@@ -17,15 +17,6 @@ from pallas_kernels.splice import LANES, padded_width
 
 from ..core import KVLayout, Pool, check_pool, trimmed
 from ..errors import LayoutError, ShapeError
-from .engine_pages import read_joined as read_joined
-from .engine_pages import read_latent as read_latent
-from .engine_pages import read_ragged as read_ragged
-from .engine_pages import rotate_joined as rotate_joined
-from .engine_pages import rotate_latent as rotate_latent
-from .engine_pages import rotate_ragged as rotate_ragged
-from .engine_pages import splice_joined as splice_joined
-from .engine_pages import splice_latent as splice_latent
-from .engine_pages import splice_ragged as splice_ragged
 
 
 def _pad(value: Array, lanes: int) -> Array:

@@ -15,9 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import splice as splice_kernel
 from pallas_kernels.splice import check_slots
 
-from ..cache import Behind, Chunk, Patch, check_is_chunk
 from ..core import (
-    Angles,
     AnyArray,
     KVLayout,
     Pool,
@@ -37,8 +35,8 @@ from ..core import (
     trimmed,
 )
 from ..errors import DtypeError, PoolError, ShapeError
-from ..patching import operator_call
-from ..utils.kinds import is_whole
+from ..patching import Placed
+from ..utils.kinds import expect_kind, is_whole
 
 
 def make_pool(
@@ -63,18 +61,7 @@ def make_pool(
 
 
 def splice(
-    pool: Pool,
-    slots: Slots,
-    chunk: Chunk,
-    patch: Patch | None,
-    start: Start,
-    antecedent: Behind = (),
-    *,
-    base: Mapping[str, Float[AnyArray, "L T _ _"]] | None = None,
-    base_antecedent: Behind = (),
-    allow_stale: bool = False,
-    angles: Angles | None = None,
-    allocator: "SlotAllocator | None" = None,
+    pool: Pool, slots: Slots, placed: Placed, *, allocator: "SlotAllocator | None" = None
 ) -> dict[str, Float[Array, "L P O _ _"]]:
     """Writes R(start + local) · (KV + u v) into the pool, in place: `apply_patch`, with pages for a destination.
 
@@ -83,42 +70,35 @@ def splice(
         slots that are named becomes zero.
       slots: int32 [T] of the chunk's padded length, in any order; those from the chunk's length on are not looked at
         and their tokens are written nowhere.
-      chunk: one, without a batch axis.
-      patch, start, antecedent, base, base_antecedent, allow_stale, angles: as in `apply_patch`.
+      placed: one chunk, without a batch axis.
       allocator: the pool's books. With them, slots that are written must have exactly one owner: what several share is
         not overwritten. Without, whoever calls sees to that.
 
     Raises:
       KernelSlotError: a slot out of range, or named twice. PoolError: slots that by the books are shared or nobody's;
-      or a pool that was donated. DtypeError: the chunk's dtype is not the pool's. ShapeError:
-      slots that are not one per token. KernelShapeError: a rank beyond a channel's width. Else as `apply_patch`. All of
-      it before anything is written.
+      or a pool that was donated. DtypeError: the chunk's dtype is not the pool's. ShapeError: a batch of chunks, or
+      slots that are not one per token. KernelShapeError: a rank beyond a channel's width. LayoutError: another pool
+      than the layout's. All of it before anything is written.
     """
-    check_is_chunk(chunk)
-    slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
-    _check_splice(pool, slots, chunk, chunk.kv if base is None else base)
-    if allocator is not None:
-        allocator.check_sole_owner(slots[: chunk.length], pool)
-    call = operator_call("splice", chunk, patch, start, antecedent, base, base_antecedent, allow_stale, angles)
-    own = held_arrays(chunk.layout, pool)
-    slots = slots.astype(np.int32, copy=False)
-    length = np.int32(chunk.length)
-    return jitted_splice(
-        call.layout, own, slots, call.kv, call.factors, chunk.local, call.start, length, **call.options
-    )
-
-
-def _check_splice(pool: Pool, slots: Slots, chunk: Chunk, kv: Mapping[str, AnyArray]) -> None:
+    expect_kind(placed, Placed, "splice", "a Placed: a chunk, its patch, a start and an antecedent")
+    chunk = placed.chunk
     if chunk.batch is not None:
         raise ShapeError(f"splice: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk")
     pages, page_size = check_pool(chunk.layout, pool)
-    chunk.layout.check(kv, f"kv of chunk {chunk.id!r}")
-    for name, value in kv.items():
+    for name, value in (chunk.kv if placed.base is None else placed.base).items():
         if value.dtype != pool[name].dtype:
             raise DtypeError(f"splice: {name!r} of dtype {value.dtype}; expected the pool's {pool[name].dtype}")
+    slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
     if slots.dtype.kind in "iu" and slots.shape != (chunk.tokens,):
         raise ShapeError(f"splice: slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
     check_slots(slots, pages * page_size, chunk.length)
+    if allocator is not None:
+        allocator.check_sole_owner(slots[: chunk.length], pool)
+
+    own = held_arrays(chunk.layout, pool)
+    slots, length = slots.astype(np.int32, copy=False), np.int32(chunk.length)
+    arrays = (slots, placed.kv, placed.factors, chunk.local, placed.start, length)
+    return jitted_splice(placed.layout, own, *arrays, **placed.options)
 
 
 def _splice(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..core import Buckets, EngineKV, Factors, KVLayout, Paged, PhaseFreeKV, as_start, placed
+from ..core import Buckets, EngineKV, Factors, KVLayout, Paged, PhaseFreeKV, as_start, rotate_kv
 from ..errors import InputError, PoolLostError
 from ..pool import make_pool, trimmed
 from . import programs
@@ -132,7 +132,7 @@ class PagedPool:
         slots = np.asarray(grown(piece.slots, 0, size))
         rows = trimmed(self.layout, programs.read_rows(self.vectors, slots).engine)
         start = np.asarray(as_start(self.layout.rope, piece.start))
-        return placed(self.layout, rows, grown(piece.local, 0, size), start, back=True)
+        return rotate_kv(self.layout, rows, grown(piece.local, 0, size), start, back=True)
 
     def read(self, slots: Int[np.ndarray, " T"]) -> programs.SavedRows:
         """Returns the vectors at slots, padded to their bucket, as they are."""

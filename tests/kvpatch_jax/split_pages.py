@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import KVPatchError
-from kvpatch_jax.pool import engine_pages
+from kvpatch_jax.pool import page_format
 from kvpatch_jax.serving.vllm import ChunkStep, ConnectorConfig, PromptSegment
 from kvpatch_jax.serving.vllm.messages import ChunkPayload, LoadCommand, StepCommands, slots_of
 from kvpatch_jax.serving.vllm.worker_side import WorkerSide
@@ -48,19 +48,8 @@ CASES = {
 }
 
 
-class Kind(NamedTuple):
-    """The three functions of a form."""
-
-    splice: Any
-    rotate: Any
-    read: Any
-
-
-def kind_of(case: Case) -> Kind:
-    own = kvp.engines
-    if case.width == 64:
-        return Kind(own.splice_joined, own.rotate_joined, own.read_joined)
-    return Kind(own.splice_ragged, own.rotate_ragged, own.read_ragged)
+def format_of(case: Case) -> kvp.pool.PageFormat:
+    return kvp.pool.JOINED if case.width == 64 else kvp.pool.RAGGED
 
 
 def parts_of(case: Case, devices: int) -> list[list[int]]:
@@ -173,20 +162,20 @@ class Recorder:
 
 def recorded(name: str, call):
     """What a call gives, and what its program does."""
-    jitted = getattr(engine_pages, name)
+    jitted = getattr(page_format, name)
     recorder = Recorder(jitted)
-    setattr(engine_pages, name, recorder)
+    setattr(page_format, name, recorder)
     try:
         found = call()
     finally:
-        setattr(engine_pages, name, jitted)
+        setattr(page_format, name, jitted)
     (noted,) = recorder.noted
     return found, noted
 
 
 def found_of(case: Case) -> dict:
     """A chunk spliced, keys turned and tokens read, over devices and on one."""
-    kind, layout, sharding = kind_of(case), layout_of(case), sharding_of(case.devices)
+    kind, layout, sharding = format_of(case), layout_of(case), sharding_of(case.devices)
     chunk, patch = chunk_of(case)
     slots, written = np.where(np.arange(TOKENS) < LENGTH, SLOTS, -1), SLOTS[:LENGTH]
     dtype = jnp.dtype(case.dtype)
@@ -205,7 +194,7 @@ def found_of(case: Case) -> dict:
         }
 
     pages = placed(over, sharding)
-    call = lambda pages, slots: kind.splice(pages, slots, chunk, patch, 7, ("A",))
+    call = lambda pages, slots: kind.splice(pages, slots, kvp.Placed(chunk, patch, 7, ("A",)))
     result, noted = recorded("jitted_splice", lambda: call(pages, slots))
     one = flat(host(call([jnp.asarray(layer) for layer in alone], slots)))
     expected = flat(over).copy()
@@ -214,7 +203,7 @@ def found_of(case: Case) -> dict:
     compare("splice", result, pages, expected, noted)
 
     pages, offset = placed(over, sharding), np.arange(LENGTH) * 3 - 40
-    result, noted = recorded("jitted_turn", lambda: kind.rotate(layout, pages, written, offset))
+    result, noted = recorded("jitted_rotate", lambda: kind.rotate(layout, pages, written, offset))
     one = flat(host(kind.rotate(layout, [jnp.asarray(layer) for layer in alone], written, offset)))
     expected = flat(over).copy()
     expected[:, written] = arranged(case, case.devices, expected[:, written], taken(case, one[:, written]))
@@ -235,14 +224,14 @@ def found_of(case: Case) -> dict:
 def stacked() -> bool:
     """All layers in one array, along two axes of a larger mesh: as an array for each."""
     case = CASES["joined, each filled up"]
-    kind, (chunk, patch) = kind_of(case), chunk_of(case)
+    kind, (chunk, patch) = format_of(case), chunk_of(case)
     pages = drawn(8, LAYERS, PAGES, PAGE_SIZE, *row_of(case, case.devices)).astype(jnp.dtype(case.dtype))
     slots = np.where(np.arange(TOKENS) < LENGTH, SLOTS, -1)
     types = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh((1, 2, 1), ("data", "model", "expert"), axis_types=types, devices=jax.devices()[:2])
     sharding = jax.sharding.NamedSharding(mesh, jax.P(None, "data", None, ("model", "expert")))
-    whole = kind.splice(jax.device_put(pages, sharding), slots, chunk, patch, 7, ("A",))
-    apart = kind.splice(placed(pages, sharding_of(case.devices)), slots, chunk, patch, 7, ("A",))
+    whole = kind.splice(jax.device_put(pages, sharding), slots, kvp.Placed(chunk, patch, 7, ("A",)))
+    apart = kind.splice(placed(pages, sharding_of(case.devices)), slots, kvp.Placed(chunk, patch, 7, ("A",)))
     return same(np.asarray(whole), host(apart)) and whole.sharding == sharding
 
 
@@ -250,15 +239,15 @@ def whole_latents() -> bool:
     """Latent rows, which every device has whole: as on one."""
     layout = kvp.KVLayout.mla(LAYERS, 32, 16, rope=kvp.Rope(1e4, 16))
     rows = drawn(8, LAYERS, PAGES, PAGE_SIZE, 1, 256).astype(np.float32)
-    turned = kvp.engines.rotate_latent(layout, placed(rows, sharding_of(2, "data")), SLOTS, 5)
-    one = kvp.engines.rotate_latent(layout, [jnp.asarray(layer) for layer in rows], SLOTS, 5)
+    turned = kvp.pool.LATENT.rotate(layout, placed(rows, sharding_of(2, "data")), SLOTS, 5)
+    one = kvp.pool.LATENT.rotate(layout, [jnp.asarray(layer) for layer in rows], SLOTS, 5)
     return same(host(turned), host(one)) and turned[0].sharding == sharding_of(2, "data")
 
 
 def connected() -> dict[str, bool]:
     """The connector's worker on an engine of two devices: what it writes, and what it gives to be formed."""
     case, blocks = CASES["joined, repeated and filled up"], (3, 9, 5, 2)
-    layout, kind, (chunk, _) = layout_of(case), kind_of(case), chunk_of(case, TOKENS)
+    layout, kind, (chunk, _) = layout_of(case), format_of(case), chunk_of(case, TOKENS)
     zeros = np.zeros((LAYERS, PAGES, PAGE_SIZE, *row_of(case, case.devices)), jnp.dtype(case.dtype))
     runner = SimpleNamespace(kv_caches=placed(zeros, sharding_of(case.devices)))
     runner.requests = {"own": SimpleNamespace(mrope_positions=None)}
@@ -270,7 +259,7 @@ def connected() -> dict[str, bool]:
 
     slots = slots_of(blocks, PAGE_SIZE, 0, TOKENS)
     alone = list(jnp.zeros((LAYERS, PAGES, PAGE_SIZE, *row_of(case, 1)), case.dtype))
-    expected = kind.read(layout, kind.splice(alone, slots, chunk, None, 0), slots)
+    expected = kind.read(layout, kind.splice(alone, slots, kvp.Placed(chunk)), slots)
     return {
         "written": worker.take_failed() == set() and runner.kv_caches[0].sharding == sharding_of(case.devices),
         "same": all(same(np.asarray(formed[name]), np.asarray(expected[name])) for name in "kv"),
@@ -281,7 +270,7 @@ def connected() -> dict[str, bool]:
 def refused() -> dict[str, str]:
     """Pages that lie otherwise, and what is said of them."""
     case = CASES["a head on each"]
-    layout, kind = layout_of(case), kind_of(case)
+    layout, kind = layout_of(case), format_of(case)
     pages = np.zeros((LAYERS, PAGES, PAGE_SIZE, *row_of(case, 2)), np.float32)
     three = kvp.KVLayout.gqa(LAYERS, 3, 128, kvp.Rope(1e4, 128))
     explicit = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])

@@ -98,7 +98,7 @@ def test_a_refusal_says_what_differs():
     behind = [Member("A", "one"), Member("B", "two")]
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, behind)
     for wanted in (["A", "B"], behind, [Member("A", "one"), "B"], Antecedent(tuple(behind))):
-        kvp.apply_patch(chunk, patch, 3, wanted)
+        kvp.apply_patch(kvp.Placed(chunk, patch, 3, wanted))
     refused = {
         r"the order \('A', 'B'\); expected \('B', 'A'\)": ["B", "A"],
         r"\('A', 'B'\); expected \('A', 'C'\)": ["A", "C"],
@@ -108,8 +108,8 @@ def test_a_refusal_says_what_differs():
     }
     for words, wanted in refused.items():
         with pytest.raises(StalePatchError, match=f"formed behind {words}"):
-            kvp.apply_patch(chunk, patch, 3, wanted)
-        kvp.apply_patch(chunk, patch, 3, wanted, allow_stale=True)
+            kvp.apply_patch(kvp.Placed(chunk, patch, 3, wanted))
+        kvp.apply_patch(kvp.Placed(chunk, patch, 3, wanted, allow_stale=True))
 
 
 def test_a_patch_behind_blind_chunks_is_not_the_one_behind_true_ones():
@@ -118,8 +118,8 @@ def test_a_patch_behind_blind_chunks_is_not_the_one_behind_true_ones():
     assert "not served exactly" in repr(blind)
     for wanted in (["A"], [Member("A", None, STATES[2])]):
         with pytest.raises(StalePatchError, match="as it was served 'bare:"):
-            kvp.apply_patch(chunk, blind, 3, wanted)
-    kvp.apply_patch(chunk, blind, 3, [Member("A", "any", BARE)])
+            kvp.apply_patch(kvp.Placed(chunk, blind, 3, wanted))
+    kvp.apply_patch(kvp.Placed(chunk, blind, 3, [Member("A", "any", BARE)]))
 
 
 def test_smaller_forms_keep_what_they_were_formed_behind():
@@ -140,7 +140,7 @@ def test_a_removal_patch_says_how_its_base_was_served():
     kept = [Member("A", "one", BARE), Member("B", "two", STATES[3])]
     patch = kvp.removal_patch(chunk, target, base, 4, ["B"], kept)
     apply = lambda base_antecedent, **more: kvp.apply_patch(
-        chunk, patch, 0, ["B"], base=base, base_antecedent=base_antecedent, **more
+        kvp.Placed(chunk, patch, 0, ["B"], base=base, base_antecedent=base_antecedent, **more)
     )
     apply(kept)
     for wrong, words in ((["A", "B"], "'A' as it was served"), (kept[::-1], "the order")):
@@ -173,11 +173,11 @@ def test_an_orbit_is_of_one_set():
     patch = kvp.orbit_patch(kvp.accumulate(acc, conditioned_of(chunk, seed=2), chunk, [two, one]), 4)
     assert patch.metadata.behind == Antecedent.of(one, two)
     for wanted in ([two, one], ["B", "A"], [one, "B"]):
-        kvp.apply_patch(chunk, patch, 0, wanted)
+        kvp.apply_patch(kvp.Placed(chunk, patch, 0, wanted))
     for wanted, words in (
         ([two], r"any ordering of \('A', 'B'\); expected \('B',\)"),
         ([two._replace(content="x"), one], r"'B' with content \['two'\]; expected content \['x'\]"),
         ([one, two._replace(state=BARE)], "'B' as it was served"),
     ):
         with pytest.raises(StalePatchError, match=words):
-            kvp.apply_patch(chunk, patch, 0, wanted)
+            kvp.apply_patch(kvp.Placed(chunk, patch, 0, wanted))

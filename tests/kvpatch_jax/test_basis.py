@@ -52,11 +52,13 @@ def test_a_basis_is_what_the_deficits_have_in_common(basis):
 def test_a_deficit_that_was_not_seen_is_recovered(basis):
     unseen = behind(17)
     patch = kvp.form_patch(CHUNK, unseen, 4, ["A"], basis=basis)
-    found = kvp.apply_patch(CHUNK, patch, 5, ["A"])
+    found = kvp.apply_patch(kvp.Placed(CHUNK, patch, 5, ["A"]))
     wanted = kvp.to_engine(CHUNK.layout, unseen, CHUNK.local, 5)
     for name in wanted:
         np.testing.assert_allclose(found[name][:, :20], wanted[name][:, :20], atol=1e-4)
-    pool = kvp.pool.splice(kvp.pool.make_pool(CHUNK.layout, 6, 8, jnp.float32), np.arange(24), CHUNK, patch, 5, ["A"])
+    pool = kvp.pool.splice(
+        kvp.pool.make_pool(CHUNK.layout, 6, 8, jnp.float32), np.arange(24), kvp.Placed(CHUNK, patch, 5, ["A"])
+    )
     np.testing.assert_allclose(pool["k"].reshape(3, -1, 2, 16)[:, :20], found["k"][:, :20], atol=1e-6)
 
 
@@ -144,8 +146,8 @@ def test_a_basis_is_stored_once(basis, tmp_path):
         found = store.get_patches(SERVED)
         assert {patch_digest(patch) for patch in found} == {patch_digest(each) for each in (plain, patches[0], small)}
         (other,) = store.get_patches(dataclasses.replace(SERVED, antecedent=["C"]))
-        wanted = kvp.apply_patch(CHUNK, patches[1], 0, ["C"])
-        for name, value in kvp.apply_patch(CHUNK, other, 0, ["C"]).items():
+        wanted = kvp.apply_patch(kvp.Placed(CHUNK, patches[1], 0, ["C"]))
+        for name, value in kvp.apply_patch(kvp.Placed(CHUNK, other, 0, ["C"])).items():
             np.testing.assert_array_equal(value, wanted[name])
         held = store.get_basis(basis.digest, CHUNK.layout, "tiny")
         assert held is not None

@@ -20,7 +20,7 @@ def test_forming_and_applying_compile_once():
                 conditioned = conditioned_of(chunk, seed=seed + len(antecedent))
                 patch = kvp.form_patch(chunk, conditioned, 4, antecedent, key=jax.random.key(seed))
                 for start in (0, 7, np.int32(60), 5 if layout.rope.axes is None else np.array([1, 2, 3])):
-                    kvp.apply_patch(chunk, patch, start, antecedent)
+                    kvp.apply_patch(kvp.Placed(chunk, patch, start, antecedent))
         assert ops.jitted_form._cache_size() == 1
         assert ops.jitted_apply._cache_size() == 1
 

@@ -76,7 +76,7 @@ def entries(backbone, session, store) -> dict[str, Callable[[str], object]]:
     linker = Linker(backbone.fingerprint, library)
 
     def batched(text: str, **place: object) -> None:
-        for refused in listed([{"front": [text], "question": text, **place}], backbone.fingerprint).refused:
+        for refused in listed([{"front": [text], "question": text, **place}], backbone.fingerprint).rejected:
             raise refused.error
 
     return {
@@ -197,8 +197,8 @@ def test_items_from_json_say_what_is_an_image(tmp_path):
     ]
     found = listed([json.loads(line) for line in lines], "model")
     by_hand = BatchItem([tmp_path / "page.png", kvp.Text("a.png")], kvp.Text("b.png"))
-    assert found.jobs == listed([by_hand], "model").jobs
-    said = [str(refused.error) for refused in found.refused]
+    assert found.resolved == listed([by_hand], "model").resolved
+    said = [str(refused.error) for refused in found.rejected]
     assert re.search(r'in JSON \{"image": \.\.\.\} or \{"text": \.\.\.\}', said[0])
     assert all('expected {"image": a file\'s name} or {"text": a text}' in each for each in said[1:3])
     assert "an address" in said[3]
@@ -206,7 +206,7 @@ def test_items_from_json_say_what_is_an_image(tmp_path):
 
 def test_a_batch_of_nothing_but_names_of_files_is_refused_before_a_line_is_written(backbone, tmp_path):
     items = [{"front": [f"page {number}.png"], "question": "r0"} for number in range(3)]
-    with pytest.raises(AmbiguousTextError, match=r"none of 3 items: .*page 0\.png.*in JSON"):
+    with pytest.raises(AmbiguousTextError, match=r"got 3 invalid items: .*page 0\.png.*in JSON"):
         kvp.answer_batch(backbone, None, items, out=tmp_path / "answers.jsonl")
     assert not (tmp_path / "answers.jsonl").exists()
 
@@ -348,10 +348,10 @@ def test_a_bare_antecedent_is_refused_by_every_operator(unchecked: None):
     sum_ = kvp.accumulate(None, conditioned, chunk)
     for call in (
         lambda given: kvp.form_patch(chunk, conditioned, 4, given),
-        lambda given: kvp.apply_patch(chunk, patch, 0, given),
-        lambda given: kvp.apply_patch(chunk, None, 0, given),
-        lambda given: kvp.apply_patch(chunk, patch, 0, given, allow_stale=True),
-        lambda given: kvp.apply_patch(chunk, patch, 0, ["a"], base=chunk.kv, base_antecedent=given),
+        lambda given: kvp.apply_patch(kvp.Placed(chunk, patch, 0, given)),
+        lambda given: kvp.apply_patch(kvp.Placed(chunk, None, 0, given)),
+        lambda given: kvp.apply_patch(kvp.Placed(chunk, patch, 0, given, allow_stale=True)),
+        lambda given: kvp.apply_patch(kvp.Placed(chunk, patch, 0, ["a"], base=chunk.kv, base_antecedent=given)),
         lambda given: kvp.accumulate(None, conditioned, chunk, given),
         lambda given: kvp.orbit_patch(sum_, 4, given),
         lambda given: kvp.removal_patch(chunk, conditioned, chunk.kv, 4, given, ["a"]),
@@ -364,7 +364,7 @@ def test_a_bare_antecedent_is_refused_by_every_operator(unchecked: None):
         for given in ("abc", [chunk.kv], [1], 3):
             with pytest.raises(InputError, match=r"antecedent.*expected"):
                 call(given)
-    assert kvp.apply_patch(chunk, patch, 0, iter(["a", "b", "c"]))  # any sequence of names will do
+    assert kvp.apply_patch(kvp.Placed(chunk, patch, 0, iter(["a", "b", "c"])))  # any sequence of names will do
 
 
 def test_a_bare_backbone_is_refused_where_a_library_wants_several(store, unchecked: None):

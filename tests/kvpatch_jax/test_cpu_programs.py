@@ -118,16 +118,16 @@ def test_relocating_compiles_one_program():
 def test_a_chunks_positions_are_looked_at_once(monkeypatch):
     chunk = chunk_of("gqa")
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
-    kvp.apply_patch(chunk, patch, 3, ("A",))
+    kvp.apply_patch(kvp.Placed(chunk, patch, 3, ("A",)))
     looked = []
     own = rope.extent
     for module in (rope, layout_module):
         monkeypatch.setattr(module, "extent", lambda values: looked.append(np.shape(values)) or own(values))
     pool = kvp.pool.make_pool(chunk.layout, 2, 32, jnp.float32)
     for start in (0, 5, np.int32(900)):
-        kvp.apply_patch(chunk, patch, start, ("A",))
-        kvp.apply_patch(chunk, None, start)
-        pool = kvp.pool.splice(pool, np.arange(24, dtype=np.int32), chunk, patch, start, ("A",))
+        kvp.apply_patch(kvp.Placed(chunk, patch, start, ("A",)))
+        kvp.apply_patch(kvp.Placed(chunk, None, start))
+        pool = kvp.pool.splice(pool, np.arange(24, dtype=np.int32), kvp.Placed(chunk, patch, start, ("A",)))
     assert looked
     assert set(looked) == {()}
 

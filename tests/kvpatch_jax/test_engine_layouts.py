@@ -18,14 +18,14 @@ from operator_cases import kv_of, local_of
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, LayoutError, ShapeError
-from kvpatch_jax.pool import engine_pages, page_format
+from kvpatch_jax.pool import page_format, page_layout
 from tests.arrays import placed
 
 PAGES = 3
 KINDS = {
-    "interleaved": (kvp.engines.to_ragged_paged_attention, kvp.engines.from_ragged_paged_attention, "ragged"),
-    "joined": (kvp.engines.to_joined_heads, kvp.engines.from_joined_heads, "joined"),
-    "latent": (kvp.engines.to_latent_rows, kvp.engines.from_latent_rows, "latent"),
+    "interleaved": (kvp.engines.to_ragged_paged_attention, kvp.engines.from_ragged_paged_attention, kvp.pool.RAGGED),
+    "joined": (kvp.engines.to_joined_heads, kvp.engines.from_joined_heads, kvp.pool.JOINED),
+    "latent": (kvp.engines.to_latent_rows, kvp.engines.from_latent_rows, kvp.pool.LATENT),
 }
 
 
@@ -40,8 +40,9 @@ class Case(NamedTuple):
     def total(self):
         return PAGES * self.page_size
 
-    def function(self, word):
-        return getattr(kvp.engines, f"{word}_{KINDS[self.kind][2]}")
+    @property
+    def format(self):
+        return KINDS[self.kind][2]
 
 
 def gqa(heads, width, **rope):
@@ -150,7 +151,7 @@ def test_chunks_are_spliced_turned_and_read_in_pages_of_every_layer(case):
         pages = [placed(layer, case.dtype) for layer in pages_of(case, kv)]
         own = slots.copy()
         own[:first] = own[chunk.length :] = -1
-        found = case.function("splice")(pages, own, chunk, None, 5, first=first)
+        found = case.format.splice(pages, own, kvp.Placed(chunk, None, 5), first)
         assert all(page.is_deleted() for page in pages)
         written = {name: value[:, first : chunk.length] for name, value in engine.items()}
         expected = oracle(case, written, slots[first : chunk.length], oracle(case, kv))
@@ -160,12 +161,12 @@ def test_chunks_are_spliced_turned_and_read_in_pages_of_every_layer(case):
         bar = 1e-6 if case.dtype == jnp.float32 else 1e-2
         np.testing.assert_allclose(np.float32(flat), np.float32(expected), rtol=bar, atol=bar)
 
-    for name, value in case.function("read")(layout, found, slots[: chunk.length]).items():
+    for name, value in case.format.read(layout, found, slots[: chunk.length]).items():
         own = np.float32(engine[name])[:, 2 : chunk.length]
         np.testing.assert_allclose(np.float32(value)[:, 2:], own, rtol=bar, atol=bar)
-    turned = case.function("rotate")(layout, found, slots[2 : chunk.length], 3)
+    turned = case.format.rotate(layout, found, slots[2 : chunk.length], 3)
     moved = kvp.to_engine(layout, chunk.kv, chunk.local, 8)
-    read = case.function("read")(layout, turned, slots[2 : chunk.length])
+    read = case.format.read(layout, turned, slots[2 : chunk.length])
     for name, value in read.items():
         own = np.float32(moved[name])[:, 2 : chunk.length]
         np.testing.assert_allclose(np.float32(value), own, rtol=3 * bar, atol=3 * bar)
@@ -178,10 +179,10 @@ def test_a_live_pool_is_written_in_place(case):
     pages = tuple(jax.ShapeDtypeStruct((4096, *shape), case.dtype) for _ in range(case.layout.layers))
     chunk = chunk_of(case)
     row = shape[1:] if case.kind != "latent" else shape[2:]
-    form = page_format.PageFormat(case.kind, case.layout, row, case.packing if case.kind == "latent" else None)
+    form = page_layout.PageLayout(case.kind, case.layout, row, case.packing if case.kind == "latent" else None)
     start = np.zeros(() if case.layout.rope.axes is None else 3, np.int32)
     slots, length = np.zeros(chunk.tokens, np.int32), np.int32(chunk.length)
-    lowered = engine_pages.jitted_splice.lower(form, pages, slots, dict(chunk.kv), {}, chunk.local, start, length)
+    lowered = page_format.jitted_splice.lower(form, pages, slots, dict(chunk.kv), {}, chunk.local, start, length)
     memory, layer = lowered.compile().memory_analysis(), np.prod(pages[0].shape) * pages[0].dtype.itemsize
     assert memory.alias_size_in_bytes == layer * len(pages)
     assert memory.temp_size_in_bytes < layer / 8
@@ -192,14 +193,14 @@ def test_refuses_pages_that_hold_other_heads(unchecked):
     kv, pool = pool_of(case)
     pages, chunk = placed(pages_of(case, kv), case.dtype), chunk_of(case)
     slots = np.arange(chunk.tokens, dtype=np.int32)
-    splice = lambda pages, **more: kvp.engines.splice_joined(pages, slots, chunk, None, 0, **more)
+    splice = lambda pages, **more: kvp.pool.JOINED.splice(pages, slots, kvp.Placed(chunk), **more)
     latent = kvp.KVLayout.mla(2, rope=kvp.Rope(1e4, 64))
     for call, error, words in (
         (lambda: splice(pages[..., :1, :, :]), ShapeError, r"3 heads of 64 \+ 64"),
         (lambda: splice(pages[..., :100]), ShapeError, r"64 \+ 64"),
         (lambda: splice(pages, first=6), InputError, "0 to 5"),
-        (lambda: kvp.engines.splice_ragged(pages, slots, chunk, None, 0), ShapeError, "6 heads of 64"),
-        (lambda: kvp.engines.read_joined(latent, pages, slots), LayoutError, "'ckv'"),
+        (lambda: kvp.pool.RAGGED.splice(pages, slots, kvp.Placed(chunk)), ShapeError, "6 heads of 64"),
+        (lambda: kvp.pool.JOINED.read(latent, pages, slots), LayoutError, "'ckv'"),
         (lambda: kvp.engines.to_joined_heads(case.layout, pool, packing=3), ShapeError, "packing 3"),
         (lambda: kvp.engines.from_joined_heads(case.layout, pages[..., :1, :, :]), ShapeError, "3 heads"),
     ):

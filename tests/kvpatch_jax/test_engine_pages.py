@@ -9,13 +9,14 @@ import pytest
 from operator_cases import LAYOUTS, chunk_of, conditioned_of
 
 import kvpatch_jax as kvp
+from kvpatch_jax.core import EngineKV
 from kvpatch_jax.errors import DtypeError, KernelSlotError, LayoutError, PoolError, PositionError, ShapeError
-from kvpatch_jax.pool.engine_pages import jitted_turn
+from kvpatch_jax.pool.page_format import jitted_rotate
 
 PAGES, PAGE_SIZE = 6, 8
 TOTAL = PAGES * PAGE_SIZE
-RAGGED = (kvp.engines.to_ragged_paged_attention, kvp.engines.splice_ragged, kvp.engines.rotate_ragged)
-LATENT = (kvp.engines.to_latent_rows, kvp.engines.splice_latent, kvp.engines.rotate_latent)
+RAGGED = (kvp.engines.to_ragged_paged_attention, kvp.pool.RAGGED.splice, kvp.pool.RAGGED.rotate)
+LATENT = (kvp.engines.to_latent_rows, kvp.pool.LATENT.splice, kvp.pool.LATENT.rotate)
 CASES = (
     ("gqa", RAGGED, {"packing": 2}),
     ("mla", LATENT, {"packing": 2}),
@@ -58,8 +59,10 @@ def test_a_spliced_chunk_is_that_of_our_pool(name, functions, options, dtype):
         patch = kvp.form_patch(chunk, conditioned_of(chunk), rank, ("A",)) if rank else None
         pages = convert(layout, pool_of(layout, dtype), **options)
         before = by_slot(pages, layout).copy()
-        expected = convert(layout, kvp.pool.splice(pool_of(layout, dtype), slots, chunk, patch, 7, ("A",)), **options)
-        found = splice(pages, slots, chunk, patch, 7, ("A",))
+        expected = convert(
+            layout, kvp.pool.splice(pool_of(layout, dtype), slots, kvp.Placed(chunk, patch, 7, ("A",))), **options
+        )
+        found = splice(pages, slots, kvp.Placed(chunk, patch, 7, ("A",)))
         assert pages.is_deleted()
         assert found.shape == expected.shape
         bar = 1e-6 if dtype == jnp.float32 else 1e-2
@@ -98,8 +101,12 @@ def test_an_array_per_layer():
     layout, slots = chunk.layout, slots_of(24)
     whole = kvp.engines.to_ragged_paged_attention(layout, pool_of(layout))
     apart = [jnp.array(layer) for layer in whole]
-    expected = kvp.engines.rotate_ragged(layout, kvp.engines.splice_ragged(whole, slots, chunk, None, 7), slots[:5], 3)
-    found = kvp.engines.rotate_ragged(layout, kvp.engines.splice_ragged(apart, slots, chunk, None, 7), slots[:5], 3)
+    expected = kvp.pool.RAGGED.rotate(
+        layout, kvp.pool.RAGGED.splice(whole, slots, kvp.Placed(chunk, None, 7)), slots[:5], 3
+    )
+    found = kvp.pool.RAGGED.rotate(
+        layout, kvp.pool.RAGGED.splice(apart, slots, kvp.Placed(chunk, None, 7)), slots[:5], 3
+    )
     assert isinstance(found, list)
     np.testing.assert_allclose(np.stack(found), expected, rtol=1e-6, atol=1e-6)
     assert all(layer.is_deleted() for layer in apart)
@@ -108,10 +115,10 @@ def test_an_array_per_layer():
 def test_turning_compiles_once_for_a_bucket():
     layout = LAYOUTS["gqa"]
     pages = kvp.engines.to_ragged_paged_attention(layout, pool_of(layout))
-    jitted_turn.clear_cache()
+    jitted_rotate.clear_cache()
     for tokens, offset in ((17, 3), (30, -9), (32, np.arange(32))):
-        pages = kvp.engines.rotate_ragged(layout, pages, slots_of(tokens, tokens), offset)
-    assert jitted_turn._cache_size() == 1
+        pages = kvp.pool.RAGGED.rotate(layout, pages, slots_of(tokens, tokens), offset)
+    assert jitted_rotate._cache_size() == 1
 
 
 def test_a_source_is_turned_with_one_rounding():
@@ -119,10 +126,10 @@ def test_a_source_is_turned_with_one_rounding():
     for name in ("yarn", "mla"):
         chunk = chunk_of(name, dtype=jnp.bfloat16)
         layout, slots = chunk.layout, slots_of(24)
-        pool = kvp.pool.splice(pool_of(layout, jnp.bfloat16), slots, chunk, None, 0)
+        pool = kvp.pool.splice(pool_of(layout, jnp.bfloat16), slots, kvp.Placed(chunk))
         for start in (3, 40, 900):
             pool = kvp.pool.rotate_slots(layout, pool, slots, np.asarray(chunk.local) + start, chunk.kv)
-        fresh = kvp.pool.splice(pool_of(layout, jnp.bfloat16), slots, chunk, None, 900)
+        fresh = kvp.pool.splice(pool_of(layout, jnp.bfloat16), slots, kvp.Placed(chunk, None, 900))
         for channel, value in fresh.items():
             assert (bits(pool[channel]) == bits(value)).all()
 
@@ -136,13 +143,13 @@ def test_keys_of_a_narrow_cache_come_back_bit_by_bit(name, functions, options):
     (rotating,) = (channel.name for channel in layout.channels if channel.rotates)
     cached = kvp.to_engine(layout, chunk.kv, chunk.local, 70)
     pool = {own: jnp.zeros_like(value) for own, value in pool_of(layout, jnp.bfloat16).items()}
-    expected = convert(layout, kvp.pool.splice(pool, slots, chunk, None, 70), **options)
+    expected = convert(layout, kvp.pool.splice(pool, slots, kvp.Placed(chunk, None, 70)), **options)
     others = {}
     for dtype in (jnp.float32, jnp.bfloat16):
-        kept = kvp.core.frames.EngineKV({**cached, rotating: cached[rotating].astype(dtype)})
+        kept = EngineKV({**cached, rotating: cached[rotating].astype(dtype)})
         free = kvp.to_phase_free(layout, kept, chunk.local, 70)
         zeros = jnp.zeros(expected.shape, jnp.bfloat16)
-        again = splice(zeros, slots, dataclasses.replace(chunk, kv=free), None, 70)
+        again = splice(zeros, slots, kvp.Placed(dataclasses.replace(chunk, kv=free), None, 70))
         others[dtype] = (bits(again) != bits(expected)).sum()
     assert others[jnp.float32] == 0
     assert others[jnp.bfloat16] > 20
@@ -152,8 +159,10 @@ def test_refuses_before_it_writes(unchecked):
     chunk = chunk_of("gqa")
     layout, slots = chunk.layout, slots_of(24)
     pages = kvp.engines.to_ragged_paged_attention(layout, pool_of(layout))
-    splice = lambda pages=pages, slots=slots, chunk=chunk: kvp.engines.splice_ragged(pages, slots, chunk, None, 4)
-    rotate = lambda pages=pages, slots=slots, offset=1: kvp.engines.rotate_ragged(layout, pages, slots, offset)
+    splice = lambda pages=pages, slots=slots, chunk=chunk: kvp.pool.RAGGED.splice(
+        pages, slots, kvp.Placed(chunk, None, 4)
+    )
+    rotate = lambda pages=pages, slots=slots, offset=1: kvp.pool.RAGGED.rotate(layout, pages, slots, offset)
     turn = lambda slots=slots, offset=1, source=None: kvp.pool.rotate_slots(
         layout, pool_of(layout), slots, offset, source
     )
@@ -170,7 +179,11 @@ def test_refuses_before_it_writes(unchecked):
         (lambda: splice(pages.astype(jnp.int8)), DtypeError, "int8"),
         (lambda: splice(gone), PoolError, "donated"),
         (lambda: splice(chunk=chunk_of("mla")), LayoutError, "'ckv'"),
-        (lambda: kvp.engines.splice_latent(latent[..., 1:], slots, chunk_of("mla"), None, 4), ShapeError, "128"),
+        (
+            lambda: kvp.pool.LATENT.splice(latent[..., 1:], slots, kvp.Placed(chunk_of("mla"), None, 4)),
+            ShapeError,
+            "128",
+        ),
         (lambda: rotate(slots=slots + 30), KernelSlotError, "expected 0 to 47"),
         (lambda: rotate(offset=1.5), PositionError, "integers"),
         (lambda: rotate(offset=np.zeros(23, np.int32)), PositionError, r"\(23,\)"),

@@ -177,7 +177,7 @@ def test_an_orbit_is_the_mean_over_its_orders():
     assert patch.metadata.behind == Antecedent(tuple(members))
     kept = [behind(order) for order in itertools.permutations(range(3)) if order != held]
     mean = {name: sum(each[name] for each in kept) / 5 for name in CHUNK.kv}
-    found = kvp.apply_patch(CHUNK, patch, 0, [members[at] for at in held])
+    found = kvp.apply_patch(kvp.Placed(CHUNK, patch, 0, [members[at] for at in held]))
     wanted = kvp.to_engine(CHUNK.layout, mean, CHUNK.local, 0)
     for name in wanted:
         np.testing.assert_allclose(found[name], wanted[name], atol=1e-4)

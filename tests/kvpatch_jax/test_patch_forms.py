@@ -88,7 +88,7 @@ def test_a_rank_beyond_the_chunk_is_capped_and_the_patch_says_so(options: dict):
     conditioned = conditioned_of(chunk, rank=14)
     patch = kvp.form_patch(chunk, conditioned, 16, A, **options)
     assert patch.metadata.asked == (("k", 16), ("v", 16))
-    found = kvp.apply_patch(chunk, patch, 3, A)
+    found = kvp.apply_patch(kvp.Placed(chunk, patch, 3, A))
     assert worst(found, kvp.to_engine(chunk.layout, conditioned, chunk.local, 3)) < 2e-5
     assert "16" in repr(patch)
     assert kvp.form_patch(chunk, conditioned, 4, A).metadata.asked is None
@@ -121,8 +121,8 @@ def test_a_patch_is_padded_with_its_chunk(options: dict, dtype):
     chunk = chunk_of("gqa")
     patch = form(chunk, **options)
     patch = patch if dtype is None else kvp.quantise(patch, dtype)
-    wide = kvp.apply_patch(chunk.pad(32), patch.pad(32), 3, A)
-    narrow = kvp.apply_patch(chunk, patch, 3, A)
+    wide = kvp.apply_patch(kvp.Placed(chunk.pad(32), patch.pad(32), 3, A))
+    narrow = kvp.apply_patch(kvp.Placed(chunk, patch, 3, A))
     for name in narrow:
         np.testing.assert_allclose(wide[name][:, :24], narrow[name], atol=1e-6)
         assert not wide[name][:, 24:].any()
@@ -130,7 +130,7 @@ def test_a_patch_is_padded_with_its_chunk(options: dict, dtype):
     with pytest.raises(ShapeError, match="at least 24"):
         patch.pad(12)
     with pytest.raises(ShapeError, match="24 tokens; expected the chunk's 32"):
-        kvp.apply_patch(chunk.pad(32), patch, 3, A)
+        kvp.apply_patch(kvp.Placed(chunk.pad(32), patch, 3, A))
 
 
 # ----------------------------------------------------------------------------------------------- sums, updates
@@ -165,7 +165,7 @@ def test_an_update_keeps_the_patchs_dtype(dtype):
     assert jax.tree.leaves(kinds(updated)) == jax.tree.leaves(kinds(patch))
     assert jax.tree.structure(kinds(updated)) == jax.tree.structure(kinds(patch))
     assert updated.nbytes == patch.nbytes
-    found = kvp.apply_patch(chunk, updated, 3, ("C",))
+    found = kvp.apply_patch(kvp.Placed(chunk, updated, 3, ("C",)))
     wanted = kvp.to_engine(chunk.layout, new, chunk.local, 3)
     size = max(float(np.abs(value).max()) for value in wanted.values())
     assert worst(found, wanted) < 0.05 * size

@@ -39,16 +39,16 @@ def test_a_patch_of_one_version_of_a_page_is_refused_for_the_next(given: dict):
     patch = form(first)
     for allow_stale in (False, True):
         with pytest.raises(PatchMismatchError, match=r"content .*expected"):
-            kvp.apply_patch(second, patch, 3, A, allow_stale=allow_stale)
+            kvp.apply_patch(kvp.Placed(second, patch, 3, A, allow_stale=allow_stale))
     pool = kvp.pool.make_pool(first.layout, 6, 8, jnp.float32)
     with pytest.raises(PatchMismatchError, match="content"):
-        kvp.pool.splice(pool, np.arange(24, dtype=np.int32), second, patch, 3, A)
+        kvp.pool.splice(pool, np.arange(24, dtype=np.int32), kvp.Placed(second, patch, 3, A))
     with pytest.raises(PatchMismatchError, match="content"):
         kvp.correction_patch(second, patch, conditioned_of(second), 4, A)
     acc = kvp.accumulate(None, conditioned_of(first), first, A)
     with pytest.raises(PatchMismatchError, match="content"):
         kvp.accumulate(acc, conditioned_of(second), second, A)
-    kvp.apply_patch(first, patch, 3, A)
+    kvp.apply_patch(kvp.Placed(first, patch, 3, A))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
@@ -93,7 +93,7 @@ def test_content_that_was_given_stays():
     chunk = chunk_of("gqa", content="digest of the pixels")
     small = dataclasses.replace(chunk, kv={name: value.astype(jnp.bfloat16) for name, value in chunk.kv.items()})
     assert small.content == chunk.content == chunk.pad(32).content == "digest of the pixels"
-    kvp.apply_patch(small, form(chunk), 3, A)
+    kvp.apply_patch(kvp.Placed(small, form(chunk), 3, A))
     with pytest.raises(InputError, match="content ''"):
         chunk_of("gqa", content="")
 
@@ -105,7 +105,7 @@ def test_content_costs_no_pass_where_it_was_given(monkeypatch):
     chunk = chunk_of("gqa")
     patch = form(chunk)
     monkeypatch.setattr(module, "examine", lambda *_: pytest.fail("a pass over kv"))
-    kvp.apply_patch(chunk, patch, 3, A)
+    kvp.apply_patch(kvp.Placed(chunk, patch, 3, A))
 
 
 def test_a_replaced_local_is_another_chunk():
@@ -113,9 +113,9 @@ def test_a_replaced_local_is_another_chunk():
         patch = form(chunk)
         moved = dataclasses.replace(chunk, local=np.asarray(chunk.local) * 2)
         with pytest.raises(PatchMismatchError, match="local positions"):
-            kvp.apply_patch(moved, patch, 3, A)
+            kvp.apply_patch(kvp.Placed(moved, patch, 3, A))
         same = dataclasses.replace(chunk, local=jnp.asarray(chunk.local).astype(jnp.int32))
-        kvp.apply_patch(same, patch, 3, A)
+        kvp.apply_patch(kvp.Placed(same, patch, 3, A))
 
 
 def test_numpy_arrays_that_change_later_change_no_chunk():
@@ -151,7 +151,7 @@ def test_allow_stale_does_not_reach_the_base():
     conditioned, target = conditioned_of(chunk, 2, 1), conditioned_of(chunk, 2, 2)
     patch = kvp.removal_patch(chunk, target, conditioned, 4, ("A2",), A)
     apply = lambda antecedent, base: kvp.apply_patch(
-        chunk, patch, 3, antecedent, base=conditioned, base_antecedent=base, allow_stale=True
+        kvp.Placed(chunk, patch, 3, antecedent, base=conditioned, base_antecedent=base, allow_stale=True)
     )
     apply(("A9",), A)
     with pytest.raises(StalePatchError, match="its base was conditioned on"):
@@ -164,7 +164,7 @@ def test_one_start_per_chunk_and_not_one_per_layer(unchecked):
     for start in ((10, 500, 9000), np.array([10, 500, 9000]), jnp.array([[10]]), (7,)):
         for own in (None, patch):
             with pytest.raises(PositionError, match=r"start of shape .*expected a scalar"):
-                kvp.apply_patch(chunk, own, start, A)
+                kvp.apply_patch(kvp.Placed(chunk, own, start, A))
         with pytest.raises(PositionError, match="start of shape"):
             form(chunk, frame="engine", start=start)
     for start in ((10, 500, 9000), jnp.array([10, 500, 9000])):
@@ -174,7 +174,7 @@ def test_one_start_per_chunk_and_not_one_per_layer(unchecked):
             kvp.to_phase_free(chunk.layout, dict(chunk.kv), chunk.local, start)
     blocked = chunk_of("blocked")
     with pytest.raises(PositionError, match="start of shape"):
-        kvp.apply_patch(blocked, None, np.array([[1, 2, 3], [4, 5, 6]]))
+        kvp.apply_patch(kvp.Placed(blocked, None, np.array([[1, 2, 3], [4, 5, 6]])))
     batch = kv_of(chunk.layout, 6, batch=(3,))
     kvp.to_engine(chunk.layout, batch, local_of(chunk.layout, 6), np.array([10, 500, 9000]))
 
@@ -235,7 +235,7 @@ def test_corrections_are_formed_of_what_an_update_takes():
             continue
         assert kind in ("formed again", "truncated", "quantised", "orbit")
         updated = kvp.update_patch(other, correction)
-        found = kvp.apply_patch(chunk, updated, 0, ("A1", "A3"))
+        found = kvp.apply_patch(kvp.Placed(chunk, updated, 0, ("A1", "A3")))
         wanted = kvp.to_engine(chunk.layout, conditioned_of(chunk, seed=2), chunk.local, 0)
         worst = max(float(np.abs(np.asarray(found[name]) - np.asarray(wanted[name])).max()) for name in wanted)
         assert worst < 3.5  # rank 4 of a change of rank 8: near, and never the wrong patch's

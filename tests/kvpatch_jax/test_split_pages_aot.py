@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from split_pages import CASES, COLLECTIVE, bytes_of, layout_of, row_of
 
-from kvpatch_jax.pool import engine_pages, page_format
+from kvpatch_jax.pool import page_format, page_layout
 from pallas_kernels._ahead_of_time import ENVIRONMENT
 from tests.pallas_kernels.ahead_of_time import without_the_compilation_cache  # noqa: F401
 
@@ -37,8 +37,8 @@ def programs(name: str):
     given = lambda dtype, *shape, on=whole: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=on)
 
     kind = "joined" if case.width == 64 else "interleaved"
-    split, row = page_format.Split(case.devices, sharding, "model"), row_of(case, case.devices)
-    form = page_format.PageFormat(kind, layout_of(case), row, split=split)
+    split, row = page_layout.Split(case.devices, sharding, "model"), row_of(case, case.devices)
+    form = page_layout.PageLayout(kind, layout_of(case), row, split=split)
     pages = tuple(given(case.dtype, PAGES, PAGE_SIZE, *row, on=sharding) for _ in range(LAYERS))
     each = split.over(None, None, None if case.heads % case.devices else "model")
     kv = {name: given(case.dtype, LAYERS, TOKENS, case.heads, case.width, on=each) for name in "kv"}
@@ -46,9 +46,9 @@ def programs(name: str):
     factors = {name: (given(case.dtype, *left), given(case.dtype, *right)) for name in "kv"}
     slots, scalar, local = given("int32", TOKENS), given("int32"), given("float32", TOKENS)
     lowered = {
-        "splice": engine_pages.jitted_splice.lower(form, pages, slots, kv, factors, local, scalar, scalar),
-        "turn": engine_pages.jitted_turn.lower(form, pages, slots, slots, scalar),
-        "read": engine_pages.jitted_read.lower(form, pages, slots),
+        "splice": page_format.jitted_splice.lower(form, pages, slots, kv, factors, local, scalar, scalar),
+        "turn": page_format.jitted_rotate.lower(form, pages, slots, slots, scalar),
+        "read": page_format.jitted_read.lower(form, pages, slots),
     }
     pool = LAYERS * PAGES * PAGE_SIZE * math.prod(row) * jnp.dtype(case.dtype).itemsize // case.devices
     return {name: program.compile() for name, program in lowered.items()}, pool

@@ -169,10 +169,10 @@ def test_every_call_of_a_session_refuses_what_it_does_not_take(backbone):
         session.add(image_of(0), id="shot")
         asked = {"question": [3], "steps": 1, "stop": None, "temperature": 0.0, "top_p": 1.0, "top_k": None, "look": 1}
         calls = {
-            "add": (session.add, {"thing": [3], "id": None, "kind": None}),
-            "recall": (session.recall, {"thing": "shot"}),
+            "add": (session.add, {"item": [3], "id": None, "kind": None}),
+            "recall": (session.recall, {"item": "shot"}),
             "evict": (session.evict, {"id": "none"}),
-            "replace": (session.replace, {"id": "none", "thing": [1]}),
+            "replace": (session.replace, {"id": "none", "item": [1]}),
             "reorder": (session.reorder, {"ids": []}),
             "fork": (session.fork, {"keep": 1}),
             # What is a number here makes an answer, and programs for it.
@@ -200,7 +200,7 @@ def test_a_field_of_a_batch_that_others_call_otherwise_is_answered_with_ours(bac
     items = [{"front": [], "question": [3], "max_tokens": 8}, BatchItem([], [3], steps=1)]
     kvp.answer_batch(backbone, None, items, out=tmp_path / "answers.jsonl")
     (line, _) = kvp.batch.read_answers(tmp_path / "answers.jsonl")
-    assert line["message"] == "item: field 'max_tokens'; expected 'steps'"
+    assert line["message"] == "item: got field 'max_tokens'; expected 'steps'"
 
 
 def test_a_window_lists_its_ids_as_a_session_does(backbone):
@@ -227,15 +227,13 @@ def fields_of(value: Any) -> dict[str, Any]:
 def test_every_operator_refuses_what_it_does_not_take(backbone):
     chunk = chunk_of("gqa")
     kv, layout = conditioned_of(chunk), chunk.layout
-    patch, placed = kvp.form_patch(chunk, kv, 4, ["a"]), kvp.apply_patch(chunk, None, 3)
+    patch, placed = kvp.form_patch(chunk, kv, 4, ["a"]), kvp.apply_patch(kvp.Placed(chunk, None, 3))
     calls = {
         "make_chunk": (kvp.make_chunk, {"backbone": backbone, "items": [[1]], "encoder": None, "lead": None}),
         "conditioned": (kvp.conditioned, {"backbone": backbone, "units": [[[1]]], "lead": None}),
         "form_patch": (kvp.form_patch, {"chunk": chunk, "conditioned": kv, "rank": 4, "antecedent": ["a"]}),
-        "apply_patch": (
-            kvp.apply_patch,
-            {"chunk": chunk, "patch": patch, "start": 0, "antecedent": ["a"], "base": None},
-        ),
+        "apply_patch": (kvp.apply_patch, {"placed": kvp.Placed(chunk, patch, 0, ["a"])}),
+        "Placed": (kvp.Placed, {"chunk": chunk, "patch": patch, "start": 0, "antecedent": ["a"], "base": None}),
         "accumulate": (kvp.accumulate, {"acc": None, "conditioned": kv, "chunk": chunk, "antecedent": ["a"]}),
         "orbit_patch": (kvp.orbit_patch, {"acc": kvp.accumulate(None, kv, chunk), "rank": 4, "antecedent": ["a"]}),
         "correction_patch": (lambda patch: kvp.correction_patch(chunk, patch, kv, 4, ["a"]), {"patch": patch}),
@@ -303,6 +301,6 @@ def test_a_forgotten_antecedent_is_told():
     chunk = chunk_of("gqa")
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ["a", "b"])
     with pytest.raises(StalePatchError, match=r"got no antecedent; expected antecedent=\('a', 'b'\)"):
-        kvp.apply_patch(chunk, patch, 0)
+        kvp.apply_patch(kvp.Placed(chunk, patch, 0))
     with pytest.raises(StalePatchError, match=r"formed behind \('a', 'b'\); expected \('b',\)"):
-        kvp.apply_patch(chunk, patch, 0, ["b"])
+        kvp.apply_patch(kvp.Placed(chunk, patch, 0, ["b"]))

@@ -75,7 +75,7 @@ def test_engine_frame_kv_is_refused_where_phase_free_belongs(backbone, prefilled
     tokens, out, _ = prefilled
     layout, chunk = backbone.layout, chunk_of(backbone)
     fields = {name: getattr(chunk, name) for name in ("local", "span", "length", "id", "backbone", "layout")}
-    placed = kvp.apply_patch(chunk, None, 3)
+    placed = kvp.apply_patch(kvp.Placed(chunk, None, 3))
     turned = [placed, kvp.to_engine(layout, chunk.kv, chunk.local, 3), kvp.to_local(layout, chunk.kv, chunk.local)]
     turned += [jax.vmap(lambda kv: kv)(placed), kvp.relocate(layout, placed, 3, 4)]
     for kv in turned:
@@ -85,7 +85,7 @@ def test_engine_frame_kv_is_refused_where_phase_free_belongs(backbone, prefilled
             lambda kv=kv: kvp.accumulate(None, kv, chunk, ["A"]),
             lambda kv=kv: kvp.removal_patch(chunk, kv, chunk.kv, 2, ["A"], ["A", "B"]),
             lambda kv=kv: kvp.removal_patch(chunk, chunk.kv, kv, 2, ["A"], ["A", "B"]),
-            lambda kv=kv: kvp.apply_patch(chunk, None, 3, base=kv),
+            lambda kv=kv: kvp.apply_patch(kvp.Placed(chunk, None, 3, base=kv)),
             lambda kv=kv: kvp.to_engine(layout, kv, chunk.local, 3),
             lambda kv=kv: kvp.to_local(layout, kv, chunk.local),
         ):
@@ -136,7 +136,7 @@ def test_a_known_frame_does_not_compile_again(backbone, prefilled):
 
 def test_chunks_join_to_a_context(backbone):
     chunk = chunk_of(backbone)
-    first, second = (kvp.apply_patch(chunk, None, start) for start in (0, chunk.span))
+    first, second = (kvp.apply_patch(kvp.Placed(chunk, None, start)) for start in (0, chunk.span))
     context = kvp.joined(first, second)
     for name, value in context.items():
         expected = np.concatenate([first[name], second[name]], axis=1)[:, None]

@@ -19,7 +19,7 @@ from kvpatch_jax.cache import Chunk
 from kvpatch_jax.core import to_engine
 from kvpatch_jax.core.layout import relocate
 from kvpatch_jax.errors import ConfigError, InputError, PatchMismatchError, RopeRegimeError, WeightsError
-from kvpatch_jax.patching import apply_patch, form_patch
+from kvpatch_jax.patching import Placed, apply_patch, form_patch
 from models import load, save
 from models.checkpoints import flatten_params
 from tests.goldens.load_text import text_arrays, text_config, text_families, write_text_checkpoint
@@ -245,9 +245,9 @@ def test_regimes(tmp_path):
     kv = {name: np.zeros((3, 4, channel.heads, channel.width), np.float32) for name, channel in channels_of(short)}
     chunk = Chunk(kv, np.arange(4, dtype=np.float32), 4, 4, "page", short.layout, short.fingerprint)
     patch = form_patch(chunk, chunk.kv, 1, ())
-    apply_patch(chunk, patch, 0)
+    apply_patch(Placed(chunk, patch, 0))
     with pytest.raises(PatchMismatchError, match="layout"):
-        apply_patch(dataclasses.replace(chunk, layout=long.layout), patch, 0)
+        apply_patch(Placed(dataclasses.replace(chunk, layout=long.layout), patch, 0))
     for regime in ("middle", 7):
         with pytest.raises(ConfigError, match="expected 'short' or 'long'"):
             load(directory, regime=regime)

@@ -138,7 +138,7 @@ def test_a_padded_pool_is_written_in_place_through_the_public_face(topology: str
     def run(pool, slots, base, factors, start):
         patch = kvp.Patch({name: tuple(side[name] for side in factors) for name in layout.names}, metadata)
         given = {"base": base, "base_antecedent": ("C", "A")}
-        return kvp.pool.splice(pool, slots, chunk, patch, start, ("A",), **given)
+        return kvp.pool.splice(pool, slots, kvp.Placed(chunk, patch, start, ("A",), **given))
 
     base = shapes(lambda channel: (27, 1088, 1, channel.width))
     arguments = (pool, SPEC((1088,), jnp.int32), base, factors, SPEC((), jnp.int32))

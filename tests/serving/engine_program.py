@@ -90,7 +90,7 @@ def second_chunk(engine, **ask):
     engine.one(PROMPT, steps=1, segments=ENDS, save=False, **ask)
     engine.scheduler.order_load = allocated
     worker, slots = engine.worker, slots_of(noted[-1], rig_engine.BLOCK, *ENDS)
-    kv = worker._functions.read(worker.layout, list(worker._runner.kv_caches), slots)
+    kv = worker._format.read(worker.layout, list(worker._runner.kv_caches), slots)
     return {name: np.asarray(value[0], np.float32) for name, value in kv.items()}
 
 

@@ -104,7 +104,7 @@ def own_answers(drawn, folder):
     def placed(patches):
         fronts = [[chunk.id for chunk in chunks[:place]] for place in range(len(chunks))]
         each = zip(chunks, patches, starts, fronts, strict=True)
-        return scenes.joined([dict(kvp.apply_patch(*one)) for one in each])
+        return scenes.joined([dict(kvp.apply_patch(kvp.Placed(*one))) for one in each])
 
     exact = scenes.engine(scene, whole, tokens)
     caches = {"re-prefill": exact, "prefix cache": exact, "leading": exact, "blind": placed([None] * len(chunks))}

@@ -151,7 +151,7 @@ class ImageSequence:
         """
         chunk, start = self.images[place].chunk, self.starts[place]
         more = {} if base is None else {"base": base, "base_antecedent": base_antecedent}
-        served = kvp.apply_patch(chunk, patch, start, self.antecedent(place), allow_stale=True, **more)
+        served = kvp.apply_patch(kvp.Placed(chunk, patch, start, self.antecedent(place), allow_stale=True, **more))
         return cut(on_host(dict(served)), slice(chunk.length))
 
     def with_served(self, cache: KV, pieces: dict[int, KV]) -> KV:

@@ -9,7 +9,7 @@ import numpy as np
 from ...cache import Chunk, Patch, check_factor_shapes, check_stamp, same_storage
 from ...core import KVLayout, Rope, Scaling
 from ...errors import ConfigError, InputError, LayoutError, PatchMismatchError, PositionError
-from ...pool import check_dtype, engines
+from ...pool import JOINED, RAGGED, PageFormat, check_dtype
 
 FAMILIES = (
     "LlamaForCausalLM",
@@ -22,13 +22,6 @@ MODELS = "tpu_inference.models.jax."
 """The module of these models. The caches of vLLM's own torch models, which tpu-inference can also run, are unknown."""
 ROPES = ("default", "mrope", "llama3")
 """Supported kinds of ropes. tpu-inference 0.32 computes any other kind of scaling as if it were llama3's."""
-
-
-class PageFunctions(NamedTuple):
-    """Functions that write chunks into pages and read tokens from them."""
-
-    splice: Any
-    read: Any
 
 
 def layout_of(text: Mapping[str, Any], architectures: Sequence[str]) -> KVLayout:
@@ -148,8 +141,6 @@ def check_model(model: Any) -> None:
         )
 
 
-def page_functions(layout: KVLayout) -> PageFunctions:
-    """Returns the functions for the page format that tpu-inference uses: joined for heads of 64, else interleaved."""
-    if layout.channel("k").width == 64:
-        return PageFunctions(engines.splice_joined, engines.read_joined)
-    return PageFunctions(engines.splice_ragged, engines.read_ragged)
+def page_format(layout: KVLayout) -> PageFormat:
+    """Chooses the format that tpu-inference gives pages of a layout: heads of 64 are joined, others interleaved."""
+    return JOINED if layout.channel("k").width == 64 else RAGGED

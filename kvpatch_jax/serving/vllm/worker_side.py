@@ -15,9 +15,10 @@ from jaxtyping import Float, Int
 
 from ...core import DEFAULT, EngineKV, KVLayout
 from ...errors import ConfigError, InputError, PositionError
+from ...patching import Placed
 from ...window import padded_chunk, padded_patch
 from .forming import ChunkFormer, FormingTask
-from .layouts import page_functions
+from .layouts import page_format
 from .messages import LoadCommand, StepCommands, blocks_from, slots_of
 from .segments import PromptSegment
 from .settings import ConnectorConfig
@@ -45,7 +46,7 @@ class WorkerSide:
         self.stores = Stores(config, weights)
         self.former = ChunkFormer(config, layout, self.stores)
         self.counts: collections.Counter[str] = collections.Counter()
-        self._functions = page_functions(layout)
+        self._format = page_format(layout)
         self._runner: Any = None
         self._failed: set[int] = set()
 
@@ -63,7 +64,7 @@ class WorkerSide:
             raise ConfigError(f"connector: got pages of {pages[0].shape[1]} tokens; expected {self.page_size}, a block")
         if pages[0].dtype.itemsize < 2:
             raise ConfigError(f"connector: got {pages[0].dtype} pages; expected 16 or 32 bits (kv_cache_dtype 'auto')")
-        self._functions.read(self.layout, list(pages), np.arange(1, dtype=np.int32))  # raises for another format
+        self._format.read(self.layout, list(pages), np.arange(1, dtype=np.int32))  # raises for another format
         self._runner = runner
 
     # ------------------------------------------------------------------------------------------------- loading
@@ -107,7 +108,7 @@ class WorkerSide:
         slots[:count] = slots_of(load.blocks, self.page_size, segment.begin, segment.end)
         chunk, patch = padded_chunk(chunk, size), None if patch is None else padded_patch(patch, size)
         first = max(0, load.first - segment.begin)
-        pages = self._functions.splice(list(self._runner.kv_caches), slots, chunk, patch, start, front, first=first)
+        pages = self._format.splice(list(self._runner.kv_caches), slots, Placed(chunk, patch, start, front), first)
         self._runner.kv_caches = pages
         self.counts["tokens"] += count - first
 
@@ -139,7 +140,7 @@ class WorkerSide:
     def _rows(self, blocks: tuple[int, ...], segment: PromptSegment) -> EngineKV:
         """Reads a chunk's rows from the pool."""
         slots = slots_of(blocks, self.page_size, segment.begin, segment.end)
-        rows = self._functions.read(self.layout, list(self._runner.kv_caches), slots)
+        rows = self._format.read(self.layout, list(self._runner.kv_caches), slots)
         # Every device has all of it. Forming uses one device only: programs over several devices that two threads
         # launch may deadlock.
         return EngineKV({name: value.addressable_data(0) for name, value in rows.items()})

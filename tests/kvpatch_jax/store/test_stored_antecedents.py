@@ -10,7 +10,7 @@ from store_child import BEHIND
 from store_processes import processes, wait_until
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import Antecedent, Behind, Member, patch_digest
+from kvpatch_jax.cache import Antecedent, AntecedentLike, Member, patch_digest
 from kvpatch_jax.errors import StalePatchError, StoreCorruptError
 from kvpatch_jax.store import ChunkStore, PatchKey, load_snapshot, save_snapshot
 from kvpatch_jax.store.cli.audit import verify
@@ -30,7 +30,7 @@ def store(tmp_path):
         yield own
 
 
-def seeds(store: ChunkStore, antecedent: Behind, **more) -> set[int]:
+def seeds(store: ChunkStore, antecedent: AntecedentLike, **more) -> set[int]:
     """Which of the patches of `filled` are served."""
     found = store.get_patches(PatchKey("page", BACKBONE, antecedent, **more))
     drawn = {patch_digest(patch_of(chunk_of("page"), each, seed=seed)): seed for seed, each in enumerate(BEHIND)}
@@ -123,8 +123,8 @@ def test_what_comes_back_is_refused_where_it_does_not_belong(filled):
     page = chunk_of("page")
     (blind,) = filled.get_patches(PatchKey("page", BACKBONE, BLIND_ONE))
     with pytest.raises(StalePatchError, match=r"'A' as it was served 'bare:0+'; expected it served 'exact'"):
-        kvp.apply_patch(page, blind, 0, ["A"])
-    kvp.apply_patch(page, blind, 0, BLIND_ONE)
+        kvp.apply_patch(kvp.Placed(page, blind, 0, ["A"]))
+    kvp.apply_patch(kvp.Placed(page, blind, 0, BLIND_ONE))
 
 
 def test_two_processes_share_a_store_and_no_patch(tmp_path):

@@ -46,10 +46,10 @@ def test_patches_of_an_older_version_are_not_served(store: ChunkStore):
         (old,) = again.get_patches(dataclasses.replace(SERVED, content=first.content))
         assert again.get_patches(dataclasses.replace(SERVED, content=second.content)) == []
     with pytest.raises(PatchMismatchError, match="content"):
-        kvp.apply_patch(store.get("B", BACKBONE), old, 0, ("A",))
+        kvp.apply_patch(kvp.Placed(store.get("B", BACKBONE), old, 0, ("A",)))
     store.put_patches([formed(second, dtype=jnp.bfloat16)])
     (found,) = store.get_patches(SERVED)
-    kvp.apply_patch(store.get("B", BACKBONE), found, 0, ("A",))
+    kvp.apply_patch(kvp.Placed(store.get("B", BACKBONE), found, 0, ("A",)))
 
 
 def test_a_canonical_on_its_way_to_the_disk_says_what_the_chunk_shows(store: ChunkStore, monkeypatch):
@@ -63,7 +63,7 @@ def test_a_canonical_on_its_way_to_the_disk_says_what_the_chunk_shows(store: Chu
     go.set()
     ack.result()
     assert found.metadata.content == second.content
-    kvp.apply_patch(store.get("B", BACKBONE), found, 0, ("A",))
+    kvp.apply_patch(kvp.Placed(store.get("B", BACKBONE), found, 0, ("A",)))
 
 
 @pytest.mark.parametrize("encoding", [None, "bfloat16", "int8"])
@@ -81,8 +81,8 @@ def test_what_a_chunk_shows_comes_back_with_it(store: ChunkStore, encoding):
             assert found.content == own.content
         (back,) = store.get_patches(dataclasses.replace(SERVED, chunk=own.id))
         assert back.metadata == patch.metadata
-        kvp.apply_patch(get(), back, 3, ("A",))
-        kvp.apply_patch(get().pad(12), back.pad(12), 3, ("A",))
+        kvp.apply_patch(kvp.Placed(get(), back, 3, ("A",)))
+        kvp.apply_patch(kvp.Placed(get().pad(12), back.pad(12), 3, ("A",)))
 
 
 def test_what_a_chunk_shows_travels_in_exports():
@@ -128,7 +128,7 @@ def test_files_of_earlier_versions_stay_readable(store: ChunkStore, monkeypatch)
     assert found.content is None
     (patch,) = store.get_patches(SERVED)
     assert (patch.metadata.content, patch.metadata.local, patch.metadata.asked) == (None, None, None)
-    kvp.apply_patch(found, patch, 0, ("A",))
+    kvp.apply_patch(kvp.Placed(found, patch, 0, ("A",)))
     own = formed(found)  # which needs to know the content, and learns it
     assert own.metadata.content == found.content == chunk.content
     store.put_patches([formed(chunk, dtype=jnp.bfloat16)])

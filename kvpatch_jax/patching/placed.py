@@ -1,0 +1,85 @@
+"""A chunk placed at a position: what `apply_patch` and every splice take, checked once."""
+
+import dataclasses
+from typing import Any
+
+from jaxtyping import Array
+
+from ..cache import AntecedentLike, Chunk, Patch, antecedent_of, check_factor_shapes, check_is_chunk, check_stamp
+from ..core import Angles, Factors, KVLayout, Start, check_extent, chunk_start
+from .factors import KVArrays, arrays_of, check_alike
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Placed:
+    """A chunk, or a batch of chunks, at a start position behind an antecedent, with its patch or without.
+
+    The arguments are checked when it is made, before anything is computed.
+
+    Attributes:
+      chunk: the canonical, or a batch of them.
+      patch: factors, or None for blind reuse (one rotation).
+      start: the position that the chunk's positions count from, int32: a scalar or one per axis; for a batch also [B],
+        or [B, A] with axes. A new start never compiles again.
+      antecedent: the chunks that precede this one, in order. They must be those that the patch was formed behind: the
+        same ids served in the same way, and the same contents where both are known.
+      base: for a removal patch, the conditioned KV (phase-free) that it is added to, in place of the canonical.
+      base_antecedent: what `base` was conditioned on.
+      allow_stale: accept a patch that was formed behind another antecedent. Chunk, base, the base's antecedent, layout
+        and backbone must agree all the same.
+      angles: "exact" or "float32" in place of the layout's; None in `layout`, which has them.
+      layout: the chunk's, with `angles`; static under jit.
+      kv: the phase-free arrays that are placed, {channel: [L, T, K, H]} or [L, B, T, K, H] of a batch.
+
+    Raises:
+      StalePatchError: the patch was formed behind another antecedent; the message says whether chunks, their order,
+      their contents or how they were served differ. PatchMismatchError: the patch does not belong here otherwise.
+      ShapeError: the factors have another number of tokens or another batch. LayoutError, PositionError: a layout or a
+      start that does not fit. FrameError, DtypeError: likewise of `base`. InputError: no chunk, or no antecedent.
+    """
+
+    chunk: Chunk
+    patch: Patch | None = None
+    start: Start = 0
+    antecedent: AntecedentLike = ()
+    _: dataclasses.KW_ONLY
+    base: KVArrays | None = None
+    base_antecedent: AntecedentLike = ()
+    allow_stale: bool = False
+    angles: Angles | None = None
+    layout: KVLayout = dataclasses.field(init=False)
+    kv: dict[str, Array] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        chunk, patch, base = self.chunk, self.patch, self.base
+        check_is_chunk(chunk)
+        antecedent = antecedent_of(self.antecedent)
+        base_antecedent = antecedent_of(self.base_antecedent, "base_antecedent")
+        layout = chunk.layout.with_angles(self.angles)
+        start = chunk_start(layout.rope, self.start, chunk.batch, "placed")
+        check_extent(layout.rope, chunk.extent, start)
+        if base is not None:
+            # Its values are checked by `apply_patch`; a splice only moves them.
+            check_alike(chunk, base, "base")
+        if patch is not None:
+            check_stamp(patch, chunk, start, antecedent, None if base is None else base_antecedent, self.allow_stale)
+            check_factor_shapes(patch, chunk)
+
+        kv = arrays_of(chunk.kv if base is None else base)
+        checked = {"start": start, "antecedent": antecedent, "base_antecedent": base_antecedent}
+        for name, value in (checked | {"layout": layout, "kv": kv}).items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def factors(self) -> Factors:
+        """The patch's factors; empty for blind reuse."""
+        return {} if self.patch is None else dict(self.patch.factors)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The patch's static keywords of `ops.apply` and of splices: layers, heads and frame."""
+        if self.patch is None:
+            return {}
+        metadata = self.patch.metadata
+        layers = None if len(metadata.layers) == self.layout.layers else metadata.layers
+        return {"layers": layers, "heads": metadata.heads, "frame": metadata.frame}

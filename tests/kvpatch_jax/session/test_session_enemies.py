@@ -1,0 +1,117 @@
+"""Sessions whose surroundings fail them: threads at once, a store's folder that is deleted, names without end."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from session_cases import QUESTION, image_of, reader
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import SessionError
+from kvpatch_jax.session import piece_registry
+from kvpatch_jax.session.used_names import UsedNames
+
+IMAGES = 3
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Any:
+    return reader()
+
+
+def test_two_threads_on_one_session_take_turns(backbone):
+    """Each adds, asks and takes out its own: an answer is what one thread alone is told of the same window."""
+    said: dict[tuple[str, ...], tuple[int, ...]] = {}
+    failed: list[BaseException] = []
+    together = threading.Barrier(2)
+
+    def work(own: int, session: kvp.Session) -> None:
+        try:
+            together.wait(60)
+            for step in range(IMAGES):
+                name = session.add(image_of(own * IMAGES + step), id=f"{own}.{step}", kind="chunk")
+                with session.fork() as branch:  # which the other thread does not change
+                    if all(piece.fidelity == "exact" for piece in branch.window.pieces):  # no survivor of the other's
+                        said[branch.ids] = branch.ask(QUESTION, steps=2, stop=()).ids
+                session.ask(QUESTION, steps=2, stop=()).close()
+                session.evict(name)
+        except BaseException as error:
+            failed.append(error)
+
+    with kvp.Session(backbone, lead=image_of(99)) as session:
+        free = session.stats().free_pages
+        threads = [threading.Thread(target=work, args=(own, session)) for own in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(300)
+        assert not failed
+        assert len(session) == 1
+        assert sorted(session.gone) == sorted(f"{own}.{step}" for own in range(2) for step in range(IMAGES))
+        assert session.stats().free_pages == free
+        assert session.stats().asked == 2 * IMAGES
+        for ids, answer in said.items():
+            for name in ids[1:]:
+                session.recall(name)
+            assert session.ask(QUESTION, steps=2, stop=()).ids == answer
+            for name in ids[1:]:
+                session.evict(name)
+
+
+def test_a_stores_folder_may_be_deleted_between_two_steps(backbone, tmp_path: Path):
+    """The session goes on as one without a store: what comes back is prefilled, or asked for again."""
+    with kvp.ChunkStore(tmp_path / "store") as store:
+        with (
+            kvp.Session(backbone, store, keep=1, rank=4, uncertified=True) as session,
+            kvp.Session(backbone, keep=1) as bare,
+        ):
+            for each in (session, bare):
+                each.add(image_of(0))
+                first = each.add(image_of(1))
+            former = session.runtime.former
+            assert former is not None
+            former.flush()
+            assert store.contains(first, backbone.fingerprint)
+            shutil.rmtree(tmp_path / "store")
+            for each in (session, bare):
+                each.add(image_of(2))
+            assert session.ids == bare.ids
+            for each in (session, bare):
+                each.recall(first)
+            former.flush()
+            assert session.ask(QUESTION, steps=3, stop=()).ids == bare.ask(QUESTION, steps=3, stop=()).ids
+            assert session.ids == bare.ids
+            session.save(tmp_path / "session")
+        with kvp.Session.restore(tmp_path / "session", backbone, store, rank=0) as again:
+            assert again.ids == bare.ids
+
+
+def test_names_without_end_take_bounded_room_and_none_is_given_twice_meanwhile(backbone, monkeypatch):
+    used = UsedNames(most=4)
+    for number in range(100):
+        used.add(f"{number}")
+        used.set_copy_number(f"content {number}", 1 + number % 3)
+    assert list(used) == ["96", "97", "98", "99"]
+    used.add("97")  # given out again: the last one now
+    assert list(used) == ["96", "98", "99", "97"]
+    assert (used.copy_number("content 1"), used.copy_number("content 98")) == (1, 3)  # the oldest are forgotten
+    branch = used.copy()
+    branch.add("100")
+    assert "100" not in used
+    assert "96" not in branch
+
+    monkeypatch.setattr(piece_registry, "MOST_NAMES", 2)
+    with kvp.Session(backbone, keep=1) as session:
+        session.add(image_of(0), id="lead")
+        for step in range(3):
+            session.add(image_of(1), id=f"shot {step}") if not step else session.add(image_of(1 + step))
+        for name in (
+            "lead",
+            "shot 0",
+            session.ids[-1],
+        ):  # pinned, gone, in the window: all known, and remembered or not
+            with pytest.raises(SessionError, match="name of another piece"):
+                session.add(image_of(9), id=name)
