@@ -122,8 +122,8 @@ def test_what_the_guide_says_follows_the_rows(tmp_path):
     assert "**missed**: 0.500 [0.490, 0.510]" in " ".join(said.split())
     assert "DejaVu is read best (0.600), STIX worst (0.400)" in " ".join(said.split())
     assert said.index("| `patch` | 0.900") < said.index("| `first_k.budget=0.15`") < said.index("| `blind` | 0.000")
-    assert "**Copy**, 16 questions:" in said
-    assert "| `blind` | 0.250 [0.240, 0.260] |" in said
+    assert "Questions over two pages (16)" in said
+    assert "| `blind` | 0.25 | – | – |" in said
     for one in pieces[:6]:
         one.update(value=0.98)
     assert "is met: 0.980" in " ".join(document.section(found).split())
