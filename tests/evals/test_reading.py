@@ -78,7 +78,7 @@ def test_no_family_is_seen_and_unseen():
         fonts.find({"nowhere": ("Nowhere-Regular",)})
 
 
-RECIPE = training.Recipe(
+RECIPE = training.TowerRecipe(
     pieces=400,
     width=224,
     depth=2,
@@ -140,9 +140,9 @@ def test_what_the_guide_says_follows_the_rows(tmp_path):
 
 @pytest.mark.parametrize("steps", [2, 3, 40, 5000])
 def test_the_learning_rate_rises_and_falls_however_few_the_steps(steps):
-    rate = training.schedule(training.Recipe(), steps)
+    rate = training.schedule(training.TowerRecipe(), steps)
     rates = np.asarray([rate(step) for step in (0, min(steps // 2, 40), steps)])
-    np.testing.assert_allclose(rates, [0.0, training.Recipe().learning_rate, 0.0], atol=1e-9)
+    np.testing.assert_allclose(rates, [0.0, training.TowerRecipe().learning_rate, 0.0], atol=1e-9)
 
 
 @pytest.fixture(scope="module")
