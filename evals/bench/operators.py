@@ -101,7 +101,7 @@ def check_rows(repeats: int, seed: int, tokens: int = 2048) -> list[Row]:
         return arrays
 
     # With the programs replaced, what is left of a call is its checks.
-    programs = ((ops, "jitted_apply"), (layout, "jitted_place"), (layout, "jitted_relocate"), (pool, "jitted_splice"))
+    programs = ((ops, "jitted_apply"), (layout, "jitted_rotate"), (layout, "jitted_relocate"), (pool, "jitted_splice"))
     with contextlib.ExitStack() as stack:
         for module, name in programs:
             stack.enter_context(mock.patch.object(module, name, returned))
