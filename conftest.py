@@ -29,6 +29,7 @@ gc.set_threshold(50_000, 20, 20)
 LONG = (
     "test_sessions.py",
     "test_session.py",
+    "test_session_answers.py",
     "test_pool.py",
     "test_rotate_patch.py",
     "test_documents_run.py",

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvpatch_jax.backbone import Backbone, Output, Tokens, joined
-from kvpatch_jax.cache import Chunk, Patch, brief
+from kvpatch_jax.cache import Patch, brief
 from kvpatch_jax.core import AnyArray, EngineKV, KVLayout, PhaseFreeKV, as_start, check_positions, ops, rotate_kv
 from kvpatch_jax.errors import NotFiniteError, WindowError
 from kvpatch_jax.patching import Placed, arrays_of
@@ -21,12 +21,12 @@ from kvpatch_jax.window import (
     Edit,
     Fetch,
     Ledger,
-    PatchOperand,
     PieceSources,
     PlacedPiece,
     Prefill,
     PrefillObserver,
     Recompute,
+    ResolvedEdit,
     Rotate,
     Window,
     check_pieces,
@@ -162,7 +162,7 @@ class _HostRun:
         self.executor, self.window, self.branches = executor, window, branches
         self.own = branches.setdefault(window.branch, {})
 
-    def execute(self, resolved: Any) -> None:
+    def execute(self, resolved: ResolvedEdit) -> None:
         """Executes one edit."""
         edit, sources, meter = resolved.edit, self.executor.sources, self.executor.meter
         match edit:
@@ -189,13 +189,8 @@ class _HostRun:
                     raise WindowError(f"condition: nothing of piece {edit.id!r} was kept; expected it bare before")
                 self.own[edit.id] = dataclasses.replace(stash, start=resolved.start)
                 meter.placed("Copy", stash.kv, stash.length, stash.length)
-            case Copy():
-                chunk = sources.chunk(edit.id, resolved.content)
-                self._place("Copy", resolved.start, chunk, None, resolved.keeps_stash)
-            case ApplyPatch():
-                chunk = sources.chunk(edit.id, resolved.content)
-                added = PatchOperand(*sources.patch(edit.id, edit.patch), edit.patch)
-                self._place("ApplyPatch", resolved.start, chunk, added)
+            case Copy() | ApplyPatch():
+                self._place(edit, resolved)
             case Prefill():
                 if edit.id in self.own:
                     raise WindowError(f"prefill: branch {self.window.branch!r} holds piece {edit.id!r} already")
@@ -213,11 +208,12 @@ class _HostRun:
             raise WindowError(f"branch {self.window.branch!r} holds no piece {brief(id)!r}")
         return self.own[id]
 
-    def _place(
-        self, kind: str, start: int, chunk: Chunk, added: PatchOperand | None, keeps_stash: bool = False
-    ) -> None:
+    def _place(self, edit: Copy | ApplyPatch, resolved: ResolvedEdit) -> None:
         """Places a canonical, with a patch or without; a removal patch on the conditioned KV that is there."""
-        id, patch = chunk.id, None if added is None else added.patch
+        kind, id, sources = type(edit).__name__, edit.id, self.executor.sources
+        chunk = sources.chunk(id, resolved.content)
+        patch, patch_bytes = sources.patch(id, edit.patch) if isinstance(edit, ApplyPatch) else (None, 0)
+        start = resolved.start
         there, base, base_antecedent = self.own.get(id), None, ()
         if patch is not None and patch.metadata.base == "conditioned":
             there = self._held(id)
@@ -235,11 +231,12 @@ class _HostRun:
         local = np.asarray(chunk.local, np.float32)[: chunk.length]
         kv = {name: value[..., : chunk.length, :, :] for name, value in placed.kv.items()}
         trimmed = None if patch is None else trimmed_patch(patch, chunk.length)
+        keeps_stash = patch is None and resolved.keeps_stash
         piece = HostPiece(id, kv, local, start, trimmed, there if keeps_stash else None)
         self.own[id] = piece
         self.executor.meter.placed(kind, kv, piece.length, piece.length)
-        if added is not None:
-            self.executor.meter.patched(kind, added.patch, added.nbytes, piece.length, piece.length)
+        if patch is not None:
+            self.executor.meter.patched(kind, patch, patch_bytes, piece.length, piece.length)
 
     def _forward(self, kind: str, piece: HostPiece, start_layer: int) -> None:
         """Runs a piece behind those in front of its start, from a layer up."""

@@ -1,4 +1,4 @@
-"""The file of a batch's answers: JSONL, a header and a line for each item, which a run goes on from."""
+"""The file of a batch's answers: JSONL, a header and a line for each item, after which a run continues."""
 
 import contextlib
 import json
@@ -13,97 +13,111 @@ from ..utils.atomic_files import path_of, replace
 
 FORMAT, VERSION = "kvpatch_jax.answers", 1
 _SHARED = ("format", "version", "items", "digest", "backbone", "rank", "dtype")
+"""Fields of the header that all shards of a batch have in common."""
 Line = dict[str, Any]
 
 
 def shard_path(out: str | os.PathLike[str], index: int, count: int) -> Path:
-    """The file of one shard: `out` itself where there is one, else its name with the shard's numbers."""
+    """Returns the file of one shard: `out` itself if there is one shard, else its name with the shard's numbers."""
     path = path_of(out, "answers", InputError)
     return path if count == 1 else path.with_name(f"{path.stem}.{index:05d}-of-{count:05d}{path.suffix}")
 
 
 class AnswerFile:
-    """Lines that were written whole stay; one that a killed run left in part is cut off."""
+    """File of answers, open for appending. Only one run may write to it.
+
+    Attributes:
+      path: of the file.
+      done: the lines of items that were answered before, by index.
+    """
 
     def __init__(self, path: Path, header: Mapping[str, Any], digests: Mapping[int, str], retry: bool):
-        """Opens the file, or starts it.
+        """Opens the file or creates it. A last line that a killed run left unfinished is cut off.
 
         Args:
-          header: of this run. digests: of its items, by index.
-          retry: forget the lines of items that failed.
+          header: of this run.
+          digests: of its items, by index.
+          retry: whether to discard the lines of items that failed.
 
         Raises:
-          InputError: answers of other items, another backbone or rank; another run that writes there; a file that is
-          none, or cannot be written.
+          InputError: answers of other items, another backbone or rank, another run that writes there, another kind of
+          file, or one that cannot be written. The file is unchanged.
         """
         self.path, self.done = path, dict[int, Line]()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+b")
         except OSError as error:
-            raise InputError(f"answers {str(path)!r:.200} cannot be written: {error}") from error
+            raise InputError(f"answers: got {str(path)!r:.200}, which cannot be written: {error}") from error
         try:
             _lock(self._file, path)
-            self._take(header, digests, retry)
+            self._resume(dict(header), digests, retry)
         except BaseException:
             self._file.close()
             raise
 
-    def _take(self, header: Mapping[str, Any], digests: Mapping[int, str], retry: bool) -> None:
-        """Reads what is there, and cuts off what was not finished."""
+    def _resume(self, header: Line, digests: Mapping[int, str], retry: bool) -> None:
+        """Reads the lines of an earlier run into `done`, and writes the header of a new file."""
+        # A killed run may have left half a line, or half a header.
         self._file.seek(0)
         content = self._file.read()
         whole = content[: content.rfind(b"\n") + 1]
-        if content and not whole and not json.dumps(dict(header)).encode().startswith(content):
-            raise InputError(f"{str(self.path)!r:.200} is no file of answers; expected another --out")
+        if content and not whole and not json.dumps(header).encode().startswith(content):
+            raise InputError(
+                f"answers: got {str(self.path)!r:.200}, which is no file of answers; expected another --out"
+            )
         lines = whole.split(b"\n")[:-1]
         if lines:
             found = _parsed(lines[0], self.path, 1)
-            if found != dict(header):
-                raise InputError(f"{str(self.path)!r:.200} {_unlike(found, header)}; expected another out")
-        for number, line in enumerate(lines[1:], 2):
-            self._check(_parsed(line, self.path, number), digests, number)
+            if found != header:
+                mismatch = _difference(found, header)
+                raise InputError(f"answers: got {str(self.path)!r:.200}, which {mismatch}; expected another out")
+        for number, text in enumerate(lines[1:], 2):
+            line = _parsed(text, self.path, number)
+            index, digest = line.get("item"), line.get("digest")
+            if not isinstance(index, int) or digests.get(index) != digest or index in self.done:
+                raise InputError(
+                    f"{str(self.path)!r:.200}, line {number}: item {index!r:.40} of digest {digest!r:.40}; "
+                    "expected each of this shard's items once, as it is now"
+                )
+            self.done[index] = line
 
+        # The file is replaced as a whole, so that a kill in between loses no line.
         failed = [index for index, line in self.done.items() if "error" in line]
         if retry and failed:
             for index in failed:
                 del self.done[index]
-            whole = _bytes([dict(header), *self.done.values()])
+            whole = _encode([header, *self.done.values()])
             replace(self.path, whole)
+            # The open file is the one that was replaced.
             self._file.close()
             self._file = self.path.open("a+b")
             _lock(self._file, self.path)
         elif len(whole) != len(content):
             self._file.truncate(len(whole))
         if not whole:
-            self.add([dict(header)])
-
-    def _check(self, line: Line, digests: Mapping[int, str], number: int) -> None:
-        index = line.get("item")
-        if not isinstance(index, int) or digests.get(index) != line.get("digest") or index in self.done:
-            raise InputError(
-                f"{str(self.path)!r:.200}, line {number}: item {index!r:.40} of digest {line.get('digest')!r:.40}; "
-                "expected each of this shard's items once, as it is now"
-            )
-        self.done[index] = line
+            self.add([header])
 
     def add(self, lines: Sequence[Line]) -> None:
-        """Appends lines, durable when this returns."""
-        self._file.write(_bytes(lines))
+        """Appends lines, which are durable when this returns."""
+        self._file.write(_encode(lines))
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def close(self) -> None:
-        """Lets others write."""
+    def __enter__(self) -> "AnswerFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the file, and so releases its lock."""
         self._file.close()
 
 
-def _bytes(lines: Iterable[Line]) -> bytes:
+def _encode(lines: Iterable[Line]) -> bytes:
     return b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in lines)
 
 
 def _lock(file: Any, path: Path) -> None:
-    """Keeps other runs off, where the system has locks; they end with the process."""
+    """Locks the file against other runs, if the system has such locks. The lock ends with the process."""
     with contextlib.suppress(ImportError):
         import fcntl
 
@@ -114,16 +128,22 @@ def _lock(file: Any, path: Path) -> None:
 
 
 def _parsed(line: bytes, path: Path, number: int) -> Line:
+    """Returns the object of a line.
+
+    Raises:
+      InputError: no JSON object.
+    """
     try:
         found = strict_json.loads(line)
     except ValueError as error:
         raise InputError(f"{str(path)!r:.200}, line {number}: no JSON ({error!s:.80}); expected answers") from None
     if not isinstance(found, dict):
-        raise InputError(f"{str(path)!r:.200}, line {number}: a {type(found).__name__}; expected an object")
+        raise InputError(f"{str(path)!r:.200}, line {number}: got a {type(found).__name__}; expected an object")
     return found
 
 
-def _unlike(found: Mapping[str, Any], header: Mapping[str, Any]) -> str:
+def _difference(found: Mapping[str, Any], header: Mapping[str, Any]) -> str:
+    """Returns how a file's header differs from that of a run."""
     if found.get("format") != FORMAT:
         return "is no file of answers"
     for name, value in header.items():
@@ -136,29 +156,30 @@ def read_answers(*paths: str | os.PathLike[str]) -> list[Line]:
     """Reads the answers of all shards of a batch, in the order of its items.
 
     Raises:
-      InputError: files of different batches, a shard or an item that is missing, or a file that is none.
+      InputError: files of different batches, a missing shard or item, or another kind of file.
     """
     if not paths:
-        raise InputError("read_answers: no files; expected those of all shards")
-    heads: list[Line] = []
+        raise InputError("read_answers: got no files; expected those of all shards")
+    headers: list[Line] = []
     lines: dict[int, Line] = {}
-    for path in [path_of(each, "answers", InputError) for each in paths]:
+    for path in paths:
+        path = path_of(path, "answers", InputError)
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise InputError(f"answers {str(path)!r:.200} cannot be read: {error}") from error
+            raise InputError(f"answers: got {str(path)!r:.200}, which cannot be read: {error}") from error
         found = [_parsed(line, path, number) for number, line in enumerate(content.split(b"\n")[:-1], 1)]
         if not found or found[0].get("format") != FORMAT or found[0].get("version") != VERSION:
-            raise InputError(f"{str(path)!r:.200} is no file of answers of version {VERSION}; expected one")
-        if heads and any(found[0].get(name) != heads[0].get(name) for name in _SHARED):
-            raise InputError(f"{str(path)!r:.200} {_unlike(found[0], heads[0])}; expected shards of one batch")
-        heads.append(found[0])
+            raise InputError(f"answers: got {str(path)!r:.200}; expected a file of answers, version {VERSION}")
+        if headers and any(found[0].get(name) != headers[0].get(name) for name in _SHARED):
+            raise InputError(f"{str(path)!r:.200} {_difference(found[0], headers[0])}; expected shards of one batch")
+        headers.append(found[0])
         for line in found[1:]:
             lines[line["item"]] = line
-    missing = [index for index in range(heads[0]["items"]) if index not in lines]
+    missing = [index for index in range(headers[0]["items"]) if index not in lines]
     if missing:
         raise InputError(
-            f"answers: {len(missing)} of {heads[0]['items']} items are missing, the first is {missing[0]}; expected "
-            "the files of all shards, finished"
+            f"answers: got files in which {len(missing)} of {headers[0]['items']} items are missing, the first is "
+            f"{missing[0]}; expected the files of all shards, finished"
         )
     return [lines[index] for index in sorted(lines)]

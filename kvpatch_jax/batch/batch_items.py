@@ -1,4 +1,4 @@
-"""Items of a batch: what is asked of what, told apart by content, in an order that lets chunks be formed once."""
+"""Items of a batch: questions and what precedes them, identified by content, in an order that shares prefixes."""
 
 import collections
 import dataclasses
@@ -14,7 +14,7 @@ from ..errors import AmbiguousTextError, InputError, KVPatchError
 from ..utils.argument_names import OURS
 
 STEPS = 32
-"""Tokens of an answer at most, where neither the item nor the checkpoint says."""
+"""Tokens of an answer at most, if neither the item nor the checkpoint says."""
 _FIELDS = ("front", "question", "id", "order_free", "steps", "stop")
 
 
@@ -23,14 +23,14 @@ class BatchItem:
     """One question of a batch.
 
     Attributes:
-      front: what stands in front of the question, in order: images and texts, or lists of them that make one chunk
-        (frames). Each is a chunk, which other items share where they have the same. A str is a text, a `pathlib.Path`
-        an image's file; what comes from JSON says so itself: `{"image": "page.png"}`, `{"text": "page.png"}`.
-      question: a text, token ids, an image, or a list of them, as in front.
-      id: a name that stands beside the answer; None for none.
-      order_free: whether the order in front means nothing: it is then chosen so that items share the most.
-      steps: tokens of the answer at most; None: as many as the checkpoint says, 32 where it does not.
-      stop: token ids that end it; None for the backbone's own.
+      front: what precedes the question, in order: images and texts, or lists of them that make one chunk (frames). Each
+        is a chunk, which items share if their contents are equal. A str is a text, a `pathlib.Path` the file of an
+        image. JSON names the kind: `{"image": "page.png"}`, `{"text": "page.png"}`.
+      question: a text, token ids, an image, or a list of them, as in `front`.
+      id: a name that is written beside the answer, or None.
+      order_free: whether the order of `front` has no meaning. It is then chosen so that items share the most.
+      steps: the largest number of tokens of the answer. None: the checkpoint's, or 32.
+      stop: token ids that end the answer. None: the backbone's own.
     """
 
     front: Sequence[Any]
@@ -42,11 +42,15 @@ class BatchItem:
 
 
 class ResolvedItem(NamedTuple):
-    """An item whose content is known.
+    """Item whose contents are known.
 
     Attributes:
-      index: in the list of items. digest: of all that its answer depends on, and its id.
-      front: ids of its chunks, in the order in which they are served. question: id of what is asked.
+      index: in the list of items.
+      id: its name, or None.
+      digest: of all that its answer depends on, and its id.
+      front: ids of its chunks, in the order in which they are served.
+      question: id of the question.
+      steps, stop: as of `BatchItem`, with defaults.
     """
 
     index: int
@@ -59,7 +63,7 @@ class ResolvedItem(NamedTuple):
 
 
 class RejectedItem(NamedTuple):
-    """An item that cannot be asked, and why."""
+    """Item that cannot be asked, and why."""
 
     index: int
     id: str | None
@@ -71,178 +75,177 @@ class ItemList(NamedTuple):
     """All items of a batch.
 
     Attributes:
-      jobs, refused: between them every item. digest: of all items in their order.
-      units: what each chunk and question shows, by its id: the items that `backbone.prepare` takes, unread.
+      resolved, rejected: together all items.
+      digest: of all items in their order.
+      units: the contents of each chunk and question, by its id, as `backbone.prepare` takes them. Files are not read.
     """
 
-    jobs: list[ResolvedItem]
-    refused: list[RejectedItem]
+    resolved: list[ResolvedItem]
+    rejected: list[RejectedItem]
     digest: str
     units: dict[str, list[Any]]
 
 
 def listed(items: Iterable[Any], backbone: str, steps: int = STEPS) -> ItemList:
-    """Reads every item's content once, to its ids.
+    """Reads the contents of all items once, and returns their ids.
 
     Args:
       backbone: the fingerprint.
-      steps: tokens of an answer at most, where an item does not say.
+      steps: the default of the items.
 
     Raises:
-      InputError: what is no sequence of items.
+      InputError: no sequence of items.
     """
     if isinstance(items, str | bytes | os.PathLike | Mapping) or not isinstance(items, Iterable):
-        raise InputError(f"answer_batch: items {items!r:.80}; expected a sequence of BatchItem or mappings")
-    reader = _Reader(backbone, steps)
-    jobs: list[ResolvedItem] = []
-    refused: list[RejectedItem] = []
+        raise InputError(f"answer_batch: got items {items!r:.80}; expected a sequence of BatchItem or mappings")
+    reader = _ContentReader(backbone)
+    resolved: list[ResolvedItem] = []
+    rejected: list[RejectedItem] = []
+    order_free: set[int] = set()
     for index, given in enumerate(items):
         name = None
         try:
-            item = _item(given)
+            item = _checked_item(given)
             name = item.id
-            jobs.append(reader.job(index, item))
+            front = tuple(reader.unit(piece, f"front {place}") for place, piece in enumerate(item.front))
+            question = reader.unit(item.question, "question")
+            stop = None if item.stop is None else tuple(item.stop)
+            limit = steps if item.steps is None else item.steps
+            options = encoded(repr((name, item.order_free, limit, stop)))
+            digest = digest_of([b"item", *(encoded(id) for id in (*front, question)), options], size=16)
         except KVPatchError as error:
-            told = [b"refused item", encoded(str(index)), type(error).__name__.encode(), _shown(error)]
-            refused.append(RejectedItem(index, name, digest_of(told, size=16), error))
-    digests = {each.index: each.digest for each in (*jobs, *refused)}
-    whole = digest_of([b"items", *(encoded(digests[index]) for index in range(len(digests)))], size=16)
-    return ItemList(_ordered(jobs, reader.free), refused, whole, reader.units)
+            message = str(error).encode("utf-8", "backslashreplace")
+            parts = [b"refused item", encoded(str(index)), type(error).__name__.encode(), message]
+            rejected.append(RejectedItem(index, name, digest_of(parts, size=16), error))
+            continue
+        resolved.append(ResolvedItem(index, name, digest, front, question, limit, stop))
+        if item.order_free:
+            order_free.add(index)
+
+    # Items that cannot be asked are part of the batch: they get a line each, and shards have to agree.
+    digests = {item.index: item.digest for item in (*resolved, *rejected)}
+    digest = digest_of([b"items", *(encoded(digests[index]) for index in range(len(digests)))], size=16)
+
+    # Frequent chunks go first where the order is free, so that prefixes are shared the most (as FP-growth sorts its
+    # transactions: Han, Pei and Yin, SIGMOD 2000). The order depends on nothing but the list of items.
+    counts: collections.Counter[str] = collections.Counter()
+    for item in resolved:
+        counts.update(set(item.front))
+    for place, item in enumerate(resolved):
+        if item.index in order_free:
+            front = sorted(item.front, key=lambda id: (-counts[id], id))
+            resolved[place] = item._replace(front=tuple(front))
+    return ItemList(resolved, rejected, digest, reader.units)
 
 
-def _shown(error: Exception) -> bytes:
-    return str(error).encode("utf-8", "backslashreplace")
+def shard_of(items: ItemList, index: int, count: int) -> tuple[list[ResolvedItem], list[RejectedItem]]:
+    """Returns the part of a batch that one of `count` processes answers, sorted by prefix.
+
+    Items with the same prefix stay in one shard. Otherwise shards have about equally many items.
+    """
+    resolved = sorted(items.resolved, key=lambda item: (item.front, item.index))
+    # Both ends of a shard move past the items of one prefix, so that neighbouring shards meet.
+    ends = []
+    for part in (index, index + 1):
+        end = -(-len(resolved) * part // count)
+        while 0 < end < len(resolved) and resolved[end].front == resolved[end - 1].front:
+            end += 1
+        ends.append(end)
+    return resolved[ends[0] : ends[1]], [item for item in items.rejected if item.index % count == index]
 
 
-def _item(given: Any) -> BatchItem:
-    """An item, checked but for what its images and texts hold."""
-    if isinstance(given, Mapping):
-        strangers = [name for name in given if name not in _FIELDS]
-        if strangers or not {"front", "question"} <= set(given):
-            what = f"field {strangers[0]!r:.80}" if strangers else f"only {sorted(map(str, given))}"
-            ours = OURS.get(strangers[0]) if strangers and isinstance(strangers[0], str) else None
-            hint = f"{ours!r}" if ours in _FIELDS else f"front, question and some of {_FIELDS[2:]}"
-            raise InputError(f"item: {what}; expected {hint}")
-        given = BatchItem(**given)
-    if not isinstance(given, BatchItem):
-        raise InputError(f"item: a {type(given).__name__}; expected a BatchItem, or a mapping of its fields")
-    if isinstance(given.front, str | bytes | os.PathLike | Mapping | np.ndarray) or not isinstance(
-        given.front, Sequence
-    ):
-        raise InputError(f"item: front {given.front!r:.80}; expected a sequence of images and texts")
-    if given.id is not None and (not isinstance(given.id, str) or not given.id):
-        raise InputError(f"item: id {given.id!r:.80}; expected a name, or None")
-    encoded(given.id or "")
-    if not isinstance(given.order_free, bool):
-        raise InputError(f"item: order_free {given.order_free!r:.80}; expected True or False")
-    steps = given.steps
+def _checked_item(item: Any) -> BatchItem:
+    """Returns an item whose fields have the right kinds. The contents of images and texts are not checked.
+
+    Raises:
+      InputError: an invalid item.
+    """
+    if isinstance(item, Mapping):
+        unknown = [name for name in item if name not in _FIELDS]
+        if unknown or not {"front", "question"} <= set(item):
+            found = f"field {unknown[0]!r:.80}" if unknown else f"only {sorted(map(str, item))}"
+            ours = OURS.get(unknown[0]) if unknown and isinstance(unknown[0], str) else None
+            expected = f"{ours!r}" if ours in _FIELDS else f"front, question and some of {_FIELDS[2:]}"
+            raise InputError(f"item: got {found}; expected {expected}")
+        item = BatchItem(**item)
+    if not isinstance(item, BatchItem):
+        raise InputError(f"item: got a {type(item).__name__}; expected a BatchItem, or a mapping of its fields")
+
+    single = isinstance(item.front, str | bytes | os.PathLike | Mapping | np.ndarray)
+    if single or not isinstance(item.front, Sequence):
+        raise InputError(f"item.front: got {item.front!r:.80}; expected a sequence of images and texts")
+    if item.id is not None and (not isinstance(item.id, str) or not item.id):
+        raise InputError(f"item.id: got {item.id!r:.80}; expected a name, or None")
+    encoded(item.id or "")
+    if not isinstance(item.order_free, bool):
+        raise InputError(f"item.order_free: got {item.order_free!r:.80}; expected True or False")
+    steps, stop = item.steps, item.stop
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-        raise InputError(f"item: steps {given.steps!r:.80}; expected a number of tokens, 1 or more, or None")
-    if given.stop is not None:
-        stop = given.stop
-        whole = isinstance(stop, Sequence) and not isinstance(stop, str | bytes)
-        if not whole or not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in stop):
-            raise InputError(f"item: stop {stop!r:.80}; expected token ids, or None")
-    return given
+        raise InputError(f"item.steps: got {steps!r:.80}; expected a number of tokens, 1 or more, or None")
+    if stop is not None:
+        several = isinstance(stop, Sequence) and not isinstance(stop, str | bytes)
+        if not several or not all(isinstance(id, int) and not isinstance(id, bool) and id >= 0 for id in stop):
+            raise InputError(f"item.stop: got {stop!r:.80}; expected token ids, or None")
+    return item
 
 
-class _Reader:
-    """Finds ids of contents, and of one path once."""
+class _ContentReader:
+    """Reader of contents, which reads each file once.
 
-    def __init__(self, backbone: str, steps: int):
-        self.backbone, self.steps = backbone, steps
+    Attributes:
+      units: what was read, as of `ItemList`.
+    """
+
+    def __init__(self, backbone: str):
         self.units: dict[str, list[Any]] = {}
-        self.free: set[int] = set()
-        self._paths: dict[str, str | KVPatchError] = {}
+        self._backbone = backbone
+        self._ids: dict[str, str | KVPatchError] = {}
 
-    def job(self, index: int, item: BatchItem) -> ResolvedItem:
-        """An item's ids.
+    def unit(self, piece: Any, field: str) -> str:
+        """Returns the id of one chunk or one question.
 
         Raises:
-          ImageError, InputError: an image that cannot be read, a str that looks like a file, or no text or image.
+          ImageError, InputError: an unreadable image, a str that looks like a file, or another kind of item. `field`
+          is part of the message.
         """
-        front = tuple(self.unit(piece, f"front {place}") for place, piece in enumerate(item.front))
-        question = self.unit(item.question, "question")
-        stop = None if item.stop is None else tuple(item.stop)
-        steps = self.steps if item.steps is None else item.steps
-        told = (item.id, item.order_free, steps, stop)
-        parts = [b"item", *(encoded(id) for id in (*front, question)), encoded(repr(told))]
-        if item.order_free:
-            self.free.add(index)
-        return ResolvedItem(index, item.id, digest_of(parts, size=16), front, question, steps, stop)
-
-    def unit(self, piece: Any, what: str) -> str:
-        """The id of what makes one chunk or one question."""
-        items = [_named_kind(each, what) for each in (piece if _is_list(piece) else [piece])]
+        # Token ids are lists too, but one item.
+        several = isinstance(piece, list | tuple)
+        if several and piece:
+            several = not all(isinstance(token, int | np.integer) for token in piece)
+        items = [_named_kind(item, field) for item in (piece if several else [piece])]
         if not items:
-            raise InputError(f"item: {what} is empty; expected images or texts")
-        for each in items:
+            raise InputError(f"item.{field}: got an empty list; expected images or texts")
+        for item in items:
             try:
-                sort = sort_of(each, f"item: {what}")
+                sort = sort_of(item, f"item: {field}")
             except AmbiguousTextError as error:
                 raise AmbiguousTextError(f'{error}; in JSON {{"image": ...}} or {{"text": ...}}') from None
-            if sort == "text" and not each:
-                raise InputError(f"item: {what} is an empty text; expected one with tokens")
-        path = os.path.abspath(items[0]) if len(items) == 1 and isinstance(items[0], os.PathLike) else None
-        known = None if path is None else self._paths.get(path)
-        if isinstance(known, KVPatchError):
-            raise known
-        if known is None:
-            known = self._read(items, path)
-        self.units.setdefault(known, [Path(path)] if path is not None else list(items))
-        return known
+            if sort == "text" and not item:
+                raise InputError(f"item.{field}: got an empty text; expected one with tokens")
 
-    def _read(self, items: Sequence[Any], path: str | None) -> str:
-        try:
-            found = chunk_id(self.backbone, *map(one_form, items))
-        except KVPatchError as error:
+        # Many items may name one file, which is then decoded once. Its error is remembered too.
+        path = os.path.abspath(items[0]) if len(items) == 1 and isinstance(items[0], os.PathLike) else None
+        found = None if path is None else self._ids.get(path)
+        if found is None:
+            try:
+                found = chunk_id(self._backbone, *map(one_form, items))
+            except KVPatchError as error:
+                found = error
             if path is not None:
-                self._paths[path] = error
-            raise
-        if path is not None:
-            self._paths[path] = found
+                self._ids[path] = found
+        if isinstance(found, KVPatchError):
+            raise found
+        self.units.setdefault(found, list(items) if path is None else [Path(path)])
         return found
 
 
-def _named_kind(piece: Any, what: str) -> Any:
-    """Converts `{"image": FILE}` to a path and `{"text": TEXT}` to a `Text`; anything else stays as it is."""
+def _named_kind(piece: Any, field: str) -> Any:
+    """Converts `{"image": FILE}` to a path and `{"text": TEXT}` to a `Text`. Anything else stays as it is."""
     if not isinstance(piece, Mapping):
         return piece
     kind, value = next(iter(piece.items())) if len(piece) == 1 else (None, None)
     if kind == "image" and isinstance(value, str):
-        return file_of(value, f"item: {what}")
+        return file_of(value, f"item: {field}")
     if kind == "text" and isinstance(value, str):
         return Text(value)
-    raise InputError(f'item: {what} {piece!r:.80}; expected {{"image": a file\'s name}} or {{"text": a text}}')
-
-
-def _is_list(piece: Any) -> bool:
-    """Whether a piece is a list of images and texts: token ids, which are lists too, are one piece."""
-    if not isinstance(piece, list | tuple):
-        return False
-    return not piece or not all(isinstance(each, int | np.integer) for each in piece)
-
-
-def _ordered(jobs: Sequence[ResolvedItem], free: set[int]) -> list[ResolvedItem]:
-    """Chooses the order in front where it is free, the same for whoever has the same list of items.
-
-    What most items have stands first, so that prefixes are shared the most (as FP-growth sorts its transactions: Han,
-    Pei and Yin, SIGMOD 2000).
-    """
-    counts = collections.Counter(id for job in jobs for id in set(job.front))
-    by_count = lambda id: (-counts[id], id)
-    return [job._replace(front=tuple(sorted(job.front, key=by_count))) if job.index in free else job for job in jobs]
-
-
-def shard_of(found: ItemList, index: int, count: int) -> tuple[list[ResolvedItem], list[RejectedItem]]:
-    """The part of a batch that one of `count` processes answers, in the order in which chunks are formed once.
-
-    Items with the same in front stay together: they are sorted by it, and cut into runs of about as many items.
-    """
-    jobs = sorted(found.jobs, key=lambda job: (job.front, job.index))
-    begin, end = (-(-len(jobs) * part // count) for part in (index, index + 1))
-    while 0 < begin < len(jobs) and jobs[begin].front == jobs[begin - 1].front:
-        begin += 1
-    while 0 < end < len(jobs) and jobs[end].front == jobs[end - 1].front:
-        end += 1
-    return jobs[begin:end], [each for each in found.refused if each.index % count == index]
+    raise InputError(f'item.{field}: got {piece!r:.80}; expected {{"image": a file\'s name}} or {{"text": a text}}')

@@ -1,7 +1,7 @@
-"""Sessions: an agent's window, with what reuse it may have, in a few calls.
+"""Sessions: the window of an agent, with what may be reused in it, in a few calls.
 
-`Session` is one agent's; `Sessions` are many, on one pool and one store; what they run on is a `Runtime`. A `Recorder`
-writes down what happens in sessions, a `Trace` is what it wrote.
+`Session` is the window of one agent, `SessionConfig` its options. `Sessions` are many, on one pool and one store. What
+they run on is a `Runtime`. `kvpatch_jax.traces` records what happens in sessions.
 """
 
 from .answer_retrieval import RetrievalQuery
@@ -9,6 +9,7 @@ from .answers import Answer, Audit
 from .disposability import AblatedAnswer, DisposabilityReport
 from .runtime import PrivateRuntime, Runtime
 from .session import Session
+from .session_config import SessionConfig
 from .sessions import Sessions, SharedStats
 from .stats import Stats
 
@@ -21,6 +22,7 @@ __all__ = [
     "RetrievalQuery",
     "Runtime",
     "Session",
+    "SessionConfig",
     "Sessions",
     "SharedStats",
     "Stats",

@@ -1,4 +1,4 @@
-"""Retrieval while an answer is made: what a retriever is shown, and how what it finds comes in."""
+"""Retrieval of chunks while an answer is decoded."""
 
 import dataclasses
 from collections.abc import Callable, Generator, Sequence
@@ -9,25 +9,27 @@ from jaxtyping import Float
 
 from ..cache import Text
 from ..errors import InputError, SessionError
-from ..sampling import Sampling, TextPiece
+from ..sampling import TextPiece
+from .piece_registry import PieceRegistry
 from .session_input import EmbeddedInput, embedded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RetrievalQuery:
-    """What is known where chunks are looked for: before an answer's first token, and between some of them.
+    """Query that a retriever receives before the first token of an answer, and between some of the others.
 
-    A session's `retriever` is a function of this that returns names: of chunks that left the session, or references of
-    its linker (`"IMAGE#NAME"`). Or it is a retriever with `search(vector, k)`, as `kvpatch_jax.store` has them, whose
-    nearest id is taken for such a name.
+    A session's `retriever` is a function of this that returns names: of evicted chunks, or references of its linker
+    (`"IMAGE#NAME"`). Or it is an object with `search(vector, k)`, such as the retrievers of `kvpatch_jax.store`, whose
+    nearest id is taken as such a name.
 
     Attributes:
-      question: its items. ids, text: of the answer so far.
-      gone: names of the chunks that left.
-      vector: the mean of the embeddings that the decoder reads, over question and answer so far, [D]. Where a library
-        filed pooled outputs of the vision tower, they have this width too; whether such a mean finds the right image is
-        the model's affair, and is promised by nobody.
-      hidden: gives the mean residual entering a layer instead, [D], by a forward behind the window.
+      question: its items.
+      ids, text: of the answer so far.
+      gone: names of the evicted chunks.
+      vector: the mean of the embeddings that the decoder reads, over question and answer so far, [D]. Pooled outputs of
+        the vision tower have this width too. Whether such a mean finds the right image depends on the model, and is not
+        guaranteed.
+      hidden: returns the mean residual entering a layer instead, [D], by a forward after the window.
     """
 
     question: Sequence[Any]
@@ -38,80 +40,95 @@ class RetrievalQuery:
     hidden: Callable[[int], Float[np.ndarray, " D"]] = dataclasses.field(repr=False)
 
 
-def looking_on(
-    session: Any,
-    branch: Any,
-    items: list[Any],
-    asked: EmbeddedInput,
-    recalled: list[str],
-    steps: int,
-    sampling: Sampling,
-    key: int | None,
-    stop: tuple[int, ...] | None,
-    look: int,
-) -> Generator[TextPiece, None, None]:
-    """The tokens of an answer behind a branch, into which what the retriever finds is placed between them.
+@dataclasses.dataclass(eq=False)
+class AnswerRetrieval:
+    """Retrieval for one answer, which is decoded on a branch of the session.
 
-    What was made so far is run again behind what came in, as part of the question: one forward for each time that
-    something is found. Where nothing is, the answer goes on as if nobody had looked.
+    Attributes:
+      registry: of the session that was asked.
+      branch, pieces: the session on a branch, in which chunks are placed, and its registry.
+      recalled: names of the chunks that were placed for the answer.
     """
-    ids, text, stream = list[int](), "", None
-    stops = session.backbone.stop_tokens if stop is None else stop
-    while len(ids) < steps:
-        tokens = embedded(session.backbone, items, ids) if ids else asked
-        if _place(session, branch, _found(session, branch, items, ids, text, tokens), recalled) or stream is None:
-            if stream is not None:
-                stream.close()
-            own = None if key is None else (key + len(ids)) % 2**63
-            stream = branch._stream(branch.window, tokens, steps - len(ids), sampling, own, stop)
-            branch._counts.add("questions")
-        for _ in range(look):
-            piece = next(stream, None)
-            if piece is None:
-                return
-            ids.append(int(piece.ids[0]))
-            text += piece.text
-            yield piece
-            if ids[-1] in stops:
-                return
 
+    registry: PieceRegistry
+    branch: Any
+    pieces: PieceRegistry
+    recalled: list[str]
 
-def _found(
-    session: Any, branch: Any, items: list[Any], ids: list[int], text: str, tokens: EmbeddedInput
-) -> Sequence[str]:
-    """Names that the retriever gives."""
-    vectors = np.asarray(tokens.tokens.embeddings[0], np.float32)[: tokens.length]
+    def answer(self, items: list[Any], asked: EmbeddedInput, options: Any) -> Generator[TextPiece, None, None]:
+        """Yields the tokens of an answer. Chunks that the retriever finds in between are placed first.
 
-    def hidden(layer: int) -> np.ndarray:
-        with branch.runtime.locked():
-            how: dict[str, Any] = {"hidden_at": (layer,)}
-            out = branch.runtime.executor.prefill(branch.window, tokens.tokens, tokens.length, **how)
-        return np.asarray(out.hidden[layer][0], np.float32)[: tokens.length].mean(axis=0)
+        The tokens so far then run again after the new chunks, as part of the question: one forward for each retrieval
+        that finds something. Without one, the answer continues as if there were no retriever.
 
-    seen = RetrievalQuery(tuple(items), tuple(ids), text, session.gone, vectors.mean(axis=0), hidden)
-    retriever = session.retriever
-    found = retriever.search(seen.vector, 1)[0] if hasattr(retriever, "search") else retriever(seen)
-    if isinstance(found, str) or not isinstance(found, Sequence):
-        raise InputError(f"retriever: gave {found!r:.80}; expected a list of names")
-    return found
+        Args:
+          items, asked: the question, as items and embedded.
+          options: `AnswerOptions`.
+        """
+        backbone: Any = self.registry.runtime.backbone
+        stops = backbone.stop_tokens if options.stop is None else options.stop
+        ids, text, stream = list[int](), "", None
 
+        while len(ids) < options.steps:
+            tokens = embedded(backbone, items, ids) if ids else asked
+            placed = self._place(self._search(items, ids, text, tokens))
+            if placed or stream is None:
+                if stream is not None:
+                    stream.close()
+                # Another seed for each part, which would otherwise repeat the draws of the first.
+                key = None if options.key is None else (options.key + len(ids)) % 2**63
+                rest = options.steps - len(ids)
+                stream = self.pieces.runtime.answer(
+                    self.pieces.window, tokens.tokens, tokens.length, rest, options.sampling, key, options.stop
+                )
+                self.pieces.counters["questions"] += 1
 
-def _place(session: Any, branch: Any, names: Sequence[str], recalled: list[str]) -> bool:
-    """Places what was found and is not there yet. Returns whether anything came in."""
-    came = False
-    for name in names:
-        if name in recalled or name in branch:
-            continue
-        if name in branch.gone:
-            branch.recall(name)
-        elif session.linker is not None:
-            with session.linker.resolve(name) as linked:
-                resource = linked.chunks[0].resource
-                if resource.content is None:
-                    raise SessionError(f"retriever: {name!r:.80} was put as a chunk alone; expected its content too")
-                branch.add(Text(resource.item) if isinstance(resource.item, str) else resource.item)
-        else:
-            raise SessionError(f"retriever: {name!r:.80} names nothing that left; expected one of {branch.gone[-8:]}")
-        recalled.append(name)
-        came = True
-    return came
+            for _ in range(options.look):
+                piece = next(stream, None)
+                if piece is None:
+                    return
+                ids.append(int(piece.ids[0]))
+                text += piece.text
+                yield piece
+                if ids[-1] in stops:
+                    return
+
+    def _search(self, items: list[Any], ids: list[int], text: str, tokens: EmbeddedInput) -> Sequence[str]:
+        """Returns the names that the retriever finds."""
+        embeddings = np.asarray(tokens.tokens.embeddings[0], np.float32)[: tokens.length]
+
+        def hidden(layer: int) -> np.ndarray:
+            runtime, options = self.pieces.runtime, {"hidden_at": (layer,)}
+            with runtime.locked():
+                out = runtime.executor.prefill(self.pieces.window, tokens.tokens, tokens.length, **options)
+            return np.asarray(out.hidden[layer][0], np.float32)[: tokens.length].mean(axis=0)
+
+        gone = self.registry.names(self.registry.window.gone)
+        query = RetrievalQuery(tuple(items), tuple(ids), text, gone, embeddings.mean(axis=0), hidden)
+        retriever = self.registry.config.retriever
+        names = retriever.search(query.vector, 1)[0] if hasattr(retriever, "search") else retriever(query)
+        if isinstance(names, str) or not isinstance(names, Sequence):
+            raise InputError(f"retriever: got {names!r:.80}; expected a list of names")
+        return names
+
+    def _place(self, names: Sequence[str]) -> bool:
+        """Places chunks that are not in the window yet. Returns whether there were any."""
+        branch, linker = self.branch, self.registry.config.linker
+        before = len(self.recalled)
+        for name in names:
+            if name in self.recalled or name in branch:
+                continue
+            if name in branch.gone:
+                branch.recall(name)
+            elif linker is not None:
+                with linker.resolve(name) as linked:
+                    resource = linked.chunks[0].resource
+                    if resource.content is None:
+                        raise SessionError(
+                            f"retriever: got {name!r:.80}, a chunk without its content; expected both in the library"
+                        )
+                    branch.add(Text(resource.item) if isinstance(resource.item, str) else resource.item)
+            else:
+                raise SessionError(f"retriever: got {name!r:.80}; expected an evicted chunk, of {branch.gone[-8:]}")
+            self.recalled.append(name)
+        return len(self.recalled) > before

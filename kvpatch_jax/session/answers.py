@@ -1,23 +1,24 @@
-"""Answers: pieces of text as they come, and what an audit found of them."""
+"""Answers: text as it is decoded, and the result of an audit."""
 
 import dataclasses
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 from ..errors import SessionClosedError
-from ..sampling import TextPiece
+from .runtime import TokenIterator
 
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """A served answer beside the same question behind a re-prefill of the window.
+    """Comparison of a served answer with the same question after a re-prefill of the window.
 
     Attributes:
-      kl: KL(re-prefill ‖ served) of the next token, the mean over the places of the answer, in nats.
-      first: the same at its first token alone.
-      flips: at how many places the likeliest token is another one. places: of the answer that were compared.
-      as_promised: whether the window was served as it promises. One that remembers what has left differs from a
-        re-prefill even then, and means to.
+      kl: KL(re-prefill ‖ served) of the next token, the mean over the tokens of the answer, in nats.
+      first: the same for the first token alone.
+      flips: the number of tokens whose likeliest token differs.
+      places: the number of tokens that were compared.
+      as_promised: whether the window was served as it promises. A window that remembers evicted chunks differs from a
+        re-prefill even then, by intention.
     """
 
     kl: float
@@ -33,62 +34,63 @@ class Audit:
 
 
 class Answer:
-    """An answer on its way: iterating gives its text piece by piece, `str` waits for all of it.
+    """Answer that is being decoded. Iterating yields its text piece by piece; `str` waits for all of it.
 
         for piece in session.ask("What changed?"):
             print(piece, end="", flush=True)
 
-    It may be read again, and by several threads. Behind the window it was asked behind it stays, whatever the session
+    It may be read repeatedly, and by several threads. It belongs to the window that was asked, whatever the session
     does meanwhile. Without a tokenizer there is no text, only `ids`.
 
     Attributes:
-      seed: of what was drawn; None of a greedy answer.
-      recalled: names of the chunks that were fetched for it while it was made.
-      audit: what `audit=True` found, else None.
+      seed: of what was drawn; None for a greedy answer.
+      recalled: names of the chunks that were placed for it.
+      audit: the result of `audit=True`, otherwise None.
     """
 
-    def __init__(self, pieces: Generator[TextPiece, None, None], seed: int | None = None):
-        """Of pieces to come: the first is waited for, so that what is wrong with a question shows when it is asked."""
+    seed: int | None
+    audit: Audit | None
+    recalled: list[str]
+
+    def __init__(self, pieces: TokenIterator, seed: int | None = None):
+        """Waits for the first token, so that an invalid question raises where it is asked."""
+        self.seed, self.audit, self.recalled = seed, None, []
         self._pieces = pieces
         self._lock = threading.Lock()
         self._ids: list[int] = []
         self._texts: list[str] = []
-        self._done, self._error = False, None
-        self.seed, self.audit = seed, None
-        self.recalled: list[str] = []
-        self._read(0)
-
-    seed: int | None
-    audit: Audit | None
-    _error: BaseException | None
+        self._done = False
+        self._error: BaseException | None = None
+        self._has(0)
 
     @property
     def kl(self) -> float | None:
-        """KL(re-prefill ‖ served), where the answer was audited."""
+        """KL(re-prefill ‖ served), if the answer was audited."""
         return None if self.audit is None else self.audit.kl
 
     @property
     def done(self) -> bool:
-        """Whether all of it is here."""
+        """Whether the answer is complete."""
         return self._done
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All token ids, a stop token included; waits for them."""
-        for _ in self._places():
+        """All token ids, including a stop token. Waits for them."""
+        while self._has(len(self._ids)):
             pass
         return tuple(self._ids)
 
     @property
     def text(self) -> str:
-        """All of the text; waits for it."""
-        self.ids  # noqa: B018
-        return "".join(self._texts)
+        """All of the text. Waits for it."""
+        return "".join(self)
 
     def __iter__(self) -> Iterator[str]:
-        for place in self._places():
+        place = 0
+        while self._has(place):
             if self._texts[place]:
                 yield self._texts[place]
+            place += 1
 
     def __str__(self) -> str:
         return self.text
@@ -98,22 +100,16 @@ class Answer:
         return f"Answer({so_far[:80]!r}{'' if self._done else ' …'}, {len(self._ids)} tokens)"
 
     def close(self) -> None:
-        """Ends the work. What is here stays readable; reading on raises SessionClosedError."""
+        """Ends decoding. What was decoded stays readable; reading further raises SessionClosedError."""
         with self._lock:
             if not self._done and self._error is None:
                 self._error = SessionClosedError(
-                    f"answer: closed behind {len(self._ids)} tokens; expected it read to its end before"
+                    f"answer: got closed after {len(self._ids)} tokens; expected it read to its end before"
                 )
                 self._pieces.close()
 
-    def _places(self) -> Iterator[int]:
-        place = 0
-        while self._read(place):
-            yield place
-            place += 1
-
-    def _read(self, place: int) -> bool:
-        """Whether there is a piece of this number; waits for it."""
+    def _has(self, place: int) -> bool:
+        """Returns whether the answer has a token at this place. Waits until that is known."""
         with self._lock:
             if place < len(self._ids):
                 return True

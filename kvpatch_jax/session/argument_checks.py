@@ -1,4 +1,4 @@
-"""What callers give sessions and batches, refused before anything is made of it."""
+"""Checks of arguments that sessions and batches have in common."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,41 +11,41 @@ from ..errors import DtypeError, InputError, RankError
 from ..window import PatchStore
 
 
-def check_backbone(backbone: Any, store: Any, what: str) -> None:
-    """Refuses what is no backbone, or no store.
+def check_backbone(backbone: Any, store: Any, caller: str) -> None:
+    """Refuses an invalid backbone or store.
 
     Raises:
-      InputError: either.
+      InputError: either. `caller` begins the message.
     """
-    check_is_backbone(backbone, what)
+    check_is_backbone(backbone, caller)
     if store is not None and not isinstance(store, PatchStore):
-        raise InputError(f"{what}: store {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
+        raise InputError(f"{caller}: got store {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
 
 
-def check_rank(rank: Any, what: str, least: int) -> None:
-    """Refuses what is no rank: a whole number, or one for each channel; None passes where 0 does.
+def check_rank(rank: Any, caller: str, least: int) -> None:
+    """Refuses an invalid rank: neither a whole number, nor one for each channel. None is valid if 0 is.
 
     Raises:
-      RankError: it is none.
+      RankError.
     """
-    numbers = list(rank.values()) if isinstance(rank, Mapping) else [rank]
     if rank is None and least == 0:
         return
-    for number in numbers:
+    for number in rank.values() if isinstance(rank, Mapping) else [rank]:
         if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < least:
-            raise RankError(f"{what}: rank {rank!r:.80}; expected a whole number from {least}, or one for each channel")
+            expected = f"a whole number from {least}, or one for each channel"
+            raise RankError(f"{caller}: got rank {rank!r:.80}; expected {expected}")
 
 
-def float_dtype(dtype: Any, what: str) -> np.dtype:
-    """The dtype that somebody names.
+def float_dtype(dtype: Any, caller: str) -> np.dtype:
+    """Returns a dtype by its name.
 
     Raises:
-      DtypeError: none of floating point.
+      DtypeError: no floating-point dtype.
     """
     try:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
-        raise DtypeError(f"{what}: dtype {dtype!r:.80}; expected one of floating point, such as 'bfloat16'")
+        raise DtypeError(f"{caller}: got dtype {dtype!r:.80}; expected a floating-point one, such as 'bfloat16'")
     return found

@@ -1,7 +1,7 @@
-"""Answers under way in one pool: their slots, and one program that makes the next token of all of them.
+"""Continuous decode batch: answers in one pool, which get their next tokens in one launch.
 
-An answer reads its context at slots that it owns too, as a fork would: whatever its session does meanwhile to its
-window leaves them alone. Axis letters: B rows, N pages of a table, O slots of a page.
+An answer owns its slots, and shares those of its context, as a fork does. Later edits of its session's window therefore
+leave it alone. Axis letters: B rows, N pages of a table, O slots of a page.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from ..errors import NotFiniteError
 from ..window import PagedExecutor, ResidentPiece, all_slots, programs
 
 TABLES = Buckets(smallest=64, steps=1)
-"""Keys of a row are rounded up to powers of two: a batch's programs are few, whatever its contexts."""
+"""Keys of a row are rounded up to powers of two, so that a batch has few programs, whatever its contexts."""
 LEAST_KEYS = 64
-REFUSED = -1
-"""The token of a row whose logits say nothing."""
+INVALID_TOKEN = -1
+"""The token of a row whose logits are not finite."""
 
 
 def row_bucket(count: int, most: int) -> int:
-    """How many rows are run where so many grow: 1, 4, 16, …, at most `most`."""
+    """Returns the number of rows to run for so many answers: 1, 4, 16, ..., at most `most`."""
     size = 1
     while size < count:
         size *= 4
@@ -34,15 +34,18 @@ def row_bucket(count: int, most: int) -> int:
 
 @dataclasses.dataclass(eq=False)
 class DecodeRequest:
-    """A question on its way: asked, in the line, in the batch, ended.
+    """Question and the state of its answer: queued, in the batch, ended.
 
     Attributes:
-      number: of `Place.number`. branch: of the pool, the answer's own. window: the branch that is asked about.
-      tokens, length: the question, at its place behind the window, and how many of its tokens count.
-      steps: tokens at most. draws, stop: how they are chosen, and what ends them.
-      deadline: when it gives up waiting for room, of `time.monotonic`.
-      made: tokens for whoever asked, one by one; then None, or what went wrong.
-      cancelled: set by whoever asked, from any thread.
+      number: its arrival, as of `WaitTicket.number`.
+      branch: of the pool, the answer's own.
+      window: the branch of the window that is asked.
+      tokens, length: the question at its place after the window, and how many of its tokens count.
+      steps: the largest number of tokens.
+      draws, stop: how tokens are chosen, and which end the answer.
+      deadline: of waiting for room, of `time.monotonic`.
+      results: tokens for the caller one by one, then None or an error.
+      cancelled: set by the caller, on any thread.
     """
 
     number: int
@@ -54,26 +57,29 @@ class DecodeRequest:
     draws: Draws
     stop: tuple[int, ...]
     deadline: float
-    made: "queue.SimpleQueue[int | BaseException | None]" = dataclasses.field(default_factory=queue.SimpleQueue)
+    results: "queue.SimpleQueue[int | BaseException | None]" = dataclasses.field(default_factory=queue.SimpleQueue)
     cancelled: bool = False
 
     @property
-    def start(self) -> int:
-        """Where the question stands."""
-        return int(np.asarray(self.tokens.positions).reshape(-1)[0])
+    def slots(self) -> int:
+        """Slots of the question and of its longest answer, whose last token's KV is never written."""
+        return self.length + self.steps - 1
 
 
 @dataclasses.dataclass(eq=False)
 class DecodeRow:
-    """An answer in the batch.
+    """Answer in the batch.
 
     Attributes:
-      behind: tokens of context and question. position: of the first token of the answer, on every axis.
-      token: the last one chosen. count: how many were.
-      where: table, owned slots and their places, as `AnswerRows` has them; None until they are looked up.
+      request: whose answer it is.
+      behind: the number of tokens of context and question.
+      position: of the first token of the answer, on every axis.
+      token: the latest token.
+      count: the number of tokens so far.
+      where: table, owned slots and their places, as `AnswerRows` has them. None until they are looked up.
     """
 
-    ask: DecodeRequest
+    request: DecodeRequest
     behind: int
     position: int | float
     token: int
@@ -82,166 +88,173 @@ class DecodeRow:
 
     @property
     def ended(self) -> bool:
-        """Whether no token is to come."""
-        return self.count >= self.ask.steps or self.token in self.ask.stop
+        """Whether the latest token is the last."""
+        return self.count >= self.request.steps or self.token in self.request.stop
 
 
 class DecodeBatch:
     """Rows that get their next tokens together.
 
     Attributes:
-      rows: in the order in which they joined. steps: launches so far. shapes: rows and pages of the programs that were
-      run, and those of questions: tokens and pages.
+      rows: in the order in which they joined.
+      steps: launches so far.
+      shapes: of the programs that were run: ("answers", rows, pages) and ("question", tokens, pages).
     """
 
     def __init__(self, executor: PagedExecutor, size: int):
-        """Nothing under way; at most `size` rows."""
+        """Starts an empty batch of at most `size` rows."""
         self.executor, self.size = executor, size
         self.backbone: Any = executor.backbone
         self.rows: list[DecodeRow] = []
         self.steps = 0
         self.shapes: set[tuple[str, int, int]] = set()
-        self._now: tuple[AnswerRows, Draws] | None = None
+        # The rows as arrays on the device. None where rows joined, left or moved since the last step.
+        self._arrays: tuple[AnswerRows, Draws] | None = None
 
     @property
     def full(self) -> bool:
-        """Whether no further row fits."""
+        """Whether no other row fits."""
         return len(self.rows) >= self.size
 
-    def needs(self, ask: DecodeRequest) -> int:
-        """Slots that an answer takes: its last token's KV is never written."""
-        return ask.length + ask.steps - 1
-
-    def reserve(self, ask: DecodeRequest) -> None:
-        """Takes the slots of a question and of its whole answer, so that none can run out on the way.
+    def reserve(self, request: DecodeRequest) -> None:
+        """Allocates the slots of a question and its whole answer, so that they cannot run out in between.
 
         Raises:
-          PoolError: no room; nothing is taken.
+          PoolError: no room. Nothing is allocated.
         """
-        executor, count = self.executor, self.needs(ask)
+        executor, count = self.executor, request.slots
         books = executor.books.copy()
-        slots = books.allocate(count, executor.aligned, f"question of {ask.length} tokens, answer of {ask.steps}")
-        local = np.zeros((count, *np.shape(ask.tokens.positions)[2:]), np.float32)
-        books.put(ask.branch, ResidentPiece("", None, slots, local, ask.start))
+        label = f"question of {request.length} tokens, answer of {request.steps}"
+        slots = books.allocate(count, executor.aligned, label)
+        positions = np.asarray(request.tokens.positions)
+        local = np.zeros((count, *positions.shape[2:]), np.float32)
+        books.put(request.branch, ResidentPiece("", None, slots, local, int(positions.reshape(-1)[0])))
         executor.books = books
 
-    def begin(self, ask: DecodeRequest) -> DecodeRow:
-        """Runs a question in its slots and has its answer join, unless the first token ends it.
+    def begin(self, request: DecodeRequest) -> DecodeRow:
+        """Runs a question in its slots. Its answer joins the batch, unless the first token ends it.
 
         Raises:
           NotFiniteError: of its logits. What the backbone raises.
         """
         executor = self.executor
-        where, behind = self._where(ask)
-        own = executor.books.held(ask.branch, "").slots[: ask.length]
+        # The question sees its context and itself, but not the slots that are reserved for the answer.
+        where, behind = self._locate(request)
+        slots = executor.books.held(request.branch, "").slots[: request.length]
         context = where._replace(seen=where.seen & (where.places_of_keys() < behind))
-        question = ask.tokens, ask.length, context, own, ask.draws, ask.steps
-        found, pool = self.backbone.begin_answer(*question)
+        question = request.tokens, request.length, context, slots, request.draws, request.steps
+        first, pool = self.backbone.begin_answer(*question)
         executor.pools = programs.Pools(dict(pool), executor.pools.source)
-        size = ask.tokens.embeddings.shape[1]
-        self.shapes.add(("question", size, where.table.shape[1]))
-        executor.meter.asked(executor.pools.engine, (ask.length, size), (behind, where.key_count), 1)
 
-        last = np.asarray(ask.tokens.positions)[0, : ask.length].max() + 1
-        row = DecodeRow(ask, behind + ask.length, last.item(), int(np.asarray(found)[0]), where=where)
-        self._tell(row)
+        size = request.tokens.embeddings.shape[1]
+        self.shapes.add(("question", size, where.table.shape[1]))
+        executor.meter.asked(executor.pools.engine, (request.length, size), (behind, where.key_count), 1)
+
+        position = np.asarray(request.tokens.positions)[0, : request.length].max() + 1
+        row = DecodeRow(request, behind + request.length, position.item(), int(np.asarray(first)[0]), where=where)
+        self._deliver(row)
         if not row.ended:
             self.rows.append(row)
-            self._now = None
+            self._arrays = None
         return row
 
     def step(self) -> list[DecodeRow]:
-        """Makes the next token of every row; returns those that ended."""
+        """Decodes the next token of every row. Returns the rows that ended, which leave."""
         executor = self.executor
-        if self._now is None:
-            self._now = self._gathered()
-        rows, draws = self._now
+        rows, draws = self._gather() if self._arrays is None else self._arrays
         rows, pool = self.backbone.advance_answers(executor.pools.engine, rows, draws)
         executor.pools = programs.Pools(dict(pool), executor.pools.source)
-        self._now = rows, draws
+        self._arrays = rows, draws
         self.steps += 1
         self.shapes.add(("answers", *rows.table.shape))
+
+        # Rows beyond those of the batch are padding.
         ended = []
         for row, token in zip(self.rows, np.asarray(rows.token).tolist(), strict=False):
             row.token, row.count = token, row.count + 1
             try:
-                self._tell(row)
+                self._deliver(row)
             except NotFiniteError as error:
-                row.ask.made.put(error)
+                row.request.results.put(error)
                 ended.append(row)
             else:
-                ended += [row] if row.ended else []
+                if row.ended:
+                    ended.append(row)
         for row in ended:
             self.leave(row)
         return ended
 
     def leave(self, row: DecodeRow) -> None:
-        """Takes a row out."""
+        """Removes a row."""
         self.rows.remove(row)
-        self._now = None
-        keys = row.where.key_count if row.where is not None else row.behind
+        self._arrays = None
+        # The first token came with the question, which `begin` has metered.
         if row.count > 1:
-            made = row.count - 1
-            self.executor.meter.asked(self.executor.pools.engine, (made, made), (row.behind, keys), made)
+            keys = row.behind if row.where is None else row.where.key_count
+            decoded = row.count - 1
+            self.executor.meter.asked(self.executor.pools.engine, (decoded, decoded), (row.behind, keys), decoded)
 
     def moved(self) -> None:
-        """Looks up anew where the rows lie: slots were packed."""
-        self._now = None
+        """Forgets where the rows are, because slots were compacted."""
+        self._arrays = None
         for row in self.rows:
             row.where = None
 
-    def _tell(self, row: DecodeRow) -> None:
-        """Gives whoever asked the token.
+    def _deliver(self, row: DecodeRow) -> None:
+        """Gives the caller the latest token.
 
         Raises:
-          NotFiniteError: there is none.
+          NotFiniteError: the logits were not finite.
         """
-        if row.token == REFUSED:
+        if row.token == INVALID_TOKEN:
             raise NotFiniteError(
-                f"answer: logits of token {row.count - 1} behind the question hold NaN or infinity, or are all "
-                "-infinity; expected a finite largest one"
+                f"answer: got logits with NaN or infinity, or all -infinity, at token {row.count - 1} after the "
+                "question; expected a finite largest one"
             )
-        row.ask.made.put(row.token)
+        row.request.results.put(row.token)
 
-    def _where(self, ask: DecodeRequest) -> tuple[Paged, int]:
-        """Pages of an answer's context, question and answer to come, and how many tokens the context has."""
-        executor = self.executor
-        pieces = executor.books.ordered(ask.branch)
-        where = Paged.of(executor.pools.engine, all_slots(pieces), TABLES)
+    def _locate(self, request: DecodeRequest) -> tuple[Paged, int]:
+        """Returns the pages of an answer's context, question and tokens, and the number of tokens of the context."""
+        pieces = self.executor.books.ordered(request.branch)
+        where = Paged.of(self.executor.pools.engine, all_slots(pieces), TABLES)
         where = _widened(where, -(-LEAST_KEYS // where.page_size))
         return where, sum(piece.length for piece in pieces if piece.id)
 
-    def _gathered(self) -> tuple[AnswerRows, Draws]:
-        """The rows as arrays, filled up to their bucket with rows that stand for none."""
+    def _gather(self) -> tuple[AnswerRows, Draws]:
+        """Returns the rows as arrays on the device, padded to their bucket."""
+        pages = 0
         for row in self.rows:
             if row.where is None:
-                row.where, _ = self._where(row.ask)
-        pages = max(row.where.table.shape[1] for row in self.rows if row.where is not None)
-        # Fractional positions are M-RoPE's alone, of a question with a video in it.
-        kind = np.float32 if any(isinstance(row.position, float) for row in self.rows) else np.int32
-        made = [_row(row, pages, kind) for row in self.rows]
-        count = row_bucket(len(made), self.size)
-        whole = [*made, *[no_row(made[0])] * (count - len(made))]
-        rows = AnswerRows(*(np.concatenate(values) for values in zip(*whole, strict=True)))
-        draws = [row.ask.draws for row in self.rows]
-        draws += [draws[0]._replace(temperature=np.zeros(1, np.float32))] * (count - len(draws))
-        # On the device from the first step on, as later steps have them: one program for all.
-        return jax.device_put((rows, Draws(*(np.concatenate(values) for values in zip(*draws, strict=True)))))
+                row.where, _ = self._locate(row.request)
+            pages = max(pages, row.where.table.shape[1])
+
+        # M-RoPE alone has fractional positions, of a question with a video.
+        fractional = any(isinstance(row.position, float) for row in self.rows)
+        rows, draws = [], []
+        for row in self.rows:
+            assert row.where is not None
+            where, decoded = _widened(row.where, pages), row.count - 1
+            token, place = np.array([row.token], np.int32), np.array([row.behind + decoded], np.int32)
+            position = np.array([row.position + decoded], np.float32 if fractional else np.int32)
+            index, keys = np.array([row.count], np.int32), (where.table, where.seen, where.places_of_keys())
+            rows.append(AnswerRows(token, place, position, index, *keys))
+            draws.append(row.request.draws)
+
+        padding = row_bucket(len(rows), self.size) - len(rows)
+        rows += [no_row(rows[0])] * padding
+        draws += [draws[0]._replace(temperature=np.zeros(1, np.float32))] * padding
+
+        # On the device from the first step on, as the results of later steps are: one program for all.
+        stacked_rows = AnswerRows(*(np.concatenate(values) for values in zip(*rows, strict=True)))
+        stacked_draws = Draws(*(np.concatenate(values) for values in zip(*draws, strict=True)))
+        return jax.device_put((stacked_rows, stacked_draws))
 
 
 def _widened(where: Paged, pages: int) -> Paged:
-    """A context whose table has room for so many pages at least."""
+    """Returns a context whose table has room for at least so many pages."""
     room = max(0, pages - where.table.shape[1])
     table = np.pad(np.asarray(where.table), ((0, 0), (0, room)), constant_values=NO_PAGE)
-    wide = lambda value: np.pad(np.asarray(value), ((0, 0), (0, room * where.page_size)))
-    return Paged(where.pool, table, wide(where.seen), wide(where.places_of_keys()))
-
-
-def _row(row: DecodeRow, pages: int, kind: type[np.generic]) -> AnswerRows:
-    """A row as arrays, its table of so many pages and its position of a kind."""
-    assert row.where is not None
-    where, made = _widened(row.where, pages), row.count - 1
-    numbers = row.token, row.behind + made, row.position + made, row.count
-    kinds = np.int32, np.int32, kind, np.int32
-    token, place, position, index = (np.array([each], of) for each, of in zip(numbers, kinds, strict=True))
-    return AnswerRows(token, place, position, index, where.table, where.seen, where.places_of_keys())
+    keys = ((0, 0), (0, room * where.page_size))
+    return Paged(
+        where.pool, table, np.pad(np.asarray(where.seen), keys), np.pad(np.asarray(where.places_of_keys()), keys)
+    )

@@ -1,4 +1,4 @@
-"""One thread that drives the answers of many sessions, while other threads run edits in between."""
+"""Thread that decodes the answers of many sessions, while other threads run edits in between."""
 
 import collections
 import os
@@ -18,187 +18,204 @@ from ..window import PagedExecutor
 from .decode_batch import DecodeBatch, DecodeRequest
 from .fair_lock import FairLock, WaitQueue
 
-LOOK = 0.1
-"""Seconds after which a driver that has nothing to do looks whether somebody let go of an answer."""
+POLL_SECONDS = 0.1
+"""How often an idle loop looks for answers that were dropped by their readers."""
 
 
 class DecodeLoop:
-    """Admits questions in their order, makes tokens of all of them together, and gives slots back.
+    """Loop that admits questions in order, decodes all answers together, and releases their slots.
 
-    Everything but `TokenStream` is called by whoever has the turn. The thread lives while there is something to answer.
+    Callers hold `lock`, except for those of `TokenStream`. The thread exists while there is something to answer.
 
     Attributes:
-      batch: the answers under way. asks: questions that wait for a row, or for room.
-      room: threads that wait for slots. door: threads that wait to ask.
-      ended, cancelled: answers, so far. busy: calls that waited in vain.
+      batch: the answers under way.
+      requests: questions that wait for a row, or for room.
+      room: threads that wait for slots.
+      door: threads that wait to queue a question.
+      ended, cancelled: answers so far.
+      busy: calls that waited in vain.
     """
 
-    def __init__(self, executor: PagedExecutor, turns: FairLock, batch: int, lost: Callable[[BaseException], None]):
-        """Nothing to do.
+    def __init__(
+        self, executor: PagedExecutor, lock: FairLock, batch: int, on_pool_loss: Callable[[BaseException], None]
+    ):
+        """Starts idle.
 
         Args:
-          batch: rows at most. lost: told that the pool is gone.
+          batch: the largest number of rows.
+          on_pool_loss: called when a launch has lost the pool.
         """
-        self.executor, self.turns = executor, turns
+        self.executor, self.lock = executor, lock
         self.batch = DecodeBatch(executor, batch)
-        self.asks: collections.deque[DecodeRequest] = collections.deque()
-        self.room, self.door = WaitQueue(turns), WaitQueue(turns)
+        self.requests: collections.deque[DecodeRequest] = collections.deque()
+        self.room, self.door = WaitQueue(lock), WaitQueue(lock)
         self.ended, self.cancelled, self.busy = 0, 0, 0
-        self._lost, self._exits = lost, False
+        self._on_pool_loss, self._exiting = on_pool_loss, False
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
-    # -------------------------------------------------------------------------------------------- from outside
-
-    def take(self, ask: DecodeRequest) -> "TokenStream":
-        """Puts a question in the line.
+    def submit(self, request: DecodeRequest) -> "TokenStream":
+        """Queues a question.
 
         Raises:
-          RuntimeError: no thread can be started; nothing is in the line.
+          RuntimeError: no thread can be started. Nothing is queued.
         """
         if self._thread is None:
-            self._thread = start_thread(self._drive, self._exit, "sessions")  # it does nothing before it gets its turn
-        self.asks.append(ask)
+            # It waits for the lock, which the caller holds, and so finds the request.
+            self._thread = start_thread(self._run, self._stop_at_exit, "sessions")
+        self.requests.append(request)
         self._wake.set()
-        return TokenStream(self, ask)
+        return TokenStream(self, request)
 
     def wake(self) -> None:
-        """Has the thread look again."""
+        """Makes the thread look for work."""
         self._wake.set()
 
-    def freed(self) -> None:
-        """Takes down that slots may be free."""
+    def notify_freed(self) -> None:
+        """Notes that slots may have become free."""
         self.room.call()
         self._wake.set()
 
     def drop(self, error: KVPatchError, window: str | None = None) -> None:
-        """Ends every answer with an error, or those about one branch."""
-        for ask in [*self.asks, *(row.ask for row in self.batch.rows)]:
-            if window in (None, ask.window):
-                self._end(ask, error)
+        """Ends all answers with an error, or those about one branch."""
+        for request in self._all_requests():
+            if window in (None, request.window):
+                self._end(request, error)
 
     def join(self) -> None:
-        """Waits for the thread to end; not by whoever has the turn."""
+        """Waits for the thread to end. The caller must not hold the lock."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             self._wake.set()
             thread.join()
 
-    # ------------------------------------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------------------------------------ thread
 
-    def _exit(self, _: float) -> None:
-        """Ends every answer after the step that is under way: the process exits, and nobody will read on."""
-        self._exits = True
+    def _stop_at_exit(self, _: float) -> None:
+        """Ends all answers after the current step, because the process exits and nobody will read them."""
+        self._exiting = True
         self._wake.set()
 
-    def _drive(self) -> None:
+    def _run(self) -> None:
         try:
-            while self._goes_on():
+            while self._iterate():
                 pass
-        except BaseException as error:  # whatever it is, nobody waits for an answer that will not come
-            with self.turns:
+        except BaseException as error:
+            # Whatever it is, no reader may wait for a token that does not come.
+            with self.lock:
                 self._thread = None
-                for ask in [*self.asks, *(row.ask for row in self.batch.rows)]:
-                    self._end(ask, error)
+                for request in self._all_requests():
+                    self._end(request, error)
 
-    def _goes_on(self) -> bool:
-        """Does what is to be done at once; returns whether there is more to come."""
-        self.turns.acquire(first=True)
+    def _iterate(self) -> bool:
+        """Admits questions and decodes one token of every row. Returns whether the loop continues."""
+        # First, because the loop takes the lock for every token, and each waiting thread goes in between.
+        self.lock.acquire(first=True)
         try:
-            if self._exits:
-                self.drop(SessionClosedError("answer: the process exits; expected it read before"))
-            for ask in [*self.asks, *(row.ask for row in self.batch.rows)]:
-                if ask.cancelled:
+            if self._exiting:
+                self.drop(SessionClosedError("answer: got cut off as the process exits; expected it read before"))
+            for request in self._all_requests():
+                if request.cancelled:
                     self.cancelled += 1
-                    self._end(ask, None)
+                    self._end(request, None)
             try:
                 self._admit()
                 if self.batch.rows:
                     for row in self.batch.step():
-                        self._end(row.ask, None)
+                        self._end(row.request, None)
             except Exception as error:
-                self._fail(error)
+                # A launch failed. It may have taken the pool along, which was donated to it.
+                if self.executor.lost:
+                    self._on_pool_loss(error)
+                else:
+                    failed = [row.request for row in self.batch.rows] or list(self.requests)
+                    for request in failed:
+                        self._end(request, error)
             if self.batch.rows:
                 return True
-            if not self.asks:
+            if not self.requests:
                 self._thread = None
                 return False
         finally:
-            self.turns.release()
-        self._wake.wait(LOOK)
+            self.lock.release()
+
+        # Questions wait for room. A cancelled answer cannot wake the loop from its `__del__`, so it polls.
+        self._wake.wait(POLL_SECONDS)
         self._wake.clear()
         return True
 
     def _admit(self) -> None:
-        """Has questions join while there are rows and room."""
-        while self.asks and not self.batch.full and not self._waits_for_room(self.asks[0]):
-            ask = self.asks[0]
+        """Moves questions into the batch while there are rows and room."""
+        while self.requests and not self.batch.full and not self._yields_room(self.requests[0]):
+            request = self.requests[0]
             try:
-                self.batch.reserve(ask)
+                self.batch.reserve(request)
             except PoolError as error:
-                if self._hopeless(ask):
-                    self._end(ask, error)
-                    continue
-                if time.monotonic() < ask.deadline:
+                if self._never_fits(request):
+                    self._end(request, error)
+                elif time.monotonic() < request.deadline:
                     return
-                busy = SessionBusyError(f"ask: {error}; others held the pool for as long as the session waits")
-                self.busy += 1
-                self._end(ask, busy)
+                else:
+                    self.busy += 1
+                    found = f"ask: {error}; others held the pool for as long as the session waits"
+                    self._end(request, SessionBusyError(found))
                 continue
+
+            # An error of one question (logits that are not finite) ends it alone, unless the pool is lost.
             try:
-                row = self.batch.begin(ask)
+                row = self.batch.begin(request)
             except Exception as error:
                 self.executor.check_pool(error)
-                self._end(ask, error)
+                self._end(request, error)
                 continue
-            self.asks.popleft()
+            self.requests.popleft()
             self.door.call()
             if row.ended:
-                self._end(ask, None)
+                self._end(request, None)
 
-    def _waits_for_room(self, ask: DecodeRequest) -> bool:
-        """Whether somebody who came before waits for slots, and may get them: from rows that end, or those free now."""
-        before = self.room.first
-        if before is None or before.number > ask.number:
+    def _yields_room(self, request: DecodeRequest) -> bool:
+        """Returns whether a thread that came earlier waits for slots, and may get them: from rows, or free ones."""
+        first = self.room.first
+        if first is None or first.number > request.number:
             return False
-        return bool(self.batch.rows) or before.tried != self.room.news
+        return bool(self.batch.rows) or first.tried != self.room.news
 
-    def _hopeless(self, ask: DecodeRequest) -> bool:
-        """Whether there would be no room in the pool if the answer and its context had it for themselves."""
+    def _never_fits(self, request: DecodeRequest) -> bool:
+        """Returns whether the answer and its context are larger than the whole pool."""
         allocator = self.executor.books.allocator
-        pieces = [*(held.length for held in self.executor.pieces(ask.branch)), self.batch.needs(ask)]
-        return sum(-(-length // allocator.page_size) for length in pieces) > allocator.pages
+        lengths = [request.slots, *(piece.length for piece in self.executor.pieces(request.branch))]
+        return sum(-(-length // allocator.page_size) for length in lengths) > allocator.pages
 
-    def _end(self, ask: DecodeRequest, error: BaseException | None) -> None:
-        """Gives an answer's slots back, and says that no token is to come."""
-        if ask in self.asks:
-            self.asks.remove(ask)
+    def _end(self, request: DecodeRequest, error: BaseException | None) -> None:
+        """Releases an answer's slots, and notes that no token follows."""
+        if request in self.requests:
+            self.requests.remove(request)
             self.door.call()
-        for row in [row for row in self.batch.rows if row.ask is ask]:
-            self.batch.leave(row)
-        self.executor.release(ask.branch)
+        for row in list(self.batch.rows):
+            if row.request is request:
+                self.batch.leave(row)
+        self.executor.release(request.branch)
         self.ended += 1
-        ask.made.put(error)
-        self.freed()
+        request.results.put(error)
+        self.notify_freed()
 
-    def _fail(self, error: BaseException) -> None:
-        """Ends all answers: a launch failed. Where it took the pool along, it is begun anew."""
-        if self.executor.lost:
-            self._lost(error)
-            return
-        for ask in [row.ask for row in self.batch.rows] or list(self.asks):
-            self._end(ask, error)
+    def _all_requests(self) -> list[DecodeRequest]:
+        return [*self.requests, *(row.request for row in self.batch.rows)]
 
 
 class TokenStream:
-    """The tokens of one answer as they come, each with the text that it completes. Letting go of it ends the work."""
+    """Tokens of one answer as they are decoded, each with the text that it completes.
 
-    def __init__(self, driver: DecodeLoop, ask: DecodeRequest):
-        """An answer that is in the line."""
-        self._ask, self._driver = ask, driver
+    Dropping the last reference ends the work.
+    """
+
+    def __init__(self, loop: DecodeLoop, request: DecodeRequest):
+        self._loop, self._request = loop, request
         self._process = os.getpid()
-        backbone: Any = driver.executor.backbone
-        self._pieces: Iterator[TextPiece] = backbone.answer_pieces(_blocks(weakref.ref(self)), ask.steps, ask.stop)
+        backbone: Any = loop.executor.backbone
+        self._pieces: Iterator[TextPiece] = backbone.answer_pieces(
+            _blocks(weakref.ref(self)), request.steps, request.stop
+        )
 
     def __iter__(self) -> "TokenStream":
         return self
@@ -207,39 +224,41 @@ class TokenStream:
         return next(self._pieces)
 
     def close(self) -> None:
-        """Ends the work: slots are given back before the next token of the others."""
-        self._ask.cancelled = True
-        self._driver.wake()
+        """Ends the work. Its slots are released before the next token of other answers."""
+        self._request.cancelled = True
+        self._loop.wake()
 
     def __del__(self) -> None:
-        # May run in the middle of anything, on any thread: nothing that takes a lock.
-        self._ask.cancelled = True
+        # May run at any point of any thread, so it must not take a lock.
+        self._request.cancelled = True
 
     def token(self) -> int | None:
-        """Waits for the next token; None at the end.
+        """Waits for the next token. Returns None after the last.
 
         Raises:
-          What went wrong. SessionClosedError: in a process that was forked off, where nobody drives.
+          The error that ended the answer. SessionClosedError: in a forked process, which has no decode loop.
         """
         if os.getpid() != self._process:
-            raise SessionClosedError("answer: in a process that was forked off; expected the one that asked")
-        if self._ask.cancelled:
+            raise SessionClosedError("answer: got read in a process that was forked off; expected the one that asked")
+        if self._request.cancelled:
             return None
-        turns, depth = self._driver.turns, 0
-        if turns.held:  # else the driver could not make the token that is waited for
-            depth = turns.pause()
+
+        # The loop needs the lock to decode the token.
+        lock, depth = self._loop.lock, 0
+        if lock.held:
+            depth = lock.pause()
         try:
-            found = self._ask.made.get()
+            result = self._request.results.get()
         finally:
             if depth:
-                turns.acquire(depth=depth)
-        if isinstance(found, BaseException):
-            raise found
-        return found
+                lock.acquire(depth=depth)
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
 
-def _blocks(answer: "weakref.ref[TokenStream]") -> Iterator[Int[np.ndarray, "1 1"]]:
-    """Tokens as `generate` makes them in blocks. It must not keep alive what ends the work when it is let go of."""
-    while (own := answer()) is not None and (token := own.token()) is not None:
-        del own
+def _blocks(stream: "weakref.ref[TokenStream]") -> Iterator[Int[np.ndarray, "1 1"]]:
+    """Yields tokens in blocks, as `generate` does. A strong reference here would keep an abandoned stream alive."""
+    while (strong := stream()) is not None and (token := strong.token()) is not None:
+        del strong
         yield np.array([[token]], np.int32)

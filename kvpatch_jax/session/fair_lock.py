@@ -1,10 +1,9 @@
-"""Taking turns: a lock that is handed on in the order of asking, and lines of threads that wait for something."""
+"""FIFO lock, and queues of threads that wait for a resource under it."""
 
 import collections
 import itertools
 import threading
 import time
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..errors import SessionBusyError
@@ -13,80 +12,88 @@ _numbers = itertools.count()
 
 
 def arrival() -> int:
-    """A number larger than that of everybody who came before."""
+    """Returns a number larger than that of all earlier arrivals."""
     return next(_numbers)
 
 
-class _Asker(NamedTuple):
+class _LockRequest(NamedTuple):
     thread: int
     granted: threading.Event
     depth: int
 
 
 class FairLock:
-    """A lock that a thread may take again, handed on in the order of asking.
+    """Re-entrant lock that is handed on in the order of requests.
 
-    Python's own locks go to whoever is quickest, and a thread that lets go and takes again at once, as one that drives
-    does, keeps all others out.
+    Python's own locks go to the quickest thread. A thread that releases and acquires in a loop, as the decode loop
+    does, would keep all others out.
     """
 
     def __init__(self) -> None:
-        """Nobody's turn."""
         self._mutex = threading.Lock()
-        self._queue: collections.deque[_Asker] = collections.deque()
+        self._queue: collections.deque[_LockRequest] = collections.deque()
         self._holder: int | None = None
         self._depth = 0
 
     @property
     def held(self) -> bool:
-        """Whether it is the calling thread's turn."""
+        """Whether the calling thread holds the lock."""
         return self._holder == threading.get_ident()
 
+    @property
+    def queued(self) -> int:
+        """The number of threads that wait for the lock."""
+        return len(self._queue)
+
     def acquire(self, first: bool = False, depth: int = 1) -> None:
-        """Waits for a turn.
+        """Waits for the lock.
 
         Args:
-          first: before all others who wait. depth: how many releases end it.
+          first: whether to go before all other waiting threads.
+          depth: the number of releases that undo this call.
         """
-        asker = _Asker(threading.get_ident(), threading.Event(), depth)
+        request = _LockRequest(threading.get_ident(), threading.Event(), depth)
         with self._mutex:
-            if self._holder == asker.thread:
+            if self._holder == request.thread:
                 self._depth += depth
                 return
             if self._holder is None:
-                self._holder, self._depth = asker.thread, depth
+                self._holder, self._depth = request.thread, depth
                 return
-            (self._queue.appendleft if first else self._queue.append)(asker)
+            (self._queue.appendleft if first else self._queue.append)(request)
+
         try:
-            asker.granted.wait()
-        except BaseException:  # a KeyboardInterrupt: nobody would take the turn that comes
+            request.granted.wait()
+        except BaseException:
+            # A KeyboardInterrupt. The lock may have been handed to this thread already, which will not release it.
             with self._mutex:
-                if asker in self._queue:
-                    self._queue.remove(asker)
+                if request in self._queue:
+                    self._queue.remove(request)
                 else:
                     self._hand_on()
             raise
 
     def release(self) -> None:
-        """Ends what `acquire` began."""
+        """Undoes one `acquire`."""
         with self._mutex:
             self._depth -= 1
             if not self._depth:
                 self._hand_on()
 
     def pause(self) -> int:
-        """Ends the turn, however often it was taken; `acquire(depth=…)` with what comes back takes it up again."""
+        """Releases the lock, however often it was acquired. `acquire(depth=...)` with the result restores that."""
         with self._mutex:
             depth = self._depth
             self._hand_on()
         return depth
 
     def _hand_on(self) -> None:
+        """Gives the lock to the next request. Holds the mutex."""
         self._holder, self._depth = None, 0
         if self._queue:
-            asker = self._queue.popleft()
-            self._holder, self._depth = asker.thread, asker.depth
-            asker.granted.set()
+            request = self._queue.popleft()
+            self._holder, self._depth = request.thread, request.depth
+            request.granted.set()
 
     def __enter__(self) -> "FairLock":
         self.acquire()
@@ -97,71 +104,74 @@ class FairLock:
 
 
 class WaitTicket:
-    """A thread's place in a line.
+    """Ticket of a thread in a `WaitQueue`.
 
     Attributes:
-      number: smaller of who came earlier, in any line.
-      tried: the line's `news` when it last tried in vain.
+      number: smaller for earlier tickets, over all queues.
+      tried: the queue's `news` when the thread last tried in vain.
+      called: set when there is reason to try again.
     """
 
     def __init__(self) -> None:
-        """The place of who comes now."""
         self.number, self.tried = arrival(), -1
         self.called = threading.Event()
 
 
 class WaitQueue:
-    """Threads that wait for the same thing, in the order in which they came. Everything but `wait` needs the turn.
+    """FIFO queue of threads that wait for one resource. Callers hold the lock.
 
     Attributes:
       news: how often there was reason to try again.
     """
 
-    def __init__(self, turns: FairLock) -> None:
-        """Nobody waits."""
-        self._turns, self.news = turns, 0
-        self._places: list[WaitTicket] = []
+    def __init__(self, lock: FairLock) -> None:
+        self._lock, self.news = lock, 0
+        self._tickets: list[WaitTicket] = []
 
     def __len__(self) -> int:
-        return len(self._places)
-
-    def __iter__(self) -> Iterator[WaitTicket]:
-        return iter(self._places)
+        return len(self._tickets)
 
     @property
     def first(self) -> WaitTicket | None:
-        """Whose turn it is to try."""
-        return self._places[0] if self._places else None
+        """The ticket that may try next, or None."""
+        return self._tickets[0] if self._tickets else None
 
     def enter(self) -> WaitTicket:
-        """Takes the last place."""
-        place = WaitTicket()
-        self._places.append(place)
-        return place
+        """Appends a ticket for the calling thread."""
+        ticket = WaitTicket()
+        self._tickets.append(ticket)
+        return ticket
 
-    def leave(self, place: WaitTicket) -> None:
-        """Gives a place up; the next one tries."""
-        self._places.remove(place)
+    def leave(self, ticket: WaitTicket) -> None:
+        """Removes a ticket. The next one may try."""
+        self._tickets.remove(ticket)
         self.call()
 
     def call(self, everybody: bool = False) -> None:
-        """Has the first one try again, or everybody: something changed."""
+        """Wakes the first thread, or everybody, because something changed."""
         self.news += 1
-        for place in self._places if everybody else self._places[:1]:
-            place.called.set()
+        for ticket in self._tickets if everybody else self._tickets[:1]:
+            ticket.called.set()
 
-    def wait(self, place: WaitTicket, deadline: float, what: str) -> None:
-        """Lets go of the turn until there is reason to try again.
+    def wait(self, ticket: WaitTicket, deadline: float, operation: str) -> None:
+        """Releases the lock until there is reason to try again.
+
+        Args:
+          deadline: of `time.monotonic`.
+          operation: begins the error message.
 
         Raises:
-          SessionBusyError: the deadline, of `time.monotonic`, is over.
+          SessionBusyError: the deadline has passed.
         """
-        place.tried = self.news
-        depth = self._turns.pause()
+        ticket.tried = self.news
+        depth = self._lock.pause()
         try:
-            called = place.called.wait(max(0.0, deadline - time.monotonic()))
-            place.called.clear()
+            called = ticket.called.wait(max(0.0, deadline - time.monotonic()))
+            ticket.called.clear()
         finally:
-            self._turns.acquire(depth=depth)
+            self._lock.acquire(depth=depth)
         if not called:
-            raise SessionBusyError(f"{what}: others held what it waited for; expected less load, or a longer timeout")
+            raise SessionBusyError(
+                f"{operation}: got a timeout while other sessions held the resource; expected less load, or a longer "
+                "timeout"
+            )

@@ -1,310 +1,405 @@
-"""What a session knows of its pieces: names, what was given, and how much of it is kept once it left."""
+"""Registry of a session's pieces: its window, their names, and what is kept of their contents."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
+import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from ..backbone import Backbone
 from ..cache import brief, encoded
 from ..errors import DtypeError, InputError, PoolLostError, SessionClosedError, SessionError, ShapeError
 from ..traces import Event, Op, Watcher
-from ..window import Edits, Entry, PatchStore, Window
-from .names import UsedNames
+from ..window import Drop, Edits, Entry, Kind, Prefill, Recompute, Rotate, Window
 from .runtime import Runtime
-from .session_input import EmbeddedInput, SessionInput, embedded
-from .stats import SessionCounters
+from .session_config import SessionConfig
+from .session_input import EmbeddedInput, SessionInput, embedded, read_input
+from .stats import Counters, Stats
+from .used_names import MOST_NAMES, UsedNames
 
 
 @dataclasses.dataclass(eq=False)
 class PieceRecord:
-    """A piece that a session was given.
+    """Record of a piece that a session was given.
 
     Attributes:
-      entry: as the window has it. name: the session's own.
-      thing: what was given; None where it was let go of.
-      held: its tokens, while the runtime has them.
+      entry: as the window has it.
+      name: the session's name for it.
+      input: what the caller gave. None once it was discarded.
+      tokens: the embedded input, while the runtime has it.
     """
 
     entry: Entry
     name: str
-    thing: SessionInput | None = None
-    held: EmbeddedInput | None = None
+    input: SessionInput | None = None
+    tokens: EmbeddedInput | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is kept to bring it back."""
-        return (0 if self.thing is None else self.thing.nbytes) + (0 if self.held is None else self.held.nbytes)
+        """Bytes kept to bring the piece back."""
+        return (0 if self.input is None else self.input.nbytes) + (0 if self.tokens is None else self.tokens.nbytes)
 
 
 @runtime_checkable
 class EncoderStore(Protocol):
-    """A store that keeps what vision towers make of images, as `ChunkStore` does."""
+    """A store of outputs of vision towers, such as `ChunkStore`."""
 
     def get_encoder(self, id: str, backbone: str) -> Any:
-        """Reads a tower's output; None where there is none."""
+        """Reads a tower's output. Returns None where there is none."""
         ...
 
     def put_encoder(self, id: str, backbone: str, output: Any) -> None:
-        """Stores one."""
+        """Stores a tower's output."""
         ...
 
 
 class RuntimeRefCount:
-    """How many sessions use a runtime; the last one closes it where it was made for them."""
+    """Reference count of a runtime that a session shares with its forks.
+
+    Attributes:
+      runtime: the shared runtime.
+      private: whether it was created for these sessions, so that the last of them closes it.
+      count: the number of open sessions.
+    """
 
     def __init__(self, runtime: Runtime, private: bool):
         self.runtime, self.private, self.count = runtime, private, 0
         self._lock = threading.Lock()
 
-    def enter(self) -> None:
-        """One more."""
+    def acquire(self) -> None:
+        """Registers an open session."""
         with self._lock:
             self.count += 1
 
-    def leave(self) -> None:
-        """One less."""
+    def release(self) -> None:
+        """Unregisters a session. Closes a private runtime when no session is left."""
         with self._lock:
             self.count -= 1
             last = self.count == 0
+
+        # Closing waits for pending patches, so the lock is released first.
         if last and self.private:
             self.runtime.close()
 
 
-def outliving_the_pool[**Given, Made](call: Callable[Given, Made]) -> Callable[Given, Made]:
-    """A session's method that has another try where the pool was lost: the window is placed again before."""
-
-    @functools.wraps(call)
-    def tried(*args: Given.args, **options: Given.kwargs) -> Made:
-        try:
-            return call(*args, **options)
-        except PoolLostError:
-            session: Any = args[0]
-            session.place_anew()
-        return call(*args, **options)
-
-    return tried
-
-
 class PieceRegistry:
-    """A session's window, and what it knows of its pieces.
+    """A session's window with the names, inputs and tokens of its pieces.
+
+    Only `run`, `reprefill` and a restore change the window. Callers hold `lock`.
 
     Attributes:
-      name: of the session, for those who watch it.
-      runtime: what it runs on.
-      watchers: told of each event once it has happened, with what it brought; forks have the same.
+      name: the session's name in events.
+      users: the reference count of the runtime.
+      runtime: executes edits and answers questions.
+      window: what the model reads now.
+      config: options of the session.
+      watchers: called with each event, after it has happened.
+      records: by the id of the piece, in the window or evicted from it.
+      ids: of the pieces in `records`, by name.
+      used_names: names given out last.
+      counters: of `Stats`.
     """
 
-    name: str
-    runtime: Runtime
-    memory: int
-    watchers: list[Watcher]
+    def __init__(self, name: str, users: RuntimeRefCount, window: Window, config: SessionConfig):
+        """Registers a session with its runtime; `release` undoes that."""
+        self.name, self.users, self.window, self.config = name, users, window, config
+        self.runtime = users.runtime
+        self.watchers: list[Watcher] = []
+        # Re-entrant, because events are notified under it, and a watcher may read the session.
+        self.lock = threading.RLock()
+        self.closed = False
+        self.records: dict[str, PieceRecord] = {}
+        self.ids: dict[str, str] = {}
+        self.used_names = UsedNames(most=MOST_NAMES)
+        self.counters = Counters()
+        users.acquire()
 
-    def _hold_nothing(self, name: str, owners: RuntimeRefCount, window: Window) -> None:
-        self.name, self.runtime, self.watchers = name, owners.runtime, []
-        self._owners, self._window, self._closed = owners, window, False
-        self._lock = threading.RLock()
-        self._known: dict[str, PieceRecord] = {}
-        self._names: dict[str, str] = {}
-        self._used = UsedNames()
-        self._counts = SessionCounters()
-        owners.enter()
+    def check_open(self) -> None:
+        """Raises SessionClosedError after `close`."""
+        if self.closed:
+            raise SessionClosedError(f"session: {self.name!r:.80} was closed; expected an open one")
 
-    @property
-    def backbone(self) -> Backbone:
-        """Who reads the window."""
-        return self.runtime.backbone
+    def fork(self) -> "PieceRegistry":
+        """Returns a registry of the same pieces, on a branch of the window that shares its KV."""
+        window, edits = self.window.fork(secrets.token_hex(8))
+        self.runtime.run(window, edits)
 
-    @property
-    def store(self) -> PatchStore | None:
-        """Where canonicals and patches are kept, or None."""
-        return self.runtime.store
+        name = f"{self.name}/{window.branch.rpartition('/')[2]}"
+        branch = PieceRegistry(name, self.users, window, self.config)
+        branch.ids, branch.used_names = dict(self.ids), self.used_names.copy()
+        # Records are copied, because each session releases its own tokens. The runtime has the arrays once.
+        for id, record in self.records.items():
+            branch.records[id] = PieceRecord(record.entry, record.name, record.input)
+            if record.tokens is not None:
+                branch.provide_tokens(branch.records[id], record.tokens)
+        return branch
 
-    @property
-    def window(self) -> Window:
-        """What the model reads now, a value."""
-        return self._window
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """Names of the pieces, from the front."""
-        return tuple(self._name(piece.entry.id) for piece in self._window.pieces)
-
-    @property
-    def gone(self) -> tuple[str, ...]:
-        """Names of the chunks that left and can be recalled, the last one to leave last; the last 512 at most."""
-        return tuple(self._name(piece.entry.id) for piece in self._window.evicted)
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed."""
-        return self._closed
-
-    def _expect_open(self) -> None:
-        if self._closed:
-            raise SessionClosedError(f"session {self.name!r:.80} was closed; expected an open one")
+    def release(self) -> None:
+        """Releases all KV and tokens, and the use of the runtime."""
+        self.closed = True
+        self.runtime.release(self.window.branch)
+        for record in self.records.values():
+            self.release_tokens(record)
+        self.users.release()
 
     # ------------------------------------------------------------------------------------------------ names
 
-    def _name(self, piece_id: str) -> str:
-        known = self._known.get(piece_id)
-        return piece_id if known is None else known.name
+    def names(self, ids: Sequence[str]) -> tuple[str, ...]:
+        """Returns the names of pieces."""
+        return tuple(self.records[id].name if id in self.records else id for id in ids)
 
-    def _piece(self, name: Any) -> str:
-        """The piece's id of a name, or of what is a piece's id itself.
+    def knows(self, name: object) -> bool:
+        """Returns whether a name, or the id of a piece, is that of a record."""
+        return isinstance(name, str) and (name in self.ids or name in self.records)
+
+    def find(self, name: Any) -> PieceRecord:
+        """Returns the record of a name, or of the id of a piece.
 
         Raises:
-          SessionError: an unknown one.
+          SessionError: an unknown name.
         """
-        if isinstance(name, str):
-            found = self._names.get(name, name)
-            if found in self._known:
-                return found
-            name = brief(name)
-        raise SessionError(f"session: {name!r:.80} is no piece of it; expected one of {self._listed(self.ids)}")
+        if isinstance(name, str) and self.knows(name):
+            return self.records[self.ids.get(name, name)]
+        shown = brief(name) if isinstance(name, str) else name
+        expected = self.list_names(self.names(self.window.ids))
+        raise SessionError(f"session: got piece {shown!r:.80}; expected one of {expected}")
 
-    def _listed(self, names: Sequence[str]) -> str:
-        return ", ".join(repr(brief(name)) for name in names[-8:]) or "none, for there is none"
+    def list_names(self, names: Sequence[str]) -> str:
+        """Returns the last names as an error message shows them."""
+        return ", ".join(repr(brief(name)) for name in names[-8:]) or "its pieces, of which there is none"
 
-    def _left(self, read: SessionInput, name: str | None) -> PieceRecord | None:
-        """The chunk that left and shows this, under this name where one is asked for; None where there is none."""
-        for piece in reversed(self._window.evicted):
-            known = self._known.get(piece.entry.id)
-            if known is not None and piece.entry.content == read.content and name in (None, known.name):
-                return known
+    def read(self, item: Any) -> SessionInput:
+        """Reads a caller's input. Needs no lock."""
+        return read_input(self.runtime.backbone, item, int(self.config.largest_image))
+
+    def find_content(self, content: str) -> PieceRecord | None:
+        """Returns the chunk that shows a content: an evicted one, else the last of the window, else None."""
+        record = self.find_evicted(content)
+        if record is None:
+            shown = [piece.entry.id for piece in self.window.pieces if piece.entry.content == content]
+            record = self.records[shown[-1]] if shown else None
+        return record
+
+    def find_evicted(self, content: str, name: str | None = None) -> PieceRecord | None:
+        """Returns the evicted chunk that shows a content, by this name if one is given, or None."""
+        for piece in reversed(self.window.evicted):
+            record = self.records.get(piece.entry.id)
+            if record is not None and piece.entry.content == content and name in (None, record.name):
+                return record
         return None
 
-    def _names_for(self, read: SessionInput, name: str | None) -> tuple[str, str]:
-        """The name and the piece's id of something new. No name is used twice.
+    def new_names(self, content: str, name: str | None) -> tuple[str, str]:
+        """Returns a name and a piece's id for a new piece. A name is never given to two pieces.
 
         Raises:
-          SessionError: a name that is taken. InputError: what is no name.
+          SessionError: a name of another piece. InputError: an invalid name.
         """
-        piece_id, number = read.content, 1
-        while piece_id in self._known or piece_id in self._names:  # what was forgotten may come under its id again
+        # A content that was forgotten may return under its own id, by which stores know it.
+        piece_id, number = content, 1
+        while self.knows(piece_id):
             number += 1
-            piece_id = f"{read.content}#{number}"
-        if name is None:
-            own, number = piece_id, self._used.number(read.content)
-            while self._is_used(own):
-                number += 1
-                own = f"{read.content}#{number}"
-            self._used.numbered(read.content, number)
-            return own, piece_id
-        if not isinstance(name, str) or not name:
-            raise InputError(f"session: id {name!r:.80}; expected a name")
-        encoded(name)
-        if self._is_used(name):
-            raise SessionError(f"session: {name!r:.80} is the name of another piece; expected a new name")
+            piece_id = f"{content}#{number}"
+
+        if name is not None:
+            if not isinstance(name, str) or not name:
+                raise InputError(f"session.id: got {name!r:.80}; expected a name")
+            # A name without UTF-8, such as a lone surrogate, could not be saved.
+            encoded(name)
+            if name in self.used_names or self.knows(name):
+                raise SessionError(f"session.id: got {name!r:.80}, the name of another piece; expected a new name")
+            return name, piece_id
+
+        name, number = piece_id, self.used_names.copy_number(content)
+        while name in self.used_names or self.knows(name):
+            number += 1
+            name = f"{content}#{number}"
+        self.used_names.set_copy_number(content, number)
         return name, piece_id
 
-    def _is_used(self, name: str) -> bool:
-        return name in self._used or name in self._names or name in self._known
+    # ------------------------------------------------------------------------------------------------ pieces
 
-    def _enter(self, known: PieceRecord) -> None:
-        """Enters a piece that came in."""
-        self._known[known.entry.id], self._names[known.name] = known, known.entry.id
-        self._used.add(known.entry.id, known.name)
+    @contextlib.contextmanager
+    def admit(
+        self, read: SessionInput, name: str | None, order_free: bool, kind: Kind | None = None
+    ) -> Iterator[PieceRecord]:
+        """Yields the record of a new piece, with its tokens provided, for the caller to place.
 
-    # ----------------------------------------------------------------------------------------- what is held
+        The piece is registered once it is placed. Where that fails, its tokens are released.
+        """
+        if kind is None:
+            kind = "text" if read.textual and not order_free else "chunk"
+        name, piece_id = self.new_names(read.content, name)
 
-    def _run(self, window: Window, edits: Edits) -> None:
-        """Executes edits; the window is the session's once they were."""
-        ledger = self.runtime.run(window, edits)
-        self._counts.executed(ledger, window, edits)
-        self._window = window
+        # Provided before it is placed, because edits of the placement read the tokens.
+        tokens = self.embed(read)
+        record = PieceRecord(tokens.entry(piece_id, read, kind, order_free), name, read)
+        self.provide_tokens(record, tokens)
+        try:
+            yield record
+        except BaseException:
+            self.release_tokens(record)
+            raise
 
-    def _count_branch(self, counts: SessionCounters) -> None:
-        """Counts what a fork did for a question as this session's own."""
-        for word in ("forwards", "questions", "tokens", "hits", "misses", "encoded", "bytes", "flops"):
-            self._counts.add(word, counts.words[word])
+        self.records[piece_id], self.ids[name] = record, piece_id
+        self.used_names.add(piece_id, name)
+        self.counters["added"] += 1
+        self.trim_evicted()
 
-    def place_anew(self) -> None:
-        """Places the window again where the pool was lost; survivors forget what has left."""
-        with self._lock:
-            for piece in self._window.pieces:
-                known = self._known.get(piece.entry.id)
-                if known is not None:
-                    self._hold(known)
-            self._window = self.runtime.anew(self._window)
+    def embed(self, read: SessionInput) -> EmbeddedInput:
+        """Embeds an input. The output of the vision tower is read from the store, or computed and stored."""
+        backbone: Any = self.runtime.backbone
+        store, former = self.runtime.store, self.runtime.former
+        # The former writes to the store in the background; without it, nothing would be stored.
+        if read.textual or former is None or not isinstance(store, EncoderStore):
+            return embedded(backbone, read.items)
 
-    def _hold(self, known: PieceRecord, tokens: EmbeddedInput | None = None) -> EmbeddedInput:
-        """Sees to it that the runtime has a piece's tokens, and returns them.
+        prompt = backbone.prepare(list(read.items))
+        features = store.get_encoder(read.content, backbone.fingerprint)
+        if features is not None:
+            # Another writer may have stored an output that does not fit the image. The tower then replaces it.
+            with contextlib.suppress(InputError, ShapeError, DtypeError):
+                tokens = embedded(backbone, read.items, prompt={**prompt, "features": features})
+                self.counters["encoded"] += 1
+                return tokens
+
+        features = backbone.encode(**prompt)
+        former.keep_encoder(read.content, features)
+        return embedded(backbone, read.items, prompt={**prompt, "features": features})
+
+    def provide_tokens(self, record: PieceRecord, tokens: EmbeddedInput | None = None) -> EmbeddedInput:
+        """Provides the runtime with a piece's tokens, if it has none, and returns them.
+
+        Args:
+          tokens: the embedded input, if the caller has it.
 
         Raises:
-          SessionError: neither they nor what was given are here any more.
+          SessionError: both tokens and input were discarded.
         """
-        if known.held is not None:
-            return known.held
-        if tokens is None:
-            if known.thing is None:
-                raise SessionError(
-                    f"session: what {brief(known.name)!r} shows was let go of ({self.memory} bytes are kept of what "
-                    "has left); expected it given again"
-                )
-            tokens = self._embedded(known.thing)
-        self.runtime.provide(known.entry.id, tokens.tokens, tokens.length, known.entry.content)
-        known.held = tokens
-        return tokens
+        if record.tokens is None:
+            if tokens is None:
+                if record.input is None:
+                    found = f"{brief(record.name)!r}, whose content was discarded beyond memory={self.config.memory}"
+                    raise SessionError(f"session: got {found}; expected it given again")
+                tokens = self.embed(record.input)
+            self.runtime.provide(record.entry.id, tokens.tokens, tokens.length, record.entry.content)
+            record.tokens = tokens
+        return record.tokens
 
-    def _embedded(self, thing: SessionInput) -> EmbeddedInput:
-        """Embeds what was given, by the tower's output as the store has it; where it has none, it is stored."""
-        store, former = self.store, self.runtime.former
-        if thing.textual or former is None or not isinstance(store, EncoderStore):
-            return embedded(self.backbone, thing.items)
-        backbone: Any = self.backbone
-        prompt = backbone.prepare(list(thing.items))
-        features = store.get_encoder(thing.content, backbone.fingerprint)
-        if features is not None:
-            # What somebody else put under this name may not fit the image; then the tower runs, and replaces it.
-            with contextlib.suppress(InputError, ShapeError, DtypeError):
-                found = embedded(backbone, thing.items, prompt={**prompt, "features": features})
-                self._counts.add("encoded")
-                return found
-        features = backbone.encode(**prompt)
-        former.keep_encoder(thing.content, features)
-        return embedded(backbone, thing.items, prompt={**prompt, "features": features})
+    def release_tokens(self, record: PieceRecord) -> None:
+        """Releases a piece's tokens, if the runtime has them for this session."""
+        if record.tokens is not None:
+            record.tokens = None
+            self.runtime.forget(record.entry.id)
 
-    def _let_go(self, known: PieceRecord) -> None:
-        if known.held is not None:
-            known.held = None
-            self.runtime.forget(known.entry.id)
+    def trim_evicted(self) -> None:
+        """Forgets evicted pieces that cannot be recalled, and discards contents of evicted chunks beyond `memory`."""
+        window = self.window
+        for id in [id for id in self.records if id not in window and id not in window.evicted_by_id]:
+            record = self.records.pop(id)
+            self.ids.pop(record.name, None)
+            self.release_tokens(record)
 
-    def _settled(self) -> None:
-        """Forgets what left and cannot be recalled, and the oldest of what left beyond what is kept of it."""
-        window = self._window
-        for id in [id for id in self._known if id not in window and id not in window.evicted_by_id]:
-            known = self._known.pop(id)
-            self._names.pop(known.name, None)
-            self._let_go(known)
-        left = [self._known[piece.entry.id] for piece in self._window.evicted if piece.entry.id in self._known]
-        size = sum(known.nbytes for known in left)
-        for forget in (self._let_go, _without_thing):  # tokens can be made again of what was given
-            for known in left:
-                if size <= self.memory:
+        evicted = [self.records[piece.entry.id] for piece in window.evicted if piece.entry.id in self.records]
+        size, most = sum(record.nbytes for record in evicted), int(self.config.memory)
+        # Tokens go first, because they can be embedded again from the input.
+        for discard_inputs in (False, True):
+            for record in evicted:
+                if size <= most:
                     return
-                size -= known.nbytes
-                forget(known)
-                size += known.nbytes
+                size -= record.nbytes
+                if discard_inputs:
+                    record.input = None
+                else:
+                    self.release_tokens(record)
+                size += record.nbytes
 
-    # -------------------------------------------------------------------------------------------- who watches
+    # ------------------------------------------------------------------------------------------------ window
 
-    def _tell(self, op: Op, known: PieceRecord | None = None, things: Sequence[Any] = (), **fields: Any) -> None:
-        """Tells the watchers of an event, of a piece where one is named."""
+    def run(self, window: Window, edits: Edits) -> None:
+        """Executes edits. The window is the session's once they have succeeded."""
+        # Raises without changes, so that window and counters stay as they are.
+        ledger = self.runtime.run(window, edits)
+
+        counters = self.counters
+        counters["bytes"] += ledger.total.bytes
+        counters["flops"] += ledger.total.flops
+        for edit in edits:
+            if isinstance(edit, Prefill | Recompute):
+                counters["forwards"] += 1
+                counters["tokens"] += window.piece(edit.id).entry.tokens
+            elif isinstance(edit, Rotate):
+                counters["rotated"] += 1
+            elif isinstance(edit, Drop):
+                counters["left"] += 1
+        self.window = window
+
+    def evict(self, op: Op, window: Window, edits: Edits, **fields: Any) -> tuple[str, ...]:
+        """Executes edits by which pieces leave, and returns the names of the chunks that left."""
+        before = set(self.window.gone)
+        # Nothing may have left; then nothing is executed, and the event is still one.
+        if edits:
+            self.run(window, edits)
+        left = self.names([id for id in self.window.gone if id not in before])
+        self.trim_evicted()
+        self.notify(op, **fields)
+        return left
+
+    def stats(self) -> Stats:
+        """Returns the counts so far, with those of the window and the pool."""
+        window, former = self.window, self.runtime.former
+        with self.runtime.locked():
+            allocator = self.runtime.executor.books.allocator
+            pages, free = allocator.pages, allocator.free_pages
+        return Stats(
+            **self.counters,
+            fidelity=dict(collections.Counter(piece.fidelity for piece in window.pieces)),
+            tokens_held=window.tokens,
+            pages=pages,
+            free_pages=free,
+            formed=None if former is None else former.done,
+        )
+
+    def reprefill(self) -> None:
+        """Prefills the window again after its pool was lost. Survivors forget what was evicted."""
+        with self.lock:
+            # Tokens may have been discarded once the pieces were in the pool.
+            for piece in self.window.pieces:
+                record = self.records.get(piece.entry.id)
+                if record is not None:
+                    self.provide_tokens(record)
+            self.window = self.runtime.reprefill(self.window)
+
+    def notify(self, op: Op, record: PieceRecord | None = None, items: Sequence[Any] = (), **fields: Any) -> None:
+        """Notifies the watchers of an event, with the items that it brought."""
         if not self.watchers:
             return
-        if known is not None and op in ("add", "replace"):
-            entry = known.entry
-            fields |= {"content": entry.content, "tokens": entry.tokens, "span": entry.span, "kind": entry.kind}
-            fields["order_free"] = entry.order_free
-        if known is not None:
-            fields["chunk"] = known.name
+        if record is not None:
+            fields["chunk"] = record.name
+            if op in ("add", "replace"):
+                entry = record.entry
+                fields |= {"content": entry.content, "tokens": entry.tokens, "span": entry.span, "kind": entry.kind}
+                fields["order_free"] = entry.order_free
+                if items and all(isinstance(item, str) for item in items):
+                    fields["text"] = "".join(items)
+
         event = Event(0.0, self.name, op, **fields)
-        for told in list(self.watchers):
-            told(event, things)
+        # Copied, because a watcher may remove itself.
+        for watcher in list(self.watchers):
+            watcher(event, items)
 
 
-def _without_thing(known: PieceRecord) -> None:
-    known.thing = None
+def retry_after_pool_loss[**Given, Result](method: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Wraps a method of a session: if the pool is lost, the window is prefilled again and the call repeated once."""
+
+    @functools.wraps(method)
+    def retried(*args: Given.args, **options: Given.kwargs) -> Result:
+        try:
+            return method(*args, **options)
+        except PoolLostError:
+            session: Any = args[0]
+            session._registry.reprefill()
+        return method(*args, **options)
+
+    return retried

@@ -1,13 +1,13 @@
-"""What sessions run on: one executor with its pool, a store, and how edits and answers get there.
+"""Runtimes of sessions: one executor with its pool, a store, and the way to both.
 
-A session keeps a window, names and counts; everything that touches arrays goes through its runtime. `PrivateRuntime` is
-the runtime of one session and its forks. `Sessions` has one that many sessions share.
+A session keeps a window, names and counts; everything that touches arrays goes through its runtime. `PrivateRuntime`
+serves one session and its forks, `SharedRuntime` all sessions of a `Sessions`.
 """
 
 import collections
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -20,58 +20,75 @@ from ..window import Edit, Ledger, PagedExecutor, PatchFormer, PatchStore, Windo
 from .argument_checks import float_dtype
 
 FIRST_PAGES = 256
-"""Pages that a pool begins with which was given no size."""
+"""Pages of a new pool without a fixed size."""
 PAGE_SIZE = 16
 RANK = 16
-"""Of patches that are formed behind the back, where nobody says another one."""
+"""Default rank of patches that are formed in the background."""
+
+
+@runtime_checkable
+class TokenIterator(Protocol):
+    """Iterator over the tokens of an answer."""
+
+    def __iter__(self) -> Iterator[TextPiece]:
+        """Returns itself."""
+        ...
+
+    def __next__(self) -> TextPiece:
+        """Waits for the next token, with the text that it completes."""
+        ...
+
+    def close(self) -> None:
+        """Ends decoding."""
+        ...
 
 
 @runtime_checkable
 class Runtime(Protocol):
     """What a session runs on.
 
-    `run` and `answer` may wait for others and must not be called by whoever holds the lock; everything else that
-    touches `executor` happens under it.
+    `run` and `answer` may wait for other sessions and must not be called under `locked`. Everything else that touches
+    `executor` must be.
     """
 
     @property
     def backbone(self) -> Backbone:
-        """Who reads the windows."""
+        """The model that reads the windows."""
         ...
 
     @property
     def executor(self) -> PagedExecutor:
-        """Its pool, sources and ledger: to be touched under `locked` alone."""
+        """Pool, sources and ledger. Access it under `locked` only."""
         ...
 
     @property
     def store(self) -> PatchStore | None:
-        """Where canonicals and patches are kept, or None."""
+        """The store of canonicals and patches, or None."""
         ...
 
     @property
     def former(self) -> PatchFormer | None:
-        """Who forms patches of its prefills, or None."""
+        """Forms patches of the executor's prefills in the background. None without a store."""
         ...
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:
-        """Keeps everybody else off the executor."""
+        """Returns the lock of the executor."""
         ...
 
     def provide(self, id: str, tokens: Tokens, length: int, content: str | None) -> None:
-        """Gives the tokens of a piece, of which the first `length` count; held until as many calls of `forget`."""
+        """Provides a piece's tokens, of which the first `length` count. `forget` undoes one call."""
         ...
 
     def forget(self, id: str) -> None:
-        """Lets go of what was given of a piece, with the last of those who gave it."""
+        """Releases a piece's tokens, once as often as they were provided."""
         ...
 
     def run(self, window: Window, edits: Sequence[Edit]) -> Ledger:
-        """Executes the edits that led to a window. Raises as `PagedExecutor.run`; then all is as it was."""
+        """Executes the edits that led to a window. Raises as `PagedExecutor.run`, with nothing changed."""
         ...
 
-    def anew(self, window: Window) -> Window:
-        """Places a window again where the pool was lost, and begins another one; returns it as it is served then."""
+    def reprefill(self, window: Window) -> Window:
+        """Prefills a window again in a new pool, after the old one was lost. Returns it as it is served then."""
         ...
 
     def answer(
@@ -83,14 +100,17 @@ class Runtime(Protocol):
         sampling: Sampling,
         key: int | None,
         stop: Sequence[int] | None,
-    ) -> Iterator[TextPiece]:
-        """Continues a question behind a window, token by token; closing the iterator ends the work.
+    ) -> TokenIterator:
+        """Continues a question after a window, token by token. Closing the iterator ends the work.
 
-        Once the first token is there the answer is what it is behind this window, whatever is run afterwards.
+        From the first token on, later edits do not change the answer.
 
         Args:
-          window: whose edits were run. tokens: the question, at positions from 0, of which `length` count.
-          steps: tokens at most. key: for a temperature above 0. stop: ids that end it; None: the backbone's own.
+          window: its edits have run.
+          tokens, length: the question, at positions from 0, and how many of its tokens count.
+          steps: the largest number of tokens.
+          key: the seed, for a temperature above 0.
+          stop: token ids that end the answer; None for the backbone's own.
 
         Raises:
           As `Executor.stream`.
@@ -98,19 +118,19 @@ class Runtime(Protocol):
         ...
 
     def release(self, branch: str) -> None:
-        """Lets go of all that a branch holds."""
+        """Releases all KV of a branch."""
         ...
 
     def close(self) -> None:
-        """Forms what waits, and ends. Closing twice is allowed."""
+        """Forms pending patches, then stops. Idempotent."""
         ...
 
 
 class PrivateRuntime:
-    """The runtime of one session and its forks: everything runs at once, on the thread that asks for it.
+    """Runtime of one session and its forks. Everything runs at once, on the calling thread.
 
     Attributes:
-      backbone, executor, store, former: as `Runtime` has them.
+      backbone, executor, store, former: as of `Runtime`.
     """
 
     def __init__(
@@ -124,19 +144,19 @@ class PrivateRuntime:
         rank: Rank | None = None,
         **options: Any,
     ):
-        """Allocates the pool, and has a store's patches formed behind the back.
+        """Allocates the pool. With a store, patches are formed in the background.
 
         Args:
-          pages: of the pool; None: it begins with 256 and is enlarged where a run finds no room, which compiles for
-            the new size.
-          dtype: of the pool; None: the one that the backbone computes in.
-          rank: of the patches that are formed; 0 forms none. None: 16, from the first session on that may serve them.
+          pages: of the pool. None: 256 at first; it grows when a run finds no room, and programs are compiled again.
+          page_size: tokens of a page.
+          dtype: of the pool. None: the dtype that the backbone computes in.
+          rank: of the patches that are formed; 0 forms none. None: 16, from the first session that may serve them.
           options: of `PagedExecutor`.
         """
         self.backbone, self.store = backbone, store
         self._lock = threading.RLock()
         self._grows = pages is None
-        self._given: collections.Counter[str] = collections.Counter()
+        self._providers: collections.Counter[str] = collections.Counter()
         dtype = float_dtype(dtype_of(backbone) if dtype is None else dtype, "session")
         self.executor = PagedExecutor(backbone, pages or FIRST_PAGES, page_size, dtype, store=store, **options)
         self.former: PatchFormer | None = None
@@ -145,26 +165,26 @@ class PrivateRuntime:
             self.former.watch(self.executor)
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:
-        """Keeps everybody else off the executor."""
+        """Returns the lock of the executor."""
         return self._lock
 
     def provide(self, id: str, tokens: Tokens, length: int, content: str | None) -> None:
-        """See `Runtime.provide`."""
+        """Implements `Runtime.provide`."""
         with self._lock:
-            if not self._given[id]:
+            if not self._providers[id]:
                 self.executor.provide(id, tokens=tokens, length=length, content=content)
-            self._given[id] += 1
+            self._providers[id] += 1
 
     def forget(self, id: str) -> None:
-        """See `Runtime.forget`."""
+        """Implements `Runtime.forget`."""
         with self._lock:
-            self._given[id] -= 1
-            if self._given[id] <= 0:
-                del self._given[id]
+            self._providers[id] -= 1
+            if self._providers[id] <= 0:
+                del self._providers[id]
                 self.executor.forget(id)
 
     def run(self, window: Window, edits: Sequence[Edit]) -> Ledger:
-        """See `Runtime.run`."""
+        """Implements `Runtime.run`."""
         with self._lock:
             try:
                 return self.executor.run(window, edits)
@@ -173,33 +193,34 @@ class PrivateRuntime:
             except PoolError:
                 if not self.make_room(window):
                     raise
-            # No error of the first try hangs on to what it saw.
+            # Outside of the handler, so that the first error is not the context of a second one.
             return self.executor.run(window, edits)
 
     def make_room(self, window: Window) -> bool:
-        """Enlarges a pool that was given no size, so that every piece of a window finds room once more.
+        """Enlarges a pool without a fixed size, so that all pieces of a window fit once more.
 
         Returns:
-          Whether it did.
+          Whether the pool was enlarged.
         """
         with self._lock:
             if not self._grows:
                 return False
-            books = self.executor.books.allocator
-            more = sum(-(-piece.entry.tokens // books.page_size) for piece in window.pieces)
-            self.executor.enlarge(max(2 * books.pages, books.pages + more))
+            allocator = self.executor.books.allocator
+            more = sum(-(-piece.entry.tokens // allocator.page_size) for piece in window.pieces)
+            self.executor.enlarge(max(2 * allocator.pages, allocator.pages + more))
             return True
 
-    def anew(self, window: Window) -> Window:
-        """See `Runtime.anew`."""
+    def reprefill(self, window: Window) -> Window:
+        """Implements `Runtime.reprefill`."""
         with self._lock:
             if self.executor.lost:
                 self.executor.renew()
+            # Another call may have done it meanwhile.
             if self.executor.current(window.branch) == window.pieces:
                 return window
-            there, edits = window.anew()
-            self.run(there, edits)
-            return there
+            again, edits = window.anew()
+            self.run(again, edits)
+            return again
 
     def answer(
         self,
@@ -210,29 +231,28 @@ class PrivateRuntime:
         sampling: Sampling,
         key: int | None,
         stop: Sequence[int] | None,
-    ) -> Iterator[TextPiece]:
-        """See `Runtime.answer`."""
+    ) -> Generator[TextPiece, None, None]:
+        """Implements `Runtime.answer`."""
         with self._lock:
-            how: dict[str, Any] = {"sampling": sampling, "key": key, "stop": stop}
-            stream = self.executor.stream(window, tokens, steps, length, **how)
-            # With the first token the window's KV is in the answer's own cache; the pool may change from then on.
+            stream = self.executor.stream(window, tokens, steps, length, sampling=sampling, key=key, stop=stop)
+            # With the first token, the window's KV is in the answer's own cache. The pool may change from then on.
             first = next(stream, None)
         if first is not None:
             yield first
             yield from stream
 
     def release(self, branch: str) -> None:
-        """See `Runtime.release`."""
+        """Implements `Runtime.release`."""
         with self._lock:
             self.executor.release(branch)
 
     def close(self) -> None:
-        """See `Runtime.close`."""
+        """Implements `Runtime.close`."""
         if self.former is not None:
             self.former.close()
 
 
 def dtype_of(backbone: Backbone) -> Any:
-    """The dtype that a backbone computes in, bfloat16 where it does not say."""
+    """Returns the dtype that a backbone computes in, bfloat16 if it does not say."""
     text = getattr(getattr(backbone, "config", None), "text", None)
     return getattr(text, "dtype", None) or "bfloat16"

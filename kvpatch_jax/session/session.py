@@ -1,42 +1,32 @@
-"""`Session`: what an agent sees, added, asked, slid, recalled, reordered and forked in a few calls."""
+"""`Session`: an agent's window, and what it takes to add, recall, slide, fork and ask it."""
 
-import contextlib
+import os
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
-
-import jax
 
 from ..backbone import Backbone
 from ..cache import brief, names_of
 from ..errors import SessionError
-from ..patching import Rank
-from ..plan import Certificate, DeviceCosts, Goal
-from ..traces import Op
-from ..utils.sizes import Size, size_of
-from ..window import Costs, Edits, Fidelity, Kind, PatchStore, Promise, Window
+from ..plan import Plan
+from ..sampling import Sampling
+from ..utils.argument_names import with_our_names
+from ..window import Costs, Fidelity, Kind, PatchStore, Promise, Window
+from . import session_checkpoint
 from .answers import Answer
-from .chat_frame import framed
-from .disposability import DisposabilityProbe
-from .piece_registry import PieceRecord, RuntimeRefCount, outliving_the_pool
-from .reuse_planner import check_certificate
-from .runtime import PAGE_SIZE, RANK, PrivateRuntime, Runtime
-from .session_checkpoint import Restoring
-from .session_input import LARGEST_IMAGE, SessionInput, thing_of
+from .disposability import UNCHANGED, DisposabilityProbe, DisposabilityReport
+from .piece_registry import PieceRegistry, RuntimeRefCount, retry_after_pool_loss
+from .question_runner import AnswerOptions, QuestionRunner, Stop
+from .reuse_planner import ReusePlanner
+from .runtime import RANK, Runtime
+from .session_config import SessionConfig, check_arguments, check_keep, with_chat_template
+from .session_input import embedded
 from .stats import Stats
 
-SETTINGS = (
-    *("certificate", "goal", "costs", "uncertified", "linker", "retriever"),
-    *("around", "chat", "largest_image", "memory"),
-)
-"""What a session is set to, its forks too."""
-MEMORY = 512 << 20
-"""Bytes that a session keeps of what has left, to bring it back without being given it again."""
 
-
-class Session(DisposabilityProbe, Restoring):
-    """What an agent sees: images, frames and texts, of which the last ones stay, and questions behind them.
+class Session:
+    """What an agent sees: images, frames and texts, of which the last ones stay, and questions after them.
 
         from pathlib import Path
 
@@ -53,14 +43,16 @@ class Session(DisposabilityProbe, Restoring):
             session.recall(screenshots[1])
             print("recalled", session.ask("fill? b3"))
 
-    A session is a window with what it takes to run it. What stays is turned and not computed again; what was formed
-    behind the back goes into the store. Several threads may use it, one call at a time. Where a call raises, the
-    session is as it was. Closing it stores what is still to be formed; where nobody does, the process takes a few
-    seconds for that at its end and drops the rest.
+    A session is a window with the images that it shows and the runtime that holds its KV. Pieces that stay are rotated,
+    not computed again, and what can be reused later is stored in the background. Several threads may use a session, one
+    call at a time. A call that raises leaves the session as it was. Closing a session stores what is still to be
+    formed. Without that, the process takes a few seconds for it at its end and drops the rest.
 
     Attributes:
-      runtime: what it runs on.
-      keep: how many chunks stay behind the pinned lead; None: all.
+      backbone, store, runtime: what the session runs on.
+      name: in events.
+      config: the options.
+      watchers: called with each event and the items that it brought, after it has happened. A fork starts with a copy.
     """
 
     def __init__(
@@ -69,282 +61,281 @@ class Session(DisposabilityProbe, Restoring):
         store: PatchStore | None = None,
         keep: int | None = None,
         *,
-        certificate: Certificate | None = None,
-        goal: Goal | None = None,
-        costs: DeviceCosts | None = None,
-        uncertified: bool = False,
         lead: Any = None,
         promise: Promise = "remember",
-        rank: Rank | None = None,
         runtime: Runtime | None = None,
         branch: str = "",
         name: str | None = None,
-        linker: Any = None,
-        retriever: Any = None,
-        around: tuple[str, str] = ("", ""),
-        chat: bool = False,
-        pages: int | None = None,
-        page_size: int = PAGE_SIZE,
-        dtype: jax.typing.DTypeLike | None = None,
-        largest_image: Size = LARGEST_IMAGE,
-        memory: Size = MEMORY,
+        config: SessionConfig | None = None,
+        **options: Any,
     ):
-        """Starts with nothing but the lead.
+        """Opens a session that shows only its lead.
 
         Args:
-          backbone: what `models.load` gives.
-          store: a `ChunkStore`. What is exact is read from it always: the canonical of what leads, and what the vision
-            tower made of an image. Patches are formed behind the back and kept there where they may be served: with a
-            certificate, with `uncertified`, or where a rank is said.
-          keep: how many chunks stay behind the lead; the oldest leaves when one more comes in. None: all stay.
-          certificate: what reuse was measured to lose on this backbone. With one, what comes back is served by stored
-            patches where that keeps to the goal; without, it is prefilled.
-          goal: bounds on what an answer loses, or on bytes or seconds; None: 0.05 nats with a certificate, else exactly
-            what the window promises.
-          costs: of this device, for plans; None: assumed.
-          uncertified: takes stored patches that were formed behind the very antecedent without a certificate. What is
-            served so is "approximate", and nothing says how far it is off.
-          lead: what is pinned in front: a text or image, a list of them, or 0 for nothing. None: the texts that are
-            added before the first chunk, or where there are none that chunk.
-          promise: what the window is held against: "remember" (the model where no token sees what had left by then), or
-            "forget" (a prefill of what is there).
-          rank: of patches that are formed behind the back; 0 forms none. None: 16 where this session may serve them,
-            else none.
-          runtime: shared with other sessions; None makes one of this session's own.
-          branch: of the runtime's pool, where it is shared.
-          name: of the session, for those who watch it; None: its branch, or drawn at random.
-          linker: a `Linker`: `IMAGE#NAME` in questions stands for what a library has.
-          retriever: what looks for chunks while an answer is made; see `ask`.
-          around: what stands in front of and behind every question.
-          chat: lays everything out as one message of a user by the checkpoint's chat template: what that puts in front
-            is the lead, with a `lead` that is a text as the system prompt, and the rest stands around every question.
-          pages, page_size, dtype: of the pool; see `PrivateRuntime`.
-          largest_image: bytes that an image may have, as a file and as pixels: a number, or such as "64 MiB".
-          memory: bytes that are kept of what has left (tokens and pixels, the oldest goes first), so that `recall`
-            need not be given it again.
+          backbone: of `models.load`.
+          store: a `ChunkStore`. Exact data is always read from it: canonicals of leading chunks, and outputs of the
+            vision tower. Patches are formed in the background and stored if they may be served: with a certificate,
+            with `uncertified`, or with a `rank`.
+          keep: the number of chunks that stay after the lead; when another one enters, the oldest leaves. None: all.
+          lead: pinned at the front: a text or image, a list of them, or 0 for nothing. None: the texts that are added
+            before the first chunk, or without such texts, that chunk.
+          promise: the reference of the window: "remember" (the model in which a token does not attend to what had left
+            before it) or "forget" (a prefill of the current window).
+          runtime: shared with other sessions. None: a `PrivateRuntime`.
+          branch: of the pool of a shared runtime.
+          name: in events. None: the branch, or a random name.
+          config, options: a `SessionConfig`, and fields that override it, as in `Session(backbone, memory="1 GiB")`.
 
         Raises:
-          SessionError: a backbone, store, keep or runtime that is none or does not belong. What adding the lead raises.
+          SessionError: an invalid argument, or one that belongs to other weights. CertificateError: a certificate of
+          other weights. What adding the lead raises.
         """
-        _check(backbone, store, keep, runtime, linker)
-        _check_settings(name, around, costs, retriever)
-        largest_image = size_of(largest_image, "session: largest_image", refused=SessionError)
-        memory = size_of(memory, "session: memory", refused=SessionError)
-        if not isinstance(chat, bool):
-            raise SessionError(f"session: chat {chat!r:.80}; expected True or False")
-        check_certificate(certificate, goal, backbone.fingerprint)
-        if chat:
-            lead, around = framed(backbone, lead, around)
-        if runtime is None:
-            options: dict[str, Any] = {"pages": pages, "page_size": page_size, "dtype": dtype, "rank": rank}
-            owners = RuntimeRefCount(PrivateRuntime(backbone, store, **options), True)
-        else:
-            owners = RuntimeRefCount(runtime, False)
-        first = [] if lead is None or isinstance(lead, int) else list(lead) if _is_several(lead) else [lead]
+        config = SessionConfig.with_options(config, options)
+        check_arguments(backbone, store, keep, runtime, name)
+        config.check_backbone(backbone.fingerprint)
+        if config.chat:
+            lead, config = with_chat_template(backbone, lead, config)
+
+        # A list is several inputs, unless it is token ids.
+        several = isinstance(lead, list | tuple) and not all(isinstance(item, int) for item in lead)
+        first = [] if lead is None or isinstance(lead, int) else list(lead) if several else [lead]
         pinned = lead if isinstance(lead, int) else len(first) or None
-        numbers = Costs.of(backbone, owners.runtime.executor.dtype)
-        window = Window.empty(numbers, lead=pinned, promise=promise, branch=branch)
-        how: dict[str, Any] = {"linker": linker, "retriever": retriever, "around": around, "goal": goal, "chat": chat}
-        how |= {"largest_image": largest_image, "memory": memory, "certificate": certificate, "costs": costs}
-        how |= {"uncertified": uncertified}
-        self._set_up(name or branch or secrets.token_hex(8), owners, window, keep, **how)
+
+        users = RuntimeRefCount(
+            config.private_runtime(backbone, store) if runtime is None else runtime, runtime is None
+        )
+        costs = Costs.of(backbone, users.runtime.executor.dtype)
+        window = Window.empty(costs, lead=pinned, promise=promise, branch=branch)
+        self._compose(PieceRegistry(name or branch or secrets.token_hex(8), users, window, config), keep)
         try:
-            for thing in first:
-                self.add(thing)
+            for item in first:
+                self.add(item)
         except BaseException:
             self.close()
             raise
 
-    def _set_up(self, name: str, owners: RuntimeRefCount, window: Window, keep: int | None, **how: Any) -> None:
-        self.keep = keep
-        for word in SETTINGS:
-            setattr(self, word, how[word])
-        if owners.runtime.former is not None and (self.certificate is not None or self.uncertified):
-            owners.runtime.former.form_patches(RANK)
-        self._ways = {}
+    def _compose(self, registry: PieceRegistry, keep: int | None) -> None:
+        """Sets all attributes. New, forked and restored sessions are composed alike."""
+        self.name, self.watchers = registry.name, registry.watchers
+        self.config, self.runtime = registry.config, registry.runtime
+        self.backbone, self.store = registry.runtime.backbone, registry.runtime.store
+        self._registry = registry
+        self._planner = ReusePlanner(registry, keep)
+        self._questions = QuestionRunner(registry)
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
-        self._hold_nothing(name, owners, window)
 
-    # ------------------------------------------------------------------------------------------- what is seen
+        # A runtime forms no patches by default until one of its sessions may serve them.
+        former = registry.runtime.former
+        if former is not None and (self.config.certificate is not None or self.config.uncertified):
+            former.form_patches(RANK)
+
+    @classmethod
+    def _of(cls, registry: PieceRegistry, keep: int | None) -> "Session":
+        """Returns a session around a registry that has its pieces."""
+        session = cls.__new__(cls)
+        session._compose(registry, keep)
+        return session
+
+    @property
+    def keep(self) -> int | None:
+        """The number of chunks that stay after the lead. None: all."""
+        return self._planner.keep
+
+    @property
+    def window(self) -> Window:
+        """What the model reads now, an immutable value."""
+        return self._registry.window
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Names of the pieces, from the front."""
+        return self._registry.names(self._registry.window.ids)
+
+    @property
+    def gone(self) -> tuple[str, ...]:
+        """Names of the evicted chunks, which can be recalled, the latest last; at most 512."""
+        return self._registry.names(self._registry.window.gone)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the session was closed."""
+        return self._registry.closed
 
     def fidelity(self, id: str) -> Fidelity:
-        """How truly a piece is served: "exact", "survivor" or "approximate" (`Window.fidelity`)."""
-        return self._window.fidelity(self._piece(id))
+        """Returns how a piece is served: "exact", "survivor" or "approximate" (`Window.fidelity`)."""
+        return self._registry.window.fidelity(self._registry.find(id).entry.id)
 
     def __len__(self) -> int:
-        return len(self._window)
+        return len(self._registry.window)
 
     def __bool__(self) -> bool:
         return True
 
     def __contains__(self, id: object) -> bool:
-        return isinstance(id, str) and self._names.get(id, id) in self._window
+        return isinstance(id, str) and self._registry.ids.get(id, id) in self._registry.window
 
     def __repr__(self) -> str:
-        return f"Session({'closed, ' if self._closed else ''}keep={self.keep}, {self._window!r})"
+        return f"Session({'closed, ' if self.closed else ''}keep={self.keep}, {self.window!r})"
 
-    # ------------------------------------------------------------------------------------- what comes and goes
+    @retry_after_pool_loss
+    def add(self, item: Any, *, id: str | None = None, order_free: bool = False, kind: Kind | None = None) -> str:
+        """Places an image, frames or a text after all others. If `keep` chunks are there, the oldest leaves.
 
-    @outliving_the_pool
-    def add(self, thing: Any, *, id: str | None = None, order_free: bool = False, kind: Kind | None = None) -> str:
-        """Places an image, frames or a text behind all others; where `keep` are there the oldest chunk leaves.
-
-        What left and is given again comes back, as `recall` brings it. The same content again while it is there is a
-        second piece.
+        A chunk that left comes back, as by `recall`. Content that is still in the window becomes a second piece.
 
         Args:
-          thing: an image (the `pathlib.Path` of its file, that file's bytes, a PIL image or uint8 pixels); several of
-            them as one chunk (a clip); a text, which is a `Text` where it looks like a file's name; or token ids.
-          id: the session's name for it; None: the digest of its content.
-          order_free: a chunk that `reorder` may move.
-          kind: "chunk" or "text" (it cannot be recalled, and leaves with the chunk behind it); None: "text" of texts.
+          item: an image (the `pathlib.Path` of its file, the bytes of that file, a PIL image or uint8 pixels); several
+            of them as one chunk (a clip); a text, as a `Text` if it looks like a file's name; or token ids.
+          id: the session's name for it. None: the digest of its content.
+          order_free: whether `reorder` may move the chunk.
+          kind: "chunk", or "text", which cannot be recalled and leaves with the chunk after it. None: "text" for texts.
 
         Returns:
           Its name.
 
         Raises:
-          SessionClosedError. SessionError: a name that stands for something else. ImageError, InputError: what cannot
-          be read. PoolError: no room. What the backbone raises.
+          SessionClosedError. SessionError: the name of another piece. ImageError, InputError: an unreadable input.
+          PoolError: no room. What the backbone raises.
         """
-        self._expect_open()
-        read = thing_of(self.backbone, thing, self.largest_image)
-        with self._lock:
-            self._expect_open()
-            back = self._left(read, id)
-            if back is not None:
-                return self._bring_back(back, read)
-            with self._coming_in(read, id, order_free, kind) as known:
-                self._bring(known)
-            self._tell("add", known, read.items, keep=self.keep, **_text_of(read))
-            return known.name
+        registry = self._registry
+        registry.check_open()
+        # Decoding an image takes long and needs no lock.
+        read = registry.read(item)
 
-    @outliving_the_pool
-    def recall(self, thing: Any) -> str:
-        """Brings a chunk back that left: by its name, or by what it shows; where `keep` are there the oldest leaves.
+        with registry.lock:
+            registry.check_open()
+            evicted = registry.find_evicted(read.content, id)
+            if evicted is not None:
+                return self._planner.recall(evicted, read)
 
-        What is in the window stays as it is.
+            with registry.admit(read, id, order_free, kind) as record:
+                self._planner.place(record)
+            registry.notify("add", record, read.items, keep=self._planner.keep)
+            return record.name
+
+    @retry_after_pool_loss
+    def recall(self, item: Any) -> str:
+        """Brings back an evicted chunk, by its name or its content. If `keep` chunks are there, the oldest leaves.
+
+        A chunk in the window stays as it is.
 
         Returns:
           Its name.
 
         Raises:
-          SessionError: nothing by this name or content was ever added, or what is left of it does not suffice: give the
-          image again. Else as `add`.
+          SessionError: a name or content that was never added, or a chunk whose content was discarded: give the image
+          again. Otherwise as `add`.
         """
-        self._expect_open()
-        named = isinstance(thing, str) and (thing in self._names or thing in self._known)
-        read = None if named else thing_of(self.backbone, thing, self.largest_image)
-        with self._lock:
-            self._expect_open()
-            known = self._known[self._piece(thing)] if read is None else self._left(read, None) or self._shows(read)
-            if known is None:
-                shown = brief(thing) if isinstance(thing, str) else f"a {type(thing).__name__}"
-                left = self._listed(self.gone)
-                raise SessionError(f"recall: {shown!r:.80} was never added; expected one that left: {left}")
-            return known.name if known.entry.id in self._window else self._bring_back(known, read)
+        registry = self._registry
+        registry.check_open()
+        read = None
+        if not registry.knows(item):
+            read = registry.read(item)
 
-    @outliving_the_pool
+        with registry.lock:
+            registry.check_open()
+            # A content may be in the window and evicted. The evicted piece is meant, for the other needs no recall.
+            record = registry.find(item) if read is None else registry.find_content(read.content)
+            if record is None:
+                found = brief(item) if isinstance(item, str) else f"a {type(item).__name__}"
+                expected = f"one that left: {registry.list_names(self.gone)}"
+                raise SessionError(f"recall: got {found!r:.80}, which was never added; expected {expected}")
+            return record.name if record.entry.id in registry.window else self._planner.recall(record, read)
+
+    @retry_after_pool_loss
     def slide(self, keep: int) -> tuple[str, ...]:
-        """Takes out all but the last `keep` chunks behind the lead. Returns the names of the chunks that left.
+        """Evicts all but the last `keep` chunks after the lead. Returns the names of the evicted chunks.
 
         Raises:
-          SessionClosedError. WindowError: a negative number, or none.
+          SessionClosedError. WindowError: an invalid number.
         """
-        return self._leave("slide", lambda: self._window.slide(keep), keep=keep)
+        registry = self._registry
+        with registry.lock:
+            registry.check_open()
+            return registry.evict("slide", *registry.window.slide(keep), keep=keep)
 
-    @outliving_the_pool
+    @retry_after_pool_loss
     def evict(self, id: str) -> tuple[str, ...]:
-        """Takes a piece out. Returns its name where it is a chunk, which can be recalled.
+        """Evicts a piece. Returns its name if it is a chunk, which can be recalled.
 
         Raises:
           SessionClosedError. SessionError: an unknown name. WindowError: a piece of the lead, or one that has left.
         """
-        with self._lock:
-            self._expect_open()
-            known = self._known[self._piece(id)]
-            return self._leave("evict", lambda: self._window.evict(known.entry.id), chunk=known.name)
+        registry = self._registry
+        with registry.lock:
+            registry.check_open()
+            record = registry.find(id)
+            return registry.evict("evict", *registry.window.evict(record.entry.id), chunk=record.name)
 
-    @outliving_the_pool
-    def replace(self, id: str, thing: Any, *, name: str | None = None, order_free: bool = False) -> str:
-        """Puts something in the place of a piece, which leaves. What stands behind has not seen it.
+    @retry_after_pool_loss
+    def replace(self, id: str, item: Any, *, name: str | None = None, order_free: bool = False) -> str:
+        """Replaces a piece by another, which pieces after it have not attended to.
 
         Returns:
-          The name of what came.
+          The name of the new piece.
 
         Raises:
           As `add`; and SessionError: an unknown name. WindowError: a piece of the lead.
         """
-        self._expect_open()
-        read = thing_of(self.backbone, thing, self.largest_image)
-        with self._lock:
-            self._expect_open()
-            old = self._known[self._piece(id)]
-            with self._coming_in(read, name, order_free) as known:
-                self._run(*self._window.replace(old.entry.id, known.entry))
-            self._tell("replace", known, read.items, replaced=old.name, **_text_of(read))
-            return known.name
+        registry = self._registry
+        registry.check_open()
+        read = registry.read(item)
 
-    @outliving_the_pool
+        with registry.lock:
+            registry.check_open()
+            old = registry.find(id)
+            with registry.admit(read, name, order_free) as record:
+                registry.run(*registry.window.replace(old.entry.id, record.entry))
+            registry.notify("replace", record, read.items, replaced=old.name)
+            return record.name
+
+    @retry_after_pool_loss
     def reorder(self, ids: Iterable[str]) -> None:
-        """Puts order-free chunks into another order: the places of those that are named are filled in this order.
+        """Reorders order-free chunks: the places of the named chunks are filled in this order.
 
-        What moves is turned, and approximate where it stands behind what it was not made behind.
+        Chunks that move are rotated, and approximate if they then follow others than they were formed for.
 
         Raises:
           SessionClosedError. SessionError: an unknown name. WindowError: a piece that is not order-free, or pinned.
         """
-        with self._lock:
-            self._expect_open()
-            pieces = [self._piece(id) for id in names_of(ids, "reorder")]
-            self._run(*self._window.reorder(pieces))
-            self._tell("reorder", order=tuple(self._name(piece) for piece in pieces))
+        registry = self._registry
+        with registry.lock:
+            registry.check_open()
+            records = [registry.find(id) for id in names_of(ids, "reorder")]
+            registry.run(*registry.window.reorder([record.entry.id for record in records]))
+            registry.notify("reorder", order=tuple(record.name for record in records))
 
-    @outliving_the_pool
+    @retry_after_pool_loss
     def fork(self, *, keep: int | None = None) -> "Session":
-        """Starts a side branch: a session that shares all KV with this one until one of the two changes a piece.
+        """Opens a session on a branch, which shares all KV with this one until either changes a piece.
 
         Args:
-          keep: of the branch; None: as this one.
+          keep: of the branch. None: as this session.
 
         Raises:
-          SessionClosedError. SessionError: a keep that is none.
+          SessionClosedError. SessionError: an invalid `keep`.
         """
-        _check_keep(keep)
-        with self._lock:
-            self._expect_open()
-            branch = self._fork()
-            branch.keep = self.keep if keep is None else keep
-            branch.watchers = list(self.watchers)
-            self._tell("fork", branch=branch.name)
+        check_keep(keep)
+        with self._registry.lock:
+            self._registry.check_open()
+            branch, pieces = self._fork(self.keep if keep is None else keep)
+            pieces.watchers.extend(self._registry.watchers)
+            self._registry.notify("fork", branch=branch.name)
             return branch
 
-    def _fork(self) -> "Session":
-        window, edits = self._window.fork(secrets.token_hex(8))
-        self.runtime.run(window, edits)
-        branch = object.__new__(Session)
-        how = {word: getattr(self, word) for word in SETTINGS}
-        name = f"{self.name}/{window.branch.rpartition('/')[2]}"
-        branch._set_up(name, self._owners, window, self.keep, **how)
-        branch._names, branch._used, branch._ways = dict(self._names), self._used.copy(), dict(self._ways)
-        for id, known in self._known.items():
-            branch._known[id] = PieceRecord(known.entry, known.name, known.thing)
-            if known.held is not None:
-                branch._hold(branch._known[id], known.held)
-        return branch
-
     def close(self) -> None:
-        """Lets go of everything; answers that are not read to their end are ended. Closing twice is allowed."""
-        with self._lock:
-            if self._closed:
+        """Closes the session: releases its KV and ends unfinished answers. Idempotent."""
+        registry = self._registry
+        with registry.lock:
+            if registry.closed:
                 return
-            self._closed = True
-            self._tell("close")
+
+            # Answers may be read by other threads. They end with an error instead of reading released KV.
+            registry.closed = True
+            registry.notify("close")
             for answer in list(self._answers):
                 answer.close()
-            self.runtime.release(self._window.branch)
-            for known in self._known.values():
-                self._let_go(known)
-            self._owners.leave()
+            registry.release()
 
     def __enter__(self) -> "Session":
         return self
@@ -352,116 +343,156 @@ class Session(DisposabilityProbe, Restoring):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @with_our_names
+    @retry_after_pool_loss
+    def ask(
+        self,
+        question: Any,
+        *,
+        steps: int | None = None,
+        stop: Stop = None,
+        temperature: float | int = 0.0,
+        top_p: float | int = 1.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+        audit: bool = False,
+        look: int = 16,
+    ) -> Answer:
+        """Asks a question after the window. The window stays as it is, and the question is not kept.
+
+        Returns once the first token is there. The answer belongs to this window, whatever the session does while the
+        rest is read.
+
+        Args:
+          question: a text, token ids, an image, or several of them. A str is a text, as for `add`.
+          steps: the largest number of tokens. None: the checkpoint's (`max_new_tokens` of its generation_config.json),
+            or 256.
+          stop: what ends the answer: token ids, or texts of one token each. None: the backbone's stop tokens. (): none.
+          temperature, top_p, top_k: of sampling; temperature 0 takes the likeliest token.
+          seed: of sampling. None: drawn, and kept in the answer.
+          look: tokens between two calls of the session's retriever, which is also called before the first token.
+          audit: reads the answer to its end, then runs window, question and answer through the model without any reuse,
+            and compares: `answer.kl`, `answer.audit`.
+
+        `IMAGE#NAME` in a text refers to a chunk of the session's linker. Such chunks are placed after the window for
+        this question alone, with the text between them. So are chunks that the retriever finds (`RetrievalQuery`),
+        before the answer continues. `answer.recalled` names both.
+
+        Returns:
+          The answer: an iterable of text as it is decoded; `str(answer)` is all of it.
+
+        Raises:
+          SessionClosedError. InputError, ConfigError: an invalid question or option. UnknownReferenceError: a reference
+          that the linker does not know. What the backbone raises.
+        """
+        registry = self._registry
+        registry.check_open()
+        sampling = Sampling(temperature, top_p, top_k)
+        options = AnswerOptions.of(registry.runtime.backbone, steps, stop, sampling, seed, audit, look)
+        with registry.lock:
+            registry.check_open()
+            answer = self._questions.ask(question, options, self._fork)
+            # Held weakly: an answer that nobody reads any more ends by itself.
+            self._answers.add(answer)
+            registry.counters["asked"] += 1
+            if isinstance(question, str):
+                registry.notify("ask", text=str(question), steps=options.steps)
+            return answer
+
+    def needs(
+        self, chunk: str, question: Any, *, steps: int = 8, bound: float = UNCHANGED, erased: bool = False
+    ) -> DisposabilityReport:
+        """Probes whether a question needs a chunk, or what the chunk absorbed. The window stays as it is.
+
+        It is answered as the window is, without the chunk's conditioning, and without the chunk, on forks. No piece is
+        prefilled again. A canonical that is not in the store takes a forward of the chunk alone.
+
+        Args:
+          chunk: its name.
+          question: as of `ask`.
+          steps: of the answers, which are greedy.
+          bound: mean nats per token that count as no change.
+          erased: also ask without any trace of the chunk: what follows it is served bare.
+
+        Raises:
+          SessionClosedError. SessionError: an unknown name, or a text. WindowError: a chunk of the lead, or one that is
+          not in the window. What `ask` raises.
+        """
+        registry = self._registry
+        registry.check_open()
+        items = self._questions.items(question)
+        asked = embedded(registry.runtime.backbone, items)
+        with registry.lock:
+            registry.check_open()
+            return DisposabilityProbe(registry, items, asked, steps).run(chunk, bound, erased)
+
+    def plan(self, *items: Any) -> Plan:
+        """Plans how inputs would enter now, in this order, after all others. Runs nothing.
+
+        Args:
+          items: names of evicted chunks, or inputs of `add`. Without any: how the window itself is served best.
+
+        Raises:
+          As `plan.plan`, and as `add` for an unreadable input.
+        """
+        self._registry.check_open()
+        with self._registry.lock:
+            return self._planner.plan(items)
+
     def stats(self) -> Stats:
-        """Counts what was done so far: `print(session.stats())`."""
-        with self._lock:
-            window, former = self._window, self.runtime.former
-            with self.runtime.locked():
-                books = self.runtime.executor.books.allocator
-                pages, free = books.pages, books.free_pages
-            fidelity: dict[str, int] = {}
-            for piece in window.pieces:
-                fidelity[piece.fidelity] = fidelity.get(piece.fidelity, 0) + 1
-            return Stats(
-                **self._counts.words,
-                fidelity=fidelity,
-                tokens_held=window.tokens,
-                pages=pages,
-                free_pages=free,
-                formed=None if former is None else former.done,
-            )
+        """Returns counts of what was done so far: `print(session.stats())`."""
+        with self._registry.lock:
+            return self._registry.stats()
+
+    def save(self, path: str | os.PathLike[str], *, kv: bool = True) -> None:
+        """Writes the session to a file. An existing file is replaced as a whole or not at all.
+
+        The file has the window, names, the inputs of the pieces (of evicted chunks while they are kept), and the KV of
+        the window as it is in the pool, because a survivor's KV cannot be computed again. It does not have the store.
+
+        Args:
+          kv: False leaves out the KV. The restored session then prefills its window, and forgets what had left.
+
+        Raises:
+          SessionClosedError. SessionError: a file that cannot be written.
+        """
+        with self._registry.lock:
+            self._registry.check_open()
+            session_checkpoint.save(path, self._registry, self.keep, kv)
+
+    @classmethod
+    def restore(
+        cls,
+        path: str | os.PathLike[str],
+        backbone: Backbone,
+        store: PatchStore | None = None,
+        *,
+        runtime: Runtime | None = None,
+        branch: str = "",
+        **options: Any,
+    ) -> "Session":
+        """Restores a session that was saved, in this process or another. Its answers are bit-equal.
+
+        A fork is restored as a session of its own. Inputs of pieces are embedded when they are needed again.
+
+        Args:
+          backbone: the one that the session was saved with.
+          store: of canonicals and patches. Another store, or none, costs forwards and changes no answer.
+          runtime, branch: as of a new session.
+          options: `certificate`, `goal`, `costs`, `linker`, `retriever`, `rank`, `pages` of `SessionConfig`. The other
+            options are as they were saved.
+
+        Raises:
+          SessionError: no session, damage, another version, or a runtime whose pool has another dtype. WindowError: a
+          session of another backbone. PoolError: no room. Nothing is held then.
+        """
+        return cls._of(*session_checkpoint.restore(path, backbone, store, runtime, branch, options))
 
     # -------------------------------------------------------------------------------------------------- inside
 
-    @contextlib.contextmanager
-    def _coming_in(
-        self, read: SessionInput, id: str | None, order_free: bool, kind: Kind | None = None
-    ) -> Iterator[PieceRecord]:
-        """Names what comes in and holds it meanwhile: it is entered once it did, and let go of where that fails."""
-        if kind is None:
-            kind = "text" if read.textual and not order_free else "chunk"
-        name, piece_id = self._names_for(read, id)
-        tokens = self._embedded(read)
-        known = PieceRecord(tokens.entry(piece_id, read, kind, order_free), name, read)
-        self._hold(known, tokens)
-        try:
-            yield known
-        except BaseException:
-            self._let_go(known)
-            raise
-        self._enter(known)
-        self._counts.add("added")
-        self._settled()
-
-    def _shows(self, read: SessionInput) -> PieceRecord | None:
-        """The last piece of the window that shows this; None where none does."""
-        shown = [piece.entry.id for piece in self._window.pieces if piece.entry.content == read.content]
-        return self._known[shown[-1]] if shown else None
-
-    def _bring_back(self, known: PieceRecord, read: SessionInput | None) -> str:
-        if known.thing is None:
-            known.thing = read
-        self._bring(known)
-        self._counts.add("recalled")
-        self._settled()
-        self._tell("recall", known, keep=self.keep)
-        return known.name
-
-    def _leave(self, op: Op, change: Callable[[], tuple[Window, Edits]], **fields: Any) -> tuple[str, ...]:
-        with self._lock:
-            self._expect_open()
-            before = set(self.gone)
-            window, edits = change()
-            if edits:
-                self._run(window, edits)
-            left = tuple(name for name in self.gone if name not in before)
-            self._settled()
-            self._tell(op, **fields)
-            return left
-
-
-def _text_of(read: SessionInput) -> dict[str, str]:
-    """The text of a thing that is one, for those who watch."""
-    return {"text": "".join(read.items)} if read.items and all(isinstance(item, str) for item in read.items) else {}
-
-
-def _is_several(lead: Any) -> bool:
-    return isinstance(lead, list | tuple) and not all(isinstance(each, int) for each in lead)
-
-
-def _check_keep(keep: Any) -> None:
-    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-        raise SessionError(f"session: keep {keep!r:.80}; expected how many chunks stay, 1 or more, or None")
-
-
-def _check_settings(name: Any, around: Any, costs: Any, retriever: Any) -> None:
-    if name is not None and (not isinstance(name, str) or not name):
-        raise SessionError(f"session: name {name!r:.80}; expected a text, or None")
-    marks = isinstance(around, tuple | list) and len(around) == 2 and all(isinstance(each, str) for each in around)
-    if not marks:
-        raise SessionError(f"session: around {around!r:.80}; expected two texts, in front of and behind a question")
-    if costs is not None and not isinstance(costs, DeviceCosts):
-        raise SessionError(f"session: costs {costs!r:.80}; expected DeviceCosts.read(…), or None")
-    if retriever is not None and not callable(retriever) and not hasattr(retriever, "search"):
-        raise SessionError(f"session: retriever {retriever!r:.80}; expected a function, or one with `search`, or None")
-
-
-def _check(backbone: Any, store: Any, keep: Any, runtime: Any, linker: Any) -> None:
-    """Refuses what no session can be made of."""
-    if not all(hasattr(backbone, word) for word in ("fingerprint", "prepare", "embed", "prefill")):
-        raise SessionError(f"session: backbone of type {type(backbone).__name__}; expected what models.load gives")
-    if store is not None and not isinstance(store, PatchStore):
-        raise SessionError(f"session: store {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
-    _check_keep(keep)
-    if runtime is not None and not isinstance(runtime, Runtime):
-        raise SessionError(f"session: runtime {runtime!r:.80}; expected one of another session, or None")
-    for what, other in (
-        ("runtime", None if runtime is None else runtime.backbone.fingerprint),
-        ("linker", None if linker is None else getattr(linker, "backbone", f"{linker!r:.16}")),
-    ):
-        if other is not None and other != backbone.fingerprint:
-            raise SessionError(
-                f"session: {what} of backbone {other[:16]!r}; expected {backbone.fingerprint[:16]!r}, this one's"
-            )
-    if runtime is not None and store is not None and runtime.store is not store:
-        raise SessionError("session: a store beside a runtime that has another one; expected the runtime's, or None")
+    def _fork(self, keep: int | None = None) -> "tuple[Session, PieceRegistry]":
+        """Returns a session on a branch, without watchers, and its registry."""
+        pieces = self._registry.fork()
+        branch = Session._of(pieces, keep)
+        branch._planner.known = self._planner.known
+        return branch, pieces

@@ -1,7 +1,7 @@
-"""Sessions in files: the window, what was given, and the KV as it lies in the pool, in one safetensors file.
+"""The file of a saved session: window, inputs and KV as they are in the pool, in safetensors format.
 
-Written beside its place and moved there in one step, so that whoever is killed leaves the old file or the new one.
-What is read is checked throughout: a digest over all of it shows damage; sizes and types must be the pool's own.
+A file is written beside its place and moved there in one step, so that a killed process leaves the old file or the new
+one. Whatever is read is checked: a digest over all contents reveals damage, and the pool checks shapes and types.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SavedPiece:
-    """A piece that a session knew: its name, and what was given of it (None where it had been let go of)."""
+    """Piece of a saved session: its name, and its input, or None if that was discarded."""
 
     id: str
     name: str
@@ -35,13 +35,15 @@ class SavedPiece:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SavedSession:
-    """A session as it is written.
+    """Contents of the file.
 
     Attributes:
-      window: as `Window.to_json` gives it.
-      settings: what of the session's own settings is JSON.
-      pool: dtype and page size. used: names and ids that were given out last, the oldest first.
-      pieces: in the window or gone from it. kept: of the window's pieces, in order; None: without KV.
+      window: of `Window.to_json`.
+      settings: name, `keep`, and the options that are JSON.
+      pool: dtype and page size.
+      used: names and ids that were given out last, the oldest first.
+      pieces: in the window or evicted from it.
+      kept: snapshots of the window's pieces, in order. None: without KV.
     """
 
     window: str
@@ -53,33 +55,55 @@ class SavedSession:
 
 
 def write(saved: SavedSession, path: str | os.PathLike[str]) -> None:
-    """Writes a session in place of what is there, whole or not at all.
+    """Writes a session in place of an existing file, as a whole or not at all.
 
     Raises:
       SessionError: a file that cannot be written.
     """
     arrays: Arrays = {}
-    body = {
+    body: dict[str, Any] = {
         "window": saved.window,
         "settings": dict(saved.settings),
         "pool": dict(saved.pool),
         "used": list(saved.used),
-        "pieces": [_piece_written(number, piece, arrays) for number, piece in enumerate(saved.pieces)],
+        "pieces": [],
         "kept": None,
     }
+    for number, piece in enumerate(saved.pieces):
+        items = None
+        if piece.items is not None:
+            items = []
+            for place, item in enumerate(piece.items):
+                if isinstance(item, str):
+                    items.append({"text": str(item)})
+                elif isinstance(item, list):
+                    items.append({"tokens": item})
+                else:
+                    arrays[f"item.{number}.{place}"] = item
+                    items.append({"image": f"item.{number}.{place}"})
+        body["pieces"].append({"id": piece.id, "name": piece.name, "items": items})
+
     if saved.kept is not None:
-        body["kept"] = [_kept_written(number, kept, arrays) for number, kept in enumerate(saved.kept)]
+        body["kept"] = []
+        for number, kept in enumerate(saved.kept):
+            aside = None
+            arrays[f"local.{number}"] = np.asarray(kept.local)
+            _put_rows(f"kept.{number}", kept.rows, arrays)
+            if kept.aside is not None:
+                aside = list(kept.aside[:3])
+                _put_rows(f"aside.{number}", kept.aside[3], arrays)
+            body["kept"].append({"turns": kept.turns, "patch": kept.patch, "aside": aside})
+
     text = json.dumps(body)
     arrays = {name: np.ascontiguousarray(value) for name, value in arrays.items()}
     meta = {"format": FORMAT, "version": str(VERSION), "digest": _digest(text, arrays), "session": text}
-    # A file without arrays is none that safetensors reads everywhere.
+    # Not every version of safetensors reads a file without arrays.
     content = safetensors.numpy.save({**arrays, "end": np.zeros(1, np.uint8)}, meta)
     try:
         replace(path_of(path, "session:", SessionError), content)
     except OSError as error:
-        raise SessionError(
-            f"session: {str(path)!r:.200} cannot be written: {error}; expected a file's place"
-        ) from error
+        message = f"session: got {str(path)!r:.200}, which cannot be written: {error}; expected a file's place"
+        raise SessionError(message) from error
 
 
 def read(path: str | os.PathLike[str]) -> SavedSession:
@@ -89,34 +113,42 @@ def read(path: str | os.PathLike[str]) -> SavedSession:
       SessionError: no such file, no session, another version, or damage.
     """
     path = path_of(path, "session:", SessionError)
-    name = f"session: {str(path)!r:.200}"
+    found = f"session: got {str(path)!r:.200}"
+    if not os.path.isfile(path):
+        raise SessionError(f"{found}, which is no file; expected what Session.save wrote")
     try:
-        if not os.path.isfile(path):
-            raise SessionError(f"{name} is no file; expected what Session.save wrote")
         content = path.read_bytes()
         arrays = safetensors.numpy.load(content)
-        meta = _metadata(content)
+        # The library does not return the metadata of bytes.
+        length = int.from_bytes(content[:8], "little")
+        meta = json.loads(content[8 : 8 + length]).get("__metadata__", {})
+        meta = {key: value for key, value in meta.items() if isinstance(value, str)}
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        if isinstance(error, SessionError):
-            raise
-        raise SessionError(f"{name}: {error!s:.200}; expected what Session.save wrote") from error
+        raise SessionError(f"{found}: {error!s:.200}; expected what Session.save wrote") from error
+
     arrays.pop("end", None)
     if meta.get("format") != FORMAT or meta.get("version") != str(VERSION):
-        found = f"{meta.get('format')!r:.40}, version {meta.get('version')!r:.20}"
-        raise SessionError(f"{name} is {found}; expected {FORMAT!r}, version {VERSION}")
+        kind = f"format {meta.get('format')!r:.40}, version {meta.get('version')!r:.20}"
+        raise SessionError(f"{found} of {kind}; expected {FORMAT!r}, version {VERSION}")
     text = meta.get("session", "")
     if _digest(text, arrays) != meta.get("digest"):
-        raise SessionError(f"{name}: contents of another digest; expected {meta.get('digest')!r:.40}: it is damaged")
+        raise SessionError(f"{found}, which is damaged; expected contents of digest {meta.get('digest')!r:.40}")
+
     try:
-        return _parsed(json.loads(text), arrays)
+        body = json.loads(text)
+        kept = None
+        if body["kept"] is not None:
+            kept = [_read_snapshot(number, fields, arrays) for number, fields in enumerate(body["kept"])]
+        return SavedSession(
+            window=_text(body["window"]),
+            settings=dict(body["settings"]),
+            pool=dict(body["pool"]),
+            used=tuple(_text(name) for name in body["used"]),
+            pieces=tuple(_read_piece(fields, arrays) for fields in body["pieces"]),
+            kept=kept,
+        )
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise SessionError(f"{name}: {type(error).__name__} {error!s:.200}; expected a session's fields") from error
-
-
-def _metadata(content: bytes) -> dict[str, str]:
-    length = int.from_bytes(content[:8], "little")
-    meta = json.loads(content[8 : 8 + length]).get("__metadata__", {})
-    return {key: value for key, value in meta.items() if isinstance(value, str)}
+        raise SessionError(f"{found}: {type(error).__name__} {error!s:.200}; expected a session's fields") from error
 
 
 def _digest(text: str, arrays: Arrays) -> str:
@@ -128,83 +160,45 @@ def _digest(text: str, arrays: Arrays) -> str:
     return digest.hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------ one piece
+def _put_rows(prefix: str, rows: Mapping[str, Mapping[str, np.ndarray]], arrays: Arrays) -> None:
+    for side, channels in rows.items():
+        for channel, value in channels.items():
+            arrays[f"{prefix}.{side}.{channel}"] = value
 
 
-def _piece_written(number: int, piece: SavedPiece, arrays: Arrays) -> dict[str, Any]:
-    if piece.items is None:
-        return {"id": piece.id, "name": piece.name, "items": None}
-    items = []
-    for place, item in enumerate(piece.items):
-        if isinstance(item, str):
-            items.append({"text": str(item)})
-        elif isinstance(item, list):
-            items.append({"tokens": item})
-        else:
-            arrays[f"item.{number}.{place}"] = item
-            items.append({"image": f"item.{number}.{place}"})
-    return {"id": piece.id, "name": piece.name, "items": items}
-
-
-def _kept_written(number: int, kept: PieceSnapshot, arrays: Arrays) -> dict[str, Any]:
-    arrays[f"local.{number}"] = np.asarray(kept.local)
-    written = {"turns": kept.turns, "patch": kept.patch, "aside": None}
-    _rows_written(f"kept.{number}", kept.rows, arrays)
-    if kept.aside is not None:
-        written["aside"] = list(kept.aside[:3])
-        _rows_written(f"aside.{number}", kept.aside[3], arrays)
-    return written
-
-
-def _rows_written(prefix: str, rows: Mapping[str, Mapping[str, np.ndarray]], arrays: Arrays) -> None:
-    for side, own in rows.items():
-        arrays.update({f"{prefix}.{side}.{name}": value for name, value in own.items()})
-
-
-def _parsed(body: Any, arrays: Arrays) -> SavedSession:
-    pieces = tuple(_piece_read(each, arrays) for each in body["pieces"])
-    kept = None
-    if body["kept"] is not None:
-        kept = [_kept_read(number, each, arrays) for number, each in enumerate(body["kept"])]
-    used = tuple(_text(each) for each in body["used"])
-    return SavedSession(_text(body["window"]), dict(body["settings"]), dict(body["pool"]), used, pieces, kept)
-
-
-def _piece_read(each: Any, arrays: Arrays) -> SavedPiece:
-    items = None
-    if each["items"] is not None:
-        items = tuple(_item_read(item, arrays) for item in each["items"])
-    return SavedPiece(_text(each["id"]), _text(each["name"]), items)
-
-
-def _item_read(item: Any, arrays: Arrays) -> Any:
-    if "text" in item:
-        return Text(_text(item["text"]))
-    if "tokens" in item:
-        return [int(token) for token in item["tokens"]]
-    return arrays[item["image"]]
-
-
-def _kept_read(number: int, each: Any, arrays: Arrays) -> PieceSnapshot:
-    aside = None
-    if each["aside"] is not None:
-        start, turns, patch = each["aside"]
-        aside = int(start), int(turns), patch, _rows_read(f"aside.{number}", arrays)
-    return PieceSnapshot(
-        int(each["turns"]), each["patch"], arrays[f"local.{number}"], _rows_read(f"kept.{number}", arrays), aside
-    )
-
-
-def _rows_read(prefix: str, arrays: Arrays) -> dict[str, dict[str, np.ndarray]]:
-    found: dict[str, dict[str, np.ndarray]] = {side: {} for side in SIDES}
+def _read_rows(prefix: str, arrays: Arrays) -> dict[str, dict[str, np.ndarray]]:
+    rows: dict[str, dict[str, np.ndarray]] = {side: {} for side in SIDES}
     for name, value in arrays.items():
         if name.startswith(f"{prefix}."):
             side, _, channel = name.removeprefix(f"{prefix}.").partition(".")
-            found[side][channel] = value
-    return found
+            rows[side][channel] = value
+    return rows
 
 
-def _text(given: Any) -> str:
-    if not isinstance(given, str):
-        raise TypeError(f"a {type(given).__name__} in place of a text")
-    return given
+def _read_piece(fields: Any, arrays: Arrays) -> SavedPiece:
+    items: tuple[Any, ...] | None = None
+    if fields["items"] is not None:
+        items = ()
+        for item in fields["items"]:
+            if "text" in item:
+                items = (*items, Text(_text(item["text"])))
+            elif "tokens" in item:
+                items = (*items, [int(token) for token in item["tokens"]])
+            else:
+                items = (*items, arrays[item["image"]])
+    return SavedPiece(_text(fields["id"]), _text(fields["name"]), items)
+
+
+def _read_snapshot(number: int, fields: Any, arrays: Arrays) -> PieceSnapshot:
+    aside = None
+    if fields["aside"] is not None:
+        start, turns, patch = fields["aside"]
+        aside = int(start), int(turns), patch, _read_rows(f"aside.{number}", arrays)
+    rows = _read_rows(f"kept.{number}", arrays)
+    return PieceSnapshot(int(fields["turns"]), fields["patch"], arrays[f"local.{number}"], rows, aside)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} in place of a text")
+    return value

@@ -1,4 +1,4 @@
-"""What a session is given: images, frames, texts, paths, told apart; named by their contents, and embedded."""
+"""Normalised inputs of a session: images, frames, texts and token ids, named by their contents and embedded."""
 
 import dataclasses
 import functools
@@ -14,95 +14,87 @@ from ..cache import Text, check_text, chunk_id, decoded, expect_small, sort_of
 from ..errors import InputError
 from ..window import Entry, Kind
 
-LARGEST_IMAGE = 64 << 20
-"""Bytes of an image, of its file and of its pixels."""
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SessionInput:
-    """What was given, in the one form that its id is taken over.
+    """A caller's input in the normal form over which its id is computed.
 
     Attributes:
       items: as `Backbone.prepare` takes them; images are pixels.
       content: `chunk_id` of the items.
-      textual: whether all of it is text or token ids.
+      textual: whether all items are texts or token ids.
     """
 
     items: tuple[Any, ...]
     content: str
     textual: bool
 
-    @property
-    def modality(self) -> str:
-        """What it shows, as an `Entry` says it."""
-        if self.textual:
-            return "text"
-        images = sum(sort_of(item, "session") == "image" for item in self.items)
-        return "mixed" if images < len(self.items) else "image" if images == 1 else "images"
-
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the items."""
-        return sum(
-            len(item.encode("utf-8", "surrogatepass")) if isinstance(item, str) else np.asarray(item).nbytes
-            for item in self.items
-        )
+        size = 0
+        for item in self.items:
+            text = isinstance(item, str)
+            size += len(item.encode("utf-8", "surrogatepass")) if text else np.asarray(item).nbytes
+        return size
 
 
-def thing_of(backbone: Backbone, given: Any, largest: int = LARGEST_IMAGE) -> SessionInput:
-    """Reads what was given.
+def read_input(backbone: Backbone, item: Any, largest_image: int) -> SessionInput:
+    """Returns a caller's input in its normal form.
 
     A `pathlib.Path` is an image file, a str a text (see `content.check_text`). Lists and tuples of integers are token
-    ids, other lists, and arrays [F, H, W] or more of frames, one unit of several items.
+    ids. Other lists, and arrays [F, H, W] or more of frames, are one unit of several items.
 
     Args:
-      largest: bytes that an image may have.
+      largest_image: bytes that an image may have.
 
     Raises:
-      InputError: nothing, or what is none of these. ImageError: an image that cannot be read, or is too large.
+      InputError: an empty input, or one of another kind. ImageError: an image that cannot be read, or is too large.
     """
-    several = isinstance(given, list | tuple) and not (given and sort_or_none(given) == "tokens")
-    if isinstance(given, np.ndarray | jax.Array) and given.ndim == 4:
-        given, several = list(np.asarray(given)), True
-    if several and not given:
-        raise InputError(f"session: an empty {type(given).__name__}; expected an image, frames, a text or a path")
-    items = tuple(_item(each, largest) for each in (given if several else [given]))
-    textual = all(sort_of(item, "session") != "image" for item in items)
-    return SessionInput(items, chunk_id(backbone.fingerprint, *items), textual)
+    # One input may be several items, such as the frames of a clip.
+    several = False
+    if isinstance(item, np.ndarray | jax.Array) and item.ndim == 4:
+        item, several = list(np.asarray(item)), True
+    elif isinstance(item, list | tuple):
+        if not item:
+            raise InputError(
+                f"session: got an empty {type(item).__name__}; expected an image, frames, a text or a path"
+            )
+        try:
+            several = sort_of(item) != "tokens"
+        except InputError:
+            several = True
 
-
-def sort_or_none(given: Any) -> str | None:
-    """What `content.sort_of` calls something, None where it knows no word."""
-    try:
-        return sort_of(given)
-    except InputError:
-        return None
-
-
-def _item(given: Any, largest: int) -> Any:
-    """One item in its one form."""
-    if isinstance(given, str):
-        check_text(given, "session")
-        if not given:
-            raise InputError("session: an empty text; expected some")
-        return Text(given)
-    if sort_of(given, "session") == "tokens":
-        ids = [int(token) for token in given]
-        if not ids:
-            raise InputError("session: no token ids; expected some")
-        return ids
-    expect_small(given, largest)
-    name = os.fspath(given) if isinstance(given, os.PathLike) else "image"
-    # A copy: whoever gave an array or a PIL image may go on writing into it.
-    return np.array(decoded(np.asarray(given) if isinstance(given, jax.Array) else given, name))
+    items, textual = [], True
+    for each in item if several else [item]:
+        if isinstance(each, str):
+            check_text(each, "session")
+            if not each:
+                raise InputError("session: got an empty text; expected at least one character")
+            items.append(Text(each))
+        elif sort_of(each, "session") == "tokens":
+            token_ids = [int(token) for token in each]
+            if not token_ids:
+                raise InputError("session: got no token ids; expected at least one")
+            items.append(token_ids)
+        else:
+            textual = False
+            expect_small(each, largest_image)
+            name = os.fspath(each) if isinstance(each, os.PathLike) else "image"
+            pixels = decoded(np.asarray(each) if isinstance(each, jax.Array) else each, name)
+            # Copied, because the caller may keep writing into an array or a PIL image.
+            items.append(np.array(pixels))
+    return SessionInput(tuple(items), chunk_id(backbone.fingerprint, *items), textual)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EmbeddedInput:
-    """A thing as tokens.
+    """An input as tokens.
 
     Attributes:
-      tokens: one row, padded where the backbone has buckets. length: how many count. span: as an `Entry` has it.
+      tokens: one row, padded where the backbone has buckets.
+      length: the number of tokens without padding.
+      span: positions from the first to the last, as in `Entry`.
     """
 
     tokens: Tokens
@@ -112,12 +104,16 @@ class EmbeddedInput:
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the embeddings."""
-        deep = self.tokens.deepstack
-        return self.tokens.embeddings.nbytes + (0 if deep is None else deep.nbytes)
+        deepstack = self.tokens.deepstack
+        return self.tokens.embeddings.nbytes + (0 if deepstack is None else deepstack.nbytes)
 
-    def entry(self, id: str, thing: SessionInput, kind: Kind, order_free: bool) -> Entry:
-        """It as an entry of a window, which shows what was given."""
-        return Entry(id, thing.content, self.length, self.span, kind, order_free, thing.modality)
+    def entry(self, id: str, read: SessionInput, kind: Kind, order_free: bool) -> Entry:
+        """Returns the entry of a window that shows this input."""
+        images = sum(not isinstance(item, str | list) for item in read.items)
+        modality = "text" if read.textual else "mixed"
+        if images == len(read.items):
+            modality = "image" if images == 1 else "images"
+        return Entry(id, read.content, self.length, self.span, kind, order_free, modality)
 
 
 def embedded(
@@ -126,32 +122,32 @@ def embedded(
     """Embeds items, and token ids that follow them, at positions from 0.
 
     Args:
-      behind: token ids, such as an answer's, at the positions that decoding gives them.
-      prompt: what `prepare` made of the items, with what stands for pixels; None: it is asked.
+      behind: token ids, such as those of an answer, at the positions that decoding gives them.
+      prompt: the result of `backbone.prepare(items)`, with features in place of pixels. None: `prepare` is called.
 
     Raises:
-      InputError: no token, such as of spaces alone. What `prepare` and `embed` raise.
+      InputError: items without a token, such as a text of spaces. What `prepare` and `embed` raise.
     """
     prompt = dict(backbone.prepare(list(items)) if prompt is None else prompt)
     if len(behind):
-        prompt = followed(prompt, behind)
-    maker: Any = backbone
+        # As decoding does, each token is one position further on every axis of M-RoPE.
+        places = np.asarray(prompt["position_ids"])
+        following = places.max() + 1 + np.arange(len(behind), dtype=places.dtype)
+        following = following.reshape(1, -1, *(1 for _ in places.shape[2:]))
+        following = np.broadcast_to(following, (1, len(behind), *places.shape[2:]))
+        input_ids = [np.asarray(prompt["input_ids"]), np.asarray(behind, np.int32)[None]]
+        prompt["input_ids"] = np.concatenate(input_ids, axis=1)
+        prompt["position_ids"] = np.concatenate([places, following], axis=1)
     if not prompt["input_ids"].shape[1]:
-        raise InputError(f"session: {items!r:.80} is no token; expected one at least")
-    if hasattr(maker, "embed_padded"):
-        tokens, length = maker.embed_padded(**prompt)
+        raise InputError(f"session: got {items!r:.80}, which has no token; expected at least one")
+
+    # Padding to buckets keeps the number of compiled programs small.
+    model: Any = backbone
+    if hasattr(model, "embed_padded"):
+        tokens, length = model.embed_padded(**prompt)
     else:
-        tokens = maker.embed(**prompt)
+        tokens = model.embed(**prompt)
         length = tokens.embeddings.shape[1]
+    # Positions of videos are fractional; the next piece starts at a whole one.
     places = np.asarray(tokens.positions)[:, :length]
     return EmbeddedInput(tokens, length, int(np.floor(places.max())) - int(np.floor(places.min())) + 1)
-
-
-def followed(prompt: dict[str, Any], ids: Any) -> dict[str, Any]:
-    """A prompt with token ids behind it, one position after the other on all axes."""
-    places = np.asarray(prompt["position_ids"])
-    following = places.max() + 1 + np.arange(len(ids), dtype=places.dtype)
-    following = following.reshape(1, -1, *(1 for _ in places.shape[2:]))
-    following = np.broadcast_to(following, (1, len(ids), *places.shape[2:]))
-    whole = np.concatenate([np.asarray(prompt["input_ids"]), np.asarray(ids, np.int32)[None]], axis=1)
-    return {**prompt, "input_ids": whole, "position_ids": np.concatenate([places, following], axis=1)}

@@ -20,15 +20,18 @@ from .shared_runtime import SharedRuntime
 
 @dataclasses.dataclass(frozen=True)
 class SharedStats:
-    """What many sessions do and did. `print` shows a line.
+    """Counts of what many sessions do and did. `print` shows a line.
 
     Attributes:
-      growing: answers that grow now. waiting: questions that wait for a place or for room. in_line: calls that wait for
-        room in the pool, or to ask.
-      free: slots that nobody owns, of `slots`.
-      steps: launches that made tokens. answers: that ended, `cancelled` ones among them.
-      busy: calls that waited in vain. renewed: how often the pool was lost.
-      programs: shapes of steps (rows, pages) and of questions (tokens, pages) that were compiled.
+      growing: answers that are decoded now.
+      waiting: questions that wait for a place or for room.
+      in_line: calls that wait for room in the pool, or to ask.
+      free: slots without an owner, of `slots`.
+      steps: launches that decoded tokens.
+      answers: answers that ended; `cancelled` of them by their readers.
+      busy: calls that waited in vain.
+      renewed: how often the pool was lost.
+      programs: compiled shapes, of steps (rows, pages) and of questions (tokens, pages).
     """
 
     growing: int
@@ -48,7 +51,7 @@ class SharedStats:
 
 
 class Sessions:
-    """Many sessions in one process: they share one pool, one store, and what is compiled.
+    """Many sessions in one process, which share one pool, one store, and compiled programs.
 
     With a backbone of `models.load`, a `ChunkStore` and an image:
 
@@ -57,8 +60,12 @@ class Sessions:
             session.add(screenshot)
             print(session.ask("What changed?"))
 
-    Edits run one after the other; questions that are under way at the same time get their next tokens in one launch.
-    Where the pool is full, or as many questions wait as may, calls wait for others, each in its turn.
+    Edits run one after the other. Answers that are under way at the same time get their next tokens in one launch. When
+    the pool is full, or too many questions wait, calls wait for other sessions in FIFO order.
+
+    Attributes:
+      backbone, store: of all sessions.
+      shared: their runtime.
     """
 
     def __init__(
@@ -78,27 +85,29 @@ class Sessions:
         """Allocates the pool.
 
         Args:
-          store: where canonicals and patches are kept.
-          pages, page_size: of the pool, which stays so large.
-          batch: answers that grow together. waiting: questions that may wait for a place among them.
-          timeout: seconds that a call waits for others before it raises SessionBusyError.
-          dtype: of the pool; None: the one that the backbone computes in.
-          rank: of the patches that are formed; 0 forms none. None: 16, from the first session on that has a certificate
-            or serves without one.
+          backbone: of `models.load`.
+          store: of canonicals and patches, or None.
+          pages, page_size: of the pool, which does not grow.
+          batch: the number of answers that are decoded together.
+          waiting: the number of questions that may wait for a place among them.
+          timeout: seconds that a call waits for other sessions before it raises SessionBusyError.
+          dtype: of the pool. None: the dtype that the backbone computes in.
+          rank: of the patches that are formed; 0 forms none. None: 16, from the first session that has a certificate or
+            serves without one.
           options: of `PagedExecutor`.
 
         Raises:
-          InputError: numbers, a backbone or a store that are none. PoolError: no pages, or an empty page. RankError,
-          DtypeError: what is none.
+          InputError: an invalid number, backbone or store. PoolError: no pages, or empty ones. RankError, DtypeError:
+          an invalid rank or dtype.
         """
         check_backbone(backbone, store, "sessions")
         check_rank(rank, "sessions", 0)
         dtype = float_dtype(dtype_of(backbone) if dtype is None else dtype, "sessions")
+
         executor = PagedExecutor(backbone, pages, page_size, dtype, store=store, **options)
         self.backbone, self.store = backbone, store
-        former = None
-        if store is not None:
-            former = PatchFormer(backbone, store, rank)
+        # The former has a thread, which must not outlive a constructor that raises.
+        former = None if store is None else PatchFormer(backbone, store, rank)
         try:
             self.shared = SharedRuntime(executor, former, batch=batch, waiting=waiting, timeout=timeout)
         except BaseException:
@@ -109,59 +118,60 @@ class Sessions:
             former.watch(executor)
 
     def open(self, keep: int | None = None, **options: Any) -> Session:
-        """Opens a session on the shared pool and store; `Session.close` gives its pages back.
+        """Opens a session on the shared pool and store. `Session.close` releases its pages.
 
         Args:
-          keep: how many chunks stay behind the lead; None: all. options: of `Session`, but for those of the pool.
+          keep: the number of chunks that stay after the lead. None: all.
+          options: of `Session`, except for those of the pool.
 
         Raises:
-          SessionClosedError. As `Session`; and SessionBusyError: no room for its lead, for as long as a call waits.
+          SessionClosedError. As `Session`; and SessionBusyError: no room for its lead within the timeout.
         """
         self.shared.check_open()
-        _check_own(options)
+        _check_options(options)
         return Session(self.backbone, self.store, keep, runtime=self.shared, branch=self.name(), **options)
 
     def restore(self, path: str | os.PathLike[str], **options: Any) -> Session:
-        """Goes on, on the shared pool and store, from a session that `Session.save` wrote.
+        """Restores a session that `Session.save` wrote, on the shared pool and store.
 
         Args:
-          options: of `Session.restore`, but for those of the pool.
+          options: of `Session.restore`, except for those of the pool.
 
         Raises:
-          SessionClosedError. As `Session.restore`; PoolError: no room, for as long as a call waits.
+          SessionClosedError. As `Session.restore`; and PoolError: no room within the timeout.
         """
         self.shared.check_open()
-        _check_own(options)
+        _check_options(options)
         return Session.restore(path, self.backbone, self.store, runtime=self.shared, branch=self.name(), **options)
 
     @staticmethod
     def name() -> str:
-        """A name for a window of its own in the pool: `Window.empty(…, branch=…)`."""
+        """Returns a new name for a branch of the pool: `Window.empty(..., branch=...)`."""
         return secrets.token_hex(8)
 
     def stats(self) -> SharedStats:
-        """What goes on, and went on."""
-        shared, driver = self.shared, self.shared.driver
+        """Returns counts of the present, and so far."""
+        shared, loop = self.shared, self.shared.decode_loop
         with shared.locked():
             allocator = shared.executor.books.allocator
             return SharedStats(
-                growing=len(driver.batch.rows),
-                waiting=len(driver.asks),
-                in_line=len(driver.room) + len(driver.door),
+                growing=len(loop.batch.rows),
+                waiting=len(loop.requests),
+                in_line=len(loop.room) + len(loop.door),
                 free=int((allocator.counts == 0).sum()),
                 slots=allocator.pages * allocator.page_size,
-                steps=driver.batch.steps,
-                answers=driver.ended,
-                cancelled=driver.cancelled,
-                busy=driver.busy,
+                steps=loop.batch.steps,
+                answers=loop.ended,
+                cancelled=loop.cancelled,
+                busy=loop.busy,
                 renewed=shared.renewed,
-                programs=len(driver.batch.shapes),
+                programs=len(loop.batch.shapes),
             )
 
     def close(self) -> None:
-        """Ends every answer and every wait with SessionClosedError; sessions that are open take no further call.
+        """Ends all answers and waits with SessionClosedError. Open sessions take no further call.
 
-        Patches of what was prefilled are formed and stored first. Closing twice is allowed.
+        Patches of earlier prefills are formed and stored first. Idempotent.
         """
         self.shared.close()
 
@@ -172,9 +182,8 @@ class Sessions:
         self.close()
 
 
-def _check_own(options: Mapping[str, Any]) -> None:
-    taken = [word for word in ("runtime", "branch", "pages", "page_size", "dtype", "rank") if word in options]
-    if taken:
-        raise InputError(
-            f"sessions: {taken[0]} {options[taken[0]]!r:.80}; expected none, for all share what they run on"
-        )
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises InputError for an option of the runtime, which all sessions share."""
+    for name in ("runtime", "branch", "pages", "page_size", "dtype", "rank"):
+        if name in options:
+            raise InputError(f"sessions.{name}: got {options[name]!r:.80}; expected none, for sessions share the pool")

@@ -1,7 +1,7 @@
-"""What many sessions share: one executor with its pool, one store, and who waits for whom.
+"""Runtime that many sessions share: one executor with its pool, one store, and the order of access.
 
-Edits run on the thread that asks for them, when its turn comes; answers grow on the driver's thread, a token of all of
-them between two turns of others. What finds no room waits in a line, and tries again when something was given back.
+Edits run on the thread that requests them. Answers are decoded on the thread of the decode loop, a token of all of them
+between two edits. What finds no room in the pool waits in a queue, and is tried again when something is released.
 """
 
 import collections
@@ -9,13 +9,13 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..backbone import Backbone, Tokens
 from ..cache import brief
 from ..errors import InputError, PoolError, PoolLostError, SessionBusyError, SessionClosedError
-from ..sampling import Sampling, TextPiece, check_steps
+from ..sampling import Sampling, check_steps
 from ..window import (
     ApplyPatch,
     Compact,
@@ -31,100 +31,109 @@ from ..window import (
 )
 from .decode_batch import DecodeRequest
 from .decode_loop import DecodeLoop
-from .fair_lock import FairLock, WaitTicket, arrival
+from .fair_lock import FairLock, WaitQueue, WaitTicket, arrival
+from .runtime import TokenIterator
 
-GONE = -1
-"""In place of which pool a branch was placed in: its own is gone, and it is not placed again yet."""
+LOST = -1
+"""Pool number of a branch whose KV was lost, and which is not prefilled again yet."""
 
 
 class SharedRuntime:
-    """One executor, and the order in which sessions get at it.
+    """One executor, and the order in which sessions access it.
 
     Attributes:
-      executor, store, former, backbone: as `Runtime` has them.
-      driver: of the answers. renewed: how often the pool was lost and begun anew.
+      executor, store, former, backbone: as of `Runtime`.
+      lock: of the executor.
+      decode_loop: decodes the answers.
+      renewed: how often the pool was lost and allocated again.
+      waiting, timeout: see the constructor.
+      closed: whether `close` was called.
     """
 
     def __init__(
         self, executor: PagedExecutor, former: PatchFormer | None, *, batch: int, waiting: int, timeout: float
     ):
-        """Nobody has a session yet.
+        """Starts without sessions.
 
         Args:
-          batch: answers that grow together. waiting: questions that may wait for a place among them. timeout: seconds
-            that a call waits for others.
+          batch: the number of answers that are decoded together.
+          waiting: the number of questions that may wait for a place among them.
+          timeout: seconds that a call waits for other sessions.
 
         Raises:
-          InputError: numbers that are none.
+          InputError: an invalid number.
         """
-        for word, value, least in (("batch", batch, 1), ("waiting", waiting, 1)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InputError(f"sessions: {word} {value!r:.80}; expected a number of questions, {least} or more")
+        for name, value in (("batch", batch), ("waiting", waiting)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"sessions.{name}: got {value!r:.80}; expected a number of questions, 1 or more")
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout >= 0:
-            raise InputError(f"sessions: timeout {timeout!r:.80}; expected seconds, 0 or more")
+            raise InputError(f"sessions.timeout: got {timeout!r:.80}; expected seconds, 0 or more")
         self.executor, self.former = executor, former
         self.backbone: Backbone = executor.backbone
         self.store: PatchStore | None = executor.store
         self.waiting, self.timeout = waiting, timeout
-        self.turns = FairLock()
-        self.driver = DecodeLoop(executor, self.turns, batch, self._lose)
+        self.lock = FairLock()
+        self.decode_loop = DecodeLoop(executor, self.lock, batch, self._renew_pool)
         self.renewed, self.closed = 0, False
         self._process = os.getpid()
-        self._given: collections.Counter[str] = collections.Counter()
-        self._numbers = itertools.count()
-        self._since: dict[str, int] = {}
+        self._providers: collections.Counter[str] = collections.Counter()
+        self._answer_numbers = itertools.count()
+        # By branch, the number of pools that had been lost when its KV was last written.
+        self._pool_of: dict[str, int] = {}
 
     # ------------------------------------------------------------------------------------------------ pieces
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:
-        """Keeps everybody else off the executor; a run that waits for room lets go of it meanwhile."""
+        """Returns the lock of the executor. A run that waits for room releases it meanwhile."""
         self.check_process()
-        return self.turns
+        return self.lock
 
     def check_process(self) -> None:
-        """Raises SessionClosedError in a process that was forked off: nobody drives there, or hands a turn on."""
+        """Raises SessionClosedError in a forked process, which has no decode loop and no thread to hand the lock on."""
         if os.getpid() != self._process:
-            raise SessionClosedError("sessions: in a process that was forked off; expected the one that opened them")
+            raise SessionClosedError(
+                "sessions: got used in a process that was forked off; expected the one that opened them"
+            )
 
     def check_open(self) -> None:
         """Raises SessionClosedError after `close`, and as `check_process`."""
         self.check_process()
         if self.closed:
-            raise SessionClosedError("sessions: closed; expected them open")
+            raise SessionClosedError("sessions: got used after they were closed; expected them open")
 
     def provide(self, id: str, tokens: Tokens, length: int, content: str | None) -> None:
-        """See `Runtime.provide`."""
+        """Implements `Runtime.provide`."""
         self.check_open()
         with self.locked():
-            if not self._given[id]:
+            if not self._providers[id]:
                 self.executor.provide(id, tokens=tokens, length=length, content=content)
-            self._given[id] += 1
+            self._providers[id] += 1
 
     def forget(self, id: str) -> None:
-        """See `Runtime.forget`."""
+        """Implements `Runtime.forget`."""
         with self.locked():
-            self._given[id] -= 1
-            if self._given[id] <= 0:
-                del self._given[id]
+            self._providers[id] -= 1
+            if self._providers[id] <= 0:
+                del self._providers[id]
                 self.executor.forget(id)
 
     # ------------------------------------------------------------------------------------------------- edits
 
     def run(self, window: Window, edits: Sequence[Edit]) -> Ledger:
-        """See `Runtime.run`.
+        """Implements `Runtime.run`.
 
         Raises:
-          SessionBusyError: no room, for as long as it may wait. PoolError: more than the whole pool has.
-          PoolLostError: the pool was lost, to this run or since the branch's last one; `anew` places the window again.
-          SessionClosedError: they were closed meanwhile. Else as `PagedExecutor.run`.
+          SessionBusyError: no room within the timeout. PoolError: more than the whole pool. PoolLostError: the pool was
+          lost, to this run or since the last one of the branch; `reprefill` places the window again.
+          SessionClosedError: closed meanwhile. Otherwise as `PagedExecutor.run`.
         """
         with self.locked():
             self.check_open()
-            self._check_kept(window)
-            return self._with_room(window, edits)
+            self._check_pool(window)
+            return self._run_when_room(window, edits)
 
-    def anew(self, window: Window) -> Window:
-        """Places the pieces of a window again where the pool was lost; returns the window as it is served then.
+    def reprefill(self, window: Window) -> Window:
+        """Prefills a window again if its pool was lost. Returns the window as it is served then.
 
         Raises:
           As `run`.
@@ -132,126 +141,130 @@ class SharedRuntime:
         self.check_open()
         with self.locked():
             if self.executor.lost:
-                self._lose(None)
-            if self._since.get(window.branch) == self.renewed:
+                self._renew_pool(None)
+            if self._pool_of.get(window.branch) == self.renewed:
                 return window
-            self._since[window.branch] = GONE
+
+            # Marked until the prefill has succeeded: if it raises, the next call must not use the branch.
+            self._pool_of[window.branch] = LOST
             self.executor.release(window.branch)
-            there, edits = window.anew()
-            self._with_room(there, edits)
-        return there
+            again, edits = window.anew()
+            self._run_when_room(again, edits)
+        return again
 
     def make_room(self, window: Window) -> bool:
-        """Waits until a window that holds nothing yet fits into the pool; False where that does not happen in time."""
+        """Waits until a window without KV fits into the pool. Returns False if it does not within the timeout."""
         with self.locked():
             self.check_open()
-            line, deadline = self.driver.room, time.monotonic() + self.timeout
+            queue, deadline = self.decode_loop.room, time.monotonic() + self.timeout
             pages = self._pages(window)
             if pages > self.executor.books.allocator.pages:
                 return False
-            place = line.enter()
+            ticket = queue.enter()
+            # `_wait` releases the lock, so that others can release pages meanwhile.
             try:
-                while line.first is not place or self.executor.books.allocator.free_pages < pages:
-                    self._wait(line.wait, place, deadline, f"room for {window.tokens} tokens")
+                while queue.first is not ticket or self.executor.books.allocator.free_pages < pages:
+                    self._wait(queue, ticket, deadline, f"room for {window.tokens} tokens")
             except SessionBusyError:
                 return False
             finally:
-                line.leave(place)
+                queue.leave(ticket)
         return True
 
     def release(self, branch: str) -> None:
-        """See `Runtime.release`. Answers that grow behind it end."""
+        """Implements `Runtime.release`. Ends the answers after this branch."""
         with self.locked():
-            self.driver.drop(SessionClosedError(f"answer: branch {branch!r} was let go of"), branch)
+            closed = SessionClosedError(f"answer: got branch {branch!r}, which was released; expected an open session")
+            self.decode_loop.drop(closed, branch)
             self.executor.release(branch)
-            self._since.pop(branch, None)
-            self.driver.freed()
+            self._pool_of.pop(branch, None)
+            self.decode_loop.notify_freed()
 
-    def _check_kept(self, window: Window) -> None:
-        """Refuses a window whose KV, or whose parent's, went with a pool.
+    def _check_pool(self, window: Window) -> None:
+        """Refuses a window whose KV, or whose parent's, was lost with a pool.
 
         Raises:
           PoolLostError.
         """
         if self.executor.lost:
-            self._lose(None)
+            self._renew_pool(None)
         branch = window.branch
-        if branch not in self._since and "/" in branch:  # a fork that holds nothing yet
+        if branch not in self._pool_of and "/" in branch:
+            # A new fork, which has no KV of its own yet.
             branch = branch.rpartition("/")[0]
-        if self._since.get(branch, self.renewed) != self.renewed:
-            raise PoolLostError(f"sessions: the pool with branch {brief(branch)!r} was lost; expected `anew`")
+        if self._pool_of.get(branch, self.renewed) != self.renewed:
+            raise PoolLostError(f"sessions: got branch {brief(branch)!r}, whose pool was lost; expected `reprefill`")
 
-    def _lose(self, error: BaseException | None) -> None:
-        """Begins the pool anew; every answer ends, and every session finds its window gone at its next call."""
+    def _renew_pool(self, error: BaseException | None) -> None:
+        """Allocates a lost pool again. All answers end, and every session finds its window lost at its next call."""
         for branch in self.executor.books.branches:
-            if "//" not in branch:  # no answer's
-                self._since.setdefault(branch, self.renewed)
+            # Branches of answers have "//" in their names.
+            if "//" not in branch:
+                self._pool_of.setdefault(branch, self.renewed)
         self.executor.renew()
         self.renewed += 1
-        lost = PoolLostError("answer: the pool was lost while it grew; expected the question again, behind `anew`")
+        lost = PoolLostError(
+            "answer: got its pool lost while it was decoded; expected the question again, after `reprefill`"
+        )
         lost.__cause__ = error
-        self.driver.drop(lost)
+        self.decode_loop.drop(lost)
 
-    def _with_room(self, window: Window, edits: Sequence[Edit]) -> Ledger:
-        """Runs edits when there is room for them.
+    def _run_when_room(self, window: Window, edits: Sequence[Edit]) -> Ledger:
+        """Runs edits, as soon as there is room for them.
 
         Raises:
           As `run`.
         """
-        line, deadline = self.driver.room, time.monotonic() + self.timeout
-        place: WaitTicket | None = None
-        renewed = self.renewed
+        loop, queue = self.decode_loop, self.decode_loop.room
+        deadline, renewed = time.monotonic() + self.timeout, self.renewed
+        ticket: WaitTicket | None = None
         try:
             while True:
-                # Who takes no more than it gives is let through: others may wait for what it gives.
-                if place is not None or line.first is None or growth(window, edits) <= 0:
+                # Edits that take no more than they release go first: others may wait for what they release.
+                if ticket is not None or queue.first is None or growth(window, edits) <= 0:
                     try:
                         ledger = self.executor.run(window, edits)
                         break
                     except PoolLostError as error:
-                        self._lose(error)
+                        self._renew_pool(error)
                         raise
                     except PoolError:
-                        if self._hopeless(window):
+                        # Waiting is in vain if nobody else holds pages, or the window exceeds the pool.
+                        others = any(branch != window.branch for branch in self.executor.books.branches)
+                        if not others or self._pages(window) > self.executor.books.allocator.pages:
                             raise
-                place = place or line.enter()
-                self.driver.wake()
-                self._wait(line.wait, place, deadline, f"room for {window.tokens} tokens")
+                ticket = ticket or queue.enter()
+                loop.wake()
+                self._wait(queue, ticket, deadline, f"room for {window.tokens} tokens")
                 if self.executor.lost:
-                    self._lose(None)
+                    self._renew_pool(None)
+                # While it waited, the KV that the edits start from was lost with another pool.
                 if self.renewed != renewed:
-                    raise PoolLostError("sessions: the pool was lost while this waited for room; expected `anew`")
+                    raise PoolLostError("sessions: got the pool lost while waiting for room; expected `reprefill`")
         finally:
-            if place is not None:
-                line.leave(place)
-                self.driver.wake()
-        self._since[window.branch] = self.renewed
+            if ticket is not None:
+                queue.leave(ticket)
+                loop.wake()
+
+        # Compaction moved the slots of answers too, so their tables are stale.
+        self._pool_of[window.branch] = self.renewed
         if any(isinstance(edit, Compact) for edit in edits):
-            self.driver.batch.moved()
-        self.driver.freed()
+            loop.batch.moved()
+        loop.notify_freed()
         return ledger
 
-    def _wait(
-        self, wait: Callable[[WaitTicket, float, str], None], place: WaitTicket, deadline: float, what: str
-    ) -> None:
-        """Waits in a line, and counts those who waited in vain."""
+    def _wait(self, queue: WaitQueue, ticket: WaitTicket, deadline: float, operation: str) -> None:
+        """Waits in a queue, and counts calls that waited in vain."""
         try:
-            wait(place, deadline, what)
-        except PoolError:
+            queue.wait(ticket, deadline, operation)
+        except SessionBusyError:
             self.check_open()
-            self.driver.busy += 1
+            self.decode_loop.busy += 1
             raise
         self.check_open()
 
-    def _hopeless(self, window: Window) -> bool:
-        """Whether nobody could make room: the window is more than the pool, or nobody else holds anything."""
-        books = self.executor.books
-        return self._pages(window) > books.allocator.pages or not any(
-            branch != window.branch for branch in books.branches
-        )
-
     def _pages(self, window: Window) -> int:
-        """Pages that a window takes, each piece on its own."""
+        """Returns the pages of a window whose pieces share none."""
         size = self.executor.books.allocator.page_size
         return sum(-(-piece.entry.tokens // size) for piece in window.pieces)
 
@@ -266,80 +279,81 @@ class SharedRuntime:
         sampling: Sampling | None,
         key: int | None,
         stop: Sequence[int] | None,
-    ) -> Iterator[TextPiece]:
-        """See `Runtime.answer`. The question is in the line when this returns.
+    ) -> TokenIterator:
+        """Implements `Runtime.answer`. The question is queued when this returns.
 
         Raises:
-          InputError: steps, stop tokens or a length that are none, or a temperature without a key. WindowError: another
-          window than the branch holds. SessionBusyError, from the iterator too: as many wait, or no room, for as long
-          as it may wait. PoolLostError, SessionClosedError: as `run`, from the iterator too.
+          InputError: invalid steps, stop tokens or length, or a temperature without a key. WindowError: another window
+          than the branch has. SessionBusyError, also from the iterator: too many questions wait, or no room, within the
+          timeout. PoolLostError, SessionClosedError: as `run`, also from the iterator.
         """
         check_steps(steps)
         backbone: Any = self.backbone
         draws, stops = backbone.answer_choices(sampling, key, stop)
         question, count = self.executor.question(window, tokens, length)
-        deadline = time.monotonic() + self.timeout
+        loop, door, deadline = self.decode_loop, self.decode_loop.door, time.monotonic() + self.timeout
         with self.locked():
             self.check_open()
-            self._check_kept(window)
-            self._enter(deadline)
-            self._check_kept(window)
+            self._check_pool(window)
+
+            # Waits until fewer questions are queued than may be.
+            if len(loop.requests) >= self.waiting or door.first is not None:
+                ticket = door.enter()
+                try:
+                    while door.first is not ticket or len(loop.requests) >= self.waiting:
+                        self._wait(door, ticket, deadline, f"a place among {self.waiting} questions that wait")
+                finally:
+                    door.leave(ticket)
+                # Waiting releases the lock, so the pool may have been lost meanwhile.
+                self._check_pool(window)
             self.executor.check_current(window)
             if not steps:
-                return iter(())
-            # No window has a branch of such a name: its forks' names are not empty.
-            own = f"{window.branch}//{next(self._numbers)}"
-            books = self.executor.books.copy()
-            books.share(window.branch, own, [piece.entry.id for piece in window.pieces])
-            self.executor.books = books
-            ask = DecodeRequest(arrival(), own, window.branch, question, count, steps, draws, stops, deadline)
-            try:
-                return self.driver.take(ask)
-            except BaseException:
-                self.executor.release(own)
-                raise
+                return (piece for piece in ())
 
-    def _enter(self, deadline: float) -> None:
-        """Waits until fewer questions wait than may."""
-        line = self.driver.door
-        if len(self.driver.asks) < self.waiting and line.first is None:
-            return
-        place = line.enter()
-        try:
-            while line.first is not place or len(self.driver.asks) >= self.waiting:
-                self._wait(line.wait, place, deadline, f"a place among {self.waiting} questions that wait")
-        finally:
-            line.leave(place)
+            # The answer shares the window's slots in a branch of its own. Names of forks are not empty, so that "//" is
+            # in no other branch's name.
+            branch = f"{window.branch}//{next(self._answer_numbers)}"
+            books = self.executor.books.copy()
+            books.share(window.branch, branch, [piece.entry.id for piece in window.pieces])
+            self.executor.books = books
+            request = DecodeRequest(arrival(), branch, window.branch, question, count, steps, draws, stops, deadline)
+            try:
+                return loop.submit(request)
+            except BaseException:
+                self.executor.release(branch)
+                raise
 
     # -------------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Ends every answer and every wait with SessionClosedError. Closing twice is allowed."""
+        """Ends all answers and waits with SessionClosedError, and forms pending patches. Idempotent."""
+        # A forked process has copies of the locks, perhaps held by threads that it does not have.
         if os.getpid() != self._process:
             return
         with self.locked():
             if not self.closed:
                 self.closed = True
-                self.driver.drop(SessionClosedError("answer: its sessions were closed"))
-                self.driver.room.call(everybody=True)
-                self.driver.door.call(everybody=True)
-        self.driver.join()
+                self.decode_loop.drop(SessionClosedError("answer: got its sessions closed; expected them open"))
+                self.decode_loop.room.call(everybody=True)
+                self.decode_loop.door.call(everybody=True)
+        # Not under the lock, which the loop needs in order to end.
+        self.decode_loop.join()
         if self.former is not None:
             self.former.close()
 
 
 def growth(window: Window, edits: Sequence[Edit]) -> int:
-    """How many tokens more a branch holds after edits; of a piece that it only shares with another branch, all."""
-    places, gone, more = window.places, window.evicted_by_id, 0
+    """Returns the tokens that edits add to a branch. A piece that it shares with another branch counts in full."""
+    places, evicted, tokens = window.places, window.evicted_by_id, 0
 
     def size(id: str) -> int:
         if id in places:
             return window.pieces[places[id]].entry.tokens
-        return gone[id].entry.tokens if id in gone else 0
+        return evicted[id].entry.tokens if id in evicted else 0
 
     for edit in edits:
         if isinstance(edit, Drop):
-            more -= size(edit.id)
+            tokens -= size(edit.id)
         elif isinstance(edit, Prefill | ApplyPatch) or (isinstance(edit, Copy) and edit.source == "canonical"):
-            more += size(edit.id)
-    return more
+            tokens += size(edit.id)
+    return tokens

@@ -1,4 +1,4 @@
-"""What happened in the windows of agents, written and read as JSONL."""
+"""Traces of what happened in the windows of agents, written and read as JSONL."""
 
 from .events import Event as Event
 from .events import Op as Op

@@ -1,7 +1,7 @@
-"""Traces: what happened in the windows of agents, as JSONL that placement reads and evaluations replay.
+"""Traces: events in the windows of agents, as JSONL that placement reads and evaluations replay.
 
-The first line is a header, each further one an event. Whoever reads a trace may not have written it: every line is
-checked, and refused by its number where it is not what this version writes.
+The first line is a header, every other one an event. Anybody may have written a trace, so that every line is checked,
+and an invalid one is refused by its number.
 """
 
 import dataclasses
@@ -24,37 +24,36 @@ from .events import Event, check_history, check_path
 
 FORMAT, VERSION = "kvpatch_jax.trace", 1
 LINE = 1 << 20
-"""Bytes that a line may have."""
+"""The largest number of bytes of a line."""
 EVENTS = 1_000_000
-"""Events that a trace may have."""
+"""The largest number of events of a trace."""
 PARAMETERS = 64
-"""Parameters that a header may have."""
+"""The largest number of parameters of a header."""
 
 Scalar = str | int | float | bool | None
 Watcher = Callable[[Event, Sequence[Any]], None]
-"""Told of each event of a session, with the images or texts that it brought; its time is the watcher's to say."""
+"""Called with each event of a session, and the images or texts that it brought. The watcher sets the event's time."""
 
 
 @runtime_checkable
 class EventSource(Protocol):
-    """A session that tells of its events."""
+    """A session that notifies watchers of its events."""
 
     watchers: list[Watcher]
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """Events in the order in which they happened: an immutable value.
+    """Events in the order in which they happened, an immutable value.
 
     Attributes:
       events: of all sessions.
-      kind: what the agent did, such as "screenshots"; "recorded" where nobody said.
-      parameters: of what made it: a flat table.
-      folder: where payloads lie; None where there are none, or nobody said.
+      kind: what the agent did, such as "screenshots"; "recorded" if unknown.
+      parameters: of the program that made the trace: a flat table.
+      folder: of the payloads; None if there are none, or it is unknown.
 
     Raises:
-      TraceError: events that no run can have had (`check_history`), a kind that is no name, or parameters that are
-        not flat.
+      TraceError: events that cannot have happened (`check_history`), an invalid kind, or parameters that are not flat.
     """
 
     events: tuple[Event, ...]
@@ -64,9 +63,9 @@ class Trace:
 
     def __post_init__(self) -> None:
         if not isinstance(self.events, tuple) or not all(isinstance(event, Event) for event in self.events):
-            raise TraceError(f"trace: events of type {type(self.events).__name__}; expected a tuple of Event")
+            raise TraceError(f"trace.events: got a {type(self.events).__name__}; expected a tuple of Event")
         if len(self.events) > EVENTS:
-            raise TraceError(f"trace: {len(self.events)} events; expected at most {EVENTS}")
+            raise TraceError(f"trace.events: got {len(self.events)} events; expected at most {EVENTS}")
         _check_header(self.kind, self.parameters)
         check_history(self.events)
 
@@ -78,105 +77,110 @@ class Trace:
 
     @property
     def sessions(self) -> tuple[str, ...]:
-        """Names of all sessions, branches among them, in the order in which they came to be."""
-        found: dict[str, None] = {}
+        """Names of all sessions, including branches, in the order of their first events."""
+        names: dict[str, None] = {}
         for event in self.events:
-            found.setdefault(event.session)
+            names.setdefault(event.session)
             if event.branch is not None:
-                found.setdefault(event.branch)
-        return tuple(found)
+                names.setdefault(event.branch)
+        return tuple(names)
 
     def of(self, session: str) -> tuple[Event, ...]:
-        """The events of one session, without those of the one that it was forked from."""
+        """Returns the events of one session, without those of the session that it was forked from."""
         return tuple(event for event in self.events if event.session == session)
 
     def payloads(self, event: Event) -> tuple[Path, ...]:
-        """Finds the files of what an event shows.
+        """Returns the files of an event's content.
 
         Raises:
-          TraceError: no folder, a file that is not there or no regular one, or one that links lead out of the folder.
+          TraceError: no folder, a file that is missing or not regular, or one that links lead out of the folder.
         """
         if not isinstance(event, Event):
-            raise TraceError(f"payloads of {event!r:.80}; expected an Event")
-        if event.payload and self.folder is None:
-            raise TraceError(f"trace without a folder; expected one, where {event.payload[0]!r:.80} lies")
-        found = []
+            raise TraceError(f"payloads: got {event!r:.80}; expected an Event")
+        if not event.payload:
+            return ()
+        if self.folder is None:
+            raise TraceError(f"trace.folder: got None; expected the folder with {event.payload[0]!r:.80}")
+
+        paths = []
         for name in event.payload:
-            assert self.folder is not None
             check_path(name)
+            # A link inside the folder may lead out of it.
             root, path = os.path.realpath(self.folder), os.path.realpath(self.folder / name)
             if os.path.commonpath([root, path]) != root or not os.path.isfile(path):
-                raise TraceError(f"payload {name!r:.80} in {str(self.folder)!r:.80}; expected a regular file below it")
-            found.append(Path(path))
-        return tuple(found)
+                found = f"{name!r:.80} in {str(self.folder)!r:.80}"
+                raise TraceError(f"payload: got {found}; expected a regular file below it")
+            paths.append(Path(path))
+        return tuple(paths)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes the trace: whole, or not at all. Payloads stay where they lie.
+        """Writes the trace, as a whole or not at all. Payloads stay where they are.
 
         Raises:
           TraceError: a file that cannot be written.
         """
         path = path_of(path, "trace", TraceError)
-        lines = [header_line(self.kind, self.parameters), *(event_line(event) for event in self.events)]
+        lines = [_header_line(self.kind, self.parameters), *(_event_line(event) for event in self.events)]
         try:
             replace(path, b"".join(lines))
         except OSError as error:
-            raise TraceError(f"trace {str(path)!r:.200} cannot be written: {error}") from error
+            raise TraceError(f"trace: got {str(path)!r:.200}, which cannot be written: {error}") from error
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, torn: bool = False) -> "Trace":
-        """Reads a trace; payloads are looked for in its folder.
+        """Reads a trace. Its folder is that of the file.
 
         Args:
-          torn: leave out a last line that was cut off, as a recorder that was killed leaves it.
+          torn: leave out a last line that was cut off, as by a recorder that was killed.
 
         Raises:
-          TraceError: a file that cannot be read or is no trace of this version, naming the line.
+          TraceError: a file that cannot be read, or is no trace of this version, naming the line.
         """
         path = path_of(path, "trace", TraceError)
         try:
             with path.open("rb") as file:
                 kind, parameters, events = _read(file, str(path), torn)
         except OSError as error:
-            raise TraceError(f"trace {str(path)!r:.200} cannot be read: {error}") from error
+            raise TraceError(f"trace: got {str(path)!r:.200}, which cannot be read: {error}") from error
         return cls(events, kind, parameters, path.parent)
 
 
-def header_line(kind: str, parameters: Mapping[str, Scalar]) -> bytes:
-    """The first line of a trace."""
+def _header_line(kind: str, parameters: Mapping[str, Scalar]) -> bytes:
     header = {"format": FORMAT, "version": VERSION, "kind": kind, "parameters": dict(parameters)}
     return json.dumps(header, allow_nan=False).encode() + b"\n"
 
 
-def event_line(event: Event) -> bytes:
-    """The line of an event.
+def _event_line(event: Event) -> bytes:
+    """Returns the line of an event.
 
     Raises:
-      TraceError: one that is longer than a reader takes.
+      TraceError: a line that is longer than readers accept.
     """
     line = json.dumps(event.to_dict(), allow_nan=False).encode() + b"\n"
     if len(line) > LINE:
-        raise TraceError(f"event: {event.op} of {len(line)} bytes; expected at most {LINE}")
+        raise TraceError(f"event: got {event.op!r} of {len(line)} bytes; expected at most {LINE}")
     return line
 
 
 def _read(file: Any, name: str, torn: bool) -> tuple[str, dict[str, Scalar], tuple[Event, ...]]:
+    """Reads the header's kind and parameters, and the events."""
     head = _fields(file.readline(LINE + 1), f"{name!r:.200}, line 1")
     if head.get("format") != FORMAT or head.get("version") != VERSION or isinstance(head.get("version"), bool):
         found = f"format {head.get('format')!r:.80}, version {head.get('version')!r:.80}"
-        raise TraceError(f"{name!r:.200}, line 1: {found}; expected {FORMAT!r} of version {VERSION}")
-    if strangers := sorted(set(head) - {"format", "version", "kind", "parameters"}):
-        raise TraceError(f"{name!r:.200}, line 1: field {strangers[0]!r:.80}; expected a header")
+        raise TraceError(f"{name!r:.200}, line 1: got {found}; expected {FORMAT!r} of version {VERSION}")
+    if unknown := sorted(set(head) - {"format", "version", "kind", "parameters"}):
+        raise TraceError(f"{name!r:.200}, line 1: got field {unknown[0]!r:.80}; expected a header")
     kind, parameters = head.get("kind"), head.get("parameters", {})
     _check_header(kind, parameters)
 
+    # `readline` is bounded, because a line of a hostile file may be larger than memory.
     events: list[Event] = []
     while line := file.readline(LINE + 1):
         where = f"{name!r:.200}, line {len(events) + 2}"
         if torn and len(line) <= LINE and not line.endswith(b"\n"):
             break
         if len(events) == EVENTS:
-            raise TraceError(f"{where}: more than {EVENTS} events; expected at most so many")
+            raise TraceError(f"{where}: got more than {EVENTS} events; expected at most so many")
         fields = _fields(line, where)
         try:
             events.append(Event.of(fields))
@@ -186,48 +190,50 @@ def _read(file: Any, name: str, torn: bool) -> tuple[str, dict[str, Scalar], tup
 
 
 def _fields(line: bytes, where: str) -> dict[str, Any]:
-    """One line's JSON object.
+    """Returns the JSON object of a line.
 
     Raises:
-      TraceError: a line that is too long or was cut off, or anything but an object whose names are told once.
+      TraceError: a line that is too long or was cut off, or no JSON object, or one with the same name twice.
     """
     if len(line) > LINE:
-        raise TraceError(f"{where}: more than {LINE} bytes; expected at most so many")
+        raise TraceError(f"{where}: got more than {LINE} bytes; expected at most so many")
     if not line.endswith(b"\n"):
         raise TraceError(f"{where}: cut off after {len(line)} bytes; expected a whole line (`torn=True` leaves it out)")
     try:
         found = strict_json.loads(line)
     except ValueError as error:
-        raise TraceError(f"{where}: no JSON of this kind ({error!s:.80}); expected one object") from None
+        raise TraceError(f"{where}: got no JSON of this kind ({error!s:.80}); expected one object") from None
     if not isinstance(found, dict):
-        raise TraceError(f"{where}: a {type(found).__name__}; expected an object")
+        raise TraceError(f"{where}: got a {type(found).__name__}; expected an object")
     return found
 
 
 def _check_header(kind: Any, parameters: Any) -> None:
+    """Raises TraceError for an invalid kind, or parameters that are no flat table."""
     if not isinstance(kind, str) or not 0 < len(kind) <= 80 or not kind.isprintable():
-        raise TraceError(f"trace: kind {kind!r:.80}; expected a name")
-    flat = isinstance(parameters, Mapping) and len(parameters) <= PARAMETERS
-    if not flat:
-        raise TraceError(f"trace: parameters {parameters!r:.80}; expected a table of at most {PARAMETERS}")
+        raise TraceError(f"trace.kind: got {kind!r:.80}; expected a name")
+    if not isinstance(parameters, Mapping) or len(parameters) > PARAMETERS:
+        raise TraceError(f"trace.parameters: got {parameters!r:.80}; expected a table of at most {PARAMETERS}")
     for name, value in parameters.items():
-        fine = value is None or isinstance(value, str | int | float)
-        if not isinstance(name, str) or not fine or (isinstance(value, float) and not math.isfinite(value)):
-            raise TraceError(f"trace: parameter {name!r:.80} is {value!r:.80}; expected a text, a number or a truth")
+        scalar = value is None or isinstance(value, str | int | float)
+        if not isinstance(name, str) or not scalar or (isinstance(value, float) and not math.isfinite(value)):
+            expected = "a string, a number or a bool"
+            raise TraceError(f"trace.parameters[{name!r:.80}]: got {value!r:.80}; expected {expected}")
 
 
 class Recorder:
-    """Writes down what happens in sessions, line by line as it happens.
+    """Writer of a trace, which appends a line for each event of the sessions that it watches.
 
         with Recorder("runs/monday.jsonl") as recorder:
             recorder.watch(session)
             …
 
-    Images are kept as PNG files beside the trace, each once. What goes wrong while recording (a full disk) is no
-    session's error: recording ends there, and `close` says so.
+    Images are kept as PNG files beside the trace, each once. An error while recording (a full disk) is not raised in
+    the session: recording ends there, and `close` raises it.
 
     Attributes:
-      path: of the trace. error: what ended recording, or None.
+      path: of the trace.
+      error: what ended the recording, or None.
     """
 
     path: Path
@@ -242,67 +248,71 @@ class Recorder:
         payloads: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Starts a trace in a new file.
+        """Creates the file of the trace.
 
         Args:
+          path: of a new file.
           kind, parameters: of the header.
-          payloads: whether images are kept.
-          clock: seconds, from which times are counted.
+          payloads: whether to keep images.
+          clock: returns seconds. Times count from the first call.
 
         Raises:
-          TraceError: a file that is there already or cannot be made; a header as `Trace` refuses it.
+          TraceError: a file that exists or cannot be created, or an invalid header.
         """
         _check_header(kind, parameters or {})
         if not callable(clock):
-            raise TraceError(f"recorder: clock {clock!r:.80}; expected a function that gives seconds")
+            raise TraceError(f"recorder.clock: got {clock!r:.80}; expected a function that returns seconds")
         self.path, self.error = path_of(path, "recorder:", TraceError), None
         self._payloads, self._clock, self._began = payloads, clock, clock()
         self._lock, self._last = threading.Lock(), 0.0
         try:
             self._file = self.path.open("xb")
-            self._put(header_line(kind, parameters or {}))
+            self._append(_header_line(kind, parameters or {}))
         except OSError as error:
-            raise TraceError(f"trace {str(path)!r:.200} cannot be made: {error}; expected a new file") from error
+            raise TraceError(f"trace: got {str(path)!r:.200}: {error}; expected a new file") from error
 
     def watch(self, session: EventSource) -> None:
-        """Writes down what happens in a session from now on, and in its forks.
+        """Records the events of a session from now on, and of its forks.
 
         Raises:
-          TraceError: what tells of no events.
+          TraceError: no session.
         """
         if not isinstance(getattr(session, "watchers", None), list):
-            raise TraceError(f"recorder: a {type(session).__name__}; expected a Session, which has watchers")
+            raise TraceError(f"recorder: got a {type(session).__name__}; expected a Session, which has watchers")
+        # Twice is once: each event would be written twice otherwise.
         if self not in session.watchers:
             session.watchers.append(self)
 
-    def __call__(self, event: Event, things: Sequence[Any] = ()) -> None:
-        """Writes an event down, at the recorder's own time; raises nothing.
+    def __call__(self, event: Event, items: Sequence[Any] = ()) -> None:
+        """Records an event at the recorder's own time. Raises nothing.
 
         Args:
-          things: the images and texts that it brought.
+          items: the images and texts that it brought.
         """
         with self._lock:
             if self.error is not None or self._file.closed:
                 return
             try:
+                # A clock that runs backwards stands still.
                 self._last = max(self._last, self._clock() - self._began)
-                kept = self._kept(things) if self._payloads else ()
-                self._put(event_line(dataclasses.replace(event, at=self._last, payload=event.payload or kept)))
+                payload = self._keep_images(items) if self._payloads else ()
+                self._append(_event_line(dataclasses.replace(event, at=self._last, payload=event.payload or payload)))
             except Exception as error:
+                # The session must not fail because its recorder does.
                 self.error = error
 
     def close(self) -> None:
-        """Ends the trace. Closing twice is allowed.
+        """Ends the trace. Idempotent.
 
         Raises:
-          TraceError: recording had ended before; what is there until then is a whole trace.
+          TraceError: recording had ended before. The file has a whole trace up to there.
         """
         with self._lock:
             if self._file.closed:
                 return
             self._file.close()
         if self.error is not None:
-            raise TraceError(f"recording to {str(self.path)!r:.200} ended early: {self.error}") from self.error
+            raise TraceError(f"recorder: {str(self.path)!r:.200} ended early: {self.error}") from self.error
 
     def __enter__(self) -> "Recorder":
         return self
@@ -310,19 +320,18 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _put(self, line: bytes) -> None:
+    def _append(self, line: bytes) -> None:
         self._file.write(line)
         self._file.flush()
 
-    def _kept(self, things: Sequence[Any]) -> tuple[str, ...]:
-        """Keeps the images among what was brought, each under a name made of its pixels."""
+    def _keep_images(self, items: Sequence[Any]) -> tuple[str, ...]:
+        """Writes images to files named by their pixels, and returns their paths relative to the trace."""
         Image, names = require("PIL.Image", "Pillow"), []
-        folder = f"{self.path.stem}_images"
-        for thing in things:
-            if sort_of(thing, "recorder") != "image":
+        for item in items:
+            if sort_of(item, "recorder") != "image":
                 continue
-            pixels = decoded(thing)
-            name = f"{folder}/{content_digest(pixels)[:32]}.png"
+            pixels = decoded(item)
+            name = f"{self.path.stem}_images/{content_digest(pixels)[:32]}.png"
             target = self.path.parent / name
             if not target.exists():
                 target.parent.mkdir(exist_ok=True)

@@ -39,7 +39,7 @@ __all__ = [
 # For other packages of the library, and for evaluations.
 from .costs import ROTATION as ROTATION
 from .costs import adding_flops as adding_flops
-from .edit_plan import PatchOperand as PatchOperand
+from .edit_plan import ResolvedEdit as ResolvedEdit
 from .edit_plan import check_pieces as check_pieces
 from .edit_plan import resolve_edits as resolve_edits
 from .edit_run import PrefillObserver as PrefillObserver

@@ -85,13 +85,23 @@ class Costs:
             pairs[window] += pair
         return sum(self.forward.token), tuple(pairs.items())
 
+    @functools.cached_property
+    def copy_bytes(self) -> int:
+        """Bytes per token of `copy`."""
+        return 2 * self.kv_bytes
+
+    @functools.cached_property
+    def copy_flops(self) -> int:
+        """FLOPs per token of `copy`."""
+        return ROTATION * self.rotary
+
     def rotate(self, tokens: int) -> dict[str, int]:
         """Returns costs of rotating keys in place: rotating channels are read and written, the others stay."""
         return {"bytes": 2 * self.turning_bytes * tokens, "flops": ROTATION * self.rotary * tokens}
 
     def copy(self, tokens: int) -> dict[str, int]:
         """Returns costs of placing phase-free KV: all of it read, rotated and written."""
-        return {"bytes": 2 * self.kv_bytes * tokens, "flops": ROTATION * self.rotary * tokens}
+        return {"bytes": self.copy_bytes * tokens, "flops": self.copy_flops * tokens}
 
     def patch(self, tokens: int, patch_bytes: int, patch_flops: int) -> dict[str, int]:
         """Returns costs of placing phase-free KV with a patch: as `copy`, and factors read, multiplied and added."""

@@ -5,15 +5,15 @@ executes the launches.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 from ..backbone import Tokens
-from ..cache import Chunk, Patch, brief
-from ..core import Factors, check_positions
+from ..cache import brief
+from ..core import check_positions
 from ..errors import InputError, WindowError
 from ..patching import Placed
 from ..pool import compaction_moves
@@ -25,14 +25,6 @@ from .sources import PatchStore, PieceSources
 from .window import Window
 
 # --------------------------------------------------------------------------------------------------- reading edits
-
-
-class PatchOperand(NamedTuple):
-    """A patch as it is run, its bytes without padding, and its digest."""
-
-    patch: Patch
-    nbytes: int
-    digest: str
 
 
 class ResolvedEdit(NamedTuple):
@@ -128,16 +120,14 @@ class PlaceLaunch:
     """Placement of a canonical, or of the conditioned KV of `base`, with a patch or without.
 
     Attributes:
-      kv: phase-free, [L,T',K,H]; where there is a `base` it only tells the number of tokens.
-      factors, options: of the patch.
+      placed: chunk and patch, padded; where there is a `base` its KV only tells the number of tokens.
+      patch_bytes: of the patch without padding.
     """
 
     kind: str
     piece: ResidentPiece
-    kv: Any
-    factors: Factors
-    options: Mapping[str, Any]
-    added: PatchOperand | None
+    placed: Placed
+    patch_bytes: int
     base: ResidentPiece | None
 
 
@@ -250,13 +240,8 @@ class EditPlan:
                 self.table.share(edit.branch or "", self.branch, [edit.id])
             case Copy(source="conditioned"):
                 self._restore(edit.id, resolved.start)
-            case Copy():
-                chunk = sources.chunk(edit.id, resolved.content)
-                self._place("Copy", resolved.start, chunk, None, resolved.keeps_stash)
-            case ApplyPatch():
-                chunk = sources.chunk(edit.id, resolved.content)
-                added = PatchOperand(*sources.patch(edit.id, edit.patch), edit.patch)
-                self._place("ApplyPatch", resolved.start, chunk, added)
+            case Copy() | ApplyPatch():
+                self._place(edit, resolved)
             case Prefill():
                 self._prefill(edit.id, resolved)
             case Recompute():
@@ -348,25 +333,21 @@ class EditPlan:
         if apart:
             self.launches.append(RotateLaunch(apart, whole=True))
 
-    def _place(
-        self, kind: str, start: int, chunk: Chunk, added: PatchOperand | None, keeps_stash: bool = False
-    ) -> None:
-        """Plans that a canonical is placed at a start, patched or bare: in fresh slots, or over what the piece has.
-
-        Whether the patch was formed behind the right antecedent is checked by who chose it.
-
-        Args:
-          kind: of the edit. keeps_stash: what the piece has is stashed, for `_restore`.
-        """
-        id = chunk.id
-        patch = None if added is None else added.patch
+    def _place(self, edit: Copy | ApplyPatch, resolved: ResolvedEdit) -> None:
+        """Plans that a canonical is placed, patched or bare: in fresh slots, or over what the piece has."""
+        kind, id = type(edit).__name__, edit.id
+        chunk = self._sources.chunk(id, resolved.content)
+        patch, patch_bytes = None, 0
+        if isinstance(edit, ApplyPatch):
+            patch, patch_bytes = self._sources.patch(id, edit.patch)
+        start = resolved.start
         removal = patch is not None and patch.metadata.base == "conditioned"
 
         # A removal patch is added to what the piece has in the pool; here the canonical stands for its shapes.
+        # Whether the patch was formed behind the right antecedent was checked by the window, so a stale one passes.
         base_antecedent = (patch.metadata.base_behind or ()) if patch is not None and removal else ()
         base = chunk.kv if removal else None
         placed = Placed(chunk, patch, start, base=base, base_antecedent=base_antecedent, allow_stale=True)
-        options = {word: value for word, value in placed.options.items() if word != "frame"}
 
         # A piece that was switched to bare gets its conditioned KV back first.
         there = self.table.branches.get(self.branch, {}).get(id)
@@ -389,7 +370,7 @@ class EditPlan:
                 raise WindowError(f"{kind}: chunk {brief(id)!r} of {chunk.length} tokens; expected {there.length}")
             # The stash is read by a launch of its own, before this one overwrites the slots.
             stash = None
-            if keeps_stash:
+            if patch is None and resolved.keeps_stash:
                 stash = StashedKV(there.start, there.rotations, there.patch)
                 self.launches.append(StashLaunch(there, stash))
             piece = dataclasses.replace(
@@ -398,11 +379,10 @@ class EditPlan:
                 rotations=there.rotations if removal else 0,
                 local=local,
                 stash=stash,
-                patch=added.digest if removal and added is not None else None,
+                patch=edit.patch if removal and isinstance(edit, ApplyPatch) else None,
             )
         self.table.put(self.branch, piece)
-        base = there if removal else None
-        self.launches.append(PlaceLaunch(kind, piece, placed.kv, placed.factors, options, added, base))
+        self.launches.append(PlaceLaunch(kind, piece, placed, patch_bytes, there if removal else None))
 
     def _restore(self, id: str, start: int, counted: bool = True) -> ResidentPiece:
         """Plans that stashed KV returns to the piece's place: bit for bit if the piece did not move meanwhile."""

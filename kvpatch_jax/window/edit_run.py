@@ -109,13 +109,16 @@ class EditRun:
                     self._observe(self._plan.window, piece.id, launch.tokens, piece.length, kv)
                 return undo
 
-            case PlaceLaunch(kind=kind, piece=piece, added=added):
-                size = next(iter(launch.kv.values())).shape[-3]
-                kv = launch.kv if launch.base is None else pool.phase_free(launch.base, size)
+            case PlaceLaunch(kind=kind, piece=piece, placed=placed):
+                size = placed.chunk.tokens
+                kv = placed.kv if launch.base is None else pool.phase_free(launch.base, size)
                 undo = self._saved(piece.slots)
-                pool.write(kind, piece, kv, launch.factors, **launch.options)
-                if added is not None:
-                    meter.patched(kind, added.patch, added.nbytes, piece.length, size)
+
+                # The pool keeps sources phase-free, and patches of windows are: no frame to convert.
+                options = {word: value for word, value in placed.options.items() if word != "frame"}
+                pool.write(kind, piece, kv, placed.factors, **options)
+                if placed.patch is not None:
+                    meter.patched(kind, placed.patch, launch.patch_bytes, piece.length, size)
                 return undo
 
             case RotateLaunch(moves=moves, whole=whole):

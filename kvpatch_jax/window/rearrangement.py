@@ -129,7 +129,7 @@ class Rearrangement:
             check_patch(window, note, piece, allow_stale=False)
 
     def _edits(self, window: Window, services: Sequence[ServingChoice], at_hand: AtHand | None) -> Edits:
-        costs, rotation, copy = window.costs, window.costs.rotate(1), window.costs.copy(1)
+        costs, rotation = window.costs, window.costs.rotate(1)
         before = {piece[0].id: piece for piece in self.before.pieces}
         edits: list[Edit] = [Drop(id) for id in self.gone]
         forwards: list[Edit] = []
@@ -152,7 +152,7 @@ class Rearrangement:
                     forward = new_edit(Prefill, id=id, behind=behind, bytes=nbytes, flops=flops)
                 forwards.append(forward)
             elif not same_kv and state.kind == "conditioned":
-                nbytes, flops = copy["bytes"] * tokens, copy["flops"] * tokens
+                nbytes, flops = costs.copy_bytes * tokens, costs.copy_flops * tokens
                 edits.append(new_edit(Copy, id=id, source="conditioned", branch=None, bytes=nbytes, flops=flops))
             elif not same_kv:
                 here = how == "restore"

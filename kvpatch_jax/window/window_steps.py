@@ -8,7 +8,7 @@ from ..cache import Patch, brief
 from ..errors import PatchMismatchError, StalePatchError, WindowError
 from .costs import Costs
 from .edits import ApplyPatch, Copy, Drop, Edit, Edits, Fetch, Prefill, Rotate, in_order, new_edit
-from .entry import BARE, FRESH, LIMIT, Entry, How, PatchNote, PieceState, PlacedPiece, tuple_of
+from .entry import BARE, FRESH, LIMIT, Entry, How, PatchNote, PieceState, PlacedPiece
 from .provenance_chain import chain_digest, linked
 from .window_state import WindowState, recallable
 
@@ -20,9 +20,9 @@ def packed(pieces: Sequence[PlacedPiece], first: int = 0) -> list[PlacedPiece]:
     result = list(pieces[:first])
     start = result[-1].end if result else 0
     for piece in pieces[first:]:
-        moved = piece.start != start
-        result.append(tuple_of(PlacedPiece, (piece.entry, start, *piece[2:])) if moved else piece)
-        start += piece.entry.span
+        entry, old, state, aside, born, placed = piece[:6]
+        result.append(piece if old == start else PlacedPiece(entry, start, state, aside, born, placed))
+        start += entry.span
     return result
 
 
@@ -77,16 +77,20 @@ def with_piece[W: WindowState](window: W, index: int, piece: PlacedPiece, **chan
 def placing_edits(costs: Costs, piece: PlacedPiece, has_canonical: bool, has_patch: bool) -> list[Edit]:
     """Returns the edits that place a piece by its canonical or a patch, with a `Fetch` of what is not available."""
     entry, _, state = piece[:3]
-    id, tokens = entry.id, entry.tokens
+    id, tokens, patch = entry.id, entry.tokens, state.patch
+    nbytes, flops = costs.copy_bytes * tokens, costs.copy_flops * tokens
     edits: list[Edit] = []
+
+    # A removal patch is added to the KV that is in the pool, so it needs no canonical.
     if state.base == "canonical" and not has_canonical:
-        edits.append(new_edit(Fetch, id=id, what="canonical", digest=None, **costs.fetch(tokens), flops=0))
-    if state.patch is None:
-        return [*edits, new_edit(Copy, id=id, source="canonical", branch=None, **costs.copy(tokens))]
+        edits.append(new_edit(Fetch, id=id, what="canonical", digest=None, bytes=costs.kv_bytes * tokens, flops=0))
+    if patch is None:
+        edits.append(new_edit(Copy, id=id, source="canonical", branch=None, bytes=nbytes, flops=flops))
+        return edits
     if not has_patch:
-        edits.append(new_edit(Fetch, id=id, what="patch", digest=state.patch, bytes=state.patch_bytes, flops=0))
-    numbers = costs.patch(tokens, state.patch_bytes, state.patch_flops)
-    edits.append(new_edit(ApplyPatch, id=id, patch=state.patch, rank=state.rank, base=state.base, **numbers))
+        edits.append(new_edit(Fetch, id=id, what="patch", digest=patch, bytes=state.patch_bytes, flops=0))
+    nbytes, flops = nbytes + state.patch_bytes, flops + state.patch_flops * tokens
+    edits.append(new_edit(ApplyPatch, id=id, patch=patch, rank=state.rank, base=state.base, bytes=nbytes, flops=flops))
     return edits
 
 
@@ -108,7 +112,8 @@ def with_moves(before: WindowState, after: WindowState, edits: Sequence[Edit]) -
     placed = {edit.id for edit in edits if isinstance(edit, Copy | ApplyPatch | Prefill | Rotate)}
     starts = {piece[0].id: piece[1] for piece in before.pieces}
     per_token, found = before.costs.rotate(1), list(edits)
-    for entry, new, *_ in after.pieces:
+    for piece in after.pieces:
+        entry, new = piece[:2]
         old = starts.get(entry.id, new)
         if old != new and entry.id not in placed:
             found.append(

@@ -6,6 +6,10 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from window_oracle import tiny
 
+import kvpatch_jax as kvp
+from kvpatch_jax.cache import chunk_id
+from kvpatch_jax.session import embedded
+
 WORDS = 60
 
 
@@ -28,3 +32,18 @@ def image_of(seed: int, height: int = 28) -> np.ndarray:
 
 
 QUESTION = "w7 w11 w20"
+
+
+def state(session: kvp.Session) -> tuple[Any, ...]:
+    """Returns all that a refused call must leave as it was."""
+    executor, fingerprint = session.runtime.executor, session.backbone.fingerprint
+    contents = [*(image_of(seed) for seed in range(10)), kvp.Text("w5")]
+    ids = [chunk_id(fingerprint, content) for content in contents]
+    provided = [id for id in ids if id in executor.sources]
+    return session.window, session.ids, session.gone, executor.books.allocator.counts.tolist(), provided
+
+
+def logits(session: kvp.Session, question: str = QUESTION) -> np.ndarray:
+    """Returns the logits of a question after the window of a session."""
+    asked = embedded(session.backbone, [question])
+    return np.asarray(session.runtime.executor.prefill(session.window, asked.tokens, asked.length).logits)

@@ -76,7 +76,7 @@ def entries(backbone, session, store) -> dict[str, Callable[[str], object]]:
     linker = Linker(backbone.fingerprint, library)
 
     def batched(text: str, **place: object) -> None:
-        for refused in listed([{"front": [text], "question": text, **place}], backbone.fingerprint).refused:
+        for refused in listed([{"front": [text], "question": text, **place}], backbone.fingerprint).rejected:
             raise refused.error
 
     return {
@@ -197,8 +197,8 @@ def test_items_from_json_say_what_is_an_image(tmp_path):
     ]
     found = listed([json.loads(line) for line in lines], "model")
     by_hand = BatchItem([tmp_path / "page.png", kvp.Text("a.png")], kvp.Text("b.png"))
-    assert found.jobs == listed([by_hand], "model").jobs
-    said = [str(refused.error) for refused in found.refused]
+    assert found.resolved == listed([by_hand], "model").resolved
+    said = [str(refused.error) for refused in found.rejected]
     assert re.search(r'in JSON \{"image": \.\.\.\} or \{"text": \.\.\.\}', said[0])
     assert all('expected {"image": a file\'s name} or {"text": a text}' in each for each in said[1:3])
     assert "an address" in said[3]
@@ -206,7 +206,7 @@ def test_items_from_json_say_what_is_an_image(tmp_path):
 
 def test_a_batch_of_nothing_but_names_of_files_is_refused_before_a_line_is_written(backbone, tmp_path):
     items = [{"front": [f"page {number}.png"], "question": "r0"} for number in range(3)]
-    with pytest.raises(AmbiguousTextError, match=r"none of 3 items: .*page 0\.png.*in JSON"):
+    with pytest.raises(AmbiguousTextError, match=r"got 3 invalid items: .*page 0\.png.*in JSON"):
         kvp.answer_batch(backbone, None, items, out=tmp_path / "answers.jsonl")
     assert not (tmp_path / "answers.jsonl").exists()
 

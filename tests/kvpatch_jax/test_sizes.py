@@ -96,7 +96,7 @@ def test_a_session_takes_written_sizes(unchecked: None):
 
     backbone = reader()
     with kvp.Session(backbone, memory="1 MiB", largest_image="2 MB", pages=8) as session:
-        assert (session.memory, session.largest_image) == (1 << 20, 2 * 10**6)
+        assert (session.config.memory, session.config.largest_image) == (1 << 20, 2 * 10**6)
     for given in (math.nan, -1, "lots", None, True):
-        with pytest.raises(KVPatchError, match=r"session: memory: got .*expected bytes"):
+        with pytest.raises(KVPatchError, match=r"session\.memory: got .*expected bytes"):
             kvp.Session(backbone, memory=given, pages=8)

@@ -55,7 +55,7 @@ def test_what_names_no_file_is_refused(path: Any):
 
 
 def test_a_recorder_refuses_a_clock_that_is_none_and_survives_one_that_runs_back(tmp_path: Path):
-    with pytest.raises(TraceError, match="clock 3; expected a function"):
+    with pytest.raises(TraceError, match="clock: got 3; expected a function"):
         Recorder(tmp_path / "none.jsonl", clock=3)
     assert not (tmp_path / "none.jsonl").exists()
     times = iter([5.0, 9.0, 1.0, math.nan])
@@ -63,7 +63,7 @@ def test_a_recorder_refuses_a_clock_that_is_none_and_survives_one_that_runs_back
         for name in "abc":
             recorder(Event(0.0, name, "close"))
     assert [event.at for event in Trace.read(tmp_path / "t.jsonl")] == [4.0, 4.0, 4.0]
-    with pytest.raises(TraceError, match="payloads of None"):
+    with pytest.raises(TraceError, match="payloads: got None"):
         Trace(()).payloads(None)
 
 
@@ -137,5 +137,5 @@ def test_a_batch_is_refused_before_it_writes(given: dict[str, Any], tmp_path: Pa
     ],
 )
 def test_settings_of_a_session_are_looked_at_first(given: dict[str, Any]):
-    with pytest.raises(SessionError, match=r"session: .*expected"):
+    with pytest.raises(SessionError, match=r"session\..*: got .*expected"):
         Session(READER, **given)

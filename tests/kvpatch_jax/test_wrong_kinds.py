@@ -169,10 +169,10 @@ def test_every_call_of_a_session_refuses_what_it_does_not_take(backbone):
         session.add(image_of(0), id="shot")
         asked = {"question": [3], "steps": 1, "stop": None, "temperature": 0.0, "top_p": 1.0, "top_k": None, "look": 1}
         calls = {
-            "add": (session.add, {"thing": [3], "id": None, "kind": None}),
-            "recall": (session.recall, {"thing": "shot"}),
+            "add": (session.add, {"item": [3], "id": None, "kind": None}),
+            "recall": (session.recall, {"item": "shot"}),
             "evict": (session.evict, {"id": "none"}),
-            "replace": (session.replace, {"id": "none", "thing": [1]}),
+            "replace": (session.replace, {"id": "none", "item": [1]}),
             "reorder": (session.reorder, {"ids": []}),
             "fork": (session.fork, {"keep": 1}),
             # What is a number here makes an answer, and programs for it.
@@ -200,7 +200,7 @@ def test_a_field_of_a_batch_that_others_call_otherwise_is_answered_with_ours(bac
     items = [{"front": [], "question": [3], "max_tokens": 8}, BatchItem([], [3], steps=1)]
     kvp.answer_batch(backbone, None, items, out=tmp_path / "answers.jsonl")
     (line, _) = kvp.batch.read_answers(tmp_path / "answers.jsonl")
-    assert line["message"] == "item: field 'max_tokens'; expected 'steps'"
+    assert line["message"] == "item: got field 'max_tokens'; expected 'steps'"
 
 
 def test_a_window_lists_its_ids_as_a_session_does(backbone):

@@ -55,7 +55,7 @@ def span_of(tokens: Tokens) -> int:
 
 
 @dataclasses.dataclass
-class Part:
+class NaivePart:
     """One piece: its tokens, its KV as it is served [L,1,T,K,H], and what `condition` brings back."""
 
     id: str
@@ -74,14 +74,14 @@ class Naive:
 
     def __init__(self, backbone: ModelBackbone):
         self.backbone = backbone
-        self.parts: list[Part] = []
+        self.parts: list[NaivePart] = []
 
     def copy(self) -> "Naive":
         other = Naive(self.backbone)
         other.parts = [dataclasses.replace(part) for part in self.parts]
         return other
 
-    def find(self, id: str) -> Part:
+    def find(self, id: str) -> NaivePart:
         return next(part for part in self.parts if part.id == id)
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class Naive:
 
     def place(self, id: str, tokens: Tokens, index: int, kv: dict[str, Any] | None = None) -> None:
         """Puts a part at an index: with its KV, or prefilled behind those in front as they stand afterwards."""
-        self.parts.insert(index, Part(id, tokens, 0, {}))
+        self.parts.insert(index, NaivePart(id, tokens, 0, {}))
         self.close()
         part = self.parts[index]
         found = self.run(tokens, part.start, index).kv if kv is None else kv

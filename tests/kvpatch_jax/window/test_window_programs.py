@@ -15,7 +15,7 @@ LENGTHS = (9, 10, 11, 12, 13, 14, 15, 16, 17, 18)
 """Buckets of 16 and of 32."""
 
 
-class Programs:
+class CompileCounter:
     """How many programs were compiled while it counts."""
 
     def __init__(self):
@@ -28,12 +28,12 @@ class Programs:
 
 @pytest.fixture
 def programs():
-    made = Programs()
+    made = CompileCounter()
     yield made
     made.counting = False
 
 
-class Shelf:
+class MemoryStore:
     """A store in memory."""
 
     def __init__(self):
@@ -56,7 +56,7 @@ def embedded(backbone, length: int):
     return backbone.embed_padded(np.arange(3, 3 + length)[None])[0]
 
 
-def loop(executor: PagedExecutor, lengths, shelf: Shelf, prefix: str = "") -> None:
+def loop(executor: PagedExecutor, lengths, shelf: MemoryStore, prefix: str = "") -> None:
     """Slides, appends, asks; brings what left back by the patch that its prefill gave."""
     backbone, window = executor.backbone, Window.empty(Costs.of(executor.backbone, jnp.float32))
     with PatchFormer(backbone, shelf, 4) as former:
@@ -83,7 +83,7 @@ def loop(executor: PagedExecutor, lengths, shelf: Shelf, prefix: str = "") -> No
 def test_ten_lengths_compile_what_their_buckets_do(programs):
     backbone = tiny("gqa")
     lengths = [length for pair in zip(LENGTHS[:5], reversed(LENGTHS[5:]), strict=True) for length in pair]
-    executor = PagedExecutor(backbone, 24, 8, jnp.float32, store=Shelf())
+    executor = PagedExecutor(backbone, 24, 8, jnp.float32, store=MemoryStore())
     executor.warm_up([16, 32], [4, 8], keys=6 * 16, ranks=(4,), steps=4)
     before = executor.ledger
     # Forming, storing and digesting patches are not the executor's: chunks of each bucket show what they compile.
@@ -98,7 +98,7 @@ def test_ten_lengths_compile_what_their_buckets_do(programs):
 
 
 @pytest.mark.slow
-def test_asking_behind_what_is_appended_compiles_nothing_that_was_warmed_up(programs):
+def test_asking_compiles_nothing_after_warm_up(programs):
     backbone = tiny("gqa")
     executor, window = PagedExecutor(backbone, 24, 8, jnp.float32), Window.empty(Costs.of(backbone, jnp.float32))
     executor.warm_up([16, 32], [4, 8], keys=6 * 16, ask=True)
@@ -117,7 +117,7 @@ def test_lengths_of_one_bucket_share_programs_without_warming_up(programs):
     """Ten lengths compile what two of them do."""
     counts = []
     for lengths in ((16, 18) * 5, LENGTHS):
-        executor = PagedExecutor(tiny("gqa"), 24, 8, jnp.float32, store=Shelf())
+        executor = PagedExecutor(tiny("gqa"), 24, 8, jnp.float32, store=MemoryStore())
         begun = programs.count
         loop(executor, lengths, executor.store)
         counts.append(programs.count - begun)

@@ -24,7 +24,7 @@ DIGEST = "a lead"
 
 @pytest.fixture(scope="module")
 def backbone():
-    return load(Path(__file__).parents[2] / "evals" / "trained" / "qwen2_5_vl", dtype="float32")
+    return load(Path(__file__).parents[3] / "evals" / "trained" / "qwen2_5_vl", dtype="float32")
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_canonical_behind_a_lead_is_what_one_prompt_of_both_holds(backbone):
     assert (chunk.span, chunk.length, alone.lead) == (alone.span, alone.length, None)
 
 
-def test_conditioned_kv_stands_behind_the_lead_too(backbone):
+def test_conditioned_kv_includes_the_lead(backbone):
     tokens = [backbone.embed(**backbone.prepare([ids])) for ids in (LEAD[0], [21, 22], UNIT[0])]
     behind = backbone.prefill(backbone.embed(**backbone.prepare([LEAD[0] + [21, 22] + UNIT[0]]))).kv
     for lead in (LEAD, tokens[0]):
@@ -70,7 +70,7 @@ def test_orders_are_prefilled_behind_the_lead(backbone):
         assert near(behind(order), {name: value[:, 0, 7:] for name, value in whole.items()})
 
 
-def test_the_lead_is_part_of_what_a_chunk_is(backbone):
+def test_the_lead_is_part_of_a_chunks_identity(backbone):
     alone, behind, other = (kvp.make_chunk(backbone, UNIT, lead=lead) for lead in (None, LEAD, OTHER))
     assert len({chunk.id for chunk in (alone, behind, other)}) == 3
     assert len({chunk.content for chunk in (alone, behind, other)}) == 3
@@ -114,7 +114,7 @@ def same(found: kvp.Chunk | None, chunk: kvp.Chunk) -> bool:
     return right and (found.lead, found.content) == (chunk.lead, chunk.content)
 
 
-def test_neither_is_given_for_the_other(store):
+def test_canonicals_of_different_leads_are_never_confused(store):
     alone, behind = both()
     store.put(alone)
     assert store.get("page", "tiny", lead=DIGEST) is None
@@ -137,7 +137,7 @@ def test_neither_is_given_for_the_other(store):
     assert totals(store.disk)["objects"] == 0
 
 
-def test_patches_of_both_are_kept_apart(store):
+def test_patches_of_different_leads_are_kept_apart(store):
     chunks = both()
     patches = [kvp.form_patch(chunk, conditioned_of(chunk), 4, ["A"]) for chunk in chunks]
     store.put_patches(patches)
@@ -179,7 +179,7 @@ def test_a_lead_survives_snapshots_and_exports(store, tmp_path):
         assert verify(other.disk).bad == []
 
 
-def test_what_can_be_made_again_goes_first_of_each_lead(store):
+def test_recomputable_objects_are_evicted_first_for_each_lead(store):
     """A reduced canonical goes before its own unreduced one, and is not taken for derived from that of another lead."""
     alone, behind = both()
     store.put(alone)

@@ -61,13 +61,13 @@ def forwards(drill: Drill, monkeypatch) -> list[Tokens]:
     return given
 
 
-def test_one_forward_is_two_to_rounding(drill: Drill, forwards):
+def test_a_fused_question_equals_two_forwards(drill: Drill, forwards):
     asked(drill, "c2", tokens_of(drill.backbone, 99, 3))
     assert [one.embeddings.shape[1] for one in forwards] == [8 + 4]
 
 
 @pytest.mark.slow
-def test_one_forward_of_a_question_of_which_few_count(drill: Drill, forwards):
+def test_a_fused_question_ignores_its_padding(drill: Drill, forwards):
     """Of more tokens than its bucket has; five pages hold three chunks and no question."""
     long = tokens_of(drill.backbone, 98, 21)
     found = asked(drill, "c3", long, 3)
@@ -77,7 +77,7 @@ def test_one_forward_of_a_question_of_which_few_count(drill: Drill, forwards):
 
 
 @pytest.mark.slow
-def test_a_question_that_is_refused_leaves_all_as_it_was():
+def test_a_refused_question_changes_nothing():
     drill = Drill("gqa", pages=4, page_size=8, host=False)
     for id in ("c0", "c1"):
         drill.append(id)
@@ -103,7 +103,7 @@ def test_a_question_that_is_refused_leaves_all_as_it_was():
     assert all((value == bits[name]).all() for name, value in rows_of(executor, drill.window).items())
 
 
-def test_what_ends_in_no_prefill_is_asked_in_a_forward_of_its_own(drill: Drill):
+def test_edits_that_end_in_no_prefill_give_the_question_its_own_forward(drill: Drill):
     question, last = tokens_of(drill.backbone, 99, 3), drill.window.pieces[-1].entry.id
     window, edits = drill.window.bare(last)
     found = np.asarray(drill.paged.ask(window, edits, question))
@@ -134,7 +134,7 @@ def test_both_executors_answer_alike():
     assert np.abs(first - second).max() <= BAR * np.abs(second).max()
 
 
-def test_a_pool_that_a_launch_took_along_is_said_to_be_lost_and_made_again(monkeypatch):
+def test_a_lost_pool_is_reported_and_renewed(monkeypatch):
     drill = Drill("gqa", pages=5, page_size=8, host=False)
     for id in ("c0", "c1", "c2"):
         drill.append(id)
@@ -164,7 +164,7 @@ def test_a_pool_that_a_launch_took_along_is_said_to_be_lost_and_made_again(monke
 
 
 @pytest.mark.slow
-def test_what_is_made_anew_is_served_as_it_was():
+def test_anew_keeps_bare_and_patched_states():
     """Bare and patched chunks stay so, in a pool that is renewed; what only the old pool had is gone."""
     drill = Drill("gqa", host=False)
     for id in ("c0", "c1", "c2", "c3"):

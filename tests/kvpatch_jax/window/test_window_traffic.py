@@ -15,7 +15,7 @@ from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
 from kvpatch_jax.window import Costs, Entry, PagedExecutor, PatchFormer, Window
 
 
-class Shelf:
+class PausableStore:
     """A store in memory that can be made to wait, or to fail."""
 
     def __init__(self):
@@ -53,7 +53,7 @@ def counting_of(backbone):
     return counting
 
 
-def loop_of(shelf: Shelf, rank: int = 8, **options) -> tuple[Drill, PatchFormer, Any]:
+def loop_of(shelf: PausableStore, rank: int = 8, **options) -> tuple[Drill, PatchFormer, Any]:
     drill, counting = Drill("gqa", host=False), counting_of(backbone_of("gqa"))
     former = PatchFormer(counting, shelf, rank, **options)
     former.watch(drill.paged)
@@ -61,8 +61,8 @@ def loop_of(shelf: Shelf, rank: int = 8, **options) -> tuple[Drill, PatchFormer,
     return drill, former, counting
 
 
-def test_a_prefill_gives_its_patch_and_needs_no_forward_where_the_canonical_is_stored():
-    shelf = Shelf()
+def test_a_prefill_gives_its_patch_without_a_forward_if_the_canonical_is_stored():
+    shelf = PausableStore()
     drill, former, counting = loop_of(shelf)
     with former:
         for id in ("c0", "c1", "c2"):
@@ -93,8 +93,8 @@ def test_a_prefill_gives_its_patch_and_needs_no_forward_where_the_canonical_is_s
     assert counting.forwards == 1
 
 
-def test_what_left_the_pool_is_formed_all_the_same():
-    shelf = Shelf()
+def test_patches_of_evicted_pieces_are_still_formed():
+    shelf = PausableStore()
     drill, former, _ = loop_of(shelf)
     for id in ("c0", "c1"):
         drill.append(id)
@@ -123,7 +123,7 @@ def test_what_left_the_pool_is_formed_all_the_same():
     assert former.done.patches == 3
 
 
-class LeadShelf(Shelf):
+class LeadStore(PausableStore):
     """A store in memory that keeps canonicals of several leads apart."""
 
     def get(self, id, backbone, *, lead=None):
@@ -138,7 +138,7 @@ class LeadShelf(Shelf):
 
 @pytest.mark.slow
 def test_canonicals_behind_a_lead_are_formed_stored_and_fetched_as_such():
-    shelf, counting = LeadShelf(), counting_of(backbone_of("gqa"))
+    shelf, counting = LeadStore(), counting_of(backbone_of("gqa"))
     front = tokens_of(counting, 50, 5)
     executor = PagedExecutor(counting, 12, 8, np.float32, store=shelf, lead=front)
     window = Window.empty(Costs.of(counting, np.float32))
@@ -176,8 +176,8 @@ def test_canonicals_behind_a_lead_are_formed_stored_and_fetched_as_such():
         executor.provide("c0", chunk=canonical(counting, "c0", tokens_of(counting, 0, 5)))
 
 
-def test_errors_stay_where_they_are_and_waiting_is_bounded():
-    shelf, told = Shelf(), []
+def test_errors_are_kept_and_the_queue_is_bounded():
+    shelf, told = PausableStore(), []
     drill, former, _ = loop_of(shelf, pending=1, on_error=told.append)
     shelf.broken = True
     drill.append("c0")
@@ -197,8 +197,8 @@ def test_errors_stay_where_they_are_and_waiting_is_bounded():
 
 
 @pytest.mark.slow
-def test_texts_and_strangers_are_left_alone():
-    shelf = Shelf()
+def test_texts_and_mismatched_chunks_are_skipped():
+    shelf = PausableStore()
     drill, former, counting = loop_of(shelf)
     text = tokens_of(drill.backbone, 3, 8)
     drill.paged.provide("t", tokens=text)

@@ -112,7 +112,7 @@ def start(gaps: str, promise: str, lead: int) -> Window:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), gaps=st.sampled_from(["close", "keep"]), promise=st.sampled_from(["remember", "forget"]))
-def test_one_step_is_all_operations(data: st.DataObject, gaps: str, promise: str):
+def test_arrange_equals_the_operations_one_by_one(data: st.DataObject, gaps: str, promise: str):
     window = start(gaps, promise, 1)
     for number in range(data.draw(st.integers(1, 6))):
         window, _ = window.append(entry(number), "bare" if number == 3 else "prefill")
@@ -157,7 +157,7 @@ def test_one_step_is_all_operations(data: st.DataObject, gaps: str, promise: str
     assert all(isinstance(each, Drop | Rotate | Fetch) or each in edits for each in own)
 
 
-def test_what_cannot_be_arranged_is_refused():
+def test_invalid_rearrangements_are_refused():
     window = start("close", "remember", 1)
     for number in range(5):
         window, _ = window.append(entry(number))
@@ -177,7 +177,7 @@ def test_what_cannot_be_arranged_is_refused():
             arrange(of, entries)
 
 
-def test_the_same_id_with_other_content_takes_the_place():
+def test_an_entry_of_other_content_replaces_that_of_the_same_id():
     window = start("close", "remember", 1)
     for number in range(4):
         window, _ = window.append(entry(number))
@@ -189,7 +189,7 @@ def test_the_same_id_with_other_content_takes_the_place():
     assert [piece.fidelity for piece in there.pieces] == ["exact", "exact", "exact", "approximate"]
 
 
-def test_patches_are_checked_as_everywhere():
+def test_arrange_checks_patches_as_the_operations_do():
     window = start("close", "forget", 1)
     for number in range(3):
         window, _ = window.append(entry(number))
@@ -236,7 +236,7 @@ def test_a_survivor_that_is_run_again_is_another_one_to_those_behind():
     assert arranged.serve([KEEP, PREFILL, ServingChoice("patch", after)])[0].start("c3") == there.next_start
 
 
-def test_what_is_aside_is_restored():
+def test_restore_switches_back_to_the_state_before_bare():
     window = start("close", "remember", 1)
     for number in range(3):
         window, _ = window.append(entry(number))

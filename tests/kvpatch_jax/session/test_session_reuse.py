@@ -67,7 +67,7 @@ def loop(backbone: Any, store: Any, monkeypatch: pytest.MonkeyPatch, **options: 
         return session.stats(), answer, towers
 
 
-def test_what_is_exact_is_read_from_the_store_and_nothing_is_formed_for_nobody(backbone, tmp_path, monkeypatch):
+def test_exact_data_is_read_from_the_store_and_no_unusable_patch_is_formed(backbone, tmp_path, monkeypatch):
     with kvp.ChunkStore(tmp_path / "store") as own:
         (first, before, towers), (second, after, again) = (loop(backbone, own, monkeypatch) for _ in range(2))
         assert own.patch_count(chunk_id(backbone.fingerprint, image_of(1)), backbone.fingerprint) == 0
@@ -102,7 +102,7 @@ def test_stored_patches_are_not_formed_again(backbone, tmp_path, monkeypatch):
     assert larger.patches == 2, "those of a smaller rank are formed again"
 
 
-def test_a_session_that_may_serve_patches_has_them_formed(backbone, tmp_path, monkeypatch):
+def test_patches_are_formed_for_sessions_that_may_serve_them(backbone, tmp_path, monkeypatch):
     with kvp.ChunkStore(tmp_path / "store") as own:
         assert loop(backbone, own, monkeypatch, rank=0, uncertified=True)[0].formed.patches == 0
         assert loop(backbone, own, monkeypatch, uncertified=True)[0].formed.patches == 2
@@ -118,7 +118,7 @@ def test_a_session_that_may_serve_patches_has_them_formed(backbone, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_a_stored_patch_serves_what_comes_back_where_that_is_allowed(backbone, store):
+def test_a_stored_patch_serves_a_returning_chunk_if_uncertified_is_allowed(backbone, store):
     with kvp.Session(backbone, store, keep=1, rank=0, uncertified=True) as session:
         session.add(image_of(0))
         name = session.add(image_of(1))  # met by another session, behind the very image that stands in front here
@@ -157,7 +157,7 @@ def test_a_certificate_serves_no_session_beyond_what_was_measured(backbone, stor
             assert session.window.as_promised == (said is not None)
 
 
-def test_what_was_deleted_is_prefilled_or_refused(backbone, tmp_path: Path, monkeypatch):
+def test_chunks_deleted_from_the_store_are_prefilled_or_refused(backbone, tmp_path: Path, monkeypatch):
     with kvp.ChunkStore(tmp_path / "store") as own, kvp.Session(backbone, own, 1, rank=4, uncertified=True) as session:
         session.add(image_of(0))
         name = session.add(image_of(1))
@@ -173,13 +173,16 @@ def test_what_was_deleted_is_prefilled_or_refused(backbone, tmp_path: Path, monk
         assert own.delete(name, backbone.fingerprint)
         session.recall(name)
         assert session.fidelity(name) == "exact"
-        session.slide(0)
-        session.memory = 0
-        session.slide(0)
-        before = session.window
-        with pytest.raises(SessionError, match="given again"):
-            session.recall(name)
-        assert session.window == before
+
+        with kvp.Session(backbone, own, 1, rank=0, uncertified=True, memory=0) as forgetful:
+            forgetful.add(image_of(0))
+            name = forgetful.add(image_of(1))
+            forgetful.slide(0)
+            own.delete(name, backbone.fingerprint)
+            before = forgetful.window
+            with pytest.raises(SessionError, match="given again"):
+                forgetful.recall(name)
+            assert forgetful.window == before
 
 
 def test_a_goal_without_a_certificate_is_as_promised(backbone, store):
@@ -218,7 +221,7 @@ def told(session: kvp.Session) -> list[Any]:
     return [*first, session.ids, session.ask(QUESTION, steps=4, stop=()).ids]
 
 
-def test_a_restored_session_goes_on(backbone, saved, tmp_path: Path):
+def test_a_restored_session_answers_alike(backbone, saved, tmp_path: Path):
     path, expected = saved
     with kvp.Session.restore(path, backbone) as session:
         assert [session.fidelity(name) for name in session.ids] == ["exact", "survivor", "survivor"]
@@ -226,7 +229,7 @@ def test_a_restored_session_goes_on(backbone, saved, tmp_path: Path):
         session.save(again)
         session.save(again)  # in place of itself
         assert told(session) == expected
-        assert (session.keep, session.around) == (2, ("w30 ", " w31"))
+        assert (session.keep, session.config.around) == (2, ("w30 ", " w31"))
     with kvp.Session.restore(again, backbone) as session:
         branch = session.fork()
         branch.save(tmp_path / "branch")
@@ -240,7 +243,7 @@ def test_a_restored_session_goes_on(backbone, saved, tmp_path: Path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["again", "bare", "branch"]
 
 
-def test_files_that_are_no_sessions_are_refused(backbone, saved, tmp_path: Path):
+def test_damaged_and_foreign_files_of_sessions_are_refused(backbone, saved, tmp_path: Path):
     path, _ = saved
     content, bad = path.read_bytes(), tmp_path / "bad"
     other = tiny("gqa")
@@ -269,7 +272,7 @@ def test_files_that_are_no_sessions_are_refused(backbone, saved, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_references_and_what_is_found_serve_one_answer(backbone, tmp_path: Path):
+def test_references_and_retrieved_chunks_serve_one_answer(backbone, tmp_path: Path):
     with kvp.ChunkStore(tmp_path / "store") as own:
         library = StaticLibrary(own, quota=1 << 20)
         library.put("A", image_of(8))
@@ -290,6 +293,7 @@ def test_references_and_what_is_found_serve_one_answer(backbone, tmp_path: Path)
             assert session.ask("w7 IMAGE#A", steps=2, stop=()).recalled == ["IMAGE#A"]
             with pytest.raises(UnknownReferenceError):
                 session.ask("w7 IMAGE#C")
+            assert (session.window, session.runtime.executor.books.allocator.counts.tolist()) == before
 
             seen: list[RetrievalQuery] = []
 
@@ -298,32 +302,34 @@ def test_references_and_what_is_found_serve_one_answer(backbone, tmp_path: Path)
                 assert looking.hidden(1).shape == looking.vector.shape
                 return ["IMAGE#A"] if len(looking.ids) == 2 else []
 
-            session.retriever = find
-            plain = session.fork()
-            plain.retriever = None
-            whole = plain.ask(QUESTION, steps=5, stop=()).ids
-            plain.close()
-            found = session.ask(QUESTION, steps=5, stop=(), look=2)
-            assert found.ids[:2] == whole[:2]
+            plain = session.ask(QUESTION, steps=5, stop=()).ids
+            session.save(tmp_path / "session")
+
+            def retrieving(retriever: Any) -> kvp.Session:
+                options = {"linker": linker, "retriever": retriever, "rank": 0}
+                return kvp.Session.restore(tmp_path / "session", backbone, own, **options)
+
+            with retrieving(find) as asking:
+                found = asking.ask(QUESTION, steps=5, stop=(), look=2)
+                assert len(found.ids) == 5  # read to its end
+            assert found.ids[:2] == plain[:2]
             assert [len(each.ids) for each in seen] == [0, 2, 4]
             assert found.recalled == ["IMAGE#A"]
             behind = session.fork(keep=4)
-            behind.retriever = None
             behind.add(image_of(8))
             assert found.ids[2:] == behind.ask(_ids(backbone, found.ids[:2]), steps=3, stop=()).ids
             behind.close()
 
-            session.retriever = lambda looking: ["none"]
-            with pytest.raises(UnknownReferenceError):
-                session.ask(QUESTION, steps=2)
-            session.retriever = lambda looking: "IMAGE#A"
-            with pytest.raises(InputError, match="list of names"):
-                session.ask(QUESTION, steps=2)
-            width = len(seen[0].vector)
-            session.retriever = ExactRetriever(width)
-            session.retriever.add("IMAGE#B", seen[0].vector)
-            assert session.ask(QUESTION, steps=1).recalled == ["IMAGE#B"]
-            assert (session.window, session.runtime.executor.books.allocator.counts.tolist()) == before
+            with retrieving(lambda looking: ["none"]) as asking, pytest.raises(UnknownReferenceError):
+                asking.ask(QUESTION, steps=2)
+            with retrieving(lambda looking: "IMAGE#A") as asking, pytest.raises(InputError, match="list of names"):
+                asking.ask(QUESTION, steps=2)
+            nearest = ExactRetriever(len(seen[0].vector))
+            nearest.add("IMAGE#B", seen[0].vector)
+            with retrieving(nearest) as asking:
+                before = asking.window, asking.runtime.executor.books.allocator.counts.tolist()
+                assert asking.ask(QUESTION, steps=1).recalled == ["IMAGE#B"]
+                assert (asking.window, asking.runtime.executor.books.allocator.counts.tolist()) == before
 
 
 def _ids(backbone: Any, behind: tuple[int, ...]) -> list[int]:

@@ -24,7 +24,7 @@ def run(folder: Path, kills: int, seed: int) -> tuple[int, dict[str, set[str]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [3, 20])
-def test_killed_in_the_middle_sessions_go_on(kills: int, tmp_path: Path):
+def test_sessions_killed_in_the_middle_restore_with_the_same_answers(kills: int, tmp_path: Path):
     _, expected = run(tmp_path / "whole", 0, 0)
     assert all(len(said) == 1 for said in expected.values())
     died = 0

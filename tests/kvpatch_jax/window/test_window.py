@@ -1,8 +1,6 @@
-"""Windows: what is pinned, what is refused, what a patch must fit, and what comes in from JSON."""
+"""Windows: what is pinned, what is refused, what a patch must fit, forks, and the cost of edits."""
 
-import copy
 import dataclasses
-import json
 import subprocess
 import sys
 from typing import Any
@@ -10,41 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from window_cases import COSTS, LEAD, chunk, kinds, note_of, window_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax.backbone import ForwardCosts, Tokens
+from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.cache import Antecedent, Member
 from kvpatch_jax.errors import PatchMismatchError, StalePatchError, WindowError
-from kvpatch_jax.window import Compact, Copy, Costs, Drop, Entry, Fetch, PatchNote, Prefill, Recompute, Rotate, Window
-from kvpatch_jax.window.window_json import digest_of_body
-
-COSTS = Costs("fingerprint", 2, 96, 32, 8, ForwardCosts((1000, 1000), (40, 40), (0, 0), 5000))
-LEAD = Entry("system", None, 18, 18, "text")
-
-
-def chunk(name: str, span: int = 10, free: bool = False) -> Entry:
-    return Entry(name, f"content of {name}", 10, span, "chunk", free)
-
-
-def window_of(*names: str, lead: bool = True, free: str = "", **options) -> Window:
-    window = Window.empty(COSTS, **options)
-    if lead:
-        window, _ = window.append(LEAD)
-    for name in names:
-        window, _ = window.append(chunk(name, free=name in free))
-    return window
-
-
-def note_of(window: Window, id: str | None, chunk_id: str, **changes) -> PatchNote:
-    note = PatchNote("digest", chunk_id, None, "canonical", window.target(id), None, False, 8, 100, 5)
-    return dataclasses.replace(note, **changes)
-
-
-def kinds(edits) -> list[str]:
-    return [type(edit).__name__ for edit in edits]
-
+from kvpatch_jax.window import Compact, Copy, Drop, Entry, Fetch, PatchNote, Prefill, Recompute, Rotate, Window
 
 # ------------------------------------------------------------------------------------------------ what is pinned
 
@@ -69,7 +39,7 @@ def test_without_a_text_the_first_chunk_is_pinned():
     assert not window.slide(0)[0].sink_left
 
 
-def test_a_lead_of_none_says_when_the_sink_has_left():
+def test_a_window_without_a_lead_reports_that_the_sink_has_left():
     window = Window.empty(COSTS, lead=0)
     for name in "ABC":
         window, _ = window.append(chunk(name))
@@ -126,7 +96,7 @@ def test_kept_gaps_move_nothing_and_nothing_behind_them_is_exact():
     assert edits[-1].tokens == 48
 
 
-def test_what_is_recalled_where_it_stood_makes_those_behind_exact_again():
+def test_recall_to_the_old_place_makes_the_pieces_behind_exact_again():
     window = window_of(*"ABC", gaps="keep")
     left, _ = window.evict("B")
     assert left.fidelity("C") == "survivor"
@@ -136,7 +106,7 @@ def test_what_is_recalled_where_it_stood_makes_those_behind_exact_again():
     assert [piece.fidelity for piece in back.pieces] == ["exact"] * 4
 
 
-def test_a_patch_of_two_that_were_exact_is_not_one_across_a_gap():
+def test_a_gap_between_exact_pieces_changes_the_antecedent():
     """In a window that keeps positions, the one in front stands further away than in one prefilled whole."""
     window = window_of(*"AB", gaps="keep")
     left, _ = window.evict("B")
@@ -177,7 +147,7 @@ def test_reorder_serves_by_orbit_patches():
         forget.reorder(["C", "A", "B"], {"C": orbit})
 
 
-def test_bare_and_back_is_the_very_window():
+def test_bare_and_condition_restore_an_equal_window():
     window = window_of(*"AB")
     bare, edits = window.bare("A")
     assert edits == (Copy("A", "canonical", None, 2 * 96 * 10, 3 * 8 * 10),)
@@ -193,7 +163,7 @@ def test_bare_and_back_is_the_very_window():
     assert late.condition("A")[0].fidelity("C") == "approximate", "C was made behind a bare A"
 
 
-def test_recompute_is_exact_from_the_bottom_alone():
+def test_recompute_is_exact_only_from_layer_zero():
     window, _ = window_of(*"ABC").evict("A")
     again, edits = window.recompute("B")
     assert again.fidelity("B") == "exact"
@@ -204,7 +174,7 @@ def test_recompute_is_exact_from_the_bottom_alone():
     assert edits[0].bytes == 48 * 28
 
 
-def test_a_patch_formed_behind_a_blind_chunk_is_refused_where_a_true_one_is_expected():
+def test_a_patch_formed_behind_a_bare_chunk_is_refused_behind_a_conditioned_one():
     window = window_of("A")
     blind, _ = window.bare("A")
     note = PatchNote("d", "N", None, "canonical", blind.antecedent(), None, False, 8, 100, 5)
@@ -222,7 +192,7 @@ def test_a_patch_formed_behind_a_blind_chunk_is_refused_where_a_true_one_is_expe
     assert window.append(chunk("N"), patch=note, allow_stale=True)[0].fidelity("N") == "approximate"
 
 
-def test_a_window_that_remembers_aims_at_other_patches_than_one_that_forgets():
+def test_targets_differ_between_remember_and_forget():
     window, _ = window_of(*"AB").evict("A")
     forget = dataclasses.replace(window, promise="forget")
     assert forget.target().exact
@@ -249,7 +219,7 @@ def test_a_removal_patch_needs_the_base_that_the_window_holds():
         left.append(chunk("N"), patch=dataclasses.replace(removal, chunk="N"))
 
 
-def test_notes_are_taken_of_real_patches():
+def test_notes_describe_real_patches():
     layout = kvp.KVLayout.gqa(2, 2, 4, kvp.Rope(1e4, 4))
     rng = np.random.default_rng(0)
     draw = lambda: {name: jnp.asarray(rng.normal(size=(2, 10, 2, 4)), jnp.float32) for name in layout.names}
@@ -335,7 +305,7 @@ def used() -> Window:
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_changes_are_refused_and_the_window_is_as_it_was(unchecked, used, what):
+def test_invalid_operations_are_refused_and_change_nothing(unchecked, used, what):
     before = used.to_json()
     with pytest.raises(WindowError, match="expected"):
         BAD[what](used)
@@ -349,7 +319,7 @@ def test_bad_changes_are_refused_and_the_window_is_as_it_was(unchecked, used, wh
         *({"tokens": 0}, {"tokens": True}, {"span": 0}, {"span": -1}, {"span": 2.5}, {"span": 2**30}),
     ],
 )
-def test_bad_entries_are_refused(unchecked, changes):
+def test_invalid_entries_are_refused(unchecked, changes):
     with pytest.raises(WindowError, match="expected"):
         dataclasses.replace(chunk("A"), **changes)
 
@@ -403,120 +373,6 @@ def test_windows_that_are_no_forks_have_names_of_their_own(unchecked, used):
     for wrong in names:
         with pytest.raises(WindowError, match="expected a name without a slash"):
             own.renamed(wrong)
-
-
-# ------------------------------------------------------------------------------------------------------------ JSON
-
-
-def saved_again(document: dict) -> str:
-    """The document with the digest that its contents have."""
-    document["digest"] = digest_of_body(document["window"])
-    return json.dumps(document)
-
-
-@pytest.fixture(scope="module")
-def document() -> dict:
-    window, _ = window_of(*"ABCD", free="BC").evict("A")
-    window, _ = window.bare("B")
-    window, _ = window.condition("C", note_of(window, "C", "C"))
-    window, _ = window.fork("branch")
-    return json.loads(window.to_json())
-
-
-def read(text: str | bytes, backbone: str = "fingerprint", **options) -> Window:
-    return Window.from_json(text, backbone=backbone, **options)
-
-
-def test_a_window_is_read_back_for_its_own_backbone_and_store(document):
-    text = saved_again(document)
-    window = read(text)
-    assert json.loads(window.to_json()) == document
-    assert read(text.encode()) == window
-    with pytest.raises(WindowError, match="for backbone 'fingerprint'; expected 'other'"):
-        read(text, "other")
-    with pytest.raises(WindowError, match="for store None; expected 'mine'"):
-        read(text, store="mine")
-    mine = dataclasses.replace(window, store="mine")
-    assert read(mine.to_json(), store="mine") == mine
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "{", "null", "[]", "3", "{}", "[" * 100_000, "9" * 5000, b"\xff", '"\\ud800"', 3),
-        *('{"format": NaN}', '{"format": 1.5}', '{"format": "kvpatch window"}'),
-        '{"format": "kvpatch window", "version": 1, "version": 1}',
-    ],
-)
-def test_what_is_no_window_is_refused(unchecked, text):
-    with pytest.raises(WindowError):
-        read(text)
-
-
-@pytest.mark.parametrize("version", [0, 3, "1", True, None])
-def test_other_versions_are_refused(document, version):
-    with pytest.raises(WindowError, match="version"):
-        read(json.dumps(document | {"version": version}))
-
-
-def test_older_windows_are_read_and_nothing_that_they_cannot_prove_is_believed():
-    """They say exact of what digests prove; whether a survivor was made behind survivors they do not say."""
-    exact = window_of(*"ABC")
-    slid, _ = exact.evict("A")
-    bare, _ = slid.bare("B")
-    for window, expected in ((exact, ["exact"] * 4), (slid, ["exact", *["approximate"] * 2])):
-        older = read(json.dumps(json.loads(window.to_json()) | {"version": 1}))
-        assert [piece.fidelity for piece in older.pieces] == expected
-        assert older.append(chunk("N"))[0].fidelity("N") == expected[-1]
-        assert read(older.to_json()) == older
-    older = read(json.dumps(json.loads(bare.to_json()) | {"version": 1}))
-    assert older.condition("B")[0].fidelity("B") == "approximate"
-    assert older.recompute("B")[0].recompute("C")[0].as_promised
-
-
-def test_damage_is_found(document):
-    changed = copy.deepcopy(document)
-    changed["window"]["pieces"][1]["state"]["behind"] = "0" * 32
-    with pytest.raises(WindowError, match="digest"):
-        read(json.dumps(changed))
-
-
-def paths(value, path=()):
-    """Every place in a document."""
-    yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield from paths(inner, (*path, key))
-
-
-WORDS = ["bare", "patched", "conditioned", "evicted", "chunk", "text", "close", "keep", "/a", "canonical", "", "\ud800"]
-NUMBERS = [None, True, False, -1, 0, 1, 7, 2**30, 2**31, 2**70, 1.5]
-JUNK = st.sampled_from([*WORDS, *NUMBERS, "0" * 32, [], [1], {}, {"a": 1}, [[]]])
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_hostile_documents_are_refused_or_read_as_windows(unchecked, document, data):
-    changed = copy.deepcopy(document)
-    place = data.draw(st.sampled_from([path for path in paths(changed["window"]) if path]))
-    table = changed["window"]
-    for key in place[:-1]:
-        table = table[key]
-    if data.draw(st.booleans()) and isinstance(table, dict):
-        table.pop(place[-1])
-    else:
-        table[place[-1]] = data.draw(JUNK)
-    try:
-        window = read(saved_again(changed))
-    except WindowError:
-        return
-    assert read(window.to_json()) == window
-    ends = [0, *(piece.end for piece in window.pieces)]
-    assert all(piece.start >= end for piece, end in zip(window.pieces, ends, strict=False))
-    str(window)
-    window.append(chunk("another"))
-    window.antecedent()
-    window.target()
 
 
 # ----------------------------------------------------------------------------------------------------------- speed
@@ -574,7 +430,7 @@ def test_edits_of_256_chunks_are_computed_in_five_milliseconds():
     assert max(times.values()) < 5, times
 
 
-def test_prefills_name_what_they_stand_behind():
+def test_prefill_costs_count_the_tokens_in_front():
     _, edits = window_of("A").append(chunk("B"))
     assert edits == (Prefill("B", 28, 96 * 38, sum(2000 + 80 * (28 + token + 1) for token in range(10))),)
 

@@ -108,7 +108,7 @@ def test_tokens_are_the_same_alone_and_in_company(layout: str):
         assert "answers 7" in str(stats)
         # Fewer launches than tokens: they were made together; and a program for each shape, no more.
         assert stats.steps < 6 + 6 * 6
-        shapes = {shape for shape in shared.driver.batch.shapes if shape[0] == "answers"}
+        shapes = {shape for shape in shared.decode_loop.batch.shapes if shape[0] == "answers"}
         assert shapes <= {("answers", rows, 8) for rows in (1, 4, 8)}
         assert shared.backbone.programs.next_in_pages._cache_size() <= 3
 
@@ -131,7 +131,7 @@ def test_stop_tokens_steps_and_questions_behind_nothing(sessions):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_cannot_be_asked_is_refused_at_once(sessions):
+def test_invalid_questions_are_refused_at_once(sessions):
     shared, agent = sessions.shared, agents_of(sessions, 1)[0]
     asked = question_of(shared.backbone, 1)
     for steps, sampling, key, stop in (
@@ -153,7 +153,7 @@ def test_what_cannot_be_asked_is_refused_at_once(sessions):
     expect_balanced(shared, {agent.window.branch})
 
 
-def test_letting_go_of_an_answer_frees_its_slots_before_the_next_token(sessions):
+def test_dropping_an_answer_releases_its_slots_before_the_next_token(sessions):
     shared, (one, other) = sessions.shared, agents_of(sessions, 2)
     asked = question_of(shared.backbone, 1)
     ask = lambda agent: shared.answer(agent.window, asked, None, 40, None, None, ())
@@ -176,8 +176,8 @@ def test_letting_go_of_an_answer_frees_its_slots_before_the_next_token(sessions)
     expect_balanced(shared, {one.window.branch, other.window.branch})
 
 
-def test_an_answer_stays_behind_the_window_it_was_asked_behind(sessions):
-    """The window slides, is packed and is let go of while it grows: what it reads was copied on write."""
+def test_an_answer_ignores_later_edits_of_its_window(sessions):
+    """The window slides and is compacted while the answer is decoded: what it reads was copied on write."""
     shared, agent = sessions.shared, agents_of(sessions, 1, pieces=3)[0]
     asked = question_of(shared.backbone, 1)
     ask = lambda: shared.answer(agent.window, asked, None, 40, None, None, ())
@@ -195,7 +195,7 @@ def test_an_answer_stays_behind_the_window_it_was_asked_behind(sessions):
 
 def test_a_row_whose_logits_are_not_finite_ends_alone(sessions, monkeypatch):
     shared, (one, other) = sessions.shared, agents_of(sessions, 2)
-    asked, batch = question_of(shared.backbone, 1), shared.driver.batch
+    asked, batch = question_of(shared.backbone, 1), shared.decode_loop.batch
     expected = ids_of(shared.answer(other.window, asked, None, 12, None, None, ()))
     answers = [shared.answer(agent.window, asked, None, 12, None, None, ()) for agent in (one, other)]
     begun = [int(next(answer).ids[0]) for answer in answers]
@@ -203,13 +203,13 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(sessions, monkeypatch):
 
     def refusing(pool, rows, draws):
         rows, pool = advance(pool, rows, draws)
-        first = [place for place, row in enumerate(batch.rows) if row.ask.window == one.window.branch]
+        first = [place for place, row in enumerate(batch.rows) if row.request.window == one.window.branch]
         token = np.asarray(rows.token).copy()
         token[first] = -1
         return rows._replace(token=jax.numpy.asarray(token)), pool
 
     monkeypatch.setattr(batch.backbone, "advance_answers", refusing)
-    with pytest.raises(NotFiniteError, match="hold NaN"):
+    with pytest.raises(NotFiniteError, match="logits with NaN"):
         ids_of(answers[0])
     assert [begun[1], *ids_of(answers[1])] == expected
     expect_balanced(shared, {one.window.branch, other.window.branch})
@@ -243,7 +243,7 @@ def test_a_full_pool_makes_edits_and_questions_wait(sessions):
     expect_balanced(shared, {one.window.branch, other.window.branch})
 
 
-def test_waiting_ends_and_what_never_fits_does_not_wait(backbone):
+def test_waiting_times_out_and_what_never_fits_does_not_wait(backbone):
     with opened(backbone, timeout=0.1, waiting=1) as sessions:
         shared, agent = sessions.shared, agents_of(sessions, 1)[0]
         window = agent.window
@@ -275,7 +275,7 @@ def test_waiting_ends_and_what_never_fits_does_not_wait(backbone):
         expect_balanced(shared, {agent.window.branch})
 
 
-def test_a_pool_that_is_lost_is_begun_anew_for_all(sessions, monkeypatch):
+def test_a_lost_pool_is_allocated_again_and_windows_are_prefilled(sessions, monkeypatch):
     shared, (one, other) = sessions.shared, agents_of(sessions, 2)
     expected = [agent.ask(1, 8) for agent in (one, other)]
     advance = shared.backbone.advance_answers
@@ -284,21 +284,21 @@ def test_a_pool_that_is_lost_is_begun_anew_for_all(sessions, monkeypatch):
         jax.block_until_ready(advance(pool, rows, draws))  # which donates it
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(shared.driver.batch.backbone, "advance_answers", failing)
+    monkeypatch.setattr(shared.decode_loop.batch.backbone, "advance_answers", failing)
     with pytest.raises(PoolLostError) as raised:
         one.ask(1, 8)
     assert "no memory left" in str(raised.value.__cause__)
-    monkeypatch.setattr(shared.driver.batch.backbone, "advance_answers", advance)
+    monkeypatch.setattr(shared.decode_loop.batch.backbone, "advance_answers", advance)
     window = other.window
-    with pytest.raises(PoolLostError, match="expected `anew`"):
+    with pytest.raises(PoolLostError, match="expected `reprefill`"):
         other.add(40)
-    with pytest.raises(PoolLostError, match="expected `anew`"):
+    with pytest.raises(PoolLostError, match="expected `reprefill`"):
         one.ask(1, 8)
     assert other.window is window
     for agent, said in zip((one, other), expected, strict=True):
-        agent.window = shared.anew(agent.window)
+        agent.window = shared.reprefill(agent.window)
         assert agent.ask(1, 8) == said
-        assert shared.anew(agent.window) is agent.window
+        assert shared.reprefill(agent.window) is agent.window
     assert sessions.stats().renewed == 1
     expect_balanced(shared, {one.window.branch, other.window.branch})
 
@@ -329,7 +329,7 @@ def test_closing_ends_answers_and_waits(backbone, monkeypatch):
     assert len(ended) == 1
     with pytest.raises(SessionClosedError):
         ids_of(answer)
-    for use in (lambda: one.add(41), lambda: one.ask(1), lambda: shared.anew(one.window)):
+    for use in (lambda: one.add(41), lambda: one.ask(1), lambda: shared.reprefill(one.window)):
         with pytest.raises(SessionClosedError):
             use()
     shared.release(one.window.branch)
@@ -349,7 +349,7 @@ def test_in_a_forked_process_nothing_waits_for_ever(sessions, monkeypatch):
     monkeypatch.undo()
 
 
-def test_turns_are_taken_in_the_order_of_asking():
+def test_the_lock_is_handed_on_in_the_order_of_requests():
     turns, order = FairLock(), []
 
     def take(name: str, first: bool = False) -> threading.Thread:
@@ -360,7 +360,7 @@ def test_turns_are_taken_in_the_order_of_asking():
 
         thread = threading.Thread(target=work)
         thread.start()
-        while len(turns._queue) <= len(started):
+        while turns.queued <= len(started):
             time.sleep(0.001)
         started.append(name)
         return thread
@@ -459,7 +459,7 @@ def test_sessions_share_pool_and_store_and_outlive_a_lost_pool(backbone, tmp_pat
         third = sessions.restore(tmp_path / "third")
         assert third.ask(question, steps=3, stop=()).ids == expected[-1]
         third.close()
-        with pytest.raises(SessionError, match="another one"):
+        with pytest.raises(SessionError, match="beside a runtime"):
             kvp.Session(backbone, ChunkStore(tmp_path / "other"), runtime=sessions.shared)
 
         executor, fork = sessions.shared.executor, first.fork()

@@ -31,7 +31,7 @@ def check(drill: Drill, expected: str) -> None:
     assert first == len(expected) or found[first] > 30 * BAR, found
 
 
-def test_what_was_prefilled_behind_something_approximate_stays_approximate_when_that_leaves():
+def test_kv_prefilled_behind_an_approximate_piece_stays_approximate():
     """Two windows of the same pieces: in one of them those that had not seen c4 were run again before c3 came."""
     served, true = (Drill("gqa", host=False) for _ in range(2))
     for drill in (served, true):
@@ -59,7 +59,7 @@ def test_what_was_prefilled_behind_something_approximate_stays_approximate_when_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gqa", "mla", "mrope", "window", "experts"])
-def test_what_is_called_exact_is_a_prefill_of_the_window(name):
+def test_exact_pieces_equal_a_prefill_of_the_window(name):
     drill = Drill(name, host=False)
     for id in ("c0", "c1", "c2", "c3"):
         drill.append(id)

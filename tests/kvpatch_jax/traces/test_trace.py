@@ -36,7 +36,7 @@ def write(path: Path, *lines: object, end: bytes = b"\n") -> Path:
     return path
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_a_written_trace_reads_back_equal(tmp_path):
     trace = Trace(EVENTS, "test", {"seed": 3, "rate": 0.5, "name": "ü", "none": None})
     trace.write(tmp_path / "trace.jsonl")
     again = Trace.read(tmp_path / "trace.jsonl")
@@ -62,31 +62,31 @@ def test_an_entry_is_what_a_window_takes():
         ({"at": -1.0}, "seconds, 0 or more"),
         ({"at": True}, "seconds, 0 or more"),
         ({"at": "1"}, "seconds, 0 or more"),
-        ({"op": "explode"}, "op 'explode'"),
-        ({"op": ["add"]}, "op "),
-        ({"op": "slide"}, "slide without keep"),
-        ({"op": "close"}, "close with chunk"),
-        ({"session": ""}, "session is empty"),
+        ({"op": "explode"}, "op: got 'explode'"),
+        ({"op": ["add"]}, "op: got"),
+        ({"op": "slide"}, "got 'slide' without keep"),
+        ({"op": "close"}, "got 'close' with chunk"),
+        ({"session": ""}, "session: got an empty text"),
         ({"session": "x" * 300}, "of 300 characters"),
-        ({"chunk": 3}, "chunk 3"),
+        ({"chunk": 3}, "chunk: got 3"),
         ({"chunk": "\ud800"}, "surrogate"),
-        ({"chunk": None}, "add without chunk"),
-        ({"tokens": 0}, "tokens 0"),
-        ({"tokens": 3.0}, "tokens 3.0"),
-        ({"tokens": True}, "tokens True"),
-        ({"span": 2**31}, "span 2147483648"),
-        ({"kind": "image"}, "kind 'image'"),
-        ({"order_free": 1}, "order_free 1"),
+        ({"chunk": None}, "got 'add' without chunk"),
+        ({"tokens": 0}, "tokens: got 0"),
+        ({"tokens": 3.0}, "tokens: got 3.0"),
+        ({"tokens": True}, "tokens: got True"),
+        ({"span": 2**31}, "span: got 2147483648"),
+        ({"kind": "image"}, "kind: got 'image'"),
+        ({"order_free": 1}, "order_free: got 1"),
         ({"order_free": True, "kind": "text"}, "of chunks alone"),
-        ({"payload": "x.png"}, "payload 'x.png'; expected a list"),
+        ({"payload": "x.png"}, "payload: got 'x.png'; expected a list"),
         ({"payload": ["/etc/passwd"]}, "relative path"),
         ({"payload": ["a/../../b"]}, "relative path"),
         ({"payload": ["c:\\x"]}, "relative path"),
         ({"payload": ["a\x00b"]}, "relative path"),
-        ({"payload": [3]}, "payload 3"),
+        ({"payload": [3]}, "payload: got 3"),
         ({"payload": ["a"] * 5000}, "at most 4096"),
-        ({"steps": 3}, "add with steps"),
-        ({"more": 1}, "field 'more'"),
+        ({"steps": 3}, "got 'add' with steps"),
+        ({"more": 1}, "got field 'more'"),
     ],
 )
 def test_hostile_fields_are_refused_by_their_line(tmp_path, unchecked, fields, message):
@@ -111,7 +111,7 @@ def test_hostile_fields_are_refused_by_their_line(tmp_path, unchecked, fields, m
         b'{"at": 0, "session": "a", "op": "ask", "text": "' + b"x" * LINE + b'"}',
     ],
 )
-def test_lines_that_are_none_are_refused(tmp_path, line):
+def test_lines_that_are_no_event_are_refused(tmp_path, line):
     with pytest.raises(TraceError, match="line 2"):
         Trace.read(write(tmp_path / "t.jsonl", HEADER, line))
 
@@ -122,9 +122,9 @@ def test_lines_that_are_none_are_refused(tmp_path, line):
         ({**HEADER, "version": 2}, "expected 'kvpatch_jax.trace' of version 1"),
         ({**HEADER, "version": True}, "version True"),
         ({**HEADER, "format": "other"}, "format 'other'"),
-        ({**HEADER, "more": 1}, "field 'more'"),
-        ({**HEADER, "kind": ""}, "kind ''"),
-        ({**HEADER, "parameters": {"a": [1]}}, "parameter 'a'"),
+        ({**HEADER, "more": 1}, "got field 'more'"),
+        ({**HEADER, "kind": ""}, "kind: got ''"),
+        ({**HEADER, "parameters": {"a": [1]}}, r"parameters\['a'\]"),
         ({**HEADER, "parameters": []}, "expected a table"),
         ({**HEADER, "parameters": dict.fromkeys(map(str, range(99)))}, "at most 64"),
         (ADD, "format None"),
@@ -146,7 +146,7 @@ def test_empty_missing_and_odd_files_are_refused(tmp_path):
         Trace(()).write(tmp_path / "no" / "folder.jsonl")
 
 
-def test_a_line_that_was_cut_off_is_left_out_only_where_that_is_asked_for(tmp_path):
+def test_a_line_that_was_cut_off_is_left_out_only_on_request(tmp_path):
     whole = write(tmp_path / "t.jsonl", HEADER, ADD, {**ADD, "chunk": "two"})
     content = whole.read_bytes()
     first = content.index(b"\n", content.index(b"\n") + 1) + 1
@@ -169,16 +169,16 @@ def test_a_line_that_was_cut_off_is_left_out_only_where_that_is_asked_for(tmp_pa
         (Event(6, "b", "recall", "two"), "'two' was never added"),
         (Event(6, "b", "reorder", order=("one", "two")), "'two' was never added"),
         (Event(6, "b", "replace", "three", replaced="four"), "'four' was never added"),
-        (Event(6, "b", "fork", branch="a"), "branch 'a' is there"),
+        (Event(6, "b", "fork", branch="a"), "branch 'a' exists"),
         (Event(6, "c", "evict", "one"), "'one' was never added"),
     ],
 )
-def test_what_cannot_have_happened_is_refused(last, message):
+def test_impossible_histories_are_refused(last, message):
     with pytest.raises(TraceError, match=message):
         Trace((*EVENTS, last))
 
 
-def test_payloads_stay_in_their_folder(tmp_path):
+def test_payloads_outside_of_the_folder_are_refused(tmp_path):
     inside = tmp_path / "inside"
     inside.mkdir()
     (tmp_path / "secret.png").write_bytes(b"x")
@@ -191,34 +191,34 @@ def test_payloads_stay_in_their_folder(tmp_path):
     for name in ("link.png", "none.png", "folder"):
         with pytest.raises(TraceError, match="expected a regular file below it"):
             trace.payloads(event(name))
-    with pytest.raises(TraceError, match="without a folder"):
+    with pytest.raises(TraceError, match="folder: got None"):
         Trace(()).payloads(event("own.png"))
 
 
-class Told:
-    """What tells of events, as a session does."""
+class NotifyingSession:
+    """Notifies watchers of events, as a session does."""
 
     def __init__(self):
         self.watchers = []
 
-    def tell(self, event: Event, *things: object) -> None:
+    def notify(self, event: Event, *things: object) -> None:
         for watcher in self.watchers:
             watcher(event, things)
 
 
-def test_a_recorder_writes_as_it_happens(tmp_path):
+def test_a_recorder_writes_each_event_as_it_happens(tmp_path):
     now = iter([10.0, 10.5, 10.25, 12.0])
-    session, pixels = Told(), np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    session, pixels = NotifyingSession(), np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
     Image.fromarray(pixels).save(tmp_path / "shot.png")
     with Recorder(tmp_path / "t.jsonl", kind="mine", parameters={"keep": 4}, clock=lambda: next(now)) as recorder:
         recorder.watch(session)
         recorder.watch(session)  # twice is once
-        session.tell(Event(99, "a", "add", "one", "c", 3, 3), tmp_path / "shot.png")
-        session.tell(Event(0, "a", "add", "two", "c", 3, 3), pixels)
+        session.notify(Event(99, "a", "add", "one", "c", 3, 3), tmp_path / "shot.png")
+        session.notify(Event(0, "a", "add", "two", "c", 3, 3), pixels)
         assert len(Trace.read(tmp_path / "t.jsonl")) == 2  # already there
-        session.tell(Event(0, "a", "ask", text="what?"), "what?")
+        session.notify(Event(0, "a", "ask", text="what?"), "what?")
     recorder.close()
-    session.tell(Event(0, "a", "close"))  # nobody listens any more
+    session.notify(Event(0, "a", "close"))  # nobody listens any more
 
     trace = Trace.read(tmp_path / "t.jsonl")
     assert [event.at for event in trace] == [0.5, 0.5, 2.0]  # a clock that runs back stands still
@@ -229,7 +229,7 @@ def test_a_recorder_writes_as_it_happens(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_session_does_is_recorded_and_can_be_followed(tmp_path):
+def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
     """A real session: what the trace says of its windows is what they held."""
     from session_cases import QUESTION, image_of, reader
 
@@ -267,12 +267,12 @@ def test_what_a_session_does_is_recorded_and_can_be_followed(tmp_path):
     assert {each.text for each in found} == {QUESTION}
 
 
-def test_recording_that_fails_is_no_sessions_error(tmp_path, unchecked):
-    session, recorder = Told(), Recorder(tmp_path / "t.jsonl")
+def test_a_recorder_that_fails_raises_nothing_in_the_session(tmp_path, unchecked):
+    session, recorder = NotifyingSession(), Recorder(tmp_path / "t.jsonl")
     recorder.watch(session)
-    session.tell(Event(0, "a", "add", "one"))
-    session.tell(Event(0, "a", "add", "two"), b"\x89PNG, but not really")
-    session.tell(Event(0, "a", "add", "three"))
+    session.notify(Event(0, "a", "add", "one"))
+    session.notify(Event(0, "a", "add", "two"), b"\x89PNG, but not really")
+    session.notify(Event(0, "a", "add", "three"))
     with pytest.raises(TraceError, match="ended early"):
         recorder.close()
     recorder.close()

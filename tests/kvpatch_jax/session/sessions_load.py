@@ -130,5 +130,5 @@ def expect_balanced(shared: SharedRuntime, branches: set[str]) -> None:
     books = shared.executor.books
     assert (books.owners() == books.allocator.counts).all()
     assert set(books.branches) == branches
-    assert shared.driver.batch.rows == []
-    assert not shared.driver.asks
+    assert shared.decode_loop.batch.rows == []
+    assert not shared.decode_loop.requests

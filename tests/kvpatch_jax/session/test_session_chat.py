@@ -2,6 +2,7 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,25 @@ def backbone(tmp_path_factory) -> Any:
     return checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("chat"))
 
 
-def laid_out(session: kvp.Session, question: str) -> list[int]:
-    """Token ids of window and question."""
-    things = [session._known[piece.entry.id].thing for piece in session.window.pieces]
-    items = [*(thing.items for thing in things if thing is not None), session._items(question)]
-    return [int(token) for each in items for token in session.backbone.prepare(list(each))["input_ids"][0]]
+@pytest.fixture
+def prepared(monkeypatch) -> Callable[[Any], list[int]]:
+    """Makes a backbone keep the token ids of everything it prepares, in order."""
+
+    def keep(backbone: Any) -> list[int]:
+        ids, prepare = list[int](), backbone.prepare
+
+        def keeping(items: Any) -> Any:
+            prompt = prepare(items)
+            ids.extend(int(token) for token in prompt["input_ids"][0])
+            return prompt
+
+        monkeypatch.setattr(backbone, "prepare", keeping)
+        return ids
+
+    return keep
 
 
-def test_a_session_is_asked_as_the_checkpoint_was_trained(backbone, tmp_path: Path):
+def test_a_session_is_asked_as_the_checkpoint_was_trained(backbone, prepared, tmp_path: Path):
     """Tokens and answers are those of one message with these images: exact, for nothing has left."""
     images = [image_of(0), image_of(1, 56)]
     content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": ASKED}]
@@ -50,11 +62,12 @@ def test_a_session_is_asked_as_the_checkpoint_was_trained(backbone, tmp_path: Pa
     system = {"role": "system", "content": [{"type": "text", "text": SYSTEM}]}
     prompt = backbone.chat([system, {"role": "user", "content": content}])
     expected = np.asarray(backbone.generate(backbone.embed(**prompt), 4, stop=()))[0].tolist()
+    ids = prepared(backbone)
     with kvp.Session(backbone, keep=2, chat=True, lead=SYSTEM) as session:
         for image in images:
             session.add(image)
-        assert laid_out(session, ASKED) == prompt["input_ids"][0].tolist()
         assert list(session.ask(ASKED, steps=4, stop=()).ids) == expected
+        assert ids == prompt["input_ids"][0].tolist()
         assert [piece.entry.kind for piece in session.window.pieces] == ["text", "chunk", "chunk"]
         session.add(image_of(2))  # the first image leaves, what the template put in front stays
         assert len(session.gone) == 1
@@ -62,13 +75,13 @@ def test_a_session_is_asked_as_the_checkpoint_was_trained(backbone, tmp_path: Pa
         session.save(tmp_path / "session")
         told = session.ask(ASKED, steps=4, stop=()).ids
     with kvp.Session.restore(tmp_path / "session", backbone) as again:
-        assert again.chat
+        assert again.config.chat
         assert again.ask(ASKED, steps=4, stop=()).ids == told
         with again.fork() as branch:
             assert branch.ask(ASKED, steps=4, stop=()).ids == told
 
 
-def test_templates_that_images_do_not_stay_chunks_in_are_refused(backbone, unchecked, tmp_path: Path):
+def test_chat_templates_that_change_images_are_refused(backbone, unchecked, tmp_path: Path):
     with pytest.raises(InputError, match=r"'\\n' between two images"):
         kvp.Session(checkpoint("llava", tmp_path), chat=True)
     plain = reader()
@@ -80,14 +93,21 @@ def test_templates_that_images_do_not_stay_chunks_in_are_refused(backbone, unche
     for wrong in ({"lead": image_of(0)}, {"lead": 0}, {"around": ("a", "b")}, {"chat": "yes"}):
         with pytest.raises(SessionError, match="expected"):
             kvp.Session(backbone, **{"chat": True, **wrong})
-    with pytest.raises(SessionError, match="chat with a"):
-        kvp.Session(Without(reader()), chat=True)
-    with kvp.Session(reader(), keep=1) as session:  # and without it nothing is put anywhere
+    with pytest.raises(SessionError, match=r"session\.chat: got a BackboneWithoutChat"):
+        kvp.Session(BackboneWithoutChat(reader()), chat=True)
+
+
+def test_without_chat_nothing_is_added_to_a_question(prepared):
+    backbone = reader()
+    expected = backbone.prepare([kvp.Text(QUESTION)])["input_ids"][0].tolist()
+    with kvp.Session(backbone, keep=1) as session:
         session.add(image_of(0))
-        assert session._items(QUESTION) == [kvp.Text(QUESTION)]
+        ids = prepared(backbone)
+        session.ask(QUESTION, steps=1)
+    assert ids == expected
 
 
-class Without:
+class BackboneWithoutChat:
     """A backbone that knows of no chat."""
 
     def __init__(self, backbone: Any):

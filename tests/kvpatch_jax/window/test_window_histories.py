@@ -8,6 +8,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from window_model import NaiveWindow
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import ForwardCosts
@@ -26,7 +27,6 @@ from kvpatch_jax.window import (
     Rotate,
     Window,
 )
-from tests.kvpatch_jax.window_model import NaiveWindow
 
 COSTS = Costs("fingerprint", 2, 96, 32, 8, ForwardCosts((1000, 1100), (40, 44), (0, 24), 5000))
 STEP = st.tuples(st.integers(0, 13), st.integers(0, 99), st.integers(0, 99))
@@ -315,7 +315,7 @@ def check_sequence(steps, gaps, lead, promise):
         assert len(set(everything)) == len(everything)
 
 
-def test_no_piece_is_ever_called_truer_than_it_is():
+def test_no_piece_is_called_more_faithful_than_it_is():
     """Hundreds of programs in which things come in front of others, are prefilled behind, and leave again."""
     rng, claims, wrong, unlike = random.Random(26), collections.Counter(), collections.Counter(), 0
     for _ in range(300):

@@ -15,15 +15,14 @@ import pytest
 
 import kvpatch_jax as kvp
 from evals import small_task
-from kvpatch_jax.batch import BatchItem, answer_batch, read_answers
+from kvpatch_jax.batch import BatchConfig, BatchItem, answer_batch, read_answers
 from kvpatch_jax.batch.batch_file import AnswerFile
-from kvpatch_jax.batch.batch_items import listed, shard_of
 from kvpatch_jax.errors import ConfigError, InputError, StoreFullError
 from kvpatch_jax.store import ChunkStore
 from models import ModelBackbone, load
 from tests.goldens.load import write_checkpoint
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RANK = 2
 
 
@@ -56,7 +55,7 @@ def task_items() -> list[BatchItem]:
     return items_of(legends[0, 0], legends[0, 1], pages[0], questions)
 
 
-class Shelf:
+class MemoryPatchStore:
     """A store in memory."""
 
     def __init__(self):
@@ -99,13 +98,13 @@ def answers(path: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def done(backbone, items, tmp_path_factory):
     """One run over all, its store and its file."""
-    counting, shelf = counting_of(backbone), Shelf()
+    counting, shelf = counting_of(backbone), MemoryPatchStore()
     path = tmp_path_factory.mktemp("batch") / "answers.jsonl"
     report = answer_batch(counting, shelf, items, out=path, rank=RANK, batch=2)
     return report, shelf, path, counting.forwards
 
 
-def test_each_chunk_is_formed_once_alone_and_once_behind_each_antecedent(done):
+def test_each_chunk_is_prefilled_once_alone_and_once_after_each_antecedent(done):
     report, shelf, _, forwards = done
     # Chunks: two legends, a page. Behind others: page|first, first|second, second|first, page|first,second.
     assert (report.canonicals, report.conditioned, report.again, report.patches) == (3, 4, 0, 4)
@@ -118,24 +117,24 @@ def test_each_chunk_is_formed_once_alone_and_once_behind_each_antecedent(done):
         assert patch.metadata.behind.exact
 
 
-def test_an_item_that_does_not_say_has_as_many_tokens_as_the_checkpoint_says(backbone, monkeypatch, tmp_path):
+def test_answers_are_as_long_as_the_checkpoint_says_by_default(backbone, monkeypatch, tmp_path):
     monkeypatch.setattr(backbone, "answer_tokens", 3)
     items = [BatchItem([], [5, 6], stop=()), BatchItem([], [5, 6], stop=(), steps=2)]
     answer_batch(backbone, None, items, out=tmp_path / "a.jsonl")
     assert [len(line["ids"]) for line in read_answers(tmp_path / "a.jsonl")] == [3, 2]
 
 
-def test_what_has_nothing_in_front_is_answered_as_ever(backbone, items, done):
+def test_a_question_without_a_prefix_equals_the_public_functions(backbone, items, done):
     check_answers(backbone, items[-1:], read_answers(done[2])[-1:])
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_the_public_functions(backbone, items, done):
+def test_answers_equal_those_of_the_public_functions(backbone, items, done):
     check_answers(backbone, items, read_answers(done[2]))
 
 
 @pytest.mark.slow
-def test_answers_of_a_trained_model_are_those_of_the_public_functions(tmp_path):
+def test_answers_of_a_trained_model_equal_those_of_the_public_functions(tmp_path):
     items, backbone = task_items(), load(ROOT / "evals" / "trained" / "qwen2_5_vl", dtype="float32")
     report = answer_batch(backbone, None, items, out=tmp_path / "a.jsonl", rank=RANK, batch=4)
     assert (report.canonicals, report.conditioned, report.failed) == (3, 4, 0)
@@ -165,7 +164,7 @@ def check_answers(backbone: ModelBackbone, items: list[BatchItem], lines: list[d
         assert line["fidelity"] == ("approximate" if item.front else "exact")
 
 
-def test_what_is_stored_is_formed_by_nobody_again(backbone, items, done, tmp_path):
+def test_stored_canonicals_and_patches_are_not_formed_again(backbone, items, done, tmp_path):
     _, shelf, path, _ = done
     counting = counting_of(backbone)
     again = answer_batch(counting, shelf, items, out=tmp_path / "a.jsonl", rank=RANK, batch=2)
@@ -173,7 +172,7 @@ def test_what_is_stored_is_formed_by_nobody_again(backbone, items, done, tmp_pat
     assert read_answers(tmp_path / "a.jsonl") == read_answers(path)
 
     # A patch of another rank is none of this run's; the one behind two needs its antecedent's forward again.
-    lost = Shelf()
+    lost = MemoryPatchStore()
     lost.chunks, lost.patches = dict(shelf.chunks), [p for p in shelf.patches if len(p.metadata.antecedent) == 1]
     fewer = answer_batch(counting, lost, items, out=tmp_path / "b.jsonl", rank=RANK, batch=2)
     assert (fewer.conditioned, fewer.again, fewer.canonicals) == (1, 1, 0)
@@ -192,25 +191,19 @@ def test_answers_do_not_depend_on_the_shards(backbone, items, done, tmp_path, co
     assert sum(report.items for report in reports) == len(items)
     assert sorted(os.listdir(tmp_path)) == [f"a.{index:05d}-of-{count:05d}.jsonl" for index in range(count)]
     paths = [report.path for report in reports]
-    assert answers_of(paths) == answers_of([done[2]])
+    assert read_answers(*paths) == read_answers(done[2])
+
+    # Items with the same prefix, of which there are four, are in one shard.
+    prefixes = []
+    for path in paths:
+        indices = [json.loads(line)["item"] for line in path.read_bytes().splitlines()[1:]]
+        prefixes.append({None if index == 6 else index % 3 for index in indices})
+    assert sum(map(len, prefixes)) == len(set().union(*prefixes)) == 4
     with pytest.raises(InputError, match="are missing, the first is"):
         read_answers(*[report.path for report in reports if report.items][1:])
 
 
-def answers_of(paths: list[Path]) -> list[dict]:
-    return read_answers(*paths)
-
-
-def test_shards_split_no_front(backbone, items):
-    found = listed(items * 3, backbone.fingerprint)
-    for count in (1, 2, 3, 5, 40):
-        parts = [shard_of(found, index, count)[0] for index in range(count)]
-        assert sorted(job.index for part in parts for job in part) == list(range(21))
-        fronts = [{job.front for job in part} for part in parts]
-        assert sum(map(len, fronts)) == len(set().union(*fronts)) == 4
-
-
-def test_a_run_that_was_cut_anywhere_goes_on(backbone, items, done, tmp_path):
+def test_a_run_that_was_cut_anywhere_continues_after_its_lines(backbone, items, done, tmp_path):
     _, shelf, path, _ = done
     whole = path.read_bytes()
     ends = [place + 1 for place, byte in enumerate(whole) if byte == 10]
@@ -262,7 +255,9 @@ def test_damaged_and_foreign_files_are_left_alone(backbone, items, done, tmp_pat
     assert path.read_bytes() == before
 
 
-def test_bad_items_are_told_and_the_others_go_on(backbone, items, done, tmp_path, unchecked):
+def test_invalid_items_get_a_line_with_their_error_and_the_others_are_answered(
+    backbone, items, done, tmp_path, unchecked
+):
     (tmp_path / "none.png").write_bytes(b"\x89PNG, but cut short")
     (tmp_path / "note.txt").write_text("a text")
     good = items[0]
@@ -297,26 +292,30 @@ def test_bad_items_are_told_and_the_others_go_on(backbone, items, done, tmp_path
     assert read_answers(out) == lines
 
 
-def test_free_orders_share_what_they_can(backbone, items):
+def test_free_orders_share_what_they_can(backbone, items, tmp_path):
     page, first, second = items[0].front[1], *items[1].front[::-1]
     fronts = [[first, second, page], [page, first], [second, page, first], [page]]
-    free = listed([BatchItem(front, [5], order_free=True) for front in fronts], backbone.fingerprint)
-    fixed = listed([BatchItem(front, [5]) for front in fronts], backbone.fingerprint)
-    prefixes = lambda found: {job.front[:n] for job in found.jobs for n in range(1, len(job.front) + 1)}
-    assert (len(prefixes(free)), len(prefixes(fixed))) == (3, 8)
-    assert free.digest != fixed.digest
+    forwards = []
+    for order_free in (True, False):
+        asked = [BatchItem(front, [5], order_free=order_free, steps=1) for front in fronts]
+        report = answer_batch(backbone, None, asked, out=tmp_path / f"{order_free}.jsonl", rank=RANK, batch=4)
+        forwards.append((report.canonicals, report.conditioned))
+    # Free: page, page first, page first second.
+    assert forwards == [(3, 2), (3, 5)]
+    with pytest.raises(InputError, match="answers of digest"):
+        answer_batch(backbone, None, asked, out=tmp_path / "True.jsonl", rank=RANK)
 
 
 def test_a_full_store_changes_no_answer(backbone, items, done, tmp_path):
-    shelf = Shelf()
+    shelf = MemoryPatchStore()
     shelf.full = True
     report = answer_batch(backbone, shelf, items[:1], out=tmp_path / "a.jsonl", rank=RANK, batch=2)
     assert (report.unstored, report.answered, report.failed) == (3, 1, 0)
     assert read_answers(tmp_path / "a.jsonl")[0]["ids"] == read_answers(done[2])[0]["ids"]
 
 
-def test_a_stored_chunk_of_other_content_is_not_taken(backbone, items, done, tmp_path):
-    shelf, real = Shelf(), done[1]
+def test_a_stored_chunk_of_other_content_is_not_served(backbone, items, done, tmp_path):
+    shelf, real = MemoryPatchStore(), done[1]
     ids = list(real.chunks)
     shelf.chunks = {id: real.chunks[ids[place - 1]] for place, id in enumerate(ids)}
     report = answer_batch(backbone, shelf, items[:1], out=tmp_path / "a.jsonl", rank=RANK, batch=2)
@@ -324,9 +323,19 @@ def test_a_stored_chunk_of_other_content_is_not_taken(backbone, items, done, tmp
     assert read_answers(tmp_path / "a.jsonl")[0]["ids"] == read_answers(done[2])[0]["ids"]
 
 
+def test_options_override_those_of_the_config(backbone, items, done, tmp_path):
+    config = BatchConfig(rank=1, batch=2)
+    report = answer_batch(backbone, done[1], items, out=tmp_path / "a.jsonl", config=config, rank=RANK)
+    assert (report.found_patches, report.patches) == (4, 0)
+    assert read_answers(tmp_path / "a.jsonl") == read_answers(done[2])
+    with pytest.raises(TypeError, match="colour"):
+        answer_batch(backbone, None, items, out=tmp_path / "b.jsonl", colour="red")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"config": {"rank": 2}}, "expected a BatchConfig"),
         ({"shard": (1, 1)}, "shard"),
         ({"shard": (-1, 2)}, "shard"),
         ({"shard": 1}, "shard"),
@@ -339,11 +348,11 @@ def test_a_stored_chunk_of_other_content_is_not_taken(backbone, items, done, tmp
         ({"out": "/dev/null/answers.jsonl"}, "cannot be written"),
     ],
 )
-def test_bad_calls_are_refused(backbone, items, tmp_path, unchecked, options, message):
+def test_invalid_calls_are_refused(backbone, items, tmp_path, unchecked, options, message):
     call: dict[str, Any] = {"items": items, "out": tmp_path / "a.jsonl"} | options
     with pytest.raises(InputError, match=message):
         answer_batch(backbone, None, call.pop("items"), **call)
-    with pytest.raises(ConfigError, match="expected one called 'data'"):
+    with pytest.raises(ConfigError, match="expected a mesh with an axis 'data'"):
         answer_batch(backbone, None, items, out=tmp_path / "b.jsonl", mesh=object())
 
 
@@ -378,7 +387,7 @@ import json, sys
 import jax, numpy as np
 from pathlib import Path
 from jax.sharding import Mesh
-sys.path.insert(0, "tests/kvpatch_jax")
+sys.path[:0] = ["tests/kvpatch_jax/batch", "tests/kvpatch_jax"]
 import test_answer_batch as own
 from kvpatch_jax.batch import answer_batch, read_answers
 from models import load
@@ -428,9 +437,7 @@ def heard():
 
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("place", ["prefill 1", "prefill 4", "generate 0", "generate 2", "add 1"])
-def test_an_interrupt_anywhere_ends_the_run_and_the_same_call_goes_on(
-    backbone, items, done, tmp_path, monkeypatch, place
-):
+def test_after_an_interrupt_anywhere_the_same_call_continues(backbone, items, done, tmp_path, monkeypatch, place):
     """Ctrl-C while chunks are formed, while a question is answered, and while its line is being written."""
     what, at = place.split()
     calls = dict.fromkeys(("prefill", "generate", "add"), 0)

@@ -63,7 +63,7 @@ def drill() -> Drill:
 
 
 @pytest.mark.parametrize(("keep", "nan"), [("rotating", False), pytest.param("none", True, marks=pytest.mark.slow)])
-def test_a_forward_that_fails_leaves_pool_and_books_as_they_were(keep: str, nan: bool):
+def test_a_failed_forward_changes_neither_pool_nor_books(keep: str, nan: bool):
     """Others were turned, dropped and overwritten by then."""
     drill = Drill("gqa", host=False, pages=4, keep=keep)
     broken = FailingPrefills(drill.backbone, nan)
@@ -93,7 +93,7 @@ def test_a_forward_that_fails_leaves_pool_and_books_as_they_were(keep: str, nan:
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_cannot_run_is_refused_before_anything_is_written(drill: Drill):
+def test_edits_that_cannot_run_are_refused_before_anything_is_written(drill: Drill):
     paged, window = drill.paged, drill.window
     big = tokens_of(drill.backbone, 5, 8)
     unknown = Entry("c9", None, 8, 8)
@@ -133,14 +133,14 @@ def test_what_cannot_run_is_refused_before_anything_is_written(drill: Drill):
     drill.compare()
 
 
-def test_a_window_in_other_states_is_not_the_one_that_is_held(drill: Drill):
+def test_a_window_in_other_states_is_refused(drill: Drill):
     bare, _ = drill.window.bare("c1")
     with pytest.raises(WindowError, match="other states"):
         drill.paged.context(bare)
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_is_given_is_checked(drill: Drill):
+def test_provided_inputs_are_checked(drill: Drill):
     paged, chunk, tokens = drill.paged, drill.chunks["c1"], drill.tokens["c1"]
     two = kvp.Tokens(jnp.repeat(tokens.embeddings, 2, 0), np.repeat(tokens.positions, 2, 0))
     foreign = dataclasses.replace(chunk, backbone="f" * 64)
@@ -218,7 +218,7 @@ def test_forking_and_joining_alone_changes_no_bit(drill: Drill):
 @pytest.mark.parametrize(
     "keep", ["rotating", *(pytest.param(word, marks=pytest.mark.slow) for word in ("none", "all"))]
 )
-def test_bare_and_back_changes_no_bit(keep: str):
+def test_bare_and_condition_change_no_bit(keep: str):
     drill = Drill("gqa", host=False, keep=keep)
     for id in ("c0", "c1", "c2", "c3"):
         drill.append(id)
@@ -269,7 +269,7 @@ def test_a_patch_of_a_padded_chunk_serves_plain_arrays_too():
 
 
 @pytest.mark.slow
-def test_a_removal_patch_is_added_to_what_stands_there():
+def test_a_removal_patch_is_added_to_the_conditioned_kv():
     """And again after the chunk was served bare: the very bits."""
     drill = Drill("gqa")
     for id in ("c0", "c1", "c2"):
@@ -302,7 +302,7 @@ def test_a_removal_patch_is_added_to_what_stands_there():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", ["rotating", "none"])
-def test_forty_turns_in_bfloat16(keep: str):
+def test_forty_rotations_in_bfloat16_round_once_from_a_source(keep: str):
     """From the source each is one rounding away from float64; chained turns are counted, and drift."""
     drill = Drill("gqa", host=False)
     paged = PagedExecutor(drill.backbone, 8, 8, jnp.bfloat16, keep=keep)
@@ -362,7 +362,7 @@ def test_remembering_is_the_model_under_a_chunk_banded_mask():
 
 
 @pytest.mark.slow
-def test_pages_are_packed_where_that_pays():
+def test_compaction_is_suggested_only_if_it_pays():
     drill = Drill("gqa", host=False, aligned=False)
     for index in range(5):
         drill.append(f"c{index}")
@@ -381,7 +381,7 @@ def test_pages_are_packed_where_that_pays():
     assert context is not None
 
 
-def test_survivors_turn_in_one_launch(drill: Drill):
+def test_survivors_rotate_in_one_launch(drill: Drill):
     drill.append("c3")
     window, edits = drill.window.evict("c1")
     counted = drill.paged.run(window, edits)
@@ -394,7 +394,7 @@ def test_survivors_turn_in_one_launch(drill: Drill):
 
 
 @pytest.mark.slow
-def test_answers_behind_a_window(drill: Drill):
+def test_answers_equal_those_behind_plain_kv(drill: Drill):
     question = tokens_of(drill.backbone, 50, 6)
     start = drill.window.next_start
     expected = drill.backbone.generate(question.shift(start), 5, drill.model.context())
@@ -428,7 +428,7 @@ def test_rows_of_a_batch_are_windows_of_their_own():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", ["rotating", "none"])
-def test_an_answer_grows_behind_the_window_and_becomes_a_piece(keep: str):
+def test_a_decoded_answer_becomes_a_piece_without_a_forward(keep: str):
     """Token by token; appended it needs no forward, and turns like any other."""
     drill = Drill("gqa", host=False, keep=keep)
     for id in ("c0", "c1", "c2"):
@@ -463,7 +463,7 @@ def test_an_answer_grows_behind_the_window_and_becomes_a_piece(keep: str):
 
 
 @pytest.mark.slow
-def test_an_answer_follows_a_compaction_of_another_branch_and_ends_with_its_own():
+def test_a_decoded_answer_follows_a_compaction_and_ends_with_its_branch():
     """What grows behind one branch is moved with the pool, and is given up where its branch is joined."""
     drill = Drill("gqa", host=False, aligned=False)
     drill.append("c0")

@@ -1,0 +1,181 @@
+"""Arguments of a session: its options, checks, and what a chat template contributes."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ..backbone import Backbone
+from ..cache import check_text
+from ..errors import CertificateError, SessionError
+from ..patching import Rank
+from ..plan import Certificate, DeviceCosts, Goal
+from ..utils.sizes import Size, size_of
+from ..window import PatchStore
+from .runtime import PAGE_SIZE, PrivateRuntime, Runtime
+
+LARGEST_IMAGE = 64 << 20
+"""Bytes of an image, as a file and as pixels."""
+MEMORY = 512 << 20
+"""Bytes of tokens and pixels that a session keeps of evicted chunks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionConfig:
+    """Options of a session, which its forks share.
+
+    Attributes:
+      certificate: the measured loss of each reuse method on this backbone. With one, a returning chunk is served by a
+        stored patch where that keeps to the goal. Without one, it is prefilled.
+      goal: bounds on the loss of an answer, or on bytes or seconds. None: 0.05 nats with a certificate, otherwise
+        exactly what the window promises.
+      costs: of this device, for plans. None: assumed.
+      uncertified: serve stored patches that were formed for the very same antecedent, without a certificate. Such
+        chunks are "approximate", and their loss is unknown.
+      linker: a `Linker`, which resolves `IMAGE#NAME` in questions to a chunk of a library.
+      retriever: finds chunks while an answer is decoded; see `Session.ask`.
+      around: the texts before and after every question.
+      chat: lay out the whole window as one user message of the checkpoint's chat template. The text before the first
+        image becomes the lead, with a `lead` that is a text as the system prompt; the rest surrounds every question.
+      largest_image: bytes that an image may have, as a file and as pixels: a number, or a text such as "64 MiB".
+      memory: bytes of tokens and pixels to keep of evicted chunks, so that `recall` works by name. The oldest are
+        discarded first.
+      rank: of the patches that are formed in the background; 0 forms none. None: 16 where the session may serve them,
+        otherwise none.
+      pages, page_size, dtype: of the pool; see `PrivateRuntime`.
+
+    Raises:
+      SessionError: an option of another kind or out of range. `PrivateRuntime` checks those of the pool.
+    """
+
+    certificate: Certificate | None = None
+    goal: Goal | None = None
+    costs: DeviceCosts | None = None
+    uncertified: bool = False
+    linker: Any = None
+    retriever: Any = None
+    around: tuple[str, str] = ("", "")
+    chat: bool = False
+    largest_image: Size = LARGEST_IMAGE
+    memory: Size = MEMORY
+    rank: Rank | None = None
+    pages: int | None = None
+    page_size: int = PAGE_SIZE
+    dtype: jax.typing.DTypeLike | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind, expected in (
+            ("certificate", Certificate, "Certificate.read(...), or None"),
+            ("goal", Goal, "a kvpatch_jax.plan.Goal, or None"),
+            ("costs", DeviceCosts, "DeviceCosts.read(...), or None"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise SessionError(f"session.{name}: got {value!r:.80}; expected {expected}")
+
+        if self.retriever is not None and not callable(self.retriever) and not hasattr(self.retriever, "search"):
+            raise SessionError(
+                f"session.retriever: got {self.retriever!r:.80}; expected a function, an object with `search`, or None"
+            )
+        pair = isinstance(self.around, tuple | list) and len(self.around) == 2
+        if not pair or not all(isinstance(text, str) for text in self.around):
+            raise SessionError(
+                f"session.around: got {self.around!r:.80}; expected two texts, before and after questions"
+            )
+        if not isinstance(self.chat, bool):
+            raise SessionError(f"session.chat: got {self.chat!r:.80}; expected True or False")
+
+        # Sizes may be texts such as "64 MiB". From here on they are whole numbers.
+        for name in ("largest_image", "memory"):
+            size = size_of(getattr(self, name), f"session.{name}", refused=SessionError)
+            object.__setattr__(self, name, size)
+
+    @classmethod
+    def with_options(cls, config: "SessionConfig | None", options: Mapping[str, Any]) -> "SessionConfig":
+        """Returns a config, or the default, with some fields overridden.
+
+        Raises:
+          SessionError: no config, or an invalid option. TypeError: an unknown option.
+        """
+        if config is not None and not isinstance(config, SessionConfig):
+            raise SessionError(f"session.config: got {config!r:.80}; expected a SessionConfig, or None")
+        return dataclasses.replace(config or cls(), **options)
+
+    def private_runtime(self, backbone: Backbone, store: PatchStore | None) -> PrivateRuntime:
+        """Returns a new runtime for one session, with a pool of these options."""
+        pool: dict[str, Any] = {"pages": self.pages, "page_size": self.page_size, "dtype": self.dtype}
+        return PrivateRuntime(backbone, store, rank=self.rank, **pool)
+
+    def check_backbone(self, fingerprint: str) -> None:
+        """Refuses a certificate or a linker of other weights.
+
+        Raises:
+          CertificateError, SessionError: either.
+        """
+        if self.certificate is not None and self.certificate.backbone != fingerprint:
+            raise CertificateError(
+                f"session.certificate: got one of {self.certificate.model!r:.80}, backbone "
+                f"{self.certificate.backbone[:16]!r}; expected backbone {fingerprint[:16]!r}"
+            )
+        if self.linker is not None:
+            found = getattr(self.linker, "backbone", None)
+            if found != fingerprint:
+                shown = self.linker if found is None else f"a linker of backbone {found[:16]}"
+                raise SessionError(f"session.linker: got {shown!r:.80}; expected backbone {fingerprint[:16]!r}")
+
+
+def check_arguments(backbone: Any, store: Any, keep: Any, runtime: Any, name: Any) -> None:
+    """Refuses arguments that do not make a session.
+
+    Raises:
+      SessionError: an invalid one, or a runtime of another backbone or store.
+    """
+    if not all(hasattr(backbone, word) for word in ("fingerprint", "prepare", "embed", "prefill")):
+        raise SessionError(f"session.backbone: got a {type(backbone).__name__}; expected a backbone of models.load")
+    if store is not None and not isinstance(store, PatchStore):
+        raise SessionError(f"session.store: got {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
+    check_keep(keep)
+    if name is not None and (not isinstance(name, str) or not name):
+        raise SessionError(f"session.name: got {name!r:.80}; expected a text, or None")
+    if runtime is not None:
+        if not isinstance(runtime, Runtime):
+            raise SessionError(f"session.runtime: got {runtime!r:.80}; expected one of another session, or None")
+        if runtime.backbone.fingerprint != backbone.fingerprint:
+            found, expected = runtime.backbone.fingerprint[:16], backbone.fingerprint[:16]
+            raise SessionError(f"session.runtime: got one of backbone {found!r}; expected backbone {expected!r}")
+        if store is not None and runtime.store is not store:
+            raise SessionError(f"session.store: got {store!r:.80} beside a runtime; expected the runtime's, or None")
+
+
+def check_keep(keep: Any) -> None:
+    """Raises SessionError for an invalid number of chunks to keep."""
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise SessionError(f"session.keep: got {keep!r:.80}; expected a number of chunks, 1 or more, or None")
+
+
+def with_chat_template(backbone: Any, lead: Any, config: SessionConfig) -> tuple[list[int] | None, SessionConfig]:
+    """Returns what a chat template puts around a session's images, so that images stay chunks.
+
+    Args:
+      lead: the system prompt, or None for the template's own.
+
+    Returns:
+      The token ids of the lead (None: the template begins with the first image), and `config` with the texts around
+      every question.
+
+    Raises:
+      SessionError: a lead that is no text, texts around questions, or a backbone without chat templates. What the
+      backbone raises of its template.
+    """
+    if lead is not None and not isinstance(lead, str):
+        raise SessionError(f"session.lead: got {lead!r:.80} with chat; expected a text, the system prompt, or None")
+    if lead is not None:
+        check_text(lead, "session: lead")
+    if tuple(config.around) != ("", ""):
+        raise SessionError(f"session.around: got {config.around!r:.80} with chat; expected the default")
+    if not all(hasattr(backbone, name) for name in ("chat_frame", "ids")):
+        raise SessionError(f"session.chat: got a {type(backbone).__name__}; expected a backbone of models.load")
+
+    frame = backbone.chat_frame(None if lead is None else str(lead))
+    return list(frame.front) or None, dataclasses.replace(config, around=(frame.before, frame.behind))
