@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 import kvpatch_jax as kvp
+from kvpatch_jax.cache import PatchMetadata
 from kvpatch_jax.core import layout, ops
 from kvpatch_jax.pool import pool
 
@@ -44,7 +45,7 @@ class _PlacingCase:
         self.chunk = kvp.Chunk(kv, local, tokens, tokens, "chunk", equal_layout, "none")
 
         factors = {name: (normal(layers, tokens, rank), normal(layers, rank, heads * width)) for name in kv}
-        metadata = kvp.PatchMetadata("chunk", "canonical", ("other",), "none", self.layout, tuple(range(layers)))
+        metadata = PatchMetadata("chunk", "canonical", ("other",), "none", self.layout, tuple(range(layers)))
         self.patch = kvp.Patch(factors, metadata)
 
         pages = -(-tokens // PAGE_SIZE) + 1

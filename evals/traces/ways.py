@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.cache import Member
+from kvpatch_jax.cache import Antecedent, Member
 from kvpatch_jax.patching import one_behind_the_other
 from kvpatch_jax.window import (
     KEEP,
@@ -119,7 +119,7 @@ class Stock:
         """Holds nothing yet."""
         self.backbone, self.contents = backbone, contents
         self.forwards = self.flops = 0
-        self._left: dict[tuple[str, str], tuple[kvp.Antecedent, Mapping[str, np.ndarray]]] = {}
+        self._left: dict[tuple[str, str], tuple[Antecedent, Mapping[str, np.ndarray]]] = {}
         self._chunks: dict[tuple[str, str], kvp.Chunk] = {}
         self.patches: dict[tuple[str, str, int], kvp.Patch] = {}
 
@@ -161,7 +161,7 @@ class Stock:
             )
         return self._chunks[key]
 
-    def patch(self, entry: Entry, target: kvp.Antecedent, rank: int) -> kvp.Patch | None:
+    def patch(self, entry: Entry, target: Antecedent, rank: int) -> kvp.Patch | None:
         """The patch of a chunk behind this very antecedent; None where no prefill was ever there."""
         key = _key(entry, target)
         if key not in self._left or not target.members:
@@ -178,7 +178,7 @@ class Stock:
         return sum(chunk.nbytes for chunk in self._chunks.values()), sum(patch.nbytes for patch in own), len(own)
 
 
-def _key(entry: Entry, behind: kvp.Antecedent) -> tuple[str, str]:
+def _key(entry: Entry, behind: Antecedent) -> tuple[str, str]:
     return f"{entry.id} {entry.content}", behind.digest
 
 
@@ -277,7 +277,7 @@ class Windows:
             return self.policy == "patch"
         front: list[Member] = []
         for entry in wanted:
-            if front and self.stock.patch(entry, kvp.Antecedent(tuple(front)), self.rank) is None:
+            if front and self.stock.patch(entry, Antecedent(tuple(front)), self.rank) is None:
                 return False
             front.append(Member(entry.id, entry.content))
         return True
