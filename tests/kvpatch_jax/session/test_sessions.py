@@ -36,6 +36,7 @@ from kvpatch_jax.errors import (
     WindowError,
 )
 from kvpatch_jax.sampling import Sampling
+from kvpatch_jax.session import SharedConfig
 from kvpatch_jax.session.decode_batch import row_bucket
 from kvpatch_jax.session.fair_lock import FairLock, WaitQueue
 from kvpatch_jax.store import ChunkStore
@@ -213,6 +214,14 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(sessions, monkeypatch):
         ids_of(answers[0])
     assert [begun[1], *ids_of(answers[1])] == expected
     expect_balanced(shared, {one.window.branch, other.window.branch})
+
+
+def test_options_of_sessions_override_those_of_their_config(backbone):
+    config = SharedConfig(pages=2, page_size=PAGE)
+    with kvp.Sessions(backbone, config=config, pages=PAGES, dtype="float32") as sessions:
+        assert sessions.stats().slots == PAGES * PAGE
+    with pytest.raises(TypeError, match="pages"):
+        kvp.Sessions(backbone)
 
 
 # --------------------------------------------------------------------------------------------- waiting
