@@ -107,7 +107,7 @@ def test_tokens_are_the_same_alone_and_in_company(layout: str):
         stats = sessions.stats()
         assert (stats.answers, stats.growing, stats.waiting, stats.cancelled) == (7, 0, 0, 0)
         assert "answers 7" in str(stats)
-        # Fewer launches than tokens: they were made together; and a program for each shape, no more.
+        # Fewer launches than tokens: they were decoded together, with one program for each shape.
         assert stats.steps < 6 + 6 * 6
         shapes = {shape for shape in shared.decode_loop.batch.shapes if shape[0] == "answers"}
         assert shapes <= {("answers", rows, 8) for rows in (1, 4, 8)}
@@ -404,7 +404,7 @@ def test_the_lock_is_handed_on_in_the_order_of_requests():
     [pytest.param(6, None, id="short"), pytest.param(None, 600.0, id="ten minutes", marks=SLOW)],
 )
 def test_32_agents_on_threads(backbone, record_property, acts: int | None, seconds: float | None):
-    """No slot is lost, nobody waits for ever, and every answer is that of an agent who is alone in its pool."""
+    """No slot leaks, no call waits for ever, and every answer equals that of an agent alone in its pool."""
     with opened(backbone, timeout=120.0) as sessions:
         agents = [Agent(sessions.shared, number) for number in range(32)]
         until = None if seconds is None else time.monotonic() + seconds
