@@ -23,7 +23,7 @@ def backbone() -> Any:
 
 
 def test_two_threads_on_one_session_take_turns(backbone):
-    """Each adds, asks about and evicts its own chunks. An answer equals that of one thread alone with the same window."""
+    """Each adds, asks about and evicts its own chunks. An answer equals that of one thread with the same window."""
     said: dict[tuple[str, ...], tuple[int, ...]] = {}
     failed: list[BaseException] = []
     together = threading.Barrier(2)
