@@ -163,12 +163,12 @@ def test_what_cannot_be_run_says_why(root: Path, capsys, tmp_path: Path):
     wrong = tmp_path / "wrong"
     wrong.write_bytes(b"w" * 32)
     for arguments, words in (
-        (["ls", f"--root={tmp_path}/nowhere"], "no store is there"),
+        (["ls", f"--root={tmp_path}/nowhere"], "got no store there"),
         (["ls"], "error: no root; expected --root=DIR\n\nusage"),
         (["unknown", f"--root={root}"], "error: unknown command 'unknown'; expected one of ls, stat"),
         (["verfy", f"--root={root}"], "error: unknown command 'verfy'; expected 'verify'?\n\nusage"),
         ([f"--root={root}"], "error: no command; expected one of ls, stat"),
-        (["ls", "stat", f"--root={root}"], "error: 'stat' behind the command; expected flags alone\n\nusage"),
+        (["ls", "stat", f"--root={root}"], "error: got 'stat' after the command; expected flags only\n\nusage"),
         (["ls", f"--rot={root}"], "Did you mean: root"),
         (["export", f"--root={root}", f"--directory={tmp_path}/x", "--tenant=nobody"], "nothing of it in"),
         (["ls", f"--root={root}", "--what=1"], "Unknown command line flag"),

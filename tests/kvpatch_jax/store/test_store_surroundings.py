@@ -281,4 +281,4 @@ except ValueError as error:
     print(type(error).__name__, error)
 """
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert told.startswith("StorePlatformError store: this system has no `fcntl`; expected a POSIX system"), told
+    assert told.startswith("StorePlatformError store: got a system without `fcntl`; expected a POSIX system"), told

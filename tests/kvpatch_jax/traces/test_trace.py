@@ -233,7 +233,7 @@ def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
     """A real session: what the trace says of its windows is what they held."""
     from session_cases import QUESTION, image_of, reader
 
-    from evals.traces.tracking import Asked, Contents, moments, shape_of
+    from evals.traces.window_tracker import TraceContents, TracedQuestion, config_of, moments
     from kvpatch_jax import Session
     from kvpatch_jax.window import Costs
 
@@ -259,9 +259,9 @@ def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
         ask(session)
         branch.close()
     trace = Trace.read(tmp_path / "t.jsonl")
-    assert shape_of(trace) == ("remember", None)
-    contents = Contents.of(trace, backbone)
-    found = [each for each in moments(trace, contents, Costs.of(backbone)) if isinstance(each, Asked)]
+    assert config_of(trace) == ("remember", None)
+    contents = TraceContents.of(trace, backbone)
+    found = [each for each in moments(trace, contents, Costs.of(backbone)) if isinstance(each, TracedQuestion)]
     assert [[entry.content for entry in each.pieces] for each in found] == held
     assert len(found) == 7
     assert {each.text for each in found} == {QUESTION}
