@@ -9,7 +9,7 @@ import numpy as np
 
 from models import ModelBackbone
 
-from . import probes, small_task
+from . import small_task
 from .report.example import answer_in_words, example_figure, marks_of, question_in_words, swatches
 from .rules import RULES
 from .small_task import scenes
@@ -30,11 +30,11 @@ def read_example(backbone: ModelBackbone, folder: Path, seed: int, batch: int, p
     asked = _repeated(questions, batch)
     columns = np.arange(sum(RULES.questions.values())) % questions.answer.shape[1]
     asked = small_task.Questions(*(value[:, columns] for value in vars(asked).values()))
-    reuse = probes.PageReuse(scene)
+    page = scenes.reused_page(scene)
     caches = {
-        "re-prefill": reuse.engine,
-        "blind reuse": reuse.cache(),
-        patch: reuse.cache(reuse.patch(rank=int(patch.rpartition("=")[2]))),
+        "re-prefill": page.reference,
+        "blind reuse": page.cache(),
+        patch: page.cache(page.patch(rank=int(patch.rpartition("=")[2]))),
     }
 
     said = {}

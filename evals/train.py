@@ -145,22 +145,22 @@ class SheetsTrainer(Trainer):
     """Trains on the sheets task: contexts of several sizes, the loss that of answers alone."""
 
     kinds = sheets_task.KINDS
-    material, names = sheets.SHEETS, sheets_task.VOCABULARY.names
+    spec, names = sheets.SHEETS, sheets_task.VOCABULARY.names
 
     def _instance(self) -> Any:
-        return self.material.instance(self.recipe.backbone)
+        return self.spec.instance(self.recipe.backbone)
 
     def _initial(self) -> Any:
-        return sheets.initialise(self.recipe, self.material)
+        return sheets.initialise(self.recipe, self.spec)
 
     def _first_plan(self) -> dict[str, Any]:
         return {}  # one per size of context, made when it first comes
 
     def _draw(self, step: int) -> sheets.SheetsBatch:
-        return sheets.draw_batch(self.recipe, step, self.material)
+        return sheets.draw_batch(self.recipe, step, self.spec)
 
     def _update(self, state, moments, batch, labels):
-        whole = lambda state: sheets.loss_of(nnx.merge(self.graph, state), batch, labels, self.material)
+        whole = lambda state: sheets.loss_of(nnx.merge(self.graph, state), batch, labels, self.spec)
         (loss, right), gradients = jax.value_and_grad(whole, has_aux=True)(state)
         updates, moments = self.optimiser.update(gradients, moments, state)
         return optax.apply_updates(state, updates), moments, {"loss": loss, "right": right}
@@ -188,7 +188,7 @@ class SheetsTrainer(Trainer):
 class DocumentsTrainer(SheetsTrainer):
     """Trains on the documents task, whose pages are drawn with fonts."""
 
-    material, names = documents_task.DOCUMENTS, documents_task.VOCABULARY.names
+    spec, names = documents_task.DOCUMENTS, documents_task.VOCABULARY.names
 
 
 Tally = dict[str, list[tuple[float, float]]]

@@ -4,7 +4,7 @@ Chunks, from a model:
   make_chunk          prefill one unit alone and keep its KV without its position
   conditioned         the KV of every unit of a sequence, conditioned on the units that precede it
   joined              chunks in the engine frame, one after the other: a context
-  Chunk               the container of a canonical; Text marks a str that is text though it looks like a file
+  Chunk, Tokens       the containers of a canonical and of a prompt; Text marks a str that is text though it looks like a file
   Backbone            what a model must provide (`models.load` returns such models)
 
 Patches:
@@ -24,7 +24,7 @@ Windows and agents:
   Certificate         measured loss of each way of reuse on a backbone, with bounds
 
 Frames of keys, described by a layout:
-  KVLayout, Rope      which tensors a model caches, and how they carry positions
+  KVLayout, Channel, Rope            which tensors a model caches, and how they carry positions
   to_engine, to_local, to_phase_free, relocate
 
 Readouts:
@@ -47,9 +47,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
-from .backbone import Backbone, joined
+from .backbone import Backbone, Tokens, joined
 from .cache import Chunk, Patch, Text
 from .core import (
+    Channel,
     KVLayout,
     Rope,
     attention_with_lse,
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Backbone",
     "Certificate",
+    "Channel",
     "Chunk",
     "ChunkStore",
     "KVLayout",
@@ -99,6 +101,7 @@ __all__ = [
     "Session",
     "Sessions",
     "Text",
+    "Tokens",
     "accumulate",
     "answer_batch",
     "apply_patch",

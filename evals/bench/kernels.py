@@ -237,15 +237,14 @@ def energy_ratio(deltas: Deltas, rank: int, method: str = "randomised", seed: in
 
 def shipped_deficits(contexts: int = 16, seed: int = 4242) -> dict[str, np.ndarray]:
     """Computes real deficits of the shipped backbone's pages after their legends: {channel: [contexts · L, T, F]}."""
-    from evals import probes
-    from evals.small_task.scenes import scene_at
+    from evals.small_task.scenes import reused_page, scene_at
     from evals.trained import shipped
     from models import load
 
     backbone = load(shipped("qwen2_5_vl"), dtype="float32")
     with tempfile.TemporaryDirectory() as folder:
         scene, _ = scene_at(backbone, seed, 0, pathlib.Path(folder), contexts)
-        delta = probes.PageReuse(scene).delta
+        delta = reused_page(scene).delta
     return {name: np.asarray(value).reshape(-1, value.shape[2], value[0, 0, 0].size) for name, value in delta.items()}
 
 

@@ -13,15 +13,14 @@ from absl import app, flags
 from kvpatch_jax.errors import InputError
 from models import load
 
+from ..arms import make_arms, make_query_aware, query_aware_names
 from ..command_line import errors_as_one_line
 from ..compilation import use_compilation_cache
 from ..console import quiet_backends
-from ..sheets_task.arms import arms_of
-from ..sheets_task.suite import instances
+from ..sheets_task.reader import PackedReader, move_page
 from ..task_language import check_language
 from . import picture, task
-from .reuse import DocumentReuse
-from .suite import DOCUMENTS_SUITE
+from .dataset import DOCUMENTS_DATASET
 
 _OUT = flags.DEFINE_string("out", "out/documents.png", "the picture")
 _BACKBONE = flags.DEFINE_string("backbone", "qwen2_5_vl", "an instance of evals/trained/documents, or a directory")
@@ -37,19 +36,23 @@ def main(arguments: list[str]) -> None:
     quiet_backends()
     use_compilation_cache()
     with errors_as_one_line():
-        path, *others = instances(_BACKBONE.value, DOCUMENTS_SUITE)
+        path, *others = DOCUMENTS_DATASET.instances(_BACKBONE.value)
         if others:
             raise InputError(f"--backbone={_BACKBONE.value} is {1 + len(others)} models; expected one")
         check_language(
-            path, task.VOCABULARY.names, "documents", [own.name for own in instances("all", DOCUMENTS_SUITE)]
+            path, task.VOCABULARY.names, "documents", [own.name for own in DOCUMENTS_DATASET.instances("all")]
         )
     rng = np.random.default_rng([_SEED.value, 99])
     documents = task.sample_documents(rng, 16)
     first = [int(np.flatnonzero(documents.document == kind)[0]) for kind in range(len(task.DOCUMENTS))]
     chosen = documents.taken(np.array(first))
     questions = task.ask(chosen, rng, ASKED)
-    reuse = DocumentReuse(load(path, dtype="float32"), chosen, questions)
-    said = {arm.name: arm.said.argmax(axis=-1) for arm in arms_of(reuse, list(SHOWN))}
+    page = move_page(load(path, dtype="float32"), chosen, DOCUMENTS_DATASET.spec)
+    reader = PackedReader("documents", page, questions)
+    answers = {name: reader.read(arm.cache) for name, arm in make_arms(page, SHOWN)}
+    by_question = make_query_aware(reader, [name for name in query_aware_names() if name in SHOWN])
+    answers |= {arm.name: arm.answers for arm in by_question}
+    said = {name: answer.log_probabilities.argmax(axis=-1) for name, answer in answers.items()}
     drawn = picture.draw(chosen, questions, {name: said[name] for name in SHOWN}, Path(_OUT.value))
     print(f"picture: {drawn}")
 

@@ -50,6 +50,25 @@ def form_of(config: Any, images: Any, size: ContextSize) -> Prefix:
     return Prefix(ids, local, config.image_token)
 
 
+def cell_classes(documents: Documents) -> dict[str, np.ndarray]:
+    """Numbers a page's cells by the parts of their codes and items, and by the value and unit that they absorb.
+
+    A word has no parts: two numbers that stand for nothing seen take their place, those of its entry in the list of
+    words.
+    """
+    fill, stripe, _ = sheets.latest(documents)
+    address, glyph = documents.page_address, documents.page_glyph
+    first, second = np.divmod(address, sheets.COLUMN_MARKS)
+    return {
+        "letter": glyph // sheets.SHAPES,
+        "digit": glyph % sheets.SHAPES,
+        "item, first part": first,
+        "item, second part": second,
+        "absorbed value": np.take_along_axis(fill, address, axis=1),
+        "absorbed unit": np.take_along_axis(stripe, address, axis=1),
+    }
+
+
 def named_cells(documents: Documents, sheet: np.ndarray, page: np.ndarray) -> Named:
     """Tells which token names what a cell shows."""
     flat = lambda value: value.reshape(-1)
@@ -79,6 +98,7 @@ DOCUMENTS = TaskSpec(
     ask=task.ask,
     form_of=form_of,
     images=document_images,
+    classes=cell_classes,
     named=named_cells,
     vocabulary=VOCABULARY,
 )

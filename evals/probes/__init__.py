@@ -3,9 +3,8 @@
 from .comparison import all_arms as all_arms
 from .comparison import compare_repairs as compare_repairs
 from .comparison import main_arms as main_arms
+from .comparison import read_arms as read_arms
 from .deficit import deficit_shape as deficit_shape
-from .repair import PageReuse as PageReuse
-from .repair import leading as leading
 from .results_table import ResultsTable as ResultsTable
 from .window import orbit_against_exact as orbit_against_exact
 from .window import probe_recall as probe_recall

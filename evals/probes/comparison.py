@@ -1,73 +1,61 @@
-"""The main comparison: the page reused behind legends, by every arm, read with and without the legends in view."""
+"""The comparison of arms over one batch of a data set, and the control that belongs to the small task's."""
 
-import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.repair import REPAIRS, cacheblend, check_by_layer
 
+from ..arms import arm_makers, make_arms, make_query_aware, query_aware_names
+from ..arms.reused_page import cut
+from ..datasets import PageReader
 from ..results.costs import ArmCost
 from ..rules import RULES
-from ..small_task import KINDS, Questions, scenes
-from ..small_task.scenes import KV
-from .by_question import by_question, question_arms
-from .other_ways import Workshop, other_ways, residual_layers
-from .repair import PageReuse, patch_arms, patch_names, token_arms, token_names
+from ..small_task import scenes
+from ..small_task.reader import VISIBLE, SceneReader
 from .results_table import ResultsTable
 
-SETTINGS = {"repair.visible": True, "repair.evicted": False}
 
+def read_arms(
+    table: ResultsTable, reader: PageReader, names: Collection[str], tick: Callable[[str], None] = lambda _: None
+) -> dict[str, dict[str, Any]]:
+    """Asks every question over every arm's cache, adds what arms cost, and returns the answers by probe and arm.
 
-class Arm(NamedTuple):
-    """One way of reuse, made: its name, what it costs, its bytes as a share of the page's KV, the prefix's cache."""
+    Args:
+      tick: called with an arm's name when it is done.
+    """
+    answers: dict[str, dict[str, Any]] = {probe: {} for probe in reader.probes}
+    costs = reader.page.costs
 
-    name: str
-    cost: ArmCost
-    share: float
-    cache: KV
+    def record(name: str, cost: ArmCost, share: float | None, probes: Collection[str]) -> None:
+        shares = costs.shares(cost)
+        for probe in probes:
+            table.cost(probe, name, shares, len(reader.page))
+        table.cost(
+            reader.probes[0], name, {"bytes": shares["stored_bytes"] if share is None else share}, len(reader.page)
+        )
+        tick(name)
 
+    for name, arm in make_arms(reader.page, names):
+        for probe in reader.probes:
+            answers[probe][name] = reader.read(arm.cache, probe)
+        record(name, arm.cost, arm.share, reader.probes)
 
-def made_arms(reuse: PageReuse, arms: Iterable[str] | None = None) -> Iterator[Arm]:
-    """Makes the arms asked for (all for None)."""
-    wanted, costs = lambda name: arms is None or name in arms, reuse.costs
-    if wanted("re-prefill"):
-        yield Arm("re-prefill", costs.of_reprefill(), 1.0, reuse.engine)
-    if wanted("blind"):
-        yield Arm("blind", costs.of_blind(), 0.0, reuse.cache())
-    for name, patch in patch_arms(reuse, wanted):
-        if wanted(name):
-            yield Arm(name, costs.of_patch(patch), patch.nbytes / reuse.page.nbytes, reuse.cache(patch))
-
-    splice, backbone, checked = reuse.splice(), reuse.scene.backbone, None
-    for name, method, count in token_arms(reuse):
-        if wanted(name):
-            if method == "cacheblend":
-                # What the check finds does not depend on the budget.
-                checked = check_by_layer(backbone, splice) if checked is None else checked
-                repaired = cacheblend(backbone, splice, count, checked=checked)
-            else:
-                repaired = REPAIRS[method](backbone, splice, count)
-            # Which tokens come first is known ahead; other choices may fall on any.
-            inputs = count if method == "first_k" else None
-            cost = costs.of_tokens(np.asarray(repaired.chosen), np.asarray(splice.slots), inputs)
-            yield Arm(name, cost, count / reuse.page.tokens, dict(repaired.cache))
-
-    layers = [layer for layer in residual_layers(reuse.page.layout) if wanted(f"residual.layer={layer}")]
-    shop = Workshop(reuse, layers)
-    for name, make in other_ways(reuse.page.layout).items():
-        if wanted(name):
-            cost, cache = make(shop)
-            yield Arm(name, cost, costs.shares(cost)["stored_bytes"], cache)
+    # Once the chunks in front have left the window, nothing is left to recompute behind: the first probe alone.
+    first = reader.probes[0]
+    for arm in make_query_aware(reader, [name for name in query_aware_names() if name in names]):
+        answers[first][arm.name] = arm.answers
+        record(arm.name, arm.cost, 0.0, [first])
+    return answers
 
 
 def all_arms(layout: kvp.KVLayout) -> list[str]:
-    """Names the arms of the main comparison, in the order of tables, the mask's control left out."""
-    return ["re-prefill", "blind", *patch_names(layout), *token_names(), *other_ways(layout), *question_arms()]
+    """Names the arms of the small task's comparison, in the order of tables, the mask's control left out."""
+    makers = [name for name in arm_makers(layout) if not name.startswith("patch.every_chunk.")]
+    return [*makers, *query_aware_names()]
 
 
 def main_arms(layout: kvp.KVLayout) -> list[str]:
@@ -78,61 +66,28 @@ def main_arms(layout: kvp.KVLayout) -> list[str]:
 
 def compare_repairs(
     table: ResultsTable,
-    reuse: PageReuse,
-    questions: Questions,
+    reader: SceneReader,
     clusters: np.ndarray,
+    names: Collection[str],
     tick: Callable[[str], None] = lambda _: None,
-    arms: Iterable[str] | None = None,
 ) -> None:
-    """Asks every question over every arm's cache, with the legends in view and with the page alone in the window.
+    """Compares arms on a scene, with the legends in view and with the page alone in the window.
 
-    Adds items "repair.visible" and "repair.evicted", each arm's bytes, and the control of `_mask_control`. `tick` is
-    called with an arm's name when it is done.
+    Adds items "repair.visible" and "repair.evicted", costs, and a control: one forward over everything in which the
+    page may not look at the legends, which must equal blind reuse.
     """
-    scene = reuse.scene
-    answers: dict[str, dict[str, scenes.Answers]] = {probe: {} for probe in SETTINGS}
-    known = {row["arm"] for row in table.plain if row["metric"] == "stored_bytes"}
+    answers = read_arms(table, reader, names, tick)
 
-    def note(name: str, cost: ArmCost, share: float, probes: Iterable[str] = SETTINGS) -> None:
-        # Every batch has the same shapes: the first one says what an arm takes.
-        for probe in () if name in known else probes:
-            for metric, value in reuse.costs.shares(cost).items():
-                table.value(probe, name, metric, value, len(scene))
-        if name not in known:
-            table.value("repair.visible", name, "bytes", share, len(scene))
-        tick(name)
-
-    for name, cost, share, cache in made_arms(reuse, arms):
-        for probe, sees in SETTINGS.items():
-            answers[probe][name] = scenes.read(scene, cache, questions, sees_legends=sees)
-        note(name, cost, share)
-    wanted = lambda name: arms is None or name in arms
-    for name, (cost, said) in by_question(reuse, questions, wanted):
-        answers["repair.visible"][name] = said
-        note(name, cost, 0.0, ["repair.visible"])
-
-    answers["repair.visible"]["mask_4d"] = _mask_control(table, reuse, questions, answers["repair.visible"]["blind"])
-    for probe in SETTINGS:
-        table.items(probe).add(_askable(questions, probe), clusters, answers[probe])
-
-
-def _askable(questions: Questions, probe: str) -> Questions:
-    """Questions about a legend make no sense once the legends have left the window."""
-    if SETTINGS[probe]:
-        return questions
-    return dataclasses.replace(questions, valid=questions.valid & (questions.kind != KINDS.index("legend")))
-
-
-def _mask_control(table: ResultsTable, reuse: PageReuse, questions: Questions, blind: scenes.Answers) -> scenes.Answers:
-    """One forward over everything in which the page may not look at the legends; must equal blind reuse."""
-    scene = reuse.scene
-    mask = scenes.prefix_mask(scene, page_sees_legends=False)
-    masked = scene.backbone.prefill(reuse.tokens, mask=mask).kv
-    answers = scenes.read(scene, scenes.engine(scene, masked, reuse.tokens), questions, sees_legends=True)
-    apart = np.abs(np.exp(answers.log_probabilities) - np.exp(blind.log_probabilities)).max()
+    scene, page = reader.scene, reader.page
+    masked = dict(scene.backbone.prefill(page.tokens, mask=scenes.prefix_mask(scene, page_sees_legends=False)).kv)
+    control = reader.read(scenes.engine(scene, masked, page.tokens))
+    blind = answers[VISIBLE]["blind"]
+    apart = np.abs(np.exp(control.log_probabilities) - np.exp(blind.log_probabilities)).max()
     table.largest("mask", "mask_4d", "probability_difference", float(apart), len(scene))
-
-    page, canonical = scenes.cut(masked, scene.page), reuse.page.kv
-    apart = [jnp.abs(page[name] - canonical[name]).max() / jnp.abs(canonical[name]).max() for name in canonical]
+    of_page, canonical = cut(masked, scene.page), page.page.kv
+    apart = [jnp.abs(of_page[name] - canonical[name]).max() / jnp.abs(canonical[name]).max() for name in canonical]
     table.largest("mask", "mask_4d", "kv_difference", max(map(float, apart)), len(scene))
-    return answers
+    answers[VISIBLE]["mask_4d"] = control
+
+    for probe in reader.probes:
+        table.items(probe).add(reader.asked(probe), clusters, answers[probe])

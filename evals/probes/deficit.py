@@ -8,9 +8,9 @@ from jaxtyping import Array, Float, Int
 
 from kvpatch_jax import deficit
 
+from ..arms.class_mean import class_means, explained
+from ..arms.reused_page import ReusedPage
 from ..results import intervals
-from .other_ways import class_means, explained
-from .repair import PageReuse
 from .results_table import ResultsTable
 
 
@@ -28,17 +28,17 @@ def _profile(
     }
 
 
-def deficit_shape(table: ResultsTable, reuses: list[PageReuse]) -> None:
+def deficit_shape(table: ResultsTable, pages: list[ReusedPage]) -> None:
     """Adds rows "deficit" per channel and layer: size, 90 % energy rank (also rotated), spread, class means.
 
     "class_mean_share" is the share of ‖Δ‖² explained by the mean of Δ over the tokens of a page that show the same
     glyph: where it is near 1, the task has built a low rank in.
     """
-    profiles = [_profile(reuse.delta, dict(reuse.page.kv)) for reuse in reuses]
-    turned = [_profile(reuse.rotated_delta, dict(reuse.page.kv)) for reuse in reuses]
+    profiles = [_profile(page.delta, dict(page.page.kv)) for page in pages]
+    turned = [_profile(page.rotated_delta, dict(page.page.kv)) for page in pages]
     for metric in profiles[0]:
         _rows(table, metric, [profile[metric] for profile in profiles])
-    shares = [explained(reuse.delta, class_means(reuse)) for reuse in reuses]
+    shares = [explained(page.delta, class_means(page)) for page in pages]
     _rows(table, "class_mean_share", shares)
     _rows(table, "e90_rotated", [profile["e90"] for profile in turned])
 

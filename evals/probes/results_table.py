@@ -1,16 +1,21 @@
 """What the arms of a probe answered, item by item, and the rows that are made of it."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..results import intervals
 from ..results.rows import Row, measured_row
-from ..small_task import KINDS, VOCABULARY, Questions
-from ..small_task.scenes import Answers
+from ..small_task import KINDS, VOCABULARY
 
+if TYPE_CHECKING:
+    from ..datasets import AskedQuestions, ScoredAnswers
+
+PER_ITEM = ("accuracy", "difference", "kl", "eta", "flip_recover")
+"""What is measured of an arm and a kind of question: rows "<metric>.<kind>"."""
 DAMAGE = 1e-3
 """Nats per question that blind reuse must lose for η to mean something: below, it would be a quotient of rounding."""
 
@@ -33,7 +38,11 @@ class ProbeItems:
         self.divergence: dict[str, list[np.ndarray]] = {}
 
     def add(
-        self, questions: Questions, clusters: np.ndarray, arms: Mapping[str, Answers], kind: np.ndarray | None = None
+        self,
+        questions: "AskedQuestions",
+        clusters: np.ndarray,
+        arms: "Mapping[str, ScoredAnswers]",
+        kind: np.ndarray | None = None,
     ) -> None:
         """Adds one batch.
 
@@ -59,22 +68,28 @@ class ProbeItems:
         """Reads an arm's predicted token ids and its KL from the reference in nats, over all batches, [items] each."""
         return np.concatenate(self.predicted[name]), np.concatenate(self.divergence[name])
 
-    def metrics(self, arm: str, kind: int) -> dict[str, intervals.Interval]:
-        """Estimates accuracy, its difference from the reference, KL, η and flips of an arm for one kind."""
+    def metrics(self, arm: str, kind: int, wanted: Collection[str] = PER_ITEM) -> dict[str, intervals.Interval]:
+        """Estimates accuracy, its difference from the reference, KL, η and flips of an arm for one kind.
+
+        η and flips are against the blind arm, which need not be there where they are not wanted.
+        """
         here = self.column("kind") == kind
         cluster, answer = self.column("cluster")[here], self.column("answer")[here]
         predicted, divergence = (values[here] for values in self.arm(arm))
+        right = (predicted == answer).astype(float)
+        found = {"accuracy": intervals.mean(right, cluster), "kl": intervals.mean(divergence, cluster)}
+        if set(wanted) <= found.keys():
+            return found
+
         blind_predicted, blind_divergence = (values[here] for values in self.arm(self.blind))
         reference_predicted = self.arm(self.reference)[0][here]
 
         harmed = len(blind_divergence) > 0 and blind_divergence.mean() >= DAMAGE
         eta = intervals.eta(divergence, blind_divergence, cluster) if harmed else intervals.UNDEFINED
-        right = (predicted == answer).astype(float)
         reference_right = (reference_predicted == answer).astype(float)
         return {
-            "accuracy": intervals.mean(right, cluster),
+            **found,
             "difference": intervals.paired_difference(right, reference_right, cluster),
-            "kl": intervals.mean(divergence, cluster),
             "eta": eta._replace(n=len(divergence)),
             "flip_recover": intervals.flip_recover(reference_predicted, blind_predicted, predicted, cluster),
         }
@@ -102,12 +117,15 @@ class ResultsTable:
       model: the backbone's name.
       probes: items by (probe, part).
       plain: finished rows.
+      costs: what arms cost, by (probe, arm, metric); the last batch counts.
       maxima: the largest value so far and how many contexts it rests on, by (probe, arm, metric).
       samples: batches of values per context with their clusters, likewise.
     """
 
-    def __init__(self, model: str):
-        self.model = model
+    def __init__(self, model: str, metrics: Collection[str] = PER_ITEM):
+        """`metrics`: of every arm and kind of question."""
+        self.model, self.metrics = model, metrics
+        self.costs: dict[tuple[str, str, str], intervals.Interval] = {}
         self.probes: dict[tuple[str, str], ProbeItems] = {}
         self.plain: list[Row] = []
         self.maxima: dict[tuple[str, str, str], tuple[float, int]] = {}
@@ -120,6 +138,11 @@ class ResultsTable:
     def row(self, probe: str, arm: str, metric: str, interval: intervals.Interval) -> None:
         """Adds one row that is not derived from items."""
         self.plain.append(measured_row(probe, self.model, arm, metric, interval))
+
+    def cost(self, probe: str, arm: str, shares: Mapping[str, float], n: int) -> None:
+        """Notes what an arm costs, measured on `n` contexts. All batches have the same shapes, so that one speaks."""
+        for metric, share in shares.items():
+            self.costs[probe, arm, metric] = intervals.Interval(share, share, share, n)
 
     def value(self, probe: str, arm: str, metric: str, value: float, n: int) -> None:
         """Adds one number without an interval."""
@@ -157,8 +180,9 @@ class ResultsTable:
             kinds = set(items.column("kind").tolist())
             for number, kind in enumerate(items.kinds):
                 for arm in items.predicted if number in kinds else ():
-                    for metric, interval in items.metrics(arm, number).items():
+                    for metric, interval in items.metrics(arm, number, self.metrics).items():
                         rows.append(measured_row(items.label, self.model, arm, f"{metric}.{kind}", interval))
+        rows += [measured_row(*key[:1], self.model, *key[1:], share) for key, share in self.costs.items()]
         for (probe, arm, metric), batches in self.samples.items():
             values, clusters = (np.concatenate(columns) for columns in zip(*batches, strict=True))
             rows.append(measured_row(probe, self.model, arm, metric, intervals.mean(values, clusters)))

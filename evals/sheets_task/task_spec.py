@@ -26,6 +26,7 @@ class TaskSpec:
       sizes: of contexts, by name. backbones: makers of the small backbones, by name. sample: draws contexts. ask: draws
       questions.
       form_of: how a backbone lays a context's images out as tokens. images: every context's chunks, drawn.
+      classes: numbers a page's cells [B,cells] by what each shows, one aspect at a time, and by what it absorbs.
       named: tells of the tower's features of sheets' and page's cells [B,cells,D] which token names each.
       vocabulary: its tokens.
     """
@@ -36,6 +37,7 @@ class TaskSpec:
     ask: Callable[..., SheetsQuestions]
     form_of: Callable[[Any, Any, ContextSize], Prefix]
     images: Callable[[Any], list[np.ndarray]]
+    classes: Callable[[Any], dict[str, np.ndarray]]
     named: Callable[[Any, np.ndarray, np.ndarray], Named]
     vocabulary: Any
 
@@ -44,6 +46,20 @@ class TaskSpec:
         if backbone not in self.backbones:
             raise ConfigError(f"backbone {backbone!r} of this task; expected one of {', '.join(self.backbones)}")
         return self.backbones[backbone]()
+
+
+def cell_classes(contexts: SheetsContexts) -> dict[str, np.ndarray]:
+    """Numbers a page's cells by what each shows, one aspect at a time, and by the colours that it absorbs."""
+    fill, stripe, _ = task.latest(contexts)
+    address, glyph = contexts.page_address, contexts.page_glyph
+    return {
+        "shape": glyph % task.SHAPES,
+        "ink": glyph // task.SHAPES,
+        "row mark": address // task.COLUMN_MARKS,
+        "column mark": address % task.COLUMN_MARKS,
+        "absorbed fill": np.take_along_axis(fill, address, axis=1),
+        "absorbed stripe": np.take_along_axis(stripe, address, axis=1),
+    }
 
 
 def named_cells(contexts: SheetsContexts, sheet: np.ndarray, page: np.ndarray) -> Named:
@@ -70,6 +86,7 @@ SHEETS = TaskSpec(
     ask=task.ask,
     form_of=sequences.form_of,
     images=sequences.context_images,
+    classes=cell_classes,
     named=named_cells,
     vocabulary=VOCABULARY,
 )

@@ -94,20 +94,20 @@ class SheetsRecipe:
         return "8" if step % 4 == 1 else "16"
 
 
-def initialise(recipe: SheetsRecipe, material: TaskSpec = SHEETS) -> Any:
+def initialise(recipe: SheetsRecipe, spec: TaskSpec = SHEETS) -> Any:
     """Draws parameters: query kernels tied to key kernels, and tokens that start as the tower's features of their kind.
 
     Both are starts only: nothing of them is in the loss.
     """
-    config, _ = material.instance(recipe.backbone)
+    config, _ = spec.instance(recipe.backbone)
     model = config.family.module(config, nnx.Rngs(recipe.seed))
     if recipe.cells_apart and recipe.backbone == "qwen3_vl":
         kernel = model.visual.blocks.output.kernel
         kernel[...] = jnp.zeros_like(kernel[...])
     table = jax.random.normal(jax.random.key(recipe.seed + 1), model.decoder.embedding.shape, jnp.float32)
     if recipe.named_by_sight:
-        for first, value in _features_by_name(model, recipe, material).items():
-            if first == material.vocabulary.ink:
+        for first, value in _features_by_name(model, recipe, spec).items():
+            if first == spec.vocabulary.ink:
                 like = recipe.ink_likeness
                 value = like * value + (1 - like**2) ** 0.5 * table[first]
             table = table.at[first : first + len(value)].set(value)
@@ -117,14 +117,12 @@ def initialise(recipe: SheetsRecipe, material: TaskSpec = SHEETS) -> Any:
     return model
 
 
-def _features_by_name(model: Any, recipe: SheetsRecipe, material: TaskSpec, count: int = 64) -> dict[int, np.ndarray]:
+def _features_by_name(model: Any, recipe: SheetsRecipe, spec: TaskSpec, count: int = 64) -> dict[int, np.ndarray]:
     """Finds what the untrained tower makes of cells that show the same thing, of unit variance, by first token id."""
-    config, settings = material.instance(recipe.backbone)
-    contexts = material.sample(
-        np.random.default_rng([recipe.seed, 2**31]), count, material.sizes["4"], **recipe.drawn(0)
-    )
-    images = config.family.vision.process(material.images(contexts), settings)
-    form = material.form_of(config, settings, contexts.size)
+    config, settings = spec.instance(recipe.backbone)
+    contexts = spec.sample(np.random.default_rng([recipe.seed, 2**31]), count, spec.sizes["4"], **recipe.drawn(0))
+    images = config.family.vision.process(spec.images(contexts), settings)
+    form = spec.form_of(config, settings, contexts.size)
     ids = np.tile(form.ids, (count, 1))
     plan = config.family.vision.plan(config, ids, images)
     features = np.asarray(model.encode(jnp.asarray(images["pixel_values"]), jax.tree.map(jnp.asarray, plan))[0])
@@ -139,7 +137,7 @@ def _features_by_name(model: Any, recipe: SheetsRecipe, material: TaskSpec, coun
     sheet, page = cells(on_sheets, size.entries // sheets), cells(features, size.cells)
     return {
         first: _means(*of)
-        for first, of in material.named(contexts, sheet - sheet.mean(axis=0), page - page.mean(axis=0)).items()
+        for first, of in spec.named(contexts, sheet - sheet.mean(axis=0), page - page.mean(axis=0)).items()
     }
 
 
@@ -151,7 +149,7 @@ def _means(features: np.ndarray, label: np.ndarray) -> np.ndarray:
 
 
 def loss_of(
-    model: Any, batch: dict[str, Array], plan: dict[str, Array], material: TaskSpec = SHEETS
+    model: Any, batch: dict[str, Array], plan: dict[str, Array], spec: TaskSpec = SHEETS
 ) -> tuple[Array, Array]:
     """Computes the mean cross-entropy of all answer tokens, and which of them [B,N] are right.
 
@@ -166,7 +164,7 @@ def loss_of(
     asked = answer >= 0
     target = jax.nn.one_hot(jnp.where(asked, answer, 0), logits.shape[-1])
     if "fills" in batch:
-        first = material.vocabulary.fill
+        first = spec.vocabulary.fill
         fills = slice(first, first + task.COLOURS)
         some = jnp.any(batch["fills"] > 0, axis=-1, keepdims=True)
         target = jnp.where(some, jnp.zeros_like(target).at[..., fills].set(batch["fills"]), target)
@@ -188,27 +186,27 @@ class SheetsBatch(NamedTuple):
     size: str
 
 
-def draw_batch(recipe: SheetsRecipe, step: int, material: TaskSpec = SHEETS) -> SheetsBatch:
+def draw_batch(recipe: SheetsRecipe, step: int, spec: TaskSpec = SHEETS) -> SheetsBatch:
     """Draws the host side of one step, a function of the recipe and the step alone."""
-    config, settings = material.instance(recipe.backbone)
+    config, settings = spec.instance(recipe.backbone)
     rng = np.random.default_rng([recipe.seed, step])
     name = recipe.size(step)
     count = recipe.batch * MORE_CONTEXTS.get(name, 1)
-    contexts = material.sample(rng, count, material.sizes[name], **recipe.drawn(step))
-    form, sheets = material.form_of(config, settings, contexts.size), contexts.sheets
+    contexts = spec.sample(rng, count, spec.sizes[name], **recipe.drawn(step))
+    form, sheets = spec.form_of(config, settings, contexts.size), contexts.sheets
     # Now and then fewer sheets, so that none is always there.
     fewer = rng.random((count, 1)) < 0.15
     shown = ~(fewer & (rng.random((count, sheets)) < 1 / 3))
-    questions = material.ask(contexts, rng, recipe.asked(step), shown)
+    questions = spec.ask(contexts, rng, recipe.asked(step), shown)
     # Some questions of the page see it alone, as after the sheets slid out of the window.
     on_page = questions.kind != task.KINDS.index("sheet")
     sees = ~(on_page & (rng.random((count, len(on_page))) < recipe.window))
     start = rng.integers(0, recipe.start_range, count)
     packed = sequences.pack(form, questions, shown=shown, sees_sheets=sees, start=start)
-    images = config.family.vision.process(material.images(contexts), settings)
+    images = config.family.vision.process(spec.images(contexts), settings)
     batch = {**packed, "pixel_values": images["pixel_values"]}
     if recipe.proportions:
-        shares = task.fill_shares(contexts, questions, shown, material.vocabulary.ink)
+        shares = task.fill_shares(contexts, questions, shown, spec.vocabulary.ink)
         batch["fills"] = shares * (step < recipe.proportions)
     return SheetsBatch(batch, questions.kind[questions.own], sees[:, questions.own], images, name)
 

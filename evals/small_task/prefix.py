@@ -66,6 +66,11 @@ class Prefix:
         """Where the page stands in the prefix."""
         return self.slices[-1]
 
+    def cells(self, place: int) -> slice:
+        """Finds where the cells of a chunk stand in the prefix, without start and end tokens."""
+        inside = self.slices[place].start + np.flatnonzero(self.ids[self.slices[place]] == self.image_token)
+        return slice(int(inside[0]), int(inside[-1]) + 1)
+
     @property
     def prefix_tokens(self) -> int:
         """Tokens of the prefix."""

@@ -6,7 +6,6 @@ each image is one batched chunk. KV of the prefix travels phase-free; what a que
 """
 
 import dataclasses
-import functools
 import hashlib
 from pathlib import Path
 from typing import NamedTuple
@@ -20,12 +19,12 @@ import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from models import ModelBackbone
 
+from ..arms.reused_page import KV as KV
+from ..arms.reused_page import ReusedPage, cut
+from ..arms.reused_page import joined as joined
 from . import sequences, task
 from .sequences import Form, form_of
 from .task import Contexts, Questions
-
-KV = dict[str, Float[Array, "L B _ _ _"]]
-"""{channel: [L, B, T, K, H]}."""
 
 
 class Answers(NamedTuple):
@@ -206,24 +205,28 @@ def engine(scene: Scene, kv: KV, tokens: Tokens) -> KV:
     return dict(kvp.to_engine(scene.backbone.layout, kv, tokens.positions, 0))
 
 
-def cut(kv: KV, where: slice) -> KV:
-    """Cuts some tokens out of KV {channel: [L, B, T, K, H]}."""
-    return {name: value[:, :, where] for name, value in kv.items()}
+def reused_page(scene: Scene) -> ReusedPage:
+    """Prefills a scene's prefix, whose page is then reused behind the legends.
 
-
-def joined(pieces: list[KV]) -> KV:
-    """Joins pieces of KV behind one another, along their tokens."""
-    return {name: jnp.concatenate([piece[name] for piece in pieces], axis=2) for name in pieces[0]}
-
-
-def with_page(scene: Scene, prefix: KV, page: KV) -> KV:
-    """Replaces the page in an engine-frame cache of the prefix."""
-    return _with_page(prefix, page, scene.page.start)
-
-
-@functools.partial(jax.jit, static_argnames=("start",))
-def _with_page(prefix: KV, page: KV, start: int) -> KV:
-    return {name: jnp.concatenate([value[:, :, :start], page[name]], axis=2) for name, value in prefix.items()}
+    The legends stand as re-prefill has them: they did not move, only the page is reused.
+    """
+    tokens = scene.prefix()
+    # The causal mask, written out: one program with the prefills that have another mask.
+    conditioned = dict(scene.backbone.prefill(tokens, mask=prefix_mask(scene)).kv)
+    reference = engine(scene, conditioned, tokens)
+    starts = tuple(scene.start_of(tokens, place) for place in range(sequences.CHUNKS))
+    return ReusedPage(
+        backbone=scene.backbone,
+        contexts=scene.contexts,
+        form=scene.form,
+        chunks=scene.standing,
+        starts=starts,
+        tokens=tokens,
+        alone=scene.images[-1],
+        conditioned=conditioned,
+        reference=reference,
+        front=reference,
+    )
 
 
 # ------------------------------------------------------------------------------------------------ questions

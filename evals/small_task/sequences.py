@@ -28,11 +28,6 @@ class Form(Prefix):
 
     legend_shape: tuple[int, int]
 
-    def cells(self, place: int) -> slice:
-        """Finds where the cells of a chunk stand in the prefix, without start and end tokens."""
-        inside = self.slices[place].start + np.flatnonzero(self.ids[self.slices[place]] == self.image_token)
-        return slice(int(inside[0]), int(inside[-1]) + 1)
-
 
 @functools.lru_cache
 def form_of(config: Any, images: Any) -> Form:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from evals import small_task
-from evals.run import QUESTIONS
+from evals.scene_jobs import QUESTIONS
 from evals.small_task import scenes
 from evals.trained import MAIN, shipped
 from kvpatch_jax import Chunk, Patch, Placed, apply_patch
@@ -31,10 +31,10 @@ def answers(scene: scenes.Scene, questions: small_task.Questions, page: Chunk, p
     prefix = scene.prefix()
     whole = scenes.engine(scene, scene.backbone.prefill(prefix).kv, prefix)
     start = (np.asarray(prefix.positions)[0, scene.page.start] - np.asarray(page.local)[0]).astype(np.int32)
-    found = []
+    front, found = scenes.cut(whole, slice(scene.page.start)), []
     for own in (None, patch):
         kv = apply_patch(Placed(page, own, start, antecedent=ANTECEDENT))
-        cache = scenes.with_page(scene, whole, {name: value[:, None] for name, value in kv.items()})
+        cache = scenes.joined([front, {name: value[:, None] for name, value in kv.items()}])
         found.append(scenes.read(scene, cache, questions, sees_legends=True).log_probabilities)
     return np.stack(found)
 

@@ -25,10 +25,11 @@ from evals.documents_task import (
     picture,
     task,
 )
-from evals.documents_task.reuse import DocumentReuse
-from evals.documents_task.suite import DOCUMENTS_SUITE
+from evals.documents_task.dataset import DOCUMENTS_DATASET
+from evals.report import task_report as report
 from evals.report.documents import ROOT
-from evals.sheets_task import report, suite, training
+from evals.sheets_task import training
+from evals.sheets_task.reader import PackedReader, class_shares, move_page
 from evals.sheets_task.training import draw_batch, initialise, loss_of
 from evals.small_task.training import make_tokenizer
 from evals.train import DocumentsTrainer
@@ -360,12 +361,14 @@ def test_every_chunk_is_reused(tmp_path: Path):
     """All patches whole: re-prefill, though every chunk moved; and a picture of it is drawn."""
     documents, rng = draw(1, "tiny", 3)
     questions = documents_task.ask(documents, rng, {"chain": 2, "page": 1})
-    reuse = DocumentReuse(fresh(), documents, questions)
-    truth = reuse.read(reuse.engine)
-    whole = reuse.cache({place: reuse.patch(place, 64) for place in range(1, reuse.form.chunks)})
-    np.testing.assert_allclose(reuse.read(whole), truth, atol=2e-3)
-    assert np.abs(reuse.read(reuse.cache()) - truth).max() > 1e-3
-    for by_channel in reuse.class_shares().values():
+    page = move_page(fresh(), documents, DOCUMENTS)
+    reader = PackedReader("documents.4", page, questions)
+    read = lambda cache: reader.read(cache).log_probabilities
+    truth = read(page.reference)
+    whole = page.cache_of_chunks({place: page.patch(64, place) for place in range(1, page.form.chunks)})
+    np.testing.assert_allclose(read(whole), truth, atol=2e-3)
+    assert np.abs(read(page.cache()) - truth).max() > 1e-3
+    for by_channel in class_shares(page, DOCUMENTS).values():
         assert all((share <= 1 + 1e-5).all() and share.shape == (3, 4) for share in by_channel.values())
     path = picture.draw(documents, questions, {"re-prefill": truth.argmax(axis=-1)}, tmp_path / "picture.png")
     with Image.open(path) as image:
@@ -375,15 +378,16 @@ def test_every_chunk_is_reused(tmp_path: Path):
 @pytest.mark.slow
 def test_the_shipped_instance():
     """Chain questions about varied documents: right computed anew, wrong blind, right with a patch though all moved."""
-    (path,) = suite.instances("qwen2_5_vl", DOCUMENTS_SUITE)
+    (path,) = DOCUMENTS_DATASET.instances("qwen2_5_vl")
     rng = np.random.default_rng(11)
     documents = documents_task.sample_documents(rng, 8)
     questions = documents_task.ask(documents, rng, {"chain": 12})
-    reuse = DocumentReuse(load(path, dtype="float32"), documents, questions)
+    page = move_page(load(path, dtype="float32"), documents, DOCUMENTS)
+    reader = PackedReader("documents.4", page, questions)
     asked = questions.answer >= 0
-    right = lambda cache: (reuse.read(cache).argmax(axis=-1) == questions.answer)[asked].mean()
+    right = lambda cache: (reader.read(cache).log_probabilities.argmax(axis=-1) == questions.answer)[asked].mean()
     # Of 96 questions; the guide has the suite's 512, a few of a hundred below what the sheets task's instances do.
-    truth = right(reuse.engine)
+    truth = right(page.reference)
     assert truth >= 0.85
-    assert right(reuse.cache()) <= 0.3
-    assert right(reuse.cache({3: reuse.patch(3, 16)})) >= truth - 0.03
+    assert right(page.cache()) <= 0.3
+    assert right(page.cache(page.patch(16))) >= truth - 0.03

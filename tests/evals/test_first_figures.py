@@ -13,10 +13,10 @@ import pytest
 
 from evals.pretrained import report as pretrained
 from evals.report import coverage, drawing, example, page, summary, window
+from evals.report import task_report as sheets
 from evals.report.figures import arm_label
 from evals.results.rows import Rows
 from evals.rules import RULES
-from evals.sheets_task import report as sheets
 from tests.evals.test_pretrained_suite import few_bits
 from tests.evals.test_report import LOSS, Made, around, made_results, repair_rows
 

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 from absl import app
 
-from evals import pictured_context, probes, run, small_task
+from evals import pictured_context, probes, run, scene_jobs, small_task
 from evals.probes.results_table import ResultsTable
 from evals.report import coverage, side_by_side
 from evals.report.drawing import draw_all
+from evals.report.notes import NOTES
 from evals.report.page import write_report
 from evals.report.summary import TOKEN_METHODS
 from evals.report.wording import number
@@ -129,7 +130,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def test_the_control_is_run_by_the_main_instances_programs(backbone: ModelBackbone):
     """Bit for bit what it answers by its own, and nothing is compiled for it."""
     control = load(shipped(CONTROL), dtype="float32")
-    same = run.sibling(backbone, control)
+    same = scene_jobs.sibling(backbone, control)
     ids = np.arange(6)[None] + VOCABULARY.glyph
     places = np.zeros((1, 6, 3), np.int32)
     answered = lambda of: np.asarray(of.prefill(of.embed(ids, places)).logits)
@@ -215,12 +216,12 @@ def test_every_repair_arm_is_there(job: Job, probe: str):
 def test_arm_count_is_what_the_bar_was_told(job: Job, backbone: ModelBackbone):
     """The progress bar ends where its total says."""
     arms, every = probes.main_arms(backbone.layout), probes.all_arms(backbone.layout)
-    assert arms == REPAIR_ARMS == run.arms_of(CONFIG, backbone)
-    assert run.arms_of(dataclasses.replace(CONFIG, arms="all"), backbone) == every
+    assert arms == REPAIR_ARMS == scene_jobs.arms_of(CONFIG, backbone)
+    assert scene_jobs.arms_of(dataclasses.replace(CONFIG, arms="all"), backbone) == every
     assert len(every) == len(set(every)) > len(arms)
     assert [name for name in every if name in arms] == arms
     assert {name: job.ticks[name] for name in REPAIR_ARMS} == dict.fromkeys(REPAIR_ARMS, 1)
-    assert job.ticks.total() == run._ticks(CONFIG, len(arms))
+    assert job.ticks.total() == sum(scene_jobs.planned_ticks(CONFIG, len(arms)).values())
     assert set(REPAIRS) == {"first_k", "cacheblend", "oracle_delta"}
 
 
@@ -295,7 +296,7 @@ def test_items_are_one_line_per_valid_question(job: Job):
                 assert counts[probe, kind] == row["n"] > 0
     rng = np.random.default_rng([CONFIG.seed, 0])
     contexts = small_task.sample_contexts(rng, CONTEXTS)
-    questions = small_task.ask(contexts, rng, run.QUESTIONS)
+    questions = small_task.ask(contexts, rng, scene_jobs.QUESTIONS)
     visible = [line for line in job.items if line["probe"] == "repair.visible"]
     assert len(visible) == questions.valid.sum()
     for line, index in zip(visible, np.argwhere(questions.valid), strict=True):
@@ -320,7 +321,7 @@ def test_report_and_figures_are_written(job: Job, backbone: ModelBackbone):
         pictured_context.read_example(backbone, job.folder, CONFIG.seed, CONFIG.batch, "patch.rank=4")(),
         *draw_all(results, job.folder / "figures"),
     ]
-    write_report(results, figures, job.folder / "report.html", run.NOTES)
+    write_report(results, figures, job.folder / "report.html", NOTES)
     page = (job.folder / "report.html").read_text()
     figures = sorted((job.folder / "figures").glob("*.png"))
     assert len(figures) >= 5
@@ -365,8 +366,8 @@ def test_all_backbones_are_the_shipped_ones():
     names = backbone_names()
     assert names[0] == MAIN
     assert set(names) | {CONTROL} == set(shipped_names())
-    assert run._suites_of(MAIN, run.SUITES) == run.SUITES
-    assert all(not {"control", "seeds"} & {*run._suites_of(name, run.SUITES)} for name in names[1:])
+    assert run.suites_for(MAIN, run.SUITES) == run.SUITES
+    assert all(not {"control", "seeds"} & {*run.suites_for(name, run.SUITES)} for name in names[1:])
 
 
 # -------------------------------------------------------------------------------------------------------- flags
@@ -408,10 +409,10 @@ def test_suites_are_what_was_asked_for():
 
 def test_further_seeds_are_a_part_of_the_bar():
     """Each of the headline's other instances is asked the rules' arms over all contexts."""
-    others = run.other_seeds()
+    others = scene_jobs.other_seeds()
     assert {MAIN, *others} == set(RULES.headline_backbones)
     config = run.RunConfig(MAIN, ("repair", "seeds"), 77, 128, 128, 64)
-    assert run._plan(config, 10) == {"repair": 20, "seeds": 2 * len(RULES.headline_arms) * len(others)}
+    assert scene_jobs.planned_ticks(config, 10) == {"repair": 20, "seeds": 2 * len(RULES.headline_arms) * len(others)}
     layout = KVLayout.gqa(6, 2, 64, Rope(1e4, 64))
     assert set(RULES.headline_arms) <= set(probes.main_arms(layout))
 
@@ -422,7 +423,7 @@ def test_further_seeds_make_the_headline(backbone: ModelBackbone, tmp_path: Path
     monkeypatch.setattr(run, "arms_of", lambda *_: FEW_ARMS)
     config = dataclasses.replace(CONFIG, suite=("repair", "seeds"))
     tables = run.measure(backbone, config, tmp_path, run.Progress({}))
-    assert [table.model for table in tables] == [MAIN, *run.other_seeds()]
+    assert [table.model for table in tables] == [MAIN, *scene_jobs.other_seeds()]
     found = {"config": {"model": MAIN}, "rows": [row for table in tables for row in table.rows()]}
     mean = headline_results(found)
     assert mean is not None
@@ -452,6 +453,6 @@ def test_training_is_disclosed():
 def test_questions_cover_every_kind():
     """Each kind gives 1 000 items or more in a full run."""
     whole = run.RunConfig(run.MAIN, run.SUITES, 9001)
-    assert set(run.QUESTIONS) == set(KINDS)
-    assert all(count * whole.contexts >= 1000 for count in run.QUESTIONS.values())
+    assert set(scene_jobs.QUESTIONS) == set(KINDS)
+    assert all(count * whole.contexts >= 1000 for count in scene_jobs.QUESTIONS.values())
     assert COLOURS > small_task.ACTIVE_FILLS

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from evals import runner
+from evals.datasets import PackedDataset
+from evals.report import task_report as report
 from evals.report.documents import ROOT, block
 from evals.results.headline import headline_rows
-from evals.sheets_task import KINDS, report, suite
-from evals.sheets_task.arms import names_of
+from evals.sheets_task import KINDS
+from evals.sheets_task.dataset import SHEETS_DATASET
 from kvpatch_jax import KVLayout
 from kvpatch_jax.core import Rope
 from kvpatch_jax.errors import InputError
@@ -43,7 +46,7 @@ def table(model: str, shift: float) -> list[dict]:
             for reuses in (1, 3, 10):
                 add(size, arm, f"serving_flops.reuses={reuses}", serving + 0.9 / reuses)
         for layer in range(4):
-            for classes in (*suite.SHEETS_SUITE.visible, "absorbed fill"):
+            for classes in (*SHEETS_DATASET.visible, "absorbed fill"):
                 add(size, f"layer={layer}.v", f"class_mean_share.{classes}", 0.1 * layer + 0.05)
             add(size, f"layer={layer}.v", "e90", layer + 1.0)
     return rows
@@ -55,9 +58,9 @@ def results() -> dict:
     seeds = {f"a_seed{number}": table(f"a_seed{number}", 0.01 * number) for number in range(3)}
     rows = [row for rows in seeds.values() for row in rows] + headline_rows(seeds, "mean") + table("a_no_window", 0.05)
     sizes = {size: f"{size} chunks" for size in ("4", "8", "16")}
-    config = {"task": "sheets", "probes": sizes, "visible": list(suite.SHEETS_SUITE.visible), "model": "mean"}
+    config = {"task": "sheets", "probes": sizes, "visible": list(SHEETS_DATASET.visible), "model": "mean"}
     config |= {
-        "questions": dict(suite.SHEETS_SUITE.questions),
+        "questions": dict(SHEETS_DATASET.questions),
         "seeds": list(seeds),
         "seed": 1,
         "contexts": 64,
@@ -155,7 +158,7 @@ def test_what_is_said_of_the_second_architecture():
 def test_which_arms_are_asked():
     """Every way that could win with four chunks; fewer, but all ranks and the question's own, with more chunks."""
     layout = KVLayout.gqa(4, 2, 64, Rope(1e4, 64))
-    here, elsewhere = (names_of(layout, everywhere) for everywhere in (False, True))
+    here, elsewhere = (runner.arm_names(layout, first=first) for first in (True, False))
     ways = {name.partition(".")[0] for name in here}
     assert {"quantised", "svd", "shadowkv", "residual", "prophetkv", "prcr", "pooled", "random_tokens"} <= ways
     assert {f"patch.rank={rank}" for rank in (1, 2, 4, 8, 16, 32, 64)} <= set(here) & set(elsewhere)
@@ -174,13 +177,15 @@ def test_a_control_is_no_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (tmp_path / name / "training.json").write_text("{}")
     seen = {}
 
-    def measured(path: Path, sizes: suite.Sizes, of: suite.Suite, file: Path, *, control: bool = False) -> list[dict]:
+    def measured(
+        path: Path, sizes: runner.RunSizes, of: PackedDataset, file: Path, *, control: bool = False
+    ) -> list[dict]:
         seen[path.name] = control
         return table(path.name, 0.0)
 
-    monkeypatch.setattr(suite, "measure_all", measured)
-    monkeypatch.setattr(suite, "check_language", lambda *_: None)
-    found = suite.run("all", 1, tmp_path / "out", suite=dataclasses.replace(suite.SHEETS_SUITE, folder=tmp_path))
+    monkeypatch.setattr(runner, "measure_instance", measured)
+    monkeypatch.setattr(runner, "check_language", lambda *_: None)
+    found = runner.run("all", 1, tmp_path / "out", dataclasses.replace(SHEETS_DATASET, folder=tmp_path))
     assert seen == {"a": False, "a_seed1": False, "a_no_window": True}
     assert found["config"]["seeds"] == ["a", "a_seed1"]
     means = [row for row in found["rows"] if row["model"] == "mean"]
@@ -193,11 +198,11 @@ def test_instances_of_another_kind_are_found(tmp_path: Path):
         (tmp_path / name).mkdir(parents=True)
         if name != "empty":
             (tmp_path / name / "config.json").write_text("{}")
-    of = dataclasses.replace(suite.SHEETS_SUITE, folder=tmp_path / "sheets")
-    names = lambda name: [path.name for path in suite.instances(name, of)]
+    of = dataclasses.replace(SHEETS_DATASET, folder=tmp_path / "sheets")
+    names = lambda name: [path.name for path in of.instances(name)]
     assert names("all") == names("a") == ["a"]
     assert names("sheets_b") == names(str(tmp_path / "sheets_b")) == ["b", "b_seed1"]
     assert names(str(tmp_path / "sheets_b" / "b")) == ["b"]
     for missing in ("documents", "empty", str(tmp_path / "empty"), "sheets_c"):
         with pytest.raises(InputError, match="expected a checkpoint directory"):
-            suite.instances(missing, of)
+            of.instances(missing)

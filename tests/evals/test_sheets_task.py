@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evals import sheets_task
+from evals.arms import make_arms, make_query_aware
+from evals.arms.reused_page import cut
 from evals.results.costs import stored_bits
 from evals.sheets_task import (
     KINDS,
@@ -22,13 +24,11 @@ from evals.sheets_task import (
     SheetsContexts,
     SheetsQuestions,
     sequences,
-    suite,
     task,
     training,
 )
-from evals.sheets_task.arms import arms_of
-from evals.sheets_task.by_question import by_question
-from evals.sheets_task.reuse import MOVED, Reuse
+from evals.sheets_task.dataset import SHEETS_DATASET
+from evals.sheets_task.reader import MOVED, PackedReader, class_shares, move_page
 from evals.sheets_task.task_spec import SHEETS
 from evals.sheets_task.training import SheetsRecipe, draw_batch, initialise
 from evals.small_task.training import make_tokenizer
@@ -256,10 +256,10 @@ def fresh(name: str = "qwen2_5_vl") -> ModelBackbone:
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_the_first_chunk_is_what_it_is_in_the_prefix(name: str):
     """Nothing stands in front of it, so that it absorbs nothing: DeepStack's features are its own too."""
-    contexts, rng = draw(1, "tiny")
-    reuse = Reuse(fresh(name), contexts, sheets_task.ask(contexts, rng, {"page": 2}))
-    for channel, value in reuse.cut(reuse.conditioned, 0).items():
-        np.testing.assert_allclose(reuse.chunks[0].kv[channel], value, atol=1e-4)
+    contexts, _ = draw(1, "tiny")
+    page = move_page(fresh(name), contexts)
+    for channel, value in cut(page.conditioned, page.form.slices[0]).items():
+        np.testing.assert_allclose(page.chunks[0].kv[channel], value, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -268,27 +268,28 @@ def test_every_chunk_is_reused(name: str):
     """All patches whole: re-prefill, though every chunk moved. One question's tokens all run again: the same."""
     contexts, rng = draw(1, "tiny")
     questions = sheets_task.ask(contexts, rng, {"page": 2, "chain": 2, "list": 1})
-    reuse = Reuse(fresh(name), contexts, questions)
-    assert int(np.asarray(reuse.tokens.positions).min()) == MOVED
-    truth = reuse.read(reuse.engine)
-    whole = reuse.cache({place: reuse.patch(place, 64) for place in range(1, reuse.form.chunks)})
-    left = np.abs(reuse.read(whole) - truth).max()
+    page = move_page(fresh(name), contexts)
+    reader = PackedReader("sheets.4", page, questions)
+    read = lambda cache: reader.read(cache).log_probabilities
+    assert int(np.asarray(page.tokens.positions).min()) == MOVED
+    truth = read(page.reference)
+    whole = page.cache_of_chunks({place: page.patch(64, place) for place in range(1, page.form.chunks)})
+    left = np.abs(read(whole) - truth).max()
     assert left < 2e-3
-    assert np.abs(reuse.read(reuse.cache()) - truth).max() > max(5e-3, 20 * left)  # fresh weights absorb little
-    # The sheets in front as re-prefill has them: recomputing all of the page is then re-prefilling it.
-    sheets = {place: reuse.patch(place, 64) for place in range(1, reuse.form.chunks - 1)}
-    blind = reuse.cache
-    reuse.cache = lambda patches=None: blind({**sheets, **(patches or {})})  # type: ignore[method-assign]
-    ((_, _, said),) = by_question(reuse, ["query_attention.budget=1"])
-    np.testing.assert_allclose(said, truth, atol=2e-3)
-    # What is stored for it are all those patches; serving adds them all.
-    page, every = (next(arms_of(reuse, [name])).cost for name in ("patch.rank=8", "patch.every_chunk.rank=8"))
-    assert every.stored == sum(
-        stored_bits(reuse.patch(place, 8)) / len(contexts) for place in range(1, reuse.form.chunks)
-    )
-    assert every.serving > page.serving
-    for by_channel in reuse.class_shares().values():
+    assert np.abs(read(page.cache()) - truth).max() > max(5e-3, 20 * left)  # fresh weights absorb little
+
+    # What is stored for every chunk are all patches; serving adds them all.
+    own, every = (dict(make_arms(page, [name]))[name].cost for name in ("patch.rank=8", "patch.every_chunk.rank=16"))
+    patches = [page.patch(16, place) for place in range(1, page.form.chunks)]
+    assert every.stored == sum(stored_bits(patch) / len(contexts) for patch in patches)
+    assert every.serving > own.serving
+    for by_channel in class_shares(page).values():
         assert all((share <= 1 + 1e-5).all() for share in by_channel.values())
+
+    # The sheets in front as re-prefill has them: recomputing all of the page is then re-prefilling it.
+    page.front = page.cache_of_chunks({place: page.patch(64, place) for place in range(1, page.form.chunks - 1)})
+    (arm,) = make_query_aware(reader, ["query_attention.budget=1"])
+    np.testing.assert_allclose(arm.answers.log_probabilities, truth, atol=2e-3)
 
 
 @pytest.mark.slow
@@ -313,21 +314,21 @@ def test_the_shipped_instance():
 
     Of the three seeds one loses little by blind reuse (the guide has it); this one loses most.
     """
-    (path,) = suite.instances("qwen2_5_vl_seed3")
+    (path,) = SHEETS_DATASET.instances("qwen2_5_vl_seed3")
     contexts, rng = draw(11, "4", 8)
     questions = sheets_task.ask(contexts, rng, {"chain": 12})
-    reuse = Reuse(load(path, dtype="float32"), contexts, questions)
-    asked = questions.answer >= 0
-    right = lambda cache: (reuse.read(cache).argmax(axis=-1) == questions.answer)[asked].mean()
-    assert right(reuse.engine) >= 0.95
-    assert right(reuse.cache()) <= 0.5
-    assert right(reuse.cache({3: reuse.patch(3, 16)})) >= 0.95
+    page = move_page(load(path, dtype="float32"), contexts)
+    reader, asked = PackedReader("sheets.4", page, questions), questions.answer >= 0
+    right = lambda cache: (reader.read(cache).log_probabilities.argmax(axis=-1) == questions.answer)[asked].mean()
+    assert right(page.reference) >= 0.95
+    assert right(page.cache()) <= 0.5
+    assert right(page.cache(page.patch(16))) >= 0.95
 
 
 def test_an_unknown_instance_is_refused(tmp_path: Path):
     """The known ones are named."""
     with pytest.raises(InputError, match="sheets task"):
-        suite.instances(str(tmp_path / "nothing"))
+        SHEETS_DATASET.instances(str(tmp_path / "nothing"))
 
 
 def test_flags_of_another_task_are_refused():

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from evals import small_task
-from evals.documents_task.suite import DOCUMENTS_SUITE
+from evals import runner, small_task
+from evals.datasets import PackedDataset
+from evals.documents_task.dataset import DOCUMENTS_DATASET
 from evals.pretrained import suite as pretrained
-from evals.sheets_task import suite as sheets
+from evals.sheets_task.dataset import SHEETS_DATASET
 from evals.task_language import check_language
 from evals.trained import ROOT, SHEETS, shipped, shipped_names
 from kvpatch_jax.errors import InputError
@@ -22,9 +23,9 @@ WORDS = small_task.VOCABULARY.names
 def test_every_shipped_instance_reads_its_task():
     for name in shipped_names():
         check_language(shipped(name), WORDS, "small", [])
-    for suite, folder in ((sheets.SHEETS_SUITE, SHEETS), (DOCUMENTS_SUITE, ROOT / "documents")):
+    for dataset, folder in ((SHEETS_DATASET, SHEETS), (DOCUMENTS_DATASET, ROOT / "documents")):
         for path in folder.glob("*/config.json"):
-            check_language(path.parent, suite.reuse.material.vocabulary.names, suite.task, [])
+            check_language(path.parent, dataset.spec.vocabulary.names, dataset.task, [])
 
 
 def test_a_model_of_other_words_or_none_is_refused(tmp_path: Path):
@@ -36,10 +37,10 @@ def test_a_model_of_other_words_or_none_is_refused(tmp_path: Path):
             check_language(path, WORDS, "small", shipped_names())
 
 
-@pytest.mark.parametrize("suite", [sheets.SHEETS_SUITE, DOCUMENTS_SUITE], ids=lambda suite: suite.task)
-def test_the_other_tasks_refuse_it_too(suite: sheets.Suite, tmp_path: Path):
-    with pytest.raises(InputError, match=rf"expected a model that was trained on the {suite.task} task"):
-        sheets.run(str(shipped("qwen2_5_vl")), 0, tmp_path / "out", True, suite)
+@pytest.mark.parametrize("dataset", [SHEETS_DATASET, DOCUMENTS_DATASET], ids=lambda dataset: dataset.task)
+def test_the_other_tasks_refuse_it_too(dataset: PackedDataset, tmp_path: Path):
+    with pytest.raises(InputError, match=rf"expected a model that was trained on the {dataset.task} task"):
+        runner.run(str(shipped("qwen2_5_vl")), 0, tmp_path / "out", dataset, quick=True)
     assert not (tmp_path / "out").exists()
 
 

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from evals import probes, run, small_task
+from evals import probes, small_task
+from evals.arms import ReusedPage
 from evals.probes.results_table import ResultsTable
+from evals.rules import RULES
 from evals.small_task import CELLS, COLOURS, GLYPHS, KINDS, VOCABULARY, Questions, scenes, sequences
 from evals.small_task.instances import instance
 from evals.small_task.scenes import Answers, Scene
@@ -39,7 +41,7 @@ class Look:
     """One held-out scene with its questions, and what the arms answer."""
 
     scene: Scene
-    reuse: probes.PageReuse
+    page: ReusedPage
     questions: Questions
     said: dict[str, Answers]
 
@@ -76,16 +78,16 @@ def look(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     backbone = load(shipped(request.param), dtype="float32")
     rng = np.random.default_rng(SEED)
     contexts = small_task.sample_contexts(rng, CONTEXTS)
-    questions = small_task.ask(contexts, rng, run.QUESTIONS)
+    questions = small_task.ask(contexts, rng, dict(RULES.questions))
     scene = scenes.load_scene(backbone, contexts, tmp_path_factory.mktemp("images"))
-    reuse = probes.PageReuse(scene)
+    page = scenes.reused_page(scene)
     caches = {
-        "re-prefill": reuse.engine,
-        "blind": reuse.cache(),
-        "patch": reuse.cache(reuse.patch(rank=16)),
+        "re-prefill": page.reference,
+        "blind": page.cache(),
+        "patch": page.cache(page.patch(rank=16)),
     }
     ask = lambda cache: scenes.read(scene, cache, questions, sees_legends=True)
-    return Look(scene, reuse, questions, {name: ask(cache) for name, cache in caches.items()})
+    return Look(scene, page, questions, {name: ask(cache) for name, cache in caches.items()})
 
 
 # --------------------------------------------------------------------------------------------------- the claims
@@ -119,8 +121,8 @@ def test_a_thin_patch_brings_multi_hop_back(look: Look, kind: str):
 def test_mask_control_equals_blind_reuse(look: Look):
     """A whole prefill whose page may not look at the legends answers as blind reuse, within 1e-5 in probability."""
     mask = scenes.prefix_mask(look.scene, page_sees_legends=False)
-    masked = look.scene.backbone.prefill(look.reuse.tokens, mask=mask).kv
-    cache = scenes.engine(look.scene, masked, look.reuse.tokens)
+    masked = look.scene.backbone.prefill(look.page.tokens, mask=mask).kv
+    cache = scenes.engine(look.scene, masked, look.page.tokens)
     answers = scenes.read(look.scene, cache, look.questions, sees_legends=True)
     apart = np.exp(answers.log_probabilities) - np.exp(look.said["blind"].log_probabilities)
     # One page's token is in reach of all questions of its context.
@@ -139,7 +141,7 @@ def assert_close_but_for_ties(look: Look, apart: np.ndarray, bound: float, ties:
 def test_canonical_moves_exactly(look: Look):
     """Every chunk's canonical turned to another start (one per axis) is what a prefill there leaves in a cache."""
     backbone = look.scene.backbone
-    axes = look.reuse.tokens.positions.shape[2:]
+    axes = look.page.tokens.positions.shape[2:]
     start = np.random.default_rng(0).integers(1, 1_000_000, (CONTEXTS, *axes)).astype(np.int32)
     for chunk, canonical in zip(look.scene.images, (chunk.kv for chunk in look.scene.chunks), strict=True):
         positions = chunk.positions + start[:, None]
@@ -167,7 +169,7 @@ def test_recall_needs_a_fresh_patch(look: Look, tmp_path: Path):
     """A fresh patch is within 0.005 of re-prefill at every turnover; a stale one is worse once colours have changed."""
     ledger = ResultsTable("shipped")
     rng = np.random.default_rng(SEED + 1)
-    probes.probe_recall(ledger, probes.PageReuse(look.scene), rng, np.arange(CONTEXTS), tmp_path, lambda _: None)
+    probes.probe_recall(ledger, look.scene, look.page, rng, np.arange(CONTEXTS), tmp_path, lambda _: None)
     found = {(row["arm"], row["metric"]): row["value"] for row in ledger.rows()}
     value = lambda arm, metric: float(str(found[arm, metric]))
     for kind in MULTI_HOP:
@@ -237,7 +239,7 @@ def test_without_the_tower_chance_is_left(look: Look):
     parts = [dark.embed(**prompts(look.scene, number)) for number in range(sequences.CHUNKS)]
     whole = lambda name: jnp.concatenate([getattr(part, name) for part in parts], axis=1)
     deepstack = None if parts[0].deepstack is None else whole("deepstack")
-    answers = look.read(Tokens(whole("embeddings"), look.reuse.tokens.positions, deepstack))
+    answers = look.read(Tokens(whole("embeddings"), look.page.tokens.positions, deepstack))
     for kind in KINDS:
         above, error = excess(look, answers, kind, chance_without_sight(kind))
         assert above <= 3 * error, kind
@@ -297,7 +299,7 @@ def shuffled_answers(look: Look) -> dict[str, Answers]:
     if getattr(look.scene.backbone.config.vision, "full_layers", None) != ():
         pytest.skip("its tower sees the whole image")
     order = jnp.asarray(shuffled(look, 5))[..., None]
-    tokens = look.reuse.tokens
+    tokens = look.page.tokens
     turned = jnp.take_along_axis(tokens.positions, order, axis=1)
     assert (turned[..., 0] == tokens.positions[..., 0]).all()
     assert (turned != tokens.positions).any()

@@ -30,6 +30,7 @@ from evals.report import window, window_document, window_paper
 from evals.results import intervals
 from evals.results.intervals import Interval
 from evals.results.rows import Rows, as_row
+from evals.scene_jobs import planned_ticks
 from evals.small_task import KINDS, LEGENDS, VOCABULARY
 from evals.small_task.scenes import Answers
 from evals.trained import shipped
@@ -306,9 +307,9 @@ def test_the_default_run_does_not_have_it():
     """It is asked for by name; how much it measures is in the configuration."""
     assert run.WINDOW not in run.SUITES
     config = run.RunConfig(run.MAIN, run.SUITES, 1)
-    assert run._ticks(config, 5) == run._ticks(dataclasses.replace(config, window=QUICK), 5)
+    assert planned_ticks(config, 5) == planned_ticks(dataclasses.replace(config, window=QUICK), 5)
     with_window = dataclasses.replace(config, suite=(run.WINDOW,), window=QUICK)
-    assert run._ticks(with_window, 5) == work_of(QUICK)
+    assert sum(planned_ticks(with_window, 5).values()) == work_of(QUICK)
 
 
 def stub_probe(table: ResultsTable, stock: object, rng: np.random.Generator, step: Callable[[str], None], **more: Any):

@@ -12,10 +12,10 @@ import numpy as np
 import kvpatch_jax as kvp
 
 from ... import small_task
+from ...arms.reused_page import KV, ReusedPage, cut, difference, joined
 from ...results import intervals
 from ...small_task import KINDS, LEGENDS, Questions, scenes
-from ...small_task.scenes import KV, Scene
-from ..repair import PageReuse, difference
+from ...small_task.scenes import Scene, reused_page
 from ..results_table import ResultsTable
 
 ORBIT_RANK, RECALL_RANK, REMOVAL_RANK = 16, 32, 32
@@ -24,47 +24,47 @@ Tick = Callable[[str], None]
 
 
 def probe_reorder(
-    table: ResultsTable, reuse: PageReuse, rng: np.random.Generator, clusters: np.ndarray, tick: Tick
+    table: ResultsTable, scene: Scene, page: ReusedPage, rng: np.random.Generator, clusters: np.ndarray, tick: Tick
 ) -> None:
     """Compares, in every order of the three legends, the first order's patch, one orbit patch and the order's own.
 
     The orbit patch is formed of the five orders that are not tested. Adds items "reorder" and row order /
     relative_order_effect.
     """
-    scene, reuses = reuse.scene, []
+    pages: list[ReusedPage] = []
     for order in itertools.permutations(range(LEGENDS)):
         reordered = scene.contexts.reordered(np.array(order))
         same = (reordered.order == scene.contexts.order).all()
-        reuses.append(reuse if same else PageReuse(dataclasses.replace(scene, contexts=reordered)))
-    table.sample("reorder", "order", "relative_order_effect", _order_effect(reuses), clusters)
+        pages.append(page if same else reused_page(dataclasses.replace(scene, contexts=reordered)))
+    table.sample("reorder", "order", "relative_order_effect", _order_effect(pages), clusters)
 
-    first, before = reuses[0].patch(ORBIT_RANK), None
+    first, before = pages[0].patch(ORBIT_RANK), None
     add = lambda total, other: kvp.accumulate(total, other.page_conditioned, other.page, other.antecedent)
-    for number, reuse in enumerate(reuses):
+    for number, page in enumerate(pages):
         # Summed in their order, all but this one: those in front of it are summed already.
-        others = functools.reduce(add, reuses[number + 1 :], before)
+        others = functools.reduce(add, pages[number + 1 :], before)
         assert others is not None
-        before = add(before, reuse)
+        before = add(before, page)
         orbit = kvp.orbit_patch(others, ORBIT_RANK, method="exact")
 
         caches = {
-            "re-prefill": reuse.engine,
-            "blind": reuse.cache(),
+            "re-prefill": page.reference,
+            "blind": page.cache(),
             # Another order is another antecedent: served all the same, to see what that costs.
-            "transfer": reuse.cache(first, allow_stale=True),
-            "orbit": reuse.cache(orbit),
-            "exact": reuse.cache(reuse.patch(ORBIT_RANK)),
+            "transfer": page.cache(first, allow_stale=True),
+            "orbit": page.cache(orbit),
+            "exact": page.cache(page.patch(ORBIT_RANK)),
         }
-        questions = small_task.ask(reuse.scene.contexts, rng, {"chain": 4, "aggregate": 3, "override": 4, "page": 1})
-        said = {name: scenes.read(reuse.scene, cache, questions, sees_legends=True) for name, cache in caches.items()}
+        questions = small_task.ask(page.contexts, rng, {"chain": 4, "aggregate": 3, "override": 4, "page": 1})
+        said = {name: scenes.read(scene, cache, questions, sees_legends=True) for name, cache in caches.items()}
         table.items("reorder").add(questions, clusters, said)
         tick("reorder")
 
 
-def _order_effect(reuses: Sequence[PageReuse]) -> np.ndarray:
+def _order_effect(pages: Sequence[ReusedPage]) -> np.ndarray:
     """How far an order moves the deficit, [B]: root mean of ‖Δπ − Δid‖² / ‖Δid‖² over the other orders π."""
-    identity = reuses[0].delta
-    apart = [squared(difference(reuse.delta, identity)) / squared(identity) for reuse in reuses[1:]]
+    identity = pages[0].delta
+    apart = [squared(difference(page.delta, identity)) / squared(identity) for page in pages[1:]]
     return np.sqrt(np.stack(apart, axis=1)).mean(axis=1)
 
 
@@ -77,7 +77,7 @@ def squared(kv: KV) -> np.ndarray:
 
 
 def probe_slide(
-    table: ResultsTable, reuse: PageReuse, rng: np.random.Generator, clusters: np.ndarray, tick: Tick
+    table: ResultsTable, scene: Scene, page: ReusedPage, rng: np.random.Generator, clusters: np.ndarray, tick: Tick
 ) -> None:
     """Lets the first legend leave, so that the other chunks move up. The reference is re-prefill without it.
 
@@ -85,7 +85,6 @@ def probe_slide(
     through surviving legends ("survivor"), through the one that left ("evicted", whose truth the reference cannot
     know), and rows of the page ("aggregate"). Adds items "slide".
     """
-    scene = reuse.scene
     shown = np.ones((len(scene), LEGENDS), bool)
     shown[:, 0] = False
     tokens = scene.prefix(shown)
@@ -93,20 +92,20 @@ def probe_slide(
 
     reference = scenes.engine(scene, without, tokens)
     # No question sees the slots of the legend that left: every arm leaves there what the reference has.
-    gone = scenes.cut(reference, scene.form.slices[0])
+    gone = cut(reference, scene.form.slices[0])
     pieces: dict[str, list[KV]] = {"keep": [gone], "removal": [gone], "blind": [gone]}
     chunks = scene.standing
     names = [chunk.id for chunk in chunks]
     for place in range(1, len(chunks)):
         chunk, where = chunks[place], scene.form.slices[place]
-        target, base = scenes.cut(without, where), scenes.cut(reuse.conditioned, where)
+        target, base = cut(without, where), cut(page.conditioned, where)
         before, left, start = names[:place], names[1:place], scene.start_of(tokens, place)
         removal = kvp.removal_patch(chunk, target, base, REMOVAL_RANK, left, before, method="exact")
         kept: dict[str, Any] = {"base": base, "base_antecedent": before}
         pieces["keep"].append(dict(kvp.apply_patch(kvp.Placed(chunk, None, start, left, **kept))))
         pieces["removal"].append(dict(kvp.apply_patch(kvp.Placed(chunk, removal, start, left, **kept))))
         pieces["blind"].append(dict(kvp.apply_patch(kvp.Placed(chunk, None, start, left))))
-    caches = {"re-prefill": reference, **{name: scenes.joined(parts) for name, parts in pieces.items()}}
+    caches = {"re-prefill": reference, **{name: joined(parts) for name, parts in pieces.items()}}
 
     questions, kind = _slide_questions(scene, rng)
     said = {}
@@ -131,7 +130,13 @@ def _slide_questions(scene: Scene, rng: np.random.Generator) -> tuple[Questions,
 
 
 def probe_recall(
-    table: ResultsTable, reuse: PageReuse, rng: np.random.Generator, clusters: np.ndarray, folder: Path, tick: Tick
+    table: ResultsTable,
+    scene: Scene,
+    page: ReusedPage,
+    rng: np.random.Generator,
+    clusters: np.ndarray,
+    folder: Path,
+    tick: Tick,
 ) -> None:
     """Puts the evicted page back behind legends of which 0 … 3 have changed their colours.
 
@@ -141,23 +146,23 @@ def probe_recall(
     Args:
       folder: where the recoloured legends are written as PNG files.
     """
-    scene, frozen = reuse.scene, reuse.patch(RECALL_RANK)
+    frozen = page.patch(RECALL_RANK)
     for turnover in range(LEGENDS + 1):
         contexts = small_task.recolour(scene.contexts, rng, turnover)
         if turnover:
-            reuse = PageReuse(scenes.load_scene(scene.backbone, contexts, folder, scene))
+            page = reused_page(scenes.load_scene(scene.backbone, contexts, folder, scene))
 
         caches = {
-            "re-prefill": reuse.engine,
-            "blind": reuse.cache(),
+            "re-prefill": page.reference,
+            "blind": page.cache(),
             # Recoloured legends are other chunks, behind which `frozen` does not belong.
-            "stale": reuse.cache(frozen, allow_stale=True),
-            "fresh": reuse.cache(reuse.patch(RECALL_RANK)),
+            "stale": page.cache(frozen, allow_stale=True),
+            "fresh": page.cache(page.patch(RECALL_RANK)),
         }
         questions = small_task.ask(contexts, rng, {"chain": 8, "aggregate": 4, "page": 1})
         said = {}
         for name, cache in caches.items():
-            said[f"{name}.turnover={turnover}"] = scenes.read(reuse.scene, cache, questions, sees_legends=True)
+            said[f"{name}.turnover={turnover}"] = scenes.read(scene, cache, questions, sees_legends=True)
         items = table.items("recall", str(turnover), f"re-prefill.turnover={turnover}", f"blind.turnover={turnover}")
         items.add(questions, clusters, said)
         tick("recall")

@@ -1,6 +1,6 @@
 """The report of the sheets and documents tasks: table.md, figures, report.html, and what a task's guide says of a run.
 
-`python -m evals.sheets_task.report out/run` puts a finished run into the guide of its kind of instances, what the guide
+`python -m evals.report.task_report out/run` puts a finished run into the guide of its kind of instances, what the guide
 shows of its rows into docs/KIND-results.json and its figures into docs/pictures. A test holds the guides against those
 files.
 """
@@ -13,17 +13,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..report.comparison import VISIBLE, smallest_rank
-from ..report.documents import ROOT, block, filled
-from ..report.figures import Results, arm_label
-from ..report.hero import hero_figure, pareto_figures
-from ..report.page import ProbeTable, picture, template
-from ..report.verdict import COSTS, first_arms, verdict
-from ..report.wording import number, share
 from ..results.costs import AMORTISED, AXES, TOGETHER
 from ..results.headline import seeds_of
 from ..results.rows import Rows
 from ..results.tables import markdown_table
+from .comparison import VISIBLE, smallest_rank
+from .documents import ROOT, block, filled
+from .figures import Results, arm_label
+from .hero import hero_figure, pareto_figures
+from .page import ProbeTable, picture, template
+from .verdict import COSTS, first_arms, verdict
+from .wording import number, share
 
 CONTROL_ENDS = "_no_window"
 COST_METRICS = (*AXES, *AMORTISED)

@@ -1,0 +1,114 @@
+"""Arms that patch the page: every rank, parts of a patch, after the rotation, in 8 bits, in directions all pages share.
+
+Axis letters: B contexts, T tokens of the page, L layers, F features of a channel, M rank.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+import kvpatch_jax as kvp
+from kvpatch_jax.core import flatten_heads
+
+from ..results.costs import NUMBER_BITS, ArmCost
+from ..rules import RULES
+from .arm import AlternativeArm, ArmFactory, ArmMaker
+
+
+def patch_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
+    """Lists the patches: all ranks; at one rank the deeper half, each channel, and of every chunk; rotated."""
+    arms = RULES.arms
+    makers: dict[str, ArmMaker] = {}
+    for rank in arms.ranks:
+        makers[f"patch.rank={rank}"] = functools.partial(_patched, rank=rank)
+
+    deepest = range(layout.layers // 2, layout.layers)
+    makers[f"patch.deepest_half.rank={arms.shown_rank}"] = functools.partial(
+        _patched, rank=arms.shown_rank, part=functools.partial(kvp.keep_layers, layers=deepest)
+    )
+    for name in layout.names:
+        part = functools.partial(_one_channel, name=name)
+        makers[f"patch.{name}_only.rank={arms.shown_rank}"] = functools.partial(
+            _patched, rank=arms.shown_rank, part=part
+        )
+    for rank in arms.ranks:
+        makers[f"patch.every_chunk.rank={rank}"] = functools.partial(_every_chunk, rank=rank)
+    for rank in arms.rotated_ranks:
+        makers[f"patch.rotated_frame.rank={rank}"] = functools.partial(_patched, rank=rank, rotated=True)
+    return makers
+
+
+def compressed_patch_makers() -> dict[str, ArmMaker]:
+    """Lists the patches that are kept in fewer bytes: in 8 bits, and as coefficients in a pooled basis."""
+    arms = RULES.arms
+    int8 = {f"patch.int8.rank={rank}": functools.partial(_int8, rank=rank) for rank in arms.int8_ranks}
+    pooled = {f"pooled.rank={rank}": functools.partial(_pooled, rank=rank) for rank in arms.pooled_ranks}
+    return {**int8, **pooled}
+
+
+def _patched(
+    factory: ArmFactory, rank: int, *, rotated: bool = False, part: Callable[[kvp.Patch], kvp.Patch] | None = None
+) -> AlternativeArm:
+    page = factory.page
+    patch = page.patch(rank, rotated=rotated)
+    if part is not None:
+        patch = part(patch)
+    return AlternativeArm(factory.costs.of_patch(patch), page.cache(patch), patch.nbytes / page.page.nbytes)
+
+
+def _one_channel(patch: kvp.Patch, name: str) -> kvp.Patch:
+    return kvp.Patch({name: patch.factors[name]}, patch.metadata)
+
+
+def _every_chunk(factory: ArmFactory, rank: int) -> AlternativeArm:
+    """Patches of all chunks, for the chunks in front of the page depend on each other too."""
+    page, last = factory.page, len(factory.page.chunks) - 1
+    patches = {place: page.patch(rank, place) for place in range(1, last + 1)}
+    others = [(patches[place], page.form.sizes[place]) for place in range(1, last)]
+    return AlternativeArm(factory.costs.of_patch(patches[last], others), page.cache_of_chunks(patches))
+
+
+def _int8(factory: ArmFactory, rank: int) -> AlternativeArm:
+    """The patch with its factors in 8 bits, a float32 scale per direction."""
+    patch = kvp.quantise(factory.page.patch(rank), jnp.int8)
+    return AlternativeArm(factory.costs.of_patch(patch), factory.page.cache(patch))
+
+
+def _pooled(factory: ArmFactory, rank: int) -> AlternativeArm:
+    """The deficit in directions that all pages share, fitted on the contexts in the other half of the batch.
+
+    What is kept of a page are its coefficients, as `kvp.form_in_basis` makes them; the directions are kept once.
+    """
+    page, costs = factory.page, factory.costs
+    served, coefficients, shared, adding = {}, 0, 0, 0
+    for channel in page.page.layout.channels:
+        name, own = channel.name, min(rank, channel.features)
+        odd, even = (basis[name][:, :own] for basis in factory.half_bases)
+        served[name] = jnp.asarray(page.page.kv[name]) + project_in_halves(page.delta[name], odd, even)
+        coefficients += own * costs.tokens * costs.layout.layers
+        shared += own * channel.features * costs.layout.layers
+        adding += 2 * own * channel.features * costs.tokens * costs.layout.layers
+    cost = ArmCost(
+        stored=NUMBER_BITS * coefficients,
+        shared=NUMBER_BITS * shared,
+        serving=costs.rotation + adding,
+        forming=costs.alone + costs.prefill + adding,
+    )
+    return AlternativeArm(cost, page.served(served))
+
+
+@jax.jit
+def project_in_halves(
+    delta: Float[Array, "L B T K H"], odd: Float[Array, "L M F"], even: Float[Array, "L M F"]
+) -> Float[Array, "L B T K H"]:
+    """Projects even contexts on the odd ones' directions, and odd contexts on the even ones'."""
+    flat = flatten_heads(delta)
+    is_even = (jnp.arange(flat.shape[1]) % 2 == 0)[None, :, None, None]
+
+    def project(v: Array) -> Array:
+        return jnp.einsum("lbtf,lmf,lmg->lbtg", flat, v, v, precision=jax.lax.Precision.HIGHEST)
+
+    return jnp.where(is_even, project(odd), project(even)).reshape(delta.shape)

@@ -1,0 +1,88 @@
+"""Arms that run some of the page again: chosen tokens at every layer, random tokens, all tokens from a layer up."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+
+import kvpatch_jax as kvp
+from kvpatch_jax.repair import REPAIRS, cacheblend, count_of_equal_bytes, fraction_to_count, repair_everywhere
+
+from ..results.costs import ArmCost
+from ..rules import RULES
+from .arm import AlternativeArm, ArmFactory, ArmMaker
+from .reused_page import cut
+
+
+def token_repair_makers() -> dict[str, ArmMaker]:
+    """Lists the published token repairs at every budget: shares of the tokens, and the bytes of a patch."""
+    makers: dict[str, ArmMaker] = {}
+    for method in REPAIRS:
+        for share in RULES.arms.budgets:
+            makers[f"{method}.budget={share:g}"] = functools.partial(_repaired, method=method, share=share)
+        for rank in RULES.arms.byte_ranks:
+            makers[f"{method}.bytes_of_rank={rank}"] = functools.partial(_repaired, method=method, rank=rank)
+    return makers
+
+
+def rerun_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
+    """Lists the page run again from a layer up, and random tokens."""
+    makers: dict[str, ArmMaker] = {
+        f"residual.layer={layer}": functools.partial(_from_residual, layer=layer) for layer in residual_layers(layout)
+    }
+    return {**makers, f"random_tokens.budget={RULES.arms.random_budget:g}": _random_tokens}
+
+
+def residual_layers(layout: kvp.KVLayout) -> list[int]:
+    """Lists the layers that the page is run again from."""
+    return sorted({max(1, round(depth * layout.layers)) for depth in RULES.arms.residual_depths})
+
+
+def _repaired(factory: ArmFactory, method: str, share: float = 0.0, rank: int = 0) -> AlternativeArm:
+    """The blind cache with some tokens recomputed: a share of them, or as many as take the bytes of a rank."""
+    page, splice = factory.page, factory.splice
+    tokens, backbone = page.page.tokens, page.backbone
+    if rank:
+        count = min(tokens, count_of_equal_bytes(page.page.layout, rank, tokens))
+    else:
+        count = fraction_to_count(share, tokens)
+
+    if method == "cacheblend":
+        repaired = cacheblend(backbone, splice, count, checked=factory.checked)
+    else:
+        repaired = REPAIRS[method](backbone, splice, count)
+
+    # Which tokens come first is known ahead; other methods may choose any token, so all inputs are kept.
+    inputs = count if method == "first_k" else None
+    cost = factory.costs.of_tokens(np.asarray(repaired.chosen), np.asarray(splice.slots), inputs)
+    return AlternativeArm(cost, dict(repaired.cache), count / tokens)
+
+
+def _random_tokens(factory: ArmFactory) -> AlternativeArm:
+    """Tokens drawn at random and recomputed in context at every layer: what choosing has to beat."""
+    page, splice = factory.page, factory.splice
+    rows, tokens = splice.slots.shape
+    count = fraction_to_count(RULES.arms.random_budget, tokens)
+    drawn = [np.random.default_rng([int(seed), 1]).permutation(tokens)[:count] for seed in page.contexts.ink_seed]
+    repaired = repair_everywhere(page.backbone, splice, jnp.asarray(np.sort(drawn, axis=1).reshape(rows, count)))
+    cost = factory.costs.of_tokens(np.asarray(repaired.chosen), np.asarray(splice.slots))
+    return AlternativeArm(cost, dict(repaired.cache))
+
+
+def _from_residual(factory: ArmFactory, layer: int) -> AlternativeArm:
+    """The page run again from a layer up, behind its true context, from the residual that entered the layer alone.
+
+    The layers below keep the canonical's KV. In place of the layers above, the residual is kept: `input_bytes`.
+    """
+    page, costs = factory.page, factory.costs
+    tokens = page.tokens.take(page.slots.start, page.slots.stop)._replace(embeddings=factory.hidden[layer])
+    context = cut(page.front, slice(page.slots.start))
+    upper = page.backbone.prefill(tokens, context, start_layer=layer).kv
+    served = {name: jnp.concatenate([jnp.asarray(page.page.kv[name])[:layer], upper[name]]) for name in upper}
+    cost = ArmCost(
+        canonical=layer / costs.layout.layers,
+        inputs=costs.tokens,
+        serving=costs.rotation + costs.forward.flops(costs.tokens, costs.behind, layer),
+        forming=costs.alone,
+    )
+    return AlternativeArm(cost, page.served(served))

@@ -1,0 +1,188 @@
+"""A page reused behind other images: what was cached of it, its patches, and the caches that questions are read from.
+
+Axis letters: B contexts, T tokens, L layers, K KV heads, H head width. Phase-free KV is KV without positions; the
+engine frame is KV at its positions, as a decoder reads it.
+"""
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+import kvpatch_jax as kvp
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.core import AnyArray
+from kvpatch_jax.repair import SplicedCache
+from models import ModelBackbone
+
+from ..results.costs import ChunkCosts, input_width
+from ..rules import RULES
+from ..small_task.prefix import Prefix
+
+KV = dict[str, Float[Array, "L B _ _ _"]]
+"""{channel: [L, B, T, K, H]}."""
+
+
+@dataclasses.dataclass(eq=False)
+class ReusedPage:
+    """A batch of contexts whose last chunk, the page, is reused behind the others.
+
+    Attributes:
+      backbone: reads the contexts.
+      contexts: what the images mean.
+      form: how the images are laid out as tokens.
+      chunks: the canonicals by their place in the prefix, the page last; each is a batch.
+      starts: the position at which each chunk is placed, int32, a scalar or one per axis.
+      tokens: the prefix where it is served.
+      alone: the page's tokens, with positions from its own start.
+      conditioned: phase-free KV of the prefix, prefilled whole.
+      reference: the prefix in the engine frame, as re-prefill leaves it.
+      front: the cache, in the engine frame, in which arms replace the page.
+    """
+
+    backbone: ModelBackbone
+    contexts: Any
+    form: Prefix
+    chunks: tuple[kvp.Chunk, ...]
+    starts: tuple[Any, ...]
+    tokens: Tokens
+    alone: Tokens
+    conditioned: KV
+    reference: KV
+    front: KV
+
+    def __post_init__(self) -> None:
+        # Two threads may ask for patches of one page.
+        self._largest, self._factorising = dict[tuple[int, bool], kvp.Patch](), threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.contexts)
+
+    @property
+    def page(self) -> kvp.Chunk:
+        """The page's canonical."""
+        return self.chunks[-1]
+
+    @property
+    def slots(self) -> slice:
+        """Where the page stands in the prefix."""
+        return self.form.page
+
+    @property
+    def antecedent(self) -> tuple[str, ...]:
+        """Ids of the chunks in front of the page, in order."""
+        return self.antecedent_of(len(self.chunks) - 1)
+
+    def antecedent_of(self, place: int) -> tuple[str, ...]:
+        """Lists the ids of the chunks in front of a place."""
+        return tuple(chunk.id for chunk in self.chunks[:place])
+
+    @functools.cached_property
+    def page_conditioned(self) -> KV:
+        """The page's part of the conditioned KV."""
+        return cut(self.conditioned, self.slots)
+
+    @property
+    def delta(self) -> KV:
+        """The page's deficit, phase-free."""
+        return difference(self.page_conditioned, self.page.kv)
+
+    @property
+    def rotated_delta(self) -> KV:
+        """The page's deficit in the engine frame, where the paper's listing takes it."""
+        return difference(cut(self.reference, self.slots), self.placed())
+
+    @functools.cached_property
+    def costs(self) -> ChunkCosts:
+        """The chunk that shares of cost refer to: the page."""
+        tokens, width = self.slots.stop - self.slots.start, input_width(self.tokens)
+        return ChunkCosts(self.backbone.forward_costs, self.backbone.layout, tokens, self.slots.start, width)
+
+    def patch(self, rank: int, place: int = -1, *, rotated: bool = False) -> kvp.Patch:
+        """Forms the patch of a chunk behind those in front of it, by a full SVD.
+
+        Args:
+          place: of the chunk; the page by default.
+          rotated: in the engine frame, after the rotation, as the paper does.
+        """
+        place %= len(self.chunks)
+        # Factors are kept even where they are no smaller than the deficit, so that every smaller rank is a slice of
+        # the largest: the SVD is done once per chunk.
+        with self._factorising:
+            if (place, rotated) not in self._largest:
+                where: dict[str, Any] = {"frame": "engine", "start": self.starts[place]} if rotated else {}
+                self._largest[place, rotated] = kvp.form_patch(
+                    self.chunks[place],
+                    cut(self.conditioned, self.form.slices[place]),
+                    max(RULES.arms.ranks),
+                    self.antecedent_of(place),
+                    method="exact",
+                    dense=False,
+                    **where,
+                )
+        return leading(self._largest[place, rotated], rank)
+
+    def placed(self, patch: kvp.Patch | None = None, place: int = -1, *, allow_stale: bool = False) -> KV:
+        """Places a cached chunk in the engine frame, rotated and patched, without a forward pass."""
+        place %= len(self.chunks)
+        antecedent = self.antecedent_of(place)
+        chunk, start = self.chunks[place], self.starts[place]
+        return dict(kvp.apply_patch(kvp.Placed(chunk, patch, start, antecedent, allow_stale=allow_stale)))
+
+    def cache(self, patch: kvp.Patch | None = None, *, allow_stale: bool = False) -> KV:
+        """Makes a cache of the prefix in the engine frame with the page reused."""
+        return self._with_page(self.placed(patch, allow_stale=allow_stale))
+
+    def cache_of_chunks(self, patches: Mapping[int, kvp.Patch]) -> KV:
+        """Makes a cache in which several chunks, by their places, are reused with their patches."""
+        pieces = [
+            self.placed(patches[place], place) if place in patches else cut(self.front, where)
+            for place, where in enumerate(self.form.slices)
+        ]
+        return joined(pieces)
+
+    def served(self, kv: Mapping[str, Array]) -> KV:
+        """Makes a cache of the prefix with this phase-free KV as the page's."""
+        positions = np.asarray(self.tokens.positions)[:, self.slots]
+        return self._with_page(dict(kvp.to_engine(self.page.layout, dict(kv), positions, 0)))
+
+    def splice(self) -> SplicedCache:
+        """Makes what token repairs start from: the blind cache and the page's tokens."""
+        first, last = self.slots.start, self.slots.stop
+        slots = np.broadcast_to(np.arange(first, last), (len(self), last - first))
+        own = self.tokens.take(first, last)
+        return SplicedCache(own, self.cache(), jnp.asarray(slots), conditioned=self.page_conditioned)
+
+    def _with_page(self, page: KV) -> KV:
+        return _join_page(self.front, page, self.slots.start)
+
+
+@functools.partial(jax.jit, static_argnames=("start",))
+def _join_page(prefix: KV, page: KV, start: int) -> KV:
+    return {name: jnp.concatenate([value[:, :, :start], page[name]], axis=2) for name, value in prefix.items()}
+
+
+def cut(kv: Mapping[str, Any], where: slice) -> KV:
+    """Cuts some tokens out of KV {channel: [L, B, T, K, H]}."""
+    return {name: value[:, :, where] for name, value in kv.items()}
+
+
+def joined(pieces: list[KV]) -> KV:
+    """Joins pieces of KV behind one another, along their tokens."""
+    return {name: jnp.concatenate([piece[name] for piece in pieces], axis=2) for name in pieces[0]}
+
+
+def difference(first: Mapping[str, AnyArray], second: Mapping[str, AnyArray]) -> KV:
+    """Computes first − second in float32, channel by channel."""
+    return {name: jnp.asarray(first[name], jnp.float32) - jnp.asarray(second[name], jnp.float32) for name in first}
+
+
+def leading(patch: kvp.Patch, rank: int) -> kvp.Patch:
+    """Keeps the best `rank` of a patch's factors; narrower channels keep all they have."""
+    return kvp.truncate(patch, {name: min(rank, have) for name, have in patch.ranks.items() if have})

@@ -1,0 +1,255 @@
+"""Contexts whose every image is reused: prefilled alone, moved to its place, and asked packed questions.
+
+The patches are formed with the first sheet at position 0 and served `MOVED` positions further on, so that sheets and
+page all stand where nothing of them was computed. Axis letters: B contexts, Q questions, N tokens of a question, M
+tokens of all of them, T tokens of the page, n chosen ones, C classes, S keys, L layers, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+import kvpatch_jax as kvp
+from kvpatch_jax import deficit
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.core import flatten_heads
+from kvpatch_jax.repair import SplicedCache, repair_everywhere
+from models import ModelBackbone
+
+from ..arms.query_aware import marks_of, mean_attention
+from ..arms.reused_page import KV, ReusedPage, joined
+from ..small_task.prefix import positions_behind, prefix_positions, within_own
+from .task import KINDS, SheetsContexts, SheetsQuestions
+from .task_spec import SHEETS, TaskSpec
+
+MOVED = 37
+
+
+def move_page(backbone: ModelBackbone, contexts: SheetsContexts, spec: TaskSpec = SHEETS) -> ReusedPage:
+    """Prefills every image alone and all of them as one prompt, and places the prompt `MOVED` positions further on."""
+    config, count = backbone.config, len(contexts)
+    form = spec.form_of(config, backbone.image_config, contexts.size)
+    images = config.family.vision.process(spec.images(contexts), backbone.image_config)
+    shown = np.ones((count, form.chunks), bool)
+    positions, _ = prefix_positions(form, shown, np.zeros(count, int))
+    at_zero = backbone.embed(np.tile(form.ids, (count, 1)), positions, **images)
+
+    chunks, alone = [], at_zero
+    for place, where in enumerate(form.slices):
+        local = np.broadcast_to(form.chunk_local[place], (count, *form.chunk_local[place].shape))
+        # The features that a tower adds to deeper layers (Qwen3-VL's DeepStack) belong to the chunk as well.
+        alone = at_zero.take(where.start, where.stop)._replace(positions=jnp.asarray(local))
+        name = f"{place}:" + "-".join(map(str, contexts.ink_seed[:2].tolist()))
+        chunk = kvp.Chunk(
+            kv=backbone.prefill(alone).kv,
+            local=form.chunk_local[place],
+            span=form.spans[place],
+            length=form.sizes[place],
+            id=name,
+            layout=backbone.layout,
+            backbone=backbone.fingerprint,
+            content=name,
+        )
+        chunks.append(chunk)
+    conditioned = dict(backbone.prefill(at_zero).kv)
+
+    moved, _ = prefix_positions(form, shown, np.full(count, MOVED))
+    page = ReusedPage(
+        backbone=backbone,
+        contexts=contexts,
+        form=form,
+        chunks=tuple(chunks),
+        starts=tuple(int(start) for start in MOVED + np.cumsum([0, *form.spans[:-1]])),
+        tokens=at_zero._replace(positions=jnp.asarray(moved)),
+        alone=alone,
+        conditioned=conditioned,
+        reference=dict(kvp.to_engine(backbone.layout, conditioned, moved, 0)),
+        front={},
+    )
+    page.front = joined([page.placed(place=place) for place in range(form.chunks)])
+    return page
+
+
+class QuestionItems(NamedTuple):
+    """Packed questions as items: kind, whether it is asked, and the "answer" 1 (right), [B, Q] each."""
+
+    kind: np.ndarray
+    valid: np.ndarray
+    answer: np.ndarray
+
+
+class PackedAnswers:
+    """What an arm answers to packed questions, item by item.
+
+    A question of several tokens is right where all of them are, as greedy decoding would have it; its KL is their sum.
+    """
+
+    def __init__(self, log_probabilities: Float[np.ndarray, "B M V"], questions: SheetsQuestions):
+        self.log_probabilities, self.questions = log_probabilities, questions
+
+    @property
+    def predicted(self) -> Int[np.ndarray, "B Q"]:
+        """1 where a question is answered right, else 0."""
+        expected = self.questions.answer
+        right = (self.log_probabilities.argmax(axis=-1) == expected) | (expected < 0)
+        return np.stack([right[:, own].all(axis=1) for own in self._spans()], axis=1).astype(int)
+
+    def divergence_from(self, reference: "PackedAnswers") -> Float[np.ndarray, "B Q"]:
+        """Computes KL(reference ‖ this) per question, in nats."""
+        # In float64: differences of log-probabilities near 0 would vanish in float32.
+        wide = reference.log_probabilities.astype(np.float64)
+        by_token = np.sum(np.exp(wide) * (wide - self.log_probabilities), axis=-1)
+        by_token = np.where(self.questions.answer >= 0, by_token, 0.0)
+        return np.stack([by_token[:, own].sum(axis=1) for own in self._spans()], axis=1)
+
+    def _spans(self) -> list[Bool[np.ndarray, " M"]]:
+        return [self.questions.own == number for number in range(len(self.questions.kind))]
+
+
+class PackedReader:
+    """Reads packed questions from the caches of arms (an `evals.datasets.PageReader`).
+
+    Args:
+      probe: name of the one probe.
+      page: the reused page.
+      questions: those asked of its contexts.
+    """
+
+    kinds: tuple[str, ...] = KINDS
+
+    def __init__(self, probe: str, page: ReusedPage, questions: SheetsQuestions):
+        self.probes, self.page, self.questions = (probe,), page, questions
+        self.backbone, self.form = page.backbone, page.form
+        shown, count = np.ones((len(page), self.form.chunks), bool), len(page)
+        _, behind = prefix_positions(self.form, shown, np.full(count, MOVED))
+        self.behind = positions_behind(self.form, behind, questions.step)
+        # Questions of one length are read together: the columns [Q, N] of each length.
+        spans = [np.flatnonzero(questions.own == number) for number in range(questions.own.max() + 1)]
+        lengths = sorted({len(span) for span in spans})
+        self.groups = [np.stack([span for span in spans if len(span) == length]) for length in lengths]
+
+    def read(self, cache: KV, probe: str = "") -> PackedAnswers:
+        """Asks all questions over a cache of the prefix."""
+        ids, prefix = self.questions.ids, self.form.prefix_tokens
+        tokens = self.backbone.embed(ids, self.behind)
+        own = np.broadcast_to(within_own(self.questions.own), (len(ids), *[ids.shape[1]] * 2))
+        mask = np.concatenate([np.ones((*ids.shape, prefix), bool), own], axis=2)[:, None]
+        return PackedAnswers(
+            _log_softmax(self.backbone.prefill(tokens, cache, mask, logits="all").logits), self.questions
+        )
+
+    def asked(self, probe: str) -> QuestionItems:
+        """Returns the questions as items."""
+        asked = self.questions.answer >= 0
+        numbers = range(len(self.questions.kind))
+        valid = np.stack([asked[:, self.questions.own == number].any(axis=1) for number in numbers], axis=1)
+        return QuestionItems(np.broadcast_to(self.questions.kind, valid.shape), valid, np.ones(valid.shape, int))
+
+    # -------------------------------------------------------------------------------- questions that choose tokens
+
+    def attention(self, group: Int[np.ndarray, "Q N"], cache: KV) -> Float[np.ndarray, "L B Q T"]:
+        """Measures what attention the page's tokens receive from each question, the mean over heads."""
+        tokens, mask = self._asking(group)
+        layers = tuple(range(self.backbone.layout.layers))
+        run = self.backbone.prefill(tokens, cache, mask, hidden_at=layers)
+        own = kvp.to_engine(self.backbone.layout, dict(run.kv), np.asarray(tokens.positions), 0)
+        keys = {name: jnp.concatenate([cache[name], own[name]], axis=2) for name in own}
+        hidden = tuple(run.hidden[layer] for layer in layers)
+        received = mean_attention(self.backbone, hidden, jnp.asarray(tokens.positions), keys, jnp.asarray(mask))
+        by_token = np.asarray(received)[..., self.form.page]
+        return by_token.reshape(*by_token.shape[:2], *group.shape, -1).sum(axis=3)
+
+    def read_entries(
+        self, group: Int[np.ndarray, "Q N"], cache: KV, index: Int[np.ndarray, "B Q n"]
+    ) -> Float[np.ndarray, "B M V"]:
+        """Reads every question over the sheets and its own entries of the page alone; nothing is run again."""
+        tokens, mask = self._asking(group)
+        mask[:, 0, :, self.form.page] = np.repeat(marks_of(index, self.page.page.tokens), group.shape[1], axis=1)
+        return _log_softmax(self.backbone.prefill(tokens, cache, mask, logits="all").logits)
+
+    def read_recomputed(
+        self, group: Int[np.ndarray, "Q N"], cache: KV, index: Int[np.ndarray, "B Q n"]
+    ) -> Float[np.ndarray, "B M V"]:
+        """Reads every question over a cache of its own, in which its own tokens are recomputed: one row each.
+
+        Tokens that are run again see the moved canonicals of the sheets.
+        """
+        splice = self.page.splice()
+        (count, length), rows = group.shape, len(self.page)
+
+        def repeat(value: Any, axis: int = 0) -> Array:
+            return jnp.repeat(jnp.asarray(value), count, axis=axis)
+
+        own, deepstack = splice.tokens, splice.tokens.deepstack
+        own = Tokens(repeat(own.embeddings), repeat(own.positions), None if deepstack is None else repeat(deepstack))
+        wide = SplicedCache(own, {name: repeat(value, 1) for name, value in cache.items()}, repeat(splice.slots))
+        chosen = jnp.asarray(index.reshape(rows * count, -1))
+        repaired = dict(repair_everywhere(self.backbone, wide, chosen).cache)
+
+        ids, positions = (
+            value[:, group].reshape(rows * count, length, *value.shape[2:])
+            for value in (self.questions.ids, self.behind)
+        )
+        logits = self.backbone.prefill(self.backbone.embed(ids, positions), repaired, logits="all").logits
+        return _log_softmax(logits).reshape(rows, count * length, -1)
+
+    def joined_answers(self, parts: Sequence[np.ndarray]) -> PackedAnswers:
+        """Puts the answers of all groups into the order of the questions' tokens."""
+        vocabulary = self.backbone.config.text.vocabulary
+        answers = np.zeros((*self.questions.ids.shape, vocabulary), np.float32)
+        for group, part in zip(self.groups, parts, strict=True):
+            answers[:, group.reshape(-1)] = part
+        return PackedAnswers(answers, self.questions)
+
+    def rerun_flops(self, index: Int[np.ndarray, "B Q n"]) -> float:
+        """Counts the FLOPs of recomputing one question's tokens, each behind half of the page."""
+        costs = self.page.costs
+        return costs.forward.flops(index.shape[-1], self.form.page.start + costs.tokens // 2)
+
+    def _asking(self, group: Int[np.ndarray, "Q N"]) -> tuple[Tokens, Bool[np.ndarray, "B 1 M S"]]:
+        """Embeds questions and makes their mask: all of the prefix, and each question its own tokens."""
+        flat, (count, length) = group.reshape(-1), group.shape
+        tokens = self.backbone.embed(self.questions.ids[:, flat], self.behind[:, flat])
+        own = np.kron(np.eye(count, dtype=bool), np.tri(length, dtype=bool))
+        mask = np.concatenate([np.ones((len(flat), self.form.prefix_tokens), bool), own], axis=1)
+        return tokens, np.array(np.broadcast_to(mask, (len(self.page), 1, *mask.shape)))
+
+
+def _log_softmax(logits: Array) -> np.ndarray:
+    return np.asarray(jax.nn.log_softmax(logits, axis=-1))
+
+
+# ------------------------------------------------------------------------------------------------- the deficit
+
+
+def class_shares(page: ReusedPage, spec: TaskSpec = SHEETS) -> dict[str, dict[str, Float[np.ndarray, "B L"]]]:
+    """Computes, by class and channel, the share of ‖Δ‖² over the page's cells that means of each class explain."""
+    # Whatever else is drawn on a page (a title) stands in front of its cells.
+    cells = np.flatnonzero(page.form.chunk_ids[-1] == page.form.image_token)[-page.contexts.size.cells :]
+    delta = {name: np.asarray(flatten_heads(value))[:, :, cells] for name, value in page.delta.items()}
+    shares: dict[str, dict[str, np.ndarray]] = {}
+    for name, classes in spec.classes(page.contexts).items():
+        belongs = np.eye(classes.max() + 1, dtype=np.float32)[classes]  # [B, T, C]
+        weight = belongs / np.maximum(belongs.sum(axis=1, keepdims=True), 1)
+        shares[name] = {}
+        for channel, value in delta.items():
+            means = np.einsum("btc,lbtf->lbcf", weight, value)
+            left = value - np.einsum("btc,lbcf->lbtf", belongs, means)
+            whole = np.square(value).sum(axis=(2, 3))
+            explained = 1 - np.square(left).sum(axis=(2, 3)) / np.where(whole > 0, whole, 1.0)
+            # The first layer's deficit is 0.
+            shares[name][channel] = np.where(whole > 0, explained, 0.0).T
+    return shares
+
+
+def energy_ranks(page: ReusedPage) -> dict[str, Float[np.ndarray, "B L"]]:
+    """Computes, by channel, how many directions hold 90 % of the deficit's energy, by context and layer."""
+    ranks = {}
+    for channel, delta in page.delta.items():
+        by_context = [deficit.e90({channel: delta[:, row]})[channel] for row in range(len(page))]
+        ranks[channel] = np.stack([np.asarray(values) for values in by_context])
+    return ranks
