@@ -24,11 +24,9 @@ from .results.parts import make_out
 from .results.tables import aligned_table, markdown_table
 from .small_task import VOCABULARY
 from .task_language import check_language
-from .traces import KINDS, generate
+from .traces import KINDS, STEPS, generate, load_trace
 from .traces.figures import draw
-from .traces.generate import STEPS
-from .traces.replaying import RANK, out_of, rank_table, replay, table
-from .traces.tracking import load_trace
+from .traces.replay_run import RANK, out_of, rank_table, replay, table
 from .trained import MAIN, shipped, shipped_names
 
 _TRACE = flags.DEFINE_string("trace", None, "a trace to replay, in place of drawing one")
@@ -62,7 +60,7 @@ def main(arguments: list[str]) -> None:
             if trace is None:
                 trace = generate(kind, _SEED.value, out, steps=_STEPS.value, backbone=backbone)
             print(f"{trace.kind}: {len(trace)} events", flush=True)
-            found = replay(trace, backbone, rank=_RANK.value, say=lambda text: print(f"  {text}", flush=True))
+            found = replay(trace, backbone, rank=_RANK.value, report=lambda text: print(f"  {text}", flush=True))
         found["model"] = Path(_MODEL.value).name
         out_of(out, trace.kind).write_text(json.dumps(found) + "\n")
         print(aligned_table(*table(found)), "", aligned_table(*rank_table(found)), "", sep="\n", flush=True)

@@ -1,5 +1,6 @@
-"""`python -m evals.certify`: what each way of reuse loses on a backbone, and bounds that were tried on other items.
+"""Certification: what each mode of reuse loses on a backbone, with bounds that were tested on other windows.
 
-`windows` draws what is placed (images of the small task, the user's images, texts), `asking` packs what is asked behind
-it, `ways` serves every window in every way, `scores` makes bounds and their coverage, `certifying` puts it together.
+Run by `python -m evals.certify`. `window_sources` provides windows (images of the small task, the user's images, or
+texts), `packed_questions` packs what is asked behind them, `serving_modes` serves every window in every mode, `scores`
+computes bounds and their coverage, `plans` tests plans by them, and `certification` makes the certificate.
 """

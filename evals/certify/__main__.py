@@ -4,15 +4,15 @@ Serves windows of chunks in every way of reuse and asks behind them, on the user
 on what every machine has; writes bounds that plans hold to, tried on held-out windows, and recommends a rank.
 """
 
-from . import greeting as greeting  # isort: split
+from . import startup_message as startup_message  # isort: split
 
 from .. import extra as extra  # isort: split
 
+import dataclasses
 import importlib.metadata
 import resource
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags
@@ -24,14 +24,14 @@ from ..command_line import errors_as_one_line
 from ..compilation import Compilations, use_compilation_cache
 from ..console import Progress, in_words, quiet_backends
 from ..trained import shipped
-from .asking import QUESTIONS
-from .certifying import batch_name, certify, table
-from .expecting import expected_steps
+from .certification import certify, table
+from .certification_run import CertificationRun
 from .journal import Journal
-from .plans import measure_plans
+from .packed_questions import QUESTIONS
 from .scores import least_windows
-from .ways import RANKS
-from .windows import DrawnImages, OwnImages, Source, Texts, drawn_images_fit
+from .serving_modes import RANKS
+from .time_estimate import expected_steps
+from .window_sources import DrawnImageSource, OwnImageSource, TextSource, WindowSource, drawn_images_fit
 
 SEED = 40961
 
@@ -54,8 +54,27 @@ _DTYPE = flags.DEFINE_enum(
 _SEED = flags.DEFINE_integer("seed", SEED, "of what is drawn; the default was first used once all this was written")
 
 
-def source_of(backbone: ModelBackbone) -> Source:
-    """What the flags ask to be measured on. Raises InputError for what cannot be."""
+def check_flags() -> tuple[int, ...]:
+    """Refuses contradicting flags before anything is loaded, and returns the ranks, ascending."""
+    if _IMAGES.value is not None and _TEXTS.value is not None:
+        raise InputError("--images and --texts; expected one of them, or neither")
+    least = least_windows(_LEVEL.value)
+    if (_NUMBER.value + 1) // 2 < least:
+        raise InputError(f"--n={_NUMBER.value}; expected {2 * least} or more for --level={_LEVEL.value:g}")
+    out = Path(_OUT.value or "")
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise InputError(f"--out={out} is a folder, or lies in none; expected a file's name")
+    if not all(rank.isdigit() and int(rank) >= 1 for rank in _RANKS.value) or not _RANKS.value:
+        raise InputError(f"--ranks={','.join(_RANKS.value)}; expected numbers from 1")
+    return tuple(sorted({int(rank) for rank in _RANKS.value}))
+
+
+def source_of(backbone: ModelBackbone) -> WindowSource:
+    """Returns the windows that the flags ask for.
+
+    Raises:
+      InputError: too few images or texts, or no questions; fewer calibration windows than the level needs.
+    """
     count, batch, seed, chunks = _NUMBER.value, _BATCH.value, _SEED.value, _CHUNKS.value
     questions = QUESTIONS
     if _QUESTIONS.value is not None:
@@ -65,55 +84,47 @@ def source_of(backbone: ModelBackbone) -> Source:
         questions = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
         if not questions:
             raise InputError(f"--questions={path} is empty; expected a question a line")
+
     if _IMAGES.value is not None:
-        return OwnImages.of(backbone, Path(_IMAGES.value), count, batch, seed, chunks, questions)
-    if _TEXTS.value is None and drawn_images_fit(backbone):
-        return DrawnImages.of(count, batch, seed)
-    folder = None if _TEXTS.value is None else Path(_TEXTS.value)
-    return Texts.of(backbone, folder, count, batch, seed, chunks, questions)
+        source = OwnImageSource.of(backbone, Path(_IMAGES.value), count, batch, seed, chunks, questions)
+    elif _TEXTS.value is None and drawn_images_fit(backbone):
+        source = DrawnImageSource.of(count, batch, seed)
+    else:
+        folder = None if _TEXTS.value is None else Path(_TEXTS.value)
+        source = TextSource.of(backbone, folder, count, batch, seed, chunks, questions)
 
-
-def check_flags() -> tuple[int, ...]:
-    """Refuses flags that contradict each other before anything is loaded; the ranks, ascending."""
-    if _IMAGES.value is not None and _TEXTS.value is not None:
-        raise InputError("--images and --texts; expected one of them, or neither")
-    if (_NUMBER.value + 1) // 2 < least_windows(_LEVEL.value):
+    # A folder may have fewer texts than --n.
+    calibration, held_out = source.windows
+    least = least_windows(_LEVEL.value)
+    if calibration < least:
         raise InputError(
-            f"--n={_NUMBER.value}; expected {2 * least_windows(_LEVEL.value)} or more for --level={_LEVEL.value:g}"
+            f"{calibration} calibration windows of {source.content}; expected {least} or more for "
+            f"--level={_LEVEL.value:g}"
         )
-    out = Path(_OUT.value or "")
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise InputError(f"--out={out} is a folder, or lies in none; expected a file's name")
-    if not all(rank.isdigit() and int(rank) >= 1 for rank in _RANKS.value) or not _RANKS.value:
-        raise InputError(f"--ranks={','.join(_RANKS.value)}; expected numbers from 1")
-    return tuple(sorted({int(rank) for rank in _RANKS.value}))
+    print(f"{source.content}: {calibration} windows for calibration, {held_out} held out", flush=True)
+    return source
 
 
-def journal_of(backbone: ModelBackbone, name: str, source: Source, ranks: Sequence[int]) -> Journal:
-    """What an earlier run for the same certificate measured; says so where there is something.
+def journal_of(backbone: ModelBackbone, name: str, source: WindowSource, ranks: tuple[int, ...]) -> Journal:
+    """Returns the journal of an earlier run for the same certificate, and reports what it has.
 
     Raises:
-      InputError: it measured something else.
+      InputError: the earlier run measured something else.
     """
     out = Path(_OUT.value or "")
-    questions = None if _QUESTIONS.value is None else Path(_QUESTIONS.value).read_text(encoding="utf-8")
-    asked = {
+    config = {
         "model": name,
         "backbone": backbone.fingerprint,
         "content": source.content,
-        "questions": questions,
+        "questions": None if _QUESTIONS.value is None else Path(_QUESTIONS.value).read_text(encoding="utf-8"),
         "windows": list(source.windows),
         "chunks": source.chunks,
         "batch": _BATCH.value,
         "seed": _SEED.value,
         "ranks": list(ranks),
-        "versions": {each: importlib.metadata.version(each) for each in ("kvpatch-jax", "jax")},
+        "versions": {package: importlib.metadata.version(package) for package in ("kvpatch-jax", "jax")},
     }
-    journal = Journal(out.with_name(f"{out.name}.parts"), asked)
-    found = sum(batch_name(number) in journal for number in range(len(source.planned)))
-    if found:
-        print(f"{found} of {len(source.planned)} batches were measured by an earlier run: {journal.file}", flush=True)
-    return journal
+    return Journal(out.with_name(f"{out.name}.parts"), config)
 
 
 def main(arguments: list[str]) -> None:
@@ -130,38 +141,29 @@ def main(arguments: list[str]) -> None:
         buckets = None if _IMAGES.value is None else Buckets()  # sizes of images differ
         backbone = load(path, dtype=_DTYPE.value, buckets=buckets)
         source = source_of(backbone)
-        if source.windows[0] < least_windows(_LEVEL.value):
-            raise InputError(
-                f"{source.windows[0]} calibration windows of {source.content}; expected "
-                f"{least_windows(_LEVEL.value)} or more for --level={_LEVEL.value:g}"
-            )
-        print(
-            f"{source.content}: {source.windows[0]} windows for calibration, {source.windows[1]} held out", flush=True
-        )
+
         journal = journal_of(backbone, path.name, source, ranks)
-        ahead = [*expected_steps(backbone, source, ranks, journal)]
-        progress, pace = Progress({}, more=sum(ahead)), iter(ahead)
-        step = lambda name: progress(name, seconds=next(pace, 0.0))
-        made = certify(
-            backbone,
-            path.name,
-            source,
-            Path(folder),
-            step,
-            level=_LEVEL.value,
-            goal=_KL.value,
-            ranks=ranks,
-            plans=lambda found: measure_plans(backbone, source, Path(folder), found, ranks, _SEED.value, journal, step),
-            journal=journal,
-        )
+        run = CertificationRun(backbone, source, Path(folder), ranks, journal)
+        batches = len(source.specs)
+        measured = sum(run.is_measured(number) for number in range(batches))
+        if measured:
+            print(f"{measured} of {batches} batches were measured by an earlier run: {journal.file}", flush=True)
+
+        # Each step moves the progress bar by what it was expected to take.
+        expected = [*expected_steps(run)]
+        progress, pace = Progress({}, more=sum(expected)), iter(expected)
+        run = dataclasses.replace(run, step=lambda name: progress(name, seconds=next(pace, 0.0)))
+        certificate = certify(run, path.name, level=_LEVEL.value, goal=_KL.value, plan_seed=_SEED.value)
         progress.close()
-        made.write(_OUT.value or "")
+        certificate.write(_OUT.value or "")
         journal.delete()
-    print(table(made))
-    print(f"rank {made.recommended_rank}: {made.recommended.reason}")
+
+    print(table(certificate))
+    print(f"rank {certificate.recommended_rank}: {certificate.recommended.reason}")
     took = f"{in_words(time.perf_counter() - began)}, {in_words(time.process_time())} of it on a core"
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
-    print(f"{took}; {compilations.count} programs, {most:.1f} GiB at most; {_OUT.value}, digest {made.digest}")
+    programs = f"{compilations.count} programs, {most:.1f} GiB at most"
+    print(f"{took}; {programs}; {_OUT.value}, digest {certificate.digest}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a run has measured, kept beside its certificate until that is written, for a run that was killed to go on."""
+"""Journal of finished measurements, kept beside a certificate until that is written, so that a killed run resumes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,20 +8,20 @@ from ..results.parts import add_part, finished_parts
 
 
 class Journal:
-    """Finished parts by name, in a file; without a file, nothing is kept and nothing was done before.
+    """Finished parts by name, in a file; without a file, only in memory.
 
     Attributes:
-      file: where they are, or None.
+      file: where the parts are kept, or None.
     """
 
     def __init__(self, file: Path | None = None, config: Mapping[str, Any] | None = None):
         """Reads what an earlier run measured.
 
         Args:
-          config: all that the parts depend on, "model" among it, of JSON's types.
+          config: everything that the parts depend on, "model" included, as JSON values.
 
         Raises:
-          InputError: parts of another configuration, or a file of something else.
+          InputError: parts of another configuration, or a file of another kind.
         """
         self.file = file
         parts = [] if file is None else finished_parts(file, config or {})
@@ -31,17 +31,17 @@ class Journal:
         return name in self._parts
 
     def part(self, name: str) -> Mapping[str, Any] | None:
-        """A part that was measured, or None."""
+        """Returns a finished part, or None."""
         return self._parts.get(name)
 
     def add(self, name: str, **fields: Any) -> Mapping[str, Any]:
-        """Keeps a part, and returns it."""
+        """Records a part, and returns it."""
         part = self._parts[name] = {"part": name, **fields}
         if self.file is not None:
             add_part(self.file, part)
         return part
 
     def delete(self) -> None:
-        """Takes the file away, once what it was kept for is there."""
+        """Deletes the file, once the certificate is written."""
         if self.file is not None:
             self.file.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""From what was said to certified rows: means, upper quantiles over calibration windows, their coverage on the others.
+"""From scored answers to certified rows: means, upper quantiles of calibration windows, coverage of held-out ones.
 
-An answer is scored by KL(promised ‖ served). Answers behind one window are alike, windows are not: bounds are those of
-hierarchical conformal prediction (Lee, Barber and Willett 2023), in which K windows with Nₖ answers each give the score
-of an answer the weight 1 / ((K+1) Nₖ), and the window to come has 1 / (K+1) at infinity. A random answer behind a new
-window like these is then within the quantile at a level with at least this probability.
+An answer is scored by KL(promised ‖ served). Answers behind one window are alike, windows are not. Bounds are therefore
+those of hierarchical conformal prediction (Lee, Barber and Willett 2023): with K windows of Nₖ answers each, the score
+of an answer has the weight 1 / ((K+1) Nₖ), and the window to come has 1 / (K+1) at infinity. A random answer behind a
+new window of this kind is then within the quantile at a level with at least that probability.
 """
 
 import dataclasses
@@ -20,12 +20,14 @@ from kvpatch_jax.plan import CertifiedLoss, CertifiedPlan, RankChoice
 from ..results import intervals
 
 Values = Float[np.ndarray, " answers"]
+Clusters = Int[np.ndarray, " answers"]
 DIGITS = 6
-REMOVED, ALIKE = 0.9, 1e-3
-"""Of blind reuse's KL, what a sufficient rank removes; the mean KL, in nats, below which there is hardly any."""
-LEAST = 1e-6
-"""Nats that no bound is below: what rounding alone makes of logits in float32, and more."""
+SUFFICIENT, NEGLIGIBLE = 0.9, 1e-3
+"""Share of blind reuse's KL that a sufficient rank removes; mean KL, in nats, below which patches are hardly needed."""
+LEAST_BOUND = 1e-6
+"""Nats. Rounding of float32 logits alone reaches this order, so no smaller bound is certified."""
 Key = tuple[str, int, int, str]
+"""Point, rank, other chunks, promise."""
 
 
 class Share(NamedTuple):
@@ -38,24 +40,20 @@ class Share(NamedTuple):
 
 @dataclasses.dataclass
 class Scores:
-    """What was said in every way, answer by answer, under one order of the answers.
+    """Scores of every mode, all under one order of the answers; each list has an array per batch.
 
     Attributes:
-      kl, flips: by way, [answers]. cluster: whose window, held_out: which side, [answers].
+      kl, flips: by mode, [answers].
+      cluster: number of the window. held_out: whether that is held out.
     """
 
-    kl: dict[Key, list[Values]]
-    flips: dict[Key, list[Values]]
-    cluster: list[Int[np.ndarray, " answers"]]
-    held_out: list[Bool[np.ndarray, " answers"]]
-
-    @classmethod
-    def none(cls) -> "Scores":
-        """Nothing yet."""
-        return cls({}, {}, [], [])
+    kl: dict[Key, list[Values]] = dataclasses.field(default_factory=dict)
+    flips: dict[Key, list[Values]] = dataclasses.field(default_factory=dict)
+    cluster: list[Clusters] = dataclasses.field(default_factory=list)
+    held_out: list[Bool[np.ndarray, " answers"]] = dataclasses.field(default_factory=list)
 
     def add(self, more: "Scores") -> None:
-        """Adds what was said behind other windows."""
+        """Appends the scores of other windows."""
         for table, others in ((self.kl, more.kl), (self.flips, more.flips)):
             for key, values in others.items():
                 table.setdefault(key, []).extend(values)
@@ -63,37 +61,37 @@ class Scores:
         self.held_out += more.held_out
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, of JSON's types; numbers come back the same to the last bit."""
-        tables = {"kl": self.kl, "flips": self.flips}
-        said = {
-            name: [[*key, [part.tolist() for part in values]] for key, values in table.items()]
-            for name, table in tables.items()
-        }
-        return {**said, **{name: [part.tolist() for part in getattr(self, name)] for name in ("cluster", "held_out")}}
+        """Returns JSON values that restore the scores bit by bit."""
+        written: dict[str, Any] = {}
+        for name, table in (("kl", self.kl), ("flips", self.flips)):
+            written[name] = [[*key, [part.tolist() for part in values]] for key, values in table.items()]
+        for name, parts in (("cluster", self.cluster), ("held_out", self.held_out)):
+            written[name] = [part.tolist() for part in parts]
+        return written
 
     @classmethod
     def from_json(cls, written: Mapping[str, Any]) -> "Scores":
-        """Reads what `to_json` wrote."""
-        table = lambda name: {tuple(key): [np.asarray(part, float) for part in parts] for *key, parts in written[name]}
-        return cls(
-            table("kl"),
-            table("flips"),
-            [np.asarray(part, int) for part in written["cluster"]],
-            [np.asarray(part, bool) for part in written["held_out"]],
-        )
+        """Reads what `to_json` returned."""
+        scores = cls()
+        for name, table in (("kl", scores.kl), ("flips", scores.flips)):
+            for point, rank, behind, promise, parts in written[name]:
+                table[point, rank, behind, promise] = [np.asarray(part, float) for part in parts]
+        scores.cluster = [np.asarray(part, int) for part in written["cluster"]]
+        scores.held_out = [np.asarray(part, bool) for part in written["held_out"]]
+        return scores
 
     def of(self, key: Key) -> tuple[Values, Values]:
-        """KL and flips of a way, all answers."""
+        """Returns KL and flips of all answers in a mode."""
         return np.concatenate(self.kl[key]), np.concatenate(self.flips[key])
 
     @property
-    def sides(self) -> tuple[Int[np.ndarray, " answers"], Bool[np.ndarray, " answers"]]:
-        """Clusters and sides of all answers."""
+    def sides(self) -> tuple[Clusters, Bool[np.ndarray, " answers"]]:
+        """Window, and whether it is held out, of all answers."""
         return np.concatenate(self.cluster), np.concatenate(self.held_out)
 
 
-def conformal_bound(values: Values, cluster: Int[np.ndarray, " answers"], level: float) -> float:
-    """Upper quantile of a score of which a random answer behind a new window stays below with probability `level`.
+def conformal_bound(values: Values, cluster: Clusters, level: float) -> float:
+    """Returns the bound that a random answer behind a new window stays within with probability `level`.
 
     Raises:
       InputError: too few windows for the level: K of them reach K / (K + 1) at most.
@@ -104,22 +102,23 @@ def conformal_bound(values: Values, cluster: Int[np.ndarray, " answers"], level:
         raise InputError(
             f"certify: {len(windows)} calibration windows for level {level:g}; expected {least_windows(level)} or more"
         )
+
     order = np.argsort(values, kind="stable")
-    reached = np.cumsum(1 / counts[where[order]])
-    place = int(np.searchsorted(reached, wanted - 1e-9))
+    weights = np.cumsum(1 / counts[where[order]])
+    place = int(np.searchsorted(weights, wanted - 1e-9))
     return float(values[order[min(place, len(order) - 1)]])
 
 
 def least_windows(level: float) -> int:
-    """How many calibration windows a level takes."""
+    """Returns how many calibration windows a level needs."""
     return math.ceil(level / (1 - level) - 1e-9)
 
 
-def covered(within: Bool[np.ndarray, " answers"], cluster: Int[np.ndarray, " answers"]) -> Share:
-    """The share of answers within a bound, every window counting alike; Wilson's interval, as if of windows alone.
+def covered(within: Bool[np.ndarray, " answers"], cluster: Clusters) -> Share:
+    """Returns the share of answers within a bound, each window counting alike, with Wilson's interval over windows.
 
-    Answers behind one window may all be right or wrong together: counting windows is the wide side of the truth, and
-    unlike resampling it says something where all are within.
+    Answers behind one window may all be right or wrong together, so windows are counted: that errs on the wide side.
+    Unlike resampling, it gives an interval even if all are within.
     """
     windows, where, counts = np.unique(cluster, return_inverse=True, return_counts=True)
     share = float((np.bincount(where, within.astype(float)) / counts).mean())
@@ -130,7 +129,7 @@ def covered(within: Bool[np.ndarray, " answers"], cluster: Int[np.ndarray, " ans
 
 
 def rows_of(scores: Scores, level: float) -> list[CertifiedLoss]:
-    """A certified row for every way that was measured.
+    """Returns a certified row for every mode.
 
     Raises:
       InputError: too few calibration windows.
@@ -140,8 +139,10 @@ def rows_of(scores: Scores, level: float) -> list[CertifiedLoss]:
     for key in scores.kl:
         point, rank, behind, promise = key
         kl, flips = scores.of(key)
-        bound = rounded_up(max(LEAST, conformal_bound(kl[~held_out], cluster[~held_out], level)))
+        bound = rounded_up(max(LEAST_BOUND, conformal_bound(kl[~held_out], cluster[~held_out], level)))
         share = covered(kl[held_out] <= bound, cluster[held_out])
+
+        # Means are over all windows; an interval always contains its value.
         mean, flipped = intervals.mean(kl, cluster), intervals.mean(flips, cluster)
         blind, _ = scores.of(("bare", 0, behind, promise))
         eta = intervals.eta(kl, blind, cluster).value
@@ -168,48 +169,41 @@ def rows_of(scores: Scores, level: float) -> list[CertifiedLoss]:
 
 
 def recommend(scores: Scores, goal: float | None, level: float) -> RankChoice:
-    """The smallest rank of stored patches that is enough, by calibration windows alone, all chunks being patched.
+    """Recommends the smallest sufficient rank of stored patches, by calibration windows alone, all chunks patched.
 
-    Enough is a bound of `goal` nats; without a goal, a share REMOVED of blind reuse's KL. Under both promises.
+    A rank suffices if its bound is at most `goal` nats; without a goal, if it removes the share SUFFICIENT of blind
+    reuse's KL. Both promises must agree.
     """
     cluster, held_out = scores.sides
-    own, clusters = ~held_out, cluster[~held_out]
-    keys = [key for key in scores.kl if key[0] == "stored" and key[2] == max(other[2] for other in scores.kl)]
+    calibration, clusters = ~held_out, cluster[~held_out]
+    most_others = max(key[2] for key in scores.kl)
+    keys = [key for key in scores.kl if key[0] == "stored" and key[2] == most_others]
     ranks = sorted({key[1] for key in keys})
-    blind = {key[3]: scores.of(("bare", 0, key[2], key[3]))[0][own] for key in keys}
+    blind = {key[3]: scores.of(("bare", 0, key[2], key[3]))[0][calibration] for key in keys}
     most = max(float(values.mean()) for values in blind.values())
-    if goal is None and most < ALIKE:
-        return RankChoice(
-            ranks[0], f"blind reuse alone loses {most:.2g} nats of an answer on average: hardly any patch is needed"
-        )
-    said = ""
+    if goal is None and most < NEGLIGIBLE:
+        reason = f"blind reuse alone loses {most:.2g} nats of an answer on average: hardly any patch is needed"
+        return RankChoice(ranks[0], reason)
+
+    result = ""
     for rank in ranks:
-        kl = {key[3]: scores.of(key)[0][own] for key in keys if key[1] == rank}
-        if goal is not None:
-            worst = max(conformal_bound(values, clusters, level) for values in kl.values())
-            said, enough = (
-                f"an answer loses at most {worst:.3g} nats at level {level:g}, of {goal:g} wanted",
-                worst <= goal,
-            )
+        kl = {key[3]: scores.of(key)[0][calibration] for key in keys if key[1] == rank}
+        if goal is None:
+            share = min(intervals.eta(kl[promise], blind[promise], clusters).low for promise in kl)
+            lost = f"what blind reuse loses ({most:.2g} nats)"
+            result = f"with every chunk patched it removes at least {share:.1%} of {lost}"
+            sufficient = share >= SUFFICIENT
         else:
-            share = min(intervals.eta(kl[each], blind[each], clusters).low for each in kl)
-            said = (
-                f"with every chunk patched it removes at least {share:.1%} of what blind reuse loses ({most:.2g} nats)"
-            )
-            enough = share >= REMOVED
-        if enough:
-            return RankChoice(rank, f"the smallest at which, on calibration windows, {said}")
-    return RankChoice(ranks[-1], f"the largest that was measured, and not enough: {said}")
+            worst = max(conformal_bound(values, clusters, level) for values in kl.values())
+            result = f"an answer loses at most {worst:.3g} nats at level {level:g}, of {goal:g} wanted"
+            sufficient = worst <= goal
+        if sufficient:
+            return RankChoice(rank, f"the smallest at which, on calibration windows, {result}")
+    return RankChoice(ranks[-1], f"the largest that was measured, and not enough: {result}")
 
 
-def plan_row(
-    name: str,
-    bound: float,
-    kl: Values,
-    cluster: Int[np.ndarray, " answers"],
-    approximate: float,
-) -> CertifiedPlan:
-    """What plans under a bound came to."""
+def plan_row(name: str, bound: float, kl: Values, cluster: Clusters, approximate: float) -> CertifiedPlan:
+    """Returns the certified result of plans under a bound."""
     share = covered(kl <= bound, cluster)
     return CertifiedPlan(
         name=name,
@@ -224,11 +218,11 @@ def plan_row(
 
 
 def rounded(value: float) -> float:
-    """A number of few digits."""
+    """Rounds to DIGITS significant digits."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def rounded_up(value: float) -> float:
-    """A bound of few digits, not below what it is rounded from."""
-    found = rounded(value)
-    return found if found >= value else float(f"{value * (1 + 10 ** (1 - DIGITS)):.{DIGITS}g}")
+    """Rounds a bound to DIGITS significant digits, never below its value."""
+    nearest = rounded(value)
+    return nearest if nearest >= value else float(f"{value * (1 + 10 ** (1 - DIGITS)):.{DIGITS}g}")

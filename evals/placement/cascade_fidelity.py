@@ -19,8 +19,7 @@ from models import Buckets, ModelBackbone, load
 from .. import small_task
 from ..probes.window.common import patch_of
 from ..probes.window.image_sequence import ImageSequence, cut, joined, read
-from ..probes.window.probe_images import ProbeImages as Stock
-from ..probes.window.probe_images import foreign_legends, load_probe_images
+from ..probes.window.probe_images import ProbeImages, foreign_legends, load_probe_images
 from ..results.intervals import paired_difference, ratio
 from ..results.tables import markdown_table
 from ..trained import MAIN, shipped
@@ -51,12 +50,12 @@ def measure(seed: int = 0, contexts: int = CONTEXTS) -> dict[str, Any]:
     }
     orders["best order"] = min(itertools.permutations(places), key=lambda order: sum(_curve(mean, order)))
     curves = {name: _curve(mean, order) for name, order in orders.items()}
-    of_size = lambda count: [mean[frozenset(chosen)] for chosen in itertools.combinations(places, count)]
     counts = range(len(sizes) + 1)
-    curves |= {
-        "best subset": [min(of_size(count)) for count in counts],
-        "any": [np.mean(of_size(count)) for count in counts],
-    }
+    curves |= {"best subset": [], "any": []}
+    for count in counts:
+        of_size = [mean[frozenset(chosen)] for chosen in itertools.combinations(places, count)]
+        curves["best subset"].append(min(of_size))
+        curves["any"].append(np.mean(of_size))
 
     cluster = np.repeat(np.arange(contexts), kl[whole].shape[1])
     flat = {subset: values.ravel() for subset, values in kl.items()}
@@ -91,12 +90,12 @@ def _losses(backbone: ModelBackbone, seed: int, count: int, folder: Path) -> tup
     """KL to re-prefill of every subset of pieces that could be rebuilt, [B, Q] each; tokens of the pieces."""
     rng = np.random.default_rng([seed, 16])
     contexts = small_task.sample_contexts(rng, count)
-    stock = load_probe_images(backbone, contexts, np.arange(count), seed, folder)
-    old, new = _lines(stock)
+    images = load_probe_images(backbone, contexts, np.arange(count), seed, folder)
+    old, new = _lines(images)
     before, after = old.prefill(), new.prefill()
     questions = small_task.ask(contexts, rng, QUESTIONS)
 
-    first = len(stock.front(True)) + 1
+    first = len(images.front(True)) + 1
     places = range(first, len(new))
     exact, stale = (new.engine(parts) for parts in (after, [*after[:first], *before[first:]]))
     served = {
@@ -117,13 +116,13 @@ def _losses(backbone: ModelBackbone, seed: int, count: int, folder: Path) -> tup
     return found, [new.images[place].size for place in places]
 
 
-def _lines(stock: Stock) -> tuple[ImageSequence, ImageSequence]:
+def _lines(images: ProbeImages) -> tuple[ImageSequence, ImageSequence]:
     """The window before and behind the replacement of its first legend, which another context's takes the place of."""
-    pages = [stock.page, stock.page.of_others(1), stock.page.of_others(2)]
-    rest = [*stock.legends[1:], *pages]
-    lead, other = stock.front(True), foreign_legends(stock, 3)[0]
-    return ImageSequence(stock.backbone, [*lead, other, *rest]), ImageSequence(
-        stock.backbone, [*lead, stock.legends[0], *rest]
+    pages = [images.page, images.page.of_others(1), images.page.of_others(2)]
+    rest = [*images.legends[1:], *pages]
+    lead, other = images.front(True), foreign_legends(images, 3)[0]
+    return ImageSequence(images.backbone, [*lead, other, *rest]), ImageSequence(
+        images.backbone, [*lead, images.legends[0], *rest]
     )
 
 

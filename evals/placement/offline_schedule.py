@@ -24,7 +24,7 @@ from .trace_replay import (
     after,
     at_hand,
     held_by,
-    numbered,
+    order_problem,
     replay,
     total,
 )
@@ -135,15 +135,15 @@ class _Search:
         """All requests in the best order of all chunks that moving one at a time finds."""
         fronts: tuple[Front, ...] = (front,) * len(self.requests)
         none = frozenset[str]()
-        ordered = lambda line: _Choice(_following(self.requests, line), fronts, none)
         line = self.chunks
-        best = ordered(line)
+        best = _Choice(_following(self.requests, line), fronts, none)
         for id in self.chunks[:ALIGNED]:
             rest = [other for other in line if other != id]
             for place in range(min(len(line), ALIGNED)):
                 moved = [*rest[:place], id, *rest[place:]]
-                if self.cost(ordered(moved)) < self.cost(best):
-                    best, line = ordered(moved), moved
+                choice = _Choice(_following(self.requests, moved), fronts, none)
+                if self.cost(choice) < self.cost(best):
+                    best, line = choice, moved
         return best
 
     def improved(self, choice: _Choice, rounds: int) -> tuple[_Choice, int]:
@@ -216,10 +216,12 @@ def _other_orders(requests: Sequence[WindowRequest], orders: Sequence[Order], at
         yield from (filled(request.free, each) for each in itertools.permutations(free) if list(each) != free)
         return
     number = {request.pieces[piece].id: piece for piece in free}
-    shared = lambda other: sum(entry.id in number for entry in requests[other].pieces)
-    others = sorted(
-        (each for each in range(len(requests)) if each != at), key=lambda each: (-shared(each), abs(each - at))
-    )
+
+    def distance(other: int) -> tuple[int, int]:
+        shared = sum(entry.id in number for entry in requests[other].pieces)
+        return -shared, abs(other - at)
+
+    others = sorted((other for other in range(len(requests)) if other != at), key=distance)
     tried = {tuple(free)}
     for other in others[:NEAR]:
         ids = [requests[other].pieces[piece].id for piece in orders[other]]
@@ -284,7 +286,7 @@ def _steps(
 
     orders = [filled(request.free, moved) for moved in itertools.permutations(free)]
     for order, front in itertools.product(orders, FRONTS):
-        laid = walk(numbered(request, resident, terms, known, order), order, terms.forward, front)
+        laid = walk(order_problem(request, resident, terms, known, order), order, terms.forward, front)
         held = residents | {request.session: after(request, laid, resident)}
         residents_then = tuple(sorted((name, each) for name, each in held.items() if name in going_on))
         new = {item for item in at_hand(request, laid) if _useful(item, later)}

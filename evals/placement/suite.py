@@ -14,13 +14,13 @@ from kvpatch_jax.traces import Trace
 from kvpatch_jax.window import Entry
 
 from ..results.environment import environment
-from ..results.intervals import Interval, ratio
+from ..results.intervals import ratio
 from ..results.parts import make_out
 from ..results.tables import markdown_table
 from . import cascade_fidelity, figures
-from .drawn_traces import KINDS, bytes_of_chunks, drawn, released_costs, wanted_of
 from .offline_schedule import optimum, schedule
 from .prefix_cache import serve_by_prefix
+from .synthetic_traces import KINDS, canonical_bytes, released_costs, requests_of, synthetic_trace
 from .trace_replay import ARRIVAL, LEAST_RECENT, ONLINE, ServedWindow, Terms, WindowRequest, replay, total
 
 OURS = ("online", "offline")
@@ -47,7 +47,7 @@ def run(*, seed: int = 0, out: str | None = None, quick: bool = False, traces: S
     count = 2 if quick else 6
     rows: list[Row] = []
     for kind in KINDS:
-        rows += compared(kind, [drawn(kind, seed + number) for number in range(count)])
+        rows += compared(kind, [synthetic_trace(kind, seed + number) for number in range(count)])
         print(f"{kind}: replayed", flush=True)
     for path in traces:
         rows += compared(Path(path).stem, [Trace.read(path)])
@@ -68,50 +68,57 @@ def run(*, seed: int = 0, out: str | None = None, quick: bool = False, traces: S
 
 
 def compared(kind: str, traces: Sequence[Trace]) -> list[Row]:
-    """Serves traces of one kind by every policy under every budget."""
+    """Serves traces of one kind by every policy under every budget; returns a row for each budget."""
     costs, rows = released_costs(), []
     for budget, share in BUDGETS.items():
-        taken: dict[str, list[float]] = {}
-        clusters: list[int] = []
+        forming: dict[str, list[float]] = {}
         tokens: dict[str, np.ndarray] = {}
+        clusters: list[int] = []
         for number, trace in enumerate(traces):
-            requests = wanted_of(trace, costs)
-            room = None if share is None else int(share * bytes_of_chunks(requests, costs))
+            requests = requests_of(trace, costs)
+            clusters += [number] * len(requests)
+            store = None if share is None else int(share * canonical_bytes(requests, costs))
             promise = "remember" if trace.parameters.get("promise", "remember") == "remember" else "forget"
-            terms = Terms(costs, room, promise=promise)
-            window = costs.kv_bytes * max(sum(entry.tokens for entry in request.pieces) for request in requests)
-            tree = None if room is None else room + window  # the pool is ours beside the store
+            terms = Terms(costs, store, promise=promise)
             served = {
                 "arrival": replay(requests, terms, ARRIVAL),
                 "LRU": replay(requests, terms, LEAST_RECENT),
                 "online": replay(requests, terms, ONLINE),
                 "offline": list(schedule(requests, terms).served),
             }
-            forming = {name: [each.forming for each in steps] for name, steps in served.items()}
-            forming["prefix cache"] = serve_by_prefix(requests, terms, budget=tree)
-            forming["prefix cache, ordered"] = serve_by_prefix(requests, terms, budget=tree, ordered=True)
-            forming["re-prefill"] = [
-                terms.forward(sum(entry.tokens for entry in request.pieces), 0) for request in requests
-            ]
-            for name, values in forming.items():
-                taken.setdefault(name, []).extend(values)
-            for name, steps in served.items():
-                tokens[name] = tokens.get(name, np.zeros(4)) + _tokens(steps)
-            clusters += [number] * len(requests)
-        rows.append(_row(kind, budget, taken, np.array(clusters), tokens))
+            for name, windows in served.items():
+                forming.setdefault(name, []).extend(window.forming for window in windows)
+                tokens[name] = tokens.get(name, np.zeros(4)) + _tokens(windows)
+
+            # A prefix cache holds the window that is read; ours has the pool for that, beside the store.
+            sizes = [sum(entry.tokens for entry in request.pieces) for request in requests]
+            tree = None if store is None else store + costs.kv_bytes * max(sizes)
+            others = {
+                "prefix cache": serve_by_prefix(requests, terms, budget=tree),
+                "prefix cache, ordered": serve_by_prefix(requests, terms, budget=tree, ordered=True),
+                "re-prefill": [terms.forward(size, 0) for size in sizes],
+            }
+            for name, values in others.items():
+                forming.setdefault(name, []).extend(values)
+        rows.append(_row(kind, budget, forming, np.array(clusters), tokens))
     return rows
 
 
-def _tokens(steps: Sequence[ServedWindow]) -> np.ndarray:
-    """Tokens served exactly, as survivors, by a patch, and in another way."""
-    return np.array([[each.exact, each.survivors, each.patched, each.approximate] for each in steps]).sum(axis=0)
+def _tokens(windows: Sequence[ServedWindow]) -> np.ndarray:
+    """Returns how many tokens were served exactly, as survivors, by a patch, and otherwise."""
+    served = [[window.exact, window.survivors, window.patched, window.approximate] for window in windows]
+    return np.array(served).sum(axis=0)
 
 
 def _row(
-    kind: str, budget: str, taken: dict[str, list[float]], clusters: np.ndarray, tokens: dict[str, np.ndarray]
+    kind: str, budget: str, forming: dict[str, list[float]], clusters: np.ndarray, tokens: dict[str, np.ndarray]
 ) -> Row:
-    columns = {name: np.array(values, np.float64) for name, values in taken.items()}
-    over = lambda name, other: _listed(ratio(columns[name], columns[other], clusters))
+    columns = {name: np.array(values, np.float64) for name, values in forming.items()}
+
+    def over(name: str, other: str) -> dict[str, float]:
+        interval = ratio(columns[name], columns[other], clusters)
+        return {"value": interval.value, "low": interval.low, "high": interval.high}
+
     return {
         "kind": kind,
         "budget": budget,
@@ -122,10 +129,6 @@ def _row(
         "offline over": {name: over("offline", name) for name in OTHERS},
         "shares": {name: (values / values.sum()).tolist() for name, values in tokens.items()},
     }
-
-
-def _listed(interval: Interval) -> dict[str, float]:
-    return {"value": interval.value, "low": interval.low, "high": interval.high}
 
 
 def against_the_optimum(seed: int, count: int) -> list[Row]:
@@ -144,7 +147,7 @@ def against_the_optimum(seed: int, count: int) -> list[Row]:
                 ]
                 requests.append(WindowRequest(f"session {random.integers(2)}", (lead, *pages)))
             # A larger share than elsewhere: below it nothing could be kept of so few pages.
-            room = None if share is None else int(2 * share * bytes_of_chunks(requests, costs))
+            room = None if share is None else int(2 * share * canonical_bytes(requests, costs))
             terms = Terms(costs, room)
             best, found = optimum(requests, terms), schedule(requests, terms).cost
             online = total(replay(requests, terms, ONLINE))

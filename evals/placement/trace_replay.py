@@ -1,14 +1,14 @@
-"""Orders, patches to keep and patches to give up over a whole trace: online, and offline with the trace known.
+"""Replay of a whole trace: orders of windows, patches to store and patches to evict, with the future known or not.
 
-A trace is a sequence of requests, each of them a session and the pieces that it wants to read. A session's pool holds
-what its last request left there exact. One store for all holds canonicals and patches under a budget of bytes.
+A trace is a sequence of requests, each by a session for the pieces that it reads. A session's pool holds what its last
+request left there exact. One store for all sessions holds canonicals and patches under a budget of bytes.
 """
 
 import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from kvpatch_jax.errors import InputError
@@ -24,9 +24,9 @@ Evict = Literal["first in", "least recent", "farthest"]
 
 
 class WindowRequest(NamedTuple):
-    """What one session wants to read: texts that lead, then pieces in order of arrival.
+    """What one session reads: leading texts, then pieces in order of arrival.
 
-    A session that was forked begins with what its `parent` holds.
+    A forked session starts with what its `parent` holds.
     """
 
     session: str
@@ -35,7 +35,7 @@ class WindowRequest(NamedTuple):
 
     @property
     def lead(self) -> int:
-        """How many texts stand in front of the first chunk."""
+        """Number of texts in front of the first chunk."""
         return next((at for at, entry in enumerate(self.pieces) if entry.kind == "chunk"), len(self.pieces))
 
     @property
@@ -56,7 +56,7 @@ class WindowRequest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What a trace is replayed under.
+    """Terms of a replay.
 
     Attributes:
       costs: of the backbone.
@@ -76,7 +76,7 @@ class Terms:
 
     @functools.cached_property
     def forward(self):
-        """What a forward over tokens behind others costs."""
+        """Cost of a forward over tokens behind others, as a function."""
 
         @functools.cache
         def forward(tokens: int, behind: int) -> Cost:
@@ -86,7 +86,7 @@ class Terms:
 
     @functools.cached_property
     def patch_price(self):
-        """What placing a chunk of so many tokens costs, with its patch and (True) without."""
+        """Cost of placing a chunk of so many tokens, with its patch or (True) without, as a function."""
 
         @functools.cache
         def placed(tokens: int, bare: bool) -> Cost:
@@ -100,17 +100,17 @@ class Terms:
         return note_of(entry, (), rank=self.rank, nbytes=self.patch_bytes(entry.tokens), flops=flops)
 
     def patch_bytes(self, tokens: int) -> int:
-        """Bytes of a patch's factors in two bytes: for each rank as many as tokens, and a token's KV."""
+        """Returns the bytes of a patch's factors in bfloat16: for each rank one number a token, and one token's KV."""
         return self.rank * (2 * self.channels * self.costs.layers * tokens + self.costs.kv_bytes)
 
     def bytes_of(self, item: StoredItem, entry: Entry, lead: tuple[str, ...]) -> int:
-        """Bytes of a stored item: of the canonical, or of a patch beside it."""
+        """Returns the bytes of a stored item: of the canonical, or of a patch beside it."""
         return self.costs.kv_bytes * entry.tokens if item[1] == lead else self.patch_bytes(entry.tokens)
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """How a trace is served.
+    """Policy of a replay.
 
     Attributes:
       order: "arrival", or "cheapest" of what may move.
@@ -137,7 +137,7 @@ OFFLINE = Policy("arrival", "useful", "farthest")
 
 
 class ServedWindow(NamedTuple):
-    """How one request was served.
+    """Result of one request.
 
     Attributes:
       order: numbers of its pieces. front: what those that ran found in front of them.
@@ -161,7 +161,7 @@ class ServedWindow(NamedTuple):
 
 
 class PoolContents(NamedTuple):
-    """What a session's pool holds: ids in order, and how many of these are exact."""
+    """Contents of a session's pool: ids in order, and how many of these are exact."""
 
     ids: tuple[str, ...] = ()
     exact: int = 0
@@ -169,53 +169,67 @@ class PoolContents(NamedTuple):
 
 @dataclasses.dataclass
 class SimulatedStore:
-    """The store while a trace is replayed."""
+    """The store during a replay.
+
+    Attributes:
+      terms: of the replay.
+      items: bytes by chunk and the pieces in front; right behind the lead that is the canonical.
+      entries: of chunks.
+      arrived, used: number of each item in order of arrival, and the request that last used it.
+      bytes: of all items.
+    """
 
     terms: Terms
     items: dict[str, dict[tuple[str, ...], int]] = dataclasses.field(default_factory=dict)
     entries: dict[str, Entry] = dataclasses.field(default_factory=dict)
-    came: dict[StoredItem, int] = dataclasses.field(default_factory=dict)
+    arrived: dict[StoredItem, int] = dataclasses.field(default_factory=dict)
     used: dict[StoredItem, Cost] = dataclasses.field(default_factory=dict)
     bytes: int = 0
-
-    def has(self, id: str, front: tuple[str, ...], lead: tuple[str, ...]) -> bool:
-        """Whether a chunk can be served behind these: by its canonical and the patch."""
-        known = self.items.get(id)
-        return known is not None and front in known and lead in known
 
     def put(self, item: StoredItem, entry: Entry, lead: tuple[str, ...]) -> None:
         """Stores an item."""
         size = self.terms.bytes_of(item, entry, lead)
         self.items.setdefault(item[0], {})[item[1]] = size
         self.entries[item[0]] = entry
-        self.came.setdefault(item, len(self.came))
+        self.arrived.setdefault(item, len(self.arrived))
         self.bytes += size
 
     def drop(self, item: StoredItem, lead: tuple[str, ...]) -> None:
-        """Gives an item up; a canonical takes its patches with it."""
-        known = self.items[item[0]]
-        for front in list(known) if item[1] == lead else [item[1]]:
-            self.bytes -= known.pop(front)
-        if set(known) == {lead}:  # nothing is left that it is the base of
-            self.bytes -= known.pop(lead)
-        if not known:
+        """Removes an item. A canonical takes its patches with it, and the last patch its canonical."""
+        of_chunk = self.items[item[0]]
+        for front in list(of_chunk) if item[1] == lead else [item[1]]:
+            self.bytes -= of_chunk.pop(front)
+        if set(of_chunk) == {lead}:
+            self.bytes -= of_chunk.pop(lead)
+        if not of_chunk:
             del self.items[item[0]]
+
+    def has_room(self, request: WindowRequest, items: set[StoredItem]) -> bool:
+        """Whether items of a request, with their canonicals, fit without removing anything."""
+        if self.terms.budget is None:
+            return True
+        lead = request.lead_ids
+        entries = {entry.id: entry for entry in request.pieces}
+        needed = items | {(id, lead) for id, _ in items}
+        missing = [item for item in needed if item[1] not in self.items.get(item[0], {})]
+        size = sum(self.terms.bytes_of(item, entries[item[0]], lead) for item in missing)
+        return self.bytes + size <= self.terms.budget
 
 
 class RequestForecast:
-    """When each item is wanted, in a trace whose orders are given."""
+    """Requests that use each item, in a trace whose orders are given."""
 
     def __init__(self, requests: Sequence[WindowRequest], orders: Sequence[Order]):
-        """Takes the orders down."""
-        self.wanted: dict[StoredItem, list[int]] = {}
+        """Indexes the orders."""
+        self.uses: dict[StoredItem, list[int]] = {}
         for at, (request, order) in enumerate(zip(requests, orders, strict=True)):
             ids = [request.pieces[piece].id for piece in order]
             for place, id in enumerate(ids):
-                self.wanted.setdefault((id, tuple(ids[:place])), []).append(at)
+                self.uses.setdefault((id, tuple(ids[:place])), []).append(at)
 
     def next(self, item: StoredItem, at: int) -> Cost:
-        """The next request behind `at` that an item serves."""
-        return next((each for each in self.wanted.get(item, ()) if each > at), math.inf)
+        """Returns the next request after `at` that uses an item; infinity without one."""
+        return next((use for use in self.uses.get(item, ()) if use > at), math.inf)
 
 
 def replay(
@@ -229,105 +243,166 @@ def replay(
 ) -> list[ServedWindow]:
     """Serves a trace, one request after the other, and counts what forming takes.
 
-    A request sees those in front of it alone, unless the policy knows the future: then `orders` are given.
+    A request depends only on those before it, unless the policy knows the future: then `orders` are given.
 
     Args:
-      orders: of each request's pieces, in place of the policy's. fronts: what each finds in front, likewise.
+      orders: of each request's pieces, instead of the policy's. fronts: what runs behind what, likewise.
       refused: ids of chunks that are never stored.
 
     Raises:
-      InputError: a policy that knows the future without orders, or orders that are not of these requests.
+      InputError: a policy that knows the future without orders, or orders of another number of requests.
     """
     if orders is not None and len(orders) != len(requests):
-        raise InputError(f"replay: {len(orders)} orders; expected one for each of {len(requests)} requests")
+        raise InputError(f"replay.orders: got {len(orders)}; expected one for each of {len(requests)} requests")
     if orders is None and (policy.admit == "useful" or policy.evict == "farthest"):
-        raise InputError(f"replay: {policy}; expected the orders of all requests, which it looks ahead in")
-    future = None if orders is None else RequestForecast(requests, orders)
-    shelf, residents, seen = SimulatedStore(terms), dict[str, PoolContents](), Counter[str]()
-    together: Counter[tuple[str, frozenset[str]]] = Counter()
+        raise InputError(f"replay.policy: got {policy} without orders; expected those of all requests, which it reads")
+    forecast = None if orders is None else RequestForecast(requests, orders)
+    state = _ReplayState(terms, policy, forecast)
     served = []
     for at, request in enumerate(requests):
-        resident = held_by(request, residents)
         order = None if orders is None else orders[at]
         front = None if fronts is None else fronts[at]
-        laid, front = _laid(request, resident, shelf, policy, order, front, seen, together)
-        ids = tuple(request.pieces[piece].id for piece in laid.order)
-        residents[request.session] = after(request, laid, resident)
-
-        wanted = _admitted(request, laid, policy, at, future, together, shelf)
-        canonicals = _store(request, laid, wanted - {(id, ids[: ids.index(id)]) for id in refused & set(ids)}, shelf)
-        _touch(request, laid, shelf, at)
-        _evict(request, shelf, policy, at, future)
-        for place, id in enumerate(ids):
-            seen[id] += 1
-            together[id, frozenset(ids[:place])] += 1
-        served.append(_served(request, laid, front, terms, resident, canonicals, shelf.bytes))
+        served.append(state.serve(at, request, order, front, refused))
     return served
 
 
-def _laid(
+class _ReplayState:
+    """State of a replay between two requests: the store, all pools, and what was requested so far."""
+
+    def __init__(self, terms: Terms, policy: Policy, forecast: RequestForecast | None):
+        self.terms, self.policy, self.forecast = terms, policy, forecast
+        self.store = SimulatedStore(terms)
+        self.pools: dict[str, PoolContents] = {}
+        self.seen: Counter[str] = Counter()
+        self.together: Counter[tuple[str, frozenset[str]]] = Counter()  # a piece, and the set in front of it
+
+    def serve(
+        self, at: int, request: WindowRequest, order: Order | None, front: Front | None, refused: frozenset[str]
+    ) -> ServedWindow:
+        """Serves a request, and stores what the policy admits."""
+        pool = held_by(request, self.pools)
+        placed, front = self._placed(request, pool, order, front)
+        ids = tuple(request.pieces[piece].id for piece in placed.order)
+        self.pools[request.session] = after(request, placed, pool)
+
+        admitted = {item for item in self._admitted(at, request, placed) if item[0] not in refused}
+        canonicals = self._store(request, placed, admitted)
+        for place, id in enumerate(ids):
+            for used in {ids[:place], ids[: request.lead]}:
+                if used in self.store.items.get(id, {}):
+                    self.store.used[id, used] = at
+        self._evict(at, request.lead_ids)
+
+        for place, id in enumerate(ids):
+            self.seen[id] += 1
+            self.together[id, frozenset(ids[:place])] += 1
+        return _counted(request, placed, front, self.terms, pool, canonicals)._replace(stored=self.store.bytes)
+
+    def _placed(
+        self, request: WindowRequest, pool: PoolContents, order: Order | None, front: Front | None
+    ) -> tuple[PartialPlacement, Front]:
+        """Returns the request's pieces in order, and what those that run find in front of them."""
+        policy, terms = self.policy, self.terms
+        if order is None and policy.order == "arrival":
+            order = tuple(range(len(request.pieces)))
+        problem = order_problem(request, pool, terms, self.store.items, order)
+        by_use = sorted(range(len(request.pieces)), key=lambda piece: (-self.seen[request.pieces[piece].id], piece))
+
+        def placed(front: Front) -> PartialPlacement:
+            if order is not None:
+                return walk(problem, order, terms.forward, front)
+            return cheapest(problem, terms.forward, front, prefer=by_use, exhaustive=7, beam=24)[0]
+
+        if front is None and policy.invest != "again":
+            front = "exact" if policy.invest == "always" else "served"
+        if front is not None:
+            return placed(front), front
+
+        # Running behind exact KV costs more now and leaves patches: it pays if such a patch was wanted before.
+        cheap, sound = placed("served"), placed("exact")
+        gained = at_hand(request, sound) - at_hand(request, cheap)
+        wanted = [item for item in gained if self.together[item[0], frozenset(item[1])]]
+        missing = any(before not in self.store.items.get(id, {}) for id, before in wanted)
+        return (sound, "exact") if missing or sound.cost <= cheap.cost else (cheap, "served")
+
+    def _admitted(self, at: int, request: WindowRequest, placed: PartialPlacement) -> set[StoredItem]:
+        """Returns what the policy stores of what could be stored."""
+        items = at_hand(request, placed)
+        if self.policy.admit == "useful":
+            assert self.forecast is not None
+            return {item for item in items if self.forecast.next(item, at) < math.inf}
+        if self.policy.admit == "always" or (self.policy.admit == "room" and self.store.has_room(request, items)):
+            return items
+        return {item for item in items if self.together[item[0], frozenset(item[1])]}
+
+    def _store(self, request: WindowRequest, placed: PartialPlacement, admitted: set[StoredItem]) -> Cost:
+        """Stores new items and the canonicals that they need; returns what forming these took."""
+        lead = request.lead_ids
+        entries = {entry.id: entry for entry in request.pieces}
+
+        # What ran right behind the lead is a canonical already.
+        leading = placed.order[request.lead : request.lead + 1] if placed.ran > request.lead else ()
+        formed = {request.pieces[piece].id for piece in leading}
+        cost = 0.0
+        for id, front in sorted(admitted, key=lambda item: len(item[1])):
+            if lead not in self.store.items.get(id, {}):
+                if id not in formed:
+                    cost += self.terms.forward(entries[id].tokens, request.lead_tokens)
+                self.store.put((id, lead), entries[id], lead)
+            if front not in self.store.items[id]:
+                self.store.put((id, front), entries[id], lead)
+        return cost
+
+    def _evict(self, at: int, lead: tuple[str, ...]) -> None:
+        """Removes items until the budget holds."""
+        store = self.store
+        while self.terms.budget is not None and store.bytes > self.terms.budget:
+            items = [(id, front) for id, of_chunk in store.items.items() for front in of_chunk]
+            # A canonical leaves with its last patch, or where nothing but canonicals is left.
+            removable = [item for item in items if item[1] != lead or len(store.items[item[0]]) == 1]
+            store.drop(min(removable, key=lambda item: self._worth(item, at)), lead)
+
+    def _worth(self, item: StoredItem, at: int) -> Cost:
+        """Returns a number that is least for what leaves first."""
+        if self.policy.evict == "first in":
+            return self.store.arrived[item]
+        if self.policy.evict == "farthest":
+            assert self.forecast is not None
+            return -self.forecast.next(item, at)
+        return self.store.used.get(item, -1)
+
+
+def order_problem(
     request: WindowRequest,
-    resident: PoolContents,
-    shelf: SimulatedStore,
-    policy: Policy,
-    order: Order | None,
-    front: Front | None,
-    seen: Counter[str],
-    together: Counter[tuple[str, frozenset[str]]],
-) -> tuple[PartialPlacement, Front]:
-    terms = shelf.terms
-    if order is None and policy.order == "arrival":
-        order = tuple(range(len(request.pieces)))
-    pieces = numbered(request, resident, terms, shelf.items, order)
-    often = lambda piece: (-seen[request.pieces[piece].id], piece)
-    prefer = sorted(range(len(request.pieces)), key=often)
-
-    def laid(front: Front) -> PartialPlacement:
-        if order is not None:
-            return walk(pieces, order, terms.forward, front)
-        return cheapest(pieces, terms.forward, front, prefer=prefer, exhaustive=7, beam=24)[0]
-
-    if front is None and policy.invest != "again":
-        front = "exact" if policy.invest == "always" else "served"
-    if front is not None:
-        return laid(front), front
-    cheap, sound = laid("served"), laid("exact")
-    gained = at_hand(request, sound) - at_hand(request, cheap)
-    wanted = any(together[id, frozenset(before)] and before not in shelf.items.get(id, {}) for id, before in gained)
-    return (sound, "exact") if wanted or sound.cost <= cheap.cost else (cheap, "served")
-
-
-def numbered(
-    request: WindowRequest,
-    resident: PoolContents,
+    pool: PoolContents,
     terms: Terms,
-    items: dict[str, dict[tuple[str, ...], int]],
+    items: Mapping[str, Mapping[tuple[str, ...], int]],
     order: Order | None = None,
 ) -> OrderProblem:
-    """The pieces of a request by number, with what a store has for them; for one order alone where it is given."""
-    entries = request.pieces
+    """Returns a request's pieces by number, with what is stored for them; for one order alone if it is given."""
+    entries, lead = request.pieces, request.lead_ids
     number = {entry.id: place for place, entry in enumerate(entries)}
-    lead = request.lead_ids
     ordered: list[dict[Order, Cost]] = [{} for _ in entries]
-    ids = None if order is None else [entries[piece].id for piece in order]
     leading: dict[int, Cost] = {}
+    ids = None if order is None else [entries[piece].id for piece in order]
     for place in range(len(entries)):
         piece = place if order is None else order[place]
-        known = items.get(entries[piece].id)
-        if known is None or lead not in known:
+        tokens, of_chunk = entries[piece].tokens, items.get(entries[piece].id)
+        if of_chunk is None or lead not in of_chunk:
             continue
-        fronts = known if ids is None else (front for front in (tuple(ids[:place]),) if front in known)
+        fronts = list(of_chunk)
+        if ids is not None:
+            fronts = [front for front in (tuple(ids[:place]),) if front in of_chunk]
         for front in fronts:
             if front == lead:
-                leading[piece] = terms.patch_price(entries[piece].tokens, True)
+                leading[piece] = terms.patch_price(tokens, True)
             elif all(id in number for id in front):
-                price = terms.patch_price(entries[piece].tokens, False)
-                ordered[piece][tuple(number[id] for id in front)] = price
+                ordered[piece][tuple(number[id] for id in front)] = terms.patch_price(tokens, False)
     return OrderProblem(
         tokens=tuple(entry.tokens for entry in entries),
         free=request.free,
-        held=tuple(number.get(id, len(entries) + place) for place, id in enumerate(resident.ids)),
-        exact=resident.exact,
+        held=tuple(number.get(id, len(entries) + place) for place, id in enumerate(pool.ids)),
+        exact=pool.exact,
         ordered=tuple(ordered),
         lead=request.lead,
         leading=leading,
@@ -336,135 +411,55 @@ def numbered(
     )
 
 
-def held_by(request: WindowRequest, residents: dict[str, PoolContents]) -> PoolContents:
-    """What the pool holds for a session, or for the one that it was forked from."""
-    return residents.get(request.session) or residents.get(request.parent or "") or PoolContents()
+def held_by(request: WindowRequest, pools: Mapping[str, PoolContents]) -> PoolContents:
+    """Returns what the pool holds for a session, or for the one that it was forked from."""
+    return pools.get(request.session) or pools.get(request.parent or "") or PoolContents()
 
 
-def after(request: WindowRequest, laid: PartialPlacement, resident: PoolContents) -> PoolContents:
-    """What the pool holds of a request that was served: all from the front that is not served by a patch."""
-    ids = tuple(request.pieces[piece].id for piece in laid.order[: laid.ran])
-    exact = next((at for at, (id, was) in enumerate(zip(ids, resident.ids, strict=False)) if id != was), len(ids))
-    return PoolContents(ids, len(ids) if laid.exact else min(exact, resident.exact))
+def after(request: WindowRequest, placed: PartialPlacement, pool: PoolContents) -> PoolContents:
+    """Returns what the pool holds after a request: all pieces from the front until a patch serves one."""
+    ids = tuple(request.pieces[piece].id for piece in placed.order[: placed.ran])
+    exact = next((at for at, (id, was) in enumerate(zip(ids, pool.ids, strict=False)) if id != was), len(ids))
+    return PoolContents(ids, len(ids) if placed.exact else min(exact, pool.exact))
 
 
-def at_hand(request: WindowRequest, laid: PartialPlacement) -> set[StoredItem]:
-    """Items that could be stored now: of chunks whose exact KV is at hand."""
-    ids = tuple(request.pieces[piece].id for piece in laid.order[: laid.ran if laid.exact else 0])
-    chunk = {entry.id for entry in request.pieces if entry.kind == "chunk"}
-    return {(id, ids[:place]) for place, id in enumerate(ids) if id in chunk}
+def at_hand(request: WindowRequest, placed: PartialPlacement) -> set[StoredItem]:
+    """Returns items that could be stored now: of chunks whose exact KV is there."""
+    ids = tuple(request.pieces[piece].id for piece in placed.order[: placed.ran if placed.exact else 0])
+    chunks = {entry.id for entry in request.pieces if entry.kind == "chunk"}
+    return {(id, ids[:place]) for place, id in enumerate(ids) if id in chunks}
 
 
-def _admitted(
+def _counted(
     request: WindowRequest,
-    laid: PartialPlacement,
-    policy: Policy,
-    at: int,
-    future: RequestForecast | None,
-    together: Counter[tuple[str, frozenset[str]]],
-    shelf: SimulatedStore,
-) -> set[StoredItem]:
-    """What a policy stores of what is at hand."""
-    found = at_hand(request, laid)
-    if policy.admit == "useful":
-        assert future is not None
-        return {item for item in found if future.next(item, at) < math.inf}
-    if policy.admit == "always" or (policy.admit == "room" and _fits(request, found, shelf)):
-        return found
-    return {(id, front) for id, front in found if together[id, frozenset(front)]}
-
-
-def _fits(request: WindowRequest, items: set[StoredItem], shelf: SimulatedStore) -> bool:
-    """Whether items and their canonicals find room without anything leaving."""
-    if shelf.terms.budget is None:
-        return True
-    lead = request.lead_ids
-    entries = {entry.id: entry for entry in request.pieces}
-    every = items | {(id, lead) for id, _ in items}
-    new = [item for item in every if item[1] not in shelf.items.get(item[0], {})]
-    more = sum(shelf.terms.bytes_of(item, entries[item[0]], lead) for item in new)
-    return shelf.bytes + more <= shelf.terms.budget
-
-
-def _store(request: WindowRequest, laid: PartialPlacement, wanted: set[StoredItem], shelf: SimulatedStore) -> Cost:
-    """Stores what is new, and the canonicals that it needs; returns what these took."""
-    lead = request.lead_ids
-    entries = {entry.id: entry for entry in request.pieces}
-    before = request.lead_tokens
-    ran = {request.pieces[piece].id for piece in laid.order[request.lead : request.lead + 1] if laid.ran > request.lead}
-    took = 0.0
-    for id, front in sorted(wanted, key=lambda item: len(item[1])):
-        known = shelf.items.get(id, {})
-        if lead not in known:
-            if id not in ran:  # else it ran right behind the lead
-                took += shelf.terms.forward(entries[id].tokens, before)
-            shelf.put((id, lead), entries[id], lead)
-        if front not in shelf.items[id]:
-            shelf.put((id, front), entries[id], lead)
-    return took
-
-
-def _touch(request: WindowRequest, laid: PartialPlacement, shelf: SimulatedStore, at: int) -> None:
-    """Notes what was used."""
-    ids = tuple(request.pieces[piece].id for piece in laid.order)
-    for place, id in enumerate(ids):
-        for front in {ids[:place], ids[: request.lead]}:
-            if front in shelf.items.get(id, {}):
-                shelf.used[id, front] = at
-
-
-def _evict(
-    request: WindowRequest, shelf: SimulatedStore, policy: Policy, at: int, future: RequestForecast | None
-) -> None:
-    """Gives items up until the budget holds."""
-    budget, lead = shelf.terms.budget, request.lead_ids
-    while budget is not None and shelf.bytes > budget:
-        every = [(id, front) for id, known in shelf.items.items() for front in known]
-        # A canonical goes with its last patch, or where nothing but canonicals is left.
-        loose = [item for item in every if item[1] != lead or len(shelf.items[item[0]]) == 1]
-        shelf.drop(min(loose, key=lambda item: _value(item, shelf, policy, at, future)), lead)
-
-
-def _value(item: StoredItem, shelf: SimulatedStore, policy: Policy, at: int, future: RequestForecast | None) -> Cost:
-    """What leaves first has least."""
-    if policy.evict == "first in":
-        return shelf.came[item]
-    if policy.evict == "farthest":
-        assert future is not None
-        return -future.next(item, at)
-    return shelf.used.get(item, -1)
-
-
-def _served(
-    request: WindowRequest,
-    laid: PartialPlacement,
+    placed: PartialPlacement,
     front: Front,
     terms: Terms,
-    resident: PoolContents,
+    pool: PoolContents,
     canonicals: Cost,
-    stored: int,
 ) -> ServedWindow:
-    """Counts how a request was served."""
+    """Returns how a request was served, without the bytes that are stored."""
     exact = survivors = patched = approximate = 0
-    placed: Cost = 0
-    if laid.led >= 0:
-        placed += terms.patch_price(request.pieces[laid.led].tokens, True)
-    now = after(request, laid, resident)
-    for place, piece in enumerate(laid.order):
-        entry = request.pieces[piece]
+    placing: Cost = 0
+    if placed.led >= 0:
+        placing += terms.patch_price(request.pieces[placed.led].tokens, True)
+
+    now = after(request, placed, pool)
+    for place, piece in enumerate(placed.order):
+        tokens = request.pieces[piece].tokens
         if place < now.exact:
-            exact += entry.tokens
-        elif place < laid.ran:
-            survivors += entry.tokens
-        elif piece in laid.misses:
-            approximate += entry.tokens
+            exact += tokens
+        elif place < placed.ran:
+            survivors += tokens
+        elif piece in placed.misses:
+            approximate += tokens
         else:
-            patched += entry.tokens
-            placed += terms.patch_price(entry.tokens, False)
-    forming = laid.cost - placed + canonicals
-    return ServedWindow(laid.order, front, forming, placed, canonicals, exact, survivors, patched, approximate, stored)
+            patched += tokens
+            placing += terms.patch_price(tokens, False)
+    forming = placed.cost - placing + canonicals
+    return ServedWindow(placed.order, front, forming, placing, canonicals, exact, survivors, patched, approximate, 0)
 
 
 def total(served: Sequence[ServedWindow]) -> Cost:
-    """What forming and placing took in all."""
-    return sum(each.forming + each.placing for each in served)
+    """Returns what forming and placing took altogether."""
+    return sum(window.forming + window.placing for window in served)

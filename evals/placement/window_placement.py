@@ -149,8 +149,10 @@ def _placement(
 ) -> Placement:
     ids = [entries[piece].id for piece in laid.order]
     missed = {entries[piece].id for piece in laid.misses}
-    runs = lambda place, id: (place < laid.ran and laid.order[place] != laid.led) or id in missed
-    formed = [id for place, id in enumerate(ids[laid.kept :], laid.kept) if runs(place, id)]
+    formed = []
+    for place, id in enumerate(ids[laid.kept :], laid.kept):
+        if (place < laid.ran and laid.order[place] != laid.led) or id in missed:
+            formed.append(id)
     return Placement(
         order=tuple(entries[piece] for piece in laid.order[lead:]),
         left_out=tuple(left),
@@ -209,7 +211,10 @@ def _left_out(
     least = size - sum(entry.tokens for entry in free)
     if room is not None and least > room:
         raise InputError(f"place: room for {room} tokens; expected at least the {least} of what must be there")
-    lost = lambda left: (len(left), 0.0) if worth is None else (0.0, sum(worth.get(each.id, 0.0) for each in left))
+
+    def lost(left: Sequence[Entry]) -> tuple[Cost, Cost]:
+        return (len(left), 0.0) if worth is None else (0.0, sum(worth.get(entry.id, 0.0) for entry in left))
+
     if room is None and worth is None:
         yield (0, 0.0), ()
         return
@@ -226,7 +231,10 @@ def _left_out(
 
 def _greedily(free: Sequence[Entry], over: int, worth: Mapping[str, Cost] | None) -> tuple[Entry, ...]:
     """Leaves out what is worth least for its size until the rest fits, then takes back what was left out in vain."""
-    value = lambda entry: (1.0 if worth is None else worth.get(entry.id, 0.0)) / entry.tokens
+
+    def value(entry: Entry) -> float:
+        return (1.0 if worth is None else worth.get(entry.id, 0.0)) / entry.tokens
+
     left: list[Entry] = []
     gone = 0
     for entry in sorted(free, key=value):

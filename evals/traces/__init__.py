@@ -1,5 +1,6 @@
-"""Traces of agents' windows: four kinds that are drawn here, and their replay in every way of serving a window."""
+"""Traces of agents' windows: a generator of four kinds, and their replay in every mode of serving a window."""
 
-from .generate import KINDS, generate
+from .trace_generator import KINDS, STEPS, generate
+from .window_tracker import load_trace
 
-__all__ = ["KINDS", "generate"]
+__all__ = ["KINDS", "STEPS", "generate", "load_trace"]

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .replaying import AGAIN, BLIND, FIRST, PREFILL, PREFIX, WINDOW
+from .replay_run import AGAIN, BLIND, FIRST, PREFILL, PREFIX, WINDOW
 
 matplotlib.use("Agg")
 Results = Mapping[str, Mapping[str, Any]]
@@ -40,7 +40,7 @@ def _panels(count: int, width: float = 3.6) -> tuple[Figure, Sequence[Any]]:
 
 
 def work(results: Results, path: Path) -> Path:
-    """FLOPs until each question, summed, by way; a panel for each kind."""
+    """FLOPs until each question, summed, by mode; a panel for each kind."""
     figure, panels = _panels(len(results))
     for axis, (kind, found) in zip(panels, results.items(), strict=True):
         for name, (colour, line) in STYLES.items():

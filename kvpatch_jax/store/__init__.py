@@ -1,11 +1,11 @@
-"""Chunks that outlive requests, processes and machines: a content-addressed, tiered, crash-safe store."""
+"""Content-addressed, tiered, crash-safe store of chunks, which outlive requests, processes and machines."""
 
 import importlib.util
 
 from ..errors import StorePlatformError
 
-if importlib.util.find_spec("fcntl") is None:  # before anything below fails at it
-    raise StorePlatformError("store: this system has no `fcntl`; expected a POSIX system, such as Linux or macOS")
+if importlib.util.find_spec("fcntl") is None:  # checked before the imports below fail
+    raise StorePlatformError("store: got a system without `fcntl`; expected a POSIX system, such as Linux or macOS")
 
 from ..cache import chunk_id as chunk_id
 from ..cache import encoder_id as encoder_id

@@ -1,4 +1,4 @@
-"""`python -m kvpatch_jax.store`: see `cli.main`."""
+"""Entry point of `python -m kvpatch_jax.store`; see `cli.main`."""
 
 import sys
 

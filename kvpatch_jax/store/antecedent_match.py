@@ -1,4 +1,7 @@
-"""Which of the stored patches that share ids were formed behind the antecedents that are asked for."""
+"""Selection of the stored patches whose antecedents are the requested ones.
+
+Patches that share a name agree in the ids of their antecedents; here the contents are compared as well.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -6,61 +9,59 @@ from ..cache import Antecedent, PatchMetadata
 from .format.naming import PatchKey
 
 
-def serving(
-    found: Sequence[PatchMetadata], served: PatchKey | PatchMetadata, stored: Callable[[str], set[str | None]]
+def match_antecedents(
+    stored: Sequence[PatchMetadata], key: PatchKey | PatchMetadata, contents: Callable[[str], set[str | None]]
 ) -> list[bool]:
-    """Tells of each stored patch whether its antecedents are those asked for, so far as contents are known.
+    """Returns for each stored patch whether its antecedents are those of the key, as far as contents are known.
 
-    Where a content is not said, that of the id's stored canonical counts; without one, that of the patches if they
-    agree. If not, none of those that state one serves: nothing says which is meant.
+    If the key does not state the content of an id, that of the id's stored canonical counts; if there is none, the
+    content that the patches agree on. If they disagree, no patch that states one matches: it is unknown which is meant.
 
     Args:
-      found: metadata of patches of one name (`Names.patches`).
-      stored: gives the contents that an id's canonicals state.
+      stored: metadata of patches with one name (`ObjectNames.patches`).
+      contents: returns the contents that an id's stored canonicals state.
     """
-    wanted, formed = _parts(served), [_parts(metadata) for metadata in found]
-    unknown = {member.id for part in wanted for member in part.members if member.content is None}
+    wanted, formed = _antecedents(key), [_antecedents(metadata) for metadata in stored]
+
+    # Collect what the patches state of members whose content the key leaves open.
+    unknown = set[str]()
+    for antecedent in wanted:
+        unknown |= {member.id for member in antecedent.members if member.content is None}
     stated: dict[str, set[str]] = {}
-    for member in (member for parts in formed for part in parts for member in part.members):
-        if member.id in unknown and member.content is not None:
-            stated.setdefault(member.id, set()).add(member.content)
+    for antecedents in formed:
+        for antecedent in antecedents:
+            for member in antecedent.members:
+                if member.id in unknown and member.content is not None:
+                    stated.setdefault(member.id, set()).add(member.content)
 
-    meant = {id: _one_of(stored(id), contents) for id, contents in stated.items()}
-    wanted = [_with_contents(part, meant) for part in wanted]
-    unsettled = {id for id, content in meant.items() if content is None}
-    return [
-        not any(_states(part, unsettled) for part in parts) and _agree(parts, wanted, metadata.orbit)
-        for metadata, parts in zip(found, formed, strict=True)
-    ]
+    # Decide on one content per member, None where several are possible.
+    meant: dict[str, str | None] = {}
+    for id, alternatives in stated.items():
+        candidates = {content for content in contents(id) if content is not None} or alternatives
+        meant[id] = next(iter(candidates)) if len(candidates) == 1 else None
+    wanted = [_with_contents(antecedent, meant) for antecedent in wanted]
+
+    matches = []
+    for metadata, antecedents in zip(stored, formed, strict=True):
+        match = len(antecedents) == len(wanted)
+        for index, (own, other) in enumerate(zip(antecedents, wanted, strict=False)):
+            undecided = any(meant.get(member.id, "") is None and member.content is not None for member in own.members)
+            # The order of the antecedent does not matter to an orbit patch; that of its base's does.
+            match = match and not undecided and own.difference(other, metadata.orbit and index == 0) is None
+        matches.append(match)
+    return matches
 
 
-def _parts(each: PatchKey | PatchMetadata) -> list[Antecedent]:
-    base = each.base_behind
-    return [each.behind] if base is None else [each.behind, base]
-
-
-def _one_of(stored: set[str | None], formed: set[str]) -> str | None:
-    contents = {content for content in stored if content is not None} or formed
-    return next(iter(contents)) if len(contents) == 1 else None
+def _antecedents(key: PatchKey | PatchMetadata) -> list[Antecedent]:
+    """Returns the antecedent, and that of the base if it is conditioned."""
+    base = key.base_behind
+    return [key.behind] if base is None else [key.behind, base]
 
 
 def _with_contents(antecedent: Antecedent, contents: dict[str, str | None]) -> Antecedent:
-    return Antecedent(
-        tuple(
-            member._replace(content=contents[member.id]) if member.content is None and member.id in contents else member
-            for member in antecedent.members
-        )
-    )
-
-
-def _states(antecedent: Antecedent, ids: set[str]) -> bool:
-    return any(member.id in ids and member.content is not None for member in antecedent.members)
-
-
-def _agree(formed: list[Antecedent], wanted: list[Antecedent], orbit: bool) -> bool:
-    if len(formed) != len(wanted):
-        return False
-    return all(
-        own.difference(other, orbit and place == 0) is None
-        for place, (own, other) in enumerate(zip(formed, wanted, strict=True))
-    )
+    members = []
+    for member in antecedent.members:
+        if member.content is None and member.id in contents:
+            member = member._replace(content=contents[member.id])
+        members.append(member)
+    return Antecedent(tuple(members))

@@ -1,7 +1,7 @@
-"""Fetching many chunks: stored ones are loaded while missing ones are computed (MPIC, section 3.2).
+"""Fetching of several chunks: stored ones are loaded while missing ones are computed (MPIC, section 3.2).
 
-Loads run in a few threads of their own, computing in the caller's. A chunk whose load fails is computed. Of several
-threads that ask for one chunk, one loads or computes it and the others wait for that.
+Loads run in a few threads, computation in the caller's. A chunk whose load fails is computed. Of several threads that
+request one chunk, one loads or computes it and the others wait for it.
 """
 
 import collections
@@ -24,21 +24,21 @@ from .store import Ack, ChunkStore
 from .tiers.device_placement import Placement, place_chunk, placement_key
 
 Source = Literal["store", "shared", "computed", "joined"]
-"""Where a chunk came from: the store, the request's shared store, computing, or another thread that fetched it too."""
+"""Origin of a chunk: the store, the request's shared store, computation, or another thread's fetch."""
 
 Load = concurrent.futures.Future[tuple[Chunk, Source] | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Asks for a chunk. Requests of equal id, backbone, encoding and lead are one.
+    """Request for a chunk. Requests with equal id, backbone, encoding and lead are the same.
 
     Attributes:
-      id, backbone, encoding, lead: as `ChunkStore.get`. A computed chunk is stored in this encoding, and must be of
+      id, backbone, encoding, lead: as in `ChunkStore.get`. A computed chunk is stored in this encoding, and must have
         this lead.
-      item: for computing: anything, such as what `Backbone.prepare` takes; or a function without arguments giving it.
-      expires: seconds since the epoch, of a computed chunk in the store; None leaves it to the store.
-      shared: a store to look in after the tenant's own, never written to.
+      item: input of the computation, such as an item for `Backbone.prepare`, or a function that returns it.
+      expires: expiry of a computed chunk in the store, in seconds since the epoch; None: the store's default.
+      shared: a store that is read after the tenant's own, and never written.
     """
 
     id: str = dataclasses.field(repr=False)
@@ -59,7 +59,7 @@ def _kept_as(request: Request) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Miss:
-    """A request whose chunk no store has: what `compute` makes the chunk of.
+    """A request whose chunk no store has, as the input of `compute`.
 
     def compute(misses):
         return [
@@ -72,13 +72,13 @@ class Miss:
 
     @property
     def item(self) -> Any:
-        """The request's item; where that is a function, what it returns."""
+        """The request's item, or the result of its function."""
         return self.request.item() if callable(self.request.item) else self.request.item
 
     def encoder(self) -> np.ndarray | None:
-        """Reads the tower's output of the chunk, which eviction keeps longer than the canonical; None: there is none.
+        """Reads the encoder output of the chunk, which is evicted later than the canonical; None if there is none.
 
-        With it `make_chunk(encoder=)` prefills without running the tower, and `backbone.embed(features=)` embeds.
+        With it `make_chunk(encoder=)` prefills, and `backbone.embed(features=)` embeds, without running the tower.
         """
         for store in (self.store, self.request.shared):
             output = None if store is None else store.get_encoder(self.request.id, self.request.backbone)
@@ -88,7 +88,7 @@ class Miss:
 
 
 class Fetched(NamedTuple):
-    """A chunk, its source, and for a computed one the future of its asynchronous put."""
+    """A chunk, its source, and if it was computed the future of its asynchronous put."""
 
     chunk: Chunk
     source: Source
@@ -111,29 +111,33 @@ def fetch(
     timeout: float | int | None = None,
     keep: bool = True,
 ) -> list[Fetched]:
-    """Loads the stored ones of some chunks while it computes the others.
+    """Loads stored chunks while it computes the others.
 
     Args:
-      compute: makes the chunks of some misses, in order, in the caller's thread. It must not call `fetch`.
-      batch: misses per call of `compute`; None gives it all there are at that moment.
-      placement: as `ChunkStore.get`, also of what was computed.
-      on_layer: called with (request, layer, {channel: [T, K, H]}) for every layer of every chunk, layers in order,
-        as soon as each was read: in a loading thread, while later layers are read. Where a load fails in between, the
-        layers of the computed chunk follow, from 0. Its errors are raised.
-      threads: that load.
-      timeout: seconds from now after which what is not loaded is computed instead. None waits.
-      keep: whether computed chunks are put into the store, asynchronously: `Fetched.ack`, `ChunkStore.flush` and
-        `close` tell whether that failed.
+      store: the tenant's store.
+      requests: the requested chunks.
+      compute: returns the chunks of some misses, in order; called in the caller's thread. It must not call `fetch`.
+      batch: number of misses per call of `compute`; None: all that there are at that time.
+      placement: as in `ChunkStore.get`, for computed chunks too.
+      on_layer: called with (request, layer, {channel: [T, K, H]}) for every layer of every chunk, in order, as soon as
+        it was read: in a loading thread, while later layers are read. If a load fails in between, the layers of the
+        computed chunk follow, from 0. Its errors are raised.
+      threads: number of loading threads.
+      timeout: seconds after which chunks that are not loaded are computed instead. None: no limit.
+      keep: whether computed chunks are stored, asynchronously: `Fetched.ack`, `ChunkStore.flush` and `close` report
+        errors.
 
     Returns:
-      One per request, in their order; equal requests share theirs.
+      One result per request, in order; equal requests share theirs.
 
     Raises:
-      FetchError: `compute` failed, or gave other chunks than it was asked for; its error is the cause. Loads have
-      ended by then, and what was computed before is stored. StoreClosedError. InputError: threads or batch below 1.
+      FetchError: `compute` raised, or returned other chunks than requested; its error is the cause. Loads have ended by
+        then, and chunks computed before are stored.
+      StoreClosedError: the store is closed.
+      InputError: `threads` or `batch` is below 1.
     """
     if threads < 1 or (batch is not None and batch < 1):
-        raise InputError(f"fetch: threads {threads}, batch {batch}; expected 1 or more")
+        raise InputError(f"fetch: got threads={threads}, batch={batch}; expected 1 or more")
     deadline = None if timeout is None else time.monotonic() + timeout
     rest = list(dict.fromkeys(requests))
     got: dict[Request, Fetched] = {}
@@ -145,7 +149,7 @@ def fetch(
 
 
 class _Flight:
-    """A chunk that some thread is loading or computing; others wait for it."""
+    """A chunk that one thread loads or computes, and for which others wait."""
 
     def __init__(self, store: ChunkStore, request: Request) -> None:
         self.owner = threading.get_ident()
@@ -159,17 +163,17 @@ class _Flight:
 
     @property
     def outdated(self) -> bool:
-        """Whether the chunk was written or deleted since this began, so that who asks now must not have it."""
+        """Whether the chunk was written or deleted since the start, so that new requests must not use it."""
         return any(copy.outdated for _, copy in self._copies)
 
     def land(self, chunk: Chunk | None) -> None:
-        """Gives the chunk to who waits for it; None where there is none."""
+        """Passes the chunk to the waiting threads; None if it failed."""
         for order, copy in self._copies:
             order.end(copy)
         self.landed.set_result(chunk)
 
     def wait(self, deadline: float | None) -> Chunk | None:
-        """Waits for the chunk; None where its thread failed, or is still loading at the deadline."""
+        """Waits for the chunk; None if its thread failed, or still loads it at the deadline."""
         with contextlib.suppress(TimeoutError):
             return self.landed.result(_left(deadline))
         return self.landed.result() if self.computing else None
@@ -180,7 +184,7 @@ _flights_lock = threading.Lock()
 
 
 def _forget_flights() -> None:
-    """Forgets, in a forked process, the chunks that only threads of its parent are at."""
+    """Forgets, in a forked process, chunks that threads of its parent load or compute."""
     global _flights_lock
     _flights_lock = threading.Lock()
     _flights.clear()
@@ -194,7 +198,7 @@ def _left(deadline: float | None) -> float | None:
 
 
 class _Round:
-    """One pass over some requests: loads or computes those that no other thread is at, and waits for the others."""
+    """Pass over requests: loads or computes those that no other thread works on, and waits for the others."""
 
     def __init__(
         self,
@@ -217,9 +221,10 @@ class _Round:
         self._unsaved: dict[Request, Chunk] = {}
 
     def run(self, requests: Sequence[Request], threads: int) -> list[Request]:
-        """Runs the pass. Returns the requests that are still open: another thread was at them and failed."""
+        """Runs the pass. Returns the requests on which another thread worked and failed."""
         others: dict[Request, _Flight] = {}
         pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="kvpatch-fetch")
+
         try:
             for request in requests:
                 self._join(request, others)
@@ -243,13 +248,15 @@ class _Round:
     def _join(self, request: Request, others: dict[Request, _Flight]) -> None:
         key, me = self._key(request), threading.get_ident()
         past = self.deadline is not None and time.monotonic() >= self.deadline
+
         with _flights_lock:
             flight = _flights.get(key)
             if flight is not None and flight.owner == me:
-                raise FetchError("fetch: a chunk from within its own computing; expected no fetch there")
+                raise FetchError("fetch: got a call from within `compute` of the same chunk; expected no fetch there")
             hangs = flight is not None and past and not flight.computing
             if flight is None or hangs or flight.outdated:
                 flight = _flights[key] = self._led[request] = _Flight(self.store, request)
+
         if request not in self._led:
             others[request] = flight
 
@@ -292,7 +299,7 @@ class _Round:
                 self._missing.append(request)
 
     def _load(self, request: Request) -> tuple[Chunk, Source] | None:
-        """Loads a chunk, in a loading thread; None where no store gives it, for whatever reason."""
+        """Loads a chunk, in a loading thread; None if no store can provide it."""
         for store, source in self._stores(request):
             try:
                 chunk = self._whole(store, request) if self.on_layer is None else self._streamed(store, request)
@@ -316,8 +323,8 @@ class _Round:
         assert self.on_layer is not None
         try:
             self.on_layer(request, layer, values)
-        except (StoreError, OSError) as error:  # the caller's own, not the load's
-            raise FetchError(f"fetch: on_layer failed at layer {layer}; expected it to take every layer") from error
+        except (StoreError, OSError) as error:  # the callback's error must not count as a failed load
+            raise FetchError(f"fetch: on_layer failed at layer {layer}; expected it to accept every layer") from error
 
     def _show(self, request: Request, chunk: Chunk) -> None:
         """Calls `on_layer` for the layers of a chunk that was not streamed."""
@@ -326,12 +333,14 @@ class _Round:
                 self._call(request, layer, {name: value[layer] for name, value in chunk.kv.items()})
 
     def _take(self, wait: bool) -> None:
-        """Takes the results of the loads that ended; with `wait`, waits until one does or the deadline passes."""
+        """Takes the results of finished loads; with `wait`, waits until one finishes or the deadline passes."""
         if not self._loads:
             return
+
         timeout = _left(self.deadline) if wait else 0
         concurrent.futures.wait(self._loads.values(), timeout, concurrent.futures.FIRST_COMPLETED)
         past = self.deadline is not None and time.monotonic() >= self.deadline
+
         for request, load in list(self._loads.items()):
             if load.done():
                 del self._loads[request]
@@ -341,7 +350,7 @@ class _Round:
                 del self._loads[request]
                 self._missing.append(request)
                 if not load.cancel():
-                    self._late[request] = load  # it may yet come before its turn to be computed
+                    self._late[request] = load  # it may finish before the request is computed
 
     def _loaded(self, request: Request, load: Load) -> bool:
         found = load.result()
@@ -361,11 +370,12 @@ class _Round:
             if late is None or not late.done() or not self._loaded(request, late):
                 self._led[request].computing = True
                 chosen.append(request)
+
         if not chosen:
             return
         chunks = self._computed([Miss(request, self.store) for request in chosen])
         for request, chunk in zip(chosen, chunks, strict=True):
-            self._unsaved[request] = chunk  # whatever comes of showing it
+            self._unsaved[request] = chunk  # first, so that it is stored even if `on_layer` fails
             placed = chunk if self.placement is None else place_chunk(chunk, self.placement)
             self._show(request, placed)
             self.got[request] = Fetched(placed, "computed")
@@ -377,20 +387,21 @@ class _Round:
         except Exception as error:
             what = f"fetch: computing {len(misses)} of the chunks raised {type(error).__name__}"
             raise FetchError(f"{what} (the cause); expected chunks") from error
+
         wanted = [(miss.request.id, miss.request.backbone, miss.request.lead) for miss in misses]
         found = [
             (chunk.id, chunk.backbone, chunk.lead) if isinstance(chunk, Chunk) else type(chunk).__name__
             for chunk in chunks
         ]
-        if found != wanted:  # ids are not said: an error may be logged
+        if found != wanted:  # the message contains no ids, because it may be logged
             right = sum(pair[0] == pair[1] for pair in zip(found, wanted, strict=False))
             raise FetchError(
-                f"fetch: computing gave {len(found)} chunks, {right} of them right; expected {len(wanted)}"
+                f"fetch: computing gave {len(found)} chunks, {right} of them as requested; expected {len(wanted)}"
             )
         return chunks
 
     def _save(self) -> None:
-        """Queues the puts of computed chunks: after the loads, which the caller waits for and which need the cores."""
+        """Queues the puts of computed chunks, after the loads, which need the cores and for which the caller waits."""
         for request, chunk in self._unsaved.items() if self.keep else ():
             ack = self._put(request, chunk)
             if request in self.got:
@@ -402,7 +413,7 @@ class _Round:
             return None
         try:
             return self.store.put_async(chunk, encoding=request.encoding, ttl=ttl)
-        except (StoreError, ValueError) as error:  # the chunk is right all the same
+        except (StoreError, ValueError) as error:  # the chunk can be used nevertheless
             failed: Ack = concurrent.futures.Future()
             failed.set_exception(error)
             return failed
@@ -410,7 +421,7 @@ class _Round:
     # ---------------------------------------------------------------------------------------------------- ending
 
     def _end(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
-        """Cancels queued loads and waits for running ones until the deadline; one that hangs longer ends by itself."""
+        """Cancels queued loads, and waits for running ones until the deadline; a load that hangs ends by itself."""
         pool.shutdown(wait=False, cancel_futures=True)
         running = [load for load in self._submitted if not load.cancelled()]
         if not concurrent.futures.wait(running, _left(self.deadline)).not_done:

@@ -1,7 +1,7 @@
-"""Resolves references in a prompt, such as `IMAGE#LOUVRE2025`, to chunks of the tenant or the operator.
+"""Resolution of references in a prompt, such as `IMAGE#LOUVRE2025`, to chunks of the tenant or the operator.
 
-MPIC, section 3.1. A name is looked up in the tenant's own library first, then in the operator's; with a version only in
-the latter. What an error says about other names comes from the tenant's own library alone.
+MPIC, section 3.1. A name is looked up in the tenant's own library first, then in the operator's; a name with a version
+only in the latter. Names suggested in error messages come from the tenant's own library only.
 """
 
 import contextlib
@@ -22,14 +22,15 @@ from .store import ChunkStore
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinkedChunk:
-    """A reference of a prompt, resolved.
+    """A resolved reference of a prompt.
 
     Attributes:
-      reference: as in the prompt.
-      library: which one has it.
-      resource: what the library holds; with the version that was found.
-      id, backbone: of its chunk.
-      store: the operator's, for a reference of the dynamic library.
+      reference: the reference in the prompt.
+      library: the library that has it.
+      resource: the library's resource, with its version.
+      id: id of its chunk.
+      backbone: backbone of its chunk.
+      store: the operator's store, if it is of the dynamic library.
     """
 
     reference: Reference
@@ -41,16 +42,16 @@ class LinkedChunk:
 
     @property
     def request(self) -> Request:
-        """The chunk's request for `fetch`: looked for in the tenant's store, then the operator's; else computed."""
+        """Request for `fetch`: the chunk is read from the tenant's store or the operator's, or else computed."""
         item: Callable[[], Any] = lambda: self.resource.item
         return Request(self.id, self.backbone, item=item, expires=self.resource.expires, shared=self.store)
 
 
 class LinkedPrompt:
-    """A prompt with its references resolved. Versions of dynamic references are held, and chunks pinned, until `close`.
+    """A prompt with resolved references. Holds versions of dynamic references, and pins chunks, until `close`.
 
     Attributes:
-      segments: texts and chunks, in the order of the prompt.
+      segments: texts and chunks in the order of the prompt.
     """
 
     def __init__(self, segments: tuple[str | LinkedChunk, ...], stack: contextlib.ExitStack):
@@ -58,7 +59,7 @@ class LinkedPrompt:
 
     @property
     def chunks(self) -> tuple[LinkedChunk, ...]:
-        """The chunks alone, in order."""
+        """Chunks in order."""
         return tuple(segment for segment in self.segments if isinstance(segment, LinkedChunk))
 
     @property
@@ -68,11 +69,11 @@ class LinkedPrompt:
 
     @property
     def items(self) -> list[Any]:
-        """Items for `Backbone.prepare`: the prompt with every content in its place, to prefill it as one."""
+        """Items for `Backbone.prepare` to prefill the whole prompt, with the content of each reference in its place."""
         return [Text(segment) if isinstance(segment, str) else segment.resource.item for segment in self.segments]
 
     def close(self) -> None:
-        """Releases versions and pins. Closing twice is allowed."""
+        """Releases versions and pins. Idempotent."""
         self._stack.close()
 
     def __enter__(self) -> "LinkedPrompt":
@@ -83,15 +84,15 @@ class LinkedPrompt:
 
 
 class Linker:
-    """Resolves references for one tenant and one backbone.
+    """Resolver of references for one tenant and one backbone.
 
     Args:
-      backbone: the fingerprint of the model that will read the chunks.
+      backbone: fingerprint of the model that will use the chunks.
       static: the tenant's library, or None.
-      dynamic: the operator's, or None.
+      dynamic: the operator's library, or None.
 
     Raises:
-      InputError: no fingerprint.
+      InputError: the fingerprint is invalid.
     """
 
     def __init__(
@@ -103,11 +104,12 @@ class Linker:
         self.backbone, self.static, self.dynamic = fingerprint_of(backbone, "linker"), static, dynamic
 
     def link(self, prompt: str) -> LinkedPrompt:
-        """Splits a prompt into texts and chunks, in order. `references` has the syntax, and how to escape it.
+        """Splits a prompt into texts and chunks, in order. Module `references` defines the syntax.
 
         Raises:
-          UnknownReferenceError: a reference that neither library has. InputError: one that was put as a chunk of
-          another backbone; a prompt that is no str, or has no reference and looks like a file. Nothing is held then.
+          UnknownReferenceError: neither library has a reference.
+          InputError: a reference was put as a chunk of another backbone only; the prompt is no str, or it has no
+            reference and looks like a file name. Nothing is held in these cases.
         """
         parts = parse_prompt(prompt)
         if all(isinstance(part, str) for part in parts):
@@ -117,12 +119,12 @@ class Linker:
             return LinkedPrompt(tuple(segments), stack.pop_all())
 
     def resolve(self, reference: str) -> LinkedPrompt:
-        """Links a prompt that is one reference, as a retriever gives it. Raises as `link`."""
+        """Links a single reference, as a retriever returns it. Raises as `link`."""
         linked = self.link(reference)
         if len(linked.segments) == 1 and linked.chunks:
             return linked
         linked.close()
-        raise UnknownReferenceError(f"{reference[:80]!r} is no reference; expected KIND#NAME")
+        raise UnknownReferenceError(f"reference: got {reference[:80]!r}; expected KIND#NAME")
 
     def _resolve(self, reference: Reference, stack: contextlib.ExitStack) -> LinkedChunk:
         if self.static is not None and reference.version is None:
@@ -131,6 +133,7 @@ class Linker:
                 id = resource.chunk_id(self.backbone)
                 stack.enter_context(self.static.store.pin(id, self.backbone))
                 return LinkedChunk(reference, "static", resource, id, self.backbone, None)
+
         held = None if self.dynamic is None else self.dynamic.open(reference.kind, reference.name, reference.version)
         if held is None or self.dynamic is None:
             raise UnknownReferenceError(self._unknown(reference))

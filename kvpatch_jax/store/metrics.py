@@ -1,4 +1,4 @@
-"""A store's counts and latencies, as numbers and as metrics of `prometheus_client` (the extra `operate`)."""
+"""Counts and latencies of a store, as numbers and as metrics of `prometheus_client` (the extra `operate`)."""
 
 import dataclasses
 import re
@@ -35,12 +35,12 @@ _FAMILIES: tuple[tuple[str, str, str], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Counts, latencies and bytes held of one store object since it was opened: its own tenant's alone.
+    """Counts, latencies and bytes held of one store object since it was opened, of its own tenant only.
 
     Attributes:
-      counts: by name, as in `ChunkStore.counters`.
-      latencies: by operation ("get", "put", "commit") and the tier that answered ("none": a miss).
-      held: bytes now in "device", "host", and "pool" (idle buffers).
+      counts: counts by name, as in `ChunkStore.counters`.
+      latencies: latencies by operation ("get", "put", "commit") and the tier that answered ("none": a miss).
+      held: current bytes in "device", "host", and "pool" (idle buffers).
     """
 
     counts: Mapping[str, int]
@@ -49,28 +49,28 @@ class Statistics:
 
 
 class StatisticsCollector:
-    """Exports stores' statistics to a registry of `prometheus_client`, read anew for every page.
+    """Collector for a registry of `prometheus_client` that reads stores' statistics for every page.
 
-    `prometheus_client.REGISTRY.register(StatisticsCollector(lambda: [(store.statistics(), {"tenant": "acme"})]))`: one
-    collector for all stores of a page, since a page names each metric once.
+    `prometheus_client.REGISTRY.register(StatisticsCollector(lambda: [(store.statistics(), {"tenant": "acme"})]))`. Use
+    one collector for all stores of a page, because a page may contain each metric only once.
 
     Args:
-      read: gives the statistics of every store, and the labels to put on its samples.
+      read: returns the statistics of every store with the labels of its samples.
 
     Raises (while collecting):
-      ImportError: `prometheus_client` is not installed. InputError: a label that Prometheus does not take, or one of
-      ours.
+      ImportError: `prometheus_client` is not installed.
+      InputError: a label is invalid for Prometheus, or used by this library.
     """
 
     def __init__(self, read: Callable[[], Iterable[tuple[Statistics, Mapping[str, str]]]]):
         self._read = read
 
     def describe(self) -> list[Any]:
-        """Returns nothing: which metrics there are depends on what the stores have done."""
+        """Returns an empty list: the metrics depend on the operations of the stores."""
         return []
 
     def collect(self) -> list[Any]:
-        """Collects the metrics, one `prometheus_client.Metric` for each name."""
+        """Returns the metrics, one `prometheus_client.Metric` per name."""
         make, metrics = _prometheus().Metric, {}
         for statistics, labels in self._read():
             _check_labels(labels)
@@ -84,13 +84,16 @@ def prometheus_text(statistics: Statistics, **labels: str) -> str:
     """Formats statistics in Prometheus's text exposition format, version 0.0.4.
 
     Args:
-      labels: put on every sample (such as tenant="…", which only who may read the page should then see).
+      labels: labels of every sample. Restrict access to the page if it has a label such as tenant="…".
 
     Raises:
-      InputError: a label that Prometheus does not take, or one of ours. ImportError: no `prometheus_client`.
+      InputError: a label is invalid for Prometheus, or used by this library.
+      ImportError: `prometheus_client` is not installed.
     """
     if not isinstance(statistics, Statistics):
-        raise InputError(f"metrics: a {type(statistics).__name__}; expected Statistics, as ChunkStore.statistics gives")
+        raise InputError(
+            f"metrics: got a {type(statistics).__name__}; expected Statistics, as ChunkStore.statistics gives"
+        )
     return _prometheus().generate_latest(StatisticsCollector(lambda: [(statistics, labels)])).decode()
 
 
@@ -98,19 +101,19 @@ def _prometheus() -> Any:
     try:
         import prometheus_client
     except ImportError as error:
-        raise ImportError("metrics without `prometheus_client`; expected the extra `operate`") from error
+        raise ImportError("metrics: got no `prometheus_client`; expected the extra `operate`") from error
     return prometheus_client
 
 
 def _check_labels(labels: Mapping[str, str]) -> None:
     wrong = [name for name in labels if not _LABEL.fullmatch(name) or name.startswith("__") or name in _TAKEN]
     if wrong:
-        raise InputError(f"prometheus: labels {wrong}; expected words other than {_TAKEN}")
+        raise InputError(f"prometheus: got labels {wrong}; expected words other than {_TAKEN}")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sample:
-    """One number of a metric; `text` is the metric's help, `ending` what the sample's name adds to the family's."""
+    """Sample of a metric: `text` is the metric's help, `ending` the suffix of the sample's name."""
 
     family: str
     kind: str
@@ -121,7 +124,7 @@ class _Sample:
 
 
 def _samples(statistics: Statistics) -> Iterator[_Sample]:
-    """Yields all numbers, those of one family together."""
+    """Yields all samples, grouped by family."""
     yield from _counted(statistics.counts)
     for tier, value in statistics.held.items():
         text = "Bytes held in memory now; pool: idle buffers."

@@ -1,4 +1,4 @@
-"""Deleting a tenant: its directories are renamed away at one moment, and then removed."""
+"""Deletion of a tenant: its directories are renamed atomically, and then removed."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from .tiers.remote_tier import delete_below
 
 @dataclasses.dataclass(frozen=True)
 class DeletionReport:
-    """What a deletion found: objects and bytes on the disk, objects in quarantine, objects of the remote store."""
+    """Counts of a deletion: objects and bytes on the disk, objects in quarantine, objects of the remote store."""
 
     objects: int
     nbytes: int
@@ -26,22 +26,23 @@ class DeletionReport:
 
 
 def delete_tenant(disk: Disk, names: ObjectNames, remote: RemoteStore | None = None) -> DeletionReport:
-    """Deletes all that a tenant has: remote objects, then those on the disk, in quarantine, and leftovers of dead
-    writers and unfinished snapshots.
+    """Deletes a tenant's objects in the remote store, on the disk and in quarantine, and files of unfinished writes.
 
-    The tenant's directories (libraries, then chunks) are renamed away first, so that a crash leaves all or nothing of
-    each to be seen; what is left to remove is removed by the next call, or by `finish`. Doing it again is allowed.
-    Nothing of other tenants is touched. A put of the same tenant that is under way may come after it: it is then there
-    (`ChunkStore.delete_tenant` waits for those of its own process).
+    The tenant's directories (libraries, then chunks) are renamed first, so that after a crash each is visible whole or
+    not at all. The next call, or `finish`, removes the rest. Idempotent. Other tenants are not affected. A put of the
+    same tenant by another process may follow the deletion, and is then stored (`ChunkStore.delete_tenant` waits for
+    those of its own process).
 
     Raises:
-      StoreReadOnlyError, StoreIOError: not all of it was deleted; the rest of it was.
+      StoreReadOnlyError, StoreIOError: some of it could not be deleted; the rest was.
     """
     tenant = names.tenant_name
-    beyond = 0
+
+    remote_count = 0
     try:
-        if remote is not None:  # first, so that nothing comes back from there
-            beyond = delete_below(remote, f"{names.space}/")
+        # The remote store comes first, or readers could copy objects back from there.
+        if remote is not None:
+            remote_count = delete_below(remote, f"{names.space}/")
     finally:
         entries = [*disk.scan(names.space), *disk.scan(names.libraries)]
         with typed_errors("store: delete a tenant"):
@@ -49,10 +50,10 @@ def delete_tenant(disk: Disk, names: ObjectNames, remote: RemoteStore | None = N
                 _rename_away(disk, space, tenant)
             quarantined = len(purge(disk.root, tenant))
         disk.sweep(f"{tenant}.")
-        for left in (tenant, WHOLE):  # a whole store's snapshot has the tenant's objects too
-            sweep_unfinished(disk.root, left)
+        for scope in (tenant, WHOLE):  # a snapshot of the whole store has the tenant's objects too
+            sweep_unfinished(disk.root, scope)
         finish(disk, f"{tenant}.")
-    return DeletionReport(len(entries), sum(entry.size for entry in entries), quarantined, beyond)
+    return DeletionReport(len(entries), sum(entry.size for entry in entries), quarantined, remote_count)
 
 
 def _rename_away(disk: Disk, space: str, tenant: str) -> None:
@@ -70,13 +71,13 @@ def _rename_away(disk: Disk, space: str, tenant: str) -> None:
 
 
 def finish(disk: Disk, tenant: str = "") -> int:
-    """Removes what interrupted deletions left, of one tenant (by its keyed name) or of all.
+    """Removes directories of interrupted deletions, of all tenants or of one by its keyed name.
 
     Returns:
-      How many directories were removed.
+      The number of removed directories.
 
     Raises:
-      StoreReadOnlyError, StoreIOError.
+      StoreReadOnlyError, StoreIOError: one could not be removed.
     """
     count = 0
     with (

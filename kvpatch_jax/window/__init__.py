@@ -67,10 +67,10 @@ from .sources import PatchStore as PatchStore
 from .sources import PieceSources as PieceSources
 from .sources import asked_behind as asked_behind
 from .sources import bucket as bucket
-from .sources import grown as grown
 from .sources import padded_chunk as padded_chunk
 from .sources import padded_patch as padded_patch
 from .sources import padded_tokens as padded_tokens
 from .sources import stored as stored
 from .sources import trimmed_patch as trimmed_patch
+from .sources import zero_padded as zero_padded
 from .window_state import Promise as Promise

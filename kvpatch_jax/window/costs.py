@@ -51,6 +51,7 @@ class Costs:
         Args:
           dtype: of the KV in the pool.
         """
+        # In whole numbers, so that sums over edits are exact.
         layout, size = backbone.layout, jnp.dtype(dtype).itemsize
         rotating = [channel for channel in layout.channels if channel.rotates]
         return cls(
@@ -66,6 +67,8 @@ class Costs:
         """Returns costs of a forward behind `behind` other tokens: KV read and written, FLOPs of matrix products."""
         flops = self.run(tokens, behind) if start_layer == 0 else self.forward.flops(tokens, behind, start_layer)
         flops += logits * self.forward.logit
+
+        # From a higher layer only the layers above are read and written.
         own = self.kv_bytes * (self.layers - start_layer) // self.layers
         return {"bytes": own * (tokens + behind), "flops": flops}
 
@@ -80,6 +83,7 @@ class Costs:
     @functools.cached_property
     def _sums(self) -> tuple[int, tuple[tuple[int, int], ...]]:
         """FLOPs per token, and (attention window, FLOPs per pair of tokens), summed over the layers."""
+        # Layers of one attention window see the same pairs of tokens, so their costs per pair add up.
         pairs = Counter[int]()
         for pair, window in zip(self.forward.pair, self.forward.window, strict=True):
             pairs[window] += pair

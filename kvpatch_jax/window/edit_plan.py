@@ -31,11 +31,12 @@ class ResolvedEdit(NamedTuple):
     """An edit, and what the edits after it and the window say of its piece.
 
     Attributes:
+      piece: as it will be in the window, None if it leaves.
       following: the next edit that rotates or drops the piece. restored: whether a later edit restores its KV.
     """
 
     edit: Edit
-    window: Window
+    piece: PlacedPiece | None
     following: Rotate | Drop | None
     restored: bool
 
@@ -46,22 +47,24 @@ class ResolvedEdit(NamedTuple):
         Raises:
           WindowError: a later edit drops it, or it is not in the window.
         """
-        id = self.following.id if self.following is not None else getattr(self.edit, "id", "")
-        if isinstance(self.following, Drop):
-            raise WindowError(f"executor: {brief(id)!r} is placed and dropped by the same edits; expected two runs")
-        return self.window.start(id) if self.following is None else self.following.old
+        if isinstance(self.following, Rotate):
+            return self.following.old
+        if self.following is not None:
+            id = brief(self.following.id)
+            raise WindowError(f"executor: {id!r} is placed and dropped by the same edits; expected two runs")
+        if self.piece is None:
+            raise WindowError(f"executor: {self.edit!r:.200} places what is not in the window; expected a piece of it")
+        return self.piece.start
 
     @property
     def content(self) -> str | None:
         """Digest of what the piece shows; None if unknown."""
-        id = getattr(self.edit, "id", "")
-        return self.window.piece(id).entry.content if id in self.window else None
+        return None if self.piece is None else self.piece.entry.content
 
     @property
     def keeps_stash(self) -> bool:
         """Whether a piece that becomes bare may be switched back, so that its conditioned KV is stashed."""
-        id = getattr(self.edit, "id", "")
-        aside = self.window.piece(id).aside if id in self.window else None
+        aside = None if self.piece is None else self.piece.aside
         return self.restored or (aside is not None and "conditioned" in (aside.kind, aside.base))
 
 
@@ -69,10 +72,10 @@ def resolve_edits(window: Window, edits: Sequence[Edit]) -> list[ResolvedEdit]:
     """Looks ahead from every edit, in one pass from the end."""
     following: dict[str, Rotate | Drop] = {}
     restored: set[str] = set()
-    found = []
+    pieces, found = {piece.entry.id: piece for piece in window.pieces}, []
     for edit in reversed(edits):
         id = getattr(edit, "id", "")
-        found.append(ResolvedEdit(edit, window, following.get(id), id in restored))
+        found.append(ResolvedEdit(edit, pieces.get(id), following.get(id), id in restored))
         if isinstance(edit, Rotate | Drop):
             following[id] = edit
         elif isinstance(edit, Copy) and edit.source == "conditioned":

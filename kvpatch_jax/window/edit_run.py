@@ -72,7 +72,7 @@ class EditRun:
         """
         self._plan, self._pool, self._backbone, self._alive = plan, pool, backbone, alive
         self._question, self._observe = question, observe
-        self._forwards_left = sum(isinstance(launch, ForwardLaunch) for launch in plan.launches)
+        self._forwards_left = [type(launch) for launch in plan.launches].count(ForwardLaunch)
 
     def execute(self) -> None:
         """Executes all launches. If one fails those before it are undone, and its error is raised.

@@ -64,18 +64,22 @@ class Entry:
     modality: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        # The kind of a text says its modality.
         if self.modality is None and self.kind == "text":
             object.__setattr__(self, "modality", "text")
         if self.modality is not None and (not isinstance(self.modality, str) or not self.modality):
             raise WindowError(f"entry: modality {self.modality!r:.80}; expected a word such as 'image', or None")
         if not isinstance(self.id, str) or not self.id:
             raise WindowError(f"entry: id {self.id!r:.80}; expected a name")
+
+        # Digests need UTF-8, which lone surrogates are not.
         encoded(self.id + (self.content if isinstance(self.content, str) else ""))
         if self.content is not None and (not isinstance(self.content, str) or not self.content):
             raise WindowError(f"entry {brief(self.id)!r}: content {self.content!r:.80}; expected a digest, or None")
         for name, number in (("tokens", self.tokens), ("span", self.span)):
             if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number < LIMIT:
                 raise WindowError(f"entry {brief(self.id)!r}: {name} {number!r:.80}; expected a number from 1 to 2**30")
+
         if self.kind not in ("chunk", "text"):
             raise WindowError(f"entry {brief(self.id)!r}: kind {self.kind!r:.80}; expected 'chunk' or 'text'")
         if not isinstance(self.order_free, bool) or (self.order_free and self.kind == "text"):
@@ -103,6 +107,7 @@ class Entry:
         Raises:
           WindowError: rows of unequal extents. Else as `Entry`.
         """
+        # Over all axes: under M-RoPE an image may extend furthest along its height or width.
         positions = np.asarray(tokens.positions)
         rows = positions.reshape(len(positions), -1)
         spans = {math.floor(row.max()) - math.floor(row.min()) + 1 for row in rows} if rows.size else {0}
@@ -204,6 +209,8 @@ class PlacedPiece(NamedTuple):
         """How it is served, as provenance has it: "exact", or a word and the state's digest."""
         if self.fidelity == EXACT:
             return EXACT
+
+        # A survivor and an approximate piece of equal states are served differently: only one is as promised.
         word = self.state.kind if self.state.kind in ("bare", "patched") else self.fidelity
         return f"{word}:{self.state.digest}"
 
@@ -256,6 +263,8 @@ class PatchNote:
             return patch
         if not isinstance(patch, Patch):
             raise WindowError(f"patch of type {type(patch).__name__}; expected a Patch, or a PatchNote of one")
+
+        # A window adds one patch to a base, at any start.
         metadata = patch.metadata
         if metadata.base == "patched" or metadata.frame != "phase_free":
             raise WindowError(
@@ -297,6 +306,8 @@ class PatchNote:
 def _common_rank(patch: Patch) -> int:
     """Returns `PatchNote.rank`: the smallest rank of any channel, because certified bounds are looked up by it."""
     metadata, layout = patch.metadata, patch.metadata.layout
+
+    # Bounds were measured on whole patches with factors of their own, not rounded.
     rounded = False
     for factors in patch.factors.values():
         leaves = factors if is_low_rank(factors) else (factors,)

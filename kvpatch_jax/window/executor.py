@@ -176,7 +176,7 @@ class PagedExecutor:
 
         # Everything that can be refused is refused here, before anything is written.
         plan = EditPlan(window, self.books.copy(), self.sources, self.pool)
-        plan.add(edits, self.current(window.branch), self.store)
+        plan.add(edits, self._current.get(window.branch, ()), self.store)
 
         # The books are replaced only after every launch has succeeded.
         alive = self.books.allocator.counts > 0

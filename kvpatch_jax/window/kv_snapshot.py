@@ -12,7 +12,7 @@ from ..errors import WindowError
 from .executor import PagedExecutor
 from .programs import SavedRows
 from .slot_table import ResidentPiece, StashedKV
-from .sources import bucket, grown
+from .sources import bucket, zero_padded
 from .window import Window
 
 SIDES = ("engine", "source")
@@ -46,6 +46,8 @@ def taken(executor: PagedExecutor, window: Window) -> list[PieceSnapshot]:
       WindowError: the executor does not hold the window.
     """
     executor.check_current(window)
+
+    # Padding of buckets is cut off, that of lanes kept: a pool of the same widths takes the rows as they are.
     found = []
     for piece in executor.pieces(window.branch):
         rows, aside, stash = _on_host(executor.pool.read(piece.slots), piece.length), None, piece.stash
@@ -89,6 +91,7 @@ def placed(executor: PagedExecutor, window: Window, kept: list[PieceSnapshot]) -
         )
         pending.append((slots, own.rows, size))
 
+    # Nothing is refused from here on.
     for slots, rows, size in pending:
         executor.pool.put(slots, _on_device(rows, size))
     executor.books = books
@@ -103,7 +106,7 @@ def _on_host(rows: SavedRows, length: int) -> HostRows:
 def _on_device(rows: HostRows, size: int) -> SavedRows:
     sides = []
     for side in SIDES:
-        sides.append({name: jnp.asarray(grown(value, 1, size)) for name, value in rows[side].items()})
+        sides.append({name: jnp.asarray(zero_padded(value, 1, size)) for name, value in rows[side].items()})
     return SavedRows(*sides)
 
 
@@ -117,6 +120,8 @@ def _check(executor: PagedExecutor, rows: HostRows, local: np.ndarray, length: i
             wanted[f"{side}.{name}"] = ((value.shape[0], length, *value.shape[3:]), str(value.dtype))
         for name, value in rows.get(side, {}).items():
             found[f"{side}.{name}"] = (value.shape, str(value.dtype))
+
+    # Name the first array that differs, in alphabetical order, so that the message is reproducible.
     if found != wanted:
         name = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))[0]
         raise WindowError(

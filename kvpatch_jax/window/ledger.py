@@ -38,8 +38,13 @@ class CostEntry:
         )
 
     def __sub__(self, other: "CostEntry") -> "CostEntry":
-        own, theirs = vars(self).values(), vars(other).values()
-        return CostEntry(*(after - before for after, before in zip(own, theirs, strict=True)))
+        return CostEntry(
+            self.launches - other.launches,
+            self.bytes - other.bytes,
+            self.flops - other.flops,
+            self.padded_bytes - other.padded_bytes,
+            self.padded_flops - other.padded_flops,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +68,6 @@ class Ledger(Mapping[str, CostEntry]):
     def of(self, kind: str) -> CostEntry:
         """Returns the costs of a kind, zeros if nothing of it was done."""
         return dict(self.kinds).get(kind, CostEntry())
-
-    def add(self, kind: str, entry: CostEntry) -> "Ledger":
-        """Returns a ledger with more of a kind."""
-        kinds = dict(self.kinds)
-        kinds[kind] = kinds[kind] + entry if kind in kinds else entry
-        return Ledger(tuple(kinds.items()))
 
     def __sub__(self, earlier: "Ledger") -> "Ledger":
         old, zero = dict(earlier.kinds), CostEntry()
@@ -119,7 +118,7 @@ class CostMeter:
 
     def placed(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int) -> None:
         """Counts phase-free KV that was read, rotated and written."""
-        self._add(kind, tokens, size, 2 * row_bytes(vectors, self._layout), self._rotation)
+        self._add_tokens(kind, tokens, size, 2 * row_bytes(vectors, self._layout), self._rotation)
 
     def patched(self, kind: str, patch: Patch, nbytes: int, tokens: int, size: int) -> None:
         """Counts factors that were read, multiplied and added, in the launch that placed what they are added to.
@@ -128,16 +127,15 @@ class CostMeter:
           patch: as it was run, padded. nbytes: of the patch without padding.
         """
         flops = adding_flops(patch)
-        entry = CostEntry(0, nbytes, flops * tokens, patch.nbytes, flops * size)
-        self.ledger = self.ledger.add(kind, entry)
+        self._add(kind, CostEntry(0, nbytes, flops * tokens, patch.nbytes, flops * size))
 
     def rotated(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int) -> None:
         """Counts keys that were read, rotated and written; the other channels stay."""
-        self._add(kind, tokens, size, 2 * row_bytes(vectors, self._layout, rotating=True), self._rotation)
+        self._add_tokens(kind, tokens, size, 2 * row_bytes(vectors, self._layout, rotating=True), self._rotation)
 
     def moved(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int, times: int = 2) -> None:
         """Counts vectors that were read and written unchanged; `times` 1: only one of the two."""
-        self._add(kind, tokens, size, times * row_bytes(vectors, self._layout), 0)
+        self._add_tokens(kind, tokens, size, times * row_bytes(vectors, self._layout), 0)
 
     def ran(
         self,
@@ -154,14 +152,17 @@ class CostMeter:
         """
         forward, layers = self._backbone.forward_costs, self._layout.layers
         token_bytes = row_bytes(vectors, self._layout) * (layers - start_layer) // layers
+
+        # Each argument is a pair, without padding and with it. The ledger records both.
         nbytes, flops = [], []
         for token_count, key_count in zip(tokens, keys, strict=True):
             nbytes.append(token_bytes * (token_count + key_count))
             flops.append(forward.flops(token_count, key_count, start_layer))
 
+        # The forward, and the launch that writes what it returns.
         launches = 2
-        self.ledger = self.ledger.add(kind, CostEntry(launches, nbytes[0], flops[0], nbytes[1], flops[1]))
-        self.ledger = self.ledger.add("logits", CostEntry(0, 0, forward.logit, 0, forward.logit))
+        self._add(kind, CostEntry(launches, nbytes[0], flops[0], nbytes[1], flops[1]))
+        self._add("logits", CostEntry(0, 0, forward.logit, 0, forward.logit))
 
     def ran_fused(self, vectors: Mapping[str, AnyArray], tokens: tuple[int, int, int], keys: tuple[int, int]) -> None:
         """Counts a forward of a piece followed by a question whose KV is not kept, and the launch that wrote the piece.
@@ -178,22 +179,29 @@ class CostMeter:
         # The padded forward ran once; what is not the question's share is the piece's.
         rest = forward.flops(size, padded) + forward.logit - question_flops[1]
         nbytes, padded_bytes = token_bytes * (own + before), token_bytes * (size + padded)
-        self.ledger = self.ledger.add("Prefill", CostEntry(2, nbytes, forward.flops(own, before), padded_bytes, rest))
-        self.ledger = self.ledger.add("question", CostEntry(0, 0, question_flops[0], 0, question_flops[1]))
+        self._add("Prefill", CostEntry(2, nbytes, forward.flops(own, before), padded_bytes, rest))
+        self._add("question", CostEntry(0, 0, question_flops[0], 0, question_flops[1]))
 
     def asked(
         self, vectors: Mapping[str, AnyArray], tokens: tuple[int, int], keys: tuple[int, int], logits: int
     ) -> None:
         """Counts a forward of tokens whose KV is not counted as a piece's: a question, or decoded tokens."""
         forward, token_bytes = self._backbone.forward_costs, row_bytes(vectors, self._layout)
+
+        # Only the keys in front are read: what the tokens themselves write is not kept, or counted when it is adopted.
         flops = [forward.flops(run, behind) + logits * forward.logit for run, behind in zip(tokens, keys, strict=True)]
-        entry = CostEntry(1, token_bytes * keys[0], flops[0], token_bytes * keys[1], flops[1])
-        self.ledger = self.ledger.add("question", entry)
+        self._add("question", CostEntry(1, token_bytes * keys[0], flops[0], token_bytes * keys[1], flops[1]))
 
     def fetched(self, nbytes: int) -> None:
         """Counts what a store returned."""
-        self.ledger = self.ledger.add("Fetch", CostEntry(0, nbytes, 0, nbytes, 0))
+        self._add("Fetch", CostEntry(0, nbytes, 0, nbytes, 0))
 
-    def _add(self, kind: str, tokens: int, size: int, token_bytes: int, token_flops: int) -> None:
+    def _add_tokens(self, kind: str, tokens: int, size: int, token_bytes: int, token_flops: int) -> None:
         entry = CostEntry(1, token_bytes * tokens, token_flops * tokens, token_bytes * size, token_flops * size)
-        self.ledger = self.ledger.add(kind, entry)
+        self._add(kind, entry)
+
+    def _add(self, kind: str, entry: CostEntry) -> None:
+        # A new value each time, because other threads may read the ledger at any moment.
+        kinds = dict(self.ledger.kinds)
+        kinds[kind] = kinds[kind] + entry if kind in kinds else entry
+        self.ledger = Ledger(tuple(kinds.items()))

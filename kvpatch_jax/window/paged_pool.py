@@ -15,7 +15,7 @@ from ..pool import make_pool, trimmed
 from . import programs
 from .ledger import CostMeter
 from .slot_table import ResidentPiece, all_slots
-from .sources import bucket, grown
+from .sources import bucket, zero_padded
 
 Keep = Literal["all", "rotating", "none"]
 
@@ -61,21 +61,23 @@ class PagedPool:
 
     Attributes:
       vectors: the pool and its source. meter: counts the launches.
+      keeps_source: whether keys rotate from a phase-free source.
     """
 
     def __init__(self, layout: KVLayout, meter: CostMeter, buckets: Buckets | None, options: PoolOptions):
         """Describes a pool; `allocate` makes its vectors."""
         self.layout, self.meter, self.buckets, self.options = layout, meter, buckets, options
-        self.vectors = programs.Pools({}, {})
+        self.vectors, self.keeps_source = programs.Pools({}, {}), False
 
     def allocate(self, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> None:
         """Allocates vectors of zeros, in place of those there were."""
+        # The source has no padding of its own: it takes the shape of the channels it doubles.
         engine = make_pool(self.layout, pages, page_size, dtype, padded=self.options.padded)
         source = {}
         for channel in self.layout.channels:
             if self.options.keep == "all" or (self.options.keep == "rotating" and channel.rotates):
                 source[channel.name] = jnp.zeros_like(engine[channel.name])
-        self.vectors = programs.Pools(engine, source)
+        self.vectors, self.keeps_source = programs.Pools(engine, source), bool(source)
 
     def enlarge(self, more: int) -> None:
         """Appends pages of zeros; the vectors stay. Programs compile for the new size."""
@@ -87,11 +89,6 @@ class PagedPool:
     def nbytes(self) -> int:
         """Bytes of the pool and of its source."""
         return sum(value.nbytes for value in jax.tree.leaves(self.vectors))
-
-    @property
-    def keeps_source(self) -> bool:
-        """Whether keys rotate from a phase-free source."""
-        return bool(self.vectors.source)
 
     @property
     def lost(self) -> bool:
@@ -108,13 +105,15 @@ class PagedPool:
 
     def padded_slots(self, slots: Int[np.ndarray, " T"]) -> tuple[np.ndarray, np.int32]:
         """Returns slots padded to their bucket, and how many count."""
-        return np.asarray(grown(slots, 0, bucket(self.buckets, len(slots)))), np.int32(len(slots))
+        return np.asarray(zero_padded(slots, 0, bucket(self.buckets, len(slots)))), np.int32(len(slots))
 
     # ---------------------------------------------------------------------------------------------------- reading
 
     def context_of(self, pieces: Sequence[ResidentPiece]) -> Paged | EngineKV | None:
         """Returns the KV of pieces as a backbone reads it; None without pieces."""
         slots = all_slots(pieces)
+
+        # A copy has the tokens in their order, without padding of pages or lanes.
         if self.options.gather and slots.size:
             rows = trimmed(self.layout, programs.read_rows(self.vectors, slots).engine)
             return EngineKV({name: value[:, None] for name, value in rows.items()})
@@ -124,15 +123,17 @@ class PagedPool:
         """Returns the phase-free KV of a piece, padded to `size` tokens: of the source, or by rotating keys back."""
         if not self.keeps_source:
             return PhaseFreeKV(self.rotated_back(piece, size))
-        rows = programs.read_rows(self.vectors, np.asarray(grown(piece.slots, 0, size)))
+
+        # Channels that do not rotate are phase-free in the pool; the source replaces the others.
+        rows = programs.read_rows(self.vectors, np.asarray(zero_padded(piece.slots, 0, size)))
         return PhaseFreeKV(trimmed(self.layout, {**rows.engine, **rows.source}))
 
     def rotated_back(self, piece: ResidentPiece, size: int) -> dict[str, Float[Array, "L T _ _"]]:
         """Returns the phase-free KV of a piece, padded to `size` tokens, by rotating its keys in the pool back."""
-        slots = np.asarray(grown(piece.slots, 0, size))
+        slots = np.asarray(zero_padded(piece.slots, 0, size))
         rows = trimmed(self.layout, programs.read_rows(self.vectors, slots).engine)
         start = np.asarray(as_start(self.layout.rope, piece.start))
-        return rotate_kv(self.layout, rows, grown(piece.local, 0, size), start, back=True)
+        return rotate_kv(self.layout, rows, zero_padded(piece.local, 0, size), start, back=True)
 
     def read(self, slots: Int[np.ndarray, " T"]) -> programs.SavedRows:
         """Returns the vectors at slots, padded to their bucket, as they are."""
@@ -160,8 +161,9 @@ class PagedPool:
           kv: phase-free, {channel: [L,T',K,H]} or [L,1,T',K,H], padded. first: the lowest layer that is written.
           options: layers and heads of the factors.
         """
+        # Slots of padding are 0, and never written: the launch knows how many tokens count.
         layout, size = self.layout, next(iter(kv.values())).shape[-3]
-        slots, local = grown(piece.slots, 0, size), grown(piece.local, 0, size)
+        slots, local = zero_padded(piece.slots, 0, size), zero_padded(piece.local, 0, size)
         start = np.asarray(as_start(layout.rope, piece.start))
         destination = programs.Destination(slots, local, start, np.int32(piece.length))
         if first:
@@ -177,6 +179,7 @@ class PagedPool:
 
     def write_source(self, piece: ResidentPiece) -> None:
         """Writes the phase-free source of decoded keys, which were written to the pool rotated."""
+        # Nothing moves in the pool itself, whose keys were written rotated.
         size = bucket(self.buckets, piece.length)
         if self.keeps_source:
             kv = self.rotated_back(piece, size)
@@ -187,19 +190,25 @@ class PagedPool:
         """Returns the arrays of one launch that rotates all these pieces."""
         read, write = all_slots(move.old for move in moves), all_slots(move.new for move in moves)
         local, lengths = np.concatenate([move.new.local for move in moves]), [move.new.length for move in moves]
+
+        # [N, 2]: the old and the new start of every token.
         starts = np.array([(move.old.start, move.new.start) for move in moves], np.int32).repeat(lengths, axis=0)
 
         # One start per token, and per axis where positions have axes.
         old, new = starts[:, 0], starts[:, 1]
         if local.ndim > 1:
             old, new = (np.repeat(column[:, None], local.shape[1], axis=1) for column in (old, new))
+
+        # Programs are compiled per bucket, so lengths are rounded up before the launch.
         size = bucket(self.buckets, len(read))
-        arrays = [np.asarray(grown(array, 0, size)) for array in (read, write, local, old, new)]
+        arrays = [np.asarray(zero_padded(array, 0, size)) for array in (read, write, local, old, new)]
         return programs.SlotRotation(*arrays, length=np.int32(len(read)))
 
     def rotate(self, rotation: programs.SlotRotation, *, whole: bool = False, counted: bool = True) -> None:
         """Rotates keys in one launch; `whole` copies the other channels to the new slots too."""
         self.vectors = programs.rotate_slots(self.layout, self.vectors, rotation, whole=whole)
+
+        # Undos, and what is part of another edit, are not counted.
         length, size = int(rotation.length), len(rotation.read)
         if counted:
             self.meter.rotated("Rotate", self.vectors.engine, length, size)

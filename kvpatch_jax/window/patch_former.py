@@ -21,7 +21,7 @@ from .edits import Edit
 from .entry import Entry
 from .ledger import Ledger
 from .precompilation import samples
-from .sources import Lead, PatchStore, PieceSources, asked_behind, grown, padded_chunk, stored
+from .sources import Lead, PatchStore, PieceSources, asked_behind, padded_chunk, stored, zero_padded
 from .window import Window
 
 KEPT_ERRORS = 16
@@ -136,12 +136,15 @@ class PatchFormer:
         """
         if pending < 1:
             raise InputError(f"former: pending {pending}; expected at least 1")
+
+        # The lead runs in front of every canonical, so its tokens are made once.
         self.backbone, self.store, self.rank = backbone, store, rank
         self._form_options: dict[str, Any] = {"method": method, "dtype": dtype}
         self._lead_tokens = None if lead is None else lead_tokens(backbone, lead)
         self.lead = None if self._lead_tokens is None else lead_digest(backbone.fingerprint, self._lead_tokens)
         self.errors: collections.deque[Exception] = collections.deque(maxlen=KEPT_ERRORS)
 
+        # Counters are written on both threads, what was formed only on the former's.
         self._on_error = on_error
         self._queue = JobQueue(self._run, pending, "former")
         self._formed: set[tuple[str, str]] = set()
@@ -179,6 +182,7 @@ class PatchFormer:
             )
         if executor.lead != self.lead:
             raise InputError(f"former of lead {self.lead}: an executor of {executor.lead}; expected the same")
+
         executor.formers.append(self)
 
     def __call__(self, window: Window, id: str, tokens: Tokens, length: int, kv: Mapping[str, Array]) -> None:
@@ -207,6 +211,7 @@ class PatchFormer:
           What the backbone raises.
         """
         for sample in samples(self.backbone, getattr(self.backbone, "buckets", None), tokens):
+            # Digesting the patch compiles, too: the store names it by its digest.
             length = sample.embeddings.shape[1]
             kv = self._prefill_alone(sample, length)
             span = int(np.asarray(sample.positions).max()) + 1
@@ -241,6 +246,7 @@ class PatchFormer:
         self._count("failed")
         self.errors.append(error)
         if self._on_error is not None:
+            # Whoever is notified must not end this thread.
             try:
                 self._on_error(error)
             except Exception as another:
@@ -262,15 +268,17 @@ class PatchFormer:
 
     def _form(self, job: PrefillRecord) -> None:
         """Stores the patch of a prefill and its canonical, unless they are stored."""
+        # A loop may prefill the same chunk behind the same front many times.
         key = job.entry.key, job.antecedent.digest
         if key in self._formed or self._is_stored(job):
             self._formed.add(key)
             self._count("skipped")
             return
 
+        # Behind nothing the prefill is the canonical, and there is no deficit to form a patch of.
         chunk = self._canonical(job)
         if job.antecedent.members:
-            kv = {name: grown(value[:, 0], 1, chunk.tokens) for name, value in job.kv.items()}
+            kv = {name: zero_padded(value[:, 0], 1, chunk.tokens) for name, value in job.kv.items()}
             assert self.rank is not None
             self.store.put_patches([form_patch(chunk, kv, self.rank, job.antecedent, **self._form_options)])
             self._count("patches")
@@ -306,6 +314,7 @@ class PatchFormer:
         entry, size = job.entry, next(iter(job.kv.values())).shape[2]
         found = stored(self.store, entry.id, self.backbone.fingerprint, self.lead)
         if found is not None:
+            # Unknown contents are taken on trust, as everywhere.
             other = None not in (entry.content, found.content) and entry.content != found.content
             if other or found.length != job.length:
                 raise PatchMismatchError(
@@ -334,7 +343,7 @@ class PatchFormer:
         size = next(iter(kv.values())).shape[2]
         return Chunk(
             kv={name: value[:, 0] for name, value in kv.items()},
-            local=np.asarray(grown(np.asarray(tokens.positions)[0], 0, size), np.float32),
+            local=np.asarray(zero_padded(np.asarray(tokens.positions)[0], 0, size), np.float32),
             span=entry.span,
             length=length,
             id=entry.id,

@@ -12,7 +12,7 @@ from ..errors import InputError
 from . import programs
 from .edit_run import packed
 from .paged_pool import PagedPool
-from .sources import bucket, grown, padded_tokens
+from .sources import bucket, padded_tokens, zero_padded
 
 NO_TOKENS = np.int32(0)
 """Length of what is written: programs run on zeros of which none count."""
@@ -20,6 +20,7 @@ NO_TOKENS = np.int32(0)
 
 def samples(backbone: Any, buckets: Buckets | None, inputs: Sequence[int | Tokens]) -> list[Tokens]:
     """Returns one set of tokens for each bucket and kind among lengths and sample tokens."""
+    # Programs depend on the length, on features for deeper layers and on whether positions are whole numbers.
     found: dict[Any, Tokens] = {}
     for tokens in inputs:
         if not isinstance(tokens, Tokens):
@@ -50,6 +51,7 @@ class Precompiler:
         slots, buckets = self._pages * self._page_size, self._pool.buckets
         if not 0 <= keys <= slots:
             raise InputError(f"warm_up: contexts of {keys} tokens; expected 0 to {slots}, all that the pool holds")
+
         pieces, asked = samples(self._backbone, buckets, tokens), samples(self._backbone, buckets, questions)
 
         # No context, and one of each bucket of page tables.
@@ -80,6 +82,7 @@ class Precompiler:
                     lengths = np.array([sample.embeddings.shape[1]], np.int32)
                     backbone.generate(_behind(sample, context), steps, self._in_pool(context), lengths=lengths)
 
+        # Runs of rotations and copies have any number of tokens up to that of the window.
         for count in sorted({bucket(buckets, number) for number in range(1, keys + 1)}):
             self._rotate_and_copy(count)
 
@@ -98,6 +101,7 @@ class Precompiler:
         for channel in layout.channels:
             kv[channel.name] = jnp.zeros((layout.layers, size, channel.heads, channel.width), dtype)
 
+        # As a prefill returns it, [L,1,T,K,H]; as a chunk has it; and with factors.
         inputs: list[tuple[Any, Any]] = [({name: value[:, None] for name, value in kv.items()}, {})]
         if spliced:
             inputs.append((kv, {}))
@@ -108,7 +112,7 @@ class Precompiler:
                 factors[channel.name] = u, jnp.zeros((layout.layers, rank, channel.features), dtype)
             inputs.append((kv, factors))
 
-        local = grown(np.asarray(sample.positions[0], np.float32), 0, size)
+        local = zero_padded(np.asarray(sample.positions[0], np.float32), 0, size)
         start = np.asarray(as_start(layout.rope, 0))
         destination = programs.Destination(np.zeros(size, np.int32), local, start, NO_TOKENS)
         for vectors, factors in inputs:
@@ -121,6 +125,8 @@ class Precompiler:
         slots, starts = np.zeros(size, np.int32), np.zeros((size, *axes), np.int32)
         local = np.zeros((size, *axes), np.float32)
         rotation = programs.SlotRotation(slots, slots, local, starts, starts, NO_TOKENS)
+
+        # In place, and into slots of the branch's own.
         for whole in (False, True):
             pool.vectors = programs.rotate_slots(layout, pool.vectors, rotation, whole=whole)
         pool.vectors = programs.copy_slots(pool.vectors, slots, slots, NO_TOKENS)

@@ -80,6 +80,7 @@ def read_rows(pools: Pools, slots: Int[Array, " N"]) -> SavedRows:
 
 def _put(pools: Pools, slots: Int[Array, " N"], rows: SavedRows, length: Int[Array, ""]) -> Pools:
     """Writes rows to slots unchanged; channels that the rows lack keep their vectors."""
+    # Snapshots may have fewer channels than the pool, as those of an undo do.
     written = []
     for pool, own in zip(pools, rows, strict=True):
         new = {name: splice(pool[name], slots, value, length=length) for name, value in own.items()}
@@ -135,6 +136,7 @@ def _write_layers(
     first: int,
 ) -> Pools:
     """Writes phase-free KV of the layers from `first` up; the layers below keep their bits."""
+    # Kernels write all layers, so this one scatters.
     slots, local, start, length = destination
     cos, sin = rope_tables(layout.rope, local, start)
     scale, cached = layout.rope.attention_scaling, layout.rope.cached
@@ -179,6 +181,8 @@ def _rotate(layout: KVLayout, pools: Pools, rotation: SlotRotation, *, whole: bo
         name = channel.name
         if not (whole or channel.rotates):
             continue
+
+        # Reading completes before the write begins, so `read` and `write` may overlap.
         arguments = {"cos": cos, "sin": sin, "scale": scale} if channel.rotates else {}
         begun = source.get(name, engine[name]) if channel.rotates else engine[name]
         rows = flat(begun)[:, read, :, : channel.width].astype(engine[name].dtype)

@@ -48,6 +48,7 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int = 0) -> tupl
     if previous is not None:
         front, fidelity, latest, pure = previous[6:]
     for entry, start, state, aside, born, placed, *_ in pieces[first:]:
+        # `exact` is of everything in front, gap included.
         exact = fidelity == EXACT
         if previous is not None:
             before, gap = previous[0], start - previous[1] - previous[0].span
@@ -69,6 +70,7 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int = 0) -> tupl
                 # An equal front is seen, whenever it was placed. (`max` would take a tenth of the loop's time.)
                 if born < latest:
                     born = latest
+            # A survivor has seen everything in front, which was placed before its KV was computed.
             elif latest <= born:
                 fidelity = "survivor"
         if placed > latest:
@@ -103,6 +105,7 @@ def targets_of(backbone: str, pieces: Sequence[PlacedPiece], forget: bool) -> Ta
             front = following.front
             digests.append(front)
             continue
+
         state = _kept_state(pieces, index, front, index >= kept)
         kept = min(kept, index + 1) if state is None else kept
         service = EXACT if forget else apart(_target_service(state, exact, front), gap)
@@ -144,6 +147,8 @@ def _kept_state(pieces: Sequence[PlacedPiece], index: int, front: str, rerun: bo
       Its state, or the one it goes back to from being bare; None if it would have to be run again.
     """
     piece = pieces[index]
+
+    # A chunk that is bare for now can be switched back to what it was.
     own = piece.aside or piece.state
     if own.kind != "conditioned" or not own.pure:
         return None

@@ -96,6 +96,7 @@ class Rearrangement:
                     entry, start, _, _, born, placed, *derived = pieces[index]
                     pieces[index] = tuple_of(PlacedPiece, (entry, start, FRESH, None, born, placed, *derived))
                 continue
+
             changed.append(index)
             if service.how == "prefill":
                 again, clock = True, max(clock, self.before.clock + 1)
@@ -105,6 +106,7 @@ class Rearrangement:
 
         if changed:
             window = dataclasses.replace(window, pieces=linked(window.backbone, pieces, changed[0]), clock=clock)
+            # Targets do not depend on services, so those of the rearrangement are used if possible.
             patched = [index for index in changed if services[index].note is not None]
             targets = self.targets.digests if patched else ()
             # A survivor that runs again becomes another piece to those behind it.
@@ -175,10 +177,13 @@ def _with_service(piece: PlacedPiece, kept: bool, service: ServingChoice) -> Pla
         )
     if entry.kind == "text" or (how in ("keep", "restore") and not kept):
         raise WindowError(f"arrange: {how!r} of {entry.kind} {brief(entry.id)!r}; expected it prefilled")
+
     if how == "restore":
         if piece.aside is None:
             raise WindowError(f"arrange: nothing of {brief(entry.id)!r} is aside; expected it bare before")
         return piece._replace(state=piece.aside, aside=None)
+
+    # A new piece has no state to go back to.
     if note is None:
         aside = piece.state if kept and piece.state.kind != "bare" else piece.aside
         return piece._replace(state=BARE, aside=aside)
@@ -224,6 +229,8 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Rearrangement:
                 start, more = room_for(entry.span, end, following.start + shift, gone)
                 shift += more
             piece = tuple_of(PlacedPiece, (entry, start, FRESH, None, clock, clock, *_UNLINKED))
+
+            # Until the first chunk the pieces at the front join the lead.
             if not settled:
                 settled = entry.kind == "chunk"
                 lead = lead if settled and lead else len(pieces) + 1
@@ -256,10 +263,13 @@ def _checked_entries(window: Window, entries: Sequence[Entry]) -> dict[str, Entr
         ids = [entry.id for entry in entries]
         twice = next(id for id in wanted if ids.count(id) > 1)
         raise WindowError(f"arrange: {brief(twice)!r} is named twice; expected each once")
+
     pinned = [piece.entry for piece in window.pieces[: window.lead]]
     if list(entries[: len(pinned)]) != pinned:
         ids = tuple(brief(entry.id) for entry in pinned)
         raise WindowError(f"arrange: {ids} are pinned in front; expected the window to begin with them")
+
+    # An id that was evicted comes back as the same entry, or its patches and stored KV would be another's.
     for id in window.evicted_by_id.keys() & wanted.keys():
         piece = window.evicted_by_id[id]
         if wanted[id] != piece.entry:
@@ -270,6 +280,7 @@ def _checked_entries(window: Window, entries: Sequence[Entry]) -> dict[str, Entr
 def _staying_pieces(window: Window, order: Sequence[str]) -> tuple[list[PlacedPiece], bool]:
     """Returns the pieces that stay, in their new order, where they are before anything enters; and whether the order
     changed."""
+    # First where they are once everything else has left.
     chosen = set(order)
     old = [piece for piece in window.pieces if piece.entry.id in chosen]
     if window.gaps == "close":
@@ -286,6 +297,8 @@ def _staying_pieces(window: Window, order: Sequence[str]) -> tuple[list[PlacedPi
         raise WindowError(
             f"arrange: {brief(fixed.entry.id)!r} is not order-free; expected it in the order it stands in"
         )
+
+    # Then in their new order; the gap in front of every place stays.
     unseen, first = unseen_places(came_from), changed[0]
     result = new[:first]
     for place, start in enumerate(reordered_starts(old, new, first), first):

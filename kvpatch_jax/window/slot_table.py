@@ -82,6 +82,7 @@ class SlotTable:
         joined: Iterable[str] = (),
         answers: Mapping[str, DecodedAnswer] | None = None,
     ):
+        # Dictionaries are copied here, so that `copy` needs no more than these arguments.
         self.allocator = allocator
         self.branches = {name: dict(pieces) for name, pieces in (branches or {}).items()}
         self.joined = set(joined)
@@ -117,6 +118,7 @@ class SlotTable:
         Raises:
           PoolError: too few are free; the message begins with `what`.
         """
+        # The allocator knows how many slots are free, the caller for what.
         try:
             return self.allocator.allocate(tokens, aligned=aligned)
         except PoolError as error:
@@ -130,6 +132,8 @@ class SlotTable:
         """
         self.allocator.release(self.held(branch, id).slots)
         del self.branches[branch][id]
+
+        # A branch without pieces is as one that never was.
         if not self.branches[branch]:
             del self.branches[branch]
 
@@ -155,6 +159,8 @@ class SlotTable:
             piece = self.held(parent, id)
             if id in self.branches.get(child, {}):
                 raise WindowError(f"branch {child!r} has piece {id!r} already; expected a fork without it")
+
+            # The record is shared too: it is immutable, and a branch that changes the piece enters its own.
             self.allocator.share(piece.slots)
             self.put(child, piece)
 
@@ -169,6 +175,8 @@ class SlotTable:
           The new number of every slot, -1 of a free one.
         """
         mapping = self.allocator.compact()
+
+        # Pieces that branches share are renumbered in each of them.
         for pieces in self.branches.values():
             for id, piece in pieces.items():
                 pieces[id] = dataclasses.replace(piece, slots=mapping[piece.slots])
@@ -185,12 +193,14 @@ class SlotTable:
         """Counts the slots that attention reads for nothing: those on pages of a group that are not its own."""
         size, idle = self.allocator.page_size, 0
         for pieces in self.groups():
+            # A page that two pieces of one group share is read once.
             slots = all_slots(pieces)
             idle += np.unique(slots // size).size * size - slots.size
         return idle
 
     def owners(self) -> Int[np.ndarray, " S"]:
         """Counts the pieces and answers of all branches at each slot: what the allocator's counts must be."""
+        # A piece has one slot per token, so no index repeats within a piece.
         counts = np.zeros_like(self.allocator.counts)
         for pieces in self.groups():
             for piece in pieces:

@@ -77,10 +77,12 @@ def bucket(buckets: Buckets | None, size: int) -> int:
     return size if buckets is None else buckets.round_up(size)
 
 
-def grown(value: AnyArray, axis: int, size: int) -> AnyArray:
+def zero_padded(value: AnyArray, axis: int, size: int) -> AnyArray:
     """Pads an array with zeros to `size` along an axis, on the host; returns it unchanged if it has that size."""
     if value.shape[axis] == size:
         return value
+
+    # On the device every length would compile a program.
     host = np.asarray(value)
     axis %= host.ndim
     padded = np.zeros((*host.shape[:axis], size, *host.shape[axis + 1 :]), host.dtype)
@@ -90,25 +92,25 @@ def grown(value: AnyArray, axis: int, size: int) -> AnyArray:
 
 def padded_tokens(tokens: Tokens, size: int) -> Tokens:
     """Pads tokens with zeros to [B,size]."""
-    deepstack = None if tokens.deepstack is None else on_device(grown(tokens.deepstack, 1, size))
-    positions = np.asarray(grown(np.asarray(tokens.positions), 1, size))
-    return Tokens(on_device(grown(tokens.embeddings, 1, size)), positions, deepstack)
+    deepstack = None if tokens.deepstack is None else on_device(zero_padded(tokens.deepstack, 1, size))
+    positions = np.asarray(zero_padded(np.asarray(tokens.positions), 1, size))
+    return Tokens(on_device(zero_padded(tokens.embeddings, 1, size)), positions, deepstack)
 
 
 def padded_chunk(chunk: Chunk, size: int) -> Chunk:
     """Pads a canonical to `size` tokens; its length and content stay. A longer one is returned unchanged."""
     size = max(size, chunk.tokens)
-    kv = PhaseFreeKV({name: jnp.asarray(grown(value, -3, size)) for name, value in chunk.kv.items()})
+    kv = PhaseFreeKV({name: jnp.asarray(zero_padded(value, -3, size)) for name, value in chunk.kv.items()})
     hidden = None
     if chunk.hidden is not None:
-        hidden = {layer: grown(value, -2, size) for layer, value in chunk.hidden.items()}
-    local = grown(np.asarray(chunk.local, np.float32), 0, size)
+        hidden = {layer: zero_padded(value, -2, size) for layer, value in chunk.hidden.items()}
+    local = zero_padded(np.asarray(chunk.local, np.float32), 0, size)
     return trusted(chunk, kv=kv, local=local, hidden=hidden)
 
 
 def padded_patch(patch: Patch, size: int) -> Patch:
     """Pads a patch for its chunk padded to `size`: nothing is added to padding."""
-    return _resized_patch(patch, size, grown)
+    return _resized_patch(patch, size, zero_padded)
 
 
 def trimmed_patch(patch: Patch, length: int) -> Patch:
@@ -121,6 +123,7 @@ def _resized_patch(patch: Patch, size: int, resize: Callable[[AnyArray, int, int
     if patch.tokens in (None, size):
         return patch
 
+    # Values and scales of a rounded factor are resized alike, unless one scale is for all tokens.
     def resized(leaf: Any, axis: int) -> Any:
         if not isinstance(leaf, Quantised):
             return jnp.asarray(resize(leaf, axis, size))
@@ -208,6 +211,7 @@ class PieceSources:
           InputError, ShapeError: an argument of the wrong kind, or of another number of tokens than what is known.
           PatchMismatchError: a chunk or patch of another id, content or backbone.
         """
+        # Another content is another piece: nothing known of the old one holds.
         unit = self[id]
         content = content if chunk is None else content_of(chunk)
         if content is not None and unit.content not in (None, content):
@@ -224,6 +228,7 @@ class PieceSources:
         if patch is not None:
             if patch.metadata.chunk != id:
                 raise PatchMismatchError(f"provide: a patch of chunk {patch.metadata.chunk!r}; expected {id!r}")
+            # The digest is of the patch as it came: padding changes its bytes.
             digest = patch_digest(patch)
             size = bucket(self._buckets, patch.tokens or 0) if unit.chunk is None else unit.chunk.tokens
             padded = padded_patch(patch, size), patch.nbytes
@@ -238,9 +243,10 @@ class PieceSources:
             residuals = dict(unit.hidden)
             for layer, value in hidden.items():
                 host = np.asarray(value)
-                residuals[layer] = jnp.asarray(grown(host if host.ndim == 3 else host[None], 1, size))
+                residuals[layer] = jnp.asarray(zero_padded(host if host.ndim == 3 else host[None], 1, size))
             unit = dataclasses.replace(unit, hidden=residuals)
 
+        # Entered at the end, so that a refused argument changes nothing.
         self._units[id] = unit
         return digest
 
@@ -262,6 +268,8 @@ class PieceSources:
         if unit.tokens is None or local is None or (start_layer and start_layer not in unit.hidden):
             wanted = f"hidden={{{start_layer}: …}}" if start_layer else "tokens=…"
             raise InputError(f"{kind}: piece {brief(id)!r}; expected provide({brief(id)!r}, {wanted}) first")
+
+        # From a higher layer the residual entering it takes the place of the embeddings.
         if start_layer:
             return unit.tokens._replace(embeddings=unit.hidden[start_layer]), local
         return unit.tokens, local
@@ -313,6 +321,8 @@ class PieceSources:
 
         if edit.digest in unit.patches:
             return None
+
+        # The edit names a digest; a store is searched by antecedent, in any order of it for an orbit patch.
         query = asked_behind(window.target(id), id, content, self._backbone.layout, fingerprint, self._lead)
         for served in (query, dataclasses.replace(query, orbit=True)):
             for patch in [] if store is None else store.get_patches(served):
@@ -360,5 +370,7 @@ class PieceSources:
             raise ShapeError(
                 f"provide: {length} tokens of piece {brief(id)!r}; expected its chunk's {unit.chunk.length}"
             )
+
+        # Tokens that came padded beyond their bucket stay as long as they are.
         padded = padded_tokens(tokens, max(count, bucket(self._buckets, length)))
         return dataclasses.replace(unit, tokens=padded, length=length)

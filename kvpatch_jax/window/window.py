@@ -199,6 +199,7 @@ class Window(WindowState):
         index = movable_index(self, id, "replace")
         if not isinstance(entry, Entry) or entry.id != id:
             check_new(self, entry)
+        # The old piece leaves first, and the entry gets its start if it fits there.
         left, drops = without(self, [index])
         new = NewPiece(entry, how, patch, fetched, allow_stale, self.pieces[index])
         there, placing = with_new_piece(left, index, new)
@@ -224,6 +225,8 @@ class Window(WindowState):
         """
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
             raise WindowError(f"slide: keep {keep!r:.80}; expected how many chunks stay, 0 or more")
+
+        # Texts behind the lead leave with the chunks behind which they were appended.
         lead = min(self.lead, len(self.pieces))
         chunks = [index for index in range(lead, len(self.pieces)) if self.pieces[index].entry.kind == "chunk"]
         if len(chunks) <= keep:
@@ -263,6 +266,7 @@ class Window(WindowState):
         if strangers := sorted(set(notes) - set(ids)):
             raise WindowError(f"reorder: a patch of {shown(strangers[0])}; expected it of one of {ids}")
 
+        # Fill the places of the named pieces in their new order.
         moved, came_from = list(self.pieces), list(range(len(self.pieces)))
         for old, new in zip(places, sorted(places), strict=True):
             piece = self.pieces[old]
@@ -285,6 +289,7 @@ class Window(WindowState):
             pieces.append(PlacedPiece(entry, start, state, aside, born, placed))
         there = relinked(self, pieces, first, clock=self.clock + 1)
 
+        # Patches are checked against the new order, in which they were to be formed.
         edits: list[Edit] = []
         for id, note in notes.items():
             check_patch(there, note, there.piece(id), allow_stale)
@@ -311,6 +316,8 @@ class Window(WindowState):
         piece = self.pieces[index]
         if piece.state.kind == "bare":
             return self, ()
+
+        # The old state is remembered, and the executor stashes its KV.
         there = with_piece(self, index, piece._replace(state=BARE, aside=piece.state))
         return there, (Copy(id, "canonical", None, **self.costs.copy(piece.entry.tokens)),)
 
@@ -336,6 +343,7 @@ class Window(WindowState):
         index = chunk_index(self, id, "condition")
         piece = self.pieces[index]
         if patch is not None:
+            # The base is checked as it is now, the antecedent as it is with the patch.
             note = PatchNote.of(patch)
             check_base(self, note, piece)
             there = with_piece(self, index, piece._replace(state=note.served, aside=None))
@@ -347,6 +355,8 @@ class Window(WindowState):
         if piece.aside is None:
             raise WindowError(f"condition: chunk {id!r:.80} was placed bare; expected a patch, or `recompute`")
         there = with_piece(self, index, piece._replace(state=piece.aside, aside=None))
+
+        # Conditioned KV was stashed; a patch of the canonical is placed once more.
         if piece.aside.kind == "conditioned":
             return there, (Copy(id, "conditioned", None, **self.costs.copy(piece.entry.tokens)),)
         return there, in_order(serving_edits(there, index, fetched=True))
@@ -365,6 +375,8 @@ class Window(WindowState):
             raise WindowError(f"recompute: start_layer {start_layer!r:.80}; expected a layer from 0 to {layers - 1}")
         piece, behind = self.pieces[index], self.behind(id)
         changed = piece.run_again(self.clock + 1)
+
+        # Mixed layers have no antecedent; the digest is of what they are mixed from.
         if start_layer:
             digest = short_digest(f"recompute {start_layer} {piece.state.digest} {piece.front}")
             changed = changed._replace(state=PieceState("conditioned", digest), aside=None)
@@ -380,6 +392,7 @@ class Window(WindowState):
         """
         pieces, clock = [], self.clock + 1
         for piece in self.pieces:
+            # Stashed and conditioned KV was only in the pool.
             state, aside = piece.state, piece.aside
             if state.kind == "conditioned" or state.base == "conditioned":
                 state = FRESH
@@ -444,6 +457,7 @@ class Window(WindowState):
                 "this one is: it changed since the fork, or is another"
             )
 
+        # Pieces that both hold occupy the same slots; equal pieces are equal values.
         joined = (*self.joined, branch.branch)
         there = dataclasses.replace(branch, branch=self.branch, origin=self.origin, joined=joined)
         own, theirs = set(self.pieces), set(branch.pieces)

@@ -19,6 +19,7 @@ FORMAT = "kvpatch window"
 VERSION = 2
 UNTRACED = 1
 """The first version, whose windows say neither `PieceState.pure` nor modalities."""
+
 _HEX = re.compile("[0-9a-f]{32}")
 _PLAIN = ("lead", "lead_settled", "next_start", "promise", "gaps", "store", "branch", "origin", "clock")
 
@@ -50,6 +51,7 @@ def _fields(container: Entry | PieceState) -> dict[str, Any]:
 
 def digest_of_body(body: Mapping[str, Any]) -> str:
     """Returns the digest of what `body_of` returns, 32 hexadecimal digits."""
+    # Of the canonical form, so that white space and the order of keys do not matter.
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -90,10 +92,14 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
     ids = [piece.entry.id for piece in (*pieces, *evicted)]
     if len(set(ids)) != len(ids):
         raise WindowError("window: pieces of one id; expected distinct ids")
+
+    # A branch is joined once, into its parent.
     joined = saved["joined"]
     names = isinstance(joined, list) and all(isinstance(name, str) for name in joined)
     if not names or len(set(joined)) != len(joined) or any(_parent(name) != fields["branch"] for name in joined):
         raise WindowError(f"window: joined {joined!r:.80}; expected distinct forks of {fields['branch']!r:.80}")
+
+    # Fidelity is derived, never read. Windows of version 1 are linked twice: first as if all had been pure.
     pieces = linked(costs.backbone, pieces)
     if version == UNTRACED:
         pieces = linked(costs.backbone, [_doubted(piece) for piece in pieces])
@@ -112,6 +118,7 @@ def _parsed(text: Any) -> Any:
     if not isinstance(text, str | bytes):
         raise WindowError(f"window: a {type(text).__name__}; expected JSON")
 
+    # Every number of a window is an integer; a float would not compare equal to what was written.
     def whole(number: str) -> Any:
         raise WindowError(f"window: number {number:.80}; expected whole numbers")
 
@@ -127,6 +134,8 @@ def _check_plain(fields: dict[str, Any]) -> None:
     """Refuses fields of wrong types, or that contradict one another."""
     for word in ("lead", "next_start", "clock"):
         _number(fields[word], word)
+
+    # A fork has the digest of its origin, and no other branch has one.
     branch, origin = fields["branch"], fields["origin"]
     checks = {
         "lead_settled": isinstance(fields["lead_settled"], bool),
@@ -148,8 +157,12 @@ def _check_places(fields: dict[str, Any], pieces: list[PlacedPiece]) -> None:
             expected = end if fields["gaps"] == "close" else f"{end} or more"
             raise WindowError(f"window: {brief(piece.entry.id)!r} at {piece.start}; expected it at {expected}")
         end = piece.end
+
+    # What is appended follows the last piece, at a gap where gaps are kept.
     if fields["next_start"] < end or (fields["gaps"] == "close" and fields["next_start"] != end):
         raise WindowError(f"window: next_start {fields['next_start']}; expected {end}")
+
+    # A lead that is still open has taken in every piece, and no chunk has come yet.
     open_lead = fields["lead"] == len(pieces) and all(piece.entry.kind == "text" for piece in pieces)
     if not fields["lead_settled"] and not open_lead:
         raise WindowError(f"window: a lead of {fields['lead']} that is not settled; expected all pieces, and texts")
@@ -161,11 +174,15 @@ def _pieces(value: Any, what: str, clock: int, version: int) -> list[PlacedPiece
     pieces = []
     for saved in value:
         table = _table(saved, what, ("entry", "start", "state", "aside", "born", "placed"))
+
+        # Version 1 has no modalities.
         own = table["entry"]
         if version == UNTRACED and isinstance(own, dict):
             own = {"modality": None, **own}
         entry = _built(Entry, own)
         state, aside = _state(table["state"]), None if table["aside"] is None else _state(table["aside"])
+
+        # No step of a piece lies in the future.
         start, born = _number(table["start"], "start"), _number(table["born"], "born", clock)
         placed = _number(table["placed"], "placed", clock)
         _check_piece(entry, state, aside, what)
@@ -175,6 +192,7 @@ def _pieces(value: Any, what: str, clock: int, version: int) -> list[PlacedPiece
 
 def _check_piece(entry: Entry, state: PieceState, aside: PieceState | None, what: str) -> None:
     """Refuses a state that no piece of this kind is in."""
+    # Only evicted chunks are "evicted"; a text is prefilled or gone; only a bare chunk has a state aside.
     kinds = ("evicted",) if what == "evicted" else ("bare", "patched", "conditioned")
     text = entry.kind == "text" and (what == "evicted" or state.kind != "conditioned")
     switched = aside is not None and (state.kind != "bare" or aside.kind not in ("patched", "conditioned"))
@@ -187,6 +205,8 @@ def _check_piece(entry: Entry, state: PieceState, aside: PieceState | None, what
 
 def _state(value: Any) -> PieceState:
     state = _built(PieceState, value)
+
+    # Fields that only some kinds have.
     known = state.kind in get_args(StateKind) and state.base in get_args(PatchBase)
     made = _is_digest(state.behind) or (state.behind == "" and state.kind in ("bare", "evicted"))
     patched = (
@@ -207,6 +227,8 @@ def _costs(value: Any) -> Costs:
         raise WindowError(f"window: backbone {table['backbone']!r:.80}; expected a fingerprint")
     for word in ("layers", "kv_bytes", "turning_bytes", "rotary"):
         _number(table[word], word, 2**62)
+
+    # One number for each layer.
     for word in ("token", "pair", "window"):
         if not isinstance(forward[word], list) or len(forward[word]) != table["layers"] or not forward[word]:
             raise WindowError(f"window: costs by layer {forward[word]!r:.80}; expected {table['layers']} of them")
@@ -218,6 +240,8 @@ def _costs(value: Any) -> Costs:
 def _built[T](container: Callable[..., T], value: Any) -> T:
     """Makes a container from a table that has all of its fields and no other."""
     table = _table(value, container.__name__, [field.name for field in dataclasses.fields(container)])  # pyright: ignore
+
+    # Containers check themselves; here whatever they refuse is a bad window.
     try:
         return container(**table)
     except KVPatchError as error:

@@ -96,6 +96,7 @@ class WindowState:
         return len(self.pieces)
 
     def __bool__(self) -> bool:
+        # An empty window is a window: without this its length would make it false.
         return True
 
     @property
@@ -131,6 +132,7 @@ class WindowState:
         try:
             return self.places[id]
         except (KeyError, TypeError):
+            # The message shows the last pieces, of which the id is most likely a misspelling.
             found = "evicted" if isinstance(id, str) and id in self.evicted_by_id else "not in the window"
             shown = brief(id) if isinstance(id, str) else id
             ids = ", ".join(repr(brief(piece.entry.id)) for piece in self.pieces[-8:])
@@ -209,6 +211,8 @@ class WindowState:
           WindowError: a piece that is not in the window.
         """
         pieces, start = self._front(id)
+
+        # Exact members are the same whatever they were made behind, so no chain is needed.
         if self.promise == "forget":
             return Antecedent(tuple(Member(piece.entry.id, piece.entry.content) for piece in pieces))
         return Antecedent(tuple(target_members(self.backbone, pieces, start)))
@@ -221,6 +225,7 @@ class WindowState:
         return self.pieces[:index], self.pieces[index].start
 
     def __repr__(self) -> str:
+        # The whole window can be long, so pieces are only counted here.
         name = f"branch {self.branch!r}, " if self.branch else ""
         return (
             f"Window({name}{len(self.pieces)} pieces, {self.tokens} tokens, {len(self.evicted)} evicted, next at "
@@ -228,16 +233,19 @@ class WindowState:
         )
 
     def __str__(self) -> str:
+        # One line for each piece: positions, kind, id, and what is special about it.
         lines = [repr(self)]
         width = len(str(self.next_start))
         for index, piece in enumerate(self.pieces):
             entry, marks = piece.entry, []
+
             if index < self.lead:
                 marks.append("lead")
             if piece.state.kind != "conditioned":
                 marks.append(piece.state.kind if piece.aside is None else f"{piece.state.kind} for now")
             if entry.order_free:
                 marks.append("order-free")
+
             place = f"{piece.start:>{width}}–{piece.end - 1:<{width}}"
             words = ", ".join([f"{entry.tokens} tokens", piece.fidelity, *marks])
             lines.append(f"  {place}  {entry.kind:<5}  {brief(entry.id)!r}: {words}")

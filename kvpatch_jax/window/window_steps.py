@@ -28,6 +28,7 @@ def packed(pieces: Sequence[PlacedPiece], first: int = 0) -> list[PlacedPiece]:
 
 def reordered_starts(old: Sequence[PlacedPiece], new: Sequence[PlacedPiece], first: int) -> Iterator[int]:
     """Yields the starts of the pieces from `first` on in their new order; the gap in front of every place stays."""
+    # `end` runs over the new pieces, `before` over the old ones.
     end = before = old[first - 1].end if first else 0
     for was, now in zip(old[first:], new[first:], strict=True):
         start = end + was.start - before
@@ -41,6 +42,7 @@ def unseen_places(came_from: Sequence[int], first: int = 0) -> set[int]:
     Args:
       came_from: the old place of the piece at every new place.
     """
+    # From the back: a piece has overtaken another one if one behind it was in front of it before.
     earliest, unseen = len(came_from), set[int]()
     for place in reversed(range(first, len(came_from))):
         if earliest < came_from[place]:
@@ -109,6 +111,7 @@ def serving_edits(window: WindowState, index: int, fetched: bool, leading: bool 
 
 def with_moves(before: WindowState, after: WindowState, edits: Sequence[Edit]) -> Edits:
     """Returns these edits and the rotations of all other pieces that moved, in the order of execution."""
+    # What these edits place is placed at its new start at once.
     placed = {edit.id for edit in edits if isinstance(edit, Copy | ApplyPatch | Prefill | Rotate)}
     starts = {piece[0].id: piece[1] for piece in before.pieces}
     per_token, found = before.costs.rotate(1), list(edits)
@@ -128,6 +131,8 @@ def without[W: WindowState](window: W, indices: Sequence[int]) -> tuple[W, list[
         return window, []
     leaving = set(indices)
     gone = [window.pieces[index] for index in indices]
+
+    # Texts cannot be recalled, so only chunks are remembered.
     stay, next_start = [piece for index, piece in enumerate(window.pieces) if index not in leaving], window.next_start
     if window.gaps == "close":
         stay = packed(stay, indices[0])
@@ -169,6 +174,7 @@ def with_new_piece[W: WindowState](window: W, index: int, new: NewPiece) -> tupl
         start, shift = room_for(entry.span, low, window.pieces[index].start, new.before)
     clock = window.clock + 1
     piece = PlacedPiece(entry, start, state, born=clock, placed=clock)
+
     following = window.pieces[index:]
     if shift:
         following = [each._replace(start=each.start + shift) for each in following]
@@ -188,6 +194,8 @@ def with_new_piece[W: WindowState](window: W, index: int, new: NewPiece) -> tupl
         lead_settled=settled,
         clock=clock,
     )
+
+    # Against the new window, in which the piece has its front.
     if note is not None:
         check_patch(after, note, after.pieces[index], new.allow_stale)
     return after, serving_edits(after, index, new.fetched, new.how == "leading")
@@ -255,6 +263,8 @@ def check_patch(window: WindowState, note: PatchNote, piece: PlacedPiece, allow_
         )
     if allow_stale:
         return
+
+    # What it was formed behind is compared with what this window promises, not with what it has.
     difference = note.antecedent.difference(window.target(entry.id), note.orbit)
     if difference is not None:
         kind = "any ordering of " if note.orbit else ""
@@ -265,6 +275,8 @@ def check_base(window: WindowState, note: PatchNote, piece: PlacedPiece) -> None
     """Refuses a removal patch whose base was conditioned on something other than the piece was."""
     if note.base == "canonical":
         return
+
+    # A chunk that is served bare for now has its conditioned KV aside.
     state, antecedent = piece.aside or piece.state, note.base_antecedent
     found = None if antecedent is None else chain_digest(window.backbone, antecedent)
     if state.kind != "conditioned" or state.behind != found:

@@ -15,7 +15,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evals.certify import asking, certifying, expecting, journal, pages, plans, scores, ways, windows
+from evals.certify import (
+    certification,
+    journal,
+    packed_questions,
+    pages,
+    plans,
+    scores,
+    serving_modes,
+    time_estimate,
+    window_sources,
+)
+from evals.certify.certification_run import CertificationRun, batch_name
 from evals.trained import MAIN, shipped
 from kvpatch_jax.errors import CertificateError, InputError
 from kvpatch_jax.plan import Certificate
@@ -68,7 +79,7 @@ def test_too_few_windows_for_a_level_are_refused():
         scores.conformal_bound(values, np.zeros(19, int), 0.95)
 
 
-def test_coverage_counts_windows_alike_and_says_how_sure_it_is():
+def test_coverage_counts_windows_alike_with_wilsons_interval():
     every = scores.covered(np.ones(40, bool), np.repeat(np.arange(8), 5))
     assert every.value == 1.0
     assert every.low == pytest.approx(8 / (8 + 1.959964**2), abs=1e-6)  # Wilson's, of eight windows and not 40 answers
@@ -93,7 +104,7 @@ def said(kl: dict[tuple[str, int], float], held_out: float = 1.0) -> scores.Scor
     """Answers of 24 windows, four each, half of them held out, whose KL is about as given (times `held_out` there)."""
     rng = np.random.default_rng(2)
     cluster, side = np.repeat(np.arange(24), 4), np.repeat(np.arange(24) >= 12, 4)
-    found = scores.Scores.none()
+    found = scores.Scores()
     for promise in ("forget", "remember"):
         for (point, rank), mean in kl.items():
             for behind in (0, 3):
@@ -104,7 +115,7 @@ def said(kl: dict[tuple[str, int], float], held_out: float = 1.0) -> scores.Scor
     return found
 
 
-def test_rows_are_of_calibration_and_tried_on_the_rest():
+def test_bounds_depend_on_calibration_windows_alone():
     found = {row.key: row for row in scores.rows_of(said({("bare", 0): 2.0, ("stored", 8): 0.1}), 0.9)}
     assert len(found) == 8
     row = found["stored", 8, 3, "forget"]
@@ -121,7 +132,7 @@ def test_rows_are_of_calibration_and_tried_on_the_rest():
     assert worse["stored", 8, 3, "forget"].coverage == 0.0
 
 
-def test_answers_that_are_no_numbers_are_not_certified():
+def test_answers_that_are_not_finite_are_not_certified():
     found = said({("bare", 0): 2.0, ("stored", 8): 0.1})
     found.kl["stored", 8, 0, "forget"][0][3] = math.nan
     with pytest.raises(CertificateError, match="kl"):
@@ -138,7 +149,7 @@ def test_answers_that_are_no_numbers_are_not_certified():
         ({0: 1e-4, 4: 1e-5, 8: 1e-6, 16: 1e-6}, None, 4, "hardly any patch"),
     ],
 )
-def test_the_recommended_rank(kl, goal, rank, why):
+def test_the_recommended_rank_is_the_smallest_sufficient_one(kl, goal, rank, why):
     found = said({("bare" if own == 0 else "stored", own): mean for own, mean in kl.items()})
     recommended = scores.recommend(found, goal, 0.9)
     assert recommended.rank == rank
@@ -150,7 +161,7 @@ def test_the_recommended_rank(kl, goal, rank, why):
 
 def test_a_table_has_a_line_for_every_row():
     made = shipped_certificate()
-    text = certifying.table(made)
+    text = certification.table(made)
     assert len(text.splitlines()) == 1 + len(made.rows) + len(made.plans)
     assert "repair" in text
 
@@ -158,7 +169,7 @@ def test_a_table_has_a_line_for_every_row():
 # -------------------------------------------------------------------------------------------- runs that are killed
 
 
-def test_scores_come_back_from_a_file_the_same_to_the_last_bit():
+def test_scores_are_restored_bit_by_bit():
     before = said({("bare", 0): 2.0, ("stored", 8): 1e-7})
     before.kl["bare", 0, 0, "forget"][0][:2] = [math.inf, -5e-324]
     after = scores.Scores.from_json(json.loads(json.dumps(before.to_json())))
@@ -170,15 +181,15 @@ def test_scores_come_back_from_a_file_the_same_to_the_last_bit():
     assert [part.dtype for part in after.sides] == [int, bool]
 
 
-def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_measured_batches_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Both batches are in the journal: nothing is loaded, and the scores are those of one run."""
-    source, asked = windows.DrawnImages.of(4, 2, 7), {"model": "a", "ranks": [8]}
+    source, asked = window_sources.DrawnImageSource.of(4, 2, 7), {"model": "a", "ranks": [8]}
     file, own = tmp_path / "certificate.json.parts", [said({("bare", 0): each}) for each in (2.0, 3.0)]
     first = journal.Journal(file, asked)
     for number, found in enumerate(own):
-        assert certifying.batch_name(number) not in first
+        assert batch_name(number) not in first
         first.add(
-            certifying.batch_name(number),
+            batch_name(number),
             scores=found.to_json(),
             asked="some",
             tokens=10 + number,
@@ -188,9 +199,10 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
         lines.write('{"part": "windows 2", "sco')  # killed while it wrote
     again = journal.Journal(file, asked)
     assert "windows 2" not in again
-    monkeypatch.setattr(windows.DrawnImages, "load", lambda *_: pytest.fail("a batch is loaded again"))
+    monkeypatch.setattr(window_sources.DrawnImageSource, "load", lambda *_: pytest.fail("a batch is loaded again"))
     backbone = load(shipped(MAIN), dtype="float32")
-    found, what, tokens, spans = certifying.measure(backbone, source, tmp_path, pytest.fail, (8,), again)
+    run = CertificationRun(backbone, source, tmp_path, (8,), again, pytest.fail)
+    found, what, tokens, spans = certification.measure(run)
     assert (what, tokens, spans) == ("some", 11, (2, 5))
     kl = found.of(("bare", 0, 3, "forget"))[0]
     assert kl.tobytes() == b"".join(each.kl["bare", 0, 3, "forget"][0].tobytes() for each in own)
@@ -201,21 +213,23 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
     assert not file.exists()
 
 
-def test_what_lies_ahead_is_expected_from_the_start(tmp_path: Path):
+def test_the_estimate_has_a_step_for_each_remaining_measurement(tmp_path: Path):
     """A step for every way of every batch and for every batch of plans; what was measured is not among them."""
-    backbone, source = load(shipped(MAIN), dtype="float32"), windows.DrawnImages.of(64, 32, 7)
+    backbone, source = load(shipped(MAIN), dtype="float32"), window_sources.DrawnImageSource.of(64, 32, 7)
     kept = journal.Journal()
-    ahead = [*expecting.expected_steps(backbone, source, ways.RANKS, kept)]
-    assert len(ahead) == 2 * ways.ways_of(ways.RANKS) + 1
+    run = CertificationRun(backbone, source, tmp_path, journal=kept)
+    modes = serving_modes.mode_count(run.ranks)
+    ahead = [*time_estimate.expected_steps(run)]
+    assert len(ahead) == 2 * modes + 1
     assert 30 < sum(ahead) < 300, "it takes a minute and a half where nothing is compiled, three where all is"
-    kept.add(certifying.batch_name(0), scores={})
-    later = [*expecting.expected_steps(backbone, source, ways.RANKS, kept)]
-    assert len(later) == len(ahead) - ways.ways_of(ways.RANKS)
-    assert sum(later) == pytest.approx(sum(ahead) - sum(ahead[: ways.ways_of(ways.RANKS)]) + expecting.COMPILING)
+    kept.add(batch_name(0), scores={})
+    later = [*time_estimate.expected_steps(run)]
+    assert len(later) == len(ahead) - modes
+    assert sum(later) == pytest.approx(sum(ahead) - sum(ahead[:modes]) + time_estimate.COMPILING)
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_to_the_same_certificate(tmp_path: Path):
+def test_a_killed_run_resumes_to_the_same_certificate(tmp_path: Path):
     """Killed once in the middle of the windows and once among the plans; each batch was measured by one run alone."""
     command = [sys.executable, "-m", "evals.certify", f"--model={MAIN}", "--dtype=float32", "--n=6", "--batch=2"]
     command += ["--level=0.5", "--ranks=8,16,64"]
@@ -244,27 +258,27 @@ def test_a_run_that_is_killed_goes_on_to_the_same_certificate(tmp_path: Path):
 # ----------------------------------------------------------------------------------------------- what is asked
 
 
-def test_packed_questions_see_themselves_alone():
+def test_packed_questions_do_not_see_each_other():
     parts = [(np.full((2, 3), 7), [1, 2]), (np.full((2, 2), 8), [1])]
-    asked = asking.packed(parts, 3, "two answers")
+    asked = packed_questions.packed(parts, 3, "two answers")
     assert asked.tail.ids.tolist() == [[7, 7, 7, 8, 8]] * 2
     assert asked.tail.positions[0, :, 2].tolist() == [0, 1, 2, 0, 1]
     assert asked.behind(100).positions[1, :, 0].tolist() == [100, 101, 102, 100, 101]
     assert asked.tail.among.sum(axis=1).tolist() == [1, 2, 3, 1, 2]
     assert asked.tail.asked.tolist() == [1, 2, 4]
     values = np.array([[1.0, 3.0, 5.0], [0.0, 2.0, 9.0]])
-    assert asking.scored(values, asked).tolist() == [[2.0, 5.0], [1.0, 9.0]]
+    assert asked.scored(values).tolist() == [[2.0, 5.0], [1.0, 9.0]]
 
 
-def test_windows_share_images_only_where_there_are_too_few():
+def test_windows_share_images_only_if_there_are_too_few():
     rng = np.random.default_rng(0)
-    dealt, apart = windows.deal(np.arange(40), 5, 8, rng)
+    dealt, apart = window_sources.deal(np.arange(40), 5, 8, rng)
     assert apart
     assert len(set(dealt.ravel().tolist())) == 40
-    dealt, apart = windows.deal(np.arange(10, 20), 5, 8, rng)
+    dealt, apart = window_sources.deal(np.arange(10, 20), 5, 8, rng)
     assert not apart
     assert all(len(set(row)) == 8 and set(row) <= set(range(10, 20)) for row in dealt.tolist())
-    dealt, apart = windows.deal(np.arange(5), 3, 8, rng)  # fewer than a window and what stood there before
+    dealt, apart = window_sources.deal(np.arange(5), 3, 8, rng)  # fewer than a window and what stood there before
     assert not apart
     assert all(len(set(row[:5])) == 5 for row in dealt.tolist())
 
@@ -281,24 +295,24 @@ def test_drawn_pages_are_all_different_and_of_four_sizes(tmp_path: Path):
     assert sizes == {(columns, rows): 2 for rows, columns in pages.SIZES}
     backbone = load(shipped(MAIN), dtype="float32")
     asked = (tmp_path / pages.QUESTIONS).read_text().splitlines()
-    assert len(asking.questions_of(backbone, asked, 1)) == len(asked) == 8
+    assert len(packed_questions.questions_of(backbone, asked, 1)) == len(asked) == 8
 
 
-def test_folders_without_what_is_wanted_are_refused(tmp_path: Path):
+def test_folders_without_matching_files_are_refused(tmp_path: Path):
     with pytest.raises(InputError, match="is no folder"):
-        windows.files_in(tmp_path / "missing", "images")
+        window_sources.files_in(tmp_path / "missing", "images")
     (tmp_path / "text.txt").write_text("words")
     with pytest.raises(InputError, match="holds no images"):
-        windows.files_in(tmp_path, "images")
-    assert windows.files_in(tmp_path, "texts") == [tmp_path / "text.txt"]
+        window_sources.files_in(tmp_path, "images")
+    assert window_sources.files_in(tmp_path, "texts") == [tmp_path / "text.txt"]
 
 
-def test_which_windows_are_held_out_is_settled_before_anything_is_computed():
-    source = windows.DrawnImages.of(10, 2, 5)
-    sides = [planned.held_out for planned in source.planned for _ in planned.clusters]
+def test_held_out_windows_are_decided_before_anything_is_computed():
+    source = window_sources.DrawnImageSource.of(10, 2, 5)
+    sides = [spec.held_out for spec in source.specs for _ in spec.clusters]
     assert sides == [False] * 5 + [True] * 5
-    assert sorted(np.concatenate([planned.clusters for planned in source.planned]).tolist()) == list(range(10))
-    assert len({tuple(planned.batch) for planned in source.planned}) == len(source.planned)
+    assert sorted(np.concatenate([spec.clusters for spec in source.specs]).tolist()) == list(range(10))
+    assert len({tuple(spec.batch) for spec in source.specs}) == len(source.specs)
 
 
 # ----------------------------------------------------------------------------------------------- the shipped one
@@ -314,35 +328,27 @@ def test_the_shipped_certificate_is_of_the_shipped_weights_in_float32():
     made = Certificate.read(path, backbone=backbone)
     assert path.stat().st_size < 30_000
     for promise in ("forget", "remember"):
-        for rank in ways.RANKS:
+        for rank in serving_modes.RANKS:
             assert made.bound("stored", rank, behind=3, promise=promise) is not None
             assert made.bound("update", rank, promise=promise) is not None
     assert made.bound("orbit", 16) is not None
     assert made.bound("orbit", 16, promise="remember") is None
-    bounds = [made.bound("stored", rank, behind=3) or 0.0 for rank in ways.RANKS]
+    bounds = [made.bound("stored", rank, behind=3) or 0.0 for rank in serving_modes.RANKS]
     bare = made.bound("bare", behind=3) or 0.0
     assert bare > bounds[1] > bounds[-1]
-    assert plans.goals_of(made, ways.RANKS)
+    assert plans.goals_of(made, serving_modes.RANKS)
     with pytest.raises(CertificateError, match="another dtype"):
         Certificate.read(path, backbone=load(shipped(MAIN), dtype="bfloat16"))
 
 
 @pytest.mark.slow
-def test_a_run_from_end_to_end(tmp_path: Path):
+def test_a_run_measures_every_mode(tmp_path: Path):
     """Few windows of the small task: every way is there, exact ways are exact, a bare chunk loses most."""
     backbone = load(shipped(MAIN), dtype="float32")
-    source, ranks, steps = windows.DrawnImages.of(4, 2, 7), (8, 64), []
-    made = certifying.certify(
-        backbone,
-        MAIN,
-        source,
-        tmp_path,
-        steps.append,
-        level=0.6,
-        ranks=ranks,
-        plans=lambda found: plans.measure_plans(backbone, source, tmp_path, found, ranks, 7),
-    )
-    assert len(steps) == len(source.planned) * ways.ways_of(ranks)
+    source, ranks, steps = window_sources.DrawnImageSource.of(4, 2, 7), (8, 64), []
+    run = CertificationRun(backbone, source, tmp_path, ranks, step=steps.append)
+    made = certification.certify(run, MAIN, level=0.6, plan_seed=7)
+    assert len(steps) - steps.count("plans") == len(source.specs) * serving_modes.mode_count(ranks)
     assert (made.calibration, made.held_out, made.chunks, made.disjoint) == (2, 2, 4, True)
     few, many = (made.row("orbit", rank) for rank in ranks)
     assert few is not None
@@ -375,25 +381,25 @@ def test_a_users_own_images_and_texts(tmp_path: Path):
     for number in range(10):
         size = (30, 70, 3) if number % 5 else (40, 40, 3)
         Image.fromarray(rng.integers(0, 255, size, np.uint8)).save(tmp_path / f"{number}.png")
-    images = windows.OwnImages.of(backbone, tmp_path, 4, 2, 0, 3, ("glyph? r1t2", "no word of it"))
+    images = window_sources.OwnImageSource.of(backbone, tmp_path, 4, 2, 0, 3, ("glyph? r1t2", "no word of it"))
     assert not images.disjoint
-    made = certifying.certify(backbone, MAIN, images, tmp_path, lambda _: None, level=0.6, ranks=(8,))
+    made = certification.certify(CertificationRun(backbone, images, tmp_path, (8,)), MAIN, level=0.6)
     assert made.chunks == 3
     assert "1 questions" in made.asked
     assert made.bound("stored", 8, behind=2) is not None
     with pytest.raises(InputError, match=r"10 images in .*; expected 12 or more"):
-        windows.OwnImages.of(backbone, tmp_path, 4, 2, 0, 5, ("glyph?",))
+        window_sources.OwnImageSource.of(backbone, tmp_path, 4, 2, 0, 5, ("glyph?",))
     with pytest.raises(InputError, match="--questions=FILE"):
-        asking.questions_of(backbone, ("nothing that it knows",), 1)
+        packed_questions.questions_of(backbone, ("nothing that it knows",), 1)
 
     words = " ".join(f"r{row} t{tag} a{row % 8} b{tag % 8}" for row in range(10) for tag in range(9))
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(" ".join(rng.permutation((words + " " + words).split())))
-    texts = windows.Texts.of(backbone, tmp_path, 4, 2, 0, 3, asking.QUESTIONS)
-    made = certifying.certify(backbone, MAIN, texts, tmp_path, lambda _: None, level=0.6, ranks=(8,))
+    texts = window_sources.TextSource.of(backbone, tmp_path, 4, 2, 0, 3, packed_questions.QUESTIONS)
+    made = certification.certify(CertificationRun(backbone, texts, tmp_path, (8,)), MAIN, level=0.6)
     assert made.bound("stored", 8, behind=2) is not None
     with pytest.raises(InputError, match=r"0 texts of"):
-        windows.Texts.of(backbone, tmp_path, 4, 2, 0, 300, asking.QUESTIONS)
+        window_sources.TextSource.of(backbone, tmp_path, 4, 2, 0, 300, packed_questions.QUESTIONS)
 
 
 class Compiled(logging.Handler):
@@ -409,7 +415,7 @@ class Compiled(logging.Handler):
 
 
 @pytest.mark.slow
-def test_images_of_other_sizes_in_a_bucket_compile_no_operator_anew(tmp_path: Path):
+def test_images_of_other_sizes_in_a_bucket_compile_no_operator(tmp_path: Path):
     """Windows of twelve images, no two of one shape: what serves and forms was compiled for the first of them."""
     from PIL import Image
 
@@ -423,8 +429,8 @@ def test_images_of_other_sizes_in_a_bucket_compile_no_operator_anew(tmp_path: Pa
             kept.append(path)
         else:
             path.unlink()
-    source = windows.OwnImages.of(backbone, tmp_path, 2, 2, 0, 3, ("glyph? r1t2",))
-    lengths = {int(tokens.embeddings.shape[1]) for planned in source.planned for tokens in planned.batch}
+    source = window_sources.OwnImageSource.of(backbone, tmp_path, 2, 2, 0, 3, ("glyph? r1t2",))
+    lengths = {int(tokens.embeddings.shape[1]) for spec in source.specs for tokens in spec.batch}
     assert len(kept) == 12
     assert len(lengths) > 3
     assert {Buckets().round_up(length) for length in lengths} == {80}
@@ -433,10 +439,10 @@ def test_images_of_other_sizes_in_a_bucket_compile_no_operator_anew(tmp_path: Pa
     log.addHandler(handler)
     log.setLevel(logging.DEBUG)
     try:
-        for planned in source.planned:
-            told = scores.Scores.none()
-            certifying.take(told, source.load(backbone, planned, tmp_path), (8,), lambda _: None)
-            assert all(np.isfinite(part).all() for parts in told.kl.values() for part in parts)
+        for spec in source.specs:
+            windows = source.load(backbone, spec, tmp_path)
+            scored, _ = certification.score_batch(windows, (8,), lambda _: None)
+            assert all(np.isfinite(np.concatenate(parts)).all() for parts in scored.kl.values())
             compiled.append(collections.Counter(handler.names))
             handler.names = []
     finally:

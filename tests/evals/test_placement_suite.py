@@ -1,8 +1,8 @@
 """The suite of placement: what windows of a trace want, the prefix cache that it is held against, its tables."""
 
 from evals.placement import ONLINE, Terms, WindowRequest, replay, total
-from evals.placement.drawn_traces import KINDS, drawn, released_costs, wanted_of
 from evals.placement.prefix_cache import serve_by_prefix
+from evals.placement.synthetic_traces import KINDS, released_costs, requests_of, synthetic_trace
 from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.window import Entry
 
@@ -15,8 +15,8 @@ def entry(name: str, tokens: int = 10, free: bool = True) -> Entry:
 
 def test_traces_are_drawn_again_from_their_seed():
     for kind in KINDS:
-        assert drawn(kind, 3, 6).events == drawn(kind, 3, 6).events
-        requests = wanted_of(drawn(kind, 3, 6), COSTS)
+        assert synthetic_trace(kind, 3, 6).events == synthetic_trace(kind, 3, 6).events
+        requests = requests_of(synthetic_trace(kind, 3, 6), COSTS)
         assert len(requests) >= 6
         assert all(request.pieces[0].id == "system" for request in requests)
 
@@ -33,7 +33,7 @@ def test_what_a_recorded_trace_wants_is_what_its_windows_hold():
         Event(6, "one/x", "recall", chunk="a", keep=2),
         Event(7, "one/x", "ask", text="?"),
     )
-    first, second = wanted_of(Trace(events), COSTS, tokens=5)
+    first, second = requests_of(Trace(events), COSTS, tokens=5)
     assert [piece.id for piece in first.pieces] == ["said", "b", "c"]
     assert first.pieces[0].tokens == 5
     assert [piece.id for piece in second.pieces] == ["said", "c", "a"]
@@ -53,6 +53,6 @@ def test_a_prefix_cache_runs_from_the_first_piece_that_differs():
 
 
 def test_survivors_are_what_a_window_that_slides_saves():
-    requests = wanted_of(drawn("screenshots", 1, 8), COSTS)
+    requests = requests_of(synthetic_trace("screenshots", 1, 8), COSTS)
     remember, forget = (total(replay(requests, Terms(COSTS, promise=each), ONLINE)) for each in ("remember", "forget"))
     assert remember < 0.6 * forget

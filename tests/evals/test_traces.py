@@ -8,9 +8,21 @@ import pytest
 from evals.bench.banded_mask import banded_mask, history
 from evals.traces import KINDS, generate
 from evals.traces.figures import draw
-from evals.traces.replaying import AGAIN, BLIND, FIRST, PREFILL, PREFIX, WAYS, WINDOW, rank_table, replay, table
-from evals.traces.tracking import Asked, Closed, Contents, Forked, moments, shape_of
-from evals.traces.ways import Prompts, Windows, divergence
+from evals.traces.replay_modes import PromptReplay, WindowPolicy, WindowReplay
+from evals.traces.replay_run import (
+    AGAIN,
+    BLIND,
+    FIRST,
+    MODES,
+    PREFILL,
+    PREFIX,
+    WINDOW,
+    divergence,
+    rank_table,
+    replay,
+    table,
+)
+from evals.traces.window_tracker import TraceContents, TracedClose, TracedFork, TracedQuestion, config_of, moments
 from evals.trained import MAIN, shipped
 from kvpatch_jax.backbone import ForwardCosts, Tokens
 from kvpatch_jax.errors import InputError, TraceError
@@ -22,14 +34,14 @@ from models import load
 COSTS = Costs("f" * 64, 2, 8, 4, 4, ForwardCosts((1, 1), (1, 1), (0, 0), 1))
 
 
-def contents_of(trace: Trace) -> Contents:
+def contents_of(trace: Trace) -> TraceContents:
     """Tokens of the right number for each piece, that say nothing."""
     some = Tokens(np.zeros((1, 3, 2), np.float32), np.arange(3)[None])  # pyright: ignore[reportArgumentType]
-    return Contents({event.content: some for event in trace if event.content}, {})
+    return TraceContents({event.content: some for event in trace if event.content}, {})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_trace_is_drawn_again_from_its_seed(tmp_path, kind):
+def test_a_trace_is_a_function_of_its_seed(tmp_path, kind):
     first = generate(kind, 3, tmp_path / "a", steps=9)
     again = generate(kind, 3, tmp_path / "b", steps=9)
     assert first.events == again.events
@@ -39,39 +51,39 @@ def test_a_trace_is_drawn_again_from_its_seed(tmp_path, kind):
     for event in first:
         for path in first.payloads(event):
             assert path.stat().st_size > 100
-    asked = [moment for moment in moments(first, contents_of(first), COSTS) if isinstance(moment, Asked)]
+    asked = [moment for moment in moments(first, contents_of(first), COSTS) if isinstance(moment, TracedQuestion)]
     assert len(asked) == sum(event.op == "ask" for event in first) >= 9
     assert all(1 <= len(each.pieces) <= 4 for each in asked)  # as the shipped models were trained
 
 
-def test_what_each_kind_does(tmp_path):
+def test_each_kind_has_its_events(tmp_path):
     traces = {kind: generate(kind, 1, tmp_path / kind, steps=12) for kind in KINDS}
     ops = {kind: {event.op for event in trace} for kind, trace in traces.items()}
     assert ops["screenshots"] == {"add", "slide", "ask"}
     assert ops["video"] == {"add", "slide", "ask", "recall"}
     assert ops["pages"] == {"add", "ask", "evict", "recall", "reorder"}
     assert ops["tree"] == {"add", "ask", "fork", "close"}
-    assert shape_of(traces["pages"]) == ("forget", 0)
-    assert shape_of(traces["tree"]) == ("remember", None)
+    assert config_of(traces["pages"]) == ("forget", 0)
+    assert config_of(traces["tree"]) == ("remember", None)
 
     seen = list(moments(traces["pages"], contents_of(traces["pages"]), COSTS))
-    assert all(each.pieces[-1].id == "page" for each in seen if isinstance(each, Asked))
-    orders = [tuple(entry.id for entry in each.pieces) for each in seen if isinstance(each, Asked)]
+    assert all(each.pieces[-1].id == "page" for each in seen if isinstance(each, TracedQuestion))
+    orders = [tuple(entry.id for entry in each.pieces) for each in seen if isinstance(each, TracedQuestion)]
     assert len(set(orders)) < len(orders)  # rankings come back
     tree = list(moments(traces["tree"], contents_of(traces["tree"]), COSTS))
-    closed = {each.session for each in tree if isinstance(each, Closed)}
-    assert {each.session for each in tree if isinstance(each, Forked)} <= closed
+    closed = {each.session for each in tree if isinstance(each, TracedClose)}
+    assert {each.session for each in tree if isinstance(each, TracedFork)} <= closed
 
 
-def test_windows_that_cannot_be_are_refused(tmp_path):
+def test_impossible_events_and_kinds_are_refused(tmp_path):
     add = [Event(0, "a", "add", name, f"shows {name}") for name in ("one", "two")]
     trace = Trace((*add, Event(1, "a", "reorder", order=("two", "one"))))
     with pytest.raises(TraceError, match=r"event 2, reorder of 'a': .*(not order-free|pinned)"):
         list(moments(trace, contents_of(trace), COSTS))
     with pytest.raises(TraceError, match="promise 'forever'"):
-        shape_of(Trace((), parameters={"promise": "forever"}))
+        config_of(Trace((), parameters={"promise": "forever"}))
     with pytest.raises(TraceError, match="lead True"):
-        shape_of(Trace((), parameters={"lead": True}))
+        config_of(Trace((), parameters={"lead": True}))
     for kind, steps in (("films", 3), ("pages", 0)):
         with pytest.raises(InputError, match="expected"):
             generate(kind, 0, tmp_path, steps=steps)
@@ -80,15 +92,15 @@ def test_windows_that_cannot_be_are_refused(tmp_path):
         generate("pages", 0, tmp_path / "file")
 
 
-def test_a_piece_that_comes_in_lets_the_oldest_go():
+def test_a_new_piece_evicts_the_oldest():
     events = [Event(0, "a", "add", str(number), f"shows {number}", keep=2) for number in range(5)]
     events += [Event(1, "a", "ask", text="?"), Event(1, "a", "recall", "1", keep=2), Event(1, "a", "ask", text="?")]
     trace = Trace(tuple(events))
-    asked = [each for each in moments(trace, contents_of(trace), COSTS) if isinstance(each, Asked)]
+    asked = [each for each in moments(trace, contents_of(trace), COSTS) if isinstance(each, TracedQuestion)]
     assert [[entry.id for entry in each.pieces] for each in asked] == [["0", "3", "4"], ["0", "4", "1"]]
 
 
-def test_divergences_by_hand():
+def test_divergence_matches_values_by_hand():
     same = np.log(np.array([0.5, 0.25, 0.25]))
     other = np.log(np.array([0.25, 0.5, 0.25]))
     assert divergence(same, same + 7) == pytest.approx((0, False), abs=1e-12)
@@ -99,13 +111,13 @@ def test_divergences_by_hand():
 
 
 @pytest.mark.slow
-def test_every_way_of_the_pages_is_what_it_says(tmp_path):
+def test_every_mode_replays_the_pages(tmp_path):
     """On a trained model: exact ways equal re-prefill, patches need no forward once met, ranks come nearer."""
     backbone = load(shipped(MAIN), dtype="float32")
     trace = generate("pages", 0, tmp_path, steps=3, backbone=backbone)
     found = replay(trace, backbone, rank=16, ranks=(4, 16))
     ways = found["ways"]
-    assert list(ways) == list(WAYS)
+    assert list(ways) == list(MODES)
     for name in (PREFILL, PREFIX, WINDOW, FIRST):
         assert max(map(abs, ways[name]["kls"])) < 1e-6
     assert ways[AGAIN]["forwards"] == ways[PREFILL]["forwards"] == found["asks"] == 3
@@ -120,13 +132,17 @@ def test_every_way_of_the_pages_is_what_it_says(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_slide_is_the_model_under_the_banded_mask(tmp_path):
+def test_a_slide_equals_the_model_under_the_banded_mask(tmp_path):
     """The reference of what windows remember, against one forward over the whole history."""
     backbone = load(shipped(MAIN), dtype="float32")
     trace = generate("screenshots", 0, tmp_path, steps=7, backbone=backbone)
-    contents = Contents.of(trace, backbone)
-    seen = [each for each in moments(trace, contents, Costs.of(backbone, np.float32)) if isinstance(each, Asked)]
-    own = [Windows(backbone, contents, shape_of(trace), "prefill", host=host) for host in (True, False)]
+    contents = TraceContents.of(trace, backbone)
+    seen = [
+        each for each in moments(trace, contents, Costs.of(backbone, np.float32)) if isinstance(each, TracedQuestion)
+    ]
+    own = [
+        WindowReplay(backbone, contents, config_of(trace), WindowPolicy("prefill", host=host)) for host in (True, False)
+    ]
     taken = [[way.see(each) for each in seen] for way in own]
 
     images = [contents.pieces[event.content or ""] for event in trace if event.op == "add"]
@@ -142,6 +158,6 @@ def test_a_slide_is_the_model_under_the_banded_mask(tmp_path):
         last = answers[-1]
         assert last is not None
         assert divergence(expected, last.logits)[0] < 1e-6
-    forgetting = Prompts(backbone, contents).see(seen[-1])
+    forgetting = PromptReplay(backbone, contents).see(seen[-1])
     assert forgetting is not None
     assert divergence(expected, forgetting.logits)[0] > 1e-6  # the two meanings differ

@@ -1,4 +1,4 @@
-"""Audits of a root: what it holds, how much, and whether it is whole. Keyed names only, never ids."""
+"""Audits of a root: listing, sums and verification of its objects. Keyed names only, never ids."""
 
 import collections
 import contextlib
@@ -21,7 +21,7 @@ from ..io.files import ReadInto, folder, identity_of, open_regular, typed_errors
 from ..libraries.entries import check_body, check_resource
 
 ALL = ("obj", "lib")
-"""The folders of all tenants: of their chunks, and of their libraries."""
+"""Folders of all tenants' chunks and libraries."""
 
 type ObjectProgress = Callable[[list[DirectoryEntry]], Iterable[DirectoryEntry]]
 Verdict = Literal["good", "bad", "left", "unreadable", "unopened", "newer", "gone"]
@@ -33,14 +33,18 @@ def _quiet(entries: list[DirectoryEntry]) -> Iterable[DirectoryEntry]:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectInfo:
-    """An object as the operator sees it.
+    """Properties of an object for the operator.
 
     Attributes:
-      path: from the root. tenant: its keyed name.
-      kind: "kv", "kv.<encoding>", "enc" or "patch"; "kv.behind", "kv.behind.<encoding>" of canonicals behind a lead; of
-        a library's entry, the library: "static" or "dynamic".
-      nbytes: of the file. used, expires: seconds since the epoch, or None.
-      encrypted: None where the header cannot be read. newer: a later version of the library wrote it.
+      path: path below the root.
+      tenant: keyed name of the tenant.
+      kind: "kv", "kv.<encoding>", "enc" or "patch"; "kv.behind" or "kv.behind.<encoding>" for a canonical behind a
+        lead; for a library's entry, the library: "static" or "dynamic".
+      nbytes: size of the file.
+      used: time of the last use in seconds since the epoch.
+      expires: expiry in seconds since the epoch, or None.
+      encrypted: None if the header cannot be read.
+      newer: whether a later version of the library wrote it.
     """
 
     path: str
@@ -54,9 +58,9 @@ class ObjectInfo:
 
 
 def listing(disk: Disk, below: Sequence[str] = ALL, progress: ObjectProgress = _quiet) -> Iterator[ObjectInfo]:
-    """Lists the objects and entries below some folders (a tenant's, or all), by path, each when its header was read.
+    """Yields the objects and entries below some folders (a tenant's, or all), by path, each as soon as it was read.
 
-    What vanishes meanwhile may be missing.
+    Objects that vanish in the meantime may be missing.
     """
     for entry in progress(sorted(_scan(disk, below), key=lambda entry: entry.path)):
         yield _listed(disk, entry)
@@ -76,6 +80,7 @@ def _listed(disk: Disk, entry: DirectoryEntry) -> ObjectInfo:
         newer = True
     except (OSError, StoreCorruptError):
         pass
+
     tenant = name_at(entry.path).tenant
     return ObjectInfo(entry.path, tenant, _kind(entry), entry.size, entry.used, expires, encrypted, newer)
 
@@ -87,7 +92,7 @@ def _kind(entry: DirectoryEntry) -> str:
 
 
 def totals(disk: Disk, below: Sequence[str] = ALL) -> dict[str, Any]:
-    """Counts objects and bytes, by kind and tenant; and what is expired, encrypted, quarantined, written or deleted.
+    """Counts objects and bytes by kind and tenant, and expired, encrypted, quarantined and unfinished ones.
 
     Raises:
       StoreIOError: the root cannot be read.
@@ -120,7 +125,7 @@ def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, dict[str, int]]:
 
 
 def names_in(disk: Disk, below: str, tenant: str) -> list[str]:
-    """Lists the names in a folder of the root that begin with a tenant's keyed name. Raises StoreError."""
+    """Returns the names in a folder of the root that begin with a tenant's keyed name. Raises StoreError."""
     with (
         typed_errors(f"store {disk.root}: list"),
         contextlib.suppress(FileNotFoundError, NotADirectoryError),
@@ -135,16 +140,17 @@ def names_in(disk: Disk, below: str, tenant: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class VerificationReport:
-    """Result of `verify`; each list holds paths.
+    """Result of `verify`; each list contains paths.
 
     Attributes:
-      good, nbytes: how many objects are whole, and their bytes.
-      unopened: encrypted, and their key was not given: every checksum agreed, the authentication was not tried.
-      bad: in quarantine now. left: damaged too, and where they were: they could not be moved, or there are so many that
-        this machine may be at fault (`damage_rate`).
-      unreadable: the file system failed the read, two readings differed, or no file of ours is there; they are where
-        they were.
-      newer: what a later version of the library wrote, which stays.
+      good: number of intact objects.
+      nbytes: bytes of intact and unopened objects.
+      unopened: number of encrypted objects without a key: checksums match, the authentication was not checked.
+      bad: damaged objects, now in quarantine.
+      left: damaged objects that stay, because they could not be moved, or because there are so many that this machine
+        may be at fault (`damage_rate`).
+      unreadable: objects that stay, because the file system failed, two reads differed, or it is no regular file.
+      newer: objects of a later library version, which stay.
     """
 
     good: int
@@ -159,10 +165,13 @@ class VerificationReport:
 def verify(
     disk: Disk, below: Sequence[str] = ALL, progress: ObjectProgress = _quiet, *, certain: bool = False
 ) -> VerificationReport:
-    """Reads every object and entry below some folders, and moves those that are not whole to quarantine.
+    """Verifies every object and entry below some folders, and moves damaged ones to quarantine.
 
     Args:
-      certain: whether this machine is known to be sound, so that all of them are moved, however many they are.
+      disk: the disk.
+      below: the folders.
+      progress: wraps the entries to show progress.
+      certain: whether this machine is known to work, so that any number of damaged objects is moved.
     """
     paths: dict[str, list[str]] = collections.defaultdict(list)
     nbytes = 0
@@ -199,7 +208,7 @@ def _verdict(disk: Disk, entry: DirectoryEntry, certain: bool) -> Verdict:
                     return "unreadable"
                 if moved[0]:
                     return "bad"
-                os.lstat(f"{disk.root}/{entry.path}")  # or somebody else deleted it
+                os.lstat(f"{disk.root}/{entry.path}")  # raises if another process deleted it
                 return "left"
     except (FileNotFoundError, NotADirectoryError):
         return "gone"
@@ -208,7 +217,7 @@ def _verdict(disk: Disk, entry: DirectoryEntry, certain: bool) -> Verdict:
 
 
 def _rebuild(disk: Disk, name: Name, header: Header, arrays: Arrays) -> Verdict:
-    """Decodes an object as what its name says, where it can be decrypted."""
+    """Decodes an object according to its name, if it can be decrypted."""
     header, leaves = decrypted(header, arrays, disk.encryption)
     if name.kind == "entry":
         check_body(header.body)

@@ -1,4 +1,4 @@
-"""The subcommands of `python -m kvpatch_jax.store`: one row of `COMMANDS` each. No flags and no printing here."""
+"""Subcommands of `python -m kvpatch_jax.store`, in the table `COMMANDS`. Flags and printing are in `main`."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ from .audit import ALL, ObjectInfo, ObjectProgress, listing, names_in, totals, v
 class Options:
     """Options of the command line.
 
-    `progress` shows how far a pass over objects is, and `byte_progress` one over bytes; `ask` puts a question.
+    `progress` and `byte_progress` show the progress over objects and bytes; `ask` asks the user a question.
     """
 
     root: str
@@ -55,9 +55,14 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of a command: as JSON, and as lines to read. `good`: whether all is well. `remarks` are for stderr.
+    """Result of a command.
 
-    `rows`: many more of both, under a name in the JSON, which come while they are read.
+    Attributes:
+      result: the result as JSON.
+      lines: the result as text.
+      good: whether there was no problem.
+      remarks: messages for stderr.
+      rows: name in the JSON, and further rows as JSON and text, produced on demand.
     """
 
     result: dict[str, Any]
@@ -69,7 +74,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """One subcommand."""
+    """A subcommand: its help and its function."""
 
     help: str
     run: Callable[[Options], Outcome]
@@ -79,13 +84,13 @@ class Command:
 
 
 def _disk(options: Options) -> Disk:
-    """Opens the disk of an existing root; with the tenant's key, where one is given."""
+    """Opens the disk of an existing root, with the tenant's key if there is one."""
     if not os.path.isdir(f"{options.root}/obj"):
-        raise InputError(f"store {options.root}: no store is there; expected a directory with obj/")
+        raise InputError(f"store {options.root}: got no store there; expected a directory with obj/")
     if options.key is None:
         return Disk(options.root)
     if options.tenant is None:
-        raise InputError("a key without a tenant; expected --tenant too, since keys are derived per tenant")
+        raise InputError("--key-file: got a key without a tenant; expected --tenant too")
     buffers = Buffers(wipe=True)
     disk = Disk(options.root, buffers=buffers, encryption=AesGcm(options.key, options.tenant, buffers))
     check_key(disk.root, _names(options, disk).space, disk.encryption.check)
@@ -94,13 +99,13 @@ def _disk(options: Options) -> Disk:
 
 def _names(options: Options, disk: Disk) -> ObjectNames:
     if not options.tenant:
-        raise InputError("no tenant; expected --tenant")
+        raise InputError("got no tenant; expected --tenant")
     given = options.secret
     return ObjectNames(options.tenant, read_secret(disk.root) if given is None else names_secret(disk.root, given))
 
 
 def _below(options: Options, disk: Disk) -> tuple[str, str]:
-    """Returns the folders of chunks and of libraries that a command is about: one tenant's, or all of the root."""
+    """Returns the folders of chunks and of libraries for a command: one tenant's, or the whole root's."""
     if options.tenant is None:
         return ALL
     names = _names(options, disk)
@@ -108,7 +113,7 @@ def _below(options: Options, disk: Disk) -> tuple[str, str]:
 
 
 def _has_tenant(options: Options, disk: Disk) -> bool:
-    """Whether the root holds anything of the tenant; True where none is asked for."""
+    """Returns whether the root has anything of the tenant, or no tenant was given."""
     if options.tenant is None:
         return True
     below = _below(options, disk)
@@ -119,7 +124,7 @@ def _has_tenant(options: Options, disk: Disk) -> bool:
 
 
 def _about_tenant(command: Callable[[Options], Outcome]) -> Callable[[Options], Outcome]:
-    """Wraps a command to warn where the root holds nothing of its tenant, whose name may be mistyped."""
+    """Wraps a command to warn if the root has nothing of its tenant, whose name may be misspelt."""
 
     def checked(options: Options) -> Outcome:
         known = _has_tenant(options, _disk(options))
@@ -196,7 +201,7 @@ def _verify(options: Options) -> Outcome:
 
 
 def _verify_remote(options: Options, remote: KeyValueStore, prefix: str) -> tuple[list[str], bool]:
-    """Reads every remote object, the bad ones twice; deletes these if that is confirmed. Their paths, and whether."""
+    """Verifies every remote object; deletes damaged ones if confirmed. Returns their paths, and whether it deleted."""
     bad: dict[str, bytes] = {}
     for path in filter(is_object, remote.paths(prefix)):
         with contextlib.suppress(StoreVersionError):
@@ -269,7 +274,7 @@ def _quarantine_restore(options: Options) -> Outcome:
 
 
 def _tenant(options: Options, disk: Disk) -> str:
-    """Returns the keyed name of the tenant that a command is about; empty where it is about all."""
+    """Returns the keyed name of a command's tenant; "" for the whole root."""
     return "" if options.tenant is None else _names(options, disk).tenant_name
 
 
@@ -289,10 +294,10 @@ def _rm_tenant(options: Options) -> Outcome:
 
 
 def _spec(text: str) -> Any:
-    """Reads --remote: TensorStore's specification, as JSON or as a URL.
+    """Parses --remote, TensorStore's specification as JSON or as a URL.
 
     Raises:
-      InputError: what begins as JSON and is none.
+      InputError: it begins as JSON and is invalid.
     """
     if not text.lstrip().startswith("{"):
         return text
@@ -337,13 +342,13 @@ def _budget(options: Options) -> Budget:
 
 def _directory(options: Options) -> str:
     if not options.directory:
-        raise InputError("no directory; expected --directory")
+        raise InputError("got no directory; expected --directory")
     return options.directory
 
 
 def _store(options: Options) -> ChunkStore:
     if not options.tenant:
-        raise InputError("--arrays without a tenant; expected --tenant")
+        raise InputError("--arrays: got no tenant; expected --tenant")
     more = {"secret": options.secret, "key": options.key, "budget": _budget(options)}
     return ChunkStore(options.root, tenant=options.tenant, **more)
 
@@ -381,4 +386,4 @@ COMMANDS: dict[str, Command] = {
     "import": Command("Takes over a snapshot, or with --arrays an export, from --directory, verified.", _import),
     "rm-tenant": Command("Deletes all that --tenant has; with --remote, there too.", _rm_tenant),
 }
-"""The subcommands, by name."""
+"""Subcommands by name."""

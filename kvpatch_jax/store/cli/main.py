@@ -1,4 +1,4 @@
-"""The operator's command line: `python -m kvpatch_jax.store ls --root=DIR`. Needs the extra `operate`."""
+"""Command line for operators: `python -m kvpatch_jax.store ls --root=DIR`. Needs the extra `operate`."""
 
 import difflib
 import json
@@ -19,7 +19,7 @@ _PROGRAM = "python -m kvpatch_jax.store"
 def _flags():
     from absl import flags
 
-    values = flags.FlagValues()  # our own, so that `main` can be called twice, and inside other programs
+    values = flags.FlagValues()  # separate, so that `main` can be called twice, and inside other programs
     text = lambda name, what: flags.DEFINE_string(name, None, what, flag_values=values)
     truth = lambda name, what: flags.DEFINE_bool(name, False, what, flag_values=values)
     text("root", "The store's directory.")
@@ -43,7 +43,9 @@ def _usage(values) -> str:
     return f"usage: {_PROGRAM} COMMAND --root=DIR [flags]\n\n{rows}\n{values.get_help()}"
 
 
-def _progress(entries: list[DirectoryEntry]) -> Any:  # whoever checks that it is an Iterable uses it up
+def _progress(
+    entries: list[DirectoryEntry],
+) -> Any:  # as an Iterable, a runtime check would consume it
     """Wraps entries in a progress bar on stderr, if that is a terminal."""
     from tqdm import tqdm
 
@@ -51,7 +53,7 @@ def _progress(entries: list[DirectoryEntry]) -> Any:  # whoever checks that it i
 
 
 class _ByteProgress:
-    """A progress bar in bytes, drawn at its first step."""
+    """Progress bar in bytes, drawn at its first step."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -90,7 +92,7 @@ def _file(path: str | None) -> bytes | None:
 
 
 def _lines(outcome: Outcome, as_json: bool) -> Iterator[str]:
-    """Formats a command's result; of many rows each as soon as it is there."""
+    """Formats a command's result; each of many rows as soon as it is available."""
     name, rows = outcome.rows or (None, iter(()))
     if not as_json:
         yield from outcome.lines
@@ -105,14 +107,19 @@ def _lines(outcome: Outcome, as_json: bool) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one command. 0: all is well; 1: something is not (`verify`), or was not done, or there is nothing of the
-    tenant; 2: it could not be run; 141: nobody read what it printed."""
+    """Runs one command.
+
+    Returns:
+      The exit status. 0: no problem; 1: a problem was found (`verify`), nothing was done, or there is nothing of the
+      tenant; 2: the command could not be run; 141: the output was closed.
+    """
     values, wrong = _flags()
     try:
         names = values([_PROGRAM, *arguments])[1:]
     except wrong as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
     if values.help:
         return _printed([_usage(values)])
     if wrongly := _wrongly_called(names, values.root):
@@ -121,7 +128,7 @@ def main(arguments: Sequence[str]) -> int:
 
     bar = _ByteProgress()
     try:
-        # A shell leaves the `~` of `--root=~/store` to the program.
+        # A shell does not expand the `~` of `--root=~/store`.
         directory = None if values.directory is None else os.path.expanduser(values.directory)
         options = Options(os.path.expanduser(values.root), _progress, bar, _ask, values.tenant,
                           _file(values["secret-file"].value), _file(values["key-file"].value), values.remote,
@@ -139,12 +146,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _wrongly_called(names: Sequence[str], root: str | None) -> str | None:
-    """Checks a call before anything is run. What is wrong; None where nothing is."""
+    """Checks a call before anything is run. Returns the problem, or None."""
     every, command = ", ".join(COMMANDS), " ".join(names)
     if not names:
         return f"no command; expected one of {every}"
     if command not in COMMANDS and names[0] in COMMANDS:
-        return f"{' '.join(map(repr, names[1:]))} behind the command; expected flags alone"
+        return f"got {' '.join(map(repr, names[1:]))} after the command; expected flags only"
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, 1)
         return f"unknown command {command!r}; expected " + (f"{near[0]!r}?" if near else f"one of {every}")
@@ -152,7 +159,7 @@ def _wrongly_called(names: Sequence[str], root: str | None) -> str | None:
 
 
 def _printed(lines: Iterable[str], status: int = 0) -> int:
-    """Prints lines. Returns the status; where nobody reads any more (`ls | head`), 128 + SIGPIPE."""
+    """Prints lines. Returns the status; 128 + SIGPIPE if the output was closed (`ls | head`)."""
     try:
         for line in lines:
             print(line)

@@ -1,4 +1,4 @@
-"""The budgets of a store, tier by tier."""
+"""Budgets of a store's tiers."""
 
 import dataclasses
 
@@ -9,19 +9,20 @@ from .quarantine import BYTES as QUARANTINE_BYTES
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Budget:
-    """Bytes per tier, as numbers or written: `Budget(disk="100 GB", host="2 GiB")`.
+    """Bytes per tier, as numbers or strings: `Budget(disk="100 GB", host="2 GiB")`.
 
     Attributes:
-      device, host: of the memory tiers.
-      disk: of the whole root, if all its tenants put under the same. Where others put under more, or set no bound, it
-        is of this tenant's objects, and nobody else's are evicted for it; the root has the largest (`shared_budget`).
-        None sets no bound, here and below.
-      tenant: of this tenant's objects on the disk.
-      library: of this tenant's static library, which a restore keeps to as well.
-      quarantine: of what of this tenant did not verify, beside `disk`: the oldest goes first, and all after a week.
+      device, host: budgets of the memory tiers.
+      disk: budget of the whole root, if all its tenants have the same. If others have a larger one or none, it limits
+        this tenant's objects only, and no others are evicted for it; the root has the largest (`shared_budget`). None,
+        here and below: no limit.
+      tenant: budget of this tenant's objects on the disk.
+      library: budget of this tenant's static library, for restores too.
+      quarantine: budget of this tenant's quarantined objects, in addition to `disk`: the oldest are deleted first, and
+        all after a week.
 
     Raises:
-      InputError: a size that is none (see `sizes.size_of`).
+      InputError: a size is invalid (see `sizes.size_of`).
     """
 
     device: int
@@ -47,10 +48,10 @@ class Budget:
 
 
 def budget_of(given: Budget | Size | None, what: str) -> Budget:
-    """Returns the budgets that are given: all of them, none, or the disk's alone, as a size.
+    """Returns a `Budget`, from one, from the disk's size alone, or the default for None.
 
     Raises:
-      InputError: anything else. `what` begins the message.
+      InputError: `given` has another type. `what` begins the message.
     """
     if given is None or isinstance(given, Budget):
         return given or Budget()

@@ -1,4 +1,4 @@
-"""Counters and latency histograms of a store: no ids, no content, only numbers."""
+"""Counters and latency histograms of a store. They contain no ids and no content."""
 
 import bisect
 import collections
@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Iterator
 
-from ..io.thread_pool import tell_of_forks
+from ..io.thread_pool import register_fork_guard
 
 BOUNDS = (25e-6, 1e-4, 2.5e-4, 1e-3, 2.5e-3, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5, 10.0)
-"""Upper bounds of the latencies' buckets, in seconds; there is one more bucket, for what took longer."""
+"""Upper bounds of the latency buckets, in seconds; one more bucket is for longer calls."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,25 +28,25 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Calls."""
+        """Number of calls."""
         return sum(self.counts)
 
 
 class Counters:
-    """Named sums, and latencies by operation and tier; thread-safe."""
+    """Named counts, and latencies by operation and tier. Thread-safe."""
 
     def __init__(self) -> None:
         self._values: collections.Counter[str] = collections.Counter()
         self._latencies: dict[tuple[str, str], list[float]] = {}
         self._lock = threading.Lock()
-        tell_of_forks(self)
+        register_fork_guard(self)
 
     def forked(self) -> None:
         """Replaces the lock in a forked process, where its holder may not exist."""
         self._lock = threading.Lock()
 
     def add(self, name: str, amount: int = 1) -> None:
-        """Adds to one count."""
+        """Adds to a count."""
         with self._lock:
             self._values[name] += amount
 
@@ -60,7 +60,7 @@ class Counters:
 
     @contextlib.contextmanager
     def timed(self, operation: str, tier: str) -> Iterator[None]:
-        """Records the latency of its body, unless that raises."""
+        """Records the latency of the block, unless it raises."""
         began = time.perf_counter()
         yield
         self.observe(operation, tier, time.perf_counter() - began)
@@ -70,12 +70,12 @@ class Counters:
             return self._values[name]
 
     def read(self) -> dict[str, int]:
-        """All counts, by name."""
+        """Returns all counts by name."""
         with self._lock:
             return dict(sorted(self._values.items()))
 
     def latencies(self) -> dict[tuple[str, str], Histogram]:
-        """All latencies, by operation and tier."""
+        """Returns all latencies by operation and tier."""
         with self._lock:
             copies = {key: list(own) for key, own in sorted(self._latencies.items())}
         return {key: Histogram(tuple(int(n) for n in own[:-1]), own[-1]) for key, own in copies.items()}

@@ -1,4 +1,4 @@
-"""Lists objects by their directories, without opening them, and removes them."""
+"""Listing of objects by their directories, without opening them, and their removal."""
 
 import contextlib
 import os
@@ -15,8 +15,15 @@ _DEPTH = 4
 
 
 class DirectoryEntry(NamedTuple):
-    """An object as its directory lists it: path from the root, bytes, access time (seconds), identity of the file, and
-    modification time (nanoseconds), which tells when it expires (`expiry.expiry_test`)."""
+    """An object as its directory lists it.
+
+    Attributes:
+      path: path below the root.
+      size: bytes.
+      used: access time in seconds.
+      file: identity of the file.
+      mtime_ns: modification time in nanoseconds, which encodes when the object expires (`expiry.expiry_test`).
+    """
 
     path: str
     size: int
@@ -26,34 +33,35 @@ class DirectoryEntry(NamedTuple):
 
     @property
     def chunk(self) -> str:
-        """The keyed name of the chunk it belongs to, with its folder: objects that agree in it go together."""
+        """Folder and keyed name of its chunk: equal for all objects of one chunk."""
         return self.path.partition(".")[0]
 
     @property
     def part(self) -> str:
-        """What of the chunk it is: "kv", "kv.int8", "enc", "p.…"."""
+        """Part of the chunk that it is: "kv", "kv.int8", "enc", "p.…"."""
         return part_of(self.path)
 
 
 def directory_entry(path: str, stat: os.stat_result) -> DirectoryEntry:
-    """Makes an entry from an object's path and its file's `stat`."""
+    """Returns the entry of an object from its path and its file's `stat`."""
     return DirectoryEntry(path, stat.st_size, stat.st_atime, identity(stat), stat.st_mtime_ns)
 
 
 def scan(root: str, below: str) -> list[DirectoryEntry]:
-    """Lists every object below a folder of a root, in no order. Raises StoreError.
+    """Lists every object below a folder of a root, unordered. Raises StoreError.
 
-    Left out is what vanishes meanwhile, what has no object's name, and what lies deeper than objects do. A link, a FIFO
-    or the like that has an object's name is listed, so that it can be seen and removed; nothing reads it.
+    Skips files that vanish in the meantime, have other names, or are nested deeper than objects. A link, a FIFO or the
+    like with an object's name is listed, so that it can be removed; nothing reads it.
     """
     found: list[DirectoryEntry] = []
     waiting = [below]
+
     while waiting:
-        each = waiting.pop()
+        current = waiting.pop()
         try:
-            with folder(root, each) as fd, os.scandir(fd) as entries:
+            with folder(root, current) as fd, os.scandir(fd) as entries:
                 for entry in entries:
-                    path = f"{each}/{entry.name}"
+                    path = f"{current}/{entry.name}"
                     if entry.is_dir(follow_symlinks=False):
                         waiting += [path] if path.count("/") < _DEPTH else []
                     elif is_object(path):
@@ -68,10 +76,11 @@ def scan(root: str, below: str) -> list[DirectoryEntry]:
 
 @contextlib.contextmanager
 def reading(root: str, path: str) -> Iterator[tuple[int, Header]]:
-    """Opens an object by its path below a root; yields its file and its header, checked against the file's name.
+    """Opens an object by its path below a root. Yields its file and its header, whose name is checked.
 
     Raises:
-      StoreCorruptError: no object of that name. OSError: it cannot be read.
+      StoreCorruptError: it is no object of that name.
+      OSError: it cannot be read.
     """
     with open_regular(root, path, noatime=True) as fd:
         header = read_header(fd)
@@ -80,14 +89,15 @@ def reading(root: str, path: str) -> Iterator[tuple[int, Header]]:
 
 
 Still = Callable[[int, str], bool]
-"""Whether the object under a name in an open directory is the one that is meant; called while no name can change."""
+"""Test whether the object under a name in an open directory is the expected one, called while no name can change."""
 
 
 class Removal:
-    """Removes objects of a root, by their paths; made by `removing`.
+    """Removal of objects of a root by their paths; made by `removing`.
 
     Attributes:
-      folders: where objects were, from the root; to be synced.
+      root: the root.
+      folders: folders of removed objects below the root, to be synced.
     """
 
     def __init__(self, root: str):
@@ -95,8 +105,8 @@ class Removal:
         self.folders: set[str] = set()
 
     @contextlib.contextmanager
-    def _meant(self, path: str, still: Still | None) -> Iterator[tuple[int, str] | None]:
-        """The open folder and the name of an object; None where it is gone or is not the one that is meant."""
+    def _expected(self, path: str, still: Still | None) -> Iterator[tuple[int, str] | None]:
+        """Yields the open folder and the name of an object; None if it is gone or not the expected one."""
         above, _, file = path.rpartition("/")
         with contextlib.ExitStack() as stack:
             found = None
@@ -107,13 +117,13 @@ class Removal:
             yield found
 
     def is_there(self, path: str, still: Still | None = None) -> bool:
-        """Whether an object exists, and is the one that is meant."""
-        with self._meant(path, still) as found:
+        """Returns whether an object exists and is the expected one."""
+        with self._expected(path, still) as found:
             return found is not None
 
     def remove(self, path: str, still: Still | None = None) -> bool:
-        """Removes an object, if it is the one that is meant. Whether it did."""
-        with self._meant(path, still) as found, contextlib.suppress(FileNotFoundError):
+        """Removes an object if it is the expected one. Returns whether it was removed."""
+        with self._expected(path, still) as found, contextlib.suppress(FileNotFoundError):
             if found is not None:
                 fd, file = found
                 os.unlink(file, dir_fd=fd)
@@ -124,33 +134,33 @@ class Removal:
 
 @contextlib.contextmanager
 def removing(root: str) -> Iterator[Removal]:
-    """Removes objects of a root while no name can be added; durably when this is left.
+    """Context in which objects of a root are removed and no name can be added. At its end the removals are durable.
 
     Raises:
-      StoreReadOnlyError, StoreIOError: one could not be taken away.
+      StoreReadOnlyError, StoreIOError: an object could not be removed.
     """
     removal = Removal(root)
     with typed_errors("store: delete"):
         with locked(f"{root}/names.lock", shared=False):
             yield removal
-        for each in sorted(removal.folders):
-            with contextlib.suppress(FileNotFoundError), folder(root, each) as fd:  # its tenant was deleted
+        for path in sorted(removal.folders):
+            with contextlib.suppress(FileNotFoundError), folder(root, path) as fd:  # its tenant may be deleted by now
                 os.fsync(fd)
 
 
 class NameState(NamedTuple):
-    """What may tell, later, that a name was written or that anything of its root was deleted.
+    """State of a name, by which a later write of it, or any deletion in its root, is recognised.
 
     Attributes:
-      deletions: of the root so far.
-      file: what the name has, as its writer knows it (`io.files.written`); None: nothing.
+      deletions: number of deletions in the root so far.
+      file: identity of the name's file as its writer knows it (`io.files.written`); None: no file.
     """
 
     deletions: int
     file: Identity | None
 
     def allows(self, now: "NameState") -> bool:
-        """Whether nothing was written or deleted since. What only went, damaged or evicted, may come again."""
+        """Returns whether nothing was written or deleted since. Evicted or damaged objects may be written again."""
         return now.deletions == self.deletions and now.file in (self.file, None)
 
 
@@ -165,18 +175,18 @@ def name_state(root: str, path: str) -> NameState:
 
 
 def note_deletion(lock: int) -> None:
-    """Counts a deletion, so that what was read before comes too late to be written.
+    """Counts a deletion, which invalidates copies of objects that were read before it.
 
-    The length of names.lock, which is held alone, is the count: a hole, for which a full disk has room.
+    The count is the length of names.lock, which is held exclusively. The file is a hole, so it fits on a full disk.
     """
     os.ftruncate(lock, os.fstat(lock).st_size + 1)
 
 
 def same_file(file: Identity) -> Still:
-    """Checks for the same file, which nobody has used or linked meanwhile."""
+    """Returns a test for the same file, not used or linked in the meantime."""
     return lambda fd, name: identity(os.stat(name, dir_fd=fd, follow_symlinks=False)) == file
 
 
 def was_written(file: Identity) -> Still:
-    """Checks for the file that was written, by `io.files.written`."""
+    """Returns a test for the file that was written, by `io.files.written`."""
     return lambda fd, name: written(os.stat(name, dir_fd=fd, follow_symlinks=False)) == file

@@ -1,14 +1,14 @@
-"""One store directory: verified reads, quarantine, deletion and listing of objects; durable writes are in `writing`.
+"""One store directory: verified reads, quarantine, deletion and listing of objects. `object_writer` writes.
 
     root/STORE.json      version and secret of the store
-    root/obj/…           objects; an object is there whole or not at all
+    root/obj/…           objects; each exists whole or not at all
     root/tmp/            objects being written, locked by their writer
-    root/quarantine/     objects that did not verify
+    root/quarantine/     objects that failed verification
     root/deleted/        tenants being deleted
-    root/names.lock      held shared to add a name, alone to take one away
-    root/evict.lock      held by whoever evicts
+    root/names.lock      held shared to add a name, exclusively to remove one
+    root/evict.lock      held during eviction
 
-The directory is the truth; there is no index.
+There is no index: the directory alone says what is stored.
 """
 
 import contextlib
@@ -58,16 +58,18 @@ _LARGEST_KNOWN = 64 << 10
 
 
 class Disk:
-    """Reads, writes and removes the objects of a root. Any number of threads and processes may use one root at once.
+    """Files of a root. Any number of threads and processes may use one root at once.
 
     Args:
-      root: the store's directory; made where it is not there.
-      clock: seconds since the epoch; for expiry only.
-      encryption: decrypts what is read; what is written comes encrypted already.
-      quarantine: bytes that what did not verify may take, of each tenant; None sets no bound.
+      root: the store's directory, created if it does not exist.
+      counters: counts reads and writes.
+      buffers: host memory for reads.
+      clock: returns seconds since the epoch; used for expiry only.
+      encryption: decrypts reads. Objects to be written are encrypted already.
+      quarantine: bytes of quarantined objects per tenant; None: no limit.
 
     Raises:
-      StoreReadOnlyError, StoreFullError, StoreIOError: the directory cannot be made.
+      StoreReadOnlyError, StoreFullError, StoreIOError: the directory cannot be created.
     """
 
     def __init__(
@@ -85,31 +87,33 @@ class Disk:
         self.counters = Counters() if counters is None else counters
         self.buffers = Buffers() if buffers is None else buffers
         self._damage_rate = DamageRate()
-        # Parsed headers by their bytes, which are read each time, so that nothing stale is believed.
+        # Parsed headers by their bytes, which are read each time: a cached header cannot be stale.
         self._known = functools.lru_cache(_KNOWN)(parse_header)
+
         with typed_errors(f"store {self.root}: open"):
             make_root(self.root)
             for top in ("obj", "tmp", "quarantine"):
                 if not os.path.isdir(f"{self.root}/{top}"):
                     make_directories(self.root, top)
+
         self.writer = ObjectWriter(self.root, self.encryption.check)
         self.recent_use = shared(RecentUse, self.root)
 
     # ----------------------------------------------------------------------------------------------- writing
 
     def put(self, name: Name, blob: Blob) -> int:
-        """Writes one object, durably when this returns. Bytes of the file."""
+        """Writes one object durably. Returns the bytes of its file."""
         return self.put_group([(name, blob)])
 
     def put_group(self, items: Sequence[tuple[Name, Blob]]) -> int:
-        """Writes several objects durably and counts them. Bytes in all. Raises as `ObjectWriter.put`."""
+        """Writes several objects durably and counts them. Returns their bytes. Raises as `ObjectWriter.put`."""
         total = self.writer.put(items)
         self.counters.add("puts", len(items))
         self.counters.add("put_bytes", total)
         return total
 
     def copy(self, name: Name, blob: Blob, before: NameState) -> int:
-        """Writes an object that was read elsewhere, as `ObjectWriter.copy`, and counts it. Bytes of its file."""
+        """Writes a copy of an object, as `ObjectWriter.copy`, and counts it. Returns the bytes of its file."""
         nbytes = self.writer.copy(name, blob, before)
         self.counters.add("puts", int(nbytes > 0))
         self.counters.add("put_bytes", nbytes)
@@ -120,28 +124,28 @@ class Disk:
         return name_state(self.root, name.path)
 
     def note_deletion(self) -> None:
-        """Has copies of what was read until now come too late to be written, in every process. Raises StoreError."""
+        """Invalidates copies, in every process, of objects that were read until now. Raises StoreError."""
         with typed_errors("store: delete"), locked(f"{self.root}/names.lock", shared=False) as lock:
             note_deletion(lock)
 
     def add_all(self, groups: Iterable[Sequence[tuple[Name, Blob | LinkSource]]], copy: bool) -> int:
-        """Adds groups of objects under names that are free, all or none, as `ObjectWriter.add_all`. How many."""
+        """Adds groups of objects under free names, all or none, as `ObjectWriter.add_all`. Returns their number."""
         return self.writer.add_all(groups, copy)
 
     def sweep(self, tenant: str = "") -> int:
-        """Removes what dead writers left in tmp/, as `ObjectWriter.sweep`. How many."""
+        """Removes files of dead writers from tmp/, as `ObjectWriter.sweep`. Returns their number."""
         return self.writer.sweep(tenant)
 
     # ----------------------------------------------------------------------------------------------- reading
 
     def get(self, name: Name) -> VerifiedObject | None:
-        """Reads an object whole and verifies every byte. None where it is absent, expired, unreadable or damaged.
+        """Reads an object whole and verifies every byte. None if it is absent, expired, unreadable or damaged.
 
-        One that is damaged in the same way twice is moved to quarantine. A failing read (EIO) may pass and leaves the
-        object where it is; what a later version wrote stays too.
+        One that is damaged in the same way twice is moved to quarantine. After a failed read (EIO), which may pass, and
+        if a later version of the library wrote it, the object stays.
 
         Raises:
-          StoreKeyError: it is encrypted, and not under our key; it stays where it is.
+          StoreKeyError: it is encrypted with another key; it stays too.
         """
         with self._opened(name) as opened:
             if opened is None:
@@ -160,13 +164,15 @@ class Disk:
 
     @contextlib.contextmanager
     def reading(self, name: Name, *, noatime: bool = False) -> Iterator[tuple[Header, Read] | None]:
-        """Opens an object: its header, and a function that reads some of its neighbouring leaves, verified.
+        """Opens an object: yields its header and a function that reads and verifies adjacent leaves; None as `get`.
+
+        The function raises StoreCorruptError for a damaged object, which is then handled as by `get`, and StoreIOError.
 
         Args:
-          noatime: leaves the access time as it is, so that this does not count as a use of the object.
+          noatime: keeps the access time, so that this does not count as a use of the object.
 
-        The function raises StoreCorruptError where the object is damaged, which `get` says more of, and StoreIOError.
-        Raises StoreKeyError as `get`.
+        Raises:
+          StoreKeyError: as `get`.
         """
         with self._opened(name, noatime) as opened:
             if opened is None:
@@ -184,21 +190,23 @@ class Disk:
 
     @contextlib.contextmanager
     def _opened(self, name: Name, noatime: bool = False) -> Iterator[tuple[int, Header, Read] | None]:
-        """Opens an object: file, plain header and a reader of its plain leaves, each read twice where it is damaged;
-        None as `get`."""
+        """Opens an object: yields file, decrypted header and a reader of decrypted leaves; None as `get`.
+
+        What does not verify is read twice.
+        """
         with contextlib.ExitStack() as stack:
             fd, opening = -1, None
             try:
                 fd = stack.enter_context(open_regular(self.root, name.path, noatime=noatime))
                 opening = self._read_twice(name, fd, functools.partial(self._open, name, fd))
             except (FileNotFoundError, NotADirectoryError):
-                pass  # a miss, and nothing is wrong
+                pass  # an ordinary miss
             except OSError:
                 self.counters.add("read_errors")
             except StoreVersionError:
                 self.counters.add("newer")
             except StoreCorruptError:
-                pass  # it was seen to
+                pass  # it is in quarantine by now
             if opening is None:
                 yield None
                 return
@@ -208,9 +216,10 @@ class Disk:
                 def attempt(read_bytes: ReadInto) -> dict[str, np.ndarray]:
                     if read_bytes is read_into:
                         return read_first(names)
+                    # The second attempt reads the header again too, by the same function.
                     again = self._open(name, fd, read_bytes)
                     if again is None:
-                        raise StoreCorruptError("object: not there when read again; expected the one that was opened")
+                        raise StoreCorruptError("object: got nothing in a second read; expected the opened object")
                     return again[1](names)
 
                 return self._read_twice(name, fd, attempt)
@@ -218,7 +227,7 @@ class Disk:
             yield fd, header, read
 
     def _open(self, name: Name, fd: int, read_bytes: ReadInto) -> tuple[Header, Read] | None:
-        """Reads the header of an open object, and decrypts it; None where it has expired or is not encrypted."""
+        """Reads and decrypts the header of an open object; None if it has expired or is not encrypted but should be."""
         header = read_header(fd, self._parse if read_bytes is read_into else parse_header, read_bytes)
         check_name(header, name.file)
         if header.expires is not None and self.clock() >= header.expires:
@@ -232,30 +241,31 @@ class Disk:
         return (self._known if len(raw) <= _LARGEST_KNOWN else parse_header)(raw, size)
 
     def forget(self) -> None:
-        """Drops the headers that are cached."""
+        """Drops cached headers."""
         self._known.cache_clear()
 
     def _read_twice[T](self, name: Name, fd: int, read: Callable[[ReadInto], T], *, certain: bool = False) -> T:
         return self.read_twice(fd, read, lambda why: self.quarantine(name, identity_of(fd), why, certain=certain))
 
     def read_twice[T](self, fd: int, read: Callable[[ReadInto], T], condemn: Callable[[str], object]) -> T:
-        """Reads from an open object, and once more where it does not verify.
+        """Reads from an open object, and a second time if it does not verify.
 
-        A reader with a fault of its own sees damage in good files, but hardly the same damage twice. So only what
-        fails twice in the same way, with the same wrong sums, is given to `condemn`, with the reason.
+        A faulty reader (memory, cable) sees damage in good files, but hardly the same damage twice. So an object is
+        condemned only if it fails twice in the same way, with the same wrong checksums.
 
         Args:
-          read: reads by the function that it is given.
+          read: reads with the function that it gets.
+          condemn: called with the reason if the object is damaged.
 
         Raises:
-          StoreCorruptError: neither reading verified. What `read` raises.
+          StoreCorruptError: neither attempt verified. Any exception of `read`.
         """
         try:
             return read(read_into)
-        except StoreCorruptError as first:  # its traceback holds the first buffers, so that the second are others
+        except StoreCorruptError as first:  # its traceback keeps the first buffers, so the second attempt gets others
             forget_pages(fd)
             try:
-                found = read(read_again)
+                result = read(read_again)
             except StoreCorruptError as second:
                 if str(second) == str(first):
                     condemn(str(first))
@@ -263,23 +273,24 @@ class Disk:
                     self._note_unsteady()
                 raise
             self._note_unsteady()
-            return found
+            return result
 
     def _note_unsteady(self) -> None:
         self.counters.add("unsteady_reads")
-        self.forget()  # whatever the fault is in, parsed headers may have it too
+        self.forget()  # the fault may be in parsed headers too
 
     def build_again[T](
         self, name: Name, file: Identity, error: Exception, build: Callable[[Header, Arrays], T]
     ) -> T | None:
-        """Reads an object again that verified and yet did not make what its name says.
+        """Reads an object again that was verified and yet could not be decoded.
 
         Args:
-          file, error: what was read, and what `build` raised of it.
+          file: identity of the file that was read.
+          error: the exception that `build` raised for it.
 
         Returns:
-          What `build` makes of the second reading; None where that fails too. If it fails in the same way, the object
-          is in quarantine.
+          The result of `build` for the second read; None if that fails too. If it fails in the same way, the object is
+          moved to quarantine.
         """
         try:
             with open_regular(self.root, name.path, noatime=True) as fd:
@@ -294,11 +305,12 @@ class Disk:
             if str(again) == str(error):
                 self.quarantine(name, file, str(error))
             return None
+
         self._note_unsteady()
         return found
 
     def _touch(self, fd: int) -> None:
-        """Sets an object's access time, by which it is evicted. A root that may only be read goes without."""
+        """Sets an object's access time, by which it is evicted. Does nothing on a read-only root."""
         with contextlib.suppress(OSError):
             os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
 
@@ -308,16 +320,20 @@ class Disk:
         """Moves a damaged object to quarantine, unless its name has another file by now, which may be good.
 
         Args:
-          certain: whether the fault is not this reader's own, however many objects it finds damaged (`DamageRate`).
+          file: identity of the damaged file.
+          reason: recorded next to it.
+          certain: whether the object is known to be damaged. Otherwise, a reader that finds many damaged objects
+            suspects itself and moves none (`DamageRate`).
 
         Returns:
-          Whether it was moved: on a medium that may only be read it stays where it is.
+          Whether it was moved; on a read-only medium it is not.
         """
         if not self._damage_rate.note(name.path) and not certain:
             self.counters.add("quarantine_withheld")
             return False
+
         aside, moved = f"{name.tenant}.{time.time_ns()}-{file[0]}-{name.file}", False
-        # Alone with the names: a writer may replace the damaged file by a good one at any other time.
+        # Under the exclusive lock, because a writer may replace the damaged file by a good one at any other time.
         with (
             contextlib.suppress(OSError),
             locked(f"{self.root}/names.lock", shared=False),
@@ -330,20 +346,21 @@ class Disk:
                     self.counters.add("quarantined")
                     with open_regular_in(target, f"{aside}.reason", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                         write_all(fd, [reason_text(reason, name.path)], 0)
+
         with contextlib.suppress(StoreError):
             keep_within(self.root, name.tenant, self._quarantine_bytes)
         return moved
 
     def collect_quarantine(self, tenant: str = "") -> int:
-        """Deletes what has been in quarantine too long, is past its time or beyond the budget. How many objects.
+        """Deletes quarantined objects that are too old, expired or over the budget. Returns their number.
 
         Raises:
-          StoreReadOnlyError, StoreIOError.
+          StoreReadOnlyError, StoreIOError: not all were deleted.
         """
         return len(keep_within(self.root, tenant, self._quarantine_bytes, self.expires, self.clock()))
 
     def delete(self, path: str, still: Still | None = None) -> bool:
-        """Removes one object, durably. `still`: only if this says so of its path. Whether it did.
+        """Removes one object durably, if `still` (called with its path) allows it. Returns whether it was removed.
 
         Raises:
           StoreReadOnlyError, StoreIOError: it could not be removed.
@@ -352,16 +369,18 @@ class Disk:
             return removal.remove(path, still)
 
     def examine(self, name: Name, *, leaves: bool = True, certain: bool = False) -> Header | None:
-        """Verifies every byte of an object as it lies, or with `leaves` off those of its header. Returns the header.
+        """Verifies every byte of an object's file, encrypted or not.
 
         Args:
-          certain: as of `quarantine`.
+          leaves: False verifies the header alone.
+          certain: as `quarantine`.
 
         Returns:
-          None where it does not exist, or is damaged; then it is in quarantine now, if that could be.
+          The header; None if the object does not exist, or is damaged and so was moved to quarantine if possible.
 
         Raises:
-          StoreVersionError: a later version wrote it. OSError.
+          StoreVersionError: a later version wrote it.
+          OSError: it could not be read.
         """
 
         def verified(read_bytes: ReadInto) -> Header:
@@ -380,20 +399,22 @@ class Disk:
     # ---------------------------------------------------------------------------------------------- listing
 
     def scan(self, below: str = "obj") -> list[DirectoryEntry]:
-        """Lists every object below a folder, in no order, as `directory.scan`. Raises StoreError."""
+        """Lists every object below a folder, unordered, as `directory.scan`. Raises StoreError."""
         return scan(self.root, below)
 
     def is_current(self, name: Name, known: Version) -> Version | None:
-        """Checks that an object is still the one that was read, and counts that as a use of it. Its version as the
-        directory shows it now, else None.
+        """Checks that an object is still the version that was read, and counts this as a use of it.
 
-        A file that was only used or linked since is opened, and its header's checksum compared.
+        A file whose times alone have changed is opened, and its header's checksum compared.
+
+        Returns:
+          The version as the directory shows it now; None if it is another one.
         """
         path = f"{self.root}/{name.path}"
         try:
             stat = os.lstat(path)
             due = self.recent_use.note(name.path, time.time(), stat.st_atime)
-            if identity(stat) == known.file and not due:  # the common case costs one system call
+            if identity(stat) == known.file and not due:  # the common case: one system call
                 return known
             with open_regular(self.root, name.path, noatime=True) as fd:
                 if opening_crc(os.pread(fd, OPENING_BYTES, 0)) != known.crc:
@@ -405,7 +426,7 @@ class Disk:
             return None
 
     def is_newer(self, name: Name) -> bool:
-        """Whether a later version of the library wrote an object, by its header and its encryption."""
+        """Returns whether a later version of the library wrote an object, by its header and its encryption."""
         try:
             with open_regular(self.root, name.path, noatime=True) as fd:
                 open_object(fd, read_header(fd), self.encryption, self.buffers)
@@ -420,20 +441,22 @@ class Disk:
         return [entry for entry in self.scan(name.folder) if entry.chunk == f"{name.folder}/{name.chunk}"]
 
     def expires(self, path: str) -> float | None:
-        """Reads when an object expires; None where it does not, or cannot be read."""
+        """Returns when an object expires; None if it does not, or cannot be read."""
         above, _, file = path.rpartition("/")
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(self.root, above) as fd:
             return _expires(fd, file)
         return None
 
     def has_expired(self, fd: int, file: str) -> bool:
-        """Whether the object in a file of an open directory has expired, by its header."""
+        """Returns whether the object in a file of an open directory has expired, by its header."""
         expires = _expires(fd, file)
         return expires is not None and self.clock() >= expires
 
     def check_expiry(self, entry: DirectoryEntry) -> tuple[DirectoryEntry, bool]:
-        """Tells whether an object of `scan` has expired. It is opened only where its modification time says so; a wrong
-        one is corrected, and the entry returned with it."""
+        """Returns whether an object of `scan` has expired, with its entry.
+
+        It is opened only if its modification time says so. A wrong modification time is corrected, in the entry too.
+        """
         if not expiry_test(self.clock())(entry.mtime_ns):
             return entry, False
         above, _, file = entry.path.rpartition("/")
@@ -445,7 +468,7 @@ class Disk:
 
 
 def _expires(parent: int, file: str) -> float | None:
-    """Reads when an object expires; None where it cannot be read. Corrects a modification time that says otherwise."""
+    """Returns when an object expires; None if it cannot be read. Corrects a wrong modification time."""
     try:
         with open_regular_in(parent, file, noatime=True) as fd:
             expires = read_header(fd).expires

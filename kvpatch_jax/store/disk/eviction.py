@@ -1,7 +1,8 @@
-"""Eviction from the disk: expired objects first, then what can be derived again, then the least recently used.
+"""Eviction from the disk: expired objects first, then objects that can be derived again, then the least recently used.
 
-Of all chunks, patches and smaller encodings go before any canonical, and a canonical whose encoder output is there (an
-eighth of its bytes, and enough to make it again) before one that stands alone. A canonical takes its patches along.
+Patches and smaller encodings of all chunks are evicted before any canonical, and a canonical with a stored encoder
+output (an eighth of its bytes, and sufficient to form it again) before one without. A canonical is evicted together
+with its patches.
 """
 
 import collections
@@ -16,15 +17,15 @@ from .directory import DirectoryEntry, removing, same_file
 from .disk import Disk
 
 SLACK = 0.05
-"""Share of the budget that an eviction frees beyond what is asked, so that the next put need not evict again."""
+"""Share of the budget that an eviction frees beyond the need, so that the next put need not evict again."""
 _BATCH, _BATCH_BYTES = 64, 64 << 20
-_LOOKS = 3
-"""How often a root is listed again where objects change meanwhile."""
+_ROUNDS = 3
+"""Number of times that a root is listed if objects change in the meantime."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Unit:
-    """Objects that are evicted together: their turn (lower first) and when they were last used."""
+    """Objects that are evicted together, with their turn (lower first) and the time of their last use."""
 
     turn: int
     used: float
@@ -34,19 +35,21 @@ class _Unit:
 def make_room(
     disk: Disk, budget: int, need: int, pinned: Callable[[str], bool], below: str = "obj", counted: str = "obj"
 ) -> int:
-    """Evicts until `need` bytes fit within `budget`, over all that is on the disk. One process at a time.
+    """Evicts until `need` more bytes fit within `budget`. One process at a time.
 
     Args:
-      below: the folder that the budget is for. counted: the folder whose evictions are counted.
+      pinned: returns whether a chunk must not be evicted.
+      below: the folder to which the budget applies.
+      counted: the folder whose evictions are counted.
 
     Returns:
-      Bytes of what is there now.
+      The bytes of the remaining objects.
 
     Raises:
-      StoreFullError: what is left is pinned, or `need` is larger than the budget; nothing was evicted then.
+      StoreFullError: the rest is pinned, or `need` is larger than the budget; nothing was evicted in these cases.
     """
     with typed_errors("store: evict"), locked(f"{disk.root}/evict.lock", shared=False):
-        for _ in range(_LOOKS):  # what others use meanwhile is not taken away, so one look may not be enough
+        for _ in range(_ROUNDS):  # objects that others use in the meantime stay, so one round may not be enough
             entries = disk.scan(below)
             total = sum(entry.size for entry in entries)
             if total + need <= budget:
@@ -59,25 +62,25 @@ def make_room(
             if total + need <= budget:
                 return total
         raise StoreFullError(
-            f"store: {need} bytes do not fit into {budget}, of what is there too little may go; "
-            "expected room within the budget"
+            f"store: got {need} bytes for a budget of {budget}, of what is stored too little may go; expected room "
+            "within the budget"
         )
 
 
 def _evict(disk: Disk, units: Iterable[_Unit], total: int, allowed: int, counted: str) -> int:
-    """Removes units in their order, until what is left is well within what is allowed. Bytes that are left."""
+    """Removes units in order until the rest is below `allowed` by the slack. Returns the bytes of the rest."""
     target = allowed - int(SLACK * allowed)
     waiting, gone = iter(units), set[str]()
     while total > target and (batch := _batch(waiting, total - target)):
         for unit, entry in _take(disk, batch, gone):
             total -= entry.size
-            if entry.path.startswith(f"{counted}/"):  # a tenant's counts tell nothing of others
+            if entry.path.startswith(f"{counted}/"):  # a tenant's counts must not reveal others' evictions
                 disk.counters.add("disk_evicted_expired" if unit.turn == 0 else "disk_evicted_budget")
     return total
 
 
 def _batch(waiting: Iterator[_Unit], missing: int) -> list[_Unit]:
-    """Takes the next units to remove under one lock: few, so that others wait briefly, and no more than needed."""
+    """Returns the next units to remove under one lock: few, so that others wait briefly, and no more than needed."""
     batch: list[_Unit] = []
     nbytes = 0
     for unit in waiting:
@@ -89,13 +92,13 @@ def _batch(waiting: Iterator[_Unit], missing: int) -> list[_Unit]:
 
 
 def _take(disk: Disk, units: Iterable[_Unit], gone: set[str]) -> list[tuple[_Unit, DirectoryEntry]]:
-    """Removes units whose files are still as they were listed, each whole. What was removed, each with its unit.
+    """Removes units whose files are still as they were listed, each unit whole. Returns the removed objects.
 
-    Expiry is read from the header once more. Patches that were used or linked since the listing stay, and so does their
-    canonical: the next look finds both.
+    Expiry is read from the header again. Patches that were used or linked since the listing stay, and so does their
+    canonical, until the next round.
 
     Args:
-      gone: paths that were removed before; filled.
+      gone: paths that were removed before; updated.
     """
     taken: list[tuple[_Unit, DirectoryEntry]] = []
     with removing(disk.root) as removal:
@@ -123,7 +126,7 @@ def _units(disk: Disk, entries: Iterable[DirectoryEntry], pinned: Callable[[str]
 
 
 def _chunks(entries: Iterable[DirectoryEntry]) -> dict[str, dict[str, DirectoryEntry]]:
-    """Groups objects by chunk, and there by part."""
+    """Groups objects by chunk, and within it by part."""
     chunks: dict[str, dict[str, DirectoryEntry]] = collections.defaultdict(dict)
     for entry in entries:
         chunks[entry.chunk][entry.part] = entry
@@ -134,9 +137,10 @@ def _units_of(disk: Disk, parts: dict[str, DirectoryEntry]) -> list[_Unit]:
     looked = {part: disk.check_expiry(entry) for part, entry in parts.items()}
     parts = {part: entry for part, (entry, _) in looked.items()}
     patches = tuple(entry for part, entry in parts.items() if part.startswith("p."))
+
     units: list[_Unit] = []
     for part, entry in parts.items():
-        # Turns: 0 expired, 1 can be derived here, 2 can be made again from the encoder output, 3 stands alone.
+        # Turns: 0 expired, 1 derived from a canonical, 2 can be formed again from the encoder output, 3 others.
         canonical = part.partition(".")[0] == "kv"
         derived = part.startswith("p.") or (canonical and (whole := unreduced_part(part)) != part and whole in parts)
         turn = 1 if derived else 2 if canonical and "enc" in parts else 3
@@ -148,27 +152,28 @@ def _units_of(disk: Disk, parts: dict[str, DirectoryEntry]) -> list[_Unit]:
 
 
 def collect(disk: Disk, below: str = "obj", libraries: str | None = None) -> int:
-    """Deletes expired objects (a canonical with its patches) and what dead writers left. How many objects.
+    """Deletes expired objects (a canonical with its patches) and files of dead writers. Returns their number.
 
     Args:
-      below: a tenant's folder, for that tenant's alone.
-      libraries: a folder of libraries whose expired entries go too.
+      below: a tenant's folder restricts it to that tenant.
+      libraries: a folder of libraries whose expired entries are also deleted.
     """
     with typed_errors("store: collect"), locked(f"{disk.root}/evict.lock", shared=False):
         deleted, gone = 0, set[str]()
-        for _ in range(_LOOKS):
+        for _ in range(_ROUNDS):
             entries = disk.scan(below) + ([] if libraries is None else disk.scan(libraries))
             units = [unit for unit in _expired(disk, entries) if unit.entries[0].path not in gone]
             if not units:
                 break
             for start in range(0, len(units), _BATCH):
                 deleted += len(_take(disk, units[start : start + _BATCH], gone))
+
     disk.counters.add("disk_evicted_expired", deleted)
     return deleted + disk.sweep(below.removeprefix("obj").removeprefix("/"))
 
 
 def _expired(disk: Disk, entries: Iterable[DirectoryEntry]) -> list[_Unit]:
-    """Lists expired units. Files are opened only of chunks where a modification time says that something expired."""
+    """Lists expired units. Opens only files of chunks of which a modification time says that an object has expired."""
     look = expiry_test(disk.clock())
     chunks = {entry.chunk for entry in entries if look(entry.mtime_ns)}
     units = _units(disk, [entry for entry in entries if entry.chunk in chunks], lambda _: False) if chunks else []

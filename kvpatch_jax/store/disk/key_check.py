@@ -1,10 +1,10 @@
-"""The check value of the key that a tenant's objects are encrypted under, by which a wrong key is found.
+"""Check value of the key with which a tenant's objects are encrypted, by which a wrong key is recognised.
 
     root/obj/<tenant>/KEY        the value, 32 hexadecimal digits
     root/obj/<tenant>/KEY.copy   the value with a digest; older versions neither write nor read it
 
-Each encrypted object states the value too. So where one file is damaged or gone, the other or the objects tell the
-key, and the files are written anew, by whoever has that key and by nobody else.
+Each encrypted object states the value too. If one file is damaged or missing, the value is taken from the other or from
+the objects, and the files are written again, but only by a process that has the key.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from .root_config import publish_setting, replace_setting
 NAME, COPY = "KEY", "KEY.copy"
 _LARGEST = 1 << 12
 _FEW = 16
-"""Objects that are looked at for an encrypted one where there is no key: of most tenants none is."""
+"""Number of objects in which an encrypted one is searched if there is no key: most tenants have none."""
 
 
 def check_key(root: str, space: str, check: str | None, note: bool = False) -> None:
-    """Compares a tenant's key with the one that its objects are under.
+    """Compares a tenant's key with the key of its objects.
 
     Args:
       space: the tenant's folder.
-      check: value of the key (`Encryption.check`); None without encryption.
+      check: check value of the key (`Encryption.check`); None without encryption.
       note: writes the files before the tenant's first encrypted object.
 
     Raises:
-      StoreKeyError: encrypted under another key, or encrypted and `check` is None; nothing was changed.
+      StoreKeyError: the objects are encrypted with another key, or `check` is None; nothing was changed.
       StoreVersionError: a later version wrote the files.
     """
     plain, copy = _read(root, f"{space}/{NAME}"), _read_copy(root, space)
@@ -45,11 +45,11 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
 
     known = plain if copy is None else copy
     if (copy is None and plain != check) or (plain is None and check is None and not note):
-        # KEY alone is no evidence against the key, for it has no digest, and without it there is none: objects tell.
+        # KEY has no digest, so it alone is no evidence against the given key: the objects decide.
         stated = None if copy is not None else _stated_by_objects(root, space, None if check is not None else _FEW)
         known = known if stated is None else stated
 
-    if known is None:  # nothing of this tenant is encrypted
+    if known is None:  # no object of this tenant is encrypted
         if note and check is not None:
             _publish(root, space, check)
         return
@@ -57,7 +57,8 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
         what = "no key" if check is None else "another key"
         damaged = "" if plain == known and _is_check(known) else f" ({space}/{NAME} is damaged or gone)"
         raise StoreKeyError(f"store {root}: opened with {what}; expected the one of this tenant's objects{damaged}")
-    with contextlib.suppress(StoreError):  # a root that may only be read serves as it is
+
+    with contextlib.suppress(StoreError):  # a read-only root is used as it is
         if plain != known:
             replace_setting(root, f"{space}/{NAME}", known.encode())
         if copy != known:
@@ -65,7 +66,7 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
 
 
 def _publish(root: str, space: str, check: str) -> None:
-    """Writes the files for the first time; of several writers one wins, and those of other keys fail."""
+    """Writes the files for the first time. Of several writers one wins, and those with other keys fail."""
     publish_setting(root, f"{space}/{NAME}", check.encode())
     if _read(root, f"{space}/{NAME}") != check:
         raise StoreKeyError(f"store {root}: opened with another key; expected the one of this tenant's objects")
@@ -73,7 +74,7 @@ def _publish(root: str, space: str, check: str) -> None:
 
 
 def _read(root: str, path: str) -> str | None:
-    """Reads a file; None where there is none, empty where it is no file of ours."""
+    """Reads a file; None if there is none, "" if it is invalid."""
     with typed_errors(f"store {root}: open"):
         try:
             return read_small(root, path, _LARGEST).decode(errors="replace")
@@ -84,7 +85,7 @@ def _read(root: str, path: str) -> str | None:
 
 
 def _read_copy(root: str, space: str) -> str | None:
-    """Reads the value in the copy; None where it is gone or damaged."""
+    """Reads the value in the copy; None if it is missing or damaged."""
     text = _read(root, f"{space}/{COPY}")
     if text is None:
         return None
@@ -96,7 +97,7 @@ def _read_copy(root: str, space: str) -> str | None:
         return None
     check, version = tree.get("check"), tree.get("version")
     if type(version) is int and version > 1 and set(tree) != {"version", "check", "digest"}:
-        raise StoreVersionError(f"store {root}: {space}/{COPY} of version {version}; expected 1")
+        raise StoreVersionError(f"store {root}: got {space}/{COPY} of version {version}; expected 1")
     return check if isinstance(check, str) and text.encode() == _copy_text(check) else None
 
 
@@ -110,10 +111,10 @@ def _is_check(text: str) -> bool:
 
 
 def _stated_by_objects(root: str, space: str, most: int | None) -> str | None:
-    """Finds the check value that the first encrypted object of a tenant states; None where none is encrypted.
+    """Returns the check value in the first encrypted object of a tenant; None if no object is encrypted.
 
     Args:
-      most: objects that are looked at; None for all.
+      most: number of objects to read; None for all.
     """
     for number, path in enumerate(_objects(root, space)):
         if most is not None and number >= most:
@@ -125,7 +126,7 @@ def _stated_by_objects(root: str, space: str, most: int | None) -> str | None:
 
 
 def _objects(root: str, space: str) -> Iterator[str]:
-    """Lists a tenant's objects and entries while they are found, in no order."""
+    """Yields the paths of a tenant's objects and entries, unordered."""
     for below in (space, f"lib/{os.path.basename(space)}"):
         for folder, _, files in os.walk(f"{root}/{below}"):
             paths = (os.path.relpath(f"{folder}/{file}", root) for file in files)

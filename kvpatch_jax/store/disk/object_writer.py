@@ -1,7 +1,7 @@
-"""Durable puts: objects are written aside, synced, and then named, so that each is there whole or not at all.
+"""Durable writes: objects are written to temporary files, synced and then renamed, so each exists whole or not at all.
 
 An acknowledged write has its data and its name on the disk: data, rename, directory, in this order. Of two writers of
-one name the later wins, and both wrote the same content.
+one name the later wins.
 """
 
 import concurrent.futures
@@ -39,22 +39,22 @@ from .directory import NameState, name_state, removing, was_written
 from .key_check import check_key
 
 GROUP = 64
-"""Objects that one commit takes: each has a file open until it has its name."""
+"""Limit of objects per commit: each has a file open until it is renamed."""
 
 _numbers = itertools.count()
 _group = ThreadPool(min(4, max(2, os.cpu_count() or 1)), "kvpatch-group")
-"""Write the objects of a group. Not the threads that sum large objects, for which these wait."""
+"""Threads that write the objects of a group. They wait for those that compute checksums, which are others."""
 
 
 class LinkSource(NamedTuple):
-    """A file that is an object already: the directory that holds it, and the path below that."""
+    """A file that is already an object: a root directory, and the path below it."""
 
     root: str
     path: str
 
 
 class _Place(NamedTuple):
-    """A name in an open directory."""
+    """A file name in an open directory."""
 
     folder: int
     name: str
@@ -65,21 +65,23 @@ class ObjectWriter:
 
     Args:
       root: the store's directory.
-      check: value of the tenant's key that its key-check file holds (`Encryption.check`), None without encryption.
+      check: the value of the tenant's key-check file (`Encryption.check`); None without encryption.
     """
 
     def __init__(self, root: str, check: str | None):
         self.root, self._check = root, check
-        self._durable: set[str] = set()  # folders whose own names this process has synced
+        self._durable: set[str] = set()  # folders that this process has created durably
 
     def put(self, items: Sequence[tuple[Name, Blob]]) -> int:
-        """Writes several objects, `GROUP` with one sync of the data and one of the names. Returns the bytes of their
-        files.
+        """Writes several objects durably, in groups of `GROUP`, each with one sync of the data and one of the names.
+
+        Returns:
+          The bytes of their files.
 
         Raises:
-          StoreFullError, StoreReadOnlyError, StoreIOError: none of them is acknowledged; none is there in part. Of more
-            than a group the first may be there whole, and the error says how many.
-          StoreKeyError: the tenant's objects were encrypted under another key meanwhile.
+          StoreFullError, StoreReadOnlyError, StoreIOError: no object is acknowledged or partly there. If there is more
+            than one group, the first ones may be stored, and the error says how many objects.
+          StoreKeyError: in the meantime the tenant's objects have been encrypted with another key.
         """
         total = 0
         for start in range(0, len(items), GROUP):
@@ -105,10 +107,10 @@ class ObjectWriter:
                 files = [write(*items[0])]
             else:
                 jobs = [_group.submit(write, name, blob) for name, blob in items]
-                concurrent.futures.wait(jobs)  # all of them, before the stack takes away what they made
+                concurrent.futures.wait(jobs)  # all of them, before the stack removes their temporary files
                 files = [job.result() for job in jobs]
 
-            # Data before names: a name that survives a crash must lead to a whole object.
+            # Data before names: a name that survives a crash must refer to a whole object.
             sync_files([fd for _, _, fd, _ in files])
             with self._naming(items, noted=True):
                 for name, place, _, _ in files:
@@ -116,10 +118,10 @@ class ObjectWriter:
         return sum(size for *_, size in files)
 
     def copy(self, name: Name, blob: Blob, before: NameState) -> int:
-        """Writes an object that was read elsewhere, if its name's state before that still allows it.
+        """Writes a copy of an object, unless its name was written or deleted since the state `before` the read.
 
         Returns:
-          The bytes of its file; 0 where it was not written. Raises as `put`.
+          The bytes of its file; 0 if it was not written. Raises as `put`.
         """
         with typed_errors("store: put a copy"), contextlib.ExitStack() as stack:
             aside = stack.enter_context(self.temporaries())
@@ -132,7 +134,7 @@ class ObjectWriter:
         return header.size if allowed else 0
 
     def add_all(self, groups: Iterable[Sequence[tuple[Name, Blob | LinkSource]]], copy: bool) -> int:
-        """Calls `add` for every group, and removes what it added again if anything is raised. How many were added."""
+        """Calls `add` for every group, and on any exception removes what was added. Returns the number of objects."""
         added: dict[str, Identity] = {}
         try:
             for group in groups:
@@ -147,15 +149,15 @@ class ObjectWriter:
     def add(
         self, items: Sequence[tuple[Name, Blob | LinkSource]], added: dict[str, Identity], *, copy: bool = False
     ) -> None:
-        """Writes objects in one commit under names that are free; what is there stays.
+        """Writes objects in one commit under names that are free; existing objects stay.
 
         Args:
-          items: blobs, or files that are objects of that name already, which get a second name here.
-          added: filled with path and file (`written`) of every object that was added, so that it can be removed again.
-          copy: copies files instead. So does a file system that refuses to link.
+          items: blobs to write, or object files to hard-link.
+          added: receives path and file identity (`written`) of every added object, so that it can be removed again.
+          copy: copies files instead of linking. This is also done if the file system cannot link.
 
         Raises:
-          StoreFullError, StoreReadOnlyError, StoreIOError: nothing is acknowledged; `added` says what is there.
+          StoreFullError, StoreReadOnlyError, StoreIOError: nothing is acknowledged; `added` has what was stored.
         """
         refused: list[tuple[Name, Blob | LinkSource]] = []
         with typed_errors(f"store: add {len(items)} objects"), contextlib.ExitStack() as stack:
@@ -169,6 +171,7 @@ class ObjectWriter:
                             added[name.path] = written(os.fstat(fd))
                         else:
                             refused.append((name, item))
+
         if refused:
             self.add(refused, added, copy=True)
 
@@ -176,11 +179,11 @@ class ObjectWriter:
     def _naming(
         self, items: Sequence[tuple[Name, object]], noted: bool, before: NameState | None = None
     ) -> Iterator[bool]:
-        """Locks the names of the root while objects get theirs, then syncs their folders.
+        """Locks the names of the root while objects are renamed, then syncs their folders.
 
         Args:
-          noted: whether the tenants' key-check files are written and compared, since a deletion may have removed them.
-          before: the state of the one name before it was read elsewhere. Yields whether it may be written still.
+          noted: whether key-check files are written and compared, because a deletion of a tenant may have removed them.
+          before: the state of the one name before the object was read, for a copy. Yields whether it may be written.
         """
         with locked(f"{self.root}/names.lock", shared=before is None):
             if before is not None and not before.allows(name_state(self.root, items[0][0].path)):
@@ -189,14 +192,14 @@ class ObjectWriter:
             for space in sorted({f"obj/{name.tenant}" for name, _ in items} if noted else ()):
                 check_key(self.root, space, self._check, note=True)
             yield True
-        # Without the lock: it is not fair, so that syncs under it could keep whoever deletes waiting for long.
-        for each in sorted({name.folder for name, _ in items}):
-            with folder(self.root, each) as fd:
+        # Without the lock: it is not fair, so syncs under it could delay a deletion for long.
+        for path in sorted({name.folder for name, _ in items}):
+            with folder(self.root, path) as fd:
                 os.fsync(fd)
 
     @contextlib.contextmanager
     def _source(self, name: Name, item: Blob | LinkSource, aside: int, copy: bool) -> Iterator[tuple[_Place, int]]:
-        """Opens a file to link from: the caller's, or a temporary one."""
+        """Opens a file to be linked: the caller's, or a temporary one."""
         if isinstance(item, Blob):
             write = functools.partial(write_blob, blob=item, name=name.file)
         elif copy:
@@ -211,7 +214,7 @@ class ObjectWriter:
 
     @contextlib.contextmanager
     def temporaries(self) -> Iterator[int]:
-        """Opens the directory of temporary files, made again where somebody removed it."""
+        """Opens the directory of temporary files, and creates it again if it was removed."""
         with contextlib.ExitStack() as stack:
             try:
                 fd = stack.enter_context(folder(self.root, "tmp"))
@@ -221,39 +224,39 @@ class ObjectWriter:
 
     @contextlib.contextmanager
     def written[T](self, name: Name, aside: int, write: Callable[[int], T]) -> Iterator[tuple[_Place, int, T]]:
-        """Writes a temporary file in `aside`; it is removed at the end unless it was renamed."""
+        """Writes a temporary file in `aside`. It is removed at the end unless it was renamed."""
         while True:
             own = f"{name.tenant}.{os.getpid()}-{threading.get_native_id()}-{next(_numbers)}-{time.monotonic_ns()}"
             with open_regular_in(aside, own, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
-                fcntl.flock(fd, fcntl.LOCK_EX)  # tells sweeps that its writer is alive
+                fcntl.flock(fd, fcntl.LOCK_EX)  # shows sweeps that its writer is alive
                 if os.fstat(fd).st_nlink == 0:
-                    continue  # a sweep came between the two calls
+                    continue  # a sweep removed it between the two calls
                 try:
-                    told = write(fd)
+                    result = write(fd)
                     start_writing(fd)
-                    yield _Place(aside, own), fd, told
+                    yield _Place(aside, own), fd, result
                 finally:
                     with contextlib.suppress(OSError):
                         os.unlink(own, dir_fd=aside)
                 return
 
     def _publish[T](self, name: Name, source: _Place, place: Callable[[int, str, int, str], T]) -> T:
-        """Gives a file its name by `link` or `rename`."""
+        """Gives a file its name, by `link` or `rename`."""
         if name.folder not in self._durable:
             make_directories(self.root, name.folder)
             self._durable.add(name.folder)
         try:
             with folder(self.root, name.folder) as target:
                 return place(*source, target, name.file)
-        except FileNotFoundError:  # the folder was removed meanwhile
+        except FileNotFoundError:  # the folder was removed in the meantime
             with folder(self.root, name.folder, make=True) as target:
                 return place(*source, target, name.file)
 
     def sweep(self, tenant: str = "") -> int:
-        """Removes what dead writers left in tmp/ (a live one holds a lock on its file). How many.
+        """Removes files of dead writers from tmp/; a live writer holds a lock on its file. Returns their number.
 
         Args:
-          tenant: only of the tenant with this keyed name, and settings, which are nobody's.
+          tenant: keyed name of a tenant: only its files and the root's settings are removed.
         """
         swept = 0
         with typed_errors("store: sweep"), self.temporaries() as aside:

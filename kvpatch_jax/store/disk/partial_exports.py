@@ -1,10 +1,9 @@
-"""Unfinished snapshots and exports: made in a temporary directory, and swept where their process died.
+"""Unfinished snapshots and exports: written to a temporary directory, and removed if their process died.
 
-    <directory>.unfinished-<token>/          what is being made; the file `UNFINISHED` in it holds the token
-    root/unfinished/<tenant>.<token>         where that is, locked by who makes it; `store.<token>` of a whole store
+    <directory>.unfinished-<token>/          the temporary directory; its file `UNFINISHED` holds the token
+    root/unfinished/<tenant>.<token>         its path, locked by its process; `store.<token>` of a whole store
 
-So whoever cleans up a root finds what was left of its snapshots, wherever they were to be, and removes nothing that
-does not say itself that it is one.
+So a cleanup of the root finds unfinished snapshots wherever they are, and removes only directories with the token.
 """
 
 import contextlib
@@ -29,29 +28,32 @@ from ..io.files import (
 )
 
 WHOLE = "store"
-"""In place of a tenant's keyed name, for a snapshot of the whole store."""
+"""Stands for a tenant's keyed name in snapshots of the whole store."""
 
 _MARK, _LONGEST = "UNFINISHED", 1 << 13
 
 
 @contextlib.contextmanager
 def new_directory(directory: str, root: str, tenant: str = WHOLE) -> Iterator[str]:
-    """Makes a temporary directory to fill; it is renamed to `directory`, durably, if nothing is raised, else removed.
+    """Creates a temporary directory to fill. At the end it is renamed to `directory` durably; on exceptions removed.
 
     Args:
-      root: of the store that it is made of, where a process that died meanwhile leaves word of it, if it may write.
-      tenant: the keyed name of whose objects come into it.
+      directory: the final name.
+      root: the exported store, where the temporary directory is noted (unless it is read-only) in case of a crash.
+      tenant: keyed name of the tenant whose objects it will contain.
 
     Raises:
-      InputError: `directory` is there already. StoreReadOnlyError, StoreIOError, StoreFullError.
+      InputError: `directory` already exists.
+      StoreReadOnlyError, StoreIOError, StoreFullError: it could not be written.
     """
     directory = os.path.abspath(directory)
     if os.path.lexists(directory):
-        raise InputError(f"snapshot {directory}: it is there; expected a name that is free")
+        raise InputError(f"snapshot {directory}: got an existing path; expected a name that is free")
     token = secrets.token_hex(8)
     temporary = f"{directory}.unfinished-{token}"
+
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a root that may only be read goes without
+        with contextlib.suppress(OSError):  # a read-only root has no note
             _note(root, f"{tenant}.{token}", temporary, stack)
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         with typed_errors(f"snapshot {directory}: write"):
@@ -69,7 +71,7 @@ def new_directory(directory: str, root: str, tenant: str = WHOLE) -> Iterator[st
 
 
 def _note(root: str, name: str, temporary: str, stack: contextlib.ExitStack) -> None:
-    """Writes a note in the root of where a snapshot is made, locked until the stack is left: its maker is alive."""
+    """Notes a temporary directory in the root. The note's lock, held until the stack closes, shows a live process."""
     make_directories(root, "unfinished")
     above = stack.enter_context(folder(root, "unfinished"))
     fd = stack.enter_context(open_regular_in(above, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -84,23 +86,23 @@ def _forget(above: int, name: str) -> None:
 
 
 def notes(root: str, tenant: str = "") -> list[str]:
-    """Lists the notes of unfinished snapshots: of one tenant, by its keyed name, or all. Raises OSError."""
+    """Lists the notes of unfinished snapshots, of all tenants or of one by its keyed name. Raises OSError."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(root, "unfinished") as fd:
         return [name for name in sorted(os.listdir(fd)) if name.startswith(f"{tenant}." if tenant else "")]
     return []
 
 
 def sweep_unfinished(root: str, tenant: str = "") -> int:
-    """Removes unfinished snapshots and exports whose process died: of one tenant, or of all. How many.
+    """Removes unfinished snapshots and exports whose process died, of all tenants or of one. Returns their number.
 
     Raises:
-      StoreReadOnlyError, StoreIOError.
+      StoreReadOnlyError, StoreIOError: one could not be removed.
     """
     swept = 0
     with typed_errors(f"store {root}: unfinished snapshots"):
         for name in notes(root, tenant):
             with (
-                contextlib.suppress(FileNotFoundError, NotRegularError),  # nothing else is a note of ours
+                contextlib.suppress(FileNotFoundError, NotRegularError),  # such a file is no note
                 folder(root, "unfinished") as above,
                 open_regular_in(above, name, os.O_RDWR) as fd,
             ):
@@ -111,7 +113,7 @@ def sweep_unfinished(root: str, tenant: str = "") -> int:
 
 
 def _removed(directory: str, token: str) -> bool:
-    """Removes an unfinished directory, if it has the name and holds the token of its note. Whether it existed."""
+    """Removes an unfinished directory if its name and its content have the token. Returns whether it existed."""
     named = os.path.isabs(directory) and bool(token) and directory.endswith(f".unfinished-{token}")
     if not named or "\0" in directory or os.path.islink(directory):
         return False
@@ -122,7 +124,8 @@ def _removed(directory: str, token: str) -> bool:
             shutil.rmtree(directory)
         return ours
     except (FileNotFoundError, NotADirectoryError, NotRegularError):
-        pass  # no token of ours in it: removed below only where it is empty
+        pass  # there is no token in it: removed below only if it is empty
+
     with contextlib.suppress(OSError):  # it died before it wrote anything
         os.rmdir(directory)
         return True

@@ -1,9 +1,9 @@
-"""Quarantine: objects that did not verify, kept for inspection for a while, within a budget, until their chunk goes.
+"""Quarantine: damaged objects, kept for a limited time and within a budget, until their chunk is deleted.
 
-root/quarantine/<tenant>.<when>-<which file>-<name>          the file as it was found
-root/quarantine/<tenant>.<when>-<which file>-<name>.reason   why it did not verify, and its path from the root
+root/quarantine/<tenant>.<time>-<inode>-<name>          the file
+root/quarantine/<tenant>.<time>-<inode>-<name>.reason   why it did not verify, and its path below the root
 
-Damage may have been the reader's own, so that `restore` reads again what is here and puts back what verifies.
+The reader may have been at fault, so `restore` verifies the files again and puts back those that pass.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from ..format.objects import check_name, read_header, read_leaves
 from ..io.files import folder, locked, make_directories, open_regular, remove, rename, typed_errors
 
 BYTES = 256 << 20
-"""What a tenant's quarantine may take, unless told otherwise."""
+"""Default budget of a tenant's quarantine, in bytes."""
 
 SECONDS = 7 * 24 * 3600
-"""How long something stays in it."""
+"""Seconds for which a file stays in quarantine."""
 
 _REASON, _FROM = ".reason", "\nfrom "
 
@@ -32,8 +32,11 @@ class Quarantined:
     """A file in quarantine.
 
     Attributes:
-      path: from the root. tenant: its keyed name. name: of the object's file, keyed too.
-      nbytes: of the file. since: seconds since the epoch, when it came there.
+      path: path below the root.
+      tenant: keyed name of its tenant.
+      name: name of the object's file, keyed too.
+      nbytes: size of the file.
+      since: time of its arrival in seconds since the epoch.
     """
 
     path: str
@@ -44,12 +47,12 @@ class Quarantined:
 
     @property
     def chunk(self) -> str:
-        """Keyed name of the chunk, or of the library's entry, that it belonged to."""
+        """Keyed name of its chunk or library entry."""
         return self.name.partition(".")[0]
 
 
 def listed(root: str, tenant: str = "") -> list[Quarantined]:
-    """Lists the quarantine, all of it or of the tenant with this keyed name, the oldest first. Raises StoreError."""
+    """Lists the files in quarantine, of all tenants or of one by its keyed name, oldest first. Raises StoreError."""
     found: list[Quarantined] = []
     with (
         typed_errors(f"store {root}: quarantine"),
@@ -72,17 +75,17 @@ def _at(parent: int, file: str) -> Quarantined:
 
 
 def reason_text(reason: str, path: str) -> bytes:
-    """Formats what is kept beside a file: why it is there, and its path from the root."""
+    """Formats the note of a file in quarantine: the reason, and its path below the root."""
     return f"{reason}{_FROM}{path}".encode(errors="backslashreplace")
 
 
 def reason(root: str, one: Quarantined) -> str:
-    """Reads why a file is in quarantine; empty where nobody says."""
+    """Returns the reason why a file is in quarantine; "" if unknown."""
     return _noted(root, one)[0]
 
 
 def _noted(root: str, one: Quarantined) -> tuple[str, str]:
-    """Reads why a file is in quarantine, and the path that it had; empty where nobody says."""
+    """Returns the reason why a file is in quarantine and its former path; "" if unknown."""
     with contextlib.suppress(OSError), open_regular(root, f"{one.path}{_REASON}") as fd:
         why, _, path = os.read(fd, 1 << 12).decode(errors="backslashreplace").rpartition(_FROM)
         return (why, path) if why else (path, "")
@@ -91,12 +94,14 @@ def _noted(root: str, one: Quarantined) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class QuarantineRestore:
-    """Result of `restore`; each list but the first holds names in quarantine, of files that stay there.
+    """Result of `restore`: paths, in quarantine except for those restored or taken.
 
     Attributes:
-      restored: paths of what is back under its name.
-      damaged: does not verify. newer: a later version of the library wrote it, so that this one cannot verify it.
-      taken: its name has another object by now. unplaced: nothing says where it was.
+      restored: objects that are back under their names.
+      damaged: files that do not verify.
+      newer: files of a later library version, which this one cannot verify.
+      taken: names that have another object by now.
+      unplaced: files whose former path is unknown.
     """
 
     restored: list[str]
@@ -107,17 +112,18 @@ class QuarantineRestore:
 
 
 def restore(root: str, tenant: str = "") -> QuarantineRestore:
-    """Reads what is in quarantine again, and puts back what verifies where nothing has its name, durably.
+    """Verifies the files in quarantine again, and durably puts back those that pass and whose name is free.
 
     Args:
-      tenant: only of the tenant with this keyed name.
+      tenant: keyed name of a tenant: only its files.
 
     Raises:
-      StoreReadOnlyError, StoreIOError: not all of it was read, or put back.
+      StoreReadOnlyError, StoreIOError: a file could not be read or put back.
     """
     result = QuarantineRestore([], [], [], [], [])
     buffers = Buffers(keep=0)
-    for one in reversed(listed(root, tenant)):  # of several of one name the newest
+
+    for one in reversed(listed(root, tenant)):  # of several files with one name, the newest is restored
         path = _place_of(root, one)
         if path is None:
             result.unplaced.append(one.path)
@@ -136,7 +142,7 @@ def restore(root: str, tenant: str = "") -> QuarantineRestore:
 
 
 def _place_of(root: str, one: Quarantined) -> str | None:
-    """Finds the path that a file had; None where nothing says it, as of files that older versions put there."""
+    """Returns the former path of a file; None if it is unknown, as for some files of older versions."""
     path = _noted(root, one)[1]
     if is_object(path) and path.split("/")[1] == one.tenant and path.endswith(f"/{one.name}"):
         return path
@@ -144,7 +150,7 @@ def _place_of(root: str, one: Quarantined) -> str | None:
     if part == "entry.safetensors" or part.startswith("v"):
         path = f"lib/{one.tenant}/{'static' if part.startswith('entry') else 'dynamic'}/{one.name[:2]}/{one.name}"
         return path if is_object(path) else None
-    with contextlib.suppress(OSError):  # a chunk's place names its backbone, which a tenant with one has no choice of
+    with contextlib.suppress(OSError):  # the path contains the backbone, which is known if the tenant has only one
         backbones = [name for name in os.listdir(f"{root}/obj/{one.tenant}") if len(name) == 32]
         path = f"obj/{one.tenant}/{backbones[0]}/{one.name[:2]}/{one.name}"
         return path if len(backbones) == 1 and is_object(path) else None
@@ -152,12 +158,12 @@ def _place_of(root: str, one: Quarantined) -> str | None:
 
 
 def _put_back(root: str, one: Quarantined, path: str) -> bool:
-    """Gives a file its name again, durably, unless that has another. Whether it did."""
+    """Durably gives a file its former name, if that is free. Returns whether it did."""
     (above, _, name), file = path.rpartition("/"), os.path.basename(one.path)
     with typed_errors(f"store {root}: quarantine"):
         make_directories(root, above)
         with folder(root, "quarantine") as source, folder(root, above) as target:
-            with locked(f"{root}/names.lock", shared=False):  # nobody can take the name meanwhile
+            with locked(f"{root}/names.lock", shared=False):  # nobody can take the name in the meantime
                 with contextlib.suppress(FileNotFoundError):
                     os.stat(name, dir_fd=target, follow_symlinks=False)
                     return False
@@ -170,10 +176,10 @@ def _put_back(root: str, one: Quarantined, path: str) -> bool:
 
 
 def purge(root: str, tenant: str = "", chunk: str | None = None) -> list[Quarantined]:
-    """Deletes from quarantine: all, a tenant's, or of one chunk or library entry of a tenant. Returns what it deleted.
+    """Deletes files in quarantine: all, a tenant's, or those of a tenant's chunk or library entry. Returns them.
 
     Raises:
-      StoreReadOnlyError, StoreIOError: not all of it was deleted.
+      StoreReadOnlyError, StoreIOError: a file could not be deleted.
     """
     gone = [one for one in listed(root, tenant) if chunk is None or one.chunk == chunk]
     _delete(root, gone)
@@ -187,18 +193,20 @@ def keep_within(
     expires: Callable[[str], float | None] = lambda path: None,
     now: float | None = None,
 ) -> list[Quarantined]:
-    """Deletes what was there for too long or expired, and the oldest beyond a budget. Returns what it deleted.
+    """Deletes files that are too old or expired, and the oldest ones beyond a budget. Returns them.
 
     Args:
-      budget: bytes of a tenant's quarantine; None sets no bound.
-      expires, now: when the object at a path expires, in seconds since the epoch, and what time it is.
+      tenant: keyed name of a tenant, or "" for all.
+      budget: bytes of each tenant's quarantine; None: no limit.
+      expires: returns when the object at a path expires, in seconds since the epoch.
+      now: the time, in seconds since the epoch.
 
     Raises:
-      StoreReadOnlyError, StoreIOError.
+      StoreReadOnlyError, StoreIOError: a file could not be deleted.
     """
     left: dict[str, int | None] = {}
     gone: list[Quarantined] = []
-    for one in reversed(listed(root, tenant)):  # the newest stay
+    for one in reversed(listed(root, tenant)):  # the newest files are kept
         room = left.setdefault(one.tenant, budget)
         until = expires(one.path)
         late = one.since < time.time() - SECONDS or (until is not None and now is not None and now >= until)
@@ -206,12 +214,16 @@ def keep_within(
             gone.append(one)
         elif room is not None:
             left[one.tenant] = room - one.nbytes
+
     _delete(root, gone)
     return gone
 
 
 def _delete(root: str, gone: Iterable[Quarantined]) -> None:
-    names = [f"{os.path.basename(one.path)}{ending}" for one in gone for ending in (_REASON, "")]  # found by the object
+    names = []
+    for one in gone:
+        # The note comes first: it is found by the name of the object's file.
+        names += [f"{os.path.basename(one.path)}{_REASON}", os.path.basename(one.path)]
     if not names:
         return
     with typed_errors(f"store {root}: quarantine"), folder(root, "quarantine") as fd:

@@ -1,31 +1,32 @@
-"""When objects were last used, beyond their files' access times: a hit in memory opens no file.
+"""Times of last use of objects, including hits in memory, which do not open the file.
 
-Whoever evicts in this process asks here. Others see the access times, which hits in memory change now and then.
+Evictions of this process use these times. Other processes see the access times, which hits in memory update now and
+then.
 """
 
 import itertools
 
 EVERY = 10.0
-"""Seconds between two changes of an access time by hits in memory."""
+"""Least number of seconds between two updates of an access time by hits in memory."""
 _MOST = 1 << 16
 
 
 class RecentUse:
-    """Uses of a root's objects from memory, in seconds since the epoch. Safe among threads."""
+    """Times of use of a root's objects from memory, in seconds since the epoch. Thread-safe."""
 
     def __init__(self) -> None:
-        self._uses: dict[str, tuple[float, float]] = {}  # by path: the last one, and the last that was written down
+        self._uses: dict[str, tuple[float, float]] = {}  # by path: the last use, and the last one written to the file
 
     def note(self, path: str, now: float, accessed: float) -> bool:
-        """Records a use of an object whose file was accessed then. Whether its access time is to be changed."""
+        """Records a use of an object. Returns whether its file's access time has to be updated."""
         _, written = self._uses.get(path, (0.0, 0.0))
         due = now - max(accessed, written) >= EVERY
         self._uses[path] = now, now if due else written
-        if len(self._uses) > _MOST:  # what is forgotten here is in the access times, but for some seconds
+        if len(self._uses) > _MOST:  # the access times have these uses too, except for the last seconds
             for old in list(itertools.islice(self._uses, _MOST // 2)):
                 self._uses.pop(old, None)
         return due
 
     def last(self, path: str, accessed: float) -> float:
-        """Returns when an object was used last, given its file's access time."""
+        """Returns the time of an object's last use, given its file's access time."""
         return max(accessed, self._uses.get(path, (0.0, 0.0))[0])

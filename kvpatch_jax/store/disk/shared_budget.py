@@ -1,10 +1,10 @@
-"""The budget of a root that tenants share: the largest that any of them puts under.
+"""Budget of a root that tenants share: the largest budget of any of them.
 
-    root/obj/<tenant>/BUDGET     bytes of `Budget.disk` that the tenant last put under; none where it sets no bound
+    root/obj/<tenant>/BUDGET     bytes of the tenant's latest `Budget.disk`; no file if it has no limit
 
-Of several tenants with one budget each may evict what is oldest, whosever it is. A tenant with a smaller one keeps its
-own objects within that, and evicts nobody else's for it. A tenant without a note set no bound, and so nobody evicts
-anything of others beside it; so it is of what older versions put.
+Tenants with the same budget may evict the oldest objects of any of them. A tenant with a smaller budget limits its own
+objects, and evicts no others for it. If a tenant has no note it has no limit, and nobody evicts objects of others; this
+includes tenants that only older versions have written.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _NAME, _LARGEST = "BUDGET", 64
 
 
 def note_budget(root: str, space: str, disk: int | None) -> None:
-    """Notes the bytes that a tenant puts under. A root that cannot be written goes without."""
+    """Records a tenant's budget. Does nothing if the root cannot be written."""
     path = f"{space}/{_NAME}"
     if disk == _noted(root, path):
         return
@@ -33,10 +33,11 @@ def note_budget(root: str, space: str, disk: int | None) -> None:
 
 
 def shared_budget(root: str, space: str, disk: int) -> int | None:
-    """Returns the bytes of the whole root: the largest that any tenant puts under; None where one sets no bound.
+    """Returns the budget of the whole root: the largest of any tenant's; None if a tenant has no limit.
 
     Args:
-      space, disk: the tenant that asks, and what it puts under.
+      space: folder of the calling tenant.
+      disk: its budget.
     """
     try:
         with folder(root, "obj") as fd, os.scandir(fd) as entries:
@@ -48,7 +49,7 @@ def shared_budget(root: str, space: str, disk: int) -> int | None:
 
 
 def _noted(root: str, path: str) -> int | None:
-    """Reads a note; None where there is none, or it cannot be read."""
+    """Reads a note; None if there is none, or it cannot be read."""
     try:
         text = read_small(root, path, _LARGEST)
     except (OSError, StoreCorruptError):

@@ -1,6 +1,6 @@
-"""One tenant's disk: what `ChunkStore`, its libraries and its snapshots share below the memory tiers.
+"""One tenant's disk, which `ChunkStore`, its libraries and its snapshots share below the memory tiers.
 
-`Disk` knows paths and files of all tenants; here are one tenant's names, its encryption, its pins and its budgets.
+`Disk` handles files of all tenants; this module adds one tenant's names, encryption, pins and budgets.
 """
 
 import collections
@@ -19,7 +19,7 @@ from ..format.encryption import AesGcm, Plain
 from ..format.expiry import Seconds
 from ..format.naming import Name, ObjectNames
 from ..format.objects import Blob, file_size
-from ..io.thread_pool import tell_of_forks
+from ..io.thread_pool import register_fork_guard
 from .budget import Budget
 from .counters import Counters
 from .directory import NameState
@@ -34,22 +34,23 @@ from .version_floor import Floors
 
 
 class TenantDisk:
-    """Reads, writes and counts one tenant's objects on a root's disk. Any number of threads.
+    """Access to one tenant's objects on a root's disk. Thread-safe.
 
     Args:
-      root, tenant, budget, secret, key, wipe, clock: as of `ChunkStore`.
-      whole_root: whether `budget.disk` is the operator's, for the whole root, whatever its tenants put under.
+      root, tenant, budget, secret, key, wipe, clock: as for `ChunkStore`.
+      whole_root: whether `budget.disk` is the operator's for the whole root, whatever the tenants' budgets are.
 
     Attributes:
       disk: the root's files; reads decrypt with this tenant's key.
-      names: what the tenant's objects are called.
-      budget, counters.
+      names: names of the tenant's objects.
+      budget: budgets of the tiers.
+      counters: counts of this object's reads and writes.
       closed: whether `close` was called.
 
     Raises:
-      StoreError: the root cannot be made or is not a store. InputError: an empty tenant, a short key, or another secret
-        than the root's own.
-      StoreKeyError: the tenant's objects are encrypted and `key` is not theirs.
+      StoreError: the root cannot be created or is not a store.
+      InputError: the tenant is empty, the key too short, or the secret not the root's.
+      StoreKeyError: the tenant's objects are encrypted with another key.
     """
 
     def __init__(
@@ -73,74 +74,74 @@ class TenantDisk:
         check_key(self.disk.root, self.names.space, encryption.check)
 
         self._pins: collections.Counter[str] = collections.Counter()
-        # Of the whole root: what tenants put under, read before anything is evicted for it.
+        # The whole root's budget: the tenants' notes are read before anything is evicted for it.
         self._whole_root = whole_root
         self._shared: int | None = self.budget.disk if whole_root else None
         self._budget_noted = whole_root
-        # Per budgeted folder: bytes at the last scan, and bytes that this process has written since.
+        # Per budgeted folder: bytes at the last scan, and bytes written by this process since.
         self._used: dict[str, int] = {}
         self._fresh: collections.Counter[str] = collections.Counter()
         self._counting = threading.Lock()
         self.closed = False
-        tell_of_forks(self)
+        register_fork_guard(self)
 
     def forked(self) -> None:
         """Replaces the lock in a forked process, where its holder may not exist."""
         self._counting = threading.Lock()
 
     def close(self) -> None:
-        """Refuses writes from now on and drops cached headers."""
+        """Refuses further calls and drops cached headers."""
         self.closed = True
         self.disk.forget()
 
     def expect_open(self) -> None:
         """Raises StoreClosedError after `close`."""
         if self.closed:
-            raise StoreClosedError(f"store {self.disk.root}: used after close; expected an open store")
+            raise StoreClosedError(f"store {self.disk.root}: got a call after close; expected an open store")
 
     def clock(self) -> float:
-        """Seconds since the epoch."""
+        """Returns seconds since the epoch."""
         return self.disk.clock()
 
     def exists(self, name: Name) -> bool:
-        """Whether the disk has a file of that name. It is not opened."""
+        """Returns whether the disk has a file of that name, without opening it."""
         return os.path.exists(f"{self.disk.root}/{name.path}")
 
     # ------------------------------------------------------------------------------------------------ writing
 
     def sealed(self, name: Name, blob: Blob) -> Blob:
-        """Encrypts an object where the tenant has a key; else returns it unchanged."""
+        """Encrypts an object if the tenant has a key; otherwise returns it unchanged."""
         return self.disk.encryption.sealed(blob, name.file)
 
     def put(self, items: Sequence[tuple[Name, Blob]]) -> None:
-        """Writes sealed objects durably, after making room for them. Raises as `ChunkStore.put`."""
+        """Writes sealed objects durably, and evicts others for them. Raises as `ChunkStore.put`."""
         self.make_room(functools.partial(sum, (file_size(blob, name.file) for name, blob in items)))
         try:
             with self.counters.timed("commit", "disk"):
                 written = self.disk.put_group(items)
         except StoreError:
-            self.forget_usage()  # some of them may be there
+            self.forget_usage()  # some of them may have been written
             raise
         self._note_written(written)
 
     def copy(self, name: Name, blob: Blob, before: NameState) -> None:
-        """Writes an object that was read elsewhere, as `ObjectWriter.copy`, after making room for it."""
+        """Writes a copy of an object, as `ObjectWriter.copy`, and evicts others for it."""
         self.make_room(functools.partial(file_size, blob, name.file))
         self._note_written(self.disk.copy(name, blob, before))
 
     def add(self, groups: Iterable[Sequence[tuple[Name, Blob | LinkSource]]], need: int, *, copy: bool = False) -> int:
-        """Adds objects from elsewhere to the disk, each only where nothing has its name yet: all of them or none.
+        """Adds imported objects to the disk, all or none, except those whose name exists already.
 
         Args:
-          groups: each one commit; blobs (encrypted here where there is a key), or files that are objects already.
-          need: bytes in all, for which room is made first.
-          copy: copies files; else links them where the file system can.
+          groups: one commit each; blobs (encrypted here if there is a key), or object files.
+          need: total bytes, for which others are evicted first.
+          copy: copies files; otherwise they are linked if the file system supports it.
 
         Returns:
-          How many were added.
+          The number of added objects.
 
         Raises:
-          As `ChunkStore.put`; nothing was added then.
+          StoreError: as `ChunkStore.put`; nothing was added.
         """
         self.expect_open()
         check_key(self.disk.root, self.names.space, self.disk.encryption.check)
@@ -157,18 +158,19 @@ class TenantDisk:
         return added
 
     def make_room(self, size: Callable[[], int]) -> None:
-        """Evicts where `size` more bytes may exceed a budget. Raises StoreFullError.
+        """Evicts if `size` more bytes may exceed a budget. Raises StoreFullError.
 
-        Scans the folder only where the last scan and what was written since do not already show that they fit.
+        The folder is scanned only if the last scan and the bytes written since do not show that they fit.
         """
         if not self._budget_noted:
             note_budget(self.disk.root, self.names.space, self.budget.disk)
             self._budget_noted = True
         bounds = self._bounds()
         need = size() if bounds else 0
+
         with self._counting:
             if self.budget.disk is not None and any(self._may_exceed(*bound, need) for bound in bounds.items()):
-                if not self._whole_root:  # others may put under another budget by now
+                if not self._whole_root:  # other tenants' budgets may have changed
                     self._shared = shared_budget(self.disk.root, self.names.space, self.budget.disk)
                 bounds = self._bounds()
             for below, budget in bounds.items():
@@ -177,7 +179,7 @@ class TenantDisk:
                     self._fresh[below] = 0
 
     def _bounds(self) -> dict[str, int]:
-        """Maps the folders that have a budget to it: the tenant's, and the root."""
+        """Returns the budgets by folder: the tenant's and the root's, as far as there are any."""
         own, shared = [self.budget.tenant], self._shared
         if shared is None or shared != self.budget.disk:  # else the root's bound is the tenant's too
             own.append(self.budget.disk)
@@ -186,7 +188,7 @@ class TenantDisk:
 
     def _may_exceed(self, below: str, budget: int, need: int) -> bool:
         used, fresh = self._used.get(below), self._fresh[below]
-        # Other processes write too: after a sixteenth of the budget the scan is too old to be believed.
+        # Other processes write too: after a sixteenth of the budget, the last scan is too old.
         return used is None or fresh > budget // 16 or used + fresh + need > budget
 
     def _note_written(self, nbytes: int) -> None:
@@ -197,7 +199,7 @@ class TenantDisk:
 
     @contextlib.contextmanager
     def pin(self, chunk: str) -> Iterator[None]:
-        """Keeps a chunk, by its key (`Name.chunk_key`), from eviction by this object. Pins of one chunk add up."""
+        """Keeps a chunk, by its key (`Name.chunk_key`), from eviction by this object. Pins add up."""
         self._pins[chunk] += 1
         try:
             yield
@@ -207,14 +209,14 @@ class TenantDisk:
                 del self._pins[chunk]
 
     def pinned(self, chunk: str) -> bool:
-        """Whether a chunk is pinned, by its key."""
+        """Returns whether a chunk is pinned, by its key."""
         return chunk in self._pins
 
     def collect(self) -> int:
-        """Deletes expired objects, leftovers of dead writers, unfinished snapshots, and old quarantined files.
+        """Deletes expired objects, files of dead writers, unfinished snapshots and old quarantined files.
 
         Returns:
-          How many objects expired or were left over.
+          The number of expired objects and files of dead writers.
         """
         self.forget_usage()
         gone = collect(self.disk, self.names.space)
@@ -223,18 +225,18 @@ class TenantDisk:
         return gone
 
     def forget_usage(self) -> None:
-        """Has the next write scan the disk before it trusts the budget."""
+        """Makes the next write scan the disk for its budget."""
         self._used.clear()
 
 
 @runtime_checkable
 class TenantStore(Protocol):
-    """The part of `ChunkStore` that libraries and snapshots use, so that they need not import it."""
+    """Part of `ChunkStore` that libraries and snapshots use, so that they need not import it."""
 
     tenant_disk: TenantDisk
 
     def put(self, chunk: Chunk, *, ttl: Seconds | None = None) -> None:
-        """Stores a canonical, durably."""
+        """Stores a canonical durably."""
         ...
 
     def delete(self, id: str, backbone: str) -> bool:

@@ -1,11 +1,11 @@
-"""Floors of encrypted libraries: protection against replaying entries that were replaced or deleted.
+"""Floors of encrypted libraries: protection against the replay of entries that were replaced or deleted.
 
-Whoever can write the directory, without the key, can put back any file that was there before: it verifies. So entries
-have rising numbers (in a dynamic library their versions), and each folder has an object, the floor, with the least
-number of each entry. It is encrypted as they are, and written after the entry, so that a crash in between leaves an
-entry above its floor, never one below. A process remembers the highest floor it has seen.
+An attacker who can write the directory, without the key, can put back any earlier file: it verifies. So entries have
+increasing numbers (in a dynamic library their versions), and each folder has an object, the floor, with the least
+valid number of each entry. It is encrypted as they are and written after the entry, so a crash in between leaves an
+entry above its floor, never below. A process remembers the highest floor it has seen.
 
-Not detected: a folder put back whole, entries and floor, by a process that has not seen the later floor.
+Not detected: a folder that is put back whole, entries and floor, by a process that has not seen the later floor.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ _LEAF = np.zeros(1, np.uint8)  # an object has at least one byte
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-    """The floor of one folder's entries.
+    """Floor of the entries of one folder.
 
     Attributes:
-      stamp: which of two floors is the later one.
-      base: an entry that is not in `numbers` must have a number above this.
-      numbers: the least number of an entry, by its keyed name.
+      stamp: orders floors in time.
+      base: entries that are not in `numbers` must have a number above this.
+      numbers: least valid number of each entry, by its keyed name.
     """
 
     stamp: int = 0
@@ -46,22 +46,22 @@ class Floor:
     numbers: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def takes(self, key: str, number: int) -> bool:
-        """Whether an entry is not older than the one that was put last."""
+        """Returns whether an entry is not older than the latest one that was put."""
         return number >= self.numbers[key] if key in self.numbers else number > self.base
 
     @property
     def next(self) -> int:
-        """The number of the next entry, above all others."""
+        """Number of the next entry, above all others."""
         return max([self.base, *self.numbers.values()]) + 1
 
 
 def number_of(body: Mapping[str, Any]) -> int:
-    """Returns an entry's number: its version, or the count of entries that its folder had been given by then."""
+    """Returns an entry's number: its version, or its ordinal among all entries ever put into its folder."""
     return body.get("number", 0) if body["version"] is None else body["version"]
 
 
 class Floors:
-    """Reads and raises the floors of one tenant's libraries. Without a key there are none."""
+    """Floors of one tenant's libraries. Without a key there are none."""
 
     def __init__(self, disk: Disk):
         self._disk = disk
@@ -70,18 +70,18 @@ class Floors:
 
     @property
     def kept(self) -> bool:
-        """Whether the tenant has a key, and so floors."""
+        """Whether there are floors: the tenant has a key."""
         return self._disk.encryption.check is not None
 
     def of(self, folder: str) -> Floor | None:
-        """Returns the latest floor of a folder, on the disk or seen before; None where there is none.
+        """Returns the latest floor of a folder, on the disk or seen before; None if there is none.
 
         Raises:
-          StoreVersionError: a later version wrote it, so that its library is not for this one.
+          StoreVersionError: a later version wrote it, so this version cannot use its library.
         """
         if not self.kept:
             return None
-        there, seen = self._there(folder), self._seen.get(folder)
+        there, seen = self._on_disk(folder), self._seen.get(folder)
         latest = max((floor for floor in (there, seen) if floor is not None), key=lambda f: f.stamp, default=None)
         if latest is not None:
             self._seen[folder] = latest
@@ -92,11 +92,15 @@ class Floors:
         if not self.kept:
             return {}
         with contextlib.suppress(FileNotFoundError):
-            folders = [f"{library}/{name}" for name in os.listdir(f"{self._disk.root}/{library}") if len(name) == 2]
-            return {folder: floor for folder in folders if (floor := self.of(folder)) is not None}
+            floors = {}
+            for name in os.listdir(f"{self._disk.root}/{library}"):
+                floor = self.of(f"{library}/{name}") if len(name) == 2 else None
+                if floor is not None:
+                    floors[f"{library}/{name}"] = floor
+            return floors
         return {}
 
-    def _there(self, folder: str) -> Floor | None:
+    def _on_disk(self, folder: str) -> Floor | None:
         root, path = self._disk.root, _floor_name(folder).path
         try:
             before = self._read.get(folder)
@@ -117,20 +121,22 @@ class Floors:
             expect_known("floor with a field", body, ("stamp", "base", "numbers"))
             floor = Floor(body["stamp"], body["base"], body["numbers"])
         except StoreVersionError:
-            raise  # what it forbids is not known, and it is not to be replaced
+            raise  # it is unknown what it forbids, and it must not be replaced
         except (OSError, StoreError, KeyError):
-            return None  # damaged, or none yet: what was seen before counts, and the next entry makes it anew
+            return None  # damaged or missing: the floor seen before counts, and the next entry writes it again
+
         self._read[folder] = which, floor
         return floor
 
     # -------------------------------------------------------------------------------------------------- raising
 
     def put(self, name: Name, blob: Blob) -> None:
-        """Writes an entry, durably: with its number, and the floor after it, in one commit. Raises as `Disk.put`."""
+        """Writes an entry with its number, and the floor after it, durably in one commit. Raises as `Disk.put`."""
         if not self.kept:
             self._disk.put(name, self._disk.encryption.sealed(blob, name.file))
             return
-        floor = self.of(name.folder) or self._found(name.folder)
+
+        floor = self.of(name.folder) or self._initial(name.folder)
         body = dict(blob.body)
         if body["version"] is None:
             body["number"] = floor.next
@@ -140,9 +146,9 @@ class Floors:
         self._seen[name.folder] = raised
 
     def removed(self, paths: Iterable[str]) -> None:
-        """Raises floors above deleted entries, so that none can be put back.
+        """Raises floors above deleted entries, so that they cannot be put back.
 
-        A full disk leaves floors as they are; those of a later version stay too.
+        If the disk is full, or a later version wrote them, floors stay unchanged.
         """
         by_folder: dict[str, list[str]] = {}
         for path in paths:
@@ -157,11 +163,12 @@ class Floors:
                     self._write(folder, self._raised(floor, numbers, max([floor.base, *gone])))
 
     def admit(self, coming: Sequence[tuple[Name, Blob | LinkSource]], noted: dict[str, int]) -> None:
-        """Sets floors to entries that the owner imports, which may be older than what was there.
+        """Sets floors to imported entries, which may be older than the stored ones: the owner asks for them.
 
         Args:
-          coming: blobs, or files that are sealed entries.
-          noted: the numbers of what came with them before, by keyed name; of several versions the highest counts.
+          coming: blobs, or files of encrypted entries.
+          noted: numbers of earlier groups of the same import, by keyed name; updated. Of several versions the highest
+            counts.
         """
         if not self.kept:
             return
@@ -171,7 +178,7 @@ class Floors:
                 noted[name.chunk] = max(noted.get(name.chunk, 0), number_of(self._body(item)))
                 by_folder.setdefault(name.folder, {})[name.chunk] = noted[name.chunk]
         for folder, numbers in by_folder.items():
-            floor = self.of(folder) or self._found(folder)
+            floor = self.of(folder) or self._initial(folder)
             self._write(folder, self._raised(floor, {**floor.numbers, **numbers}, floor.base))
 
     def _body(self, item: Blob | LinkSource) -> Mapping[str, Any]:
@@ -180,14 +187,14 @@ class Floors:
         with reading(*item) as (fd, header):
             opened = open_object(fd, header, self._disk.encryption, self._disk.buffers)
         if opened is None:
-            raise StoreCorruptError("object: an entry that is not encrypted; expected it to be")
+            raise StoreCorruptError("object: got an entry that is not encrypted; expected an encrypted one")
         return opened[0].body
 
     def _raised(self, floor: Floor, numbers: Mapping[str, int], base: int) -> Floor:
         return Floor(max(floor.stamp + 1, time.time_ns()), base, numbers)
 
-    def _found(self, folder: str) -> Floor:
-        """Makes the first floor of a folder, under the entries that are in it."""
+    def _initial(self, folder: str) -> Floor:
+        """Returns the first floor of a folder, from the entries in it."""
         numbers: dict[str, int] = {}
         for entry in self._disk.scan(folder):
             name = name_at(entry.path)

@@ -1,4 +1,4 @@
-"""Bases that patches share, kept as objects of arrays: one for each channel, under the basis's digest."""
+"""Encoding of shared bases as objects: one per channel, under the basis's digest."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,18 +13,21 @@ from .objects import Blob
 
 
 def basis_id(digest: str, channel: str) -> str:
-    """The id that a channel's directions of a basis are kept under."""
+    """Returns the id under which a channel's directions of a basis are stored."""
     return f"basis {digest} {channel}"
 
 
 def basis_blobs(basis: Basis, expires: float | None) -> list[tuple[str, Blob]]:
-    """Encodes a basis: an id and an object for each channel."""
-    each = [(basis_id(basis.digest, name), np.asarray(value)) for name, value in basis.directions.items()]
-    return [(id, encoder_blob(id, basis.backbone, value, expires)) for id, value in each]
+    """Encodes a basis. Returns an id and an object for each channel."""
+    blobs = []
+    for name, directions in basis.directions.items():
+        id = basis_id(basis.digest, name)
+        blobs.append((id, encoder_blob(id, basis.backbone, np.asarray(directions), expires)))
+    return blobs
 
 
 def basis_of(digest: str, layout: KVLayout, backbone: str, found: Mapping[str, np.ndarray | None]) -> Basis | None:
-    """Makes the basis of what was read by channel; None where that is not the basis of this digest."""
+    """Returns the basis of the directions read for each channel; None if it does not match the digest."""
     try:
         basis = Basis({name: value for name, value in found.items() if value is not None}, layout, backbone)
         return basis if basis.digest == digest else None
@@ -33,10 +36,10 @@ def basis_of(digest: str, layout: KVLayout, backbone: str, found: Mapping[str, n
 
 
 def completed(found: Sequence[Parts], read: Callable[[str, KVLayout, str], Basis | None]) -> list[Patch]:
-    """Makes patches of what was read, and puts the bases in that they name; those whose basis is not there stay out.
+    """Makes patches from their parts and inserts their bases. Leaves out patches whose basis is not stored.
 
     Args:
-      read: gives a basis by its digest, layout and backbone.
+      read: returns a basis by its digest, layout and backbone.
     """
     patches, known = [], dict[str, Basis | None]()
     for parts in found:

@@ -1,7 +1,7 @@
-"""A pool of host memory that reads go to: fresh pages cost more than the copy into them.
+"""Pool of host memory for reads: fresh pages cost more than the copy into them.
 
-jax may use an aligned host array as it stands (on the CPU it does), so a buffer comes back only when the last array
-that looks into it is gone, whoever holds it.
+JAX may use an aligned host array without a copy (on the CPU it does), so a buffer returns to the pool only when its
+last view is freed, whoever holds it.
 """
 
 import collections
@@ -12,21 +12,21 @@ import weakref
 
 import numpy as np
 
-from ..io.thread_pool import tell_of_forks
+from ..io.thread_pool import register_fork_guard
 
 _ALIGNMENT = 4096
 _LARGE = 256 << 20
-"""Bytes. Before more is taken at once, the system is asked whether it has them."""
+"""Bytes above which the available memory is checked before an allocation."""
 
 
 def expect_memory(size: int) -> None:
-    """Refuses sizes that the machine has no memory for: a sparse file may claim any size.
+    """Raises if the machine lacks memory for a size: a sparse file may claim any.
 
     Raises:
-      OSError: ENOMEM, as a read that fails now and may pass.
+      OSError: ENOMEM, which counts as a failed read that may pass.
     """
     if size > _LARGE and size > (free := available_memory()):
-        raise OSError(errno.ENOMEM, f"{size} bytes to read into {free} bytes of free memory")
+        raise OSError(errno.ENOMEM, f"got {size} bytes to read; expected at most {free}, the free memory")
 
 
 def available_memory() -> int:
@@ -51,43 +51,45 @@ def _text(path: str) -> str:
 
 
 class Buffers:
-    """A pool of aligned buffers.
+    """Pool of aligned buffers. Thread-safe.
 
     Args:
-      keep: bytes of idle ones that are kept at most.
-      wipe: whether a buffer is overwritten with zeros when it comes back. One that is in use at the interpreter's end
-        does not come back.
+      keep: largest number of bytes of idle buffers.
+      wipe: whether a buffer is overwritten with zeros when it returns. One that is in use when the interpreter ends
+        does not return.
     """
 
     def __init__(self, keep: int = 256 << 20, wipe: bool = False):
         self._keep, self._wipe = keep, wipe
         self._idle: collections.OrderedDict[int, list[np.ndarray]] = collections.OrderedDict()
         self._bytes = 0
-        self._lock = threading.RLock()  # a collection inside may give a buffer back
-        tell_of_forks(self)
+        self._lock = threading.RLock()  # garbage collection within the lock may return a buffer
+        register_fork_guard(self)
 
     def forked(self) -> None:
-        """Replaces the lock in a forked process, and drops idle buffers, whose count may have been cut off halfway."""
+        """Replaces the lock in a forked process, and drops idle buffers, whose count may be inconsistent."""
         self._lock, self._bytes = threading.RLock(), 0
         self._idle.clear()
 
     def lease(self, size: int) -> np.ndarray:
-        """Leases uint8 [size], aligned to 4096 bytes, of unknown content; it comes back when its last view is gone.
+        """Returns uint8 [size] of undefined content, aligned to 4096 bytes. It returns to the pool with its last view.
 
         Raises:
-          OSError: ENOMEM, there is no memory for it.
+          OSError: ENOMEM, there is not enough memory.
         """
         room = -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
         block = self._take(room)
+
         if block is None:
             expect_memory(room)
             try:
                 raw = np.empty(room + _ALIGNMENT, np.uint8)
             except MemoryError as error:
-                raise OSError(errno.ENOMEM, f"no memory for {size} bytes") from error
+                raise OSError(errno.ENOMEM, f"got no memory for {size} bytes; expected it") from error
             start = -raw.ctypes.data % _ALIGNMENT
             block = raw[start : start + room]
-        # Views of `leased` keep it alive and not `block`: its memory belongs to no array, so that numpy stops there.
+
+        # Views must keep `leased` alive, and not `block`: its memory comes from no array, so NumPy's bases end at it.
         leased = np.frombuffer(memoryview(block), np.uint8, count=size)
         weakref.finalize(leased, self._give, block).atexit = False
         return leased
@@ -118,5 +120,5 @@ class Buffers:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes kept for the next reads."""
+        """Bytes of idle buffers."""
         return self._bytes

@@ -1,14 +1,15 @@
-"""Encryption at rest: AES-256-GCM, a key per tenant, each leaf by itself, so that one layer can be read alone.
+"""Encryption at rest: AES-256-GCM with a key per tenant, each leaf separately, so that single layers can be read.
 
     master key ── HKDF(tenant) ──► tenant's key ── HKDF(salt of the object) ──► object's key
 
-Every object that is written draws a salt of 256 bits, so its key encrypts one object once, and the numbers of its
-leaves serve as nonces: none comes twice under one key. What is stored is again an object: its leaves are uint8, its
-body holds the salt and a check value of the tenant's key, and its first leaf is what the plain header would have said.
-The file's name, kind, expiry and salt, and the leaf's number and name, are authenticated with each leaf.
+Every write draws a salt of 256 bits, so an object's key encrypts that object once, and the numbers of its leaves are
+the nonces: no nonce is used twice with a key. The encrypted object is an object again: its leaves are uint8, its body
+holds the salt and a check value of the tenant's key, and its first leaf has the content of the plain header. The file's
+name, kind, expiry and salt, and the leaf's number and name, are authenticated with each leaf.
 
-A leaf that is longer than `MOST` is stored in pieces, each a leaf of the file, encrypted under a nonce of the leaf's
-and the piece's numbers, with which piece of how many it is authenticated. Which leaves are in pieces the file says.
+A leaf longer than `MOST` is stored in pieces, each a leaf of the file, encrypted with a nonce of the leaf's and the
+piece's number; the piece's number and the number of pieces are authenticated. The file states which leaves are in
+pieces.
 
 `cryptography` (the extra `encryption`) is imported when a key is given.
 """
@@ -31,55 +32,56 @@ from .header import DTYPES, Header, Leaf, dtype_word
 from .objects import Arrays, Blob, arranged, as_bytes, read_leaves
 
 Read = Callable[[Sequence[str]], dict[str, np.ndarray]]
-"""Reads neighbouring leaves, their checksums verified."""
+"""Reads adjacent leaves and verifies their checksums."""
 
 KEY_BYTES = 32
 MOST = 1 << 30
-"""Bytes that are encrypted at once; the cipher takes less than 2 GiB."""
+"""Bytes per call of the cipher, whose limit is 2 GiB."""
 
 _TAG = 16
 _INSIDE = "sealed.header"
 _STEP = 1024
-"""Bytes. What the plain header says is padded to a multiple of this, so that its length says little."""
+"""Bytes. The content of the plain header is padded to a multiple of this, so that its length reveals little."""
 
 
 @runtime_checkable
 class Encryption(Protocol):
-    """Encrypts and decrypts a tenant's objects, or leaves them plain."""
+    """Interface for encryption of a tenant's objects, or none (`Plain`)."""
 
     @property
     def check(self) -> str | None:
-        """Check value of the tenant's key, which tells nothing about it; None without encryption."""
+        """Check value of the tenant's key, which does not reveal it; None without encryption."""
         ...
 
     def sealed(self, blob: Blob, file: str) -> Blob:
-        """Encrypts an object that will have the file name `file`."""
+        """Encrypts an object for the file name `file`."""
         ...
 
     def opened(self, header: Header, read: Read) -> tuple[Header, Read] | None:
-        """Opens a stored object: its plain header and a reader of its plain leaves; None where it is not encrypted so.
+        """Returns the plain header of a stored object and a reader of its plain leaves; None if it is not encrypted.
 
         Raises:
-          StoreKeyError: the object may be good, and cannot be read with this key. StoreVersionError: a later version
-            encrypted it. StoreCorruptError: it is not good.
+          StoreKeyError: the object may be intact, but cannot be read with this key.
+          StoreVersionError: a later version encrypted it.
+          StoreCorruptError: it is damaged.
         """
         ...
 
 
 def is_sealed(header: Header) -> bool:
-    """Whether an object is encrypted."""
+    """Returns whether an object is encrypted."""
     return "sealed" in header.body
 
 
 def open_object(
     fd: int, header: Header, encryption: Encryption, buffers: Buffers, read_bytes: ReadInto = read_into
 ) -> tuple[Header, Read] | None:
-    """Opens an object's file: its plain header and a reader of its plain leaves, as `Encryption.opened`."""
+    """Returns the plain header of an object's file and a reader of its leaves, as `Encryption.opened`."""
     return encryption.opened(header, lambda names: read_leaves(fd, header, names, buffers, read_bytes))
 
 
 def decrypted(header: Header, arrays: Arrays, encryption: Encryption) -> tuple[Header, Arrays]:
-    """Decrypts an object that was read whole: its plain header and leaves; returns a plain object as it is.
+    """Decrypts an object that was read whole. Returns the plain header and leaves; a plain object is unchanged.
 
     Raises:
       StoreKeyError, StoreCorruptError: as `Encryption.opened`.
@@ -87,58 +89,61 @@ def decrypted(header: Header, arrays: Arrays, encryption: Encryption) -> tuple[H
     if not is_sealed(header):
         return header, arrays
     opening = encryption.opened(header, lambda names: {name: arrays[name] for name in names})
-    assert opening is not None  # only an object that is not encrypted is refused so
+    assert opening is not None  # None only stands for an object that is not encrypted
     plain, read = opening
     return plain, read(list(plain.leaves))
 
 
 class Plain:
-    """No encryption."""
+    """`Encryption` that leaves objects unencrypted."""
 
     check = None
 
     def sealed(self, blob: Blob, file: str) -> Blob:
-        """Returns the object itself."""
+        """Returns the object unchanged."""
         return blob
 
     def opened(self, header: Header, read: Read) -> tuple[Header, Read] | None:
-        """Returns header and reader as they are. Raises StoreKeyError for an encrypted object."""
+        """Returns header and reader unchanged. Raises StoreKeyError for an encrypted object."""
         if is_sealed(header):
-            raise StoreKeyError("object: it is encrypted; expected the key that it was put with")
+            raise StoreKeyError("object: got an encrypted one without a key; expected the key that it was put with")
         return header, read
 
 
 class AesGcm:
-    """AES-256-GCM under a tenant's key, which is derived from a master key.
+    """`Encryption` by AES-256-GCM with a tenant's key, which is derived from a master key.
 
     Args:
-      key: the master key, at least 32 bytes that nobody can guess. It is not kept, nor written anywhere.
-      buffers: where decrypted leaves go.
+      key: the master key, at least 32 random bytes. It is neither kept nor written anywhere.
+      tenant: the tenant.
+      buffers: host memory for decrypted leaves.
 
     Raises:
-      InputError: a shorter key. ImportError: `cryptography` is not installed.
+      InputError: the key is too short.
+      ImportError: `cryptography` is not installed.
     """
 
     def __init__(self, key: bytes, tenant: str, buffers: Buffers):
         if not isinstance(key, bytes) or len(key) < KEY_BYTES:
             found = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-            raise InputError(f"store: a key of {found}; expected {KEY_BYTES} bytes or more")
+            raise InputError(f"store: got a key of {found}; expected {KEY_BYTES} bytes or more")
         try:
             import cryptography  # noqa: F401
         except ImportError as error:
-            raise ImportError("store: a key without `cryptography`; expected the extra `encryption`") from error
+            raise ImportError("store: got a key without `cryptography`; expected the extra `encryption`") from error
         self._key = _derived(key, b"", b"tenant\0" + encoded(tenant), KEY_BYTES)
         self.check = _derived(self._key, b"", b"check", 16).hex()
         self._buffers = buffers
 
     def sealed(self, blob: Blob, file: str) -> Blob:
-        """Encrypts every leaf under a key of the object's own."""
+        """Encrypts every leaf with a new key."""
         salt = secrets.token_bytes(32)
         inside = {"body": blob.body, "leaves": [[n, dtype_word(d), list(s)] for n, (d, s) in blob.specs.items()]}
         text = json.dumps(inside, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _STEP)
         parts = {_INSIDE: np.frombuffer(text, np.uint8)} | {n: as_bytes(array) for n, array in blob.arrays.items()}
         cipher = _Cipher(self._key, salt, [file, blob.kind, repr(blob.expires)])
+
         arrays: dict[str, np.ndarray] = {}
         for number, (name, part) in enumerate(parts.items()):
             if number == 0 or len(part) <= MOST:
@@ -151,28 +156,34 @@ class AesGcm:
         return Blob(blob.kind, {"sealed": 1, "check": self.check, "salt": salt.hex()}, arrays, blob.expires)
 
     def opened(self, header: Header, read: Read) -> tuple[Header, Read] | None:
-        """Decrypts the header of an object; None for one that is not encrypted, which anyone could have put there."""
+        """Decrypts the header of an object; None if it is not encrypted, as anyone could have written it."""
         if not is_sealed(header):
             return None
+
         expect_known("encryption with a field", header.body, ("sealed", "check", "salt"))
         if header.body["sealed"] != 1:
-            raise StoreVersionError(f"object: encrypted in form {str(header.body['sealed'])[:20]}; expected 1")
+            raise StoreVersionError(f"object: got encryption version {str(header.body['sealed'])[:20]}; expected 1")
         if header.body.get("check") != self.check:
-            raise StoreKeyError("object: it is encrypted under another key; expected the key that it was put with")
+            raise StoreKeyError("object: got one encrypted with another key; expected the key that it was put with")
         cipher = _Cipher(self._key, _salt(header.body), [header.name, header.kind, repr(header.expires)])
         outer = header.leaves.get(_INSIDE)
         if outer is None or outer.nbytes < _TAG or outer.dtype != np.uint8:
-            raise StoreCorruptError(f"object: no leaf {_INSIDE}; expected one, of uint8")
+            raise StoreCorruptError(f"object: got no leaf {_INSIDE}; expected one of uint8")
         room = self._buffers.lease(outer.nbytes - _TAG)
         cipher.decrypt(_Piece(0, _INSIDE), read([_INSIDE])[_INSIDE], room)
-        inside = json.loads(room.tobytes())  # authenticated: it is what `sealed` wrote, of this version or a later one
+        inside = json.loads(room.tobytes())  # authenticated, so `sealed` wrote it, in this version or a later one
         expect_known("encrypted header with a field", inside, ("body", "leaves"))
         expect_known("encrypted leaf of dtype", [leaf[1] for leaf in inside["leaves"]], DTYPES)
         leaves, pieces = _leaves(inside["leaves"], header)
 
         def read_leaves(names: Sequence[str]) -> dict[str, np.ndarray]:
-            found = read([outside for name in names for outside in pieces[name]])
-            wanted = {name: {piece: found[outside] for outside, piece in pieces[name].items()} for name in names}
+            stored: list[str] = []
+            for name in names:
+                stored += pieces[name]
+            values = read(stored)
+            wanted: dict[str, dict[_Piece, np.ndarray]] = {}
+            for name in names:
+                wanted[name] = {piece: values[outside] for outside, piece in pieces[name].items()}
             return self._decrypted(cipher, wanted, leaves)
 
         return dataclasses.replace(header, body=inside["body"], leaves=leaves), read_leaves
@@ -180,7 +191,7 @@ class AesGcm:
     def _decrypted(
         self, cipher: "_Cipher", wanted: Mapping[str, Mapping["_Piece", np.ndarray]], leaves: Mapping[str, Leaf]
     ) -> dict[str, np.ndarray]:
-        """Read-only views of one buffer, in it as `arranged` says, as those of a plain file are."""
+        """Decrypts leaves into one buffer, placed by `arranged`, as those of a plain file. Returns read-only views."""
         places, room = arranged({name: leaves[name].nbytes for name in wanted})
         data = self._buffers.lease(room)
         spans = {name: slice(at, at + leaves[name].nbytes) for name, at in places.items()}
@@ -194,7 +205,7 @@ class AesGcm:
 
 
 class _Piece(NamedTuple):
-    """What a ciphertext is of: a leaf's number and name; of a leaf in pieces, which one of how many."""
+    """Identity of a ciphertext: the leaf's number and name, and of a leaf in pieces the piece and their count."""
 
     number: int
     name: str
@@ -203,12 +214,12 @@ class _Piece(NamedTuple):
 
     @property
     def nonce(self) -> bytes:
-        """Of 96 bits, for this piece alone; a whole leaf's begins with zeros."""
+        """Nonce of 96 bits, unique in the object; that of a whole leaf begins with zeros."""
         return (self.piece + 1 if self.count else 0).to_bytes(4, "big") + self.number.to_bytes(8, "big")
 
 
 class _Cipher:
-    """The cipher of one object. `fields`: what every leaf is bound to, with its number and name."""
+    """Cipher of one object. `fields` are authenticated with every leaf, in addition to its number and name."""
 
     def __init__(self, key: bytes, salt: bytes, fields: Sequence[str]):
         from cryptography.exceptions import InvalidTag
@@ -230,7 +241,7 @@ class _Cipher:
             self._cipher.decrypt_into(piece.nonce, memoryview(value), self._bound(piece), memoryview(target))
         except self._invalid:
             raise StoreCorruptError(
-                f"object: leaf {piece.name} is not what was put there; expected it unchanged"
+                f"object: leaf {piece.name}: got changed bytes; expected those that were put"
             ) from None
 
 
@@ -249,11 +260,11 @@ def _salt(body: Mapping[str, Any]) -> bytes:
     try:
         return bytes.fromhex(body["salt"])
     except (KeyError, TypeError, ValueError):
-        raise StoreCorruptError("object: encrypted without a salt; expected 64 hexadecimal digits") from None
+        raise StoreCorruptError("object: got encryption without a salt; expected 64 hexadecimal digits") from None
 
 
 type _Pieces = dict[str, dict[str, _Piece]]
-"""Of each leaf, the leaves of the file that hold it, in order, and what each is."""
+"""For each leaf, the leaves of the file that hold it, in order, with their identities."""
 
 
 def _leaves(inside: Sequence[Any], header: Header) -> tuple[dict[str, Leaf], _Pieces]:
@@ -270,11 +281,12 @@ def _leaves(inside: Sequence[Any], header: Header) -> tuple[dict[str, Leaf], _Pi
         found = sum(-1 if each is None or each.dtype != np.uint8 else each.nbytes - _TAG for each in outer)
         if not outer or found != nbytes or min(each.nbytes if each else 0 for each in outer) < _TAG:
             raise StoreCorruptError(
-                f"object: leaf {number} is missing; expected {nbytes} bytes, and {_TAG} for each piece"
+                f"object: got no valid leaf {number}; expected {nbytes} bytes, and {_TAG} for each piece"
             )
         first = outer[0]
         assert first is not None
         leaves[name] = Leaf(name, dtype, tuple(shape), first.offset, nbytes, first.crc)
+
     if len(header.leaves) != 1 + (stored := sum(map(len, pieces.values()))):
-        raise StoreCorruptError(f"object: {len(header.leaves)} leaves; expected {stored + 1}")
+        raise StoreCorruptError(f"object: got {len(header.leaves)} leaves; expected {stored + 1}")
     return leaves, pieces

@@ -1,7 +1,7 @@
-"""The names that a tenant's objects have on disk.
+"""Names of a tenant's objects on the disk.
 
-A name is a digest keyed by the tenant: who does not hold the key cannot tell from a name what it names, nor
-whether two tenants hold the same thing.
+A name is a digest with the tenant's key: without the key, names reveal neither ids nor whether two tenants store the
+same chunk.
 """
 
 import dataclasses
@@ -41,37 +41,37 @@ _PATH = re.compile(
 
 
 def is_object(path: str) -> bool:
-    """Whether a path below a root is that of an object or a library's entry."""
+    """Returns whether a path below a root is that of an object or a library's entry."""
     return _PATH.fullmatch(path) is not None
 
 
 def part_of(path: str) -> str:
-    """Returns the part of its chunk that an object is: "kv", "kv.int8", "enc", "p.…", "entry", "v000000001".
+    """Returns which part of its chunk an object is: "kv", "kv.int8", "enc", "p.…", "entry", "v000000001".
 
-    That of a canonical behind a lead is "kv.behind_…", "kv.behind_….int8".
+    A canonical behind a lead is "kv.behind_…" or "kv.behind_….int8".
     """
     return path.partition(".")[2].removesuffix(".safetensors")
 
 
 _BEHIND = "behind_"
 LEAD_NAME = re.compile(rf"{_BEHIND}[0-9a-f]+")
-"""What the part of a canonical behind a lead says of it: a keyed digest."""
+"""Word of a canonical's part that names its lead by a keyed digest."""
 
 
 def unreduced_part(part: str) -> str:
-    """Returns the part that the unreduced canonical of the same lead is, of a canonical's part."""
+    """Returns the part of the unreduced canonical with the same lead."""
     words = part.split(".")
     return ".".join(words[: 2 if len(words) > 1 and words[1].startswith(_BEHIND) else 1])
 
 
 def encoding_in(part: str) -> Any:
-    """Returns the encoding that a canonical's part names, unchecked; None for the unreduced one."""
+    """Returns the encoding in a canonical's part, unchecked; None for the unreduced one."""
     return part[len(unreduced_part(part)) + 1 :] or None
 
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """Place of an object: relative to the store's root, `folder`/`file`. `chunk` is the keyed name of its chunk."""
+    """Path of an object below the store's root, `folder`/`file`, with the keyed name of its chunk."""
 
     folder: str
     chunk: str
@@ -80,17 +80,17 @@ class Name:
 
     @property
     def tenant(self) -> str:
-        """The keyed name of the tenant."""
+        """Keyed name of the tenant."""
         return self.folder.split("/")[1]
 
     @property
     def path(self) -> str:
-        """Relative path, with forward slashes."""
+        """Path below the root, with forward slashes."""
         return f"{self.folder}/{self.file}"
 
     @property
     def chunk_key(self) -> str:
-        """Equal for all objects of one chunk: the folder and the keyed name (`DirectoryEntry.chunk` is it too)."""
+        """Key that is equal for all objects of one chunk (also `DirectoryEntry.chunk`)."""
         return f"{self.folder}/{self.chunk}"
 
 
@@ -98,11 +98,11 @@ def name_at(path: str) -> Name:
     """Parses an object's path below the root into its name.
 
     Raises:
-      StoreCorruptError: no object has such a path.
+      StoreCorruptError: it is no object's path.
     """
     if not is_object(path):
         raise StoreCorruptError(
-            f"object: path {path[:200]!r}; expected obj/tenant/backbone/xx/name.kind.safetensors or a library's"
+            f"object: got path {path[:200]!r}; expected obj/tenant/backbone/xx/name.kind.safetensors or a library's"
         )
     above, _, file = path.rpartition("/")
     kind = "entry" if path.startswith("lib/") else _KINDS[file.split(".")[1]]
@@ -111,13 +111,15 @@ def name_at(path: str) -> Name:
 
 @dataclasses.dataclass(frozen=True)
 class PatchKey:
-    """What a patch serves: the fields of its `PatchMetadata` that say so, with the same meaning. It does not print ids.
+    """Key of the patches that serve a chunk behind an antecedent: fields of `PatchMetadata` with the same meaning.
+
+    Its representation contains no ids.
 
     Attributes:
-      antecedent: what stands in front of the chunk: chunks, ids or members; of `base_antecedent` likewise. Where the
-        content of a member is not known, that of its stored canonical counts.
-      content: of the chunk which will be patched; None takes that of the canonical that the store has.
-      lead: of the chunk (`Chunk.lead`).
+      antecedent: chunks, ids or members before the chunk; `base_antecedent` likewise. If the content of a member is
+        unknown, that of its stored canonical counts.
+      content: content of the chunk to be patched; None: that of the stored canonical.
+      lead: digest of the chunk's lead (`Chunk.lead`).
     """
 
     chunk: str = dataclasses.field(repr=False)
@@ -141,9 +143,13 @@ class PatchKey:
             "start": self.start is None or isinstance(self.start, tuple),
             "lead": self.lead is None or isinstance(self.lead, str),
         }
+
         for name, fit in fits.items():
             if not fit:
-                raise InputError(f"served: {name} {getattr(self, name)!r:.80}; expected as PatchMetadata has it")
+                raise InputError(
+                    f"served.{name}: got {getattr(self, name)!r:.80}; expected the type of PatchMetadata.{name}"
+                )
+
         object.__setattr__(self, "antecedent", antecedent_of(self.antecedent))
         if self.base_antecedent is not None:
             base = antecedent_of(self.base_antecedent, "base_antecedent")
@@ -151,25 +157,25 @@ class PatchKey:
 
     @property
     def behind(self) -> Antecedent:
-        """What stands in front of the chunk, with all that is known of it."""
+        """Antecedent of the chunk, with states and contents as far as they are known."""
         return antecedent_of(self.antecedent)
 
     @property
     def base_behind(self) -> Antecedent | None:
-        """What the base was conditioned on; None for the canonical."""
+        """Antecedent of the base; None for the canonical."""
         return None if self.base_antecedent is None else antecedent_of(self.base_antecedent)
 
 
 @dataclasses.dataclass(frozen=True)
 class ObjectNames:
-    """The names of one tenant's objects.
+    """Namer of one tenant's objects.
 
     Attributes:
-      tenant: who.
+      tenant: the tenant.
       secret: at least 16 bytes; the tenant's key is derived from it.
 
     Raises:
-      InputError: an empty tenant, or a secret below 16 bytes.
+      InputError: the tenant is empty, or the secret is too short.
     """
 
     tenant: str = dataclasses.field(repr=False)
@@ -177,10 +183,10 @@ class ObjectNames:
 
     def __post_init__(self) -> None:
         if not isinstance(self.tenant, str) or not self.tenant:
-            raise InputError(f"store: tenant {self.tenant!r:.80}; expected its name, a str")
+            raise InputError(f"store: got tenant {self.tenant!r:.80}; expected a name")
         if not isinstance(self.secret, bytes) or len(self.secret) < 16:
             found = f"{len(self.secret)} bytes" if isinstance(self.secret, bytes) else type(self.secret).__name__
-            raise InputError(f"store: a secret of {found}; expected bytes, 16 or more")
+            raise InputError(f"store: got a secret of {found}; expected 16 bytes or more")
 
     @functools.cached_property
     def _key(self) -> bytes:
@@ -191,62 +197,62 @@ class ObjectNames:
 
     @functools.cached_property
     def space(self) -> str:
-        """The tenant's directory, below the store's root."""
+        """Directory of the tenant below the store's root."""
         return f"obj/{self._name(16, 'space')}"
 
     @property
     def tenant_name(self) -> str:
-        """The keyed name of the tenant, which its files in the store's shared directories begin with."""
+        """Keyed name of the tenant, with which its files in shared directories begin."""
         return self.space.removeprefix("obj/")
 
     def _place(self, backbone: str, chunk: str, rest: str, kind: Literal["kv", "patch", "encoder"]) -> Name:
         fingerprint_of(backbone, "store")
         if not isinstance(chunk, str):
-            raise InputError(f"store: id of type {type(chunk).__name__}; expected a str, such as `chunk.id`")
+            raise InputError(f"store: got an id of type {type(chunk).__name__}; expected a str, such as `chunk.id`")
         name = self._name(_BYTES, "chunk", backbone, chunk)
         folder = f"{self.space}/{self._name(16, 'backbone', backbone)}/{name[:2]}"
         return Name(folder, name, f"{name}.{rest}.safetensors", kind)
 
     def canonical(self, backbone: str, chunk: str, encoding: str | None = None, lead: str | None = None) -> Name:
-        """Names a canonical, as it was made, or in a smaller `encoding`, alone or behind a lead: each its own object.
+        """Names a canonical. Each encoding, and each lead, has an object of its own.
 
         Raises:
-          InputError: an unknown encoding.
+          InputError: the encoding is unknown.
         """
         if encoding is not None and encoding not in ENCODINGS:
-            raise InputError(f"encoding {encoding!r}; expected None or one of {ENCODINGS}")
+            raise InputError(f"store.encoding: got {encoding!r}; expected None or one of {ENCODINGS}")
         words = ["kv"] if lead is None else ["kv", f"{_BEHIND}{self._name(16, 'lead', lead)}"]
         return self._place(backbone, chunk, ".".join(words if encoding is None else [*words, encoding]), "kv")
 
     def encoder(self, backbone: str, chunk: str) -> Name:
-        """Names a tower's output, under the id of the chunk that it makes (or an `encoder_id`)."""
+        """Names an encoder output, by the id of its chunk (or an `encoder_id`)."""
         return self._place(backbone, chunk, "enc", "encoder")
 
     @property
     def libraries(self) -> str:
-        """The directory of the tenant's libraries, below the store's root."""
+        """Directory of the tenant's libraries below the store's root."""
         return f"lib/{self.tenant_name}"
 
     def entry(self, library: str, *fields: str, version: int | None = None) -> Name:
-        """Names a library's entry, by the library's and the entry's names; with a version in a dynamic library."""
+        """Names a library's entry by the names of library and entry, and in a dynamic library by the version."""
         key = self._name(_BYTES, "entry", library, *fields)
         part = "entry" if version is None else f"v{version:09d}"
         return Name(f"{self.libraries}/{library}/{key[:2]}", key, f"{key}.{part}.safetensors", "entry")
 
     def patch(self, patch: Patch) -> Name:
-        """Names a patch, by chunk, backbone, antecedent (list, or set of an orbit patch), base, ranks, layers.
+        """Names a patch by chunk, backbone, antecedent (list, or set for an orbit patch), base, ranks and layers.
 
-        Of the antecedent count the ids, how each was served, and the contents that are known.
+        Of the antecedent, the ids, states and known contents count.
         """
         form = json.dumps(_form(patch), sort_keys=True)
         served = self.patches(patch.metadata)
         return dataclasses.replace(served, file=f"{served.file}{self._name(20, 'form', form)}.safetensors")
 
     def patches(self, metadata: PatchKey | PatchMetadata) -> Name:
-        """Returns the common prefix of all patches that serve the same, whatever their ranks, layers and dtypes.
+        """Returns the common prefix of all patches with one key, with any ranks, layers, dtypes and contents.
 
-        And whatever the contents of those in front, which are compared where both are known. What stood behind exact
-        antecedents has the name that it had before the ways of serving were known.
+        Contents of antecedents are compared separately, if they are known. States are part of the name only if one is
+        not exact, so that names of earlier versions, which had no states, stay valid.
         """
         members, base = _members(metadata.behind, metadata.orbit), metadata.base_behind
         before = None if base is None else _members(base)
@@ -264,7 +270,7 @@ class ObjectNames:
 
 def _form(patch: Patch) -> list:
     metadata = patch.metadata
-    # Of a patch in a shared basis the directions are not its own.
+    # A patch in a shared basis has no directions of its own.
     own = {name: each if metadata.basis is None else each[:1] for name, each in patch.factors.items()}  # pyright: ignore
     dtypes = sorted((name, [str(leaf.dtype) for leaf in jax.tree.leaves(factors)]) for name, factors in own.items())
     form = [sorted(patch.ranks.items()), metadata.layers, metadata.heads, metadata.shared_left, dtypes]

@@ -1,4 +1,4 @@
-"""Objects: arrays and a body in one immutable file, written, and read back verified."""
+"""Objects: arrays and a JSON body in one immutable file. Writing, and verified reading."""
 
 import concurrent.futures
 import dataclasses
@@ -24,19 +24,19 @@ Arrays = Mapping[str, np.ndarray]
 _OVERLAP = 4 << 20
 _SPLIT = 8 << 20
 _RUN = 4 << 20
-_OPENING = 4 * PAGE  # as much as most headers have
+_OPENING = 4 * PAGE  # at least as long as most headers
 _WORKERS = max(1, min(4, (os.cpu_count() or 1) // 2))
-"""Threads that one read takes: half of few cores, for reading waits for memory, and somebody computes meanwhile."""
+"""Threads per read: half of few cores, because reading is limited by memory bandwidth, and others compute."""
 
 _NO_DIGITS = str.maketrans("", "", string.digits)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blob:
-    """An object before it is written: its leaves in the order of the file, and what its header will say.
+    """Content of an object to be written: its leaves in the order of the file, and the fields of its header.
 
-    The arrays are not copied, and must not change until the object is durable. `expires` becomes a float, so that its
-    text is the same wherever it is written, summed or authenticated.
+    The arrays are not copied, and must not change until the object is durable. `expires` is converted to a float, so
+    that its text is the same in the header, its checksum and its authentication.
 
     Raises:
       InputError: `expires` is not finite.
@@ -63,18 +63,18 @@ class Blob:
         return sum(array.nbytes for array in self.arrays.values())
 
     def some(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Returns some of the leaves, as reading an object does."""
+        """Returns some of the leaves, with the signature of a reader of leaves."""
         return {name: self.arrays[name] for name in names}
 
 
 def blob_of(header: Header, arrays: Arrays) -> Blob:
-    """Makes an object of what was read, to be written again."""
+    """Returns the content of an object that was read, to be written again."""
     return Blob(header.kind, header.body, arrays, header.expires)  # pyright: ignore[reportArgumentType]
 
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """One version of an object: the file that it was read from, and the checksum of its header."""
+    """Version of an object: the identity of its file, and the checksum of its header."""
 
     file: Identity | None
     crc: bytes
@@ -82,8 +82,13 @@ class Version:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VerifiedObject:
-    """An object read from the disk, verified. `arrays` are read-only views of one buffer; `file` is where they were,
-    None for one that comes from elsewhere."""
+    """An object that was read and verified.
+
+    Attributes:
+      header: its header.
+      arrays: its leaves, read-only views of one buffer.
+      file: identity of its file; None for an object of a remote store.
+    """
 
     header: Header
     arrays: dict[str, np.ndarray] = dataclasses.field(repr=False)
@@ -91,17 +96,17 @@ class VerifiedObject:
 
     @property
     def version(self) -> Version:
-        """Which version of the object it is."""
+        """Version of the object."""
         return Version(self.file, self.header.crc)
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
-    """Returns the bytes of an array, uint8 [n]; a view where it is contiguous."""
+    """Returns the bytes of an array, uint8 [n]; a view if it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def planned_header(blob: Blob, name: str) -> Header:
-    """Makes the header of an object's file, but for its leaves' checksums."""
+    """Returns the header of an object's file, with zeros for the leaves' checksums."""
     return make_header(name, blob.kind, blob.expires, blob.body, blob.specs)[1]
 
 
@@ -127,35 +132,32 @@ def _parts(arrays: Arrays) -> list[np.ndarray]:
 
 
 def blob_bytes(blob: Blob, name: str) -> bytes:
-    """Makes the whole file as bytes, for stores that take it in one piece."""
+    """Returns the whole file as bytes, for stores that write it in one call."""
     raw, _ = make_header(name, blob.kind, blob.expires, blob.body, blob.specs, _crcs(blob.arrays))
     return b"".join([raw, *(part.tobytes() for part in _parts(blob.arrays))])
 
 
 def write_blob(fd: int, blob: Blob, name: str) -> Header:
-    """Writes an object into an empty file; durable only after a sync. Large ones are written while summed.
+    """Writes an object into an empty file; it is durable only after a sync.
 
-    The file's time of last change shows when the object expires.
+    The file's modification time encodes when the object expires.
     """
-    header = _written(fd, blob, name)
-    now = time.time_ns()
-    os.utime(fd, ns=(now, expiry_mtime(blob.expires, now)))
-    return header
-
-
-def _written(fd: int, blob: Blob, name: str) -> Header:
     describe = functools.partial(make_header, name, blob.kind, blob.expires, blob.body, blob.specs)
     if blob.nbytes < _OVERLAP:
         raw, header = describe(_crcs(blob.arrays))
         reserve(fd, header.size)
         write_all(fd, [raw, *_parts(blob.arrays)], 0)
-        return header
-    _, planned = describe()
-    reserve(fd, planned.size)
-    sums = _helpers.submit(_crcs, blob.arrays)
-    write_all(fd, _parts(blob.arrays), planned.start)
-    raw, header = describe(sums.result())
-    write_all(fd, [raw], 0)
+    else:
+        # A large object is written while its checksums are computed; the header, whose length is known, comes last.
+        _, planned = describe()
+        reserve(fd, planned.size)
+        crcs = _helpers.submit(_crcs, blob.arrays)
+        write_all(fd, _parts(blob.arrays), planned.start)
+        raw, header = describe(crcs.result())
+        write_all(fd, [raw], 0)
+
+    now = time.time_ns()
+    os.utime(fd, ns=(now, expiry_mtime(blob.expires, now)))
     return header
 
 
@@ -165,10 +167,13 @@ def read_header(
     """Reads and verifies the header of an open file.
 
     Args:
-      parse: `parse_header`, or one that remembers what it said of the same bytes.
+      parse: `parse_header`, or a cached version of it.
+      read_bytes: reads from the file.
 
     Raises:
-      StoreCorruptError: not an object of ours. StoreVersionError: a later version's. OSError: the read failed.
+      StoreCorruptError: it is no object.
+      StoreVersionError: a later version wrote it.
+      OSError: the read failed.
     """
     size = os.fstat(fd).st_size
     opening = os.pread(fd, _OPENING, 0) if read_bytes is read_into else _read_bytes(fd, min(size, _OPENING), read_bytes)
@@ -187,12 +192,14 @@ def _read_bytes(fd: int, size: int, read_bytes: ReadInto) -> bytes:
 def read_leaves(
     fd: int, header: Header, names: Sequence[str], buffers: Buffers, read_bytes: ReadInto = read_into
 ) -> dict[str, np.ndarray]:
-    """Reads neighbouring leaves, verified: read-only views of one buffer, placed as `arranged` says.
+    """Reads and verifies adjacent leaves. Returns read-only views of one buffer, placed by `arranged`.
 
-    Read and summed in runs, each run summed while the cache still holds it; many bytes by several threads.
+    They are read in runs, and each run's checksums are computed while it is in the cache; large reads use several
+    threads.
 
     Raises:
-      StoreCorruptError: a checksum that does not agree, or a file that ends early. OSError: the read failed.
+      StoreCorruptError: a checksum does not match, or the file is too short.
+      OSError: the read failed.
     """
     leaves = [header.leaves[name] for name in names]
     if not leaves:
@@ -201,17 +208,23 @@ def read_leaves(
     data = buffers.lease(room)
     rooms = [(leaf, data[places[leaf.name] : places[leaf.name] + padded(leaf.nbytes)]) for leaf in leaves]
     data.flags.writeable = False
+    arrays: dict[str, np.ndarray] = {}
     if room < _SPLIT or _WORKERS == 1:
-        return {name: array for run in _runs(rooms) for name, array in _read_run(fd, run, read_bytes).items()}
+        for run in _runs(rooms):
+            arrays |= _read_run(fd, run, read_bytes)
+        return arrays
+
     reads = [_helpers.submit(_read_run, fd, run, read_bytes) for run in _runs(rooms)]
-    concurrent.futures.wait(reads)  # all of them: nobody may read from a descriptor that the caller has closed
-    return {name: array for read in reads for name, array in read.result().items()}
+    concurrent.futures.wait(reads)  # all of them: the caller closes the descriptor if one fails
+    for read in reads:
+        arrays |= read.result()
+    return arrays
 
 
 def arranged(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Places leaves in memory, at multiples of 64 bytes. Also returns the bytes of all.
+    """Returns the offsets of leaves in memory, multiples of 64 bytes, and the total size.
 
-    Leaves whose names differ in numbers alone lie together, so that the layers of a channel are one array without
+    Leaves whose names differ only in numbers are adjacent, so that the layers of a channel are one array without
     another copy.
     """
     families: dict[str, list[str]] = {}
@@ -226,16 +239,16 @@ def arranged(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
 
 
 type _Room = tuple[Leaf, np.ndarray]
-"""A leaf and the memory for it, with its padding."""
+"""A leaf, and the memory for it and its padding."""
 
 
 def _runs(rooms: Sequence[_Room]) -> Iterator[list[_Room]]:
-    """Groups neighbouring leaves, of `_RUN` bytes or more together."""
+    """Groups adjacent leaves into runs of `_RUN` bytes or more."""
     run: list[_Room] = []
     size = 0
-    for each in rooms:
-        run.append(each)
-        size += len(each[1])
+    for leaf, room in rooms:
+        run.append((leaf, room))
+        size += len(room)
         if size >= _RUN:
             yield run
             run, size = [], 0
@@ -249,35 +262,36 @@ def _read_run(fd: int, rooms: Sequence[_Room], read_bytes: ReadInto) -> dict[str
 
 
 def padded(size: int) -> int:
-    """Returns the bytes that a leaf takes in a file, padding included."""
+    """Returns the size of a leaf in a file, including padding."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _verified(leaf: Leaf, room: np.ndarray) -> np.ndarray:
-    """Verifies a leaf and its padding; returns it as a read-only view."""
+    """Verifies a leaf and its padding. Returns a read-only view of the leaf."""
     room.flags.writeable = False
-    own, rest = room[: leaf.nbytes], room[leaf.nbytes :]
-    if (found := crc32(own)) != leaf.crc:
-        raise StoreCorruptError(f"object: leaf {leaf.name} has checksum {found:08x}; expected {leaf.crc:08x}")
-    if len(rest) and rest.any():
-        place = int(np.argmax(rest != 0))
+    content, padding = room[: leaf.nbytes], room[leaf.nbytes :]
+    crc = crc32(content)
+    if crc != leaf.crc:
+        raise StoreCorruptError(f"object: leaf {leaf.name}: got checksum {crc:08x}; expected {leaf.crc:08x}")
+    if len(padding) and padding.any():
+        index = int(np.argmax(padding != 0))
         raise StoreCorruptError(
-            f"object: byte {place} behind leaf {leaf.name} is {rest[place]}; expected {len(rest)} zeros"
+            f"object: leaf {leaf.name}: got padding byte {index} of {padding[index]}; expected {len(padding)} zeros"
         )
-    return own.view(leaf.dtype).reshape(leaf.shape)
+    return content.view(leaf.dtype).reshape(leaf.shape)
 
 
 def take_leaves(data: np.ndarray, first: int, leaves: Iterable[Leaf]) -> dict[str, np.ndarray]:
-    """Takes leaves out of the file's bytes from `first` on, verified with their padding, as read-only views.
+    """Returns verified read-only views of leaves in the file's bytes, which begin at offset `first`.
 
     Raises:
-      StoreCorruptError: a checksum that does not agree, or padding that is not zero.
+      StoreCorruptError: a checksum does not match, or padding is not zero.
     """
     starts = ((leaf, leaf.offset - first) for leaf in leaves)
     return {leaf.name: _verified(leaf, data[at : at + padded(leaf.nbytes)]) for leaf, at in starts}
 
 
 def check_name(header: Header, name: str) -> None:
-    """Refuses a file whose header has another name. Raises StoreCorruptError."""
+    """Raises StoreCorruptError for a file whose header has another name."""
     if header.name != name:
-        raise StoreCorruptError(f"object: its header has another name; expected {name!r}")
+        raise StoreCorruptError(f"object: got a header with another name; expected {name!r}")

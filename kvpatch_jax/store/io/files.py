@@ -1,9 +1,9 @@
-"""System calls that the store is built from: whole writes and reads, durable directories, locks, typed errors.
+"""System calls of the store: complete writes and reads, durable directories, locks, typed errors.
 
-Whoever may write into a root, or made a snapshot, may have put anything there: a FIFO, a link that leads elsewhere, a
-directory where a file should be. So everything below a root is opened by `folder` and `open_regular`, which wait for
-nothing, follow no link and take nothing but regular files, and names are made, changed and taken away in an open
-`folder`. The root itself may be a link: whoever names it means it.
+A root or a snapshot may contain anything, if others can write it: a FIFO, a link to another place, a directory in place
+of a file. So everything below a root is opened by `folder` and `open_regular`, which never wait, follow no links and
+accept only regular files; names are created, changed and removed in an open `folder`. The root itself may be a link,
+because the user names it.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ _RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _REGULAR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _IRREGULAR = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP)
-"""What the system says of links, FIFOs and sockets, directories and devices that are opened so."""
+"""Errors of the system for links, FIFOs and sockets, directories and devices that are opened in this way."""
 
 
 class NotRegularError(OSError):
-    """A path leads to something other than a regular file."""
+    """Error for a path that is not a regular file."""
 
 
 def typed(error: OSError, what: str) -> StoreError:
-    """Converts a failed system call into the store's error; `what` says what was being done."""
+    """Converts the error of a system call to the store's; `what` names the operation."""
     if error.errno in _FULL:
         return StoreFullError(f"{what}: {error.strerror}; expected room on the file system")
     if error.errno in _READ_ONLY:
@@ -47,7 +47,7 @@ def typed(error: OSError, what: str) -> StoreError:
 
 @contextlib.contextmanager
 def typed_errors(what: str) -> Iterator[None]:
-    """Turns an OSError inside into the store's."""
+    """Converts an OSError of the block to the store's error."""
     try:
         yield
     except OSError as error:
@@ -56,7 +56,7 @@ def typed_errors(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(path: str, flags: int, mode: int = 0o600) -> Iterator[int]:
-    """Opens a file and closes it at the end. What must be durable was synced before, so closing may fail."""
+    """Opens a file and closes it at the end. Errors of closing are ignored: data that must be durable was synced."""
     fd = os.open(path, flags | os.O_CLOEXEC, mode)
     try:
         yield fd
@@ -66,20 +66,20 @@ def opened(path: str, flags: int, mode: int = 0o600) -> Iterator[int]:
 
 
 type Identity = tuple[int, int, int]
-"""Of a file: inode, time of its last change in nanoseconds, size."""
+"""Identity of a file: inode, time of its last change in nanoseconds, size."""
 
 
 def identity(stat: os.stat_result) -> Identity:
-    """Returns the identity of a file. An inode alone is reused soon after its file is gone.
+    """Returns the identity of a file. An inode alone may be reused soon after its file was removed.
 
-    A new link to a file, and a changed access time, change its identity too: a file with another identity is to be
-    looked at again, and need not be another file.
+    A new link or access time changes the identity too: a file with another identity has to be examined again, but may
+    be the same file.
     """
     return stat.st_ino, stat.st_ctime_ns, stat.st_size
 
 
 def identity_of(fd: int) -> Identity:
-    """Returns the identity of an open file; one that no file has where the system does not say."""
+    """Returns the identity of an open file; one that no file has if the system call fails."""
     try:
         return identity(os.fstat(fd))
     except OSError:
@@ -87,23 +87,25 @@ def identity_of(fd: int) -> Identity:
 
 
 def written(stat: os.stat_result) -> Identity:
-    """Returns the identity of a file that its writer knows it by: inode, modification time, size.
+    """Returns the identity that a file has for its writer: inode, modification time, size.
 
-    Links and reads do not change it. Two files of the same name have the same one only if they were given the same
-    inode and were written in the same millisecond, or expire in the same moment.
+    Links and reads do not change it. Two files of one name have the same one only if they got the same inode and were
+    written in the same millisecond, or expire at the same time.
     """
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 @contextlib.contextmanager
 def folder(root: str, path: str = "", *, make: bool = False) -> Iterator[int]:
-    """Opens the directory at `path` below a root: names in it stay names in this one if its path is replaced.
+    """Opens the directory at `path` below a root. Operations in it are not affected if its path is replaced.
 
     Args:
-      make: makes what is missing on the way, private, and every new or old name on the way durable.
+      make: creates missing directories, private, and makes every name on the path durable.
 
     Raises:
-      FileNotFoundError: not there. NotADirectoryError: a link or a file on the way. OSError.
+      FileNotFoundError: it does not exist.
+      NotADirectoryError: there is a link or a file on the path.
+      OSError: another error.
     """
     fd = os.open(root, _FOLDER)
     try:
@@ -132,15 +134,14 @@ def _inner(fd: int, part: str) -> int:
 
 @contextlib.contextmanager
 def open_regular(root: str, path: str, flags: int = os.O_RDONLY, *, noatime: bool = False) -> Iterator[int]:
-    """Opens a regular file at `path` below a root and closes it at the end.
-
-    Never waits, whatever lies there. What is made is its owner's alone.
+    """Opens a regular file at `path` below a root and closes it at the end. Never waits. New files are private.
 
     Args:
-      noatime: leaves the access time as it is, where the file is ours.
+      noatime: keeps the access time, if the file belongs to the user.
 
     Raises:
-      NotRegularError: a link, a directory, a FIFO, … lies there. As `folder`. OSError.
+      NotRegularError: it is a link, a directory, a FIFO, ….
+      OSError: as `folder`, or another error.
     """
     above, _, name = path.rpartition("/")
     with folder(root, above) as parent:
@@ -151,7 +152,7 @@ def open_regular(root: str, path: str, flags: int = os.O_RDONLY, *, noatime: boo
 
 @contextlib.contextmanager
 def open_regular_in(parent: int, name: str, flags: int = os.O_RDONLY, *, noatime: bool = False) -> Iterator[int]:
-    """As `open_regular`, in an open directory."""
+    """Opens a regular file in an open directory, as `open_regular`."""
     fd = _opened_regular(parent, name, flags, noatime)
     with _closed_after(fd):
         yield fd
@@ -179,6 +180,7 @@ def _opened_regular(parent: int, name: str, flags: int, noatime: bool) -> int:
         if error.errno not in _IRREGULAR:
             raise
         raise NotRegularError(error.errno, "a link, a FIFO, a directory or the like", name) from None
+
     try:
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
@@ -190,25 +192,25 @@ def _opened_regular(parent: int, name: str, flags: int, noatime: bool) -> int:
 
 
 def read_small(root: str, path: str, most: int, *, noatime: bool = False) -> bytes:
-    """Reads a whole regular file below a root; allocates nothing for one that is too long.
+    """Reads a whole regular file below a root of at most `most` bytes.
 
     Raises:
-      StoreCorruptError: it has more than `most` bytes. As `open_regular`.
+      StoreCorruptError: it is longer. OSError: as `open_regular`.
     """
     with open_regular(root, path, noatime=noatime) as fd:
         size = os.fstat(fd).st_size
         if size > most:
-            raise StoreCorruptError(f"{root}/{path}: {size} bytes; expected at most {most}")
+            raise StoreCorruptError(f"{root}/{path}: got {size} bytes; expected at most {most}")
         parts: list[bytes] = []
         while part := os.pread(fd, 1 << 20, sum(map(len, parts))):
             parts.append(part)
             if sum(map(len, parts)) > most:
-                raise StoreCorruptError(f"{root}/{path}: grows while it is read; expected at most {most} bytes")
+                raise StoreCorruptError(f"{root}/{path}: got a file that grows; expected at most {most} bytes")
         return b"".join(parts)
 
 
 def write_all(fd: int, parts: Sequence[bytes | np.ndarray], offset: int) -> None:
-    """Writes parts one after the other from `offset`, without joining them, however little a call may take."""
+    """Writes all parts consecutively from `offset`, without joining them."""
     waiting = [memoryview(part) for part in parts if len(part)]
     while waiting:
         written = os.pwritev(fd, waiting[:_MOST_BUFFERS], offset)
@@ -217,16 +219,16 @@ def write_all(fd: int, parts: Sequence[bytes | np.ndarray], offset: int) -> None
 
 
 def read_into(fd: int, targets: Sequence[np.ndarray], offset: int) -> None:
-    """Fills arrays of uint8 one after the other from `offset`, however little a call may give.
+    """Fills arrays of uint8 consecutively with the bytes from `offset` on.
 
     Raises:
-      StoreCorruptError: the file ends before.
+      StoreCorruptError: the file is too short.
     """
     waiting = [memoryview(target) for target in targets if len(target)]
     while waiting:
         count = os.preadv(fd, waiting[:_MOST_BUFFERS], offset)
         if count == 0:
-            raise StoreCorruptError(f"object: ends at byte {offset}; expected {sum(map(len, waiting))} more")
+            raise StoreCorruptError(f"object: got an end at byte {offset}; expected {sum(map(len, waiting))} more")
         offset += count
         waiting = _behind(waiting, count)
 
@@ -238,13 +240,13 @@ _APART, _BEFORE = 4093, 37
 
 
 def read_again(fd: int, targets: Sequence[np.ndarray], offset: int) -> None:
-    """Fills arrays as `read_into`, for a second opinion on the same bytes.
+    """Fills arrays as `read_into`, for a second attempt at the same bytes.
 
-    They come through other memory, in calls that begin and end elsewhere, so that what a fault of the reader spoiled
-    the first time is not spoiled in the same way again.
+    It uses other memory, and calls with other offsets and lengths, so that a faulty reader does not see the same
+    damage twice.
 
     Raises:
-      StoreCorruptError: the file ends before.
+      StoreCorruptError: the file is too short.
     """
     first = offset - min(offset, _BEFORE)
     whole = np.empty(offset - first + sum(map(len, targets)), np.uint8)
@@ -259,14 +261,14 @@ def read_again(fd: int, targets: Sequence[np.ndarray], offset: int) -> None:
 
 
 def forget_pages(fd: int) -> None:
-    """Has the system drop what it keeps of a file in memory, so that the next reading is one of the disk. A hint."""
+    """Asks the system to drop a file from the page cache, so that the next read comes from the disk."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
-    """Drops the first `count` bytes of several buffers."""
+    """Returns the buffers without their first `count` bytes."""
     done = 0
     while done < len(parts) and count >= len(parts[done]):
         count -= len(parts[done])
@@ -275,7 +277,7 @@ def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Allocates a file's blocks, so that a full disk fails before anything is written."""
+    """Allocates a file's blocks, so that a full disk fails before the first write."""
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
@@ -290,13 +292,13 @@ def sync_directory(path: str) -> None:
 
 
 def make_directories(root: str, relative: str) -> None:
-    """Makes `root`/`relative`, every new or old name on the way durable. Links are not followed below the root."""
+    """Creates `root`/`relative` durably. Links below the root are not followed."""
     with folder(root, relative, make=True):
         pass
 
 
 def make_private(path: str) -> None:
-    """Removes the permissions of others from a directory and all below it. Links are not followed."""
+    """Removes the permissions of other users from a directory tree. Links are not followed."""
     os.chmod(path, 0o700)
     for _, folders, names, fd in os.fwalk(path):
         for name in folders + names:
@@ -306,10 +308,10 @@ def make_private(path: str) -> None:
 
 
 def remove(parent: int, name: str) -> None:
-    """Removes whatever lies under a name in an open directory, with all that is below it. Links are not followed.
+    """Removes a file or a directory tree in an open directory. Links are not followed.
 
     Raises:
-      FileNotFoundError: nothing is there. OSError.
+      FileNotFoundError: it does not exist. OSError: another error.
     """
     if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
         shutil.rmtree(name, dir_fd=parent)
@@ -318,23 +320,22 @@ def remove(parent: int, name: str) -> None:
 
 
 def make_root(path: str) -> None:
-    """Makes a directory with those above it, and the names of the new ones durable."""
+    """Creates a directory with its parents durably."""
     new = []
     while path != os.path.dirname(path) and not os.path.isdir(path):
         new.append(path)
         path = os.path.dirname(path)
-    for each in reversed(new):
+    for directory in reversed(new):
         with contextlib.suppress(FileExistsError):
-            os.mkdir(each, 0o700)
-        sync_directory(os.path.dirname(each))
+            os.mkdir(directory, 0o700)
+        sync_directory(os.path.dirname(directory))
 
 
 def publish_once(root: str, path: str, text: bytes, temporary: str) -> None:
-    """Writes a small file below a root, whole and durable, unless it exists; of several writers one wins.
+    """Writes a small file below a root atomically and durably, unless it exists. Of several writers one wins.
 
     Args:
-      temporary: where it is written first, below the root: locked meanwhile, so that a sweep takes it only from the
-        dead.
+      temporary: path below the root where it is written first. Its lock shows sweeps that the writer is alive.
     """
     (above, _, name), (aside, _, own) = path.rpartition("/"), temporary.rpartition("/")
     with folder(root, above, make=True) as target, folder(root, aside, make=True) as source:
@@ -348,7 +349,7 @@ def publish_once(root: str, path: str, text: bytes, temporary: str) -> None:
                         os.link(own, name, src_dir_fd=source, dst_dir_fd=target)
                     os.fsync(target)
                     return
-                except FileNotFoundError:  # a sweep came before the lock
+                except FileNotFoundError:  # a sweep removed it before it was locked
                     continue
                 finally:
                     with contextlib.suppress(OSError):
@@ -356,7 +357,7 @@ def publish_once(root: str, path: str, text: bytes, temporary: str) -> None:
 
 
 def replace_file(root: str, path: str, text: bytes, temporary: str) -> None:
-    """Writes a small file below a root, whole and durable, in place of another. `temporary`: as `publish_once`."""
+    """Writes or replaces a small file below a root atomically and durably. `temporary` is as for `publish_once`."""
     (above, _, name), (aside, _, own) = path.rpartition("/"), temporary.rpartition("/")
     with (
         folder(root, above) as target,
@@ -364,7 +365,7 @@ def replace_file(root: str, path: str, text: bytes, temporary: str) -> None:
         open_regular_in(source, own, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd,
     ):
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # a sweep takes it only from the dead
+            fcntl.flock(fd, fcntl.LOCK_EX)  # shows sweeps that the writer is alive
             write_all(fd, [text], 0)
             os.fsync(fd)
             rename(source, own, target, name)
@@ -376,19 +377,19 @@ def replace_file(root: str, path: str, text: bytes, temporary: str) -> None:
 
 @functools.cache
 def _call(name: str) -> "ctypes._NamedFuncPointer | None":
-    """Looks up a function of the C library; None where it has none of that name."""
+    """Returns a function of the C library; None if it does not exist."""
     return getattr(ctypes.CDLL(None, use_errno=True), name, None)
 
 
 def start_writing(fd: int) -> None:
-    """Starts writing a file's dirty pages back and returns at once. A hint: nothing is durable yet."""
+    """Starts to write back a file's dirty pages, without waiting. Nothing is durable yet."""
     begin = _call("sync_file_range")
     if begin is not None:
         begin(fd, ctypes.c_int64(0), ctypes.c_int64(0), _RANGE_WRITE)
 
 
 def sync_file_system(path: str) -> None:
-    """Makes everything durable that was written to the file system of a directory, names included."""
+    """Makes all data and names on the file system of a directory durable."""
     whole = _call("syncfs")
     if whole is None:
         os.sync()
@@ -400,10 +401,12 @@ def sync_file_system(path: str) -> None:
 
 
 def link(source: int, name: str, target: int, new: str) -> bool:
-    """Links a file of one open directory into another. False where the file system cannot.
+    """Links a file of one open directory into another. Returns False if the file system does not support it.
 
     Raises:
-      FileNotFoundError: no source. FileExistsError: the target is there. OSError: anything else.
+      FileNotFoundError: the source does not exist.
+      FileExistsError: the target exists.
+      OSError: another error.
     """
     try:
         os.link(name, new, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
@@ -415,12 +418,12 @@ def link(source: int, name: str, target: int, new: str) -> bool:
 
 
 def rename(source: int, name: str, target: int, new: str) -> None:
-    """Moves a file from one open directory into another, in place of what has that name there."""
+    """Moves a file from one open directory to another, and replaces a file of that name."""
     os.rename(name, new, src_dir_fd=source, dst_dir_fd=target)
 
 
 def copy_into(fd: int, root: str, path: str) -> None:
-    """Copies a regular file below a root into an empty one, with its times."""
+    """Copies content and times of a regular file below a root into an empty file."""
     with open_regular(root, path, noatime=True) as whole:
         found = os.fstat(whole)
         reserve(fd, found.st_size) if found.st_size else None
@@ -432,7 +435,7 @@ def copy_into(fd: int, root: str, path: str) -> None:
 
 
 def sync_files(fds: Sequence[int]) -> None:
-    """Syncs the contents of several files of one file system: in one call where the system has `syncfs`."""
+    """Syncs several files of one file system, with one call if the system has `syncfs`."""
     whole = _call("syncfs") if len(fds) > 1 else None
     if whole is None:
         for fd in fds:
@@ -444,23 +447,23 @@ def sync_files(fds: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def locked(path: str, *, shared: bool, below: str = "") -> Iterator[int]:
-    """Holds a lock file, which it yields open, among threads and processes; the system releases it when a process dies.
+    """Holds a lock file, among threads and processes, and yields it. The system releases it when a process dies.
 
     Args:
-      below: where `path` leads on, without links: `path` is then the root.
+      below: path of the file below `path`, which is then a root; no link is followed.
     """
     root, name = (path, below) if below else os.path.split(path)
     with open_regular(root, name, os.O_RDWR | os.O_CREAT) as fd:
         fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         try:
             yield fd
-        finally:  # closing is not enough where a process was forked meanwhile: it has the descriptor too
+        finally:  # closing is not enough: a process forked in the meantime has the descriptor too
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def try_lock(fd: int) -> bool:
-    """Tries to lock an open file, until it is closed. Whether it did."""
+    """Tries to lock an open file until it is closed. Returns whether it succeeded."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Objects that all users of a root share within a process."""
+"""Objects that all users of a root share in a process."""
 
 import os
 import threading
@@ -6,16 +6,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .thread_pool import tell_of_forks
+from .thread_pool import register_fork_guard
 
 
 class _Shared:
-    """The shared objects of the process, by kind and root, for as long as somebody uses them."""
+    """Shared objects of the process by class and root, kept while they are used."""
 
     def __init__(self) -> None:
         self._living: weakref.WeakValueDictionary[tuple[Any, str], Any] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
-        tell_of_forks(self)
+        register_fork_guard(self)
 
     def forked(self) -> None:
         """Replaces the lock in a forked process, where its holder may not exist."""
@@ -34,5 +34,5 @@ _shared = _Shared()
 
 
 def shared[T](kind: Callable[[], T], root: str) -> T:
-    """Returns the one object of a class that belongs to a root in this process; made where there is none."""
+    """Returns the process's object of a class for a root, created on first use."""
     return _shared.get(kind, root)

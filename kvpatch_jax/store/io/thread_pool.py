@@ -1,4 +1,4 @@
-"""Lazily created thread pools, and the repair of threads and locks in a forked process."""
+"""Thread pools that are created on first use, and the repair of threads and locks in a forked process."""
 
 import concurrent.futures
 import functools
@@ -10,34 +10,35 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class ForkGuard(Protocol):
-    """An object with threads or locks of its own."""
+    """Interface of an object with its own threads or locks."""
 
     def forked(self) -> None:
-        """Called in a forked process, into which threads do not follow: locks that they held stay held for ever."""
+        """Repairs the object in a forked process, which has no threads: locks that they held are never released."""
         ...
 
 
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def tell_of_forks(owner: ForkGuard) -> None:
-    """Calls `owner.forked` in every process that is forked while the owner lives."""
+def register_fork_guard(owner: ForkGuard) -> None:
+    """Registers `owner.forked` to be called in every process that is forked while the owner lives."""
     _living.add(owner)
 
 
-def _tell() -> None:
+def _repair_all() -> None:
     for owner in list(_living):
         owner.forked()
 
 
-os.register_at_fork(after_in_child=_tell)
+os.register_at_fork(after_in_child=_repair_all)
 
 
 class ThreadPool:
-    """Lazily created thread pool, rebuilt after a fork.
+    """Thread pool that is created on first use, also after a fork.
 
     Args:
-      count: of threads. name: prefix of their names.
+      count: number of threads.
+      name: prefix of their names.
     """
 
     def __init__(self, count: int, name: str):
@@ -45,7 +46,7 @@ class ThreadPool:
         os.register_at_fork(after_in_child=self._pool.cache_clear)
 
     def submit[T](self, function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
-        """Calls a function in a thread; in the caller's where the interpreter ends and the pool takes no more."""
+        """Calls a function in a thread; in the caller's if the interpreter ends and the pool accepts no more."""
         try:
             return self._pool().submit(function, *arguments)
         except RuntimeError:

@@ -1,6 +1,6 @@
-"""The dynamic library: references that the operator maintains, versioned (MPIC, section 3.1).
+"""Dynamic library: versioned references that the operator maintains (MPIC, section 3.1).
 
-Whoever reads a version keeps it until letting go, while others already see the next.
+A reader holds a version until it releases it, while others already see the next one.
 """
 
 import collections
@@ -26,13 +26,13 @@ from .references import Kind, Reference, check_name
 
 
 class HeldReference:
-    """Holds one version of a reference on the disk until it is closed or its process ends. A context manager."""
+    """Hold on one version of a reference on the disk, until it is closed or its process ends. A context manager."""
 
     def __init__(self, resource: Resource, stack: contextlib.ExitStack):
         self.resource, self._stack = resource, stack
 
     def close(self) -> None:
-        """Releases the version; an old one that nobody else holds is deleted then. Closing twice is allowed."""
+        """Releases the version, and deletes it if it is old and nobody else holds it. Idempotent."""
         self._stack.close()
 
     def __enter__(self) -> Resource:
@@ -43,16 +43,16 @@ class HeldReference:
 
 
 class DynamicLibrary[Store: TenantStore]:
-    """Publishes versioned references while readers, in any process, keep the versions that they hold.
+    """Library of versioned references, published while readers in any process keep the versions that they hold.
 
-    `publish` makes the next version, which every later `open` sees whole. An older version stays on the disk as long
+    `publish` creates the next version, which every later `open` sees whole. An older version stays on the disk as long
     as a reader holds it, with the chunk that was published with it. Versions count from 1.
 
     Args:
-      store: the operator's own tenant of a chunk store.
+      store: a store of the operator's own tenant.
 
     Raises:
-      StoreError: the directory cannot be made.
+      StoreError: the directory cannot be created.
     """
 
     def __init__(self, store: Store):
@@ -70,17 +70,17 @@ class DynamicLibrary[Store: TenantStore]:
         metadata: Mapping[str, Any] | None = None,
         vector: Float[AnyArray, " D"] | None = None,
     ) -> Reference:
-        """Publishes the next version of a reference, durably when this returns.
+        """Publishes the next version of a reference durably.
 
         Args:
-          content, chunk, kind, vector: as `StaticLibrary.put`.
+          name, content, chunk, kind, vector: as in `StaticLibrary.put`.
           metadata: JSON.
 
         Returns:
           The reference with its version.
 
         Raises:
-          As `StaticLibrary.put`, without a quota; the version before is still the current one then.
+          InputError, StoreError, …: as `StaticLibrary.put`, without a quota; the previous version stays current.
         """
         bare, content = named_content(name, content, chunk, kind)
         with self._folder.changing():
@@ -95,7 +95,7 @@ class DynamicLibrary[Store: TenantStore]:
         return reference
 
     def withdraw(self, kind: str, name: str) -> bool:
-        """Withdraws a reference by a version that says so. Whether there was one. Readers keep what they hold."""
+        """Withdraws a reference by a new, empty version. Returns whether there was one. Readers keep held versions."""
         kind, name = check_name(kind, name)
         with self._folder.changing():
             self._folder.purge(self._folder.name(kind, name))
@@ -111,16 +111,17 @@ class DynamicLibrary[Store: TenantStore]:
         return True
 
     def open(self, kind: str, name: str, version: int | None = None) -> HeldReference | None:
-        """Opens a version, by default the current one, and holds it until closed; None where it is not there.
+        """Opens a version, by default the current one, and holds it until it is closed; None if it does not exist.
 
-        In an encrypted library no version is the current one that is below one that was published or withdrawn.
+        In an encrypted library, a version below the last published or withdrawn one is never the current one.
 
         Raises:
-          InputError: a kind or name that no reference has. StoreIOError.
+          InputError: no reference can have this kind or name.
+          StoreIOError: it could not be opened.
         """
         kind, name = check_name(kind, name)
         while True:
-            # The floor first: a version is on the disk before its floor is raised to it.
+            # The floor is read first: a version is on the disk before its floor is raised to it.
             least = self._folder.least(kind, name) if version is None else 0
             versions = self._folder.versions(kind, name)
             wanted = version if version is not None else max(versions, default=None)
@@ -132,17 +133,17 @@ class DynamicLibrary[Store: TenantStore]:
             own = self._folder.name(kind, name, wanted)
             with contextlib.ExitStack() as stack:
                 if not self._hold(own, stack):
-                    continue  # dropped between the look and the hold
+                    continue  # deleted between the listing and the lock
                 resource = self._folder.read(own)
                 if resource is not None:
                     if resource.chunk is not None:
                         stack.enter_context(self.store.pin(resource.chunk[1], resource.chunk[0]))
-                    return self._handed(resource, stack.pop_all())
+                    return self._held_reference(resource, stack.pop_all())
             if wanted in self._folder.versions(kind, name):
-                return None  # withdrawn, or it cannot be read just now; else it was damaged and is gone
+                return None  # withdrawn, or not readable now; a damaged one is in quarantine, so the next is tried
 
     def _hold(self, own: Name, stack: contextlib.ExitStack) -> bool:
-        """Takes a shared lock on a file, which whoever would delete it needs alone. False: it is gone."""
+        """Takes a shared lock on a file, which prevents its deletion. Returns False if it is gone."""
         try:
             fd = stack.enter_context(open_regular(self._folder.disk.root, own.path))
             fcntl.flock(fd, fcntl.LOCK_SH)
@@ -152,21 +153,21 @@ class DynamicLibrary[Store: TenantStore]:
         except OSError as error:
             raise typed(error, "library dynamic: open") from error
 
-    def _handed(self, resource: Resource, held: contextlib.ExitStack) -> HeldReference:
+    def _held_reference(self, resource: Resource, held: contextlib.ExitStack) -> HeldReference:
         stack = contextlib.ExitStack()
-        stack.callback(self._let_go, resource.reference)
+        stack.callback(self._release, resource.reference)
         stack.push(held)
         return HeldReference(resource, stack)
 
-    def _let_go(self, reference: Reference) -> None:
-        """Deletes old versions after a release. A reader that may not write leaves that to the operator."""
+    def _release(self, reference: Reference) -> None:
+        """Deletes old versions after a release. A reader without write permission leaves that to the operator."""
         newest = max(self._folder.versions(reference.kind, reference.name), default=0)
         if newest > (reference.version or 0):
             with contextlib.suppress(StoreReadOnlyError), self._folder.changing():
                 self._drop_old(reference.kind, reference.name)
 
     def _drop_old(self, kind: str, name: str) -> int:
-        """Deletes every version but the newest that nobody holds, under the library's lock. Returns how many."""
+        """Deletes all versions but the newest that nobody holds, under the library's lock. Returns their number."""
         paths = [entry.path for entry in self._folder.disk.of_chunk(self._folder.name(kind, name))]
         return _drop_unheld(self._folder.disk, paths, self._remove)
 
@@ -184,29 +185,29 @@ class DynamicLibrary[Store: TenantStore]:
         return sorted(current, key=lambda entry: str(entry.reference))
 
     def vectors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Reads (reference without version, vector) of every current entry that has one."""
+        """Yields (reference without version, vector) of every current entry that has a vector."""
         return self._folder.vectors(self.entries())
 
     def collect(self) -> int:
-        """Deletes old versions that nobody holds: those of readers that died. Returns how many."""
+        """Deletes old versions of readers that died. Returns their number."""
         with self._folder.changing():
             names = {(entry.reference.kind, entry.reference.name) for entry in self._folder.listed()}
             return sum(self._drop_old(kind, name) for kind, name in names)
 
 
 def drop_old_versions(disk: Disk, below: str = "lib") -> int:
-    """Deletes versions of dynamic references that are not the newest and that nobody holds, of one tenant or of all.
+    """Deletes old versions of dynamic references that nobody holds, of one tenant or of all.
 
-    Readers that died leave them. The chunks that were published with them stay, and are evicted as any chunk is.
+    Readers that died leave them. Chunks that were published with them stay until they are evicted.
 
     Args:
-      below: the folder of a tenant's libraries, or of all.
+      below: folder of a tenant's libraries, or of all.
 
     Returns:
-      How many were deleted.
+      The number of deleted versions.
 
     Raises:
-      StoreReadOnlyError, StoreIOError.
+      StoreReadOnlyError, StoreIOError: one could not be deleted.
     """
     dropped = 0
     folders = {os.path.dirname(os.path.dirname(entry.path)) for entry in disk.scan(below)}
@@ -220,13 +221,13 @@ def drop_old_versions(disk: Disk, below: str = "lib") -> int:
 
 
 def _drop_unheld(disk: Disk, paths: Iterable[str], delete: Callable[[str], bool]) -> int:
-    """Deletes all versions of one reference but the newest, where no reader holds them. Returns how many."""
+    """Deletes all versions of one reference but the newest that no reader holds. Returns their number."""
     dropped = 0
     for path in sorted(paths)[:-1]:
         with typed_errors("library dynamic: drop"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             try:
                 with open_regular(disk.root, path) as fd:
                     dropped += try_lock(fd) and delete(path)
-            except NotRegularError:  # which nobody can hold
+            except NotRegularError:  # nobody can hold it
                 dropped += delete(path)
     return dropped

@@ -1,8 +1,8 @@
-"""A library's entries: named resources, and how they are written as objects of the store.
+"""Entries of a library: named resources, and their encoding as objects of the store.
 
 An entry is a verified, durable object like any other, under `lib/<tenant>/<library>/`. Its name is in its header, so
-that a library can be listed; the path is keyed and reveals nothing. Entries are outside the chunks' budget and are not
-evicted.
+that a library can be listed; the path is keyed and reveals nothing. Entries do not count for the chunks' budget and are
+not evicted.
 """
 
 import dataclasses
@@ -39,28 +39,28 @@ from .references import KINDS, Kind, Reference, check_name
 from .retriever import as_vector
 
 Content = str | bytes | np.ndarray | list[int] | tuple[int, ...]
-"""What a resource shows: text, an encoded file, pixels (or another array), or token ids."""
+"""Content of a resource: text, an encoded file, pixels (or another array), or token ids."""
 
 _FIELDS = ("kind", "name", "version", "content", "digest", "chunk", "metadata", "withdrawn", "number")
 _CONTENTS = ("none", "array", "tokens", "str", "bytes")
-"""Forms of a content."""
+"""Types of a content in an entry's body."""
 
-_MOST_VERSIONS = 10**9  # what a reference can be written for
+_MOST_VERSIONS = 10**9  # a reference can express smaller numbers only
 _NOTHING = np.zeros(1, np.uint8)  # an object has at least one byte
 
 
 @dataclasses.dataclass(frozen=True)
 class LibraryEntry:
-    """A resource without its content, as a listing shows it.
+    """A resource without its content, as in a listing.
 
     Attributes:
-      reference: how a prompt names it, with its version in a dynamic library.
-      nbytes: what it counts for: its file, and the chunk that was put with it.
+      reference: the reference in prompts, with its version in a dynamic library.
+      nbytes: bytes of its file and of the chunk that was put with it.
       expires: seconds since the epoch, or None.
       chunk: (backbone, id) of the chunk that was put with it, or None.
-      withdrawn: whether this version says that there is none any more.
-      path: from the store's root.
-      number: of an encrypted entry: older ones of its name have lower numbers.
+      withdrawn: whether this version withdraws the reference.
+      path: path below the store's root.
+      number: number of an encrypted entry; earlier ones of its name have lower numbers.
     """
 
     reference: Reference
@@ -74,14 +74,14 @@ class LibraryEntry:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Resource:
-    """A resource read from a library, verified.
+    """A verified resource of a library.
 
     Attributes:
-      reference: how a prompt names it, with its version in a dynamic library.
-      content: as it was put; None where only a chunk was.
-      digest: of the content, 64 hexadecimal digits; equal contents have equal ones. Empty without content.
-      metadata: the operator's.
-      vector: what a retriever finds it by, [D] float32, or None.
+      reference: the reference in prompts, with its version in a dynamic library.
+      content: the content that was put; None if there is only a chunk.
+      digest: digest of the content, 64 hexadecimal digits; "" without content.
+      metadata: the operator's metadata.
+      vector: vector by which a retriever finds it, [D] float32, or None.
       expires, chunk: as in `LibraryEntry`.
     """
 
@@ -94,26 +94,26 @@ class Resource:
     chunk: tuple[str, str] | None = dataclasses.field(repr=False)
 
     def chunk_id(self, backbone: str) -> str:
-        """Returns the id of its chunk for a backbone: of the one that was put with it, else `chunk_id` of its content.
+        """Returns the id of its chunk for a backbone: of the chunk that was put with it, or else of its content.
 
         Raises:
-          InputError: only a chunk was put, and another backbone's.
+          InputError: there is no content, and only a chunk of another backbone.
         """
         if self.chunk is not None and self.chunk[0] == backbone:
             return self.chunk[1]
         if self.content is None:
-            raise InputError(f"{self.reference}: a chunk of another backbone alone; expected content too")
+            raise InputError(f"{self.reference}: got a chunk of another backbone only; expected content too")
         return self.content_id(backbone)
 
     def content_id(self, backbone: str) -> str:
-        """`chunk_id` of its content. Raises InputError where there is none."""
+        """Returns the `chunk_id` of its content. Raises InputError if there is none."""
         if self.content is None:
-            raise InputError(f"{self.reference}: put without content; expected some")
+            raise InputError(f"{self.reference}: got no content; expected some")
         return chunk_id(backbone, self.item)
 
     @property
     def item(self) -> Any:
-        """The content as `Backbone.prepare` takes it: an encoded image as its pixels, token ids as a list, a `Text`."""
+        """Content as an item for `Backbone.prepare`: pixels of an image, a list of token ids, or a `Text`."""
         if self.reference.kind == "TOKENS" and self.content is not None:
             return [int(token) for token in self.content]
         if isinstance(self.content, bytes) and self.reference.kind == "IMAGE":
@@ -122,21 +122,23 @@ class Resource:
 
 
 def as_content(content: Any, kind: Kind | None = None) -> Content:
-    """Converts a content to a form that is kept: PIL images and jax arrays to NumPy arrays, a path to its file's bytes.
+    """Converts content to a type that is stored: PIL images and JAX arrays to NumPy arrays, a path to its file's bytes.
 
     Raises:
-      InputError: content of another type, a str that looks like a file's name (unless `kind` is TEXT), or a file
-      that cannot be read.
+      InputError: the content has another type, is a str that looks like a file name (unless `kind` is TEXT), or a file
+        that cannot be read.
     """
     if hasattr(content, "getbands"):
         return decoded(content)
     if isinstance(content, jax.Array):
         return np.asarray(content)
+
     if isinstance(content, os.PathLike):
         try:
             return Path(content).read_bytes()
         except OSError as error:
-            raise InputError(f"library: {os.fspath(content)!r} cannot be read ({error}); expected a file") from error
+            raise InputError(f"library: got {os.fspath(content)!r} ({error}); expected a readable file") from error
+
     if isinstance(content, str):
         if kind != "TEXT":
             check_text(content, "library")
@@ -144,11 +146,13 @@ def as_content(content: Any, kind: Kind | None = None) -> Content:
     ids = isinstance(content, list | tuple) and bool(content) and all(type(token) is int for token in content)
     if ids or isinstance(content, bytes | np.ndarray):
         return content
-    raise InputError(f"library: content of type {type(content).__name__}; expected text, bytes, an array or token ids")
+    raise InputError(
+        f"library: got content of type {type(content).__name__}; expected text, bytes, an array or token ids"
+    )
 
 
 def kind_of(content: Content) -> Kind:
-    """Derives the kind of a content."""
+    """Returns the kind of a content."""
     if isinstance(content, bytes) and not is_encoded(content):
         return "FILE"
     word = sort_of(Text(content) if isinstance(content, str) else content, "library")
@@ -156,14 +160,14 @@ def kind_of(content: Content) -> Kind:
 
 
 def check_kind(reference: Reference, content: Content) -> None:
-    """Raises InputError where a kind does not go with its content. FILE goes with any."""
+    """Raises InputError if a kind does not match its content. FILE matches any."""
     wanted = {"TEXT": ("TEXT",), "TOKENS": ("TOKENS",), "IMAGE": ("IMAGE", "FILE")}.get(reference.kind)
     if wanted is not None and kind_of(content) not in wanted:
-        raise InputError(f"{reference}: content is {kind_of(content)}; expected {' or '.join(wanted)}")
+        raise InputError(f"{reference}: got content of kind {kind_of(content)}; expected {' or '.join(wanted)}")
 
 
 def named_content(name: str, content: Any, chunk: Chunk | None, kind: Kind | None) -> tuple[Reference, Content | None]:
-    """Returns what a library puts: a reference, its kind told from the content where none is given, and the content.
+    """Returns the reference and the converted content of an entry; the kind is derived from the content by default.
 
     Raises:
       InputError: as `as_content` and `check_name`.
@@ -184,14 +188,16 @@ def entry_blob(
     metadata: Mapping[str, Any],
     expires: float | None,
 ) -> Blob:
-    """Makes the object of a resource.
+    """Encodes a resource as an object.
 
     Raises:
-      InputError: neither content nor chunk, empty content, or metadata that are not JSON. NotFiniteError: the vector.
-      DtypeError: an array of a dtype that objects do not hold.
+      InputError: there is neither content nor chunk, the content is empty, or the metadata are not JSON.
+      NotFiniteError: the vector is not finite.
+      DtypeError: objects cannot hold the dtype of an array.
     """
     if content is None and chunk is None:
-        raise InputError(f"{reference}: neither content nor a chunk; expected one of them")
+        raise InputError(f"{reference}: got neither content nor a chunk; expected one of them")
+
     if content is not None:
         check_kind(reference, content)
     word, array = _array_of(reference, content)
@@ -199,7 +205,7 @@ def entry_blob(
     if vector is not None:
         arrays["vector"] = as_vector(vector, str(reference)).reshape(-1)
         if not np.isfinite(arrays["vector"]).all():
-            raise NotFiniteError(f"{reference}: a vector with NaN or infinity; expected finite values")
+            raise NotFiniteError(f"{reference}: got a vector with NaN or infinity; expected finite values")
     body = {
         "kind": reference.kind,
         "name": reference.name,
@@ -214,7 +220,7 @@ def entry_blob(
 
 
 def withdrawn_blob(reference: Reference) -> Blob:
-    """Makes the object of a version that withdraws its reference."""
+    """Encodes a version that withdraws its reference."""
     body = {"kind": reference.kind, "name": reference.name, "version": reference.version, "content": "none"}
     more = {"digest": "", "chunk": None, "metadata": {}, "withdrawn": True}
     return Blob("entry", body | more, {"content": _NOTHING}, None)
@@ -224,12 +230,13 @@ def _plain(reference: Reference, metadata: Mapping[str, Any]) -> Any:
     try:
         return json.loads(json.dumps(dict(metadata), allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise InputError(f"{reference}: metadata {str(metadata)[:80]}; expected JSON ({error})") from error
+        raise InputError(f"{reference}: got metadata {str(metadata)[:80]}; expected JSON ({error})") from error
 
 
 def _array_of(reference: Reference, content: Content | None) -> tuple[str, np.ndarray]:
     if content is None:
         return "none", _NOTHING
+
     if isinstance(content, np.ndarray):
         word, array = "array", content
     elif isinstance(content, str | bytes):
@@ -237,8 +244,9 @@ def _array_of(reference: Reference, content: Content | None) -> tuple[str, np.nd
         word, array = type(content).__name__, np.frombuffer(raw, np.uint8)
     else:
         word, array = "tokens", np.asarray(list(content), np.int64)
+
     if not array.size:
-        raise InputError(f"{reference}: empty content; expected some")
+        raise InputError(f"{reference}: got empty content; expected some")
     return word, array
 
 
@@ -259,7 +267,7 @@ def _reference_and_chunk(body: Mapping[str, Any]) -> tuple[Reference, tuple[str,
 
 
 def entry_of_header(header: Header, path: str) -> LibraryEntry:
-    """Describes an entry by its header. Raises StoreCorruptError where the object is no entry."""
+    """Returns the entry of a header. Raises StoreCorruptError if the object is no entry."""
     check_body(header.body)
     reference, chunk = _reference_and_chunk(header.body)
     nbytes = header.size + chunk_bytes(header.body)
@@ -268,7 +276,7 @@ def entry_of_header(header: Header, path: str) -> LibraryEntry:
 
 
 def chunk_bytes(body: Mapping[str, Any]) -> int:
-    """Returns the bytes of the chunk that was put with an entry, which count for it beside its own file."""
+    """Returns the bytes of the chunk that was put with an entry, which count for the entry too."""
     return body["chunk"][2] if body["chunk"] else 0
 
 
@@ -280,14 +288,14 @@ def resource_of(body: Mapping[str, Any], arrays: Mapping[str, np.ndarray], expir
 
 
 def entry_name(names: ObjectNames, body: Mapping[str, Any]) -> Name:
-    """Derives the name of a tenant's entry from its body. Raises StoreCorruptError as `check_body`."""
+    """Returns the name of a tenant's entry from its body. Raises StoreCorruptError as `check_body`."""
     check_body(body)
     library = "static" if body["version"] is None else "dynamic"
     return names.entry(library, body["kind"], body["name"], version=body["version"])
 
 
 def check_body(body: Mapping[str, Any]) -> None:
-    """Raises StoreCorruptError where an object says less than an entry, StoreVersionError where it says more."""
+    """Raises StoreCorruptError for a body of no entry, StoreVersionError for one with unknown fields or words."""
     try:
         expect_known("entry with a field", body, _FIELDS)
         expect_known("entry whose content is", [body["content"]], _CONTENTS)
@@ -304,11 +312,11 @@ def check_body(body: Mapping[str, Any]) -> None:
     except MALFORMED:
         whole = False
     if not whole:
-        raise StoreCorruptError("object: an entry that does not say what entries say; expected kind, name, version, …")
+        raise StoreCorruptError("object: got a body without what entries say; expected kind, name, version, …")
 
 
 def check_resource(body: Mapping[str, Any], arrays: Mapping[str, np.ndarray], expires: float | None) -> None:
-    """Raises StoreCorruptError where its leaves are not what its body says, StoreVersionError as `check_body`."""
+    """Raises StoreCorruptError if the leaves of an entry do not match its body, StoreVersionError as `check_body`."""
     try:
         expect_known("entry with a field", body, _FIELDS)
         expect_known("entry whose content is", [body["content"]], _CONTENTS)
@@ -317,5 +325,5 @@ def check_resource(body: Mapping[str, Any], arrays: Mapping[str, np.ndarray], ex
     except StoreVersionError:
         raise
     except MALFORMED as error:
-        kind = type(error).__name__  # the error itself may hold content
+        kind = type(error).__name__  # the error's text may contain content
         raise StoreCorruptError(f"object: the body does not make an entry ({kind}); expected one that does") from None

@@ -1,4 +1,4 @@
-"""One library of one tenant as a folder of entries. Readers take no lock; writers hold the library's lock."""
+"""Folder with the entries of one library of one tenant. Readers take no lock; writers hold the library's lock."""
 
 import contextlib
 import os
@@ -23,10 +23,10 @@ from .references import Reference
 
 @contextlib.contextmanager
 def changing(root: str, folder: str) -> Iterator[None]:
-    """Locks the library in a folder against all other threads and processes that would change it.
+    """Locks the library in a folder for changes, among threads and processes.
 
     Raises:
-      StoreError.
+      StoreError: it could not be locked.
     """
     _make_folder(root, folder)  # the tenant may have been deleted
     with typed_errors("library: lock"), locked(root, below=f"{folder}/lock", shared=False):
@@ -40,22 +40,25 @@ def _make_folder(root: str, folder: str) -> None:
 
 
 def check_library_store(store: Any) -> None:
-    """Raises InputError where a library is given anything else than a store to lie in."""
+    """Raises InputError for anything but a store."""
     if not isinstance(store, TenantStore):
-        raise InputError(f"library: store {store!r:.80}; expected a ChunkStore")
+        raise InputError(f"library.store: got {store!r:.80}; expected a ChunkStore")
 
 
 def check_quota(what: str, coming: int, used: int, quota: int) -> None:
-    """Raises LibraryFullError where bytes that come into a static library exceed its quota."""
+    """Raises LibraryFullError if bytes to be added to a static library exceed its quota."""
     if used + coming > quota:
-        raise LibraryFullError(f"{what}: {coming} bytes, {used} of {quota} are taken; expected room within the quota")
+        raise LibraryFullError(
+            f"{what}: got {coming} bytes; {used} of {quota} are taken; expected room within the quota"
+        )
 
 
 class LibraryFolder:
-    """Reads, lists and writes the entries of one library.
+    """Access to the entries of one library.
 
     Args:
-      library: "static" or "dynamic"; entries of the two do not meet.
+      tenant_disk: the tenant's disk.
+      library: "static" or "dynamic"; their entries are independent.
     """
 
     def __init__(self, tenant_disk: TenantDisk, library: str):
@@ -67,31 +70,31 @@ class LibraryFolder:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Locks this library against all others that would change it. Raises StoreError."""
+        """Locks this library for changes. Raises StoreError."""
         with changing(self.disk.root, self.folder):
             yield
 
     def name(self, kind: str, name: str, version: int | None = None) -> Name:
-        """Names the object of an entry."""
+        """Returns the name of an entry's object."""
         return self.tenant_disk.names.entry(self.library, kind, name, version=version)
 
     def versions(self, kind: str, name: str) -> list[int]:
-        """Lists the versions of a dynamic reference that are on the disk, ascending."""
+        """Returns the versions of a dynamic reference on the disk, ascending."""
         entries = self.disk.of_chunk(self.name(kind, name))
         return sorted(int(entry.part[1:]) for entry in entries if entry.part[1:].isdecimal())
 
     # ------------------------------------------------------------------------------------------------ reading
 
     def read(self, name: Name) -> Resource | None:
-        """Reads a resource and verifies it; None where it is absent, expired, withdrawn, or damaged.
+        """Reads and verifies a resource; None if it is absent, expired, withdrawn, or damaged.
 
-        A damaged one is moved to quarantine. None too where a later version of the library wrote it, and where an
-        encrypted static library had a later one of its name: these are left where they are.
+        A damaged one is moved to quarantine. It is also None, and left unchanged, if a later version of the library
+        wrote it, or if an encrypted static library has had a later entry of its name.
 
         Raises:
           StoreVersionError: a later version wrote the floor of an encrypted library.
         """
-        floor = self._floors.of(name.folder)  # first: an entry is on the disk before its floor is
+        floor = self._floors.of(name.folder)  # first, because an entry is written before its floor
         found = self.disk.get(name)
         if found is None:
             return None
@@ -101,11 +104,12 @@ class LibraryFolder:
         except StoreVersionError:
             self.disk.counters.add("newer")
             return None
-        except StoreCorruptError as error:  # every byte verified, and yet no entry: somebody else wrote it
+        except StoreCorruptError as error:  # every byte was verified, and yet it is no entry: another program wrote it
             again = None if found.file is None else self.disk.build_again(name, found.file, error, _check)
             if again is None:
                 return None
             header, arrays = again
+
         body, expires = header.body, header.expires
         if body["withdrawn"]:
             return None
@@ -115,10 +119,10 @@ class LibraryFolder:
         return resource_of(body, arrays, expires)
 
     def listed(self) -> list[LibraryEntry]:
-        """Lists every entry that has not expired, in no order. Headers are read once each.
+        """Lists every entry that has not expired, unordered. Each header is read once.
 
-        Static entries of an encrypted library that had been replaced or deleted and were put back are left out; older
-        versions of a dynamic one are not, since readers may hold them.
+        Replayed static entries of an encrypted library are left out. Older versions of dynamic references are not,
+        because readers may hold them.
         """
         now, floors = self.disk.clock(), self._floors.all(self.folder)
         found: list[LibraryEntry] = []
@@ -131,7 +135,7 @@ class LibraryFolder:
         return found
 
     def newest(self) -> dict[tuple[str, str], LibraryEntry]:
-        """Maps (kind, name) of every dynamic reference to its newest version; none that is below its floor."""
+        """Maps (kind, name) of every dynamic reference to its newest version, unless that is below its floor."""
         floors, newest = self._floors.all(self.folder), dict[tuple[str, str], LibraryEntry]()
         for entry in sorted(self.listed(), key=lambda entry: entry.reference.version or 0):
             newest[entry.reference.kind, entry.reference.name] = entry
@@ -144,11 +148,11 @@ class LibraryFolder:
         return 0 if floor is None else floor.numbers.get(own.chunk, 0)
 
     def at(self, name: Name) -> LibraryEntry | None:
-        """Looks up an entry that has not expired by its name."""
+        """Returns the entry of a name; None if there is none, or it has expired."""
         return self._current(self._index.look(name.path)[0])
 
     def vectors(self, entries: Iterable[LibraryEntry]) -> Iterator[tuple[str, np.ndarray]]:
-        """Reads (reference without version, vector [D] float32) of every entry that has a vector, not its content."""
+        """Yields (reference without version, vector [D] float32) of every entry with a vector, without its content."""
         for entry in entries:
             with self.disk.reading(name_at(entry.path), noatime=True) as opening:
                 if opening is None or "vector" not in opening[0].leaves:
@@ -171,26 +175,26 @@ class LibraryFolder:
     # ------------------------------------------------------------------------------------------------ changing
 
     def room(self, name: Name) -> tuple[LibraryEntry | None, int]:
-        """Deletes what has expired. Returns the entry of a name, and the bytes of all other entries."""
+        """Deletes expired entries. Returns the entry of a name, and the bytes of all other entries."""
         seen, nbytes, expiring = self._index.look(name.path)
         if self._remove_expired(expiring):
             seen, nbytes, _ = self._index.look(name.path)
         entry = self._current(seen)
-        if self._floors.kept:  # what was put back does not count
+        if self._floors.kept:  # replayed entries do not count
             nbytes = sum(listed.nbytes for listed in self.listed())
         return entry, nbytes - (0 if entry is None else entry.nbytes)
 
     def put(self, name: Name, blob: Blob) -> None:
-        """Writes an entry durably, encrypted where the tenant has a key, outside the chunks' budgets.
+        """Writes an entry durably, encrypted if the tenant has a key, outside the chunks' budgets.
 
         Raises:
-          As `ChunkStore.put`; then what was there is still there.
+          StoreError: as `ChunkStore.put`; the previous entry stays.
         """
         self.tenant_disk.expect_open()
         self._floors.put(name, blob)
 
     def remove(self, entry: LibraryEntry, store: TenantStore) -> bool:
-        """Deletes an entry, and its chunk as `delete_unused_chunk`. Whether the entry was there."""
+        """Deletes an entry, and its chunk as `delete_unused_chunk`. Returns whether the entry existed."""
         gone = self.disk.delete(entry.path)
         if entry.reference.version is None:
             self._floors.removed([entry.path])
@@ -198,17 +202,17 @@ class LibraryFolder:
         return gone
 
     def delete_unused_chunk(self, chunk: tuple[str, str] | None, store: TenantStore) -> None:
-        """Deletes a chunk (backbone, id) that was put with an entry, unless another entry of this library has it."""
+        """Deletes a chunk (backbone, id) of an entry, unless another entry of this library has it."""
         if chunk is None or (self._index.has_chunk(chunk) and any(each.chunk == chunk for each in self.listed())):
             return
         store.delete(chunk[1], chunk[0])
 
     def purge(self, name: Name) -> None:
-        """Deletes an entry's files in quarantine, of any version. Raises StoreError."""
+        """Deletes quarantined files of an entry, of any version. Raises StoreError."""
         purge(self.disk.root, name.tenant, name.chunk)
 
     def remove_expired(self) -> int:
-        """Deletes expired entries; chunks that were put with them expire by themselves. Returns how many."""
+        """Deletes expired entries; their chunks expire by themselves. Returns their number."""
         return self._remove_expired(self._index.look()[2])
 
     # ------------------------------------------------------------------------------------------------ inside
@@ -221,7 +225,7 @@ class LibraryFolder:
         return len(gone)
 
     def _current(self, seen: CachedEntry | None) -> LibraryEntry | None:
-        """The entry of a file, unless it has expired, or had been replaced or deleted and was put back."""
+        """Returns the entry of a file, unless it has expired or was replayed."""
         entry = None if seen is None else seen.entry
         if entry is None or not _lives(entry, self.disk.clock()):
             return None
@@ -246,14 +250,14 @@ class LibraryFolder:
 
 
 def _check(header: Header, arrays: Arrays) -> tuple[Header, Arrays]:
-    """Returns an entry's header and leaves, if they are what entries have. Raises as `check_body`."""
+    """Returns an entry's header and leaves if they are valid. Raises as `check_body`."""
     check_body(header.body)
     check_resource(header.body, arrays, header.expires)
     return header, arrays
 
 
 def _is_last(entry: LibraryEntry, floor: Floor | None) -> bool:
-    """Whether an entry is the one that was put last under its name, as far as the floor of its folder tells."""
+    """Returns whether an entry is the last one of its name, according to the floor of its folder."""
     return floor is None or floor.takes(name_at(entry.path).chunk, entry.number)
 
 

@@ -1,4 +1,4 @@
-"""Index of a library's entries in memory: a refresh reads again only the folders that changed."""
+"""Index of a library's entries in memory. A refresh reads only folders that have changed."""
 
 import collections
 import dataclasses
@@ -13,13 +13,13 @@ from ..io.files import Identity, typed_errors
 from .entries import LibraryEntry
 
 _TICK, _COARSE = 10**8, 3 * 10**9
-"""Nanoseconds within which a folder may change twice and look the same; the longer where its file system keeps no
-fractions of a second."""
+"""Nanoseconds within which two changes of a folder may have the same time; the longer one for file systems with whole
+seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedEntry:
-    """A file as it was last read; `entry` is None where it had expired or could not be read."""
+    """A file as it was last read; `entry` is None if it had expired or could not be read."""
 
     file: Identity
     expires: float | None
@@ -28,7 +28,7 @@ class CachedEntry:
 
 @dataclasses.dataclass
 class _Folder:
-    """A folder as it was last read: its identity, whether a later change must show in that, its files by path."""
+    """A folder as it was last read: its identity, whether any later change must alter that, its files by path."""
 
     mark: Identity
     settled: bool
@@ -36,9 +36,11 @@ class _Folder:
 
 
 class FolderIndex:
-    """Indexes the entries below a folder of folders by path, and keeps sums over them. Safe among threads.
+    """Index of the entries below a folder of folders by path, with sums over them. Thread-safe.
 
     Args:
+      disk: the disk.
+      folder: the folder.
       look: reads a file's header.
     """
 
@@ -52,19 +54,19 @@ class FolderIndex:
         self._entries: dict[str, CachedEntry] = {}
 
     def refresh(self) -> dict[str, CachedEntry]:
-        """Reads what changed. Returns all entries by path, as a copy. Raises StoreError."""
+        """Reads changed folders. Returns a copy of all entries by path. Raises StoreError."""
         with self._lock:
             self._refresh()
             return dict(self._entries)
 
     def look(self, path: str = "") -> tuple[CachedEntry | None, int, dict[str, float]]:
-        """Refreshes. Returns one entry, the bytes of all, and expiry times by path. Raises StoreError."""
+        """Refreshes the index. Returns one entry, the bytes of all, and expiry times by path. Raises StoreError."""
         with self._lock:
             self._refresh()
             return self._entries.get(path), self._nbytes, dict(self._expiring)
 
     def has_chunk(self, chunk: tuple[str, str]) -> bool:
-        """Refreshes. Whether any entry was put with a chunk. Raises StoreError."""
+        """Refreshes the index. Returns whether any entry was put with a chunk. Raises StoreError."""
         with self._lock:
             self._refresh()
             return self._chunks[chunk] > 0
@@ -78,6 +80,7 @@ class FolderIndex:
                 if known is None or known.mark != mark or not known.settled:
                     tick = _TICK if stat.st_mtime_ns % 10**6 else _COARSE
                     self._read(path, mark, now - stat.st_mtime_ns > tick)
+
         for path in self._folders.keys() - there:
             for gone in self._folders.pop(path).entries:
                 self._forget(gone)
@@ -89,12 +92,13 @@ class FolderIndex:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
                         found.append((f"{self._folder}/{entry.name}", entry.stat(follow_symlinks=False)))
-        except FileNotFoundError:  # its tenant was deleted
+        except FileNotFoundError:  # the tenant was deleted
             return []
         return found
 
     def _read(self, path: str, mark: Identity, settled: bool) -> None:
         before = self._folders[path].entries if path in self._folders else {}
+
         now: dict[str, CachedEntry] = {}
         for entry in self._disk.scan(path):
             seen = before.get(entry.path)
@@ -103,6 +107,7 @@ class FolderIndex:
                 self._forget(entry.path)
                 self._note(entry.path, seen)
             now[entry.path] = seen
+
         for gone in before.keys() - now.keys():
             self._forget(gone)
         readable = all(seen.entry is not None for seen in now.values())

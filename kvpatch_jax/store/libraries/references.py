@@ -1,14 +1,14 @@
-"""References in text: `IMAGE#LOUVRE2025`. Reading a prompt, and writing a name so that it is read again.
+"""References in text, such as `IMAGE#LOUVRE2025`: parsing and escaping.
 
     reference = KIND "#" name [ "@" version ]
-    KIND      = "IMAGE" | "TEXT" | "TOKENS" | "FILE", not behind a letter, a digit or "_"
+    KIND      = "IMAGE" | "TEXT" | "TOKENS" | "FILE", not after a letter, a digit or "_"
     name      = words of A-Z a-z 0-9 _ with single "." or "-" between them
               | "{" any printable characters but braces, 200 at most "}"
     version   = a number from 1, not followed by a letter, a digit or "_"
 
-Everything else is text: a full stop behind a name, a KIND without a name, `ISSUE#12`. A backslash before "#" takes a
-reference back: `IMAGE\\#LOUVRE2025` is the text `IMAGE#LOUVRE2025`. One backslash is taken off wherever some stand
-between a KIND and "#", so that `escape` can write any text. The form is MPIC's (section 1, figure 1).
+Everything else is text: a full stop after a name, a KIND without a name, `ISSUE#12`. A backslash before "#" escapes a
+reference: `IMAGE\\#LOUVRE2025` is the text `IMAGE#LOUVRE2025`. Of several backslashes between a KIND and "#" one is
+removed, so that `escape` can express any text. The syntax is MPIC's (section 1, figure 1).
 """
 
 import dataclasses
@@ -33,42 +33,45 @@ _ESCAPE = re.compile(rf"({_HEAD}\\*)#")
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """A parsed reference: a kind, a name, and a version where it asks for one."""
+    """A parsed reference: a kind, a name, and an optional version."""
 
     kind: Kind
     name: str
     version: int | None = None
 
     def __str__(self) -> str:
-        """As it is written in a prompt."""
+        """Returns the reference as it is written in a prompt."""
         name = self.name if re.fullmatch(_BARE, self.name) else f"{{{self.name}}}"
         return f"{self.kind}#{name}" + ("" if self.version is None else f"@{self.version}")
 
 
 def check_name(kind: str, name: str) -> tuple[Kind, str]:
-    """Normalises a kind and a name to the form libraries use; names in Unicode's composed form (NFC).
+    """Returns a kind and a name in their normal form: names in Unicode's composed form (NFC).
 
     Raises:
-      InputError: an unknown kind, or a name that no reference could be written for.
+      InputError: the kind is unknown, or no reference can express the name.
     """
     if kind not in KINDS:
-        raise InputError(f"library: kind {kind!r}; expected one of {KINDS}")
+        raise InputError(f"library: got kind {kind!r}; expected one of {KINDS}")
     if not isinstance(name, str):
-        raise InputError(f"library: name {name!r:.80}; expected a str")
+        raise InputError(f"library: got name {name!r:.80}; expected a str")
     name = unicodedata.normalize("NFC", name)
     if not 1 <= len(name) <= LONGEST_NAME or not name.isprintable() or "{" in name or "}" in name:
-        raise InputError(f"library: name {name[:80]!r}; expected 1 to {LONGEST_NAME} printable characters, no braces")
+        raise InputError(
+            f"library: got name {name[:80]!r}; expected 1 to {LONGEST_NAME} printable characters, no braces"
+        )
     return kind, name
 
 
 def parse_prompt(prompt: str) -> list[str | Reference]:
-    """Splits a prompt into texts and references, in order; empty texts left out, neighbouring ones joined.
+    """Splits a prompt into texts and references, in order. Empty texts are left out, adjacent ones joined.
 
     Raises:
-      InputError: no str.
+      InputError: the prompt is no str.
     """
     if not isinstance(prompt, str):
         raise InputError(f"prompt: got {prompt!r:.80}; expected a str")
+
     segments: list[str | Reference] = []
     text, end = "", 0
     for match in _REFERENCE.finditer(prompt):
@@ -80,6 +83,7 @@ def parse_prompt(prompt: str) -> list[str | Reference]:
             continue
         segments += [text, reference] if text else [reference]
         text = ""
+
     text += prompt[end:]
     return segments + ([text] if text else [])
 
@@ -90,12 +94,12 @@ def _reference_of(match: re.Match[str]) -> Reference | None:
     try:
         kind, name = check_name(match["kind"], match["bare"] or match["braced"])
     except InputError:
-        return None  # nothing that a library could hold
+        return None  # no name that a library can have
     return Reference(kind, name, None if match["version"] is None else int(match["version"]))
 
 
 def escape(text: str) -> str:
-    """Escapes text, so that `parse_prompt` reads it as text, whatever is in it. Raises InputError as that does."""
+    """Returns text escaped, so that `parse_prompt` finds no reference in it. Raises InputError as that does."""
     if not isinstance(text, str):
         raise InputError(f"escape: got {text!r:.80}; expected a str")
     return _ESCAPE.sub(r"\1\\#", text)

@@ -1,8 +1,8 @@
-"""Retrieval of resources by vectors: the nearest by cosine, exactly or approximately.
+"""Retrieval of resources by vectors: nearest by cosine, exactly or approximately.
 
-A vector is a tower's output pooled over its tokens, so that an image finds images. A search is one thin matrix product
-on the host, and so may be made between two steps of decoding. The approximate retriever is an inverted file: vectors
-are filed under the nearest of some centroids (k-means), and a search looks only into the nearest few files.
+A vector is an encoder output pooled over its tokens, so that images are found by an image. A search is one small matrix
+product on the host, so it may run between two decoding steps. The approximate retriever is an inverted file: each
+vector is in the list of its nearest centroid (k-means), and a search reads only the nearest few lists.
 """
 
 import threading
@@ -16,69 +16,70 @@ from ...core import AnyArray
 from ...errors import InputError, NotFiniteError, ShapeError
 
 Vector = Float[AnyArray, " D"]
-_SAMPLE = 64  # vectors per centroid that k-means looks at
+_SAMPLE = 64  # vectors per centroid for k-means
 _BLOCK = 1 << 14
 _ROUNDING = 1e-5
-"""Of a score of float32 unit vectors, generously."""
+"""Upper limit of the rounding error of a score of float32 unit vectors."""
 
 
 @runtime_checkable
 class Retriever(Protocol):
-    """Finds ids by vectors."""
+    """Interface for the search of ids by vectors."""
 
     def add(self, id: str, vector: Vector) -> None:
-        """Files an id under a vector, in place of its former one."""
+        """Adds an id with a vector, or replaces its vector."""
         ...
 
     def search(self, query: Vector, k: int) -> tuple[list[str], Float[np.ndarray, " k"]]:
-        """Returns the ids nearest to a query, at most k, nearest first, with their scores."""
+        """Returns the at most k ids nearest to a query, nearest first, with their scores."""
         ...
 
 
 def pooled(output: Float[AnyArray, "T D"], length: int | None = None) -> Float[np.ndarray, " D"]:
-    """Averages a tower's output [T, D] over its first `length` tokens, or all, and scales it to length 1.
+    """Returns the mean of an encoder output [T, D] over its first `length` tokens, or all, as a unit vector.
 
     Raises:
-      ShapeError: no tokens. NotFiniteError, InputError: a mean that has no direction.
+      ShapeError: there are no tokens.
+      NotFiniteError, InputError: the mean is not finite, or zero.
     """
     if not isinstance(output, np.ndarray | jax.Array) or output.ndim != 2 or not len(output[:length]):
         found = f"output {output.shape}" if isinstance(output, np.ndarray | jax.Array) else f"a {type(output).__name__}"
-        raise ShapeError(f"pooled: {found}, length {length!r:.40}; expected an array [T, D] and at least one token")
+        raise ShapeError(f"pooled: got {found}, length {length!r:.40}; expected an array [T, D] and at least one token")
     tokens = np.asarray(output, np.float32)[:length]
     return _unit(tokens.mean(axis=0), tokens.shape[1])
 
 
 def as_vector(vector: Any, what: str) -> np.ndarray:
-    """Converts what is given to find something by to numbers in float32.
+    """Converts a vector to a float32 array.
 
     Raises:
-      InputError: no numbers. `what` begins the message.
+      InputError: it has no numbers. `what` begins the message.
     """
     try:
         return np.asarray(vector, np.float32)
     except (TypeError, ValueError, OverflowError):
-        raise InputError(f"{what}: vector {vector!r:.80}; expected an array of numbers") from None
+        raise InputError(f"{what}: got vector {vector!r:.80}; expected an array of numbers") from None
 
 
 def _unit(vector: AnyArray, width: int) -> np.ndarray:
     value = as_vector(vector, "retriever")
     if value.shape != (width,):
-        raise ShapeError(f"retriever: vector of shape {value.shape}; expected ({width},)")
+        raise ShapeError(f"retriever: got a vector of shape {value.shape}; expected ({width},)")
     if not np.isfinite(value).all():
-        raise NotFiniteError("retriever: a vector with NaN or infinity; expected finite values")
+        raise NotFiniteError("retriever: got a vector with NaN or infinity; expected finite values")
     largest = np.abs(value).max()
     if not largest > 0:
-        raise InputError("retriever: a vector of zeros; expected a direction")
-    value = value / largest  # so that squares neither overflow nor vanish
+        raise InputError("retriever: got a vector of zeros; expected a direction")
+    value = value / largest  # so that squares neither overflow nor underflow
     return value / np.linalg.norm(value)
 
 
-class _Rows:
-    """Unit vectors by row, with their ids; grows by doubling. A removed row is filled by the last one."""
+class _VectorRows:
+    """Matrix of unit vectors with their ids. It grows by doubling; the last row replaces a removed one."""
 
     def __init__(self, width: int):
         if not isinstance(width, int | np.integer) or isinstance(width, bool) or width < 1:
-            raise InputError(f"retriever: width {width!r:.40}; expected a whole number from 1")
+            raise InputError(f"retriever: got width {width!r:.40}; expected an integer >= 1")
         self.width = width
         self.ids: list[str] = []
         self.row_of: dict[str, int] = {}
@@ -93,7 +94,7 @@ class _Rows:
 
     def set(self, id: str, vector: np.ndarray) -> int:
         if not isinstance(id, str):
-            raise InputError(f"retriever: id {id!r:.80}; expected a str")
+            raise InputError(f"retriever: got id {id!r:.80}; expected a str")
         row = self.row_of.get(id)
         if row is None:
             row = self.row_of[id] = len(self.ids)
@@ -104,7 +105,7 @@ class _Rows:
         return row
 
     def remove(self, id: str) -> tuple[int, int]:
-        """The row that was given up, and the row that moved into it."""
+        """Removes an id. Returns its row, and the row that was moved there."""
         row, last = self.row_of.pop(id), len(self.ids) - 1
         moved = self.ids.pop()
         if row != last:
@@ -114,7 +115,7 @@ class _Rows:
         return row, last
 
     def best(self, rows: np.ndarray | None, query: np.ndarray, k: int) -> tuple[list[str], np.ndarray]:
-        """Returns the k best of some rows, or of all; equal scores in the order of their ids."""
+        """Returns the k best of some rows, or of all; equal scores are ordered by id."""
         scores = (self.matrix if rows is None else self.matrix[rows]) @ query
         count = min(k, len(scores))
         if not count:
@@ -122,7 +123,7 @@ class _Rows:
         bar = np.partition(scores, len(scores) - count)[len(scores) - count]
         near = np.flatnonzero(scores >= bar - _ROUNDING)
         found = near if rows is None else rows[near]
-        # A product with a matrix rounds a row by where it stands in it: equal vectors would have unequal scores.
+        # A matrix product rounds a row depending on its position: equal vectors would have unequal scores.
         each = np.einsum("nd,d->n", self.matrix[found], query, dtype=np.float64)
         ranked = sorted(zip((-each).tolist(), (self.ids[row] for row in found), strict=True))[:count]
         return [id for _, id in ranked], -np.array([score for score, _ in ranked], np.float32)
@@ -130,40 +131,40 @@ class _Rows:
 
 def _check_k(k: int) -> None:
     if not isinstance(k, int | np.integer) or isinstance(k, bool) or k < 1:
-        raise InputError(f"retriever: k {k!r:.40}; expected a whole number from 1")
+        raise InputError(f"retriever: got k {k!r:.40}; expected an integer >= 1")
 
 
 class ExactRetriever:
-    """Searches by cosine with every vector, on the host. Any number of threads.
+    """Retriever that compares a query with every vector, on the host. Thread-safe.
 
     Args:
-      width: D of the vectors.
+      width: dimension D of the vectors.
     """
 
     def __init__(self, width: int):
-        self._rows = _Rows(width)
+        self._rows = _VectorRows(width)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def add(self, id: str, vector: Vector) -> None:
-        """Files an id under a vector [D], in place of its former one.
+        """Adds an id with a vector [D], or replaces its vector.
 
         Raises:
-          ShapeError, NotFiniteError, InputError: a vector of another width or without a direction.
+          ShapeError, NotFiniteError, InputError: the vector has another dimension, is not finite, or is zero.
         """
         unit = _unit(vector, self._rows.width)
         with self._lock:
             self._rows.set(id, unit)
 
     def remove(self, id: str) -> bool:
-        """Forgets an id. Whether it was known."""
+        """Removes an id. Returns whether it was known."""
         with self._lock:
             return id in self._rows.row_of and bool(self._rows.remove(id))
 
     def search(self, query: Vector, k: int) -> tuple[list[str], Float[np.ndarray, " k"]]:
-        """Returns the ids nearest to a query [D], at most k, nearest first, with cosines. Raises as `add`."""
+        """Returns the at most k ids nearest to a query [D], nearest first, with cosines. Raises as `add`."""
         _check_k(k)
         unit = _unit(query, self._rows.width)
         with self._lock:
@@ -171,28 +172,28 @@ class ExactRetriever:
 
 
 class ApproximateRetriever:
-    """Searches by cosine in the nearest few lists of an inverted file. Any number of threads.
+    """Retriever that searches the nearest few lists of an inverted file. Thread-safe.
 
-    Up to `exact_below` vectors it is exact. From then on there are about 8√n files, made again whenever the number of
-    vectors has doubled. Which ids it misses is measured: `recall`.
+    It is exact up to `exact_below` vectors. Above, there are about 8√n lists, rebuilt whenever the number of vectors
+    has doubled. `recall` measures the share of ids that it finds.
 
     Args:
-      width: D of the vectors.
-      probes: share of the files that a search looks into, above 0 and up to 1 (then it is exact).
-      exact_below: vectors.
-      seed: of the first centroids.
+      width: dimension D of the vectors.
+      probes: share of the lists that a search reads, above 0 and up to 1 (then it is exact).
+      exact_below: number of vectors.
+      seed: seed of the first centroids.
 
     Raises:
-      InputError: `probes` out of range.
+      InputError: `probes` is out of range.
     """
 
     FINENESS = 8
-    """Files per √n. Many small ones follow the query's surroundings better than a few large ones."""
+    """Lists per √n. Many small lists approximate a query's neighbourhood better than a few large ones."""
 
     def __init__(self, width: int, *, probes: float = 0.2, exact_below: int = 1024, seed: int = 0):
         if not 0 < probes <= 1:
-            raise InputError(f"retriever: probes {probes}; expected above 0 and up to 1")
-        self._rows = _Rows(width)
+            raise InputError(f"retriever: got probes {probes}; expected a number above 0 and up to 1")
+        self._rows = _VectorRows(width)
         self._probes, self._threshold, self._random = probes, max(exact_below, 2), np.random.default_rng(seed)
         self._centroids = np.empty((0, width), np.float32)
         self._file_of: list[int] = []
@@ -203,7 +204,7 @@ class ApproximateRetriever:
         return len(self._rows)
 
     def add(self, id: str, vector: Vector) -> None:
-        """As `ExactRetriever.add`. Makes the files again where the number of vectors has doubled."""
+        """Adds a vector, as `ExactRetriever.add`. Rebuilds the lists if the number of vectors has doubled."""
         unit = _unit(vector, self._rows.width)
         with self._lock:
             known = id in self._rows.row_of
@@ -218,7 +219,7 @@ class ApproximateRetriever:
                 self._file(row, int(np.argmax(self._centroids @ unit)))
 
     def remove(self, id: str) -> bool:
-        """Forgets an id. Whether it was known."""
+        """Removes an id. Returns whether it was known."""
         with self._lock:
             if id not in self._rows.row_of:
                 return False
@@ -232,9 +233,9 @@ class ApproximateRetriever:
             return True
 
     def search(self, query: Vector, k: int) -> tuple[list[str], Float[np.ndarray, " k"]]:
-        """Returns the nearest ids to a query [D] it finds, at most k, nearest first, with cosines. Raises as `add`.
+        """Returns at most k of the ids nearest to a query [D], nearest first, with cosines. Raises as `add`.
 
-        Looks into more files where the nearest hold fewer than k vectors.
+        Reads more lists if the nearest ones have fewer than k vectors.
         """
         _check_k(k)
         unit = _unit(query, self._rows.width)
@@ -280,7 +281,7 @@ def _nearest(vectors: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 def centroids(
     vectors: Float[np.ndarray, "n D"], count: int, random: np.random.Generator, rounds: int = 8
 ) -> Float[np.ndarray, "m D"]:
-    """Computes unit centroids of unit vectors by k-means under cosine. An empty one restarts at a random vector."""
+    """Computes unit centroids of unit vectors by spherical k-means. An empty cluster restarts at a random vector."""
     chosen = vectors[random.choice(len(vectors), count, replace=False)]
     for _ in range(rounds):
         nearest = _nearest(vectors, chosen)
@@ -294,7 +295,7 @@ def centroids(
 
 
 def recall(found: Retriever, exact: Retriever, queries: Float[AnyArray, "n D"], k: int = 10) -> Float[np.ndarray, " n"]:
-    """Measures, of the k ids nearest to each query by `exact`, the share that `found` finds too."""
+    """Returns for each query the share of the k ids nearest by `exact` that `found` finds too."""
     shares = []
     for query in np.asarray(queries):
         wanted = set(exact.search(query, k)[0])

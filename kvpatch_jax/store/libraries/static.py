@@ -1,4 +1,4 @@
-"""The static library: files that one tenant uploads by name, within a quota (MPIC, section 3.1)."""
+"""Static library: files that one tenant uploads by name, within a quota (MPIC, section 3.1)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,17 +19,17 @@ from .references import Kind, Reference, check_name
 
 
 class StaticLibrary[Store: TenantStore]:
-    """Stores files that one tenant uploads, by name: images, text, token ids, or whole chunks. Durable as the store.
+    """Library of files that one tenant uploads by name: images, text, token ids, or chunks. As durable as the store.
 
     Args:
-      store: the tenant's; chunks go into it, and entries beside it, in the same directory.
-      quota: bytes of all entries, the chunks that were put with them included, as a number or such as "10 GB"; by
-        default the store's `Budget.library`, which also bounds what a restore brings.
-      ttl: seconds that entries live unless `put` says otherwise; None keeps them.
+      store: the tenant's store; it holds the chunks, and the same directory holds the entries.
+      quota: bytes of all entries, including the chunks that were put with them, as a number or such as "10 GB"; by
+        default the store's `Budget.library`, which also limits restores.
+      ttl: default time to live of entries in seconds; None keeps them.
 
     Raises:
-      StoreError: the directory cannot be made. InputError: no quota, one below 1, or a ttl that is no finite
-        number above 0.
+      StoreError: the directory cannot be created.
+      InputError: there is no quota, it is below 1, or the ttl is not a finite number above 0.
     """
 
     def __init__(self, store: Store, *, quota: Size | None = None, ttl: Seconds | None = None):
@@ -54,29 +54,32 @@ class StaticLibrary[Store: TenantStore]:
         ttl: Seconds | None = None,
         vector: Float[AnyArray, " D"] | None = None,
     ) -> Reference:
-        """Puts a file under a name, durably when this returns, in place of what had this kind and name.
+        """Puts a file under a name durably, and replaces an entry with this kind and name.
 
         Args:
+          name: the name.
           content: text, an encoded image or other file (bytes, or its `pathlib.Path`), pixels (an array or PIL image),
-            or token ids. A str that looks like a file's name is refused unless `kind` is TEXT.
-          chunk: its canonical, where it was computed already; goes into the store. Without content it cannot be
-            computed again after it was evicted.
-          kind: told from the content by default, IMAGE where there is only a chunk.
-          ttl: seconds it lives, the chunk too.
-          vector: what a retriever finds it by (`pooled`).
+            or token ids. A str that looks like a file name is refused unless `kind` is TEXT.
+          chunk: its canonical, if it was computed already, for the store. Without content it cannot be computed again
+            after eviction.
+          kind: by default derived from the content; IMAGE if there is only a chunk.
+          ttl: time to live in seconds, of the chunk too.
+          vector: vector by which a retriever finds it (`pooled`).
 
         Returns:
-          How a prompt names it.
+          The reference, as prompts name it.
 
         Raises:
-          LibraryFullError: it does not fit the quota; nothing changed. InputError, DtypeError, NotFiniteError: content,
-          name or vector that cannot be kept. As `ChunkStore.put` otherwise.
+          LibraryFullError: it exceeds the quota; nothing was changed.
+          InputError, DtypeError, NotFiniteError: content, name or vector cannot be stored.
+          StoreError: as `ChunkStore.put`.
         """
         reference, content = named_content(name, content, chunk, kind)
         ttl = self._ttl if ttl is None else ttl
         expires = expires_at(self.store.tenant_disk.clock(), ttl, str(reference))
         blob = entry_blob(reference, content, chunk, vector, {}, expires)
         own = self._folder.name(reference.kind, reference.name)
+
         with self._folder.changing():
             before, used = self._folder.room(own)
             need = file_size(blob, own.file) + (0 if chunk is None else chunk.nbytes)
@@ -94,25 +97,25 @@ class StaticLibrary[Store: TenantStore]:
         return self._folder.nbytes
 
     def get(self, kind: str, name: str) -> Resource | None:
-        """Reads a file, verified; None where there is none, or where it was damaged. Raises InputError as `put`."""
+        """Reads and verifies a file; None if there is none, or it is damaged. Raises InputError as `put`."""
         return self._folder.read(self._folder.name(*check_name(kind, name)))
 
     def entries(self) -> list[LibraryEntry]:
-        """Lists the entries, by kind and name. Contents are not read."""
+        """Lists the entries by kind and name, without reading contents."""
         return sorted(self._folder.listed(), key=lambda entry: str(entry.reference))
 
     def vectors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Reads (reference, vector) of every entry that has one: what a retriever is filled with."""
+        """Yields (reference, vector) of every entry that has a vector, to fill a retriever."""
         return self._folder.vectors(self.entries())
 
     def delete(self, kind: str, name: str, backbones: Sequence[str] = ()) -> bool:
-        """Deletes a file, and its chunk where no other entry has it. Whether there was one.
+        """Deletes a file, and its chunk unless another entry has it. Returns whether there was one.
 
         Args:
-          backbones: fingerprints of models whose chunks of this content, computed since, are deleted too.
+          backbones: fingerprints of models whose chunks of this content, computed later, are deleted too.
 
         Raises:
-          StoreReadOnlyError, StoreIOError.
+          StoreReadOnlyError, StoreIOError: it could not be deleted.
         """
         own, wanted = self._folder.name(*check_name(kind, name)), names_of(backbones, "library: backbones")
         for backbone in wanted:
@@ -130,6 +133,6 @@ class StaticLibrary[Store: TenantStore]:
         return gone
 
     def collect(self) -> int:
-        """Deletes expired entries (`put` does so too). Returns how many."""
+        """Deletes expired entries (`put` does so too). Returns their number."""
         with self._folder.changing():
             return self._folder.remove_expired()

@@ -1,7 +1,7 @@
-"""Array entries: objects as a few arrays each, layers stacked, from which the same objects can be made again.
+"""Array entries: objects as a few arrays with stacked layers, from which the same objects can be restored.
 
-This is the form in which they leave for other machines and meshes. Arrays may be sharded; their sums do not depend on
-how, so that each is verified where it lies.
+They are the content of exports to other machines and meshes. Arrays may be sharded; their checksums do not depend on
+the sharding, so each is verified on its devices.
 """
 
 import dataclasses
@@ -55,10 +55,10 @@ def _host_sum(value: np.ndarray) -> int:
 
 
 def array_sum(value: Shaped[AnyArray, "..."]) -> int:
-    """Computes a 32-bit checksum of an array: the same for any sharding, and on the host.
+    """Returns a 32-bit checksum of an array, the same for any sharding and on the host.
 
-    A change of one element always changes it, any other with probability 1 − 2⁻³². On a mesh each device sums what it
-    has, so that no host needs the whole array.
+    A change of one element always changes it, any other with probability 1 − 2⁻³². On a mesh each device processes its
+    own part, so no host needs the whole array.
     """
     return int(_device_sum(value)) if isinstance(value, jax.Array) else _host_sum(value)
 
@@ -81,7 +81,7 @@ class ArrayEntry:
 
     @property
     def host(self) -> dict[str, np.ndarray]:
-        """The arrays on the host."""
+        """Arrays on the host."""
         return {name: np.asarray(value) for name, value in self.arrays.items()}
 
 
@@ -92,14 +92,14 @@ def _described(kind: str, part: str, body: Any, expires: float | None, leaves: l
 
 
 def _stacked_name(leaf: str) -> tuple[str, int | None]:
-    """Finds a leaf: the array's name and, if it is stacked, the layer."""
+    """Returns the name of a leaf's array, and its layer if the array is stacked."""
     word, _, rest = leaf.partition(".")
     layer, _, name = rest.partition(".")
     return (f"layers.{name}", int(layer)) if word == "layer" else (leaf, None)
 
 
 def entry_of(blob: Blob, part: str) -> ArrayEntry:
-    """Makes the entry of an object, its arrays on the host. `part`: as `naming.part_of`."""
+    """Returns the entry of an object, with arrays on the host. `part` is as in `naming.part_of`."""
     stacks: dict[str, list[np.ndarray]] = {}
     for leaf, value in blob.arrays.items():
         stacks.setdefault(_stacked_name(leaf)[0], []).append(value)
@@ -108,7 +108,7 @@ def entry_of(blob: Blob, part: str) -> ArrayEntry:
 
 
 def entry_of_chunk(chunk: Chunk) -> ArrayEntry:
-    """Makes the entry of a canonical. kv and residuals stay where they are, sharded or not."""
+    """Returns the entry of a canonical. kv and residuals stay on their devices."""
     names, hidden = chunk.layout.names, {} if chunk.hidden is None else chunk.hidden
     arrays: dict[str, AnyArray] = {"local": np.asarray(chunk.local)}
     arrays |= {f"layers.{name}": chunk.kv[name] for name in names}
@@ -123,10 +123,10 @@ _WORDS = {"kind": str, "part": str, "body": dict, "leaves": list, "arrays": dict
 
 
 def check_about(about: Any) -> None:
-    """Refuses a description that `_described` would not have made, before anything is made from it.
+    """Checks a description strictly, before anything is allocated from it.
 
     Raises:
-      StoreCorruptError.
+      StoreCorruptError: `_described` cannot have made it.
     """
     try:
         whole = set(about) == {*_WORDS, "expires"} and all(type(about[word]) is kind for word, kind in _WORDS.items())
@@ -139,11 +139,11 @@ def check_about(about: Any) -> None:
     except MALFORMED:
         whole = False
     if not whole:
-        raise StoreCorruptError("export: a description that no object has; expected kind, part, body, leaves, arrays")
+        raise StoreCorruptError("export: got a description of no object; expected kind, part, body, leaves, arrays")
 
 
 def _is_array(spec: Any) -> bool:
-    """Whether a description is dtype, shape and checksum of an array that can exist."""
+    """Returns whether a description is dtype, shape and checksum of a possible array."""
     word, shape, total = spec
     natural = all(type(size) is int and 0 <= size < 1 << 48 for size in shape)
     whole = word in DTYPES and type(shape) is list and len(shape) <= 9 and natural and type(total) is int
@@ -151,13 +151,13 @@ def _is_array(spec: Any) -> bool:
 
 
 def _leaves_of(arrays: Mapping[str, Any]) -> list[str]:
-    """Lists the leaves that some arrays hold: of a stacked one as many as it has layers, which are few."""
+    """Returns the leaves in some arrays. The number of layers of a stacked array is limited."""
     leaves: list[str] = []
     for name, (_, shape, _) in arrays.items():
         if not name.startswith("layers."):
             leaves.append(name)
         elif not shape or shape[0] > _MOST_LAYERS:
-            raise StoreCorruptError(f"export: {name} of shape {shape}; expected at most {_MOST_LAYERS} layers")
+            raise StoreCorruptError(f"export: got {name} of shape {shape}; expected at most {_MOST_LAYERS} layers")
         else:
             leaves += [f"layer.{layer}.{name.removeprefix('layers.')}" for layer in range(shape[0])]
     return sorted(leaves)
@@ -174,20 +174,20 @@ def specs_of(about: Mapping[str, Any]) -> dict[str, tuple[np.dtype, tuple[int, .
 
 
 def empty_array(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """Makes an array of that dtype and shape that takes no memory."""
+    """Returns an array of a dtype and shape that takes no memory."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def outline(about: Mapping[str, Any]) -> ArrayEntry:
-    """Makes an entry with arrays that take no memory: enough for its name and size."""
+    """Returns an entry with arrays that take no memory: sufficient for its name and size."""
     return ArrayEntry(about, {name: empty_array(*spec) for name, spec in specs_of(about).items()})
 
 
 def check_entry(entry: ArrayEntry) -> None:
-    """Verifies every array, where it lies. All are summed, good or not: over a mesh, all processes take part in it.
+    """Verifies every array on its devices. All are processed even after a failure, because all processes take part.
 
     Raises:
-      StoreCorruptError: an array that is not what was exported.
+      StoreCorruptError: an array differs from the exported one.
     """
     bad: list[str] = []
     for name, (dtype, shape) in specs_of(entry.about).items():
@@ -195,11 +195,11 @@ def check_entry(entry: ArrayEntry) -> None:
         if (value.dtype, value.shape) != (dtype, shape) or array_sum(value) != entry.about["arrays"][name][2]:
             bad.append(f"{name} {value.dtype}{value.shape}")
     if bad:
-        raise StoreCorruptError(f"export: {bad[0]} has other bits; expected those exported")
+        raise StoreCorruptError(f"export: got other bits of {bad[0]}; expected those exported")
 
 
 def blob_of_entry(entry: ArrayEntry) -> Blob:
-    """Makes the object of an entry, its arrays on the host: the same bytes that it was."""
+    """Returns the object of an entry, byte for byte as it was, with arrays on the host."""
     host = entry.host
     arrays: dict[str, np.ndarray] = {}
     for leaf in entry.about["leaves"]:
@@ -209,10 +209,10 @@ def blob_of_entry(entry: ArrayEntry) -> Blob:
 
 
 def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:
-    """Makes the canonical of an entry, kv and residuals where they are, and the encoding that it was kept in.
+    """Returns the encoding and the canonical of an entry. kv and residuals stay on their devices.
 
     Raises:
-      StoreCorruptError: a body that does not fit its arrays.
+      StoreCorruptError: the body does not match its arrays.
     """
     body, arrays = entry.about["body"], entry.arrays
     try:
@@ -230,5 +230,7 @@ def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:
     except StoreVersionError:
         raise
     except MALFORMED as error:
-        raise StoreCorruptError(f"export: the body does not make a chunk ({type(error).__name__})") from None
+        raise StoreCorruptError(
+            f"export: got a body of no chunk ({type(error).__name__}); expected a chunk's"
+        ) from None
     return encoding_in(entry.about["part"]), chunk

@@ -1,7 +1,7 @@
-"""Exports: chunks as Orbax arrays, for other machines and meshes, and back into a store.
+"""Exports of chunks as Orbax arrays, for other machines and meshes, and their import into a store.
 
-An export is one Orbax checkpoint, or a directory of several with a list of them. It depends on neither secret nor key
-of a store, and is not encrypted.
+An export is an Orbax checkpoint, or a directory of several with a list of them. It depends on neither secret nor key of
+a store, and is not encrypted.
 """
 
 import contextlib
@@ -44,14 +44,14 @@ _PART_BYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExportContents:
-    """What an export holds.
+    """Content of an export.
 
     Attributes:
-      chunks: canonicals as they were made.
-      reduced: canonicals kept in a smaller encoding, in the dtype they had before, with the encoding.
-      patches: with their metadata.
-      encoders: towers' outputs, by backbone and id.
-      resources: entries of libraries, the current version and older ones of each.
+      chunks: unreduced canonicals.
+      reduced: canonicals that were stored in a smaller encoding, in their original dtype, with the encoding.
+      patches: patches.
+      encoders: encoder outputs by backbone and id.
+      resources: entries of libraries, all versions.
     """
 
     chunks: tuple[Chunk, ...] = ()
@@ -68,15 +68,16 @@ def save_arrays(
     *,
     compress: bool = False,
 ) -> None:
-    """Saves chunks and patches as one Orbax checkpoint of arrays (zarr3), a few for each, layers stacked.
+    """Saves chunks and patches durably as one Orbax checkpoint of arrays (zarr3) with stacked layers, not encrypted.
 
-    kv [L, T, K, H] and residuals may be sharded over a mesh, of several processes too. Then all processes call this,
-    with the same chunks and patches in the same order; arrays that are not spread over them are taken from the first.
-    When it has returned, in whichever process, the checkpoint is there, and durable. It is not encrypted.
+    kv [L, T, K, H] and residuals may be sharded over a mesh, also of several processes. Then all processes call this
+    with the same chunks and patches in the same order; arrays that are not sharded are taken from the first process.
+    Once it has returned in any process, the checkpoint is complete.
 
     Raises:
-      InputError: nothing to save. DtypeError: a dtype that objects do not hold. StoreFullError, StoreIOError; with
-        several processes, in all of them.
+      InputError: there is nothing to save.
+      DtypeError: objects cannot hold a dtype.
+      StoreFullError, StoreIOError: it could not be written; raised in all processes.
     """
     path = os.fspath(directory)
     with ProcessGroup().agreeing(f"export {path}"):
@@ -85,12 +86,13 @@ def save_arrays(
         entries += [entry_of(blob, "enc") for blob in encoders]
         if any(patch.metadata.basis is not None for patch in patches):
             raise InputError(
-                "save_arrays: a patch in a shared basis; expected directions of its own, or export_arrays of a store "
+                "save_arrays: got a patch in a shared basis; expected its own directions, or export_arrays of a store "
                 "that has the basis"
             )
         entries += [entry_of(patch_blob(patch), "p") for patch in patches]
         if not entries:
-            raise InputError("save_arrays: 0 chunks and patches; expected some")
+            raise InputError("save_arrays: got no chunks and patches; expected some")
+
     if "://" in path:
         with ProcessGroup().agreeing(f"export {path}"):
             save_entries(path, entries, compress)
@@ -101,17 +103,18 @@ def save_arrays(
 
 @contextlib.contextmanager
 def _made_private(path: str) -> Iterator[str]:
-    """Makes a private directory for Orbax to write to, since it makes files as umask says.
+    """Creates a private directory for Orbax, which creates files with the permissions of umask.
 
-    What is made there is renamed to `path` when it is private and durable; in all processes or in none.
+    Its content is renamed to `path` once it is private and durable, in all processes or in none.
     """
     together = ProcessGroup()
     unfinished = f"{path}.unfinished-{together.shared(secrets.token_bytes(16)).hex()}"
     first = together.index == 0
+
     try:
         with together.agreeing(f"export {path}"), typed_errors(f"export {path}: write"):
             if os.path.lexists(path):
-                raise InputError(f"export {path}: it is there; expected a name that is free")
+                raise InputError(f"export {path}: got an existing path; expected a name that is free")
             if first:
                 os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
                 os.mkdir(unfinished, 0o700)
@@ -121,7 +124,7 @@ def _made_private(path: str) -> Iterator[str]:
             if first:
                 make_private(unfinished)
                 os.rename(f"{unfinished}/arrays", path)
-                # before the others go on, so that none of them sees what is left of it
+                # before the other processes continue, so that none of them sees the rest
                 shutil.rmtree(unfinished, ignore_errors=True)
                 make_durable(path)
     finally:
@@ -130,19 +133,21 @@ def _made_private(path: str) -> Iterator[str]:
 
 
 def load_arrays(directory: str | os.PathLike[str], placement: Placement | None = None) -> ExportContents:
-    """Loads what `save_arrays` or `export_arrays` saved, each array verified where it came to lie.
+    """Loads an export of `save_arrays` or `export_arrays`, and verifies each array on its device.
 
-    In a job of several processes all of them call this; how many saved does not matter.
+    In a job of several processes all of them call this; the number of processes that saved does not matter.
 
     Args:
       placement: a sharding or device for kv [L, T, K, H], or one per channel: each device reads its own part. By
-        default arrays of the host. Patches come on the default device, all else on the host.
+        default kv are on the host. Patches are on the default device, everything else on the host.
 
     Raises:
-      StoreSnapshotError: not an export, or damaged. StoreIOError: so in another process.
+      StoreSnapshotError: it is no export, or damaged.
+      StoreIOError: another process failed.
     """
     entries = [entry for part in _parts(os.fspath(directory)) for entry in load_entries(part, placement)]
     by_kind = lambda kind: [entry for entry in entries if entry.about["kind"] == kind]
+
     try:
         canonicals = [chunk_of_entry(entry) for entry in by_kind("kv")]
         found = [patch_parts(entry.about["body"], entry.host) for entry in by_kind("patch")]
@@ -153,8 +158,8 @@ def load_arrays(directory: str | os.PathLike[str], placement: Placement | None =
     except (StoreCorruptError, StoreVersionError) as error:
         raise StoreSnapshotError(f"export {directory}: {error}") from error
     except MALFORMED as error:
-        kind = type(error).__name__  # the error itself may hold content
-        raise StoreSnapshotError(f"export {directory}: a body that makes no object ({kind}); expected one") from None
+        kind = type(error).__name__  # the error's text may contain content
+        raise StoreSnapshotError(f"export {directory}: got a body of no object ({kind}); expected one") from None
 
     def basis(digest: str, layout: KVLayout, backbone: str) -> Basis | None:
         rows = {name: encoders.get((backbone, basis_id(digest, name))) for name in layout.names}
@@ -179,19 +184,21 @@ def export_arrays(
     part_bytes: int = _PART_BYTES,
     progress: Progress | None = None,
 ) -> Summary:
-    """Exports all objects of a store's tenant, verified, as a new directory of Orbax checkpoints of arrays.
+    """Exports and verifies all objects of a store's tenant as a new directory of Orbax checkpoints of arrays.
 
-    Unlike a snapshot it depends on neither secret nor key of the store: ids are in it, and it is not encrypted.
+    Unlike a snapshot it depends on neither secret nor key of the store: it contains ids, and is not encrypted.
 
     Args:
-      part_bytes: of arrays in one checkpoint, which are in memory at a time.
+      part_bytes: bytes of arrays per checkpoint, which are in memory at once.
 
     Raises:
-      InputError: `directory` is there. StoreFullError, StoreReadOnlyError, StoreIOError; there is no directory then.
+      InputError: `directory` exists.
+      StoreFullError, StoreReadOnlyError, StoreIOError: it could not be written; there is no directory then.
     """
     _expect_one_process("export_arrays")
     store.flush()
     disk, names = store.tenant_disk.disk, store.tenant_disk.names
+
     with new_directory(os.fspath(directory), disk.root, names.tenant_name) as unfinished:
         export = _Export(disk, unfinished, compress, part_bytes)
         with unchanged_libraries(disk.root, names.libraries):
@@ -200,12 +207,12 @@ def export_arrays(
         export.save()
         write_list(f"{unfinished}/{LIST}", {"version": 1, "parts": export.parts, "objects": export.objects})
         with typed_errors(f"export {unfinished}: sync"):
-            sync_file_system(unfinished)  # Orbax leaves its own small files and directories unsynced
+            sync_file_system(unfinished)  # Orbax does not sync its own small files and directories
     return Summary(export.objects, export.nbytes, export.skipped)
 
 
 class _Export:
-    """An export under way: entries that wait for its next checkpoint, and counts of what was taken."""
+    """Export in progress: entries for its next checkpoint, and counts."""
 
     def __init__(self, disk: Disk, directory: str, compress: bool, part_bytes: int):
         self._disk, self._directory, self._compress, self._part_bytes = disk, directory, compress, part_bytes
@@ -216,18 +223,19 @@ class _Export:
     def take(self, below: str, progress: Progress | None) -> None:
         """Adds every object below a folder of the store."""
         listed = sorted(self._disk.scan(below), key=lambda entry: entry.path)
-        total, done = sum(each.size for each in listed), 0
-        for each in listed:
-            found = self._disk.get(name_at(each.path))
+        total, done = sum(item.size for item in listed), 0
+
+        for item in listed:
+            found = self._disk.get(name_at(item.path))
             if found is None:
                 self.skipped += 1
             else:
-                self._waiting.append(entry_of(blob_of(found.header, found.arrays), part_of(each.path)))
+                self._waiting.append(entry_of(blob_of(found.header, found.arrays), part_of(item.path)))
                 self._waiting_bytes += sum(value.nbytes for value in self._waiting[-1].arrays.values())
-                self.objects, self.nbytes = self.objects + 1, self.nbytes + each.size
+                self.objects, self.nbytes = self.objects + 1, self.nbytes + item.size
             if self._waiting_bytes >= self._part_bytes:
                 self.save()
-            done += each.size
+            done += item.size
             if progress is not None:
                 progress(done, total)
 
@@ -241,35 +249,38 @@ class _Export:
 def import_arrays(
     directory: str | os.PathLike[str], store: TenantStore, *, progress: Progress | None = None
 ) -> Summary:
-    """Puts what `export_arrays` or `save_arrays` saved into a store, under its tenant's names: all of it or nothing.
+    """Adds an export of `export_arrays` or `save_arrays` to a store, under its tenant's names, all or nothing.
 
-    Every array is verified before its object is put. What is there already stays; what is expired stays out.
+    Every array is verified before its object is written. Existing objects stay; expired ones are skipped.
 
     Raises:
-      StoreSnapshotError: not an export, or damaged. As `ChunkStore.put`. Nothing was added then.
+      StoreSnapshotError: it is no export, or damaged.
+      StoreError: as `ChunkStore.put`. Nothing was added in any case.
     """
     _expect_one_process("import_arrays")
-    load = functools.lru_cache(maxsize=1)(load_entries)  # one checkpoint is in memory at a time
+    load = functools.lru_cache(maxsize=1)(load_entries)  # only one checkpoint is in memory
+
     batches: list[list[ImportCandidate]] = []
     found = 0
-    for part in reversed(_parts(os.fspath(directory))):  # entries were exported first, and come in last
+    for part in reversed(_parts(os.fspath(directory))):  # entries were exported first, and are added last
         batch: list[ImportCandidate] = []
         for index, about in enumerate(read_abouts(part)):
             found += 1
             if about["expires"] is None or store.tenant_disk.clock() < about["expires"]:
-                try:  # by its outline: names and sizes need no array, and the checkpoint may be larger than memory
+                try:  # names and sizes need no arrays, and the checkpoint may be larger than memory
                     each = _incoming(store.tenant_disk, outline(about))
                 except (StoreCorruptError, StoreVersionError) as error:
                     raise StoreSnapshotError(f"export {part}: object {index}: {error}", (str(error),)) from error
                 blob = lambda part=part, index=index: blob_of_entry(load(part)[index])
                 batch.append(dataclasses.replace(each, load=blob))
         batches.append(batch)
+
     added, nbytes = import_objects(store.tenant_disk, batches, progress=progress)
     return Summary(added, nbytes, found - added)
 
 
 def _incoming(tenant_disk: TenantDisk, entry: ArrayEntry) -> ImportCandidate:
-    """Names an object of an export by its outline, and computes its size in the store."""
+    """Returns an object of an export by its outline, with its name and size in the store."""
     about = entry.about
     name = name_of(tenant_disk.names, about["kind"], about["part"], about["body"], entry.host)
     blob = blob_of_entry(entry)
@@ -278,10 +289,10 @@ def _incoming(tenant_disk: TenantDisk, entry: ArrayEntry) -> ImportCandidate:
 
 
 def _expect_one_process(what: str) -> None:
-    """Refuses jobs of several processes: Orbax's calls are for all of them, and a root's objects for one."""
+    """Raises in jobs of several processes: Orbax's calls involve all of them, and a root's objects only one."""
     if jax.process_count() > 1:
         raise InputError(
-            f"{what}: in a job of {jax.process_count()} processes; expected one (a program of its own will do: "
+            f"{what}: got a job of {jax.process_count()} processes; expected one (such as a separate program: "
             "python -m kvpatch_jax.store), or save_arrays and load_arrays by all"
         )
 
@@ -293,7 +304,7 @@ def _resource(entry: ArrayEntry) -> Resource:
 
 
 def _parts(directory: str) -> list[str]:
-    """Lists the checkpoints of an export."""
+    """Returns the checkpoints of an export."""
     if not os.path.lexists(f"{directory}/{LIST}"):
         return [directory]
     found = read_list(f"{directory}/{LIST}")
@@ -301,6 +312,6 @@ def _parts(directory: str) -> list[str]:
     there = sum(name.startswith("part-") for name in os.listdir(directory))
     if type(parts) is not int or not 0 <= parts <= there:
         raise StoreSnapshotError(
-            f"export {directory}: {LIST} {str(found)[:80]}; expected version 1, of at most {there} parts"
+            f"export {directory}: got {LIST} {str(found)[:80]}; expected version 1, with at most {there} parts"
         )
     return [f"{directory}/part-{number:05d}" for number in range(found["parts"])]

@@ -1,8 +1,8 @@
-"""Puts objects from elsewhere into a store: what is there already stays, libraries keep to their bounds.
+"""Import of objects into a store: existing objects stay, libraries keep to their quotas.
 
-Of a library, what is there stays by reference: a static entry whose kind and name the library has stays out, and so do
-all versions of a dynamic reference that has any version here, a withdrawn one too. So the current version of a
-reference never changes by a restore, and versions of two histories never mix.
+In libraries, existing references stay: a static entry is skipped if the library has its kind and name, and all versions
+of a dynamic reference are skipped if the library has any version of it, withdrawn ones included. So a restore never
+changes the current version of a reference, and never mixes two histories.
 """
 
 import contextlib
@@ -29,20 +29,20 @@ from ..libraries.folder import LibraryFolder, changing, check_quota
 from .manifest import Progress
 
 _GROUP, _GROUP_BYTES = 64, 64 << 20
-"""Objects, and bytes, that go in with one commit."""
+"""Limits of objects and bytes per commit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ImportCandidate:
-    """An object on its way in, verified.
+    """A verified object to be imported.
 
     Attributes:
-      name: what it will be called.
-      nbytes: of the file that it is, or will be: for the room that is made.
-      load: makes it ready to be written: a blob, or a file that stays as it is.
-      source: the file that it comes from; None where it comes from arrays.
-      key_check: of the key that a file which stays as it is is encrypted under; None where it is not.
-      library_bytes: what it counts for in a static library, its chunk included; 0 where there is no bound on them.
+      name: its name in the store.
+      nbytes: size of its file, for the budget.
+      load: returns the object to be written: a blob, or an unchanged file.
+      source: its file; None if it comes from arrays.
+      key_check: check value of the key of an encrypted, unchanged file; None if it is not encrypted.
+      library_bytes: bytes that count for the quota of a static library, including its chunk; 0 without a quota.
     """
 
     name: Name
@@ -60,52 +60,54 @@ def import_objects(
     copy: bool = False,
     progress: Progress | None = None,
 ) -> tuple[int, int]:
-    """Adds the objects that a store does not have, all of them or none, its libraries held meanwhile.
+    """Adds the objects that a store does not have, all or none, while its libraries are locked.
 
     Args:
-      batches: objects that are loaded together. Batches come in one after the other; in each, chunks come before the
-        entries that name them, and of a reference the newest version first, so that nobody sees an entry whose chunk
-        is still to come, nor an old version as the current one.
-      copy: copies files; else they are linked where that can be.
+      tenant_disk: the target.
+      batches: objects that are loaded together. They are written in order; in each batch chunks precede the entries
+        that name them, and the newest version of a reference comes first, so that nobody sees an entry without its
+        chunk, or an old version as the current one.
+      copy: copies files; otherwise they are linked if possible.
+      progress: called with the processed and the total number of bytes.
 
     Returns:
-      How many were added, and the bytes of all that were to be.
+      The number of added objects, and the bytes of all candidates.
 
     Raises:
-      LibraryFullError: static entries beyond `Budget.library`. As `TenantDisk.add`. Nothing was added then.
+      LibraryFullError: static entries exceed `Budget.library`. StoreError: as `TenantDisk.add`. Nothing was added.
     """
     disk = tenant_disk.disk
-    with _changing_libraries(disk, [each.name for batch in batches for each in batch]) as has_reference:
+    with _changing_libraries(disk, [item.name for batch in batches for item in batch]) as has_reference:
         coming: list[ImportCandidate] = []
         for batch in batches:
-            chunks = [each for each in batch if each.name.kind != "entry"]
-            entries = [each for each in batch if each.name.kind == "entry"]
-            entries.sort(key=lambda each: each.name.path, reverse=True)
-            coming += [each for each in chunks if not _is_there(disk, each.name, each.source)]
-            coming += [each for each in entries if not has_reference(each.name)]
+            chunks = [item for item in batch if item.name.kind != "entry"]
+            entries = [item for item in batch if item.name.kind == "entry"]
+            entries.sort(key=lambda item: item.name.path, reverse=True)
+            coming += [item for item in chunks if not _is_there(disk, item.name, item.source)]
+            coming += [item for item in entries if not has_reference(item.name)]
 
-        quota, library_bytes = tenant_disk.budget.library, sum(each.library_bytes for each in coming)
+        quota, library_bytes = tenant_disk.budget.library, sum(item.library_bytes for item in coming)
         if quota is not None and library_bytes:
             check_quota("static library", library_bytes, LibraryFolder(tenant_disk, "static").nbytes, quota)
-        # Files that stay encrypted as they are bring the check value of their key, so that a wrong key is found.
-        for tenant, check in sorted({(each.name.tenant, each.key_check) for each in coming if each.key_check}):
+        # Encrypted files that are added unchanged state their key's check value, by which a wrong key is found.
+        for tenant, check in sorted({(item.name.tenant, item.key_check) for item in coming if item.key_check}):
             check_key(disk.root, f"obj/{tenant}", check, note=True)
 
-        # Entries are outside the budget of the disk, as they are when they are put.
-        need = sum(each.nbytes for each in coming if each.name.kind != "entry")
+        # Entries do not count for the budget of the disk, as in puts.
+        need = sum(item.nbytes for item in coming if item.name.kind != "entry")
         added = tenant_disk.add(_groups(coming, progress), need, copy=copy)
-    return added, sum(each.nbytes for each in coming)
+    return added, sum(item.nbytes for item in coming)
 
 
 def _groups(
     coming: Sequence[ImportCandidate], progress: Progress | None
 ) -> Iterator[list[tuple[Name, Blob | LinkSource]]]:
-    """Loads objects when their turn comes, in groups for one commit each."""
+    """Yields groups of objects, one commit each, and loads them on demand."""
     group: list[tuple[Name, Blob | LinkSource]] = []
-    total, done, begun = sum(each.nbytes for each in coming), 0, 0
-    for number, each in enumerate(coming, 1):
-        group.append((each.name, each.load()))
-        done += each.nbytes
+    total, done, begun = sum(item.nbytes for item in coming), 0, 0
+    for number, item in enumerate(coming, 1):
+        group.append((item.name, item.load()))
+        done += item.nbytes
         if len(group) == _GROUP or done - begun >= _GROUP_BYTES or number == len(coming):
             yield group
             group, begun = [], done
@@ -114,10 +116,9 @@ def _groups(
 
 
 def _is_there(disk: Disk, name: Name, source: LinkSource | None = None) -> bool:
-    """Whether the store has a whole object of that name, or `source` under it.
+    """Returns whether the store has an intact object of that name, or `source` itself under it.
 
-    A damaged one goes to quarantine, one that has expired is deleted, and one that a later version wrote stays. Raises
-    StoreError.
+    A damaged one is moved to quarantine, an expired one deleted, and one of a later version stays. Raises StoreError.
     """
     same = False
     if source is not None:
@@ -127,13 +128,15 @@ def _is_there(disk: Disk, name: Name, source: LinkSource | None = None) -> bool:
             open_regular(*source, noatime=True) as there,
         ):
             same = os.path.sameopenfile(here, there)
+
     with typed_errors("store: add"):
-        # The bytes of a file that is the source itself were verified there. What this reader finds damaged is, for all
-        # that comes in has just verified.
+        # The source's bytes are verified already. This reader can be trusted (`certain`), because it has just verified
+        # all the imported objects.
         try:
             header = disk.examine(name, leaves=not same, certain=True)
         except StoreVersionError:
             return True
+
     if header is None:
         return False
     if header.expires is None or disk.clock() < header.expires:
@@ -144,18 +147,18 @@ def _is_there(disk: Disk, name: Name, source: LinkSource | None = None) -> bool:
 
 @contextlib.contextmanager
 def _changing_libraries(disk: Disk, names: Iterable[Name]) -> Iterator[Callable[[Name], bool]]:
-    """Locks the libraries that some names belong to.
+    """Locks the libraries of some names.
 
     Yields:
-      Whether a library has what a name is a version of, in any version that is whole; asked of the disk once for each
-      reference.
+      A function that returns whether a library has an intact version of a name's reference; each reference is read from
+      the disk once.
     """
     known: dict[str, bool] = {}
 
     def has_reference(name: Name) -> bool:
         if name.chunk_key not in known:
             files = {os.path.basename(entry.path) for entry in disk.of_chunk(name)}
-            # All of them are looked at, so that every damaged one goes to quarantine.
+            # All of them are read, so that every damaged one is moved to quarantine.
             whole = [_is_there(disk, dataclasses.replace(name, file=file)) for file in sorted(files)]
             known[name.chunk_key] = any(whole)
         return known[name.chunk_key]
@@ -169,14 +172,18 @@ def _changing_libraries(disk: Disk, names: Iterable[Name]) -> Iterator[Callable[
 def name_of(
     names: ObjectNames, kind: str, part: str, body: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> Name:
-    """Names a tenant's object by what it says about itself.
+    """Returns the name of a tenant's object from its content.
 
     Args:
-      part: as `naming.part_of`.
-      arrays: of a patch only the dtypes and shapes count.
+      names: the tenant's names.
+      kind: kind of the object.
+      part: its part, as `naming.part_of`.
+      body: its body.
+      arrays: its leaves; of a patch only the dtypes and shapes are used.
 
     Raises:
-      StoreCorruptError: it does not say enough. StoreVersionError: it says more than this version knows.
+      StoreCorruptError: the body is incomplete.
+      StoreVersionError: a later version wrote it.
     """
     if kind == "entry":
         return entry_name(names, body)
@@ -192,19 +199,20 @@ def name_of(
         raise
     except MALFORMED as error:
         raise StoreCorruptError(
-            f"object: {kind} without a name of its own ({type(error).__name__}); expected one"
+            f"object: got a {kind} without a name of its own ({type(error).__name__}); expected one"
         ) from None
 
 
 def is_counted(tenant_disk: TenantDisk, name: Name) -> bool:
-    """Whether an object is an entry of a static library with a bound."""
+    """Returns whether an object is an entry of a static library with a quota."""
     return tenant_disk.budget.library is not None and name.path.startswith(f"lib/{name.tenant}/static/")
 
 
 def library_bytes(tenant_disk: TenantDisk, name: Name, blob: Blob, size: int | None = None) -> int:
-    """Counts an object's bytes in a static library with a bound: its file and its chunk; 0 for all else.
+    """Returns an object's bytes in a static library with a quota: its file and its chunk; 0 for other objects.
 
-    `size`: of its file, where that is known.
+    Args:
+      size: size of its file, if known.
     """
     if not is_counted(tenant_disk, name):
         return 0

@@ -1,4 +1,4 @@
-"""The snapshot format: a directory of objects as the store has them, under the same paths, with a list of them.
+"""Snapshot format: a directory with the store's objects under the same paths, and a list of them.
 
     directory/obj/…        objects, hard links to the store's files, or copies
     directory/lib/…        entries of libraries, likewise
@@ -6,8 +6,8 @@
     directory/obj/…/KEY    check value of the key of a tenant's encrypted objects
     directory/MANIFEST     path, bytes and header checksum of every object, and a digest of this list; written last
 
-A header holds the checksums of its leaves, so that the list vouches for every byte. A tenant's snapshot holds that
-tenant's objects and nothing from which another's names, or the store's secret, could be told.
+A header contains the checksums of its leaves, so the list verifies every byte. A tenant's snapshot contains that
+tenant's objects, and nothing that reveals names of others or the store's secret.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from ..format.naming import name_at
 from ..io.files import open_regular, read_into, read_small, typed_errors, write_all
 
 Progress = Callable[[int, int], object]
-"""Called with bytes done and bytes in all."""
+"""Called with the processed and the total number of bytes."""
 
 Scope = Literal["tenant", "store"]
 MANIFEST, UNTOLD = "MANIFEST", ""
@@ -37,10 +37,11 @@ class Summary:
     """Counts of a snapshot, restore, export or import.
 
     Attributes:
-      objects, nbytes: taken over.
-      skipped: left out because they are expired, went meanwhile, or (on the way in) are there already.
-      damaged: left out because they did not verify.
-      newer: left out because a later version of the library wrote them.
+      objects: number of saved or added objects.
+      nbytes: their bytes.
+      skipped: number of objects that have expired, vanished in the meantime, or (in a restore or import) exist already.
+      damaged: number of objects that did not verify.
+      newer: number of objects that a later version of the library wrote.
     """
 
     objects: int
@@ -52,7 +53,7 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class ManifestEntry:
-    """One object of a snapshot. `crc`: of its header."""
+    """An object of a snapshot: path, bytes and checksum of its header."""
 
     path: str
     size: int
@@ -61,10 +62,13 @@ class ManifestEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a snapshot holds.
+    """Content of a snapshot.
 
-    `secret`: in a snapshot of the whole store, the digest of the secret that is in it, or None where the store does
-    not keep its secret; `UNTOLD` in a tenant's, and in older ones.
+    Attributes:
+      scope: "tenant" or "store".
+      objects: its objects.
+      secret: in a snapshot of the whole store, the digest of its secret, or None if the store does not store one;
+        `UNTOLD` in a tenant's snapshot, and in older ones.
     """
 
     scope: Scope
@@ -73,7 +77,7 @@ class Manifest:
 
 
 def header_crc(fd: int, header: Header) -> int:
-    """Computes the checksum that a manifest keeps: crc32 of all bytes before the leaves."""
+    """Returns the checksum of a manifest's entry: crc32 of all bytes before the leaves."""
     raw = np.empty(header.start, np.uint8)
     read_into(fd, [raw], 0)
     return crc32(raw)
@@ -84,7 +88,7 @@ def _digest(text: bytes) -> str:
 
 
 def write_list(path: str, tree: Any) -> None:
-    """Writes JSON with its digest into a new file, durably but for its name."""
+    """Writes JSON with its digest into a new file. The content is durable, its name not yet."""
     text = json.dumps(tree, separators=(",", ":")).encode()
     with open_regular(*os.path.split(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
         write_all(fd, [text, f"\n{_digest(text)}\n".encode()], 0)
@@ -92,10 +96,11 @@ def write_list(path: str, tree: Any) -> None:
 
 
 def read_list(path: str) -> Any:
-    """Reads what `write_list` wrote, verified.
+    """Reads and verifies a file of `write_list`.
 
     Raises:
-      StoreSnapshotError: none there, or other bytes than were written. StoreIOError.
+      StoreSnapshotError: it does not exist, or was changed.
+      StoreIOError: it could not be read.
     """
     try:
         with typed_errors(f"{path}: read"):
@@ -104,22 +109,23 @@ def read_list(path: str) -> Any:
         raise StoreSnapshotError(str(error)) from error
     except StoreIOError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            raise StoreSnapshotError(f"{path}: not there; expected a finished snapshot or export") from None
+            raise StoreSnapshotError(f"{path}: got no such file; expected a finished snapshot or export") from None
         raise
+
     text, digest = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
     if digest != f"\n{_digest(text)}\n".encode():
-        raise StoreSnapshotError(f"{path}: does not agree with its digest; expected it to")
+        raise StoreSnapshotError(f"{path}: got content that differs from its digest; expected them to agree")
     try:
         return json.loads(text)
     except MALFORMED as error:
-        raise StoreSnapshotError(f"{path}: no JSON ({type(error).__name__}); expected some") from None
+        raise StoreSnapshotError(f"{path}: got no JSON ({type(error).__name__}); expected JSON") from None
 
 
 def read_manifest(directory: str) -> Manifest:
-    """Reads the manifest of a snapshot, verified.
+    """Reads and verifies the manifest of a snapshot.
 
     Raises:
-      StoreSnapshotError: none there, or not as it was written.
+      StoreSnapshotError: it does not exist, or was changed.
     """
     return _parsed(directory, read_list(f"{directory}/{MANIFEST}"))
 
@@ -129,13 +135,15 @@ def _parsed(directory: str, tree: Any) -> Manifest:
         if tree["version"] != 1 or tree["scope"] not in ("tenant", "store"):
             raise ValueError(f"version {tree['version']}, scope {tree['scope']}")
         objects = tuple(ManifestEntry(path, size, int(crc, 16)) for path, size, crc in tree["objects"])
-        for each in objects:
-            name_at(each.path)
-            if type(each.size) is not int:
-                raise ValueError(f"size {str(each.size)[:40]}")
+        for entry in objects:
+            name_at(entry.path)
+            if type(entry.size) is not int:
+                raise ValueError(f"size {str(entry.size)[:40]}")
         secret = tree.get("secret", UNTOLD)
         if not (secret is None or isinstance(secret, str)):
             raise ValueError(f"secret of type {type(secret).__name__}")
         return Manifest(tree["scope"], objects, secret)
     except MALFORMED as error:
-        raise StoreSnapshotError(f"snapshot {directory}: {MANIFEST}: {str(error)[:200]}; expected version 1") from error
+        raise StoreSnapshotError(
+            f"snapshot {directory}: {MANIFEST}: got {str(error)[:200]}; expected version 1"
+        ) from error

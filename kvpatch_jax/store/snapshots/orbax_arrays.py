@@ -1,7 +1,7 @@
-"""Writes array entries as one Orbax checkpoint, and reads them back verified.
+"""Writing of array entries as one Orbax checkpoint, and verified reading.
 
-All of the library's calls of Orbax's version 1 interface are here. It may still change, so that `pyproject.toml` names
-the versions that it was held against.
+This module has all of the library's calls of Orbax's version 1 interface. That may still change, so `pyproject.toml`
+names the tested versions.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ from .array_entries import ArrayEntry, check_about, check_entry, empty_array, nb
 from .multihost import ProcessGroup
 
 _MOST_COMPRESSED = 1000
-"""Times as many bytes of arrays as files have: KV compresses by a fifth, a file that says more is made to mislead."""
+"""Limit of the ratio of array bytes to file bytes. KV compresses by a fifth: a higher ratio is an attack."""
 
 
 def save_entries(path: str, entries: Sequence[ArrayEntry], compress: bool) -> None:
-    """Writes one checkpoint. Arrays without elements, which Orbax does not take, are made again from their shapes.
+    """Writes one checkpoint. Empty arrays, which Orbax does not support, are restored from their shapes.
 
     Raises:
-      StoreFullError, StoreIOError.
+      StoreFullError, StoreIOError: it could not be written.
     """
     tree: dict[str, dict[str, AnyArray]] = {}
     for index, entry in enumerate(entries):
@@ -43,48 +43,52 @@ def save_entries(path: str, entries: Sequence[ArrayEntry], compress: bool) -> No
     about = {"json": np.frombuffer(text, np.uint8), "digest": np.frombuffer(text_digest(text), np.uint8)}
     context = ocp.Context()
     context.array_options.saving.use_compression = compress
+
     try:
         with context:
             ocp.save_checkpointables(path, {"objects": about, "arrays": tree})
-    except Exception as error:  # Orbax and TensorStore raise errors of many kinds
+    except Exception as error:  # Orbax and TensorStore raise errors of many types
         kind = StoreFullError if "No space left" in str(error) else StoreIOError
-        raise kind(f"export {path}: {str(error)[:300]}; expected Orbax to write it") from error
+        raise kind(f"export {path}: got {str(error)[:300]}; expected Orbax to write it") from error
 
 
 def read_abouts(path: str) -> list[dict[str, Any]]:
-    """Reads the descriptions of a checkpoint's entries (`ArrayEntry.about`), verified; no array is read.
+    """Reads and verifies the descriptions of a checkpoint's entries (`ArrayEntry.about`), without its arrays.
 
     Raises:
-      StoreSnapshotError: no checkpoint, or other descriptions than were written.
+      StoreSnapshotError: it is no checkpoint, or was changed.
     """
     size = _file_bytes(path)  # before anything is opened
     found = _read(path, {"objects": None})["objects"]
+
     try:
         text = found["json"].tobytes()
         tree = json.loads(text) if found["digest"].tobytes() == text_digest(text) else {}
     except MALFORMED:
         tree = {}
+
     if not isinstance(tree, dict) or tree.get("version") != 1 or not isinstance(tree.get("objects"), list):
-        raise StoreSnapshotError(f"export {path}: its list does not agree with its digest; expected version 1")
+        raise StoreSnapshotError(f"export {path}: got a list that differs from its digest; expected version 1")
     try:
         for about in tree["objects"]:
             check_about(about)
         nbytes = sum(map(nbytes_of, tree["objects"]))
         if size is not None and nbytes > _MOST_COMPRESSED * size:
-            raise StoreCorruptError(f"{nbytes} bytes of arrays in files of {size}")
+            raise StoreCorruptError(f"got {nbytes} bytes of arrays in files of {size}")
     except StoreCorruptError as error:
         raise StoreSnapshotError(f"export {path}: {error}; expected what was exported") from error
     return tree["objects"]
 
 
 def load_entries(path: str, placement: Placement | None = None) -> list[ArrayEntry]:
-    """Reads the entries of a checkpoint, every array verified where it came to lie, in all processes or in none.
+    """Reads the entries of a checkpoint and verifies every array on its devices, in all processes or in none.
 
     Args:
-      placement: where kv go; all else, and without it kv too, are arrays of the host.
+      placement: placement of kv; everything else, and by default kv too, is on the host.
 
     Raises:
-      StoreSnapshotError: as `read_abouts`, or arrays of other bits. StoreIOError: in another process.
+      StoreSnapshotError: as `read_abouts`, or an array was changed.
+      StoreIOError: another process failed.
     """
     entries: list[ArrayEntry] = []
     bad: list[str] = []
@@ -108,7 +112,7 @@ def load_entries(path: str, placement: Placement | None = None) -> list[ArrayEnt
 
 
 def text_digest(text: bytes) -> bytes:
-    """Computes the digest that is saved beside a checkpoint's descriptions."""
+    """Returns the digest of a checkpoint's descriptions."""
     return hashlib.blake2b(text, digest_size=32).digest()
 
 
@@ -117,22 +121,22 @@ def _key(index: int) -> str:
 
 
 def _savable(value: AnyArray) -> AnyArray:
-    """Moves an array of this process alone to the host, which Orbax asks for in a job of several processes."""
+    """Moves an array of this process only to the host, as Orbax requires in a job of several processes."""
     alone = isinstance(value, jax.Array) and value.is_fully_addressable and jax.process_count() > 1
     return np.asarray(value) if alone else value
 
 
 def _read(path: str, template: Mapping[str, Any]) -> dict[str, Any]:
     if "://" not in path and not os.path.exists(f"{path}/_CHECKPOINT_METADATA"):
-        raise StoreSnapshotError(f"export {path}: no checkpoint there; expected one that was finished")
+        raise StoreSnapshotError(f"export {path}: got no checkpoint there; expected one that was finished")
     try:
         return ocp.load_checkpointables(path, dict(template))
     except Exception as error:  # as in `save_entries`
-        raise StoreSnapshotError(f"export {path}: {str(error)[:300]}; expected Orbax to read it") from error
+        raise StoreSnapshotError(f"export {path}: got {str(error)[:300]}; expected Orbax to read it") from error
 
 
 def _template(about: Mapping[str, Any], placement: Placement | None) -> dict[str, Any]:
-    """Tells Orbax what to load: arrays of the host, but kv where `placement` says."""
+    """Returns Orbax's template for loading: host arrays, except for kv with a placement."""
     template: dict[str, Any] = {}
     for name, (dtype, shape) in specs_of(about).items():
         if 0 in shape:
@@ -148,20 +152,21 @@ def _template(about: Mapping[str, Any], placement: Placement | None) -> dict[str
 
 
 def _file_bytes(path: str) -> int | None:
-    """Counts the bytes of a checkpoint's files, refusing links and FIFOs. None: not on this machine.
+    """Counts the bytes of a checkpoint's files. None if it is on another machine.
 
     Raises:
-      StoreSnapshotError.
+      StoreSnapshotError: there is no checkpoint, or it contains a link, a FIFO or the like.
     """
     if "://" in path:
         return None
     if not os.path.isdir(path):
-        raise StoreSnapshotError(f"export {path}: no checkpoint there; expected one that was finished")
+        raise StoreSnapshotError(f"export {path}: got no checkpoint there; expected one that was finished")
+
     total = 0
     for _, folders, names, fd in os.fwalk(path):
         for name in folders + names:
             found = os.stat(name, dir_fd=fd, follow_symlinks=False)
             if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
-                raise StoreSnapshotError(f"export {path}: {name} is neither a file nor a directory; expected one")
+                raise StoreSnapshotError(f"export {path}: got {name}, neither a file nor a directory; expected one")
             total += found.st_size
     return total

@@ -1,6 +1,6 @@
-"""A store as an item of an Orbax checkpoint, in a job of one process or of several. Orbax itself is not called here.
+"""A store as an item of an Orbax checkpoint, in a job of one or several processes. This module does not call Orbax.
 
-Orbax syncs array data and not its own small files and directories: `make_durable` does.
+Orbax syncs array data, but not its own small files and directories: `make_durable` does.
 """
 
 import asyncio
@@ -18,23 +18,23 @@ from .save import save_objects
 
 
 class StoreItem:
-    """Makes a store's tenant an item of an Orbax checkpoint.
+    """A store's tenant as an item of an Orbax checkpoint.
 
-    `ocp.save_checkpointables(path, {"chunk_store": StoreItem(store), "model": parameters})` saves it beside a model;
-    `ocp.load_checkpointables` and `ocp.training.Checkpointer` take it likewise. What is saved is a snapshot of the
-    tenant's objects and libraries (`snapshot`), made while the caller goes on; loading adds it to the store, verified,
-    all or nothing.
+    `ocp.save_checkpointables(path, {"chunk_store": StoreItem(store), "model": parameters})` saves it with a model;
+    `ocp.load_checkpointables` and `ocp.training.Checkpointer` accept it too. It saves a snapshot of the tenant's
+    objects and libraries in the background; loading adds the verified snapshot to the store, all or nothing.
 
-    Several processes save and load together, each with a store object of its own, over one root or over a root each,
-    into a checkpoint on a file system that all of them see. Orbax gives a checkpoint its name when the first process is
-    done; so here all wait for all, and where one fails all raise: no checkpoint is there in part.
+    Several processes save and load together, each with its own store object, over one root or over a root each, into a
+    checkpoint on a shared file system. Orbax names a checkpoint when the first process is done; so all processes wait
+    for all, and if one fails all raise: there is no partial checkpoint.
 
     Args:
-      copy, skip_damaged: as of `save_snapshot` and `load_snapshot`.
-      shared: whether all processes have one root. Then the first saves it, when the queued puts of all are durable, and
-        loads it. Else each saves its own, and takes its share of what was saved: all of it where that was one root,
-        else of as many roots as there were every n-th, n being how many processes there are now.
-      timeout: seconds that processes wait for one another.
+      store: the store.
+      copy, skip_damaged: as for `save_snapshot` and `load_snapshot`.
+      shared: whether all processes have one root. Then the first process saves it, after the queued puts of all are
+        durable, and loads it. Otherwise each saves its own root, and loads its share of the saved ones: a single one
+        whole, or of several every n-th, where n is the present number of processes.
+      timeout: seconds for which processes wait for one another.
     """
 
     def __init__(
@@ -49,17 +49,18 @@ class StoreItem:
         self.store, self.copy, self.skip_damaged, self.shared, self.timeout = store, copy, skip_damaged, shared, timeout
 
     def _together(self) -> ProcessGroup:
-        """Starts the operation without awaiting, so that it comes before other items' in every process alike."""
+        """Starts the operation without awaiting, so that its order among other items is the same in every process."""
         together = ProcessGroup(self.timeout)
         if self.shared:
             together.expect_one_root(self.store.tenant_disk.disk.root)
         return together
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """Called by Orbax, which awaits the result in the background.
+        """Starts to save; Orbax calls it, and awaits the result in the background.
 
         Raises:
-          InputError: `shared`, and some process has another root. StoreReadOnlyError: that cannot be told.
+          InputError: the item is `shared`, and a process has another root.
+          StoreReadOnlyError: the root is read-only, so that cannot be checked.
         """
         together = self._together()
 
@@ -71,6 +72,7 @@ class StoreItem:
 
     def _save(self, path: str, together: ProcessGroup) -> None:
         folders = [path] if self.shared else [_folder(path, index, together.count) for index in range(together.count)]
+
         error: Exception | None = None
         try:
             if self.shared:
@@ -79,18 +81,21 @@ class StoreItem:
                 with typed_errors(f"checkpoint {path}: write"):
                     os.mkdir(folders[together.index], 0o700)
                 save_objects(self.store, folders[together.index], copy=self.copy)
-        except Exception as raised:  # whatever it is, nobody must wait for this process in vain
+        except Exception as raised:  # whatever failed, the others must not wait for this process in vain
             error = raised
+
         together.wait()
         missing = [index for index, folder in enumerate(folders) if not os.path.exists(f"{folder}/{MANIFEST}")]
-        together.wait()  # when the first process returns, the directory gets its name, and is not where others look
+        together.wait()  # when the first process returns, Orbax renames the directory in which the others look
         if error is not None:
             raise error
         if missing:
-            raise StoreSnapshotError(f"checkpoint {path}: process {missing[0]} did not finish; expected all to do so")
+            raise StoreSnapshotError(
+                f"checkpoint {path}: got no snapshot of process {missing[0]}; expected one of each"
+            )
 
     def _save_shared(self, path: str, together: ProcessGroup) -> None:
-        """The first process saves what all have put."""
+        """Saves the shared root in the first process, after the puts of all."""
         marks = [f"{path}/flushed-{index:05d}" for index in range(together.count)]
         try:
             self.store.flush()
@@ -99,18 +104,21 @@ class StoreItem:
                     pass
         finally:
             together.wait()
+
         if together.index == 0:
             for index, mark in enumerate(marks[1:], 1):
                 if not os.path.exists(mark):
-                    raise StoreSnapshotError(f"checkpoint {path}: puts failed in process {index}, which says why")
+                    raise StoreSnapshotError(
+                        f"checkpoint {path}: got failed puts in process {index}, which says why; expected none"
+                    )
                 os.unlink(mark)
             save_objects(self.store, path, copy=self.copy)
 
     async def load(self, directory: Any) -> Awaitable[None]:
-        """Called by Orbax. All is done before this returns, since Orbax puts an error of its own around later ones.
+        """Loads the snapshot; Orbax calls it. All is done before it returns, because Orbax wraps later errors.
 
         Raises:
-          As `load_snapshot`, and `save`. StoreIOError: another process failed, which says why.
+          StoreError: as `load_snapshot` and `save`; or another process failed.
         """
         path, together = local_path(directory), self._together()
         if together.count == 1:
@@ -139,29 +147,31 @@ def _folder(path: str, index: int, count: int) -> str:
 
 
 def _snapshots(path: str) -> list[str]:
-    """Lists an item's snapshots: one, or one of each process that saved. Raises StoreSnapshotError where some lack."""
+    """Returns an item's snapshots: one, or one per saving process. Raises StoreSnapshotError if one is missing."""
     found = sorted(name for name in os.listdir(path) if name.startswith("process-")) if os.path.isdir(path) else []
     if not found:
         return [path]
     folders = [_folder(path, index, len(found)) for index in range(len(found))]
     if [os.path.basename(folder) for folder in folders] != found:
-        raise StoreSnapshotError(f"checkpoint {path}: {found}; expected a snapshot of every process that saved")
+        raise StoreSnapshotError(f"checkpoint {path}: got {found}; expected a snapshot of every process that saved")
     return folders
 
 
 def local_path(directory: Any) -> str:
-    """Returns a checkpoint's path. Raises InputError where it is not on this machine's file system."""
+    """Returns a checkpoint's path. Raises InputError if it is not on this machine's file system."""
     path = os.fspath(directory)
     if "://" in path:
-        raise InputError(f"checkpoint {path}: expected a path of this machine's file system (exports may be elsewhere)")
+        raise InputError(
+            f"checkpoint: got {path}; expected a path on this machine's file system (exports may be elsewhere)"
+        )
     return path
 
 
 def make_durable(directory: str | os.PathLike[str]) -> None:
-    """Syncs a finished checkpoint, so that it survives a loss of power: files, directories and its own name.
+    """Syncs files, directories and the name of a finished checkpoint, so that it survives a loss of power.
 
     Raises:
-      StoreIOError: it cannot be synced, or is not there.
+      StoreIOError: it does not exist, or cannot be synced.
     """
     path = os.path.abspath(local_path(directory))
     with typed_errors(f"checkpoint {path}: sync"):

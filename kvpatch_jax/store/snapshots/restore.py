@@ -1,8 +1,8 @@
-"""Restores snapshots into stores: verified, all of it or nothing.
+"""Restoring of snapshots into stores: verified, all or nothing.
 
-Names depend on the secret of a root. A tenant's snapshot goes into any root: where the secret is another, its objects
-get new names (they say what they are) and are written again. A whole store goes into a root of the same secret, or into
-a new one, which then has that secret.
+Names depend on the secret of a root. A tenant's snapshot can be restored into any root: if the secret differs, its
+objects are renamed by their content and written again. A snapshot of a whole store can be restored into a root with the
+same secret, or into a new one, which adopts the secret.
 """
 
 import dataclasses
@@ -43,25 +43,28 @@ def load_snapshot(
     skip_damaged: bool = False,
     progress: Progress | None = None,
 ) -> Summary:
-    """Puts a snapshot into a store, new or not. Every byte is verified first; what is there already stays.
+    """Adds a snapshot to a new or existing store. Every byte is verified first; existing objects stay.
 
-    Of libraries too: `import_rules` says what that means for versions.
+    The same holds for libraries: see `import_rules` about versions.
 
     Args:
-      tenant: whose; needed for a tenant's snapshot, and takes only that one out of a snapshot of the whole store.
-      secret: of the root's names, where it does not keep it; of those in a snapshot of the whole store, where that does
-        not, or has lost it.
-      key: of the tenant's encryption. Encrypted objects that keep their names need none.
-      budget: of the disk, for which room is made as for a put; and of the tenant's static library (`Budget.library`).
-        A size alone is the disk's.
-      copy: copies the files; else they are linked where that can be.
-      skip_damaged: leaves out what does not verify, instead of refusing all of it.
+      directory: the snapshot.
+      root: the store's directory.
+      tenant: the tenant; required for a tenant's snapshot, and selects one from a snapshot of the whole store.
+      secret: secret of the root's names if it does not store it, or of a snapshot of the whole store that has lost it.
+      key: encryption key of the tenant. Encrypted objects that keep their names need none.
+      budget: budget of the disk, with eviction as for a put, and of the tenant's static library (`Budget.library`). A
+        size alone is the disk's.
+      copy: copies the files; otherwise they are linked if possible.
+      skip_damaged: leaves out damaged objects instead of refusing the snapshot.
+      progress: called with the processed and the total number of bytes.
 
     Raises:
-      StoreSnapshotError: not a snapshot, of another secret or without it, or damaged (`bad` lists what). InputError:
-        no `tenant`.
-      LibraryFullError: beyond `Budget.library`. StoreKeyError: that would have to be counted, in encrypted entries.
-      StoreFullError, StoreReadOnlyError, StoreIOError. Nothing was added then.
+      StoreSnapshotError: it is no snapshot, has another secret or none, or is damaged (`bad` lists the objects).
+      InputError: `tenant` is missing.
+      LibraryFullError: it exceeds `Budget.library`.
+      StoreKeyError: encrypted entries have to be counted for `Budget.library`, and there is no key.
+      StoreFullError, StoreReadOnlyError, StoreIOError: it could not be written. Nothing was added in any case.
     """
     budget = None if budget is None else budget_of(budget, "snapshot: budget")
     root = str(path_of(root, "snapshot: root", InputError, "a directory's name"))
@@ -74,13 +77,13 @@ def load_snapshot(
         return _added(tenant_disk, manifest, coming, damaged, copy)
 
     if manifest.scope != "store":
-        raise InputError(f"snapshot {directory}: tenant None; expected the tenant whose snapshot it is")
+        raise InputError(f"snapshot {directory}: got tenant None; expected the tenant whose snapshot it is")
     if budget is not None and budget.library is not None:
         raise InputError(
-            "snapshot of a whole store: a budget of a library; expected none, or one tenant after the other"
+            "snapshot of a whole store: got a budget of a library; expected none, or one tenant after the other"
         )
 
-    # The root gets the secret only when every byte was verified: a refused snapshot leaves it as it was.
+    # The root adopts the secret only after every byte was verified: a refused snapshot leaves it unchanged.
     own = snapshot_secret(directory, manifest, secret)
     check_secret(directory, manifest, root, own)
     coming, damaged = _verified(directory, manifest, None, skip_damaged, progress)
@@ -96,11 +99,11 @@ def load_objects(
     skip_damaged: bool = False,
     progress: Progress | None = None,
 ) -> Summary:
-    """Puts a tenant's snapshot into an open store, under its names. As `load_snapshot`."""
+    """Adds a tenant's snapshot to an open store, under the store's names, as `load_snapshot`."""
     manifest = read_manifest(directory)
     if manifest.scope != "tenant":
         raise StoreSnapshotError(
-            f"snapshot {directory}: of a whole store; expected a tenant's (load_snapshot takes both)"
+            f"snapshot {directory}: got one of a whole store; expected a tenant's (load_snapshot takes both)"
         )
     coming, damaged = _verified(directory, manifest, store.tenant_disk, skip_damaged, progress)
     return _added(store.tenant_disk, manifest, coming, damaged, copy)
@@ -113,15 +116,16 @@ def _verified(
     skip_damaged: bool,
     progress: Progress | None,
 ) -> tuple[list[ImportCandidate], int]:
-    """Verifies every byte of a snapshot. Returns the objects that may come in, and how many did not verify.
+    """Verifies every byte of a snapshot. Returns the objects that may be added, and the number of damaged ones.
 
     Args:
-      tenant_disk: where they go. None keeps all names, and decrypts nothing.
+      tenant_disk: the target. None keeps all names, and decrypts nothing.
     """
     buffers = Buffers()
     coming: list[ImportCandidate] = []
     bad: list[str] = []
     total, done = sum(entry.size for entry in manifest.objects), 0
+
     for entry in manifest.objects:
         try:
             found = _incoming(directory, entry, tenant_disk, buffers)
@@ -131,9 +135,10 @@ def _verified(
         done += entry.size
         if progress is not None:
             progress(done, total)
+
     if bad and not skip_damaged:
         raise StoreSnapshotError(
-            f"snapshot {directory}: {len(bad)} of {len(manifest.objects)} objects do not verify, the first is "
+            f"snapshot {directory}: got {len(bad)} of {len(manifest.objects)} objects that do not verify, the first is "
             f"{bad[0][:300]}; expected all to (skip_damaged takes the others)",
             tuple(bad),
         )
@@ -143,12 +148,15 @@ def _verified(
 def _incoming(
     directory: str, entry: ManifestEntry, tenant_disk: TenantDisk | None, buffers: Buffers
 ) -> ImportCandidate | None:
-    """Verifies one object and names it as the store will. None: it is expired."""
+    """Verifies one object and derives its name in the store. None if it has expired."""
     source, name = LinkSource(directory, entry.path), name_at(entry.path)
     with reading(*source) as (fd, header):
         if header.size != entry.size or header_crc(fd, header) != entry.crc:
-            raise StoreCorruptError(f"object: header of other bytes than {MANIFEST} says; expected {entry.crc:08x}")
+            raise StoreCorruptError(
+                f"object: got another header than {MANIFEST} lists; expected checksum {entry.crc:08x}"
+            )
         arrays = read_leaves(fd, header, list(header.leaves), buffers)
+
     clock = time.time if tenant_disk is None else tenant_disk.clock
     if header.expires is not None and clock() >= header.expires:
         return None
@@ -160,7 +168,7 @@ def _incoming(
     own = entry.path.startswith((f"{names.space}/", f"{names.libraries}/"))
     keyed = encryption.check is not None
     if own and is_sealed(header) and not keyed and not is_counted(tenant_disk, name):
-        return unchanged  # under its own name an encrypted object comes back without its key
+        return unchanged  # an encrypted object that keeps its name needs no key
 
     plain, arrays = decrypted(header, arrays, encryption)
     if plain.kind == "entry":
@@ -174,22 +182,22 @@ def _incoming(
 
 
 def _key_check(header: Header) -> str | None:
-    """Reads the check value of the key that an object is encrypted under."""
+    """Returns the check value of the key with which an object is encrypted; None if it is not."""
     check = header.body.get("check") if is_sealed(header) else None
     if check is not None and not (isinstance(check, str) and re.fullmatch("[0-9a-f]{1,64}", check)):
-        raise StoreCorruptError("object: encrypted under no key that there is; expected hexadecimal digits")
+        raise StoreCorruptError("object: got an invalid check value of a key; expected hexadecimal digits")
     return check
 
 
 def _read_again(disk: Disk, source: LinkSource) -> Blob:
-    """Reads an object that gets another name or encryption, once it is its turn: not all are in memory at a time."""
+    """Reads an object with a new name or encryption when it is written, so that not all are in memory at once."""
     try:
         with typed_errors("snapshot: read"), reading(*source) as (fd, header):
             arrays = read_leaves(fd, header, list(header.leaves), disk.buffers)
         return blob_of(*decrypted(header, arrays, disk.encryption))
     except (StoreCorruptError, StoreVersionError) as error:
         raise StoreSnapshotError(
-            f"snapshot: {source.path} changed while it was read ({error}); expected it not to"
+            f"snapshot: got a change of {source.path} while it was read ({error}); expected none"
         ) from error
 
 

@@ -1,6 +1,6 @@
-"""Saves snapshots of stores that may be in use: a tenant's, or the whole store.
+"""Snapshots of stores that may be in use: of a tenant, or of the whole store.
 
-Objects are linked or copied as they are; `manifest` says what a snapshot holds.
+Objects are linked or copied unchanged; `manifest` defines the format.
 """
 
 import collections
@@ -35,7 +35,7 @@ from ..io.files import (
 from .manifest import MANIFEST, ManifestEntry, Progress, Summary, header_crc, write_list
 
 _LARGEST_KEY = 1 << 10
-"""Bytes. A longer key-check file is refused unread."""
+"""Limit in bytes; a longer key-check file is refused before it is read."""
 
 
 def save_snapshot(
@@ -47,21 +47,26 @@ def save_snapshot(
     copy: bool = False,
     progress: Progress | None = None,
 ) -> Summary:
-    """Makes a snapshot of a store, which may be in use, as a new directory that is there whole or not at all.
+    """Saves a snapshot of a store, which may be in use, as a new directory that exists whole or not at all.
 
     Args:
-      tenant: whose objects and libraries; None takes the whole store, its secret too: that is for its operator.
-      secret: of the names, where the root does not keep it.
-      copy: copies the bytes, verified. By default files are linked: at once and without room, but store and snapshot
-        then share what a failing disk does to them. Another file system gets copies either way, by their header.
+      root: the store's directory.
+      directory: the new directory.
+      tenant: tenant whose objects and libraries are saved; None: the whole store with its secret, for its operator.
+      secret: secret of the names, if the root does not store it.
+      copy: copies and verifies all bytes. By default files are linked, which is fast and takes no space, but a failing
+        disk then damages store and snapshot alike. On another file system files are copied, and headers verified.
+      progress: called with the processed and the total number of bytes.
 
     Raises:
-      StoreIOError: no store there. InputError: `directory` exists. StoreFullError, StoreReadOnlyError.
+      StoreIOError: there is no store.
+      InputError: `directory` exists.
+      StoreFullError, StoreReadOnlyError: it could not be written.
     """
     root = str(path_of(root, "snapshot: root", InputError, "a directory's name"))
     directory = str(path_of(directory, "snapshot: directory", InputError, "a directory's name"))
     if not os.path.isdir(f"{root}/obj"):
-        raise StoreIOError(f"store {root}: no objects there; expected a store")
+        raise StoreIOError(f"store {root}: got no objects; expected a store")
     names = None if tenant is None else ObjectNames(tenant, read_secret(root) if secret is None else secret)
     with new_directory(directory, root, WHOLE if names is None else names.tenant_name) as unfinished:
         return write_snapshot(Disk(root), names, unfinished, copy=copy, progress=progress)
@@ -70,7 +75,7 @@ def save_snapshot(
 def save_objects(
     store: TenantStore, directory: str, *, copy: bool = False, progress: Progress | None = None
 ) -> Summary:
-    """Fills an empty directory with a snapshot of an open store's tenant; asynchronous puts are waited for.
+    """Fills an empty directory with a snapshot of an open store's tenant, after its asynchronous puts.
 
     Raises:
       StoreError: as `flush`, or the directory cannot be written.
@@ -83,49 +88,50 @@ def save_objects(
 def write_snapshot(
     disk: Disk, names: ObjectNames | None, directory: str, *, copy: bool = False, progress: Progress | None = None
 ) -> Summary:
-    """Fills an empty directory with a tenant's objects and libraries, or all tenants'; durable when this returns.
+    """Fills an empty directory durably with the objects and libraries of a tenant or of all tenants.
 
-    Objects that are evicted or replaced meanwhile are left out or in, whole. Headers are verified, and with `copy`
-    every byte; what does not verify goes to quarantine and is left out, and so is what a later version of the library
-    wrote, which stays where it is. Libraries come first, as they are at one
-    moment: who would change one waits until its entries are in. So the chunks that were put with entries come too.
+    Objects that are evicted or replaced in the meantime are either saved whole or left out. Headers are verified, and
+    with `copy` every byte. Damaged objects are moved to quarantine and left out; objects of a later library version are
+    left out and stay. Libraries are saved first, in a consistent state: changes wait until their entries are saved. So
+    the chunks of entries are saved too.
 
     Raises:
-      StoreFullError, StoreReadOnlyError, StoreIOError: the directory is then no snapshot, for it has no manifest.
+      StoreFullError, StoreReadOnlyError, StoreIOError: the directory is no snapshot, because it has no manifest.
     """
     libraries, space = ("lib", "obj") if names is None else (names.libraries, names.space)
     with typed_errors(f"snapshot {directory}: write"):
-        os.chmod(directory, 0o700)  # whoever made it
+        os.chmod(directory, 0o700)  # the caller may have created it
 
-        # Libraries first: the chunks that their entries name are then still to be listed.
+        # Libraries first, so that the chunks of their entries are listed afterwards.
         with unchanged_libraries(disk.root, libraries):
             entries, of_entries = _save_all(disk, libraries, directory, copy, None)
         chunks, of_chunks = _save_all(disk, space, directory, copy, progress)
         saved = entries + chunks
-        _save_key_checks(disk.root, directory, {name_at(each.path).tenant for each in saved})
+        _save_key_checks(disk.root, directory, {name_at(entry.path).tenant for entry in saved})
 
         # Written last: a directory without it is no snapshot.
-        listed = [[each.path, each.size, f"{each.crc:08x}"] for each in saved]
+        listed = [[entry.path, entry.size, f"{entry.crc:08x}"] for entry in saved]
         if names is None:
             manifest = {"version": 1, "scope": "store", "objects": listed}
             manifest["secret"] = _save_secret(disk.root, directory)
         else:
             manifest = {"version": 1, "scope": "tenant", "objects": listed}
         write_list(f"{directory}/{MANIFEST}", manifest)
-        for each, _, _ in os.walk(directory):
-            sync_directory(each)
+        for path, _, _ in os.walk(directory):
+            sync_directory(path)
+
     left_out = of_entries + of_chunks
-    nbytes = sum(each.size for each in saved)
+    nbytes = sum(entry.size for entry in saved)
     return Summary(len(saved), nbytes, left_out["skipped"], left_out["damaged"], left_out["newer"])
 
 
 @contextlib.contextmanager
 def unchanged_libraries(root: str, below: str) -> Iterator[None]:
-    """Locks the libraries below a folder, shared. Needs to read only, so a root on a read-only medium will do."""
+    """Locks the libraries below a folder against changes. Works on a read-only root too."""
     spaces = [f"{below}/{space}" for space in _listed(root, below)] if below == "lib" else [below]
     with contextlib.ExitStack() as held:
         for path in sorted(f"{space}/{library}/lock" for space in spaces for library in _listed(root, space)):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # its tenant was deleted
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # the tenant was deleted
                 fcntl.flock(held.enter_context(open_regular(root, path)), fcntl.LOCK_SH)
         yield
 
@@ -139,9 +145,10 @@ def _listed(root: str, below: str) -> list[str]:
 def _save_all(
     disk: Disk, below: str, directory: str, copy: bool, progress: Progress | None
 ) -> tuple[list[ManifestEntry], collections.Counter[str]]:
-    """Saves all objects below a folder. What was saved, and how many were left out, by the words of `Summary`."""
+    """Saves all objects below a folder. Returns their entries, and the numbers of others by the fields of `Summary`."""
     entries = sorted(disk.scan(below), key=lambda entry: entry.path)
     total, done = sum(entry.size for entry in entries), 0
+
     left_out = collections.Counter[str]()
     saved: list[ManifestEntry] = []
     for entry in entries:
@@ -154,7 +161,7 @@ def _save_all(
         except StoreVersionError:
             left_out["newer"] += 1
         except StoreCorruptError:
-            disk.examine(name_at(entry.path))  # read anew, since the link has changed the identity of its file
+            disk.examine(name_at(entry.path))  # reads it again, because the link has changed its file's identity
             left_out["damaged"] += 1
         done += entry.size
         if progress is not None:
@@ -163,7 +170,7 @@ def _save_all(
 
 
 def _save_secret(root: str, directory: str) -> str | None:
-    """Saves the secret of a root, if it keeps one. Its digest. Raises StoreCorruptError where it is damaged."""
+    """Saves the secret of a root, if it has one. Returns its digest. Raises StoreCorruptError if it is damaged."""
     secret = find_secret(root)
     if secret is None:
         return None
@@ -188,26 +195,27 @@ def _save_key_checks(root: str, directory: str, tenants: Iterable[str]) -> None:
 
 
 def _save(disk: Disk, entry: DirectoryEntry, directory: str, copy: bool) -> ManifestEntry | None:
-    """Links or copies one object, and verifies what arrived. None where it vanished meanwhile, or is expired."""
+    """Links or copies one object, and verifies the result. None if it vanished in the meantime, or has expired."""
     above, _, file = entry.path.rpartition("/")
+
     good = False
     try:
         with folder(disk.root, above) as source, folder(directory, above, make=True) as target:
             if copy or not link(source, file, target, file):
-                expect_memory(entry.size)  # what cannot be verified is not copied
+                expect_memory(entry.size)  # an object that cannot be verified is not copied
                 with open_regular_in(target, file, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                     copy_into(fd, disk.root, entry.path)
                     os.fsync(fd)
 
-        # What arrived is verified, not what was there: the name may have got another file in between.
+        # The result is verified and not the source: the name may have got another file in between.
         with reading(directory, entry.path) as (fd, header):
             if header.expires is not None and disk.clock() >= header.expires:
                 return None
-            if copy:  # a link has the same bytes as the store, which verifies them when it reads them
+            if copy:  # a link shares the store's bytes, which are verified when they are read
                 read_leaves(fd, header, list(header.leaves), disk.buffers)
             good = True
             return ManifestEntry(entry.path, header.size, header_crc(fd, header))
-    except (FileNotFoundError, NotADirectoryError, NotRegularError):  # gone, or no object of ours
+    except (FileNotFoundError, NotADirectoryError, NotRegularError):  # it vanished, or is no object
         return None
     except OSError as error:
         if error.errno != errno.ENOMEM:

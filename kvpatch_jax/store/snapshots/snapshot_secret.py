@@ -1,4 +1,4 @@
-"""The secret that a snapshot's names were made with, and whether it fits the root that it goes into."""
+"""Secret of a snapshot's names, and the check that it matches the target root."""
 
 import os
 
@@ -10,10 +10,10 @@ from .manifest import MANIFEST, UNTOLD, Manifest
 
 
 def snapshot_secret(directory: str, manifest: Manifest, given: bytes | None) -> bytes | None:
-    """Reads the secret of a snapshot of the whole store; None where `given` is the one of its names, kept outside.
+    """Returns the secret in a snapshot of the whole store; None if its names have the secret `given` from outside.
 
     Raises:
-      StoreSnapshotError: it is damaged, gone, or another than the snapshot's list says.
+      StoreSnapshotError: it is damaged, missing, or not the one of the snapshot's manifest.
     """
     try:
         kept = find_secret(directory, mend=False)
@@ -22,20 +22,20 @@ def snapshot_secret(directory: str, manifest: Manifest, given: bytes | None) -> 
     if manifest.secret in (None, UNTOLD):
         if kept is None and given is None:
             raise StoreSnapshotError(
-                f"snapshot {directory}: no {SECRETS[0]}, and no secret given; expected one of them"
+                f"snapshot {directory}: got neither {SECRETS[0]} nor a secret; expected one of them"
             )
         return kept
     kept = given if kept is None else kept
     if kept is None or secret_digest(kept) != manifest.secret:
         what = "no" if kept is None else "another"
         raise StoreSnapshotError(
-            f"snapshot {directory}: {what} {SECRETS[0]}; expected the one that its {MANIFEST} tells of, or its secret"
+            f"snapshot {directory}: got {what} {SECRETS[0]}; expected the one of its {MANIFEST}, or its secret"
         )
     return kept
 
 
 def of_tenant(directory: str, manifest: Manifest, tenant: str, given: bytes | None) -> Manifest:
-    """Selects the objects of one tenant from a snapshot."""
+    """Returns the part of a manifest with the objects of one tenant."""
     if manifest.scope == "tenant":
         return manifest
     secret = snapshot_secret(directory, manifest, given) or given
@@ -46,13 +46,13 @@ def of_tenant(directory: str, manifest: Manifest, tenant: str, given: bytes | No
 
 
 def check_secret(directory: str, manifest: Manifest, root: str, secret: bytes | None) -> None:
-    """Refuses a whole store's snapshot whose names would not be found in a root.
+    """Raises for a snapshot of a whole store whose names could not be found in a root.
 
-    A root that holds objects and has lost its secret takes a snapshot's if both have a tenant in common: a tenant's
-    name is a digest of 128 bits under the secret.
+    A root with objects that has lost its secret may adopt a snapshot's if they have a tenant in common: a tenant's name
+    is a digest of 128 bits with the secret.
 
     Raises:
-      StoreSnapshotError.
+      StoreSnapshotError: the secrets differ.
     """
     found = _readable_secret(root)
     if found == secret or (found is None and not holds_objects(root)):
@@ -60,15 +60,15 @@ def check_secret(directory: str, manifest: Manifest, root: str, secret: bytes | 
     tenants = {name_at(entry.path).tenant for entry in manifest.objects}
     if found is not None or not any(os.path.isdir(f"{root}/{top}/{t}") for top in ("obj", "lib") for t in tenants):
         raise StoreSnapshotError(
-            f"snapshot {directory}: of another secret than {root}; expected the same, or a new root, or one tenant "
+            f"snapshot {directory}: got another secret than {root}; expected the same, or a new root, or one tenant "
             "after the other"
         )
 
 
 def adopt_secret(root: str, secret: bytes | None) -> None:
-    """Writes the secret of a snapshot into a root that has none."""
+    """Writes the secret of a snapshot to a root that has none."""
     if secret is not None and _readable_secret(root) is None:
-        Disk(root)  # makes its folders
+        Disk(root)  # creates its folders
         put_secret(root, secret)
 
 

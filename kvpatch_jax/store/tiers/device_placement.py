@@ -1,4 +1,4 @@
-"""Verified host arrays to devices: whole, in shards, or layer by layer while the next layer is read."""
+"""Placement of verified host arrays on devices: whole, in shards, or layer by layer while the next layer is read."""
 
 import concurrent.futures
 import contextlib
@@ -26,50 +26,50 @@ def target_of(placement: Placement, channel: str) -> Target:
     """Returns the target of a channel.
 
     Raises:
-      InputError: a mapping that leaves the channel out, or what is no placement.
+      InputError: the mapping lacks the channel, or it is no placement.
     """
     targets = _targets(placement)
     if not isinstance(targets, Mapping):
         return targets
     if channel not in targets:
-        raise InputError(f"placement: channels {sorted(targets)}; expected one for {channel!r} too")
+        raise InputError(f"placement: got channels {sorted(targets)}; expected one for {channel!r} too")
     return targets[channel]
 
 
 def _targets(placement: Any) -> Placement:
-    """Returns a placement as it is given. Raises InputError where it is none."""
+    """Returns the placement. Raises InputError if it is of another type."""
     targets = list(placement.values()) if isinstance(placement, Mapping) else [placement]
     for target in targets:
         if not isinstance(target, jax.sharding.Sharding | jax.Device):
-            raise InputError(f"placement: {target!r:.80}; expected a jax.sharding.Sharding or a jax.Device")
+            raise InputError(f"placement: got {target!r:.80}; expected a jax.sharding.Sharding or a jax.Device")
     return placement
 
 
 def placement_key(placement: Placement) -> tuple:
-    """Returns a key that is equal for placements that put every array at the same place."""
+    """Returns a key that is equal for placements with the same targets."""
     targets = _targets(placement)
     return tuple(sorted(targets.items())) if isinstance(targets, Mapping) else (targets,)
 
 
 def place_chunk(chunk: Chunk, placement: Placement) -> Chunk:
-    """The same chunk with kv on devices: each channel [L, T, K, H] by its target, shard by shard."""
+    """Returns the chunk with kv on devices: each channel [L, T, K, H] on its target, shard by shard."""
     kv = {name: jax.device_put(value, target_of(placement, name)) for name, value in chunk.kv.items()}
     fields = {field.name: getattr(chunk, field.name) for field in dataclasses.fields(chunk)}
     return unchecked_chunk(**(fields | {"kv": kv}))
 
 
 class LayerStream:
-    """Reads a canonical layer by layer; the next ones are read while one is used.
+    """Reader of a canonical, layer by layer; later layers are read while one is used.
 
-    Iterating gives (layer, {channel: [T, K, H]}), in order, verified, once; `layer` gives any one of them. Leave it by
+    Iterating yields (layer, {channel: [T, K, H]}) in order, verified, once; `layer` reads a single one. Close it with
     `close` or `with`.
 
     Attributes:
-      layout, span, length: of the chunk, there from the beginning.
+      layout, span, length: properties of the chunk, known before any layer is read.
 
     Raises (while iterating):
-      StoreCorruptError: a layer does not verify, and what came before it was right.
-      StoreIOError: it cannot be read.
+      StoreCorruptError: a layer is damaged; all layers before it were correct.
+      StoreIOError: a layer cannot be read.
     """
 
     def __init__(
@@ -88,16 +88,20 @@ class LayerStream:
 
     @functools.cached_property
     def local(self) -> np.ndarray:
-        """The chunk's local positions, read when they are first asked for. Raises as iterating."""
+        """Local positions of the chunk, read on first use. Raises as iterating."""
         return self._read(["local"])["local"]
 
     def layer(self, layer: int) -> dict[str, Num[AnyArray, "..."]]:
-        """Reads {channel: [T, K, H]} of one layer, verified, in any order. Raises as iterating; InputError."""
+        """Reads and verifies {channel: [T, K, H]} of one layer; layers may be read in any order.
+
+        Raises:
+          InputError: there is no such layer. StoreError: as iterating.
+        """
         if not 0 <= layer < self.layout.layers:
-            raise InputError(f"stream: layer {layer}; expected 0 to {self.layout.layers - 1}")
+            raise InputError(f"stream: got layer {layer}; expected 0 to {self.layout.layers - 1}")
         names = layer_names(self.layout, layer, self._names)
         if not names:
-            raise StoreCorruptError(f"object: nothing of layer {layer}; expected its channels")
+            raise StoreCorruptError(f"object: got no leaf of layer {layer}; expected its channels")
         values: dict[str, Any] = layer_of(self._header.body, layer, self._read(names))
         if self._placement is None:
             return values
@@ -105,7 +109,7 @@ class LayerStream:
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Num[AnyArray, "..."]]]]:
         with self:
-            _ = self.local  # so that all of the object is verified by who goes through it
+            _ = self.local  # so that iterating verifies the whole object
             yield from self._layers()
 
     def _layers(self) -> Iterator[tuple[int, dict[str, Num[AnyArray, "..."]]]]:
@@ -121,10 +125,10 @@ class LayerStream:
                 reader.shutdown(cancel_futures=True)
 
     def chunk(self, each: Callable[[int, Mapping[str, AnyArray]], object]) -> Chunk:
-        """Reads to the end and gives the chunk whole; `each` is called with every layer when it has come.
+        """Reads to the end and returns the whole chunk; `each` is called with every layer as soon as it was read.
 
         Raises:
-          As iterating, and what `each` raises.
+          StoreError: as iterating. Any exception of `each`.
         """
         with self:
             local = self.local
@@ -135,6 +139,7 @@ class LayerStream:
             kept = self._header.body["hidden"]
             names = [] if kept is None else [f"hidden.{layer}" for layer in kept]
             arrays = self._read(names) if names else {}
+
         stack = np.stack if self._placement is None else jnp.stack
         return unchecked_chunk(
             kv={name: stack([values[name] for values in layers]) for name in self.layout.names},

@@ -1,9 +1,9 @@
-"""A memory tier: entries by key within a byte budget, evicted by LRU or SLRU, with ranks, pins and expiry.
+"""Memory tier: entries by key within a byte budget, evicted by LRU or SLRU, with ranks, pins and expiry.
 
-SLRU keeps what was asked for once apart from what was asked for again, so that one pass over many chunks does not wash
-out those in use. There a newcomer is admitted only if it was asked for at least as often as all those together that
-would have to go for it, which weighs a large object against many small ones (aggregated victims: Einziger, Eytan,
-Friedman, Manes, "Lightweight Robust Size Aware Cache Management", 2021).
+SLRU separates entries that were requested once from those requested again, so that one pass over many chunks does not
+evict those in use. A newcomer is admitted only if it was requested at least as often as all of its victims together,
+which weighs a large object against many small ones (aggregated victims: Einziger, Eytan, Friedman, Manes, "Lightweight
+Robust Size Aware Cache Management", 2021).
 """
 
 import collections
@@ -15,20 +15,28 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Literal
 
 from ..disk.counters import Counters
-from ..io.thread_pool import tell_of_forks
+from ..io.thread_pool import register_fork_guard
 
 Policy = Literal["lru", "slru"]
 PROTECTED_SHARE = 0.8
-"""Of the budget, what SLRU keeps for entries that were asked for again."""
+"""Share of the budget that SLRU reserves for entries that were requested again."""
 
 DERIVED, ENCODER, CANONICAL = 0, 1, 2
-"""Ranks, first to go first: what can be derived from a canonical goes before any canonical does."""
+"""Ranks in order of eviction: data that can be derived from a canonical is evicted before any canonical."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CacheEntry[V]:
-    """One entry. `chunk`: the key of its chunk; when a canonical is evicted, its chunk's patches are too. `version`:
-    which version of the object it was made of."""
+    """An entry of a memory tier.
+
+    Attributes:
+      value: the decoded object.
+      nbytes: its size in memory.
+      rank: `DERIVED`, `ENCODER` or `CANONICAL`.
+      chunk: key of its chunk; with a canonical, its chunk's patches are evicted too.
+      expires: seconds since the epoch, or None.
+      version: version of the object from which it was decoded; None if it is not on the disk.
+    """
 
     value: V = dataclasses.field(repr=False)
     nbytes: int
@@ -39,12 +47,15 @@ class CacheEntry[V]:
 
 
 class MemoryTier[V]:
-    """Keeps entries by key within a budget. Safe among threads.
+    """Cache of entries within a budget. Thread-safe.
 
     Args:
       word: the tier's name in the counters.
       budget: bytes; 0 keeps nothing.
-      pinned: whether a chunk must stay.
+      policy: "lru" or "slru".
+      pinned: returns whether a chunk must not be evicted.
+      counters: counts evictions and refusals.
+      clock: returns seconds since the epoch.
     """
 
     def __init__(
@@ -66,7 +77,7 @@ class MemoryTier[V]:
         self._asked: collections.Counter[Hashable] = collections.Counter()
         self._bytes = 0
         self._lock = threading.RLock()
-        tell_of_forks(self)
+        register_fork_guard(self)
 
     def forked(self) -> None:
         """Replaces the lock in a forked process, where its holder may not exist."""
@@ -84,7 +95,7 @@ class MemoryTier[V]:
         return self._find(key) is not None
 
     def get(self, key: Hashable) -> CacheEntry[V] | None:
-        """Returns an entry and makes it the most recently used; None where it is absent or expired."""
+        """Returns an entry and makes it the most recently used; None if it is absent or expired."""
         with self._lock:
             self._note(key)
             place = self._find(key)
@@ -98,7 +109,7 @@ class MemoryTier[V]:
             return held
 
     def put(self, key: Hashable, held: CacheEntry[V]) -> bool:
-        """Adds an entry if there is room for it or can be made. Whether it was added."""
+        """Adds an entry, and evicts others for it if necessary and possible. Returns whether it was added."""
         with self._lock:
             if self._find(key) is not None:
                 self._drop(key, "replaced")
@@ -114,7 +125,7 @@ class MemoryTier[V]:
             return True
 
     def note_version(self, key: Hashable, held: CacheEntry[V], version: Any) -> None:
-        """Replaces an entry's version, if the entry is still there."""
+        """Replaces an entry's version, unless the entry was replaced."""
         with self._lock:
             place = self._find(key)
             if place is not None and self._segments[place][key] is held:
@@ -126,13 +137,13 @@ class MemoryTier[V]:
             self._drop(key, "dropped")
 
     def drop_chunk(self, chunk: str) -> None:
-        """Drops everything of a chunk."""
+        """Drops all entries of a chunk."""
         with self._lock:
             for key in list(self._chunks.get(chunk, ())):
                 self._drop(key, "dropped")
 
     def clear(self) -> None:
-        """Drops everything."""
+        """Drops all entries."""
         with self._lock:
             for chunk in list(self._chunks):
                 self.drop_chunk(chunk)
@@ -143,7 +154,7 @@ class MemoryTier[V]:
         return next((place for place, segment in self._segments.items() if key in segment), None)
 
     def _note(self, key: Hashable) -> None:
-        """Counts how often a key was asked for; old counts fade."""
+        """Counts requests of a key. All counts are halved at times, so that old ones fade."""
         self._asked[key] += 1
         if len(self._asked) > 64 + 8 * len(self):
             halved = {key: count // 2 for key, count in self._asked.items() if count > 1}
@@ -174,17 +185,22 @@ class MemoryTier[V]:
 
     def _in_order(self, rank: int) -> Iterator[tuple[Hashable, CacheEntry[V]]]:
         """Yields entries in the order of eviction for a newcomer of this rank: expired ones, lower ranks, then LRU."""
-        now, everyone = self._clock(), [pair for segment in self._segments.values() for pair in segment.items()]
-        yield from ((key, held) for key, held in everyone if held.expires is not None and now >= held.expires)
+        now = self._clock()
+        for segment in self._segments.values():
+            for key, held in list(segment.items()):
+                if held.expires is not None and now >= held.expires:
+                    yield key, held
         for (own, _), segment in self._segments.items():
             if own <= rank:
                 yield from list(segment.items())
 
     def _victims(self, newcomer: CacheEntry[V]) -> list[Hashable] | None:
-        """Chooses the entries to evict for a newcomer; None where there cannot be room."""
+        """Returns the entries to evict for a newcomer; None if there cannot be room."""
         if newcomer.nbytes > self.budget:
             return None
+
         missing = self._bytes + newcomer.nbytes - self.budget
+
         chosen: dict[Hashable, None] = {}
         for key, held in self._in_order(newcomer.rank) if missing > 0 else ():
             if missing <= 0:

@@ -1,4 +1,4 @@
-"""Looking an object up: in memory, among queued writes, on the disk, in the remote store, in this order."""
+"""Lookup of objects: in memory, among queued writes, on the disk and in the remote store, in this order."""
 
 import contextlib
 import dataclasses
@@ -20,15 +20,15 @@ from .write_order import Write, WriteOrder
 from .writer import Writer
 
 type Build[T] = Callable[[Mapping[str, Any], Any], T]
-"""Makes the value of an object's body and leaves."""
+"""Decodes the value of an object from its body and its leaves."""
 
 _NOT_A_CHUNK = (StoreError, KeyError, IndexError, TypeError, ValueError, AttributeError)
-"""What `LayerStream` raises for the header of a body that does not make a chunk."""
+"""Exceptions of `LayerStream` for a header whose body describes no chunk."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Copy:
-    """A look-up that may end in a copy of a remote object on the disk, and the state of its name before it began."""
+    """A lookup that may copy a remote object to the disk, and the state of its name before the lookup began."""
 
     write: Write
     before: NameState
@@ -36,13 +36,14 @@ class _Copy:
 
 
 class TieredReader:
-    """Reads one tenant's objects and keeps copies in memory: host arrays, and chunks placed on devices.
+    """Reads one tenant's objects and caches them in memory: as host arrays, and as chunks placed on devices.
 
     Args:
-      writer: whose queued objects are read before the disk's.
-      remote: read after the disk, which then keeps a copy; None: there is none.
-      order: of the root's writes; no copy is kept of what was written or deleted since it was looked for.
-      policy: of both memory tiers, whose budgets are the tenant's.
+      tenant_disk: the disk, the tenant's budgets and its counters.
+      writer: its queued objects are read before the disk's.
+      remote: read after the disk, which then keeps a copy; None: no remote store.
+      order: order of the root's writes; an object that was written or deleted during its lookup is not copied.
+      policy: eviction policy of both memory tiers.
     """
 
     def __init__(
@@ -58,13 +59,13 @@ class TieredReader:
     # ---------------------------------------------------------------------------------------------- memory
 
     def replaced(self, name: Name) -> None:
-        """Drops the copies of an object that was written anew."""
+        """Drops the copies of an object that was written again."""
         self.host.drop(name.path)
         if name.kind == "kv":
             self.device.drop_chunk(name.chunk_key)
 
     def drop_chunk(self, chunk: str) -> None:
-        """Drops the copies of everything that belongs to a chunk, by its key."""
+        """Drops the copies of all objects of a chunk, by its key."""
         self.host.drop_chunk(chunk)
         self.device.drop_chunk(chunk)
 
@@ -77,76 +78,92 @@ class TieredReader:
     # --------------------------------------------------------------------------------------------- reading
 
     def load[T](self, name: Name, build: Build[T], rank: int) -> CacheEntry[T] | None:
-        """Reads an object as `build` makes it, and keeps that in the host tier under `rank`; None: a miss.
+        """Reads an object and decodes it with `build`; keeps the value in the host tier under `rank`.
+
+        Returns:
+          The entry; None if there is no such object, or it has expired or is damaged.
 
         Raises:
-          StoreKeyError: the object is encrypted under another key.
+          StoreKeyError: the object is encrypted with another key.
         """
-        began, tier = time.perf_counter(), "none"
-        if (blob := self._writer.waiting(name)) is not None:
-            own = None
-            if not self._has_expired(blob):
-                own = CacheEntry(build(blob.body, blob.arrays), blob.nbytes, rank, name.chunk_key, blob.expires)
-            self._answered("none" if own is None else "host", began)
-            return own
+        began = time.perf_counter()
 
-        held: CacheEntry[T] | None = self._remembered(self.host, name.path, name)
-        if held is not None:
-            self._answered("host", began)
-            return held
+        # A queued write is newer than every copy.
+        blob = self._writer.waiting(name)
+        if blob is not None:
+            if self._has_expired(blob):
+                self._count_read("none", began)
+                return None
+            value = build(blob.body, blob.arrays)
+            self._count_read("host", began)
+            return CacheEntry(value, blob.nbytes, rank, name.chunk_key, blob.expires)
 
-        with self._copying(name) as copy:
+        entry: CacheEntry[T] | None = self._cached(self.host, name.path, name)
+        if entry is not None:
+            self._count_read("host", began)
+            return entry
+
+        tier = "disk"
+        if self._remote is None:
             found = self._disk.get(name)
-            if found is not None:
-                tier = "disk"
-            elif copy is not None and (found := self._from_remote(copy)) is not None:
-                tier = "remote"
-        held = None if found is None else self._built(name, found, build, rank)
-        if held is not None:
-            self.host.put(name.path, held)
-        self._answered("none" if held is None else tier, began)
-        return held
+        else:
+            with self._copying(name, self._remote) as copy:
+                found = self._disk.get(name)
+                if found is None:
+                    tier, found = "remote", self._from_remote(copy)
+
+        entry = None if found is None else self._decoded(name, found, build, rank)
+        if entry is not None:
+            self.host.put(name.path, entry)
+        self._count_read("none" if entry is None else tier, began)
+        return entry
 
     def load_placed(self, name: Name, placement: Placement) -> CacheEntry[Chunk] | None:
         """Reads a canonical onto devices, and keeps it in the device tier. Otherwise as `load`."""
         began, key = time.perf_counter(), (name.path, placement_key(placement))
-        # What is queued is newer than what the disk has, and with it the device.
-        held: CacheEntry[Chunk] | None = None if self._writer.has(name) else self._remembered(self.device, key, name)
-        if held is not None:
-            self._answered("device", began)
-            return held
+        # A queued write is newer than the disk's object, and so than the device's copy.
+        entry: CacheEntry[Chunk] | None = None if self._writer.has(name) else self._cached(self.device, key, name)
+        if entry is not None:
+            self._count_read("device", began)
+            return entry
+
         host = self.load(name, chunk_of, CANONICAL)
         if host is None:
             return None
         placed = place_chunk(host.value, placement)
-        held = dataclasses.replace(host, value=placed, nbytes=placed.nbytes)
-        if host.version is not None:  # it is on the disk, which says for how long this may be served
-            self.device.put(key, held)
-        return held
+        entry = dataclasses.replace(host, value=placed, nbytes=placed.nbytes)
+        if host.version is not None:  # only what is on the disk is cached: the disk tells when it is replaced
+            self.device.put(key, entry)
+        return entry
 
     def stream(self, name: Name, placement: Placement | None) -> LayerStream | None:
-        """Opens a canonical for reading layer by layer, queued, from the disk or the remote store; None: a miss."""
-        stream, tier, held = None, "disk", contextlib.ExitStack()
+        """Opens a canonical for reading layer by layer, from the queue, the disk or the remote store; None: a miss."""
+        # What was opened stays open as long as the stream, or is closed here if there is no stream.
+        stream, tier, owned = None, "disk", contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
-            if (queued := self._writer.waiting(name)) is not None:
-                tier, opening = "host", None
+            queued = self._writer.waiting(name)
+            if queued is not None:
+                tier, opened = "host", None
                 if not self._has_expired(queued):
-                    opening = planned_header(queued, name.file), queued.some
+                    opened = planned_header(queued, name.file), queued.some
             else:
-                copy = stack.enter_context(self._copying(name))
-                opening = stack.enter_context(self._disk.reading(name))
-                if opening is None and copy is not None and (arriving := copy.remote.open(name)) is not None:
-                    opening, tier = (arriving.header, arriving.read), "remote"
-                    stack.callback(self._keep, copy, arriving)
+                copy = None
+                if self._remote is not None:
+                    copy = stack.enter_context(self._copying(name, self._remote))
+                opened = stack.enter_context(self._disk.reading(name))
+                if opened is None and copy is not None and (pending := copy.remote.open(name)) is not None:
+                    opened, tier = (pending.header, pending.read), "remote"
+                    stack.callback(self._keep, copy, pending)
             with contextlib.suppress(*_NOT_A_CHUNK):
-                stream = None if opening is None else LayerStream(*opening, placement, held)
+                stream = None if opened is None else LayerStream(*opened, placement, owned)
             if stream is not None:
-                held.push(stack.pop_all())
+                owned.push(stack.pop_all())
+
         self._counters.add("misses" if stream is None else f"{tier}_hits")
         return stream
 
     def names_beginning(self, prefix: Name) -> list[Name]:
-        """Lists the objects whose files begin as `prefix.file` does: on the disk, queued, in the remote store.
+        """Lists the objects whose file names begin with `prefix.file`: on the disk, queued, or in the remote store.
 
         A listing that fails counts as empty.
         """
@@ -162,92 +179,92 @@ class TieredReader:
         return [dataclasses.replace(prefix, file=file) for file in files]
 
     def contents(self, canonical: Name) -> set[str | None]:
-        """Reads the content digests that a chunk's canonicals of one lead state; None where one has none.
+        """Returns the content digests in the headers of a chunk's canonicals with one lead; None for one without.
 
-        Queued or on the disk, in any encoding. What cannot be read states nothing.
+        Includes queued objects and every encoding. Unreadable objects are skipped.
         """
         paths = set(self._writer.waiting_paths(f"{canonical.chunk_key}.kv"))
         with contextlib.suppress(StoreError):
             paths |= {entry.path for entry in self._disk.of_chunk(canonical)}
-        whole = unreduced_part(part_of(canonical.path))
-        paths = {path for path in paths if unreduced_part(part_of(path)) == whole}
-        found = set[str | None]()
+
+        unreduced = unreduced_part(part_of(canonical.path))
+
+        digests = set[str | None]()
         for path in paths:
+            if unreduced_part(part_of(path)) != unreduced:
+                continue
             name = dataclasses.replace(canonical, file=path.rpartition("/")[2])
-            waiting = self._writer.waiting(name)  # which the disk will have
-            if waiting is not None:
-                found.add(content_in(waiting.body))
+            queued = self._writer.waiting(name)
+            if queued is not None:  # it will replace the disk's
+                digests.add(content_in(queued.body))
                 continue
             with contextlib.suppress(StoreError), self._disk.reading(name) as opened:
                 if opened is not None:
-                    found.add(content_in(opened[0].body))
-        return found
+                    digests.add(content_in(opened[0].body))
+        return digests
 
     # ---------------------------------------------------------------------------------------------- inside
 
     def _has_expired(self, blob: Blob) -> bool:
         return blob.expires is not None and self._tenant_disk.clock() >= blob.expires
 
-    def _remembered(self, tier: MemoryTier[Any], key: Hashable, name: Name) -> CacheEntry[Any] | None:
-        """A tier's copy, if the disk has the same version: another process may have replaced or deleted it."""
-        held = tier.get(key)
-        version = None if held is None else self._disk.is_current(name, held.version)
-        if held is None or version is None:
+    def _cached(self, tier: MemoryTier[Any], key: Hashable, name: Name) -> CacheEntry[Any] | None:
+        """Returns a tier's copy if the disk still has that version: another process may have replaced or deleted it."""
+        entry = tier.get(key)
+        version = None if entry is None else self._disk.is_current(name, entry.version)
+        if entry is None or version is None:
             tier.drop(key)
             return None
-        if version is not held.version:
-            tier.note_version(key, held, version)
-        return held
+        if version is not entry.version:
+            tier.note_version(key, entry, version)
+        return entry
 
-    def _answered(self, tier: str, began: float) -> None:
+    def _count_read(self, tier: str, began: float) -> None:
         self._counters.add("misses" if tier == "none" else f"{tier}_hits")
         self._counters.observe("get", tier, time.perf_counter() - began)
 
-    def _built[T](self, name: Name, found: VerifiedObject, build: Build[T], rank: int) -> CacheEntry[T] | None:
+    def _decoded[T](self, name: Name, found: VerifiedObject, build: Build[T], rank: int) -> CacheEntry[T] | None:
+        """Decodes an object; None if its body is invalid or of a later version."""
         header = found.header
         try:
             value = build(header.body, found.arrays)
         except StoreVersionError:
             self._counters.add("newer")
             return None
-        except (StoreCorruptError, KeyError) as error:  # every byte verified, and yet not what its name says
+        except (StoreCorruptError, KeyError) as error:  # every byte was verified, and yet the body is invalid
             if found.file is None:
                 return None
             value = self._disk.build_again(name, found.file, error, lambda header, arrays: build(header.body, arrays))
             if value is None:
                 return None
-        nbytes = max(header.size, memory_of(value))  # a reduced encoding is held as wide as it was
+
+        nbytes = max(header.size, memory_of(value))  # a reduced encoding takes its original width in memory
         return CacheEntry(value, nbytes, rank, name.chunk_key, header.expires, found.version)
 
     @contextlib.contextmanager
-    def _copying(self, name: Name) -> Iterator[_Copy | None]:
-        """Begins looking for an object that the remote store may have; None where there is no such store."""
-        if self._remote is None:
-            yield None
-            return
+    def _copying(self, name: Name, remote: RemoteTier) -> Iterator[_Copy]:
+        """Registers a lookup of an object that may be copied from the remote store."""
         write = self._order.copy(name)
         try:
-            yield _Copy(write, self._disk.name_state(name), self._remote)
+            yield _Copy(write, self._disk.name_state(name), remote)
         finally:
             self._order.end(write)
 
     def _from_remote(self, copy: _Copy) -> VerifiedObject | None:
-        arriving = copy.remote.open(copy.write.name)
-        arrays = None if arriving is None else arriving.whole()
-        if arriving is None or arrays is None:
+        pending = copy.remote.open(copy.write.name)
+        arrays = None if pending is None else pending.whole()
+        if pending is None or arrays is None:
             return None
-        self._keep(copy, arriving)
-        return VerifiedObject(arriving.header, arrays)
+        self._keep(copy, pending)
+        return VerifiedObject(pending.header, arrays)
 
-    def _keep(self, copy: _Copy, arriving: PendingObject) -> None:
-        """Writes a remote object to the disk, if every leaf of it has come, there is room, and nothing newer is.
-
-        What a later version of the library put there stays, too.
-        """
-        if (blob := arriving.blob) is None or self._disk.is_newer(copy.write.name):
+    def _keep(self, copy: _Copy, pending: PendingObject) -> None:
+        """Copies a remote object to the disk, if it was read whole, there is room, and nothing newer has its name."""
+        blob = pending.blob
+        if blob is None or self._disk.is_newer(copy.write.name):  # an object of a later library version stays
             return
-        with self._order.turn_to_copy(copy.write) as may:
-            if may:
+        with self._order.turn_to_copy(copy.write) as allowed:
+            if allowed:
                 try:
                     self._tenant_disk.copy(copy.write.name, blob, copy.before)
                 except StoreError:

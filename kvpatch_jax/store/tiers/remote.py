@@ -1,7 +1,7 @@
 """Remote stores: the same bytes under the same paths as on the disk, in a TensorStore key-value store.
 
-One object is one value, written in one piece, so that it is there whole or not at all, and read by ranges: the header,
-then leaves. `tensorstore` comes with orbax and is imported when a remote store is opened.
+An object is one value, written in one call, so that it exists whole or not at all, and read by ranges: the header, then
+leaves. `tensorstore` comes with orbax and is imported when a remote store is opened.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from .retry_policy import CircuitBreaker, RetryPolicy
 _LASTING = re.compile(
     "(NOT_FOUND|INVALID_ARGUMENT|PERMISSION_DENIED|UNAUTHENTICATED|FAILED_PRECONDITION|UNIMPLEMENTED|DATA_LOSS)\\b"
 )
-"""What TensorStore's errors begin with where trying again is of no use."""
+"""Beginnings of TensorStore's errors after which a retry is useless."""
 
 
 class _TensorStoreThreads:
-    """Whether TensorStore has threads in this process, or had them before a fork, after which any call aborts it."""
+    """State of TensorStore's threads: started, or lost in a fork, after which any call would abort the process."""
 
     def __init__(self) -> None:
         self.started = self.lost = False
@@ -38,10 +38,10 @@ class _TensorStoreThreads:
         self.lost = self.started
 
     def start(self, what: str) -> None:
-        """Notes that a call is made. Raises StoreUnreachableError where none may be made."""
+        """Registers a call. Raises StoreUnreachableError if calls are not possible."""
         if self.lost:
             raise StoreUnreachableError(
-                f"remote store: {what}: in a process that was forked after TensorStore had been used, whose threads it "
+                f"remote store: {what}: got a process that was forked after TensorStore was used, whose threads it "
                 "lacks; expected one that was spawned, or forked before",
                 asked=False,
             )
@@ -55,9 +55,8 @@ class RemoteObject(NamedTuple):
     """An opened object of a remote store.
 
     Attributes:
-      header: verified.
-      read: reads some of its neighbouring leaves, from the service each time; raises StoreCorruptError where they do
-        not verify, and StoreError.
+      header: its verified header.
+      read: reads and verifies adjacent leaves, from the service each time; raises StoreCorruptError and StoreError.
     """
 
     header: Header
@@ -66,22 +65,24 @@ class RemoteObject(NamedTuple):
 
 @runtime_checkable
 class RemoteStore(Protocol):
-    """A store of objects beyond this machine. Called from several threads."""
+    """Interface of a store on other machines. Called from several threads."""
 
     def put(self, name: Name, blob: Blob) -> None:
-        """Writes an object, durably when it returns. Raises StoreError."""
+        """Writes an object durably. Raises StoreError."""
         ...
 
     def open(self, name: Name) -> RemoteObject | None:
-        """Opens an object; None where it is absent, or was expired and therefore deleted.
+        """Opens an object; None if it is absent, or has expired and so was deleted.
 
-        Raises StoreCorruptError where it does not verify, StoreVersionError where a later version wrote it (it is left
-        as it is in both cases), StoreError where the service fails.
+        Raises:
+          StoreCorruptError: it is damaged; it is left unchanged.
+          StoreVersionError: a later version wrote it; it is left unchanged.
+          StoreError: the service failed.
         """
         ...
 
     def delete(self, path: str) -> None:
-        """Deletes an object, if it is there. Raises StoreError."""
+        """Deletes an object if it exists. Raises StoreError."""
         ...
 
     def paths(self, prefix: str) -> list[str]:
@@ -95,9 +96,9 @@ def _typed(what: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
-        message = f"remote store: {what}: {str(error)[:300] or 'no answer in time'}; expected the service to do it"
+        message = f"remote store: {what}: got {str(error)[:300] or 'no answer in time'}; expected the service to do it"
         if str(error).startswith("OUT_OF_RANGE"):
-            raise StoreCorruptError(f"object: ends early ({str(error)[:100]}); expected all of it") from error
+            raise StoreCorruptError(f"object: got an early end ({str(error)[:100]}); expected all of it") from error
         lasting = isinstance(error, NotImplementedError) or _LASTING.match(str(error))
         raise (StoreIOError if lasting else StoreUnreachableError)(message) from error
 
@@ -105,18 +106,20 @@ def _typed(what: str) -> Iterator[None]:
 class KeyValueStore:
     """A `RemoteStore` over any TensorStore key-value driver: `file`, `memory`, `gcs`, `s3`, …
 
-    What it acknowledges is as durable as the driver makes it. Reads are verified as those of the disk. An expired
-    object is deleted when it is read, unless another was put in its place meanwhile. A damaged one is not, for the
-    damage may be this machine's: `damaged` and `drop` are for whoever decides. Every call ends within the limits of
-    `patience`, and fails at once while its breaker is open, and in a process that was forked after the first call.
+    Acknowledged writes are as durable as the driver's. Reads are verified as those of the disk. An expired object is
+    deleted when it is read, unless it was replaced in the meantime. A damaged object is not deleted, because this
+    machine may be at fault: use `damaged` and `drop`. Every call ends within the limits of `patience`, and fails
+    immediately while the circuit breaker is open, or in a process that was forked after the first call.
 
     Args:
       spec: TensorStore's, `{"driver": "gcs", "bucket": …, "path": "store/"}`, or its URL form, `"gs://bucket/store/"`.
-      context: a `tensorstore.Context`; stores over the memory driver share what they share it with.
-      patience: time limits, tries, and when the breaker opens; shared by all who use this object.
+      context: a `tensorstore.Context`; stores over the memory driver share their content if they share it.
+      clock: returns seconds since the epoch.
+      patience: time limits, number of tries, and settings of the circuit breaker, for all users of this object.
 
     Raises:
-      StoreIOError: it cannot be opened. InputError: a spec or patience of another kind.
+      StoreIOError: the store cannot be opened.
+      InputError: the spec or the patience has another type.
     """
 
     def __init__(
@@ -130,19 +133,20 @@ class KeyValueStore:
         import tensorstore
 
         if not isinstance(spec, str | Mapping | tensorstore.KvStore.Spec):
-            raise InputError(f"remote store: spec {spec!r:.80}; expected a mapping with a driver, or a URL")
+            raise InputError(f"remote store: got spec {spec!r:.80}; expected a mapping with a driver, or a URL")
         if patience is not None and not isinstance(patience, RetryPolicy):
-            raise InputError(f"remote store: patience {patience!r:.80}; expected a Patience, or None")
+            raise InputError(f"remote store: got patience {patience!r:.80}; expected a RetryPolicy, or None")
         self._clock = clock
         self._range = tensorstore.KvStore.KeyRange
         self._circuit = CircuitBreaker(RetryPolicy() if patience is None else patience)
         self._values = self._ask("open", lambda: tensorstore.KvStore.open(spec, context=context))
 
     def _ask(self, what: str, start: Callable[[], Any], nbytes: int = 0) -> Any:
-        """Waits for the result of a TensorStore future.
+        """Waits for the result of a TensorStore future, with retries.
 
         Raises:
-          StoreUnreachableError, StoreIOError. StoreCorruptError: a value is too short.
+          StoreUnreachableError, StoreIOError: the service failed.
+          StoreCorruptError: a value is too short.
         """
         _threads.start(what)
 
@@ -158,16 +162,16 @@ class KeyValueStore:
         return self._circuit.attempt(what, call, nbytes)
 
     def put(self, name: Name, blob: Blob) -> None:
-        """Writes an object in one piece.
+        """Writes an object in one call.
 
         Raises:
-          StoreIOError: it is not acknowledged. It may come to be there all the same.
+          StoreIOError: it is not acknowledged. It may have been written nevertheless.
         """
         data = blob_bytes(blob, name.file)
         self._ask("put", lambda: self._values.write(name.path, data), len(data))
 
     def open(self, name: Name) -> RemoteObject | None:
-        """Opens an object; None where it is absent or expired. Raises as `Remote.open`."""
+        """Opens an object; None if it is absent or expired. Raises as `RemoteStore.open`."""
         opening = self._ask("get", lambda: self._values.read(name.path, byte_range=slice(0, PAGE)))
         if opening.state != "value":
             return None
@@ -177,18 +181,19 @@ class KeyValueStore:
         check_name(header, name.file)
         if header.expires is None or self._clock() < header.expires:
             return RemoteObject(header, functools.partial(self._leaves, name.path, version, header))
-        with contextlib.suppress(StoreIOError):  # whoever reads it next tries again
+        with contextlib.suppress(StoreIOError):  # the next reader tries again
             self.drop(name.path, version)
         return None
 
     def damaged(self, name: Name) -> bytes | None:
-        """Reads an object whole, and once more where it does not verify.
+        """Reads an object whole, and a second time if it does not verify.
 
         Returns:
-          Which version of it is damaged, for `drop`; None where it verifies, is absent, or changed meanwhile.
+          The version that is damaged, for `drop`; None if the object is correct, absent, or changed in the meantime.
 
         Raises:
-          StoreVersionError: a later version wrote it. StoreIOError.
+          StoreVersionError: a later version wrote it.
+          StoreIOError: the service failed.
         """
         found: list[bytes] = []
         for _ in range(2):
@@ -207,12 +212,12 @@ class KeyValueStore:
         return found[0] if found[0] == found[1] else None
 
     def _range_of(self, path: str, version: bytes, begin: int, end: int) -> bytes:
-        """Reads some bytes of a value, if it is still the one that was opened."""
+        """Reads some bytes of a value. Raises StoreIOError if it is not the opened version."""
         if begin == end:
             return b""
         read = self._ask("get", lambda: self._values.read(path, byte_range=slice(begin, end)), end - begin)
         if read.state != "value" or read.stamp.generation != version:
-            raise StoreIOError("remote store: get: another object came while it was read; expected it to stay")
+            raise StoreIOError("remote store: get: got another version of the object; expected the opened one")
         return read.value
 
     def _leaves(self, path: str, version: bytes, header: Header, names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -221,16 +226,16 @@ class KeyValueStore:
             return {}
         begin, end = leaves[0].offset, leaves[-1].offset + padded(leaves[-1].nbytes)
         data = np.frombuffer(self._range_of(path, version, begin, end), np.uint8)
-        payload = np.empty(len(data), np.uint8)  # aligned, and its own: the service's buffer is let go
+        payload = np.empty(len(data), np.uint8)  # an aligned copy, so that the service's buffer is freed
         payload[:] = data
         return take_leaves(payload, begin, leaves)
 
     def drop(self, path: str, version: bytes) -> None:
-        """Deletes one version of an object, if it is still there. Raises StoreIOError."""
+        """Deletes one version of an object, unless it was replaced. Raises StoreIOError."""
         self._ask("delete", lambda: self._values.write(path, None, if_equal=version))
 
     def delete(self, path: str) -> None:
-        """Deletes an object, if it is there. Raises StoreIOError."""
+        """Deletes an object if it exists. Raises StoreIOError."""
         self._ask("delete", lambda: self._values.write(path, None))
 
     def paths(self, prefix: str) -> list[str]:

@@ -1,6 +1,7 @@
-"""The remote tier of a `ChunkStore`: several objects at a time, failures counted; a failing read is a miss.
+"""Remote tier of a `ChunkStore`: concurrent calls, counted failures; a failed read is a miss.
 
-What does not verify is read once more, and is then a miss that stays where it is: others may find it whole.
+An object that does not verify is read a second time. If it fails again it is a miss and stays: other machines may read
+it correctly.
 """
 
 import concurrent.futures
@@ -24,17 +25,17 @@ _callers = ThreadPool(8, "kvpatch-remote")
 
 
 def at_once(calls: Iterable[Callable[[], Any]]) -> list[Any]:
-    """Makes several calls in threads and returns their results. All end before the first error is raised."""
+    """Runs several calls in threads and returns their results. Waits for all before it raises the first error."""
     jobs = [_callers.submit(call) for call in calls]
     concurrent.futures.wait(jobs)
     return [job.result() for job in jobs]
 
 
 def delete_below(remote: RemoteStore, prefix: str) -> int:
-    """Deletes every object whose path begins with a prefix. Returns how many.
+    """Deletes every object whose path begins with a prefix. Returns their number.
 
     Raises:
-      StoreError: not all of them were deleted; the others were.
+      StoreError: some could not be deleted; the others were.
     """
     paths = remote.paths(prefix)
     at_once((lambda path=path: remote.delete(path)) for path in paths)
@@ -46,8 +47,10 @@ class PendingObject:
     """An object of a remote store that is being read.
 
     Attributes:
-      header, read: decrypted; `read` reads some neighbouring leaves.
-      stored: the header as it is stored, encrypted or not. kept: the leaves read so far, as they are stored.
+      header: its decrypted header.
+      read: reads and decrypts adjacent leaves.
+      stored: its header as it is stored, encrypted or not.
+      kept: the leaves that were read so far, as they are stored.
     """
 
     header: Header
@@ -56,7 +59,7 @@ class PendingObject:
     kept: Mapping[str, np.ndarray]
 
     def whole(self) -> dict[str, np.ndarray] | None:
-        """Reads every leaf; None where one is damaged or cannot be read now."""
+        """Reads every leaf; None if one is damaged or cannot be read."""
         try:
             return self.read(list(self.header.leaves))
         except (StoreCorruptError, StoreIOError):
@@ -64,7 +67,7 @@ class PendingObject:
 
     @property
     def blob(self) -> Blob | None:
-        """The object as it is stored, ready to be written, once every leaf was read; else None."""
+        """Content of the object as it is stored, to be written to the disk; None until every leaf was read."""
         if self.kept.keys() != self.stored.leaves.keys():
             return None
         arrays = {name: self.kept[name] for name in self.stored.leaves}
@@ -72,11 +75,11 @@ class PendingObject:
 
 
 class RemoteTier:
-    """Puts, reads and deletes objects of a remote store, decrypting what is read.
+    """Access to the objects of a remote store. Decrypts what it reads.
 
-    Counts failures as `remote_errors`, calls that its circuit breaker held back as `remote_skipped`, reads that did not
-    verify twice as `remote_damaged`, those that did the second time as `unsteady_reads`, and what a later version of
-    the library wrote as `newer`.
+    Counts failures as `remote_errors`, calls that the circuit breaker prevented as `remote_skipped`, reads that failed
+    verification twice as `remote_damaged`, reads that passed the second time as `unsteady_reads`, and objects of a
+    later library version as `newer`.
     """
 
     def __init__(self, remote: RemoteStore, counters: Counters, encryption: Encryption):
@@ -98,24 +101,25 @@ class RemoteTier:
             raise
 
     def _read_twice[T](self, read: Callable[[], T]) -> T:
-        """Reads, and once more where that does not verify. Raises as `read`, counted."""
+        """Reads, and a second time if the first does not verify. Counts and raises errors of `read`."""
         with self._counted():
             try:
                 return read()
             except StoreCorruptError:
-                found = read()
+                result = read()
         self._counters.add("unsteady_reads")
-        return found
+        return result
 
     def put(self, items: Sequence[tuple[Name, Blob]]) -> None:
-        """Writes several objects at once. Raises StoreError: not all are acknowledged."""
+        """Writes several objects concurrently. Raises StoreError if not all are acknowledged."""
         with self._counted():
             at_once((lambda name=name, blob=blob: self.remote.put(name, blob)) for name, blob in items)
 
     def open(self, name: Name) -> PendingObject | None:
-        """Opens an object; None where there is none that can be read, or the service fails. Raises StoreKeyError.
+        """Opens an object, whose `read` raises StoreCorruptError and StoreIOError; None if it cannot be read.
 
-        Its `read` raises StoreCorruptError and StoreIOError.
+        Raises:
+          StoreKeyError: it is encrypted with another key.
         """
         found = None
         with contextlib.suppress(StoreError):
@@ -142,36 +146,36 @@ class RemoteTier:
             try:
                 return self._read_twice(lambda: plain(names))
             except StoreCorruptError:
-                kept.clear()  # none of it is to be kept on the disk
+                kept.clear()  # so that no part of it is copied to the disk
                 raise
 
         return PendingObject(header, read, found.header, kept)
 
     @contextlib.contextmanager
-    def _missed(self) -> Iterator[None]:
+    def _suppressed(self) -> Iterator[None]:
         with contextlib.suppress(StoreError), self._counted():
             yield
 
     def paths(self, prefix: str) -> list[str]:
-        """Lists objects whose path begins with a prefix; none where the service fails."""
-        with self._missed():
+        """Lists objects whose path begins with a prefix; empty if the service fails."""
+        with self._suppressed():
             return self.remote.paths(prefix)
         return []
 
     def delete(self, prefix: str) -> int:
-        """Deletes every object whose path begins with a prefix. Returns how many. Raises StoreError."""
+        """Deletes every object whose path begins with a prefix. Returns their number. Raises StoreError."""
         with self._counted():
             return delete_below(self.remote, prefix)
 
     def collect(self, prefix: str) -> int:
-        """Reads every header and deletes what is expired. Returns how many; what fails or does not verify stays."""
-        return sum(at_once((lambda path=path: self._gone(path)) for path in self.paths(prefix)))
+        """Reads every header and deletes expired objects. Returns their number; objects that cannot be read stay."""
+        return sum(at_once((lambda path=path: self._delete_expired(path)) for path in self.paths(prefix)))
 
-    def _gone(self, path: str) -> int:
+    def _delete_expired(self, path: str) -> int:
         try:
             name = name_at(path)
         except StoreCorruptError:
-            return 0  # it has no object's name, and is none of ours
+            return 0  # no object of this library
         try:
             return int(self._read_twice(lambda: self.remote.open(name)) is None)
         except StoreError:

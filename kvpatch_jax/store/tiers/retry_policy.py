@@ -12,17 +12,21 @@ from ...errors import InputError, StoreUnreachableError
 
 @dataclasses.dataclass(frozen=True)
 class RetryPolicy:
-    """Limits on waiting for a remote store.
+    """Time limits and retries of calls of a remote store.
 
     Attributes:
-      timeout: seconds that one try may take, and `rate` bytes per second are waited for beyond that.
-      tries: of one operation at most. deadline: seconds of all its tries, not counting the bytes.
-      pause: seconds before the second try, twice as many before the third, …; each is cut by up to half at random, so
-        that many who failed together do not come again together.
-      failures: tries that fail in a row, after which the store is not asked for `rest` seconds. Then one try decides.
+      timeout: seconds per try, plus the time for the bytes at `rate`.
+      rate: bytes per second.
+      tries: number of tries per operation.
+      deadline: seconds for all tries of an operation, plus the time for the bytes.
+      pause: seconds before the second try, doubled before each further one. Each pause is shortened at random by up to
+        half, so that clients that failed together do not retry together.
+      failures: number of consecutive failed tries after which the store is not called for `rest` seconds. Then a
+        single try decides.
+      rest: seconds.
 
     Raises:
-      InputError: a number that is not finite and above 0, or not whole where tries are counted.
+      InputError: a number is not finite and above 0, or `tries` or `failures` is not whole.
     """
 
     timeout: float | int = 5.0
@@ -34,21 +38,22 @@ class RetryPolicy:
     rest: float | int = 30.0
 
     def __post_init__(self) -> None:
-        given = dataclasses.asdict(self)
-        number = lambda value: isinstance(value, int | float) and not isinstance(value, bool)
-        wrong = {name: value for name, value in given.items() if not number(value) or not 0 < value < math.inf}
-        for name in ("tries", "failures"):
-            if name not in wrong and given[name] != int(given[name]):
-                wrong[name] = given[name]
-        if wrong:
-            raise InputError(f"patience: {wrong}; expected finite numbers above 0, whole tries and failures")
+        invalid = {}
+        for name, value in dataclasses.asdict(self).items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 < value < math.inf or (name in ("tries", "failures") and value != int(value)):
+                invalid[name] = value
+        if invalid:
+            raise InputError(f"patience: got {invalid}; expected finite numbers above 0, whole tries and failures")
 
 
 class CircuitBreaker:
-    """Retries calls of a service, and holds them back for a while after several failed; shared by all its callers.
+    """Circuit breaker of a service: retries calls, and prevents them for a while after several failures.
 
     Args:
-      clock: seconds, rising.
+      patience: limits and retries, for all callers together.
+      clock: returns monotonic seconds.
+      sleep: waits for some seconds.
     """
 
     def __init__(
@@ -62,31 +67,32 @@ class CircuitBreaker:
         self._lock = threading.Lock()
 
     def attempt[T](self, what: str, call: Callable[[float], T], nbytes: int = 0) -> T:
-        """Calls a function with the seconds that it may take, and again where it raises StoreUnreachableError.
+        """Calls a function with the seconds that it may take, and again if it raises StoreUnreachableError.
 
         Raises:
-          StoreUnreachableError: the last try failed, or the breaker was open. Whatever else `call` raises counts as
-          an answer, and is raised at once.
+          StoreUnreachableError: the last try failed, or the breaker is open.
+          Any other exception of `call`: it counts as an answer, and is not retried.
         """
-        more = nbytes / self.patience.rate
-        until = self._clock() + self.patience.deadline + more
+        transfer = nbytes / self.patience.rate
+        deadline = self._clock() + self.patience.deadline + transfer
+
         for number in range(int(self.patience.tries)):
             self._admit(what)
             answered = False
             try:
-                limit = min(self.patience.timeout + more, until - self._clock())
+                limit = min(self.patience.timeout + transfer, deadline - self._clock())
                 value = call(max(limit, 0.001))
                 answered = True
                 return value
             except StoreUnreachableError:
                 pause = self.patience.pause * 2**number * random.uniform(0.5, 1)
-                if number + 1 == self.patience.tries or self._clock() + pause >= until:
+                if number + 1 == self.patience.tries or self._clock() + pause >= deadline:
                     raise
             except Exception:
                 answered = True
                 raise
             finally:
-                self._told(answered)
+                self._record(answered)
             self._sleep(pause)
         raise AssertionError("unreachable: the last try returns or raises")
 
@@ -96,12 +102,12 @@ class CircuitBreaker:
                 return
             if self._probing or self._clock() < self._until:
                 raise StoreUnreachableError(
-                    f"remote store: {what}: not asked, for {self._failed} tries in a row had failed; expected answers",
+                    f"remote store: {what}: not asked, for {self._failed} tries in a row failed; expected an answer",
                     asked=False,
                 )
             self._probing = True
 
-    def _told(self, answered: bool) -> None:
+    def _record(self, answered: bool) -> None:
         with self._lock:
             self._probing = False
             self._failed = 0 if answered else self._failed + 1

@@ -1,9 +1,9 @@
-"""One order of the writes of each name within a process, over all store objects of a root.
+"""Order of the writes of each name within a process, over all store objects of a root.
 
-An asynchronous put has its place when it is queued, any other write when it begins. Whoever writes or deletes a name
-has it alone, on the disk and in the remote store, until that is done. A queued put is outdated once a write of a later
-place was acknowledged: it is not written, and not read any more. A copy of what was read is outdated once anybody has
-written or deleted its name.
+An asynchronous put gets its place when it is queued, any other write when it begins. A write or deletion has exclusive
+access to its names, on the disk and in the remote store, until it is done. A queued put is outdated once a write with a
+later place was acknowledged: it is neither written nor read any more. A copy of an object that was read is outdated
+once its name was written or deleted.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from ..format.naming import Name
-from ..io.thread_pool import tell_of_forks
+from ..io.thread_pool import register_fork_guard
 
 
 @dataclasses.dataclass(eq=False)
@@ -21,9 +21,10 @@ class Write:
     """A write of a name.
 
     Attributes:
-      place: in the order.
-      copy: whether it only repeats elsewhere what was read.
-      outdated: whether something newer has taken its place.
+      name: the name.
+      place: its place in the order.
+      copy: whether it copies an object that was read from another tier.
+      outdated: whether a newer write or deletion has replaced it.
     """
 
     name: Name
@@ -33,31 +34,31 @@ class Write:
 
 
 class WriteOrder:
-    """The order of a root's writes. Safe among threads; among processes the directory decides."""
+    """Order of a root's writes. Thread-safe; between processes the directory decides."""
 
     def __init__(self) -> None:
         self._places = itertools.count()
         self._open: dict[str, list[Write]] = {}  # queued puts and copies under way, by path
         self._busy: set[str] = set()  # paths that are being written
-        self._closed: list[str] = []  # beginnings of paths that are being deleted
+        self._closed: list[str] = []  # prefixes of paths that are being deleted
         self._changed = threading.Condition()
-        tell_of_forks(self)
+        register_fork_guard(self)
 
     def forked(self) -> None:
-        """Forgets, in a forked process, what the threads of its parent were at."""
+        """Forgets, in a forked process, the writes of its parent's threads."""
         self._open, self._busy, self._closed = {}, set(), []
         self._changed = threading.Condition()
 
     def begin(self, name: Name) -> Write:
-        """Gives a write that is made at once its place."""
+        """Returns a write that is made immediately, with its place."""
         return Write(name, next(self._places))
 
     def queue(self, name: Name) -> Write:
-        """Gives a write that is made later its place. It is outdated by later ones until `end`."""
+        """Returns a write that is made later, with its place. Later writes outdate it until `end`."""
         return self._opened(Write(name, next(self._places)))
 
     def copy(self, name: Name) -> Write:
-        """Registers that a name is being read, to be written elsewhere. Any other write outdates it until `end`."""
+        """Registers a read whose object may be copied. Any write of its name outdates the copy until `end`."""
         return self._opened(Write(name, next(self._places), copy=True))
 
     def _opened(self, write: Write) -> Write:
@@ -66,7 +67,7 @@ class WriteOrder:
         return write
 
     def end(self, write: Write) -> None:
-        """Takes a queued write or a copy off the books."""
+        """Removes a queued write or a copy from the order."""
         with self._changed:
             rest = [other for other in self._open.get(write.name.path, ()) if other is not write]
             if rest:
@@ -78,10 +79,10 @@ class WriteOrder:
 
     @contextlib.contextmanager
     def turn(self, writes: Sequence[Write]) -> Iterator[set[Write]]:
-        """Waits until nobody else is at these names, and has them alone until it is left.
+        """Waits for exclusive access to the names of writes, and holds it within the context.
 
-        Yields the writes that are to be made: of each name the last, unless it is outdated. Where they fail, queued
-        writes of the same names are not outdated by them.
+        Yields the writes to be made: of each name the last one, unless it is outdated. If the block raises, queued
+        writes of the same names are not outdated.
         """
         last = {write.name.path: write for write in writes}
         with self._changed:
@@ -100,7 +101,7 @@ class WriteOrder:
 
     @contextlib.contextmanager
     def turn_to_copy(self, copy: Write) -> Iterator[bool]:
-        """Has the name of a copy alone until it is left, without waiting. Yields whether the copy may be made."""
+        """Takes exclusive access to the name of a copy, if it is free. Yields whether the copy may be made."""
         path = copy.name.path
         with self._changed:
             free = not copy.outdated and not self._is_taken(path)
@@ -114,43 +115,44 @@ class WriteOrder:
                     self._changed.notify_all()
 
     @contextlib.contextmanager
-    def turn_to_delete(self, beginning: str) -> Iterator[int]:
-        """Waits until nobody is at names whose paths begin so, and keeps all others from them until it is left.
+    def turn_to_delete(self, prefix: str) -> Iterator[int]:
+        """Waits for exclusive access to all paths with a prefix, and holds it within the context.
 
         Yields the deletion's place.
         """
         place = next(self._places)
         with self._changed:
             self._changed.wait_for(
-                lambda: not any(each.startswith(beginning) or beginning.startswith(each) for each in self._closed)
+                lambda: not any(other.startswith(prefix) or prefix.startswith(other) for other in self._closed)
             )
-            self._closed.append(beginning)  # at once, so that no stream of writes holds this up
+            self._closed.append(prefix)  # before waiting for writers, so that new ones cannot starve the deletion
+
         try:
             with self._changed:
-                self._changed.wait_for(lambda: not any(path.startswith(beginning) for path in self._busy))
+                self._changed.wait_for(lambda: not any(path.startswith(prefix) for path in self._busy))
             yield place
         finally:
             with self._changed:
-                self._closed.remove(beginning)
-                for path in self._paths(beginning):
+                self._closed.remove(prefix)
+                for path in self._paths(prefix):
                     self._outdate(path, -1)
                 self._changed.notify_all()
 
-    def outdate(self, beginning: str, place: int) -> bool:
-        """Outdates the queued writes before a place whose paths begin so. Whether there were any."""
+    def outdate(self, prefix: str, place: int) -> bool:
+        """Outdates queued writes with a prefix and an earlier place. Returns whether there were any."""
         with self._changed:
-            return any([self._outdate(path, place) for path in self._paths(beginning)])
+            return any([self._outdate(path, place) for path in self._paths(prefix)])
 
     # ---------------------------------------------------------------------------------------------- inside
 
     def _is_taken(self, path: str) -> bool:
-        return path in self._busy or any(path.startswith(beginning) for beginning in self._closed)
+        return path in self._busy or any(path.startswith(prefix) for prefix in self._closed)
 
-    def _paths(self, beginning: str) -> list[str]:
-        return [path for path in self._open if path.startswith(beginning)]
+    def _paths(self, prefix: str) -> list[str]:
+        return [path for path in self._open if path.startswith(prefix)]
 
     def _outdate(self, path: str, place: int) -> bool:
-        """Outdates copies, and queued writes before a place. Whether there were any of the latter."""
+        """Outdates copies, and queued writes before a place. Returns whether there were any of the latter."""
         queued = False
         for write in self._open.get(path, ()):
             if write.copy or write.place < place:

@@ -1,6 +1,6 @@
 """Asynchronous puts: a queue bounded in bytes, one writing thread, small objects committed in groups.
 
-Futures are set in a thread of their own, so that what a callback waits for is written meanwhile.
+A second thread sets the futures, so that a callback may wait for other writes.
 """
 
 import atexit
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from ...errors import StoreClosedError
 from ..format.naming import Name
 from ..format.objects import Blob
-from ..io.thread_pool import tell_of_forks
+from ..io.thread_pool import register_fork_guard
 from .write_order import Write, WriteOrder
 
 Put = Callable[[Sequence[tuple[Write, Blob]]], object]
@@ -25,6 +25,8 @@ Ack = concurrent.futures.Future[None]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Job:
+    """A queued write, the function that encodes its object, and its future."""
+
     write: Write
     make: Callable[[], Blob] = dataclasses.field(repr=False)
     nbytes: int
@@ -36,7 +38,7 @@ class _Job:
         return self.make()
 
     def blob(self) -> Blob:
-        """Makes the object once, for the writer and for readers of the queue."""
+        """Encodes the object once, for the writer and for readers of the queue."""
         with self.lock:
             return self._blob
 
@@ -46,10 +48,11 @@ class Writer:
 
     Args:
       put: writes a group durably, or raises.
-      order: of the root's writes; what it says is outdated is not written, and not read from the queue.
-      room: bytes that may wait; who adds more waits until there is room. An object larger than that goes alone.
-      small: objects up to so many bytes are committed together, `group` at most, none waiting longer than `patience`
-        seconds for others.
+      order: order of the root's writes; outdated writes are neither made nor read from the queue.
+      room: bytes that may wait; `add` waits until there is room. A larger object is queued alone.
+      small: bytes up to which objects are committed together.
+      group: largest number of objects per commit.
+      patience: seconds for which a small object waits for others.
     """
 
     def __init__(
@@ -64,19 +67,19 @@ class Writer:
         self._put, self._order = put, order
         self._room, self._small, self._group, self._patience = room, small, group, patience
         self._jobs: collections.deque[_Job] = collections.deque()
-        self._newest: dict[str, _Job] = {}  # by path, until it is durable or failed
+        self._newest: dict[str, _Job] = {}  # by path, until the job is durable or failed
         self._bytes = self._busy = 0
         self._batch: list[_Job] = []
-        # Whose futures are not set yet.
+        # Jobs whose futures are not set yet.
         self._outcomes: collections.deque[tuple[_Job, BaseException | None]] = collections.deque()
         self._errors: list[BaseException] = []
         self._closed = self._ended = False
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
-        tell_of_forks(self)
+        register_fork_guard(self)
 
     def forked(self) -> None:
-        """Empties the queue in a forked process: the parent writes what was queued, and futures here raise that."""
+        """Empties the queue in a forked process. The parent writes the queued objects; futures here raise an error."""
         orphans = [*(job for job, _ in self._outcomes), *self._batch, *self._jobs]
         self._jobs, self._outcomes, self._batch, self._errors = collections.deque(), collections.deque(), [], []
         self._newest = {}
@@ -85,21 +88,22 @@ class Writer:
         for job in orphans:
             if not job.future.done():
                 job.future.set_exception(
-                    StoreClosedError("store: put before this process was forked; expected its parent to write it")
+                    StoreClosedError("store: got a put before this process was forked; expected its parent to write it")
                 )
 
     def add(self, name: Name, make: Callable[[], Blob], nbytes: int) -> concurrent.futures.Future[None]:
-        """Queues an object; `make` is called on the writer's thread.
+        """Queues an object; `make` encodes it, on the writer's thread.
 
         Raises:
           StoreClosedError: after `close`.
         """
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        future.set_running_or_notify_cancel()  # an object in the queue is written; there is no taking it back
+        future.set_running_or_notify_cancel()  # a queued object cannot be cancelled
+
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._bytes or self._bytes + nbytes <= self._room)
             if self._closed:
-                raise StoreClosedError("store: put after close; expected an open store")
+                raise StoreClosedError("store: got a put after close; expected an open store")
             self._jobs.append(job := _Job(self._order.queue(name), make, nbytes, future))
             self._newest[name.path] = job
             self._bytes += nbytes
@@ -107,32 +111,32 @@ class Writer:
                 for run, word in ((self._run, "writer"), (self._acknowledge, "acknowledge")):
                     self._threads.append(threading.Thread(target=run, name=f"kvpatch-{word}", daemon=True))
                     self._threads[-1].start()
-                atexit.register(self.close)  # what was queued is written before the interpreter ends
+                atexit.register(self.close)  # queued objects are written before the interpreter ends
             self._changed.notify_all()
         return future
 
     def has(self, name: Name) -> bool:
-        """Whether an object of that name was queued and is neither durable yet nor outdated."""
+        """Returns whether an object of that name is queued, not yet durable and not outdated."""
         return self._waiting(name.path) is not None
 
     def waiting(self, name: Name) -> Blob | None:
-        """Returns the newest queued object of a name, as long as `has` says so; None too where it cannot be made."""
+        """Returns the newest queued object of a name, as `has`; None also if it cannot be encoded."""
         job = self._waiting(name.path)
-        with contextlib.suppress(Exception):  # the acknowledgement tells
+        with contextlib.suppress(Exception):  # its future has the error
             return None if job is None else job.blob()
         return None
 
-    def waiting_paths(self, beginning: str) -> list[str]:
-        """Lists paths of objects that `has` is true of, of those that begin with `beginning`."""
+    def waiting_paths(self, prefix: str) -> list[str]:
+        """Returns the paths of queued objects, as `has`, with a prefix."""
         with self._changed:
-            return [path for path in self._newest if path.startswith(beginning) and self._waiting(path) is not None]
+            return [path for path in self._newest if path.startswith(prefix) and self._waiting(path) is not None]
 
     def _waiting(self, path: str) -> _Job | None:
         job = self._newest.get(path)
         return None if job is None or job.write.outdated else job
 
     def _end(self, jobs: Sequence[_Job]) -> None:
-        """Takes finished jobs out of the queue's index, before their futures are set."""
+        """Removes finished jobs from the queue's index, before their futures are set."""
         with self._changed:
             for job in jobs:
                 self._order.end(job.write)
@@ -140,11 +144,10 @@ class Writer:
                     del self._newest[job.write.name.path]
 
     def flush(self) -> None:
-        """Waits until everything queued is durable and acknowledged; in a callback of a future only the former.
+        """Waits until every queued object is durable and acknowledged; within a callback of a future only durable.
 
         Raises:
-          StoreError: the first failure since the last `flush`, whether or not its future was looked at; further ones
-            are in its notes.
+          StoreError: the first failure since the last `flush`, even if its future was read; others are in its notes.
         """
         with self._changed:
             in_callback = threading.current_thread() in self._threads
@@ -156,7 +159,7 @@ class Writer:
             raise errors[0]
 
     def close(self) -> None:
-        """Writes what is queued and ends the threads. Raises as `flush`; closing twice is allowed."""
+        """Writes the queued objects and ends the threads. Idempotent. Raises as `flush`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -206,7 +209,7 @@ class Writer:
             return batch
 
     def _may_grow(self) -> bool:
-        """Whether all that waits is a group of small objects that has room for more."""
+        """Returns whether every queued job belongs to one group of small objects that has room for more."""
         small = bool(self._jobs) and self._jobs[0].nbytes <= self._small
         return small and len(self._ready()) == len(self._jobs) < self._group and not self._closed
 
@@ -221,20 +224,25 @@ class Writer:
         return batch
 
     def _written(self, batch: list[_Job]) -> list[tuple[_Job, BaseException | None]]:
-        """Writes a group. Each job with the error that it failed by."""
+        """Writes a group. Returns each job with its error or None."""
         try:
             self._put([(job.write, job.blob()) for job in batch if not job.write.outdated])
         except BaseException as error:
-            if len(batch) > 1:  # one bad object must not take the others along
-                return [outcome for job in batch for outcome in self._written([job])]
+            if len(batch) > 1:
+                # Alone, so that one bad object does not fail the others.
+                outcomes = []
+                for job in batch:
+                    outcomes += self._written([job])
+                return outcomes
             self._end(batch)
             return [(batch[0], error)]
+
         self._end(batch)
         return [(job, None) for job in batch]
 
 
 def joined(acks: Sequence[Ack]) -> Ack:
-    """Joins futures: done when all are, with the first error."""
+    """Returns a future that is done when all are, with the first error."""
     both: Ack = concurrent.futures.Future()
     both.set_running_or_notify_cancel()
     left = [len(acks)]

@@ -218,10 +218,10 @@ def test_a_recorder_writes_each_event_as_it_happens(tmp_path):
         assert len(Trace.read(tmp_path / "t.jsonl")) == 2  # already there
         session.notify(Event(0, "a", "ask", text="what?"), "what?")
     recorder.close()
-    session.notify(Event(0, "a", "close"))  # nobody listens any more
+    session.notify(Event(0, "a", "close"))  # after the recorder was closed
 
     trace = Trace.read(tmp_path / "t.jsonl")
-    assert [event.at for event in trace] == [0.5, 0.5, 2.0]  # a clock that runs back stands still
+    assert [event.at for event in trace] == [0.5, 0.5, 2.0]  # a clock that runs backwards stands still
     assert (trace.kind, trace.parameters) == ("mine", {"keep": 4})
     (first,), (second,) = trace.payloads(trace.events[0]), trace.payloads(trace.events[1])
     assert first == second  # the same pixels, kept once
@@ -233,7 +233,7 @@ def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
     """A real session: what the trace says of its windows is what they held."""
     from session_cases import QUESTION, image_of, reader
 
-    from evals.traces.tracking import Asked, Contents, moments, shape_of
+    from evals.traces.window_tracker import TraceContents, TracedQuestion, config_of, moments
     from kvpatch_jax import Session
     from kvpatch_jax.window import Costs
 
@@ -259,9 +259,9 @@ def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
         ask(session)
         branch.close()
     trace = Trace.read(tmp_path / "t.jsonl")
-    assert shape_of(trace) == ("remember", None)
-    contents = Contents.of(trace, backbone)
-    found = [each for each in moments(trace, contents, Costs.of(backbone)) if isinstance(each, Asked)]
+    assert config_of(trace) == ("remember", None)
+    contents = TraceContents.of(trace, backbone)
+    found = [each for each in moments(trace, contents, Costs.of(backbone)) if isinstance(each, TracedQuestion)]
     assert [[entry.content for entry in each.pieces] for each in found] == held
     assert len(found) == 7
     assert {each.text for each in found} == {QUESTION}

@@ -13,7 +13,7 @@ from window_oracle import rows_of, tokens_of
 import kvpatch_jax as kvp
 from evals.oracles import HostExecutor
 from kvpatch_jax.errors import InputError, NotFiniteError, PatchMismatchError, PoolError, ShapeError, WindowError
-from kvpatch_jax.window import Costs, Entry, PagedExecutor, Rotate, Window, grown, padded_chunk
+from kvpatch_jax.window import Costs, Entry, PagedExecutor, Rotate, Window, padded_chunk, zero_padded
 
 
 class FailingPrefills:
@@ -242,7 +242,7 @@ def test_a_patch_of_a_padded_chunk_serves_plain_arrays_too():
     plain = drill.patch("c2")
     chunk = padded_chunk(drill.chunks["c2"], 12)
     given = {name: np.asarray(value)[:, 0] for name, value in drill.model.run(drill.tokens["c2"], 12, 2).kv.items()}
-    padded = {name: grown(value, 1, 12) for name, value in given.items()}
+    padded = {name: zero_padded(value, 1, 12) for name, value in given.items()}
     patch = kvp.form_patch(chunk, padded, 4, drill.window.target())
     assert (plain.tokens, patch.tokens, chunk.length) == (8, 12, 8)
     found = []

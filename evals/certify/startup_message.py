@@ -1,4 +1,4 @@
-"""The first line of the program. Imported before all else, because what follows takes seconds to import."""
+"""First line of the program's output. Imported before all else, because the other imports take seconds."""
 
 from ..console import say_at_once
 

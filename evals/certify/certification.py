@@ -1,0 +1,137 @@
+"""Measures a backbone in every mode of reuse, and makes its certificate."""
+
+import dataclasses
+import datetime
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpatch_jax.plan import Certificate, CertifiedLoss
+
+from ..probes.window.image_sequence import read_behind
+from ..results.tables import aligned_table
+from .certification_run import CertificationRun, Step, batch_name
+from .plans import measure_plans
+from .scores import Scores, recommend, rows_of
+from .serving_modes import fresh_ranks, served_batches, serving_modes
+from .window_sources import WindowBatch
+
+
+class Measurement(NamedTuple):
+    """Scores of all windows, and how large these were.
+
+    Attributes:
+      scores: answer by answer.
+      asked: what was asked, in words.
+      tokens: of the largest window.
+      spans: the least and the largest span of a chunk besides the lead.
+    """
+
+    scores: Scores
+    asked: str
+    tokens: int
+    spans: tuple[int, int]
+
+
+def measure(run: CertificationRun) -> Measurement:
+    """Serves and asks every batch in every mode. Batches that the journal has are not measured again."""
+    scores, asked, tokens, spans = Scores(), "", 0, set[int]()
+    for number, spec in enumerate(run.source.specs):
+        part = run.journal.part(batch_name(number))
+        if part is None or "spans" not in part:  # older programs did not record spans
+            windows = run.source.load(run.backbone, spec, run.folder)
+            own, size = score_batch(windows, run.ranks, run.step)
+            facts = {"asked": windows.questions.description, "tokens": size, "spans": sorted(set(windows.spans))}
+            part = run.journal.add(batch_name(number), scores=own.to_json(), **facts)
+
+        # Scores are read back even if just measured, so that a resumed run cannot differ.
+        scores.add(Scores.from_json(part["scores"]))
+        asked, tokens = part["asked"], max(tokens, part["tokens"])
+        spans.update(part["spans"])
+
+    # Behind pieces that are served as promised, a patch that is formed now is the stored one.
+    for table in (scores.kl, scores.flips):
+        for (point, rank, behind, promise), values in list(table.items()):
+            if point == "stored" and behind == 0 and rank in fresh_ranks(run.ranks):
+                table["fresh", rank, behind, promise] = values
+    return Measurement(scores, asked, tokens, (min(spans), max(spans)))
+
+
+def score_batch(windows: WindowBatch, ranks: tuple[int, ...], step: Step) -> tuple[Scores, int]:
+    """Returns the scores of a batch of windows in every mode, and the tokens of one of them."""
+    scores, questions, size = Scores(), windows.questions, 0
+    for batch in served_batches(windows):
+        size = batch.line.size
+        tail = questions.behind(batch.line.end)
+        promised = read_behind(batch.line, batch.whole, tail)
+        for mode in serving_modes(batch, ranks):
+            served = read_behind(batch.line, mode.cache, tail)
+            key = mode.point, mode.rank, mode.behind, mode.promise
+            kl, flips = served.divergence_from(promised), promised.predicted != served.predicted
+            scores.kl.setdefault(key, []).append(questions.scored(kl)[questions.valid])
+            scores.flips.setdefault(key, []).append(questions.scored(flips)[questions.valid])
+            step(f"{mode.point} {mode.rank or ''}")
+
+    cluster = questions.of_valid(windows.clusters)
+    scores.cluster.append(cluster)
+    scores.held_out.append(np.full(len(cluster), windows.held_out))
+    return scores, size
+
+
+def certify(
+    run: CertificationRun, model: str, *, level: float, goal: float | None = None, plan_seed: int | None = None
+) -> Certificate:
+    """Measures and certifies.
+
+    Args:
+      model: its name.
+      level: of the bounds.
+      goal: of the recommended rank, in nats.
+      plan_seed: for measuring plans by the certificate too, whose rows are added; None: no plans.
+    """
+    source = run.source
+    scores, asked, tokens, spans = measure(run)
+    rows = sorted(rows_of(scores, level), key=lambda row: (row.promise, row.point, row.behind, row.rank))
+    certificate = Certificate(
+        backbone=run.backbone.fingerprint,
+        model=model,
+        made=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        level=level,
+        calibration=source.windows[0],
+        held_out=source.windows[1],
+        chunks=source.chunks,
+        tokens=tokens,
+        content=source.content,
+        asked=asked,
+        disjoint=source.disjoint,
+        rows=tuple(rows),
+        recommended=recommend(scores, goal, level),
+        spans=spans,
+        modalities=(source.modality,),
+    )
+    if plan_seed is None:
+        return certificate
+    return dataclasses.replace(certificate, plans=measure_plans(run, certificate, plan_seed))
+
+
+HEAD = ("promise", "way", "others", "rank", "KL, mean", "bound", "held-out within", "η", "flips")
+
+
+def table(certificate: Certificate) -> str:
+    """Returns a certificate as text: a line for each row and for each plan."""
+    lines = [aligned_table(HEAD, [_cells(row) for row in certificate.rows])]
+    for plan in certificate.plans:
+        share = f"{plan.coverage:.1%} [{plan.coverage_low:.1%}, {plan.coverage_high:.1%}]"
+        lines.append(
+            f"{plan.name}: {share} of {plan.answers} held-out answers within {plan.kl:.3g} nats; "
+            f"{plan.approximate:.0%} of the chunks approximate"
+        )
+    return "\n".join(lines)
+
+
+def _cells(row: CertifiedLoss) -> list[str]:
+    rank = f"{row.rank} %" if row.point == "repair" else str(row.rank or "–")
+    share = f"{row.coverage:.1%} [{row.coverage_low:.1%}, {row.coverage_high:.1%}]"
+    eta = "–" if row.eta is None else f"{row.eta:.3f}"
+    losses = [f"{row.kl:.2e}", f"{row.kl_bound:.2e}", share, eta, f"{row.flips:.2%}"]
+    return [row.promise, row.point, str(row.behind), rank, *losses]

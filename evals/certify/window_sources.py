@@ -1,0 +1,445 @@
+"""Sources of windows to measure on: images of the small task, a user's own images, or texts.
+
+Half of the windows are for calibration and half are held out; which are which is decided before anything is computed.
+All windows of a batch have the same shape.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+import kvpatch_jax as kvp
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.errors import ImageError, InputError
+from models import ModelBackbone
+
+from .. import small_task
+from ..pretrained.texts import LIBRARY, documentation
+from ..probes.window.image_sequence import Image, bucket, filled
+from ..probes.window.probe_images import lead_image, of_ids, of_tokens
+from ..small_task import VOCABULARY, scenes, sequences
+from .packed_questions import PackedQuestions, packed, questions_of
+
+LEAD = "The following is looked at from the first to the last."
+PIECE, CONTINUED = 64, 16
+"""Tokens of a text's chunk, and of the continuation behind a window, which is scored."""
+SUFFIXES = {
+    "images": {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"},
+    "texts": {".txt", ".md", ".rst"},
+}
+SMALL_TASK_QUESTIONS = {"page": 2, "legend": 2, "chain": 3, "aggregate": 2, "override": 2}
+"""Number of the small task's questions behind a window, by kind."""
+
+
+class WindowSpec(NamedTuple):
+    """Windows of one batch before they are computed.
+
+    Attributes:
+      batch: what the windows show, as their source needs it.
+      clusters: number of each window, [B].
+      held_out: whether they are held out.
+      count: rows from here on repeat others, so that batches have few sizes; they are not scored. None: none do.
+    """
+
+    batch: Any
+    clusters: np.ndarray
+    held_out: bool
+    count: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WindowBatch:
+    """A batch of windows of one shape.
+
+    Attributes:
+      backbone: whose windows they are.
+      lead: pinned in front.
+      pieces: the chunks of the windows, in order.
+      older: chunks that were there before, as many as `pieces`.
+      other: replaces the first piece where an antecedent is to have changed.
+      questions: what is asked.
+      clusters: number of each window, [B].
+      held_out: whether they are held out.
+    """
+
+    backbone: ModelBackbone
+    lead: Image
+    pieces: tuple[Image, ...]
+    older: tuple[Image, ...]
+    other: Image
+    questions: PackedQuestions
+    clusters: np.ndarray
+    held_out: bool
+
+    @property
+    def spans(self) -> list[int]:
+        """Spans of the pieces and of those that were there before."""
+        return [image.chunk.span for image in (*self.older, *self.pieces)]
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowSource:
+    """A plan of windows to measure on.
+
+    Attributes:
+      content: what they show, in words.
+      chunks: of a window, besides the lead.
+      windows: how many (for calibration, held out).
+      disjoint: whether no two windows share a chunk.
+      specs: the batches.
+      modality: of the chunks.
+    """
+
+    content: str
+    chunks: int
+    windows: tuple[int, int]
+    disjoint: bool
+    specs: tuple[WindowSpec, ...]
+    modality: ClassVar[str] = "image"
+
+    def load(self, backbone: ModelBackbone, spec: WindowSpec, folder: Path) -> WindowBatch:
+        """Reads and prefills what a batch shows. `folder` is for temporary files."""
+        raise NotImplementedError
+
+    def size(self, backbone: ModelBackbone, spec: WindowSpec) -> int:
+        """Returns the tokens of the chunks of one window of a batch."""
+        raise NotImplementedError
+
+
+def halves(count: int) -> tuple[int, int]:
+    """Returns how many windows are for calibration, and how many are held out."""
+    return (count + 1) // 2, count // 2
+
+
+# ---------------------------------------------------------------------------------------------------- small task
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawnImageSource(WindowSource):
+    """Windows of three legends and a page of the small task, after those of another context."""
+
+    @classmethod
+    def of(cls, count: int, batch: int, seed: int) -> "DrawnImageSource":
+        """Plans windows. Each context is drawn for one window alone."""
+        specs, first = [], 0
+        for side, windows in enumerate(halves(count)):
+            for start in range(0, windows, batch):
+                rows = min(batch, windows - start)
+                specs.append(WindowSpec([seed, side, start], first + np.arange(rows), bool(side)))
+                first += rows
+        content = f"images drawn by the small task, seed {seed}"
+        return cls(content, sequences.CHUNKS, halves(count), True, tuple(specs))
+
+    def load(self, backbone: ModelBackbone, spec: WindowSpec, folder: Path) -> WindowBatch:
+        """Draws and prefills a batch. PNG files go to the folder."""
+        rng, rows = np.random.default_rng(spec.batch), len(spec.clusters)
+        contexts, others = (small_task.sample_contexts(rng, rows) for _ in range(2))
+        shown = []
+        for drawn in (contexts, others):
+            scene = scenes.load_scene(backbone, drawn, folder)
+            shown.append([Image(tokens, chunk) for tokens, chunk in zip(scene.images, scene.chunks, strict=True)])
+        pieces, older = shown
+
+        asked = small_task.ask(contexts, rng, SMALL_TASK_QUESTIONS)
+        form = scenes.form_of(backbone.config, backbone.image_config)
+        tail = sequences.question_tokens(form, asked, np.zeros(rows, int))
+        number = asked.answer.shape[1]
+        description = f"{number} questions of the small task, a token each"
+        return WindowBatch(
+            backbone=backbone,
+            lead=lead_image(backbone, rows),
+            pieces=tuple(pieces),
+            older=(older[-1], *older[:-1]),
+            other=older[0],
+            questions=PackedQuestions(tail, np.arange(number), asked.valid, description),
+            clusters=spec.clusters,
+            held_out=spec.held_out,
+        )
+
+    def size(self, backbone: ModelBackbone, spec: WindowSpec) -> int:
+        """Returns the tokens of the chunks of one window."""
+        return sum(scenes.form_of(backbone.config, backbone.image_config).sizes)
+
+
+def drawn_images_fit(backbone: ModelBackbone) -> bool:
+    """Whether the small task can be asked: its words are the backbone's vocabulary."""
+    if backbone.image_config is None or backbone.tokenizer is None:
+        return False
+    try:
+        ids = np.asarray(backbone.prepare([kvp.Text(" ".join(VOCABULARY.names[6:10]))])["input_ids"])[0]
+    except (InputError, ImageError):
+        return False
+    return ids.tolist() == list(range(6, 10))
+
+
+# -------------------------------------------------------------------------------------------------- own images
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnImageSource(WindowSource):
+    """Windows of a user's images, each drawn from one half of them."""
+
+    questions: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        backbone: ModelBackbone,
+        folder: Path,
+        count: int,
+        batch: int,
+        seed: int,
+        chunks: int,
+        questions: Sequence[str],
+    ) -> "OwnImageSource":
+        """Plans windows of the images in a folder. A batch holds windows of one shape.
+
+        A window shows images of similar sizes, as one agent's images have, so that few shapes occur.
+
+        Raises:
+          InputError: too few images. ImageError: one that cannot be read.
+        """
+        paths, rng = files_in(folder, "images"), np.random.default_rng(seed)
+        order = rng.permutation(len(paths))
+        pools = order[: (len(paths) + 1) // 2], order[(len(paths) + 1) // 2 :]
+        if len(pools[1]) < chunks + 1:
+            raise InputError(
+                f"certify: {len(paths)} images in {folder}; expected {2 * chunks + 2} or more, for windows of "
+                f"{chunks} in two halves"
+            )
+
+        embedded = {int(image): backbone.embed(**backbone.prepare([paths[image]])) for image in order}
+        specs, disjoint, first = [], True, 0
+        for side, (pool, windows) in enumerate(zip(pools, halves(count), strict=True)):
+            sizes = {image: _size_key(embedded[image]) for image in pool.tolist()}
+            dealt, apart = deal(pool, windows, 2 * chunks, rng, sizes)
+            disjoint &= apart
+
+            # Windows of one shape go into batches together.
+            by_shape: dict[Any, list[int]] = {}
+            for row, shown in enumerate(dealt):
+                by_shape.setdefault(tuple(_shape_key(embedded[int(image)]) for image in shown), []).append(row)
+            for rows in by_shape.values():
+                for start in range(0, len(rows), batch):
+                    part = rows[start : start + batch]
+                    padded = min(batch, 1 << (len(part) - 1).bit_length())  # a power of two
+                    repeated = [*part, *part[-1:] * (padded - len(part))]
+                    columns = dealt[repeated].T.tolist()
+                    tokens = [_stacked([embedded[image] for image in column]) for column in columns]
+                    specs.append(WindowSpec(tokens, first + np.asarray(repeated), bool(side), len(part)))
+            first += windows
+
+        content = f"{len(paths)} images of {folder.name or folder}, like sizes together, digest {digest_of(paths)}"
+        return cls(content, chunks, halves(count), disjoint, tuple(specs), tuple(questions))
+
+    def load(self, backbone: ModelBackbone, spec: WindowSpec, folder: Path) -> WindowBatch:
+        """Prefills a batch."""
+        mark = hashlib.blake2b(spec.clusters.tobytes(), digest_size=8).hexdigest()
+        images = []
+        for place, tokens in enumerate(spec.batch):
+            image = of_tokens(backbone, tokens, f"image {place}", f"{mark} image {place}")
+            images.append(roomy_image(image, backbone))
+
+        rows = len(spec.clusters)
+        parts = questions_of(backbone, self.questions, rows)
+        questions = packed(parts, backbone.layout.rope.axes, f"{len(parts)} questions, the next token behind each")
+        questions.valid[spec.count :] = False
+        pieces, older = tuple(images[: self.chunks]), tuple(images[self.chunks :])
+        return WindowBatch(
+            backbone=backbone,
+            lead=lead_of(backbone, rows),
+            pieces=pieces,
+            older=older,
+            other=older[0],
+            questions=questions,
+            clusters=spec.clusters,
+            held_out=spec.held_out,
+        )
+
+    def size(self, backbone: ModelBackbone, spec: WindowSpec) -> int:
+        """Returns the tokens of the chunks of one window."""
+        return sum(tokens.embeddings.shape[1] for tokens in spec.batch[: self.chunks])
+
+
+def deal(
+    pool: np.ndarray, windows: int, count: int, rng: np.random.Generator, sizes: Mapping[int, Any] | None = None
+) -> tuple[Int[np.ndarray, "n k"], bool]:
+    """Draws what each window shows, [windows, count]; and whether no two windows show the same.
+
+    If the pool is too small, windows share items. If it is smaller than one window with what was there before, items
+    that were there before repeat those that are shown, in another order.
+
+    Args:
+      sizes: of all items in the pool: then a window shows neighbours by size.
+    """
+
+    def by_size(drawn: np.ndarray) -> np.ndarray:
+        return np.array(sorted(drawn.tolist(), key=sizes.__getitem__), int) if sizes else drawn
+
+    if len(pool) >= windows * count:
+        return by_size(rng.permutation(pool)[: windows * count]).reshape(windows, count), True
+
+    rows = []
+    for _ in range(windows):
+        drawn, first = by_size(rng.permutation(pool)), int(rng.integers(max(len(pool) - count, 0) + 1))
+        drawn = drawn[first : first + count] if sizes else drawn[:count]
+        rows.append(np.concatenate([drawn, rng.permutation(drawn)])[:count])
+    return np.stack(rows), False
+
+
+def roomy_image(image: Image, backbone: ModelBackbone) -> Image:
+    """Pads an image's chunk to its bucket, on the host, so that one program serves all sizes of a bucket."""
+    chunk, room = image.chunk, bucket(backbone, image.chunk.length)
+    kv = {name: filled(value, room, 2) for name, value in chunk.kv.items()}
+    return Image(image.tokens, dataclasses.replace(chunk, kv=kv, local=filled(chunk.local, room, 0)))
+
+
+def _size_key(tokens: Tokens) -> tuple[int, bytes]:
+    """Sort key that puts images of one shape next to one another, in order of their tokens."""
+    return tokens.embeddings.shape[1], np.asarray(tokens.positions).tobytes()
+
+
+def _shape_key(tokens: Tokens) -> tuple[Any, ...]:
+    return tokens.embeddings.shape, np.asarray(tokens.positions).tobytes()
+
+
+def _stacked(rows: Sequence[Tokens]) -> Tokens:
+    # Positions stay on the host, where they are read.
+    whole = jax.tree.map(lambda *parts: np.concatenate([np.asarray(part) for part in parts]), *rows)
+    return jax.tree.map(jnp.asarray, whole)._replace(positions=whole.positions)
+
+
+# --------------------------------------------------------------------------------------------------------- texts
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSource(WindowSource):
+    """Windows of consecutive pieces of documents, after the pieces in front of them."""
+
+    modality: ClassVar[str] = "text"
+    questions: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        backbone: ModelBackbone,
+        folder: Path | None,
+        count: int,
+        batch: int,
+        seed: int,
+        chunks: int,
+        questions: Sequence[str],
+    ) -> "TextSource":
+        """Plans windows, one of each document, of a folder or of the standard library's documentation.
+
+        Raises:
+          InputError: too few documents that are long enough.
+        """
+        size = 2 * chunks * PIECE + CONTINUED
+        paths = files_in(folder, "texts") if folder is not None else _library()
+        rng, documents = np.random.default_rng(seed), []
+        for place in rng.permutation(len(paths)):
+            path = paths[place]
+            text = path.read_text(encoding="utf-8", errors="replace") if folder is not None else documentation(path)
+            if len(text) < 2 * size:  # no tokenizer takes fewer than two characters of prose a token
+                continue
+            ids = np.asarray(backbone.prepare([kvp.Text(text[: 16 * size])])["input_ids"])[0]
+            if len(ids) >= size:
+                documents.append(ids[:size].astype(np.int32))
+            if len(documents) == count:
+                break
+        if len(documents) < 4:
+            where = folder or "the standard library's documentation"
+            raise InputError(f"certify: {len(documents)} texts of {size} tokens in {where}; expected 4 or more")
+
+        specs, first = [], 0
+        for side, windows in enumerate(halves(len(documents))):
+            for start in range(0, windows, batch):
+                clusters = first + np.arange(start, min(start + batch, windows))
+                specs.append(WindowSpec(np.stack([documents[own] for own in clusters]), clusters, bool(side)))
+            first += windows
+
+        digest = hashlib.blake2b(np.stack(documents).tobytes(), digest_size=8).hexdigest()
+        where = "the standard library's documentation" if folder is None else folder.name or str(folder)
+        content = f"{len(documents)} texts of {where}, {PIECE} tokens a chunk, digest {digest}"
+        return cls(content, chunks, halves(len(documents)), True, tuple(specs), tuple(questions))
+
+    def load(self, backbone: ModelBackbone, spec: WindowSpec, folder: Path) -> WindowBatch:
+        """Prefills a batch."""
+        ids, rows = spec.batch, len(spec.clusters)
+        mark = hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
+        pieces = []
+        for place in range(2 * self.chunks):
+            part = ids[:, place * PIECE : (place + 1) * PIECE]
+            pieces.append(of_ids(backbone, part, f"piece {place}", f"{mark} piece {place}"))
+
+        # The continuation is scored in two halves, the second of them given the first.
+        behind = ids[:, 2 * self.chunks * PIECE :]
+        half = behind.shape[1] // 2
+        parts: list[Any] = [(behind[:, :half], range(half)), (behind, range(half, behind.shape[1]))]
+        with contextlib.suppress(InputError):  # no known words: the continuation is scored anyway
+            parts += questions_of(backbone, self.questions, rows)
+        description = f"the next {behind.shape[1]} tokens in two halves, and {len(parts) - 2} questions, a token each"
+        return WindowBatch(
+            backbone=backbone,
+            lead=lead_of(backbone, rows),
+            pieces=tuple(pieces[self.chunks :]),
+            older=tuple(pieces[: self.chunks]),
+            other=pieces[0],
+            questions=packed(parts, backbone.layout.rope.axes, description),
+            clusters=spec.clusters,
+            held_out=spec.held_out,
+        )
+
+    def size(self, backbone: ModelBackbone, spec: WindowSpec) -> int:
+        """Returns the tokens of the chunks of one window."""
+        return self.chunks * PIECE
+
+
+def _library() -> list[Path]:
+    paths = [*LIBRARY.glob("[a-z]*.py"), *LIBRARY.glob("[a-z]*/[a-z_]*.py")]
+    return sorted(path for path in paths if path.parts[-2] not in ("site-packages", "test"))
+
+
+# ---------------------------------------------------------------------------------------------------- common
+
+
+def lead_of(backbone: ModelBackbone, rows: int) -> Image:
+    """Returns the pinned lead: a sentence, or the small task's if the tokenizer knows none of its words."""
+    try:
+        ids = np.asarray(backbone.prepare([kvp.Text(LEAD)])["input_ids"])
+    except InputError:
+        ids = np.zeros((1, 0), int)
+    if not ids.shape[1]:
+        return lead_image(backbone, rows)
+    return of_ids(backbone, np.repeat(ids.astype(np.int32), rows, axis=0), "lead", LEAD)
+
+
+def files_in(folder: Path, kind: str) -> list[Path]:
+    """Returns the images or texts in a folder and below it, by name.
+
+    Raises:
+      InputError: the folder is missing, or holds none.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES[kind] and path.is_file())
+    if not paths:
+        reason = "is no folder" if not folder.is_dir() else f"holds no {kind}"
+        suffixes = ", ".join(sorted(SUFFIXES[kind]))
+        raise InputError(f"--{kind}={folder} {reason}; expected a folder with files {suffixes}")
+    return paths
+
+
+def digest_of(paths: Sequence[Path]) -> str:
+    """Digests the files' bytes: 16 hexadecimal digits."""
+    total = hashlib.blake2b(digest_size=8)
+    for path in paths:
+        total.update(hashlib.blake2b(path.read_bytes(), digest_size=16).digest())
+    return total.hexdigest()

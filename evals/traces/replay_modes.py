@@ -1,0 +1,340 @@
+"""Modes of serving a trace's windows: whole prompts, prompts behind a prefix cache, and our windows.
+
+Every mode answers the same questions about the same pieces. Its forwards, FLOPs and bytes are those of answering.
+Patches are formed in the background by `ReplayPatches`, whose forwards are counted apart.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Float
+
+import kvpatch_jax as kvp
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.cache import Member
+from kvpatch_jax.patching import one_behind_the_other
+from kvpatch_jax.window import (
+    KEEP,
+    PREFILL,
+    Costs,
+    Edits,
+    Entry,
+    PagedExecutor,
+    PatchNote,
+    PlacedPiece,
+    ServingChoice,
+    Window,
+    arrange,
+)
+from models import ModelBackbone
+
+from ..bench.window_loop import PrefixCache, canonical_of
+from ..oracles import HostExecutor
+from .window_tracker import Moment, TraceConfig, TraceContents, TracedClose, TracedFork, TracedQuestion
+
+PAGE = 16
+PAGES = 512
+Policy = Literal["prefill", "patch", "blind"]
+
+
+class ReplayStep(NamedTuple):
+    """Answer to one question, with its forwards, its FLOPs, and the bytes of KV read and written."""
+
+    logits: Float[np.ndarray, " V"]
+    forwards: int
+    flops: int
+    bytes: int
+
+
+# -------------------------------------------------------------------------------------------------------- prompts
+
+
+class PromptReplay:
+    """Replay by prefilling every question's whole prompt."""
+
+    def __init__(self, backbone: ModelBackbone, contents: TraceContents):
+        """Starts without any history."""
+        self.backbone, self.contents = backbone, contents
+        self.costs = Costs.of(backbone, np.float32)
+
+    def see(self, moment: Moment) -> ReplayStep | None:
+        """Answers a question. Forks and ends cost nothing."""
+        return self.ask(moment) if isinstance(moment, TracedQuestion) else None
+
+    def ask(self, question: TracedQuestion) -> ReplayStep:
+        """Prefills the whole prompt."""
+        keys, prompt = self.prompt(question)
+        output = self.backbone.prefill(prompt)
+        return self.step(output.logits, len(keys), 0)
+
+    def prompt(self, question: TracedQuestion) -> tuple[list[tuple[str, int]], Tokens]:
+        """Returns what identifies each token of a prompt, and the tokens at their positions."""
+        parts, keys, start = [], [], 0
+        for entry in question.pieces:
+            parts.append(self.contents.pieces[entry.content or ""].shift(start))
+            keys += [(entry.content or "", place) for place in range(entry.tokens)]
+            start += entry.span
+
+        asked = self.contents.questions[question.text]
+        parts.append(asked.shift(start))
+        keys += [(f"question {question.text}", place) for place in range(asked.embeddings.shape[1])]
+        return keys, one_behind_the_other(parts)
+
+    def step(self, logits: Any, tokens: int, preceding: int) -> ReplayStep:
+        """Returns the answer of one forward with one token's logits."""
+        cost = self.costs.prefill(tokens, preceding, logits=1)
+        return ReplayStep(np.asarray(logits)[0, -1], 1, cost["flops"], cost["bytes"])
+
+
+class CachedPrompt(NamedTuple):
+    """A prompt that was computed: keys of its tokens, its KV, and its positions."""
+
+    keys: list[tuple[str, int]]
+    kv: Mapping[str, Array]
+    positions: np.ndarray
+
+
+class PrefixReplay(PromptReplay):
+    """Replay behind an engine's prefix cache without eviction: the longest prefix of any prompt, in blocks of 16."""
+
+    def __init__(self, backbone: ModelBackbone, contents: TraceContents):
+        """Starts with an empty cache."""
+        super().__init__(backbone, contents)
+        self.cache = PrefixCache()
+        self.prompts: list[CachedPrompt] = []
+
+    def ask(self, question: TracedQuestion) -> ReplayStep:
+        """Prefills what no earlier prompt began with."""
+        keys, prompt = self.prompt(question)
+        hit, context, prefix = self.cache.hit(keys), None, {}
+        if hit:
+            cached = next(earlier for earlier in self.prompts if earlier.keys[:hit] == keys[:hit])
+            prefix = {name: value[:, :, :hit] for name, value in cached.kv.items()}
+            context = kvp.to_engine(self.backbone.layout, prefix, cached.positions[:, :hit], 0)
+
+        output = self.backbone.prefill(prompt.take(hit, len(keys)), context)
+        kv = dict(output.kv)
+        if hit:
+            kv = {name: np.concatenate([prefix[name], value], 2) for name, value in kv.items()}
+        host = {name: np.asarray(value) for name, value in kv.items()}
+        self.prompts.append(CachedPrompt(keys, host, np.asarray(prompt.positions)))
+        return self.step(output.logits, len(keys) - hit, hit)
+
+
+# -------------------------------------------------------------------------------------------------------- patches
+
+
+class ReplayPatches:
+    """Canonicals and patches, and the prefills that patches are formed of: what a store would hold.
+
+    Attributes:
+      forwards, flops: of canonicals, in the background.
+      patches: by chunk, antecedent and rank.
+    """
+
+    def __init__(self, backbone: ModelBackbone, contents: TraceContents):
+        """Starts empty."""
+        self.backbone, self.contents = backbone, contents
+        self.forwards = self.flops = 0
+        self._prefills: dict[tuple[str, str], tuple[kvp.Antecedent, Mapping[str, np.ndarray]]] = {}
+        self._chunks: dict[tuple[str, str], kvp.Chunk] = {}
+        self.patches: dict[tuple[str, str, int], kvp.Patch] = {}
+
+    def __call__(self, window: Window, id: str, tokens: Tokens, length: int, kv: Mapping[str, Array]) -> None:
+        """Records a prefill, as `PatchFormer` does."""
+        piece = window.piece(id)
+        behind_own_front = piece.state.kind == "conditioned" and piece.state.behind == piece.front
+        if piece.entry.kind != "chunk" or not behind_own_front:
+            return
+
+        antecedent = window.antecedent(id)
+        rows = {name: np.asarray(value)[:, 0, :length] for name, value in kv.items()}
+        self._prefills[_prefill_key(piece.entry, antecedent)] = antecedent, rows
+        self.chunk(piece.entry, None if antecedent.members else rows)
+
+    def has_chunk(self, entry: Entry) -> bool:
+        """Whether it has a canonical."""
+        return (entry.id, entry.content or "") in self._chunks
+
+    def chunk(self, entry: Entry, kv: Mapping[str, np.ndarray] | None = None) -> kvp.Chunk:
+        """Returns a canonical: of `kv`, a prefill without anything in front, or of one more forward."""
+        key = entry.id, entry.content or ""
+        if key not in self._chunks:
+            tokens = self.contents.pieces[key[1]]
+            if kv is None:
+                self.forwards += 1
+                self.flops += self.backbone.forward_costs.flops(entry.tokens)
+                canonical = canonical_of(self.backbone, tokens, entry.id)
+                kv = {name: np.asarray(value) for name, value in canonical.kv.items()}
+            self._chunks[key] = kvp.Chunk(
+                kv=dict(kv),
+                local=np.asarray(tokens.positions)[0],
+                span=entry.span,
+                length=entry.tokens,
+                id=entry.id,
+                layout=self.backbone.layout,
+                backbone=self.backbone.fingerprint,
+                content=entry.content,
+            )
+        return self._chunks[key]
+
+    def patch(self, entry: Entry, target: kvp.Antecedent, rank: int) -> kvp.Patch | None:
+        """Returns the patch of a chunk behind exactly this antecedent; None if no prefill happened there."""
+        key = _prefill_key(entry, target)
+        if key not in self._prefills or not target.members:
+            return None
+        if (*key, rank) not in self.patches:
+            antecedent, kv = self._prefills[key]
+            self.patches[*key, rank] = kvp.form_patch(self.chunk(entry), kv, rank, antecedent)
+        return self.patches[*key, rank]
+
+    def sizes(self, rank: int) -> tuple[int, int, int]:
+        """Returns the bytes of all canonicals, the bytes of the patches of a rank, and how many these are."""
+        of_rank = [patch for key, patch in self.patches.items() if key[2] == rank]
+        canonicals = sum(chunk.nbytes for chunk in self._chunks.values())
+        return canonicals, sum(patch.nbytes for patch in of_rank), len(of_rank)
+
+
+def _prefill_key(entry: Entry, antecedent: kvp.Antecedent) -> tuple[str, str]:
+    return f"{entry.id} {entry.content}", antecedent.digest
+
+
+# -------------------------------------------------------------------------------------------------------- windows
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowPolicy:
+    """How windows serve pieces that come in, return or move.
+
+    * `prefill`: by a forward behind the pieces in front; no patch, no canonical.
+    * `patch`: by a stored patch if one was formed behind exactly the same, else by a forward, which leaves one. Windows
+      that forget are served all by patches or all by forwards, because patches are formed behind exact pieces.
+    * `blind`: by its canonical alone.
+
+    Attributes:
+      name: one of these.
+      patches: where patches and canonicals come from.
+      rank: of the patches.
+      learn: whether prefills add to `patches`.
+      host: whether to run on plain arrays, the reference.
+    """
+
+    name: Policy
+    patches: ReplayPatches | None = None
+    rank: int = 0
+    learn: bool = True
+    host: bool = False
+
+
+class WindowReplay:
+    """Replay by our windows: pieces that stay keep their KV, and their keys rotate.
+
+    Attributes:
+      hits, misses: pieces behind others that a patch served, and that lacked one.
+    """
+
+    def __init__(self, backbone: ModelBackbone, contents: TraceContents, config: TraceConfig, policy: WindowPolicy):
+        """Starts without windows."""
+        self.contents, self.config, self.policy = contents, config, policy
+        self.costs = Costs.of(backbone, np.float32)
+        self.executor = HostExecutor(backbone) if policy.host else PagedExecutor(backbone, PAGES, PAGE, "float32")
+        if policy.patches is not None and policy.learn:
+            self.executor.formers.append(policy.patches)
+        self.windows: dict[str, Window] = {}
+        self.trees = 0
+        self.hits = self.misses = 0
+
+    def see(self, moment: Moment) -> ReplayStep | None:
+        """Answers a question, brings a window up to date and forks it, or releases it."""
+        before = self.executor.ledger
+        if isinstance(moment, TracedQuestion):
+            window, edits = self._served(moment.session, moment.pieces)
+            question = self.contents.questions[moment.text]
+            logits = np.asarray(self.executor.ask(window, edits, question))[0, -1]
+            self.windows[moment.session] = window
+            return self._step(logits, before)
+
+        if isinstance(moment, TracedFork):
+            window, edits = self._served(moment.session, moment.pieces)
+            self.executor.run(window, edits)
+            self.windows[moment.session] = window
+            branch, edits = window.fork(moment.branch.replace("/", "-"))
+            self.executor.run(branch, edits)
+            self.windows[moment.branch] = branch
+            return self._step(np.zeros(0, np.float32), before)
+
+        assert isinstance(moment, TracedClose)
+        closed = self.windows.pop(moment.session, None)
+        if closed is not None and isinstance(self.executor, PagedExecutor):
+            self.executor.release(closed.branch)
+        return None
+
+    def _step(self, logits: np.ndarray, before: Any) -> ReplayStep:
+        spent = self.executor.ledger - before
+        # A forward over a piece counts as two launches: itself, and the one that writes its KV.
+        forwards = (spent.of("Prefill").launches + spent.of("Recompute").launches) // 2
+        return ReplayStep(logits, forwards + spent.of("question").launches, spent.total.flops, spent.total.bytes)
+
+    def _served(self, session: str, wanted: Sequence[Entry]) -> tuple[Window, Edits]:
+        """Returns a session's window with these pieces, and the edits that lead there."""
+        window = self.windows.get(session)
+        if window is None:
+            self.trees += 1
+            config, branch = self.config, f"replay {self.trees}"
+            window = Window.empty(self.costs, promise=config.promise, lead=config.lead, branch=branch)
+        for entry in wanted:
+            tokens = self.contents.pieces[entry.content or ""]
+            self.executor.provide(entry.id, tokens=tokens, content=entry.content)
+
+        arranged = arrange(window, wanted)
+        by_patches = self._may_patch(wanted)
+        choices = []
+        for piece, kept in zip(arranged.window.pieces, arranged.kept, strict=True):
+            stays = kept and self._may_stay(arranged.window, piece, by_patches)
+            choices.append(KEEP if stays else self._choice(arranged.window, piece.entry, by_patches))
+        return arranged.serve(choices)
+
+    def _may_patch(self, wanted: Sequence[Entry]) -> bool:
+        """Whether patches may be used. In a window that forgets, every piece behind the first must have one."""
+        patches = self.policy.patches
+        if self.policy.name != "patch" or patches is None or self.config.promise == "remember":
+            return self.policy.name == "patch"
+        front: list[Member] = []
+        for entry in wanted:
+            if front and patches.patch(entry, kvp.Antecedent(tuple(front)), self.policy.rank) is None:
+                return False
+            front.append(Member(entry.id, entry.content))
+        return True
+
+    def _may_stay(self, window: Window, piece: PlacedPiece, by_patches: bool) -> bool:
+        """Whether a piece that is in the window may stay as it is."""
+        if piece.fidelity == "exact":
+            return True
+        index = window.index(piece.id)
+        if self.config.promise == "remember":  # if it has seen all that precedes it
+            return index == 0 or window.pieces[index - 1].latest <= piece.born
+        if self.policy.name == "blind" or (by_patches and not index):
+            return piece.state.kind == "bare"
+        return by_patches and piece.state.kind == "patched" and piece.state.behind == window.target(piece.id).digest
+
+    def _choice(self, window: Window, entry: Entry, by_patches: bool) -> ServingChoice:
+        """Returns how the policy serves a piece that comes in, or that cannot stay as it is."""
+        patches, target = self.policy.patches, window.target(entry.id)
+        if patches is None or entry.kind == "text":
+            return PREFILL
+
+        # With nothing in front the canonical is what a prefill gives.
+        leads = by_patches and self.config.promise == "forget" and not target.members and patches.has_chunk(entry)
+        if self.policy.name == "blind" or leads:
+            self.executor.provide(entry.id, chunk=patches.chunk(entry))
+            return ServingChoice("bare")
+
+        patch = patches.patch(entry, target, self.policy.rank) if by_patches else None
+        self.hits += patch is not None
+        self.misses += patch is None and bool(target.members)
+        if patch is None:
+            return PREFILL
+        self.executor.provide(entry.id, chunk=patches.chunk(entry), patch=patch)
+        return ServingChoice("patch", PatchNote.of(patch))
