@@ -60,7 +60,8 @@ TUPLE_FIELD = type(NamedTuple("OneField", [("field", int)]).field)
 """What autodoc would call "Alias for field number 0", a second time."""
 
 
-HEADERS = ("Args:", "Attributes:", "Raises:")
+HEADERS = ("Args:", "Attributes:", "Raises:", "Returns:")
+ENTRY = re.compile(r"\*{0,2}\w+(, \*{0,2}\w+)*: ")
 
 
 def one_row_each(what, name, obj):
@@ -89,6 +90,11 @@ def split_rows(app, what, name, obj, options, lines):
     def end_entry():
         if entry:
             text = " ".join(line.strip() for line in entry)
+            if section == "Returns:":
+                # Napoleon would take what precedes a colon, as in {channel: [L, T, K, H]}, for a type.
+                made.append(f":returns: {text}")
+                entry.clear()
+                return
             found = pattern(section)
             indent = " " * (len(entry[0]) - len(entry[0].lstrip()))
             made.extend(indent + part for part in (re.split(found, text) if found else [text]))
@@ -98,9 +104,9 @@ def split_rows(app, what, name, obj, options, lines):
         if line.strip() in HEADERS and not line.startswith(" "):
             end_entry()
             section = line.strip()
-            made.append(line)
+            made.append(line if section != "Returns:" else "")
         elif section and line.startswith("  ") and line.strip():
-            if len(line) - len(line.lstrip()) == 2:
+            if section != "Returns:" and len(line) - len(line.lstrip()) == 2 and ENTRY.match(line.strip()):
                 end_entry()
             entry.append(line)
         else:

@@ -33,7 +33,7 @@ class Benchmark:
     run: Callable[..., dict[str, Any]]
     labels: tuple[str, ...] = ()
     table: Callable[[dict[str, Any]], str] | None = None
-    draw: Callable[[Mapping[str, Any], Path], None] | None = None
+    draw: Callable[[Mapping[str, Any], Path], object] | None = None
 
     def format(self, result: dict[str, Any]) -> str:
         """Formats a result of `run` as Markdown."""

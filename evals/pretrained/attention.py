@@ -1,4 +1,4 @@
-"""Which cached tokens a query looks at: what query-aware repairs choose by.
+"""Attention that cached tokens receive from a query: what query-aware repairs choose by.
 
 Source: InfoFlow KV (Information-Flow-Aware KV Recomputation for Long Context): attention of the query over the cached
 chunks at their global positions. Here of a few layers, all heads, over the blind cache; the query is the text that is
@@ -6,7 +6,7 @@ scored, so it is known better than a server would know it.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,17 +19,17 @@ from kvpatch_jax.core import rope_tables, rotate
 
 
 def layers_of(backbone: Any) -> tuple[int, ...]:
-    """The layers whose attention is looked at: at a quarter, a half, three quarters, and the last."""
+    """Returns the layers whose attention is used: at a quarter, a half, three quarters, and the last."""
     count = backbone.layout.layers
     return tuple(sorted({count // 4, count // 2, 3 * count // 4, count - 1}))
 
 
-def read_and_look(
+def read_with_attention(
     backbone: Any, tokens: Tokens, cache: Mapping[str, Array]
 ) -> tuple[Float[Array, "B n V"], Float[Array, "L B S"]]:
-    """Reads tokens behind a cache: their logits, and the attention that each cached token got at each layer.
+    """Reads tokens after a cache: their logits, and the attention that each cached token receives at each layer.
 
-    Summed over heads and over the tokens that look. Of grouped and multi-head attention alone.
+    Summed over heads and over the tokens that are read. Of grouped and multi-head attention alone.
     """
     out = backbone.prefill(tokens, context=cache, logits="all", hidden_at=tuple(range(backbone.layout.layers)))
     residual = jnp.stack([out.hidden[layer] for layer in range(backbone.layout.layers)])
@@ -41,20 +41,34 @@ def read_and_look(
 def _mass(
     graph: Any, state: Any, residual: Float[Array, "L B n D"], positions: Array, keys: Float[Array, "L B S K H"]
 ) -> Float[Array, "L B S"]:
+    query_scores = _query_scores(graph, state, positions)
+
+    def mass_at(layer: Array) -> Float[Array, "B S"]:
+        scores = query_scores(layer, residual[layer])(keys[layer])
+        return jax.nn.softmax(scores, axis=-1).sum((1, 2, 3))
+
+    return jax.lax.map(mass_at, jnp.arange(keys.shape[0]))
+
+
+def _query_scores(graph: Any, state: Any, positions: Any) -> Callable[..., Callable[[Array], Array]]:
+    """Returns a function of layer and residual [B,T,D] that scores keys [B,S,K,H]: scaled products [B,K,G,T,S]."""
     decoder = nnx.merge(graph, state).decoder
     rope = decoder.config.rope
     cos, sin = rope_tables(rope, positions)
     kind, stack = nnx.split(decoder.layers)
 
-    def at(layer: Array) -> Float[Array, "B S"]:
-        own = nnx.merge(kind, jax.tree.map(lambda leaf: leaf[layer], stack))
-        query, _ = own.attention.project(own.input_norm(residual[layer]))
-        turned = rotate(query["turning"], cos, sin, rope.cached, rope.attention_scaling)
-        grouped = turned.reshape(*turned.shape[:2], keys.shape[3], -1, keys.shape[4])
-        scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, keys[layer]) * keys.shape[4] ** -0.5
-        return jax.nn.softmax(scores, axis=-1).sum((1, 2, 3))
+    def at_layer(layer: Any, residual: Array) -> Callable[[Array], Array]:
+        block = nnx.merge(kind, jax.tree.map(lambda leaf: leaf[layer], stack))
+        query, _ = block.attention.project(block.input_norm(residual))
+        rotated = rotate(query["turning"], cos, sin, rope.cached, rope.attention_scaling)
 
-    return jax.lax.map(at, jnp.arange(keys.shape[0]))
+        def scores(keys: Array) -> Array:
+            grouped = rotated.reshape(*rotated.shape[:2], keys.shape[2], -1, keys.shape[3])
+            return jnp.einsum("BTKGH,BSKH->BKGTS", grouped, keys) * keys.shape[3] ** -0.5
+
+        return scores
+
+    return at_layer
 
 
 def attention_shift(
@@ -65,7 +79,7 @@ def attention_shift(
     fresh: Float[Array, "B S K H"],
     spliced: Float[Array, "B S K H"],
 ) -> Float[Array, "B T"]:
-    """Measures how much attention a chunk's tokens get otherwise, at one layer, over its spliced keys than over fresh.
+    """Measures how attention to a chunk's tokens differs, at one layer, over its spliced keys from over fresh ones.
 
     Σ |A(fresh) − A(spliced)| over heads and over the chunk's tokens as queries, which are the last of the keys.
     """
@@ -75,19 +89,11 @@ def attention_shift(
 
 @functools.partial(jax.jit, static_argnames=("graph", "layer"))
 def _shift(graph: Any, state: Any, layer: int, residual: Array, positions: Array, fresh: Array, spliced: Array):
-    decoder = nnx.merge(graph, state).decoder
-    rope = decoder.config.rope
-    cos, sin = rope_tables(rope, positions)
-    kind, stack = nnx.split(decoder.layers)
-    own = nnx.merge(kind, jax.tree.map(lambda leaf: leaf[layer], stack))
-    query, _ = own.attention.project(own.input_norm(residual))
-    turned = rotate(query["turning"], cos, sin, rope.cached, rope.attention_scaling)
-    queries, keys = turned.shape[1], fresh.shape[1]
+    scores = _query_scores(graph, state, positions)(layer, residual)
+    queries, keys = residual.shape[1], fresh.shape[1]
     seen = jnp.arange(keys) <= jnp.arange(keys - queries, keys)[:, None]
 
-    def attended(cached: Float[Array, "B S K H"]) -> Float[Array, "B K G T S"]:
-        grouped = turned.reshape(*turned.shape[:2], cached.shape[2], -1, cached.shape[3])
-        scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, cached) * cached.shape[3] ** -0.5
-        return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    def attention(cached: Float[Array, "B S K H"]) -> Float[Array, "B K G T S"]:
+        return jax.nn.softmax(jnp.where(seen, scores(cached), -jnp.inf), axis=-1)
 
-    return jnp.abs(attended(fresh) - attended(spliced)).sum((1, 2, 3))[:, keys - queries :]
+    return jnp.abs(attention(fresh) - attention(spliced)).sum((1, 2, 3))[:, keys - queries :]

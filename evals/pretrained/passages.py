@@ -1,10 +1,9 @@
-"""A batch of passages behind their antecedents: canonical, conditioned KV and the reference, from two forwards.
+"""A batch of passages after their antecedents: canonical, conditioned KV and the reference, from two forwards.
 
-Axis letters: B passages, A tokens in front, T tokens of a passage, n tokens that are read behind it, L layers, K KV
-heads, H head width, V vocabulary.
+Axis letters: B passages, A tokens of an antecedent, T tokens of a passage, n tokens that are read after it, L layers,
+K KV heads, H head width, V vocabulary.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -22,24 +21,26 @@ CHECK_LAYER = 1
 
 
 def placed(tokens: Tokens, start: int) -> Tokens:
-    """Tokens with the positions start, start+1, … in every row."""
+    """Gives tokens the positions start, start+1, … in every row."""
     rows, count = tokens.embeddings.shape[:2]
     positions = np.repeat(np.arange(start, start + count, dtype=np.int32)[None], rows, axis=0)
     return tokens._replace(positions=positions)
 
 
 def cut(kv: KV, start: int, count: int) -> dict[str, Array]:
-    """The tokens start … start+count-1 of KV [L,B,T,K,H]."""
+    """Cuts the tokens start … start+count-1 from KV [L,B,T,K,H]."""
     return {name: value[:, :, start : start + count] for name, value in kv.items()}
 
 
 class Passages:
-    """Passages, each behind its own antecedent.
+    """Passages, each after its own antecedent.
 
     Attributes:
-      chunk: the canonicals, a batch. front: KV of what stands in front, engine frame. conditioned: KV(B|A), phase-free.
-      logits: what a re-prefill says of the tokens behind, float32 [B,n,V].
-      ids: the tokens behind, [B,n].
+      chunk: the canonicals, a batch.
+      front: KV of the antecedents, engine frame.
+      conditioned: KV(B|A), phase-free.
+      logits: a re-prefill's logits of the tokens after the passage, float32 [B,n,V].
+      ids: the tokens after the passage, [B,n].
       checked: the passages' residual in context where repairs compare, at CHECK_LAYER [B,T,D].
     """
 
@@ -52,14 +53,17 @@ class Passages:
         behind: Int[np.ndarray, "B n"],
         text: Tokens | None = None,
     ):
-        """Takes KV of what stands in front and of the passages alone, phase-free, and prefills the passages behind.
+        """Prefills the passages after their antecedents.
 
-        `text`: passages and what is read behind them, embedded already: passages that are images.
+        Args:
+          front, canonical: KV of the antecedents and of the passages alone, phase-free.
+          ids, behind: the passages, and the tokens that are read after them.
+          text: both, embedded already: passages that are images.
         """
         self.backbone, self.ids = backbone, np.asarray(behind)
         self.rows, self.length = ids.shape
         self.start = next(iter(front.values())).shape[2]
-        self.front = self.turned(front, 0)
+        self.front = self.rotate(front, 0)
         self.chunk = kvp.Chunk(
             kv=dict(canonical),
             local=np.arange(self.length, dtype=np.int32),
@@ -86,37 +90,37 @@ class Passages:
         """Its one name: every row has its own."""
         return ("in front",)
 
-    def turned(self, kv: KV, start: int) -> dict[str, Array]:
-        """Phase-free KV in the engine frame, from `start` on."""
+    def rotate(self, kv: KV, start: int) -> dict[str, Array]:
+        """Rotates phase-free KV to the engine frame, from `start` on."""
         count = next(iter(kv.values())).shape[2]
         return dict(kvp.to_engine(self.backbone.layout, kv, np.arange(count, dtype=np.int32), start))
 
     def cache(self, own: KV) -> dict[str, Array]:
-        """A cache of antecedent and passage, whose engine-frame KV is given."""
+        """Joins the antecedent and a passage's engine-frame KV to a cache."""
         return joined(dict(self.front), dict(own))
 
     def serve(self, patch: kvp.Patch | None = None, stale: bool = False) -> dict[str, Array]:
-        """The cache with the canonicals moved and patched."""
+        """Makes the cache with the canonicals moved and patched."""
         return self.cache(
             kvp.apply_patch(kvp.Placed(self.chunk, patch, self.start, self.antecedent, allow_stale=stale))
         )
 
     def patch(self, rank: int, conditioned: KV | None = None) -> kvp.Patch:
-        """The passages' patch by a full SVD, of this conditioned KV or of their own; smaller ranks are its slices."""
+        """Forms the passages' patch by a full SVD, of this conditioned KV or their own; lower ranks are its slices."""
         kv = self.conditioned if conditioned is None else dict(conditioned)
         return kvp.form_patch(self.chunk, kv, rank, self.antecedent, method="exact", dense=False)
 
     def splice(self) -> SplicedCache:
-        """What token repairs begin with."""
+        """Makes what token repairs start from: the blind cache and the passages' tokens."""
         slots = np.repeat(np.arange(self.start, self.start + self.length)[None], self.rows, axis=0)
         return SplicedCache(self.tokens, self.serve(), jnp.asarray(slots), conditioned=self.conditioned)
 
     def read(self, cache: KV, behind: Tokens | None = None) -> Float[Array, "B n V"]:
-        """Reads the text behind a cache: its logits."""
+        """Reads the text after a cache: its logits."""
         return self.backbone.prefill(self.after if behind is None else behind, context=cache, logits="all").logits
 
     def scored(self, logits: Float[Array, "B n V"]) -> list[dict[str, float]]:
-        """KL in nats, flips and loss of each passage, for an arm's logits."""
+        """Computes KL in nats, flips and loss of each passage, for an arm's logits."""
         return scores(self.logits, logits, self.ids)
 
 
@@ -129,19 +133,19 @@ def joined(front: KV, own: KV) -> dict[str, Array]:
 def scores(
     reference: Float[Array, "B n V"], logits: Float[Array, "B n V"], ids: Int[np.ndarray, "B n"]
 ) -> list[dict[str, float]]:
-    """Means over a row's n tokens: KL(reference‖logits), flips of the best token, loss on the tokens that follow."""
-    columns = {name: np.asarray(value) for name, value in _compared(reference, logits, jnp.asarray(ids)).items()}
+    """Averages over a row's n tokens: KL(reference‖logits), flips of the best token, loss on the tokens that follow."""
+    columns = {name: np.asarray(value) for name, value in _scores(reference, logits, jnp.asarray(ids)).items()}
     return [{name: float(value[row]) for name, value in columns.items()} for row in range(len(ids))]
 
 
-@functools.partial(jax.jit)
-def _compared(
+@jax.jit
+def _scores(
     reference: Float[Array, "B n V"], logits: Float[Array, "B n V"], ids: Int[Array, "B n"]
 ) -> dict[str, Float[Array, " B"]]:
-    own, true = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
-    said = jnp.take_along_axis(own[:, :-1], ids[:, 1:, None], axis=-1)[..., 0]
+    found, expected = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
+    following = jnp.take_along_axis(found[:, :-1], ids[:, 1:, None], axis=-1)[..., 0]
     return {
-        "kl": (jnp.exp(true) * (true - own)).sum(-1).mean(-1),
+        "kl": (jnp.exp(expected) * (expected - found)).sum(-1).mean(-1),
         "flips": (reference.argmax(-1) != logits.argmax(-1)).astype(jnp.float32).mean(-1),
-        "loss": -said.mean(-1),
+        "loss": -following.mean(-1),
     }

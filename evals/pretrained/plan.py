@@ -1,6 +1,6 @@
 """What the suite measures: sizes, and its parts, each of which is kept when it is done.
 
-A part is one call of a few programs over one document or one batch of questions, half a minute of a core or so.
+A part is one call of a few programs over one document or one batch of questions, about half a minute of a core.
 """
 
 import dataclasses
@@ -12,15 +12,22 @@ TASKS = ("copy", "retrieve from what stands in front", "retrieve from the reused
 
 @dataclasses.dataclass(frozen=True)
 class SuitePlan:
-    """Sizes. Tokens: chunk, scored, greedy, answer, long. The rest are counts.
+    """Sizes of the suite: `chunk`, `scored`, `greedy`, `facts` and the lengths of `long` in tokens, others counts.
 
-    chunk: tokens of a passage, and of what stands in front of it. scored: the text's next tokens, that every arm reads.
-    documents: per domain, of `passages` passages each; every `wide`-th has all arms, spectra and greedy
-      continuations; 0: none has.
-    long: longer passages, (tokens, how many). windows: per domain, documents whose antecedents are varied.
-    slides: batches of documents whose first antecedent leaves. items, batch: questions per task, and at a time.
-    facts: tokens of a chunk that is asked about. fitted: passages of one more document of each domain, on which
-      VLCache's shares by layer are found; 0 leaves that arm out.
+    Attributes:
+      chunk: tokens of a passage, and of its antecedent.
+      scored: the text's next tokens, that every arm reads.
+      passages: of a document.
+      documents: per domain.
+      wide: every so many documents one has all arms, spectra and greedy continuations; 0: none has.
+      long: longer passages, (tokens, how many).
+      windows: per domain, documents whose antecedents are varied.
+      slides: batches of documents whose first antecedent leaves.
+      greedy: tokens of a continuation.
+      items, batch: questions per task, and at a time.
+      facts: tokens of a chunk that is asked about.
+      fitted: passages of one more document of each domain, on which VLCache's shares by layer are fitted; 0 leaves
+        that arm out.
     """
 
     chunk: int = 192
@@ -43,7 +50,7 @@ class SuitePlan:
         return self.chunk // 3
 
     def is_wide(self, number: int) -> bool:
-        """Whether a domain's document with this number has all arms."""
+        """Returns whether a domain's document with this number has all arms."""
         return self.wide > 0 and number % self.wide == 0
 
 
@@ -64,14 +71,19 @@ QUICK = SuitePlan(
 )
 
 
-class Part(NamedTuple):
-    """One piece of work: what kind, of which domain, length or task, and its number there.
+class SuitePart(NamedTuple):
+    """One piece of work.
 
-    share: where it stands among its kind, 0 … 1; parts of all kinds are done evenly. tokens: that it runs, about.
+    Attributes:
+      kind: what is measured.
+      group: the domain, length or task.
+      number: in the group.
+      share: its place among its kind, 0 … 1; parts of all kinds are done evenly.
+      tokens: that it runs, about.
     """
 
     kind: str
-    of: str
+    group: str
     number: int
     share: float
     tokens: int
@@ -79,32 +91,30 @@ class Part(NamedTuple):
     @property
     def name(self) -> str:
         """Its key in the file of parts."""
-        return f"{self.kind}, {self.of}, {self.number}"
+        return f"{self.kind}, {self.group}, {self.number}"
 
 
-def parts(plan: SuitePlan) -> list[Part]:
-    """Lists all parts, kinds interleaved, so that what was measured when one stops is a picture of the whole."""
+def parts(plan: SuitePlan) -> list[SuitePart]:
+    """Lists all parts, kinds interleaved, so that an unfinished run is a picture of the whole."""
     found = []
-    if plan.fitted:
-        found.append(Part("fit", "layers", 0, -1.0, 30 * plan.fitted * len(DOMAINS) * plan.scored))
     size, scored = plan.chunk, plan.scored
+
+    def add(kind: str, groups: tuple[str, ...], count: int, tokens: int) -> None:
+        for number in range(count):
+            share = (number + 0.5) / count
+            found.extend(SuitePart(kind, group, number, share, tokens) for group in groups)
+
+    if plan.fitted:
+        found.append(SuitePart("fit", "layers", 0, -1.0, 30 * plan.fitted * len(DOMAINS) * scored))
     base = (2 * plan.passages + 1) * size + 9 * plan.passages * scored + plan.passages * size // 2
     for number in range(plan.documents):
         wide = 0 if not plan.is_wide(number) else plan.passages * (38 * scored + 11 * plan.greedy + 4 * size)
         for place, domain in enumerate(DOMAINS):
             share = (number + (place + 0.5) / len(DOMAINS)) / plan.documents
-            found.append(Part("text", domain, number, share, base + wide))
+            found.append(SuitePart("text", domain, number, share, base + wide))
     for length, count in plan.long:
-        cost = size + 2 * length + 9 * scored + length // 2
-        found += [Part("long", str(length), number, (number + 0.5) / count, cost) for number in range(count)]
-    for number in range(plan.windows):
-        cost = 8 * (2 * size + scored) + 32 * scored
-        found += [Part("window", domain, number, (number + 0.5) / plan.windows, cost) for domain in DOMAINS]
-    for number in range(plan.slides):
-        cost = plan.passages * (4 * size + 6 * scored)
-        found.append(Part("slide", "all", number, (number + 0.5) / plan.slides, cost))
-    batches = -(-plan.items // plan.batch)
-    for task in TASKS:
-        cost = plan.batch * (3 * plan.facts + 9 * 24)
-        found += [Part("behaviour", task, number, (number + 0.5) / batches, cost) for number in range(batches)]
-    return sorted(found, key=lambda part: (part.share, part.kind, part.of))
+        add("long", (str(length),), count, size + 2 * length + 9 * scored + length // 2)
+    add("window", DOMAINS, plan.windows, 8 * (2 * size + scored) + 32 * scored)
+    add("slide", ("all",), plan.slides, plan.passages * (4 * size + 6 * scored))
+    add("behaviour", TASKS, -(-plan.items // plan.batch), plan.batch * (3 * plan.facts + 9 * 24))
+    return sorted(found, key=lambda part: (part.share, part.kind, part.group))

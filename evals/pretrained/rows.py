@@ -1,4 +1,4 @@
-"""Rows of results.json out of the records of finished parts: every interval over documents."""
+"""Rows of results.json from the records of finished parts: every interval is over documents."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,17 +15,18 @@ from .plan import TASKS
 Record = Mapping[str, Any]
 GROUPS = ("domain", "antecedent", "length")
 EVERY_ARM = "text.every_arm"
-"""The probe of the passages that all arms were measured on: there arms can be held against one another."""
+"""The probe of the passages that all arms were measured on: there arms can be compared with one another."""
 METRICS = ("kl", "eta", "flips", "loss", "loss_difference")
 
 
 def rows_of(parts: Sequence[Record], model: str) -> list[Row]:
-    """All rows of all parts."""
+    """Makes all rows of all parts."""
     by_kind: dict[str, list[Record]] = defaultdict(list)
     for part in parts:
-        kind, of, _ = (*part["part"].split(", "), "", "")[:3]
+        kind, group, _ = (*part["part"].split(", "), "", "")[:3]
         for record in part["records"]:
-            by_kind[kind].append({**record, "of": of})
+            by_kind[kind].append({**record, "group": group})
+
     found: list[tuple[str, str, str, Interval]] = []
     everything = [*by_kind["text"], *by_kind["long"]]
     scored = [record for record in everything if "kl" in record]
@@ -37,15 +38,15 @@ def rows_of(parts: Sequence[Record], model: str) -> list[Row]:
     found.append((EVERY_ARM, "blind", "documents", Interval(documents, documents, documents, int(documents))))
     for group in GROUPS:
         for value in dict.fromkeys(record[group] for record in scored):
-            own = [record for record in scored if record[group] == value]
-            found += _compared(f"text.{group}={value}", own, ("eta", "kl", "flips", "loss_difference"))
+            chosen = [record for record in scored if record[group] == value]
+            found += _compared(f"text.{group}={value}", chosen, ("eta", "kl", "flips", "loss_difference"))
     found += _costs(scored)
     found += _greedy([record for record in everything if "greedy_all" in record])
     found += _profiles([record for record in everything if "profile" in record])
     found += _windows(by_kind["window"])
     found += _compared("slide", by_kind["slide"])
     for task in TASKS:
-        found += _behaviour(task, [record for record in by_kind["behaviour"] if record["of"] == task])
+        found += _behaviour(task, [record for record in by_kind["behaviour"] if record["group"] == task])
     return [measured_row(probe, model, arm, metric, interval) for probe, arm, metric, interval in found]
 
 
@@ -58,21 +59,35 @@ def _key(record: Record) -> tuple[Any, ...]:
 
 
 def _compared(probe: str, scored: Sequence[Record], metrics: Sequence[str] = METRICS) -> Found:
-    """KL, η, flips and loss of every arm, over the items that it has; ValueError where one was measured twice."""
+    """Yields KL, η, flips and loss of every arm, over the items that it has.
+
+    Raises:
+      ValueError: an item was measured twice.
+    """
     if len({(_key(record), record["arm"]) for record in scored}) != len(scored):
         raise ValueError(
-            f"{probe}: one item and arm were measured twice; expected items that domain, document … tell apart"
+            f"{probe}: an item and arm were measured twice; expected items that differ in domain, document or passage"
         )
     reference = {_key(record): record for record in scored if record["arm"] == "re-prefill"}
     blind = {_key(record): record for record in scored if record["arm"] == "blind"}
     for arm in dict.fromkeys(record["arm"] for record in scored):
-        own = [record for record in scored if record["arm"] == arm]
-        items = {name: np.array([record[name] for record in own]) for name in ("kl", "flips", "loss")}
-        items["blind"] = np.array([blind[_key(record)]["kl"] for record in own])
-        items["reference"] = np.array([reference[_key(record)]["loss"] for record in own])
-        cluster = np.array([record["document"] for record in own])
+        of_arm = [record for record in scored if record["arm"] == arm]
+        items = {name: _column(of_arm, name) for name in ("kl", "flips", "loss")}
+        blind_kl = np.array([blind[_key(record)]["kl"] for record in of_arm])
+        reference_loss = np.array([reference[_key(record)]["loss"] for record in of_arm])
+        cluster = _column(of_arm, "document")
         for metric in metrics:
-            yield probe, arm, metric, _statistic(metric, items, cluster)
+            if metric == "eta":
+                interval = intervals.eta(items["kl"], blind_kl, cluster)
+            elif metric == "loss_difference":
+                interval = intervals.paired_difference(items["loss"], reference_loss, cluster)
+            else:
+                interval = intervals.mean(items[metric], cluster)
+            yield probe, arm, metric, interval
+
+
+def _column(records: Sequence[Record], name: str) -> np.ndarray:
+    return np.array([record[name] for record in records])
 
 
 def _with_every_arm(scored: Sequence[Record]) -> list[Record]:
@@ -83,16 +98,8 @@ def _with_every_arm(scored: Sequence[Record]) -> list[Record]:
     return [record for record in scored if len(arms[_key(record)]) == most]
 
 
-def _statistic(metric: str, items: Mapping[str, np.ndarray], cluster: np.ndarray) -> Interval:
-    if metric == "eta":
-        return intervals.eta(items["kl"], items["blind"], cluster)
-    if metric == "loss_difference":
-        return intervals.paired_difference(items["loss"], items["reference"], cluster)
-    return intervals.mean(items[metric], cluster)
-
-
 def _costs(scored: Sequence[Record]) -> Found:
-    """What every arm stores and computes, as shares, of the passages of the most frequent length."""
+    """Yields what every arm stores and computes, as shares, of the passages of the most frequent length."""
     lengths = [record["length"] for record in scored]
     common = max(set(lengths), key=lengths.count) if lengths else None
     seen = set()
@@ -105,31 +112,29 @@ def _costs(scored: Sequence[Record]) -> Found:
 
 def _greedy(records: Sequence[Record]) -> Found:
     for arm in dict.fromkeys(record["arm"] for record in records):
-        own = [record for record in records if record["arm"] == arm]
-        cluster = np.array([record["document"] for record in own])
+        of_arm = [record for record in records if record["arm"] == arm]
         for metric in ("greedy_tokens", "greedy_all"):
-            yield "greedy", arm, metric, intervals.mean(np.array([record[metric] for record in own]), cluster)
+            yield "greedy", arm, metric, intervals.mean(_column(of_arm, metric), _column(of_arm, "document"))
 
 
 def _profiles(records: Sequence[Record]) -> Found:
-    """The deficit by layer and channel: means over passages."""
+    """Yields the deficit by layer and channel: means over passages."""
     for metric in dict.fromkeys(metric for record in records for metric in record["profile"]):
-        own = [record for record in records if metric in record["profile"]]
-        cluster = np.array([record["document"] for record in own])
-        for channel in own[0]["profile"][metric]:
-            values = np.array([record["profile"][metric][channel] for record in own])
+        profiled = [record for record in records if metric in record["profile"]]
+        cluster = _column(profiled, "document")
+        for channel in profiled[0]["profile"][metric]:
+            values = np.array([record["profile"][metric][channel] for record in profiled])
             for layer in range(values.shape[1]):
                 interval = intervals.mean(values[:, layer], cluster)
                 yield "deficit", f"layer={layer}.{channel}", metric, interval
 
 
 def _windows(records: Sequence[Record]) -> Found:
-    """Reorder over its orders; drift by what was changed."""
+    """Yields reorder over its orders; drift by what was changed."""
     effects = [record for record in records if "relative_order_effect" in record]
     if effects:
-        cluster = np.array([record["document"] for record in effects])
-        values = np.array([record["relative_order_effect"] for record in effects])
-        yield "reorder", "order", "relative_order_effect", intervals.mean(values, cluster)
+        interval = intervals.mean(_column(effects, "relative_order_effect"), _column(effects, "document"))
+        yield "reorder", "order", "relative_order_effect", interval
     scored = [record for record in records if "kl" in record]
     yield from _compared("reorder", [record for record in scored if record["probe"] == "reorder"])
     drift = [record for record in scored if record["probe"] == "drift"]
@@ -138,17 +143,17 @@ def _windows(records: Sequence[Record]) -> Found:
 
 
 def _behaviour(task: str, records: Sequence[Record]) -> Found:
-    """Shares of right answers, of right tokens, of answers that re-prefill gives; differences from re-prefill."""
+    """Yields shares of right answers, right tokens and answers equal to re-prefill's; differences from it."""
     reference = {record["row"]: record for record in records if record["arm"] == "re-prefill"}
     for arm in dict.fromkeys(record["arm"] for record in records):
-        own = [record for record in records if record["arm"] == arm]
-        cluster = np.array([record["row"] for record in own])
+        of_arm = [record for record in records if record["arm"] == arm]
+        cluster = _column(of_arm, "row")
         for metric in ("right", "tokens", "agrees", "kl", "chosen"):
-            if metric not in own[0]:
+            if metric not in of_arm[0]:
                 continue
-            values = np.array([record[metric] for record in own])
+            values = _column(of_arm, metric)
             yield f"behaviour.{task}", arm, metric, intervals.mean(values, cluster)
             if metric in ("right", "chosen"):
-                true = np.array([reference[record["row"]][metric] for record in own])
-                difference = intervals.paired_difference(values, true, cluster)
+                expected = np.array([reference[record["row"]][metric] for record in of_arm])
+                difference = intervals.paired_difference(values, expected, cluster)
                 yield f"behaviour.{task}", arm, f"{metric}_difference", difference

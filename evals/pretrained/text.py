@@ -1,5 +1,6 @@
-"""The main comparison: passages of text behind what stands in front of them, in every way of reuse."""
+"""The main comparison: passages of text after their antecedents, reused by every arm."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from jaxtyping import Array, Num
 
 from kvpatch_jax import deficit
 
-from .arms import COSTS, Arms
+from .arms import COSTS, PassageArms
 from .passages import KV, Passages, placed
 from .plan import SuitePlan
 from .texts import Document
@@ -32,7 +33,7 @@ GREEDY_ARMS = (
 )
 
 
-def compared(
+def compare(
     backbone: Any,
     plan: SuitePlan,
     document: Document,
@@ -40,34 +41,49 @@ def compared(
     wide: bool,
     by_layer: Sequence[float] | None = None,
 ) -> Iterator[Record]:
-    """A document's passages: every second one behind the text before it, the others behind another document's.
+    """Compares arms on a document's passages: every second one after the text before it, the others after another's.
 
     Args:
       wide: all arms, spectra of the deficit, and greedy continuations.
-      by_layer: as `Arms` takes it.
+      by_layer: as `PassageArms` takes it.
     """
     of = passages_of(backbone, plan, document, other)
-    names = [{"passage": place, "antecedent": "far" if place % 2 == 0 else "near"} for place in range(of.rows)]
-    for row, record in everything(of, wide, plan.greedy if wide else 0, by_layer):
-        yield {"document": document.name, "domain": document.domain, "length": of.length, **names[row], **record}
+    for row, record in all_records(of, wide, plan.greedy if wide else 0, by_layer):
+        yield {**labels_of(document, of.length, row), **record}
+
+
+def labels_of(document: Document, length: int, place: int) -> Record:
+    """Labels a record of one of a document's passages."""
+    labels = {"document": document.name, "domain": document.domain, "length": length}
+    return labels | {"passage": place, "antecedent": "far" if place % 2 == 0 else "near"}
+
+
+def antecedents_of(count: int) -> np.ndarray:
+    """Returns which text precedes each of `count` passages: number `count`, another document's, or the one before."""
+    return np.array([count if place % 2 == 0 else place - 1 for place in range(count)])
+
+
+def cut_passages(plan: SuitePlan, document: Document) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts a document's passages [B, T], and the tokens that are read after each [B, n]."""
+    size, count = plan.chunk, plan.passages
+    ids = document.ids[: count * size].reshape(count, size)
+    after = [document.ids[(place + 1) * size : (place + 1) * size + plan.scored] for place in range(count)]
+    return ids, np.stack(after)
 
 
 def passages_of(backbone: Any, plan: SuitePlan, document: Document, other: Document) -> Passages:
-    """A document's passages, as `compared` has them."""
-    size, count = plan.chunk, plan.passages
-    ids = document.ids[: count * size].reshape(count, size)
-    behind = np.stack([document.ids[(place + 1) * size : (place + 1) * size + plan.scored] for place in range(count)])
-    alone = backbone.prefill(placed(backbone.embed(np.concatenate([ids, other.ids[None, :size]])), 0)).kv
-    in_front = [count if place % 2 == 0 else place - 1 for place in range(count)]
-    front = {name: value[:, np.asarray(in_front)] for name, value in alone.items()}
-    canonical = {name: value[:, :count] for name, value in alone.items()}
-    return Passages(backbone, front, canonical, ids, behind)
+    """Prefills a document's passages, as `compare` has them."""
+    ids, after = cut_passages(plan, document)
+    alone = backbone.prefill(placed(backbone.embed(np.concatenate([ids, other.ids[None, : plan.chunk]])), 0)).kv
+    front = {name: value[:, antecedents_of(len(ids))] for name, value in alone.items()}
+    canonical = {name: value[:, : len(ids)] for name, value in alone.items()}
+    return Passages(backbone, front, canonical, ids, after)
 
 
-def long_passage(
+def compare_long(
     backbone: Any, plan: SuitePlan, document: Document, length: int, by_layer: Sequence[float] | None = None
 ) -> Iterator[Record]:
-    """One long passage behind the text in front of it."""
+    """Compares arms on one long passage after the text in front of it."""
     size = plan.chunk
     ids = document.ids[None, : size + length + plan.scored]
     text = backbone.embed(ids)
@@ -75,80 +91,65 @@ def long_passage(
     alone = backbone.prefill(placed(text.take(size, size + length), 0)).kv
     of = Passages(backbone, front, alone, ids[:, size : size + length], ids[:, size + length :])
     about = {"document": document.name, "domain": document.domain, "length": length, "passage": 0}
-    for _, record in everything(of, False, 0, by_layer):
+    for _, record in all_records(of, False, 0, by_layer):
         yield {**about, "antecedent": "near", **record}
 
 
-def everything(
+def all_records(
     of: Passages, wide: bool, greedy: int, by_layer: Sequence[float] | None = None
 ) -> Iterator[tuple[int, Record]]:
-    """Records with the row they belong to: re-prefill, each arm with its costs, the deficit, greedy agreement."""
-    arms = Arms(of, by_layer)
-    said = None
+    """Yields records with their row: re-prefill, each arm with its costs, the deficit, greedy agreement."""
+    arms = PassageArms(of, by_layer)
+    continuation = None
     if greedy:
-        reference = of.cache(of.turned(of.conditioned, of.start))
-        said = continued(of, reference, greedy)
-        yield from agreement(of, "re-prefill", reference, said)
+        reference = of.cache(of.rotate(of.conditioned, of.start))
+        continuation = continue_greedily(of, reference, greedy)
+        yield from agreement(of, "re-prefill", reference, continuation)
     yield from enumerate({"arm": "re-prefill", **numbers} for numbers in of.scored(of.logits))
     for arm in (*arms.core(), *(arms.more() if wide else ())):
         logits = of.read(arm.cache) if arm.logits is None else arm.logits
         costs = {name: getattr(arm, name) for name in COSTS}
         yield from enumerate({"arm": arm.name, **numbers, **costs} for numbers in of.scored(logits))
-        if said is not None and arm.name in GREEDY_ARMS:
-            yield from agreement(of, arm.name, arm.cache, said)
-    yield from enumerate(_profile(of, spectra=wide))
+        if continuation is not None and arm.name in GREEDY_ARMS:
+            yield from agreement(of, arm.name, arm.cache, continuation)
+    yield from enumerate(_deficit_records(of, spectra=wide))
 
 
-def continued(of: Passages, cache: KV, steps: int) -> np.ndarray:
-    """What the model writes greedily behind the first of the tokens that follow, [B, steps]."""
+def continue_greedily(of: Passages, cache: KV, steps: int) -> np.ndarray:
+    """Decodes greedily after the first of the tokens that follow, [B, steps]."""
     first = of.after.take(0, 1)
     return np.asarray(of.backbone.generate(first, steps, context=cache, stop=()))
 
 
-def agreement(of: Passages, arm: str, cache: KV, said: np.ndarray) -> Iterator[tuple[int, Record]]:
-    """How far an arm writes the same tokens: up to the first that it would not have chosen. One forward tells."""
-    steps = said.shape[1]
-    given = of.backbone.embed(np.concatenate([of.ids[:, :1], said[:, :-1]], axis=1))
-    best = np.asarray(of.read(cache, placed(given, of.start + of.length))).argmax(-1)
-    same = np.cumprod(best == said, axis=1).sum(1)
+def agreement(of: Passages, arm: str, cache: KV, continuation: np.ndarray) -> Iterator[tuple[int, Record]]:
+    """Measures how far an arm writes the same tokens: up to the first that it would not choose."""
+    steps = continuation.shape[1]
+    # One forward over the continuation is enough: up to the first difference an arm would have written the same.
+    tokens = of.backbone.embed(np.concatenate([of.ids[:, :1], continuation[:, :-1]], axis=1))
+    best = np.asarray(of.read(cache, placed(tokens, of.start + of.length))).argmax(-1)
+    same = np.cumprod(best == continuation, axis=1).sum(1)
     for row in range(of.rows):
         yield row, {"arm": arm, "greedy_tokens": float(same[row]) / steps, "greedy_all": float(same[row] == steps)}
 
 
-def _profile(of: Passages, spectra: bool) -> Sequence[Record]:
-    """The deficit of each passage by layer: ‖Δ‖ / ‖KV‖; with spectra also e90, energy of ranks, spread over tokens."""
+def _deficit_records(of: Passages, spectra: bool) -> Sequence[Record]:
+    """Describes each passage's deficit by layer: ‖Δ‖ / ‖KV‖; with spectra also e90, energy of ranks, token spread."""
     reference = {name: jnp.asarray(value) for name, value in of.chunk.kv.items()}
     delta = {name: of.conditioned[name] - reference[name] for name in reference}
-    found = _shape(delta, reference, spectra)
-    whole = {metric: {name: np.asarray(value) for name, value in own.items()} for metric, own in found.items()}
-    return [
-        {
-            "profile": {
-                metric: {name: _short(value[row]) for name, value in own.items()} for metric, own in whole.items()
-            }
-        }
-        for row in range(of.rows)
-    ]
+    profiles: list[dict[str, Any]] = [{} for _ in range(of.rows)]
+    for metric, by_channel in _describe(delta, reference, spectra).items():
+        for name, values in by_channel.items():
+            for profile, layers in zip(profiles, np.asarray(values), strict=True):
+                profile.setdefault(metric, {})[name] = [round(float(value), 4) for value in layers]
+    return [{"profile": profile} for profile in profiles]
 
 
-def _short(values: np.ndarray) -> list[float]:
-    return [round(float(value), 4) for value in values]
-
-
-def _shape(delta: KV, reference: KV, spectra: bool) -> dict[str, dict[str, Num[Array, "B L"]]]:
-    return (_with_spectra if spectra else _norms)(delta, reference)
-
-
-@jax.jit
-def _norms(delta: KV, reference: KV):
-    return {"relative_norm": jax.vmap(deficit.relative_norm, in_axes=1)(delta, reference)}
-
-
-@jax.jit
-def _with_spectra(delta: KV, reference: KV):
-    found = {"relative_norm": jax.vmap(deficit.relative_norm, in_axes=1)(delta, reference)}
-    curves = jax.vmap(deficit.energy_curve, in_axes=1)(delta)
-    found["e90"] = {name: (curve < 0.9).sum(-1) + 1 for name, curve in curves.items()}
-    found["energy_16"] = {name: curve[..., min(16, curve.shape[-1]) - 1] for name, curve in curves.items()}
-    found["token_share_90"] = jax.vmap(deficit.token_spread, in_axes=1)(delta)
-    return found
+@functools.partial(jax.jit, static_argnames="spectra")
+def _describe(delta: KV, reference: KV, spectra: bool) -> dict[str, dict[str, Num[Array, "B L"]]]:
+    metrics = {"relative_norm": jax.vmap(deficit.relative_norm, in_axes=1)(delta, reference)}
+    if spectra:
+        curves = jax.vmap(deficit.energy_curve, in_axes=1)(delta)
+        metrics["e90"] = {name: (curve < 0.9).sum(-1) + 1 for name, curve in curves.items()}
+        metrics["energy_16"] = {name: curve[..., min(16, curve.shape[-1]) - 1] for name, curve in curves.items()}
+        metrics["token_share_90"] = jax.vmap(deficit.token_spread, in_axes=1)(delta)
+    return metrics

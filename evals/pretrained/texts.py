@@ -38,7 +38,7 @@ Source = Iterator[tuple[str, str]]
 
 
 class Document(NamedTuple):
-    """A text's tokens: its name begins with the package that it ships in."""
+    """A text's tokens, by the name of the package that it ships in and its path there."""
 
     name: str
     domain: str
@@ -46,7 +46,7 @@ class Document(NamedTuple):
 
     @property
     def licence(self) -> str:
-        """Of the package."""
+        """The package's licence."""
         return LICENCES[self.name.partition("/")[0]]
 
 
@@ -55,33 +55,35 @@ def documents(backbone: Any, domain: str, count: int, tokens: int, most: int) ->
 
     Args:
       backbone: whose tokenizer reads them.
-      count: documents. tokens: that each has at least. most: tokens kept of one.
+      count: documents.
+      tokens: that each has at least.
+      most: tokens kept of one.
 
     Raises:
       InputError: fewer than `count`.
     """
-    found: list[Document] = []
+    read: list[Document] = []
     for name, text in SOURCES[domain]():
         if len(text) < 2 * tokens:  # fewer than two characters a token is rare, and none of these texts
             continue
         ids = np.asarray(backbone.prepare([Text(text[: 12 * most])])["input_ids"])[0][:most].astype(np.int32)
         if len(ids) >= tokens:
-            found.append(Document(name, domain, ids))
-        if len(found) == count:
-            return found
-    raise InputError(f"{len(found)} documents of {domain} with {tokens} tokens; expected {count}")
+            read.append(Document(name, domain, ids))
+        if len(read) == count:
+            return read
+    raise InputError(f"text: got {len(read)} documents of {domain} with {tokens} tokens; expected {count}")
 
 
-def digest(found: Sequence[Document]) -> str:
-    """Digests names and tokens: which text was measured, 16 hexadecimal digits."""
+def digest(read: Sequence[Document]) -> str:
+    """Digests names and tokens, which identify the text: 16 hexadecimal digits."""
     total = hashlib.blake2b(digest_size=8)
-    for document in found:
+    for document in read:
         total.update(document.name.encode() + b"\0" + np.ascontiguousarray(document.ids, np.int32).tobytes())
     return total.hexdigest()
 
 
 def _shuffled(names: Sequence[str]) -> list[str]:
-    """In an order that has nothing to do with the alphabet, and is the same everywhere."""
+    """Sorts names by their digest: an order unrelated to the alphabet, and the same everywhere."""
     return sorted(names, key=lambda name: hashlib.blake2b(name.encode(), digest_size=8).digest())
 
 
@@ -93,7 +95,7 @@ def _folder(package: str) -> Path | None:
 
 
 def _modules(package: str) -> Iterator[tuple[str, Path]]:
-    """A package's modules without its tests; of Python those of two levels."""
+    """Yields a package's modules without its tests; of Python those of two levels."""
     root = _folder(package)
     if root is None:
         return
@@ -109,10 +111,13 @@ def _modules(package: str) -> Iterator[tuple[str, Path]]:
 
 def documentation(path: Path) -> str:
     """Joins the documentation strings of a module, its classes and functions, blank lines between them."""
+    return "\n\n".join(text for text in _docstrings(_read(path)) if len(text) > LEAST_CHARACTERS)
+
+
+def _docstrings(text: str) -> list[str]:
+    """Returns the documentation strings of a module, its classes and functions, empty where there is none."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(_read(path))) if isinstance(node, documented)]
-    texts = [ast.get_docstring(node) or "" for node in nodes]
-    return "\n\n".join(text for text in texts if len(text) > LEAST_CHARACTERS)
+    return [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
 
 
 def _read(path: Path) -> str:
@@ -134,12 +139,12 @@ def _code() -> Source:
 
 
 def _tables() -> Source:
-    given = {
+    shipped = {
         "sklearn": ("datasets/data/iris.csv", "datasets/data/wine_data.csv", "datasets/data/breast_cancer.csv"),
         "matplotlib": ("mpl-data/sample_data/Stocks.csv", "mpl-data/sample_data/msft.csv"),
         "python": ("html/entities.py", "mimetypes.py", "stringprep.py"),
     }
-    for package, paths in given.items():
+    for package, paths in shipped.items():
         root = _folder(package)
         for path in paths if root is not None else ():
             if (root / path).exists():
@@ -162,14 +167,11 @@ def _transcripts() -> Source:
 
 
 def _sessions(text: str) -> str:
-    """The examples of a module's documentation strings, with what they printed, as an interpreter shows them."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    """Formats the examples of a module's documentation strings, with their output, as an interpreter shows them."""
     lines = []
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, documented):
-            continue
+    for docstring in _docstrings(text):
         try:
-            examples = doctest.DocTestParser().get_examples(ast.get_docstring(node) or "")
+            examples = doctest.DocTestParser().get_examples(docstring)
         except ValueError:  # examples that are not laid out as doctest wants them
             continue
         for example in examples:

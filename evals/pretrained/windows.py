@@ -1,6 +1,6 @@
-"""One passage behind many antecedents: order, drift, recall; and antecedents that leave.
+"""One passage after many antecedents: order and drift; and antecedents that leave.
 
-A document's three pieces in front of a passage, in other orders, one dropped and one doubled, one to three replaced by
+A document's three pieces precede a passage: in other orders, one dropped and one doubled, one to three replaced by
 pieces of another document. Each antecedent is a row of a batch; the passage is the same in all.
 """
 
@@ -24,16 +24,16 @@ DRIFTS = ("dropped and doubled", "replaced 1", "replaced 2", "replaced 3")
 RANK = 16
 
 
-def varied(backbone: Any, plan: SuitePlan, document: Document, other: Document) -> Iterator[Record]:
-    """Reorder and drift of one document's passage: a record per antecedent and arm."""
+def vary_antecedents(backbone: Any, plan: SuitePlan, document: Document, other: Document) -> Iterator[Record]:
+    """Measures reorder and drift of one document's passage: a record per antecedent and arm."""
     size, chunk = plan.piece, plan.chunk
-    own = [document.ids[place * size : (place + 1) * size] for place in range(3)]
+    old = [document.ids[place * size : (place + 1) * size] for place in range(3)]
     new = [other.ids[place * size : (place + 1) * size] for place in range(3)]
     passage = document.ids[3 * size : 3 * size + chunk]
     behind = document.ids[3 * size + chunk : 3 * size + chunk + plan.scored]
 
-    orders = np.stack([np.concatenate([own[int(place)] for place in order]) for order in ORDERS])
-    drifts = [[own[0], own[0], own[2]], [new[0], own[1], own[2]], [new[0], new[1], own[2]], new]
+    orders = np.stack([np.concatenate([old[int(place)] for place in order]) for order in ORDERS])
+    drifts = [[old[0], old[0], old[2]], [new[0], old[1], old[2]], [new[0], new[1], old[2]], new]
     drifted = np.stack([np.concatenate(pieces) for pieces in drifts])
 
     ordered = of_antecedents(backbone, orders, passage, behind)
@@ -60,22 +60,21 @@ def varied(backbone: Any, plan: SuitePlan, document: Document, other: Document) 
 def of_antecedents(
     backbone: Any, fronts: Int[np.ndarray, "B A"], passage: Int[np.ndarray, " T"], behind: Int[np.ndarray, " n"]
 ) -> Passages:
-    """One passage behind several antecedents, a row each."""
+    """Prefills one passage after several antecedents, a row each."""
     rows = len(fronts)
-    text = lambda ids: placed(backbone.embed(ids), 0)
-    front = backbone.prefill(text(fronts)).kv
-    alone = backbone.prefill(text(np.repeat(passage[None], rows, axis=0))).kv
-    repeated = lambda ids: np.repeat(ids[None], rows, axis=0)
-    return Passages(backbone, front, alone, repeated(passage), repeated(behind))
+    passages, after = (np.repeat(ids[None], rows, axis=0) for ids in (passage, behind))
+    front = backbone.prefill(placed(backbone.embed(fronts), 0)).kv
+    alone = backbone.prefill(placed(backbone.embed(passages), 0)).kv
+    return Passages(backbone, front, alone, passages, after)
 
 
 def rank_of(passages: Passages) -> int:
-    """The rank of these probes, or the most that there is."""
+    """Returns the rank of these probes, or the most that there is."""
     return min(RANK, passages.length, *(channel.features for channel in passages.backbone.layout.channels))
 
 
 def _reordered(of: Passages) -> Iterator[tuple[str, Array]]:
-    """Arms of other orders: the first order's patch, one of the other three's mean, the order's own."""
+    """Yields arms of other orders: the first order's patch, one of the other three's mean, the order's own."""
     yield "re-prefill", of.logits
     yield "blind", of.read(of.serve())
     first = {name: jnp.repeat(value[:, :1], of.rows, axis=1) for name, value in of.conditioned.items()}
@@ -86,7 +85,7 @@ def _reordered(of: Passages) -> Iterator[tuple[str, Array]]:
 
 
 def _difference(value: Array, row: int, other: Array | None = None) -> float:
-    """Energy of row `row` less row 0 of KV [L,B,T,K,H], or of row 0 less that of `other`."""
+    """Computes the energy of row `row` less row 0 of KV [L,B,T,K,H], or of row 0 less that of `other`."""
     apart = value[:, row] - value[:, 0] if other is None else value[:, 0] - other[:, 0]
     return float(jnp.square(apart).sum())
 
@@ -98,8 +97,8 @@ def _records(probe: str, cases: Sequence[str], arm: str, found: Sequence[dict[st
         yield {"probe": probe, "case": case, "arm": arm, **numbers}
 
 
-def slides(backbone: Any, plan: SuitePlan, documents: Sequence[Document]) -> Iterator[Record]:
-    """The first of three pieces leaves, with nothing pinned in front: passages kept as they are, or with a patch.
+def slide(backbone: Any, plan: SuitePlan, documents: Sequence[Document]) -> Iterator[Record]:
+    """Lets the first of three pieces leave, with no pinned lead: passages are kept as they are, or with a patch.
 
     Scored against a re-prefill of what is left. A record per document and arm.
     """
@@ -112,11 +111,11 @@ def slides(backbone: Any, plan: SuitePlan, documents: Sequence[Document]) -> Ite
     left = backbone.prefill(placed(text.take(size, 3 * size), 0)).kv
     alone = backbone.prefill(placed(text.take(3 * size, 3 * size + chunk), 0)).kv
     of = Passages(backbone, left, alone, ids[:, 3 * size : 3 * size + chunk], ids[:, 3 * size + chunk :])
-    front = of.turned(kept_front, 0)
+    front = of.rotate(kept_front, 0)
     contexts = {
         "blind": of.serve(),
-        "keep": joined(front, of.turned(kept, of.start)),
-        "keep, passage alone": of.cache(of.turned(kept, of.start)),
+        "keep": joined(front, of.rotate(kept, of.start)),
+        "keep, passage alone": of.cache(of.rotate(kept, of.start)),
         f"removal.rank={RANK}": of.cache(_without_removed(of, kept)),
         f"oracle.rank={RANK}": of.serve(of.patch(rank_of(of))),
     }
@@ -128,7 +127,7 @@ def slides(backbone: Any, plan: SuitePlan, documents: Sequence[Document]) -> Ite
 
 
 def _without_removed(of: Passages, kept: KV) -> KV:
-    """The passages kept, with the patch of what left taken out, made of the reference."""
+    """Serves the passages kept with a removal patch of what left, formed from the reference."""
     patch = kvp.removal_patch(of.chunk, of.conditioned, dict(kept), rank_of(of), ["left"], ["gone", "left"])
     return kvp.apply_patch(
         kvp.Placed(of.chunk, patch, of.start, ["left"], base=dict(kept), base_antecedent=["gone", "left"])

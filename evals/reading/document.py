@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..pretrained.document import kept_rows, write_kept
 from ..pretrained.report import show
 from ..report.documents import ROOT, block, filled
 from ..results.rows import Rows, without_nan
@@ -43,14 +44,12 @@ def summary(results: Mapping[str, Any]) -> dict[str, Any]:
     """Picks what the guide shows out of results.json, numbers to five places."""
     wanted = {"pieces": PIECES, "as tokens": AGAINST, "text": ARMS, "greedy": ("greedy_tokens", "greedy_all")}
     wanted |= {f"behaviour.{task}": ANSWERED for task in TASKS_READ}
-    short = lambda value: None if value is None else round(value, 5)
-    rows = [
-        {**row, **{end: short(row[end]) for end in ("value", "low", "high")}}
-        for row in without_nan(results["rows"])
-        if row["metric"] in wanted.get(row["probe"], ())
-    ]
     tower = {name: results["config"]["tower"][name] for name in ("recipe", "versions")}
-    return {"config": {"model": "reading", "tower": tower}, "cpu_seconds": results["cpu_seconds"], "rows": rows}
+    return {
+        "config": {"model": "reading", "tower": tower},
+        "cpu_seconds": results["cpu_seconds"],
+        "rows": kept_rows({"rows": without_nan(results["rows"])}, wanted),
+    }
 
 
 def section(found: Mapping[str, Any]) -> str:
@@ -122,9 +121,7 @@ def write(results: Mapping[str, Any], root: Path = ROOT) -> None:
     """Puts a run into the guide and docs/reading.json."""
     found = summary(results)
     guide = block(section(found), root / GUIDE)
-    head = {name: value for name, value in found.items() if name != "rows"}
-    lines = ",\n".join(json.dumps(row) for row in found["rows"])
-    (root / KEPT).write_text(json.dumps(head)[:-1] + f', "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    write_kept(found, root / KEPT)
     (root / GUIDE).write_text(guide, encoding="utf-8")
 
 

@@ -1,7 +1,8 @@
-"""Which word pieces are drawn, and texts in these pieces alone.
+"""The word pieces that are drawn, and texts written in these pieces alone.
 
-A byte-level BPE that stops after its first merges is a tokenizer of its own: a piece that it lacks is the two that it
-would have been merged of. So every text of the characters that are drawn can be written in the first pieces.
+A byte-level BPE that stops after its first merges is a tokenizer of its own: a piece that it lacks is written as the
+two that it would have been merged from. So every text of the characters that are drawn can be written in the first
+pieces.
 """
 
 import dataclasses
@@ -19,12 +20,12 @@ SIDE = 3
 LETTERS = SIDE**2
 """Slots of a cell, so letters that a piece may have."""
 WHITE = {" ": "·", "\n": "¶", "\t": "»"}
-"""What is drawn for white space that is a piece of its own, as editors show it."""
+"""What is drawn for a piece of white space, as editors show it."""
 GLYPHS = " " + "".join(map(chr, range(33, 127))) + "".join(WHITE.values())
 
 
 def drawn(text: str) -> str | None:
-    """What stands in a piece's cell: its letters, white space alone by its signs; None where it cannot be drawn."""
+    """Returns the letters of a piece's cell, white space alone by its signs; None where it cannot be drawn."""
     shown = "".join(WHITE.get(letter, letter) for letter in text) if text.isspace() else text
     fits = 0 < len(shown) <= LETTERS and all(letter in GLYPHS for letter in shown)
     return shown if fits and not set(WHITE.values()) & set(text) else None
@@ -35,8 +36,9 @@ class Pieces:
     """The pieces that are drawn.
 
     Attributes:
-      ids: the decoder's token ids, ascending. shown: what stands in each one's cell.
-      halves: the two pieces that a piece is merged of, by token id.
+      ids: the decoder's token ids, ascending.
+      shown: the letters in each one's cell.
+      halves: the two pieces that a piece is merged from, by token id.
     """
 
     ids: tuple[int, ...]
@@ -45,29 +47,29 @@ class Pieces:
 
     @classmethod
     def of(cls, tokenizer: Any, count: int) -> "Pieces":
-        """Those of a byte-level BPE's first `count` token ids that can be drawn.
+        """Finds those of a byte-level BPE's first `count` token ids that can be drawn.
 
         Raises:
           ConfigError: a tokenizer of another kind.
         """
         model = json.loads(tokenizer.to_str())["model"]
         if model["type"] != "BPE" or not model["merges"]:
-            raise ConfigError(f"a tokenizer of type {model['type']!r}; expected byte-level BPE with its merges")
+            raise ConfigError(f"tokenizer: got type {model['type']!r}; expected byte-level BPE with its merges")
         vocabulary, halves = model["vocab"], {}
         for left, right in model["merges"]:
             halves.setdefault(vocabulary[left + right], (vocabulary[left], vocabulary[right]))
         special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-        found = {}
+        drawable = {}
         for text, number in vocabulary.items():
             shown = drawn(tokenizer.decode([number])) if number < count and text not in special else None
             if shown is not None:
-                found[number] = shown
-        ids = tuple(sorted(found))
-        return cls(ids, tuple(found[number] for number in ids), halves)
+                drawable[number] = shown
+        ids = tuple(sorted(drawable))
+        return cls(ids, tuple(drawable[number] for number in ids), halves)
 
     @functools.cached_property
     def places(self) -> Mapping[int, int]:
-        """Where a token id stands in `ids`."""
+        """The index of a token id in `ids`."""
         return {number: place for place, number in enumerate(self.ids)}
 
     @functools.cached_property
@@ -79,19 +81,19 @@ class Pieces:
 
     def split(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> Int[np.ndarray, " S"]:
         """Writes a text's token ids in the pieces that are drawn; bytes of other characters are left out."""
-        found: list[int] = []
+        written: list[int] = []
         waiting = [int(number) for number in reversed(ids)]
         while waiting:
             number = waiting.pop()
             if number in self.places:
-                found.append(number)
+                written.append(number)
             elif number in self.halves:
                 left, right = self.halves[number]
                 waiting += [right, left]
-        return np.array(found, np.int32)
+        return np.array(written, np.int32)
 
     def rows(self, ids: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
-        """Where token ids stand in `ids`.
+        """Returns the indices of token ids in `ids`.
 
         Raises:
           InputError: one that is not drawn.

@@ -1,4 +1,4 @@
-"""The tower and the model that it makes with a decoder: SmolVLM's own modules, a cell of a page as a tile.
+"""The tower, and the model of tower and decoder: SmolVLM's own modules, a cell of a page as a tile.
 
 A tile of 48 pixels is nine patches, one per letter; pixel shuffle makes one token of them, the connector is one map.
 """
@@ -30,7 +30,7 @@ from .pieces import SIDE, Pieces
 IMAGE_TOKEN = 16
 """SmolLM2's `<empty_output>`, which no text here has: it stands for a cell. SmolVLM adds a token of its own."""
 THUMBNAIL = "\n"
-"""What the whole page, shrunk to a tile behind its tiles as SmolVLM has it, is read as."""
+"""How the whole page, which SmolVLM shrinks to a tile after its tiles, is read."""
 CONFIG, WEIGHTS = "tower.json", "tower.safetensors"
 LEAST_ROWS = 16
 """Rows and columns from which a matrix is kept in eight bits."""
@@ -48,7 +48,7 @@ PICTURES = PictureConfig.from_dict(
 
 
 def vision_config(width: int, depth: int, heads: int, intermediate: int) -> dict[str, Any]:
-    """The tower's part of SmolVLM's `config.json`."""
+    """Makes the tower's part of SmolVLM's `config.json`."""
     return {
         "model_type": "smolvlm_vision",
         "hidden_size": width,
@@ -64,15 +64,15 @@ def vision_config(width: int, depth: int, heads: int, intermediate: int) -> dict
 
 
 def model_config(text: Mapping[str, Any], vision: Mapping[str, Any], angles: str = "exact") -> Any:
-    """The whole model's configuration, of the decoder's `config.json` and the tower's part."""
-    own = {name: value for name, value in text.items() if name not in ("architectures", "torch_dtype", "dtype")}
+    """Makes the whole model's configuration from the decoder's `config.json` and the tower's part."""
+    decoder = {name: value for name, value in text.items() if name not in ("architectures", "torch_dtype", "dtype")}
     raw = {
         "architectures": [ARCHITECTURE],
         "model_type": "smolvlm",
         "image_token_id": IMAGE_TOKEN,
         "scale_factor": SIDE,
         "tie_word_embeddings": bool(text.get("tie_word_embeddings", False)),
-        "text_config": own,
+        "text_config": decoder,
         "vision_config": dict(vision),
         "torch_dtype": "float32",
     }
@@ -96,34 +96,37 @@ def save_tower(directory: str | os.PathLike[str], parameters: Mapping[str, Any],
     """Writes a tower: matrices in eight bits with a scale per output, the rest in float32. Returns the directory.
 
     Args:
-      parameters: "visual" and "projector". about: what `tower.json` says, "vision" and "pieces" among it.
+      parameters: "visual" and "projector".
+      about: the contents of `tower.json`, "vision" and "pieces" among them.
     """
-    root, found = Path(directory), dict[str, np.ndarray]()
+    root, arrays = Path(directory), dict[str, np.ndarray]()
     root.mkdir(parents=True, exist_ok=True)
     for path, leaf in flatten_params(parameters).items():
         name, value = ".".join(path), np.asarray(leaf, np.float32)
         if value.ndim < 2 or min(value.shape[-2:]) < LEAST_ROWS:
-            found[name] = value
+            arrays[name] = value
             continue
         scale = np.maximum(np.abs(value).max(-2, keepdims=True) / 127, 1e-12)
-        found[name] = np.round(value / scale).astype(np.int8)
-        found[f"{name}.scale"] = scale
-    save_file(found, root / WEIGHTS)
+        arrays[name] = np.round(value / scale).astype(np.int8)
+        arrays[f"{name}.scale"] = scale
+    save_file(arrays, root / WEIGHTS)
     (root / CONFIG).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return root
 
 
 def load_tower(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads a tower: its parameters in float32, and what `tower.json` says.
+    """Reads a tower: its parameters in float32, and the contents of `tower.json`.
 
     Raises:
       ConfigError: no such directory. WeightsError: no weights beside `tower.json`.
     """
     root = Path(directory)
     if not (root / CONFIG).is_file():
-        raise ConfigError(f"{root} has no {CONFIG}; expected a folder that `python -m evals.reading.train` wrote")
+        raise ConfigError(
+            f"tower: {root} has no {CONFIG}; expected a folder that `python -m evals.reading.train` wrote"
+        )
     if not (root / WEIGHTS).is_file():
-        raise WeightsError(f"{root} has no {WEIGHTS}; expected it beside {CONFIG}")
+        raise WeightsError(f"tower: {root} has no {WEIGHTS}; expected it beside {CONFIG}")
     stored, nested = load_file(root / WEIGHTS), dict[str, Any]()
     for name, value in stored.items():
         if name.endswith(".scale"):
@@ -137,8 +140,8 @@ def load_tower(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[
     return nested, json.loads((root / CONFIG).read_text(encoding="utf-8"))
 
 
-class Reader:
-    """A pretrained decoder that reads pages: `model` takes images, `pieces` are what is drawn.
+class PageReadingModel:
+    """A pretrained decoder that reads pages: `model` takes images, `pieces` are the word pieces drawn.
 
     The decoder's tokenizer is not the model's own: SmolVLM's processor would write the names of tiles between them.
     """
@@ -154,14 +157,14 @@ class Reader:
         config = model_config(decoder.config.to_dict(), self.about["vision"], "float32")
         width = parameters["projector"]["kernel"].shape[-1]
         if width != config.text.width:
-            raise ConfigError(f"{directory} gives {width} numbers a piece; expected the decoder's {config.text.width}")
+            raise ConfigError(f"tower: got {width} numbers a piece; expected the decoder's {config.text.width}")
         self.model = ModelBackbone(config, {**parameters, "decoder": decoder.parameters["decoder"]}, PICTURES)
         self.tokenizer = decoder.tokenizer
         self.pieces = Pieces.of(self.tokenizer, self.about["pieces"])
         self.behind = int(self.tokenizer.encode(THUMBNAIL).ids[0])
 
     def prepare(self, items: Sequence[str]) -> dict[str, np.ndarray]:
-        """A text's token ids, in the pieces that are drawn alone, [1,T]."""
+        """Writes a text in the drawn pieces alone: token ids [1,T]."""
         ids = [number for item in items for number in self.tokenizer.encode(item, add_special_tokens=False).ids]
         return {"input_ids": self.pieces.split(ids)[None]}
 
@@ -179,9 +182,9 @@ class Reader:
         return self.model.embed(places, **arrays)
 
     def texts(self, ids: Int[np.ndarray, "B T"]) -> Tokens:
-        """The same as tokens: the pieces' own embeddings, and that of what a shrunk page stands for, [B, T+1]."""
+        """Embeds the same pieces as tokens, and the one that a shrunk page is read as, [B, T+1]."""
         return self.model.embed(self.with_end(ids))
 
     def with_end(self, ids: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B S"]:
-        """A page's pieces and what the shrunk page behind them stands for."""
+        """Appends the piece that the shrunk page is read as."""
         return np.concatenate([ids, np.full((len(ids), 1), self.behind, np.int32)], axis=1)

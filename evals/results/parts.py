@@ -1,9 +1,10 @@
-"""A file of finished parts, one JSON line each behind a line of what they are parts of; runs go on from it."""
+"""A file of finished parts, one JSON line each after a line with what they are parts of; runs resume from it."""
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpatch_jax.errors import InputError
 
@@ -50,3 +51,57 @@ def add_part(file: Path, part: Mapping[str, Any]) -> None:
     """Adds a finished part to a file that `finished_parts` has read."""
     with file.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(part) + "\n")
+
+
+class PlannedPart(NamedTuple):
+    """A part still to be measured.
+
+    Attributes:
+      name: its key in the file of parts.
+      measure: yields its records, from the parts that were finished before.
+      tokens: that it runs, about; the time that is left is estimated from them.
+    """
+
+    name: str
+    measure: Callable[[Sequence[Mapping[str, Any]]], Iterable[Mapping[str, Any]]]
+    tokens: int = 0
+
+
+TOKENS_PER_SECOND = 310.0
+"""Of two quiet cores, about, for a first estimate of the time; then of what was measured."""
+ESTIMATED_TOKENS = 30_000
+"""How many measured tokens the first estimate is worth: the first parts compile."""
+
+
+def measure_parts(
+    file: Path, config: Mapping[str, Any], planned: Sequence[PlannedPart], limit: int = 0
+) -> list[dict[str, Any]]:
+    """Measures the parts that a file lacks, adds each as it is done, and prints the time that is left.
+
+    Args:
+      file, config: as `finished_parts` takes them.
+      planned: all parts, in the order in which they are measured.
+      limit: at most so many parts now; 0 for all.
+
+    Returns:
+      All finished parts: {"part", "cpu_seconds", "records"}.
+    """
+    finished = finished_parts(file, config)
+    names = {part["part"] for part in finished}
+    missing = [part for part in planned if part.name not in names]
+    tokens_left = sum(part.tokens for part in missing)
+    began, tokens = time.perf_counter(), 0
+    for part in missing[: limit or None]:
+        started = time.process_time()
+        records = list(part.measure(finished))
+        line = {"part": part.name, "cpu_seconds": round(time.process_time() - started, 2), "records": records}
+        add_part(file, line)
+        finished.append(line)
+
+        tokens += part.tokens
+        tokens_left -= part.tokens
+        spent = time.perf_counter() - began + ESTIMATED_TOKENS / TOKENS_PER_SECOND
+        minutes = spent / (tokens + ESTIMATED_TOKENS) * tokens_left / 60
+        left = f"; about {minutes:.0f} minutes left" if part.tokens else ""
+        print(f"{len(finished)}/{len(planned)} {part.name}: {line['cpu_seconds']:.0f} CPU s{left}", flush=True)
+    return finished

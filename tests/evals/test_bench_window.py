@@ -1,5 +1,7 @@
 """The window's benchmarks: their arithmetic and oracles on a tiny random model."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -206,9 +208,10 @@ def test_parts_of_another_configuration_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(window, "_parts", lambda *options: {})
     window.run(out=str(tmp_path), quick=True, repeats=5)
     window.run(out=str(tmp_path), quick=True, repeats=5)
+    options: dict[str, Any] = {"out": str(tmp_path), "quick": True, "repeats": 5}
     for other in ({"quick": False}, {"seed": 1}, {"repeats": 3}):
         with pytest.raises(InputError, match="choose another --out"):
-            window.run(**({"out": str(tmp_path), "quick": True, "repeats": 5} | other))
+            window.run(**(options | other))
 
 
 @pytest.mark.slow

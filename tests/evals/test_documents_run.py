@@ -42,6 +42,7 @@ HOLDS = {
     "certificates": ["alone > 0", "among > 0", "mixed > 0"],
     "checkpoint": ["int(counts.sum()) == counts.shape[0] * 2 * tokens.embeddings.shape[1]"],  # two experts a token
     "index": ["session.closed"],
+    "extending": ["page_error < 1e-5", "right['blind'] < right['deep_half']", "toy_chunk.tokens == 12"],
     "generation": ["both.shape == (2, 4)"],
     "operators": ["patch.ranks == {'k': 12, 'v': 12}"],
     "plans": ["executor.ledger['ApplyPatch'].launches == 1"],
@@ -137,6 +138,16 @@ def test_what_is_not_run_cannot_be():
     left = {path.stem: len(blocks_of(path, "py")) for path in DOCS.rglob("*.md") if blocks_of(path, "py")}
     assert left == {"adding-a-family": 1, "checkpoint": 3, "vllm": 1}
     assert not blocks_of(README, "py")
+
+
+def test_guides_use_every_public_name():
+    """Nothing is on the face of the package that no page shows."""
+    pages = [README, DOCS / "example.py", *DOCS.glob("*.md"), *DOCS.glob("guides/*.md"), *DOCS.glob("notebooks/*.md")]
+    text = "".join(page.read_text("utf-8") for page in pages)
+    shown = lambda name: re.search(
+        rf"\b(kvp|kvpatch_jax)\.{name}\b|kvpatch_jax import[^\n]*\b{name}\b|`{name}[`(.]", text
+    )
+    assert [name for name in kvp.__all__ if not shown(name)] == []
 
 
 # ------------------------------------------------------------------------------------------------- commands

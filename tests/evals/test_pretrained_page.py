@@ -47,7 +47,7 @@ def test_a_page_is_what_its_rows_say(tmp_path):
     text = " ".join(written(tmp_path).split())
     check(tmp_path)
     assert "**Not finished: 1 of 2 parts were run**, 6 passages" in text
-    assert "not among the parts that were run: greedy continuations; behaviour: copy;" in text
+    assert "Not among the parts that were run: greedy continuations; behaviour: copy;" in text
     assert text.index("| kv.bits=4 |") < text.index("| patch.rank=8 |")
     assert "| re-prefill | 2.000 [2.000, 2.000] |" in text
     assert "| blind | 2.200 [2.200, 2.200] | 0.200 [0.200, 0.200] |" in text

@@ -9,8 +9,8 @@ import pytest
 
 from evals.bench.checkpoints import random_backbone, tiny_config
 from evals.pretrained import behaviour, plan, suite, text, windows
-from evals.pretrained.arms import BUDGET, Arms, shares_by_layer
-from evals.pretrained.attention import attention_shift, read_and_look
+from evals.pretrained.arms import BUDGET, PassageArms, shares_by_layer
+from evals.pretrained.attention import attention_shift, read_with_attention
 from evals.pretrained.passages import CHECK_LAYER, Passages, placed
 from evals.pretrained.report import verdict, write_report
 from evals.pretrained.rows import EVERY_ARM, rows_of
@@ -59,7 +59,7 @@ def test_a_patch_of_full_rank_is_the_reference_and_blind_reuse_is_not(passages: 
 
 @pytest.mark.slow
 def test_arms_cost_what_they_say_and_token_repairs_are_the_librarys(backbone: ModelBackbone, passages: Passages):
-    arms = Arms(passages, [BUDGET] * backbone.layout.layers)
+    arms = PassageArms(passages, [BUDGET] * backbone.layout.layers)
     found = {arm.name: arm for arm in arms.core()}
     assert next(iter(found)) == "blind"
     assert all(0 <= arm.stored <= 1.7 and 0 <= arm.serving <= 1.5 for arm in found.values())
@@ -76,14 +76,14 @@ def test_arms_cost_what_they_say_and_token_repairs_are_the_librarys(backbone: Mo
 
 
 @pytest.mark.slow
-def test_ways_that_keep_kv_itself_or_run_layers_again(backbone: ModelBackbone):
+def test_arms_that_keep_kv_itself_or_run_layers_again(backbone: ModelBackbone):
     ids = np.random.default_rng(2).integers(3, 250, (2, 60)).astype(np.int32)
     alone = lambda own: backbone.prefill(placed(backbone.embed(own), 0)).kv
     of = Passages(backbone, alone(ids[:, :20]), alone(ids[:, 20:52]), ids[:, 20:52], ids[:, 52:])
-    arms = Arms(of)
+    arms = PassageArms(of)
     found = {arm.name: arm for arm in arms.more()}
     own = lambda name: {key: np.asarray(value)[:, :, 20:] for key, value in found[name].cache.items()}
-    true = {key: np.asarray(value) for key, value in of.turned(of.conditioned, of.start).items()}
+    true = {key: np.asarray(value) for key, value in of.rotate(of.conditioned, of.start).items()}
     blind = {key: np.asarray(value)[:, :, 20:] for key, value in arms.splice.cache.items()}
     # 32 tokens of 16 features a head and two heads: nothing is lost at rank 32; at 16, ShadowKV's values are whole.
     for name in ("kv.svd.rank=32", "shadowkv.rank=32", "pooled.rank=32"):
@@ -97,7 +97,7 @@ def test_ways_that_keep_kv_itself_or_run_layers_again(backbone: ModelBackbone):
         np.testing.assert_allclose(own("residual.layer=1")[key][: layer + 1], blind[key][: layer + 1], atol=1e-4)
         assert np.abs(own("residual.layer=1")[key][layer + 1] - blind[key][layer + 1]).max() > 1e-3
     # ProphetKV's tokens are those that all layers together look at most.
-    looked = np.asarray(arms.looked).sum(0)[:, 20:52]
+    looked = np.asarray(arms.attended).sum(0)[:, 20:52]
     changed = np.abs(own("prophetkv.budget=0.15")["v"][-1] - blind["v"][-1]).max((-2, -1)) > 1e-6
     for row in range(2):
         assert set(np.flatnonzero(changed[row])) == set(np.argsort(-looked[row])[: fraction_to_count(BUDGET, 32)])
@@ -133,14 +133,14 @@ def test_attention_shifts_where_a_key_is_another(backbone: ModelBackbone, passag
 @pytest.mark.slow
 def test_attention_on_the_cache_is_of_the_text_that_is_read(backbone: ModelBackbone, passages: Passages):
     cache = passages.serve()
-    logits, mass = read_and_look(backbone, passages.after, cache)
+    logits, mass = read_with_attention(backbone, passages.after, cache)
     np.testing.assert_allclose(logits, passages.read(cache), atol=1e-4)
     heads = backbone.config.text.heads
     # At every layer every head gives each of the four tokens a share of 1.
     np.testing.assert_allclose(mass.sum(2), heads * 4, rtol=1e-5)
     # A key that no query can be near to is not looked at.
     far = {name: value.at[:, :, 5].set(0 if name == "v" else -1e3 * value[:, :, 5]) for name, value in cache.items()}
-    assert np.isfinite(np.asarray(read_and_look(backbone, passages.after, far)[1])).all()
+    assert np.isfinite(np.asarray(read_with_attention(backbone, passages.after, far)[1])).all()
 
 
 def test_rows_are_means_over_documents_and_shares_of_blinds_loss():
@@ -231,7 +231,7 @@ def test_parts_are_a_picture_of_the_whole_wherever_one_stops():
     assert found[0].kind == "fit"  # others need what it finds
     half = found[1 : len(found) // 2]
     assert {part.kind for part in half} == {"text", "long", "window", "slide", "behaviour"}
-    assert {part.of for part in half if part.kind == "text"} == set(plan.DOMAINS)
+    assert {part.group for part in half if part.kind == "text"} == set(plan.DOMAINS)
     passages = sum(4 if part.kind == "text" else part.kind == "long" for part in found)
     assert passages >= 400
 
@@ -265,19 +265,19 @@ def test_the_page_of_coverage_is_what_its_table_says():
 @pytest.mark.slow
 def test_every_part_on_a_tiny_model(backbone: ModelBackbone):
     by_layer = [BUDGET] * backbone.layout.layers
-    records = list(text.compared(backbone, PLAN, document(0), document(4), wide=True, by_layer=by_layer))
+    records = list(text.compare(backbone, PLAN, document(0), document(4), wide=True, by_layer=by_layer))
     agreed = [record for record in records if record.get("arm") == "re-prefill" and "greedy_all" in record]
     assert [record["greedy_all"] for record in agreed] == [1.0, 1.0]
     names = {record["arm"] for record in records if "kl" in record}
     assert {"blind", "random.budget=0.15", "kv.bits=8", "oracle_delta.budget=0.5"} <= names
 
-    varied = list(windows.varied(backbone, PLAN, document(0), document(4)))
+    varied = list(windows.vary_antecedents(backbone, PLAN, document(0), document(4)))
     of = lambda probe, arm: [
         own["kl"] for own in varied if own.get("probe") == probe and own["arm"] == arm and "kl" in own
     ]
     assert max(of("reorder", "oracle.rank=16")) < min(of("reorder", "blind"))
     assert max(of("drift", "oracle.rank=16")) < min(of("drift", "blind"))
-    slid = list(windows.slides(backbone, PLAN, [document(number) for number in range(2)]))
+    slid = list(windows.slide(backbone, PLAN, [document(number) for number in range(2)]))
     kl = {record["arm"]: record["kl"] for record in slid}
     assert kl["removal.rank=16"] < kl["keep, passage alone"]
 
@@ -297,10 +297,10 @@ def test_every_part_on_a_tiny_model(backbone: ModelBackbone):
 
 
 def test_answers_of_several_tokens_are_right_when_all_are():
-    item = behaviour.Item(np.zeros(2), np.zeros(2), np.array([7, 1, 2, 0]), (1, 3), ())
+    item = behaviour.QuestionItem(np.zeros(2), np.zeros(2), np.array([7, 1, 2, 0]), (1, 3), ())
     says = lambda *tokens: np.eye(4, dtype=np.float32)[list(tokens)] * 9
-    assert behaviour._said(item, says(1, 2, 3, 3), says(1, 2, 0, 0))["right"] == 1.0
-    wrong = behaviour._said(item, says(1, 2, 3, 3), says(1, 3, 0, 0))
+    assert behaviour.score_answer(item, says(1, 2, 3, 3), says(1, 2, 0, 0))["right"] == 1.0
+    wrong = behaviour.score_answer(item, says(1, 2, 3, 3), says(1, 3, 0, 0))
     assert (wrong["right"], wrong["tokens"], wrong["agrees"]) == (0.0, 0.5, 0.0)
 
 

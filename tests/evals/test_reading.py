@@ -13,7 +13,7 @@ from evals.bench.checkpoints import random_backbone, tiny_config
 from evals.pretrained.texts import Document
 from evals.reading import accuracy, document, fonts, pages, suite, training
 from evals.reading.pieces import GLYPHS, LETTERS, Pieces, drawn
-from evals.reading.tower import PICTURES, Reader, Tower, load_tower, model_config, save_tower, vision_config
+from evals.reading.tower import PICTURES, PageReadingModel, Tower, load_tower, model_config, save_tower, vision_config
 from kvpatch_jax.errors import ConfigError, InputError
 from models import save
 from models.inputs.images import process_smolvlm
@@ -214,7 +214,8 @@ def test_pages_meet_a_decoder_as_images_and_as_tokens(tokenizer, decoder, tmp_pa
     vision = vision_config(RECIPE.width, RECIPE.depth, RECIPE.heads, RECIPE.intermediate)
     config = model_config(model.config.to_dict(), vision)
     tower = nnx.to_pure_dict(nnx.state(Tower(config, nnx.Rngs(0)), nnx.Param))
-    reader = Reader(save_tower(tmp_path / "tower", tower, {"vision": vision, "pieces": RECIPE.pieces}), folder)
+    root = save_tower(tmp_path / "tower", tower, {"vision": vision, "pieces": RECIPE.pieces})
+    reader = PageReadingModel(root, folder)
     ids = np.random.default_rng(0).choice(reader.pieces.ids, 300).astype(np.int32)
 
     # A page's embeddings are what the tower makes of its cells, and of the whole page behind them.
@@ -225,9 +226,9 @@ def test_pages_meet_a_decoder_as_images_and_as_tokens(tokenizer, decoder, tmp_pa
     read = own(jnp.asarray(np.repeat(1 - 2 * cell[:, None].astype(np.float32) / 255, 3, axis=1)))
     np.testing.assert_allclose(page.embeddings[0, :1], read, atol=0.1)
 
-    plan = suite.LOOK
+    plan = suite.PREVIEW
     least = plan.passages * plan.chunk + plan.scored
-    made = list(suite.compared(reader, plan, written(ids[:least], 0), written(ids[-least:], 1), 0))
+    made = list(suite.compare(reader, plan, written(ids[:least], 0), written(ids[-least:], 1), 0))
     kl = {record["as"]: record["kl"] for record in made if "as" in record and "kl" in record}
     assert kl["tokens"] == 0 < kl["image"]
     assert {"blind", "patch.rank=8", "cacheblend.budget=0.15"} <= {record.get("arm") for record in made}

@@ -42,6 +42,7 @@ def layout_of(text: Mapping[str, Any], architectures: Sequence[str]) -> KVLayout
         raise ConfigError(f"connector: got rope {kind!r} over {partial} of a head; expected one of {ROPES} over all")
 
     theta = table.get("rope_theta") or text.get("rope_theta")
+
     scaling = None
     try:
         layers, heads = int(text["num_hidden_layers"]), int(text["num_attention_heads"])
@@ -54,6 +55,7 @@ def layout_of(text: Mapping[str, Any], architectures: Sequence[str]) -> KVLayout
             scaling = Scaling("llama3", table["factor"], original, low_freq_factor=low, high_freq_factor=high)
     except KeyError as error:
         raise ConfigError(f"connector: got a model configuration without {error}; expected one with it") from None
+
     if theta is None:
         raise ConfigError("connector: got a model configuration without 'rope_theta'; expected one with it")
 

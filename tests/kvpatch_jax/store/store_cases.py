@@ -21,6 +21,16 @@ AXES = kvp.KVLayout.gqa(2, 2, 16, kvp.Rope(1e4, 16, sections=(2, 3, 3)))
 BACKBONE = "tiny"
 
 
+class ManualClock:
+    """A clock that a test sets."""
+
+    def __init__(self, now: float = 1e9):
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def chunk_of(
     id: str = "B", seed: int = 0, layout=LAYOUT, tokens: int = 9, dtype: Any = np.float32, make: Any = kvp.Chunk, **more
 ) -> kvp.Chunk:
