@@ -158,7 +158,7 @@ def test_fetching_asks_for_one_lead(store):
     alone, behind = both()
     asked = Request("page", "tiny", lead=DIGEST)
     store.put(alone)
-    with pytest.raises(FetchError, match="0 of them right"):
+    with pytest.raises(FetchError, match="0 of them as requested"):
         fetch(store, [asked], lambda misses: [alone for _ in misses])
     (found,) = fetch(store, [asked], lambda misses: [behind for _ in misses])
     assert found.source == "computed"
