@@ -4,7 +4,8 @@ Chunks, from a model:
   make_chunk          prefill one unit alone and keep its KV without its position
   conditioned         the KV of every unit of a sequence, conditioned on the units that precede it
   joined              chunks in the engine frame, one after the other: a context
-  Chunk, Tokens       the containers of a canonical and of a prompt; Text marks a str that is text though it looks like a file
+  Chunk, Tokens       the containers of a canonical and of a prompt
+  Text                a str that is text although it looks like a file's name
   Backbone            what a model must provide (`models.load` returns such models)
 
 Patches:
