@@ -224,6 +224,7 @@ class _Round:
         """Runs the pass. Returns the requests on which another thread worked and failed."""
         others: dict[Request, _Flight] = {}
         pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="kvpatch-fetch")
+
         try:
             for request in requests:
                 self._join(request, others)
@@ -247,6 +248,7 @@ class _Round:
     def _join(self, request: Request, others: dict[Request, _Flight]) -> None:
         key, me = self._key(request), threading.get_ident()
         past = self.deadline is not None and time.monotonic() >= self.deadline
+
         with _flights_lock:
             flight = _flights.get(key)
             if flight is not None and flight.owner == me:
@@ -254,6 +256,7 @@ class _Round:
             hangs = flight is not None and past and not flight.computing
             if flight is None or hangs or flight.outdated:
                 flight = _flights[key] = self._led[request] = _Flight(self.store, request)
+
         if request not in self._led:
             others[request] = flight
 
@@ -333,9 +336,11 @@ class _Round:
         """Takes the results of finished loads; with `wait`, waits until one finishes or the deadline passes."""
         if not self._loads:
             return
+
         timeout = _left(self.deadline) if wait else 0
         concurrent.futures.wait(self._loads.values(), timeout, concurrent.futures.FIRST_COMPLETED)
         past = self.deadline is not None and time.monotonic() >= self.deadline
+
         for request, load in list(self._loads.items()):
             if load.done():
                 del self._loads[request]
@@ -365,6 +370,7 @@ class _Round:
             if late is None or not late.done() or not self._loaded(request, late):
                 self._led[request].computing = True
                 chosen.append(request)
+
         if not chosen:
             return
         chunks = self._computed([Miss(request, self.store) for request in chosen])
@@ -381,6 +387,7 @@ class _Round:
         except Exception as error:
             what = f"fetch: computing {len(misses)} of the chunks raised {type(error).__name__}"
             raise FetchError(f"{what} (the cause); expected chunks") from error
+
         wanted = [(miss.request.id, miss.request.backbone, miss.request.lead) for miss in misses]
         found = [
             (chunk.id, chunk.backbone, chunk.lead) if isinstance(chunk, Chunk) else type(chunk).__name__

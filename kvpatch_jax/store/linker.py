@@ -133,6 +133,7 @@ class Linker:
                 id = resource.chunk_id(self.backbone)
                 stack.enter_context(self.static.store.pin(id, self.backbone))
                 return LinkedChunk(reference, "static", resource, id, self.backbone, None)
+
         held = None if self.dynamic is None else self.dynamic.open(reference.kind, reference.name, reference.version)
         if held is None or self.dynamic is None:
             raise UnknownReferenceError(self._unknown(reference))

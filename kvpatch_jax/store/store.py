@@ -26,7 +26,7 @@ from .format.naming import Encoding, Name, PatchKey
 from .format.objects import Blob
 from .io.per_root import shared
 from .metrics import Statistics
-from .stored_patches import StoredPatches
+from .patch_objects import PatchObjects
 from .tenants import DeletionReport, delete_tenant
 from .tiers.device_placement import LayerStream, Placement
 from .tiers.memory import CANONICAL, ENCODER, Policy
@@ -97,7 +97,7 @@ class ChunkStore:
         self.order = shared(WriteOrder, self.disk.root)
         self._writer = Writer(self._commit, self.order, queue_bytes)
         self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, self.order, policy)
-        self._patches = StoredPatches(self.tenant_disk, self._reader)
+        self._patches = PatchObjects(self.tenant_disk, self._reader)
 
     # ----------------------------------------------------------------------------------------------- chunks
 
@@ -231,6 +231,7 @@ class ChunkStore:
         self.tenant_disk.expect_open()
         name = self.names.canonical(backbone, id)
         prefix = f"{name.folder}/{name.chunk}."
+
         with self.order.turn_to_delete(prefix) as place:
             self._reader.drop_chunk(name.chunk_key)
             try:
@@ -429,11 +430,13 @@ class ChunkStore:
         """Returns name, encoder and bytes of a chunk's objects: the canonical comes last, and implies the others."""
         check_is_chunk(chunk)
         expires = self._expiry(ttl)
+
         for value in chunk.kv.values():
             if not getattr(value, "is_fully_addressable", True):
                 raise InputError(
                     "store: got kv that other processes have a part of; expected all of it here (or save_arrays)"
                 )
+
         jobs: list[tuple[Name, Callable[[], Blob], int]] = []
         if chunk.encoder is not None:
             make = functools.partial(encoder_blob, chunk.id, chunk.backbone, chunk.encoder, expires)

@@ -37,6 +37,7 @@ def delete_tenant(disk: Disk, names: ObjectNames, remote: RemoteStore | None = N
       StoreReadOnlyError, StoreIOError: some of it could not be deleted; the rest was.
     """
     tenant = names.tenant_name
+
     remote_count = 0
     try:
         # The remote store comes first, or readers could copy objects back from there.

@@ -120,6 +120,7 @@ class ChunkFormer:
                 continue
             job.append(_ReadTask(task, kv, nbytes))
             self._reserve(nbytes)
+
         if job and not self._queue.add(job):  # closed in the meantime
             self._drop(job)
 

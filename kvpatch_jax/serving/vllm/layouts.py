@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ...cache import Chunk, Patch, check_factor_shapes, check_stamp, same_storage
+from ...cache import Antecedent, Chunk, Patch, check_applies, same_storage
 from ...core import KVLayout, Rope, Scaling
 from ...errors import ConfigError, InputError, LayoutError, PatchMismatchError, PositionError
 from ...pool import JOINED, RAGGED, PageFormat, check_dtype
@@ -42,6 +42,7 @@ def layout_of(text: Mapping[str, Any], architectures: Sequence[str]) -> KVLayout
         raise ConfigError(f"connector: got rope {kind!r} over {partial} of a head; expected one of {ROPES} over all")
 
     theta = table.get("rope_theta") or text.get("rope_theta")
+
     scaling = None
     try:
         layers, heads = int(text["num_hidden_layers"]), int(text["num_attention_heads"])
@@ -54,6 +55,7 @@ def layout_of(text: Mapping[str, Any], architectures: Sequence[str]) -> KVLayout
             scaling = Scaling("llama3", table["factor"], original, low_freq_factor=low, high_freq_factor=high)
     except KeyError as error:
         raise ConfigError(f"connector: got a model configuration without {error}; expected one with it") from None
+
     if theta is None:
         raise ConfigError("connector: got a model configuration without 'rope_theta'; expected one with it")
 
@@ -124,8 +126,7 @@ class CacheFormat(NamedTuple):
             raise PatchMismatchError(
                 f"patch of chunk {chunk.id[:12]}…: got frame {patch.metadata.frame!r}; expected 'phase_free'"
             )
-        check_stamp(patch, chunk, np.zeros((), np.int32), antecedent, None, False)
-        check_factor_shapes(patch, chunk)
+        check_applies(patch, chunk, np.zeros((), np.int32), Antecedent.of(*antecedent))
 
 
 def check_model(model: Any) -> None:

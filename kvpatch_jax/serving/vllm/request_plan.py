@@ -133,6 +133,7 @@ def plan_request(
     # Take the longest prefix of the steps whose loss is within the limits.
     blind = options.policy == "blind" and config.uncertified
     max_kl = config.most_kl if options.kl is None else min(options.kl, config.most_kl)
+
     for count in range(len(steps), 0, -1):
         kl, flips = _certified_loss(steps[:count], len(segments), certificate)
         within_kl = kl is not None and kl <= max_kl
@@ -184,6 +185,7 @@ def _certified_loss(
 
     # Every chunk after the first approximate one is approximate too, those that the engine prefills included.
     others = count - exact.index(False) - 1
+
     flips = 0.0
     for step in steps:
         if not step.exact:

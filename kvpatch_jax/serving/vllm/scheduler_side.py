@@ -188,6 +188,7 @@ class SchedulerSide:
         except WeightsError as error:
             self._note_unfit(error)
             return PlannedRequest(RequestPlan(why="its chunks are of other weights"), salt=state.own_salt)
+
         if state.request.skip_reading_prefix_cache:
             plan = RequestPlan(why="the request reads no cache")
             return PlannedRequest(plan, (), self._wanted(state), state.own_salt)
@@ -213,7 +214,9 @@ class SchedulerSide:
         """Returns the segments to form: the first as a canonical, later ones with a stored canonical as patches."""
         if not (self.config.save and state.options.save) or state.saved:
             return ()
+
         tenant, ids = state.options.tenant, [segment.id for segment in state.segments]
+
         wanted = []
         try:
             for index, id in enumerate(ids):
@@ -262,6 +265,7 @@ class SchedulerSide:
             logger.warning("kvpatch: request %s is served without stored chunks: %s", id, error)
             state.planned = PlannedRequest(RequestPlan(why="its chunks could not be read"), salt=state.own_salt)
             state.saved = True  # do not use that store again
+
         if not state.planned.payloads:
             self._prefetcher.release(id)
         return self._set_salt(state.request, state.planned.salt)
@@ -290,6 +294,7 @@ class SchedulerSide:
             for page in range(first // self.page_size, -(-state.matched // self.page_size)):
                 state.blocks[blocks[page]] = self.page_size * page
             self.counts["loaded_tokens"] += count
+
         if not state.failed:
             state.served.append(state.planned.plan)
         state.planned, state.placed = state.planned._replace(payloads=()), True
@@ -367,12 +372,14 @@ class SchedulerSide:
         """
         id = request.request_id
         self._prefetcher.release(id)
+
         kept = []
         for load in self._loads:
             if load.request == id:
                 self._lost |= blocks_from(load.blocks, self.page_size, load.first, load.end)
             else:
                 kept.append(load)
+
         self._loads = kept
         state = self._requests.pop(id, None)
         return state is not None and self._set_salt(request, state.own_salt)

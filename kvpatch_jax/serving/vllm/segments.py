@@ -75,6 +75,7 @@ def segments_of(
             f"segments: got end {max(ends)} in a prompt of {len(tokens)} tokens; expected at least one token of a "
             "question after it"
         )
+
     for feature in ordered:
         for end in ends:
             if feature.offset < end < feature.end:

@@ -160,6 +160,7 @@ class RequestOptions:
             return None
         if not isinstance(params, Mapping):
             raise InputError(f"kv_transfer_params: got {params!r:.80}; expected a mapping")
+
         options = params.get("kvpatch")
         if options is None:
             return None

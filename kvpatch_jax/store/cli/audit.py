@@ -80,6 +80,7 @@ def _listed(disk: Disk, entry: DirectoryEntry) -> ObjectInfo:
         newer = True
     except (OSError, StoreCorruptError):
         pass
+
     tenant = name_at(entry.path).tenant
     return ObjectInfo(entry.path, tenant, _kind(entry), entry.size, entry.used, expires, encrypted, newer)
 

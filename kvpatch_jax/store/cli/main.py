@@ -119,6 +119,7 @@ def main(arguments: Sequence[str]) -> int:
     except wrong as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
     if values.help:
         return _printed([_usage(values)])
     if wrongly := _wrongly_called(names, values.root):

@@ -55,6 +55,7 @@ def scan(root: str, below: str) -> list[DirectoryEntry]:
     """
     found: list[DirectoryEntry] = []
     waiting = [below]
+
     while waiting:
         current = waiting.pop()
         try:

@@ -89,11 +89,13 @@ class Disk:
         self._damage_rate = DamageRate()
         # Parsed headers by their bytes, which are read each time: a cached header cannot be stale.
         self._known = functools.lru_cache(_KNOWN)(parse_header)
+
         with typed_errors(f"store {self.root}: open"):
             make_root(self.root)
             for top in ("obj", "tmp", "quarantine"):
                 if not os.path.isdir(f"{self.root}/{top}"):
                     make_directories(self.root, top)
+
         self.writer = ObjectWriter(self.root, self.encryption.check)
         self.recent_use = shared(RecentUse, self.root)
 
@@ -303,6 +305,7 @@ class Disk:
             if str(again) == str(error):
                 self.quarantine(name, file, str(error))
             return None
+
         self._note_unsteady()
         return found
 
@@ -328,6 +331,7 @@ class Disk:
         if not self._damage_rate.note(name.path) and not certain:
             self.counters.add("quarantine_withheld")
             return False
+
         aside, moved = f"{name.tenant}.{time.time_ns()}-{file[0]}-{name.file}", False
         # Under the exclusive lock, because a writer may replace the damaged file by a good one at any other time.
         with (
@@ -342,6 +346,7 @@ class Disk:
                     self.counters.add("quarantined")
                     with open_regular_in(target, f"{aside}.reason", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                         write_all(fd, [reason_text(reason, name.path)], 0)
+
         with contextlib.suppress(StoreError):
             keep_within(self.root, name.tenant, self._quarantine_bytes)
         return moved

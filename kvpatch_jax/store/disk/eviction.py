@@ -137,6 +137,7 @@ def _units_of(disk: Disk, parts: dict[str, DirectoryEntry]) -> list[_Unit]:
     looked = {part: disk.check_expiry(entry) for part, entry in parts.items()}
     parts = {part: entry for part, (entry, _) in looked.items()}
     patches = tuple(entry for part, entry in parts.items() if part.startswith("p."))
+
     units: list[_Unit] = []
     for part, entry in parts.items():
         # Turns: 0 expired, 1 derived from a canonical, 2 can be formed again from the encoder output, 3 others.
@@ -166,6 +167,7 @@ def collect(disk: Disk, below: str = "obj", libraries: str | None = None) -> int
                 break
             for start in range(0, len(units), _BATCH):
                 deleted += len(_take(disk, units[start : start + _BATCH], gone))
+
     disk.counters.add("disk_evicted_expired", deleted)
     return deleted + disk.sweep(below.removeprefix("obj").removeprefix("/"))
 

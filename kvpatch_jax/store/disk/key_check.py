@@ -57,6 +57,7 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
         what = "no key" if check is None else "another key"
         damaged = "" if plain == known and _is_check(known) else f" ({space}/{NAME} is damaged or gone)"
         raise StoreKeyError(f"store {root}: opened with {what}; expected the one of this tenant's objects{damaged}")
+
     with contextlib.suppress(StoreError):  # a read-only root is used as it is
         if plain != known:
             replace_setting(root, f"{space}/{NAME}", known.encode())

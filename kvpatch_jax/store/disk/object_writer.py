@@ -171,6 +171,7 @@ class ObjectWriter:
                             added[name.path] = written(os.fstat(fd))
                         else:
                             refused.append((name, item))
+
         if refused:
             self.add(refused, added, copy=True)
 

@@ -51,6 +51,7 @@ def new_directory(directory: str, root: str, tenant: str = WHOLE) -> Iterator[st
         raise InputError(f"snapshot {directory}: got an existing path; expected a name that is free")
     token = secrets.token_hex(8)
     temporary = f"{directory}.unfinished-{token}"
+
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a read-only root has no note
             _note(root, f"{tenant}.{token}", temporary, stack)
@@ -124,6 +125,7 @@ def _removed(directory: str, token: str) -> bool:
         return ours
     except (FileNotFoundError, NotADirectoryError, NotRegularError):
         pass  # there is no token in it: removed below only if it is empty
+
     with contextlib.suppress(OSError):  # it died before it wrote anything
         os.rmdir(directory)
         return True

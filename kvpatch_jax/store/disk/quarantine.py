@@ -122,6 +122,7 @@ def restore(root: str, tenant: str = "") -> QuarantineRestore:
     """
     result = QuarantineRestore([], [], [], [], [])
     buffers = Buffers(keep=0)
+
     for one in reversed(listed(root, tenant)):  # of several files with one name, the newest is restored
         path = _place_of(root, one)
         if path is None:
@@ -213,6 +214,7 @@ def keep_within(
             gone.append(one)
         elif room is not None:
             left[one.tenant] = room - one.nbytes
+
     _delete(root, gone)
     return gone
 

@@ -38,6 +38,7 @@ def secret_of(root: str) -> bytes:
                 f"store {root}: got no {SECRETS[0]} beside objects that were named by its secret; expected it, from a "
                 "snapshot of the whole store, or the secret itself"
             )
+
     if secret is None:
         note_secret(root, secrets.token_bytes(32))
     return read_secret(root) if secret is None else secret
@@ -161,6 +162,7 @@ def _read(folder: str, name: str) -> _SecretFile | None:
             return None
         except (NotRegularError, StoreCorruptError):
             return _SecretFile(None, False)
+
     try:
         tree = json.loads(text)
         if type(tree["version"]) is int and tree["version"] > _VERSION and not _is_current_version(tree):
@@ -168,6 +170,7 @@ def _read(folder: str, name: str) -> _SecretFile | None:
         secret = bytes.fromhex(tree["secret"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return _SecretFile(None, False)
+
     if len(secret) >= 16 and text == secret_text(secret):
         return _SecretFile(secret, True)
     old = text == json.dumps({"version": 1, "secret": secret.hex()}).encode()  # before there were digests

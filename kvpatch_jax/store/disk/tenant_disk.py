@@ -167,6 +167,7 @@ class TenantDisk:
             self._budget_noted = True
         bounds = self._bounds()
         need = size() if bounds else 0
+
         with self._counting:
             if self.budget.disk is not None and any(self._may_exceed(*bound, need) for bound in bounds.items()):
                 if not self._whole_root:  # other tenants' budgets may have changed

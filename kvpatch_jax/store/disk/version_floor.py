@@ -124,6 +124,7 @@ class Floors:
             raise  # it is unknown what it forbids, and it must not be replaced
         except (OSError, StoreError, KeyError):
             return None  # damaged or missing: the floor seen before counts, and the next entry writes it again
+
         self._read[folder] = which, floor
         return floor
 
@@ -134,6 +135,7 @@ class Floors:
         if not self.kept:
             self._disk.put(name, self._disk.encryption.sealed(blob, name.file))
             return
+
         floor = self.of(name.folder) or self._initial(name.folder)
         body = dict(blob.body)
         if body["version"] is None:

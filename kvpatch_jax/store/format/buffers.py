@@ -79,6 +79,7 @@ class Buffers:
         """
         room = -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
         block = self._take(room)
+
         if block is None:
             expect_memory(room)
             try:
@@ -87,6 +88,7 @@ class Buffers:
                 raise OSError(errno.ENOMEM, f"got no memory for {size} bytes; expected it") from error
             start = -raw.ctypes.data % _ALIGNMENT
             block = raw[start : start + room]
+
         # Views must keep `leased` alive, and not `block`: its memory comes from no array, so NumPy's bases end at it.
         leased = np.frombuffer(memoryview(block), np.uint8, count=size)
         weakref.finalize(leased, self._give, block).atexit = False

@@ -68,6 +68,7 @@ def _layout_of_text(text: str) -> KVLayout:
         for name, value in rope["scaling"].items():
             scaling[name] = tuple(value) if isinstance(value, list) else value
         rope["scaling"] = Scaling(**scaling)
+
     rope["sections"] = None if rope["sections"] is None else tuple(rope["sections"])
     channels = tuple(Channel(**channel) for channel in body["channels"])
     return KVLayout(body["kind"], body["layers"], channels, Rope(**rope))
@@ -83,6 +84,7 @@ def encode(value: np.ndarray, encoding: Encoding | None) -> tuple[np.ndarray, np
     """
     if encoding is None:
         return value, None
+
     dtype = np.dtype(jnp.dtype(encoding))
     if encoding not in _LARGEST:
         return value.astype(dtype), None
@@ -122,12 +124,14 @@ def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | 
     """
     kv = {name: np.asarray(chunk.kv[name]) for name in chunk.layout.names}
     arrays: dict[str, np.ndarray] = {"local": np.asarray(chunk.local)}
+
     for layer in range(chunk.layout.layers):
         for name, value in kv.items():
             stored, scale = encode(value[layer], encoding)
             arrays[f"layer.{layer}.{name}"] = stored
             if scale is not None:
                 arrays[f"layer.{layer}.{name}.scale"] = scale
+
     for layer, states in sorted((chunk.hidden or {}).items()):
         arrays[f"hidden.{layer}"] = np.asarray(states)
     return _checked(Blob("kv", chunk_body(chunk), arrays, expires))
@@ -141,6 +145,7 @@ def chunk_body(chunk: Chunk) -> dict[str, Any]:
     """
     if chunk.batch is not None:
         raise ShapeError(f"store: chunk {chunk.id!r}: got a batch of {chunk.batch}; expected one chunk per object")
+
     lead = {} if chunk.lead is None else {"lead": chunk.lead}
     return lead | {
         "id": chunk.id,
@@ -197,6 +202,7 @@ def chunk_layout(body: Mapping[str, Any], leaves: Iterable[str]) -> KVLayout:
         number, _, part = rest.partition(".")
         if word != "layer" or part not in parts or not number.isdecimal() or int(number) >= layout.layers:
             others.append(leaf)
+
     expect_known("canonical with a leaf", others, ("local", *(f"hidden.{layer}" for layer in body["hidden"] or ())))
     return layout
 

@@ -37,6 +37,7 @@ def expect_fields(what: str, body: Any, kind: type) -> None:
 def _words_of(kind: Any) -> dict[str, tuple[str, ...]]:
     """Maps each field of a dataclass to the words of its `Literal` type, optional or not; () for other types."""
     hints = typing.get_type_hints(kind)
+
     words: dict[str, tuple[str, ...]] = {}
     for field in dataclasses.fields(kind):
         options = [hints[field.name]]

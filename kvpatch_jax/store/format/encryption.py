@@ -143,6 +143,7 @@ class AesGcm:
         text += b" " * (-len(text) % _STEP)
         parts = {_INSIDE: np.frombuffer(text, np.uint8)} | {n: as_bytes(array) for n, array in blob.arrays.items()}
         cipher = _Cipher(self._key, salt, [file, blob.kind, repr(blob.expires)])
+
         arrays: dict[str, np.ndarray] = {}
         for number, (name, part) in enumerate(parts.items()):
             if number == 0 or len(part) <= MOST:
@@ -158,6 +159,7 @@ class AesGcm:
         """Decrypts the header of an object; None if it is not encrypted, as anyone could have written it."""
         if not is_sealed(header):
             return None
+
         expect_known("encryption with a field", header.body, ("sealed", "check", "salt"))
         if header.body["sealed"] != 1:
             raise StoreVersionError(f"object: got encryption version {str(header.body['sealed'])[:20]}; expected 1")
@@ -284,6 +286,7 @@ def _leaves(inside: Sequence[Any], header: Header) -> tuple[dict[str, Leaf], _Pi
         first = outer[0]
         assert first is not None
         leaves[name] = Leaf(name, dtype, tuple(shape), first.offset, nbytes, first.crc)
+
     if len(header.leaves) != 1 + (stored := sum(map(len, pieces.values()))):
         raise StoreCorruptError(f"object: got {len(header.leaves)} leaves; expected {stored + 1}")
     return leaves, pieces

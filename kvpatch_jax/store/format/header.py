@@ -128,6 +128,7 @@ def make_header(
       DtypeError: objects cannot hold a leaf's dtype.
     """
     crcs = dict.fromkeys(specs, 0) if crcs is None else crcs
+
     entries: dict[str, Any] = {}
     placed: list[tuple[str, np.dtype, tuple[int, ...], int, int]] = []
     offset = 0
@@ -225,6 +226,7 @@ def parse_header(raw: bytes, size: int | None) -> Header:
     check_depth(body, _DEPTH)
 
     text, expires = metadata["expires"], None
+
     if text:
         try:
             expires = float(text)
@@ -283,6 +285,7 @@ def _parse_leaves(tree: dict[str, Any], checksums: str, start: int, size: int | 
     leaves: dict[str, Leaf] = {}
     forms: dict[Any, _Form] = {}  # the layers are alike: each form is parsed once
     offset = start
+
     for name, entry in tree.items():
         if len(name) > 80 or not _NAME.fullmatch(name):
             raise StoreCorruptError(f"object: got leaf {name[:80]!r}; expected words with dots between")

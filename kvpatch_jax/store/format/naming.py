@@ -143,11 +143,13 @@ class PatchKey:
             "start": self.start is None or isinstance(self.start, tuple),
             "lead": self.lead is None or isinstance(self.lead, str),
         }
+
         for name, fit in fits.items():
             if not fit:
                 raise InputError(
                     f"served.{name}: got {getattr(self, name)!r:.80}; expected the type of PatchMetadata.{name}"
                 )
+
         object.__setattr__(self, "antecedent", antecedent_of(self.antecedent))
         if self.base_antecedent is not None:
             base = antecedent_of(self.base_antecedent, "base_antecedent")

@@ -180,6 +180,7 @@ def _opened_regular(parent: int, name: str, flags: int, noatime: bool) -> int:
         if error.errno not in _IRREGULAR:
             raise
         raise NotRegularError(error.errno, "a link, a FIFO, a directory or the like", name) from None
+
     try:
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd

@@ -132,11 +132,13 @@ def as_content(content: Any, kind: Kind | None = None) -> Content:
         return decoded(content)
     if isinstance(content, jax.Array):
         return np.asarray(content)
+
     if isinstance(content, os.PathLike):
         try:
             return Path(content).read_bytes()
         except OSError as error:
             raise InputError(f"library: got {os.fspath(content)!r} ({error}); expected a readable file") from error
+
     if isinstance(content, str):
         if kind != "TEXT":
             check_text(content, "library")
@@ -195,6 +197,7 @@ def entry_blob(
     """
     if content is None and chunk is None:
         raise InputError(f"{reference}: got neither content nor a chunk; expected one of them")
+
     if content is not None:
         check_kind(reference, content)
     word, array = _array_of(reference, content)
@@ -233,6 +236,7 @@ def _plain(reference: Reference, metadata: Mapping[str, Any]) -> Any:
 def _array_of(reference: Reference, content: Content | None) -> tuple[str, np.ndarray]:
     if content is None:
         return "none", _NOTHING
+
     if isinstance(content, np.ndarray):
         word, array = "array", content
     elif isinstance(content, str | bytes):
@@ -240,6 +244,7 @@ def _array_of(reference: Reference, content: Content | None) -> tuple[str, np.nd
         word, array = type(content).__name__, np.frombuffer(raw, np.uint8)
     else:
         word, array = "tokens", np.asarray(list(content), np.int64)
+
     if not array.size:
         raise InputError(f"{reference}: got empty content; expected some")
     return word, array

@@ -109,6 +109,7 @@ class LibraryFolder:
             if again is None:
                 return None
             header, arrays = again
+
         body, expires = header.body, header.expires
         if body["withdrawn"]:
             return None

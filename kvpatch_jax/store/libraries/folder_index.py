@@ -80,6 +80,7 @@ class FolderIndex:
                 if known is None or known.mark != mark or not known.settled:
                     tick = _TICK if stat.st_mtime_ns % 10**6 else _COARSE
                     self._read(path, mark, now - stat.st_mtime_ns > tick)
+
         for path in self._folders.keys() - there:
             for gone in self._folders.pop(path).entries:
                 self._forget(gone)
@@ -97,6 +98,7 @@ class FolderIndex:
 
     def _read(self, path: str, mark: Identity, settled: bool) -> None:
         before = self._folders[path].entries if path in self._folders else {}
+
         now: dict[str, CachedEntry] = {}
         for entry in self._disk.scan(path):
             seen = before.get(entry.path)
@@ -105,6 +107,7 @@ class FolderIndex:
                 self._forget(entry.path)
                 self._note(entry.path, seen)
             now[entry.path] = seen
+
         for gone in before.keys() - now.keys():
             self._forget(gone)
         readable = all(seen.entry is not None for seen in now.values())

@@ -71,6 +71,7 @@ def parse_prompt(prompt: str) -> list[str | Reference]:
     """
     if not isinstance(prompt, str):
         raise InputError(f"prompt: got {prompt!r:.80}; expected a str")
+
     segments: list[str | Reference] = []
     text, end = "", 0
     for match in _REFERENCE.finditer(prompt):
@@ -82,6 +83,7 @@ def parse_prompt(prompt: str) -> list[str | Reference]:
             continue
         segments += [text, reference] if text else [reference]
         text = ""
+
     text += prompt[end:]
     return segments + ([text] if text else [])
 

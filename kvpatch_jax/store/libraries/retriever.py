@@ -74,7 +74,7 @@ def _unit(vector: AnyArray, width: int) -> np.ndarray:
     return value / np.linalg.norm(value)
 
 
-class _Rows:
+class _VectorRows:
     """Matrix of unit vectors with their ids. It grows by doubling; the last row replaces a removed one."""
 
     def __init__(self, width: int):
@@ -142,7 +142,7 @@ class ExactRetriever:
     """
 
     def __init__(self, width: int):
-        self._rows = _Rows(width)
+        self._rows = _VectorRows(width)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -193,7 +193,7 @@ class ApproximateRetriever:
     def __init__(self, width: int, *, probes: float = 0.2, exact_below: int = 1024, seed: int = 0):
         if not 0 < probes <= 1:
             raise InputError(f"retriever: got probes {probes}; expected a number above 0 and up to 1")
-        self._rows = _Rows(width)
+        self._rows = _VectorRows(width)
         self._probes, self._threshold, self._random = probes, max(exact_below, 2), np.random.default_rng(seed)
         self._centroids = np.empty((0, width), np.float32)
         self._file_of: list[int] = []

@@ -79,6 +79,7 @@ class StaticLibrary[Store: TenantStore]:
         expires = expires_at(self.store.tenant_disk.clock(), ttl, str(reference))
         blob = entry_blob(reference, content, chunk, vector, {}, expires)
         own = self._folder.name(reference.kind, reference.name)
+
         with self._folder.changing():
             before, used = self._folder.room(own)
             need = file_size(blob, own.file) + (0 if chunk is None else chunk.nbytes)

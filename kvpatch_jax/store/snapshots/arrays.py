@@ -92,6 +92,7 @@ def save_arrays(
         entries += [entry_of(patch_blob(patch), "p") for patch in patches]
         if not entries:
             raise InputError("save_arrays: got no chunks and patches; expected some")
+
     if "://" in path:
         with ProcessGroup().agreeing(f"export {path}"):
             save_entries(path, entries, compress)
@@ -109,6 +110,7 @@ def _made_private(path: str) -> Iterator[str]:
     together = ProcessGroup()
     unfinished = f"{path}.unfinished-{together.shared(secrets.token_bytes(16)).hex()}"
     first = together.index == 0
+
     try:
         with together.agreeing(f"export {path}"), typed_errors(f"export {path}: write"):
             if os.path.lexists(path):
@@ -145,6 +147,7 @@ def load_arrays(directory: str | os.PathLike[str], placement: Placement | None =
     """
     entries = [entry for part in _parts(os.fspath(directory)) for entry in load_entries(part, placement)]
     by_kind = lambda kind: [entry for entry in entries if entry.about["kind"] == kind]
+
     try:
         canonicals = [chunk_of_entry(entry) for entry in by_kind("kv")]
         found = [patch_parts(entry.about["body"], entry.host) for entry in by_kind("patch")]
@@ -195,6 +198,7 @@ def export_arrays(
     _expect_one_process("export_arrays")
     store.flush()
     disk, names = store.tenant_disk.disk, store.tenant_disk.names
+
     with new_directory(os.fspath(directory), disk.root, names.tenant_name) as unfinished:
         export = _Export(disk, unfinished, compress, part_bytes)
         with unchanged_libraries(disk.root, names.libraries):
@@ -220,6 +224,7 @@ class _Export:
         """Adds every object below a folder of the store."""
         listed = sorted(self._disk.scan(below), key=lambda entry: entry.path)
         total, done = sum(item.size for item in listed), 0
+
         for item in listed:
             found = self._disk.get(name_at(item.path))
             if found is None:
@@ -254,6 +259,7 @@ def import_arrays(
     """
     _expect_one_process("import_arrays")
     load = functools.lru_cache(maxsize=1)(load_entries)  # only one checkpoint is in memory
+
     batches: list[list[ImportCandidate]] = []
     found = 0
     for part in reversed(_parts(os.fspath(directory))):  # entries were exported first, and are added last
@@ -268,6 +274,7 @@ def import_arrays(
                 blob = lambda part=part, index=index: blob_of_entry(load(part)[index])
                 batch.append(dataclasses.replace(each, load=blob))
         batches.append(batch)
+
     added, nbytes = import_objects(store.tenant_disk, batches, progress=progress)
     return Summary(added, nbytes, found - added)
 

@@ -128,6 +128,7 @@ def _is_there(disk: Disk, name: Name, source: LinkSource | None = None) -> bool:
             open_regular(*source, noatime=True) as there,
         ):
             same = os.path.sameopenfile(here, there)
+
     with typed_errors("store: add"):
         # The source's bytes are verified already. This reader can be trusted (`certain`), because it has just verified
         # all the imported objects.
@@ -135,6 +136,7 @@ def _is_there(disk: Disk, name: Name, source: LinkSource | None = None) -> bool:
             header = disk.examine(name, leaves=not same, certain=True)
         except StoreVersionError:
             return True
+
     if header is None:
         return False
     if header.expires is None or disk.clock() < header.expires:

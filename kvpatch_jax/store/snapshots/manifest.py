@@ -111,6 +111,7 @@ def read_list(path: str) -> Any:
         if isinstance(error.__cause__, FileNotFoundError):
             raise StoreSnapshotError(f"{path}: got no such file; expected a finished snapshot or export") from None
         raise
+
     text, digest = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
     if digest != f"\n{_digest(text)}\n".encode():
         raise StoreSnapshotError(f"{path}: got content that differs from its digest; expected them to agree")

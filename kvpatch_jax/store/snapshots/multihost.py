@@ -97,6 +97,7 @@ class ProcessGroup:
         """
         if self.count == 1:
             return
+
         with contextlib.ExitStack() as stack:
             token = bytes(_TOKEN) if self.index else secrets.token_bytes(_TOKEN)
             path = f"tmp/settings-{token.hex()}"

@@ -43,6 +43,7 @@ def save_entries(path: str, entries: Sequence[ArrayEntry], compress: bool) -> No
     about = {"json": np.frombuffer(text, np.uint8), "digest": np.frombuffer(text_digest(text), np.uint8)}
     context = ocp.Context()
     context.array_options.saving.use_compression = compress
+
     try:
         with context:
             ocp.save_checkpointables(path, {"objects": about, "arrays": tree})
@@ -59,11 +60,13 @@ def read_abouts(path: str) -> list[dict[str, Any]]:
     """
     size = _file_bytes(path)  # before anything is opened
     found = _read(path, {"objects": None})["objects"]
+
     try:
         text = found["json"].tobytes()
         tree = json.loads(text) if found["digest"].tobytes() == text_digest(text) else {}
     except MALFORMED:
         tree = {}
+
     if not isinstance(tree, dict) or tree.get("version") != 1 or not isinstance(tree.get("objects"), list):
         raise StoreSnapshotError(f"export {path}: got a list that differs from its digest; expected version 1")
     try:
@@ -158,6 +161,7 @@ def _file_bytes(path: str) -> int | None:
         return None
     if not os.path.isdir(path):
         raise StoreSnapshotError(f"export {path}: got no checkpoint there; expected one that was finished")
+
     total = 0
     for _, folders, names, fd in os.fwalk(path):
         for name in folders + names:

@@ -72,6 +72,7 @@ class StoreItem:
 
     def _save(self, path: str, together: ProcessGroup) -> None:
         folders = [path] if self.shared else [_folder(path, index, together.count) for index in range(together.count)]
+
         error: Exception | None = None
         try:
             if self.shared:
@@ -82,6 +83,7 @@ class StoreItem:
                 save_objects(self.store, folders[together.index], copy=self.copy)
         except Exception as raised:  # whatever failed, the others must not wait for this process in vain
             error = raised
+
         together.wait()
         missing = [index for index, folder in enumerate(folders) if not os.path.exists(f"{folder}/{MANIFEST}")]
         together.wait()  # when the first process returns, Orbax renames the directory in which the others look
@@ -102,6 +104,7 @@ class StoreItem:
                     pass
         finally:
             together.wait()
+
         if together.index == 0:
             for index, mark in enumerate(marks[1:], 1):
                 if not os.path.exists(mark):

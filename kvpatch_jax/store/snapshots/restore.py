@@ -125,6 +125,7 @@ def _verified(
     coming: list[ImportCandidate] = []
     bad: list[str] = []
     total, done = sum(entry.size for entry in manifest.objects), 0
+
     for entry in manifest.objects:
         try:
             found = _incoming(directory, entry, tenant_disk, buffers)
@@ -134,6 +135,7 @@ def _verified(
         done += entry.size
         if progress is not None:
             progress(done, total)
+
     if bad and not skip_damaged:
         raise StoreSnapshotError(
             f"snapshot {directory}: got {len(bad)} of {len(manifest.objects)} objects that do not verify, the first is "
@@ -154,6 +156,7 @@ def _incoming(
                 f"object: got another header than {MANIFEST} lists; expected checksum {entry.crc:08x}"
             )
         arrays = read_leaves(fd, header, list(header.leaves), buffers)
+
     clock = time.time if tenant_disk is None else tenant_disk.clock
     if header.expires is not None and clock() >= header.expires:
         return None

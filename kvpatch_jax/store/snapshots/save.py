@@ -119,6 +119,7 @@ def write_snapshot(
         write_list(f"{directory}/{MANIFEST}", manifest)
         for path, _, _ in os.walk(directory):
             sync_directory(path)
+
     left_out = of_entries + of_chunks
     nbytes = sum(entry.size for entry in saved)
     return Summary(len(saved), nbytes, left_out["skipped"], left_out["damaged"], left_out["newer"])
@@ -147,6 +148,7 @@ def _save_all(
     """Saves all objects below a folder. Returns their entries, and the numbers of others by the fields of `Summary`."""
     entries = sorted(disk.scan(below), key=lambda entry: entry.path)
     total, done = sum(entry.size for entry in entries), 0
+
     left_out = collections.Counter[str]()
     saved: list[ManifestEntry] = []
     for entry in entries:
@@ -195,6 +197,7 @@ def _save_key_checks(root: str, directory: str, tenants: Iterable[str]) -> None:
 def _save(disk: Disk, entry: DirectoryEntry, directory: str, copy: bool) -> ManifestEntry | None:
     """Links or copies one object, and verifies the result. None if it vanished in the meantime, or has expired."""
     above, _, file = entry.path.rpartition("/")
+
     good = False
     try:
         with folder(disk.root, above) as source, folder(directory, above, make=True) as target:

@@ -139,6 +139,7 @@ class LayerStream:
             kept = self._header.body["hidden"]
             names = [] if kept is None else [f"hidden.{layer}" for layer in kept]
             arrays = self._read(names) if names else {}
+
         stack = np.stack if self._placement is None else jnp.stack
         return unchecked_chunk(
             kv={name: stack([values[name] for values in layers]) for name in self.layout.names},

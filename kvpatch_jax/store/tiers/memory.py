@@ -198,7 +198,9 @@ class MemoryTier[V]:
         """Returns the entries to evict for a newcomer; None if there cannot be room."""
         if newcomer.nbytes > self.budget:
             return None
+
         missing = self._bytes + newcomer.nbytes - self.budget
+
         chosen: dict[Hashable, None] = {}
         for key, held in self._in_order(newcomer.rank) if missing > 0 else ():
             if missing <= 0:

@@ -111,6 +111,7 @@ class TieredReader:
                 found = self._disk.get(name)
                 if found is None:
                     tier, found = "remote", self._from_remote(copy)
+
         entry = None if found is None else self._decoded(name, found, build, rank)
         if entry is not None:
             self.host.put(name.path, entry)
@@ -157,6 +158,7 @@ class TieredReader:
                 stream = None if opened is None else LayerStream(*opened, placement, owned)
             if stream is not None:
                 owned.push(stack.pop_all())
+
         self._counters.add("misses" if stream is None else f"{tier}_hits")
         return stream
 
@@ -186,6 +188,7 @@ class TieredReader:
             paths |= {entry.path for entry in self._disk.of_chunk(canonical)}
 
         unreduced = unreduced_part(part_of(canonical.path))
+
         digests = set[str | None]()
         for path in paths:
             if unreduced_part(part_of(path)) != unreduced:
@@ -234,6 +237,7 @@ class TieredReader:
             value = self._disk.build_again(name, found.file, error, lambda header, arrays: build(header.body, arrays))
             if value is None:
                 return None
+
         nbytes = max(header.size, memory_of(value))  # a reduced encoding takes its original width in memory
         return CacheEntry(value, nbytes, rank, name.chunk_key, header.expires, found.version)
 

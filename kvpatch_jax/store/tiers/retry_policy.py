@@ -75,6 +75,7 @@ class CircuitBreaker:
         """
         transfer = nbytes / self.patience.rate
         deadline = self._clock() + self.patience.deadline + transfer
+
         for number in range(int(self.patience.tries)):
             self._admit(what)
             answered = False

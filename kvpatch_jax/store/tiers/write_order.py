@@ -126,6 +126,7 @@ class WriteOrder:
                 lambda: not any(other.startswith(prefix) or prefix.startswith(other) for other in self._closed)
             )
             self._closed.append(prefix)  # before waiting for writers, so that new ones cannot starve the deletion
+
         try:
             with self._changed:
                 self._changed.wait_for(lambda: not any(path.startswith(prefix) for path in self._busy))

@@ -99,6 +99,7 @@ class Writer:
         """
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()  # a queued object cannot be cancelled
+
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._bytes or self._bytes + nbytes <= self._room)
             if self._closed:
@@ -235,6 +236,7 @@ class Writer:
                 return outcomes
             self._end(batch)
             return [(batch[0], error)]
+
         self._end(batch)
         return [(job, None) for job in batch]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import antecedent_of
+from kvpatch_jax.cache import PatchMetadata, antecedent_of
 from kvpatch_jax.store import ChunkStore
 from kvpatch_jax.store.format.codec import unchecked_chunk
 from kvpatch_jax.store.format.naming import Name
@@ -19,6 +19,16 @@ LAYOUT = kvp.KVLayout.gqa(3, 2, 16, kvp.Rope(1e4, 16))
 MLA = kvp.KVLayout.mla(2, 32, 16, rope=kvp.Rope(1e4, 16, scaling=kvp.rope.Scaling("yarn", factor=4, original=64)))
 AXES = kvp.KVLayout.gqa(2, 2, 16, kvp.Rope(1e4, 16, sections=(2, 3, 3)))
 BACKBONE = "tiny"
+
+
+class ManualClock:
+    """A clock that a test sets."""
+
+    def __init__(self, now: float = 1e9):
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def chunk_of(
@@ -54,7 +64,7 @@ def patch_of(
     given: dict[str, Any] = {"base": "canonical", "antecedent": behind.ids, "members": behind.members} | more
     return kvp.Patch(
         factors,
-        kvp.PatchMetadata(chunk=chunk.id, backbone=chunk.backbone, layout=chunk.layout, layers=layers, **given),
+        PatchMetadata(chunk=chunk.id, backbone=chunk.backbone, layout=chunk.layout, layers=layers, **given),
     )
 
 

@@ -15,7 +15,7 @@ PATIENCE = 120
 """Seconds that only a hang takes."""
 
 
-class Gate:
+class WriteGate:
     """Holds up whoever comes by until it is opened."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class GatedStore(ChunkStore):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self.gate, put_group = Gate(), self.disk.put_group
+        self.gate, put_group = WriteGate(), self.disk.put_group
 
         def gated(items: Any) -> int:
             if threading.current_thread().name == "kvpatch-writer":
@@ -64,8 +64,8 @@ class GatedRemote:
 
     def __init__(self) -> None:
         self.inner = KeyValueStore({"driver": "memory"}, context=tensorstore.Context())
-        self.read_gate: Gate | None = None
-        self.put_gates: list[Gate] = []
+        self.read_gate: WriteGate | None = None
+        self.put_gates: list[WriteGate] = []
 
     def put(self, name: Any, blob: Any) -> None:
         if self.put_gates:

@@ -44,7 +44,7 @@ def test_a_callback_may_call_its_store(tmp_path: Path, call: str):
     store.close()
 
 
-def test_flush_waits_for_callbacks_of_others(tmp_path: Path):
+def test_flush_waits_for_callbacks_of_other_threads(tmp_path: Path):
     store, called = GatedStore(tmp_path), list[str]()
     for chunk in (FIRST, SECOND):
         store.put_async(chunk).add_done_callback(lambda _, id=chunk.id: called.append(id))

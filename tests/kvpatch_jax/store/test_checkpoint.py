@@ -152,7 +152,7 @@ def opening(chunk: kvp.Chunk) -> bytes:
 
 
 @pytest.mark.parametrize("needle", [opening(chunk_of("B0")), b'"kind":"kv"'], ids=["payload", "list"])
-def test_silent_flips_in_arrays_are_found(tmp_path: Path, needle: bytes):
+def test_bit_flips_in_exported_arrays_are_detected(tmp_path: Path, needle: bytes):
     """Orbax loads a flipped payload as it is."""
     save_arrays(tmp_path / "export", [chunk_of(f"B{number}", number) for number in range(8)])
     assert flip(tmp_path / "export", needle)
@@ -166,7 +166,7 @@ def test_silent_flips_in_arrays_are_found(tmp_path: Path, needle: bytes):
             load_arrays(tmp_path / "nowhere")
 
 
-def test_an_import_takes_back_what_it_added(tmp_path: Path):
+def test_a_failed_import_removes_the_objects_that_it_added(tmp_path: Path):
     chunks = [chunk_of(f"B{number}", number) for number in range(3)]
     with opened(tmp_path / "store") as store:
         for chunk in chunks:

@@ -71,7 +71,7 @@ def test_ls_and_stat_show_the_operator_all_and_a_tenant_its_own(root: Path, call
     assert call("ls", "--tenant=nobody") == (1, {"objects": []})
 
 
-def test_verify_finds_the_damaged_and_says_so_by_its_status(root: Path, call):
+def test_verify_reports_damaged_objects_by_its_exit_status(root: Path, call):
     key = f"--key-file={root.parent / 'key'}"
     assert call("verify")[1] | {"nbytes": 0} == {
         "good": 3,
@@ -96,7 +96,7 @@ def test_verify_finds_the_damaged_and_says_so_by_its_status(root: Path, call):
     assert call("verify", "--tenant=two", key)[0] == 1
 
 
-def test_verify_tells_what_cannot_be_read_from_what_is_bad(root: Path, call):
+def test_verify_distinguishes_unreadable_from_damaged_objects(root: Path, call):
     path = damage(root, "one")
     whole = path.with_name("whole")
     path.rename(whole)
@@ -106,7 +106,7 @@ def test_verify_tells_what_cannot_be_read_from_what_is_bad(root: Path, call):
     assert path.is_symlink()
 
 
-def test_a_whole_object_that_is_not_what_its_name_says_is_bad(root: Path, call):
+def test_an_intact_object_under_a_wrong_name_counts_as_damaged(root: Path, call):
     from kvpatch_jax.store.format.objects import Blob, blob_bytes
 
     with ChunkStore(root, tenant="one") as store:
@@ -117,7 +117,7 @@ def test_a_whole_object_that_is_not_what_its_name_says_is_bad(root: Path, call):
         assert (status, len(found["bad"])) == (1, 1)
 
 
-def test_gc_collects_what_expired_and_evicts_to_a_budget(root: Path, call):
+def test_gc_deletes_expired_objects_and_evicts_to_a_budget(root: Path, call):
     (root / "tmp" / "dead").write_bytes(b"half")
     (root / "deleted" / "0.1-2").mkdir(parents=True)
     status, found = call("gc")
@@ -132,7 +132,7 @@ def test_gc_collects_what_expired_and_evicts_to_a_budget(root: Path, call):
     assert call("gc", "--tenant=one", "--budget=0")[1]["objects"] == 0
 
 
-def test_rm_tenant_asks_and_spares_the_others(root: Path, call, monkeypatch, capsys):
+def test_rm_tenant_asks_and_keeps_other_tenants(root: Path, call, monkeypatch, capsys):
     for answer in ("", "no\n", "y\n"):
         monkeypatch.setattr("sys.stdin", io.StringIO(answer))
         assert call("rm-tenant", "--tenant=one") == (1, {"deleted": False})
@@ -159,7 +159,7 @@ def test_rm_tenant_reaches_the_remote_store(tmp_path: Path, capsys):
     assert not (tmp_path / "root" / "STORE.json").exists()  # a secret from outside is not in the root
 
 
-def test_what_cannot_be_run_says_why(root: Path, capsys, tmp_path: Path):
+def test_invalid_command_lines_say_why(root: Path, capsys, tmp_path: Path):
     wrong = tmp_path / "wrong"
     wrong.write_bytes(b"w" * 32)
     for arguments, words in (
@@ -188,7 +188,7 @@ def test_what_cannot_be_run_says_why(root: Path, capsys, tmp_path: Path):
 
 
 @pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "rm-tenant"])
-def test_a_tenant_of_which_nothing_is_there_is_no_success(root: Path, command: str, capsys):
+def test_an_unknown_tenant_is_no_success(root: Path, command: str, capsys):
     before = sorted(root.rglob("*.safetensors"))
     assert main([command, f"--root={root}", "--tenant=noone", "--yes", "--json"]) == 1
     printed = capsys.readouterr()
@@ -202,7 +202,7 @@ def test_a_tenant_of_which_nothing_is_there_is_no_success(root: Path, command: s
         assert capsys.readouterr().err == ""
 
 
-def test_a_library_without_a_quota_says_what_to_give(tmp_path: Path):
+def test_a_library_without_a_quota_says_what_is_missing(tmp_path: Path):
     with ChunkStore(tmp_path) as store:
         with pytest.raises(InputError, match=r"no quota.*expected quota=BYTES, or a store with that budget"):
             StaticLibrary(store)
@@ -210,7 +210,7 @@ def test_a_library_without_a_quota_says_what_to_give(tmp_path: Path):
             StaticLibrary(store, quota=0)
 
 
-def test_who_stops_reading_ends_a_listing_quietly(root: Path):
+def test_a_closed_output_ends_a_listing_quietly(root: Path):
     """`ls | head -n 0`: no traceback, and the status of a program that SIGPIPE ended."""
     read, write = os.pipe()
     os.close(read)
@@ -344,7 +344,7 @@ def test_ls_stat_and_verify_take_libraries(shelves: Path, call):
     assert call("stat", "--tenant=one")[1]["quarantined"] == 1
 
 
-def test_gc_takes_what_expired_and_old_versions_that_nobody_holds(shelves: Path, call):
+def test_gc_deletes_expired_entries_and_unheld_old_versions(shelves: Path, call):
     with ChunkStore(shelves, tenant="one") as store:
         held = DynamicLibrary(store).open("TEXT", "R", 1)
         assert held is not None
@@ -377,6 +377,6 @@ def test_export_and_import_take_libraries(shelves: Path, call, tmp_path: Path, f
         assert [str(entry.reference) for entry in DynamicLibrary(store).entries()] == ["TEXT#R@2"]
 
 
-def test_rm_tenant_takes_its_libraries(shelves: Path, call):
+def test_rm_tenant_deletes_its_libraries(shelves: Path, call):
     assert call("rm-tenant", "--tenant=one", "--yes")[1]["objects"] == 3 + 5
     assert call("stat")[1]["objects"] == 4 + 5

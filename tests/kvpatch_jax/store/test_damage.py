@@ -141,7 +141,7 @@ def find_damages(store: ChunkStore, trials: int) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("trials", [250, pytest.param(1000, marks=pytest.mark.slow)])
-def test_damages_are_found_quarantined_and_misses(store: ChunkStore, trials: int):
+def test_damaged_objects_are_misses_and_quarantined(store: ChunkStore, trials: int):
     seen = find_damages(store, trials)
     assert len({region for region, _ in seen}) == 7
     assert len(seen) > 30

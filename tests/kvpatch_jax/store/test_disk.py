@@ -42,7 +42,7 @@ def leftovers(store: ChunkStore) -> list[str]:
     return os.listdir(f"{store.disk.root}/tmp")
 
 
-def test_what_was_put_comes_back(store: ChunkStore):
+def test_put_objects_are_read_back_equal(store: ChunkStore):
     chunk = chunk_of(encoder=np.ones((4, 6), np.float32))
     assert store.get("B", BACKBONE) is None
     store.put(chunk)
@@ -287,7 +287,7 @@ def test_many_chunks_of_which_one_is_bad_are_not_put(store: ChunkStore):
         store.put_many([chunk_of("good")])
 
 
-def test_what_is_no_chunk_or_patch_is_refused_and_nothing_is_stored(unchecked, store: ChunkStore):
+def test_other_types_than_chunks_and_patches_are_refused_and_nothing_is_stored(unchecked, store: ChunkStore):
     good, patch = chunk_of("good"), patch_of(chunk_of("good"))
     for given in (None, "good", patch):
         with pytest.raises(InputError, match="expected a Chunk"):
@@ -376,7 +376,7 @@ def test_streams_give_every_layer_in_order(store: ChunkStore):
     assert store.stream("absent", BACKBONE) is None
 
 
-def test_layer_zero_is_there_before_the_last_is_read(store: ChunkStore):
+def test_layer_zero_is_available_before_the_last_layer_is_read(store: ChunkStore):
     chunk = chunk_of(layout=type(chunk_of().layout)("gqa", 8, chunk_of().layout.channels, chunk_of().layout.rope))
     store.put(chunk)
     path = file_of(store, chunk)
@@ -407,7 +407,7 @@ for chunk in large + small:  # large ones are summed by another thread, and smal
 """
 
 
-def test_what_is_queued_when_the_program_ends_is_written(tmp_path: Path):
+def test_queued_objects_are_written_when_the_program_ends(tmp_path: Path):
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     command = [sys.executable, "-c", AT_THE_END, str(tmp_path)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
@@ -419,7 +419,7 @@ def test_what_is_queued_when_the_program_ends_is_written(tmp_path: Path):
         assert all(store.get(f"small{number}", BACKBONE) is not None for number in range(20))
 
 
-def test_donating_what_was_placed_leaves_the_store_its_copy(tmp_path: Path):
+def test_donating_placed_arrays_does_not_affect_the_store(tmp_path: Path):
     device, aligned = jax.devices()[0], chunk_of(tokens=16)
     with ChunkStore(tmp_path, budget=Budget(host=1 << 20, device=1 << 20)) as store:
         store.put(aligned)
@@ -451,7 +451,7 @@ def test_placement_puts_channels_where_they_are_asked(store: ChunkStore):
     assert all(isinstance(values["v"], jax.Array) for _, values in stream)
 
 
-def test_sweep_takes_what_the_dead_left_and_spares_the_living(store: ChunkStore):
+def test_sweep_removes_files_of_dead_writers_only(store: ChunkStore):
     dead = Path(store.disk.root, "tmp", "dead")
     dead.write_bytes(b"half an object")
     name = name_of(store, chunk_of())

@@ -22,9 +22,9 @@ from test_disk import test_data_is_synced_before_the_name_and_the_name_before_th
 from test_disk import test_failures_are_typed_and_lose_nothing as test_failures_are_typed
 from test_disk import test_padding_is_verified_too as test_padding_is_verified
 from test_disk import test_placement_puts_channels_where_they_are_asked as test_placement
+from test_disk import test_put_objects_are_read_back_equal as test_what_was_put
 from test_disk import test_short_reads_and_writes_are_carried_on as test_short_reads
 from test_disk import test_streams_give_every_layer_in_order as test_streams
-from test_disk import test_what_was_put_comes_back as test_what_was_put
 
 from kvpatch_jax.errors import InputError, StoreCorruptError, StoreKeyError
 from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore
@@ -52,7 +52,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory):
         yield store
 
 
-def test_every_damage_of_an_encrypted_object_is_found(store: ChunkStore):
+def test_every_damage_of_an_encrypted_object_is_detected(store: ChunkStore):
     seen = find_damages(store, 100)
     assert len({region for region, _ in seen}) >= 6
 
@@ -80,7 +80,7 @@ def secrets_of(chunk, patch) -> list[bytes]:
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
-def test_an_encrypted_root_tells_nothing_of_what_it_holds(tmp_path: Path, key):
+def test_an_encrypted_root_reveals_nothing_of_its_content(tmp_path: Path, key):
     chunk = chunk_of("cat.png", backbone="a model of ours", encoder=np.arange(64, dtype=np.float32))
     patch = patch_of(chunk, ("before.png",))
     with ChunkStore(tmp_path, key=key) as store:

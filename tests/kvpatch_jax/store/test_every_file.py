@@ -27,7 +27,7 @@ Seen = dict[str, bytes | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Answers:
+class RootAnswers:
     """What a root shows, and whether it says that something is wrong."""
 
     seen: Seen
@@ -66,7 +66,7 @@ def shown(store: ChunkStore) -> Seen:
     return seen
 
 
-def answers(root: Path) -> Answers:
+def answers(root: Path) -> RootAnswers:
     """Everything that both tenants are shown by a root, newly opened."""
     seen: Seen = {}
     loud = False
@@ -77,20 +77,22 @@ def answers(root: Path) -> Answers:
                 loud = loud or any(store.counters[word] for word in ("quarantined", "read_errors", "unsealed"))
         except StoreError:
             loud = True
-    return Answers(seen, loud)
+    return RootAnswers(seen, loud)
 
 
-def restored(snapshot: Path, root: Path, tenant: str | None = None) -> Answers:
+def restored(snapshot: Path, root: Path, tenant: str | None = None) -> RootAnswers:
     """What a snapshot brings into a new root."""
     try:
         load_snapshot(snapshot, root, tenant=tenant, key=KEYS[tenant] if tenant else None, copy=True)
         found = answers(root)
     except StoreError:
-        return Answers({}, True)
+        return RootAnswers({}, True)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     return (
-        found if tenant is None else Answers({w: v for w, v in found.seen.items() if w.startswith(tenant)}, found.loud)
+        found
+        if tenant is None
+        else RootAnswers({w: v for w, v in found.seen.items() if w.startswith(tenant)}, found.loud)
     )
 
 
@@ -114,7 +116,7 @@ def damage_all(tmp_path: Path, trials: int) -> collections.Counter[str]:
     good = answers(root)
     assert not good.loud
     assert all(value is not None for value in good.seen.values())
-    reads: dict[str, Callable[[], Answers]] = {
+    reads: dict[str, Callable[[], RootAnswers]] = {
         "root": lambda: answers(root),
         "whole": lambda: restored(tmp_path / "whole", tmp_path / "new"),
         "one": lambda: restored(tmp_path / "one", tmp_path / "new", "sealed"),
@@ -139,7 +141,7 @@ def damage_all(tmp_path: Path, trials: int) -> collections.Counter[str]:
     return done
 
 
-def check(found: Answers, good: Answers, context: str) -> None:
+def check(found: RootAnswers, good: RootAnswers, context: str) -> None:
     """Right, or loud; never wrong."""
     for what, value in found.seen.items():
         assert value is None or value == good.seen[what], f"{context}: {what} is wrong"
@@ -162,7 +164,7 @@ def test_no_damage_is_silent(tmp_path: Path, trials: int):
         assert done[kind] > 1, kind
 
 
-def test_an_object_of_another_content_under_a_name_is_told(tmp_path: Path):
+def test_an_object_with_another_content_under_a_name_is_detected(tmp_path: Path):
     """So the test above would tell: bytes that are whole and wrong."""
     fill(tmp_path / "root")
     good = answers(tmp_path / "root")

@@ -35,7 +35,7 @@ def key(request: pytest.FixtureRequest) -> bytes | None:
     [(ttl, "int") for ttl in TTLS] + [(TTLS[0], clock) for clock in CLOCKS],
     ids=lambda each: each if isinstance(each, str) else f"{type(each).__name__}-{getattr(each, 'dtype', '')}",
 )
-def test_what_was_acknowledged_with_a_ttl_comes_back(tmp_path: Path, key: bytes | None, ttl: Any, clock: str):
+def test_acknowledged_objects_with_a_ttl_are_read_back(tmp_path: Path, key: bytes | None, ttl: Any, clock: str):
     with ChunkStore(tmp_path, budget=Budget(host=0), key=key, clock=CLOCKS[clock]) as store:
         chunk = chunk_of(encoder=np.ones((2, 2), np.float32))
         store.put(chunk, ttl=ttl)
@@ -55,7 +55,7 @@ def test_what_was_acknowledged_with_a_ttl_comes_back(tmp_path: Path, key: bytes 
         assert store.counters["quarantined"] == 0
 
 
-def test_a_default_ttl_is_said_as_freely(tmp_path: Path, key: bytes | None):
+def test_a_default_ttl_accepts_the_same_types(tmp_path: Path, key: bytes | None):
     ttl: Any = np.int16(100)
     clock: Any = lambda: np.int64(50)
     with ChunkStore(tmp_path, budget=Budget(host=0), key=key, ttl=ttl, clock=clock) as store:
@@ -100,7 +100,7 @@ def test_a_ttl_that_is_no_time_is_refused_and_loses_nothing(tmp_path: Path, key:
 
 
 @pytest.mark.parametrize("now", [float("nan"), float("inf"), "noon"], ids=str)
-def test_a_clock_that_tells_no_time_is_refused(tmp_path: Path, now: Any):
+def test_a_clock_without_a_finite_time_is_refused(tmp_path: Path, now: Any):
     with ChunkStore(tmp_path, budget=Budget(host=0), clock=lambda: now) as store:
         with pytest.raises(InputError, match=r"clock.*expected"):
             store.put(chunk_of(), ttl=5)
@@ -112,7 +112,7 @@ def test_a_sum_beyond_all_numbers_is_refused(tmp_path: Path):
         store.put(chunk_of(), ttl=1.7e308)
 
 
-def test_no_object_says_another_time_than_a_float():
+def test_objects_state_expiry_as_a_float():
     """Whatever makes objects: what is authenticated and what is stored are the same text."""
     blob = Blob("kv", {}, {"leaf": np.ones(1)}, np.float64(5))
     assert (type(blob.expires), blob.expires) == (float, 5.0)

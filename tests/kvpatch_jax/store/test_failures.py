@@ -1,7 +1,6 @@
 """Whichever system call fails, at whatever moment: a typed error or a miss, and nothing that was there is lost."""
 
 import contextlib
-import dataclasses
 import errno
 import os
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from failing_system import OneFailure, read_only
-from store_cases import BACKBONE, chunk_of, file_of, patch_of, same, same_chunk
+from store_cases import BACKBONE, ManualClock, chunk_of, file_of, patch_of, same, same_chunk
 
 from kvpatch_jax.errors import StoreCorruptError, StoreError, StoreFullError, StoreIOError, StoreReadOnlyError
 from kvpatch_jax.store import Budget, ChunkStore
@@ -243,17 +242,9 @@ def test_a_file_system_for_reading_serves_and_refuses(store: ChunkStore, code: i
     store.put(NEW)
 
 
-@dataclasses.dataclass
-class Clock:
-    now: float = 1e9
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_clock_that_jumps_back_loses_nothing(tmp_path: Path):
     """By a year, between any two steps, with memory, expiry, a budget and a queue."""
-    clock = Clock()
+    clock = ManualClock()
     budget = Budget(host=1 << 20, disk=1 << 20)
     chunks = [chunk_of(f"C{number}", number) for number in range(6)]
     with ChunkStore(tmp_path, ttl=100, clock=clock, budget=budget) as store:

@@ -119,7 +119,7 @@ def test_loading_and_computing_overlap(store, monkeypatch):
     check(fetch(store, REQUESTS[:2], compute), IDS[:2])
 
 
-def test_what_was_computed_is_stored_though_nobody_could_be_shown_it(store):
+def test_computed_chunks_are_stored_even_if_on_layer_fails(store):
     def on_layer(request, layer, values):
         raise OSError("no room for a layer")
 
@@ -129,7 +129,7 @@ def test_what_was_computed_is_stored_though_nobody_could_be_shown_it(store):
     assert same_chunk(store.get(IDS[0], BACKBONE), made(IDS[0]))
 
 
-def test_what_was_computed_is_put_when_the_loads_have_ended(store, monkeypatch):
+def test_computed_chunks_are_stored_after_the_loads(store, monkeypatch):
     for id in IDS[:2]:
         store.put(made(id))
     order: list[str] = []
@@ -157,7 +157,7 @@ def test_what_was_computed_is_put_when_the_loads_have_ended(store, monkeypatch):
 
 
 @pytest.mark.parametrize("layers", [False, True])
-def test_what_does_not_load_is_computed(store, monkeypatch, layers):
+def test_chunks_that_fail_to_load_are_computed(store, monkeypatch, layers):
     for id in IDS[:4]:
         store.put(made(id))
     corrupt, gone = file_of(store, made("c1")), file_of(store, made("c2"))

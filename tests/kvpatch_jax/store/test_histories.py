@@ -48,7 +48,7 @@ def test_right_histories_have_an_explanation(name: str):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_histories_have_none(name: str):
+def test_invalid_histories_have_no_linearisation(name: str):
     assert not linearizable(WRONG[name])
 
 
@@ -81,7 +81,7 @@ def test_it_agrees_with_trying_every_order(history: list[Call]):
     assert linearizable(history) == explained(history)
 
 
-def test_what_a_dictionary_answered_is_right_and_a_change_is_seen():
+def test_histories_of_a_dictionary_are_valid_and_changes_are_detected():
     """Four clients of one dictionary, each call taking effect somewhere inside its time."""
     rng = random.Random(0)
     there: dict[int, int] = {}

@@ -64,7 +64,7 @@ def nothing_came(root: Path) -> bool:
 @pytest.mark.parametrize("make", [fifo, link, directory, listening, sparse], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("place", ["MANIFEST", "STORE.json", "canonical", "entry"])
 @pytest.mark.parametrize("copy", [False, True], ids=["linked", "copied"])
-def test_whatever_lies_in_a_snapshot_is_refused(tmp_path: Path, snapshot: Path, make, place: str, copy: bool):
+def test_irregular_files_in_a_snapshot_are_refused(tmp_path: Path, snapshot: Path, make, place: str, copy: bool):
     mine = tmp_path / "snapshot"
     shutil.copytree(snapshot, mine)
     path = mine / place
@@ -235,7 +235,7 @@ def test_a_small_export_asks_for_no_more_than_it_holds(tmp_path: Path, export: P
 
 
 @pytest.mark.parametrize("parts", [-1, 10**9, True, 1.5, "1"])
-def test_a_list_of_an_export_says_how_many_parts_there_are(tmp_path: Path, export: Path, parts: Any):
+def test_the_list_of_an_export_states_its_number_of_parts(tmp_path: Path, export: Path, parts: Any):
     mine = tmp_path / "mine"
     shutil.copytree(export, mine)
     (mine / "EXPORT").unlink()

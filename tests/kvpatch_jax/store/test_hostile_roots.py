@@ -191,7 +191,7 @@ def survive(tmp_path: Path, places: Sequence[str], make: Callable[[Path], None],
 
 @pytest.mark.parametrize("places", [[place for place in PLACES if place not in APART], *([each] for each in APART)])
 @pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
-def test_nothing_hangs_nor_fails_untyped_whatever_lies_there(tmp_path: Path, places, make, capsys):
+def test_irregular_files_in_a_root_cause_no_hang_or_untyped_error(tmp_path: Path, places, make, capsys):
     survive(tmp_path, places, make, None, capsys)
 
 
@@ -244,7 +244,7 @@ def test_the_root_itself_may_be_a_link(tmp_path: Path):
         assert same_chunk(store.get("other", BACKBONE), OTHER)
 
 
-def test_what_is_no_object_hides_none(root: Path, capsys):
+def test_other_files_do_not_hide_objects(root: Path, capsys):
     """Files and folders that nobody expects: the commands do their work, and the strangers stay."""
     with ChunkStore(root) as store:
         tenant = tenant_of(store)

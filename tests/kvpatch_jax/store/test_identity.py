@@ -7,7 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, name_of, patch_of, same_chunk
+from store_cases import (
+    BACKBONE,
+    PYTHON,
+    ManualClock,
+    child_environment,
+    chunk_of,
+    file_of,
+    name_of,
+    patch_of,
+    same_chunk,
+)
 
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot, save_snapshot
 from kvpatch_jax.store.disk.disk import LinkSource
@@ -16,21 +26,13 @@ from kvpatch_jax.store.disk.eviction import collect, make_room
 NO_MEMORY = Budget(host=0)
 
 
-class Clock:
-    def __init__(self, now: float = 1e9):
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Clock):
+def store(tmp_path: Path, clock: ManualClock):
     with ChunkStore(tmp_path / "store", budget=NO_MEMORY, clock=clock) as store:
         yield store
 
@@ -64,7 +66,7 @@ def entry_file(library: StaticLibrary, name: str) -> Path:
     return Path(library.store.disk.root, library._folder.name("TEXT", name).path)
 
 
-def test_a_library_sees_that_an_entry_was_replaced(tmp_path: Path, store: ChunkStore, clock: Clock):
+def test_a_library_sees_that_an_entry_was_replaced(tmp_path: Path, store: ChunkStore, clock: ManualClock):
     mine = StaticLibrary(store, quota=1 << 20)
     mine.put("DOC", "brief", ttl=10)
     assert mine.used > 0  # looked at
@@ -79,7 +81,7 @@ def test_a_library_sees_that_an_entry_was_replaced(tmp_path: Path, store: ChunkS
     assert mine.collect() == 0
 
 
-def test_a_library_counts_what_is_there_now(tmp_path: Path, store: ChunkStore):
+def test_a_library_counts_its_current_entries(tmp_path: Path, store: ChunkStore):
     mine = StaticLibrary(store, quota=1 << 20)
     mine.put("DOC", "x" * 100)
     before = mine.used
@@ -99,7 +101,7 @@ with ChunkStore(sys.argv[1], budget=Budget(host=0), clock=lambda: 1e9) as store:
 
 
 @pytest.mark.slow
-def test_another_process_replaces_an_entry_twice(tmp_path: Path, store: ChunkStore, clock: Clock):
+def test_another_process_replaces_an_entry_twice(tmp_path: Path, store: ChunkStore, clock: ManualClock):
     for _ in range(3):
         mine = StaticLibrary(store, quota=1 << 20)
         mine.put("DOC", "brief", ttl=10)
@@ -113,7 +115,9 @@ def test_another_process_replaces_an_entry_twice(tmp_path: Path, store: ChunkSto
         assert kept.content == "stays"
 
 
-def test_collect_leaves_what_was_put_again(store: ChunkStore, clock: Clock, monkeypatch: pytest.MonkeyPatch):
+def test_collect_keeps_objects_that_were_put_again(
+    store: ChunkStore, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+):
     chunk = chunk_of()
     store.put(chunk, ttl=10)
     store.put_patches([patch_of(chunk)])
@@ -125,8 +129,8 @@ def test_collect_leaves_what_was_put_again(store: ChunkStore, clock: Clock, monk
     assert len(store.get_patches(patch_of(chunk).metadata)) == 1
 
 
-def test_collect_takes_a_canonical_no_further_than_its_patches_are_old(
-    store: ChunkStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+def test_collect_keeps_a_canonical_whose_patches_were_used(
+    store: ChunkStore, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ):
     """A patch that was put again meanwhile is not the one that goes along; the next look takes it as what it is."""
     chunk = chunk_of()
@@ -145,7 +149,7 @@ def test_collect_takes_a_canonical_no_further_than_its_patches_are_old(
     assert len(store.get_patches(new.metadata)) == 1
 
 
-def test_eviction_leaves_what_was_put_again(store: ChunkStore, monkeypatch: pytest.MonkeyPatch):
+def test_eviction_keeps_objects_that_were_put_again(store: ChunkStore, monkeypatch: pytest.MonkeyPatch):
     old, new = chunk_of("old", 1), chunk_of("new", 2)
     store.put(old)
     store.put(new)
@@ -158,7 +162,7 @@ def test_eviction_leaves_what_was_put_again(store: ChunkStore, monkeypatch: pyte
     assert left == sum(entry.size for entry in store.disk.scan())
 
 
-def test_a_failing_restore_takes_back_only_what_it_added(tmp_path: Path, store: ChunkStore):
+def test_a_failed_restore_removes_only_the_objects_that_it_added(tmp_path: Path, store: ChunkStore):
     chunk = chunk_of()
     store.put(chunk)
     save_snapshot(store.disk.root, tmp_path / "snapshot", tenant="default", copy=True)
@@ -178,7 +182,7 @@ def test_a_failing_restore_takes_back_only_what_it_added(tmp_path: Path, store: 
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_a_failing_restore_takes_back_what_was_read_or_linked_meanwhile(tmp_path: Path, store: ChunkStore, copy: bool):
+def test_a_failed_restore_removes_objects_read_or_linked_meanwhile(tmp_path: Path, store: ChunkStore, copy: bool):
     chunk = chunk_of()
     store.put(chunk)
     save_snapshot(store.disk.root, tmp_path / "snapshot", tenant="default")
@@ -198,7 +202,7 @@ def test_a_failing_restore_takes_back_what_was_read_or_linked_meanwhile(tmp_path
 
 @pytest.mark.parametrize("what", ["snapshot", "read"])
 def test_a_snapshot_in_between_breaks_neither_expiry_nor_eviction(
-    tmp_path: Path, store: ChunkStore, clock: Clock, monkeypatch: pytest.MonkeyPatch, what: str
+    tmp_path: Path, store: ChunkStore, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, what: str
 ):
     """A link changes what the system notes of a file, and so does a read; it is the same file."""
     chunk, library = chunk_of(), StaticLibrary(store, quota=1 << 20)
@@ -246,7 +250,7 @@ def test_a_damaged_object_is_quarantined_though_it_was_linked(tmp_path: Path, st
     assert load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="default").objects == 0
 
 
-def test_what_is_whole_and_not_what_its_name_says_is_quarantined_by_what_was_read(
+def test_an_intact_object_under_a_wrong_name_is_quarantined_by_the_file_that_was_read(
     store: ChunkStore, monkeypatch: pytest.MonkeyPatch
 ):
     """Whoever puts a good one between the read and the verdict keeps it."""

@@ -62,7 +62,7 @@ def test_no_flip_of_the_key_check_locks_its_owner_out(tmp_path: Path):
 
 @pytest.mark.parametrize("gone", [("KEY",), ("KEY.copy",), ("KEY", "KEY.copy")], ids=["check", "copy", "both"])
 @pytest.mark.parametrize("how", ["gone", "damaged", "empty"])
-def test_a_key_check_that_is_damaged_or_gone_is_mended_for_its_owner_alone(tmp_path: Path, gone, how: str):
+def test_a_damaged_or_missing_key_check_is_repaired_for_its_owner_only(tmp_path: Path, gone, how: str):
     check, _ = filled(tmp_path)
     for name in gone:
         path = check.with_name(name)
@@ -73,14 +73,14 @@ def test_a_key_check_that_is_damaged_or_gone_is_mended_for_its_owner_alone(tmp_p
     expect_owner_alone(tmp_path)
 
 
-def test_a_damaged_key_check_is_said_to_be_damaged(tmp_path: Path):
+def test_a_damaged_key_check_is_reported(tmp_path: Path):
     check, _ = filled(tmp_path)
     check.write_text("x" * 32)
     with pytest.raises(StoreKeyError, match="KEY is damaged"):
         opened(tmp_path, OTHER_KEY)
 
 
-def test_an_entry_of_a_library_tells_the_key_too(tmp_path: Path):
+def test_a_library_entry_states_the_key_too(tmp_path: Path):
     with opened(tmp_path) as store:
         StaticLibrary(store, quota=1 << 20).put("NAME", "a text", kind="TEXT")
     for path in list(tmp_path.rglob("KEY*")):
@@ -110,7 +110,7 @@ def test_a_key_check_of_a_later_version_stays(tmp_path: Path):
     assert copy.read_text() == text
 
 
-def test_a_tenant_that_had_plain_objects_first_takes_a_key(tmp_path: Path):
+def test_a_tenant_with_plain_objects_may_add_a_key(tmp_path: Path):
     with opened(tmp_path, None) as plain:
         plain.put(chunk_of("plain"))
         plain.put_encoder("plain", BACKBONE, np.ones(3, np.float32))

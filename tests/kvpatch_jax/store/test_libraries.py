@@ -163,7 +163,7 @@ def test_libraries_are_outside_the_chunks_budget(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_cannot_be_kept_is_refused(store):
+def test_contents_that_cannot_be_stored_are_refused(store):
     library = StaticLibrary(store, quota=1 << 20)
     for wrong in (None, object(), [], [1.5], "", b"", np.empty((0, 3), np.uint8)):
         with pytest.raises(InputError):
@@ -232,7 +232,7 @@ def test_libraries_are_deleted_with_their_tenant(store):
     assert library.get("TEXT", "A") is not None
 
 
-def test_an_encrypted_library_tells_nothing(tmp_path: Path):
+def test_an_encrypted_library_reveals_nothing(tmp_path: Path):
     with ChunkStore(tmp_path, key=bytes(32)) as store:
         library, dynamic = StaticLibrary(store, quota=1 << 20), DynamicLibrary(store)
         library.put("LOUVRE2025", "a secret text", chunk=chunk_of())
@@ -289,7 +289,7 @@ def test_withdrawing_leaves_readers_alone(store):
     assert library.versions("TEXT", "A") == [3]
 
 
-def test_a_damaged_version_gives_way_to_the_one_before(store):
+def test_a_damaged_version_is_replaced_by_the_previous_one(store):
     library = DynamicLibrary(store)
     library.publish("A", "one")
     held = opened(library, "TEXT", "A")

@@ -52,7 +52,7 @@ def test_any_damage_of_an_entry_is_refused_and_nothing_is_added(
     shutil.rmtree(folder)
 
 
-def test_a_failure_half_way_takes_entries_back(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_restore_removes_its_entries(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch):
     total = len(list(kept.rglob("*.safetensors")))
     link = os.link
     for number in range(1, total + 1):

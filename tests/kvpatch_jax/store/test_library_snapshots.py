@@ -44,7 +44,7 @@ def test_libraries_travel_with_their_tenant(tmp_path: Path, way: str):
 
 
 @pytest.mark.parametrize("way", SOME)
-def test_what_is_there_stays_by_reference(tmp_path: Path, way: str):
+def test_existing_references_stay_in_a_restore(tmp_path: Path, way: str):
     with opened(tmp_path / "store") as store, opened(tmp_path / "other") as other:
         fill(store)
         files, references = libraries(other)
@@ -88,7 +88,7 @@ def test_encrypted_entries_stay_encrypted(tmp_path: Path):
     assert not list((tmp_path / "fourth").rglob("*.safetensors"))
 
 
-def test_a_store_with_a_key_encrypts_the_entries_it_is_given(tmp_path: Path):
+def test_a_store_with_a_key_encrypts_restored_entries(tmp_path: Path):
     with opened(tmp_path / "store") as store, opened(tmp_path / "other", key=KEY) as other:
         fill(store)
         for way in WAYS[:-1]:
@@ -113,7 +113,7 @@ QUOTAS = (("link", None), ("orbax", KEY), ("arrays", KEY))
         for way in ("link", "orbax", "arrays")
     ],
 )
-def test_a_quota_is_kept_or_nothing_comes(tmp_path: Path, way: str, key: bytes | None):
+def test_a_restore_beyond_the_quota_adds_nothing(tmp_path: Path, way: str, key: bytes | None):
     with opened(tmp_path / "store") as store:
         fill(store)
         with opened(tmp_path / "measure", key=key) as measure:
@@ -157,7 +157,7 @@ def test_a_disk_budget_is_of_chunks_alone(tmp_path: Path):
     assert load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="one", budget=Budget(disk=size)).objects == 2
 
 
-def test_a_tenants_snapshot_holds_nothing_of_others_libraries(tmp_path: Path):
+def test_a_tenants_snapshot_contains_no_entries_of_other_tenants(tmp_path: Path):
     with opened(tmp_path / "store") as one, opened(tmp_path / "store", "two") as two:
         fill(one)
         libraries(two)[0].put("somebody-elses", "not yours")
@@ -262,7 +262,7 @@ def test_a_snapshot_sees_a_library_at_one_moment(tmp_path: Path):
             thread.join()
 
 
-def test_a_snapshot_waits_for_who_changes_a_library_and_needs_no_writing(tmp_path: Path):
+def test_a_snapshot_waits_for_library_changes_and_needs_no_write_access(tmp_path: Path):
     with opened(tmp_path / "store") as store:
         fill(store)
         lock = Path(store.disk.root, store.names.libraries, "static", "lock")
@@ -296,7 +296,7 @@ HISTORY = st.lists(st.tuples(st.sampled_from(["publish", "withdraw"]), st.sample
 
 @settings(max_examples=12, deadline=None)
 @given(theirs=HISTORY, ours=HISTORY, key=st.sampled_from([None, KEY]))
-def test_a_restore_never_changes_what_a_reference_shows(tmp_path_factory: pytest.TempPathFactory, theirs, ours, key):
+def test_a_restore_never_changes_a_reference(tmp_path_factory: pytest.TempPathFactory, theirs, ours, key):
     """And brings every reference that the library has never had as it was, withdrawn ones with their numbers."""
     folder = tmp_path_factory.mktemp("history")
     current: list[dict[str, str | None]] = []

@@ -63,7 +63,7 @@ def test_escaped_text_stays_text(text):
 
 
 @given(_texts)
-def test_what_was_parsed_is_written_back_and_parsed_again(prompt):
+def test_parsed_references_are_formatted_and_parsed_again(prompt):
     """Names keep their meaning whatever stands around them."""
     segments = parse_prompt(prompt)
     written = "".join(escape(part) if isinstance(part, str) else f"{part}\n" for part in segments)
@@ -117,7 +117,7 @@ def _pin_key(store: ChunkStore, chunk: LinkedChunk) -> str:
     return f"{name.folder}/{name.chunk}"
 
 
-def test_ones_own_name_comes_before_the_operators(libraries):
+def test_the_tenants_names_precede_the_operators(libraries):
     static, dynamic = libraries
     dynamic.publish("X", "the operator's")
     linker = Linker(BACKBONE, static, dynamic)

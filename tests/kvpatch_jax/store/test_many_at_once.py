@@ -43,7 +43,7 @@ def test_a_put_of_1100_objects_needs_few_descriptors(tmp_path: Path, few_descrip
         assert len(store.disk.scan()) == 1100
 
 
-def test_a_put_that_fails_halfway_says_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_put_that_fails_halfway_reports_the_stored_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     chunks = [chunk_of(f"B{number}", number, tokens=2) for number in range(10)]
     monkeypatch.setattr(object_writer, "GROUP", 4)
     with ChunkStore(tmp_path, budget=Budget(host=0, disk=1 << 20)) as store:

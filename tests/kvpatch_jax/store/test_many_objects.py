@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from store_cases import BACKBONE, chunk_of, file_of, patch_of
+from store_cases import BACKBONE, ManualClock, chunk_of, file_of, patch_of
 
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot, save_snapshot
 from kvpatch_jax.store.cli.main import main
@@ -16,14 +16,6 @@ from kvpatch_jax.store.cli.main import main
 NO_MEMORY = Budget(host=0)
 MANY = 60
 YEAR = 365 * 24 * 3600.0
-
-
-class Clock:
-    def __init__(self, now: float = 1.8e9):
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @contextlib.contextmanager
@@ -61,7 +53,7 @@ OPENED = {(1000, "encrypted"), (1e200, "plain")}
     ],
 )
 def test_nothing_is_opened_to_find_that_nothing_expired(tmp_path: Path, key: bytes | None, ttl: float | None):
-    clock = Clock()
+    clock = ManualClock(1.8e9)
     with ChunkStore(tmp_path, budget=NO_MEMORY, key=key, clock=clock) as store:
         fill(store, ttl=ttl)
         with opening() as opens:
@@ -69,8 +61,8 @@ def test_nothing_is_opened_to_find_that_nothing_expired(tmp_path: Path, key: byt
         assert opens == []
 
 
-def test_only_what_expired_is_opened(tmp_path: Path):
-    clock = Clock()
+def test_only_expired_objects_are_opened(tmp_path: Path):
+    clock = ManualClock(1.8e9)
     with ChunkStore(tmp_path, budget=NO_MEMORY, clock=clock) as store:
         fill(store)
         for number in range(5):
@@ -85,8 +77,8 @@ def test_only_what_expired_is_opened(tmp_path: Path):
 
 
 @pytest.mark.parametrize("ttl", [0.001, 0.271, 10, 1e6 + 0.271, 86_400.000271, 2 * YEAR])
-def test_everything_that_expired_goes_at_its_moment_and_not_before(tmp_path: Path, ttl: float):
-    clock = Clock(1_800_000_000.271)
+def test_objects_expire_exactly_at_their_time(tmp_path: Path, ttl: float):
+    clock = ManualClock(1_800_000_000.271)
     with ChunkStore(tmp_path, budget=NO_MEMORY, clock=clock) as store:
         store.put(chunk_of(), ttl=ttl)
         ends = clock.now + ttl
@@ -97,7 +89,7 @@ def test_everything_that_expired_goes_at_its_moment_and_not_before(tmp_path: Pat
         assert store.collect() == 1
 
 
-def test_an_evicting_put_opens_what_it_writes_alone(tmp_path: Path):
+def test_an_evicting_put_opens_only_the_files_that_it_writes(tmp_path: Path):
     with ChunkStore(tmp_path, budget=NO_MEMORY) as store:
         fill(store)
         size = file_of(store, chunk_of("B0")).stat().st_size
@@ -108,9 +100,9 @@ def test_an_evicting_put_opens_what_it_writes_alone(tmp_path: Path):
     assert opens == []
 
 
-def test_what_was_used_last_goes_last(tmp_path: Path):
+def test_the_most_recently_used_object_is_evicted_last(tmp_path: Path):
     """However long things live: the time of last change, which shows it, is no time of use."""
-    clock = Clock()
+    clock = ManualClock(1.8e9)
     with ChunkStore(tmp_path, budget=NO_MEMORY, clock=clock) as store:
         for number in range(6):
             store.put(chunk_of(f"B{number}", number), ttl=[None, YEAR, 10][number % 3])
@@ -126,7 +118,7 @@ def test_what_was_used_last_goes_last(tmp_path: Path):
 def test_the_header_counts_and_a_wrong_look_is_set_right(tmp_path: Path, times: str):
     """Files of older versions, and copies without their times, look as they like; but nothing lives that has expired
     and looks so, nothing goes that has not, and the next look opens nothing."""
-    clock = Clock()
+    clock = ManualClock(1.8e9)
     at = {"now": 1.8e9, "old": 1e9, "zero": 0.0, "next century": 4.5e9}[times]
     with ChunkStore(tmp_path, budget=NO_MEMORY, clock=clock) as store:
         fill(store, 5)
@@ -146,7 +138,7 @@ def test_the_header_counts_and_a_wrong_look_is_set_right(tmp_path: Path, times: 
 
 
 def test_looks_travel_with_snapshots(tmp_path: Path):
-    clock = Clock()
+    clock = ManualClock(1.8e9)
     with ChunkStore(tmp_path / "store", budget=NO_MEMORY, clock=clock, tenant="one") as store:
         store.put(chunk_of("brief"), ttl=4e9)  # the snapshot has the system's clock
         store.put(chunk_of("stays"))
@@ -191,7 +183,7 @@ def listing_folders() -> contextlib.AbstractContextManager[list[str]]:
     return noting()
 
 
-def test_a_put_looks_only_at_what_changed(library: StaticLibrary):
+def test_a_put_reads_only_changed_folders(library: StaticLibrary):
     assert library.used > 0
     settled(library)
     assert library.used > 0
@@ -224,7 +216,7 @@ def _identity(library: StaticLibrary, name: str):
     "change",
     [name if name in ("replace", "delete") else pytest.param(name, marks=pytest.mark.slow) for name in CHANGES],
 )
-def test_a_library_knows_what_another_one_did(library: StaticLibrary, change: str, aged: bool):
+def test_a_library_sees_changes_by_another_library_object(library: StaticLibrary, change: str, aged: bool):
     _ = library.used, library.entries()
     if aged:
         settled(library)
@@ -289,7 +281,7 @@ def test_ls_shows_each_object_when_it_was_read(tmp_path: Path, monkeypatch: pyte
 
 
 def test_patches_of_many_chunks_go_with_their_own(tmp_path: Path):
-    clock = Clock()
+    clock = ManualClock(1.8e9)
     with ChunkStore(tmp_path, budget=NO_MEMORY, clock=clock) as store:
         for number in range(4):
             chunk = chunk_of(f"B{number}", number)

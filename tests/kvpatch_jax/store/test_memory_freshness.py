@@ -6,19 +6,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from store_cases import BACKBONE, chunk_of, patch_of, same, same_chunk
+from store_cases import BACKBONE, ManualClock, chunk_of, patch_of, same, same_chunk
 
 from kvpatch_jax.store import Budget, ChunkStore, save_snapshot
 from kvpatch_jax.store.disk.disk import Disk
 
 MEMORY = Budget(device=1 << 20, host=1 << 20)
-
-
-class Clock:
-    now = 1e9
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def factors(store: ChunkStore, patch) -> np.ndarray:
@@ -43,7 +36,7 @@ def test_a_patch_that_was_formed_again_is_served(tmp_path: Path, key: bytes | No
 @pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize("whose", ["own", "another"])
 def test_a_shortened_life_is_kept_to(tmp_path: Path, placed: bool, whose: str):
-    clock, device = Clock(), jax.devices()[0] if placed else None
+    clock, device = ManualClock(), jax.devices()[0] if placed else None
     opened = lambda: ChunkStore(tmp_path, budget=MEMORY, clock=clock)
     with opened() as store, opened() as other:
         store.put(chunk_of(), ttl=1000)
@@ -54,7 +47,7 @@ def test_a_shortened_life_is_kept_to(tmp_path: Path, placed: bool, whose: str):
 
 
 def test_a_lengthened_life_is_too(tmp_path: Path):
-    clock = Clock()
+    clock = ManualClock()
     with ChunkStore(tmp_path, budget=MEMORY, clock=clock) as store:
         store.put(chunk_of(), ttl=10)
         assert store.get("B", BACKBONE) is not None
@@ -100,7 +93,7 @@ def test_a_read_that_a_put_overtakes_leaves_nothing_stale(tmp_path: Path, monkey
         assert same_chunk(store.get("B", BACKBONE), new)
 
 
-def test_reading_and_linking_elsewhere_leave_memory_in_use(tmp_path: Path):
+def test_reading_and_linking_by_others_keep_the_memory_copy(tmp_path: Path):
     """Both change what the system notes of a file; what it holds is the same, and memory goes on serving it."""
     with ChunkStore(tmp_path / "store", budget=MEMORY) as store, ChunkStore(tmp_path / "store") as other:
         store.put(chunk_of())
@@ -112,7 +105,7 @@ def test_reading_and_linking_elsewhere_leave_memory_in_use(tmp_path: Path):
         assert (store.counters["disk_hits"], store.counters["host_hits"]) == (1, 2)
 
 
-def test_memory_lets_go_of_what_was_replaced(tmp_path: Path):
+def test_memory_drops_replaced_objects(tmp_path: Path):
     with ChunkStore(tmp_path, budget=MEMORY) as store:
         store.put(chunk_of())
         store.get("B", BACKBONE)

@@ -193,7 +193,7 @@ def test_a_newer_remote_object_is_a_miss_and_stays(tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
-def test_what_comes_from_the_remote_store_does_not_replace_a_newer_object(tmp_path: Path, key: bytes | None):
+def test_a_remote_copy_does_not_replace_a_newer_object(tmp_path: Path, key: bytes | None):
     remote = KeyValueStore({"driver": "memory", "path": "store/"}, context=tensorstore.Context())
     with ChunkStore(tmp_path, remote=remote, key=key, budget=Budget(host=0)) as store:
         store.put(CHUNK)

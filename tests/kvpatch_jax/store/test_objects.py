@@ -146,7 +146,7 @@ def test_dtypes_that_objects_do_not_hold_are_refused():
         blob_bytes(Blob("kv", {}, {"a": np.ones(2, np.complex64)}), NAME)
 
 
-def test_what_could_not_be_read_again_is_not_written():
+def test_objects_that_could_not_be_read_back_are_not_written():
     one = np.ones(1, np.float32)
     for name, array in (("K", one), ("../k", one), ("pad.1", one), ("k" * 81, one), ("k", one.reshape((1,) * 9))):
         with pytest.raises(InputError, match="expected small words"):
@@ -258,7 +258,7 @@ def _refused(raw: bytes, size: int) -> bool:
 
 
 @given(st.binary(max_size=4096))
-def test_the_checksum_is_zlibs_whoever_computes_it(data: bytes):
+def test_checksums_equal_zlibs(data: bytes):
     assert crc32(data) == zlib.crc32(data)
     assert crc32(np.frombuffer(data, np.uint8)) == zlib.crc32(data)
 
@@ -293,7 +293,7 @@ def test_a_channel_that_was_read_is_one_array(tmp_path, key):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_large_objects_come_back_whoever_reads_them(tmp_path, monkeypatch, workers):
+def test_large_objects_are_read_back_by_any_number_of_threads(tmp_path, monkeypatch, workers):
     monkeypatch.setattr(objects, "_WORKERS", workers)
     monkeypatch.setattr(objects, "_SPLIT", 1 << 10)
     monkeypatch.setattr(objects, "_RUN", 1 << 11)

@@ -111,7 +111,7 @@ def test_the_last_of_several_writes_is_read(held):
     assert same_chunk(held.store.get("c1", BACKBONE), chunk_of("c1", 3))
 
 
-def test_what_was_deleted_does_not_come_back_by_a_write_that_waited(held):
+def test_a_queued_write_does_not_restore_a_deleted_object(held):
     held.store.put_async(chunk_of("c1", 1))
     held.store.put_async(chunk_of("c2", 2))
     threading.Timer(0.2, held.go.set).start()
@@ -122,7 +122,7 @@ def test_what_was_deleted_does_not_come_back_by_a_write_that_waited(held):
     assert held.store.get("c2", BACKBONE) is not None
 
 
-def test_what_could_not_be_written_is_a_miss(tmp_path, monkeypatch):
+def test_an_object_that_could_not_be_written_is_a_miss(tmp_path, monkeypatch):
     with ChunkStore(tmp_path / "store") as store:
         go = threading.Event()
 
@@ -142,7 +142,7 @@ def test_what_could_not_be_written_is_a_miss(tmp_path, monkeypatch):
             store.flush()
 
 
-def test_what_expired_while_it_waited_is_a_miss(tmp_path, monkeypatch):
+def test_an_object_that_expired_in_the_queue_is_a_miss(tmp_path, monkeypatch):
     now = [100.0]
     held = Held(tmp_path / "store", monkeypatch, clock=lambda: now[0])
     try:
@@ -155,7 +155,7 @@ def test_what_expired_while_it_waited_is_a_miss(tmp_path, monkeypatch):
         held.store.close()
 
 
-def test_nobody_else_reads_what_is_not_durable(held):
+def test_other_store_objects_do_not_read_queued_objects(held):
     held.store.put_async(chunk_of("c1", 1))
     for tenant in ("default", "other"):
         with ChunkStore(held.store.disk.root, tenant=tenant) as other:

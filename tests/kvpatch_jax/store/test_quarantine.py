@@ -53,7 +53,7 @@ def holding(root: Path, text: bytes) -> list[Path]:
 # ----------------------------------------------------------------------------------------------------- quarantine
 
 
-def test_what_is_deleted_does_not_stay_in_quarantine(tmp_path: Path):
+def test_deletion_includes_the_quarantine(tmp_path: Path):
     with opened(tmp_path) as store:
         for id in ("gone", "kept"):
             damaged(store, id)
@@ -111,7 +111,7 @@ def test_a_quarantine_keeps_within_its_budget(tmp_path: Path, monkeypatch: pytes
         assert not [path for path in files(tmp_path) if path.name.startswith(store.names.tenant_name)]
 
 
-def test_collect_lets_go_of_what_expired_and_of_what_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_collect_deletes_expired_and_old_quarantined_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now = [1000.0]
     with ChunkStore(tmp_path, tenant="one", budget=Budget(host=0), clock=lambda: now[0]) as store:
         for id, ttl in (("short", 10), ("long", None)):
@@ -165,7 +165,7 @@ def test_the_command_line_lists_and_purges_quarantine(tmp_path: Path, capsys):
     assert call("quarantine", "empty", root, capsys=capsys)[0] == 2
 
 
-def test_nobody_who_does_not_say_yes_purges(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+def test_purge_requires_a_confirmation(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     with opened(tmp_path) as store:
         damaged(store, "B")
     monkeypatch.setattr("kvpatch_jax.store.cli.main._ask", lambda question: "no\n")
@@ -209,7 +209,7 @@ SOME = (("whole", "collect"), ("export", "gc"), ("tenant", "delete_tenant"), ("e
         for way in ("tenant", "whole", "export")
     ],
 )
-def test_what_a_killed_snapshot_left_goes(tmp_path: Path, way: str, by: str, capsys):
+def test_files_of_a_killed_snapshot_are_removed(tmp_path: Path, way: str, by: str, capsys):
     root = tmp_path / "root"
     with opened(root) as store, opened(root, "two") as other:
         store.put(chunk_of())
@@ -254,7 +254,7 @@ def test_a_snapshot_that_is_being_made_stays(tmp_path: Path, monkeypatch: pytest
         assert list((tmp_path / "root" / "unfinished").iterdir()) == []
 
 
-def test_no_word_in_a_root_has_anything_else_removed(tmp_path: Path):
+def test_forged_notes_in_a_root_remove_no_other_files(tmp_path: Path):
     """Who writes the root names other people's directories in it."""
     root, token = tmp_path / "root", "0123456789abcdef"
     with opened(root) as store:

@@ -25,7 +25,7 @@ def size(tmp_path: Path) -> int:
 
 @pytest.mark.parametrize("tier", ["host", "device"])
 @pytest.mark.parametrize("evictor", ["itself", "another tenant"])
-def test_what_is_read_from_memory_between_puts_stays_on_the_disk(tmp_path: Path, size: int, tier: str, evictor: str):
+def test_objects_read_from_memory_stay_on_the_disk(tmp_path: Path, size: int, tier: str, evictor: str):
     placement = jax.devices()[0] if tier == "device" else None
     budget = Budget(host=1 << 20, device=1 << 20, disk=6 * size)
     with (
@@ -42,7 +42,7 @@ def test_what_is_read_from_memory_between_puts_stays_on_the_disk(tmp_path: Path,
         assert store.counters["disk_evicted_budget"] + other.counters["disk_evicted_budget"] >= 25
 
 
-def test_access_times_tell_other_processes_now_and_then(tmp_path: Path):
+def test_access_times_are_updated_for_other_processes_at_intervals(tmp_path: Path):
     with ChunkStore(tmp_path) as store:
         store.put(HOT)
         file = file_of(store, HOT)

@@ -32,7 +32,7 @@ def machine(folder: Path, remote: KeyValueStore, key: bytes | None = None) -> Ch
     return ChunkStore(folder, budget=Budget(host=0), secret=b"shared by the machines", remote=remote, key=key)
 
 
-def test_another_machine_finds_what_was_put(remote: KeyValueStore, tmp_path: Path):
+def test_another_machine_reads_remote_objects(remote: KeyValueStore, tmp_path: Path):
     chunk, patch = chunk_of(), patch_of(chunk_of())
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
         one.put(chunk)
@@ -160,7 +160,7 @@ def test_a_remote_object_that_was_cut_is_a_miss_and_stays(remote: KeyValueStore,
         assert remote.paths(name.path) == [name.path]
 
 
-def test_what_expired_beyond_is_deleted_when_it_is_met_and_by_collect(
+def test_expired_remote_objects_are_deleted_on_read_and_by_collect(
     remote: KeyValueStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
@@ -252,7 +252,7 @@ def test_a_service_that_does_not_answer_is_a_miss_within_seconds_and_then_at_onc
         assert not store.contains("B", BACKBONE)  # what could be deleted is
 
 
-def test_a_put_that_nobody_answers_fails_within_its_time(endpoint: str, tmp_path: Path):
+def test_a_put_without_an_answer_fails_within_its_time_limit(endpoint: str, tmp_path: Path):
     remote = unanswering(endpoint, timeout=0.3, deadline=0.6, pause=0.01)
     with machine(tmp_path, remote) as store:
         began = time.monotonic()
@@ -285,7 +285,7 @@ class Flaky:
         return called
 
 
-def test_what_passes_is_tried_again_and_what_does_not_is_not(tmp_path: Path):
+def test_only_transient_errors_are_retried(tmp_path: Path):
     remote = KeyValueStore({"driver": "memory"}, context=tensorstore.Context(), patience=RetryPolicy(pause=0.001))
     values = remote._values
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
@@ -372,12 +372,12 @@ NO_PATIENCE = [
 
 
 @pytest.mark.parametrize("wrong", NO_PATIENCE)
-def test_patience_refuses_what_is_not_above_0(wrong: dict[str, Any], unchecked: None):
+def test_retry_policy_refuses_numbers_not_above_0(wrong: dict[str, Any], unchecked: None):
     with pytest.raises(InputError, match="expected finite numbers above 0"):
         RetryPolicy(**wrong)
 
 
-def test_gc_deletes_what_expired_beyond(tmp_path: Path, capsys):
+def test_gc_deletes_expired_remote_objects(tmp_path: Path, capsys):
     spec = {"driver": "file", "path": f"{tmp_path}/remote/"}
     remote = KeyValueStore(spec)
     with machine(tmp_path / "one", remote) as one:

@@ -173,7 +173,7 @@ def test_whatever_fails_while_putting_an_acknowledged_entry_is_served(tmp_path: 
 @pytest.mark.parametrize(
     "way", [way if way in ("link", "orbax") else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 )
-def test_what_is_restored_with_the_key_is_there(tmp_path: Path, way: str):
+def test_entries_restored_with_the_key_are_readable(tmp_path: Path, way: str):
     with opened(tmp_path / "store") as store, opened(tmp_path / "into") as into:
         library, references = static(store), DynamicLibrary(store)
         for name in NAMES[:5]:
@@ -199,7 +199,7 @@ def test_what_is_restored_with_the_key_is_there(tmp_path: Path, way: str):
         assert DynamicLibrary(into).publish("A", "three").version == 3
 
 
-def test_what_is_restored_without_the_key_into_a_new_root_is_there(tmp_path: Path):
+def test_entries_restored_without_the_key_into_a_new_root_are_readable(tmp_path: Path):
     with opened(tmp_path / "store") as store:
         for name in NAMES:
             static(store).put(name, name)
@@ -212,7 +212,7 @@ def test_what_is_restored_without_the_key_into_a_new_root_is_there(tmp_path: Pat
         assert [name for name, text in shown(static(store)).items() if text is not None] == NAMES
 
 
-def test_a_tenant_that_was_deleted_begins_anew(tmp_path: Path):
+def test_a_deleted_tenant_may_start_again(tmp_path: Path):
     with opened(tmp_path) as store:
         library, references = static(store), DynamicLibrary(store)
         for _ in range(3):
@@ -230,7 +230,7 @@ def test_a_tenant_that_was_deleted_begins_anew(tmp_path: Path):
         held.close()
 
 
-def test_what_does_not_hold_is_a_whole_folder_put_back(tmp_path: Path):
+def test_a_whole_folder_that_is_put_back_is_not_detected(tmp_path: Path):
     """As the threat model says: only who has seen the later floor knows."""
     with opened(tmp_path) as store:
         library = static(store)

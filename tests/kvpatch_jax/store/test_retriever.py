@@ -93,7 +93,7 @@ def test_a_search_finds_k_where_there_are_k():
     assert all(len(found.search(query, 50)[0]) == 50 for query in vectors[:20])
 
 
-def test_searching_while_others_add():
+def test_searches_are_correct_while_others_add():
     found = ApproximateRetriever(8, exact_below=32)
     vectors = clustered(600, 8, 10)
     found.add("first", vectors[0])

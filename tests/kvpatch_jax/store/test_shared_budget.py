@@ -56,7 +56,7 @@ def test_the_largest_budget_is_the_roots(tmp_path: Path):
         assert sum(entry.size for entry in one.disk.scan()) <= 8 * SIZE
 
 
-def test_what_a_tenant_last_put_under_counts(tmp_path: Path):
+def test_a_tenants_latest_budget_counts(tmp_path: Path):
     """A lower budget is lower from the next put on; opening and reading changes nothing."""
     with opened(tmp_path, "one", 20 * SIZE) as one:
         fill(one, 10)
@@ -72,7 +72,7 @@ def test_what_a_tenant_last_put_under_counts(tmp_path: Path):
         assert sum(entry.size for entry in one.disk.scan()) <= 4 * SIZE
 
 
-def test_a_damaged_note_of_a_budget_costs_nobody_an_object(tmp_path: Path):
+def test_a_damaged_budget_note_evicts_no_object(tmp_path: Path):
     with opened(tmp_path, "one", 8 * SIZE) as one:
         fill(one, 6)
         (note,) = tmp_path.rglob("BUDGET")

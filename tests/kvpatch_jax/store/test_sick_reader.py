@@ -98,7 +98,7 @@ def flipping_once() -> Callable[..., int]:
     return flipped
 
 
-def test_what_the_second_reading_finds_whole_is_served(tmp_path: Path, monkeypatch):
+def test_objects_that_verify_in_the_second_read_are_served(tmp_path: Path, monkeypatch):
     filled(tmp_path)
     with opened(tmp_path) as store:
         monkeypatch.setattr(os, "preadv", flipping_once())
@@ -132,7 +132,7 @@ def test_a_header_that_a_second_reading_finds_whole_is_served(tmp_path: Path, mo
         assert (store.counters["unsteady_reads"], store.counters["quarantined"]) == (1, 0)
 
 
-def test_a_stream_goes_on_after_an_unsteady_read(tmp_path: Path, monkeypatch):
+def test_a_stream_continues_after_an_unsteady_read(tmp_path: Path, monkeypatch):
     filled(tmp_path)
     with opened(tmp_path) as store:
         stream = store.stream("B3", BACKBONE)
@@ -264,7 +264,7 @@ def quarantined(store: ChunkStore) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
-def test_quarantine_restore_puts_back_what_verifies(tmp_path: Path, key: bytes | None, capsys):
+def test_quarantine_restore_puts_back_intact_objects(tmp_path: Path, key: bytes | None, capsys):
     with opened(tmp_path, key=key) as store:
         for seed, id in enumerate(IDS[:5]):
             store.put(chunk_of(id, seed, encoder=np.ones(5, np.float32)))
@@ -298,7 +298,7 @@ def test_quarantine_restore_puts_back_what_verifies(tmp_path: Path, key: bytes |
     assert reasons == ["a fault of the reader"] * 2
 
 
-def test_a_tenant_restores_its_own_and_what_older_versions_moved_too(tmp_path: Path):
+def test_a_tenant_restores_its_files_including_those_of_older_versions(tmp_path: Path):
     """Whose notes do not say where a file was: a tenant of one backbone leaves no choice."""
     with opened(tmp_path) as one, opened(tmp_path, tenant="two") as two:
         for store in (one, two):

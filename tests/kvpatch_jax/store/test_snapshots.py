@@ -85,7 +85,7 @@ def test_another_file_system_gets_copies(tmp_path: Path, monkeypatch: pytest.Mon
     assert os.listdir(tmp_path / "other" / "tmp") == []
 
 
-def test_a_tenant_goes_to_a_root_of_another_secret(tmp_path: Path):
+def test_a_tenant_is_restored_into_a_root_with_another_secret(tmp_path: Path):
     """Its objects get that root's names, and may be called by another tenant's name."""
     filled(tmp_path / "store").close()
     save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="one")
@@ -98,7 +98,7 @@ def test_a_tenant_goes_to_a_root_of_another_secret(tmp_path: Path):
     assert not set(objects_below(tmp_path / "other")) & set(objects_below(tmp_path / "store"))
 
 
-def test_a_whole_store_goes_to_a_new_root_or_one_of_its_secret(tmp_path: Path):
+def test_a_whole_store_is_restored_into_a_new_root_or_one_with_its_secret(tmp_path: Path):
     for tenant in ("one", "two"):
         filled(tmp_path / "store", tenant).close()
     snapshot = tmp_path / "snapshot"
@@ -136,7 +136,7 @@ def test_encrypted_objects_stay_encrypted(tmp_path: Path):
     assert not set(objects_below(tmp_path / "third").values()) & set(objects_below(tmp_path / "store").values())
 
 
-def test_a_store_with_a_key_encrypts_what_it_is_given(tmp_path: Path):
+def test_a_store_with_a_key_encrypts_restored_objects(tmp_path: Path):
     filled(tmp_path / "store").close()
     save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="one")
     assert load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="one", key=KEY).objects == 4
@@ -144,7 +144,7 @@ def test_a_store_with_a_key_encrypts_what_it_is_given(tmp_path: Path):
     assert BACKBONE.encode() not in b"".join(objects_below(tmp_path / "other").values())
 
 
-def test_a_tenants_snapshot_holds_nothing_of_others(tmp_path: Path):
+def test_a_tenants_snapshot_contains_no_objects_of_other_tenants(tmp_path: Path):
     filled(tmp_path / "store", "one").close()
     with ChunkStore(tmp_path / "store", tenant="two") as other:
         other.put(chunk_of("somebody-elses", 5))
@@ -207,7 +207,7 @@ def test_any_damage_is_refused_and_nothing_is_added(
     shutil.rmtree(folder)
 
 
-def test_a_failure_half_way_takes_back_what_was_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_restore_that_fails_halfway_removes_added_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     filled(tmp_path / "store").close()
     save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="one")
     with ChunkStore(tmp_path / "other", tenant="one") as other:
@@ -283,7 +283,7 @@ def test_objects_that_go_meanwhile_are_left_out(tmp_path: Path):
     assert load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="one").objects == 1
 
 
-def test_a_snapshot_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_snapshot_exists_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     filled(tmp_path / "store").close()
     with pytest.raises(StoreIOError):
         save_snapshot(tmp_path / "nothing", tmp_path / "snapshot")
@@ -298,7 +298,7 @@ def test_a_snapshot_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
         save_snapshot(tmp_path / "store", tmp_path / "snapshot")
 
 
-def test_a_list_cannot_lead_elsewhere(tmp_path: Path):
+def test_a_manifest_cannot_refer_to_files_outside(tmp_path: Path):
     from kvpatch_jax.store.snapshots.manifest import write_list
 
     filled(tmp_path / "store").close()

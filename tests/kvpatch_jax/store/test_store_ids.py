@@ -65,7 +65,7 @@ def test_names_are_keyed_by_tenant_and_secret():
     assert b"s" * 8 not in repr(NAMES).encode()
 
 
-def test_a_patch_is_named_by_what_it_serves_and_its_form():
+def test_a_patch_is_named_by_its_key_and_form():
     chunk = chunk_of()
     patch = patch_of(chunk, ("A1", "A2"))
     orbit = dataclasses.replace(patch, metadata=dataclasses.replace(patch.metadata, orbit=True))

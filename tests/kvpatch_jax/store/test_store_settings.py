@@ -117,7 +117,7 @@ def test_a_root_without_objects_gets_a_secret(tmp_path: Path):
     assert serves(tmp_path)
 
 
-def test_an_old_file_without_a_checksum_is_opened_and_written_anew(tmp_path: Path):
+def test_an_old_file_without_a_checksum_is_opened_and_written_again(tmp_path: Path):
     root = filled(tmp_path)
     secret = json.loads((root / FIRST).read_text())["secret"]
     (root / SECOND).unlink()
@@ -179,7 +179,7 @@ def test_no_damage_of_a_snapshots_secret_is_silent(tmp_path: Path):
     assert refused == 20
 
 
-def test_a_snapshot_that_lost_its_secret_is_refused_and_says_so(tmp_path: Path):
+def test_a_snapshot_without_its_secret_is_refused(tmp_path: Path):
     root = filled(tmp_path / "store", 2)
     secret = json.loads((root / FIRST).read_text())["secret"]
     save_snapshot(root, tmp_path / "snapshot")
@@ -203,7 +203,7 @@ def test_another_secret_in_a_snapshot_is_refused(tmp_path: Path):
     assert not list(tmp_path.glob("new/obj/*"))
 
 
-def test_a_store_whose_secret_is_given_from_outside_travels_whole(tmp_path: Path):
+def test_a_store_with_an_external_secret_is_restored_whole(tmp_path: Path):
     secret = b"from outside, 16 bytes or more"
     with opened(tmp_path / "store", secret=secret) as store:
         store.put(chunk_of("B0"))
@@ -228,7 +228,7 @@ def test_a_root_that_lost_its_secret_gets_it_back_from_its_snapshot(tmp_path: Pa
     assert serves(root, 3)
 
 
-def test_a_root_of_others_objects_does_not_take_a_snapshots_secret(tmp_path: Path):
+def test_a_root_with_other_objects_does_not_adopt_a_snapshots_secret(tmp_path: Path):
     root, other = filled(tmp_path / "store", 3), filled(tmp_path / "other", 2)
     save_snapshot(root, tmp_path / "snapshot")
     for name in (FIRST, SECOND):

@@ -68,7 +68,7 @@ def check_histograms(samples: Samples) -> int:
     return len(series)
 
 
-def test_a_store_counts_what_it_did(tmp_path: Path):
+def test_a_store_counts_its_operations(tmp_path: Path):
     remote = KeyValueStore({"driver": "memory"})
     device, budget = jax.devices()[0], Budget(device=1 << 20, host=1 << 20)
     with ChunkStore(tmp_path, budget=budget, remote=remote) as store:
@@ -133,7 +133,7 @@ def test_evictions_are_counted_by_reason(tmp_path: Path):
 
 
 @given(st.lists(st.floats(0, 20), max_size=50))
-def test_buckets_hold_what_was_observed(seconds: list[float]):
+def test_histogram_buckets_count_observations(seconds: list[float]):
     counters = Counters()
     for each in seconds:
         counters.observe("get", "disk", each)
@@ -164,7 +164,7 @@ def test_threads_lose_no_count():
     assert counters["puts"] == counters.latencies()["put", "disk"].count == 8000
 
 
-def test_what_raises_is_not_timed_and_names_of_others_get_through(unchecked: None):
+def test_failed_calls_are_not_timed_and_unknown_counts_are_exported(unchecked: None):
     counters = Counters()
     with pytest.raises(KeyError), counters.timed("get", "disk"):
         raise KeyError

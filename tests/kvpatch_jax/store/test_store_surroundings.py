@@ -52,7 +52,7 @@ def test_a_forked_process_puts_asynchronously_too(tmp_path: Path):
 # --------------------------------------------------------------------------------------------------------- deletions
 
 
-def test_a_tenant_deleted_elsewhere_keeps_its_key_check(tmp_path: Path):
+def test_a_tenant_deleted_by_another_process_keeps_its_key_check(tmp_path: Path):
     """Another process's deletion takes KEY away; whoever puts next brings it back before its object can be seen."""
     with ChunkStore(tmp_path, key=KEY) as mine, ChunkStore(tmp_path, key=KEY) as another:
         mine.put(chunk_of())
@@ -67,7 +67,7 @@ def test_a_tenant_deleted_elsewhere_keeps_its_key_check(tmp_path: Path):
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
-def test_nothing_is_put_beside_what_another_key_has_put_since(tmp_path: Path, key: bytes | None):
+def test_a_put_fails_if_another_key_was_used_in_the_meantime(tmp_path: Path, key: bytes | None):
     with ChunkStore(tmp_path, key=key) as mine:
         mine.put(chunk_of())
         with ChunkStore(tmp_path, key=key) as another:
@@ -141,7 +141,7 @@ def test_everything_that_is_made_is_its_owners_alone(tmp_path: Path):
 
 
 @pytest.mark.parametrize("most", [1, 100, 639])
-def test_leaves_beyond_what_the_cipher_takes_at_once_are_encrypted_in_pieces(tmp_path: Path, monkeypatch, most: int):
+def test_leaves_beyond_the_ciphers_limit_are_encrypted_in_pieces(tmp_path: Path, monkeypatch, most: int):
     """As 2 GiB and more would be; a file that was written in one piece or in other ones is read all the same."""
     chunk = chunk_of(tokens=5, encoder=np.ones((3, 7), np.float32))
     with ChunkStore(tmp_path, key=KEY, budget=Budget(host=0)) as store:
@@ -162,7 +162,7 @@ def test_leaves_beyond_what_the_cipher_takes_at_once_are_encrypted_in_pieces(tmp
         ChunkStore(tmp_path, key=OTHER_KEY)
 
 
-def test_what_the_cipher_takes_at_once_is_within_its_bound():
+def test_piece_sizes_are_within_the_ciphers_limit():
     assert 0 < encryption.MOST <= 2**31 - 1 - 16
 
 
@@ -194,7 +194,7 @@ def test_pieces_of_a_leaf_cannot_be_exchanged(tmp_path: Path, monkeypatch, chang
 
 
 @pytest.mark.parametrize("folder", ["tmp", "quarantine", "obj", "lib"])
-def test_a_folder_that_somebody_removed_is_made_again(tmp_path: Path, folder: str):
+def test_a_removed_folder_is_created_again(tmp_path: Path, folder: str):
     with ChunkStore(tmp_path, budget=Budget(host=0)) as store:
         store.put(chunk_of())
         StaticLibrary(store, quota=1 << 20).put("A", "text")
@@ -254,7 +254,7 @@ def test_the_command_line_refuses_them_too(tmp_path: Path, capsys):
 # --------------------------------------------------------------------------------------------------------- read-only
 
 
-def test_verify_says_where_the_damaged_are_when_they_could_not_be_moved(tmp_path: Path, capsys):
+def test_verify_reports_damaged_objects_that_could_not_be_moved(tmp_path: Path, capsys):
     with ChunkStore(tmp_path) as store:
         store.put(chunk_of())
         path = file_of(store, chunk_of())
@@ -270,7 +270,7 @@ def test_verify_says_where_the_damaged_are_when_they_could_not_be_moved(tmp_path
     assert path.exists()
 
 
-def test_a_system_without_fcntl_is_told_so():
+def test_a_system_without_fcntl_raises_a_typed_error():
     """A plain, typed error at import, and not the ImportError of some module far below."""
     program = """
 import sys

@@ -46,7 +46,7 @@ def filled(store):
 # ------------------------------------------------------------------------------------------------------- names
 
 
-def test_names_from_before_ways_of_serving_were_known_stay():
+def test_names_of_patches_without_states_are_unchanged():
     """Written down from the version before: old roots are found again."""
     patch = patch_of(chunk_of(), ("A2", "A1"))
     served = {
@@ -81,7 +81,7 @@ def test_each_antecedent_has_a_name():
 # ------------------------------------------------------------------------------------------------------ serving
 
 
-def test_none_is_served_for_another(filled):
+def test_no_patch_is_served_for_another_antecedent(filled):
     for place, each in enumerate(BEHIND):
         ours = {place} | ({0} if place in (1, 2) else set())  # plain ids say nothing of contents
         if place:
@@ -91,7 +91,7 @@ def test_none_is_served_for_another(filled):
     assert seeds(filled, [Member("A", "version two", BLIND)]) == set()
 
 
-def test_plain_ids_stand_for_what_the_store_has_under_them(filled):
+def test_plain_ids_refer_to_the_stored_contents(filled):
     assert seeds(filled, ["A"]) == {0}  # two contents, and nothing says which
     filled.put(chunk_of("A", content="version two"))
     assert seeds(filled, ["A"]) == {0, 2}
@@ -119,7 +119,7 @@ def test_the_base_counts_too(store):
         )
 
 
-def test_what_comes_back_is_refused_where_it_does_not_belong(filled):
+def test_stored_patches_are_refused_for_other_contents(filled):
     page = chunk_of("page")
     (blind,) = filled.get_patches(PatchKey("page", BACKBONE, BLIND_ONE))
     with pytest.raises(StalePatchError, match=r"'A' as it was served 'bare:0+'; expected it served 'exact'"):

@@ -52,7 +52,7 @@ def test_patches_of_an_older_version_are_not_served(store: ChunkStore):
     kvp.apply_patch(kvp.Placed(store.get("B", BACKBONE), found, 0, ("A",)))
 
 
-def test_a_canonical_on_its_way_to_the_disk_says_what_the_chunk_shows(store: ChunkStore, monkeypatch):
+def test_a_queued_canonical_states_the_chunks_content(store: ChunkStore, monkeypatch):
     first, second = chunk_of(seed=0), chunk_of(seed=1)
     store.put(first)
     store.put_patches([formed(first), formed(second, dtype=jnp.bfloat16)])
@@ -67,7 +67,7 @@ def test_a_canonical_on_its_way_to_the_disk_says_what_the_chunk_shows(store: Chu
 
 
 @pytest.mark.parametrize("encoding", [None, "bfloat16", "int8"])
-def test_what_a_chunk_shows_comes_back_with_it(store: ChunkStore, encoding):
+def test_a_chunks_content_digest_is_stored(store: ChunkStore, encoding):
     chunk = chunk_of(hidden={1: np.ones((9, 4), np.float32)})
     given = dataclasses.replace(chunk, id="C", content="digest of the inputs")
     device = jax.devices()[0]
@@ -85,7 +85,7 @@ def test_what_a_chunk_shows_comes_back_with_it(store: ChunkStore, encoding):
         kvp.apply_patch(kvp.Placed(get().pad(12), back.pad(12), 3, ("A",)))
 
 
-def test_what_a_chunk_shows_travels_in_exports():
+def test_a_chunks_content_digest_is_exported():
     chunk = chunk_of(content="digest")
     for entry in (entry_of_chunk(chunk), entry_of(codecs.chunk_blob(chunk), "kv")):
         assert chunk_of_entry(entry)[1].content == "digest"
@@ -93,7 +93,7 @@ def test_what_a_chunk_shows_travels_in_exports():
         assert codecs.chunk_of(blob.body, blob.arrays).content == "digest"
 
 
-def test_corrections_and_what_was_asked_come_back(store: ChunkStore):
+def test_corrections_and_requested_ranks_are_stored(store: ChunkStore):
     chunk = chunk_of()
     patch = kvp.form_patch(chunk, {n: v + v**2 for n, v in chunk.kv.items()}, {"k": 2, "v": 40}, ("A",))
     changed = {name: value * 2 for name, value in chunk.kv.items()}
@@ -149,7 +149,7 @@ def test_headers_that_lie_about_it_make_no_chunk():
             codecs.patch_parts({**body, "stamp": body["stamp"] | change}, blob.arrays)
 
 
-def test_a_damaged_canonical_says_nothing(store: ChunkStore):
+def test_a_damaged_canonical_states_no_content(store: ChunkStore):
     chunk = chunk_of()
     store.put(chunk)
     store.put_patches([formed(chunk)])

@@ -70,7 +70,7 @@ def own_files(root: Path | str, store: ChunkStore) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
-def test_a_deleted_tenant_leaves_nothing_and_others_keep_all(tmp_path: Path, key):
+def test_deleting_a_tenant_removes_everything_of_it_and_nothing_of_others(tmp_path: Path, key):
     remote = KeyValueStore({"driver": "memory"}, context=tensorstore.Context())
     common = {"remote": remote, "budget": Budget(device=1 << 20), "key": key}
     with ChunkStore(tmp_path, tenant="one", **common) as one, ChunkStore(tmp_path, tenant="two", **common) as two:
@@ -93,7 +93,7 @@ def test_a_deleted_tenant_leaves_nothing_and_others_keep_all(tmp_path: Path, key
         assert same_chunk(one.get("B0", BACKBONE), chunk_of("B0"))
 
 
-def test_what_is_queued_is_deleted_too(tmp_path: Path):
+def test_deletion_includes_queued_objects(tmp_path: Path):
     with ChunkStore(tmp_path) as store:
         acks = [store.put_async(chunk_of(f"B{number}", number)) for number in range(4)]
         assert store.delete_tenant().objects == 4
@@ -146,7 +146,7 @@ def test_a_deletion_that_is_cut_off_shows_all_or_nothing_and_is_done_again(tmp_p
     assert after > 0
 
 
-def test_what_an_interrupted_deletion_left_is_removed_by_gc(tmp_path: Path):
+def test_gc_removes_files_of_an_interrupted_deletion(tmp_path: Path):
     with ChunkStore(tmp_path) as store:
         fill(store)
         left = tmp_path / "deleted" / "0123.1-2" / "ab"
@@ -337,7 +337,7 @@ def transcript(root: Path, steps: list[tuple[str, str]], other: bool, shared: Bu
 
 @settings(max_examples=10, deadline=None)
 @given(STEPS)
-def test_nothing_a_tenant_is_told_depends_on_another(tmp_path_factory: pytest.TempPathFactory, steps):
+def test_results_of_a_tenant_do_not_depend_on_other_tenants(tmp_path_factory: pytest.TempPathFactory, steps):
     for shared in (Budget(host=1 << 20, device=1 << 20, tenant=1 << 20), Budget(host=0)):
         roots = [tmp_path_factory.mktemp("root") for _ in range(2)]
         answers = [transcript(root, steps, other, shared) for root, other in zip(roots, (True, False), strict=True)]
@@ -347,7 +347,7 @@ def test_nothing_a_tenant_is_told_depends_on_another(tmp_path_factory: pytest.Te
             shutil.rmtree(root)
 
 
-def test_no_call_of_a_tenant_opens_what_is_anothers(tmp_path: Path, monkeypatch):
+def test_no_call_of_a_tenant_opens_files_of_another(tmp_path: Path, monkeypatch):
     """No timing probe: which files are opened, looked at and listed does not depend on what another tenant has."""
     with ChunkStore(tmp_path, tenant="one") as one, ChunkStore(tmp_path, tenant="two") as two:
         for store in (one, two):
@@ -466,7 +466,7 @@ def contradicting(full: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
-def test_no_log_error_or_print_says_what_is_stored(tmp_path: Path, caplog, capsys, unchecked: None, key):
+def test_no_log_error_or_print_reveals_stored_content(tmp_path: Path, caplog, capsys, unchecked: None, key):
     root = tmp_path / "root"
     with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

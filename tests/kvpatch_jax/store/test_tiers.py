@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
+from store_cases import BACKBONE, ManualClock, chunk_of, file_of, patch_of, same_chunk
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, StoreFullError
@@ -16,16 +16,6 @@ from kvpatch_jax.store import Budget, ChunkStore
 from kvpatch_jax.store.tiers.memory import CANONICAL, DERIVED, CacheEntry, MemoryTier, Policy
 
 ONE = 4096 + 64 + 6 * 9 * 2 * 16 * 4  # bytes of chunk_of's file: header, positions, three layers of k and v
-
-
-class Clock:
-    """A clock that a test turns."""
-
-    def __init__(self, now: float = 1e9):
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def held(nbytes: int = 1, rank: int = CANONICAL, chunk: str = "c", expires: float | None = None) -> CacheEntry:
@@ -75,7 +65,7 @@ def test_slru_weighs_a_large_newcomer_against_all_that_must_go():
     assert fill(tier, "large", nbytes=8) == [True]
 
 
-def test_derived_goes_first_and_goes_along():
+def test_derived_objects_are_evicted_first_and_with_their_canonical():
     tier = MemoryTier("host", 4)
     tier.put("a", held(chunk="a"))
     tier.put("b", held(chunk="b"))
@@ -93,7 +83,7 @@ def test_derived_goes_first_and_goes_along():
 
 
 def test_pins_hold_and_expired_go_first():
-    clock = Clock()
+    clock = ManualClock()
     tier = MemoryTier("host", 3, pinned=lambda chunk: chunk == "a", clock=clock)
     fill(tier, "a", "b")
     tier.put("old", held(chunk="old", expires=clock.now + 5))
@@ -167,7 +157,7 @@ def test_memory_serves_nothing_that_the_disk_no_longer_has(tmp_path: Path):
 
 
 def test_the_disk_keeps_its_budget(tmp_path: Path):
-    clock = Clock()
+    clock = ManualClock()
     with ChunkStore(tmp_path, budget=Budget(host=0, disk=10 * ONE), clock=clock) as store:
         chunks = [chunk_of(f"B{number}", number) for number in range(30)]
         for number, chunk in enumerate(chunks):
@@ -184,7 +174,7 @@ def test_the_disk_keeps_its_budget(tmp_path: Path):
 
 def test_order_of_eviction_on_the_disk(tmp_path: Path):
     """Expired, then derived, then a canonical that its encoder output makes again, then the least recently used."""
-    clock = Clock()
+    clock = ManualClock()
     with ChunkStore(tmp_path, budget=Budget(host=0), clock=clock) as store:
         plain, coded = chunk_of("plain", 1), chunk_of("coded", 2, encoder=np.ones((2, 2), np.float32))
         store.put(plain)
@@ -222,13 +212,13 @@ def test_patches_go_with_their_canonical(tmp_path: Path):
         store.put(chunk, ttl=5)
         store.put_patches([patch_of(chunk), patch_of(chunk, ("other",))])
         store.put_patches([patch_of(chunk_of("C"))])
-        store.disk.clock = Clock(2e10)
+        store.disk.clock = ManualClock(2e10)
         assert store.collect() == 3
         assert store.get_patches(patch_of(chunk).metadata) == []
         assert len(store.get_patches(patch_of(chunk_of("C")).metadata)) == 1
 
 
-def test_pinned_chunks_stay_and_a_full_store_says_so(tmp_path: Path):
+def test_pinned_chunks_stay_and_a_full_store_raises(tmp_path: Path):
     with ChunkStore(tmp_path, budget=Budget(disk=3 * ONE)) as store:
         first, second = chunk_of("first", 1), chunk_of("second", 2)
         store.put(first)
@@ -249,7 +239,7 @@ def test_pinned_chunks_stay_and_a_full_store_says_so(tmp_path: Path):
 
 
 def test_expiry_and_a_clock_that_jumps_back(tmp_path: Path):
-    clock = Clock()
+    clock = ManualClock()
     with ChunkStore(tmp_path, ttl=100, clock=clock, budget=Budget(host=1 << 20, disk=6 * ONE)) as store:
         store.put(chunk_of())
         clock.now += 99
@@ -294,7 +284,7 @@ COUNTED = {(None, "plain"), ("bfloat16", "encrypted"), ("int8", "plain")}
         for name, key in (("plain", None), ("encrypted", b"one key of the store, 32 bytes at least"))
     ],
 )
-def test_memory_counts_what_it_holds(tmp_path: Path, encoding, key):
+def test_memory_counts_the_bytes_that_it_holds(tmp_path: Path, encoding, key):
     """Reduced encodings are held in the dtype that they had: by the bytes of their files, four times the budget."""
     chunks = [chunk_of(f"B{number}", number, tokens=400) for number in range(12)]
     budget = 4 * chunks[0].nbytes + (1 << 14)

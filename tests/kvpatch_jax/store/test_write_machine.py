@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from store_cases import BACKBONE, chunk_of, name_of
-from store_gates import PATIENCE, Gate, GatedRemote
+from store_gates import PATIENCE, GatedRemote, WriteGate
 
 from kvpatch_jax.store import Budget, ChunkStore
 
@@ -115,7 +115,7 @@ class Machine(RuleBasedStateMachine):
         if id not in self.durable or id in self.queued:
             self.put(id, seed, by)
         self.evict(id)
-        self.remote.read_gate = gate = Gate()
+        self.remote.read_gate = gate = WriteGate()
         store = self.stores[by]
 
         def read() -> Any:

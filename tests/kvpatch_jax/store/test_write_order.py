@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from store_cases import BACKBONE, chunk_of, name_of, patch_of, same, same_chunk
-from store_gates import PATIENCE, Gate, GatedRemote, GatedStore, in_a_thread, soon
+from store_gates import PATIENCE, GatedRemote, GatedStore, WriteGate, in_a_thread, soon
 from store_processes import wait_until
 
 import kvpatch_jax as kvp
@@ -44,7 +44,7 @@ PUTS = {
 
 
 @pytest.mark.parametrize("how", PUTS)
-def test_a_put_is_after_what_was_queued_before_it(gated: GatedStore, tmp_path: Path, how: str):
+def test_a_put_follows_earlier_queued_puts(gated: GatedStore, tmp_path: Path, how: str):
     ack = gated.put_async(OLD)
     PUTS[how](gated)
     assert same_chunk(gated.get("c", BACKBONE), NEW)
@@ -80,7 +80,7 @@ def test_a_shorter_ttl_is_not_lost_to_a_queued_put(tmp_path: Path):
         assert store.get("c", BACKBONE) is None
 
 
-def test_a_put_of_an_encoder_output_and_of_patches_is_after_what_was_queued(gated: GatedStore):
+def test_puts_of_encoder_outputs_and_patches_follow_earlier_queued_puts(gated: GatedStore):
     first, second = np.ones((2, 3), np.float32), np.zeros((2, 3), np.float32)
     old, new = patch_of(OLD, seed=1), patch_of(OLD, seed=2)
     gated.put_async(chunk_of("c", 1, encoder=first))
@@ -97,7 +97,7 @@ def test_a_put_of_an_encoder_output_and_of_patches_is_after_what_was_queued(gate
         gated.flush()
 
 
-def test_a_put_of_another_store_object_is_after_what_was_queued(gated: GatedStore, tmp_path: Path):
+def test_a_put_of_another_store_object_follows_earlier_queued_puts(gated: GatedStore, tmp_path: Path):
     """The order is one for a root and a process, however its path is written."""
     ack = gated.put_async(OLD)
     (tmp_path / "link").symlink_to(tmp_path)
@@ -137,7 +137,7 @@ def test_a_queued_put_is_after_the_put_that_came_before_it(gated: GatedStore, tm
 
 
 @pytest.mark.parametrize("what", ["delete", "delete by another object", "delete_tenant by another object"])
-def test_what_was_queued_when_it_was_deleted_never_comes(gated: GatedStore, tmp_path: Path, what: str):
+def test_puts_queued_before_a_deletion_are_never_written(gated: GatedStore, tmp_path: Path, what: str):
     ack = gated.put_async(OLD)
     gated.put_patch_async(patch_of(OLD))
     with ChunkStore(tmp_path) as other:
@@ -179,11 +179,11 @@ def machine(root: Path, remote: Any) -> ChunkStore:
     return ChunkStore(root, budget=Budget(host=1 << 20), secret=b"shared by the machines", remote=remote)
 
 
-def test_the_remote_store_ends_with_what_was_put_last(tmp_path: Path):
+def test_the_remote_store_ends_with_the_last_put(tmp_path: Path):
     """The first put is on its way to the remote store when the second begins."""
     remote = GatedRemote()
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
-        gate = Gate()
+        gate = WriteGate()
         remote.put_gates = [gate]
         one.put_async(OLD)
         assert gate.reached.wait(PATIENCE)
@@ -198,7 +198,7 @@ def test_the_remote_store_ends_with_what_was_put_last(tmp_path: Path):
 def test_of_several_queued_puts_the_remote_store_has_the_last(tmp_path: Path):
     remote = GatedRemote()
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
-        gates = [Gate(), Gate()]
+        gates = [WriteGate(), WriteGate()]
         remote.put_gates = list(gates)
         one.put_async(chunk_of("busy"))
         assert gates[0].reached.wait(PATIENCE)
@@ -234,12 +234,12 @@ CHANGES: dict[str, tuple[Callable[[ChunkStore], Any], kvp.Chunk | None]] = {
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_read_from_beyond_undoes_nothing(tmp_path: Path, read: str, change: str):
+def test_a_remote_read_undoes_no_write(tmp_path: Path, read: str, change: str):
     """All of it was read from the remote store when its name changes, and only then the disk would have its copy."""
     remote = GatedRemote()
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
         one.put(OLD)
-        remote.read_gate = gate = Gate()
+        remote.read_gate = gate = WriteGate()
         make, then = CHANGES[change]
         with in_a_thread(lambda: READS[read](two)) as found:
             assert gate.reached.wait(PATIENCE)
@@ -254,16 +254,14 @@ def test_what_is_read_from_beyond_undoes_nothing(tmp_path: Path, read: str, chan
 
 
 @pytest.mark.parametrize("change", ["delete", "delete_tenant", "put"])
-def test_what_is_read_from_beyond_undoes_nothing_of_another_process(
-    tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_remote_read_undoes_no_write_of_another_process(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch):
     """As two processes would: the order of one is not known to the other, and the root decides."""
     remote = GatedRemote()
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
         monkeypatch.setattr("kvpatch_jax.store.store.shared", lambda kind, root: kind(), raising=False)
         with machine(tmp_path / "two", remote) as beside:
             one.put(OLD)
-            remote.read_gate = gate = Gate()
+            remote.read_gate = gate = WriteGate()
             make, then = CHANGES[change]
             with in_a_thread(lambda: two.get("c", BACKBONE)):
                 assert gate.reached.wait(PATIENCE)
@@ -275,7 +273,7 @@ def test_what_is_read_from_beyond_undoes_nothing_of_another_process(
                 assert now is None if then is None else same_chunk(now, then)
 
 
-def test_what_expired_here_is_replaced_from_beyond(tmp_path: Path):
+def test_an_expired_object_is_replaced_from_the_remote_store(tmp_path: Path):
     now, remote = [100.0], GatedRemote()
     with machine(tmp_path / "one", remote) as one:
         two = ChunkStore(
@@ -312,7 +310,7 @@ def test_a_fetch_does_not_join_a_load_from_before_a_deletion(tmp_path: Path):
     remote = GatedRemote()
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
         one.put(OLD)
-        remote.read_gate = gate = Gate()
+        remote.read_gate = gate = WriteGate()
         request = Request("c", BACKBONE)
         with in_a_thread(lambda: fetch(two, [request], lambda misses: [OLD])) as first:
             assert gate.reached.wait(PATIENCE)

@@ -19,7 +19,7 @@ from .tiers.memory import DERIVED, ENCODER, CacheEntry
 from .tiers.reader import TieredReader
 
 
-class StoredPatches:
+class PatchObjects:
     """Lookup of a tenant's patches, and of the bases that patches are expressed in.
 
     Args:
