@@ -138,7 +138,7 @@ class BatchPatchCache:
             chunk = self._padded_chunk(id)
             patch = self._patches.get(ids[:depth])
             placed = apply_patch(Placed(chunk, patch, start, antecedent=_antecedent(ids[: depth - 1])))
-            kv.append({name: np.asarray(value)[:, : chunk.length] for name, value in placed.items()})
+            kv.append(_first_tokens(placed, chunk.length))
             start, tokens = start + chunk.span, tokens + chunk.length
         return QuestionPrefix(tuple(kv), tokens, start, len(ids) < 2)
 
@@ -185,7 +185,7 @@ class BatchPatchCache:
             local = np.asarray(tokens[row].positions)[0]
             try:
                 chunk = Chunk(
-                    kv={name: np.asarray(value[:, row]) for name, value in out.kv.items()},
+                    kv=_row(out.kv, row),
                     local=local,
                     span=math.floor(local.max()) + 1,
                     length=len(local),
@@ -229,7 +229,7 @@ class BatchPatchCache:
 
             for row, path in enumerate(paths):
                 self.counts["conditioned" if path in needed else "again"] += 1
-                kv = {name: np.asarray(value[:, row]) for name, value in out.kv.items()}
+                kv = _row(out.kv, row)
                 self._exact[path] = _engine_kv(kv, self._chunks[path[-1]], self._start(path))
                 if path not in needed:
                     continue
@@ -305,7 +305,7 @@ class BatchPatchCache:
         """Returns the exact KV of all chunks of a path, in the engine frame."""
         if path[:1] not in self._exact:
             first = self._chunks[path[0]]
-            kv = {name: np.asarray(value)[:, : first.length] for name, value in first.kv.items()}
+            kv = _first_tokens(first.kv, first.length)
             self._exact[path[:1]] = _engine_kv(kv, first, 0)
         return [self._exact[path[:depth]] for depth in range(1, len(path) + 1)]
 
@@ -326,6 +326,16 @@ class BatchPatchCache:
             if path[:depth] in self._errors:
                 return self._errors[path[:depth]]
         return None
+
+
+def _row(kv: Mapping[str, Any], row: int) -> HostKV:
+    """Returns one row of a batch's KV, on the host."""
+    return {name: np.asarray(value[:, row]) for name, value in kv.items()}
+
+
+def _first_tokens(kv: Mapping[str, Any], count: int) -> HostKV:
+    """Returns KV without padding, on the host."""
+    return {name: np.asarray(value)[:, :count] for name, value in kv.items()}
 
 
 def _engine_kv(kv: HostKV, chunk: Chunk, start: int) -> HostKV:

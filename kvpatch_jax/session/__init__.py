@@ -11,6 +11,7 @@ from .runtime import PrivateRuntime, Runtime
 from .session import Session
 from .session_config import SessionConfig
 from .sessions import Sessions, SharedStats
+from .shared_runtime import SharedConfig
 from .stats import Stats
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Session",
     "SessionConfig",
     "Sessions",
+    "SharedConfig",
     "SharedStats",
     "Stats",
 ]

@@ -83,8 +83,9 @@ class SessionConfig:
             raise SessionError(
                 f"session.around: got {self.around!r:.80}; expected two texts, before and after questions"
             )
-        if not isinstance(self.chat, bool):
-            raise SessionError(f"session.chat: got {self.chat!r:.80}; expected True or False")
+        for name in ("chat", "uncertified"):
+            if not isinstance(getattr(self, name), bool):
+                raise SessionError(f"session.{name}: got {getattr(self, name)!r:.80}; expected True or False")
 
         # Sizes may be texts such as "64 MiB". From here on they are whole numbers.
         for name in ("largest_image", "memory"):

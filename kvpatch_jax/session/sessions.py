@@ -6,16 +6,13 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from ..backbone import Backbone
 from ..errors import InputError
-from ..patching import Rank
 from ..window import PagedExecutor, PatchFormer, PatchStore
-from .argument_checks import check_backbone, check_rank, float_dtype
-from .runtime import PAGE_SIZE, dtype_of
+from .argument_checks import check_backbone
+from .runtime import dtype_of
 from .session import Session
-from .shared_runtime import SharedRuntime
+from .shared_runtime import SharedConfig, SharedRuntime
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +70,7 @@ class Sessions:
         backbone: Backbone,
         store: PatchStore | None = None,
         *,
-        pages: int,
-        page_size: int = PAGE_SIZE,
-        batch: int = 8,
-        waiting: int = 64,
-        timeout: float = 60.0,
-        dtype: jax.typing.DTypeLike | None = None,
-        rank: Rank | None = None,
+        config: SharedConfig | None = None,
         **options: Any,
     ):
         """Allocates the pool.
@@ -87,29 +78,27 @@ class Sessions:
         Args:
           backbone: of `models.load`.
           store: of canonicals and patches, or None.
-          pages, page_size: of the pool, which does not grow.
-          batch: the number of answers that are decoded together.
-          waiting: the number of questions that may wait for a place among them.
-          timeout: seconds that a call waits for other sessions before it raises SessionBusyError.
-          dtype: of the pool. None: the dtype that the backbone computes in.
-          rank: of the patches that are formed; 0 forms none. None: 16, from the first session that has a certificate or
-            serves without one.
-          options: of `PagedExecutor`.
+          config: a `SharedConfig`. None: of the options, of which `pages` is then required.
+          options: fields of `config` to override, as in `Sessions(backbone, pages=4096)`; or of `PagedExecutor`.
 
         Raises:
           InputError: an invalid number, backbone or store. PoolError: no pages, or empty ones. RankError, DtypeError:
           an invalid rank or dtype.
         """
         check_backbone(backbone, store, "sessions")
-        check_rank(rank, "sessions", 0)
-        dtype = float_dtype(dtype_of(backbone) if dtype is None else dtype, "sessions")
+        if config is not None and not isinstance(config, SharedConfig):
+            raise InputError(f"sessions: got config {config!r:.80}; expected a SharedConfig, or None")
+        names = [field.name for field in dataclasses.fields(SharedConfig)]
+        changes = {name: options.pop(name) for name in names if name in options}
+        config = SharedConfig(**changes) if config is None else dataclasses.replace(config, **changes)
 
-        executor = PagedExecutor(backbone, pages, page_size, dtype, store=store, **options)
+        dtype = dtype_of(backbone) if config.dtype is None else config.dtype
+        executor = PagedExecutor(backbone, config.pages, config.page_size, dtype, store=store, **options)
         self.backbone, self.store = backbone, store
         # The former has a thread, which must not outlive a constructor that raises.
-        former = None if store is None else PatchFormer(backbone, store, rank)
+        former = None if store is None else PatchFormer(backbone, store, config.rank)
         try:
-            self.shared = SharedRuntime(executor, former, batch=batch, waiting=waiting, timeout=timeout)
+            self.shared = SharedRuntime(executor, former, config)
         except BaseException:
             if former is not None:
                 former.close()

@@ -6,15 +6,19 @@ between two edits. What finds no room in the pool waits in a queue, and is tried
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from ..backbone import Backbone, Tokens
 from ..cache import brief
 from ..errors import InputError, PoolError, PoolLostError, SessionBusyError, SessionClosedError
+from ..patching import Rank
 from ..sampling import Sampling, check_steps
 from ..window import (
     ApplyPatch,
@@ -29,13 +33,52 @@ from ..window import (
     Prefill,
     Window,
 )
+from .argument_checks import check_rank, float_dtype
 from .decode_batch import DecodeRequest
 from .decode_loop import DecodeLoop
 from .fair_lock import FairLock, WaitQueue, WaitTicket, arrival
-from .runtime import TokenIterator
+from .runtime import PAGE_SIZE, TokenIterator
 
 LOST = -1
 """Pool number of a branch whose KV was lost, and which is not prefilled again yet."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedConfig:
+    """Options of sessions that share a runtime.
+
+    Attributes:
+      pages, page_size: of the pool, which does not grow.
+      batch: the number of answers that are decoded together.
+      waiting: the number of questions that may wait for a place among them.
+      timeout: seconds that a call waits for other sessions before it raises SessionBusyError.
+      dtype: of the pool. None: the dtype that the backbone computes in.
+      rank: of the patches that are formed; 0 forms none. None: 16, from the first session that has a certificate or
+        serves without one.
+
+    Raises:
+      InputError, RankError, DtypeError: an invalid option. `PagedExecutor` checks pages.
+    """
+
+    pages: int
+    page_size: int = PAGE_SIZE
+    batch: int = 8
+    waiting: int = 64
+    timeout: float = 60.0
+    dtype: jax.typing.DTypeLike | None = None
+    rank: Rank | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "waiting"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"sessions: got {name} {value!r:.80}; expected a number of questions, 1 or more")
+        seconds = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
+        if not seconds or not self.timeout >= 0:
+            raise InputError(f"sessions: got timeout {self.timeout!r:.80}; expected seconds, 0 or more")
+        check_rank(self.rank, "sessions", 0)
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", float_dtype(self.dtype, "sessions"))
 
 
 class SharedRuntime:
@@ -46,34 +89,18 @@ class SharedRuntime:
       lock: of the executor.
       decode_loop: decodes the answers.
       renewed: how often the pool was lost and allocated again.
-      waiting, timeout: see the constructor.
+      waiting, timeout: as of `SharedConfig`.
       closed: whether `close` was called.
     """
 
-    def __init__(
-        self, executor: PagedExecutor, former: PatchFormer | None, *, batch: int, waiting: int, timeout: float
-    ):
-        """Starts without sessions.
-
-        Args:
-          batch: the number of answers that are decoded together.
-          waiting: the number of questions that may wait for a place among them.
-          timeout: seconds that a call waits for other sessions.
-
-        Raises:
-          InputError: an invalid number.
-        """
-        for name, value in (("batch", batch), ("waiting", waiting)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"sessions.{name}: got {value!r:.80}; expected a number of questions, 1 or more")
-        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout >= 0:
-            raise InputError(f"sessions.timeout: got {timeout!r:.80}; expected seconds, 0 or more")
+    def __init__(self, executor: PagedExecutor, former: PatchFormer | None, config: SharedConfig):
+        """Starts without sessions, on an executor of the same config."""
         self.executor, self.former = executor, former
         self.backbone: Backbone = executor.backbone
         self.store: PatchStore | None = executor.store
-        self.waiting, self.timeout = waiting, timeout
+        self.waiting, self.timeout = config.waiting, config.timeout
         self.lock = FairLock()
-        self.decode_loop = DecodeLoop(executor, self.lock, batch, self._renew_pool)
+        self.decode_loop = DecodeLoop(executor, self.lock, config.batch, self._renew_pool)
         self.renewed, self.closed = 0, False
         self._process = os.getpid()
         self._providers: collections.Counter[str] = collections.Counter()

@@ -171,7 +171,7 @@ def test_stored_canonicals_and_patches_are_not_formed_again(backbone, items, don
     assert (counting.forwards, again.found_canonicals, again.found_patches) == (0, 3, 4)
     assert read_answers(tmp_path / "a.jsonl") == read_answers(path)
 
-    # A patch of another rank is none of this run's; the one behind two needs its antecedent's forward again.
+    # A patch of another rank is not served; the one after two chunks takes its antecedent's forward again.
     lost = MemoryPatchStore()
     lost.chunks, lost.patches = dict(shelf.chunks), [p for p in shelf.patches if len(p.metadata.antecedent) == 1]
     fewer = answer_batch(counting, lost, items, out=tmp_path / "b.jsonl", rank=RANK, batch=2)
@@ -443,14 +443,14 @@ def test_after_an_interrupt_anywhere_the_same_call_continues(backbone, items, do
     calls = dict.fromkeys(("prefill", "generate", "add"), 0)
 
     def interrupted(name: str, call: Any) -> Any:
-        def told(*args: Any, **options: Any) -> Any:
+        def calling(*args: Any, **options: Any) -> Any:
             calls[name] += 1
             found = call(*args, **options)
             if (name, calls[name] - 1) == (what, int(at)):
                 signal.raise_signal(signal.SIGINT)
             return found
 
-        return told
+        return calling
 
     stopping = copy.copy(backbone)
     for name in ("prefill", "generate"):

@@ -70,7 +70,7 @@ class Agent:
         self.run((window, (*edits, *more)))
 
     def ask(self, number: int = 0, steps: int = 5, window: Window | None = None, read: int | None = None) -> list[int]:
-        """Asks, and reads so many tokens before it lets go."""
+        """Asks, and reads at most so many tokens."""
         sampling, key = (Sampling(0.9, 0.8), number) if number % 3 == 0 else (Sampling(), None)
         begun = time.perf_counter()
         there = self.window if window is None else window
@@ -126,7 +126,7 @@ def on_threads(works: Any) -> None:
 
 
 def expect_balanced(shared: SharedRuntime, branches: set[str]) -> None:
-    """No slot has an owner that is nobody's, and nobody is left but these branches."""
+    """Every slot has an owner, and only these branches are left."""
     books = shared.executor.books
     assert (books.owners() == books.allocator.counts).all()
     assert set(books.branches) == branches

@@ -68,7 +68,7 @@ def test_evicted_chunks_come_back_by_name_and_by_image(backbone, session):
     assert session.stats().recalled == 3
     assert session.slide(0) == (names[2], names[3])
     session.recall(names[3])
-    assert session.ask(QUESTION, steps=2, audit=True).kl < 1e-8  # behind the lead alone it is exact again
+    assert session.ask(QUESTION, steps=2, audit=True).kl < 1e-8  # after the lead alone it is exact again
     assert session.replace(names[3], image_of(7)) == kvp.cache.chunk_id(backbone.fingerprint, image_of(7))
     assert session.ids[0] == names[0]
 
@@ -95,7 +95,7 @@ def test_texts_leave_with_the_chunk_behind_them(session):
     assert session.gone == ("shot 0",)
     with pytest.raises(SessionError):
         session.recall("note 1")
-    assert session.add("w11").endswith("#2")  # a text that is gone may come again, as something new
+    assert session.add("w11").endswith("#2")  # an evicted text may be added again, as a new piece
     assert len(session) == 6
 
 
@@ -157,8 +157,8 @@ def test_a_closed_session_takes_no_calls(session):
 
 
 def test_watchers_are_notified_of_events_after_they_happened(session):
-    told: list[Any] = []
-    session.watchers.append(lambda event, things: told.append(event))
+    events: list[Any] = []
+    session.watchers.append(lambda event, items: events.append(event))
     session.add("w5 w6", id="system")
     for step in range(4):
         session.add(image_of(step), id=f"shot {step}")
@@ -169,9 +169,9 @@ def test_watchers_are_notified_of_events_after_they_happened(session):
     branch = session.fork()
     branch.evict("shot 0")
     branch.close()
-    assert [event.op for event in told] == [*["add"] * 5, "ask", "recall", "fork", "evict", "close"]
-    assert told[6].chunk == "shot 0"
-    assert told[-1].session == told[7].branch == branch.name
+    assert [event.op for event in events] == [*["add"] * 5, "ask", "recall", "fork", "evict", "close"]
+    assert events[6].chunk == "shot 0"
+    assert events[-1].session == events[7].branch == branch.name
 
 
 def test_a_certificate_of_other_weights_is_refused(backbone, session):

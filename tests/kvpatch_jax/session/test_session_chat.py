@@ -69,16 +69,16 @@ def test_a_session_is_asked_as_the_checkpoint_was_trained(backbone, prepared, tm
         assert list(session.ask(ASKED, steps=4, stop=()).ids) == expected
         assert ids == prompt["input_ids"][0].tolist()
         assert [piece.entry.kind for piece in session.window.pieces] == ["text", "chunk", "chunk"]
-        session.add(image_of(2))  # the first image leaves, what the template put in front stays
+        session.add(image_of(2))  # the first image leaves, the template's front stays
         assert len(session.gone) == 1
         assert session.window.pieces[0].entry.kind == "text"
         session.save(tmp_path / "session")
-        told = session.ask(ASKED, steps=4, stop=()).ids
+        answer = session.ask(ASKED, steps=4, stop=()).ids
     with kvp.Session.restore(tmp_path / "session", backbone) as again:
         assert again.config.chat
-        assert again.ask(ASKED, steps=4, stop=()).ids == told
+        assert again.ask(ASKED, steps=4, stop=()).ids == answer
         with again.fork() as branch:
-            assert branch.ask(ASKED, steps=4, stop=()).ids == told
+            assert branch.ask(ASKED, steps=4, stop=()).ids == answer
 
 
 def test_chat_templates_that_change_images_are_refused(backbone, unchecked, tmp_path: Path):

@@ -23,7 +23,7 @@ def backbone() -> Any:
 
 
 def test_two_threads_on_one_session_take_turns(backbone):
-    """Each adds, asks and takes out its own: an answer is what one thread alone is told of the same window."""
+    """Each adds, asks about and evicts its own chunks. An answer equals that of one thread with the same window."""
     said: dict[tuple[str, ...], tuple[int, ...]] = {}
     failed: list[BaseException] = []
     together = threading.Barrier(2)
@@ -112,6 +112,6 @@ def test_names_without_end_take_bounded_room_and_none_is_given_twice_meanwhile(b
             "lead",
             "shot 0",
             session.ids[-1],
-        ):  # pinned, gone, in the window: all known, and remembered or not
+        ):  # pinned, evicted, in the window
             with pytest.raises(SessionError, match="name of another piece"):
                 session.add(image_of(9), id=name)

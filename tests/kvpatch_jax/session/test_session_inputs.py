@@ -15,6 +15,7 @@ from window_oracle import tiny
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import ConfigError, ImageError, InputError, KVPatchError, PoolError, SessionError, WindowError
+from kvpatch_jax.session import SessionConfig
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +161,19 @@ def test_invalid_arguments_of_a_session_are_refused(backbone):
         ):
             with pytest.raises(error):
                 kvp.Session(**{"backbone": backbone, **given})
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_options_override_a_config_and_are_shared_with_forks(backbone):
+    config = SessionConfig(memory="1 MiB", around=("w5 ", " w6"))
+    with kvp.Session(backbone, config=config, memory=7, pages=8) as session, session.fork() as branch:
+        assert (session.config.memory, session.config.around) == (7, ("w5 ", " w6"))
+        assert branch.config is session.config
+    assert config.memory == 1 << 20
+    with pytest.raises(TypeError, match="colour"):
+        kvp.Session(backbone, colour="red")
+    with pytest.raises(SessionError, match="expected a SessionConfig"):
+        kvp.Session(backbone, config={"memory": 7})
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def test_patches_are_formed_for_sessions_that_may_serve_them(backbone, tmp_path,
 def test_a_stored_patch_serves_a_returning_chunk_if_uncertified_is_allowed(backbone, store):
     with kvp.Session(backbone, store, keep=1, rank=0, uncertified=True) as session:
         session.add(image_of(0))
-        name = session.add(image_of(1))  # met by another session, behind the very image that stands in front here
+        name = session.add(image_of(1))  # another session added it after the very same image
         assert session.fidelity(name) == "approximate"
         assert (session.stats().hits, session.stats().forwards) == (1, 1)
         patched = session.ask(QUESTION, steps=3, stop=(), audit=True)
@@ -211,11 +211,11 @@ def saved(backbone, tmp_path_factory) -> tuple[Path, list[Any]]:
         for step in range(4):
             session.add(image_of(step), id=f"shot {step}")
         session.save(path)
-        return path, told(session)
+        return path, answers_before_and_after_a_recall(session)
 
 
-def told(session: kvp.Session) -> list[Any]:
-    """What a session says, before and after something comes back."""
+def answers_before_and_after_a_recall(session: kvp.Session) -> list[Any]:
+    """Returns what a session answers before and after a chunk is recalled."""
     first = session.ids, session.gone, session.ask(QUESTION, steps=4, stop=(), temperature=1.5, seed=3).ids
     session.recall("shot 1")
     return [*first, session.ids, session.ask(QUESTION, steps=4, stop=()).ids]
@@ -228,16 +228,16 @@ def test_a_restored_session_answers_alike(backbone, saved, tmp_path: Path):
         again = tmp_path / "again"
         session.save(again)
         session.save(again)  # in place of itself
-        assert told(session) == expected
+        assert answers_before_and_after_a_recall(session) == expected
         assert (session.keep, session.config.around) == (2, ("w30 ", " w31"))
     with kvp.Session.restore(again, backbone) as session:
         branch = session.fork()
         branch.save(tmp_path / "branch")
         branch.close()
-        assert told(session) == expected
+        assert answers_before_and_after_a_recall(session) == expected
         session.save(tmp_path / "bare", kv=False)
     with kvp.Session.restore(tmp_path / "branch", backbone) as session:
-        assert told(session) == expected
+        assert answers_before_and_after_a_recall(session) == expected
     with kvp.Session.restore(tmp_path / "bare", backbone) as session:
         assert {session.fidelity(name) for name in session.ids} == {"exact"}  # it forgot what had left
     assert sorted(each.name for each in tmp_path.iterdir()) == ["again", "bare", "branch"]

@@ -36,6 +36,7 @@ from kvpatch_jax.errors import (
     WindowError,
 )
 from kvpatch_jax.sampling import Sampling
+from kvpatch_jax.session import SharedConfig
 from kvpatch_jax.session.decode_batch import row_bucket
 from kvpatch_jax.session.fair_lock import FairLock, WaitQueue
 from kvpatch_jax.store import ChunkStore
@@ -106,7 +107,7 @@ def test_tokens_are_the_same_alone_and_in_company(layout: str):
         stats = sessions.stats()
         assert (stats.answers, stats.growing, stats.waiting, stats.cancelled) == (7, 0, 0, 0)
         assert "answers 7" in str(stats)
-        # Fewer launches than tokens: they were made together; and a program for each shape, no more.
+        # Fewer launches than tokens: they were decoded together, with one program for each shape.
         assert stats.steps < 6 + 6 * 6
         shapes = {shape for shape in shared.decode_loop.batch.shapes if shape[0] == "answers"}
         assert shapes <= {("answers", rows, 8) for rows in (1, 4, 8)}
@@ -213,6 +214,14 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(sessions, monkeypatch):
         ids_of(answers[0])
     assert [begun[1], *ids_of(answers[1])] == expected
     expect_balanced(shared, {one.window.branch, other.window.branch})
+
+
+def test_options_of_sessions_override_those_of_their_config(backbone):
+    config = SharedConfig(pages=2, page_size=PAGE)
+    with kvp.Sessions(backbone, config=config, pages=PAGES, dtype="float32") as sessions:
+        assert sessions.stats().slots == PAGES * PAGE
+    with pytest.raises(TypeError, match="pages"):
+        kvp.Sessions(backbone)
 
 
 # --------------------------------------------------------------------------------------------- waiting
@@ -395,7 +404,7 @@ def test_the_lock_is_handed_on_in_the_order_of_requests():
     [pytest.param(6, None, id="short"), pytest.param(None, 600.0, id="ten minutes", marks=SLOW)],
 )
 def test_32_agents_on_threads(backbone, record_property, acts: int | None, seconds: float | None):
-    """No slot is lost, nobody waits for ever, and every answer is that of an agent who is alone in its pool."""
+    """No slot leaks, no call waits for ever, and every answer equals that of an agent alone in its pool."""
     with opened(backbone, timeout=120.0) as sessions:
         agents = [Agent(sessions.shared, number) for number in range(32)]
         until = None if seconds is None else time.monotonic() + seconds

@@ -218,10 +218,10 @@ def test_a_recorder_writes_each_event_as_it_happens(tmp_path):
         assert len(Trace.read(tmp_path / "t.jsonl")) == 2  # already there
         session.notify(Event(0, "a", "ask", text="what?"), "what?")
     recorder.close()
-    session.notify(Event(0, "a", "close"))  # nobody listens any more
+    session.notify(Event(0, "a", "close"))  # after the recorder was closed
 
     trace = Trace.read(tmp_path / "t.jsonl")
-    assert [event.at for event in trace] == [0.5, 0.5, 2.0]  # a clock that runs back stands still
+    assert [event.at for event in trace] == [0.5, 0.5, 2.0]  # a clock that runs backwards stands still
     assert (trace.kind, trace.parameters) == ("mine", {"keep": 4})
     (first,), (second,) = trace.payloads(trace.events[0]), trace.payloads(trace.events[1])
     assert first == second  # the same pixels, kept once
