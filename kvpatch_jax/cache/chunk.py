@@ -114,12 +114,12 @@ class Chunk:
             f"{'' if self.lead is None else f', behind the lead {self.lead[:12]}…'})"
         )
 
-    @property
+    @functools.cached_property
     def tokens(self) -> int:
         """Padded number of tokens, T."""
         return self.kv[self.layout.names[0]].shape[-3]
 
-    @property
+    @functools.cached_property
     def batch(self) -> int | None:
         """How many chunks kv holds, B; None for one chunk without a batch axis."""
         shape = self.kv[self.layout.names[0]].shape

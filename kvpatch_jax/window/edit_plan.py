@@ -256,7 +256,7 @@ class EditPlan:
                     self.launches.append(CopyLaunch("Compact", old, new))
             case _:
                 raise WindowError(
-                    f"executor: an edit of type {type(edit).__name__}; expected those of kvpatch_jax.window"
+                    f"executor: got an edit of type {type(edit).__name__}; expected those of kvpatch_jax.window"
                 )
 
     def _adopt(self, edits: Sequence[Edit], current: tuple[PlacedPiece, ...]) -> bool:

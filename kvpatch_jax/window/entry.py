@@ -68,22 +68,26 @@ class Entry:
         if self.modality is None and self.kind == "text":
             object.__setattr__(self, "modality", "text")
         if self.modality is not None and (not isinstance(self.modality, str) or not self.modality):
-            raise WindowError(f"entry: modality {self.modality!r:.80}; expected a word such as 'image', or None")
+            raise WindowError(f"entry.modality: got {self.modality!r:.80}; expected a word such as 'image', or None")
         if not isinstance(self.id, str) or not self.id:
-            raise WindowError(f"entry: id {self.id!r:.80}; expected a name")
+            raise WindowError(f"entry.id: got {self.id!r:.80}; expected a non-empty string")
 
         # Digests need UTF-8, which lone surrogates are not.
         encoded(self.id + (self.content if isinstance(self.content, str) else ""))
         if self.content is not None and (not isinstance(self.content, str) or not self.content):
-            raise WindowError(f"entry {brief(self.id)!r}: content {self.content!r:.80}; expected a digest, or None")
+            raise WindowError(
+                f"entry.content: got {self.content!r:.80} of {brief(self.id)!r}; expected a digest, or None"
+            )
         for name, number in (("tokens", self.tokens), ("span", self.span)):
             if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number < LIMIT:
-                raise WindowError(f"entry {brief(self.id)!r}: {name} {number!r:.80}; expected a number from 1 to 2**30")
+                raise WindowError(f"entry.{name}: got {number!r:.80} of {brief(self.id)!r}; expected 1 to 2**30 - 1")
 
         if self.kind not in ("chunk", "text"):
-            raise WindowError(f"entry {brief(self.id)!r}: kind {self.kind!r:.80}; expected 'chunk' or 'text'")
+            raise WindowError(f"entry.kind: got {self.kind!r:.80} of {brief(self.id)!r}; expected 'chunk' or 'text'")
         if not isinstance(self.order_free, bool) or (self.order_free and self.kind == "text"):
-            raise WindowError(f"entry {brief(self.id)!r}: order_free {self.order_free!r}; expected it of chunks alone")
+            raise WindowError(
+                f"entry.order_free: got {self.order_free!r} of a {self.kind}; expected True of chunks only"
+            )
 
     @classmethod
     def of(cls, chunk: Chunk, *, order_free: bool = False, modality: str | None = None) -> "Entry":
@@ -112,7 +116,7 @@ class Entry:
         rows = positions.reshape(len(positions), -1)
         spans = {math.floor(row.max()) - math.floor(row.min()) + 1 for row in rows} if rows.size else {0}
         if len(spans) != 1:
-            raise WindowError(f"entry {brief(id)!r}: rows that span {sorted(spans)}; expected one span")
+            raise WindowError(f"entry.tokens: got rows that span {sorted(spans)} of {brief(id)!r}; expected one span")
         return cls(id, content, int(positions.shape[1]), spans.pop(), kind, order_free, modality)
 
     @property
@@ -262,14 +266,14 @@ class PatchNote:
         if isinstance(patch, PatchNote):
             return patch
         if not isinstance(patch, Patch):
-            raise WindowError(f"patch of type {type(patch).__name__}; expected a Patch, or a PatchNote of one")
+            raise WindowError(f"patch: got a {type(patch).__name__}; expected a Patch, or a PatchNote of one")
 
         # A window adds one patch to a base, at any start.
         metadata = patch.metadata
         if metadata.base == "patched" or metadata.frame != "phase_free":
             raise WindowError(
-                f"patch of chunk {brief(metadata.chunk)!r}: base {metadata.base!r}, frame {metadata.frame!r}; expected "
-                "'canonical' or 'conditioned', and 'phase_free'"
+                f"patch of chunk {brief(metadata.chunk)!r}: got base {metadata.base!r}, frame {metadata.frame!r}; "
+                "expected 'canonical' or 'conditioned', and 'phase_free'"
             )
         return cls(
             digest=patch_digest(patch),

@@ -278,7 +278,7 @@ class PagedExecutor:
         size = tokens.embeddings.shape[1]
         count = size if length is None else length
         if not 1 <= count <= size:
-            raise InputError(f"question: length {length} of {size} tokens; expected 1 to all")
+            raise InputError(f"question.length: got {length} of {size} tokens; expected 1 to {size}")
 
         # Positions of padding do not matter: nothing that counts sees it.
         padded = padded_tokens(tokens, max(size, bucket(self.buckets, count)))
@@ -318,7 +318,7 @@ class PagedExecutor:
         self.check_current(window)
         check_tokens(tokens, "decode")
         if len(tokens.embeddings) != 1:
-            raise InputError(f"decode: {len(tokens.embeddings)} rows of tokens; expected one")
+            raise InputError(f"decode.tokens: got {len(tokens.embeddings)} rows; expected one")
         answer = self.books.answers.get(window.branch)
         if answer is not None and (answer.piece.id != id or answer.behind != window.pieces):
             raise InputError(
@@ -403,7 +403,7 @@ class PagedExecutor:
     def check_backbone(self, window: Window) -> None:
         own = self.backbone.fingerprint
         if window.backbone != own:
-            raise WindowError(f"executor: a window of backbone {window.backbone[:16]!r}; expected {own[:16]!r}")
+            raise WindowError(f"executor: got a window of backbone {window.backbone[:16]!r}; expected {own[:16]!r}")
 
     # -------------------------------------------------------------------------------------------------- the pool
 

@@ -44,7 +44,7 @@ class PoolOptions:
 
     def __post_init__(self) -> None:
         if self.keep not in ("all", "rotating", "none"):
-            raise InputError(f"executor: keep {self.keep!r}; expected 'all', 'rotating' or 'none'")
+            raise InputError(f"executor.keep: got {self.keep!r}; expected 'all', 'rotating' or 'none'")
 
 
 class KeyRotation(NamedTuple):

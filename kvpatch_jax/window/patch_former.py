@@ -135,7 +135,7 @@ class PatchFormer:
           InputError: `pending` is below 1, or an invalid lead.
         """
         if pending < 1:
-            raise InputError(f"former: pending {pending}; expected at least 1")
+            raise InputError(f"former.pending: got {pending}; expected an integer >= 1")
 
         # The lead runs in front of every canonical, so its tokens are made once.
         self.backbone, self.store, self.rank = backbone, store, rank

@@ -50,7 +50,7 @@ class Precompiler:
         """Compiles what windows will need. See `PagedExecutor.warm_up`."""
         slots, buckets = self._pages * self._page_size, self._pool.buckets
         if not 0 <= keys <= slots:
-            raise InputError(f"warm_up: contexts of {keys} tokens; expected 0 to {slots}, all that the pool holds")
+            raise InputError(f"warm_up.keys: got {keys} tokens; expected 0 to {slots}, which the pool holds")
 
         pieces, asked = samples(self._backbone, buckets, tokens), samples(self._backbone, buckets, questions)
 

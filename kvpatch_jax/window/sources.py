@@ -227,7 +227,7 @@ class PieceSources:
         digest = None
         if patch is not None:
             if patch.metadata.chunk != id:
-                raise PatchMismatchError(f"provide: a patch of chunk {patch.metadata.chunk!r}; expected {id!r}")
+                raise PatchMismatchError(f"provide.patch: got one of chunk {patch.metadata.chunk!r}; expected {id!r}")
             # The digest is of the patch as it came: padding changes its bytes.
             digest = patch_digest(patch)
             size = bucket(self._buckets, patch.tokens or 0) if unit.chunk is None else unit.chunk.tokens
@@ -237,7 +237,7 @@ class PieceSources:
         if hidden is not None:
             if unit.tokens is None and unit.chunk is None:
                 raise InputError(
-                    f"provide: residuals of piece {brief(id)!r} alone; expected its tokens or its chunk first"
+                    f"provide.hidden: got residuals of {brief(id)!r} alone; expected its tokens or its chunk first"
                 )
             size = bucket(self._buckets, unit.chunk.length if unit.tokens is None and unit.chunk else unit.length)
             residuals = dict(unit.hidden)
@@ -282,7 +282,7 @@ class PieceSources:
         """
         patches = self[id].patches
         if digest not in patches:
-            raise InputError(f"piece {brief(id)!r}: patch {digest}; expected one of the given {sorted(patches)}")
+            raise InputError(f"piece {brief(id)!r}: got patch {digest}; expected one of the provided {sorted(patches)}")
         return patches[digest]
 
     def chunk(self, id: str, content: str | None) -> Chunk:
@@ -293,9 +293,11 @@ class PieceSources:
         """
         chunk = self[id].chunk
         if chunk is None:
-            raise InputError(f"piece {brief(id)!r}: no canonical; expected provide({brief(id)!r}, chunk=…), or a store")
+            raise InputError(
+                f"piece {brief(id)!r}: got no canonical; expected provide({brief(id)!r}, chunk=…), or a store"
+            )
         if None not in (content, chunk.content) and content != chunk.content:
-            raise PatchMismatchError(f"piece {brief(id)!r}: a chunk of content {chunk.content!r}; expected {content!r}")
+            raise PatchMismatchError(f"piece {brief(id)!r}: got content {chunk.content!r}; expected {content!r}")
         return chunk
 
     def fetch(self, edit: Fetch, window: Window, store: PatchStore | None) -> int | None:
@@ -334,8 +336,8 @@ class PieceSources:
         fingerprint = self._backbone.fingerprint
         if chunk.id != id or chunk.backbone != fingerprint:
             raise PatchMismatchError(
-                f"provide: chunk {brief(chunk.id)!r} of backbone {chunk.backbone[:16]!r}; expected {brief(id)!r} of "
-                f"{fingerprint[:16]!r}"
+                f"provide.chunk: got {brief(chunk.id)!r} of backbone {chunk.backbone[:16]!r}; expected {brief(id)!r} "
+                f"of {fingerprint[:16]!r}"
             )
         if self._lead not in (None, chunk.lead):
             raise PatchMismatchError(
@@ -343,9 +345,9 @@ class PieceSources:
                 "executor's"
             )
         if self._single and chunk.batch is not None:
-            raise InputError(f"provide: chunk {brief(id)!r} is a batch of {chunk.batch}; expected one chunk")
+            raise InputError(f"provide.chunk: got a batch of {chunk.batch} of {brief(id)!r}; expected one chunk")
         if unit.tokens is not None and unit.length != chunk.length:
-            raise ShapeError(f"provide: chunk {brief(id)!r} of {chunk.length} tokens; expected {unit.length}")
+            raise ShapeError(f"provide.chunk: got {chunk.length} tokens of {brief(id)!r}; expected {unit.length}")
 
         # Patches that arrived earlier are padded again, to this chunk's size.
         chunk = padded_chunk(chunk, bucket(self._buckets, chunk.length))
@@ -360,16 +362,14 @@ class PieceSources:
         check_tokens(tokens, "provide")
         rows, count = tokens.embeddings.shape[:2]
         if self._single and rows != 1:
-            raise InputError(f"provide: {rows} rows of tokens of piece {brief(id)!r}; expected one")
+            raise InputError(f"provide.tokens: got {rows} rows of {brief(id)!r}; expected one")
         length = count if length is None else length
         if not 1 <= length <= count:
-            raise ShapeError(f"provide: length {length} of {count} tokens; expected 1 to {count}")
+            raise ShapeError(f"provide.length: got {length} of {count} tokens; expected 1 to {count}")
         if isinstance(tokens.positions, Tracer):
-            raise InputError("provide: traced positions; expected arrays")
+            raise InputError("provide.tokens: got traced positions; expected arrays")
         if unit.chunk is not None and unit.chunk.length != length:
-            raise ShapeError(
-                f"provide: {length} tokens of piece {brief(id)!r}; expected its chunk's {unit.chunk.length}"
-            )
+            raise ShapeError(f"provide.tokens: got {length} of {brief(id)!r}; expected its chunk's {unit.chunk.length}")
 
         # Tokens that came padded beyond their bucket stay as long as they are.
         padded = padded_tokens(tokens, max(count, bucket(self._buckets, length)))

@@ -70,13 +70,13 @@ class Window(WindowState):
           WindowError: an invalid promise, gaps, lead or branch.
         """
         if not isinstance(costs, Costs) and not hasattr(costs, "forward_costs"):
-            raise WindowError(f"window: costs {costs!r:.80}; expected Costs, or a Backbone")
+            raise WindowError(f"window.costs: got {costs!r:.80}; expected Costs, or a Backbone")
         costs = costs if isinstance(costs, Costs) else Costs.of(costs)
         if lead is not None and (not isinstance(lead, int) or isinstance(lead, bool) or lead < 0):
-            raise WindowError(f"window: lead {lead!r:.80}; expected how many pieces are pinned, or None")
+            raise WindowError(f"window.lead: got {lead!r:.80}; expected an integer >= 0, or None")
         if promise not in ("remember", "forget") or gaps not in ("close", "keep"):
             found = f"promise {promise!r:.80}, gaps {gaps!r:.80}"
-            raise WindowError(f"window: {found}; expected 'remember' or 'forget', and 'close' or 'keep'")
+            raise WindowError(f"window: got {found}; expected 'remember' or 'forget', and 'close' or 'keep'")
         window = cls(costs, lead=lead or 0, lead_settled=lead is not None, promise=promise, gaps=gaps, store=store)
         return window.renamed(branch)
 
@@ -213,7 +213,7 @@ class Window(WindowState):
         """
         indices = [movable_index(self, id, "evict") for id in ids]
         if len(set(indices)) != len(indices):
-            raise WindowError(f"evict: {tuple(map(brief, ids))}; expected each once")
+            raise WindowError(f"evict.ids: got {tuple(map(brief, ids))}; expected each once")
         there, drops = without(self, sorted(indices))
         return there, with_moves(self, there, drops)
 
@@ -224,7 +224,7 @@ class Window(WindowState):
           WindowError: `keep` is not an integer >= 0.
         """
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
-            raise WindowError(f"slide: keep {keep!r:.80}; expected how many chunks stay, 0 or more")
+            raise WindowError(f"slide.keep: got {keep!r:.80}; expected an integer >= 0")
 
         # Texts behind the lead leave with the chunks behind which they were appended.
         lead = min(self.lead, len(self.pieces))
@@ -261,10 +261,10 @@ class Window(WindowState):
         ids = names_of(order, "order")
         places = [self.index(id) for id in ids]
         if len(set(ids)) != len(ids):
-            raise WindowError(f"reorder: {tuple(map(brief, ids))}; expected each once")
+            raise WindowError(f"reorder.order: got {tuple(map(brief, ids))}; expected each once")
         notes = {id: PatchNote.of(patch) for id, patch in (patches or {}).items()}
         if strangers := sorted(set(notes) - set(ids)):
-            raise WindowError(f"reorder: a patch of {shown(strangers[0])}; expected it of one of {ids}")
+            raise WindowError(f"reorder.patches: got one of {shown(strangers[0])}; expected it of one of {ids}")
 
         # Fill the places of the named pieces in their new order.
         moved, came_from = list(self.pieces), list(range(len(self.pieces)))
@@ -372,7 +372,7 @@ class Window(WindowState):
         """
         index, layers = self.index(id), self.costs.layers
         if not isinstance(start_layer, int) or isinstance(start_layer, bool) or not 0 <= start_layer < layers:
-            raise WindowError(f"recompute: start_layer {start_layer!r:.80}; expected a layer from 0 to {layers - 1}")
+            raise WindowError(f"recompute.start_layer: got {start_layer!r:.80}; expected 0 to {layers - 1}")
         piece, behind = self.pieces[index], self.behind(id)
         changed = piece.run_again(self.clock + 1)
 
@@ -416,7 +416,7 @@ class Window(WindowState):
           WindowError: not a string, or one with a slash, which only names of forks have.
         """
         if not isinstance(branch, str) or "/" in branch:
-            raise WindowError(f"window: branch {branch!r:.80}; expected a name without a slash")
+            raise WindowError(f"window.branch: got {branch!r:.80}; expected a name without a slash")
         return dataclasses.replace(self, branch=branch, origin=None, joined=())
 
     def fork(self, name: str | None = None) -> "tuple[Window, Edits]":
@@ -430,7 +430,7 @@ class Window(WindowState):
         """
         name = secrets.token_hex(4) if name is None else name
         if not isinstance(name, str) or not name or "/" in name:
-            raise WindowError(f"fork: name {name!r:.80}; expected one without a slash")
+            raise WindowError(f"fork.name: got {name!r:.80}; expected a name without a slash")
         branch = f"{self.branch}/{name}"
         if branch in self.joined:
             raise WindowError(f"fork: branch {branch!r} was joined already; expected another name")
@@ -446,11 +446,11 @@ class Window(WindowState):
           WindowError: a branch of another window, one that was joined already, or this window changed since the fork.
         """
         if not isinstance(branch, Window):
-            raise WindowError(f"join: a {type(branch).__name__}; expected a Window that `fork` made")
+            raise WindowError(f"join.branch: got a {type(branch).__name__}; expected a Window that `fork` made")
         if branch.branch in self.joined:
             raise WindowError(f"join: branch {branch.branch!r} was joined already; expected another")
         if branch.origin is None or branch.branch.rpartition("/")[0] != self.branch or branch.costs != self.costs:
-            raise WindowError(f"join: branch {branch.branch!r}; expected a fork of {self.branch!r}")
+            raise WindowError(f"join.branch: got {branch.branch!r}; expected a fork of {self.branch!r}")
         if branch.origin != self.digest:
             raise WindowError(
                 f"join: branch {branch.branch!r} was forked from window {branch.origin}; expected {self.digest}, which "

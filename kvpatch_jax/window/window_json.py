@@ -71,18 +71,18 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
     # The frame: format, version, backbone, store, digest.
     saved = _parsed(text)
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-        raise WindowError(f"window: JSON of {_kind_of(saved)}; expected what Window.to_json gave")
+        raise WindowError(f"window: got JSON of {_kind_of(saved)}; expected what Window.to_json returns")
     version = saved.get("version")
     if version not in (UNTRACED, VERSION) or isinstance(version, bool):
-        raise WindowError(f"window: version {version!r:.80}; expected {VERSION}")
+        raise WindowError(f"window: got version {version!r:.80}; expected {VERSION}")
     _check_keys(saved, "window", ("format", "version", "digest", "joined", "window"))
     body = _table(saved["window"], "window", ("costs", "pieces", "evicted", *_PLAIN))
     costs = _costs(body["costs"])
     for word, found, expected in (("backbone", costs.backbone, backbone), ("store", body["store"], store)):
         if found != expected:
-            raise WindowError(f"window: saved for {word} {found!r:.80}; expected {expected!r}")
+            raise WindowError(f"window: got one saved for {word} {found!r:.80}; expected {expected!r}")
     if digest_of_body(body) != saved["digest"]:
-        raise WindowError(f"window: contents of digest {digest_of_body(body)}; expected {saved['digest']!r:.80}")
+        raise WindowError(f"window: got contents of digest {digest_of_body(body)}; expected {saved['digest']!r:.80}")
 
     # The contents, first each value by itself, then how they fit together.
     fields: dict[str, Any] = {word: body[word] for word in _PLAIN} | {"costs": costs}
@@ -91,13 +91,13 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
     _check_places(fields, pieces)
     ids = [piece.entry.id for piece in (*pieces, *evicted)]
     if len(set(ids)) != len(ids):
-        raise WindowError("window: pieces of one id; expected distinct ids")
+        raise WindowError("window: got pieces of one id; expected distinct ids")
 
     # A branch is joined once, into its parent.
     joined = saved["joined"]
     names = isinstance(joined, list) and all(isinstance(name, str) for name in joined)
     if not names or len(set(joined)) != len(joined) or any(_parent(name) != fields["branch"] for name in joined):
-        raise WindowError(f"window: joined {joined!r:.80}; expected distinct forks of {fields['branch']!r:.80}")
+        raise WindowError(f"window.joined: got {joined!r:.80}; expected distinct forks of {fields['branch']!r:.80}")
 
     # Fidelity is derived, never read. Windows of version 1 are linked twice: first as if all had been pure.
     pieces = linked(costs.backbone, pieces)
@@ -116,18 +116,18 @@ def _doubted(piece: PlacedPiece) -> PlacedPiece:
 
 def _parsed(text: Any) -> Any:
     if not isinstance(text, str | bytes):
-        raise WindowError(f"window: a {type(text).__name__}; expected JSON")
+        raise WindowError(f"window: got a {type(text).__name__}; expected JSON")
 
     # Every number of a window is an integer; a float would not compare equal to what was written.
     def whole(number: str) -> Any:
-        raise WindowError(f"window: number {number:.80}; expected whole numbers")
+        raise WindowError(f"window: got number {number:.80}; expected integers")
 
     try:
         return strict_json.loads(text, parse_float=whole)
     except WindowError:
         raise
     except ValueError as error:
-        raise WindowError(f"window: {error!s:.120}; expected JSON as Window.to_json gives it") from None
+        raise WindowError(f"window: got invalid JSON: {error!s:.120}; expected what Window.to_json returns") from None
 
 
 def _check_plain(fields: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ def _check_plain(fields: dict[str, Any]) -> None:
     }
     for word, right in checks.items():
         if not right:
-            raise WindowError(f"window: {word} {fields[word]!r:.80}; expected what Window.to_json gives")
+            raise WindowError(f"window.{word}: got {fields[word]!r:.80}; expected what Window.to_json returns")
 
 
 def _check_places(fields: dict[str, Any], pieces: list[PlacedPiece]) -> None:
@@ -155,22 +155,22 @@ def _check_places(fields: dict[str, Any], pieces: list[PlacedPiece]) -> None:
     for piece in pieces:
         if piece.start < end or (fields["gaps"] == "close" and piece.start != end):
             expected = end if fields["gaps"] == "close" else f"{end} or more"
-            raise WindowError(f"window: {brief(piece.entry.id)!r} at {piece.start}; expected it at {expected}")
+            raise WindowError(f"window: got {brief(piece.entry.id)!r} at {piece.start}; expected it at {expected}")
         end = piece.end
 
     # What is appended follows the last piece, at a gap where gaps are kept.
     if fields["next_start"] < end or (fields["gaps"] == "close" and fields["next_start"] != end):
-        raise WindowError(f"window: next_start {fields['next_start']}; expected {end}")
+        raise WindowError(f"window.next_start: got {fields['next_start']}; expected {end}")
 
     # A lead that is still open has taken in every piece, and no chunk has come yet.
     open_lead = fields["lead"] == len(pieces) and all(piece.entry.kind == "text" for piece in pieces)
     if not fields["lead_settled"] and not open_lead:
-        raise WindowError(f"window: a lead of {fields['lead']} that is not settled; expected all pieces, and texts")
+        raise WindowError(f"window.lead: got {fields['lead']}, not settled; expected all pieces, and texts")
 
 
 def _pieces(value: Any, what: str, clock: int, version: int) -> list[PlacedPiece]:
     if not isinstance(value, list):
-        raise WindowError(f"window: {what} as {_kind_of(value)}; expected a list")
+        raise WindowError(f"window.{what}: got {_kind_of(value)}; expected a list")
     pieces = []
     for saved in value:
         table = _table(saved, what, ("entry", "start", "state", "aside", "born", "placed"))
@@ -214,7 +214,7 @@ def _state(value: Any) -> PieceState:
     )
     pure = isinstance(state.pure, bool) and (not state.pure or state.kind in ("conditioned", "evicted"))
     if not (known and made and patched and pure):
-        raise WindowError(f"window: {state!r:.200}; expected a state that pieces are in")
+        raise WindowError(f"window: got {state!r:.200}; expected a state that pieces can have")
     for word in ("rank", "patch_bytes", "patch_flops"):
         _number(getattr(state, word), word, 2**62)
     return state
@@ -224,14 +224,14 @@ def _costs(value: Any) -> Costs:
     table = dict(_table(value, "costs", [field.name for field in dataclasses.fields(Costs)]))
     forward = dict(_table(table.pop("forward"), "costs", ForwardCosts._fields))
     if not isinstance(table["backbone"], str):
-        raise WindowError(f"window: backbone {table['backbone']!r:.80}; expected a fingerprint")
+        raise WindowError(f"window.backbone: got {table['backbone']!r:.80}; expected a fingerprint")
     for word in ("layers", "kv_bytes", "turning_bytes", "rotary"):
         _number(table[word], word, 2**62)
 
     # One number for each layer.
     for word in ("token", "pair", "window"):
         if not isinstance(forward[word], list) or len(forward[word]) != table["layers"] or not forward[word]:
-            raise WindowError(f"window: costs by layer {forward[word]!r:.80}; expected {table['layers']} of them")
+            raise WindowError(f"window.costs: got {forward[word]!r:.80} by layer; expected {table['layers']} of them")
         forward[word] = tuple(_number(number, word, 2**62) for number in forward[word])
     _number(forward["logit"], "logit", 2**62)
     return Costs(forward=ForwardCosts(**forward), **table)
@@ -250,7 +250,7 @@ def _built[T](container: Callable[..., T], value: Any) -> T:
 
 def _table(value: Any, what: str, names: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise WindowError(f"window: {what} as {_kind_of(value)}; expected a table")
+        raise WindowError(f"window.{what}: got {_kind_of(value)}; expected a table")
     _check_keys(value, what, names)
     return value
 
@@ -258,12 +258,12 @@ def _table(value: Any, what: str, names: Any) -> dict[str, Any]:
 def _check_keys(table: dict[str, Any], what: str, names: Any) -> None:
     if set(table) != set(names):
         found = sorted(set(table) ^ set(names))
-        raise WindowError(f"window: {what} with {found!s:.80} missing or unknown; expected {', '.join(names)}")
+        raise WindowError(f"window.{what}: got {found!s:.80} missing or unknown; expected {', '.join(names)}")
 
 
 def _number(value: Any, what: str, top: int = LIMIT) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= top:
-        raise WindowError(f"window: {what} {_short(value)}; expected a number from 0 to {top}")
+        raise WindowError(f"window.{what}: got a number {_short(value)}; expected 0 to {top}")
     return value
 
 

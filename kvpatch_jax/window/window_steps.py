@@ -207,13 +207,15 @@ def _new_state(entry: Entry, how: How | None, note: PatchNote | None) -> PieceSt
     if how not in get_args(How) or (how == "patch") != (note is not None):
         given = "no patch" if note is None else "a patch"
         expected = "'prefill', 'bare', 'leading', or 'patch' with a patch"
-        raise WindowError(f"window: how {how!r:.80} with {given}; expected {expected}")
+        raise WindowError(f"window.how: got {how!r:.80} with {given}; expected {expected}")
     if entry.kind == "text" and how != "prefill":
         raise WindowError(f"window: {shown(entry.id)} is a text, which has no canonical; expected it prefilled")
     if note is None:
         return BARE if how == "bare" else FRESH
     if note.base != "canonical":
-        raise PatchMismatchError(f"patch: base {note.base!r}; expected 'canonical' (`condition` takes a removal patch)")
+        raise PatchMismatchError(
+            f"patch: got base {note.base!r}; expected 'canonical' (`condition` takes a removal patch)"
+        )
     return note.served
 
 
@@ -223,13 +225,13 @@ def _new_state(entry: Entry, how: How | None, note: PatchNote | None) -> PieceSt
 def check_positions_below_limit(end: int) -> None:
     """Raises WindowError for positions beyond `LIMIT`."""
     if end >= LIMIT:
-        raise WindowError(f"window: positions to {end}; expected them below 2**30 (`compact` closes gaps)")
+        raise WindowError(f"window: got positions to {end}; expected them below 2**30 (`compact` closes gaps)")
 
 
 def check_new(window: WindowState, entry: Any) -> None:
     """Refuses what is no entry, and an id that the window knows already."""
     if not isinstance(entry, Entry):
-        raise WindowError(f"window: a {type(entry).__name__}; expected an Entry, such as Entry.of(chunk)")
+        raise WindowError(f"window: got a {type(entry).__name__}; expected an Entry, such as Entry.of(chunk)")
     if entry.id in window.places:
         raise WindowError(f"window: {shown(entry.id)} is in the window; expected an id that is not")
     if entry.id in window.evicted_by_id:
@@ -256,10 +258,10 @@ def check_patch(window: WindowState, note: PatchNote, piece: PlacedPiece, allow_
     """Refuses a patch of another chunk or content, or one that was formed behind something other than `target`."""
     entry = piece.entry
     if note.chunk != entry.id:
-        raise PatchMismatchError(f"patch: chunk {note.chunk!r}; expected {entry.id!r}")
+        raise PatchMismatchError(f"patch: got one of chunk {note.chunk!r}; expected {entry.id!r}")
     if None not in (note.content, entry.content) and note.content != entry.content:
         raise PatchMismatchError(
-            f"patch: formed of chunk {shown(entry.id)} with content {note.content!r}; expected {entry.content!r}"
+            f"patch: got one of chunk {shown(entry.id)} with content {note.content!r}; expected {entry.content!r}"
         )
     if allow_stale:
         return
