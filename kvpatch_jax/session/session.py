@@ -87,8 +87,7 @@ class Session:
           config, options: a `SessionConfig`, and fields that override it, as in `Session(backbone, memory="1 GiB")`.
 
         Raises:
-          SessionError: an invalid argument, or one that belongs to other weights. CertificateError: a certificate of
-          other weights. What adding the lead raises.
+          SessionError, CertificateError: an invalid argument, or one of other weights. What adding the lead raises.
         """
         config = SessionConfig.with_options(config, options)
         check_arguments(backbone, store, keep, runtime, name)
@@ -169,7 +168,7 @@ class Session:
         return self._registry.window.fidelity(self._registry.find(id).entry.id)
 
     def __len__(self) -> int:
-        return len(self._registry.window)
+        return len(self.window)
 
     def __bool__(self) -> bool:
         return True
