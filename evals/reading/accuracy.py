@@ -1,4 +1,4 @@
-"""How often the nearest embedding is the right one: every drawn piece, in fonts that were seen and that were not."""
+"""Accuracy of the tower alone: how often the nearest embedding is the right one, in seen and unseen fonts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -63,7 +63,7 @@ def records(
 
 
 def rows(found: Sequence[Mapping[str, Any]], group: str, model: str) -> list[Row]:
-    """The mean over faces with its interval over families, and a row per family."""
+    """Makes rows of the mean over faces with its interval over families, and of every family."""
     made = []
     family = np.array([record["family"] for record in found])
     for metric in METRICS:

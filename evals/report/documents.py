@@ -39,8 +39,8 @@ README_ARMS = (
     "prophetkv.budget=0.15",
 )
 """The rows of the README's table; that of the results has all."""
-MORE_ARMS = ("oracle_delta.budget=0.5",)
-"""What the table of one instance has besides."""
+RESULTS_KINDS = ("page", "chain", "aggregate", "override")
+"""The kinds of question in the table of the results."""
 PICTURES = {"example.png": "example.png", "accuracy.png": "rank.png"}
 """In docs/pictures: the run's figure of the other name."""
 SMALL_PROBES = ("reorder", "slide", "recall")
@@ -75,20 +75,19 @@ def section(results: Results, page: str) -> str:
     if page == README and mean is not None:
         return _readme(mean)
     said = [
-        f"A small model ({config['parameters'] / 1e6:.1f} M parameters, Qwen2.5-VL's architecture, trained on drawn "
-        "images, shipped here) sees three legend images that say which colours belong to which handwritten glyph, and "
-        "a page full of glyphs. The page was cached alone and is reused behind the legends. *page* questions need the "
-        "page alone, *chain* and *aggregate* questions need both.",
+        f"A small model ({config['parameters'] / 1e6:.1f} M parameters, Qwen2.5-VL's architecture) sees three legend "
+        "images, which assign colours to handwritten glyphs, and a page of glyphs. The page is cached alone and reused "
+        "after the legends. *page* questions need the page alone, *chain* and *aggregate* questions need both.",
         " ".join([*verdict(mean or results), *without_window(results)]),
     ]
     if mean is not None:
-        table = comparison_table(Rows(mean), headline_arms(mean))
+        table = comparison_table(Rows(mean), headline_arms(mean), RESULTS_KINDS)
         said += [_about_the_mean(mean), markdown_table(*table)]
         said.append(by_seed(results, mean))
-    arms = [arm for arm in dict.fromkeys([*first_arms(results), *MORE_ARMS]) if arm in rows.arms(VISIBLE)]
-    said.append(f"One instance, {rows.model}: brackets are 95 % intervals over {config['contexts']} contexts.")
-    said.append(markdown_table(*comparison_table(rows, arms)))
-    said.append("What does *not* work is in the report too: " + "; ".join(negatives(rows)) + f". ({rows.model})")
+    else:
+        # One instance alone: its own table, with intervals over contexts.
+        said.append(markdown_table(*comparison_table(rows, first_arms(results), RESULTS_KINDS)))
+    said.append(f"What does *not* work ({rows.model}): " + "; ".join(negatives(rows)) + ".")
     return "\n\n".join(part if part.startswith("|") else filled(part) for part in said)
 
 
@@ -121,11 +120,11 @@ def _readme(mean: Results) -> str:
 def _about_the_mean(mean: Results) -> str:
     config = mean["config"]
     return (
-        f"Accuracy over {config['contexts']} held-out contexts, the legends in view: the mean over the training seeds "
-        f"{', '.join(seeds_of(mean))}, the least and the largest in brackets. *kept, N* is all that lies stored for "
-        "each of N antecedents, over the page's KV: a patch with an N-th of its canonical, the conditioned KV alone, "
-        "and where tokens are run again an N-th of their embeddings. *serving FLOPs* are over re-prefilling the page. "
-        f"From `{config['command']}`, `out/run/table.md`:"
+        f"Accuracy over {config['contexts']} held-out contexts with the legends in view: the mean over the training "
+        f"seeds {', '.join(seeds_of(mean))}, the least and the largest in brackets. *kept, N*: all bytes stored for "
+        "each of N antecedents over the page's KV, an N-th of the canonical (and of the inputs of recomputed tokens) "
+        f"included. *serving FLOPs*: over a re-prefill of the page. From `{config['command']}`; tables of single "
+        "instances with 95 % intervals are in `out/run/table.md`:"
     )
 
 

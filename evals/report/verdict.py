@@ -130,14 +130,12 @@ def _values(rows: Rows, arm: str, kinds: Sequence[str] = MULTI_HOP) -> str:
 
 def _what_is_lost(rows: Rows) -> str:
     page, lost = rows.gap(VISIBLE, "blind", "page"), [-rows.gap(VISIBLE, "blind", kind) for kind in MULTI_HOP]
-    about = number(_accuracy(rows, "blind", "page").value)
-    anew = number(_accuracy(rows, "re-prefill", "page").value)
-    alone = f"answers {about} of the questions about the page alone (computed anew: {anew})"
+    alone, whole = (number(_accuracy(rows, arm, "page").value) for arm in ("blind", "re-prefill"))
     join = "but only" if page >= -TOLERANCE and min(lost) > 0.05 else "and"
     both = ", ".join(number(_accuracy(rows, "re-prefill", kind).value) for kind in MULTI_HOP)
     return (
-        f"A cached page reused as it is behind other images {alone}, {join} {_values(rows, 'blind')}, which need both "
-        f"images (computed anew: {both})."
+        f"Blind reuse answers {alone} of the questions about the page alone (re-prefill: {whole}), {join} "
+        f"{_values(rows, 'blind')}, which need both images (re-prefill: {both})."
     )
 
 
@@ -145,13 +143,9 @@ def _what_brings_it_back(results: Results, rows: Rows, patch: str) -> str:
     kinds = [kind for kind in (*MULTI_HOP, "override") if kind in rows.kinds(VISIBLE)]
     near = [kind for kind in kinds if abs(rows.gap(VISIBLE, patch, kind)) <= TOLERANCE + 1e-9]
     enough = smallest_rank(results, VISIBLE) is not None
-    rule = (
-        "the smallest rank tried that suffices by the rule,"
-        if enough
-        else "no rank tried suffices by the rule, and this one is"
-    )
-    where = f"within {TOLERANCE} of computing anew on {', '.join(near) or 'none of them'}"
-    answers = f"A patch of rank {patch.rpartition('=')[2]} answers {_values(rows, patch)}; {rule} {where}."
+    rule = "the smallest sufficient rank," if enough else "no rank suffices; the largest tried is"
+    where = f"within {TOLERANCE} of re-prefill on {', '.join(near) or 'no kind'}"
+    answers = f"A patch of rank {patch.rpartition('=')[2]} answers {_values(rows, patch)} ({rule} {where})."
     return " ".join([answers, *_what_is_kept(rows, patch)])
 
 
@@ -165,7 +159,7 @@ def _what_is_kept(rows: Rows, patch: str) -> list[str]:
     said = f"With its share of the canonical it takes {_kept(rows, patch)} of the page's KV {counts}"
     if not math.isfinite(cost(rows, WHOLE, axes[0])):
         return [f"{said}."]
-    return [f"{said}; the conditioned KV itself in 16 bits, which needs no canonical, {_kept(rows, WHOLE)}."]
+    return [f"{said}; the conditioned KV in 16 bits, which needs no canonical, takes {_kept(rows, WHOLE)}."]
 
 
 def _kept(rows: Rows, arm: str) -> str:
@@ -178,24 +172,25 @@ def _what_else(rows: Rows, patch: str) -> str:
     others = [arm for arm in rows.arms(VISIBLE) if family(arm) not in OURS]
     better = beating(rows, patch)
     if better:
-        return f"At most {TOLERANCE} less accurate on both, it is undercut {_undercut(rows, patch, better)}."
+        return f"Cheaper and at most {TOLERANCE} less accurate on both kinds: {_undercut(rows, patch, better)}."
     close = nearest(rows, patch)
-    near = f"; the best of those that keep no more is {arm_label(close[0])}: {_values(rows, close[0])}" if close else ""
+    near = f"; the best that keeps no more is {arm_label(close[0])}: {_values(rows, close[0])}" if close else ""
     axes = _axes_in_words(cost_axes(rows), " or in ")
-    none = f"None of the {len(others)} other ways tried is as good, within {TOLERANCE}, at no greater cost in {axes}"
-    return f"{none}{near}."
+    return (
+        f"None of the {len(others)} other arms is as accurate, within {TOLERANCE}, at no greater cost in {axes}{near}."
+    )
 
 
 def _undercut(rows: Rows, patch: str, better: Mapping[str, Sequence[str]]) -> str:
-    """Says which arms beat the patch on which axes, what they cost, and which do in bytes and in work at once."""
+    """Says which arms beat the patch on which axes, and which do in bytes and in work at once."""
     axes: dict[str, list[str]] = {}
     for axis, arms in better.items():
         for arm in arms:
             axes.setdefault(arm, []).append(axis)
-    said = [f"in {_axes_in_words(beaten)} by {_with_costs(rows, arm)}" for arm, beaten in axes.items()]
-    text = "; ".join(said)
+    text = "; ".join(f"{arm_label(arm)} ({_axes_in_words(beaten)})" for arm, beaten in axes.items())
     if "serving_flops" not in cost_axes(rows):
         return text
+
     # Not only the cheapest on an axis: another of its family may be cheap enough on both.
     found = all_beating(rows, patch)
     at_once = "; ".join(
@@ -210,11 +205,3 @@ def _axes_in_words(axes: Sequence[str], joint: str = " and ") -> str:
     counts = [str(count) for count, axis in BY_COUNT.items() if axis in axes]
     stored = [f"bytes for N = {', '.join(counts)}"] if counts else []
     return joint.join([*stored, *(COSTS[axis] for axis in axes if axis not in TOGETHER)])
-
-
-def _with_costs(rows: Rows, arm: str) -> str:
-    right = ", ".join(number(_accuracy(rows, arm, kind).value) for kind in MULTI_HOP)
-    costs = [f"{share(cost(rows, arm, axis))} {COSTS[axis]}" for axis in cost_axes(rows) if axis not in TOGETHER]
-    if TOGETHER[0] in cost_axes(rows):
-        costs.insert(0, f"{_kept(rows, arm)} kept")
-    return f"{arm_label(arm)} ({right}; {', '.join(costs)})"

@@ -281,13 +281,13 @@ SIDE_BY_SIDE = {
 
 
 def side_by_side(results: Mapping[str, Results]) -> str:
-    """Writes the window suite's main figures as a Markdown table, a column per backbone."""
+    """Writes the window suite's main figures as a Markdown table, a column per backbone; intervals are in reports."""
     every = {name: Rows(each) for name, each in results.items()}
     head = ["figure", *(f"{name} ({attention_of(each)})" for name, each in results.items())]
     lines = []
     for about, where in SIDE_BY_SIDE.items():
         found = [rows.get(*where) for rows in every.values()]
-        lines.append([about, *(show(got) if enough(got) else "–" for got in found)])
+        lines.append([about, *(number(got.value) if enough(got) else "–" for got in found)])
     return markdown_table(head, [line for line in lines if set(line[1:]) != {"–"}])
 
 

@@ -55,7 +55,7 @@ def test_sentences_turn_round_when_the_rows_do(kept):
         ("is not enough", "is enough"),
         ("still answer from the legend", "no longer answer from the legend"),
         ("loses less on chain", "loses no less on chain"),
-        ("but only", "alone (computed anew: 0.900), and"),
+        ("but only", "alone (re-prefill: 0.900), and"),
     ):
         assert wrong in before
         assert right in after

@@ -245,10 +245,8 @@ def test_verdict_is_read_off_the_rows(results):
     assert "but only 0.460 of chain questions and 0.250 of aggregate questions" in lost
     assert mended.startswith("A patch of rank 8 answers")
     assert mended.endswith("It takes 14 % of the page's KV.")
-    assert (
-        "the smallest rank tried that suffices by the rule, within 0.01 of computing anew on chain, aggregate" in mended
-    )
-    assert others.startswith("None of the 18 other ways")
+    assert "the smallest sufficient rank, within 0.01 of re-prefill on chain, aggregate" in mended
+    assert others.startswith("None of the 18 other arms")
     turned = json.loads(json.dumps(results))
     for row in turned["rows"]:
         if row["metric"].startswith("accuracy.") and row["probe"] == "repair.visible" and row["model"] == "small":
@@ -260,8 +258,9 @@ def test_verdict_is_read_off_the_rows(results):
                 row["value"] = TOP[row["metric"].split(".")[1]]
     lost, mended, others = verdict.verdict(turned)
     assert "but only" not in lost
-    assert "no rank tried suffices by the rule, and this one is within 0.01 of computing anew on none of them" in mended
-    assert "it is undercut in share of KV bytes by CacheBlend-style" in others
+    assert "no rank suffices; the largest tried is within 0.01 of re-prefill on no kind" in mended
+    assert "CacheBlend-style" in others
+    assert "(share of KV bytes)" in others
     assert verdict.verdict({"config": {}, "rows": []}) == []
 
 
@@ -334,7 +333,7 @@ def test_what_needs_no_canonical_undercuts_a_patch_that_serves_one_antecedent():
         made.arm("repair.visible", arm, 1.0 if arm == "blind" else 0.0)
         made.costs("repair.visible", arm, stored, work, canonical=canonical)
     _, mended, others = verdict.verdict({"config": {}, "rows": made.rows})
-    assert mended.endswith("; the conditioned KV itself in 16 bits, which needs no canonical, 100 %.")
+    assert mended.endswith("; the conditioned KV in 16 bits, which needs no canonical, takes 100 %.")
     bits = "conditioned KV in 4 bits"
     assert others.endswith(
         f"it is undercut for N = 1 by {bits}, conditioned KV in 16 bits; for N = 4 by {bits}; for N = 16 by none."
