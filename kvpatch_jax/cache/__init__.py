@@ -1,4 +1,4 @@
-"""What is kept of a unit of context: chunks, patches, what they were formed from, and the content behind their ids."""
+"""Containers of cached KV: chunks, patches, their provenance, and ids made of content."""
 
 from .antecedent import EXACT as EXACT
 from .antecedent import Antecedent as Antecedent

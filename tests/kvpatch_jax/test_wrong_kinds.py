@@ -124,7 +124,7 @@ def test_every_call_of_a_store_refuses_what_it_does_not_take(store: ChunkStore):
 
 
 def test_a_name_in_place_of_what_patches_serve_says_what_is_expected(store: ChunkStore):
-    with pytest.raises(InputError, match=r"get_patches of 'id'; expected .*PatchKey\(chunk\.id, chunk\.backbone"):
+    with pytest.raises(InputError, match=r"get_patches: got 'id'; expected .*PatchKey\(chunk\.id, chunk\.backbone"):
         store.get_patches("id")
 
 
