@@ -1,29 +1,28 @@
-"""Position-free KV chunks and thin conditioning patches for vision-language models, in JAX.
+"""Position-free KV chunks and low-rank conditioning patches for vision-language models, in JAX.
 
 Chunks, from a model:
   make_chunk          prefill one unit alone and keep its KV without its position
-  conditioned         the KV of every unit of a sequence, as those in front of it made it
-  joined              chunks in the engine frame, one behind the other: a context
-  Chunk, Tokens       the containers; Text marks a str that is text though it looks like a file
-  Backbone            what a model must offer (`models.load` gives such models)
+  conditioned         the KV of every unit of a sequence, conditioned on the units that precede it
+  joined              chunks in the engine frame, one after the other: a context
+  Chunk, Tokens       the containers of a canonical and of a prompt
+  Text                a str that is text although it looks like a file's name
+  Backbone            what a model must provide (`models.load` returns such models)
 
 Patches:
-  form_patch          thin factors of what a chunk absorbed from those in front of it
-  Placed              a chunk at a position behind an antecedent, with its patch or (blind) without
-  apply_patch         the KV of what was placed, in the engine frame
-  accumulate, orbit_patch            one patch for every order of those in front
-  removal_patch                      for a chunk that stays when one in front of it leaves
+  form_patch          low-rank factors of what a chunk absorbed from its antecedent
+  Placed              a chunk at a position after an antecedent, with its patch or (blind) without
+  apply_patch         the KV of a placed chunk, in the engine frame
+  accumulate, orbit_patch            one patch for every order of an antecedent set
+  removal_patch                      for a chunk that stays when one that precedes it leaves
   correction_patch, update_patch     what a stored patch lacks, and folding it in
   truncate, keep_layers, quantise    a smaller patch: fewer directions, layers, bits
-  Patch, PatchMetadata               the containers
-  Antecedent                         what stood in front: which chunks, in which order, served how
+  Patch               the container of factors
 
-What a model is to read:
-  Window              chunks and texts at their places, as a value; what to do to their KV when it changes
+Windows and agents:
   Session             an agent's window with what it takes to run it: add, ask, slide, recall, fork
   Sessions            many sessions in one process, on one pool and one store
-  answer_batch        many questions over images and texts that they share, as lines of JSON
-  Certificate         what each way of reuse was measured to lose on a backbone, with bounds
+  answer_batch        many questions over shared images and texts, as lines of JSON
+  Certificate         measured loss of each way of reuse on a backbone, with bounds
 
 Frames of keys, described by a layout:
   KVLayout, Channel, Rope            which tensors a model caches, and how they carry positions
@@ -34,12 +33,13 @@ Readouts:
 
 Modules:
   ops                 the same on bare arrays: to be jitted, vmapped and differentiated
-  pool, engines       a paged pool, slots and `splice`; the page layouts of other engines
+  pool, engines       the paged pool and other engines' page formats: splice, rotate, read; their conversions
   store               chunks and patches on disk (`ChunkStore`), libraries, snapshots
-  session             runtimes of sessions, answers, traces
-  window              entries, edits and costs of a Window
-  plan                which way of reuse each chunk of a window gets, within a goal
-  repair              other published ways of mending a reused cache, to compare with
+  session, traces     runtimes of sessions and answers; traces of windows
+  window              windows, edits and costs
+  plan                which mode of reuse serves each chunk of a window, within a goal
+  repair              other published repairs of a reused cache, for comparison
+  batch               files of questions
   deficit, rope       statistics of a deficit; tables of angles, and `Scaling` of frequencies
   errors              every error that is raised on purpose
 """
@@ -49,7 +49,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
 from .backbone import Backbone, Tokens, joined
-from .cache import Antecedent, Chunk, Patch, PatchMetadata, Text
+from .cache import Chunk, Patch, Text
 from .core import (
     Channel,
     KVLayout,
@@ -88,10 +88,8 @@ if TYPE_CHECKING:
     from .pool import engines
     from .session import Session, Sessions
     from .store import ChunkStore
-    from .window import Window
 
 __all__ = [
-    "Antecedent",
     "Backbone",
     "Certificate",
     "Channel",
@@ -99,14 +97,12 @@ __all__ = [
     "ChunkStore",
     "KVLayout",
     "Patch",
-    "PatchMetadata",
     "Placed",
     "Rope",
     "Session",
     "Sessions",
     "Text",
     "Tokens",
-    "Window",
     "accumulate",
     "answer_batch",
     "apply_patch",
@@ -143,7 +139,7 @@ __all__ = [
     "window",
 ]
 
-# Loaded when first used: the store needs POSIX file locks and cryptography, pool and repair are not everybody's.
+# Loaded on first use: the store needs POSIX file locks and cryptography, and most programs need few of the modules.
 _LAZY_MODULES = {
     "batch": "batch",
     "deficit": "core.deficit",
@@ -161,7 +157,6 @@ _LAZY_CLASSES = {
     "ChunkStore": "store",
     "Session": "session",
     "Sessions": "session",
-    "Window": "window",
     "answer_batch": "batch",
 }
 

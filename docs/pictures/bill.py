@@ -9,7 +9,8 @@ import matplotlib
 import numpy as np
 
 from evals.arms import make_arms
-from evals.documents_task import DOCUMENTS, picture, task
+from evals.documents_task import picture, task
+from evals.documents_task.dataset import DOCUMENTS_DATASET
 from evals.documents_task.drawing import CELL, render
 from evals.sheets_task.reader import PackedReader, move_page
 from models import load
@@ -35,10 +36,10 @@ def answered():
     for index in np.flatnonzero(documents.document == BILL):
         bill = documents.taken(np.array([index]))
         questions = task.ask(bill, np.random.default_rng([SEED, int(index)]), ASKED)
-        page = move_page(backbone, bill, DOCUMENTS)
-        reader, said = PackedReader("documents", page, questions), {}
-        for name, arm in make_arms(page, ARMS):
-            said[name] = reader.read(arm.cache).log_probabilities.argmax(axis=-1)[0]
+        page = move_page(backbone, bill, DOCUMENTS_DATASET.spec)
+        reader = PackedReader("documents", page, questions)
+        answers = {name: reader.read(arm.cache) for name, arm in make_arms(page, ARMS)}
+        said = {name: answer.log_probabilities.argmax(axis=-1)[0] for name, answer in answers.items()}
         last = [np.flatnonzero(questions.own == number)[-1] for number in range(len(questions.kind))]
         if all(said["re-prefill"][place] == questions.answer[0, place] for place in last):
             return bill, questions, said

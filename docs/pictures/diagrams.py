@@ -32,7 +32,8 @@ def page(width, height, parts, title) -> str:
         f'orient="auto-start-reverse"><path d="M0,0 L10,5 L0,10 z" fill="{colour}"/></marker>'
         for colour in (SOFT, BLUE, AMBER, GREEN, RED)
     )
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{title}">'
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">'
     background = f'<rect width="{width}" height="{height}" rx="10" fill="{PAPER}"/>'
     return "\n".join([opening, f"<defs>{heads}</defs>", background, *parts, "</svg>\n"])
 
@@ -52,57 +53,59 @@ def tokens(x, y, first, colour) -> list[str]:
     return parts
 
 
-def frame(x, y, name, what, first, colour, height=140) -> list[str]:
-    heading = [text(x + 16, y + 26, name, 16, colour, weight="bold"), text(x + 16, y + 46, what, 13, SOFT)]
-    return [box(x, y, 262, height, colour), *heading, *tokens(x + 18, y + 80, first, colour)]
+def frame(y, name, what, first, colour) -> list[str]:
+    heading = [text(150, y + 26, name, 17, colour, weight="bold"), text(150, y + 47, what, 15, SOFT)]
+    return [box(134, y, 302, 140, colour), *heading, *tokens(152, y + 80, first, colour)]
 
 
 def frames() -> str:
-    right = 646
+    """Draws the frames from top to bottom: phase-free, and what is made of it."""
+    rows = (308, 508, 708)
     parts = [
-        *frame(24, 154, "phase-free", "no position: stored and patched", None, GREEN, 236),
-        text(40, 314, "patch: a pair per layer and channel", 13, SOFT),
-        f'<rect x="52" y="326" width="14" height="50" rx="2" fill="{AMBER}"/>',
-        f'<rect x="74" y="326" width="120" height="14" rx="2" fill="{AMBER}"/>',
-        text(74, 364, "+ u v", 16, AMBER, weight="bold", mono=True),
-        text(130, 364, "thin: rank m", 13, SOFT),
-        *frame(right, 24, "local", "as if the chunk stood at 0", 0, SOFT),
-        *frame(right, 202, "engine, start 30", "what an attention kernel reads", 70, BLUE),
-        *frame(right, 380, "engine, start 64", "the same patch, another place", 205, BLUE),
-        arrow([(286, 205), (400, 94), (right - 4, 94)], SOFT),
-        text(410, 84, "to_local", 14, SOFT, mono=True),
-        arrow([(286, 262), (right - 4, 262)], BLUE),
-        text(300, 238, "to_engine", 14, BLUE, mono=True),
-        text(392, 238, "the rotation alone: blind reuse", 13, SOFT),
-        text(300, 254, "apply_patch", 14, BLUE, mono=True),
-        text(408, 254, "R(p) · (canonical + u v)", 13, SOFT),
-        arrow([(right, 300), (290, 300)], SOFT, "5 4"),
-        text(300, 320, "to_phase_free", 14, SOFT, mono=True),
-        arrow([(286, 345), (400, 450), (right - 4, 450)], BLUE),
-        text(410, 442, "apply_patch", 14, BLUE, mono=True),
-        text(510, 442, "another start", 13, SOFT),
-        arrow([(right + 131, 342), (right + 131, 377)], SOFT, "5 4"),
-        text(right + 141, 365, "relocate", 14, SOFT, mono=True),
-        text(24, 470, "dial: the rotary phase of a cached key", 13, SOFT),
-        text(24, 490, "square: a value, which carries no phase", 13, SOFT),
-        text(24, 510, "nothing here runs the model", 13, SOFT),
+        box(24, 20, 412, 236, GREEN),
+        text(40, 46, "phase-free", 17, GREEN, weight="bold"),
+        text(40, 67, "no position: stored and patched", 15, SOFT),
+        *tokens(42, 100, None, GREEN),
+        text(40, 182, "patch: a pair per layer and channel", 15, SOFT),
+        f'<rect x="52" y="194" width="14" height="50" rx="2" fill="{AMBER}"/>',
+        f'<rect x="74" y="194" width="120" height="14" rx="2" fill="{AMBER}"/>',
+        text(74, 234, "+ u v", 17, AMBER, weight="bold", mono=True),
+        text(136, 234, "low rank m", 15, SOFT),
+        *frame(rows[0], "local", "as if the chunk started at 0", 0, SOFT),
+        *frame(rows[1], "engine, start 30", "what an attention kernel reads", 70, BLUE),
+        *frame(rows[2], "engine, start 64", "the same patch, another place", 205, BLUE),
+        text(134, rows[0] - 12, "to_local", 15, SOFT, mono=True),
+        text(134, rows[1] - 30, "to_engine: rotation, blind reuse", 15, BLUE),
+        text(134, rows[1] - 10, "apply_patch: R(p) · (canonical + u v)", 15, BLUE),
+        text(134, rows[2] - 12, "apply_patch, at another start", 15, BLUE),
+        arrow([(370, rows[1] + 142), (370, rows[2] - 4)], SOFT, "5 4"),
+        text(378, rows[2] - 32, "relocate", 15, SOFT, mono=True),
+        arrow([(133, rows[1] + 112), (108, rows[1] + 112), (108, 260)], SOFT, "5 4"),
+        text(6, 0, "to_phase_free", 15, SOFT, mono=True).replace(
+            "<text ", f'<text transform="translate(100 {rows[1] + 56}) rotate(-90)" '
+        ),
+        *(arrow([(60, 258), (60, y + 70), (130, y + 70)], SOFT if y == rows[0] else BLUE) for y in rows),
+        text(24, 882, "dial: the rotary phase of a cached key", 15, SOFT),
+        text(24, 904, "square: a value, which carries no phase", 15, SOFT),
+        text(24, 926, "nothing here runs the model", 15, SOFT),
     ]
-    return page(932, 544, parts, "The three frames of a chunk, and what turns one into another")
+    return page(460, 946, parts, "The three frames of a chunk, and what turns one into another")
 
 
-def station(x, y, width, title, lines, colour) -> list[str]:
-    shown = [text(x + 10, y + 44 + 17 * index, line, 12, SOFT) for index, line in enumerate(lines)]
-    return [box(x, y, width, 74, colour), text(x + 10, y + 22, title, 14.5, colour, weight="bold"), *shown]
+def station(x, y, title, lines, colour, width=200, height=80) -> list[str]:
+    shown = [text(x + 12, y + 48 + 20 * index, line, 15, SOFT) for index, line in enumerate(lines)]
+    return [box(x, y, width, height, colour), text(x + 12, y + 25, title, 16, colour, weight="bold"), *shown]
 
 
 def store_paths() -> str:
+    """Draws a put on the left and a get on the right, from top to bottom, and what becomes of a get that fails."""
     put = [
         ("put(chunk)", ["header, leaves,", "a checksum of each"], INK),
         ("encrypt", ["only with a key:", "AES-GCM, leaf by leaf"], INK),
         ("make room", ["evict where a budget", "would be exceeded"], INK),
         ("write aside", ["tmp/, many small", "objects in one group"], GREEN),
         ("name it", ["sync, rename, sync", "the directory"], GREEN),
-        ("acknowledge", ["copies in memory go;", "a remote store has it"], GREEN),
+        ("acknowledge", ["memory copies go; a", "remote store has it"], GREEN),
     ]
     get = [
         ("get(id)", ["the name is a digest,", "keyed by tenant"], INK),
@@ -111,31 +114,25 @@ def store_paths() -> str:
         ("verify", ["header, leaves, name;", "then decrypt"], BLUE),
         ("chunk", ["position-free, bit", "for bit as put"], BLUE),
     ]
-    step, width = 182, 160
-    parts = [text(24, 34, "put", 18, GREEN, weight="bold"), text(24, 192, "get", 18, BLUE, weight="bold")]
-    for row, y, colour in ((put, 48, GREEN), (get, 206, BLUE)):
-        for index, (title, lines, stroke) in enumerate(row):
-            left = 24 + step * index
-            parts += station(left, y, width, title, lines, stroke)
-            if index:
-                parts.append(arrow([(left - step + width, y + 37), (left - 3, y + 37)], colour))
-    centre = lambda index: 24 + step * index + width // 2
-    end = lambda index: 24 + step * index + width
+    step, parts = 106, [text(14, 30, "put", 19, GREEN, weight="bold"), text(242, 30, "get", 19, BLUE, weight="bold")]
+    for column, x, colour in ((put, 14, GREEN), (get, 242, BLUE)):
+        for row, (title, lines, stroke) in enumerate(column):
+            y = 44 + step * row
+            parts += station(x, y, title, lines, stroke)
+            if row:
+                parts.append(arrow([(x + 100, y - step + 80), (x + 100, y - 3)], colour))
+    held = [(442, 44 + step + 40), (456, 44 + step + 40), (456, 44 + 4 * step + 40), (445, 44 + 4 * step + 40)]
     parts += [
-        arrow([(centre(1), 206), (centre(1), 174), (centre(4), 174), (centre(4), 203)], BLUE),
-        text(centre(1) + 12, 167, "held: it was verified when it was read", 12.5, SOFT),
-        *station(24 + step * 2, 344, width, "remote store", ["asked where the disk", "has nothing good"], SOFT),
-        arrow([(centre(2), 280), (centre(2), 341)], SOFT, "5 4"),
-        arrow([(end(2), 372), (centre(3) - 30, 372), (centre(3) - 30, 283)], SOFT, "5 4"),
-        text(end(2) + 8, 391, "the disk keeps it", 12.5, SOFT),
-        *station(24 + step * 4, 344, width, "quarantine", ["what does not verify,", "with the reason"], RED),
-        arrow([(centre(3) + 40, 280), (centre(3) + 40, 381), (24 + step * 4 - 3, 381)], RED),
-        *station(24 + step * 5, 344, width, "a miss", ["None: compute it", "again, and put it"], RED),
-        arrow([(end(4), 381), (24 + step * 5 - 3, 381)], RED),
-        arrow([(centre(2), 418), (centre(2), 446), (centre(5), 446), (centre(5), 421)], SOFT, "5 4"),
-        text(centre(3) - 40, 439, "nowhere, or no answer in time", 12.5, SOFT),
+        arrow(held, BLUE),
+        *station(
+            14, 710, "nothing good on the disk", ["the remote store is asked; the disk keeps its copy"], SOFT, 428, 62
+        ),
+        *station(14, 782, "does not verify", ["to quarantine, with the reason, and a miss"], RED, 428, 62),
+        *station(14, 854, "a miss", ["None: compute the chunk again, and put it"], RED, 428, 62),
+        arrow([(400, 44 + 4 * step + 84), (400, 706)], SOFT, "5 4"),
+        text(254, 632, "when a step fails:", 15, SOFT),
     ]
-    return page(1118, 470, parts, "What a put and a get pass through in the store")
+    return page(468, 930, parts, "What a put and a get pass through in the store")
 
 
 STEPS = (

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import block_product, factorise, rotate_patch, splice
 from pallas_kernels.rotate_patch.shapes import PRODUCTION, SMALL
 
-from .accelerator_tasks import PAGE_SIZE, Case, Row, Task, cases, draw, implementation
+from .accelerator_tasks import PAGE_SIZE, KernelCase, Row, Task, cases, draw, implementation
 
 NARROW = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 FACTORISE_ENERGY = 0.99
@@ -73,11 +73,11 @@ Check = tuple[str, str, Callable[..., float]]
 """What is done with a chunk: the operation, the result's dtype, the function that measures its error."""
 
 
-def cases_of_numbers(tiny: bool) -> list[Case]:
+def cases_of_numbers(tiny: bool) -> list[KernelCase]:
     """Lists `cases`, and the rope key of latent attention in pairs, for numerics alone."""
     pairs = [shape._replace(name=f"{shape.name}_pairs", layout="pairs") for shape in PRODUCTION if shape.width == 64]
     shapes = SMALL[2:3] if tiny else pairs
-    return cases(tiny) + [Case(shape, shape.tokens, 4 if tiny else 16) for shape in shapes]
+    return cases(tiny) + [KernelCase(shape, shape.tokens, 4 if tiny else 16) for shape in shapes]
 
 
 def _tasks(tiny: bool, name: str, chosen: Callable[[Check], bool]) -> Iterator[Task]:
@@ -95,7 +95,7 @@ def _fresh_seed() -> int:
     return int.from_bytes(os.urandom(4), "little")
 
 
-def _row(case: Case, name: str, dtype: str, operation: str, result: str, check: Callable[..., float]) -> Row:
+def _row(case: KernelCase, name: str, dtype: str, operation: str, result: str, check: Callable[..., float]) -> Row:
     seed = _fresh_seed()
     chunk = draw(case, jax.random.key(seed), "float32" if dtype in NARROW else dtype)
     if dtype in NARROW:
@@ -167,7 +167,7 @@ def _poison(sizes: tuple[int, ...]) -> None:
     jax.block_until_ready([jnp.full(sizes, jnp.nan, jnp.bfloat16) for _ in range(2)])
 
 
-def _rotated(case: Case, chunk, exact, layers: list[int], implementation: str, result: str = "bfloat16") -> float:
+def _rotated(case: KernelCase, chunk, exact, layers: list[int], implementation: str, result: str = "bfloat16") -> float:
     length = case.tokens - 3
     run = jax.jit(
         lambda chunk, length: rotate_patch(
@@ -187,20 +187,20 @@ def _rotated(case: Case, chunk, exact, layers: list[int], implementation: str, r
     return max(units(found[:, :length], wanted[:, :length]), 0.0 if (found[:, length:] == 0).all() else np.inf)
 
 
-def _consecutive(case: Case, chunk, exact, layers: list[int], implementation: str) -> float:
+def _consecutive(case: KernelCase, chunk, exact, layers: list[int], implementation: str) -> float:
     total = _slots(case)
     return _spliced(case, chunk, exact, layers, implementation, (np.arange(total) + total // 7) % total)
 
 
-def _scattered(case: Case, chunk, exact, layers: list[int], implementation: str) -> float:
+def _scattered(case: KernelCase, chunk, exact, layers: list[int], implementation: str) -> float:
     return _spliced(case, chunk, exact, layers, implementation, np.random.default_rng().permutation(_slots(case)))
 
 
-def _slots(case: Case) -> int:
+def _slots(case: KernelCase) -> int:
     return -(-2 * case.tokens // PAGE_SIZE) * PAGE_SIZE
 
 
-def _spliced(case: Case, chunk, exact, layers: list[int], implementation: str, order: np.ndarray) -> float:
+def _spliced(case: KernelCase, chunk, exact, layers: list[int], implementation: str, order: np.ndarray) -> float:
     """Measures the error of a splice to the first slots of this order; infinite where another slot's bits changed."""
     length = case.tokens - 3
     total = order.size

@@ -131,7 +131,7 @@ def make_row(task: Task) -> Row:
 # ------------------------------------------------------------------------------------------------ shapes and arrays
 
 
-class Case(NamedTuple):
+class KernelCase(NamedTuple):
     """A chunk's shape at one rank and length."""
 
     shape: RotateShape
@@ -149,7 +149,7 @@ class Case(NamedTuple):
         return (*self.shape.leading, self.tokens, self.shape.heads, self.shape.width)
 
 
-def cases(tiny: bool, least_tokens: int = 0) -> list[Case]:
+def cases(tiny: bool, least_tokens: int = 0) -> list[KernelCase]:
     """Lists every production shape at every rank; token counts doubled until they reach `least_tokens`."""
     result = []
     for shape in SMALL[:1] if tiny else PRODUCTION:
@@ -157,11 +157,11 @@ def cases(tiny: bool, least_tokens: int = 0) -> list[Case]:
         while tokens < least_tokens and not tiny:
             tokens *= 2
         ranks = (0, 4) if tiny else RANKS
-        result += [Case(shape, tokens, rank) for rank in ranks if rank or shape.rotary]
+        result += [KernelCase(shape, tokens, rank) for rank in ranks if rank or shape.rotary]
     return result
 
 
-def draw(case: Case, key: Array, dtype: str = "bfloat16") -> dict[str, Any]:
+def draw(case: KernelCase, key: Array, dtype: str = "bfloat16") -> dict[str, Any]:
     """Draws a chunk as `rotate_patch` takes it, from the device's own generator."""
     keys = jax.random.split(key, 4)
 

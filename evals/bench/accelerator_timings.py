@@ -15,7 +15,7 @@ from pallas_kernels._kernel_wins import shape_word
 from pallas_kernels._timing import OverSets, ThroughPool, median_seconds, seconds_of
 from pallas_kernels.rotate_patch import reference
 
-from .accelerator_tasks import PAGE_SIZE, Case, Row, Task, cases, draw, implementation
+from .accelerator_tasks import PAGE_SIZE, KernelCase, Row, Task, cases, draw, implementation
 
 LEAST_TOKENS = 2048
 REPEATS = 30
@@ -24,7 +24,7 @@ Drawn = Mapping[str, Any]
 """A chunk as `rotate_patch` takes it, by the names of its arguments."""
 
 
-def moved_bytes(case: Case) -> int:
+def moved_bytes(case: KernelCase) -> int:
     """Counts the bytes that must move: x in, the result out, u, v, cosines and sines in."""
     x = math.prod(case.sizes) * 2
     factors = case.sizes[0] * case.rank * (case.tokens + math.prod(case.sizes[-2:])) * 2
@@ -77,15 +77,15 @@ def bandwidth(tiny: bool, which: str) -> Iterator[Task]:
             yield Task(f"{operation} {name} {case.name}", functools.partial(_timed, case, operation, name, call, tiny))
 
 
-def _rotation(case: Case, name: str, chunk: Drawn) -> Array:
+def _rotation(case: KernelCase, name: str, chunk: Drawn) -> Array:
     return rotate_patch(**chunk, layout=case.shape.layout, implementation=name)
 
 
-def _splice(case: Case, name: str, pool: Array, chunk: Drawn) -> Array:
+def _splice(case: KernelCase, name: str, pool: Array, chunk: Drawn) -> Array:
     return splice(pool, **chunk, layout=case.shape.layout, implementation=name)
 
 
-def _timed(case: Case, operation: str, name: str, call: Callable[..., Array], tiny: bool) -> Row:
+def _timed(case: KernelCase, operation: str, name: str, call: Callable[..., Array], tiny: bool) -> Row:
     repeats = 3 if tiny else REPEATS
     count = max(2, min(tune.SETS, tune.MEMORY // moved_bytes(case)))
     sets = [draw(case, key) for key in jax.random.split(jax.random.key(0), count)]
@@ -96,7 +96,7 @@ def _timed(case: Case, operation: str, name: str, call: Callable[..., Array], ti
     return row | _rates(seconds, moved_bytes(case), copied)
 
 
-def _through_pool(case: Case, call: Callable[[Array, Drawn], Array], sets: Sequence[Drawn]) -> ThroughPool:
+def _through_pool(case: KernelCase, call: Callable[[Array, Drawn], Array], sets: Sequence[Drawn]) -> ThroughPool:
     """Splices every set into one pool at slots of its own, beginning in the middle of a page."""
     pages = -(-(len(sets) * case.tokens + PAGE_SIZE) // PAGE_SIZE)
     sizes = (case.sizes[0], pages, PAGE_SIZE, *case.sizes[-2:])

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .accelerator_tasks import Case, Row, Task, cases
+from .accelerator_tasks import KernelCase, Row, Task, cases
 from .accelerator_timings import LEAST_TOKENS, REPEATS
 
 SETS = 4
@@ -31,7 +31,7 @@ def compiled(tiny: bool, which: str) -> Iterator[Task]:
         yield Task(case.name, functools.partial(_compiled, case, 3 if tiny else REPEATS))
 
 
-def _compiled(case: Case, repeats: int) -> Row:
+def _compiled(case: KernelCase, repeats: int) -> Row:
     if importlib.util.find_spec("torch") is None:
         return {"skipped": "torch is not installed"}
     import torch as library  # pyright: ignore[reportMissingImports]
@@ -66,7 +66,7 @@ def operator(library: Any, x: Any, cos: Any, sin: Any, u: Any, v: Any, layout: s
     return value.to(x.dtype)
 
 
-def _row(library: Any, case: Case, repeats: int) -> Row:
+def _row(library: Any, case: KernelCase, repeats: int) -> Row:
     def normal(*sizes: int) -> Any:
         return library.randn(*sizes, device="cuda", dtype=library.bfloat16)
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 import kvpatch_jax as kvp
+from kvpatch_jax.cache import PatchMetadata
 from kvpatch_jax.core import layout, ops
 from kvpatch_jax.pool import pool
 
@@ -44,7 +45,7 @@ class _PlacingCase:
         self.chunk = kvp.Chunk(kv, local, tokens, tokens, "chunk", equal_layout, "none")
 
         factors = {name: (normal(layers, tokens, rank), normal(layers, rank, heads * width)) for name in kv}
-        metadata = kvp.PatchMetadata("chunk", "canonical", ("other",), "none", self.layout, tuple(range(layers)))
+        metadata = PatchMetadata("chunk", "canonical", ("other",), "none", self.layout, tuple(range(layers)))
         self.patch = kvp.Patch(factors, metadata)
 
         pages = -(-tokens // PAGE_SIZE) + 1
@@ -101,7 +102,7 @@ def check_rows(repeats: int, seed: int, tokens: int = 2048) -> list[Row]:
         return arrays
 
     # With the programs replaced, what is left of a call is its checks.
-    programs = ((ops, "jitted_apply"), (layout, "jitted_place"), (layout, "jitted_relocate"), (pool, "jitted_splice"))
+    programs = ((ops, "jitted_apply"), (layout, "jitted_rotate"), (layout, "jitted_relocate"), (pool, "jitted_splice"))
     with contextlib.ExitStack() as stack:
         for module, name in programs:
             stack.enter_context(mock.patch.object(module, name, returned))

@@ -12,6 +12,7 @@ from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
 
 import kvpatch_jax as kvp
+from kvpatch_jax.cache import PatchMetadata
 
 BACKBONE = "benchmark"
 
@@ -72,7 +73,7 @@ def patches_of(chunk: kvp.Chunk, sizes: StoreSizes, seed: int) -> list[kvp.Patch
         factors[name] = (u, v)
 
     layers = tuple(range(sizes.layers))
-    metadata = kvp.PatchMetadata(chunk.id, "canonical", ("0",), chunk.backbone, chunk.layout, layers)
+    metadata = PatchMetadata(chunk.id, "canonical", ("0",), chunk.backbone, chunk.layout, layers)
     numbers = range(sizes.group)
     return [kvp.Patch(factors, dataclasses.replace(metadata, antecedent=(str(number),))) for number in numbers]
 

@@ -1,45 +1,46 @@
-"""The order of a window's pieces that is cheapest to serve: exact over sets where few may move, a beam beyond.
+"""Search for the order of a window's pieces that is cheapest to serve: exact if few may move, a beam otherwise.
 
-Pieces are numbers here, in the order in which they arrived. A piece is kept where its KV is still right, served by a
-stored patch where one was formed behind the very pieces in front of it, and runs through the model anywhere else.
+Pieces are numbered in order of arrival. A piece is kept where its KV is still right, served by a stored patch where one
+was formed behind exactly the pieces in front of it, and runs through the model anywhere else.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from kvpatch_jax.window import Promise
 
 Front = Literal["exact", "served"]
-"""What a piece that runs is to find in front of it: exact KV, so that the patch formed of it is the one that `target`
-asks for (then what a patch serves in front runs again too); or whatever serves the others (then it is this answer's
-alone)."""
+"""What a piece that runs finds in front of it: exact KV, so that a valid patch can be formed of it (then pieces in
+front that a patch serves run too); or the pieces as they are served (then its KV is of use for this answer alone)."""
 Order = tuple[int, ...]
 Cost = int | float
 """In the unit of the prices: FLOPs, which stay whole numbers, or seconds."""
 Forward = Callable[[int, int], Cost]
-"""What a forward over so many tokens behind so many others costs."""
+"""Cost of a forward over so many tokens behind so many others."""
 
 EXHAUSTIVE, BEAM = 10, 64
-"""Pieces that may move up to which the search is exact; sets that are followed at each place beyond."""
+"""Largest number of movable pieces for an exact search; sets followed at each place otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OrderProblem:
-    """What is to be placed, by number.
+    """Pieces to be placed, by number.
 
     Attributes:
       tokens: of each piece.
-      free: whether it may move; the others keep their place among the pieces.
+      free: whether each may move; the others keep their place among the pieces.
       held: pieces whose KV is in the pool and pure, in their order there.
       exact: how many of these, from the front, are exact; the others are survivors.
-      ordered: for each piece, what placing it by a patch costs, by the pieces that must stand in front, in order.
-      sets: the same of orbit patches, by the set in front: a number with a bit for each piece.
-      lead: how many pieces lead; leading: for pieces whose canonical was formed behind these, what placing it costs:
-        right behind the lead it is what a forward there gives.
-      promise: as a window's: where it forgets, survivors are not kept.
-      texts: pieces that no patch is ever formed of: what they find in front of them is never run again for them.
+      ordered: for each piece, the cost of placing it by a patch, by the pieces in front, in order.
+      sets: the same for orbit patches, by the set in front: a number with a bit for each piece.
+      lead: number of leading pieces.
+      leading: for pieces whose canonical was formed behind the lead, the cost of placing it; right behind the lead it
+        equals a forward there.
+      promise: of the window; if it forgets, survivors are not kept.
+      texts: pieces that no patch is formed of, so that nothing in front of them runs for their sake.
     """
 
     tokens: tuple[int, ...]
@@ -58,17 +59,17 @@ class OrderProblem:
 
     @functools.cached_property
     def place_held(self) -> dict[int, int]:
-        """Where each held piece stands among the held."""
+        """Place of each held piece among those held."""
         return {piece: place for place, piece in enumerate(self.held)}
 
     @functools.cached_property
     def fronts(self) -> frozenset[Order]:
-        """All beginnings of orders that some patch was formed behind."""
-        found = set[Order]()
-        for known in self.ordered:
-            for front in known:
-                found.update(front[:length] for length in range(len(front) + 1))
-        return frozenset(found)
+        """All prefixes of orders that some patch was formed behind."""
+        prefixes = set[Order]()
+        for patches in self.ordered:
+            for front in patches:
+                prefixes.update(front[:length] for length in range(len(front) + 1))
+        return frozenset(prefixes)
 
     @functools.cached_property
     def masks(self) -> frozenset[int]:
@@ -77,15 +78,15 @@ class OrderProblem:
 
 
 class PartialPlacement(NamedTuple):
-    """Some pieces, placed from the front.
+    """Pieces placed from the front, and what serving them costs.
 
     Attributes:
       order: their numbers. mask: their set. behind: their tokens.
-      cost: of serving them. run: what it will be if one behind them has to run behind exact KV.
-      holding: all of them are kept. exact: no survivor is among them.
-      ran: how many, from the front, have exact KV (or survivors'); `kept` of these are kept.
+      cost: of serving them. run: what it becomes if a later piece has to run behind exact KV.
+      holding: whether all of them are kept. exact: whether none of them is a survivor.
+      ran: how many, from the front, have exact KV (or survivors'). kept: how many of these are kept.
       misses: pieces that neither were kept nor had a patch.
-      turned: pairs of pieces that stand otherwise than preferred.
+      inversions: pairs of pieces that stand otherwise than preferred.
       led: the piece that its canonical alone serves, right behind the lead; -1 without.
     """
 
@@ -99,81 +100,82 @@ class PartialPlacement(NamedTuple):
     ran: int = 0
     kept: int = 0
     misses: Order = ()
-    turned: int = 0
+    inversions: int = 0
     led: int = -1
 
 
-def lay(
-    pieces: OrderProblem,
-    laid: PartialPlacement,
+def extended(
+    problem: OrderProblem,
+    placed: PartialPlacement,
     piece: int,
     forward: Forward,
     front: Front,
-    turned: int = 0,
+    inversions: int = 0,
     *,
     survivors: bool = True,
 ) -> PartialPlacement:
-    """Places one more piece behind those that are laid: kept where its KV is right, as a survivor too unless told."""
-    order, mask = (*laid.order, piece), laid.mask | 1 << piece
-    tokens, turned = pieces.tokens[piece], laid.turned + turned
-    behind = laid.behind + tokens
-    exact = _kept(pieces, laid, piece) if laid.holding else None
-    if exact or (exact is False and survivors):
-        count = len(order)
-        return PartialPlacement(order, mask, behind, laid.cost, laid.run, True, exact, count, count, (), turned)
+    """Places one more piece. It is kept if its KV is right there; as a survivor only if `survivors`."""
+    _, mask, behind, cost, run, holding, exact, ran, kept, misses, _, led = placed
+    order, count = (*placed.order, piece), len(placed.order) + 1
+    tokens, inversions = problem.tokens[piece], placed.inversions + inversions
+    kept_exact = _kept_exact(problem, placed, piece) if holding else None
 
-    first = pieces.leading.get(piece) if len(laid.order) == pieces.lead == laid.ran and laid.exact else None
-    if first is not None:
-        cost, run, count = laid.cost + first, laid.run + first, len(order)
-        return PartialPlacement(
-            order, mask, behind, cost, run, False, True, count, laid.kept, laid.misses, turned, piece
-        )
+    if kept_exact or (kept_exact is False and survivors):
+        # Kept: nothing to pay.
+        exact, ran, kept = kept_exact, count, count
+    elif count - 1 == problem.lead == ran and exact and piece in problem.leading:
+        # Its canonical, right behind the lead, equals a forward there.
+        price = problem.leading[piece]
+        cost, run, holding, ran, led = cost + price, run + price, False, count, piece
+    else:
+        holding = False
+        price = forward(tokens, behind)
+        run += price
+        patch = _cheapest_patch(problem, placed, piece)
+        if patch is not None:
+            # A stored patch is cheap, but a later piece that runs behind exact KV makes this one run too.
+            cost += patch
+        elif front == "served" or piece in problem.texts:
+            # A forward for this answer alone, behind the pieces as they are served.
+            cost, ran, misses = cost + price, count if ran == count - 1 else ran, (*misses, piece)
+        else:
+            # A forward behind exact KV.
+            cost, ran, misses = run, count, (*misses, piece)
+    state = order, mask | 1 << piece, behind + tokens, cost, run, holding, exact, ran, kept, misses, inversions, led
+    return PartialPlacement(*state)
 
-    price = forward(tokens, laid.behind)
-    run, patch = laid.run + price, _patch(pieces, laid, piece)
-    if patch is not None:
-        return laid._replace(
-            order=order, mask=mask, behind=behind, cost=laid.cost + patch, run=run, holding=False, turned=turned
-        )
-    cost, ran = run, len(order)
-    if front == "served" or piece in pieces.texts:
-        cost, ran = laid.cost + price, len(order) if laid.ran == len(laid.order) else laid.ran
-    misses = (*laid.misses, piece)
-    return PartialPlacement(order, mask, behind, cost, run, False, laid.exact, ran, laid.kept, misses, turned, laid.led)
 
-
-def _kept(pieces: OrderProblem, laid: PartialPlacement, piece: int) -> bool | None:
-    """Whether a held piece would be exact there; None where it is not right there, or not held."""
-    place, here = pieces.place_held.get(piece), len(laid.order)
+def _kept_exact(problem: OrderProblem, placed: PartialPlacement, piece: int) -> bool | None:
+    """Whether a held piece would be exact there, behind kept ones; None if its KV is not right there, or not held."""
+    place, here = problem.place_held.get(piece), len(placed.order)
     if place is None:
         return None
-    exact = laid.exact and place == here and here < pieces.exact
-    if exact:
+    if placed.exact and place == here and here < problem.exact:
         return True
-    if pieces.promise == "forget" or (laid.order and place <= pieces.place_held[laid.order[-1]]):
+    if problem.promise == "forget" or (placed.order and place <= problem.place_held[placed.order[-1]]):
         return None
     return False
 
 
-def _patch(pieces: OrderProblem, laid: PartialPlacement, piece: int) -> Cost | None:
-    """What the cheapest stored patch costs that serves a piece there; None without one."""
-    if not laid.exact:
+def _cheapest_patch(problem: OrderProblem, placed: PartialPlacement, piece: int) -> Cost | None:
+    """Returns the cost of the cheapest stored patch that is valid there; None without one."""
+    if not placed.exact:
         return None
-    ordered = pieces.ordered[piece].get(laid.order) if pieces.ordered else None
-    orbit = pieces.sets[piece].get(laid.mask) if pieces.sets else None
+    ordered = problem.ordered[piece].get(placed.order) if problem.ordered else None
+    orbit = problem.sets[piece].get(placed.mask) if problem.sets else None
     return min((price for price in (ordered, orbit) if price is not None), default=None)
 
 
-def walk(pieces: OrderProblem, order: Sequence[int], forward: Forward, front: Front = "exact") -> PartialPlacement:
+def walk(problem: OrderProblem, order: Sequence[int], forward: Forward, front: Front = "exact") -> PartialPlacement:
     """Serves the pieces in a given order."""
-    laid = PartialPlacement()
+    placed = PartialPlacement()
     for piece in order:
-        laid = lay(pieces, laid, piece, forward, front)
-    return laid
+        placed = extended(problem, placed, piece, forward, front)
+    return placed
 
 
 def cheapest(
-    pieces: OrderProblem,
+    problem: OrderProblem,
     forward: Forward,
     front: Front = "exact",
     *,
@@ -181,112 +183,125 @@ def cheapest(
     exhaustive: int = EXHAUSTIVE,
     beam: int = BEAM,
 ) -> tuple[PartialPlacement, bool]:
-    """Finds the order that costs least to serve; among such, the one nearest to a preferred one.
+    """Returns the order that is cheapest to serve; of equal ones, the one nearest to a preferred order.
 
-    What is still to come depends on what is placed by its set alone, but for an order that a stored patch or the pool
-    goes on from: so sets are followed, not orders, and of each only what may still win.
+    The remaining cost depends only on the set that is placed, except for orders that a stored patch or the pool
+    continues. So the search follows sets, not orders, and of each set only states that may still win.
 
     Args:
-      prefer: numbers, the first to stand in front; the order of arrival when None.
+      prefer: numbers, the first to stand in front; None: the order of arrival.
       exhaustive: movable pieces up to which every set is followed; beyond, `beam` of them at each place.
 
     Returns:
-      The pieces, laid; and whether nothing cheaper exists.
+      The placement, and whether nothing cheaper exists.
     """
-    count = len(pieces)
+    count = len(problem)
     rank = {piece: place for place, piece in enumerate(range(count) if prefer is None else prefer)}
-    movable = sum(1 << piece for piece in range(count) if pieces.free[piece])
-    every = movable.bit_count() <= exhaustive
-    best = min((walk(pieces, order, forward, front) for order in _guesses(pieces, rank)), key=lambda laid: laid.cost)
-    best = best._replace(turned=count * count)
+    movable = sum(1 << piece for piece in range(count) if problem.free[piece])
+    follow_all = movable.bit_count() <= exhaustive
+
+    # The best guess bounds the search. Its inversions are set so high that every order of the same cost replaces it.
+    guesses = [walk(problem, order, forward, front) for order in _guesses(problem, rank)]
+    best = min(guesses, key=lambda placed: placed.cost)._replace(inversions=count * count)
 
     layer: dict[object, list[PartialPlacement]] = {None: [PartialPlacement()]}
     for place in range(count):
         following: dict[object, list[PartialPlacement]] = {}
-        choices = movable if pieces.free[place] else 1 << place
-        for laid in (each for states in layer.values() for each in states):
-            for piece in _bits(choices & ~laid.mask):
-                turned = sum(rank[other] < rank[piece] for other in _bits(choices & ~laid.mask & ~(1 << piece)))
-                grown = lay(pieces, laid, piece, forward, front, turned)
-                ways = [grown]
-                if laid.exact and not grown.exact:
-                    # Behind a survivor no patch serves: letting it go costs now and may save more behind it.
-                    ways.append(lay(pieces, laid, piece, forward, front, turned, survivors=False))
-                for way in ways:
-                    if _least(pieces, way, front) <= best.cost:
-                        _keep(following.setdefault(_key(pieces, way), []), way)
-        layer = following if every else _beam(pieces, following, forward, front, beam)
-    found = [best, *(laid for states in layer.values() for laid in states)]
-    return min(found, key=lambda laid: (laid.cost, laid.turned)), every
+        choices = movable if problem.free[place] else 1 << place
+        for placed in itertools.chain.from_iterable(layer.values()):
+            left = _bits(choices & ~placed.mask)
+            for piece in left:
+                inversions = sum(rank[other] < rank[piece] for other in left)
+                grown = extended(problem, placed, piece, forward, front, inversions)
+                candidates = [grown]
+                if placed.exact and not grown.exact:
+                    # No patch is valid behind a survivor: discarding it costs now and may save more behind it.
+                    candidates.append(extended(problem, placed, piece, forward, front, inversions, survivors=False))
+                for candidate in candidates:
+                    if _lower_bound(problem, candidate, front) <= best.cost:
+                        _keep(following.setdefault(_state_key(problem, candidate), []), candidate)
+        layer = following if follow_all else _beam(problem, following, forward, front, beam)
+
+    complete = [best, *itertools.chain.from_iterable(layer.values())]
+    return min(complete, key=lambda placed: (placed.cost, placed.inversions)), follow_all
 
 
-def _guesses(pieces: OrderProblem, rank: Mapping[int, int]) -> list[Order]:
-    """Orders worth a try: of arrival; what is held in front; as preferred; and as the longest stored fronts go on."""
-    held = [piece for piece in pieces.held if piece < len(pieces) and pieces.free[piece]]
-    free = [piece for piece in range(len(pieces)) if pieces.free[piece]]
+def _guesses(problem: OrderProblem, rank: Mapping[int, int]) -> list[Order]:
+    """Returns orders worth a try: of arrival, as preferred, held pieces in front, and longest stored fronts first."""
+    free = [piece for piece in range(len(problem)) if problem.free[piece]]
+    held = [piece for piece in problem.held if piece < len(problem) and problem.free[piece]]
     preferred = sorted(free, key=rank.__getitem__)
-    wanted: list[list[int]] = [free, preferred, [*held, *(each for each in preferred if each not in held)]]
-    stored = [(*front, piece) for piece, known in enumerate(pieces.ordered) for front in known]
+    orders = [free, preferred, [*held, *(piece for piece in preferred if piece not in held)]]
+
+    stored = []
+    for piece, patches in enumerate(problem.ordered):
+        stored += [(*front, piece) for front in patches]
     for front in sorted(stored, key=len)[-4:]:
-        moved = [piece for piece in front if pieces.free[piece]]
-        wanted.append([*moved, *(piece for piece in preferred if piece not in moved)])
-    return [filled(pieces.free, order) for order in wanted]
+        moved = [piece for piece in front if problem.free[piece]]
+        orders.append([*moved, *(piece for piece in preferred if piece not in moved)])
+    return [filled(problem.free, order) for order in orders]
 
 
 def filled(free: Sequence[bool], order: Iterable[int]) -> Order:
-    """Fills the places of the pieces that may move (`free`) in this order; the others keep theirs."""
-    left = iter(order)
-    return tuple(next(left) if moves else place for place, moves in enumerate(free))
+    """Fills the places of movable pieces (`free`) in this order; the others keep theirs."""
+    movable = iter(order)
+    return tuple(next(movable) if moves else place for place, moves in enumerate(free))
 
 
-def _key(pieces: OrderProblem, laid: PartialPlacement) -> object:
-    """What the rest depends on."""
-    return laid.mask, laid.order if laid.order in pieces.fronts else None, laid.holding, laid.exact
+def _state_key(problem: OrderProblem, placed: PartialPlacement) -> object:
+    """Returns what the cost of the remaining pieces depends on."""
+    order = placed.order if placed.order in problem.fronts else None
+    return placed.mask, order, placed.holding, placed.exact
 
 
-def _keep(states: list[PartialPlacement], laid: PartialPlacement) -> None:
-    """Keeps a state unless another of the same rest is at least as good; drops those that it is better than."""
+def _keep(states: list[PartialPlacement], placed: PartialPlacement) -> None:
+    """Adds a state unless another one with the same key is at least as good; removes those that it beats."""
     for other in states:
-        same = (other.cost, other.run) == (laid.cost, laid.run)
-        if other.cost <= laid.cost and other.run <= laid.run and (not same or other.turned <= laid.turned):
+        same = (other.cost, other.run) == (placed.cost, placed.run)
+        as_good = other.cost <= placed.cost and other.run <= placed.run
+        if as_good and (not same or other.inversions <= placed.inversions):
             return
-    states[:] = [other for other in states if other.cost < laid.cost or other.run < laid.run]
-    states.append(laid)
+    states[:] = [other for other in states if other.cost < placed.cost or other.run < placed.run]
+    states.append(placed)
 
 
-def _least(pieces: OrderProblem, laid: PartialPlacement, front: Front) -> Cost:
-    """What serving all pieces costs at least."""
-    if pieces.texts - set(laid.order):  # they may be all that is left
-        return laid.cost
-    hits = laid.exact and (laid.order in pieces.fronts or any(mask & laid.mask == laid.mask for mask in pieces.masks))
-    if hits or laid.holding or front == "served" or len(laid.order) == len(pieces):
-        return laid.cost
-    return laid.run
+def _lower_bound(problem: OrderProblem, placed: PartialPlacement, front: Front) -> Cost:
+    """Returns the least that serving all pieces can cost."""
+    if problem.texts - set(placed.order):  # they may be all that is left
+        return placed.cost
+    may_patch = placed.exact and (
+        placed.order in problem.fronts or any(mask & placed.mask == placed.mask for mask in problem.masks)
+    )
+    if may_patch or placed.holding or front == "served" or len(placed.order) == len(problem):
+        return placed.cost
+    return placed.run
 
 
 def _beam(
-    pieces: OrderProblem, layer: Mapping[object, list[PartialPlacement]], forward: Forward, front: Front, width: int
+    problem: OrderProblem, layer: Mapping[object, list[PartialPlacement]], forward: Forward, front: Front, width: int
 ) -> dict[object, list[PartialPlacement]]:
-    """The sets that promise most: by what they cost at least, then by what they cost if all others have to run."""
-    total = sum(pieces.tokens)
+    """Returns the most promising sets: by their lower bound, then by their cost if all other pieces run."""
+    total = sum(problem.tokens)
 
     def promise(states: list[PartialPlacement]) -> tuple[Cost, Cost, int]:
-        found = []
-        for laid in states:
-            rest = forward(total - laid.behind, laid.behind) if total > laid.behind else 0
-            least = _least(pieces, laid, front)
-            worst = (laid.run if front == "exact" else laid.cost) + rest
-            found.append((worst if least == laid.run and not laid.holding else least, worst, laid.turned))
-        return min(found)
+        values = []
+        for placed in states:
+            rest = forward(total - placed.behind, placed.behind) if total > placed.behind else 0
+            least = _lower_bound(problem, placed, front)
+            worst = (placed.run if front == "exact" else placed.cost) + rest
+            all_run = least == placed.run and not placed.holding
+            values.append((worst if all_run else least, worst, placed.inversions))
+        return min(values)
 
     chosen = sorted(layer, key=lambda key: promise(layer[key]))[:width]
     return {key: layer[key] for key in chosen}
 
 
 def _bits(mask: int) -> list[int]:
-    found = []
+    """Returns the numbers of a set, ascending."""
+    numbers = []
     while mask:
         low = mask & -mask
-        found.append(low.bit_length() - 1)
+        numbers.append(low.bit_length() - 1)
         mask ^= low
-    return found
+    return numbers

@@ -1,7 +1,7 @@
-"""What is to be rebuilt behind a chunk that came back, moved in or was replaced, and what stopping early leaves lost.
+"""Steps that rebuild a window behind a chunk that returned, came in or was replaced, and the loss if they stop early.
 
-What stands behind it has not seen it there. A piece that is served otherwise than it would have to be is brought right
-by a stored patch, if one was formed behind exactly what stands there now, or by a forward. Kamera App. E.
+The pieces behind it have not seen it there. A piece whose KV is wrong is corrected by a stored patch, if one was formed
+behind exactly the pieces that are there now, or by a forward. Kamera App. E.
 """
 
 import math
@@ -15,20 +15,20 @@ from .piece_order import Cost, Front
 from .window_placement import NOTHING, Price, StoredPatches, flops_of, placing
 
 NODES = 50_000
-"""Choices of stored patches that are looked at; beyond, the best one found so far is taken."""
+"""Choices of stored patches that are examined; beyond, the best one so far is used."""
 ROUNDING = 1e-12
-"""Of the whole loss: what its sums may be off by."""
+"""Relative error that sums of losses may have."""
 How = Literal["stored", "formed", "run"]
 
 
 class Dependent(NamedTuple):
-    """A piece of a window behind the change, in window order.
+    """Piece behind a change, in window order.
 
     Attributes:
       id: its name.
-      loss: what an answer loses while it is served as it is; 0 where nothing is wrong with it.
-      form: cost of its forward where it stands; 0 of a piece whose KV is exact (or a survivor's) already.
-      place: cost of placing the stored patch that fits there; None without one.
+      loss: of an answer while the piece stays as it is; 0 if its KV is right.
+      form: cost of its forward; 0 of a piece whose KV is exact (or a survivor's) already.
+      place: cost of placing the stored patch that is valid there; None without one.
       patch: that patch.
     """
 
@@ -40,7 +40,7 @@ class Dependent(NamedTuple):
 
 
 class Rebuild(NamedTuple):
-    """One step.
+    """One step of a cascade.
 
     Attributes:
       id: the piece. how: its "stored" patch is placed; it runs, so that a patch is "formed" of it; or it was right, but
@@ -57,7 +57,7 @@ class Rebuild(NamedTuple):
 
 
 class Cascade(NamedTuple):
-    """What to rebuild, in order.
+    """Steps of a rebuild, in order.
 
     Attributes:
       steps: the cheapest ones that bring the loss within the bound, in the order in which stopping early loses least.
@@ -72,12 +72,12 @@ class Cascade(NamedTuple):
 
     @property
     def cost(self) -> Cost:
-        """Of all steps."""
+        """Cost of all steps."""
         return sum(step.cost for step in self.steps)
 
     @property
     def left(self) -> tuple[Cost, ...]:
-        """The loss behind 0, 1, … steps."""
+        """Loss after 0, 1, … steps."""
         return (self.loss, *(step.left for step in self.steps))
 
 
@@ -90,7 +90,7 @@ def cascade(
     price: Price = flops_of,
     front: Front = "exact",
 ) -> Cascade:
-    """Finds what to rebuild in a window, for instance behind a chunk that was recalled or replaced. Kamera App. E.
+    """Returns what to rebuild in a window, for instance behind a chunk that was recalled or replaced. Kamera App. E.
 
     Args:
       window: as it stands behind the change.
@@ -106,7 +106,7 @@ def cascade(
       InputError: a bound or a loss that is negative or no number, or a loss of a piece that is not in the window.
     """
     if strangers := sorted(set(losses or ()) - set(window.ids)):
-        raise InputError(f"cascade: loss of {strangers[0]!r:.80}; expected pieces of the window")
+        raise InputError(f"cascade.losses: got {strangers[0]!r:.80}; expected ids of the window")
     return rebuild(dependents(window, losses, stored, price=price), bound, front)
 
 
@@ -117,7 +117,7 @@ def dependents(
     *,
     price: Price = flops_of,
 ) -> list[Dependent]:
-    """Lists what does not have the KV that it would have to have, in window order. Arguments as `cascade`."""
+    """Returns the pieces whose KV is not exact, in window order. Arguments as `cascade`."""
     found = []
     for piece in window.pieces:
         id, tokens = piece.entry.id, piece.entry.tokens
@@ -140,7 +140,7 @@ def dependents(
 
 
 def _fits(window: Window, piece: PlacedPiece, stored: StoredPatches) -> bool:
-    """Whether a piece is served by the patch of what stands in front of it."""
+    """Whether a piece is served by the patch of the pieces in front of it."""
     if piece.state.kind != "patched" or piece.state.base != "canonical":
         return False
     for note in stored.of_chunk.get(piece.entry.id, ()):
@@ -155,17 +155,17 @@ def _serves(window: Window, note: PatchNote, entry: Entry) -> bool:
 
 
 def rebuild(pieces: Sequence[Dependent], bound: Cost = 0, front: Front = "exact") -> Cascade:
-    """Finds the cheapest steps that leave at most a loss, and their order. Arguments as `cascade`.
+    """Returns the cheapest steps that leave at most a loss, and their order. Arguments as `cascade`.
 
-    Of what is formed, the last one decides where the front must be exact: all in front of it runs. So every last one is
-    tried, and behind it the stored patches that reach the bound at the least cost.
+    The last piece that is formed decides how far the front must be exact: all in front of it runs. So every last piece
+    is tried, and behind it the stored patches that reach the bound at the least cost.
 
     Raises:
       InputError: a bound, a loss or a cost that is negative or no number.
     """
     for number in (bound, *(each for piece in pieces for each in (piece.loss, piece.form, piece.place or 0))):
         if not isinstance(number, int | float) or isinstance(number, bool) or not number >= 0:
-            raise InputError(f"cascade: {number!r:.80}; expected bound, losses and costs from 0")
+            raise InputError(f"cascade: got {number!r:.80}; expected bound, losses and costs >= 0")
     best: tuple[tuple[Cost, int], list[tuple[Dependent, How]]] | None = None
     minimal, loss = True, sum(piece.loss for piece in pieces)
     slack = ROUNDING * loss
@@ -247,9 +247,9 @@ def _cover(choices: Sequence[Choice], room: Cost, slack: Cost) -> tuple[list[Cho
 
 
 def _in_turn(steps: Sequence[tuple[Dependent, How]], loss: Cost) -> tuple[Rebuild, ...]:
-    """Orders steps so that stopping at any cost loses least: what takes most loss for its cost first.
+    """Orders steps so that stopping early loses least: those that remove most loss per cost first.
 
-    What runs, and what it reads, has to be done from the front: of that, the beginning that takes most for its cost.
+    Forwards, and the patches that they read, have to be done from the front: of these, the prefix that removes most.
     """
     last = max((at for at, (_, how) in enumerate(steps) if how != "stored"), default=-1)
     chain, single = list(steps[: last + 1]), sorted(steps[last + 1 :], key=lambda each: -_gain([each]))
@@ -273,13 +273,13 @@ def _in_turn(steps: Sequence[tuple[Dependent, How]], loss: Cost) -> tuple[Rebuil
 
 
 def _gain(steps: Sequence[tuple[Dependent, How]]) -> float:
-    """Loss that steps take away for their cost."""
+    """Returns the loss that steps remove per cost."""
     cost = sum((piece.place if how == "stored" else piece.form) or 0 for piece, how in steps)
     return sum(piece.loss for piece, _ in steps) / cost if cost else math.inf
 
 
 def carried_out(window: Window, cascade: Cascade, steps: int | None = None) -> tuple[Window, tuple]:
-    """Carries out the first steps of a cascade: the window then, and the edits that bring its KV there.
+    """Returns the window after the first steps of a cascade, and the edits that lead there.
 
     Args:
       steps: how many; None for all.

@@ -1,7 +1,7 @@
-"""What docs/experiments/reading.md says of a run: `python -m evals.reading.document out/reading`.
+"""The results in docs/experiments/reading.md, written from a run: `python -m evals.reading.document out/reading`.
 
-Keeps the rows that the guide shows in docs/reading.json and writes its tables, and the sentences that state figures,
-from them. A test holds the guide against that file.
+Keeps the rows that the page shows in docs/reading.json and writes its tables, and the sentences that state figures,
+from them. A test compares the page with that file.
 """
 
 import json
@@ -20,7 +20,7 @@ from .suite import TASKS_READ
 
 GUIDE, KEPT = Path("docs/experiments/reading.md"), Path("docs/reading.json")
 BAR = 0.97
-"""The share of pieces in unseen fonts whose nearest embedding was to be the right one."""
+"""Of pieces in unseen fonts, the least share whose nearest embedding is the right one."""
 PIECES = {
     "nearest": "nearest row of the whole table is the right one",
     "nearest_drawn": "nearest among the drawn pieces' rows",
@@ -34,14 +34,14 @@ READ = {
 }
 AGAINST = {"kl": "KL, nats", "flips": "flips", "loss": "loss on the text", "greedy_tokens": "greedy tokens that agree"}
 ARMS = {"eta": "η", "kl": "KL, nats", "flips": "flips", "loss_difference": "loss above re-prefill's"}
-ANSWERED = {"right": "right", "tokens": "tokens right", "agrees": "answer of re-prefill"}
+ANSWERED = {"right": "right", "tokens": "tokens", "agrees": "re-prefill's"}
 
 TOKENS = "as tokens"
 """The arm of questions over the same pages as tokens; its reference is a re-prefill of its own."""
 
 
 def summary(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Picks what the guide shows out of results.json, numbers to five places."""
+    """Picks what the page shows out of results.json, numbers to five places."""
     wanted = {"pieces": PIECES, "as tokens": AGAINST, "text": ARMS, "greedy": ("greedy_tokens", "greedy_all")}
     wanted |= {f"behaviour.{task}": ANSWERED for task in TASKS_READ}
     tower = {name: results["config"]["tower"][name] for name in ("recipe", "versions")}
@@ -53,14 +53,15 @@ def summary(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def section(found: Mapping[str, Any]) -> str:
-    """Writes what stands between the guide's marks from a summary."""
+    """Writes the text between the page's marks from a summary."""
     rows = Rows(found)
     return "\n\n".join((*_pieces(rows), *_against_tokens(rows), *_arms(rows), *_answers(rows)))
 
 
 def _pieces(rows: Rows) -> Iterator[str]:
-    cells = lambda arm, metric: show(rows.get("pieces", arm, metric))
-    lines = [[what, *(cells(arm, metric) for arm in ("seen", "unseen"))] for metric, what in PIECES.items()]
+    lines = []
+    for metric, title in PIECES.items():
+        lines.append([title, *(show(rows.get("pieces", arm, metric)) for arm in ("seen", "unseen"))])
     yield markdown_table(["", "seen fonts", "unseen fonts"], lines)
     unseen = rows.get("pieces", "unseen", "nearest")
     faces = {name: rows.get("pieces", f"unseen.{name}", "nearest").value for name in fonts.UNSEEN}
@@ -85,10 +86,10 @@ def _against_tokens(rows: Rows) -> Iterator[str]:
     yield markdown_table(["", *AGAINST.values()], lines)
     loss = {arm: rows.get("as tokens", arm, "loss").value for arm in READ}
     yield filled(
-        f"Images in place of tokens cost {loss['image'] - loss['tokens']:.3f} nats a token of the text behind them; "
+        f"Images in place of tokens cost {loss['image'] - loss['tokens']:.3f} nats a token of the text after them; "
         f"blind reuse costs {loss['tokens, blind'] - loss['tokens']:.3f} of tokens and "
-        f"{loss['image, blind'] - loss['image']:.3f} of images. Greedy continuations behind images are counted "
-        "up to where they part from those behind tokens."
+        f"{loss['image, blind'] - loss['image']:.3f} of images. Greedy continuations after images are counted "
+        "up to the first token that differs from those after tokens."
     )
 
 
@@ -102,23 +103,30 @@ def _arms(rows: Rows) -> Iterator[str]:
 
 
 def _answers(rows: Rows) -> Iterator[str]:
-    """Questions over two pages: copying and retrieval."""
-    for task in TASKS_READ:
-        probe = f"behaviour.{task}"
-        arms = [arm for arm in rows.arms(probe) if rows.get(probe, arm, "right").n]
-        if not arms:
-            continue
-        n = rows.get(probe, arms[0], "right").n
-        yield filled(f"**{task[0].upper()}{task[1:]}**, {n} questions:")
-        cell = lambda arm, metric, probe=probe: (
-            "–" if (arm, metric) == (TOKENS, "agrees") else show(rows.get(probe, arm, metric))
-        )
-        lines = [[f"`{arm}`", *(cell(arm, metric) for metric in ANSWERED)] for arm in arms]
-        yield markdown_table(["arm", *ANSWERED.values()], lines)
+    """Shows questions over two pages, a line per arm."""
+    tasks = [task for task in TASKS_READ if rows.arms(f"behaviour.{task}")]
+    if not tasks:
+        return
+    counts = [str(rows.get(f"behaviour.{task}", "blind", "right").n) for task in tasks]
+    yield filled(
+        f"Questions over two pages ({', '.join(counts)}): shares of answers that are right, of their tokens that are, "
+        "and of answers equal to re-prefill's."
+    )
+    lines = []
+    for arm in dict.fromkeys(arm for task in tasks for arm in rows.arms(f"behaviour.{task}")):
+        cells = []
+        for task in tasks:
+            for metric in ANSWERED:
+                interval = rows.get(f"behaviour.{task}", arm, metric)
+                # Tokens have another reference than images.
+                missing = (arm, metric) == (TOKENS, "agrees") or not interval.n
+                cells.append("–" if missing else f"{interval.value:.2f}")
+        lines.append([f"`{arm}`", *cells])
+    yield markdown_table(["arm", *(f"{task}: {title}" for task in tasks for title in ANSWERED.values())], lines)
 
 
 def write(results: Mapping[str, Any], root: Path = ROOT) -> None:
-    """Puts a run into the guide and docs/reading.json."""
+    """Writes a run into the page and docs/reading.json."""
     found = summary(results)
     guide = block(section(found), root / GUIDE)
     write_kept(found, root / KEPT)

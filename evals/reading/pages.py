@@ -26,7 +26,7 @@ Cells = UInt8[np.ndarray, "n height width"]
 
 
 class Style(NamedTuple):
-    """How a page looks: font file, pixels of an em, ink and paper."""
+    """Appearance of a page: font file, pixels of an em, ink and paper."""
 
     font: str
     size: int = 13
@@ -36,7 +36,7 @@ class Style(NamedTuple):
 
 @functools.lru_cache(maxsize=512)
 def glyphs(font: str | os.PathLike[str], size: int) -> UInt8[np.ndarray, "V S S"]:
-    """Draws every glyph in the middle of a slot, on one baseline: how much ink each pixel has, 0 … 255.
+    """Draws every glyph in the middle of a slot, on one baseline: the ink of each pixel, 0 … 255.
 
     Raises:
       InputError: a file that is no font.
@@ -65,18 +65,18 @@ def cells(sheet: UInt8[np.ndarray, "V S S"], letters: UInt8[np.ndarray, "n slots
 
 
 def laid_out(ink: Cells) -> UInt8[np.ndarray, "H W"]:
-    """Cells in lines of sixteen."""
+    """Lays cells out in lines of sixteen."""
     lines = ink.reshape(-1, COLUMNS, CELL, CELL).transpose(0, 2, 1, 3)
     return lines.reshape(-1, COLUMNS * CELL)
 
 
 def slots_of(ink: Cells) -> UInt8[np.ndarray, "n slots S S"]:
-    """The slots of cells."""
+    """Cuts cells into their slots."""
     return ink.reshape(-1, SIDE, SLOT, SIDE, SLOT).transpose(0, 1, 3, 2, 4).reshape(-1, SIDE**2, SLOT, SLOT)
 
 
 def coloured(ink: UInt8[np.ndarray, "*lead H W"], style: Style) -> UInt8[np.ndarray, "*lead H W 3"]:
-    """Ink on paper, in their colours."""
+    """Colours ink and paper."""
     share = ink[..., None].astype(np.float32) / 255
     blend = share * np.array(style.ink, np.float32) + (1 - share) * np.array(style.paper, np.float32)
     return np.round(blend).astype(np.uint8)
@@ -93,7 +93,7 @@ def draw_page(letters: UInt8[np.ndarray, "n slots"], style: Style) -> UInt8[np.n
     """
     lines = len(letters) // COLUMNS
     if len(letters) != lines * COLUMNS or not 1 <= lines <= COLUMNS:
-        raise InputError(f"{len(letters)} pieces; expected 1 to {COLUMNS} lines of {COLUMNS}")
+        raise InputError(f"page: got {len(letters)} pieces; expected 1 to {COLUMNS} lines of {COLUMNS}")
     return coloured(laid_out(cells(glyphs(style.font, style.size), letters)), style)
 
 

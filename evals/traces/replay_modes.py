@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.cache import Member
+from kvpatch_jax.cache import Antecedent, Member
 from kvpatch_jax.patching import one_behind_the_other
 from kvpatch_jax.window import (
     KEEP,
@@ -138,7 +138,7 @@ class ReplayPatches:
         """Starts empty."""
         self.backbone, self.contents = backbone, contents
         self.forwards = self.flops = 0
-        self._prefills: dict[tuple[str, str], tuple[kvp.Antecedent, Mapping[str, np.ndarray]]] = {}
+        self._prefills: dict[tuple[str, str], tuple[Antecedent, Mapping[str, np.ndarray]]] = {}
         self._chunks: dict[tuple[str, str], kvp.Chunk] = {}
         self.patches: dict[tuple[str, str, int], kvp.Patch] = {}
 
@@ -180,7 +180,7 @@ class ReplayPatches:
             )
         return self._chunks[key]
 
-    def patch(self, entry: Entry, target: kvp.Antecedent, rank: int) -> kvp.Patch | None:
+    def patch(self, entry: Entry, target: Antecedent, rank: int) -> kvp.Patch | None:
         """Returns the patch of a chunk behind exactly this antecedent; None if no prefill happened there."""
         key = _prefill_key(entry, target)
         if key not in self._prefills or not target.members:
@@ -197,7 +197,7 @@ class ReplayPatches:
         return canonicals, sum(patch.nbytes for patch in of_rank), len(of_rank)
 
 
-def _prefill_key(entry: Entry, antecedent: kvp.Antecedent) -> tuple[str, str]:
+def _prefill_key(entry: Entry, antecedent: Antecedent) -> tuple[str, str]:
     return f"{entry.id} {entry.content}", antecedent.digest
 
 
@@ -303,7 +303,7 @@ class WindowReplay:
             return self.policy.name == "patch"
         front: list[Member] = []
         for entry in wanted:
-            if front and patches.patch(entry, kvp.Antecedent(tuple(front)), self.policy.rank) is None:
+            if front and patches.patch(entry, Antecedent(tuple(front)), self.policy.rank) is None:
                 return False
             front.append(Member(entry.id, entry.content))
         return True

@@ -1,4 +1,4 @@
-"""What is kept of a unit of context: chunks, patches, what they were formed from, and the content behind their ids."""
+"""Containers of cached KV: chunks, patches, their provenance, and ids made of content."""
 
 from .antecedent import EXACT as EXACT
 from .antecedent import Antecedent as Antecedent
@@ -34,11 +34,11 @@ from .images import over_white as over_white
 from .patch import Base as Base
 from .patch import Patch as Patch
 from .patch import PatchMetadata as PatchMetadata
+from .patch import check_applies as check_applies
 from .patch import check_chunk as check_chunk
 from .patch import check_factor_shapes as check_factor_shapes
 from .patch import check_factors as check_factors
 from .patch import check_is_chunk as check_is_chunk
 from .patch import check_is_patch as check_is_patch
-from .patch import check_stamp as check_stamp
 from .patch import patch_digest as patch_digest
 from .patch import same_storage as same_storage

@@ -1,10 +1,11 @@
-"""What stands in front of a chunk: which chunks, in which order, and how each of them was served.
+"""The antecedent of a chunk: the chunks that precede it, in order, and how each of them was served.
 
-KV of a chunk depends on all three. A patch that was formed behind an antecedent served blind is not the one formed
-behind the true antecedent, though the ids are the same; nor is one formed behind the same id with other content.
+KV of a chunk depends on all three. A patch formed behind an antecedent that was served blind differs from one formed
+behind the true antecedent, though the ids are the same; so does one formed behind the same id with other content.
 """
 
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from .chunk import Chunk, brief
 from .chunk_ids import digest_of, encoded
 
 EXACT = "exact"
-"""The state of a chunk that was prefilled behind exactly those in front of it, all of them exact."""
+"""The state of a chunk whose KV is that of a prefill after exactly the chunks that precede it, all of them exact."""
 
 _STATE = re.compile(r"exact|[a-z]+:[0-9a-f]{32}")
 _SHOWN = 8
@@ -26,7 +27,7 @@ class Member(NamedTuple):
 
     Attributes:
       id: the chunk's name.
-      content: the digest of what it shows (`Chunk.content`); None where nobody said.
+      content: the digest of what it shows (`Chunk.content`); None where it is unknown.
       state: how it was served: "exact", or a word and a digest of 32 hexadecimal digits ("bare:…", "patched:…",
         "survivor:…", "approximate:…").
     """
@@ -38,11 +39,11 @@ class Member(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Antecedent:
-    """The chunks in front of a chunk, in order, each with its content and with how it was served.
+    """The chunks that precede a chunk, in order, each with its content and state.
 
     Raises:
-      InputError: members that are none, an empty content, a state that is no such word and digest, or a member that
-        claims to be exact behind one that is not.
+      InputError: a member of another type, an empty content, a state that is no such word and digest, or an exact
+        member after one that is not exact.
     """
 
     members: tuple[Member, ...] = ()
@@ -50,30 +51,41 @@ class Antecedent:
     def __post_init__(self) -> None:
         if not isinstance(self.members, tuple):
             raise InputError(f"antecedent: members {self.members!r:.80}; expected a tuple, each a Member")
+
         approximate: Member | None = None
         for member in self.members:
-            _check_member(member)
-            if member.state != EXACT:
-                approximate = approximate or member
-            elif approximate is not None:
+            if not isinstance(member, Member) or not isinstance(member.id, str):
+                raise InputError(f"antecedent: {member!r:.80}; expected a Member with a str for its id")
+            id, content, state = member
+            if content is not None and (not isinstance(content, str) or not content):
+                raise InputError(f"antecedent: {brief(id)!r} of content {content!r}; expected a digest, or None")
+            if state == EXACT:
+                if approximate is not None:
+                    raise InputError(
+                        f"antecedent: {brief(id)!r} served {EXACT!r} behind {brief(approximate.id)!r} served "
+                        f"{approximate.state!r}; expected a state that says what it was conditioned on"
+                    )
+                continue
+            if not isinstance(state, str) or _STATE.fullmatch(state) is None:
                 raise InputError(
-                    f"antecedent: {brief(member.id)!r} served {EXACT!r} behind {brief(approximate.id)!r} served "
-                    f"{approximate.state!r}; expected a state that says what it was conditioned on"
+                    f"antecedent: {brief(id)!r} served {state!r:.80}; expected 'exact', or a word, a colon and 32 "
+                    "hexadecimal digits"
                 )
+            approximate = approximate or member
 
     @classmethod
-    def of(cls, *things: "str | Chunk | Member") -> "Antecedent":
-        """Lists what stands in front, in order.
+    def of(cls, *members: "str | Chunk | Member") -> "Antecedent":
+        """Lists an antecedent's chunks, in order.
 
         Args:
-          things: ids (content unknown, served exactly), chunks (their content, served exactly), or members.
+          members: ids (content unknown, served exactly), chunks (their content, served exactly), or members.
 
         Raises:
           InputError: anything else.
         """
-        return antecedent_of(things)
+        return antecedent_of(members)
 
-    @property
+    @functools.cached_property
     def ids(self) -> tuple[str, ...]:
         """The chunks' names, in order."""
         return tuple(member.id for member in self.members)
@@ -90,7 +102,7 @@ class Antecedent:
 
     @property
     def digest(self) -> str:
-        """Digests ids, contents and states in their order: 32 hexadecimal digits, equal where all of them are."""
+        """Digest of ids, contents and states in their order: 32 hexadecimal digits, equal where all of them are."""
         fields = [b"antecedent"]
         for member in self.members:
             content = [b""] if member.content is None else [b"content", encoded(member.content)]
@@ -101,7 +113,7 @@ class Antecedent:
         """Sorts the members by id: the set that an orbit patch serves every order of.
 
         Raises:
-          InputError: some members that are exact and some that are not, which is so in some orders only.
+          InputError: some members that are exact and some that are not, which is possible in some orders only.
         """
         if not self.exact and any(member.state == EXACT for member in self.members):
             raise InputError(
@@ -114,12 +126,12 @@ class Antecedent:
 
     @property
     def shown(self) -> str:
-        """The ids as messages list them, the first ones of many."""
+        """The ids as messages list them: the first ones of many."""
         ids = self.ids
         return str(ids) if len(ids) <= _SHOWN else f"{str(ids[:_SHOWN])[:-1]}, … of {len(ids)})"
 
     def difference(self, wanted: "Antecedent", orbit: bool = False) -> str | None:
-        """Says in what another antecedent differs from this one, or returns None where it does not.
+        """Describes how this antecedent differs from another; returns None where they are equal.
 
         Ids and states must be equal, contents where both are known; the order counts unless `orbit`.
 
@@ -127,77 +139,71 @@ class Antecedent:
           A clause of an error's message: what this is, and what was expected.
         """
         ids, others = self.ids, wanted.ids
-        if Counter(ids) != Counter(others) or (not orbit and ids != others):
-            what = "the order " if Counter(ids) == Counter(others) else ""
-            return f"{what}{self.shown}; expected {wanted.shown}"
-        return _unlike_set(self, wanted) if orbit else _unlike_members(self, wanted)
+        if ids != others:
+            same_set = Counter(ids) == Counter(others)
+            if not orbit or not same_set:
+                return f"{'the order ' if same_set else ''}{self.shown}; expected {wanted.shown}"
+        if orbit:
+            return _set_difference(self, wanted)
+
+        for own, other in zip(self.members, wanted.members, strict=True):
+            if None not in (own.content, other.content) and own.content != other.content:
+                return f"{brief(own.id)!r} with content {own.content!r}; expected content {other.content!r}"
+            if own.state != other.state:
+                return f"{brief(own.id)!r} as it was served {own.state!r}; expected it served {other.state!r}"
+        return None
 
 
-def _check_member(member: Any) -> None:
-    if not isinstance(member, Member) or not isinstance(member.id, str):
-        raise InputError(f"antecedent: {member!r:.80}; expected a Member with a str for its id")
-    if member.content is not None and (not isinstance(member.content, str) or not member.content):
-        raise InputError(f"antecedent: {brief(member.id)!r} of content {member.content!r}; expected a digest, or None")
-    if not isinstance(member.state, str) or _STATE.fullmatch(member.state) is None:
-        raise InputError(
-            f"antecedent: {brief(member.id)!r} served {member.state!r:.80}; expected 'exact', or a word, a colon and "
-            "32 hexadecimal digits"
-        )
-
-
-def _unlike_members(found: Antecedent, wanted: Antecedent) -> str | None:
-    for own, other in zip(found.members, wanted.members, strict=True):
-        if None not in (own.content, other.content) and own.content != other.content:
-            return f"{brief(own.id)!r} with content {own.content!r}; expected content {other.content!r}"
-        if own.state != other.state:
-            return f"{brief(own.id)!r} as it was served {own.state!r}; expected it served {other.state!r}"
-    return None
-
-
-def _unlike_set(found: Antecedent, wanted: Antecedent) -> str | None:
-    """As `_unlike_members`, of members in any order: within one id, an unknown content stands for any."""
+def _set_difference(found: Antecedent, wanted: Antecedent) -> str | None:
+    """Compares members in any order: within one id, an unknown content matches any."""
     for id in dict.fromkeys(found.ids):
-        own, other = ([member for member in each.members if member.id == id] for each in (found, wanted))
-        states, expected = (Counter(member.state for member in each) for each in (own, other))
+        own = [member for member in found.members if member.id == id]
+        other = [member for member in wanted.members if member.id == id]
+        states, expected = Counter(member.state for member in own), Counter(member.state for member in other)
         if states != expected:
             return f"{brief(id)!r} as it was served {sorted(states)}; expected it served {sorted(expected)}"
+
         for state in states:
-            known, wanted_known = (
-                Counter(member.content for member in each if member.state == state and member.content is not None)
-                for each in (own, other)
-            )
-            unknown = states[state] - wanted_known.total()
-            if (known - wanted_known).total() > unknown:
-                return f"{brief(id)!r} with content {sorted(known)}; expected content {sorted(wanted_known)}"
+            known, known_wanted = _contents(own, state), _contents(other, state)
+            # Members of `wanted` without a known content match as many of `found` as there are.
+            unknown = states[state] - known_wanted.total()
+            if (known - known_wanted).total() > unknown:
+                return f"{brief(id)!r} with content {sorted(known)}; expected content {sorted(known_wanted)}"
     return None
+
+
+def _contents(members: list[Member], state: str) -> Counter[str]:
+    """Counts the known contents of the members in one state."""
+    return Counter(member.content for member in members if member.state == state and member.content is not None)
 
 
 AntecedentLike = Sequence[str | Chunk | Member] | Antecedent
-"""What public functions take as an antecedent."""
+"""An antecedent as public functions take it: names, chunks or members, in order."""
 
 
-def antecedent_of(things: Iterable[Any] | Antecedent, what: str = "antecedent") -> Antecedent:
-    """Lists what stands in front, of any form that an argument `antecedent` may have. `what` begins messages.
+def antecedent_of(members: Iterable[Any] | Antecedent, what: str = "antecedent") -> Antecedent:
+    """Returns the `Antecedent` of any `AntecedentLike`. `what` begins messages.
 
     Raises:
-      InputError: one thing in place of a sequence (a str, a chunk, a member), or a thing of another kind.
+      InputError: a single name, chunk or member in place of a sequence, or a member of another type.
     """
-    if isinstance(things, Antecedent):
-        return things
-    if isinstance(things, str | bytes | Chunk | Member):
-        shown = f"{things[:40]!r}" if isinstance(things, str | bytes) else f"a {type(things).__name__}"
+    if isinstance(members, Antecedent):
+        return members
+    if isinstance(members, str | bytes | Chunk | Member):
+        shown = f"{members[:40]!r}" if isinstance(members, str | bytes) else f"a {type(members).__name__}"
         raise InputError(f"{what}: {shown}; expected a sequence of names, chunks or members, such as [{shown}]")
-    if not isinstance(things, Iterable):
-        raise InputError(f"{what}: a {type(things).__name__}; expected a sequence of names, chunks or members")
-    members = []
-    for thing in things:
-        if isinstance(thing, Chunk):
-            thing = Member(thing.id, thing.content)
-        elif isinstance(thing, str):
-            thing = Member(thing)
-        if not isinstance(thing, Member):
+    if not isinstance(members, Iterable):
+        raise InputError(f"{what}: a {type(members).__name__}; expected a sequence of names, chunks or members")
+
+    listed = []
+    for member in members:
+        if isinstance(member, Chunk):
+            member = Member(member.id, member.content)
+        elif isinstance(member, str):
+            member = Member(member)
+        if not isinstance(member, Member):
             raise InputError(
-                f"{what}: a {type(thing).__name__} among the names; expected every one as a str, a Chunk or a Member"
+                f"{what}: a {type(member).__name__} among the names; expected every one as a str, a Chunk or a Member"
             )
-        members.append(thing)
-    return Antecedent(tuple(members))
+        listed.append(member)
+    return Antecedent(tuple(listed))

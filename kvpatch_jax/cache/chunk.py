@@ -1,4 +1,4 @@
-"""A chunk: one semantic unit prefilled alone, kept position-free. A host container around bare arrays.
+"""Chunks: one semantic unit each, prefilled alone and kept position-free. Host containers around bare arrays.
 
 The arrays (`kv`, `local`, `encoder`, `hidden`) travel bare into jitted code; `Chunk` itself never does, so that an id
 is never part of a compiled program.
@@ -40,16 +40,16 @@ class Chunk:
       backbone: fingerprint of the model that made it.
       encoder: the tower's output, [n, E, D] as `Backbone.encode` gives it, or None.
       hidden: the residual stream at some layers' inputs, {layer: [T, D]} ([B, T, D] of a batch), or None.
-      content: a digest of what the chunk shows, by which two chunks of one id are told apart; who makes it from inputs
-        gives theirs. None takes a checksum of kv, "kv:…", computed in the pass that looks for NaN, and again wherever
-        a chunk is made of this one's fields. It finds mistakes and not forgeries. A digest that was given is believed.
-      lead: the digest of what the chunk was prefilled behind (`canonical.lead_digest`), such as a system prompt that
-        never leaves; None for a chunk that was prefilled alone. Another lead is another canonical.
+      content: a digest of what the chunk shows, which distinguishes chunks of one id; whoever makes the chunk from
+        inputs passes theirs, and it is trusted. None takes a checksum of kv, "kv:…", computed in the pass that looks
+        for NaN, and again wherever a chunk is made of this one's fields. It finds mistakes, not forgeries.
+      lead: the digest of the lead that the chunk was prefilled after (`canonical.lead_digest`), such as
+        a system prompt; None for a chunk that was prefilled alone. Another lead is another canonical.
 
-    NumPy arrays that could still be written to are copied; what changes in them later does not change the chunk.
+    NumPy arrays that are writeable are copied, so that later changes to them do not change the chunk.
 
     Raises:
-      FrameError: kv that was turned. LayoutError, ShapeError, DtypeError: kv does not fit the layout.
+      FrameError: kv that is rotated. LayoutError, ShapeError, DtypeError: kv does not fit the layout.
       PositionError: local or span out of range. NotFiniteError: NaN or infinity in kv.
       InputError: length out of range, an empty id or content, or no fingerprint.
     """
@@ -76,6 +76,7 @@ class Chunk:
         shape = self.kv[self.layout.names[0]].shape
         if len(shape) not in (4, 5):
             raise ShapeError(f"chunk {self.id!r}: kv of shape {shape}; expected [L, T, K, H] or [L, B, T, K, H]")
+
         tokens = shape[-3]
         if not self.id:
             raise InputError(f"chunk: id {self.id!r}; expected a name")
@@ -93,10 +94,8 @@ class Chunk:
             raise InputError(
                 f"chunk {self.id!r}: content {self.content!r}, lead {self.lead!r}; expected a digest each, or None"
             )
-        self._settle()
 
-    def _settle(self) -> None:
-        """Looks at every number once, and takes hold of what could change."""
+        # Copies come before the checksum, so that it is of what the chunk holds.
         for word in ("kv", "local", "encoder", "hidden"):
             object.__setattr__(self, word, _kept(getattr(self, word)))
         object.__setattr__(self, "kv", PhaseFreeKV(self.kv))
@@ -114,12 +113,12 @@ class Chunk:
             f"{'' if self.lead is None else f', behind the lead {self.lead[:12]}…'})"
         )
 
-    @property
+    @functools.cached_property
     def tokens(self) -> int:
         """Padded number of tokens, T."""
         return self.kv[self.layout.names[0]].shape[-3]
 
-    @property
+    @functools.cached_property
     def batch(self) -> int | None:
         """How many chunks kv holds, B; None for one chunk without a batch axis."""
         shape = self.kv[self.layout.names[0]].shape
@@ -133,7 +132,7 @@ class Chunk:
 
     @functools.cached_property
     def extent(self) -> tuple[float, float]:
-        """The least and the greatest local position, on the host, where every placing is checked."""
+        """The least and the greatest local position, on the host, where every start is checked."""
         return extent(self.local)
 
     @property
@@ -162,9 +161,10 @@ class Chunk:
 
 
 def _kept(value: Any) -> Any:
-    """The same arrays, copied where somebody could still write to them; mappings are copied, not their arrays."""
+    """Returns a value with its writeable NumPy arrays copied; mappings are copied, jax arrays are not."""
     if isinstance(value, Mapping):
-        return {key: _kept(each) for key, each in value.items()}
+        return {key: _kept(item) for key, item in value.items()}
+    # A read-only view may be of an array that is writeable.
     owner = value
     while isinstance(owner, np.ndarray) and not owner.flags.writeable:
         owner = owner.base
@@ -176,12 +176,12 @@ def _kept(value: Any) -> Any:
 
 
 def brief(id: str) -> str:
-    """Shortens an id for people to read: the 64 digits of a digest to the first 12."""
+    """Shortens an id for messages: a digest of 64 digits to its first 12."""
     return id if len(id) <= 24 else f"{id[:12]}…"
 
 
 def trusted(chunk: Chunk, **changes: Any) -> Chunk:
-    """Copies a chunk with some fields changed, of the same content, whose values are not looked at again."""
+    """Copies a chunk with some fields changed, of the same content, without checking its values again."""
     copy = object.__new__(Chunk)
     for field in dataclasses.fields(Chunk):
         object.__setattr__(copy, field.name, changes.get(field.name, getattr(chunk, field.name)))
@@ -189,13 +189,14 @@ def trusted(chunk: Chunk, **changes: Any) -> Chunk:
 
 
 def _examined(chunk: Chunk) -> tuple[str, bool]:
-    """A checksum of a chunk's kv and whether it is finite; of a batch with tokens in front, as `examine` has them."""
+    """Returns a checksum of a chunk's kv and whether it is finite."""
+    # `examine` takes tokens on the second axis.
     kv = chunk.kv if chunk.batch is None else {name: jnp.moveaxis(value, 1, 2) for name, value in chunk.kv.items()}
     return examine(kv, chunk.length)
 
 
 def content_of(chunk: Chunk) -> str:
-    """Returns a chunk's content; where it came without one (from a store) it is computed now, and kept."""
+    """Returns a chunk's content; computes and keeps it where the chunk, from a store, has none."""
     if chunk.content is None:
         object.__setattr__(chunk, "content", COMPUTED + _examined(chunk)[0])
     assert chunk.content is not None
@@ -204,7 +205,7 @@ def content_of(chunk: Chunk) -> str:
 
 @jax.jit
 def _not_finite(values: list[Num[AnyArray, "..."]]) -> list[Array]:
-    """Counts what is NaN or infinite in each array: one program for all of them, and no mask is written out."""
+    """Counts NaN and infinities in each array: one program for all of them, which writes no mask."""
     return [jnp.sum(~jnp.isfinite(value), dtype=jnp.uint32) for value in values]
 
 

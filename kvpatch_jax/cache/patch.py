@@ -1,6 +1,7 @@
-"""Patches as host containers: factors, the metadata that says what they are for, and the checks of it."""
+"""Patches as host containers: factors, the metadata that says what they apply to, and the checks of both."""
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from jaxtyping import Array
 from ..core import ChannelFactors, Heads, KVLayout, Leaf, PatchFrame, Quantised, Rope, is_low_rank
 from ..errors import InputError, PatchMismatchError, ShapeError, StalePatchError
 from ..utils.kinds import expect_kind
-from .antecedent import Antecedent, AntecedentLike, Member, antecedent_of
+from .antecedent import Antecedent, Member
 from .checksum import examine
 from .chunk import Chunk, brief
 from .content import names_of
@@ -23,32 +24,32 @@ Base = Literal["canonical", "conditioned", "patched"]
 
 @dataclasses.dataclass(frozen=True)
 class PatchMetadata:
-    """What a patch was formed from, and so what it may be applied to.
+    """Provenance of a patch: what it was formed from, and so what it may be applied to.
 
     Attributes:
       chunk: id of the chunk.
       base: what the factors are added to: the "canonical"; the "conditioned" KV (removal patch); or, for a correction
         that only `update_patch` takes, the "patched" KV.
-      antecedent: ids in front of the chunk, in order; sorted if `orbit`. `behind` says all that is known of them.
-      orbit: the patch serves every ordering of the antecedent.
-      layers: layers the factors cover, ascending; the others get nothing.
+      antecedent: ids of the chunks that precede it, in order; sorted if `orbit`. `behind` has all that is known.
+      orbit: whether the patch serves every ordering of the antecedent.
+      layers: layers that the factors cover, ascending; the others get no correction.
       heads: "joint" or "separate".
-      shared_left: every channel has the same left factor (stored once).
+      shared_left: whether every channel has the same left factor (stored once).
       frame, start: "phase_free" (any start), or "engine" at exactly `start`.
       base_antecedent: what the base itself was conditioned on; None for the canonical.
       backbone, layout: of the chunk.
-      content: of the chunk, so that another chunk of the same id is told apart; None in metadata of earlier versions.
-      local: digest of the chunk's local positions; None likewise.
-      corrects: of a correction, the digest of the patch that it corrects (`patch_digest`); else None.
-      asked: (channel, rank) where a larger rank was asked for than the chunk's tokens or features allow, which is then
-        what the patch has (or it is dense, where that is smaller); None where no rank was.
-      members: the antecedent with contents and how each was served; None where the ids say all that is known.
-      base_members: likewise of `base_antecedent`.
-      lead: of the chunk (`Chunk.lead`): the digest of what its canonical was prefilled behind, or None.
+      content: of the chunk, which distinguishes chunks of one id; None in metadata of earlier versions.
+      local: digest of the chunk's local positions; None in metadata of earlier versions.
+      corrects: for a correction, the digest of the patch that it corrects (`patch_digest`); else None.
+      asked: (channel, rank) where a larger rank was requested than the chunk's tokens or features allow; the patch has
+        the largest possible rank then, or is dense where that is smaller. None where no rank was reduced.
+      members: the antecedent with contents and states; None where the ids say all that is known.
+      base_members: likewise for `base_antecedent`.
+      lead: of the chunk (`Chunk.lead`): the digest of what its canonical was prefilled after, or None.
       basis: the digest of the shared basis that v is taken from (`basis.Basis`); None where v is the patch's own.
 
     Raises:
-      InputError: a bare str in place of several ids, or members of other ids.
+      InputError: a str in place of a sequence of ids, or members of other ids.
     """
 
     chunk: str
@@ -81,16 +82,18 @@ class PatchMetadata:
             known = Antecedent(tuple(members))
             if known.ids != ids:
                 raise InputError(f"patch: {word} of the ids {known.ids}; expected {ids}")
+
+            # Members that say no more than the ids are dropped, so that equal provenance has one form.
             object.__setattr__(self, word, None if known.plain else known.members)
 
-    @property
+    @functools.cached_property
     def behind(self) -> Antecedent:
         """The antecedent with all that is known of it."""
         return Antecedent.of(*self.antecedent) if self.members is None else Antecedent(self.members)
 
-    @property
+    @functools.cached_property
     def base_behind(self) -> Antecedent | None:
-        """What the base was conditioned on, with all that is known of it; None for the canonical."""
+        """The base's antecedent with all that is known of it; None for the canonical."""
         if self.base_members is not None:
             return Antecedent(self.base_members)
         return None if self.base_antecedent is None else Antecedent.of(*self.base_antecedent)
@@ -102,12 +105,13 @@ class Patch:
 
     `factors` is a pytree of arrays, the only part that enters jitted code: {channel: (u, v)} with u [L', T, M] and
     v [L', M, F] (per head: [L', K, T, M] and [L', K, M, H]), or {channel: dense [L', T, K, H]}; L' counts the
-    metadata's layers. The patches of a batch of chunks have B behind L' in every factor; stores do not take them.
-    u carries the singular values and v's rows are orthonormal (until quantised). A channel left out gets no correction.
+    metadata's layers. Patches of a batch of chunks have the axis B after L' in every factor; stores do not take them.
+    u carries the singular values and v's rows are orthonormal (until quantised). A channel without factors gets no
+    correction.
 
     Raises:
       ShapeError: factors of other layers, heads or features than the metadata says, or that do not fit each other.
-      LayoutError: a channel that the layout does not have. InputError: layers likewise.
+      LayoutError: a channel that the layout does not have. InputError: layers that the layout does not have.
     """
 
     factors: Mapping[str, ChannelFactors]
@@ -118,32 +122,35 @@ class Patch:
 
     def __repr__(self) -> str:
         metadata, asked = self.metadata, dict(self.metadata.asked or ())
-        ranks = ", ".join(
-            f"{name} {'dense' if rank is None else f'rank {rank}'}{f' ({asked[name]} asked)' if name in asked else ''}"
-            for name, rank in self.ranks.items()
-        )
+        ranks = []
+        for name, rank in self.ranks.items():
+            reduced = f" ({asked[name]} asked)" if name in asked else ""
+            ranks.append(f"{name} {'dense' if rank is None else f'rank {rank}'}{reduced}")
+
         kind = f"{'orbit, ' if metadata.orbit else ''}{metadata.base}, {metadata.frame}"
         batch = "" if self.batch is None else f"batch of {self.batch}, "
         layers = f"{batch}{len(metadata.layers)} of {metadata.layout.layers} layers"
         served = "" if metadata.behind.exact else ", not served exactly"
-        behind = f"{brief(metadata.chunk)!r} behind {tuple(map(brief, metadata.antecedent))}{served}"
-        return f"Patch({behind}: {ranks}, {layers}, {kind}, {self.nbytes} bytes)"
+        formed = f"{brief(metadata.chunk)!r} after {tuple(map(brief, metadata.antecedent))}{served}"
+        return f"Patch({formed}: {', '.join(ranks)}, {layers}, {kind}, {self.nbytes} bytes)"
 
-    @property
+    @functools.cached_property
     def tokens(self) -> int | None:
         """Padded number of tokens; None of a patch without factors."""
         for factors in self.factors.values():
-            return (_shape(factors[0])[-2:] if is_low_rank(factors) else _shape(factors)[-3:])[0]  # pyright: ignore
+            if is_low_rank(factors):
+                return _shape(factors[0])[-2]  # pyright: ignore[reportIndexIssue]
+            return _shape(factors)[-3]
         return None
 
-    @property
+    @functools.cached_property
     def batch(self) -> int | None:
-        """How many chunks the patch is of, B; None of one without a batch axis, and of a patch without factors."""
-        batch = _batch_of(self.factors, self.metadata.heads)
+        """Number of chunks B that the patch is of; None without a batch axis, and of a patch without factors."""
+        batch = _batch_axes(self.factors, self.metadata.heads)
         return batch[0] if batch else None
 
     def pad(self, tokens: int) -> "Patch":
-        """Pads the patch for its chunk padded to `tokens`, as `Chunk.pad` does it: nothing is added to padding.
+        """Pads the patch for its chunk padded to `tokens`, as `Chunk.pad` does: padding gets no correction.
 
         Raises:
           ShapeError: `tokens` below what the patch has.
@@ -153,25 +160,22 @@ class Patch:
             raise ShapeError(
                 f"patch of chunk {self.metadata.chunk!r}: pad to {tokens}; expected at least {self.tokens}"
             )
-        factors = {
-            name: (_longer(own[0], -2, more), own[1]) if is_low_rank(own) else _longer(own, -3, more)  # pyright: ignore
-            for name, own in self.factors.items()
-        }
-        return Patch(factors, self.metadata)  # pyright: ignore[reportArgumentType]
+
+        factors: dict[str, Any] = {}
+        for name, own in self.factors.items():
+            if is_low_rank(own):
+                factors[name] = (_padded(own[0], -2, more), own[1])  # pyright: ignore
+            else:
+                factors[name] = _padded(own, -3, more)  # pyright: ignore[reportArgumentType]
+        return Patch(factors, self.metadata)
 
     @property
     def ranks(self) -> dict[str, int | None]:
-        """Rank of each channel of the layout: 0 where it gets no patch, None where it is dense."""
-        return {name: self._rank(name) for name in self.metadata.layout.names}
-
-    def _rank(self, name: str) -> int | None:
-        factors = self.factors.get(name)
-        if factors is None:
-            return 0
-        if not is_low_rank(factors):
-            return None
-        leaf = factors[0]
-        return (leaf.values if isinstance(leaf, Quantised) else leaf).shape[-1]
+        """Rank of each channel of the layout: 0 where it has no factors, None where it is dense."""
+        ranks: dict[str, int | None] = dict.fromkeys(self.metadata.layout.names, 0)
+        for name, factors in self.factors.items():
+            ranks[name] = _shape(factors[0])[-1] if is_low_rank(factors) else None  # pyright: ignore[reportIndexIssue]
+        return ranks
 
     @property
     def nbytes(self) -> int:
@@ -180,14 +184,17 @@ class Patch:
         At rank m a channel takes m·(T + F) numbers where its KV takes T·F: rank 16 of a 480-token chunk at width 512 is
         as much as 31 of its 480 tokens.
         """
-        own = dict(self.factors)
-        if self.metadata.basis is not None:
-            own = {name: factors[0] for name, factors in own.items() if is_low_rank(factors)}  # pyright: ignore
-        leaves = jax.tree.leaves(own)
-        total = sum(int(leaf.nbytes) for leaf in leaves)
-        if self.metadata.shared_left:
-            lefts = [jax.tree.leaves(own[0]) for own in self.factors.values() if is_low_rank(own)]  # pyright: ignore
-            total -= sum(int(leaf.nbytes) for left in lefts[1:] for leaf in left)
+        total, lefts = 0, 0
+        for factors in self.factors.values():
+            if not is_low_rank(factors):
+                total += 0 if self.metadata.basis is not None else _nbytes(factors)
+                continue
+            u, v = factors  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
+            if not (self.metadata.shared_left and lefts):
+                total += _nbytes(u)
+            if self.metadata.basis is None:
+                total += _nbytes(v)
+            lefts += 1
         return total
 
 
@@ -195,22 +202,25 @@ def _shape(leaf: Any) -> tuple[int, ...]:
     return (leaf.values if isinstance(leaf, Quantised) else leaf).shape
 
 
-def _longer(leaf: Leaf, axis: int, more: int) -> Leaf:
-    """Zeros behind the tokens. Scales are one for whole directions, or one for each token."""
+def _nbytes(factors: Any) -> int:
+    return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(factors))
+
+
+def _padded(leaf: Leaf, axis: int, more: int) -> Leaf:
+    """Appends `more` zeros along a token axis. A scale is shared by whole directions, or belongs to one token."""
+
+    def pad(value: Array, count: int) -> Array:
+        widths = [(0, 0)] * value.ndim
+        widths[axis] = (0, count)
+        return jnp.pad(value, widths)
+
     if not isinstance(leaf, Quantised):
-        return _with_zeros(leaf, axis, more)
-    scales = more if leaf.scale.shape[axis] != 1 else 0
-    return Quantised(_with_zeros(leaf.values, axis, more), _with_zeros(leaf.scale, axis, scales))
+        return pad(leaf, more)
+    return Quantised(pad(leaf.values, more), pad(leaf.scale, more if leaf.scale.shape[axis] != 1 else 0))
 
 
-def _with_zeros(value: Array, axis: int, more: int) -> Array:
-    widths = [(0, 0)] * value.ndim
-    widths[axis] = (0, more)
-    return jnp.pad(value, widths)
-
-
-def _batch_of(factors: Mapping[str, Any], heads: Heads) -> tuple[int, ...]:
-    """The batch axes of the first channel's factors."""
+def _batch_axes(factors: Mapping[str, Any], heads: Heads) -> tuple[int, ...]:
+    """Returns the sizes of the batch axes of the first channel's factors."""
     for own in factors.values():
         if is_low_rank(own):
             return _shape(own[0])[1 : -3 if heads == "separate" else -2]
@@ -232,28 +242,37 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batche
     layout, layers = metadata.layout, metadata.layers
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= layout.layers:
         raise InputError(f"patch: layers {layers}; expected some of 0 to {layout.layers - 1}, ascending")
-    batch = _batch_of(factors, metadata.heads)
+    batch = _batch_axes(factors, metadata.heads)
     if len(batch) > batched:
         batch = ()
-    lefts, tokens = set(), set()
+
+    lefts, tokens, per_head = set(), set(), metadata.heads == "separate"
     for name, own in factors.items():
         channel = layout.channel(name)
-        per_head = metadata.heads == "separate"
-        before = (len(layers), *batch, channel.heads) if per_head else (len(layers), *batch)
+        leading = (len(layers), *batch, channel.heads) if per_head else (len(layers), *batch)
         if is_low_rank(own):
             u, v = map(_shape, own)
-            _check_shape(u, (*before, None, None), f"u of {name!r}", "layers, tokens, rank")
-            _check_shape(v, (*before, u[-1], channel.width if per_head else channel.features), f"v of {name!r}", "rank")
+            _check_shape(u, (*leading, None, None), f"u of {name!r}", "layers, tokens, rank")
+            _check_shape(
+                v, (*leading, u[-1], channel.width if per_head else channel.features), f"v of {name!r}", "rank"
+            )
             lefts.add(u)
             tokens.add(u[-2])
         else:
             dense = _shape(own)
-            wanted = (len(layers), *batch, None, channel.heads, channel.width)
-            _check_shape(dense, wanted, f"{name!r}", "layers, tokens, heads")
+            expected = (len(layers), *batch, None, channel.heads, channel.width)
+            _check_shape(dense, expected, f"{name!r}", "layers, tokens, heads")
             tokens.add(dense[-3])
+
         for leaf in own if is_low_rank(own) else (own,):
-            if isinstance(leaf, Quantised):
-                _check_scale(leaf, name)
+            if not isinstance(leaf, Quantised):
+                continue
+            values, scale = leaf.values.shape, leaf.scale.shape
+            if len(scale) != len(values) or any(one not in (1, size) for one, size in zip(scale, values, strict=True)):
+                raise ShapeError(
+                    f"patch: scale of shape {scale} for values {values} of {name!r}; expected 1 or as many each"
+                )
+
     if len(tokens) > 1:
         raise ShapeError(
             f"patch of chunk {metadata.chunk!r}: {sorted(tokens)} tokens; expected as many in every channel"
@@ -262,23 +281,19 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batche
         raise ShapeError(f"patch of chunk {metadata.chunk!r}: shapes {sorted(lefts)} of u; expected one left factor")
 
 
-def _check_shape(found: tuple[int, ...], wanted: tuple[int | None, ...], what: str, axes: str) -> None:
-    if len(found) != len(wanted) or any(size not in (None, own) for own, size in zip(found, wanted, strict=True)):
-        sizes = ", ".join("any" if size is None else str(size) for size in wanted)
+def _check_shape(found: tuple[int, ...], expected: tuple[int | None, ...], what: str, axes: str) -> None:
+    """Raises ShapeError where sizes differ; None in `expected` is any size."""
+    if len(found) != len(expected) or any(size not in (None, own) for own, size in zip(found, expected, strict=True)):
+        sizes = ", ".join("any" if size is None else str(size) for size in expected)
         raise ShapeError(f"patch: {what} of shape {found}; expected [{sizes}] ({axes}, …)")
 
 
-def _check_scale(leaf: Quantised, name: str) -> None:
-    values, scale = leaf.values.shape, leaf.scale.shape
-    if len(scale) != len(values) or any(one not in (1, own) for one, own in zip(scale, values, strict=True)):
-        raise ShapeError(f"patch: scale of shape {scale} for values {values} of {name!r}; expected 1 or as many each")
-
-
+# Of a rope all but how its angles are computed: that changes no phase-free number.
 _STORED = tuple(field.name for field in dataclasses.fields(Rope) if field.name != "angles")
 
 
 def same_storage(first: KVLayout, second: KVLayout) -> bool:
-    """Compares two layouts by the phase-free KV they hold: all but the way angles are computed."""
+    """Compares two layouts by the phase-free KV they describe: all but how angles are computed."""
     if first is second:
         return True
     if (first.kind, first.layers, first.channels) != (second.kind, second.layers, second.channels):
@@ -290,42 +305,47 @@ _LATER = ("members", "base_members", "lead", "basis")
 
 
 def patch_digest(patch: Patch) -> str:
-    """Digests the bits of a patch's factors and all that its metadata says of what they are: 32 hexadecimal digits.
+    """Digests the bits of a patch's factors and the metadata that describes them: 32 hexadecimal digits.
 
-    One pass on the device over the factors. Equal for the same patch after storing; another for it truncated, quantised
-    or padded.
+    One pass on the device over the factors. A patch has the same digest after storing, and another one after it was
+    truncated, quantised or padded.
     """
     metadata = patch.metadata
-    said = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(PatchMetadata)}
+    fields = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(PatchMetadata)}
     for word in ("layout", "asked"):
-        del said[word]
+        del fields[word]
     for word in _LATER:
-        if said[word] is None:  # so that what was formed before the word was known keeps its digest
-            del said[word]
+        # So that patches formed before the field existed keep their digest.
+        if fields[word] is None:
+            del fields[word]
+
     leaves = {}
     for name, factors in patch.factors.items():
         leaves |= {f"{name}.{place}": leaf for place, leaf in enumerate(jax.tree.leaves(factors))}
     tokens = max((leaf.shape[1] for leaf in leaves.values()), default=0)
     found = examine(leaves, tokens)[0]
-    return hashlib.blake2b(f"{found}\0{sorted(said.items())}".encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(f"{found}\0{sorted(fields.items())}".encode(), digest_size=16).hexdigest()
 
 
 def check_is_chunk(chunk: Chunk) -> None:
-    """Raises InputError where what is given as a chunk is none."""
+    """Raises InputError for anything but a chunk."""
     if not isinstance(chunk, Chunk):
         raise InputError(f"chunk of type {type(chunk).__name__}; expected a Chunk")
 
 
 def check_is_patch(patch: Patch) -> None:
-    """Raises InputError where what is given as a patch is none."""
+    """Raises InputError for anything but a patch."""
     if not isinstance(patch, Patch):
         raise InputError(f"patch of type {type(patch).__name__}; expected a Patch")
 
 
 def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
-    """Raises PatchMismatchError where a patch is of another chunk, base, backbone or layout.
+    """Checks that a patch is of this chunk, base, backbone, lead, layout, content and local positions.
 
-    Contents are compared where both are known: nothing is computed for it but a digest of few positions, once.
+    Contents are compared where both are known. Nothing is computed but a digest of few positions, once.
+
+    Raises:
+      PatchMismatchError: one of them differs. InputError: not a patch.
     """
     check_is_patch(patch)
     metadata = patch.metadata
@@ -337,7 +357,8 @@ def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
     ):
         if found != expected:
             raise PatchMismatchError(f"patch: {word} {found!r}; expected {expected!r}")
-    if not same_storage(metadata.layout, chunk.layout):
+
+    if metadata.layout is not chunk.layout and not same_storage(metadata.layout, chunk.layout):
         raise PatchMismatchError(f"patch: layout {metadata.layout}; expected {chunk.layout}")
     if None not in (metadata.content, chunk.content) and metadata.content != chunk.content:
         raise PatchMismatchError(
@@ -362,37 +383,44 @@ def check_factor_shapes(patch: Patch, chunk: Chunk) -> None:
         raise ShapeError(f"patch of chunk {chunk.id!r}: batch {patch.batch}; expected the chunk's {chunk.batch}")
 
 
-def check_stamp(
+def check_applies(
     patch: Patch,
     chunk: Chunk,
     start: np.ndarray | jax.Array,
-    antecedent: AntecedentLike,
-    base_antecedent: AntecedentLike | None,
-    allow_stale: bool,
+    antecedent: Antecedent,
+    base_antecedent: Antecedent | None = None,
+    *,
+    allow_stale: bool = False,
 ) -> None:
-    """Raises PatchMismatchError or StalePatchError, with found and expected values, where a patch does not belong.
+    """Checks that a patch may be applied to a chunk, at a start and after an antecedent.
 
-    `base_antecedent` is None where the patch would be added to the canonical. `allow_stale` overrides `antecedent`.
+    Args:
+      base_antecedent: what the base is conditioned on; None where the patch is added to the canonical.
+      allow_stale: accept another antecedent than the patch was formed behind, and nothing else.
+
+    Raises:
+      StalePatchError: another antecedent, of the chunk or of the base. PatchMismatchError: it does not belong to the
+      chunk, or an engine-frame patch does not belong at the start. ShapeError: as `check_factor_shapes`.
     """
-    check_is_patch(patch)
-    metadata, wanted = patch.metadata, antecedent_of(antecedent)
     check_chunk(patch, chunk, "canonical" if base_antecedent is None else "conditioned")
+    metadata = patch.metadata
     if metadata.frame == "engine":
         found = tuple(int(number) for number in np.asarray(start).ravel())
         if found != metadata.start:
             raise PatchMismatchError(f"patch: formed in the engine frame at {metadata.start}; expected {found}")
+
     if base_antecedent is not None:
-        base = antecedent_of(base_antecedent, "base_antecedent")
         formed = metadata.base_behind
-        differs = f"None; expected {base.ids}" if formed is None else formed.difference(base)
-        if differs is not None:
-            raise StalePatchError(f"patch of chunk {chunk.id!r}: its base was conditioned on {differs}")
-    if allow_stale:
-        return
-    differs = metadata.behind.difference(wanted, metadata.orbit)
-    if differs is not None:
+        difference = f"None; expected {base_antecedent.ids}" if formed is None else formed.difference(base_antecedent)
+        if difference is not None:
+            raise StalePatchError(f"patch of chunk {chunk.id!r}: its base was conditioned on {difference}")
+
+    difference = None if allow_stale else metadata.behind.difference(antecedent, metadata.orbit)
+    if difference is not None:
         kind = "any ordering of " if metadata.orbit else ""
-        if not wanted.ids:  # likely forgotten: it has a default, for chunks with nothing in front of them
+        # Likely forgotten, since the argument has a default for chunks without an antecedent.
+        if not antecedent.ids:
             shown = metadata.behind.shown
-            differs = f"{shown}; got no antecedent; expected antecedent={shown}: what stands in front of the chunk"
-        raise StalePatchError(f"patch of chunk {chunk.id!r}: formed behind {kind}{differs}")
+            difference = f"{shown}; got no antecedent; expected antecedent={shown}, the chunks that precede this one"
+        raise StalePatchError(f"patch of chunk {chunk.id!r}: formed behind {kind}{difference}")
+    check_factor_shapes(patch, chunk)

@@ -1,4 +1,4 @@
-"""Buckets: the few sizes that lengths are padded to, so that other lengths in a bucket compile nothing anew."""
+"""Buckets: the few sizes that lengths are padded to, so that lengths of one bucket share a compiled program."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ class Buckets:
             raise ConfigError(f"bucket smallest {self.smallest}; expected a multiple of 4 · steps ({4 * self.steps})")
 
     def round_up(self, size: int) -> int:
-        """The smallest bucket that holds `size` (0 holds nothing)."""
+        """Returns the smallest bucket that holds `size`; 0 for 0."""
         if size <= self.smallest:
             return 0 if size == 0 else 1 << (size - 1).bit_length()
         step = (1 << ((size - 1).bit_length() - 1)) // self.steps

@@ -1,8 +1,8 @@
-"""KV that knows its frame: dictionaries of one type per frame, so that KV of another frame is refused and not misread.
+"""KV with its frame: dictionaries of one type per frame, so that KV of another frame is refused and not misread.
 
-What makes KV (`prefill`, `to_engine`, `apply_patch`, …) gives these types; what reads KV refuses the wrong one, and
-takes a plain dictionary at its word. They are pytrees like dictionaries and keep their type through jit, vmap and
-`tree.map`; a comprehension over one makes a plain dictionary, of which nothing is known.
+Functions that make KV (`prefill`, `to_engine`, `apply_patch`, …) return these types; functions that read KV refuse the
+wrong type, and accept a plain dictionary as it is. They are pytrees like dictionaries and keep their type through jit,
+vmap and `tree.map`; a comprehension over one makes a plain dictionary, whose frame is unknown.
 """
 
 from collections.abc import Mapping
@@ -58,23 +58,23 @@ for _kind in (PhaseFreeKV, LocalKV, EngineKV):
     _register(_kind)
 
 _WORDS = {"phase_free": "phase-free", "local": "in the local frame", "engine": "in the engine frame"}
-_WAYS = {
-    "engine": "to_engine(layout, kv, local, start) or apply_patch turns a chunk's keys to their place",
-    "phase_free": "prefill returns it, and to_phase_free(layout, kv, local, start) turns keys back",
+_CONVERSIONS = {
+    "engine": "to_engine(layout, kv, local, start) or apply_patch rotates a chunk's keys to their positions",
+    "phase_free": "prefill returns it, and to_phase_free(layout, kv, local, start) removes the rotation",
     "local": "to_local(layout, kv, local) makes it",
 }
 
 
 def expect_frame(kv: Mapping[str, Any], what: str, *expected: Frame) -> None:
-    """Refuses KV that is known to be in another frame; a plain dictionary passes.
+    """Checks that KV is in an expected frame; a plain dictionary passes.
 
     Raises:
-      FrameError: it is in none of the `expected` frames. LayoutError: no mapping.
+      FrameError: it is in another frame. LayoutError: not a mapping.
     """
     if not isinstance(kv, Mapping):
         raise LayoutError(f"{what}: KV is a {type(kv).__name__}; expected {{channel: array}}")
     if isinstance(kv, FramedKV) and kv.frame not in expected:
         raise FrameError(
             f"{what}: KV that is {_WORDS[kv.frame]}; expected it {' or '.join(_WORDS[frame] for frame in expected)} "
-            f"({_WAYS[expected[0]]})"
+            f"({_CONVERSIONS[expected[0]]})"
         )

@@ -6,6 +6,7 @@ rotate differ between frames. Kamera §3, "one mechanism for MLA, GQA and MHA".
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Literal
 
@@ -18,7 +19,7 @@ from ..errors import DtypeError, LayoutError, PositionError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 from .frames import EngineKV, LocalKV, PhaseFreeKV, expect_frame
 from .frames import Frame as Frame
-from .rope import POSITION_LIMIT, Angles, Rope, check_positions, extent, relocation_tables, rope_tables, rotate
+from .rope import POSITION_LIMIT, Angles, Rope, check_positions, relocation_tables, rope_tables, rotate
 
 AnyArray = jax.Array | np.ndarray
 KV = Mapping[str, Float[AnyArray, "..."]]
@@ -103,7 +104,7 @@ class KVLayout:
         """
         return cls("mla", layers, (Channel("ckv", 1, latent), Channel("kpe", 1, rope_dim, rope.dim)), rope)
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """Channel names, in order."""
         return tuple(channel.name for channel in self.channels)
@@ -157,20 +158,21 @@ class KVLayout:
 
 
 def as_start(rope: Rope, start: Start) -> Int[AnyArray, "..."]:
-    """Turns a start into an int32 array: a scalar, or [..., A] with sections (a scalar becomes one per axis).
+    """Returns a start as an int32 array: a scalar, or [..., A] with sections (a scalar becomes one per axis).
 
     Raises:
       PositionError: not an integer, or not one per axis.
     """
     if not isinstance(start, jax.Array):
-        given = np.asarray(start)
-        if not np.issubdtype(given.dtype, np.integer) or max(map(abs, extent(given))) >= POSITION_LIMIT:
+        array = np.asarray(start)
+        whole = array.dtype.kind in "iu"
+        if not whole or max(-int(array.min(initial=0)), int(array.max(initial=0))) >= POSITION_LIMIT:
             raise PositionError(f"start {start!r}; expected integers below 2**30 in magnitude")
-        start = given.astype(np.int32)
+        start = array.astype(np.int32)
     elif not jnp.issubdtype(start.dtype, jnp.integer):
         raise PositionError(f"start of dtype {start.dtype}; expected int32")
     elif start.dtype != jnp.int32:
-        # What int32 does not hold would be wrapped.
+        # Conversion to int32 would wrap larger numbers.
         check_positions(rope, start, np.zeros((), np.int32))
     if rope.axes is not None and start.ndim == 0:
         return (np if isinstance(start, np.ndarray) else jnp).broadcast_to(start, (rope.axes,)).astype(jnp.int32)
@@ -185,13 +187,13 @@ def chunk_start(rope: Rope, start: Start, batch: int | None, what: str) -> Int[A
     Raises:
       PositionError: as `as_start`, or another number of starts.
     """
-    place = as_start(rope, start)
+    array = as_start(rope, start)
     one = () if rope.axes is None else (rope.axes,)
-    if place.shape == one or (batch is not None and place.shape == (batch, *one)):
-        return place
+    if array.shape == one or (batch is not None and array.shape == (batch, *one)):
+        return array
     several = "" if batch is None else f", or the same for each of {batch} chunks"
     raise PositionError(
-        f"{what}: start of shape {place.shape}; expected a scalar, or one per axis of the rope{several}"
+        f"{what}: start of shape {array.shape}; expected a scalar, or one per axis of the rope{several}"
     )
 
 
@@ -213,7 +215,7 @@ def check_places(layout: KVLayout, kv: KV, local: Positions, start: Int[AnyArray
             raise PositionError(f"{what} of shape {found}; expected one for each of {batch} sequences, or one for all")
 
 
-def _place(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, back: bool) -> dict[str, Array]:
+def _rotate(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, back: bool) -> dict[str, Array]:
     cos, sin = rope_tables(layout.rope, local, start)
     scale = layout.rope.attention_scaling
     return {
@@ -222,7 +224,7 @@ def _place(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, b
     }
 
 
-jitted_place = jax.jit(_place, static_argnames=("layout", "back"))
+jitted_rotate = jax.jit(_rotate, static_argnames=("layout", "back"))
 """Rotation of the channels that carry phase, compiled once per layout and shape, so that it always rounds alike."""
 
 
@@ -236,23 +238,24 @@ jitted_relocate = jax.jit(_relocate, static_argnames=("layout",))
 
 
 def on_device(value: AnyArray) -> Array:
-    """Turns NumPy arrays into jax arrays; jax arrays pass, which `jnp.asarray` takes 30 µs to find out."""
+    """Returns a NumPy array as a jax array."""
+    # `jnp.asarray` takes 30 µs to return a jax array as it is.
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
-def _turning(layout: KVLayout, kv: KV) -> dict[str, Array]:
+def _rotating(layout: KVLayout, kv: KV) -> dict[str, Array]:
     return {channel.name: on_device(kv[channel.name]) for channel in layout.channels if channel.rotates}
 
 
-def _with_still(layout: KVLayout, turned: dict[str, Array], kv: KV) -> dict[str, Array]:
-    """All channels, in order: those that were turned, and the others as they were."""
-    return {name: turned[name] if name in turned else on_device(kv[name]) for name in layout.names}
+def _merge_channels(layout: KVLayout, rotated: dict[str, Array], kv: KV) -> dict[str, Array]:
+    """Returns all channels, in order: the rotated ones, and the others as they were."""
+    return {name: rotated[name] if name in rotated else on_device(kv[name]) for name in layout.names}
 
 
 def rotate_kv(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool = False) -> dict[str, Array]:
-    """Runs `to_engine`, or with `back` `to_phase_free`, on what was checked already; start is from `as_start`."""
-    turned = jitted_place(layout, _turning(layout, kv), local, start, back=back)
-    return _with_still(layout, turned, kv)
+    """Runs `to_engine`, or with `back` `to_phase_free`, on arguments that were checked; start is from `as_start`."""
+    rotated = jitted_rotate(layout, _rotating(layout, kv), local, start, back=back)
+    return _merge_channels(layout, rotated, kv)
 
 
 def _checked(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool) -> dict[str, Array]:
@@ -265,7 +268,7 @@ def _checked(layout: KVLayout, kv: KV, local: Positions, start: Start, back: boo
 
 
 def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> EngineKV:
-    """Turns phase-free keys to the engine frame: R(start + local), times the rope's attention scaling.
+    """Rotates phase-free keys to the engine frame: R(start + local), times the rope's attention scaling.
 
     Args:
       layout: static.
@@ -277,20 +280,20 @@ def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> Engin
       {channel: [L, ..., T, K, H]}, of the same shapes and dtypes; channels without phase are returned as they are.
 
     Raises:
-      LayoutError, ShapeError, DtypeError, PositionError, RopeRegimeError: see their own words. FrameError: kv that was
-      turned already.
+      LayoutError, ShapeError, DtypeError, PositionError, RopeRegimeError: arguments that do not fit the layout.
+      FrameError: kv that is rotated already.
     """
     expect_frame(kv, "to_engine", "phase_free")
     return EngineKV(_checked(layout, kv, local, start, False))
 
 
 def to_local(layout: KVLayout, kv: KV, local: Positions) -> LocalKV:
-    """Turns phase-free keys to the local frame, which a query turned by R(−start) reads: `to_engine` at start 0."""
+    """Rotates phase-free keys to the local frame, which a query rotated by R(−start) reads: `to_engine` at start 0."""
     return LocalKV(to_engine(layout, kv, local, 0))
 
 
 def to_phase_free(layout: KVLayout, kv: KV, local: Positions, start: Start = 0) -> PhaseFreeKV:
-    """Turns keys of the engine frame (at start 0: local frame) back: inverts `to_engine`, attention scaling included.
+    """Removes the rotation of engine-frame keys (at start 0: local-frame keys): the inverse of `to_engine`.
 
     The result has kv's dtype. Keys that an engine cached in bfloat16 are rounded again by that, and once more where
     they are placed: given in float32, they come back bit by bit (`pool.RAGGED.splice` takes such chunks).
@@ -303,16 +306,16 @@ def to_phase_free(layout: KVLayout, kv: KV, local: Positions, start: Start = 0) 
 
 
 def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | Start) -> EngineKV:
-    """Moves engine-frame keys from `old` to `new` in one rotation. For caches that we did not make.
+    """Moves engine-frame keys from `old` to `new` in one rotation. For caches made elsewhere.
 
     Args:
       layout: its rope should have that engine's `angles`.
       kv: {channel: [L, ..., T, K, H]}, keys already rotated.
       old, new: each a start (a scalar, or one per axis: [A]) or full positions ([..., T], or [..., T, A] with
-        sections). Two starts turn every token alike. The axes may move by unequal offsets.
+        sections). Two starts rotate every token by the same angles. The axes may move by unequal offsets.
 
     Returns:
-      kv as before; no attention scaling is applied, for the keys carry it already.
+      kv of the same shapes and dtypes; no attention scaling is applied, because the keys carry it already.
 
     Raises:
       PositionError: a position that is not finite, or from 2³⁰ on. FrameError: kv that is phase-free. Else as
@@ -321,12 +324,12 @@ def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | 
     expect_kind(layout, KVLayout, "layout", "a KVLayout, such as `backbone.layout`", LayoutError)
     expect_frame(kv, "relocate", "engine", "local")
     layout.check(kv)
-    turned = jitted_relocate(layout, _turning(layout, kv), _side(layout.rope, old), _side(layout.rope, new))
-    return EngineKV(_with_still(layout, turned, kv))
+    rotated = jitted_relocate(layout, _rotating(layout, kv), _side(layout.rope, old), _side(layout.rope, new))
+    return EngineKV(_merge_channels(layout, rotated, kv))
 
 
 def _side(rope: Rope, positions: Positions | Start) -> AnyArray:
-    """A start or full positions, checked as they were given, as `relocation_tables` takes them."""
+    """Returns a start or full positions, checked, as `relocation_tables` takes them."""
     array = positions if isinstance(positions, jax.Array) else np.asarray(positions)
     if array.dtype.kind not in "iuf" or not array.size:
         raise PositionError(f"relocate: positions {positions!r:.80}; expected numbers, a start or one for each token")

@@ -91,7 +91,7 @@ class Rope:
             expect_kind(self.scaling, Scaling, "rope: scaling", "a Scaling, or None", LayoutError)
             self.scaling.check(self.dim)
 
-    @property
+    @functools.cached_property
     def axes(self) -> int | None:
         """Number of position axes; None for a plain one-dimensional rope."""
         return None if self.sections is None else len(self.sections)
@@ -312,7 +312,7 @@ def rotate(
 
 
 def extent(positions: Num[Array | np.ndarray, "..."]) -> tuple[float, float]:
-    """Finds the least and the greatest of concrete positions; NaN for both where one is NaN, (0, 0) of none."""
+    """Returns the least and the greatest of concrete positions; NaN for both where one is NaN, (0, 0) of none."""
     values = np.asarray(positions)
     return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
 

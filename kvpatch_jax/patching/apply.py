@@ -19,7 +19,7 @@ def apply_patch(placed: Placed) -> EngineKV:
     if placed.base is not None:
         check_finite(placed.base, f"base of chunk {placed.chunk.id!r}")
 
-    local, factors = placed.chunk.local, placed.factors
-    if not factors:
-        return EngineKV(rotate_kv(placed.layout, placed.kv, local, placed.start))
-    return EngineKV(ops.jitted_apply(placed.layout, placed.kv, factors, local, placed.start, **placed.options))
+    layout, kv, local, start = placed.layout, placed.kv, placed.chunk.local, placed.start
+    if not placed.factors:
+        return EngineKV(rotate_kv(layout, kv, local, start))
+    return EngineKV(ops.jitted_apply(layout, kv, placed.factors, local, start, **placed.options))

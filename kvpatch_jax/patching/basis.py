@@ -1,7 +1,7 @@
-"""A basis that all patches of a backbone share: the directions of many deficits. Kamera §4.
+"""Bases that the patches of a backbone share: the directions of many deficits. Kamera §4.
 
-A deficit's directions belong to the model more than to the chunk, so that of a patch only the coefficients u need be
-kept: T·M numbers instead of M·(T + F). The basis is kept once, under its digest.
+A deficit's directions depend on the model more than on the chunk, so a patch need only keep its coefficients u: T·M
+numbers instead of M·(T + F). The basis is kept once, under its digest.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from ..cache import AntecedentLike, Chunk, Patch, PatchMetadata, antecedent_of, 
 from ..core import AnyArray, Factors, KVLayout, is_low_rank, ops, value_of
 from ..errors import InputError, PatchMismatchError, RankError, ShapeError
 from .compress import Rank, finite_factors
-from .factors import KVArrays, arrays_of, check_conditioned, check_layers, factor_dtype, metadata_of
+from .factors import KVArrays, check_conditioned, check_layers, deficit_of, factor_dtype, metadata_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -31,7 +31,7 @@ class Basis:
       layout, backbone: of the deficits.
 
     Raises:
-      LayoutError: a channel that the layout does not have. ShapeError: directions that do not fit it.
+      LayoutError: an unknown channel. ShapeError: directions that do not fit the layout.
     """
 
     directions: Mapping[str, Float[AnyArray, "L M F"]]
@@ -50,7 +50,7 @@ class Basis:
 
     @property
     def ranks(self) -> dict[str, int]:
-        """How many directions each channel has."""
+        """Number of directions of each channel."""
         return {name: value.shape[1] for name, value in self.directions.items()}
 
     @property
@@ -60,13 +60,14 @@ class Basis:
 
     @functools.cached_property
     def digest(self) -> str:
-        """What patches call it by: 32 hexadecimal digits over the bits of the directions and the backbone."""
-        known = sorted(self.directions.items())
-        found = [f"{name}\0{examine({name: value}, value.shape[1])[0]}" for name, value in known]
-        return hashlib.blake2b("\0".join([self.backbone, *found]).encode(), digest_size=16).hexdigest()
+        """Digest over the bits of the directions and the backbone, 32 hexadecimal digits, which patches name."""
+        fields = [self.backbone]
+        for name, value in sorted(self.directions.items()):
+            fields.append(f"{name}\0{examine({name: value}, value.shape[1])[0]}")
+        return hashlib.blake2b("\0".join(fields).encode(), digest_size=16).hexdigest()
 
     def rows(self, name: str, layers: tuple[int, ...], rank: int) -> AnyArray:
-        """The first `rank` directions of some layers, [L', M, F]: the array itself where that is all of it."""
+        """Returns the first `rank` directions of some layers, [L', M, F]; without a copy where that is all of them."""
         value = self.directions[name]
         if len(layers) < self.layout.layers:
             value = value[np.asarray(layers)]
@@ -76,17 +77,17 @@ class Basis:
 def fit_basis(
     pairs: Iterable[tuple[Chunk, KVArrays]], rank: Rank, *, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> Basis:
-    """Finds the directions that many deficits share: the eigenvectors of Σ ΔᵀΔ in each layer and channel.
+    """Computes the directions that many deficits share: the eigenvectors of Σ ΔᵀΔ in each layer and channel.
 
     Holds F·F float32 numbers for each layer and channel while it runs, and one deficit at a time.
 
     Args:
-      pairs: chunks of one backbone, each with its conditioned KV. Items that a patch is to be tested on stay out.
+      pairs: chunks of one backbone, each with its conditioned KV. Leave out items that patches are to be tested on.
       rank: directions for every channel, or per channel (0, or leaving one out: none).
 
     Raises:
       InputError: no pairs. PatchMismatchError: chunks of several backbones. RankError: a rank below 1, or beyond a
-      channel's features. LayoutError: a channel that is not there. Else as `form_patch` of `conditioned`.
+      channel's features. LayoutError: an unknown channel. Else as `form_patch` of `conditioned`.
     """
     first: Chunk | None = None
     sums: dict[str, Array] = {}
@@ -94,7 +95,7 @@ def fit_basis(
         check_conditioned(chunk, conditioned)
         first = first or chunk
         _check_same_model(first.backbone, first.layout, chunk)
-        delta = ops.deficit(arrays_of(conditioned), arrays_of(chunk.kv), jnp.int32(chunk.length))
+        delta = deficit_of(conditioned, chunk.kv, chunk)
         for name, value in delta.items():
             sums[name] = sums.get(name, 0.0) + _jitted_gram(value)
     if first is None:
@@ -134,9 +135,9 @@ def form_in_basis(
     layers: Iterable[int] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> Patch:
-    """Forms the patch of a chunk in a shared basis: coefficients of KV(B|A) − KV(B|∅), and no directions of its own.
+    """Forms the patch of a chunk in a shared basis: coefficients of KV(B|A) − KV(B|∅), without directions of its own.
 
-    It is applied as any other. `Patch.nbytes` leaves out the basis, which the metadata names.
+    It is applied like any other patch. `Patch.nbytes` leaves out the basis, which the metadata names.
 
     Args:
       chunk, conditioned, antecedent, layers, dtype: as in `form_patch`; dtype is that of the coefficients.
@@ -154,7 +155,7 @@ def form_in_basis(
     if rank is not None and rank < 1:
         raise RankError(f"basis: rank {rank}; expected at least 1, or None")
     kept = check_layers(layers, chunk.layout.layers)
-    delta = ops.deficit(arrays_of(conditioned), arrays_of(chunk.kv), jnp.int32(chunk.length))
+    delta = deficit_of(conditioned, chunk.kv, chunk)
 
     factors: Factors = {}
     for name, have in basis.ranks.items():
@@ -174,15 +175,16 @@ def _check_same_model(backbone: str, layout: KVLayout, chunk: Chunk) -> None:
 
 
 def coefficients(patch: Patch) -> dict[str, Any]:
-    """Returns what a patch in a basis has of its own: u by channel."""
+    """Returns the coefficients of a patch in a basis: u by channel."""
     return {name: factors[0] for name, factors in patch.factors.items() if is_low_rank(factors)}  # pyright: ignore
 
 
 def with_basis(own: Mapping[str, Any], metadata: PatchMetadata, basis: Basis) -> Patch:
-    """Makes the patch of coefficients that were kept without their basis.
+    """Returns the patch of coefficients that were kept without their basis.
 
     Args:
-      own: u by channel, as `coefficients` gives them. metadata: of the patch.
+      own: u by channel, as `coefficients` returns them.
+      metadata: of the patch.
 
     Raises:
       PatchMismatchError: another basis than the metadata names. ShapeError: coefficients of more directions.
@@ -201,14 +203,14 @@ def with_basis(own: Mapping[str, Any], metadata: PatchMetadata, basis: Basis) ->
 
 
 def check_in_basis(patch: Patch, basis: Basis) -> None:
-    """Refuses a patch whose directions are not those of a basis: another one, or changed since.
+    """Checks that a patch's directions are those of a basis, unchanged.
 
     Raises:
       PatchMismatchError.
     """
     wanted = with_basis(coefficients(patch), patch.metadata, basis)
     for name, factors in patch.factors.items():
-        own, other = (value_of(each[1]) for each in (factors, wanted.factors[name]))  # pyright: ignore
+        own, other = (value_of(pair[1]) for pair in (factors, wanted.factors[name]))  # pyright: ignore
         if own is not other and not np.array_equal(np.asarray(own), np.asarray(other)):
             raise PatchMismatchError(
                 f"patch of chunk {patch.metadata.chunk!r}: directions of {name!r} that are not those of basis "

@@ -1,4 +1,4 @@
-"""Chunks and conditioned KV, made with a backbone: a unit prefilled alone, behind a lead, or behind other units."""
+"""Chunks and conditioned KV, made with a backbone: units prefilled alone, after a lead, or after other units."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,17 +23,17 @@ def make_chunk(
     keep_encoder: bool = False,
     lead: Sequence[Any] | Tokens | None = None,
 ) -> Chunk:
-    """Prefills one unit alone and keeps its KV position-free: the canonical.
+    """Prefills one unit alone and returns its position-free KV: the canonical.
 
     Args:
-      items: texts and images as `backbone.prepare` takes them; an image brings its start and end tokens along.
+      items: texts and images as `backbone.prepare` takes them; an image includes its start and end tokens.
       id: the chunk's name, which its patches carry; None: `chunk_id` of the items, as libraries and the linker name the
         same content.
       encoder: the tower's output for these items, as `backbone.encode`, `Chunk.encoder` or a store's `Miss.encoder()`
         gives it; the tower does not run again.
       keep_encoder: leaves the tower's output in the chunk, so that a store keeps it when the KV is evicted.
-      lead: what stands in front of every chunk and never leaves, such as the system prompt, as items or `Tokens`. The
-        unit is then prefilled behind it, and the lead's digest is part of its content and of its default id.
+      lead: what precedes every chunk and never leaves, such as the system prompt, as items or `Tokens`. The unit is
+        then prefilled after it, and the lead's digest is part of its content and of its default id.
 
     Returns:
       A Chunk of one unpadded row, whose content is the items' digest; its positions count from its own start, and its
@@ -46,16 +46,17 @@ def make_chunk(
     check_is_backbone(backbone, "make_chunk")
     items = [one_form(item) for item in items_of(items, "make_chunk")]
     content = chunk_id(backbone.fingerprint, *items)
-    front = None if lead is None else lead_tokens(backbone, lead)
-    digest = None if front is None else lead_digest(backbone.fingerprint, front)
+    before = None if lead is None else lead_tokens(backbone, lead)
+    digest = None if before is None else lead_digest(backbone.fingerprint, before)
     if digest is not None:
         content = digest_of([b"chunk behind a lead", encoded(content), encoded(digest)])
+
     prompt = backbone.prepare(items)
     if encoder is None and keep_encoder:
         encoder = backbone.encode(**prompt)
     tokens = backbone.embed(**prompt) if encoder is None else backbone.embed(**prompt, features=encoder)
     local = np.asarray(tokens.positions)[0]
-    kv = backbone.prefill(tokens).kv if front is None else conditioned(backbone, [tokens], lead=front)[0]
+    kv = backbone.prefill(tokens).kv if before is None else conditioned(backbone, [tokens], lead=before)[0]
     return Chunk(
         kv={name: value[:, 0] for name, value in kv.items()},
         local=local,
@@ -71,10 +72,11 @@ def make_chunk(
 
 
 def lead_digest(backbone: str, tokens: Tokens) -> str:
-    """Digests what chunks are prefilled behind, whether it was given as items or as tokens: 32 hexadecimal digits.
+    """Digests a lead, equally whether it was given as items or as tokens: 32 hexadecimal digits.
 
     Args:
-      backbone: the fingerprint. tokens: one row.
+      backbone: the fingerprint.
+      tokens: of the lead, one row.
     """
     deepstack = [] if tokens.deepstack is None else [np.asarray(tokens.deepstack)]
     fields = [b"lead", encoded(backbone), np.asarray(tokens.positions, np.float32).tobytes()]
@@ -84,7 +86,7 @@ def lead_digest(backbone: str, tokens: Tokens) -> str:
 
 
 def lead_tokens(backbone: Backbone, lead: Sequence[Any] | Tokens) -> Tokens:
-    """Embeds what chunks are to be prefilled behind, one row; tokens pass.
+    """Embeds a lead, one row; `Tokens` are returned as they are.
 
     Raises:
       ImageError, InputError: as `prepare`. ShapeError: no tokens, or not one row.
@@ -93,23 +95,23 @@ def lead_tokens(backbone: Backbone, lead: Sequence[Any] | Tokens) -> Tokens:
         lead = backbone.embed(**backbone.prepare(items_of(lead, "lead")))
     check_tokens(lead, "lead")
     if len(lead.embeddings) != 1:
-        raise ShapeError(f"lead: {len(lead.embeddings)} rows; expected one, which stands in front of every chunk")
+        raise ShapeError(f"lead: {len(lead.embeddings)} rows; expected one, which precedes every chunk")
     return lead
 
 
 def conditioned(
     backbone: Backbone, units: Sequence[Sequence[Any] | Tokens], *, lead: Sequence[Any] | Tokens | None = None
 ) -> list[PhaseFreeKV]:
-    """Prefills units one behind the other and returns each one's KV as those in front of it made it.
+    """Prefills units one after the other and returns each one's KV, conditioned on the units that precede it.
 
     `conditioned(backbone, [[a], [b]])[1]` is KV(B|A), of the shape of `make_chunk(backbone, [b])`: what `form_patch`
-    takes. Each unit starts where the span of the one in front ends.
+    takes. Each unit starts where the span of the preceding one ends.
 
     Args:
       units: each the items of one chunk, as `make_chunk` takes them; or `Tokens` as `embed` gives them, of one
         row or several.
-      lead: what all of them stand behind, as in `make_chunk`, one row; nothing is returned of it. What `form_patch`
-        takes for a chunk that was made behind a lead was conditioned behind the same.
+      lead: what precedes all of them, as in `make_chunk`, one row; its KV is not returned. `form_patch` of a chunk that
+        was made after a lead needs KV that was conditioned on the same lead.
 
     Returns:
       For each unit {channel: [L, T, K, H]}, phase-free; of `Tokens` {channel: [L, B, T, K, H]}.
@@ -119,30 +121,30 @@ def conditioned(
     """
     check_is_backbone(backbone, "conditioned")
     expect_kind(units, Iterable, "conditioned: units", "a sequence of units, each the items of one chunk")
-    own = [unit_tokens(backbone, unit) for unit in units]
-    if not own:
+    embedded = [unit_tokens(backbone, unit) for unit in units]
+    if not embedded:
         raise InputError("conditioned: no units; expected at least one")
-    rows = len(own[0].embeddings)
-    for tokens in own:
+    rows = len(embedded[0].embeddings)
+    for tokens in embedded:
         if len(tokens.embeddings) != rows:
             raise ShapeError(f"conditioned: {len(tokens.embeddings)} rows; expected {rows} of each")
-    front = [] if lead is None else [_repeated(lead_tokens(backbone, lead), rows)]
-    parts = _placed_in_turn([*front, *own])
+    before = [] if lead is None else [_repeated(lead_tokens(backbone, lead), rows)]
+    parts = _shift_in_order([*before, *embedded])
 
     kv = backbone.prefill(one_behind_the_other(parts)).kv
-    found, begin = [], sum(tokens.embeddings.shape[1] for tokens in front)
-    for unit, tokens in zip(units, own, strict=True):
+    result, begin = [], sum(tokens.embeddings.shape[1] for tokens in before)
+    for unit, tokens in zip(units, embedded, strict=True):
         end = begin + tokens.embeddings.shape[1]
         values = {name: value[:, :, begin:end] for name, value in kv.items()}
         if not isinstance(unit, Tokens):
             values = {name: value[:, 0] for name, value in values.items()}
-        found.append(PhaseFreeKV(values))
+        result.append(PhaseFreeKV(values))
         begin = end
-    return found
+    return result
 
 
 def unit_tokens(backbone: Backbone, unit: Sequence[Any] | Tokens) -> Tokens:
-    """Embeds the items of one unit; tokens pass.
+    """Embeds the items of one unit; `Tokens` are returned as they are.
 
     Raises:
       ImageError, InputError: as `prepare`. ShapeError: tokens without a batch axis, or none.
@@ -155,14 +157,14 @@ def unit_tokens(backbone: Backbone, unit: Sequence[Any] | Tokens) -> Tokens:
 
 
 def _repeated(tokens: Tokens, rows: int) -> Tokens:
-    """One row, for as many."""
+    """Returns one row repeated."""
     wide = lambda value: jnp.broadcast_to(value, (rows, *value.shape[1:]))
     positions = np.repeat(np.asarray(tokens.positions), rows, axis=0)
     return Tokens(wide(tokens.embeddings), positions, None if tokens.deepstack is None else wide(tokens.deepstack))
 
 
-def _placed_in_turn(units: Sequence[Tokens]) -> list[Tokens]:
-    """Shifts each to where the span of the one in front ends."""
+def _shift_in_order(units: Sequence[Tokens]) -> list[Tokens]:
+    """Shifts each unit to where the span of the preceding one ends."""
     parts: list[Tokens] = []
     start: np.ndarray | None = None
     for tokens in units:
@@ -175,7 +177,7 @@ def _placed_in_turn(units: Sequence[Tokens]) -> list[Tokens]:
 
 
 def one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
-    """Joins tokens that were placed already to one prompt; what has no deepstack features gets zeros."""
+    """Joins tokens at their positions to one prompt; parts without deepstack features get zeros."""
     deepstack = None
     known = [part.deepstack for part in parts if part.deepstack is not None]
     if known:

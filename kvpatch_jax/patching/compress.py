@@ -1,6 +1,7 @@
-"""Making a patch smaller: fewer directions, fewer layers, fewer bits."""
+"""Smaller patches: fewer directions, fewer layers, fewer bits."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,15 +19,19 @@ Rank = int | Mapping[str, int]
 
 
 def _rank_slice(leaf: ops.Leaf, rank: int, axis: int) -> ops.Leaf:
-    cut = lambda value: jax.lax.slice_in_dim(value, 0, rank, axis=value.ndim + axis)
-    return Quantised(cut(leaf.values), cut(leaf.scale)) if isinstance(leaf, Quantised) else cut(leaf)
+    """Returns the first `rank` directions along a negative axis."""
+    cut = functools.partial(jax.lax.slice_in_dim, start_index=0, limit_index=rank)
+    if isinstance(leaf, Quantised):
+        return Quantised(cut(leaf.values, axis=leaf.values.ndim + axis), cut(leaf.scale, axis=leaf.scale.ndim + axis))
+    return cut(leaf, axis=leaf.ndim + axis)
 
 
 def check_whole_ranks(rank: Any, what: str, *, dense: bool = False) -> None:
-    """Refuses ranks that are no whole numbers; how large they may be depends on what they are for.
+    """Checks that ranks are whole numbers; their bounds depend on the operation.
 
     Args:
-      rank: one, or one for each channel. dense: whether None is one, of a channel that has no factors.
+      rank: one, or one for each channel.
+      dense: accept None, for a channel that has no factors.
 
     Raises:
       RankError: `what` begins the message.
@@ -37,14 +42,14 @@ def check_whole_ranks(rank: Any, what: str, *, dense: bool = False) -> None:
 
 
 def truncate(patch: Patch, rank: Rank) -> Patch:
-    """Cuts a patch to a smaller rank: a slice, since singular values fall from left to right.
+    """Truncates a patch to a smaller rank: a slice, because singular values descend.
 
     Args:
       rank: for every low-rank channel, or per channel (channels left out stay). Dense channels stay dense.
 
     Raises:
       RankError: below 1 or above what the patch has, or several for channels that share their left factor. LayoutError:
-      a channel that is not there.
+      an unknown channel.
     """
     check_is_patch(patch)
     check_whole_ranks(rank, "truncate", dense=True)
@@ -54,6 +59,7 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
         left = {name: rank.get(name, have) for name, have in patch.ranks.items() if have}
         if len(set(left.values())) > 1:
             raise RankError(f"truncate: ranks {left} with a shared left factor; expected one rank for all of them")
+
     factors: dict[str, ChannelFactors] = {}
     for name, own in patch.factors.items():
         wanted = rank.get(name) if isinstance(rank, Mapping) else rank
@@ -67,6 +73,7 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
     return Patch(factors, patch.metadata)
 
 
+# One program for all leaves.
 @jax.jit
 def _rows_of(factors: ops.Factors, rows: Int[Array | np.ndarray, " kept"]) -> ops.Factors:
     return jax.tree.map(lambda leaf: leaf[rows], factors)
@@ -76,27 +83,28 @@ def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
     """Keeps a patch on some layers; the others get no correction and take no bytes. Kamera §4, the deep-only patch.
 
     Raises:
-      InputError: none, or layers that the patch does not cover.
+      InputError: no layers, or layers that the patch does not cover.
     """
     check_is_patch(patch)
     expect_kind(layers, Iterable, "keep_layers: layers", "numbers of layers")
-    given = list(layers)
-    if not all(is_whole(layer, 0) for layer in given):
-        raise InputError(f"keep_layers: layers {given!r:.80}; expected some of {patch.metadata.layers}")
-    kept = tuple(sorted({int(layer) for layer in given}))
+    listed = list(layers)
+    if not all(is_whole(layer, 0) for layer in listed):
+        raise InputError(f"keep_layers: layers {listed!r:.80}; expected some of {patch.metadata.layers}")
+    kept = tuple(sorted({int(layer) for layer in listed}))
     missing = [layer for layer in kept if layer not in patch.metadata.layers]
     if missing or not kept:
         raise InputError(f"keep_layers: layers {kept}; expected some of {patch.metadata.layers}")
+
     rows = np.asarray([patch.metadata.layers.index(layer) for layer in kept])
     factors = _rows_of(dict(patch.factors), rows)
     return Patch(factors, dataclasses.replace(patch.metadata, layers=kept))
 
 
 def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
-    """Brings a patch to a smaller dtype: 8 bits with one float32 scale per direction, wider ones by rounding.
+    """Converts a patch to a smaller dtype: 8 bits with one float32 scale per direction, wider ones by rounding.
 
     Raises:
-      InputError: neither a floating dtype nor int8. NotFiniteError: factors beyond the dtype's range (float16's).
+      InputError: a dtype that is neither floating-point nor int8. NotFiniteError: factors beyond the dtype's range.
     """
     check_is_patch(patch)
     try:
@@ -107,23 +115,25 @@ def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
         raise InputError(f"quantise: dtype {dtype!r:.80}; expected a floating dtype or int8")
     if not jnp.issubdtype(target, jnp.floating) and target != jnp.int8:
         raise InputError(f"quantise: dtype {target}; expected a floating dtype or int8")
-    convert = lambda leaf, axis: ops.stored(value_of(leaf), target, axis)
+
     factors: dict[str, ChannelFactors] = {}
     for name, own in patch.factors.items():
         if is_low_rank(own):
             u, v = own[0], own[1]  # pyright: ignore
-            # A shared basis stays as it is: others hold it too.
-            factors[name] = (convert(u, -2), v if patch.metadata.basis is not None else convert(v, -1))
+            # A shared basis stays as it is: other patches hold it too.
+            if patch.metadata.basis is None:
+                v = ops.stored(value_of(v), target, -1)
+            factors[name] = (ops.stored(value_of(u), target, -2), v)
         else:
-            factors[name] = convert(own, -1)
+            factors[name] = ops.stored(value_of(own), target, -1)  # pyright: ignore
     return Patch(finite_factors(factors, f"patch of chunk {patch.metadata.chunk!r} in {target}"), patch.metadata)
 
 
 def finite_factors(factors: ops.Factors, what: str) -> ops.Factors:
-    """Returns factors after a look at every one of them.
+    """Returns factors after checking that all of them are finite.
 
     Raises:
-      NotFiniteError: one is NaN or infinite, as float16 makes of what is beyond 65504.
+      NotFiniteError: NaN or infinity, such as float16's numbers beyond 65504.
     """
     leaves = [(name, leaf) for name, own in factors.items() for leaf in jax.tree.leaves(own)]
     check_finite([(name, leaf) for name, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)], what)

@@ -1,4 +1,4 @@
-"""From a deficit to a patch: what is checked before factors are formed, their ranks, and their metadata."""
+"""From a deficit to the factors of a patch: checks, ranks, factorisation and metadata."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from ..cache import Antecedent, Base, Chunk, Patch, PatchMetadata, check_finite, check_is_chunk, content_of
-from ..core import AnyArray, FormPlan, Heads, expect_frame, on_device, ops
+from ..core import AnyArray, FormPlan, Heads, expect_frame, ops
 from ..errors import InputError, RankError, ShapeError
 from .compress import Rank, check_whole_ranks, finite_factors
 
@@ -17,16 +17,32 @@ Method = Literal["randomised", "exact"]
 KVArrays = Mapping[str, Float[AnyArray, "L *B T _ _"]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Factorisation:
+    """Options of a factorisation.
+
+    Attributes:
+      method: "randomised" (deterministic by `key`) or "exact".
+      key: a typed PRNG key; None is `jax.random.key(0)`.
+      dtype: of the factors; None is the chunk's.
+    """
+
+    method: Method = "randomised"
+    key: Key[Array, ""] | None = None
+    dtype: jax.typing.DTypeLike | None = None
+
+
 def arrays_of(kv: KVArrays) -> dict[str, Array]:
-    """Turns KV into a plain dictionary of jax arrays."""
-    return {name: on_device(value) for name, value in kv.items()}
+    """Returns KV as a plain dictionary of jax arrays."""
+    # `jnp.asarray` takes 30 µs to return a jax array as it is.
+    return {name: value if isinstance(value, jax.Array) else jnp.asarray(value) for name, value in kv.items()}
 
 
 def check_alike(chunk: Chunk, kv: KVArrays, what: str) -> None:
-    """Refuses KV that is not of a chunk's frame, layout and shape. Looks at no value.
+    """Checks that KV has a chunk's frame, layout and shapes; reads no values.
 
     Raises:
-      InputError: no chunk. FrameError, LayoutError, ShapeError, DtypeError: the KV.
+      InputError: not a chunk. FrameError, LayoutError, ShapeError, DtypeError: the KV does not fit it.
     """
     check_is_chunk(chunk)
     what = f"{what} of chunk {chunk.id!r}"
@@ -38,7 +54,7 @@ def check_alike(chunk: Chunk, kv: KVArrays, what: str) -> None:
 
 
 def check_conditioned(chunk: Chunk, conditioned: KVArrays, what: str = "conditioned KV") -> None:
-    """Refuses KV that is not of a chunk's frame, layout and shape, or not finite.
+    """Checks that KV has a chunk's frame, layout and shapes, and is finite.
 
     Raises:
       As `check_alike`. NotFiniteError: NaN or infinity.
@@ -47,11 +63,16 @@ def check_conditioned(chunk: Chunk, conditioned: KVArrays, what: str = "conditio
     check_finite(conditioned, f"{what} of chunk {chunk.id!r}")
 
 
+def deficit_of(conditioned: KVArrays, base: KVArrays, chunk: Chunk) -> dict[str, Float[Array, "L *B T _ _"]]:
+    """Computes conditioned − base in float32, zero on the chunk's padding."""
+    return ops.deficit(arrays_of(conditioned), arrays_of(base), jnp.int32(chunk.length))
+
+
 def check_layers(layers: Iterable[int] | None, total: int) -> tuple[int, ...]:
-    """Sorts the layers that a patch is to cover; all of `total` for None.
+    """Returns the layers that a patch covers, ascending; all of `total` for None.
 
     Raises:
-      InputError: none, or layers out of range.
+      InputError: no layers, or layers out of range.
     """
     if layers is None:
         return tuple(range(total))
@@ -64,16 +85,16 @@ def check_layers(layers: Iterable[int] | None, total: int) -> tuple[int, ...]:
 def choose_ranks(
     chunk: Chunk, rank: Rank, heads: Heads = "joint", shared_left: bool = False, dense: bool = True
 ) -> tuple[tuple[tuple[str, int | None], ...], tuple[tuple[str, int], ...] | None]:
-    """Settles every channel's rank.
+    """Determines every channel's rank.
 
-    A rank that the chunk's tokens or the features do not have is brought down to what they do: the whole deficit.
+    A rank beyond the chunk's tokens or a channel's features is reduced to what they allow: the whole deficit.
 
     Returns:
       (channel, rank or None for dense) of the channels that get a patch; and (channel, rank) where a larger rank was
-      asked for, None where none was.
+      requested, None where no rank was reduced.
 
     Raises:
-      RankError: a rank below 1, or unequal ranks for a shared left factor. LayoutError: a channel that is not there.
+      RankError: a rank below 1, or unequal ranks for a shared left factor. LayoutError: an unknown channel.
     """
     layout = chunk.layout
     check_whole_ranks(rank, "patch")
@@ -90,7 +111,7 @@ def choose_ranks(
 
     together = sum(layout.channel(name).features for name in wanted)
     chosen: list[tuple[str, int | None]] = []
-    beyond: list[tuple[str, int]] = []
+    reduced: list[tuple[str, int]] = []
     for name, size in wanted.items():
         if size < 1:
             raise RankError(f"patch: rank {size} for channel {name!r}; expected at least 1")
@@ -98,25 +119,27 @@ def choose_ranks(
         side = channel.width if heads == "separate" else channel.features
         side = together if shared_left else side
         if size > min(chunk.length, side):
-            beyond.append((name, size))
+            reduced.append((name, size))
             size = min(chunk.length, side)
+
+        # Dense where factors would take as many numbers: M·(T + F) ≥ T·F.
         smaller = size * (chunk.tokens + side) < chunk.tokens * side
         chosen.append((name, size if smaller or not dense else None))
-    return tuple(chosen), tuple(beyond) or None
+    return tuple(chosen), tuple(reduced) or None
 
 
 def factor_dtype(chunk: Chunk, dtype: jax.typing.DTypeLike | None) -> str:
-    """Names the dtype of a patch's factors: the chunk's, where none is asked for."""
+    """Returns the name of the dtype of a patch's factors: the chunk's for None."""
     return jnp.dtype(next(iter(chunk.kv.values())).dtype if dtype is None else dtype).name
 
 
 def metadata_of(
-    chunk: Chunk, base: Base, antecedent: Antecedent, base_antecedent: Antecedent | None = None, **more: Any
+    chunk: Chunk, base: Base, antecedent: Antecedent, base_antecedent: Antecedent | None = None, **fields: Any
 ) -> PatchMetadata:
-    """Writes the metadata of a patch that is formed of a chunk now, of all layers; `more` are further fields."""
-    given: dict[str, Any] = {"layout": chunk.layout, "layers": tuple(range(chunk.layout.layers))} | more
+    """Returns the metadata of a patch of a chunk, of all layers unless `fields` say otherwise."""
+    fields = {"layout": chunk.layout, "layers": tuple(range(chunk.layout.layers))} | fields
     if base_antecedent is not None:
-        given |= {"base_antecedent": base_antecedent.ids, "base_members": base_antecedent.members}
+        fields |= {"base_antecedent": base_antecedent.ids, "base_members": base_antecedent.members}
     return PatchMetadata(
         chunk=chunk.id,
         base=base,
@@ -126,7 +149,7 @@ def metadata_of(
         content=content_of(chunk),
         lead=chunk.lead,
         local=chunk.places,
-        **given,
+        **fields,
     )
 
 
@@ -135,24 +158,22 @@ def from_deficit(
     delta: Mapping[str, Float[Array, "L *B T _ _"]],
     rank: Rank,
     metadata: PatchMetadata,
-    method: Method,
-    key: Key[Array, ""] | None,
-    dtype: jax.typing.DTypeLike | None,
+    how: Factorisation,
 ) -> Patch:
-    """Forms a joint-head, phase-free patch from a deficit that is at hand.
+    """Forms a joint-head, phase-free patch of a deficit.
 
     Raises:
       RankError, LayoutError: as `choose_ranks`. NotFiniteError: factors beyond the dtype's range.
     """
     ranks, asked = choose_ranks(chunk, rank)
-    plan = FormPlan(ranks=ranks, method=method, dtype=factor_dtype(chunk, dtype))
-    key = jax.random.key(0) if key is None else key
+    plan = FormPlan(ranks=ranks, method=how.method, dtype=factor_dtype(chunk, how.dtype))
+    key = jax.random.key(0) if how.key is None else how.key
     factors = ops.jitted_factorise(dict(delta), key, jnp.int32(chunk.length), plan=plan)
     return checked_patch(factors, dataclasses.replace(metadata, asked=asked), plan)
 
 
 def checked_patch(factors: ops.Factors, metadata: PatchMetadata, plan: FormPlan) -> Patch:
-    """Makes a patch of new factors, after a look at every one of them.
+    """Returns a patch of new factors after checking that they are finite.
 
     Raises:
       NotFiniteError: factors beyond the dtype's range.

@@ -1,10 +1,12 @@
-"""Forming the patch of a chunk behind an antecedent. Checks here, arithmetic in `core.ops`.
+"""Forming the patch of a chunk after an antecedent.
 
 Kamera §3 and App. A, with one change: the deficit is taken and added before the rotation, in the phase-free frame, so
 that one patch serves every position at a lower rank. ``frame="engine"`` keeps the paper's order as a control.
 """
 
+import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,34 +31,12 @@ from .factors import (
 )
 
 
-def form_patch(
-    chunk: Chunk,
-    conditioned: KVArrays,
-    rank: Rank,
-    antecedent: AntecedentLike,
-    *,
-    heads: Heads = "joint",
-    method: Method = "randomised",
-    key: Key[Array, ""] | None = None,
-    layers: Iterable[int] | None = None,
-    shared_left: bool = False,
-    dense: bool = True,
-    frame: PatchFrame = "phase_free",
-    start: Start | None = None,
-    angles: Angles | None = None,
-    dtype: jax.typing.DTypeLike | None = None,
-    basis: Basis | None = None,
-) -> Patch:
-    """Forms the patch of a chunk behind an antecedent: thin factors of KV(B|A) − KV(B|∅). Kamera App. A.
+@dataclasses.dataclass(frozen=True)
+class FormOptions:
+    """Options of `form_patch`, which takes them as keywords.
 
-    Args:
-      chunk: the canonical. Of a batch of chunks, the patch is a batch too: B stands behind L in every factor.
-      conditioned: KV(B|A), phase-free, {channel: [L, T, K, H]} or [L, B, T, K, H], of the chunk's shapes.
-      rank: M for every channel, or one per channel (0, or leaving a channel out, gives it no patch). At most min(T, F):
-        more is brought down to that, and `metadata.asked` says so.
-      antecedent: what stood in front, in order: chunks, ids, or members that say how they were served. Ids and chunks
-        mean that each was served exactly.
-      heads: one factorisation over all KV heads, or one per head.
+    Attributes:
+      heads: one factorisation over all KV heads ("joint"), or one per head ("separate").
       method: "randomised" (deterministic by `key`) or "exact".
       key: a typed PRNG key; None is `jax.random.key(0)`.
       layers: layers to patch; None for all.
@@ -67,62 +47,96 @@ def form_patch(
       start: where the engine-frame patch is to be applied.
       angles: "exact" or "float32" in place of the layout's, for the engine frame.
       dtype: of the factors; None is the chunk's.
-      basis: directions that patches of this backbone share (`basis.fit_basis`): the patch has coefficients alone, of
-        the first `rank` of them. For joint heads in the phase-free frame; `method`, `key`, `dense` do not matter then.
+      basis: directions that patches of this backbone share (`fit_basis`): the patch has coefficients alone, of the
+        first `rank` of them. For joint heads in the phase-free frame; `method`, `key` and `dense` have no effect then.
+
+    Raises:
+      InputError: an engine frame without a start, a start without it, or a basis with separate heads, another frame or
+      a shared left factor.
+    """
+
+    heads: Heads = "joint"
+    method: Method = "randomised"
+    key: Key[Array, ""] | None = None
+    layers: Iterable[int] | None = None
+    shared_left: bool = False
+    dense: bool = True
+    frame: PatchFrame = "phase_free"
+    start: Start | None = None
+    angles: Angles | None = None
+    dtype: jax.typing.DTypeLike | None = None
+    basis: Basis | None = None
+
+    def __post_init__(self) -> None:
+        if self.basis is not None and (self.heads, self.frame, self.shared_left) != ("joint", "phase_free", False):
+            raise InputError(
+                f"patch: heads {self.heads!r}, frame {self.frame!r}, shared_left {self.shared_left} with a basis; "
+                "expected 'joint', 'phase_free', no shared left factor"
+            )
+        if (self.frame == "engine") != (self.start is not None):
+            raise InputError(
+                f"patch: frame {self.frame!r}, start {self.start}; expected a start with the engine frame, and only "
+                "with it"
+            )
+
+
+def form_patch(chunk: Chunk, conditioned: KVArrays, rank: Rank, antecedent: AntecedentLike, **options: Any) -> Patch:
+    """Forms the patch of a chunk after an antecedent: thin factors of KV(B|A) − KV(B|∅). Kamera App. A.
+
+    Args:
+      chunk: the canonical. The patch of a batch of chunks is a batch too: every factor has the axis B after L.
+      conditioned: KV(B|A), phase-free, {channel: [L, T, K, H]} or [L, B, T, K, H], of the chunk's shapes.
+      rank: M for every channel, or one per channel (0, or leaving a channel out, gives it no patch). At most min(T, F):
+        a larger rank is reduced to that and recorded in `metadata.asked`.
+      antecedent: the chunks that precede this one, in order: chunks, ids, or members that say how they were served. Ids
+        and chunks mean that each was served exactly.
+      options: fields of `FormOptions`: heads, method, key, layers, shared_left, dense, frame, start, angles, dtype,
+        basis.
 
     Raises:
       RankError: a rank below 1. LayoutError, ShapeError, DtypeError, NotFiniteError: `conditioned` or the chunk do not
-      fit. InputError: layers out of range, an engine frame without start, or a basis with what it is not for.
-      PatchMismatchError: a basis of another backbone or layout.
+      fit. InputError: layers out of range, or as `FormOptions`. PatchMismatchError: a basis of another backbone or
+      layout.
     """
-    if basis is not None:
-        if (heads, frame, shared_left) != ("joint", "phase_free", False) or not isinstance(rank, int | np.integer):
-            raise InputError(
-                f"patch: heads {heads!r}, frame {frame!r}, shared_left {shared_left}, rank {rank} with a basis; "
-                "expected 'joint', 'phase_free', no shared left factor, one rank"
-            )
-        return form_in_basis(chunk, conditioned, basis, antecedent, rank, layers=layers, dtype=dtype)
-    check_conditioned(chunk, conditioned)
-    behind = antecedent_of(antecedent)
-    layout = chunk.layout.with_angles(angles)
-    if (frame == "engine") != (start is not None):
-        raise InputError(
-            f"patch: frame {frame!r}, start {start}; expected a start with the engine frame, and only then"
+    chosen = FormOptions(**options)
+    if chosen.basis is not None:
+        if not isinstance(rank, int | np.integer):
+            raise InputError(f"patch: rank {rank} with a basis; expected one rank")
+        return form_in_basis(
+            chunk, conditioned, chosen.basis, antecedent, int(rank), layers=chosen.layers, dtype=chosen.dtype
         )
-    place = as_start(layout.rope, 0) if start is None else chunk_start(layout.rope, start, None, "patch")
-    kept = check_layers(layers, layout.layers)
-    ranks, asked = choose_ranks(chunk, rank, heads, shared_left, dense)
+    check_conditioned(chunk, conditioned)
+    antecedent = antecedent_of(antecedent)
+    layout = chunk.layout.with_angles(chosen.angles)
+    # In the phase-free frame the start has no effect, but the program takes one.
+    start = as_start(layout.rope, 0) if chosen.start is None else chunk_start(layout.rope, chosen.start, None, "patch")
+    layers = check_layers(chosen.layers, layout.layers)
+    ranks, asked = choose_ranks(chunk, rank, chosen.heads, chosen.shared_left, chosen.dense)
 
     plan = FormPlan(
         ranks=ranks,
-        heads=heads,
-        method=method,
-        layers=None if len(kept) == layout.layers else kept,
-        shared_left=shared_left,
-        frame=frame,
-        dtype=factor_dtype(chunk, dtype),
+        heads=chosen.heads,
+        method=chosen.method,
+        layers=None if len(layers) == layout.layers else layers,
+        shared_left=chosen.shared_left,
+        frame=chosen.frame,
+        dtype=factor_dtype(chunk, chosen.dtype),
     )
-    factors = ops.jitted_form(
-        layout,
-        arrays_of(conditioned),
-        arrays_of(chunk.kv),
-        jnp.int32(chunk.length),
-        jax.random.key(0) if key is None else key,
-        jnp.asarray(chunk.local),
-        place,
-        plan=plan,
-    )
+    key = jax.random.key(0) if chosen.key is None else chosen.key
+    length, local = jnp.int32(chunk.length), jnp.asarray(chunk.local)
+    arrays = (arrays_of(conditioned), arrays_of(chunk.kv), length, key, local, start)
+    factors = ops.jitted_form(layout, *arrays, plan=plan)
 
     metadata = metadata_of(
         chunk,
         "canonical",
-        behind,
+        antecedent,
         layout=layout,
-        layers=kept,
-        heads=heads,
-        shared_left=shared_left,
-        frame=frame,
-        start=None if start is None else tuple(int(number) for number in np.asarray(place).ravel()),
+        layers=layers,
+        heads=chosen.heads,
+        shared_left=chosen.shared_left,
+        frame=chosen.frame,
+        start=None if chosen.start is None else tuple(int(number) for number in np.asarray(start).ravel()),
         asked=asked,
     )
     return checked_patch(factors, metadata, plan)

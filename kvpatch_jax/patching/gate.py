@@ -1,7 +1,7 @@
-"""The gate in front of stored patches: which may be served, and in which order the others are worth a try.
+"""Gate of stored patches: which may be served after an antecedent, and a ranking of the others.
 
-Kamera App. D. A patch is admitted by what it was formed behind. How far that is from what is wanted is a number that
-ranks candidates and admits none: in the paper a gate made of it falsely reuses 24 to 47 % at any useful coverage.
+Kamera App. D. A patch is admitted by the antecedent that it was formed behind. The divergence of two antecedents ranks
+candidates and admits none: in the paper a gate by divergence falsely reuses 24 to 47 % at any useful coverage.
 `reuse_curve` measures that rate.
 """
 
@@ -18,11 +18,11 @@ from ..core import AnyArray
 from ..errors import InputError, ShapeError
 
 Pooled = Mapping[str, Float[AnyArray, " D"]]
-"""One vector for each chunk in front, by its content or its id, as `pooled_canonical` gives them."""
+"""One vector for each chunk of an antecedent, by its content or its id, as `pooled_canonical` returns them."""
 
 
 class PatchCandidate(NamedTuple):
-    """A stored patch, how far what it was formed behind is from what is wanted, and in what that differs.
+    """A stored patch, with the divergence of its antecedent from the wanted one and a description of the difference.
 
     `differs` is None where the patch may be served; others need `allow_stale`.
     """
@@ -35,34 +35,34 @@ class PatchCandidate(NamedTuple):
 def candidates(
     patches: Sequence[Patch], wanted: AntecedentLike, *, allow_stale: bool = False, pooled: Pooled | None = None
 ) -> list[PatchCandidate]:
-    """Lists the patches that may be served behind an antecedent; the rest, ranked, only where that is allowed.
+    """Lists the patches that may be served after an antecedent; the others, ranked, only if allowed.
 
     Args:
       patches: of one chunk, such as a store's.
       wanted: the antecedent.
-      allow_stale: lists those of other antecedents too, by growing divergence, behind all that may be served.
+      allow_stale: also lists those of other antecedents, by increasing divergence, after all that may be served.
       pooled: as `divergence`.
     """
     wanted = antecedent_of(wanted)
-    found = []
+    listed = []
     for patch in patches:
         behind, orbit = patch.metadata.behind, patch.metadata.orbit
         differs = behind.difference(wanted, orbit)
         if differs is None:
-            found.append(PatchCandidate(patch, 0.0, None))
+            listed.append(PatchCandidate(patch, 0.0, None))
         elif allow_stale:
-            found.append(PatchCandidate(patch, divergence(behind, wanted, orbit=orbit, pooled=pooled), differs))
-    return sorted(found, key=lambda each: (each.differs is not None, each.divergence, -each.patch.nbytes))
+            listed.append(PatchCandidate(patch, divergence(behind, wanted, orbit=orbit, pooled=pooled), differs))
+    # Of equal divergence the larger patch first: it has more directions.
+    return sorted(listed, key=lambda item: (item.differs is not None, item.divergence, -item.patch.nbytes))
 
 
 def divergence(
     stored: AntecedentLike, wanted: AntecedentLike, *, orbit: bool = False, pooled: Pooled | None = None
 ) -> float:
-    """Computes how far two antecedents are apart: 0 for the same, 1 where nothing of one is in the other.
+    """Computes the divergence of two antecedents: 0 for equal ones, 1 where they have nothing in common.
 
     It is 1 − (1 − c)(1 − o/2)(1 − s/2). Here c is the share of chunks that are not in both (of all of both), o the
-    share of pairs of common chunks that stand in another order, s the share of common chunks served otherwise. Nothing
-    of it is read from KV.
+    share of pairs of common chunks in another order, s the share of common chunks served otherwise. No KV is read.
 
     Args:
       orbit: the stored patch serves every order; o is 0.
@@ -77,17 +77,17 @@ def divergence(
         one, other = (_mean(_vectors(each, pooled)) for each in (first, second))
         if one is not None and other is not None:
             changed = _cosine_divergence(one, other)
-    turned = 0.0 if orbit else _discordant(pairs)
+    reordered = 0.0 if orbit else _discordant(pairs)
     served = sum(first.members[one].state != second.members[other].state for one, other in pairs)
-    return 1 - (1 - changed) * (1 - turned / 2) * (1 - served / max(len(pairs), 1) / 2)
+    return 1 - (1 - changed) * (1 - reordered / 2) * (1 - served / max(len(pairs), 1) / 2)
 
 
 def _common(first: Antecedent, second: Antecedent) -> list[tuple[int, int]]:
-    """Places of the chunks that are in both, each paired with the first one of its id and content that is free."""
+    """Pairs the indices of the chunks that are in both, each with the first unpaired one of its id and content."""
     free = list(range(len(second.members)))
     pairs = []
     for place, member in enumerate(first.members):
-        other = next((each for each in free if _same_chunk(member, second.members[each])), None)
+        other = next((index for index in free if _same_chunk(member, second.members[index])), None)
         if other is not None:
             free.remove(other)
             pairs.append((place, other))
@@ -100,12 +100,12 @@ def _same_chunk(first: Member, second: Member) -> bool:
 
 
 def _discordant(pairs: list[tuple[int, int]]) -> float:
-    """The share of pairs of pairs whose order is turned."""
+    """Returns the share of pairs of pairs whose order is reversed."""
     count = len(pairs)
     if count < 2:
         return 0.0
-    turned = sum(pairs[i][1] > pairs[j][1] for j in range(count) for i in range(j))
-    return turned / math.comb(count, 2)
+    reversed_pairs = sum(pairs[i][1] > pairs[j][1] for j in range(count) for i in range(j))
+    return reversed_pairs / math.comb(count, 2)
 
 
 def _vectors(antecedent: Antecedent, pooled: Pooled) -> list[np.ndarray | None]:
@@ -129,7 +129,7 @@ def _cosine_divergence(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def pooled_canonical(chunk: Chunk) -> Float[np.ndarray, " D"]:
-    """Averages a canonical over its tokens: its channels without phase, all layers one behind the other, float32.
+    """Averages a canonical over its tokens: its channels without phase, all layers concatenated, float32.
 
     Raises:
       ShapeError: a batch of chunks.
@@ -143,13 +143,13 @@ def pooled_canonical(chunk: Chunk) -> Float[np.ndarray, " D"]:
 
 
 class ReuseCurve(NamedTuple):
-    """How a gate at each threshold would have done: rows by growing threshold, arrays [N'].
+    """Coverage and false reuse of a gate at each threshold: rows by increasing threshold, arrays [N'].
 
     Attributes:
       threshold: patches of at most this divergence are reused.
-      coverage: the share of all that is reused.
-      false_reuse: the share of the reused whose loss is beyond the bound.
-      safe, unsafe: medians of the divergence within and beyond the bound; NaN where there are none.
+      coverage: the share of patches that is reused.
+      false_reuse: the share of reused patches whose loss exceeds the bound.
+      safe, unsafe: medians of the divergence within and beyond the bound; NaN of none.
     """
 
     threshold: Float[np.ndarray, " N"]
@@ -159,7 +159,7 @@ class ReuseCurve(NamedTuple):
     unsafe: float
 
     def at(self, coverage: float | int) -> float:
-        """The least rate of false reuse among thresholds that reuse at least this share.
+        """Returns the lowest rate of false reuse among thresholds that reuse at least this share.
 
         Raises:
           InputError: a share that is not above 0 and at most 1.
@@ -170,11 +170,11 @@ class ReuseCurve(NamedTuple):
 
 
 def reuse_curve(divergences: Sequence[float], losses: Sequence[float], bound: float) -> ReuseCurve:
-    """Measures a gate on pairs of a divergence and of the loss that reuse then had, such as the KL to re-prefill.
+    """Measures a gate on pairs of a divergence and the loss of that reuse, such as the KL divergence to a re-prefill.
 
     Args:
-      divergences, losses: one of each for every reuse, in the same order.
-      bound: a loss up to which reuse was right.
+      divergences, losses: one of each per reuse, in the same order.
+      bound: the largest acceptable loss.
 
     Raises:
       InputError: no pairs, unequal numbers, or numbers that are not finite.
@@ -184,9 +184,10 @@ def reuse_curve(divergences: Sequence[float], losses: Sequence[float], bound: fl
         raise InputError(f"gate: divergences {apart.shape} and losses {lost.shape}; expected as many, at least one")
     if not (np.isfinite(apart).all() and np.isfinite(lost).all()):
         raise InputError("gate: divergences or losses that are not finite; expected finite numbers")
+
     wrong = lost > bound
     threshold = np.unique(apart)
-    reused = np.array([(apart <= each).sum() for each in threshold])
-    false = np.array([wrong[apart <= each].sum() for each in threshold])
-    median = lambda values: float(np.median(values)) if values.size else math.nan
-    return ReuseCurve(threshold, reused / apart.size, false / reused, median(apart[~wrong]), median(apart[wrong]))
+    reused = np.array([(apart <= value).sum() for value in threshold])
+    false = np.array([wrong[apart <= value].sum() for value in threshold])
+    safe, unsafe = (float(np.median(part)) if part.size else math.nan for part in (apart[~wrong], apart[wrong]))
+    return ReuseCurve(threshold, reused / apart.size, false / reused, safe, unsafe)

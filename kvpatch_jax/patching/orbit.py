@@ -1,4 +1,4 @@
-"""One patch for every ordering of an antecedent set: running sums of deficits, and factors of their mean. Kamera §5."""
+"""Orbit patches: one patch for every order of an antecedent set, of its mean deficit over orders. Kamera §5."""
 
 import dataclasses
 import itertools
@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Float
 
 from ..backbone import Backbone, Tokens
 from ..cache import Antecedent, AntecedentLike, Chunk, Patch, antecedent_of
@@ -19,15 +18,21 @@ from ..utils.kinds import expect_kind
 from .canonical import conditioned as conditioned_kv
 from .canonical import unit_tokens
 from .compress import Rank
-from .factors import KVArrays, Method, arrays_of, check_conditioned, from_deficit, metadata_of
+from .factors import Factorisation, KVArrays, arrays_of, check_conditioned, from_deficit, metadata_of
+
+Order = tuple[int, ...]
+"""An ordering of an antecedent set: indices of its members, the first one first."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Accumulated:
-    """The running sum of a chunk's deficits over orderings of an antecedent set.
+    """Running sum of a chunk's deficits over orderings of an antecedent set.
 
-    `total` is {channel: float32 [L, T, K, H]}, or [L, B, T, K, H] of a batch of chunks; `count` orderings went into
-    it; `antecedent` is the sorted set, or None.
+    Attributes:
+      total: {channel: float32 [L, T, K, H]}, or [L, B, T, K, H] of a batch of chunks.
+      count: the number of orderings in the sum.
+      chunk: the canonical.
+      antecedent: the sorted set, or None.
     """
 
     total: Mapping[str, Float[AnyArray, "L *B T _ _"]]
@@ -36,10 +41,10 @@ class Accumulated:
     antecedent: Antecedent | None = None
 
     def __repr__(self) -> str:
-        return f"Accumulated({self.count} orderings of {_named(self.antecedent)} in front of {self.chunk!r})"
+        return f"Accumulated({self.count} orderings of {_format_set(self.antecedent)} before {self.chunk!r})"
 
 
-def _named(members: Antecedent | None) -> str:
+def _format_set(members: Antecedent | None) -> str:
     return "None" if members is None else str(members.ids if members.plain else members.members)
 
 
@@ -49,11 +54,11 @@ def accumulate(
     """Adds one ordering's deficit to a running sum (None starts it). Kamera §5, the orbit patch.
 
     Args:
-      acc: what came before, of the same chunk.
-      conditioned: KV(B|A) behind this ordering, phase-free.
+      acc: the sum so far, of the same chunk.
+      conditioned: KV(B|A) after this ordering, phase-free.
       chunk: the canonical.
-      antecedent: what stood in front; every ordering must hold the same set, of the same contents, served in the same
-        way. None, then for all orderings, leaves it to `orbit_patch` to be told.
+      antecedent: the chunks that precede it; every ordering must hold the same set, of the same contents, served in the
+        same way. None, then for all orderings, leaves the set to `orbit_patch`.
 
     Raises:
       PatchMismatchError: another chunk or antecedent set than before. ShapeError, NotFiniteError: bad `conditioned`.
@@ -69,40 +74,36 @@ def accumulate(
         _check_same_chunk(acc.chunk, chunk)
     if members != acc.antecedent:
         raise PatchMismatchError(
-            f"accumulate: antecedent {_named(members)}; expected an ordering of {_named(acc.antecedent)}"
+            f"accumulate: antecedent {_format_set(members)}; expected an ordering of {_format_set(acc.antecedent)}"
         )
+
     total = ops.jitted_accumulate(dict(acc.total), arrays_of(conditioned), arrays_of(chunk.kv), jnp.int32(chunk.length))
     return Accumulated(total, acc.count + 1, acc.chunk, members)
 
 
 def _check_same_chunk(first: Chunk, second: Chunk) -> None:
+    """Raises where two chunks differ; what one of them does not know, but for the lead, differs from nothing."""
     for word in ("id", "backbone", "layout", "length", "content", "lead"):
         found, expected = getattr(second, word), getattr(first, word)
         known = word == "lead" or None not in (found, expected)
         if known and found != expected:
             what = "chunk" if word == "id" else f"chunk {first.id!r}: {word}"
             raise PatchMismatchError(f"accumulate: {what} {found!r}; expected {expected!r}")
+
     if first.tokens != second.tokens:
         raise ShapeError(f"accumulate: {second.tokens} tokens; expected the {first.tokens} of the chunk before")
     if first.batch != second.batch:
         raise ShapeError(f"accumulate: a batch of {second.batch}; expected {first.batch} as of the chunk before")
 
 
-def orbit_patch(
-    acc: Accumulated,
-    rank: Rank,
-    antecedent: AntecedentLike | None = None,
-    *,
-    method: Method = "randomised",
-    key: Key[Array, ""] | None = None,
-    dtype: jax.typing.DTypeLike | None = None,
-) -> Patch:
+def orbit_patch(acc: Accumulated, rank: Rank, antecedent: AntecedentLike | None = None, **options: Any) -> Patch:
     """Forms one patch for every ordering of an antecedent set: factors of the mean deficit. Kamera §5.
 
     Args:
       acc: from `accumulate`.
       rank: as in `form_patch`.
-      antecedent: the set, where `accumulate` was not told.
+      antecedent: the set, where `accumulate` got none.
+      options: fields of `Factorisation`: method, key, dtype.
 
     Raises:
       RankError: as in `form_patch`. PatchMismatchError: another set than was accumulated. InputError: no set known.
@@ -110,18 +111,16 @@ def orbit_patch(
     expect_kind(acc, Accumulated, "orbit_patch", "what accumulate returns")
     members = None if antecedent is None else antecedent_of(antecedent).sorted()
     if members is not None and acc.antecedent is not None and members != acc.antecedent:
-        raise PatchMismatchError(f"orbit_patch: antecedent {_named(members)}; expected {_named(acc.antecedent)}")
+        raise PatchMismatchError(
+            f"orbit_patch: antecedent {_format_set(members)}; expected {_format_set(acc.antecedent)}"
+        )
     members = acc.antecedent if members is None else members
     if members is None:
         raise InputError("orbit_patch: antecedent None; expected the ids of the set, here or in accumulate")
-    chunk = acc.chunk
+
     mean = {name: jnp.asarray(value) / acc.count for name, value in acc.total.items()}
-    metadata = metadata_of(chunk, "canonical", members, orbit=True)
-    return from_deficit(chunk, mean, rank, metadata, method, key, dtype)
-
-
-Order = tuple[int, ...]
-"""An ordering of an antecedent set: the places of its members, from the front."""
+    metadata = metadata_of(acc.chunk, "canonical", members, orbit=True)
+    return from_deficit(acc.chunk, mean, rank, metadata, Factorisation(**options))
 
 
 def orders_of(count: int, most: int = 24, *, seed: int = 0, hold_out: Iterable[Sequence[int]] = ()) -> list[Order]:
@@ -133,7 +132,7 @@ def orders_of(count: int, most: int = 24, *, seed: int = 0, hold_out: Iterable[S
       hold_out: orders to be left out, so that the patch can be tested on them.
 
     Raises:
-      InputError: no chunks, `most` below 1, held-out orders that are none of so many chunks, or no order left.
+      InputError: no chunks, `most` below 1, held-out orders that are not orders of `count` chunks, or no order left.
     """
     held = {tuple(int(place) for place in order) for order in hold_out}
     wrong = next((order for order in held if sorted(order) != list(range(count))), None)
@@ -148,6 +147,7 @@ def orders_of(count: int, most: int = 24, *, seed: int = 0, hold_out: Iterable[S
     if left <= most:
         return [order for order in itertools.permutations(range(count)) if order not in held]
 
+    # A dictionary keeps the order of the draws, so that a seed gives the same list everywhere.
     draw, drawn = np.random.default_rng(seed), dict[Order, None]()
     while len(drawn) < most:
         order = tuple(int(place) for place in draw.permutation(count))
@@ -159,36 +159,33 @@ def orders_of(count: int, most: int = 24, *, seed: int = 0, hold_out: Iterable[S
 def form_orbit(
     chunk: Chunk,
     antecedent: AntecedentLike,
-    conditioned_behind: Callable[[Order], KVArrays],
+    condition: Callable[[Order], KVArrays],
     rank: Rank,
-    *,
-    most: int = 24,
-    seed: int = 0,
-    hold_out: Iterable[Sequence[int]] = (),
-    method: Method = "randomised",
-    key: Key[Array, ""] | None = None,
-    dtype: jax.typing.DTypeLike | None = None,
+    orders: Iterable[Order] | None = None,
+    **options: Any,
 ) -> Patch:
-    """Prefills a chunk behind orders of its antecedent set and forms one patch for every order. Kamera §5.
+    """Prefills a chunk after orders of its antecedent set and forms one patch for every order. Kamera §5.
 
     Args:
       chunk: the canonical.
       antecedent: the set, in any order.
-      conditioned_behind: gives KV(B|A) behind the members in the order of the places that it is given, such as
-        `prefilled_orders` makes; it is called once for each order.
-      rank, method, key, dtype: as in `orbit_patch`.
-      most, seed, hold_out: as in `orders_of`.
+      condition: returns KV(B|A) after the members in an order of their indices, as `prefilled_orders` does; called once
+        for each order.
+      rank: as in `form_patch`.
+      orders: as `orders_of` lists them; None for its default.
+      options: fields of `Factorisation`: method, key, dtype.
 
     Raises:
-      InputError: as `orders_of`. Else as `accumulate` and `orbit_patch`.
+      InputError: no order. Else as `accumulate` and `orbit_patch`.
     """
     members = antecedent_of(antecedent).members
     acc: Accumulated | None = None
-    for order in orders_of(len(members), most, seed=seed, hold_out=hold_out):
+    for order in orders_of(len(members)) if orders is None else orders:
         in_order = Antecedent(tuple(members[place] for place in order))
-        acc = accumulate(acc, conditioned_behind(order), chunk, in_order)
-    assert acc is not None
-    return orbit_patch(acc, rank, method=method, key=key, dtype=dtype)
+        acc = accumulate(acc, condition(order), chunk, in_order)
+    if acc is None:
+        raise InputError("form_orbit: no orders; expected at least one, as orders_of lists them")
+    return orbit_patch(acc, rank, **options)
 
 
 def prefilled_orders(
@@ -198,19 +195,22 @@ def prefilled_orders(
     *,
     lead: Sequence[Any] | Tokens | None = None,
 ) -> Callable[[Order], KVArrays]:
-    """Makes what `form_orbit` calls: a function that prefills `unit` behind `units` in an order.
+    """Returns a function that prefills `unit` after `units` in an order, for `form_orbit`.
 
     Every unit is embedded once, whatever the number of orders.
 
     Args:
-      units: the antecedent set; unit: the chunk; lead: what all of it stands behind. Each as `conditioned` takes them.
+      units: the antecedent set, as `conditioned` takes units.
+      unit: the chunk.
+      lead: what precedes all of it.
     """
-    embedded = [unit_tokens(backbone, each) for each in units]
+    embedded = [unit_tokens(backbone, own) for own in units]
     last = unit_tokens(backbone, unit)
-    front = None if lead is None else unit_tokens(backbone, lead)
+    first = None if lead is None else unit_tokens(backbone, lead)
 
-    def behind(order: Order) -> KVArrays:
-        found = conditioned_kv(backbone, [*(embedded[place] for place in order), last], lead=front)[-1]
-        return found if isinstance(unit, Tokens) else PhaseFreeKV({name: value[:, 0] for name, value in found.items()})
+    def condition(order: Order) -> KVArrays:
+        in_order = [embedded[place] for place in order]
+        kv = conditioned_kv(backbone, [*in_order, last], lead=first)[-1]
+        return kv if isinstance(unit, Tokens) else PhaseFreeKV({name: value[:, 0] for name, value in kv.items()})
 
-    return behind
+    return condition

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from ..cache import AntecedentLike, Chunk, Patch, antecedent_of, check_factor_shapes, check_is_chunk, check_stamp
+from ..cache import AntecedentLike, Chunk, Patch, antecedent_of, check_applies, check_is_chunk
 from ..core import Angles, Factors, KVLayout, Start, check_extent, chunk_start
 from .factors import KVArrays, arrays_of, check_alike
 
@@ -30,6 +30,8 @@ class Placed:
       angles: "exact" or "float32" in place of the layout's; None in `layout`, which has them.
       layout: the chunk's, with `angles`; static under jit.
       kv: the phase-free arrays that are placed, {channel: [L, T, K, H]} or [L, B, T, K, H] of a batch.
+      factors: the patch's; empty for blind reuse.
+      options: the patch's static keywords of `ops.apply` and of splices: layers, heads and frame.
 
     Raises:
       StalePatchError: the patch was formed behind another antecedent; the message says whether chunks, their order,
@@ -49,6 +51,8 @@ class Placed:
     angles: Angles | None = None
     layout: KVLayout = dataclasses.field(init=False)
     kv: dict[str, Array] = dataclasses.field(init=False)
+    factors: Factors = dataclasses.field(init=False)
+    options: dict[str, Any] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         chunk, patch, base = self.chunk, self.patch, self.base
@@ -61,25 +65,17 @@ class Placed:
         if base is not None:
             # Its values are checked by `apply_patch`; a splice only moves them.
             check_alike(chunk, base, "base")
+
+        factors, options = {}, {}
         if patch is not None:
-            check_stamp(patch, chunk, start, antecedent, None if base is None else base_antecedent, self.allow_stale)
-            check_factor_shapes(patch, chunk)
+            conditioned = None if base is None else base_antecedent
+            check_applies(patch, chunk, start, antecedent, conditioned, allow_stale=self.allow_stale)
+            factors, metadata = dict(patch.factors), patch.metadata
+            # None for all layers, so that such patches share one compiled program.
+            layers = None if len(metadata.layers) == layout.layers else metadata.layers
+            options = {"layers": layers, "heads": metadata.heads, "frame": metadata.frame}
 
-        kv = arrays_of(chunk.kv if base is None else base)
-        checked = {"start": start, "antecedent": antecedent, "base_antecedent": base_antecedent}
-        for name, value in (checked | {"layout": layout, "kv": kv}).items():
+        checked = {"start": start, "antecedent": antecedent, "base_antecedent": base_antecedent, "layout": layout}
+        made = {"kv": arrays_of(chunk.kv if base is None else base), "factors": factors, "options": options}
+        for name, value in (checked | made).items():
             object.__setattr__(self, name, value)
-
-    @property
-    def factors(self) -> Factors:
-        """The patch's factors; empty for blind reuse."""
-        return {} if self.patch is None else dict(self.patch.factors)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The patch's static keywords of `ops.apply` and of splices: layers, heads and frame."""
-        if self.patch is None:
-            return {}
-        metadata = self.patch.metadata
-        layers = None if len(metadata.layers) == self.layout.layers else metadata.layers
-        return {"layers": layers, "heads": metadata.heads, "frame": metadata.frame}

@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key
+from jaxtyping import Array
 
 from ..cache import (
     AntecedentLike,
@@ -21,23 +22,20 @@ from ..cache import (
 from ..core import ChannelFactors, is_low_rank, ops, value_of
 from ..errors import PatchMismatchError, RankError
 from .compress import Rank, quantise
-from .factors import KVArrays, Method, arrays_of, check_conditioned, from_deficit, metadata_of
+from .factors import Factorisation, KVArrays, check_conditioned, deficit_of, from_deficit, metadata_of
 
 
 def correction_patch(
-    chunk: Chunk,
-    patch: Patch,
-    conditioned: KVArrays,
-    rank: Rank,
-    antecedent: AntecedentLike,
-    *,
-    method: Method = "randomised",
-    key: Key[Array, ""] | None = None,
-    dtype: jax.typing.DTypeLike | None = None,
+    chunk: Chunk, patch: Patch, conditioned: KVArrays, rank: Rank, antecedent: AntecedentLike, **options: Any
 ) -> Patch:
-    """Forms what a stored patch lacks behind a changed antecedent: factors of KV(B|A′) − KV(B|∅) − u v. Kamera App. D.
+    """Forms what a stored patch lacks after a changed antecedent: factors of KV(B|A′) − KV(B|∅) − u v. Kamera App. D.
 
-    It is small to ship; `update_patch` folds it into the stored patch, and nothing else takes it.
+    It is small to ship; only `update_patch` takes it, and folds it into the stored patch.
+
+    Args:
+      chunk, conditioned, rank, antecedent: as in `form_patch`, after the changed antecedent A′.
+      patch: the stored patch.
+      options: fields of `Factorisation`: method, key, dtype.
 
     Raises:
       PatchMismatchError: `patch` is of another chunk or layout, or one that `update_patch` does not take. Else as
@@ -47,19 +45,20 @@ def correction_patch(
     check_chunk(patch, chunk, "canonical")
     _check_updatable(patch.metadata, "correction_patch")
     check_factor_shapes(patch, chunk)
+
     have = ops.correction(chunk.layout, dict(patch.factors), layers=patch.metadata.layers, heads=patch.metadata.heads)
-    delta = ops.deficit(arrays_of(conditioned), arrays_of(chunk.kv), jnp.int32(chunk.length))
+    delta = deficit_of(conditioned, chunk.kv, chunk)
     delta = {name: value - have.get(name, 0.0) for name, value in delta.items()}
-    behind = antecedent_of(antecedent)
-    metadata = metadata_of(chunk, "patched", behind, patch.metadata.behind, corrects=patch_digest(patch))
-    return from_deficit(chunk, delta, rank, metadata, method, key, dtype)
+    after, digest = antecedent_of(antecedent), patch_digest(patch)
+    metadata = metadata_of(chunk, "patched", after, patch.metadata.behind, corrects=digest)
+    return from_deficit(chunk, delta, rank, metadata, Factorisation(**options))
 
 
 def _check_updatable(metadata: PatchMetadata, what: str) -> None:
     """Raises PatchMismatchError for a patch that cannot be updated."""
-    whole = metadata.layers == tuple(range(metadata.layout.layers))
+    all_layers = metadata.layers == tuple(range(metadata.layout.layers))
     plain = (metadata.base, metadata.frame, metadata.heads) == ("canonical", "phase_free", "joint")
-    if plain and whole and not metadata.shared_left:
+    if plain and all_layers and not metadata.shared_left:
         return
     raise PatchMismatchError(
         f"{what}: patch with base {metadata.base!r}, frame {metadata.frame!r}, heads {metadata.heads!r}, "
@@ -69,19 +68,19 @@ def _check_updatable(metadata: PatchMetadata, what: str) -> None:
 
 
 def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> Patch:
-    """Folds a correction into a stored patch and brings it back to rank m, forming neither densely. Kamera App. D.
+    """Folds a correction into a stored patch and reduces it to rank m, forming neither densely. Kamera App. D.
 
     Args:
-      patch: joint-head patch of all layers. correction: from `correction_patch` of that very patch: not of it at
-        another rank or in another dtype.
+      patch: joint-head patch of all layers.
+      correction: from `correction_patch` of this very patch, at the same rank and in the same dtype.
       rank: of the result, per channel or for all; None keeps each channel's rank.
 
     Returns:
-      A patch stamped with the correction's antecedent, in the dtype that `patch` has.
+      A patch stamped with the correction's antecedent, in the dtype of `patch`.
 
     Raises:
       PatchMismatchError: the correction is of another patch. RankError: a rank beyond the two patches' ranks together.
-      LayoutError: a rank for a channel that is not there.
+      LayoutError: a rank for an unknown channel.
     """
     check_is_patch(patch)
     check_is_patch(correction)
@@ -95,12 +94,15 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
         )
     for name in rank if isinstance(rank, Mapping) else ():
         old.layout.channel(name)
-    factors = {}
+
+    factors: dict[str, ChannelFactors] = {}
     for name in old.layout.names:
-        wanted = rank.get(name) if isinstance(rank, Mapping) else rank
-        merged = _merge(patch.factors.get(name), correction.factors.get(name), wanted, name)
-        if merged is not None:
-            factors[name] = merged
+        own, other = patch.factors.get(name), correction.factors.get(name)
+        if own is not None and other is not None:
+            factors[name] = _merge(own, other, rank.get(name) if isinstance(rank, Mapping) else rank, name)
+        elif own is not None or other is not None:
+            factors[name] = other if own is None else own  # pyright: ignore[reportArgumentType]
+
     metadata = dataclasses.replace(
         old, antecedent=new.antecedent, members=new.members, orbit=False, layout=new.layout, asked=None, basis=None
     )
@@ -109,11 +111,8 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
     return updated if leaf is None else quantise(updated, leaf.dtype)
 
 
-def _merge(
-    first: ChannelFactors | None, second: ChannelFactors | None, rank: int | None, name: str
-) -> ChannelFactors | None:
-    if first is None or second is None:
-        return second if first is None else first
+def _merge(first: ChannelFactors, second: ChannelFactors, rank: int | None, name: str) -> ChannelFactors:
+    """Adds two corrections of one channel: low-rank ones at `rank`, others densely."""
     if is_low_rank(first) and is_low_rank(second):
         (u1, v1), (u2, v2) = (tuple(value_of(leaf) for leaf in factors) for factors in (first, second))
         rank = u1.shape[-1] if rank is None else rank
@@ -122,9 +121,10 @@ def _merge(
             raise RankError(f"update: rank {rank} for channel {name!r}; expected 1 to {limit}")
         u, v = ops.jitted_merge((u1, v1), (u2, v2), rank)
         return u, v
-    dense = [factors for factors in (first, second) if not is_low_rank(factors)]
-    shape = value_of(dense[0]).shape  # pyright: ignore[reportArgumentType]
-    total = jnp.zeros(shape, jnp.float32)
+
+    dense = second if is_low_rank(first) else first
+    shape = value_of(dense).shape  # pyright: ignore[reportArgumentType]
+    total: Array = jnp.zeros(shape, jnp.float32)
     for factors in (first, second):
         if is_low_rank(factors):
             u, v = (value_of(leaf).astype(jnp.float32) for leaf in factors)

@@ -19,7 +19,7 @@ from .disposability import UNCHANGED, DisposabilityProbe, DisposabilityReport
 from .piece_registry import PieceRegistry, RuntimeRefCount, retry_after_pool_loss
 from .question_runner import AnswerOptions, QuestionRunner, Stop
 from .reuse_planner import ReusePlanner
-from .runtime import RANK, Runtime
+from .runtime import RANK, Runtime, dtype_of
 from .session_config import SessionConfig, check_arguments, check_keep, with_chat_template
 from .session_input import embedded
 from .stats import Stats
@@ -87,8 +87,7 @@ class Session:
           config, options: a `SessionConfig`, and fields that override it, as in `Session(backbone, memory="1 GiB")`.
 
         Raises:
-          SessionError: an invalid argument, or one that belongs to other weights. CertificateError: a certificate of
-          other weights. What adding the lead raises.
+          SessionError, CertificateError: an invalid argument, or one of other weights. What adding the lead raises.
         """
         config = SessionConfig.with_options(config, options)
         check_arguments(backbone, store, keep, runtime, name)
@@ -101,11 +100,14 @@ class Session:
         first = [] if lead is None or isinstance(lead, int) else list(lead) if several else [lead]
         pinned = lead if isinstance(lead, int) else len(first) or None
 
+        # The pool is allocated last, when nothing can be invalid any more.
+        dtype = dtype_of(backbone) if config.dtype is None else config.dtype
+        if runtime is not None:
+            dtype = runtime.executor.dtype
+        window = Window.empty(Costs.of(backbone, dtype), lead=pinned, promise=promise, branch=branch)
         users = RuntimeRefCount(
             config.private_runtime(backbone, store) if runtime is None else runtime, runtime is None
         )
-        costs = Costs.of(backbone, users.runtime.executor.dtype)
-        window = Window.empty(costs, lead=pinned, promise=promise, branch=branch)
         self._compose(PieceRegistry(name or branch or secrets.token_hex(8), users, window, config), keep)
         try:
             for item in first:
@@ -166,7 +168,7 @@ class Session:
         return self._registry.window.fidelity(self._registry.find(id).entry.id)
 
     def __len__(self) -> int:
-        return len(self._registry.window)
+        return len(self.window)
 
     def __bool__(self) -> bool:
         return True

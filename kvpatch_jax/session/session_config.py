@@ -13,6 +13,7 @@ from ..patching import Rank
 from ..plan import Certificate, DeviceCosts, Goal
 from ..utils.sizes import Size, size_of
 from ..window import PatchStore
+from .argument_checks import float_dtype
 from .runtime import PAGE_SIZE, PrivateRuntime, Runtime
 
 LARGEST_IMAGE = 64 << 20
@@ -46,7 +47,8 @@ class SessionConfig:
       pages, page_size, dtype: of the pool; see `PrivateRuntime`.
 
     Raises:
-      SessionError: an option of another kind or out of range. `PrivateRuntime` checks those of the pool.
+      SessionError: an option of another kind or out of range. DtypeError: an invalid dtype. `PrivateRuntime` checks the
+      other options of the pool.
     """
 
     certificate: Certificate | None = None
@@ -87,6 +89,8 @@ class SessionConfig:
             if not isinstance(getattr(self, name), bool):
                 raise SessionError(f"session.{name}: got {getattr(self, name)!r:.80}; expected True or False")
 
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", float_dtype(self.dtype, "session"))
         # Sizes may be texts such as "64 MiB". From here on they are whole numbers.
         for name in ("largest_image", "memory"):
             size = size_of(getattr(self, name), f"session.{name}", refused=SessionError)

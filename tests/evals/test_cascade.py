@@ -88,7 +88,7 @@ def every_choice(window: Window, notes: list[PatchNote], losses: dict[str, float
 @pytest.mark.parametrize("promise", ["forget", "remember"])
 @pytest.mark.parametrize("front", ["exact", "served"])
 @pytest.mark.parametrize("cases", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_nothing_cheaper_reaches_the_bound(promise: Promise, front: Front, cases: int):
+def test_no_cheaper_steps_reach_the_bound(promise: Promise, front: Front, cases: int):
     rng = np.random.default_rng(8)
     for _ in range(cases):
         window, notes = changed(rng, promise)
@@ -113,7 +113,7 @@ def test_nothing_cheaper_reaches_the_bound(promise: Promise, front: Front, cases
             )
 
 
-def test_the_order_loses_least_wherever_it_is_stopped():
+def test_stopping_early_anywhere_loses_least():
     """Against every order in which what runs runs from the front, by the loss that is left while steps are paid."""
     rng = np.random.default_rng(2)
     for _ in range(8):
@@ -142,7 +142,7 @@ def test_the_order_loses_least_wherever_it_is_stopped():
         assert own == pytest.approx(best)
 
 
-def test_ten_pieces_against_every_subset():
+def test_steps_for_ten_pieces_equal_the_best_subset():
     rng = np.random.default_rng(4)
     for front in ("exact", "served"):
         pieces = [
@@ -172,7 +172,7 @@ def test_ten_pieces_against_every_subset():
         assert found.cost == pytest.approx(min(costs))
 
 
-def test_what_came_back_at_the_end_has_nothing_behind_it():
+def test_a_chunk_that_returns_at_the_end_has_no_dependents():
     a, b, c = chunk("a"), chunk("b"), chunk("c")
     window, _ = started(a, b, c, promise="remember").evict("a")
     again, _ = window.recall("a")
@@ -186,7 +186,7 @@ def test_what_came_back_at_the_end_has_nothing_behind_it():
     assert share.left_as_they_are == ("c",)
 
 
-def test_a_chunk_that_returns_to_what_its_patches_were_formed_behind_has_nothing_rebuilt():
+def test_a_chunk_that_returns_to_its_place_needs_no_rebuild():
     a, b, c = chunk("a"), chunk("b"), chunk("c")
     window = started(a)
     window, _ = window.append(b, "patch", patch_behind(b, a))
@@ -201,7 +201,7 @@ def test_a_chunk_that_returns_to_what_its_patches_were_formed_behind_has_nothing
     assert [step.id for step in cascade(moved, stored=stored).steps] == ["b", "a"]
 
 
-def test_a_cascade_of_another_window_and_bad_numbers_are_refused(unchecked):
+def test_cascades_of_other_windows_and_invalid_numbers_are_refused(unchecked):
     a, b, c = chunk("a"), chunk("b"), chunk("c")
     window = started(a, b)
     other, _ = window.replace("a", c)

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from evals.results.costs import AMORTISED, AXES, METRICS, TOGETHER, ArmCost, ChunkCosts, input_width
-from kvpatch_jax import KVLayout, Patch, PatchMetadata, Rope
+from kvpatch_jax import KVLayout, Patch, Rope
 from kvpatch_jax.backbone import ForwardCosts, Tokens
+from kvpatch_jax.cache import PatchMetadata
 
 LAYERS, TOKENS, BEHIND, HEADS, WIDTH = 3, 6, 5, 2, 8
 FORWARD = ForwardCosts(token=(100, 200, 300), pair=(7, 7, 11), window=(0, 4, 0), logit=9)

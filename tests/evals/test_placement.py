@@ -86,7 +86,7 @@ def cost_of(window: Window, entries: list[Entry], way: tuple[PatchNote | None, .
 @pytest.mark.parametrize("promise", ["forget", "remember"])
 @pytest.mark.parametrize("front", ["exact", "served"])
 @pytest.mark.parametrize(("cases", "size"), [(5, 3), pytest.param(12, 4, marks=pytest.mark.slow)])
-def test_no_order_and_no_way_of_serving_is_cheaper(promise: Promise, front: Front, cases: int, size: int):
+def test_no_order_and_no_mode_of_serving_is_cheaper(promise: Promise, front: Front, cases: int, size: int):
     rng = np.random.default_rng(5)
     names = ["a", "b", "c", "d", "e"]
     for number in range(cases):
@@ -109,7 +109,7 @@ def test_no_order_and_no_way_of_serving_is_cheaper(promise: Promise, front: Fron
         assert sorted(found.ids) == sorted([*found.kept, *found.patched, *found.formed])
 
 
-def test_a_survivor_leaves_where_what_is_behind_it_then_has_a_patch():
+def test_a_survivor_is_discarded_if_that_makes_a_patch_valid():
     first, second = chunk("first", 30), chunk("second", 30)
     window = started(chunk("gone"), first, promise="remember")
     stored = StoredPatches.of([patch_behind(first), patch_behind(second, first)])
@@ -119,7 +119,7 @@ def test_a_survivor_leaves_where_what_is_behind_it_then_has_a_patch():
     assert place(window, [first], stored).kept == ("first",)
 
 
-def test_a_patch_serves_behind_its_very_antecedent_alone():
+def test_a_patch_is_valid_behind_its_own_antecedent_only():
     a, b, c = chunk("a"), chunk("b"), chunk("c")
     window = started()
     stored = StoredPatches.of([patch_behind(b), patch_behind(a, b), patch_behind(c, b, a)])
@@ -134,7 +134,7 @@ def test_a_patch_serves_behind_its_very_antecedent_alone():
     assert set(place(window, fixed, stored).formed) == {"a", "b", "c"}
 
 
-def test_an_orbit_patch_serves_behind_any_order_of_its_set():
+def test_an_orbit_patch_is_valid_behind_any_order_of_its_set():
     a, b, c = (chunk(name, free=False) for name in "abc")
     stored = StoredPatches.of([patch_behind(c, b, a, orbit=True)])
     found = place(started(), [a, b, c], stored)
@@ -142,14 +142,14 @@ def test_an_orbit_patch_serves_behind_any_order_of_its_set():
     assert found.patched == ("c",)
 
 
-def test_a_patch_of_what_was_served_blind_is_not_counted():
+def test_a_patch_behind_a_bare_piece_is_ignored():
     a, b = chunk("a"), chunk("b")
     bare, _ = started(a).bare("a")
     blind = PatchNote("x", "b", b.content, "canonical", bare.antecedent(), None, False, 2, 64, 3)
     assert place(started(), [a, b], StoredPatches.of([blind])).formed == ("a", "b")
 
 
-def test_a_canonical_formed_behind_the_lead_runs_nowhere_right_behind_it():
+def test_a_canonical_formed_behind_the_lead_needs_no_forward_there():
     a, b = chunk("a", 30), chunk("b")
     found = place(started(), [a, b], StoredPatches.of((), ["b"]))
     assert found.ids == ("b", "a")
@@ -161,7 +161,7 @@ def test_a_canonical_formed_behind_the_lead_runs_nowhere_right_behind_it():
     assert found.formed == ()
 
 
-def test_what_is_kept_in_the_window_costs_nothing_and_stands_in_front():
+def test_kept_pieces_cost_nothing_and_stay_in_front():
     a, b, c, d = (chunk(name) for name in "abcd")
     window = started(a, b, c)
     found = place(window, [d, b, a])
@@ -173,7 +173,7 @@ def test_what_is_kept_in_the_window_costs_nothing_and_stands_in_front():
     assert place(window, [d, c, b]).kept == ()  # a has left: to a window that forgets they are survivors
 
 
-def test_a_text_in_between_runs_alone_and_does_not_have_patches_formed_again():
+def test_a_text_between_patched_pieces_runs_alone():
     a, b = chunk("a", free=False), chunk("b", free=False)
     said = Entry("said", "yes", 4, 4, "text")
     stored = StoredPatches.of([patch_behind(a), patch_behind(b, a, said)])
@@ -183,7 +183,7 @@ def test_a_text_in_between_runs_alone_and_does_not_have_patches_formed_again():
 
 
 @pytest.mark.parametrize("worth", [None, {"a": 5e4, "b": 1e6, "c": 2e4, "d": 0.0}])
-def test_what_is_left_out_under_a_budget_is_the_cheapest_choice(worth: dict[str, float] | None):
+def test_the_cheapest_chunks_are_left_out_under_a_budget(worth: dict[str, float] | None):
     entries = [chunk("a", 20), chunk("b", 8), chunk("c", 15), chunk("d", 9)]
     stored = StoredPatches.of([patch_behind(entries[2]), patch_behind(entries[0], entries[2])])
     window = started()
@@ -206,7 +206,7 @@ def test_what_is_left_out_under_a_budget_is_the_cheapest_choice(worth: dict[str,
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_many_pieces_are_ordered_well_though_not_every_order_is_tried():
+def test_the_beam_finds_a_stored_order_of_many_pieces():
     rng = np.random.default_rng(1)
     entries = [chunk(f"{number}", int(rng.integers(5, 20))) for number in range(16)]
     line = [entries[int(each)] for each in rng.permutation(16)]
@@ -222,7 +222,7 @@ def test_many_pieces_are_ordered_well_though_not_every_order_is_tried():
     assert again.cost < found.cost
 
 
-def test_the_beam_is_near_what_trying_all_gives():
+def test_the_beam_is_near_the_exhaustive_search():
     rng = np.random.default_rng(3)
     forward = lambda tokens, behind: tokens * (100 + behind)
     for _ in range(6):
@@ -245,7 +245,7 @@ def test_the_beam_is_near_what_trying_all_gives():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_bad_requests_are_refused():
+def test_invalid_requests_are_refused():
     window, a = started(), chunk("a")
     wrong: Any = (([a, a], None), ([LEAD], None), ([a], -1), ([a], 2.5), ([chunk("f", free=False)], 8), (["a"], None))
     for wanted, budget in wrong:
@@ -255,7 +255,7 @@ def test_bad_requests_are_refused():
     assert place(window, []).cost == 0
 
 
-def test_seconds_are_minimised_where_they_are_asked_for():
+def test_the_given_price_is_minimised():
     """A price by launch puts nothing in the place of FLOPs."""
     a, b, c = chunk("a", 40), chunk("b", 3), chunk("c", 3)
     launches = lambda edits: sum(isinstance(edit, Prefill) for edit in edits) + 1e-9 * sum(e.bytes for e in edits)

@@ -13,7 +13,7 @@ def entry(name: str, tokens: int = 10, free: bool = True) -> Entry:
     return Entry(name, name, tokens, tokens, order_free=free)
 
 
-def test_traces_are_drawn_again_from_their_seed():
+def test_synthetic_traces_are_functions_of_their_seed():
     for kind in KINDS:
         assert synthetic_trace(kind, 3, 6).events == synthetic_trace(kind, 3, 6).events
         requests = requests_of(synthetic_trace(kind, 3, 6), COSTS)
@@ -21,7 +21,7 @@ def test_traces_are_drawn_again_from_their_seed():
         assert all(request.pieces[0].id == "system" for request in requests)
 
 
-def test_what_a_recorded_trace_wants_is_what_its_windows_hold():
+def test_requests_of_a_recorded_trace_are_its_windows():
     look = lambda at, name, **more: Event(at, "one", "add", chunk=name, content=name, tokens=7, span=7, **more)
     events = (
         Event(0, "one", "add", chunk="said", kind="text", text="hello"),
@@ -40,7 +40,7 @@ def test_what_a_recorded_trace_wants_is_what_its_windows_hold():
     assert (second.session, second.parent) == ("one/x", "one")
 
 
-def test_a_prefix_cache_runs_from_the_first_piece_that_differs():
+def test_a_prefix_cache_computes_from_the_first_difference():
     a, b, c = entry("a", 10), entry("b", 20), entry("c", 30)
     requests = [WindowRequest("one", (a, b, c)), WindowRequest("two", (a, c, b)), WindowRequest("one", (a, b, c))]
     terms = Terms(COSTS)
@@ -52,7 +52,7 @@ def test_a_prefix_cache_runs_from_the_first_piece_that_differs():
     assert serve_by_prefix([request._replace(pieces=(b, a)) for request in requests], terms, budget=0)[0] > 0
 
 
-def test_survivors_are_what_a_window_that_slides_saves():
+def test_survivors_reduce_the_cost_of_sliding_windows():
     requests = requests_of(synthetic_trace("screenshots", 1, 8), COSTS)
     remember, forget = (total(replay(requests, Terms(COSTS, promise=each), ONLINE)) for each in ("remember", "forget"))
     assert remember < 0.6 * forget

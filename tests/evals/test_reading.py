@@ -78,7 +78,7 @@ def test_no_family_is_seen_and_unseen():
         fonts.find({"nowhere": ("Nowhere-Regular",)})
 
 
-RECIPE = training.Recipe(
+RECIPE = training.TowerRecipe(
     pieces=400,
     width=224,
     depth=2,
@@ -122,8 +122,8 @@ def test_what_the_guide_says_follows_the_rows(tmp_path):
     assert "**missed**: 0.500 [0.490, 0.510]" in " ".join(said.split())
     assert "DejaVu is read best (0.600), STIX worst (0.400)" in " ".join(said.split())
     assert said.index("| `patch` | 0.900") < said.index("| `first_k.budget=0.15`") < said.index("| `blind` | 0.000")
-    assert "**Copy**, 16 questions:" in said
-    assert "| `blind` | 0.250 [0.240, 0.260] |" in said
+    assert "Questions over two pages (16)" in said
+    assert "| `blind` | 0.25 | – | – |" in said
     for one in pieces[:6]:
         one.update(value=0.98)
     assert "is met: 0.980" in " ".join(document.section(found).split())
@@ -140,9 +140,9 @@ def test_what_the_guide_says_follows_the_rows(tmp_path):
 
 @pytest.mark.parametrize("steps", [2, 3, 40, 5000])
 def test_the_learning_rate_rises_and_falls_however_few_the_steps(steps):
-    rate = training.schedule(training.Recipe(), steps)
+    rate = training.schedule(training.TowerRecipe(), steps)
     rates = np.asarray([rate(step) for step in (0, min(steps // 2, 40), steps)])
-    np.testing.assert_allclose(rates, [0.0, training.Recipe().learning_rate, 0.0], atol=1e-9)
+    np.testing.assert_allclose(rates, [0.0, training.TowerRecipe().learning_rate, 0.0], atol=1e-9)
 
 
 @pytest.fixture(scope="module")

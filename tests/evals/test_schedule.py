@@ -104,7 +104,7 @@ def subsets(items) -> list[set[Any]]:
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("count", "size", "budget"), [(3, 2, None), (3, 2, 70_000)])
-def test_the_optimum_is_what_trying_everything_finds(count: int, size: int, budget: int | None):
+def test_the_optimum_equals_an_exhaustive_search(count: int, size: int, budget: int | None):
     for seed in range(2 if budget is None else 1):
         requests = trace(np.random.default_rng(seed), count, size, "abc", sessions=2)
         terms = Terms(COSTS, budget, rank=2)
@@ -128,7 +128,7 @@ def test_offline_is_near_the_optimum_and_online_not_below_it(budget: int | None,
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_set_that_comes_back_in_another_order_costs_no_forward():
+def test_a_set_that_recurs_in_another_order_needs_no_forward():
     names = [chunk(name, 40) for name in "abc"]
     others = [chunk(name, 40) for name in "xyz"]
     requests = [
@@ -149,7 +149,7 @@ def test_a_set_that_comes_back_in_another_order_costs_no_forward():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_is_stored_stays_within_the_budget_and_a_patch_with_its_canonical():
+def test_the_store_stays_within_its_budget_and_patches_have_canonicals():
     requests = trace(np.random.default_rng(3), 12, 3)
     budget = 60_000
     for policy in (ARRIVAL, LEAST_RECENT, ONLINE, Policy(admit="always")):
@@ -162,7 +162,7 @@ def test_what_is_stored_stays_within_the_budget_and_a_patch_with_its_canonical()
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_window_that_slides_keeps_its_survivors_where_it_remembers():
+def test_a_sliding_window_keeps_survivors_if_it_remembers():
     every = [chunk(f"{number}", 20, free=False) for number in range(6)]
     requests = [WindowRequest("one", (LEAD, *every[at : at + 3])) for at in range(4)]
     remember = replay(requests, Terms(COSTS, promise="remember"), ONLINE)
@@ -174,7 +174,7 @@ def test_a_window_that_slides_keeps_its_survivors_where_it_remembers():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_fork_begins_with_what_its_parent_holds():
+def test_a_fork_starts_with_its_parents_pool():
     a, b, c = (chunk(name, 20) for name in "abc")
     requests = [
         WindowRequest("one", (LEAD, a)),
@@ -187,7 +187,7 @@ def test_a_fork_begins_with_what_its_parent_holds():
     assert alone[1].forming > served[1].forming
 
 
-def test_bad_traces_are_refused(unchecked):
+def test_invalid_traces_are_refused(unchecked):
     requests = trace(np.random.default_rng(0), 3, 2)
     with pytest.raises(InputError):
         replay(requests, Terms(COSTS), OFFLINE)

@@ -1,9 +1,11 @@
 """The package's face: few names, a table of contents, and nothing imported that was not asked for."""
 
 import pydoc
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +33,7 @@ except kvp.errors.StorePlatformError as error:
 else:
     raise AssertionError("a store without fcntl")
 import pydoc
+import re
 assert not hasattr(kvp, "ChunkStore") and not hasattr(kvp, "store") and hasattr(kvp, "form_patch")
 assert "form_patch(" in pydoc.render_doc(kvp, renderer=pydoc.plaintext)
 """
@@ -43,11 +46,21 @@ def test_importing_loads_nothing_that_is_not_asked_for():
 
 def test_names_are_few_and_all_there():
     functions = [name for name in kvp.__all__ if not isinstance(getattr(kvp, name), types.ModuleType)]
-    assert len(functions) <= 37  # with a certificate, a session, many of them, and a batch
+    assert len(functions) <= 34
     assert kvp.__all__ == sorted(kvp.__all__) == dir(kvp)
     assert kvp.ChunkStore is kvp.store.ChunkStore
     with pytest.raises(AttributeError, match=r"no attribute 'splice'; expected one of .*apply_patch"):
         kvp.splice  # noqa: B018 # pyright: ignore
+
+
+def test_every_name_is_used_in_the_readme_or_a_guide():
+    root = Path(__file__).parents[2]
+    pages = [root / "README.md", root / "docs/start.md", root / "docs/concepts.md", *root.glob("docs/guides/*.md")]
+    text = "\n".join(page.read_text() for page in pages if page.exists())
+    names = set(re.findall(r"\b(?:kvp|kvpatch_jax)\.(\w+)", text)) | set(re.findall(r"`(\w+)[.(`]", text))
+    for imported in re.findall(r"from kvpatch_jax import ([\w, ]+)", text):
+        names |= set(imported.split(", "))
+    assert set(kvp.__all__) <= names, sorted(set(kvp.__all__) - names)
 
 
 def test_help_is_a_table_of_contents():

@@ -16,6 +16,8 @@ import kvpatch_jax as kvp
 import models
 from kvpatch_jax import store as stores
 from kvpatch_jax.batch import BatchItem
+from kvpatch_jax.cache import Antecedent, PatchMetadata
+from kvpatch_jax.core import Channel
 from kvpatch_jax.errors import ConfigError, InputError, KVPatchError, StalePatchError
 from kvpatch_jax.store import ChunkStore, PatchKey
 from kvpatch_jax.store.cli.main import main
@@ -122,7 +124,7 @@ def test_every_call_of_a_store_refuses_what_it_does_not_take(store: ChunkStore):
 
 
 def test_a_name_in_place_of_what_patches_serve_says_what_is_expected(store: ChunkStore):
-    with pytest.raises(InputError, match=r"get_patches of 'id'; expected .*PatchKey\(chunk\.id, chunk\.backbone"):
+    with pytest.raises(InputError, match=r"get_patches: got 'id'; expected .*PatchKey\(chunk\.id, chunk\.backbone"):
         store.get_patches("id")
 
 
@@ -246,11 +248,11 @@ def test_every_operator_refuses_what_it_does_not_take(backbone):
         "merge_readouts": (lambda readouts: kvp.merge_readouts(readouts), {"readouts": None}),
         "Chunk": (kvp.Chunk, fields_of(chunk)),
         "Patch": (kvp.Patch, {"factors": patch.factors, "metadata": patch.metadata}),
-        "PatchMetadata": (kvp.PatchMetadata, {"members": None, **fields_of(patch.metadata)}),
-        "Channel": (kvp.Channel, fields_of(layout.channels[0])),
+        "PatchMetadata": (PatchMetadata, {"members": None, **fields_of(patch.metadata)}),
+        "Channel": (Channel, fields_of(layout.channels[0])),
         "KVLayout": (kvp.KVLayout, fields_of(layout)),
         "Rope": (kvp.Rope, fields_of(layout.rope)),
-        "Antecedent": (kvp.Antecedent, {"members": ()}),
+        "Antecedent": (Antecedent, {"members": ()}),
     }
     found = {name: raw_errors(*call) for name, call in calls.items()}
     assert not {name: errors for name, errors in found.items() if errors}

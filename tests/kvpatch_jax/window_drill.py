@@ -8,6 +8,7 @@ from window_oracle import Naive, added, expect_equal, span_of, tiny, tokens_of
 
 import kvpatch_jax as kvp
 from evals.oracles import HostExecutor
+from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.window import Compact, Costs, Drop, Entry, PagedExecutor, Window
 
 BAR = 2e-5
@@ -22,7 +23,7 @@ def backbone_of(name: str) -> Any:
     return _BACKBONES[name]
 
 
-def canonical(backbone: Any, id: str, tokens: kvp.Tokens) -> kvp.Chunk:
+def canonical(backbone: Any, id: str, tokens: Tokens) -> kvp.Chunk:
     """A chunk of tokens prefilled alone."""
     kv = {name: np.asarray(value)[:, 0] for name, value in backbone.prefill(tokens).kv.items()}
     local = np.asarray(tokens.positions)[0]
@@ -38,7 +39,7 @@ class Drill:
         self.executors = [self.paged, *([HostExecutor(self.backbone)] if host else [])]
         window = Window.empty(Costs.of(self.backbone, jnp.float32))
         self.windows, self.naive = {"": window}, {"": Naive(self.backbone)}
-        self.tokens: dict[str, kvp.Tokens] = {}
+        self.tokens: dict[str, Tokens] = {}
         self.chunks: dict[str, kvp.Chunk] = {}
         self.branch = ""
         self.bar = BAR

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ...cache import Chunk, Patch, check_factor_shapes, check_stamp, same_storage
+from ...cache import Antecedent, Chunk, Patch, check_applies, same_storage
 from ...core import KVLayout, Rope, Scaling
 from ...errors import ConfigError, InputError, LayoutError, PatchMismatchError, PositionError
 from ...pool import JOINED, RAGGED, PageFormat, check_dtype
@@ -126,8 +126,7 @@ class CacheFormat(NamedTuple):
             raise PatchMismatchError(
                 f"patch of chunk {chunk.id[:12]}…: got frame {patch.metadata.frame!r}; expected 'phase_free'"
             )
-        check_stamp(patch, chunk, np.zeros((), np.int32), antecedent, None, False)
-        check_factor_shapes(patch, chunk)
+        check_applies(patch, chunk, np.zeros((), np.int32), Antecedent.of(*antecedent))
 
 
 def check_model(model: Any) -> None:

@@ -5,7 +5,6 @@
 
 import collections
 import contextlib
-import functools
 import os
 import threading
 import time
@@ -115,7 +114,7 @@ class TenantDisk:
 
     def put(self, items: Sequence[tuple[Name, Blob]]) -> None:
         """Writes sealed objects durably, and evicts others for them. Raises as `ChunkStore.put`."""
-        self.make_room(functools.partial(sum, (file_size(blob, name.file) for name, blob in items)))
+        self.make_room(lambda: sum(file_size(blob, name.file) for name, blob in items))
         try:
             with self.counters.timed("commit", "disk"):
                 written = self.disk.put_group(items)
@@ -126,7 +125,7 @@ class TenantDisk:
 
     def copy(self, name: Name, blob: Blob, before: NameState) -> None:
         """Writes a copy of an object, as `ObjectWriter.copy`, and evicts others for it."""
-        self.make_room(functools.partial(file_size, blob, name.file))
+        self.make_room(lambda: file_size(blob, name.file))
         self._note_written(self.disk.copy(name, blob, before))
 
     def add(self, groups: Iterable[Sequence[tuple[Name, Blob | LinkSource]]], need: int, *, copy: bool = False) -> int:

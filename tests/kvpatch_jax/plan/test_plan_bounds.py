@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvpatch_jax.errors import CertificateError, PlanError, WindowError
-from kvpatch_jax.plan import DeviceCosts, Goal, PatchInventory, Plan, Rates, plan
+from kvpatch_jax.plan import Certificate, DeviceCosts, Goal, PatchInventory, Plan, Rates, plan
 from kvpatch_jax.window import Entry, PatchNote, Window
 from tests.kvpatch_jax.plan.plan_cases import BACKBONE, COSTS, DEVICES, certificate, entry, filled, note
 
@@ -74,9 +74,11 @@ def test_a_patch_that_became_stale_in_the_window_is_not_kept():
     inventory = PatchInventory(BACKBONE)
     inventory.add(*entries, note(entries[2], entries[:2]))
     signed = certificate({("stored", 4): [0.2] * 4})
-    ask = lambda window, wanted, **options: plan(
-        window, wanted, Goal(kl=0.5), stored=inventory, costs=DEVICES, certificate=signed, **options
-    )
+
+    def ask(window: Window, wanted: list[Entry], **options: Any) -> Plan:
+        goal = Goal(kl=0.5)
+        return plan(window, wanted, goal, stored=inventory, costs=DEVICES, certificate=signed, **options)
+
     first = ask(Window.empty(COSTS), entries[:3])
     assert points(first) == ["prefill", "prefill", "stored"]
     again = ask(first.window, entries[:3])
@@ -164,9 +166,11 @@ def test_a_certificate_bounds_no_window_beyond_the_measured_ones():
         inventory.add(each, note(each, entries[:place]))
     signed = dataclasses.replace(certificate({("stored", 4): [0.2] * 5}), spans=(5, 7), modalities=("text",))
     slow = DeviceCosts("slow", None, {"Prefill": Rates(flop=1.0), "Recompute": Rates(flop=1.0)})
-    ask = lambda signed, **more: plan(
-        Window.empty(COSTS), entries, Goal(kl=0.5, **more), stored=inventory, costs=slow, certificate=signed
-    )
+
+    def ask(signed: Certificate, **more: Any) -> Plan:
+        goal, window = Goal(kl=0.5, **more), Window.empty(COSTS)
+        return plan(window, entries, goal, stored=inventory, costs=slow, certificate=signed)
+
     within = ask(signed)
     assert (within.kl, within.beyond, within.certificate) == (0.2, None, signed.digest)
     assert "stored" in {chunk.point for chunk in within.chunks}
@@ -193,10 +197,12 @@ def test_known_ways_do_not_bound_a_piece_behind_other_pieces():
     inventory = PatchInventory(BACKBONE)
     inventory.add(*entries, note(entries[1], entries[:1]))
     signed = certificate({("stored", 4): [0.2] * 5})
+
+    def ask(window: Window, wanted: list[Entry], **options: Any) -> Plan:
+        goal = Goal(kl=0.5)
+        return plan(window, wanted, goal, stored=inventory, costs=DEVICES, certificate=signed, **options)
+
     for promise, without in (("remember", 0.2), ("forget", 0.0)):
-        ask = lambda window, wanted, **options: plan(
-            window, wanted, Goal(kl=0.5), stored=inventory, costs=DEVICES, certificate=signed, **options
-        )
         first = ask(Window.empty(COSTS, promise=promise), entries[:3])
         assert points(first) == ["prefill", "stored", "prefill"]
         again = ask(first.window, entries[:3], known=first.known)

@@ -54,9 +54,14 @@ def test_no_allowed_selection_is_cheaper_or_more_faithful(data: st.DataObject):
     stock = stocked(entries, ranks, set(data.draw(st.lists(st.sampled_from(ids), unique=True))))
     known = data.draw(st.dictionaries(st.sampled_from([("bare", 0), *(("stored", rank) for rank in RANKS)]), rows))
     signed = certificate(known) if known else None
-    bound = lambda choice: 0.0 if not approximate(choice) else None if signed is None else together(signed, choice)
+
+    def bound_of(choice: list[Any]) -> float | None:
+        if not approximate(choice):
+            return 0.0
+        return None if signed is None else together(signed, choice)
+
     choices = [
-        (choice, bound(choice), sum(way[2] for way in choice), sum(way[3] for way in choice))
+        (choice, bound_of(choice), sum(way[2] for way in choice), sum(way[3] for way in choice))
         for choice in every_choice(None, stock, entries)
     ]
     goal = Goal(

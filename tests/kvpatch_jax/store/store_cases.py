@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import antecedent_of
+from kvpatch_jax.cache import PatchMetadata, antecedent_of
 from kvpatch_jax.store import ChunkStore
 from kvpatch_jax.store.format.codec import unchecked_chunk
 from kvpatch_jax.store.format.naming import Name
@@ -64,7 +64,7 @@ def patch_of(
     given: dict[str, Any] = {"base": "canonical", "antecedent": behind.ids, "members": behind.members} | more
     return kvp.Patch(
         factors,
-        kvp.PatchMetadata(chunk=chunk.id, backbone=chunk.backbone, layout=chunk.layout, layers=layers, **given),
+        PatchMetadata(chunk=chunk.id, backbone=chunk.backbone, layout=chunk.layout, layers=layers, **given),
     )
 
 

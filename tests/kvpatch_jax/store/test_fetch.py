@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_cases import BACKBONE, chunk_of, file_of, same, same_chunk
 
-from kvpatch_jax.errors import FetchError, InputError, StoreClosedError, StoreError, StoreIOError
+from kvpatch_jax.errors import FetchError, InputError, StoreClosedError, StoreIOError
 from kvpatch_jax.store import Budget, ChunkStore, Request, fetch
 from kvpatch_jax.store.fetch import _flights
 
@@ -497,7 +497,3 @@ def test_whatever_is_asked_by_whom(tmp_path_factory, stored, asked, batch, layer
         assert set(computed) == wanted - stored
         assert all(store.contains(id, BACKBONE) for id in wanted)
     assert _flights == {}
-
-
-def test_errors_are_of_the_store():
-    assert issubclass(FetchError, StoreError)

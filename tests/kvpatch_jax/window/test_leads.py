@@ -9,6 +9,7 @@ import pytest
 from operator_cases import chunk_of, conditioned_of
 
 import kvpatch_jax as kvp
+from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.cache import patch_digest
 from kvpatch_jax.errors import FetchError, InputError, PatchMismatchError, ShapeError
 from kvpatch_jax.patching.orbit import prefilled_orders
@@ -57,7 +58,7 @@ def test_conditioned_kv_includes_the_lead(backbone):
         found = kvp.conditioned(backbone, [[[21, 22]], UNIT], lead=lead)
         assert len(found) == 2
         assert near(found[1], {name: value[:, 0, 6:] for name, value in behind.items()})
-    rows = [kvp.Tokens(*(None if part is None else np.repeat(part, 2, axis=0) for part in own)) for own in tokens[1:]]
+    rows = [Tokens(*(None if part is None else np.repeat(part, 2, axis=0) for part in own)) for own in tokens[1:]]
     found = kvp.conditioned(backbone, rows, lead=tokens[0])[1]
     for row in range(2):
         assert near({name: value[:, row] for name, value in found.items()}, {n: v[:, 0, 6:] for n, v in behind.items()})
@@ -80,7 +81,7 @@ def test_the_lead_is_part_of_a_chunks_identity(backbone):
     assert (again.id, again.lead) == (behind.id, behind.lead)
     assert behind.pad(9).lead == behind.lead
     with pytest.raises(ShapeError, match="lead: 2 rows; expected one"):
-        kvp.make_chunk(backbone, UNIT, lead=kvp.Tokens(*(np.repeat(part, 2, axis=0) for part in tokens[:2])))
+        kvp.make_chunk(backbone, UNIT, lead=Tokens(*(np.repeat(part, 2, axis=0) for part in tokens[:2])))
     with pytest.raises(InputError, match="lead: no items; expected"):
         kvp.make_chunk(backbone, UNIT, lead=[])
     with pytest.raises(InputError, match="lead ''; expected"):

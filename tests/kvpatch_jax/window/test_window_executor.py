@@ -12,6 +12,7 @@ from window_oracle import rows_of, tokens_of
 
 import kvpatch_jax as kvp
 from evals.oracles import HostExecutor
+from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import InputError, NotFiniteError, PatchMismatchError, PoolError, ShapeError, WindowError
 from kvpatch_jax.window import Costs, Entry, PagedExecutor, Rotate, Window, padded_chunk, zero_padded
 
@@ -142,7 +143,7 @@ def test_a_window_in_other_states_is_refused(drill: Drill):
 @pytest.mark.usefixtures("unchecked")
 def test_provided_inputs_are_checked(drill: Drill):
     paged, chunk, tokens = drill.paged, drill.chunks["c1"], drill.tokens["c1"]
-    two = kvp.Tokens(jnp.repeat(tokens.embeddings, 2, 0), np.repeat(tokens.positions, 2, 0))
+    two = Tokens(jnp.repeat(tokens.embeddings, 2, 0), np.repeat(tokens.positions, 2, 0))
     foreign = dataclasses.replace(chunk, backbone="f" * 64)
     for error, given in (
         (PatchMismatchError, {"chunk": drill.chunks["c2"]}),
@@ -351,7 +352,7 @@ def test_remembering_is_the_model_under_a_chunk_banded_mask():
     mask = np.array([[key in seen[query] for key in owner] for query in owner]) & np.tri(len(owner), dtype=bool)
     embeddings = jnp.concatenate([drill.tokens[id].embeddings for id in parts], axis=1)
     places = np.arange(len(owner), dtype=np.int32)[None]
-    dense = backbone.prefill(kvp.Tokens(embeddings, places), mask=mask[None, None])
+    dense = backbone.prefill(Tokens(embeddings, places), mask=mask[None, None])
     engine = kvp.to_engine(backbone.layout, dense.kv, places, 0)
     kept = np.isin(owner, held)
     for executor in executors:
@@ -408,7 +409,7 @@ def test_rows_of_a_batch_are_windows_of_their_own():
     """Batches on the host equal one row at a time, patched and bare."""
     backbone = backbone_of("gqa")
     rows = [[tokens_of(backbone, 20 + 3 * row + piece, 6) for piece in range(3)] for row in range(2)]
-    many = [kvp.Tokens(jnp.concatenate([one.embeddings for one in each]), np.concatenate([each[0].positions] * 2))
+    many = [Tokens(jnp.concatenate([one.embeddings for one in each]), np.concatenate([each[0].positions] * 2))
             for each in zip(*rows, strict=True)]  # fmt: skip
     found = []
     for pieces in (*rows, many):

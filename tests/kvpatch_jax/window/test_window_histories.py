@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from window_model import NaiveWindow
 
-import kvpatch_jax as kvp
 from kvpatch_jax.backbone import ForwardCosts
 from kvpatch_jax.plan import PatchInventory, plan
 from kvpatch_jax.window import (
@@ -93,7 +92,7 @@ class Both:
         """A branch that goes another way, and is committed or let go of; or the window as it is read back."""
         kept = self.window, self.naive
         if b % 3 == 0:
-            self.window = kvp.Window.from_json(self.window.to_json(), backbone="fingerprint")
+            self.window = Window.from_json(self.window.to_json(), backbone="fingerprint")
             return
         self.window, self.naive = self.window.fork(f"branch {self.count}")[0], self.naive.fork()
         self.append(text=False, bare=a % 2 == 0, a=a)
@@ -345,7 +344,7 @@ def test_windows_are_saved_and_forked_and_joined(steps, gaps, lead, more):
     for step in steps:
         both.step(*step)
     window = both.window
-    read = kvp.Window.from_json(window.to_json(), backbone="fingerprint")
+    read = Window.from_json(window.to_json(), backbone="fingerprint")
     assert read == window
     assert hash(read) == hash(window)
     assert read.pieces == window.pieces

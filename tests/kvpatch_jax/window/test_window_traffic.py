@@ -11,6 +11,7 @@ from window_drill import Drill, backbone_of, canonical
 from window_oracle import rows_of, tokens_of
 
 import kvpatch_jax as kvp
+from kvpatch_jax.cache import PatchMetadata
 from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
 from kvpatch_jax.window import Costs, Entry, PagedExecutor, PatchFormer, Window
 
@@ -236,7 +237,7 @@ def test_a_store_on_the_disk_recalls_what_traffic_formed(tmp_path):
         drill.evict("c2")
         drill.paged.forget("c2")
         model, layout = drill.backbone.fingerprint, drill.backbone.layout
-        metadata = kvp.PatchMetadata("c2", "canonical", target.ids, model, layout, (0, 1, 2), members=target.members)
+        metadata = PatchMetadata("c2", "canonical", target.ids, model, layout, (0, 1, 2), members=target.members)
         (patch,) = store.get_patches(metadata)
         window, edits = drill.window.recall("c2", "patch", patch)
         drill.paged.run(window, edits)

@@ -18,6 +18,7 @@ from PIL import Image
 import kvpatch_jax as kvp
 from kvpatch_jax.batch import BatchItem
 from kvpatch_jax.batch.batch_items import listed
+from kvpatch_jax.cache import PatchMetadata
 from kvpatch_jax.cache.content import looks_like_a_file
 from kvpatch_jax.errors import AmbiguousTextError, ImageError, InputError, KVPatchError
 from kvpatch_jax.store import ChunkStore, DynamicLibrary, Linker, PatchKey, Request, StaticLibrary, chunk_id, encoder_id
@@ -30,7 +31,7 @@ ALPHA = np.concatenate([RGB, np.random.default_rng(4).integers(0, 255, (24, 40, 
 
 @pytest.fixture(scope="module")
 def backbone():
-    return load(Path(__file__).parents[2] / "evals" / "trained" / "qwen2_5_vl", dtype="float32")
+    return load(Path(__file__).parents[3] / "evals" / "trained" / "qwen2_5_vl", dtype="float32")
 
 
 @pytest.fixture
@@ -357,8 +358,8 @@ def test_a_bare_antecedent_is_refused_by_every_operator(unchecked: None):
         lambda given: kvp.removal_patch(chunk, conditioned, chunk.kv, 4, given, ["a"]),
         lambda given: kvp.removal_patch(chunk, conditioned, chunk.kv, 4, ["a"], given),
         lambda given: kvp.correction_patch(chunk, patch, conditioned, 4, given),
-        lambda given: kvp.PatchMetadata("B", "canonical", given, "tiny", layout, (0,)),
-        lambda given: kvp.PatchMetadata("B", "conditioned", ("a",), "tiny", layout, (0,), base_antecedent=given),
+        lambda given: PatchMetadata("B", "canonical", given, "tiny", layout, (0,)),
+        lambda given: PatchMetadata("B", "conditioned", ("a",), "tiny", layout, (0,), base_antecedent=given),
         lambda given: PatchKey("B", "tiny", given),
     ):
         for given in ("abc", [chunk.kv], [1], 3):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEFAULT = ("a head on each", "two heads repeated, packed", "joined, each filled up")
 SLOW = (
     "two on each, packed",

@@ -33,7 +33,7 @@ from models.families.family import parameters
 from models.families.qwen2_5_vl import Qwen25VL, Qwen25VLConfig, nnx
 from models.inputs.qwen_images import ImageConfig
 
-CONFIG = Path(__file__).parents[1] / "goldens" / "qwen2_5_vl" / "config.json"
+CONFIG = Path(__file__).parents[2] / "goldens" / "qwen2_5_vl" / "config.json"
 LAYERS, ROWS, BEFORE, CHUNK, SPARE = 4, 2, 7, 8, 3
 COUNTS = (2, 5)
 

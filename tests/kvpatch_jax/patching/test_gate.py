@@ -171,7 +171,7 @@ def test_an_orbit_is_the_mean_over_its_orders():
         asked.append(order)
         return conditioned_of(CHUNK, rank=1, seed=sum(place * 3**power for power, place in enumerate(order)))
 
-    patch = form_orbit(CHUNK, members, behind, 24, hold_out=[held], method="exact")
+    patch = form_orbit(CHUNK, members, behind, 24, orders_of(3, hold_out=[held]), method="exact")
     assert asked == [order for order in itertools.permutations(range(3)) if order != held]
     assert patch.metadata.orbit
     assert patch.metadata.behind == Antecedent(tuple(members))
