@@ -35,7 +35,7 @@ def run_all(out: Path, tiny: bool, parts: Sequence[str], limit: float) -> list[s
         if any(line.get("part") == name and "finished" in line for line in accelerator_tasks.read(out)):
             print(f"{name}: is there already", flush=True)
         elif deadline - time.monotonic() < 5:
-            wrong.append(f"{name}: not run, the {limit:.0f} seconds are over; the same command goes on from here")
+            wrong.append(f"{name}: not run, the {limit:.0f} seconds are over; the same command resumes from here")
         else:
             print(f"{name} ...", flush=True)
             trouble = run_part(name, out, tiny, deadline)
@@ -49,7 +49,7 @@ def run_part(name: str, out: Path, tiny: bool, deadline: float) -> str | None:
     for _ in range(FAULTS):
         ended = _run_process(name, out, tiny, deadline)
         if ended == "out of time":
-            return f"{name}: out of time; the same command goes on from here"
+            return f"{name}: out of time; the same command resumes from here"
         if ended is None:
             return None
         task = accelerator_tasks.open_task(accelerator_tasks.read(out), name)

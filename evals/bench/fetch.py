@@ -100,7 +100,7 @@ def _measure(arm: FetchArm, repeats: int, folder: Path | None) -> Samples:
 
         def timed_fetch(asked: Sequence[Request]) -> float:
             seconds = stopwatch(lambda: fetch(store, asked, compute))
-            # What was computed is deleted again, so that every round misses it anew.
+            # What was computed is deleted again, so that every round misses it again.
             store.flush()
             for request in misses:
                 store.delete(request.id, request.backbone)

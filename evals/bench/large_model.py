@@ -47,7 +47,7 @@ class LargeSize:
 
     Attributes:
       side: patches along each side of the image, an even number. tokens: of the prompt, the image's included.
-      new_tokens: decoded behind the prompt.
+      new_tokens: decoded after the prompt.
     """
 
     name: str

@@ -7,6 +7,7 @@ memory, which is switched off.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -206,15 +207,16 @@ def get_rows(case: StoreCase) -> Iterator[Row]:
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def get_on_device() -> float:
-        get = lambda: dict(expect_hit(store.get(chunk.id, BACKBONE, placement=device)).kv)
-        return stopwatch(lambda: jax.block_until_ready(get()))
+        return stopwatch(
+            lambda: jax.block_until_ready(dict(expect_hit(store.get(chunk.id, BACKBONE, placement=device)).kv))
+        )
 
     forms = {"Orbax, leaf by leaf": (leaves_of(chunk), 4.0), "Orbax, layers stacked": (dict(chunk.kv), None)}
     for number, (against, (arrays, bar)) in enumerate(forms.items()):
         path = case.folder / f"orbax{number}"
         save_by_orbax(path, arrays)
-        theirs = lambda path=path, arrays=arrays: stopwatch(lambda: restore_by_orbax(path, arrays, device))
-        samples = case.interleave(get_on_device, theirs)
+        restore = functools.partial(restore_by_orbax, path, arrays, device)
+        samples = case.interleave(get_on_device, functools.partial(stopwatch, restore))
         yield comparison_row("verified get on a device", samples, at_least=bar, against=against)
 
     def get_layer() -> object:

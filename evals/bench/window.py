@@ -60,8 +60,8 @@ def _parts(repeats: int, seed: int, large: bool, quick: bool) -> dict[str, Calla
     """Lists what is measured, by name; models are made when they are needed, and once."""
     if quick:
         tiny = functools.cache(lambda: random_workload(8, seed, tiny_config("Qwen2ForCausalLM"), tokens=32))
-        lengths = lambda: window_lengths.measure((1, 4, 16), repeats=1, run_tokens=32)
-        return {"lengths": lengths, **_backbone_parts("tiny", tiny, (3,), 2, 1, rank=4)}
+        parts = {"lengths": lambda: window_lengths.measure((1, 4, 16), repeats=1, run_tokens=32)}
+        return parts | _backbone_parts("tiny", tiny, (3,), 2, 1, rank=4)
 
     shipped = functools.cache(lambda: shipped_workload(largest_shipped(), IMAGES, seed))
     parts = {"lengths": lambda: window_lengths.measure(repeats=repeats)}

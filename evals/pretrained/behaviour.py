@@ -27,7 +27,7 @@ COLOURS = ("red", "blue", "green", "yellow", "black", "white", "brown", "grey")
 THINGS = ("lamp", "drum", "chair", "clock", "bag", "cup", "kite", "coat")
 PLACES = ("garden", "library", "kitchen", "cellar", "office", "garage", "attic", "studio")
 COPIED = 16
-"""Tokens that a copy goes on for, the first of them given."""
+"""Tokens of a copy's continuation; the first of them is part of the question."""
 WIDTH = 24
 """Tokens that question and answer are padded to, so that all tasks are one program."""
 

@@ -9,6 +9,7 @@ from . import startup_message as startup_message  # isort: split
 from .. import extra as extra  # isort: split
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,7 +64,7 @@ def measure(
     groups = {"seen": fonts.SEEN, "unseen": fonts.UNSEEN}
     pieces = []
     for group, families in groups.items():
-        measure_group = lambda _, group=group, families=families: pieces_records(reader, group, families, folders)
+        measure_group = functools.partial(pieces_records, reader, group, families, folders)
         pieces.append(PlannedPart(f"pieces, {group}", measure_group))
     config = json.loads(json.dumps(config))
     measure_parts(out / PARTS, config, pieces)
@@ -82,7 +83,7 @@ def measure(
 
 
 def pieces_records(
-    reader: PageReadingModel, group: str, families: fonts.Families, folders: list[str]
+    reader: PageReadingModel, group: str, families: fonts.Families, folders: list[str], _: Any = ()
 ) -> Iterator[dict[str, Any]]:
     """Measures the accuracy of the tower alone, per face."""
     found = fonts.find(families, folders, every=False)

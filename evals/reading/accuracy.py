@@ -38,9 +38,9 @@ def records(
     def look(state, everything, own, ink, right):  # the tables are arguments: as constants they would be folded
         tiles = 1 - 2 * ink.astype(jnp.float32) / 255
         read = nnx.merge(graph, state)(jnp.repeat(tiles[:, None], 3, axis=1))
-        best = lambda rows: (read @ rows.T - jnp.square(rows).sum(-1) / 2).argmax(-1)
         missed = jnp.square(read - everything[right]).sum(-1) / spread
-        return best(everything), best(own), missed
+        nearest = [(read @ rows.T - jnp.square(rows).sum(-1) / 2).argmax(-1) for rows in (everything, own)]
+        return *nearest, missed
 
     for family, files in faces.items():
         for file in files:

@@ -206,7 +206,7 @@ class Stages:
     def optimiser(self, steps: int) -> optax.GradientTransformation:
         """Makes AdamW with warm-up and a cosine to zero; decay on matrices."""
         recipe = self.recipe
-        matrices = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+        matrices = functools.partial(jax.tree.map, lambda leaf: leaf.ndim > 1)
         return optax.chain(
             optax.clip_by_global_norm(recipe.clip),
             optax.adamw(schedule(recipe, steps), b2=recipe.beta2, weight_decay=recipe.weight_decay, mask=matrices),

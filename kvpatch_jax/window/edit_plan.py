@@ -327,7 +327,8 @@ class EditPlan:
             # From a source each rotation starts at phase 0, so roundings do not add up.
             shared = self.table.is_shared(old)
             rotations = 0 if self._pool.keeps_source else old.rotations + 1
-            new = dataclasses.replace(self._owned(old), start=edit.new, rotations=rotations)
+            own = self._owned(old) if shared else old
+            new = dataclasses.replace(own, start=edit.new, rotations=rotations)
             self.table.put(self.branch, new)
             (apart if shared else alone).append(KeyRotation(old, new))
 

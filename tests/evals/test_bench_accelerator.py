@@ -154,7 +154,7 @@ def test_a_fault_a_hang_and_an_exception_cost_one_row_each(faulty, capsys):
 def test_a_run_out_of_time_loses_no_row_and_the_next_run_resumes(faulty, capsys):
     begin = time.monotonic()
     assert accelerator.run_part("numerics", faulty, True, begin) == (
-        "numerics: out of time; the same command goes on from here"
+        "numerics: out of time; the same command resumes from here"
     )
     assert not accelerator_tasks.finished_keys(accelerator_tasks.read(faulty), "numerics")
     for key in "abc":
