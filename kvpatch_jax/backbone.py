@@ -63,6 +63,7 @@ class Tokens(NamedTuple):
                 f"shift: start of dtype {given.dtype} and shape {given.shape}; expected integers, one for all, or of "
                 f"shape {(rows, *axes)}" + (f" or {axes}" if axes else "")
             )
+
         if given.shape == (rows, *axes):
             given = given[:, None]
         positions = self.positions + given
@@ -276,6 +277,7 @@ def check_cached(layout: KVLayout, tokens: Tokens, kv: Context, what: str) -> No
         return
     if not isinstance(kv, Mapping):
         raise InputError(f"{what}: a {type(kv).__name__}; expected KV, {{channel: [L, B, S, K, H]}}")
+
     expect_frame(kv, what, "engine")
     layout.check(kv, what)
     for name, value in kv.items():
@@ -300,6 +302,7 @@ def check_behind(tokens: Tokens, context: Context, mask: AnyArray | None, what: 
     size = context.key_count if paged else next(iter(context.values())).shape[2]
     if size == 0 or isinstance(tokens.positions, Tracer) or (paged and isinstance(context.seen, Tracer)):
         return
+
     first = np.asarray(tokens.positions)[:, :2]
     at_start = (first == 0).all(axis=tuple(range(2, first.ndim)))  # [B, 2] or [B, 1]
     unmoved = at_start[:, 0] & ~at_start[:, 1:].any(axis=1)

@@ -43,6 +43,7 @@ class Sampling:
         for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
             if not hasattr(value, "__float__") or (isinstance(value, int) and abs(value) > MOST_STEPS):
                 raise ConfigError(f"{name} {value!r:.80}; expected a number")
+
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ConfigError(f"temperature {self.temperature}; expected a finite number, 0 or more")
         if not 0 < self.top_p <= 1:

@@ -41,6 +41,7 @@ def replace(path: Path, content: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             new.unlink()
+
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

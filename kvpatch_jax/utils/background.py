@@ -55,12 +55,14 @@ def start_thread(
         if not _registered:
             atexit.register(_end_threads)
             _registered = True
+
     try:
         thread.start()
     except BaseException:
         with _lock:
             del _ends[thread]
         raise
+
     return thread
 
 
@@ -70,6 +72,7 @@ def _end_threads() -> None:
     living = [(thread, *how) for thread, how in _ends.copy().items() if thread.is_alive()]
     for _, end, _ in living:
         end(begun + EXIT_SECONDS)
+
     for thread, _, patience in living:
         thread.join(max(0.0, begun + patience - time.monotonic()))
         if thread.is_alive():
@@ -153,6 +156,7 @@ class JobQueue[Job]:
             if not idle:
                 self._deadline = -math.inf
                 self._drop_waiting()
+
         if self._thread is not None:
             self._thread.join(patience if idle else 0)
         return idle
@@ -190,6 +194,7 @@ class JobQueue[Job]:
             if not self._jobs:
                 return False
             job, self._running = self._jobs.popleft(), True
+
         try:
             self._run(job)
         finally:
@@ -197,4 +202,5 @@ class JobQueue[Job]:
             with self._changed:
                 self._running = False
                 self._changed.notify_all()
+
         return True
