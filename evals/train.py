@@ -2,8 +2,8 @@
 
 `--task=sheets` trains on version 2 of the task (`evals.sheets_task`), whose loss is that of answers alone, and
 `--task=documents` on the same questions about drawn documents (`evals.documents_task`). Every choice is a field of
-`Recipe` and is written beside the weights. Interrupted runs resume from the newest Orbax checkpoint in DIR/checkpoints.
-Leaves DIR/model (a Hugging Face directory), DIR/curve.jsonl and DIR/curve.png.
+the task's recipe and is written beside the weights. Interrupted runs resume from the newest Orbax checkpoint in
+DIR/checkpoints. Leaves DIR/model (a Hugging Face directory), DIR/curve.jsonl and DIR/curve.png.
 """
 
 from . import extra as extra  # isort: split
@@ -31,7 +31,15 @@ from . import documents_task, sheets_task, small_task
 from .command_line import errors_as_one_line
 from .sheets_task import training as sheets
 from .small_task.instances import INSTANCES, instance
-from .small_task.training import Recipe, draw_batch, image_plan, initialise, loss_of, make_optimiser, make_tokenizer
+from .small_task.training import (
+    SmallTaskRecipe,
+    draw_batch,
+    image_plan,
+    initialise,
+    loss_of,
+    make_optimiser,
+    make_tokenizer,
+)
 
 
 class Trainer:
@@ -86,7 +94,9 @@ class Trainer:
         path.write_text(mine)
 
     def _update(self, state, moments, batch, labels):
-        whole = lambda state: loss_of(nnx.merge(self.graph, state), batch, labels, self.plan, self.recipe.auxiliary)
+        def whole(state):
+            return loss_of(nnx.merge(self.graph, state), batch, labels, self.plan, self.recipe.auxiliary)
+
         (_, parts), gradients = jax.value_and_grad(whole, has_aux=True)(state)
         updates, moments = self.optimiser.update(gradients, moments, state)
         return optax.apply_updates(state, updates), moments, parts
@@ -160,7 +170,9 @@ class SheetsTrainer(Trainer):
         return sheets.draw_batch(self.recipe, step, self.spec)
 
     def _update(self, state, moments, batch, labels):
-        whole = lambda state: sheets.loss_of(nnx.merge(self.graph, state), batch, labels, self.spec)
+        def whole(state):
+            return sheets.loss_of(nnx.merge(self.graph, state), batch, labels, self.spec)
+
         (loss, right), gradients = jax.value_and_grad(whole, has_aux=True)(state)
         updates, moments = self.optimiser.update(gradients, moments, state)
         return optax.apply_updates(state, updates), moments, {"loss": loss, "right": right}
@@ -270,7 +282,7 @@ _DEFINE = {
 
 
 TASKS: dict[str, tuple[type, type[Trainer]]] = {
-    "small": (Recipe, Trainer),
+    "small": (SmallTaskRecipe, Trainer),
     "sheets": (sheets.SheetsRecipe, SheetsTrainer),
     "documents": (documents_task.DocumentsRecipe, DocumentsTrainer),
 }

@@ -71,7 +71,10 @@ def cell_classes(documents: Documents) -> dict[str, np.ndarray]:
 
 def named_cells(documents: Documents, sheet: np.ndarray, page: np.ndarray) -> Named:
     """Tells which token names what a cell shows."""
-    flat = lambda value: value.reshape(-1)
+
+    def flat(value):
+        return value.reshape(-1)
+
     glyph, both = flat(documents.page_glyph), np.concatenate([sheet, page])
     address = [documents.sheet_address.reshape(len(documents), -1), documents.page_address]
     document = np.concatenate([flat(np.repeat(documents.document[:, None], of.shape[1], axis=1)) for of in address])

@@ -19,7 +19,10 @@ def _profile(
     delta: Mapping[str, Float[Array, "L B T _ _"]], reference: Mapping[str, Float[Array, "L B T _ _"]]
 ) -> dict[str, dict[str, Float[Array, "B L"] | Int[Array, "B L"]]]:
     """Every metric of every context's deficit."""
-    across = lambda function, *trees: jax.vmap(function, in_axes=1)(*trees)
+
+    def across(function, *trees):
+        return jax.vmap(function, in_axes=1)(*trees)
+
     return {
         "relative_norm": across(deficit.relative_norm, delta, reference),
         "e90": across(deficit.e90, delta),

@@ -21,7 +21,10 @@ def smallest_rank(results: Results, probe: str, tolerance: float = RULES.rank_to
     None where no rank is, or where the probe was not run.
     """
     rows = Rows(results)
-    close = lambda arm: all(abs(rows.gap(probe, arm, kind)) <= tolerance + 1e-9 for kind in RULES.rank_kinds)
+
+    def close(arm):
+        return all(abs(rows.gap(probe, arm, kind)) <= tolerance + 1e-9 for kind in RULES.rank_kinds)
+
     return next((int(rank) for rank, arm in rows.settings(probe, "patch.rank=") if close(arm)), None)
 
 

@@ -53,7 +53,10 @@ def kept(results: Results) -> dict[str, Any]:
     control the main comparison alone.
     """
     model, rows = Rows(results).model, []
-    shown = lambda metric: metric.split(".")[0] in ("accuracy", "stored_bytes", "serving_flops", "bytes", "kl")
+
+    def shown(metric):
+        return metric.split(".")[0] in ("accuracy", "stored_bytes", "serving_flops", "bytes", "kl")
+
     for row in results["rows"]:
         own = row["model"] == model and row["probe"] in (VISIBLE, *SMALL_PROBES)
         seed = row["model"] in RULES.headline_backbones and row["probe"] == VISIBLE
@@ -94,9 +97,15 @@ def section(results: Results, page: str) -> str:
 def _readme(mean: Results) -> str:
     """Writes the README's part: what blind reuse loses, what a patch restores, and the cost of both beside others'."""
     rows, patch = Rows(mean), shown_patch(mean) or README_ARMS[2]
-    shown = lambda arm, kind: spread(rows.get(VISIBLE, arm, f"accuracy.{kind}"))
+
+    def shown(arm, kind):
+        return spread(rows.get(VISIBLE, arm, f"accuracy.{kind}"))
+
     alone = [number(rows.get(VISIBLE, arm, "accuracy.page").value) for arm in ("blind", "re-prefill")]
-    both = lambda arm: f"{shown(arm, 'chain')} of chain questions and {shown(arm, 'aggregate')} of aggregate questions"
+
+    def both(arm):
+        return f"{shown(arm, 'chain')} of chain questions and {shown(arm, 'aggregate')} of aggregate questions"
+
     undercut = "; ".join(
         f"for N = {count} by {', '.join(map(arm_label, on_both(all_beating(rows, patch), axis))) or 'no method tried'}"
         for count, axis in BY_COUNT.items()
@@ -130,9 +139,12 @@ def _about_the_mean(mean: Results) -> str:
 
 def by_seed(results: Results, mean: Results) -> str:
     """Says what blind reuse and the patch answer on each training seed."""
-    right = lambda arm, kind: ", ".join(
-        number(Rows(results, seed).get(VISIBLE, arm, f"accuracy.{kind}").value) for seed in seeds_of(mean)
-    )
+
+    def right(arm, kind):
+        return ", ".join(
+            number(Rows(results, seed).get(VISIBLE, arm, f"accuracy.{kind}").value) for seed in seeds_of(mean)
+        )
+
     patch = shown_patch(mean) or ""
     said = [f"of {kind} questions {right('blind', kind)}, the patch {right(patch, kind)}" for kind in MULTI_HOP]
     return f"Seed by seed, blind reuse answers {'; '.join(said)}."
@@ -149,9 +161,10 @@ def without_window(results: Results) -> list[str]:
     if not names:
         return []
     mains, control = Rows(results), Rows(results, names[0])
-    pair = lambda rows, kind: [
-        number(rows.get(VISIBLE, arm, f"accuracy.{kind}").value) for arm in ("re-prefill", "blind")
-    ]
+
+    def pair(rows, kind):
+        return [number(rows.get(VISIBLE, arm, f"accuracy.{kind}").value) for arm in ("re-prefill", "blind")]
+
     lost = {kind: (mains.gap(VISIBLE, "blind", kind), control.gap(VISIBLE, "blind", kind)) for kind in MULTI_HOP}
     how = {kind: "loses less" if ours > own + 0.01 else "loses no less" for kind, (own, ours) in lost.items()}
     said = [f"{how[kind]} on {kind} questions ({' → '.join(pair(control, kind))})" for kind in MULTI_HOP]
@@ -160,7 +173,10 @@ def without_window(results: Results) -> list[str]:
 
 def negatives(rows: Rows) -> list[str]:
     """Says of four shortcuts whether they fell short, each with the figures that say so."""
-    value = lambda probe, arm, kind: rows.get(probe, arm, f"accuracy.{kind}").value
+
+    def value(probe, arm, kind):
+        return rows.get(probe, arm, f"accuracy.{kind}").value
+
     last = rows.settings("recall", "stale.turnover=")[-1][0]
 
     def say(what: str, kind: str, got: float, other: str, than: float, words: tuple[str, str]) -> str:

@@ -253,7 +253,9 @@ def rank_figure(results: Results, out: Path) -> list[Path]:
 
 def _kl_by_rank(panel: Axes, rows: Rows, probe: str, kind: str) -> None:
     # A logarithmic axis has no 0, and a patch of full rank has a KL of 0.
-    floored = lambda number: max(number, KL_FLOOR)
+    def floored(number):
+        return max(number, KL_FLOOR)
+
     for prefix, name in (("patch.rotated_frame.rank=", "rotated_frame"), ("patch.rank=", "patch")):
         points = [(x, rows.get(probe, arm, f"kl.{kind}")) for x, arm in rows.settings(probe, prefix)]
         points = [(x, y) for x, y in points if math.isfinite(y.value)]

@@ -68,7 +68,9 @@ def pareto_figures(results: Results, out: Path) -> list[Path]:
 
 
 def _pareto(rows: Rows, axis: str, path: Path) -> Path:
-    price = lambda arm: cost(rows, arm, axis)
+    def price(arm):
+        return cost(rows, arm, axis)
+
     arms = [arm for arm in rows.arms(VISIBLE) if arm != "mask_4d" and math.isfinite(price(arm))]
     families = list(dict.fromkeys(family(arm) for arm in arms if ".rotated_frame" not in arm))
     spare = iter(("#882255", "#999933", "#44AA99", "#AA4499", "#6699CC", "#661100", "#117733", "#888888") * 3)

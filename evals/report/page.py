@@ -74,7 +74,10 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
     rows, config = Rows(results), dict(results.get("config", {}))
 
     left = {path.stem: path for path in figures}
-    take = lambda stems: [picture(left.pop(stem)) for stem in stems if stem in left]
+
+    def take(stems):
+        return [picture(left.pop(stem)) for stem in stems if stem in left]
+
     first = {name: take([name]) for name in ("hero", "example")}
     pictures = {probe: take(FIGURES.get(probe, (probe,))) for probe in PROBES}
     folded = {probe: take(FOLDED.get(probe, ())) for probe in PROBES}

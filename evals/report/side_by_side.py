@@ -36,8 +36,13 @@ HEAD = (
 def line(results: Results) -> list[str]:
     """Makes the cells of one backbone, as HEAD names them."""
     rows, config = Rows(results), results["config"]
-    accuracy = lambda arm, kind: rows.get(VISIBLE, arm, f"accuracy.{kind}")
-    pair = lambda kind: f"{show(accuracy('re-prefill', kind))} → {show(accuracy('blind', kind))}"
+
+    def accuracy(arm, kind):
+        return rows.get(VISIBLE, arm, f"accuracy.{kind}")
+
+    def pair(kind):
+        return f"{show(accuracy('re-prefill', kind))} → {show(accuracy('blind', kind))}"
+
     patch, rank = f"patch.rank={RANK}", smallest_rank(results, VISIBLE)
     tokens = [accuracy(f"{method}.bytes_of_rank={RANK}", "chain") for method in TOKEN_METHODS]
     return [

@@ -86,11 +86,18 @@ def _say_tokens(results: Results, rows: Rows) -> list[str]:
 
 
 def _say_window(results: Results, rows: Rows) -> list[str]:
-    value = lambda probe, metric, arm: number(rows.get(probe, arm, metric).value)
-    said = lambda probe, metric, arms: ", ".join(f"{name} {value(probe, metric, arm)}" for name, arm in arms.items())
+    def value(probe, metric, arm):
+        return number(rows.get(probe, arm, metric).value)
+
+    def said(probe, metric, arms):
+        return ", ".join(f"{name} {value(probe, metric, arm)}" for name, arm in arms.items())
+
     lines = []
     if rows.arms("reorder"):
-        both = lambda arm: " | ".join(value("reorder", f"accuracy.{kind}", arm) for kind in ("chain", "override"))
+
+        def both(arm):
+            return " | ".join(value("reorder", f"accuracy.{kind}", arm) for kind in ("chain", "override"))
+
         arms = {"orbit patch": "orbit", "own": "exact", "transferred": "transfer"}
         shown = ", ".join(f"{name} {both(arm)}" for name, arm in arms.items())
         lines.append(f"Reorder (chain | order decides): {shown}.")
@@ -113,6 +120,9 @@ def _say_control(results: Results) -> list[str]:
     if not names:
         return []
     control = Rows(results, model=names[0])
-    value = lambda arm, kind: number(control.get(VISIBLE, arm, f"accuracy.{kind}").value)
+
+    def value(arm, kind):
+        return number(control.get(VISIBLE, arm, f"accuracy.{kind}").value)
+
     shown = ", ".join(f"{kind} {value('re-prefill', kind)} → {value('blind', kind)}" for kind in MULTI_HOP)
     return [f"Trained without a window, re-prefill → blind: {shown}."]

@@ -141,7 +141,10 @@ def bars(results: Results) -> list[Bar]:
     """Holds a run against the bars that were set before it, contexts of four chunks."""
     main = of_probe(results)
     rows, rank = Rows(main), smallest_rank(main, VISIBLE)
-    right = lambda kind: rows.get(VISIBLE, "re-prefill", f"accuracy.{kind}").value
+
+    def right(kind):
+        return rows.get(VISIBLE, "re-prefill", f"accuracy.{kind}").value
+
     lost = {kind: -rows.gap(VISIBLE, "blind", kind) for kind in ("chain", "aggregate")}
     worst = worst_class_share(results)
     return [
@@ -184,9 +187,12 @@ def _control(results: Results) -> list[str]:
     models = [*results["config"].get("seeds", []), *(x for x in Rows(results).models if x.endswith(CONTROL_ENDS))]
     for model in models:
         rows = Rows(of_probe(results, model=model))
-        say = lambda kind, rows=rows: " → ".join(
-            number(rows.get(VISIBLE, arm, f"accuracy.{kind}").value) for arm in ("re-prefill", "blind")
-        )
+
+        def say(kind, rows=rows):
+            return " → ".join(
+                number(rows.get(VISIBLE, arm, f"accuracy.{kind}").value) for arm in ("re-prefill", "blind")
+            )
+
         what = " (control, trained without a sliding window)" if model.endswith(CONTROL_ENDS) else ""
         found.append(f"{model}{what}: chain {say('chain')}, aggregate {say('aggregate')}")
     return ["By instance, re-prefill → blind reuse: " + "; ".join(found) + "."] if len(found) > 1 else []

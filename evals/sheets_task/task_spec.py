@@ -64,7 +64,10 @@ def cell_classes(contexts: SheetsContexts) -> dict[str, np.ndarray]:
 
 def named_cells(contexts: SheetsContexts, sheet: np.ndarray, page: np.ndarray) -> Named:
     """Tells which token names what a cell of the sheets task shows."""
-    flat = lambda value: value.reshape(-1)
+
+    def flat(value):
+        return value.reshape(-1)
+
     address = np.concatenate([flat(contexts.sheet_address), flat(contexts.page_address)])
     glyph = flat(contexts.page_glyph)
     both = np.concatenate([sheet, page])

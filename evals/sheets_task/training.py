@@ -132,7 +132,10 @@ def _features_by_name(model: Any, recipe: SheetsRecipe, spec: TaskSpec, count: i
     # that a mean over cells of one kind leaves the others' mean out.
     sheets, size = contexts.sheets, contexts.size
     page_tokens = int((form.chunk_ids[-1] == config.image_token).sum())
-    cells = lambda value, number: value[..., -number:, :].reshape(-1, value.shape[-1])
+
+    def cells(value, number):
+        return value[..., -number:, :].reshape(-1, value.shape[-1])
+
     on_sheets = features[:, :-page_tokens].reshape(count, sheets, -1, features.shape[-1])
     sheet, page = cells(on_sheets, size.entries // sheets), cells(features, size.cells)
     return {

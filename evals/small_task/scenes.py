@@ -96,9 +96,14 @@ class Scene:
         """Joins the images in the contexts' order, [B,T,…], positions from 0; legends not `shown` take no room."""
         order = self.contexts.order
         *legends, page = self.images
+
         # Orders may differ from context to context: each place picks its own legend in each.
-        by_place = lambda parts: [_pick(parts, order[:, place]) for place in range(order.shape[1])]
-        whole = lambda parts, last: jnp.concatenate([*by_place(parts), last], axis=1)
+        def by_place(parts):
+            return [_pick(parts, order[:, place]) for place in range(order.shape[1])]
+
+        def whole(parts, last):
+            return jnp.concatenate([*by_place(parts), last], axis=1)
+
         embeddings = whole([image.embeddings for image in legends], page.embeddings)
         deepstack = None
         if page.deepstack is not None:

@@ -173,9 +173,10 @@ def cell_labels(form: Form, contexts: Contexts, shown: np.ndarray) -> dict[str, 
         fill = VOCABULARY.fill + contexts.legend_fill[item[:, 0], which]
         stripe = VOCABULARY.stripe + contexts.legend_stripe[item[:, 0], which]
         there = shown[:, place, None, None]
-        put = lambda name, x, there=there, inside=inside: labels[name].__setitem__(
-            np.s_[:, inside], _on_canvas(np.where(there, x, -1), form.legend_shape)
-        )
+
+        def put(name, x, there=there, inside=inside):
+            return labels[name].__setitem__(np.s_[:, inside], _on_canvas(np.where(there, x, -1), form.legend_shape))
+
         put("seen", np.stack([glyph, fill, stripe], axis=2))
         put("bound", np.stack([np.full_like(glyph, -1), glyph, glyph], axis=2))
     _label_page(contexts, shown, labels, form.cells(task.LEGENDS))
@@ -190,7 +191,10 @@ def _on_canvas(labels: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 
 def _label_page(contexts: Contexts, shown: np.ndarray, labels: dict[str, np.ndarray], inside: slice) -> None:
     count, item = len(contexts), np.arange(len(contexts))[:, None]
-    with_header = lambda header, cells: np.concatenate([header[..., None], cells], axis=2).reshape(count, -1)
+
+    def with_header(header, cells):
+        return np.concatenate([header[..., None], cells], axis=2).reshape(count, -1)
+
     nothing = np.full(contexts.row_tag.shape, -1)
     by_storage = np.zeros_like(shown)
     by_storage[item, contexts.order] = shown

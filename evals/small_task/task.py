@@ -276,7 +276,10 @@ def _warp(rng: np.random.Generator, images: np.ndarray) -> np.ndarray:
     part = place - floor
     padded = np.pad(images, ((0, 0), (1, 2), (1, 2)))
     item = np.arange(count)[:, None]
-    corner = lambda down, right: padded[item, floor[:, 0] + 1 + down, floor[:, 1] + 1 + right]
+
+    def corner(down, right):
+        return padded[item, floor[:, 0] + 1 + down, floor[:, 1] + 1 + right]
+
     top = corner(0, 0) * (1 - part[:, 1]) + corner(0, 1) * part[:, 1]
     bottom = corner(1, 0) * (1 - part[:, 1]) + corner(1, 1) * part[:, 1]
     return (top * (1 - part[:, 0]) + bottom * part[:, 0]).reshape(count, 8, 8)
@@ -384,7 +387,9 @@ def _choose(rng: np.random.Generator, allowed: np.ndarray, count: int) -> tuple[
 
 
 def _columns(kind: str, valid, ask_token, argument, answer, row, cell):
-    fill = lambda x: np.broadcast_to(x, valid.shape)
+    def fill(x):
+        return np.broadcast_to(x, valid.shape)
+
     return (*(fill(x) for x in (KINDS.index(kind), ask_token, argument, answer, row, cell)), valid)
 
 

@@ -1,7 +1,7 @@
 """Training a small backbone: its recipe, initial parameters, losses and training batches.
 
-`evals.train` runs it; `evals.instances` has the configurations. Every training choice is a field of `Recipe` and is
-written beside the weights.
+`evals.train` runs it; `evals.instances` has the configurations. Every training choice is a field of `SmallTaskRecipe`
+and is written beside the weights.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from .task import VOCABULARY
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class SmallTaskRecipe:
     """Every training choice.
 
     backbone: one of `evals.instances`.
@@ -60,7 +60,7 @@ class Recipe:
         return {kind: getattr(self, kind) for kind in task.KINDS}
 
 
-def initialise(config: Any, recipe: Recipe) -> Any:
+def initialise(config: Any, recipe: SmallTaskRecipe) -> Any:
     """Draws parameters: unit embeddings, cell tokens as the mean of their row and tag, tied query and key kernels."""
     model = config.family.module(config, nnx.Rngs(recipe.seed))
     table = jax.random.normal(jax.random.key(recipe.seed + 1), model.decoder.embedding.shape, jnp.float32)
@@ -154,7 +154,7 @@ class SmallTaskBatch(NamedTuple):
     images: dict[str, np.ndarray]
 
 
-def draw_batch(recipe: Recipe, step: int, split: str = "train") -> SmallTaskBatch:
+def draw_batch(recipe: SmallTaskRecipe, step: int, split: str = "train") -> SmallTaskBatch:
     """Draws the host side of one step, a function of the recipe and the step alone."""
     config, settings = instance(recipe.backbone)
     form = form_of(config, settings)
@@ -182,7 +182,7 @@ def draw_batch(recipe: Recipe, step: int, split: str = "train") -> SmallTaskBatc
     return SmallTaskBatch(batch.arrays(), sequences.cell_labels(form, contexts, shown), questions.kind, images)
 
 
-def image_plan(recipe: Recipe) -> dict[str, Array]:
+def image_plan(recipe: SmallTaskRecipe) -> dict[str, Array]:
     """Makes what the tower needs beside the pixels, the same for every batch of this recipe."""
     config, _ = instance(recipe.backbone)
     drawn = draw_batch(recipe, 0)

@@ -27,7 +27,7 @@ from evals.small_task import (
 )
 from evals.small_task.instances import INSTANCES, instance
 from evals.small_task.sequences import QUESTION_TOKENS, Form, form_of
-from evals.small_task.training import Recipe, initialise, make_tokenizer
+from evals.small_task.training import SmallTaskRecipe, initialise, make_tokenizer
 from models import ModelBackbone
 from models.families.family import abstract, parameters
 from models.inputs.positions import PositionConfig, get_rope_positions
@@ -54,7 +54,7 @@ FORM = form_of(*instance("qwen2_5_vl"))
 def fresh(name: str) -> ModelBackbone:
     """A small backbone with fresh parameters."""
     config, images = instance(name)
-    state = nnx.split(initialise(config, Recipe()))[1]
+    state = nnx.split(initialise(config, SmallTaskRecipe()))[1]
     return ModelBackbone(config, nnx.to_pure_dict(state), images, make_tokenizer())
 
 

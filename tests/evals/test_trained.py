@@ -23,7 +23,7 @@ from evals.rules import RULES
 from evals.small_task import CELLS, COLOURS, GLYPHS, KINDS, VOCABULARY, Questions, scenes, sequences
 from evals.small_task.instances import instance
 from evals.small_task.scenes import Answers, Scene
-from evals.small_task.training import Recipe
+from evals.small_task.training import SmallTaskRecipe
 from evals.trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import to_engine
@@ -312,13 +312,15 @@ def shuffled_answers(look: Look) -> dict[str, Answers]:
 # -------------------------------------------------------------------------------------------------- what is shipped
 
 
-def recipe_of(name: str) -> Recipe:
+def recipe_of(name: str) -> SmallTaskRecipe:
     """What the name of a shipped instance says of its training: its architecture, its seed, its window, its steps."""
     if name == CONTROL:
-        return Recipe(window=0.0)
+        return SmallTaskRecipe(window=0.0)
     backbone, _, seed = name.partition("_seed")
-    steps = 2400 if backbone == "llava" else Recipe.steps  # twice the tokens, and it learns to read a legend later
-    return Recipe(backbone=backbone, seed=int(seed or 0), steps=steps)
+    steps = (
+        2400 if backbone == "llava" else SmallTaskRecipe.steps
+    )  # twice the tokens, and it learns to read a legend later
+    return SmallTaskRecipe(backbone=backbone, seed=int(seed or 0), steps=steps)
 
 
 @pytest.mark.parametrize("name", shipped_names())

@@ -14,7 +14,7 @@ from flax import nnx
 
 from evals import small_task
 from evals.small_task.instances import INSTANCES, instance
-from evals.small_task.training import AUXILIARY, Recipe, draw_batch, initialise
+from evals.small_task.training import AUXILIARY, SmallTaskRecipe, draw_batch, initialise
 from evals.train import Trainer, draw_curve
 from kvpatch_jax.errors import ConfigError
 from models import load, save
@@ -22,7 +22,9 @@ from models.checkpoints import flatten_params
 from models.families.family import abstract, parameters
 
 STEPS = 8
-RECIPE = Recipe(steps=24, batch=2, warmup=3, learning_rate=3e-3, page=1, legend=1, chain=2, aggregate=1, override=1)
+RECIPE = SmallTaskRecipe(
+    steps=24, batch=2, warmup=3, learning_rate=3e-3, page=1, legend=1, chain=2, aggregate=1, override=1
+)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +183,7 @@ def test_an_unknown_backbone_is_refused():
 def test_tied_queries_meet_their_own_keys(name: str):
     """With the tied start each token's score against itself is above the mean over other tokens, in every layer."""
     config = instance(name).config
-    model = initialise(config, Recipe(backbone=name))
+    model = initialise(config, SmallTaskRecipe(backbone=name))
     x = jax.random.normal(jax.random.key(0), (1, 64, config.text.width))
     for stack in (model.decoder.dense_layers, model.decoder.layers):
         if stack is None:
@@ -201,14 +203,14 @@ def test_help_names_every_choice():
     """Every field of the recipe is a flag."""
     done = subprocess.run([sys.executable, "-m", "evals.train", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1)
-    for field in dataclasses.fields(Recipe):
+    for field in dataclasses.fields(SmallTaskRecipe):
         assert f"--{'[no]' if field.type in (bool, 'bool') else ''}{field.name}:" in done.stdout
 
 
 @pytest.mark.slow
 def test_training_reads_the_page(tmp_path: Path):
     """A hundred and twenty steps of the shipped recipe's batch: cells' glyphs and frames are read off the image."""
-    trainer = Trainer(dataclasses.replace(Recipe(), steps=120), tmp_path)
+    trainer = Trainer(dataclasses.replace(SmallTaskRecipe(), steps=120), tmp_path)
     trainer.train(120, every=20, save_every=1000)
     last = curve(tmp_path)[-1]
     assert last["0.seen"] < 0.7

@@ -39,7 +39,10 @@ def probe_reorder(
     table.sample("reorder", "order", "relative_order_effect", _order_effect(pages), clusters)
 
     first, before = pages[0].patch(ORBIT_RANK), None
-    add = lambda total, other: kvp.accumulate(total, other.page_conditioned, other.page, other.antecedent)
+
+    def add(total, other):
+        return kvp.accumulate(total, other.page_conditioned, other.page, other.antecedent)
+
     for number, page in enumerate(pages):
         # Summed in their order, all but this one: those in front of it are summed already.
         others = functools.reduce(add, pages[number + 1 :], before)

@@ -185,7 +185,10 @@ def _note(
         questions.kind, [KINDS.index(kind) for kind in ("chain", "aggregate", "override")]
     )
     count = np.maximum(asked.sum(axis=1), 1)
-    mean = lambda values: (values * asked).sum(axis=1) / count
+
+    def mean(values):
+        return (values * asked).sum(axis=1) / count
+
     reference = said["re-prefill"]
     apart = antecedent_divergence(before, line)
     for values, into in (

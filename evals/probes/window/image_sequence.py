@@ -248,7 +248,10 @@ def _one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
     arrays = [on_host(part) for part in parts]
     known = [part.deepstack for part in arrays if part.deepstack is not None]
     if known:
-        none = lambda part: np.zeros((*part.embeddings.shape[:2], *known[0].shape[2:]), known[0].dtype)
+
+        def none(part):
+            return np.zeros((*part.embeddings.shape[:2], *known[0].shape[2:]), known[0].dtype)
+
         arrays = [part if part.deepstack is not None else part._replace(deepstack=none(part)) for part in arrays]
     whole = jax.tree.map(lambda *columns: np.concatenate(columns, axis=1), *arrays)
     return jax.tree.map(jnp.asarray, whole)._replace(positions=whole.positions)

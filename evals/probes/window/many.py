@@ -54,7 +54,10 @@ def measure_many(
     blind.held = [(image, image.canonical) for image, _ in blind.held]
 
     places = range(len(line))
-    own_patch = lambda place: patch_of(line.images[place], parts[place], line.antecedent(place), RANK)
+
+    def own_patch(place):
+        return patch_of(line.images[place], parts[place], line.antecedent(place), RANK)
+
     # Made one by one: a cache of 32 images as large as pages takes most of a gigabyte.
     caches: dict[str, Callable[[], KV]] = {
         "re-prefill": lambda: line.engine(parts),

@@ -71,7 +71,10 @@ def irrelevant(contexts: Contexts, rng: np.random.Generator) -> Contexts:
 
     # One colour per glyph and legend, so that its rows agree with each other.
     item, legend = np.arange(len(contexts))[:, None, None], np.arange(shape[0])[None, :, None]
-    draw = lambda: rng.integers(0, small_task.COLOURS, (len(contexts), shape[0], GLYPHS))[item, legend, glyph]
+
+    def draw():
+        return rng.integers(0, small_task.COLOURS, (len(contexts), shape[0], GLYPHS))[item, legend, glyph]
+
     ink = rng.integers(0, 2**62, len(contexts))
     return dataclasses.replace(contexts, legend_glyph=glyph, legend_fill=draw(), legend_stripe=draw(), ink_seed=ink)
 
@@ -112,7 +115,10 @@ def with_foreign(contexts: Contexts, which: np.ndarray, by: int) -> Contexts:
     Args:
       which: bool [legends], by storage.
     """
-    swap = lambda own: np.where(which[None, :, None], np.roll(own, -by, axis=0), own)
+
+    def swap(own):
+        return np.where(which[None, :, None], np.roll(own, -by, axis=0), own)
+
     return dataclasses.replace(
         contexts,
         legend_glyph=swap(contexts.legend_glyph),

@@ -47,9 +47,10 @@ def measure_reorder(
     for number, (order, line, parts) in enumerate(zip(orders, lines, conditioned, strict=True)):
         orbit = kvp.orbit_patch(without(total, page[number]), ORBIT_RANK, method="exact")
         whole, place = line.engine(parts), len(line) - 1
-        serve = lambda patch, line=line, whole=whole, place=place: line.with_served(
-            whole, {place: line.serve(place, patch)}
-        )
+
+        def serve(patch, line=line, whole=whole, place=place):
+            return line.with_served(whole, {place: line.serve(place, patch)})
+
         caches = {
             "re-prefill": whole,
             "blind": serve(None),

@@ -82,7 +82,10 @@ def _removal(chunk: kvp.Chunk, target: KV, base: KV, left: Sequence[str], before
 
 def _behind_lead(stock: ProbeImages, left: ImageSequence) -> list[KV]:
     """Canonicals that were prefilled right behind the lead, the lead's own first."""
-    behind = lambda image: ImageSequence(stock.backbone, [stock.lead, image]).prefill()[-1]
+
+    def behind(image):
+        return ImageSequence(stock.backbone, [stock.lead, image]).prefill()[-1]
+
     return [left.images[0].canonical, *(behind(image) for image in left.images[1:])]
 
 

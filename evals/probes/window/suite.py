@@ -133,7 +133,10 @@ def measure_window(
                     contexts = small_task.sample_contexts(np.random.default_rng([seed, number]), sizes.batch)
                     stock = load_probe_images(backbone, contexts, first + np.arange(sizes.batch), seed, folder)
                 found = ProbePart(ResultsTable(table.model), Safety())
-                step = lambda name, work=probe.work: watch(name, work)
+
+                def step(name, work=probe.work):
+                    return watch(name, work)
+
                 # A generator per probe, so that a probe draws the same questions whichever others are run.
                 rng = np.random.default_rng([seed, first, 100 + place])
                 gate = {"safety": found.safety} if probe.gated else {}
