@@ -8,6 +8,7 @@ the copies in and out. The code of a loop counts once: clearing blocks past the 
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -70,17 +71,10 @@ def bundles_of(
     shape = RotateShape("counted", (LAYERS,), TOKENS, heads, WIDTH, WIDTH, rank, "half")
     wide = "bfloat16" if jnp.dtype(dtype).itemsize == 1 else dtype
     arguments: tuple[Any, ...] = (Operands(**chunk_of(shape, TOKENS, rank, dtype)), SPEC((), jnp.int32))
-    donate = ()
-
-    def function(operands, length):
-        return rotate_patch_tpu.kernel(operands, length, layout="half", out_dtype=wide)
-
+    function, donate = functools.partial(rotate_patch_tpu.kernel, layout="half", out_dtype=wide), ()
     if operation == "splice":
         arguments = (SPEC((*POOL, heads, WIDTH), wide), SPEC((TOKENS,), jnp.int32), *arguments)
-        donate = (0,)
-
-        def function(*given):
-            return splice_tpu.kernel(*given, layout="half")
+        function, donate = functools.partial(splice_tpu.kernel, layout="half"), (0,)
 
     for path in directory.iterdir():
         path.unlink()

@@ -222,8 +222,8 @@ def compute(here: RunningBlock, shared: Mapping[str, Any], angles: Angles | None
         scales = _scales(here, shared, stage)
         values = values[0] * scales[0], values[1] * scales[1]
 
-    def add(others):
-        return tuple(value + other for value, other in zip(values, others, strict=True))
+    def add(others: tuple[Array, Array]) -> tuple[Array, Array]:
+        return values[0] + others[0], values[1] + others[1]
 
     if launch.rank:
         values = add(_product(launch, shared["u"].at[turn, rows], shared["v"].at[stage]))
