@@ -55,11 +55,11 @@ def _rotate(
     form: PageLayout, pages: tuple[Array, ...], slots: Array, offset: Array, length: Array
 ) -> tuple[Array, ...]:
     cos, sin = relocation_tables(form.layout.rope, jnp.zeros_like(offset), offset)
-    turned = []
+    rotated = []
     for page in pages:
-        rows = form.turned(page.at[form.at(page, slots)].get(mode="clip"), cos, sin)
-        turned.append(form.written(page, slots, rows, length))
-    return tuple(turned)
+        rows = form.rotated(page.at[form.at(page, slots)].get(mode="clip"), cos, sin)
+        rotated.append(form.written(page, slots, rows, length))
+    return tuple(rotated)
 
 
 jitted_splice = jax.jit(_splice, static_argnames=("form", "layers", "heads", "frame"), donate_argnames="pages")

@@ -1,4 +1,4 @@
-"""How other engines' pages hold tokens: rows of heads or latents, on one device or split over several.
+"""Layouts of other engines' pages: rows of heads or latents, on one device or split over several.
 
 Pages are [L, P, O, 2·K, H'] or packed [L, P, O, 2·K / packing, packing, H'], heads interleaved as
 `to_ragged_paged_attention` makes them; [L, P, O, K / packing, packing, 2·H] of `to_joined_heads`, k and v of a head in
@@ -6,8 +6,8 @@ one row; or latent rows [L, P, O / packing, packing, F] of `to_latent_rows`. An 
 passes a list of them.
 
 Pages of one process may be split over N devices along their heads' first axis, as tpu-inference splits them: device d
-has heads d·K/N up to (d + 1)·K/N, filled up to the packing by itself. Where N is a multiple of K, each head stands N/K
-times, side by side. Chunks have the model's K heads whatever N is.
+has heads d·K/N up to (d + 1)·K/N, padded to the packing on its own. Where N is a multiple of K, each head is repeated
+N/K times, side by side. Chunks have the model's K heads whatever N is.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ Pages = Float[AnyArray, "..."] | Sequence[Float[AnyArray, "..."]]
 
 
 class Split(NamedTuple):
-    """How an array of pages lies: on one device; or by heads over so many; or whole on each of several.
+    """Placement of an array of pages: on one device, split by heads over several, or whole on each of several.
 
     Attributes:
       devices: that share the heads. sharding: of the pages, None on one device. axis: of the mesh, along which heads
@@ -45,12 +45,12 @@ class Split(NamedTuple):
     axis: str | tuple[str, ...] | None = None
 
     def over(self, *axes: Any) -> NamedSharding:
-        """An array with these of its axes over the pages' devices; without any, whole on each of them."""
+        """Returns the sharding of these axes over the pages' devices; without axes, replicated on each."""
         assert self.sharding is not None
         return NamedSharding(self.sharding.mesh, PartitionSpec(*axes))
 
     def placed(self, kv: Any, others: Any) -> Any:
-        """What a program on these pages takes, from wherever it lies: KV by heads where every device has some."""
+        """Moves a program's operands to the pages' devices: KV split by heads where every device has some."""
         if self.sharding is None:
             return kv, others
         by_heads = lambda x: self.over(None, None, None if x.shape[-2] % self.devices else self.axis)
@@ -62,9 +62,9 @@ ON_ONE_DEVICE = Split()
 
 @dataclasses.dataclass(frozen=True)
 class PageLayout:
-    """How pages hold tokens: a row of this shape for each, and for latents `packing` tokens on an axis of their own.
+    """Layout of pages: one row per token, and for latents `packing` tokens on an axis of their own.
 
-    A row is one part after the other, each of a device: its heads, and zeros up to the packing.
+    A row is a sequence of parts, one per device: its heads, and zeros up to the packing.
     """
 
     kind: Literal["interleaved", "joined", "latent"]
@@ -74,16 +74,16 @@ class PageLayout:
     split: Split = ON_ONE_DEVICE
 
     def lead(self, page: Any) -> tuple[int, ...]:
-        """What stands in front of the pages: the layers, or nothing."""
+        """Returns the axes before the pages: the layers, or none."""
         return page.shape[: page.ndim - len(self.row) - (2 if self.packing is None else 3)]
 
     def slots_of(self, page: Any) -> int:
-        """How many slots the pages have."""
+        """Returns the number of slots of the pages."""
         return int(np.prod(page.shape[len(self.lead(page)) : page.ndim - len(self.row)]))
 
     @property
     def repeat(self) -> int:
-        """How often each head stands in a row: more than once where more devices than heads share it."""
+        """Copies of each head in a row: more than one where more devices than heads share it."""
         return max(1, self.split.devices // self.layout.channels[0].heads)
 
     @property
@@ -120,8 +120,8 @@ class PageLayout:
             pair = flat(keys, first.width), flat(values, second.width)
         return dict(zip(self.layout.names, pair, strict=True))
 
-    def turned(self, rows: Array, cos: Array, sin: Array) -> Array:
-        """Rows with the keys in them rotated, and everything else as it is."""
+    def rotated(self, rows: Array, cos: Array, sin: Array) -> Array:
+        """Returns rows with their keys rotated, and everything else unchanged."""
         turn = lambda keys: rotate_patch(keys, cos, sin, layout=self.layout.rope.cached)
         if self.kind == "latent":
             begin = padded_width(self.layout.channels[0].width)
@@ -137,7 +137,7 @@ class PageLayout:
         return jnp.concatenate([own, padding], axis=-2).reshape(rows.shape)
 
     def _parted(self, rows: Array) -> tuple[Array, Array, Array]:
-        """Keys, values and padding of rows, [..., devices, heads or vectors, width], repeated heads as they stand."""
+        """Splits rows into keys, values and padding, [..., devices, heads or vectors, width], with repeats."""
         leading = rows.shape[: rows.ndim - len(self.row)]
         parts = rows.reshape(*leading, self.split.devices, -1, self.row[-1])
         own, padding = parts[..., : self.vectors, :], parts[..., self.vectors :, :]
@@ -148,7 +148,7 @@ class PageLayout:
         return pairs[..., 0, :], pairs[..., 1, :], padding
 
     def at(self, page: Array, slots: Array) -> tuple[Any, ...]:
-        """The index of these slots in pages; slots beyond the last are in a page that is not there."""
+        """Returns the index of these slots in pages; slots beyond the last are in a page that does not exist."""
         size = self.slots_of(page) // page.shape[len(self.lead(page))]
         where = (slots // size, slots % size)
         if self.packing is not None:
@@ -156,7 +156,7 @@ class PageLayout:
         return (..., *where, *(slice(None) for _ in self.row))
 
     def written(self, page: Array, slots: Array, rows: Array, length: Array) -> Array:
-        """The pages with these rows at the slots; tokens from `length` on are written nowhere."""
+        """Returns the pages with these rows at the slots; tokens from `length` on are not written."""
         tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
         at = self.at(page, jnp.where(tokens < length, slots, self.slots_of(page) + tokens))
         # Pages keep their shape: where an axis is 1, XLA copies a pool that was reshaped (two copies of a layer).
@@ -213,7 +213,7 @@ def _refusal(what: str, pages: Sequence[Any], split: Split, expected: str) -> st
 
 
 def _split_of(page: Any, axis: int | None, what: str) -> Split:
-    """How pages lie on several devices: split along this axis alone, or whole on each.
+    """Returns how pages are placed on devices: split along this axis alone, or whole on each.
 
     Raises:
       LayoutError: split along another one, over processes, or over a mesh of Explicit axes.
@@ -245,7 +245,7 @@ def latent_layout(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: s
 
 
 def checked_pages(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple[PageLayout, tuple[Array, ...]]:
-    """Finds how pages hold tokens, by one of the `…_layout`s; returns that and the arrays.
+    """Returns the layout of pages, by one of the `…_layout` functions, and the arrays.
 
     Raises:
       LayoutError, ShapeError, DtypeError: pages of another layout. PoolError: pages that were donated.

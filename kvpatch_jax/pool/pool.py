@@ -1,8 +1,7 @@
 """The paged pool: pages of vectors per channel, slots with reference counts, and chunks spliced into it in place.
 
 A pool is a bare pytree {channel: [L, P, O, K, H]}: P pages of O slots, in the engine frame. A slot is
-page · O + offset. `SlotAllocator` keeps the host's books; `engines.py` speaks the page layouts of other
-engines.
+page · O + offset. `SlotAllocator` counts owners of slots on the host; `page_format` has other engines' pages.
 """
 
 from collections.abc import Mapping
@@ -63,22 +62,22 @@ def make_pool(
 def splice(
     pool: Pool, slots: Slots, placed: Placed, *, allocator: "SlotAllocator | None" = None
 ) -> dict[str, Float[Array, "L P O _ _"]]:
-    """Writes R(start + local) · (KV + u v) into the pool, in place: `apply_patch`, with pages for a destination.
+    """Writes R(start + local) · (KV + u v) into the pool, in place: `apply_patch`, with pages as its destination.
 
     Args:
       pool: donated; use what comes back. Slots that are not named keep their bits. Of a padded pool, the padding of
         slots that are named becomes zero.
-      slots: int32 [T] of the chunk's padded length, in any order; those from the chunk's length on are not looked at
-        and their tokens are written nowhere.
+      slots: int32 [T] of the chunk's padded length, in any order; those from the chunk's length on are ignored, and
+        their tokens are not written.
       placed: one chunk, without a batch axis.
-      allocator: the pool's books. With them, slots that are written must have exactly one owner: what several share is
-        not overwritten. Without, whoever calls sees to that.
+      allocator: of the pool. With it, slots that are written must have exactly one owner, so that shared slots are not
+        overwritten. Without it, the caller ensures that.
 
     Raises:
-      KernelSlotError: a slot out of range, or named twice. PoolError: slots that by the books are shared or nobody's;
+      KernelSlotError: a slot out of range, or named twice. PoolError: slots that are shared or have no owner,
       or a pool that was donated. DtypeError: the chunk's dtype is not the pool's. ShapeError: a batch of chunks, or
       slots that are not one per token. KernelShapeError: a rank beyond a channel's width. LayoutError: another pool
-      than the layout's. All of it before anything is written.
+      than the layout's. All are raised before anything is written.
     """
     expect_kind(placed, Placed, "splice", "a Placed: a chunk, its patch, a start and an antecedent")
     chunk = placed.chunk
@@ -136,10 +135,10 @@ def _rows_at(pool: Pool, slots: Slots) -> dict[str, Float[Array, "L T _ _"]]:
 
 
 def read_slots(pool: Pool, slots: Slots, layout: KVLayout | None = None) -> dict[str, Float[Array, "L T _ _"]]:
-    """Reads what lies at `slots` [T] (int32, in range): {channel: [L, T, K, H]}.
+    """Reads the vectors at `slots` [T] (int32, in range): {channel: [L, T, K, H]}.
 
     Args:
-      layout: of the pool; cuts off its padding. None reads rows as they lie.
+      layout: of the pool; removes its padding. None reads whole rows.
 
     Raises:
       LayoutError, ShapeError, DtypeError: another pool than the layout's. PoolError: a pool that was donated.
@@ -152,9 +151,9 @@ def read_slots(pool: Pool, slots: Slots, layout: KVLayout | None = None) -> dict
 
 
 def move_slots(pool: Pool, old: Slots, new: Slots) -> dict[str, Float[Array, "L P O _ _"]]:
-    """Copies the vectors at `old` to `new`, padding included, reading all before writing any. The pool is donated.
+    """Copies the vectors at `old` to `new`, padding included, reading all before writing any. Donates the pool.
 
-    Both are [N] and are padded to a power of two, so that few programs are compiled. No rotation takes place: positions
+    Both are [N] and are padded to a power of two, so that few programs are compiled. Keys are not rotated: positions
     do not depend on slots.
 
     Raises:
@@ -191,7 +190,7 @@ def rotate_slots(
     offset: Positions | Start,
     source: Mapping[str, Float[AnyArray, "L T _ _"]] | None = None,
 ) -> dict[str, Float[Array, "L P O _ _"]]:
-    """Turns the keys at some slots, of any number of chunks, in place and in one launch. The pool is donated.
+    """Rotates the keys at some slots, of any number of chunks, in place and in one launch. The pool is donated.
 
     Values and slots that are not named keep their bits.
 
@@ -199,8 +198,8 @@ def rotate_slots(
       slots: int32 [T], distinct; padded to a bucket, so that few programs are compiled.
       offset: new position − old one, integers: for all slots alike, a scalar or one per axis [A]; or of each slot, [T]
         or [T, A]. With a source: the new positions themselves, fractional ones too.
-      source: phase-free keys {channel: [L,T,K,H]} of the slots, from which they are turned with one rounding however
-        often they move; channels that carry no phase are not looked at. None: from the keys that lie there.
+      source: phase-free keys {channel: [L,T,K,H]} of the slots, from which they are rotated with one rounding
+        however often they move; channels without phase are ignored. None: from the keys in the pool.
 
     Raises:
       PositionError: offsets of another shape, not integers, or from 2³⁰ on. KernelSlotError: slots out of range, or
@@ -215,20 +214,20 @@ def rotate_slots(
         layout.rope, offset, int(length), len(padded), "rotate_slots", "iu" if source is None else "iuf"
     )
     own = held_arrays(layout, pool)
-    turning, kept = [channel for channel in layout.channels if channel.rotates], None
+    rotating, kept = [channel for channel in layout.channels if channel.rotates], None
     if source is not None:
         kept = {}
-        for channel in turning:
+        for channel in rotating:
             value, expected = source.get(channel.name), (layout.layers, int(length), channel.heads, channel.width)
             if value is None or value.shape != expected:
                 found = None if value is None else value.shape
                 raise ShapeError(f"rotate_slots: source[{channel.name!r}] of shape {found}; expected {expected}")
             room = ((0, 0), (0, len(padded) - int(length)), (0, 0), (0, 0))
             kept[channel.name] = jnp.pad(value, room)
-    return _jitted_turn(layout, own, padded, kept, offsets, length)
+    return _jitted_rotate(layout, own, padded, kept, offsets, length)
 
 
-def _turn(layout, pool, slots, source, offset, length):
+def _rotate(layout, pool, slots, source, offset, length):
     if source is None:
         cos, sin = relocation_tables(layout.rope, jnp.zeros_like(offset), offset)
         scale, source = 1.0, {name: flat(value)[:, slots] for name, value in pool.items()}
@@ -236,7 +235,7 @@ def _turn(layout, pool, slots, source, offset, length):
         cos, sin = rope_tables(layout.rope, offset)
         scale = layout.rope.attention_scaling
     how = {"layout": layout.rope.cached, "scale": scale, "length": length}
-    turned = {
+    rotated = {
         channel.name: splice_kernel(
             pool[channel.name],
             slots,
@@ -248,14 +247,14 @@ def _turn(layout, pool, slots, source, offset, length):
         for channel in layout.channels
         if channel.rotates
     }
-    return {**pool, **turned}
+    return {**pool, **rotated}
 
 
-_jitted_turn = jax.jit(_turn, static_argnames="layout", donate_argnames="pool")
+_jitted_rotate = jax.jit(_rotate, static_argnames="layout", donate_argnames="pool")
 
 
 def pages_of(slots: Slots, page_size: int) -> Int[np.ndarray, " N"]:
-    """Lists the pages, in order, of slots that fill them one after the other from offset 0, for a page table.
+    """Lists the pages, in order, of slots that fill them one after another from offset 0, for a page table.
 
     A sequence of several chunks passes the chunks' slots concatenated; only its last page may be partly filled.
 
@@ -274,21 +273,20 @@ def pages_of(slots: Slots, page_size: int) -> Int[np.ndarray, " N"]:
 
 
 def slot_mask(slots: Slots, pages: Int[AnyArray, " N"], page_size: int) -> Bool[np.ndarray, " S"]:
-    """Marks which of the N · page_size vectors of `pages` `slots` name: False for masked tails and other owners'."""
+    """Marks which of the N · page_size vectors of `pages` are at `slots`: False for masked tails and other owners."""
     whole = np.asarray(pages)[:, None] * page_size + np.arange(page_size)
     return np.isin(whole.ravel(), np.asarray(slots))
 
 
 class SlotAllocator:
-    """Which slots are taken, and how often: the host's books of one pool.
+    """Reference counts of the slots of one pool, on the host.
 
-    Every slot has a count of owners. `allocate` gives slots one owner, `share` adds one (a fork), `release` takes one
-    off. Page-aligned placement takes whole pages: what a chunk leaves of its last page is masked until the chunk's own
-    slots there are free.
+    `allocate` gives slots one owner, `share` adds one (a fork), `release` removes one. Page-aligned allocation takes
+    whole pages: the rest of the last page is masked until the chunk's own slots there are free.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
-        """An empty pool's books.
+        """Counts the slots of an empty pool.
 
         Raises:
           PoolError: no pages, or an empty page.
@@ -304,13 +302,13 @@ class SlotAllocator:
         self._aligned = np.zeros(pages, bool)
 
     def copy(self) -> "SlotAllocator":
-        """Books that change without these."""
+        """Returns an independent copy."""
         other = SlotAllocator(self.pages, self.page_size)
         other._count, other._aligned = self._count.copy(), self._aligned.copy()
         return other
 
     def enlarged(self, pages: int) -> "SlotAllocator":
-        """Books of a pool with this many pages, the old ones in front with their owners.
+        """Returns an allocator of this many pages, the present ones first with their owners.
 
         Raises:
           PoolError: fewer pages than there are.
@@ -323,21 +321,21 @@ class SlotAllocator:
 
     @property
     def counts(self) -> Int[np.ndarray, " S"]:
-        """Owners of each slot, a copy."""
+        """Number of owners of each slot, a copy."""
         return self._count.copy()
 
     def owners(self, slots: Slots) -> Int[np.ndarray, " T"]:
-        """Owners of these slots, a copy."""
+        """Returns the number of owners of these slots."""
         return self._count[np.asarray(slots)]
 
     @property
     def free(self) -> int:
-        """Slots that `allocate` can still give without alignment."""
+        """Number of slots that `allocate` can provide without alignment."""
         return int(self._open().sum())
 
     @property
     def free_pages(self) -> int:
-        """Whole pages that are free."""
+        """Number of whole pages that are free."""
         return int((self._by_page() == 0).all(1).sum())
 
     def _by_page(self) -> np.ndarray:
@@ -347,25 +345,28 @@ class SlotAllocator:
         return (self._count == 0) & ~np.repeat(self._aligned, self.page_size)
 
     def allocate(self, tokens: int, *, aligned: bool = False) -> Int[np.ndarray, " T"]:
-        """Takes slots for `tokens` tokens, int32, one owner each: a contiguous run where there is one, else the lowest.
+        """Allocates slots for `tokens` tokens, int32, one owner each: a contiguous run if possible, else the lowest.
 
         Args:
           aligned: start at a page's first slot and share no page; the last page's tail is masked.
 
         Raises:
-          PoolError: fewer free slots (or pages) than asked for; nothing is taken.
+          PoolError: fewer free slots (or pages) than requested; nothing is allocated.
         """
         if tokens < 1:
             raise PoolError(f"allocate: {tokens} tokens; expected at least 1")
         if aligned:
             slots = self._whole_pages(tokens)
         else:
-            found = np.flatnonzero(self._open())
-            if found.size < tokens:
-                raise PoolError(f"allocate: {tokens} slots; {found.size} of {self._count.size} are free")
-            runs = np.flatnonzero(found[tokens - 1 :] - found[: found.size - tokens + 1] == tokens - 1)
+            free = np.flatnonzero(self._open())
+            if free.size < tokens:
+                raise PoolError(f"allocate: {tokens} slots; {free.size} of {self._count.size} are free")
+
+            # A run is contiguous where its last slot is `tokens - 1` after its first.
+            runs = np.flatnonzero(free[tokens - 1 :] - free[: free.size - tokens + 1] == tokens - 1)
             first = int(runs[0]) if runs.size else 0
-            slots = found[first : first + tokens]
+            slots = free[first : first + tokens]
+
         self._count[slots] = 1
         return slots.astype(np.int32)
 
@@ -381,12 +382,12 @@ class SlotAllocator:
         """Adds one owner to each slot.
 
         Raises:
-          PoolError: a slot that nobody owns, out of range or named twice; nothing changes.
+          PoolError: a slot without owners, out of range or named twice; nothing changes.
         """
         self._count[self._owned(slots, "share")] += 1
 
     def release(self, slots: Slots) -> None:
-        """Takes one owner off each slot; a slot without owners is free, and so is a page's masked tail with its last.
+        """Removes one owner of each slot; slots without owners are free, and a page's masked tail with its last slot.
 
         Raises:
           PoolError: as `share`.
@@ -395,7 +396,7 @@ class SlotAllocator:
         self._aligned &= (self._by_page() > 0).any(1)
 
     def check_sole_owner(self, slots: Slots, pool: Pool) -> None:
-        """Refuses slots that have not exactly one owner, and a pool of other pages than these books.
+        """Checks that slots have exactly one owner each, and that a pool has the pages that are counted here.
 
         Raises:
           PoolError: either.
@@ -428,23 +429,22 @@ class SlotAllocator:
         return slots
 
     def compact(self) -> Int[np.ndarray, " S"]:
-        """Packs what is in use to the front, and says where everything went: new slot of each old one, −1 if free.
+        """Moves the slots in use to the front, and returns the new slot of each old one, −1 if free.
 
         Aligned pages go first, as whole pages; then all other slots without gaps. Order is kept within both. The caller
-        moves the vectors (`move_slots(pool, *compaction_moves(mapping))`) and renames the slots it holds
-        (`mapping[slots]`).
+        moves the vectors (`move_slots(pool, *compaction_moves(mapping))`) and maps its own slots (`mapping[slots]`).
         """
         mapping = np.full(self._count.size, -1, np.int32)
-        kept = np.flatnonzero(self._aligned)
+        aligned = np.flatnonzero(self._aligned)
         within = np.arange(self.page_size)
         used = np.flatnonzero((self._count > 0) & ~np.repeat(self._aligned, self.page_size))
-        mapping[(kept[:, None] * self.page_size + within).ravel()] = np.arange(kept.size * self.page_size)
-        mapping[used] = kept.size * self.page_size + np.arange(used.size)
+        mapping[(aligned[:, None] * self.page_size + within).ravel()] = np.arange(aligned.size * self.page_size)
+        mapping[used] = aligned.size * self.page_size + np.arange(used.size)
         mapping[self._count == 0] = -1
         count = np.zeros_like(self._count)
         count[mapping[mapping >= 0]] = self._count[mapping >= 0]
         self._count = count
-        self._aligned = np.arange(self.pages) < kept.size
+        self._aligned = np.arange(self.pages) < aligned.size
         return mapping
 
 
