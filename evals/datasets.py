@@ -8,7 +8,7 @@ packed questions as a `PackedDataset` and hand it to `evals.runner.run`.
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from .sheets_task.reader import PackedReader, move_page
 from .sheets_task.task_spec import TaskSpec
 
 
+@runtime_checkable
 class ScoredAnswers(Protocol):
     """What an arm answers: a predicted token per question, and the KL from a reference's answers, [B, Q] each."""
 
@@ -31,6 +32,7 @@ class ScoredAnswers(Protocol):
         ...
 
 
+@runtime_checkable
 class AskedQuestions(Protocol):
     """Questions as items: kind, whether they count, and the right answer, [B, Q] each."""
 
@@ -44,6 +46,7 @@ class AskedQuestions(Protocol):
     def answer(self) -> np.ndarray: ...
 
 
+@runtime_checkable
 class PageReader(QuestionReader, Protocol):
     """One batch of a data set: a reused page, the questions asked of it, and how caches are read.
 

@@ -16,7 +16,7 @@ _SMALL = 1 << 20  # bytes; below them a thread is not worth its while
 
 
 def fingerprint_of(settings: Iterable[bytes], parameters: Mapping[str, Any]) -> str:
-    """Returns digests settings, and every parameter's name, type, shape and bytes: 32 hexadecimal digits.
+    """Digests settings, and every parameter's name, type, shape and bytes: 32 hexadecimal digits.
 
     A parameter is cut along its first axis into pieces of about 16 MiB, whatever devices hold it; threads take their
     SHA-256, and blake2b goes over these in order. So the value does not depend on threads, shards or devices. Of a

@@ -389,7 +389,10 @@ def key_count(context: Context | None) -> int:
 
 def _row_of(mask: Mask, last: Int[Array, " B"], queries: int, keys: int) -> Bool[Array, "B 1 1 S"]:
     """Returns which keys each row's last token sees."""
-    one = lambda row: mask.take_rows(row, 1).take_queries(last[row], 1, queries).dense(1, keys)[0]
+
+    def one(row):
+        return mask.take_rows(row, 1).take_queries(last[row], 1, queries).dense(1, keys)[0]
+
     return jax.lax.map(one, jnp.arange(len(last)))
 
 

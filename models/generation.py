@@ -280,7 +280,10 @@ def pad_rows(prompts: Sequence[Tokens]) -> tuple[Tokens, Int[np.ndarray, " B"]]:
 
     lengths = [prompt.embeddings.shape[1] for prompt in prompts]
     longest = max(lengths)
-    behind = lambda x, fill: fill(x, [(0, longest - x.shape[1] if axis == 1 else 0) for axis in range(x.ndim)])
+
+    def behind(x, fill):
+        return fill(x, [(0, longest - x.shape[1] if axis == 1 else 0) for axis in range(x.ndim)])
+
     deep = next((prompt.deepstack for prompt in prompts if prompt.deepstack is not None), None)
 
     embeddings, positions, deepstack = [], [], []

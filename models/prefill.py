@@ -60,7 +60,9 @@ def _in_chunks(
     The last chunk ends with the prompt: where the lengths do not fit it runs some tokens of the one before again.
     """
     B, T, _ = tokens.embeddings.shape
-    empty = lambda leaf, axis: jnp.zeros((*leaf.shape[:axis], T, *leaf.shape[axis + 1 :]), leaf.dtype)
+
+    def empty(leaf, axis):
+        return jnp.zeros((*leaf.shape[:axis], T, *leaf.shape[axis + 1 :]), leaf.dtype)
 
     def run(start: Array, kv: dict[str, Array]) -> Prefilled:
         own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, chunk, 1), tokens)
@@ -76,7 +78,10 @@ def _in_chunks(
 
     def step(whole: Prefilled, start: Array) -> tuple[Prefilled, None]:
         part = run(start, whole.kv)
-        write = lambda axis: lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), start, axis)
+
+        def write(axis):
+            return lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), start, axis)
+
         if rows is None:
             hidden = write(1)(whole.hidden, part.hidden)
         else:

@@ -103,7 +103,10 @@ class Prompts:
     def chat_frame(self, system: str | None = None) -> ChatFrame:
         """See `ModelBackbone.chat_frame`."""
         template, sees = self._template(), self.family.vision is not None
-        said = lambda text: [{"type": "text", "text": text}] if sees else text
+
+        def said(text):
+            return [{"type": "text", "text": text}] if sees else text
+
         shown = [{"type": "image"}] * 2 if sees else []
         messages: list[Message] = [{"role": "user", "content": [*shown, *said(_ASKED)] if sees else _ASKED}]
         if system is not None:

@@ -82,7 +82,10 @@ def choose(logits: Float[Array, "B V"], draw: Draw, index: Int[Array, ""] | int)
       index: how many tokens were chosen before.
     """
     top = jnp.max(logits, axis=-1)
-    greedy = lambda: jnp.argmax(logits, axis=-1)
+
+    def greedy():
+        return jnp.argmax(logits, axis=-1)
+
     chosen = jax.lax.cond(draw.temperature > 0, lambda: _drawn(logits, draw, index), greedy)
     return jnp.where(jnp.isfinite(top), chosen, REFUSED).astype(jnp.int32)
 
@@ -101,9 +104,15 @@ def choose_rows(logits: Float[Array, "B V"], draws: Draws, index: Int[Array, " B
         scaled = (logits - top) / jnp.where(warm, draws.temperature[:, None], 1)
         share, number = draws.top_p[:, None], draws.top_k[:, None]
         whole = (share >= 1) & (number >= logits.shape[-1])
-        some = lambda: whole | kept(scaled, share, number)
+
+        def some():
+            return whole | kept(scaled, share, number)
+
         among = jax.lax.cond(jnp.all(whole | ~warm), lambda: jnp.ones(logits.shape, bool), some)
-        fold = lambda key, at: jax.random.fold_in(jax.random.fold_in(key, 0), at)
+
+        def fold(key, at):
+            return jax.random.fold_in(jax.random.fold_in(key, 0), at)
+
         keys = jax.vmap(fold)(jax.random.wrap_key_data(jnp.asarray(draws.key)), index)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:]))(keys)
         return jnp.where(warm[:, 0], jnp.argmax(jnp.where(among, scaled, -jnp.inf) + noise, axis=-1), greedy)

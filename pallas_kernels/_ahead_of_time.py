@@ -40,7 +40,10 @@ def compile_on(
     device: Any, kind: AbstractDevice, platform: str, function: Callable, arguments: Any, donate: tuple[int, ...] = ()
 ) -> jax.stages.Compiled:
     """Compiles `function` for one device of a topology, kernels chosen as on `platform` ("tpu" or "gpu")."""
-    place = lambda leaf: SPEC(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
+
+    def place(leaf):
+        return SPEC(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
+
     mesh = AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,), abstract_device=kind)
     with jax.sharding.use_abstract_mesh(mesh), targeting(platform):
         return jax.jit(function, donate_argnums=donate).lower(*jax.tree.map(place, arguments)).compile()

@@ -8,6 +8,7 @@ the copies in and out. The code of a loop counts once: clearing blocks past the 
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -70,13 +71,10 @@ def bundles_of(
     shape = RotateShape("counted", (LAYERS,), TOKENS, heads, WIDTH, WIDTH, rank, "half")
     wide = "bfloat16" if jnp.dtype(dtype).itemsize == 1 else dtype
     arguments: tuple[Any, ...] = (Operands(**chunk_of(shape, TOKENS, rank, dtype)), SPEC((), jnp.int32))
-    donate = ()
-    function = lambda operands, length: rotate_patch_tpu.kernel(operands, length, layout="half", out_dtype=wide)
-
+    function, donate = functools.partial(rotate_patch_tpu.kernel, layout="half", out_dtype=wide), ()
     if operation == "splice":
         arguments = (SPEC((*POOL, heads, WIDTH), wide), SPEC((TOKENS,), jnp.int32), *arguments)
-        donate = (0,)
-        function = lambda *given: splice_tpu.kernel(*given, layout="half")
+        function, donate = functools.partial(splice_tpu.kernel, layout="half"), (0,)
 
     for path in directory.iterdir():
         path.unlink()
@@ -108,7 +106,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table; `arguments` are the command line's."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bundles", description="Counts bundles of kernels.")
-    listed = lambda kind: lambda text: [kind(each) for each in text.split(",")]
+
+    def listed(kind):
+        return lambda text: [kind(each) for each in text.split(",")]
+
     parser.add_argument("--op", type=listed(str), default=OPERATIONS, help="operations, commas between")
     parser.add_argument("--topology", type=listed(str), default=TOPOLOGIES, help="such as v5e:2x2,v6e:2x2")
     parser.add_argument("--dtype", type=listed(str), default=("bfloat16", "float32"), help="of x, u and v")

@@ -164,7 +164,10 @@ def draw_sets(shape: RotateShape, rank: int) -> list[Given]:
 
 def _draw(shape: RotateShape, rank: int, index: int, count: int) -> Given:
     keys = jax.random.split(jax.random.key(index), 4)
-    normal = lambda key, *sizes: jax.random.normal(key, sizes, jnp.bfloat16)
+
+    def normal(key, *sizes):
+        return jax.random.normal(key, sizes, jnp.bfloat16)
+
     given: Given = {"x": normal(keys[0], *shape.leading, shape.tokens, shape.heads, shape.width)}
     if shape.rotary:
         angle = jax.random.normal(keys[1], (shape.tokens, shape.rotary // 2))

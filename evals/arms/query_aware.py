@@ -7,7 +7,7 @@ group, N chosen tokens, T tokens of the page, S keys, L layers, V vocabulary.
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ QUESTION_TOKENS = 2
 """Tokens of the question that costs are counted for."""
 
 
+@runtime_checkable
 class QuestionReader(Protocol):
     """A data set's questions about a reused page, in groups that are read together.
 
@@ -56,7 +57,7 @@ class QuestionReader(Protocol):
         """Puts the answers of all groups together."""
         ...
 
-    def rerun_flops(self, index: Int[np.ndarray, "B Q N"]) -> float:
+    def rerun_flops(self, index: Int[np.ndarray, "B Q N"]) -> int | float:
         """Counts the FLOPs of recomputing one question's tokens."""
         ...
 

@@ -90,6 +90,7 @@ def main(argv: list[str]) -> None:
     """Runs the benchmark that --suite names."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
+
     quiet_backends(own=True)
 
     benchmark = BENCHMARKS[_SUITE.value]

@@ -40,6 +40,7 @@ def run_all(out: Path, tiny: bool, parts: Sequence[str], limit: float) -> list[s
             print(f"{name} ...", flush=True)
             trouble = run_part(name, out, tiny, deadline)
             wrong += [] if trouble is None else [trouble]
+
     return wrong
 
 
@@ -52,6 +53,7 @@ def run_part(name: str, out: Path, tiny: bool, deadline: float) -> str | None:
             return f"{name}: out of time; the same command resumes from here"
         if ended is None:
             return None
+
         task = accelerator_tasks.open_task(accelerator_tasks.read(out), name)
         if task is None:
             return f"{name}: {ended} before its first row; see log.txt"
@@ -67,6 +69,7 @@ def _run_process(name: str, out: Path, tiny: bool, deadline: float) -> str | Non
 
     # A process is alive as long as its file of rows grows: a kernel that hangs writes none.
     size, moved = -1, time.monotonic()
+
     while process.poll() is None:
         time.sleep(POLL)
         now, length = time.monotonic(), (out / FILE).stat().st_size if (out / FILE).exists() else 0
@@ -76,6 +79,7 @@ def _run_process(name: str, out: Path, tiny: bool, deadline: float) -> str | Non
             process.kill()
             process.wait()
             return "out of time" if now > deadline else f"no new row for {PARTS[name].limit:.0f} seconds, killed"
+
     return None if process.returncode == 0 else f"the process ended with status {process.returncode}"
 
 
@@ -97,6 +101,7 @@ def gather(lines: Sequence[Row]) -> dict[str, dict[str, Any]]:
             part["rows"].append({name: value for name, value in line.items() if name != "part"})
         elif "finished" in line:
             part["finished"] = True
+
     return results
 
 
@@ -125,6 +130,7 @@ def with_comparisons(results: dict[str, Any]) -> dict[str, Any]:
             case = (row["operation"], row["case"])
             if case in other:
                 row[column] = other[case] / row["microseconds"]
+
     for prefill in timed_rows("prefill")[:1]:
         for row in timed_rows("factorise"):
             row["share of the prefill"] = row["microseconds"] / prefill["microseconds"]
@@ -140,11 +146,14 @@ def report(results: Mapping[str, Mapping[str, Any]], wrong: Sequence[str]) -> st
         if result.get("tiny"):
             lines += ["Tiny shapes: this shows that the part runs, and nothing of its speed.", ""]
         rows = result["rows"]
+
         if rows:
             columns = list(dict.fromkeys(key for row in rows for key in row if key not in ("key", "seconds")))
             cells = [[_cell(row.get(column)) for column in columns] for row in rows]
             lines += [markdown_table(columns, cells), ""]
+
         lines += [f"- {note}" for note in result.get("notes", [])] + [""] * bool(result.get("notes"))
+
     lines += ["## What went wrong", "", *(f"- {trouble}" for trouble in wrong)] if wrong else ["Nothing went wrong."]
     return "\n".join(lines) + "\n"
 

@@ -136,6 +136,7 @@ def expected(chunk: Mapping[str, Array], layers: list[int], layout: str) -> Floa
     for name, value in chunk.items():
         of_layers = value if name in ("cos", "sin") else value[np.asarray(layers)]
         exact[name] = np.asarray(of_layers, np.float64)
+
     for name in ("x", "u", "v"):
         if f"{name}_scale" in exact:
             exact[name] = exact[name] * exact[f"{name}_scale"]
@@ -234,10 +235,12 @@ def _multiplied(tiny: bool, name: str, rows: int, seed: int) -> Row:
     which = jax.random.randint(keys[2], (blocks,), 0, experts, jnp.int32)
     found = jax.jit(functools.partial(block_product, implementation=name))(x, stack, which, jnp.int32(used))
     error = 0.0
+
     for block in sorted({*range(0, used, 1 + used // 16), used - 1}):
         place = slice(block * rows, (block + 1) * rows)
         exact = np.asarray(x[place], np.float64) @ np.asarray(stack[which[block]], np.float64)
         error = max(error, units(np.asarray(found[place].astype(jnp.float32)), exact))
+
     case = f"{blocks} × {rows} × {depth} · {depth} × {width} of {experts}"
     row: Row = {"operation": "block_product", "implementation": name, "case": case, "dtype": "bfloat16"}
     return row | {

@@ -59,6 +59,7 @@ def _prefilled(tiny: bool) -> Row:
     missing = [name for name in ("flax", "safetensors", "orbax") if importlib.util.find_spec(name) is None]
     if missing:
         return {"skipped": f"not installed: {', '.join(missing)}"}
+
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if not tiny and (memory is None or memory < NEEDED):
         return {"skipped": f"device memory {memory}; expected at least {NEEDED}"}
@@ -81,9 +82,11 @@ def _backbone(raw: dict[str, Any]) -> Any:
     config = with_dtype(FAMILIES[raw["architectures"][0]].config(raw, "exact", None), "bfloat16")
     draw = jax.jit(lambda key, shape: 0.02 * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
     values: dict[str, Any] = {}
+
     for index, (path, leaf) in enumerate(sorted(flatten_params(parameters(abstract(config))).items())):
         parent = values
         for part in path[:-1]:
             parent = parent.setdefault(part, {})
         parent[path[-1]] = draw(jax.random.key(index), leaf.shape)
+
     return ModelBackbone(config, values)

@@ -111,10 +111,12 @@ def work(name: str, out: Path, tiny: bool) -> None:
     describe = getattr(module, "torch_environment", environment)
     finished = finished_keys(read(out), name)
     append(out, {"part": name, "tiny": tiny, "environment": describe(), "notes": module.NOTES})
+
     for task in tasks:
         if task.key not in finished:
             append(out, {"part": name, "begun": task.key})
             append(out, {"part": name, "key": task.key} | make_row(task))
+
     append(out, {"part": name, "finished": True})
 
 
@@ -172,6 +174,7 @@ def draw(case: KernelCase, key: Array, dtype: str = "bfloat16") -> dict[str, Any
     if case.shape.rotary:
         angle = jax.random.uniform(keys[1], (case.tokens, case.shape.rotary // 2), maxval=2 * np.pi)
         chunk |= {"cos": jnp.cos(angle), "sin": jnp.sin(angle)}
+
     if case.rank:
         chunk["u"] = normal(keys[2], *case.shape.leading, case.tokens, case.rank)
         chunk["v"] = normal(keys[3], *case.shape.leading, case.rank, case.shape.heads * case.shape.width)

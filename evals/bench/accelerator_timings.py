@@ -67,10 +67,12 @@ def bandwidth(tiny: bool, which: str) -> Iterator[Task]:
             "rotate_patch": functools.partial(_rotation, case, name),
             "splice": functools.partial(_splice, case, name),
         }
+
         if case.rank and case.shape.rotary:
             calls["rotate_patch, two kernels"] = functools.partial(
                 separate, layout=case.shape.layout, implementation=name
             )
+
         if which == "xla":
             calls["rotate_patch, unfused"] = functools.partial(unfused, layout=case.shape.layout)
         for operation, call in calls.items():

@@ -53,6 +53,7 @@ def operator(library: Any, x: Any, cos: Any, sin: Any, u: Any, v: Any, layout: s
     value = x.float()
     if u is not None:
         value = value + library.bmm(u, v).reshape(x.shape).float()
+
     if cos is not None:
         cos, sin = cos[:, None], sin[:, None]
         half = cos.shape[-1]
@@ -60,9 +61,11 @@ def operator(library: Any, x: Any, cos: Any, sin: Any, u: Any, v: Any, layout: s
             first, second = value[..., :half], value[..., half : 2 * half]
         else:
             first, second = value[..., 0 : 2 * half : 2], value[..., 1 : 2 * half : 2]
+
         rotated = (first * cos - second * sin, second * cos + first * sin)
         head = library.cat(rotated, -1) if layout == "half" else library.stack(rotated, -1).flatten(-2)
         value = library.cat([head, value[..., 2 * half :]], -1) if value.shape[-1] > 2 * half else head
+
     return value.to(x.dtype)
 
 
@@ -74,6 +77,7 @@ def _row(library: Any, case: KernelCase, repeats: int) -> Row:
     angle = library.rand(case.tokens, case.shape.rotary // 2, device="cuda") * 6.28
     tables = (angle.cos(), angle.sin()) if case.shape.rotary else (None, None)
     sets = []
+
     for _ in range(SETS):
         u = normal(layers, case.tokens, case.rank) if case.rank else None
         v = normal(layers, case.rank, case.shape.heads * case.shape.width) if case.rank else None
@@ -101,7 +105,7 @@ def _row(library: Any, case: KernelCase, repeats: int) -> Row:
 
 
 def _seconds(library: Any, function: Callable[..., Any], sets: list[tuple], repeats: int) -> list[float]:
-    """Seconds of a call, the mean over the sets, in each of many rounds after three that are not counted."""
+    """Returns seconds of a call, the mean over the sets, in each of many rounds after three that are not counted."""
     seconds = []
     for _ in range(repeats + 3):
         begin, end = (library.cuda.Event(enable_timing=True) for _ in range(2))
@@ -111,4 +115,5 @@ def _seconds(library: Any, function: Callable[..., Any], sets: list[tuple], repe
         end.record()
         library.cuda.synchronize()
         seconds.append(begin.elapsed_time(end) / 1e3 / len(sets))  # elapsed_time is in milliseconds
+
     return seconds[3:]

@@ -92,6 +92,7 @@ def run(
         if large:  # first, while no other model is in memory
             start = functools.partial(TransformersSide, torch_python, count) if torch_python else None
             rows += large_model.compare(start, repeats, seed)
+
         theirs = None if torch_python is None else stack.enter_context(TransformersSide(torch_python, count))
         for name, raw in configs.items():
             rows += compare(raw, tiny_pictures(name), TINY_SIZE, theirs, repeats, seed)
@@ -123,6 +124,7 @@ def pinned(threads: int) -> Iterator[int]:
     before = sorted(os.sched_getaffinity(0))
     chosen = before[: threads or None]
     keep_on(chosen)
+
     try:
         yield len(chosen)
     finally:
@@ -167,6 +169,7 @@ def timed_rows(
     items = {"prefill": size.prompt, "generate": size.new_tokens, "step": size.new_tokens}
     if ours.pictures:
         items["embed"] = 1
+
     for metric, count in items.items():
         measure = getattr(ours, metric)
         first = stopwatch(measure)  # compiles
@@ -223,6 +226,7 @@ class OurSide:
             (image,) = {int(ids[0, at]) for at in range(1, ids.shape[1]) if ids[0, at] == ids[0, at - 1]}
             embeddings = self.backbone.embed(**self.pictures).embeddings[0]
             outputs["features"] = np.asarray(embeddings[ids[0] == image])
+
         return outputs
 
     def _generated(self) -> Array | np.ndarray:

@@ -57,6 +57,7 @@ def history(spans: Sequence[int], window: int, lead: int, asked: Sequence[int]) 
             sees = [copies[oldest[chunk]]] if lead else []
             sees += range(base + oldest[chunk], base + chunk + newer)
             segments.append(Segment(kind, chunk, starts[chunk + newer], tuple(sees)))
+
     return segments
 
 

@@ -85,6 +85,7 @@ def measured_row(
         row |= {"bar": at_least, "sense": AT_LEAST, "passed": bool(valid and value >= at_least)}
     elif at_most is not None:
         row |= {"bar": at_most, "sense": AT_MOST, "passed": bool(valid and value <= at_most)}
+
     return row
 
 

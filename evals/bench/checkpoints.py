@@ -74,6 +74,7 @@ def tiny_config(architecture: str) -> dict[str, Any]:
     """
     if architecture not in TINY:
         raise ConfigError(f"architecture: got {architecture!r}, without a tiny model; expected one of {sorted(TINY)}")
+
     name = TINY[architecture]
     text, image = GOLDENS / "text" / f"{name}.json", GOLDENS / name / "config.json"
     if not GOLDENS.is_dir():
@@ -100,11 +101,13 @@ def random_backbone(raw: Mapping[str, Any], seed: int = 0) -> ModelBackbone:
     config = family.config(raw, "exact", REGIMES.get(family.architecture))
     generator = np.random.default_rng(seed)
     values: dict[str, Any] = {}
+
     for path, leaf in sorted(flatten_params(parameters(abstract(config))).items()):
         parent = values
         for part in path[:-1]:
             parent = parent.setdefault(part, {})
         parent[path[-1]] = jnp.asarray(_draw(path[-1], leaf.shape, generator))
+
     return ModelBackbone(config, values)
 
 

@@ -159,6 +159,7 @@ class _EditTimer:
 
         copied = before.append(entry, "bare", fetched=True)
         yield timed("Copy", copied)
+
         for rank in RANKS:
             patch = kvp.form_patch(chunk, conditioned, min(rank, size), before.target())
             executor.provide(id, patch=patch)
@@ -176,12 +177,14 @@ class _EditTimer:
         small = self._provide("small", self._tokens(8))
         entry = Entry.of_tokens("small", small, "small", kind="chunk")
         seconds, edits = [], ()
+
         for _ in range(self.repeats + 1):
             inserted, placing = window.insert(entry, id)
             self._run(inserted, placing)
             window, edits = inserted.evict("small")
             window = dataclasses.replace(window, evicted=())
             seconds.append(self._run(window, edits))
+
         return self._counted("Rotate", size, front, 0, edits, statistics.median(seconds[1:]))
 
     def _fetch_seconds(self, chunk: kvp.Chunk, fetched: tuple[Window, Edits], copied: tuple[Window, Edits]) -> float:
@@ -193,6 +196,7 @@ class _EditTimer:
         self._store.put(chunk)
         window, undo = fetched[0], fetched[0].evict(chunk.id)
         seconds = []
+
         for _ in range(self.repeats + 1):
             self.executor.forget(chunk.id)
             whole = self._run(window, fetched[1])
@@ -200,6 +204,7 @@ class _EditTimer:
             placing = self._run(*copied)
             self.executor.run(*undo)
             seconds.append(whole - placing)
+
         return max(statistics.median(seconds[1:]), 1e-7)
 
     def _seconds(self, measure: Callable[[], float], undo: Callable[[], object]) -> float:
@@ -252,6 +257,7 @@ def fit(timed: Sequence[TimedEdits]) -> Rates:
     seconds = np.array([edits.seconds for edits in timed])
     rows = features / scale / seconds[:, None]
     least, rates = np.inf, np.zeros(3)
+
     for count in range(1, 4):
         for chosen in itertools.combinations(range(3), count):
             columns = rows[:, list(chosen)]
@@ -260,6 +266,7 @@ def fit(timed: Sequence[TimedEdits]) -> Rates:
             if (values >= 0).all() and residual < least - 1e-9:
                 least, rates = residual, np.zeros(3)
                 rates[list(chosen)] = values
+
     return Rates(*(float(value) for value in rates / scale))
 
 
@@ -281,6 +288,7 @@ def table(result: Mapping[str, Any]) -> str:
         error = result["errors"][kind]
         shown = [f"{error[name]:.0%}" if name in error else "–" for name in ("median", "largest")]
         lines.append([kind, *(f"{rate:.3g}" for rate in rates), str(error["runs"]), *shown])
+
     head = ["edit", "s per launch", "s per FLOP", "s per byte", "held-out runs", "median error", "largest"]
     fitted = markdown_table(head, lines)
 
@@ -288,6 +296,7 @@ def table(result: Mapping[str, Any]) -> str:
     for row in result["planning"]:
         cpu = [f"{1e3 * row[column]:.2f}" for column in ("cpu", "cpu_high", "cpu_low", "collected")]
         lines.append([row["name"], str(row["pieces"]), *cpu, f"{row['seconds']:.4f}"])
+
     head = ["planning", "pieces", "CPU ms, median", "95 %", "least", "longest gc, ms", "seconds on the clock"]
     return f"{fitted}\n\n{markdown_table(head, lines)}\n"
 

@@ -67,6 +67,7 @@ def _measure(name: str, make: Callable[[], Plan], repeats: int, count: int) -> d
             make()
             cpu.append(time.process_time() - spent)
             seconds.append(time.perf_counter() - begin)
+
     return {
         "name": name,
         "pieces": count,

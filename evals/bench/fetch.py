@@ -66,6 +66,7 @@ def ratio_rows(repeats: int = 7, folder: Path | None = None) -> Iterator[Row]:
         longer = [max(pair) for pair in zip(hits, misses, strict=True)]
         total = [sum(pair) for pair in zip(hits, misses, strict=True)]
         metric = f"fetch of both halves, {arm.name}"
+
         for against, seconds, bar in (
             ("the longer half alone", longer, arm.bar),
             ("one half after the other", total, None),

@@ -136,6 +136,7 @@ def pass_rows(sizes: KernelSizes, repeats: int, seed: int) -> list[Row]:
         samples = interleave_calls(calls, repeats)
         labels = {"arm": f"rank {rank}", "agrees": agrees}
         rows.append(comparison_row("steps over one pass", samples, at_least=STEPS_BAR, valid=agrees, **labels))
+
     return rows
 
 
@@ -203,10 +204,12 @@ def synthetic_deficit(
     count = min(tokens, features)
     spectrum = np.exp(-np.arange(count) / decay)
     result = np.empty((layers, tokens, features), np.float32)
+
     for layer in range(layers):
         left = np.linalg.qr(generator.standard_normal((tokens, count)))[0]
         right = np.linalg.qr(generator.standard_normal((features, count)))[0]
         result[layer] = (left * spectrum) @ right.T
+
     return result
 
 
@@ -271,6 +274,7 @@ def run_factorisation(*, repeats: int = 5, seed: int = 0, deficits: str | None =
                 energy = energy_ratio(matrices, rank).ravel().tolist()
                 arm = f"{name}, rank {rank}"
                 rows.append(measured_row("energy of a real deficit", energy, statistic=statistics.fmean, arm=arm))
+
     config = shape._asdict() | {"repeats": repeats, "seed": seed, "e90": e90}
     return {"config": config, "environment": environment(), "rows": rows}
 

@@ -187,10 +187,12 @@ def compare(side: Side | None, repeats: int, seed: int, size: LargeSize = LARGE)
     ours: list[dict[str, Any]] = []
     theirs: list[dict[str, Any]] = []
     agreed: list[Row] = []
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         logging.info("writing the %s model to %s", size.name, folder)
         files = run_ours("make", size, folder, seed)
+
         for turn in range(min(repeats, TURNS)):
             _fill_page_cache(folder)
             logging.info("turn %d: ours", turn)
@@ -199,9 +201,11 @@ def compare(side: Side | None, repeats: int, seed: int, size: LargeSize = LARGE)
                 logging.info("turn %d: theirs", turn)
                 with side() as process:
                     theirs.append(process.ask("large", folder=str(folder)))
+
         if side is not None:
             with np.load(folder / "ours.npz") as found, np.load(folder / "theirs.npz") as expected:
                 agreed = [agreement_row(dict(found), dict(expected), **labels)]
+
     return [*agreed, *timed_rows(ours, theirs, agreed, labels), *profile_rows(size, ours, theirs, labels | files)]
 
 
@@ -258,6 +262,7 @@ def profile_rows(size: LargeSize, ours: Turns, theirs: Turns, labels: Mapping[st
     for name in [name for name in (theirs[0]["seconds"] if theirs else ()) if name.endswith("returned")]:
         seconds = statistics.median(turn["seconds"][name] for turn in theirs)
         rows.append({"metric": name, **labels, "theirs": 1 / seconds})
+
     for kind, profile in ours[-1]["load_profiles"].items():
         for part, value in profile.items():
             rows.append({"metric": f"load {kind}: CPU s, {part}", **labels, "ours": value})
@@ -267,6 +272,7 @@ def profile_rows(size: LargeSize, ours: Turns, theirs: Turns, labels: Mapping[st
         samples = _samples(ours, with_stage, lambda turn, stage=stage: turn["peaks"][stage] / 1e9)
         peaks = {side: max(values) for side, values in samples.items()}
         rows.append({"metric": f"peak GB: {stage}", **labels, **peaks})
+
     return rows
 
 

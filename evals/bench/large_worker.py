@@ -57,6 +57,7 @@ def measure(size: LargeSize, folder: Path, seed: int) -> dict[str, Any]:
     first: dict[str, float] = {}
     peaks = {"start": peak_bytes()}
     backbone, profiles = None, {}
+
     for name in ("bfloat16", "float32"):
         del backbone
         gc.collect()
@@ -66,6 +67,7 @@ def measure(size: LargeSize, folder: Path, seed: int) -> dict[str, Any]:
             jax.block_until_ready(backbone.parameters)
             seconds[f"load {name}"] = time.perf_counter() - begin
         peaks[f"load {name}"] = peak_bytes()
+
     assert backbone is not None
 
     def run_timed(name: str, call: Callable[[], Any]) -> Any:
@@ -107,6 +109,7 @@ def _decoded(
         step_logits, cache = backbone.decode(embedded, cache, np.array([[length + index]], np.int32))
         logits.append(np.asarray(step_logits))
         step_seconds.append(time.perf_counter() - begin)
+
     first["step"], seconds["step"] = step_seconds[0], float(np.median(step_seconds[1:]))
     return logits
 
@@ -142,6 +145,7 @@ def _profiled() -> Iterator[dict[str, float]]:
     )
     begin = time.process_time()
     profile: dict[str, float] = {}
+
     try:
         yield profile
     finally:

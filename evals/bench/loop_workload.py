@@ -51,11 +51,13 @@ def shipped_workload(name: str, images: int, seed: int) -> LoopWorkload:
     pictures = sequences.context_images(form, contexts, "held_out")[:images]
 
     embedded, questions = [], []
+
     for number, picture in enumerate(pictures):
         context, place = divmod(number, sequences.CHUNKS)
         embedded.append(plain.embed(**plain.prepare([picture])))
         ids = [[drawn.ask[context, place], drawn.argument[context, place]]]
         questions.append(text_tokens(plain, np.asarray(ids, np.int32)))
+
     return LoopWorkload(name, with_buckets(plain), plain, embedded, questions, None)
 
 
@@ -67,6 +69,7 @@ def random_workload(
     generator = np.random.default_rng([seed, 2])
     width = plain.config.text.width
     embedded = []
+
     for _ in range(images):
         # As large as token embeddings are.
         drawn = generator.standard_normal((1, tokens, width), np.float32) / math.sqrt(width)

@@ -58,6 +58,7 @@ def run(*, seed: int = 0, quick: bool = False) -> dict[str, Any]:
     for kind in KINDS:
         of_kind = [item for item in items if item.kind == kind]
         by_kind[kind] = {method: confusion(of_kind, method) for method in METHODS[:2]}
+
     return {
         "model": MAIN,
         "contexts": count,
@@ -76,15 +77,18 @@ def _items(count: int, seed: int) -> Sequence[AblationItem]:
     questions = small_task.ask(contexts, np.random.default_rng(seed + 1), KINDS)
     words = small_task.VOCABULARY.names
     runtime, items = PrivateRuntime(backbone, pages=128), list[AblationItem]()
+
     for context in range(count):
         with kvp.Session(backbone, runtime=runtime, branch=f"context {context}") as session:
             images = [*legends[context][contexts.order[context]], pages[context]]
             names = [session.add(image) for image in images]
             pieces = [embedded(backbone, [image]) for image in images]
+
             for number, kind in enumerate(KINDS):
                 text = f"{words[questions.ask[context, number]]} {words[questions.argument[context, number]]}"
                 question = embedded(backbone, [kvp.Text(text)])
                 whole = _re_prefill(backbone, pieces, question)
+
                 for place in range(1, len(names)):
                     without = [*pieces[:place], *pieces[place + 1 :]]
                     kl, flipped = compared(whole, _re_prefill(backbone, without, question))
@@ -96,6 +100,7 @@ def _items(count: int, seed: int) -> Sequence[AblationItem]:
                         method: answer is not None and answer.changed(UNCHANGED) for method, answer in answers.items()
                     }
                     items.append(AblationItem(context, place, kind, ablated, changed))
+
     return items
 
 
@@ -127,10 +132,12 @@ def table(result: dict[str, Any]) -> str:
     for kind, methods in result["by_kind"].items():
         tables += [(method, kind, found) for method, found in methods.items()]
     lines = []
+
     for method, kind, found in tables:
         value, low, high = found["agreement"]
         counts = map(str, found["table"].values())
         lines.append([method, kind, *counts, f"{value:.3f} [{low:.3f}, {high:.3f}]"])
+
     head = ["method", "questions", "needed: said needed", "said disposable", "disposable: said needed"]
     about = (
         f"{result['model']}, {result['contexts']} contexts, {result['bound']} nats count as no change; the truth is a"

@@ -80,10 +80,12 @@ def placing_rows(layers: int, tokens: int, heads: int, width: int, repeats: int,
     doubling = samples.pop("x · 2")
     metric = f"placing over x · 2, CPU time, {tokens} × {layers} × {heads} × {width}"
     rows = []
+
     for arm, seconds in samples.items():
         least = min(seconds) / min(doubling)
         labels = {"arm": arm, "seconds": seconds, "x2_seconds": doubling}
         rows.append(measured_row(metric, ratios(seconds, doubling), at_most=BARS.get(arm), value=least, **labels))
+
     return rows
 
 
@@ -103,6 +105,7 @@ def check_rows(repeats: int, seed: int, tokens: int = 2048) -> list[Row]:
 
     # With the programs replaced, what is left of a call is its checks.
     programs = ((ops, "jitted_apply"), (layout, "jitted_rotate"), (layout, "jitted_relocate"), (pool, "jitted_splice"))
+
     with contextlib.ExitStack() as stack:
         for module, name in programs:
             stack.enter_context(mock.patch.object(module, name, returned))

@@ -47,6 +47,7 @@ def measure(vectors: Float[np.ndarray, "n D"], arm: str, probes: Sequence[float]
     _fill(exact, stored)
 
     rows = [_search_row(exact, queries, f"{arm}.exact", len(stored))]
+
     for share in probes:
         approximate = ApproximateRetriever(vectors.shape[1], probes=share, exact_below=64)
         _fill(approximate, stored)
@@ -54,6 +55,7 @@ def measure(vectors: Float[np.ndarray, "n D"], arm: str, probes: Sequence[float]
         labels = {"arm": f"{arm}.probes={share}", "stored": len(stored)}
         rows.append(measured_row("recall_at_10", shares, statistic=statistics.fmean, **labels))
         rows.append(_search_row(approximate, queries, f"{arm}.probes={share}", len(stored)))
+
     return rows
 
 

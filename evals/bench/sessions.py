@@ -73,6 +73,7 @@ def run(*, repeats: int = 5, seed: int = 0, quick: bool = False) -> dict[str, An
         workload = random_workload(6, seed, tiny_config("Qwen2ForCausalLM"), tokens=32)
     else:
         load, workload = AgentLoad(), shipped_workload(BACKBONE, 24, seed)
+
     compilations, views = Compilations(), AgentViews(workload, load)
     warm_ups = {arm: one_run(views, arm, compilations) for arm in ARMS}
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
@@ -85,6 +86,7 @@ def run(*, repeats: int = 5, seed: int = 0, quick: bool = False) -> dict[str, An
     for measured in runs.values():
         for measured_run in measured:
             measured_run.pop("answers")
+
     agreement = {arm: first_token_agreement(answers["re-prefill"], answers[arm]) for arm in ARMS}
 
     config = {"seed": seed, "repeats": repeats, "quick": quick, "backbone": workload.name, **dataclasses.asdict(load)}
@@ -117,6 +119,7 @@ def one_run(views: "AgentViews", arm: str, compilations: Compilations) -> dict[s
     load, before = views.load, compilations.count
     dtype = views.workload.images[0].embeddings.dtype
     options = {"pages": views.pages(), "page_size": PAGE, "batch": load.batch, "timeout": 600.0, "dtype": dtype}
+
     with Sessions(views.workload.backbone, **options) as sessions:
         agents = [LoopAgent(views, sessions, number, arm) for number in range(load.agents)]
         begun, spent = time.perf_counter(), time.process_time()
@@ -212,11 +215,13 @@ class LoopAgent:
             self.shared.run(self.window, edits)
             question = questions[self.views.image(self.number, step) % len(questions)]
             answer: list[int] = []
+
             for piece in self.shared.answer(self.window, question, None, self.views.load.steps, None, None, ()):
                 now = time.perf_counter()
                 (self.between if answer else self.first).append(now - begun)
                 begun = now
                 answer.append(int(piece.ids[0]))
+
             self.answers.append(answer)
 
     def _plan(self, step: int) -> Edits:
@@ -228,6 +233,7 @@ class LoopAgent:
         else:
             while self.held and (self.arm == "re-prefill" or self._images() != wanted[: len(self._images())]):
                 evicted.append(self.held.pop())
+
         self.held = [piece for piece in self.held if piece not in evicted]
         edits: Edits = ()
         if evicted:

@@ -93,6 +93,7 @@ def describe(raw: dict[str, Any], compiler: Callable[..., jax.stages.Compiled] |
     }
     calls = {("prefill", str(length)): _prefill(programs, config, length) for length in PROMPTS}
     calls |= {("tower", what): call for what, call in _towers(programs, config).items()}
+
     for (kind, what), (function, arguments) in calls.items():
         row[kind][what] = {"flops": count_flops(function, *arguments)}
         if compiler is not None:
@@ -105,12 +106,14 @@ def describe(raw: dict[str, Any], compiler: Callable[..., jax.stages.Compiled] |
         for length in PROMPTS:
             flops = row["prefill"][str(length)]["flops"]
             prefill[length] = max(flops / device.flops, whole / device.bandwidth) / count
+
         row[device.name] = {
             "devices": count,
             "fits": (row["weights"] if count == 1 else row["mesh"]["weights"]) < USED * device.memory,
             "prefill": prefill,
             "token": read / device.bandwidth / count,
         }
+
     return row
 
 
@@ -124,11 +127,13 @@ def on_a_mesh(config: Any, leaves: Any) -> dict[str, Any]:
         except ConfigError:
             count //= 2
             continue
+
         weights = 0
         for path, leaf in leaves.items():
             weights += _bytes({path: leaf}) // (count if "tensor" in specs[path] else 1)
         heads = 1 if config.text.latent is not None else count
         return {"devices": count, "weights": weights, "kv_per_token": _kv(config) // heads}
+
     return {"devices": 1, "weights": _bytes(leaves), "kv_per_token": _kv(config)}
 
 
@@ -154,6 +159,7 @@ def _bytes_read(config: Any, leaves: Any) -> tuple[float, float]:
         # Those of shared experts have longer paths.
         chosen = experts is not None and path[1:] in (("layers", "mlp", part) for part in ("gate", "up", "down"))
         single += size * experts.chosen / experts.experts if chosen and experts is not None else size
+
     return whole, single
 
 
@@ -174,12 +180,14 @@ def _towers(programs: Forward, config: Any) -> dict[str, tuple[Callable[..., Any
     vision = config.family.vision
     if vision is None:
         return {}
+
     calls = {}
     for what, (pixels, arrays, count) in _images(config).items():
         ids = np.full((1, count), config.image_token)
         plan = vision.plan(config, ids, {"pixel_values": np.broadcast_to(np.float32(1), pixels), **arrays})
         shapes = jax.tree.map(lambda leaf: SPEC(leaf.shape, leaf.dtype), dict(plan))
         calls[what] = (programs.encode, (programs.state, SPEC(pixels, jnp.float32), shapes))
+
     return calls
 
 
@@ -193,6 +201,7 @@ def _images(config: Any) -> dict[str, tuple[tuple[int, ...], dict[str, np.ndarra
             shape, sizes = (1, tiles, *side), {"image_sizes": np.array([[tower.image * 2, tower.image * 2]])}
             return {f"{tiles} tiles": (shape, sizes, len(packing_index(config.glue.tiles, sizes["image_sizes"])))}
         return {f"{tiles} tiles": ((tiles, *side), {}, tiles * config.tile_tokens)}
+
     images = {}
     for size in MEGAPIXELS:
         height, width = _grid(size * 1e6, tower.patch * tower.merge)
@@ -202,6 +211,7 @@ def _images(config: Any) -> dict[str, tuple[tuple[int, ...], dict[str, np.ndarra
         if not architecture.startswith("Kimi"):
             shape = (patches, tower.features)
         images[f"{size} Mpx"] = (shape, {"image_grid_thw": grid}, height * width)
+
     return images
 
 
@@ -239,6 +249,7 @@ def _cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
         prefill = " / ".join(_milliseconds(seconds) for seconds in bound["prefill"].values())
         prefills.append(prefill if bound["fits"] else "does not fit")
         tokens.append(_milliseconds(bound["token"]) if bound["fits"] else "–")
+
     return (
         f"`{name}`",
         _size(row["weights"]),

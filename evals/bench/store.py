@@ -85,6 +85,7 @@ def run(*, repeats: int = LEAST_REPEATS, seed: int = 0, out: str | None = None, 
     repeats = 2 if quick else max(repeats, LEAST_REPEATS)
     sizes = QUICK if quick else WHOLE
     rows: list[Row] = []
+
     with tempfile.TemporaryDirectory(prefix="bench-store-", dir=place) as name:
         chunk = chunk_of(sizes, seed)
         patches = patches_of(chunk, sizes, seed)
@@ -187,6 +188,7 @@ def put_rows(case: StoreCase) -> Iterator[Row]:
     for against, (write, bar) in others.items():
         samples = case.interleave(put, lambda write=write: timed_write(path, write))
         yield comparison_row("durable put", samples, at_least=bar, against=against)
+
     samples = case.interleave(put_async, put)
     yield comparison_row("asynchronous put returns", samples, at_most=0.5, against="durable put")
 

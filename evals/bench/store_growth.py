@@ -80,6 +80,7 @@ def _growing_root(root: Path, counts: Sequence[int], repeats: int, seed: int) ->
             for _ in range(repeats):
                 fill(count)
                 seconds.append(_evicting_put(root, small, numbers))
+
             yield EVICTING, count, seconds
 
 
@@ -133,6 +134,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+
     for number, operation in enumerate((EVICTING, COLLECT, LISTED)):
         points = [row for row in result["rows"] if row.get("operation") == operation]
         counts = [row["objects"] for row in points]
@@ -141,6 +143,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         axes.errorbar(counts, middle, ends, label=operation, marker="o", capsize=3, color=f"C{number}")
         if operation in BARS:
             axes.axhline(BARS[operation], color=f"C{number}", linestyle=":", linewidth=1)
+
     axes.set(xscale="log", yscale="log", xlabel="objects in the root", ylabel="seconds (dotted: the bar)")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=130)

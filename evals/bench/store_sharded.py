@@ -29,6 +29,7 @@ def main(folder: Path, sizes: StoreSizes, repeats: int, seed: int) -> None:
     mesh = jax.make_mesh((DEVICES,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "heads"))
     save_by_orbax(folder / "orbax", dict(chunk.kv))
+
     with ChunkStore(folder / "store", budget=Budget(host=0)) as store:
         store.put(chunk)
 
@@ -44,7 +45,9 @@ def main(folder: Path, sizes: StoreSizes, repeats: int, seed: int) -> None:
             for name, value in read().items():
                 assert value.sharding.is_equivalent_to(sharding, 4), value.sharding
                 assert np.asarray(value).tobytes() == np.asarray(chunk.kv[name]).tobytes(), name
+
         samples = interleave({"ours": lambda: stopwatch(ours), "theirs": lambda: stopwatch(theirs)}, repeats)
+
     print(json.dumps(samples))
 
 

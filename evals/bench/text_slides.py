@@ -93,6 +93,7 @@ class TextSlides:
 
             references = {"forget": forgotten, "remember": remembered[step - 1]}
             kept = self._read(self._context(conditioned), step)
+
             for arm, logits in (("re-prefill", forgotten), ("kept", kept)):
                 order = ("forget", "remember") if arm == "re-prefill" else ("remember", "forget")
                 for against in order:

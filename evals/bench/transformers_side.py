@@ -45,11 +45,13 @@ class TransformersSide:
         program = shutil.which(python)
         if program is None:
             raise InputError(f"--torch-python: got {python!r}, which cannot be run; expected a Python {_PACKAGES}")
+
         environment = os.environ | {name: str(threads) for name in THREAD_VARIABLES}
         environment.pop("PYTHONPATH", None)  # ours is of another version of Python
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._stderr}
         self._process = subprocess.Popen([program, str(WORKER)], text=True, env=environment, **pipes)
+
         try:
             self.versions = self.ask("hello", threads=threads)
         except WorkerError as error:
@@ -62,15 +64,18 @@ class TransformersSide:
         to, back = self._process.stdin, self._process.stdout
         assert to is not None
         assert back is not None
+
         try:
             print(json.dumps({"call": call, **request}), file=to, flush=True)
             line = back.readline()
         except BrokenPipeError:
             line = ""
+
         try:
             answer = json.loads(line)
         except ValueError as error:
             raise WorkerError(f"{call}: no answer but {line!r}; its last words: {self._last_words()!r}") from error
+
         if "error" in answer:
             raise WorkerError(f"{call}: {answer['error']}")
         return answer
@@ -122,5 +127,6 @@ def agreement_row(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarra
             differences[name] = float("inf")
         else:
             differences[name] = float(np.abs(ours[name] - expected).max() / np.abs(expected).max())
+
     worst = max(differences.values())
     return measured_row("agreement", [worst], at_most=AGREEMENT, differences=differences, **labels)

@@ -66,6 +66,7 @@ class Worker:
         unread = [*report["missing_keys"], *report["unexpected_keys"]]
         if unread:
             raise ValueError(f"{name}: keys {unread[:4]} are missing or unexpected")
+
         self.model.eval()
         with numpy.load(arrays) as file:
             tensors = {key: torch.from_numpy(file[key]) for key in file.files}
@@ -114,6 +115,7 @@ class Worker:
         kind = transformers.Qwen2_5_VLForConditionalGeneration
         seconds: dict[str, float] = {}
         peaks = {"start": _peak_bytes()}
+
         for name in ("bfloat16", "float32"):
             self.model = None
             begin = time.perf_counter()
@@ -123,6 +125,7 @@ class Worker:
                 parameter.detach().reshape(-1)[::1024].sum()  # of each page one number: what is mapped is read now
             seconds[f"load {name}"] = time.perf_counter() - begin
             peaks[f"load {name}"] = _peak_bytes()
+
         self.model.eval()
 
         with numpy.load(os.path.join(folder, "arrays.npz")) as file:
@@ -145,12 +148,14 @@ class Worker:
         out = timed("prefill", lambda: self.model(inputs_embeds=embedded, position_ids=positions, **last))
 
         logits, step_seconds, place = [out.logits], [], int(positions.max()) + 1
+
         for index, token in enumerate(new_ids):
             begin = time.perf_counter()
             inputs = {"input_ids": token.view(1, 1), "position_ids": torch.full((3, 1, 1), place + index)}
             out = self.model(**inputs, past_key_values=out.past_key_values, **last)
             logits.append(out.logits)
             step_seconds.append(time.perf_counter() - begin)
+
         seconds["step"], peaks["step"] = float(numpy.median(step_seconds[1:])), _peak_bytes()
         outputs = {"logits": torch.cat(logits, 1), "features": features}
         numpy.savez(os.path.join(folder, "theirs.npz"), **{name: value.numpy() for name, value in outputs.items()})

@@ -46,6 +46,7 @@ def run(
     config = {"model": "window", "seed": seed, "repeats": repeats, "quick": quick}
     file = None if out is None else Path(out) / PARTS
     parts = {} if file is None else {line["part"]: line["result"] for line in finished_parts(file, config)}
+
     for name, measure in _parts(repeats, seed, large, quick).items():
         if name in parts:
             continue
@@ -53,6 +54,7 @@ def run(
         print(f"{name}: measured", flush=True)
         if file is not None:
             add_part(file, {"part": name, "result": parts[name]})
+
     return {"config": config, "environment": environment(), "parts": parts, "rows": rows_of(parts)}
 
 
@@ -97,6 +99,7 @@ def _backbone_parts(
             return window_loop.measure_loop(workload, size, full[:steps], recalls, once)
 
         parts[f"loop, {name}, window {size}"] = measure_loop
+
     size = windows[0] if once else windows[-1]
     parts[f"break-even, {name}"] = lambda: break_even.measure(make(), size, repeats, rank)
     return parts
@@ -132,6 +135,7 @@ def loop_rows(part: Part) -> list[Row]:
         for entry in part["compared"]:
             if not entry["warm_up"]:
                 times.setdefault(entry["arm"], {})[entry["step"]] = entry[unit]
+
         ours = times["window"]
 
         def over_ours(arm: str, times: Mapping[str, Any] = times, ours: Mapping[int, float] = ours) -> list[float]:
@@ -158,6 +162,7 @@ def loop_rows(part: Part) -> list[Row]:
         for metric, name, bar in (("kl", "KL to", bars[0]), ("flip", "flips against", bars[1])):
             values = [entry[reference][metric] for entry in entries]
             rows.append(measured_row(f"{name} {words}", values, at_most=bar, statistic=statistic))
+
     rows += recall_rows(part.get("recalls", ()))
 
     for name in ("cold", "warm"):
@@ -167,6 +172,7 @@ def loop_rows(part: Part) -> list[Row]:
             figures = {"seconds": loop["seconds"], "forwards": loop["forwards"]}
             figures |= {"programs compiled": loop["compilations"], "MB of KV moved": moved / 1e6}
             rows += [measured_row(f"{name} loop: {what}", [float(value)]) for what, value in figures.items()]
+
     return rows
 
 
@@ -180,11 +186,13 @@ def recall_rows(recalls: Sequence[Part]) -> list[Row]:
         return [step[unit][above] / step[unit][below] for step in steps]
 
     rows = []
+
     for unit, word in (("seconds", "time"), ("cpu", "CPU time"), ("flops", "FLOPs")):
         rows += [
             measured_row(f"recall by a patch: {word} over a prefix hit's", over(unit, "window", "prefix hit")),
             measured_row(f"recall by a patch: {word} of re-prefill over ours", over(unit, "re-prefill", "window")),
         ]
+
     cached = over("flops", "prefix cache", "window")
     rows.append(measured_row("recall by a patch: FLOPs of a prefix cache over ours", cached))
     for key, words in (
@@ -193,6 +201,7 @@ def recall_rows(recalls: Sequence[Part]) -> list[Row]:
     ):
         values = [step[key]["kl"] for step in steps]
         rows.append(measured_row(f"recall by a patch: KL {words}", values, statistic=statistics.fmean))
+
     return rows
 
 
@@ -203,6 +212,7 @@ def break_even_rows(part: Part) -> list[Row]:
         for case, value in part["reuses"][unit].items():
             bar = break_even.BARS.get(case) if unit == "seconds" else None
             rows.append(measured_row(f"reuses until it pays, {case}, {word}", [value], at_most=bar))
+
     for what, medians in part["measured"].items():
         rows.append(measured_row(f"{what}, seconds", [medians["seconds"]]))
     share = part["flops"]["patch placed"] / part["flops"]["prefill in the window"]

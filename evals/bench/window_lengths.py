@@ -61,6 +61,7 @@ def measure(lengths: Sequence[int] = LENGTHS, *, tokens: int = TOKENS, repeats: 
     unrun: Any = UnrunBackbone()
     costs = Costs.of(unrun)
     rows = []
+
     for count in lengths:
         for name, (seconds, edits) in operations(count, costs, tokens).items():
             sums = {"bytes": sum(edit.bytes for edit in edits), "flops": sum(edit.flops for edit in edits)}
@@ -68,6 +69,7 @@ def measure(lengths: Sequence[int] = LENGTHS, *, tokens: int = TOKENS, repeats: 
         if repeats:
             for name, seconds in run_edits(count, run_tokens, repeats).items():
                 rows.append({"chunks": count, "operation": f"{name}, executed", "cpu": seconds})
+
     config = {"tokens": tokens, "run_tokens": run_tokens, "repeats": repeats, "shape": UnrunBackbone.fingerprint}
     return {"config": config, "rows": rows}
 
@@ -104,6 +106,7 @@ def operations(count: int, costs: Costs, tokens: int = TOKENS) -> dict[str, tupl
     }
 
     results = {}
+
     for name, call in calls.items():
         seconds, edits = [], ()
         for _ in range(5):
@@ -111,6 +114,7 @@ def operations(count: int, costs: Costs, tokens: int = TOKENS) -> dict[str, tupl
             _, edits = call()
             seconds.append(time.process_time() - begin)
         results[name] = (min(seconds), edits)
+
     return results
 
 
@@ -126,9 +130,11 @@ def run_edits(count: int, tokens: int, repeats: int) -> dict[str, float]:
     for channel in layout.channels:
         values = generator.standard_normal((layout.layers, tokens, channel.heads, channel.width))
         drawn[channel.name] = jnp.asarray(values, "bfloat16")
+
     local = np.arange(tokens, dtype=np.float32)
     executor = PagedExecutor(backbone, (count + 2) * tokens // PAGE, PAGE)
     window = Window.empty(Costs.of(backbone), lead=0)
+
     for number in range(count):
         entry = _entry_of(number, tokens)
         labels = {"layout": layout, "backbone": backbone.fingerprint, "content": entry.content}
@@ -150,6 +156,7 @@ def run_edits(count: int, tokens: int, repeats: int) -> dict[str, float]:
         evicted = window.evicted[-1].entry.id
         window, taken = timed_edits(lambda window=window, id=evicted: window.recall(id, "bare", fetched=True))
         seconds["recall"].append(taken)
+
     return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
@@ -183,11 +190,13 @@ def draw(part: Mapping[str, Any], path: Path) -> None:
         "compute_seconds": "CPU seconds to compute the edits",
         "cpu": "CPU seconds to run them",
     }
+
     for axis, (column, title) in zip(axes, panels.items(), strict=True):
         points: dict[str, list[tuple[int, float]]] = {}
         for row in part["rows"]:
             if row.get(column):
                 points.setdefault(row["operation"], []).append((row["chunks"], row[column]))
+
         for name, pairs in points.items():
             axis.plot(*zip(*pairs, strict=True), marker="o", markersize=3, label=name)
         axis.set(xscale="log", yscale="log", xlabel="chunks in the window", title=title)
@@ -195,6 +204,7 @@ def draw(part: Mapping[str, Any], path: Path) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
+
     axes[1].axhline(COMPUTE_BAR, color="grey", linestyle="--", linewidth=1)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -218,10 +218,12 @@ class PromptEngine:
         pieces.append((f"question {number}", workload.questions[number]))
 
         placed, names, start = [], [], 0
+
         for name, tokens in pieces:
             placed.append(tokens.shift(start))
             names += [(name, index) for index in range(length_of(tokens))]
             start += span(tokens)
+
         return one_behind_the_other(placed), self.cache.hit(names)
 
     def re_prefill(self, tokens: Tokens) -> LoopStep:
@@ -268,6 +270,7 @@ def remembered_logits(workload: LoopWorkload, size: int, asked: Sequence[int]) -
     segments = history(spans, size, 0 if workload.lead is None else span(workload.lead), asked)
     sources = {"chunk": workload.images, "question": workload.questions}
     parts = []
+
     for segment in segments:
         tokens = workload.lead if segment.kind == "lead" else sources[segment.kind][segment.index]
         assert tokens is not None
@@ -317,6 +320,7 @@ def measure_loop(
 
     promised = remembered_logits(workload, size, compared)
     entries = []
+
     for step, arms in loop.compared.items():
         for arm, taken in arms.items():
             entry: dict[str, Any] = {"step": step, "arm": arm, "warm_up": step == compared[0]}
@@ -325,6 +329,7 @@ def measure_loop(
                 entry["forget"] = divergence(arms["re-prefill"].logits, taken.logits)
                 entry["remember"] = divergence(promised[step], taken.logits)
             entries.append(entry)
+
     return part | {"compared": entries, "recalls": recalled, "flops": loop.flops}
 
 
@@ -361,6 +366,7 @@ class _Loop:
             step = self.agent.step(number)
             self.compiled += self.compilations.count - before
             self._compare(number, step, number in compared, not once or number == compared[-1])
+
         steps, ledger = self.agent.steps, self.agent.executor.ledger
         return {
             "seconds": sum(step["seconds"] for step in steps),
@@ -379,6 +385,7 @@ class _Loop:
         image = length_of(workload.images[number])
         survivors = length - image - asked
         image_flops = workload.plain.forward_costs.flops(image, survivors)
+
         for arm, flops in {
             "re-prefill": engine.flops(length, 0),
             "prefix cache": engine.flops(length - hit, hit),

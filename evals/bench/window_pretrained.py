@@ -96,10 +96,12 @@ def measure(
         for record in TextSlides(backbone, ids, lead if front != "no lead" else lead[:0], sizes).run():
             stream = {"stream": chosen[record.pop("row")]} if "row" in record else {}
             measured.append({"front": front, "first": first, **stream, **record})
+
         records += measured
         if folder is not None:
             add_part(folder / PARTS, {"part": [front, first], "records": measured})
         print(f"{front}, streams {first} to {first + len(chosen) - 1}", flush=True)
+
     return records
 
 
@@ -155,14 +157,17 @@ def library_streams(backbone: Any, count: int, tokens: int) -> dict[str, np.ndar
     for path in sorted([*root.glob("[a-z]*.py"), *root.glob("[a-z]*/[a-z_]*.py")]):
         if path.parts[-2] in ("site-packages", "test"):
             continue
+
         text = documentation(path)
         if len(text) < 2 * tokens:  # no tokenizer makes a token of fewer than two characters of prose
             continue
+
         ids = np.asarray(backbone.prepare([text])["input_ids"])[0]
         if len(ids) >= tokens:
             streams[str(path.relative_to(root))] = ids[:tokens].astype(np.int32)
         if len(streams) == count:
             return streams
+
     raise ValueError(f"text: got {len(streams)} modules below {root} with {tokens} tokens; expected {count}")
 
 

@@ -58,9 +58,11 @@ def check_flags() -> tuple[int, ...]:
     """Refuses contradicting flags before anything is loaded, and returns the ranks, ascending."""
     if _IMAGES.value is not None and _TEXTS.value is not None:
         raise InputError("--images and --texts; expected one of them, or neither")
+
     least = least_windows(_LEVEL.value)
     if (_NUMBER.value + 1) // 2 < least:
         raise InputError(f"--n={_NUMBER.value}; expected {2 * least} or more for --level={_LEVEL.value:g}")
+
     out = Path(_OUT.value or "")
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise InputError(f"--out={out} is a folder, or lies in none; expected a file's name")
@@ -131,9 +133,11 @@ def main(arguments: list[str]) -> None:
     """Parses flags, measures, writes, prints."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
+
     quiet_backends()
     use_compilation_cache()
     began, compilations = time.perf_counter(), Compilations()
+
     with errors_as_one_line(), tempfile.TemporaryDirectory() as folder:
         ranks = check_flags()
         model = _MODEL.value or ""  # required: absl refuses to go on without it

@@ -54,6 +54,7 @@ def measure(run: CertificationRun) -> Measurement:
         for (point, rank, behind, promise), values in list(table.items()):
             if point == "stored" and behind == 0 and rank in fresh_ranks(run.ranks):
                 table["fresh", rank, behind, promise] = values
+
     return Measurement(scores, asked, tokens, (min(spans), max(spans)))
 
 
@@ -64,6 +65,7 @@ def score_batch(windows: WindowBatch, ranks: tuple[int, ...], step: Step) -> tup
         size = batch.line.size
         tail = questions.behind(batch.line.end)
         promised = read_behind(batch.line, batch.whole, tail)
+
         for mode in serving_modes(batch, ranks):
             served = read_behind(batch.line, mode.cache, tail)
             key = mode.point, mode.rank, mode.behind, mode.promise

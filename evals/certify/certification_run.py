@@ -33,7 +33,7 @@ class CertificationRun:
     step: Step = lambda name: None
 
     def is_measured(self, number: int) -> bool:
-        """Whether the journal has a batch of windows."""
+        """Returns whether the journal has a batch of windows."""
         return batch_name(number) in self.journal
 
 

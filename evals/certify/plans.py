@@ -36,6 +36,7 @@ def measure_plans(run: CertificationRun, certificate: Certificate, seed: int) ->
 
     # A journal's plans were made by certain numbers, whatever the day.
     numbers = dataclasses.replace(certificate, made="any day").digest
+
     for number, spec in enumerate(spec for spec in run.source.specs if spec.held_out):
         name = f"plans {number}, by {numbers}"
         part = run.journal.part(name)
@@ -47,6 +48,7 @@ def measure_plans(run: CertificationRun, certificate: Certificate, seed: int) ->
                 measured.append((kl.tolist(), cluster.tolist(), share))
             part = run.journal.add(name, found=measured)
             run.step("plans")
+
         for goal, (kl, cluster, share) in zip(goals, part["found"], strict=True):
             results[goal].append((np.asarray(kl, float), np.asarray(cluster, int), share))
 
@@ -55,6 +57,7 @@ def measure_plans(run: CertificationRun, certificate: Certificate, seed: int) ->
         kls, clusters, shares = zip(*parts, strict=True)
         name = f"planned for at most {goal:.3g} nats"
         rows.append(plan_row(name, goal, np.concatenate(kls), np.concatenate(clusters), float(np.mean(shares))))
+
     return tuple(rows)
 
 
@@ -113,4 +116,5 @@ def _drawn_inventory(
             kv = padded_to_chunk(chunk, target[place])
             inventory.add(kvp.form_patch(chunk, kv, rank, Antecedent(tuple(front)), dense=False))
         front.append(Member(chunk.id, chunk.content))
+
     return inventory

@@ -165,6 +165,7 @@ def rows_of(scores: Scores, level: float) -> list[CertifiedLoss]:
                 answers=len(kl),
             )
         )
+
     return rows
 
 
@@ -197,8 +198,10 @@ def recommend(scores: Scores, goal: float | None, level: float) -> RankChoice:
             worst = max(conformal_bound(values, clusters, level) for values in kl.values())
             result = f"an answer loses at most {worst:.3g} nats at level {level:g}, of {goal:g} wanted"
             sufficient = worst <= goal
+
         if sufficient:
             return RankChoice(rank, f"the smallest at which, on calibration windows, {result}")
+
     return RankChoice(ranks[-1], f"the largest that was measured, and not enough: {result}")
 
 

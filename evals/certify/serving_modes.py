@@ -107,6 +107,7 @@ def serving_modes(batch: ServedBatch, ranks: tuple[int, ...]) -> Iterator[Servin
     whole = {place: _patch(batch, place, most) for place in batch.places}
     outdated = {place: _patch_behind_other(batch, place, most) for place in batch.places[1:]}
     orders = _accumulated(batch) if promise == "forget" else None
+
     for rank in ranks:
         stored = {place: line.serve(place, leading(patch, rank)) for place, patch in whole.items()}
         yield ServingMode("stored", rank, 0, promise, batch.with_last(stored[last]))
@@ -119,6 +120,7 @@ def serving_modes(batch: ServedBatch, ranks: tuple[int, ...]) -> Iterator[Servin
 
         if rank in fresh_ranks(ranks):
             yield ServingMode("fresh", rank, others, promise, batch.with_all(_fresh(batch, rank)))
+
         if orders is not None:
             orbit = line.serve(last, kvp.orbit_patch(orders, rank, method="exact"))
             yield ServingMode("orbit", rank, 0, promise, batch.with_last(orbit))
@@ -183,6 +185,7 @@ def _fresh(batch: ServedBatch, rank: int) -> dict[int, KV]:
         patched = {name: jnp.asarray(value) + added.get(name, 0.0) for name, value in chunk.kv.items()}
         whole = on_host({name: value.astype(chunk.kv[name].dtype) for name, value in patched.items()})
         front[place] = cut(whole, slice(chunk.length))
+
     return served
 
 
@@ -191,10 +194,12 @@ def _accumulated(batch: ServedBatch) -> Accumulated:
     line, last = batch.line, batch.last
     image, own = line.images[last], tuple(range(last - 1))
     total: Accumulated | None = None
+
     for order in orders_of(last - 1, ORDERS, hold_out=[own]):
         front = [line.images[0], *(line.images[1 + place] for place in order)]
         kv = ImageSequence(line.backbone, [*front, image]).prefill()[-1]
         total = kvp.accumulate(total, padded_to_chunk(image.chunk, kv), image.chunk, line.antecedent(last))
+
     assert total is not None
     return total
 
@@ -204,6 +209,7 @@ def _repaired(batch: ServedBatch, cache: KV, places: Sequence[int]) -> KV:
     line = batch.line
     room = bucket(line.backbone, line.size)
     cache = {name: filled(value, room, 2) for name, value in cache.items()}
+
     for place in places:
         where, size = line.slices[place], line.images[place].size
         slots = np.broadcast_to(np.arange(where.start, where.stop), (len(line.tokens.embeddings), size))
@@ -212,4 +218,5 @@ def _repaired(batch: ServedBatch, cache: KV, places: Sequence[int]) -> KV:
         held = {name: jnp.asarray(value) for name, value in cache.items()}
         count = fraction_to_count(PERCENT / 100, size)
         cache = dict(cacheblend(line.backbone, SplicedCache(tokens, held, jnp.asarray(slots)), count).cache)
+
     return cut(on_host(cache), slice(line.size))

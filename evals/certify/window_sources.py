@@ -146,6 +146,7 @@ class DrawnImageSource(WindowSource):
         for drawn in (contexts, others):
             scene = scenes.load_scene(backbone, drawn, folder)
             shown.append([Image(tokens, chunk) for tokens, chunk in zip(scene.images, scene.chunks, strict=True)])
+
         pieces, older = shown
 
         asked = small_task.ask(contexts, rng, SMALL_TASK_QUESTIONS)
@@ -170,7 +171,7 @@ class DrawnImageSource(WindowSource):
 
 
 def drawn_images_fit(backbone: ModelBackbone) -> bool:
-    """Whether the small task can be asked: its words are the backbone's vocabulary."""
+    """Returns whether the small task can be asked: its words are the backbone's vocabulary."""
     if backbone.image_config is None or backbone.tokenizer is None:
         return False
     try:
@@ -227,6 +228,7 @@ class OwnImageSource(WindowSource):
             by_shape: dict[Any, list[int]] = {}
             for row, shown in enumerate(dealt):
                 by_shape.setdefault(tuple(_shape_key(embedded[int(image)]) for image in shown), []).append(row)
+
             for rows in by_shape.values():
                 for start in range(0, len(rows), batch):
                     part = rows[start : start + batch]
@@ -235,6 +237,7 @@ class OwnImageSource(WindowSource):
                     columns = dealt[repeated].T.tolist()
                     tokens = [_stacked([embedded[image] for image in column]) for column in columns]
                     specs.append(WindowSpec(tokens, first + np.asarray(repeated), bool(side), len(part)))
+
             first += windows
 
         content = f"{len(paths)} images of {folder.name or folder}, like sizes together, digest {digest_of(paths)}"
@@ -292,6 +295,7 @@ def deal(
         drawn, first = by_size(rng.permutation(pool)), int(rng.integers(max(len(pool) - count, 0) + 1))
         drawn = drawn[first : first + count] if sizes else drawn[:count]
         rows.append(np.concatenate([drawn, rng.permutation(drawn)])[:count])
+
     return np.stack(rows), False
 
 
@@ -346,16 +350,19 @@ class TextSource(WindowSource):
         size = 2 * chunks * PIECE + CONTINUED
         paths = files_in(folder, "texts") if folder is not None else _library()
         rng, documents = np.random.default_rng(seed), []
+
         for place in rng.permutation(len(paths)):
             path = paths[place]
             text = path.read_text(encoding="utf-8", errors="replace") if folder is not None else documentation(path)
             if len(text) < 2 * size:  # no tokenizer takes fewer than two characters of prose a token
                 continue
+
             ids = np.asarray(backbone.prepare([kvp.Text(text[: 16 * size])])["input_ids"])[0]
             if len(ids) >= size:
                 documents.append(ids[:size].astype(np.int32))
             if len(documents) == count:
                 break
+
         if len(documents) < 4:
             where = folder or "the standard library's documentation"
             raise InputError(f"certify: {len(documents)} texts of {size} tokens in {where}; expected 4 or more")

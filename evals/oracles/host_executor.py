@@ -88,7 +88,8 @@ class HostExecutor:
 
     def __init__(self, backbone: Backbone):
         """Starts without pieces."""
-        self.backbone, self.layout, self.lead = backbone, backbone.layout, None
+        self.backbone, self.layout = backbone, backbone.layout
+        self.lead: str | None = None
         self.sources = PieceSources(backbone, buckets=None, single=False)
         self.provide, self.forget = self.sources.give, self.sources.forget
         self.meter = CostMeter(backbone)

@@ -36,6 +36,7 @@ def measure(seed: int = 0, contexts: int = CONTEXTS) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         calibrated, _ = _losses(backbone, seed + 1, contexts, Path(folder))
         kl, sizes = _losses(backbone, seed + 2, contexts, Path(folder))
+
     print("cascade: every subset read", flush=True)
     places = range(len(sizes))
     whole = frozenset(places)
@@ -52,6 +53,7 @@ def measure(seed: int = 0, contexts: int = CONTEXTS) -> dict[str, Any]:
     curves = {name: _curve(mean, order) for name, order in orders.items()}
     counts = range(len(sizes) + 1)
     curves |= {"best subset": [], "any": []}
+
     for count in counts:
         of_size = [mean[frozenset(chosen)] for chosen in itertools.combinations(places, count)]
         curves["best subset"].append(min(of_size))
@@ -75,7 +77,7 @@ def measure(seed: int = 0, contexts: int = CONTEXTS) -> dict[str, Any]:
 
 
 def _cascade_order(losses: Mapping[int, float], sizes: Sequence[int]) -> tuple[int, ...]:
-    """The order in which a cascade places patches that are stored: every step costs what its tokens take."""
+    """Returns the order in which a cascade places patches that are stored: every step costs what its tokens take."""
     pieces = [Dependent(str(place), max(losses[place], 1e-9), 1.0, float(size)) for place, size in enumerate(sizes)]
     # A forward costs more than all patches, so that none is run.
     dear = [piece._replace(form=1e9) for piece in pieces]
@@ -102,12 +104,14 @@ def _losses(backbone: ModelBackbone, seed: int, count: int, folder: Path) -> tup
         place: new.serve(place, patch_of(new.images[place], after[place], new.antecedent(place))) for place in places
     }
     caches = {}
+
     for size in range(len(places) + 1):
         for chosen in itertools.combinations(range(len(places)), size):
             pieces = [cut(stale, where) for where in new.slices]
             for which in chosen:
                 pieces[first + which] = served[first + which]
             caches[",".join(map(str, chosen)) or "none"] = joined(pieces)
+
     said = read(new, caches | {"re-prefill": exact}, questions)
     found = {}
     for name in caches:
@@ -117,7 +121,9 @@ def _losses(backbone: ModelBackbone, seed: int, count: int, folder: Path) -> tup
 
 
 def _lines(images: ProbeImages) -> tuple[ImageSequence, ImageSequence]:
-    """The window before and behind the replacement of its first legend, which another context's takes the place of."""
+    """Returns the window before and behind the replacement of its first legend, which another context's takes the
+    place of.
+    """
     pages = [images.page, images.page.of_others(1), images.page.of_others(2)]
     rest = [*images.legends[1:], *pages]
     lead, other = images.front(True), foreign_legends(images, 3)[0]
@@ -134,6 +140,7 @@ def table(result: Mapping[str, Any]) -> str:
         area = result["area over the best order's"].get(name)
         shown = "" if area is None else f"{area[0]:.2f} ({area[1]:.2f}–{area[2]:.2f})"
         lines.append([name, *(f"{value:.4f}" for value in curve), shown])
+
     lines.append(["left, as the cascade predicts", *(f"{value:.4f}" for value in result["predicted"]), ""])
     head = ("rebuilt", *map(str, counts), "sum over the best order's")
     return "KL to re-prefill, nats, by the number of pieces rebuilt:\n\n" + markdown_table(head, lines)

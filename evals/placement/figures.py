@@ -27,6 +27,7 @@ def _forming(rows: list[dict[str, Any]], path: Path) -> Path:
     plt.switch_backend("agg")
     budgets = list(dict.fromkeys(row["budget"] for row in rows))
     figure, axes = plt.subplots(1, len(budgets), figsize=(6.2 * len(budgets), 3.8), layout="constrained", sharey=True)
+
     for axis, budget in zip(axes, budgets, strict=True):
         shown = [row for row in rows if row["budget"] == budget]
         for place, (name, colour) in enumerate(COLOURS.items()):
@@ -38,9 +39,11 @@ def _forming(rows: list[dict[str, Any]], path: Path) -> Path:
                 [max(cell["high"] - cell["value"], 0) for cell in cells],
             ]
             axis.bar(at, heights, 0.12, yerr=ends, color=colour, label=name, error_kw={"linewidth": 0.8})
+
         axis.axhline(1, color="#222222", linewidth=0.8, linestyle=(0, (4, 3)))
         axis.set_xticks(range(len(shown)), [row["kind"] for row in shown])
         axis.set_title(f"{budget} store")
+
     axes[0].set_ylabel("forming FLOPs over re-prefill's")
     axes[0].legend(fontsize=8, ncol=2)
     figure.savefig(path, dpi=150)
@@ -56,6 +59,7 @@ def _rebuilding(cascade: dict[str, Any], path: Path) -> Path:
     for name, curve in cascade["curves"].items():
         style = {"cascade": "-o", "best order": "--", "best subset": ":", "any": "-."}.get(name, "-")
         axis.plot(range(len(curve)), curve, style, markersize=4, linewidth=1.4, label=name)
+
     axis.set(xlabel="pieces rebuilt", ylabel="KL(re-prefill ‖ served), nats")
     axis.set_xticks(range(len(cascade["predicted"])))
     axis.legend(fontsize=8)

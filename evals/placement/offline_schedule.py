@@ -79,6 +79,7 @@ def schedule(
     for each in sorted(begin, key=search.cost)[1 : 1 + tries // 4]:
         found, more = search.improved(each, rounds)
         best, done = min((best, done), (found, more), key=lambda pair: search.cost(pair[0]))
+
     for _ in range(tries):
         found, more = search.improved(search.shaken(best, random), rounds)
         best, done = min((best, done), (found, more), key=lambda pair: search.cost(pair[0]))
@@ -103,7 +104,7 @@ class _Search:
         self._costs: dict[_Choice, Cost] = {}
 
     def served(self, choice: _Choice) -> tuple[ServedWindow, ...]:
-        """The trace, served so."""
+        """Returns the trace, served so."""
         found = replay(
             self.requests,
             self.terms,
@@ -115,7 +116,7 @@ class _Search:
         return tuple(found)
 
     def cost(self, choice: _Choice) -> Cost:
-        """What that takes."""
+        """Returns what that takes."""
         if choice not in self._costs:
             self._costs[choice] = total(self.served(choice))
         return self._costs[choice]
@@ -132,11 +133,12 @@ class _Search:
         return found
 
     def _in_one_order(self, front: Front) -> _Choice:
-        """All requests in the best order of all chunks that moving one at a time finds."""
+        """Returns all requests in the best order of all chunks that moving one at a time finds."""
         fronts: tuple[Front, ...] = (front,) * len(self.requests)
         none = frozenset[str]()
         line = self.chunks
         best = _Choice(_following(self.requests, line), fronts, none)
+
         for id in self.chunks[:ALIGNED]:
             rest = [other for other in line if other != id]
             for place in range(min(len(line), ALIGNED)):
@@ -144,10 +146,11 @@ class _Search:
                 choice = _Choice(_following(self.requests, moved), fronts, none)
                 if self.cost(choice) < self.cost(best):
                     best, line = choice, moved
+
         return best
 
     def improved(self, choice: _Choice, rounds: int) -> tuple[_Choice, int]:
-        """The schedule after so many rounds of improvement, or fewer where the last one found none."""
+        """Returns the schedule after so many rounds of improvement, or fewer where the last one found none."""
         done = 0
         while done < rounds:
             before, done = choice, done + 1
@@ -158,6 +161,7 @@ class _Search:
                     choice = self._better(choice, moved)
             if choice == before:
                 break
+
         return choice, done
 
     def _better(self, choice: _Choice, other: _Choice) -> _Choice:
@@ -172,6 +176,7 @@ class _Search:
         for order in _other_orders(self.requests, orders, at):
             yield choice._replace(orders=(*orders[:at], order, *orders[at + 1 :]))
         names = {entry.id for entry in self.requests[at].pieces if entry.order_free}
+
         for near in range(at + 1, min(at + 1 + NEAR, len(orders))):
             common = [id for id in self.chunks if id in names and any(id == e.id for e in self.requests[near].pieces)]
             if len(common) > 1:
@@ -182,7 +187,7 @@ class _Search:
                 yield choice._replace(orders=tuple(moved))
 
     def shaken(self, choice: _Choice, random: np.random.Generator) -> _Choice:
-        """The schedule with some requests drawn anew."""
+        """Returns the schedule with some requests drawn anew."""
         orders: list[Order] = list(choice.orders)
         fronts: list[Front] = list(choice.fronts)
         for _ in range(max(2, len(orders) // 4)):
@@ -190,6 +195,7 @@ class _Search:
             free = [piece for piece in orders[at] if self.requests[at].pieces[piece].order_free]
             orders[at] = filled(self.requests[at].free, [free[int(place)] for place in random.permutation(len(free))])
             fronts[at] = FRONTS[int(random.integers(2))]
+
         refused = frozenset(id for id in choice.refused if random.random() < 0.5)
         return _Choice(tuple(orders), tuple(fronts), refused)
 
@@ -215,6 +221,7 @@ def _other_orders(requests: Sequence[WindowRequest], orders: Sequence[Order], at
     if len(free) <= ALL_ORDERS:
         yield from (filled(request.free, each) for each in itertools.permutations(free) if list(each) != free)
         return
+
     number = {request.pieces[piece].id: piece for piece in free}
 
     def distance(other: int) -> tuple[int, int]:
@@ -263,16 +270,18 @@ def optimum(requests: Sequence[WindowRequest], terms: Terms, states: int = STATE
             for behind, price in _steps(request, state, terms, later):
                 if cost + price <= bound * (1 + 1e-12) and cost + price < following.get(behind, math.inf):
                     following[behind] = cost + price
+
         layer = _undominated(following)
         if len(layer) > states:
             raise InputError(f"optimum: {len(layer)} states behind request {at}; expected at most {states}")
+
     return min(layer.values())
 
 
 def _steps(
     request: WindowRequest, state: _State, terms: Terms, later: Sequence[WindowRequest]
 ) -> Iterator[tuple[_State, Cost]]:
-    """Every way of serving a request: what is held and stored then, and what it takes."""
+    """Yields every way of serving a request: what is held and stored then, and what it takes."""
     residents = dict(state.residents)
     resident = held_by(request, residents)
     lead = request.lead_ids
@@ -285,6 +294,7 @@ def _steps(
     going_on = {name for each in later for name in (each.session, each.parent)}
 
     orders = [filled(request.free, moved) for moved in itertools.permutations(free)]
+
     for order, front in itertools.product(orders, FRONTS):
         laid = walk(order_problem(request, resident, terms, known, order), order, terms.forward, front)
         held = residents | {request.session: after(request, laid, resident)}
@@ -293,6 +303,7 @@ def _steps(
         bases = {id for id, front in state.items if front == lead}
         first = request.pieces[laid.order[request.lead]].id if laid.ran > request.lead else None
         wanted = sorted({id for id, _ in new} - bases)
+
         for count in range(len(wanted) + 1):
             for chosen in itertools.combinations(wanted, count):
                 alone = [id for id in chosen if id != first]
@@ -305,7 +316,7 @@ def _steps(
 
 
 def _useful(item: StoredItem, later: Sequence[WindowRequest]) -> bool:
-    """Whether some later request has the chunk and all that the item was formed behind."""
+    """Returns whether some later request has the chunk and all that the item was formed behind."""
     wanted = {item[0], *item[1]}
     return any(wanted <= {entry.id for entry in request.pieces} for request in later)
 
@@ -313,11 +324,14 @@ def _useful(item: StoredItem, later: Sequence[WindowRequest]) -> bool:
 def _fitting(
     items: set[StoredItem], terms: Terms, entries: dict, lead: tuple[str, ...]
 ) -> Iterator[frozenset[StoredItem]]:
-    """What of the items can be kept: all where they fit; else every choice that fits, a patch with its canonical."""
+    """Yields what of the items can be kept: all where they fit; else every choice that fits, a patch with its
+    canonical.
+    """
     size = {item: terms.bytes_of(item, entries[item[0]], lead) for item in items}
     if terms.budget is None or sum(size.values()) <= terms.budget:
         yield frozenset(items)
         return
+
     for count in range(len(items) + 1):
         for kept in itertools.combinations(sorted(items), count):
             there = set(kept)

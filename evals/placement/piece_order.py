@@ -141,12 +141,15 @@ def extended(
         else:
             # A forward behind exact KV.
             cost, ran, misses = run, count, (*misses, piece)
+
     state = order, mask | 1 << piece, behind + tokens, cost, run, holding, exact, ran, kept, misses, inversions, led
     return PartialPlacement(*state)
 
 
 def _kept_exact(problem: OrderProblem, placed: PartialPlacement, piece: int) -> bool | None:
-    """Whether a held piece would be exact there, behind kept ones; None if its KV is not right there, or not held."""
+    """Returns whether a held piece would be exact there, behind kept ones; None if its KV is not right there, or not
+    held.
+    """
     place, here = problem.place_held.get(piece), len(placed.order)
     if place is None:
         return None
@@ -205,6 +208,7 @@ def cheapest(
     best = min(guesses, key=lambda placed: placed.cost)._replace(inversions=count * count)
 
     layer: dict[object, list[PartialPlacement]] = {None: [PartialPlacement()]}
+
     for place in range(count):
         following: dict[object, list[PartialPlacement]] = {}
         choices = movable if problem.free[place] else 1 << place
@@ -217,9 +221,11 @@ def cheapest(
                 if placed.exact and not grown.exact:
                     # No patch is valid behind a survivor: discarding it costs now and may save more behind it.
                     candidates.append(extended(problem, placed, piece, forward, front, inversions, survivors=False))
+
                 for candidate in candidates:
                     if _lower_bound(problem, candidate, front) <= best.cost:
                         _keep(following.setdefault(_state_key(problem, candidate), []), candidate)
+
         layer = following if follow_all else _beam(problem, following, forward, front, beam)
 
     complete = [best, *itertools.chain.from_iterable(layer.values())]

@@ -22,10 +22,12 @@ def serve_by_prefix(
     size: dict[Path, int] = {}
     seen: Counter[str] = Counter()
     took = []
+
     for at, request in enumerate(requests):
         order = _furthest(request, tree, seen) if ordered else tuple(range(len(request.pieces)))
         path: Path = ()
         behind, cost, hit = 0, 0.0, True
+
         for piece in order:
             entry = request.pieces[piece]
             path = (*path, entry.id)
@@ -33,16 +35,19 @@ def serve_by_prefix(
             if not hit:
                 cost += terms.forward(entry.tokens, behind)
                 size[path] = entry.tokens * terms.costs.kv_bytes
+
             tree[path] = at
             behind += entry.tokens
             seen[entry.id] += 1
+
         _make_room(tree, size, budget, at)
         took.append(cost)
+
     return took
 
 
 def _furthest(request: WindowRequest, tree: dict[Path, int], seen: Counter[str]) -> tuple[int, ...]:
-    """The order that finds most tokens in the tree."""
+    """Returns the order that finds most tokens in the tree."""
     count = len(request.pieces)
     often = sorted(range(count), key=lambda piece: (-seen[request.pieces[piece].id], piece))
 
@@ -60,6 +65,7 @@ def _furthest(request: WindowRequest, tree: dict[Path, int], seen: Counter[str])
         if len(order) < count:
             path = tuple(request.pieces[piece].id for piece in order)
             found += [(*order, each) for each in choices(order) if (*path, request.pieces[each].id) in tree]
+
     order = best[1]
     while len(order) < count:
         order = (*order, choices(order)[0])

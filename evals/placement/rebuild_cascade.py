@@ -123,24 +123,28 @@ def dependents(
         id, tokens = piece.entry.id, piece.entry.tokens
         if piece.fidelity != "approximate" and (window.promise == "remember" or piece.fidelity == "exact"):
             continue
+
         behind = window.behind(id)
         form = price((Recompute(id, 0, behind, **window.costs.prefill(tokens, behind)),))
         if _fits(window, piece, stored):
             found.append(Dependent(id, 0, form))
             continue
+
         loss = tokens / window.tokens if losses is None else losses.get(id, 0)
         fitting = [note for note in stored.of_chunk.get(id, ()) if _serves(window, note, piece.entry)]
         costs = [price(placing(window.costs, piece.entry, note)) for note in fitting]
         best = min(range(len(costs)), key=costs.__getitem__, default=None)
+
         if best is None:
             found.append(Dependent(id, loss, form))
         else:
             found.append(Dependent(id, loss, form, costs[best], fitting[best]))
+
     return found
 
 
 def _fits(window: Window, piece: PlacedPiece, stored: StoredPatches) -> bool:
-    """Whether a piece is served by the patch of the pieces in front of it."""
+    """Returns whether a piece is served by the patch of the pieces in front of it."""
     if piece.state.kind != "patched" or piece.state.base != "canonical":
         return False
     for note in stored.of_chunk.get(piece.entry.id, ()):
@@ -166,13 +170,16 @@ def rebuild(pieces: Sequence[Dependent], bound: Cost = 0, front: Front = "exact"
     for number in (bound, *(each for piece in pieces for each in (piece.loss, piece.form, piece.place or 0))):
         if not isinstance(number, int | float) or isinstance(number, bool) or not number >= 0:
             raise InputError(f"cascade: got {number!r:.80}; expected bound, losses and costs >= 0")
+
     best: tuple[tuple[Cost, int], list[tuple[Dependent, How]]] | None = None
     minimal, loss = True, sum(piece.loss for piece in pieces)
     slack = ROUNDING * loss
     lasts = range(-1, len(pieces)) if front == "exact" else [-1]
+
     for last in lasts:
         if last >= 0 and not pieces[last].loss:
             continue
+
         run: list[tuple[Dependent, How]] = [(piece, _ran(piece)) for piece in pieces[: last + 1] if piece.form]
         choices = [choice for piece in pieces[last + 1 :] if (choice := _choice(piece, front)) is not None]
         fixed = sum(piece.loss for piece in pieces[last + 1 :]) - sum(piece.loss for piece, _, _ in choices)
@@ -181,10 +188,12 @@ def rebuild(pieces: Sequence[Dependent], bound: Cost = 0, front: Front = "exact"
         minimal = minimal and proved
         if chosen is None:
             continue
+
         steps: list[tuple[Dependent, How]] = run + [(piece, how) for piece, how, _ in chosen]
         value = cost + sum(price for _, _, price in chosen), len(steps)
         if best is None or value < best[0]:
             best = value, steps
+
     assert best is not None  # running everything leaves nothing
     rebuilt = {piece.id for piece, _ in best[1]}
     left = tuple(piece.id for piece in pieces if piece.loss and piece.id not in rebuilt)
@@ -198,7 +207,9 @@ def _ran(piece: Dependent) -> How:
 
 
 def _choice(piece: Dependent, front: Front) -> tuple[Dependent, How, Cost] | None:
-    """How a piece is brought right for itself, and what that costs; None where it is right, or only a forward can."""
+    """Returns how a piece is brought right for itself, and what that costs; None where it is right, or only a
+    forward can.
+    """
     if not piece.loss:
         return None
     if piece.place is not None and (front == "exact" or piece.place <= piece.form):
@@ -210,12 +221,14 @@ Choice = tuple[Dependent, How, Cost]
 
 
 def _cover(choices: Sequence[Choice], room: Cost, slack: Cost) -> tuple[list[Choice] | None, bool]:
-    """The cheapest choices without which at most `room` of loss is left, fewest first; None where none reach it.
+    """Returns the cheapest choices without which at most `room` of loss is left, fewest first; None where none reach
+    it.
 
     Branch and bound: by loss for cost, with the fraction of the first that is not taken whole as its bound.
     """
     if room < -slack:
         return None, True
+
     ordered = sorted(choices, key=lambda each: -each[0].loss / each[2] if each[2] else -math.inf)
     need = sum(piece.loss for piece, _, _ in ordered) - room
     best: list[tuple[tuple[Cost, int], list[Choice]]] = [((math.inf, 0), [])]
@@ -254,6 +267,7 @@ def _in_turn(steps: Sequence[tuple[Dependent, How]], loss: Cost) -> tuple[Rebuil
     last = max((at for at, (_, how) in enumerate(steps) if how != "stored"), default=-1)
     chain, single = list(steps[: last + 1]), sorted(steps[last + 1 :], key=lambda each: -_gain([each]))
     turn: list[tuple[Dependent, How]] = []
+
     while chain or single:
         beginnings = [chain[: length + 1] for length in range(len(chain))]
         first = max(beginnings, key=_gain, default=[])
@@ -262,6 +276,7 @@ def _in_turn(steps: Sequence[tuple[Dependent, How]], loss: Cost) -> tuple[Rebuil
         else:
             turn += first
             chain = chain[len(first) :]
+
     found, left = [], loss
     for at, (piece, how) in enumerate(turn):
         left = sum(each.loss for each, _ in turn[at + 1 :]) + (loss - sum(each.loss for each, _ in turn))
@@ -269,6 +284,7 @@ def _in_turn(steps: Sequence[tuple[Dependent, How]], loss: Cost) -> tuple[Rebuil
         found.append(
             Rebuild(piece.id, how, 0 if cost is None else cost, left, piece.patch if how == "stored" else None)
         )
+
     return tuple(found)
 
 
@@ -296,4 +312,5 @@ def carried_out(window: Window, cascade: Cascade, steps: int | None = None) -> t
         else:
             window, more = window.recompute(step.id)
         edits += more
+
     return window, tuple(edits)

@@ -49,6 +49,7 @@ def run(*, seed: int = 0, out: str | None = None, quick: bool = False, traces: S
     for kind in KINDS:
         rows += compared(kind, [synthetic_trace(kind, seed + number) for number in range(count)])
         print(f"{kind}: replayed", flush=True)
+
     for path in traces:
         rows += compared(Path(path).stem, [Trace.read(path)])
     solved = against_the_optimum(seed, 2 if quick else 8)
@@ -74,6 +75,7 @@ def compared(kind: str, traces: Sequence[Trace]) -> list[Row]:
         forming: dict[str, list[float]] = {}
         tokens: dict[str, np.ndarray] = {}
         clusters: list[int] = []
+
         for number, trace in enumerate(traces):
             requests = requests_of(trace, costs)
             clusters += [number] * len(requests)
@@ -100,7 +102,9 @@ def compared(kind: str, traces: Sequence[Trace]) -> list[Row]:
             }
             for name, values in others.items():
                 forming.setdefault(name, []).extend(values)
+
         rows.append(_row(kind, budget, forming, np.array(clusters), tokens))
+
     return rows
 
 
@@ -140,18 +144,21 @@ def against_the_optimum(seed: int, count: int) -> list[Row]:
             random = np.random.default_rng([seed + number, 7])
             sizes = random.integers(500, 1100, 4)
             requests = []
+
             for _ in range(4):
                 chosen = [int(page) for page in random.permutation(4)[:3]]
                 pages = [
                     Entry(f"{page}", f"{page}", int(sizes[page]), int(sizes[page]), order_free=True) for page in chosen
                 ]
                 requests.append(WindowRequest(f"session {random.integers(2)}", (lead, *pages)))
+
             # A larger share than elsewhere: below it nothing could be kept of so few pages.
             room = None if share is None else int(2 * share * canonical_bytes(requests, costs))
             terms = Terms(costs, room)
             best, found = optimum(requests, terms), schedule(requests, terms).cost
             online = total(replay(requests, terms, ONLINE))
             rows.append({"budget": budget, "optimum": best, "offline": found / best, "online": online / best})
+
     return rows
 
 
@@ -159,7 +166,7 @@ def against_the_optimum(seed: int, count: int) -> list[Row]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Returns the result as Markdown."""
     parts = [_forming(result["rows"]), _paired(result["rows"]), _shares(result["rows"]), _solved(result["solved"])]
     if result["cascade"]:
         parts.append(cascade_fidelity.table(result["cascade"]))

@@ -61,6 +61,7 @@ def screenshots(trace: SyntheticTrace, steps: int) -> None:
     trace.begin("agent")
     held: list[str] = []
     seen: set[str] = set()
+
     for step in range(steps):
         trace.record("agent", "slide", keep=3)
         held = held[-3:]
@@ -74,6 +75,7 @@ def screenshots(trace: SyntheticTrace, steps: int) -> None:
             trace.record("agent", "recall", chunk=name)
         else:
             trace.look("agent", name, 1296)
+
         seen.add(name)
         held.append(name)
         trace.ask("agent")
@@ -84,6 +86,7 @@ def video(trace: SyntheticTrace, steps: int) -> None:
     trace.begin("agent")
     held: list[str] = []
     seen: list[str] = []
+
     for step in range(steps):
         if step % 3 == 2 and len(seen) > 8:
             key_frames = [name for name in seen if name not in held][:4]
@@ -109,6 +112,7 @@ def pages(trace: SyntheticTrace, steps: int) -> None:
     favour = 1 / np.arange(1, TOPICS + 1)
     seen, held = set[str](), list[str]()
     sizes = [int(trace.random.integers(500, 1100)) for _ in range(PAGES)]
+
     for _ in range(steps):
         topic = topics[int(trace.random.choice(TOPICS, p=favour / favour.sum()))]
         score = -np.arange(len(topic)) + trace.random.normal(0, 1.5, len(topic))
@@ -116,12 +120,14 @@ def pages(trace: SyntheticTrace, steps: int) -> None:
         for name in held:
             trace.record("agent", "evict", chunk=name)
         held = [f"page {number}" for number in retrieved]
+
         for number, name in zip(retrieved, held, strict=True):
             if name in seen:
                 trace.record("agent", "recall", chunk=name)
             else:
                 trace.look("agent", name, sizes[number], order_free=True)
             seen.add(name)
+
         trace.ask("agent")
 
 
@@ -135,11 +141,13 @@ def tree(trace: SyntheticTrace, steps: int) -> None:
         trace.look(best, "image", 1296)
         taken: list[str] = []
         weight = trace.random.dirichlet(np.full(9, 0.5)) + 0.02
+
         for _ in range(3):
             left = [crop for crop in crops if crop not in taken]
             chance = np.array([weight[crops.index(crop)] for crop in left])
             tried = trace.random.choice(left, 3, replace=False, p=chance / chance.sum())
             names = []
+
             for branch, crop in enumerate(tried):
                 name = f"{best}/{branch}"
                 trace.record(best, "fork", branch=name)
@@ -152,8 +160,10 @@ def tree(trace: SyntheticTrace, steps: int) -> None:
             for name in [*names, best]:
                 if name != names[chosen]:
                     trace.record(name, "close")
+
             taken.append(str(tried[chosen]))
             best = names[chosen]
+
         trace.record(best, "close")
         search += 1
 
@@ -186,6 +196,7 @@ def requests_of(trace: Trace, costs: Costs, tokens: int = 576) -> list[WindowReq
     windows: dict[str, Window] = {}
     parents: dict[str, str] = {}
     requests = []
+
     for event in trace:
         window = windows.get(event.session, empty)
         if event.op == "ask":
@@ -200,7 +211,9 @@ def requests_of(trace: Trace, costs: Costs, tokens: int = 576) -> list[WindowReq
             window = with_room(window, event)
             returned = event.op == "recall" and event.chunk in window  # sessions record that too
             window = window if returned else changed(window, event, _entry(event, tokens))
+
         windows[event.session] = window
+
     return requests
 
 

@@ -205,7 +205,7 @@ class SimulatedStore:
             del self.items[item[0]]
 
     def has_room(self, request: WindowRequest, items: set[StoredItem]) -> bool:
-        """Whether items of a request, with their canonicals, fit without removing anything."""
+        """Returns whether items of a request, with their canonicals, fit without removing anything."""
         if self.terms.budget is None:
             return True
         lead = request.lead_ids
@@ -256,13 +256,16 @@ def replay(
         raise InputError(f"replay.orders: got {len(orders)}; expected one for each of {len(requests)} requests")
     if orders is None and (policy.admit == "useful" or policy.evict == "farthest"):
         raise InputError(f"replay.policy: got {policy} without orders; expected those of all requests, which it reads")
+
     forecast = None if orders is None else RequestForecast(requests, orders)
     state = _ReplayState(terms, policy, forecast)
     served = []
+
     for at, request in enumerate(requests):
         order = None if orders is None else orders[at]
         front = None if fronts is None else fronts[at]
         served.append(state.serve(at, request, order, front, refused))
+
     return served
 
 
@@ -287,10 +290,12 @@ class _ReplayState:
 
         admitted = {item for item in self._admitted(at, request, placed) if item[0] not in refused}
         canonicals = self._store(request, placed, admitted)
+
         for place, id in enumerate(ids):
             for used in {ids[:place], ids[: request.lead]}:
                 if used in self.store.items.get(id, {}):
                     self.store.used[id, used] = at
+
         self._evict(at, request.lead_ids)
 
         for place, id in enumerate(ids):
@@ -344,6 +349,7 @@ class _ReplayState:
         leading = placed.order[request.lead : request.lead + 1] if placed.ran > request.lead else ()
         formed = {request.pieces[piece].id for piece in leading}
         cost = 0.0
+
         for id, front in sorted(admitted, key=lambda item: len(item[1])):
             if lead not in self.store.items.get(id, {}):
                 if id not in formed:
@@ -351,6 +357,7 @@ class _ReplayState:
                 self.store.put((id, lead), entries[id], lead)
             if front not in self.store.items[id]:
                 self.store.put((id, front), entries[id], lead)
+
         return cost
 
     def _evict(self, at: int, lead: tuple[str, ...]) -> None:
@@ -385,19 +392,23 @@ def order_problem(
     ordered: list[dict[Order, Cost]] = [{} for _ in entries]
     leading: dict[int, Cost] = {}
     ids = None if order is None else [entries[piece].id for piece in order]
+
     for place in range(len(entries)):
         piece = place if order is None else order[place]
         tokens, of_chunk = entries[piece].tokens, items.get(entries[piece].id)
         if of_chunk is None or lead not in of_chunk:
             continue
+
         fronts = list(of_chunk)
         if ids is not None:
             fronts = [front for front in (tuple(ids[:place]),) if front in of_chunk]
+
         for front in fronts:
             if front == lead:
                 leading[piece] = terms.patch_price(tokens, True)
             elif all(id in number for id in front):
                 ordered[piece][tuple(number[id] for id in front)] = terms.patch_price(tokens, False)
+
     return OrderProblem(
         tokens=tuple(entry.tokens for entry in entries),
         free=request.free,
@@ -445,6 +456,7 @@ def _counted(
         placing += terms.patch_price(request.pieces[placed.led].tokens, True)
 
     now = after(request, placed, pool)
+
     for place, piece in enumerate(placed.order):
         tokens = request.pieces[piece].tokens
         if place < now.exact:
@@ -456,6 +468,7 @@ def _counted(
         else:
             patched += tokens
             placing += terms.patch_price(tokens, False)
+
     forming = placed.cost - placing + canonicals
     return ServedWindow(placed.order, front, forming, placing, canonicals, exact, survivors, patched, approximate, 0)
 

@@ -142,9 +142,11 @@ def place(
     # Choices of what to leave out come cheapest first; none that is dearer than the best total can win.
     best: tuple[tuple[Cost, Cost], PartialPlacement, list[Entry], tuple[Entry, ...]] | None = None
     all_proved = True
+
     for loss, left_out in _omissions(pinned, wanted, room, worth, settings.exhaustive):
         if best is not None and loss >= best[0]:
             break
+
         entries = [*pinned, *(entry for entry in wanted if entry not in left_out)]
         by_preference = sorted(
             range(len(entries)), key=lambda piece: (preference.get(entries[piece].id, len(preference)), piece)
@@ -173,6 +175,7 @@ def _placement(
     for place, piece in enumerate(placed.order[placed.kept :], placed.kept):
         ran = place < placed.ran and piece != placed.led  # the canonical served the piece behind the lead
         (formed if ran or piece in placed.misses else patched).append(ids[place])
+
     return Placement(
         order=tuple(entries[piece] for piece in placed.order[lead:]),
         left_out=tuple(left_out),
@@ -242,6 +245,7 @@ def _omissions(
         for left_out in itertools.combinations(free, count):
             if sum(entry.tokens for entry in left_out) >= excess:
                 fitting.append((loss(left_out), left_out))
+
     yield from sorted(fitting, key=lambda choice: choice[0])
 
 
@@ -253,15 +257,18 @@ def _greedy_omission(free: Sequence[Entry], excess: int, worth: Worth | None) ->
 
     left_out: list[Entry] = []
     gone = 0
+
     for entry in sorted(free, key=density):
         if gone >= excess and (worth is None or density(entry) > 0):
             break
         left_out.append(entry)
         gone += entry.tokens
+
     for entry in sorted(left_out, key=density, reverse=True):
         if gone - entry.tokens >= excess and density(entry) > 0:
             left_out.remove(entry)
             gone -= entry.tokens
+
     return tuple(entry for entry in free if entry in left_out)
 
 
@@ -297,6 +304,7 @@ def _order_problem(window: Window, entries: Sequence[Entry], stored: StoredPatch
             front = _front(note, entry, entries, number)
             if front is None:
                 continue
+
             cost = price(placing(window.costs, entry, note))
             if note.orbit:
                 mask = sum(1 << piece for piece in front)
@@ -308,6 +316,7 @@ def _order_problem(window: Window, entries: Sequence[Entry], stored: StoredPatch
     for place, entry in enumerate(entries):
         if entry.id in stored.canonicals and entry.kind == "chunk":
             leading[place] = price(placing(window.costs, entry))
+
     return OrderProblem(
         tokens=tuple(entry.tokens for entry in entries),
         free=tuple(place >= window.lead and entry.order_free for place, entry in enumerate(entries)),

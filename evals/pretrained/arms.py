@@ -98,6 +98,7 @@ class PassageArms:
             yield self.patched(f"patch.rank={rank}", kvp.truncate(self.whole, rank))
         for name in ("first_k", "cacheblend", "kvshare", "query_aware"):
             yield self.repaired(name, BUDGET)
+
         if self.by_layer is not None:
             counts = [fraction_to_count(share, self.of.length) for share in self.by_layer]
             cache = vlcache(self.of.backbone, self.splice, counts).cache
@@ -112,11 +113,13 @@ class PassageArms:
             for dtype in ("bfloat16", "int8"):
                 patch = kvp.quantise(kvp.truncate(self.whole, rank), dtype)
                 yield self.patched(f"patch.{dtype}.rank={rank}", patch)
+
         for rank in self.ranks(CORE_RANKS[1:]):
             for name, share in LAYER_SHARES.items():
                 layers = self.of.backbone.layout.layers
                 kept = kvp.keep_layers(kvp.truncate(self.whole, rank), range(round(share * layers), layers))
                 yield self.patched(f"patch.{name}.rank={rank}", kept)
+
         for name in ("oracle_delta", "random", "prophetkv"):
             yield self.repaired(name, BUDGET)
         yield self.repaired("query_aware", SMALL_BUDGET)
@@ -152,6 +155,7 @@ class PassageArms:
         if method in ("cacheblend", "kvshare"):
             whole, layers = self.flops(of.length), of.backbone.layout.layers
             serving = whole * (CHECK_LAYER + 1) / layers + serving * (layers - CHECK_LAYER - 1) / layers
+
         if method in ("query_aware", "prophetkv"):
             serving += self.flops(self.of.ids.shape[1])
         return PretrainedArm(f"{method}.budget={budget:g}", cache, 0.0, serving / self.flops(of.length), 0.0)
@@ -181,6 +185,7 @@ class PassageArms:
             name: factorise(flatten_heads(value), self.most, method="exact") for name, value in of.conditioned.items()
         }
         whole = sum(channel.features for channel in of.backbone.layout.channels) * of.length
+
         for rank in self.ranks(LOW_RANKS):
             reduced = {name: _product(u, v, rank, of.conditioned[name].shape) for name, (u, v) in factors.items()}
             for arm, names in ((f"kv.svd.rank={rank}", tuple(reduced)), (f"shadowkv.rank={rank}", ("k",))):
@@ -201,6 +206,7 @@ class PassageArms:
         of = self.of
         if of.rows == 1:
             return
+
         delta = {name: value - jnp.asarray(of.chunk.kv[name]) for name, value in of.conditioned.items()}
         for rank in self.ranks(POOLED_RANKS):
             kv = {name: of.chunk.kv[name] + _in_others_directions(value, rank) for name, value in delta.items()}
@@ -218,6 +224,7 @@ class PassageArms:
         starts = sorted({max(1, round(depth * count)) for depth in RESIDUAL_DEPTHS})
         alone = of.backbone.prefill(placed(of.tokens, 0), hidden_at=tuple(starts)).hidden
         numbers = sum(channel.features for channel in of.backbone.layout.channels) * count
+
         for layer in starts:
             tokens = of.tokens._replace(embeddings=alone[layer])
             upper = of.backbone.prefill(tokens, context=dict(of.front), start_layer=layer).kv
@@ -261,12 +268,14 @@ def shares_by_layer(batches: Sequence[Passages]) -> tuple[float, ...]:
     size = layout.layers // blocks
     counts = [fraction_to_count(share, length) for share in LAYER_BUDGETS]
     needs = np.zeros((blocks, len(counts)))
+
     for of in batches:
 
         def loss(cache: KV, of: Passages = of) -> float:
             return float(np.mean([score["kl"] for score in of.scored(of.read(cache))]))
 
         needs += layer_sensitivity(layout, of.splice(), counts, loss, blocks=size)
+
     found = layer_counts(needs, counts, int(BUDGET * length * blocks), spend=True)
     return tuple(LAYER_BUDGETS[counts.index(count)] for count in found for _ in range(size))
 

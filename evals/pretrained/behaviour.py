@@ -100,6 +100,7 @@ def items(backbone: Any, plan: SuitePlan, task: str, number: int, documents: lis
             drawn.append(_copy_item(plan, document))
         else:
             drawn.append(_item_of(backbone, plan, draw_question(task, rng), document))
+
     # Padding follows the answer and is not read.
     return [item._replace(behind=np.pad(item.behind, (0, WIDTH - len(item.behind)))) for item in drawn]
 
@@ -124,10 +125,12 @@ def _item_of(backbone: Any, plan: SuitePlan, question: TextQuestion, document: D
     behind = np.concatenate([asked, tokens(question.answer)])
     choices = tuple(int(tokens(word)[0]) for word in (question.answer, *question.others)) if question.others else ()
     chunks = []
+
     for place, text in enumerate((question.front, question.chunk)):
         ids = tokens(text) if text else np.zeros(0, np.int32)
         filler = document.ids[place * plan.facts : (place + 1) * plan.facts]
         chunks.append(np.concatenate([filler[: plan.facts - len(ids)], ids[: plan.facts]]))
+
     return QuestionItem(chunks[0], chunks[1], behind, (len(asked), len(behind)), choices)
 
 

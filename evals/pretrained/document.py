@@ -128,6 +128,7 @@ def _arms(rows: Rows) -> Iterator[str]:
     documents = rows.get(EVERY_ARM, "blind", "documents").n
     yield "## Every arm, what removes most first"
     yield f"All arms were measured on {counted(rows)}. Intervals resample these few documents, so they are rough."
+
     if PATCH in arms:
         eta, stored = rows.get(EVERY_ARM, PATCH, "eta"), 100 * rows.get("text", PATCH, "stored").value
         better = []
@@ -135,6 +136,7 @@ def _arms(rows: Rows) -> Iterator[str]:
             if not arm.startswith("patch."):
                 overlaps = rows.get(EVERY_ARM, arm, "eta").low <= eta.high
                 better.append(f"{arm}{' (intervals overlap)' if overlaps else ''}")
+
         yield (
             f"The patch of rank 16 stores {stored:.0f} % of the passage's KV beside the canonical and removes η "
             f"{show(eta, places=2)}. Other kinds of arm that remove more: {', '.join(better) or 'none'}."
@@ -148,6 +150,7 @@ def _arms(rows: Rows) -> Iterator[str]:
             interval = rows.get("text" if name in COSTS else EVERY_ARM, arm, name)
             cells.append(show_metric(interval, name, brief=name != "eta"))
         lines.append([arm, *cells, f"{rows.get(EVERY_ARM, arm, 'eta').n} ({documents})"])
+
     yield markdown_table(["arm", *(METRICS[name].title for name in SHOWN), "passages (documents)"], lines)
     yield (
         "Shares are of the passage's KV at 16 bits, and of re-prefilling it. Token ids, from which passages are run "
@@ -190,11 +193,13 @@ def _depth(rows: Rows) -> Iterator[str]:
     layers = sorted({int(arm.removeprefix("layer=").partition(".")[0]) for arm in rows.arms("deficit", "layer=")})
     if not layers:
         return
+
     picked = sorted({layers[round(share * (len(layers) - 1))] for share in np.linspace(0, 1, 7)})
     lines = []
     for channel in ("k", "v"):
         norms = [rows.get("deficit", f"layer={layer}.{channel}", "relative_norm").value for layer in picked]
         lines.append([channel, *(f"{norm:.2f}" for norm in norms)])
+
     yield markdown_table(["‖Δ‖ / ‖KV‖", *(f"layer {layer}" for layer in picked)], lines)
     yield _picture("depth")
 
@@ -209,11 +214,13 @@ def _antecedents(rows: Rows) -> Iterator[str]:
                 continue
             cells = [show_metric(rows.get(probe, arm, name), name, brief=name != "eta") for name in metrics]
             lines.append([case, arm, *cells, str(rows.get(probe, arm, "eta").n)])
+
     yield "## Changed antecedents"
     missing = [case for probe, case in CASES.items() if not rows.arms(probe)]
     if lines:
         yield "Against a re-prefill of the passage after its new antecedent."
         yield markdown_table(["antecedent", "arm", *(METRICS[name].title for name in metrics), "n"], lines)
+
     if missing:
         yield f"Not among the parts that were run: {'; '.join(missing)}."
 
@@ -226,6 +233,7 @@ def _answers(rows: Rows) -> Iterator[str]:
     run = {title: column for title, column in columns.items() if rows.arms(column[0])}
 
     yield "## Continuations and answers"
+
     if run:
         arms = dict.fromkeys(arm for probe, _ in run.values() for arm in rows.arms(probe))
         lines = [[arm, *(_share(rows, arm, *column) for column in run.values())] for arm in arms]
@@ -236,6 +244,7 @@ def _answers(rows: Rows) -> Iterator[str]:
             f"re-prefill's. {counts}."
         )
         yield markdown_table(["arm", *run], lines)
+
     missing = [probe for probe in ("greedy", *(f"behaviour.{task}" for task in TASKS)) if not rows.arms(probe)]
     if missing:
         names = "; ".join(probe.replace("greedy", "greedy continuations").replace(".", ": ") for probe in missing)

@@ -107,11 +107,13 @@ def parts(plan: SuitePlan) -> list[SuitePart]:
     if plan.fitted:
         found.append(SuitePart("fit", "layers", 0, -1.0, 30 * plan.fitted * len(DOMAINS) * scored))
     base = (2 * plan.passages + 1) * size + 9 * plan.passages * scored + plan.passages * size // 2
+
     for number in range(plan.documents):
         wide = 0 if not plan.is_wide(number) else plan.passages * (38 * scored + 11 * plan.greedy + 4 * size)
         for place, domain in enumerate(DOMAINS):
             share = (number + (place + 0.5) / len(DOMAINS)) / plan.documents
             found.append(SuitePart("text", domain, number, share, base + wide))
+
     for length, count in plan.long:
         add("long", (str(length),), count, size + 2 * length + 9 * scored + length // 2)
     add("window", DOMAINS, plan.windows, 8 * (2 * size + scored) + 32 * scored)

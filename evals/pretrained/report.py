@@ -124,6 +124,7 @@ def verdict(rows: Rows) -> str:
     bits = "kv.bits=4"
     room = rows.get("text", bits, "stored").value
     patches = [arm for arm in rows.arms("text", "patch.") if rows.get("text", arm, "stored").value <= room]
+
     if patches:
         best = best_arm(rows, patches)
         patch, few = rows.get(EVERY_ARM, best, "eta"), rows.get(EVERY_ARM, bits, "eta")
@@ -132,6 +133,7 @@ def verdict(rows: Rows) -> str:
             f"The conditioned KV itself at four bits ({100 * room:.0f} % of the bytes) removes {word} the best patch "
             f"of no more bytes ({best}): η {show(few)} and {show(patch)}."
         )
+
     return " ".join(sentences)
 
 
@@ -227,11 +229,13 @@ def _draw_pareto(rows: Rows, path: Path, panels: Mapping[str, Callable[[str], fl
             if family:
                 points = [rows.get(EVERY_ARM, arm, "eta") for arm in family]
                 _draw_points(axes, np.array([cost(arm) for arm in family]), points, style)
+
         axes.set(xlabel=label, ylim=(-0.05, 1.05))
         axes.grid(alpha=0.3)
         axes.set_ylabel("η: share of blind's KL removed")
         if place == 0:
             handles, names = axes.get_legend_handles_labels()
+
     figure.legend(handles, names, fontsize=8, loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=150)
     return path
@@ -263,6 +267,7 @@ def _draw_by_layer(rows: Rows, path: Path, metric: str, label: str) -> Path | No
         interval = rows.get("deficit", arm, metric)
         if np.isfinite(interval.value):
             lines.setdefault(channel, []).append((int(layer), interval))
+
     if not lines:
         return None
 
@@ -274,6 +279,7 @@ def _draw_by_layer(rows: Rows, path: Path, metric: str, label: str) -> Path | No
         axes.plot(layers, [point.value for _, point in points], color=f"C{place}", label=channel)
         low, high = [point.low for _, point in points], [point.high for _, point in points]
         axes.fill_between(layers, low, high, color=f"C{place}", alpha=0.2)
+
     axes.set(xlabel="layer", ylabel=label)
     axes.set_ylim(bottom=0)
     axes.legend()
@@ -310,10 +316,12 @@ def _page(results: Results, summary: str, tables: Mapping[str, Table], figures: 
     for path in figures:
         data = base64.b64encode(path.read_bytes()).decode()
         pictures += f'<p><img alt="{path.stem}" src="data:image/png;base64,{data}"></p>'
+
     body = ""
     for place, (title, table) in enumerate(tables.items()):
         shown = " open" if place == 0 else ""
         body += f"<details{shown}><summary><b>{html.escape(title)}</b></summary>{_html_table(*table)}</details>"
+
     settings = html.escape("\n".join(f"{name}: {value}" for name, value in config.items() if name != "documents"))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

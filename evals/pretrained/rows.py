@@ -36,10 +36,12 @@ def rows_of(parts: Sequence[Record], model: str) -> list[Row]:
     # What the intervals of these rows resample.
     documents = float(len({record["document"] for record in wide}))
     found.append((EVERY_ARM, "blind", "documents", Interval(documents, documents, documents, int(documents))))
+
     for group in GROUPS:
         for value in dict.fromkeys(record[group] for record in scored):
             chosen = [record for record in scored if record[group] == value]
             found += _compared(f"text.{group}={value}", chosen, ("eta", "kl", "flips", "loss_difference"))
+
     found += _costs(scored)
     found += _greedy([record for record in everything if "greedy_all" in record])
     found += _profiles([record for record in everything if "profile" in record])
@@ -68,6 +70,7 @@ def _compared(probe: str, scored: Sequence[Record], metrics: Sequence[str] = MET
         raise ValueError(
             f"{probe}: an item and arm were measured twice; expected items that differ in domain, document or passage"
         )
+
     reference = {_key(record): record for record in scored if record["arm"] == "re-prefill"}
     blind = {_key(record): record for record in scored if record["arm"] == "blind"}
     for arm in dict.fromkeys(record["arm"] for record in scored):
@@ -76,6 +79,7 @@ def _compared(probe: str, scored: Sequence[Record], metrics: Sequence[str] = MET
         blind_kl = np.array([blind[_key(record)]["kl"] for record in of_arm])
         reference_loss = np.array([reference[_key(record)]["loss"] for record in of_arm])
         cluster = _column(of_arm, "document")
+
         for metric in metrics:
             if metric == "eta":
                 interval = intervals.eta(items["kl"], blind_kl, cluster)
@@ -135,6 +139,7 @@ def _windows(records: Sequence[Record]) -> Found:
     if effects:
         interval = intervals.mean(_column(effects, "relative_order_effect"), _column(effects, "document"))
         yield "reorder", "order", "relative_order_effect", interval
+
     scored = [record for record in records if "kl" in record]
     yield from _compared("reorder", [record for record in scored if record["probe"] == "reorder"])
     drift = [record for record in scored if record["probe"] == "drift"]

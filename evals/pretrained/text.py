@@ -105,6 +105,7 @@ def all_records(
         reference = of.cache(of.rotate(of.conditioned, of.start))
         continuation = continue_greedily(of, reference, greedy)
         yield from agreement(of, "re-prefill", reference, continuation)
+
     yield from enumerate({"arm": "re-prefill", **numbers} for numbers in of.scored(of.logits))
     for arm in (*arms.core(), *(arms.more() if wide else ())):
         logits = of.read(arm.cache) if arm.logits is None else arm.logits
@@ -112,6 +113,7 @@ def all_records(
         yield from enumerate({"arm": arm.name, **numbers, **costs} for numbers in of.scored(logits))
         if continuation is not None and arm.name in GREEDY_ARMS:
             yield from agreement(of, arm.name, arm.cache, continuation)
+
     yield from enumerate(_deficit_records(of, spectra=wide))
 
 

@@ -71,6 +71,7 @@ def documents(backbone: Any, domain: str, count: int, tokens: int, most: int) ->
             read.append(Document(name, domain, ids))
         if len(read) == count:
             return read
+
     raise InputError(f"text: got {len(read)} documents of {domain} with {tokens} tokens; expected {count}")
 
 
@@ -99,6 +100,7 @@ def _modules(package: str) -> Iterator[tuple[str, Path]]:
     root = _folder(package)
     if root is None:
         return
+
     paths = [*root.glob("[a-z]*.py"), *root.glob("[a-z]*/[a-z_]*.py")]
     if package != "python":
         paths += root.glob("[a-z]*/[a-z]*/[a-z_]*.py")
@@ -144,12 +146,14 @@ def _tables() -> Source:
         "matplotlib": ("mpl-data/sample_data/Stocks.csv", "mpl-data/sample_data/msft.csv"),
         "python": ("html/entities.py", "mimetypes.py", "stringprep.py"),
     }
+
     for package, paths in shipped.items():
         root = _folder(package)
         for path in paths if root is not None else ():
             if (root / path).exists():
                 text = _read(root / path)
                 yield f"{package}/{path}", text[text.find("name2codepoint = {") :] if "entities" in path else text
+
     names = {f"python/encodings/{path.name}": path for path in (LIBRARY / "encodings").glob("[a-z]*.py")}
     for name in _shuffled(list(names)):
         text = _read(names[name])
@@ -178,6 +182,7 @@ def _sessions(text: str) -> str:
             first, *more = example.source.splitlines()
             lines += [f">>> {first}", *(f"... {line}" for line in more), *example.want.splitlines()]
         lines += [""] if examples else []
+
     return "\n".join(lines)
 
 

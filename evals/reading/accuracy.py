@@ -51,6 +51,7 @@ def records(
                 room = BATCH - len(part)
                 made = look(state, everything, own, np.pad(part, ((0, room), (0, 0), (0, 0))), np.pad(right, (0, room)))
                 found.append([np.asarray(values)[: len(part)] for values in made])
+
             best, best_drawn, missed = (np.concatenate(column) for column in zip(*found, strict=True))
             yield {
                 "family": family,
@@ -73,4 +74,5 @@ def rows(found: Sequence[Mapping[str, Any]], group: str, model: str) -> list[Row
             here = family == name
             interval = intervals.mean(values[here], np.arange(here.sum()))
             made.append(measured_row("pieces", model, f"{group}.{name}", metric, interval))
+
     return made

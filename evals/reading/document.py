@@ -107,12 +107,14 @@ def _answers(rows: Rows) -> Iterator[str]:
     tasks = [task for task in TASKS_READ if rows.arms(f"behaviour.{task}")]
     if not tasks:
         return
+
     counts = [str(rows.get(f"behaviour.{task}", "blind", "right").n) for task in tasks]
     yield filled(
         f"Questions over two pages ({', '.join(counts)}): shares of answers that are right, of their tokens that are, "
         "and of answers equal to re-prefill's."
     )
     lines = []
+
     for arm in dict.fromkeys(arm for task in tasks for arm in rows.arms(f"behaviour.{task}")):
         cells = []
         for task in tasks:
@@ -122,6 +124,7 @@ def _answers(rows: Rows) -> Iterator[str]:
                 missing = (arm, metric) == (TOKENS, "agrees") or not interval.n
                 cells.append("–" if missing else f"{interval.value:.2f}")
         lines.append([f"`{arm}`", *cells])
+
     yield markdown_table(["arm", *(f"{task}: {title}" for task in tasks for title in ANSWERED.values())], lines)
 
 

@@ -77,7 +77,7 @@ SHIPPED = ("DejaVu", "STIX")
 
 
 def folders(more: Sequence[str | os.PathLike[str]] = ()) -> list[Path]:
-    """Where fonts are looked for: matplotlib's, then those given, then the system's."""
+    """Returns where fonts are looked for: matplotlib's, then those given, then the system's."""
     import matplotlib
 
     return [Path(matplotlib.get_data_path()) / "fonts" / "ttf", *map(Path, more), Path("/usr/share/fonts")]

@@ -49,12 +49,14 @@ def glyphs(font: str | os.PathLike[str], size: int) -> UInt8[np.ndarray, "V S S"
         raise InputError(
             f"{os.fspath(font)} is not read as a font: {error}; expected a TrueType or OpenType file"
         ) from error
+
     sheet = np.zeros((len(GLYPHS), SLOT, SLOT), np.uint8)
     for number, letter in enumerate(GLYPHS):
         image = Image.new("L", (SLOT, SLOT))
         left, _, right, _ = face.getbbox(letter, anchor="ls")
         ImageDraw.Draw(image).text(((SLOT - right - left) / 2, BASELINE), letter, fill=255, font=face, anchor="ls")
         sheet[number] = np.asarray(image)
+
     return sheet
 
 

@@ -55,15 +55,18 @@ class Pieces:
         model = json.loads(tokenizer.to_str())["model"]
         if model["type"] != "BPE" or not model["merges"]:
             raise ConfigError(f"tokenizer: got type {model['type']!r}; expected byte-level BPE with its merges")
+
         vocabulary, halves = model["vocab"], {}
         for left, right in model["merges"]:
             halves.setdefault(vocabulary[left + right], (vocabulary[left], vocabulary[right]))
         special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
         drawable = {}
+
         for text, number in vocabulary.items():
             shown = drawn(tokenizer.decode([number])) if number < count and text not in special else None
             if shown is not None:
                 drawable[number] = shown
+
         ids = tuple(sorted(drawable))
         return cls(ids, tuple(drawable[number] for number in ids), halves)
 
@@ -90,6 +93,7 @@ class Pieces:
             elif number in self.halves:
                 left, right = self.halves[number]
                 waiting += [right, left]
+
         return np.array(written, np.int32)
 
     def rows(self, ids: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:

@@ -86,6 +86,7 @@ def compare(
     for arm, logits in read.items():
         for row, numbers in enumerate(scores(tokens.logits, logits, tokens.ids)):
             yield {**labels[row], "as": arm, **numbers}
+
     for row, numbers in enumerate(tokens.scored(tokens.logits)):
         yield {**labels[row], "as": "tokens", **numbers}
 
@@ -127,6 +128,7 @@ def ask(
     fronts, chunks, behind = behaviour.stack_items(drawn)
     both = np.concatenate([chunks, fronts])
     in_front = len(drawn) + np.arange(len(drawn))
+
     for kind, read in (("image", reader.pages(both, styles(number, len(both)))), ("tokens", reader.texts(both))):
         of = _passages(reader, read, in_front, both, behind)
         for record in behaviour.read_answers(of, drawn, number * plan.batch):
@@ -139,6 +141,7 @@ def rows(kept: Sequence[Mapping[str, Any]], model: str) -> list[Row]:
     split = [{**part, "records": [record for record in part["records"] if "as" not in record]} for part in kept]
     made = rows_of(split, model)
     compared = [record for part in kept for record in part["records"] if "as" in record]
+
     for arm in dict.fromkeys(record["as"] for record in compared):
         for metric in ("kl", "flips", "loss", "greedy_tokens", "greedy_all"):
             measured = [record for record in compared if record["as"] == arm and metric in record]
@@ -146,4 +149,5 @@ def rows(kept: Sequence[Mapping[str, Any]], model: str) -> list[Row]:
                 cluster = np.array([record["document"] for record in measured])
                 interval = intervals.mean(np.array([record[metric] for record in measured]), cluster)
                 made.append(measured_row("as tokens", model, arm, metric, interval))
+
     return made

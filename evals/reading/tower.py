@@ -109,6 +109,7 @@ def save_tower(directory: str | os.PathLike[str], parameters: Mapping[str, Any],
         scale = np.maximum(np.abs(value).max(-2, keepdims=True) / 127, 1e-12)
         arrays[name] = np.round(value / scale).astype(np.int8)
         arrays[f"{name}.scale"] = scale
+
     save_file(arrays, root / WEIGHTS)
     (root / CONFIG).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return root
@@ -127,6 +128,7 @@ def load_tower(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[
         )
     if not (root / WEIGHTS).is_file():
         raise WeightsError(f"tower: {root} has no {WEIGHTS}; expected it beside {CONFIG}")
+
     stored, nested = load_file(root / WEIGHTS), dict[str, Any]()
     for name, value in stored.items():
         if name.endswith(".scale"):
@@ -137,6 +139,7 @@ def load_tower(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[
         for part in path:
             place = place.setdefault(part, {})
         place[last] = jnp.asarray(value if scale is None else value * scale)
+
     return nested, json.loads((root / CONFIG).read_text(encoding="utf-8"))
 
 
@@ -158,6 +161,7 @@ class PageReadingModel:
         width = parameters["projector"]["kernel"].shape[-1]
         if width != config.text.width:
             raise ConfigError(f"tower: got {width} numbers a piece; expected the decoder's {config.text.width}")
+
         self.model = ModelBackbone(config, {**parameters, "decoder": decoder.parameters["decoder"]}, PICTURES)
         self.tokenizer = decoder.tokenizer
         self.pieces = Pieces.of(self.tokenizer, self.about["pieces"])

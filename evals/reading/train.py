@@ -67,12 +67,14 @@ def main(arguments: list[str]) -> None:
     """Trains and writes the tower."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
+
     given = flags.FLAGS
     recipe = TowerRecipe(**{field.name: getattr(given, field.name) for field in dataclasses.fields(TowerRecipe)})
     out = Path(given.out)
     with errors_as_one_line():
         made = stages(recipe, checkpoint(given.checkpoint), given.fonts)
     out.mkdir(parents=True, exist_ok=True)
+
     with (out / "curve.jsonl").open("w") as curve:
         for step, numbers in enumerate(train(made), 1):
             if step % EVERY == 0 or "fit.missed" in numbers:
@@ -80,6 +82,7 @@ def main(arguments: list[str]) -> None:
                 curve.write(line + "\n")
                 curve.flush()
                 print(line, flush=True)
+
     versions = {"jax": jax.__version__, "numpy": np.__version__, "optax": optax.__version__}
     about = {
         "vision": vision_config(recipe.width, recipe.depth, recipe.heads, recipe.intermediate),

@@ -150,14 +150,14 @@ def run_blocks(tower: Tower, hidden: Float[Array, "n T D"], first: int, last: in
 
 
 def read_slots(tower: Tower, slots: Float[Array, "n 3 S S"], places: Int[Array, " n"]) -> Float[Array, "n D"]:
-    """What all blocks but the last make of single slots at these places of a cell."""
+    """Returns what all blocks but the last make of single slots at these places of a cell."""
     visual = tower.visual
     hidden = visual.patch_embedding(slots.reshape(len(slots), 1, -1)) + visual.position_embedding[...][places][:, None]
     return run_blocks(tower, hidden, 0, visual.config.depth - 1)[:, 0]
 
 
 def features(tower: Tower, residuals: Float[Array, "n slots D"]) -> Float[Array, "n wide"]:
-    """What the connector takes, of cells of such residuals."""
+    """Returns what the connector takes, of cells of such residuals."""
     depth = tower.visual.config.depth
     norm = tower.visual.final_norm
     assert norm is not None  # SigLIP has one
@@ -269,6 +269,7 @@ class Stages:
                 number = (variant * LETTERS + place) * 10_000_000
                 by_place.append(read_all(ink, np.full(len(ink), place), number))
             bank.append(np.stack(by_place, axis=1).reshape(len(self.slots.sheets), len(GLYPHS), LETTERS, -1))
+
         tiles = self.slots.thumbnails
         places = np.tile(np.arange(LETTERS), len(tiles))
         shrunk = read_all(tiles.reshape(-1, *tiles.shape[-2:]), places, 7).reshape(len(tiles), LETTERS, -1)
@@ -295,11 +296,13 @@ class Stages:
         head, codes = recipe.width // recipe.heads, places.shape[1]
         shape = (recipe.width, recipe.heads, head)
         query, key, value = (np.zeros(shape, np.float32) for _ in range(3))
+
         for number in range(recipe.heads):
             on = places[(np.arange(LETTERS) + number + 1) % LETTERS]
             query[LETTER_WIDTH:, number, :codes] = np.linalg.pinv(places) @ on
             key[LETTER_WIDTH:, number, :codes] = np.eye(codes)
             value[:LETTER_WIDTH, number] = rng.normal(size=(LETTER_WIDTH, head)) * (1.5 * LETTER_WIDTH**-0.5)
+
         blocks = self.state["visual"]["blocks"]
         inner, outer = blocks["mlp"]["inner"], blocks["mlp"]["outer"]
 
@@ -313,6 +316,7 @@ class Stages:
             "output": mixed((recipe.width, recipe.width), 1.0),
         }.items():
             blocks[part]["kernel"][...] = blocks[part]["kernel"][...].at[last].set(kernel)
+
         inner["kernel"][...] = inner["kernel"][...].at[last].set(mixed((recipe.width, recipe.intermediate), 1.5))
         inner["bias"][...] = inner["bias"][...].at[last].set(0.5 * rng.normal(size=recipe.intermediate))
         outer["kernel"][...] = outer["kernel"][...].at[last].set(mixed((recipe.intermediate, recipe.width), 8.0))
@@ -342,6 +346,7 @@ class Stages:
             chosen = self.slots.rng.integers(len(self.pieces.ids), size=recipe.piece_batch).astype(np.int32)
             moving, moments, parts = jitted(moving, moments, still, self.cells(bank, shrunk, chosen), chosen)
             yield {name: float(value) for name, value in parts.items()}
+
         self.state = self._together(moving, still)
 
     def _apart(self, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -388,6 +393,7 @@ class Stages:
             own = sums(self.state, self.cells(bank, shrunk, chosen), chosen)
             gram, cross = gram + np.asarray(own[0], np.float64), cross + np.asarray(own[1], np.float64)
             missed, count = missed + float(own[2]), count + size
+
         ridge = recipe.ridge * np.trace(gram) / wide
         change = np.linalg.solve(gram + ridge * np.eye(wide), cross)
         plain["projector"]["kernel"] = kernel + jnp.asarray(change, jnp.float32)

@@ -205,7 +205,7 @@ class PackedReader:
             answers[:, group.reshape(-1)] = part
         return PackedAnswers(answers, self.questions)
 
-    def rerun_flops(self, index: Int[np.ndarray, "B Q n"]) -> float:
+    def rerun_flops(self, index: Int[np.ndarray, "B Q n"]) -> int | float:
         """Counts the FLOPs of recomputing one question's tokens, each behind half of the page."""
         costs = self.page.costs
         return costs.forward.flops(index.shape[-1], self.form.page.start + costs.tokens // 2)

@@ -40,7 +40,7 @@ def _panels(count: int, width: float = 3.6) -> tuple[Figure, Sequence[Any]]:
 
 
 def work(results: Results, path: Path) -> Path:
-    """FLOPs until each question, summed, by mode; a panel for each kind."""
+    """Returns FLOPs until each question, summed, by mode; a panel for each kind."""
     figure, panels = _panels(len(results))
     for axis, (kind, found) in zip(panels, results.items(), strict=True):
         for name, (colour, line) in STYLES.items():
@@ -49,6 +49,7 @@ def work(results: Results, path: Path) -> Path:
         axis.set(title=f"{kind} ({found['promise']})", xlabel="question")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
+
     panels[0].set_ylabel("GFLOP so far")
     panels[0].legend(fontsize=7)
     figure.savefig(path, dpi=90)
@@ -71,6 +72,7 @@ def ranks(results: Results, path: Path) -> Path:
         axis.set_xticks([row["rank"] for row in rows], [str(row["rank"]) for row in rows])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
+
     panels[0].set_ylabel("KL to what is promised, nats")
     panels[0].legend(fontsize=7)
     figure.savefig(path, dpi=90)
@@ -94,6 +96,7 @@ def slide(results: Results, path: Path) -> Path:
         axis.set(title=kind, xlabel="question", yscale="log", ylim=(FLOOR / 3, 1e3))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
+
     panels[0].set_ylabel("KL, nats")
     panels[0].legend(fontsize=7, loc="upper left")
     figure.savefig(path, dpi=90)

@@ -155,7 +155,7 @@ class ReplayPatches:
         self.chunk(piece.entry, None if antecedent.members else rows)
 
     def has_chunk(self, entry: Entry) -> bool:
-        """Whether it has a canonical."""
+        """Returns whether it has a canonical."""
         return (entry.id, entry.content or "") in self._chunks
 
     def chunk(self, entry: Entry, kv: Mapping[str, np.ndarray] | None = None) -> kvp.Chunk:
@@ -168,6 +168,7 @@ class ReplayPatches:
                 self.flops += self.backbone.forward_costs.flops(entry.tokens)
                 canonical = canonical_of(self.backbone, tokens, entry.id)
                 kv = {name: np.asarray(value) for name, value in canonical.kv.items()}
+
             self._chunks[key] = kvp.Chunk(
                 kv=dict(kv),
                 local=np.asarray(tokens.positions)[0],
@@ -178,6 +179,7 @@ class ReplayPatches:
                 backbone=self.backbone.fingerprint,
                 content=entry.content,
             )
+
         return self._chunks[key]
 
     def patch(self, entry: Entry, target: Antecedent, rank: int) -> kvp.Patch | None:
@@ -284,6 +286,7 @@ class WindowReplay:
             self.trees += 1
             config, branch = self.config, f"replay {self.trees}"
             window = Window.empty(self.costs, promise=config.promise, lead=config.lead, branch=branch)
+
         for entry in wanted:
             tokens = self.contents.pieces[entry.content or ""]
             self.executor.provide(entry.id, tokens=tokens, content=entry.content)
@@ -297,19 +300,21 @@ class WindowReplay:
         return arranged.serve(choices)
 
     def _may_patch(self, wanted: Sequence[Entry]) -> bool:
-        """Whether patches may be used. In a window that forgets, every piece behind the first must have one."""
+        """Returns whether patches may be used. In a window that forgets, every piece behind the first must have one."""
         patches = self.policy.patches
         if self.policy.name != "patch" or patches is None or self.config.promise == "remember":
             return self.policy.name == "patch"
+
         front: list[Member] = []
         for entry in wanted:
             if front and patches.patch(entry, Antecedent(tuple(front)), self.policy.rank) is None:
                 return False
             front.append(Member(entry.id, entry.content))
+
         return True
 
     def _may_stay(self, window: Window, piece: PlacedPiece, by_patches: bool) -> bool:
-        """Whether a piece that is in the window may stay as it is."""
+        """Returns whether a piece that is in the window may stay as it is."""
         if piece.fidelity == "exact":
             return True
         index = window.index(piece.id)

@@ -77,6 +77,7 @@ def replay_mode(mode: ReplayMode, seen: Sequence[Moment], compilations: Compilat
             totals = {field: pending.total(field) for field in ("forwards", "flops", "bytes")}
             steps.append(step._replace(**totals))
             pending = ReplayResult([])
+
     return ReplayResult(steps, 0 if compilations is None else compilations.count - before)
 
 
@@ -119,11 +120,13 @@ def replay(
     # Modes run in order, because AGAIN meets what FIRST left in `patches`. Each is made when its turn comes, because a
     # pool takes memory.
     results, counts, formed = dict[str, ReplayResult](), dict[str, Record](), Record()
+
     for name in MODES:
         if name in policies:
             mode = WindowReplay(padded, contents, config, policies[name])
         else:
             mode = PromptReplay(padded, contents) if name == PREFILL else PrefixReplay(padded, contents)
+
         results[name] = replay_mode(mode, seen, compilations)
         counts[name] = {"hits": getattr(mode, "hits", 0), "misses": getattr(mode, "misses", 0)}
         if name == FIRST:
@@ -160,6 +163,7 @@ def replay(
     if trace.kind in ("screenshots", "video"):
         record["unpinned"] = unpinned(trace, padded, contents)
         report("nothing pinned")
+
     record["environment"] = environment()
     return record
 
@@ -177,6 +181,7 @@ def summary(result: ReplayResult, promised: ReplayResult, forget: ReplayResult) 
         interval = intervals.mean(np.asarray(kls), np.arange(len(kls)))
         row |= {f"{prefix}kl": interval.value, f"{prefix}kl_low": interval.low, f"{prefix}kl_high": interval.high}
         row |= {f"{prefix}flips": statistics.fmean(flips), f"{prefix}kls": kls}
+
     row["each"] = {field: [getattr(step, field) for step in result.steps] for field in ("forwards", "flops", "bytes")}
     return row
 

@@ -76,6 +76,7 @@ class TraceBuilder:
         if self.backbone is not None:
             prompt = self.backbone.prepare([image.pixels])
             tokens, span = prompt["input_ids"].shape[1], int(np.asarray(prompt["position_ids"]).max()) + 1
+
         size = {"tokens": tokens, "span": span, "order_free": order_free}
         self.record(session, "add", chunk=image.id, content=digest[:32], payload=(name,), **size)
 
@@ -134,12 +135,14 @@ def video(trace: TraceBuilder, steps: int) -> None:
 
         # The pinned frame never leaves.
         gone = [frame for frame in seen[1:] if frame.id not in window]
+
         if step % LOOK_BACK == LOOK_BACK - 1 and gone:
             back = gone[0] if trace.random.random() < 0.5 else gone[int(trace.random.integers(len(gone)))]
             trace.record("agent", "slide", keep=keep - 1)
             trace.record("agent", "recall", chunk=back.id)
             trace.ask("agent", back.question)
             window = [*window[-(keep - 1) :], back.id]
+
         trace.time += SECONDS
 
 
@@ -159,6 +162,7 @@ def pages(trace: TraceBuilder, steps: int) -> None:
     rankings = [rankings[number] for number in trace.random.permutation(len(rankings))[:RANKINGS]]
     favour = 1 / np.arange(1, len(rankings) + 1)
     known, outside = set(held), documents[-1]
+
     for step in range(steps):
         trace.record("agent", "evict", chunk="page")
         if step % EXCHANGE == EXCHANGE - 1:
@@ -168,6 +172,7 @@ def pages(trace: TraceBuilder, steps: int) -> None:
                 trace.record("agent", "recall", chunk=outside.id)
             else:
                 trace.add("agent", outside, order_free=True)
+
             known.add(outside.id)
             held[held.index(leaving)] = outside.id
             outside = next(document for document in documents if document.id == leaving)
@@ -186,6 +191,7 @@ def tree(trace: TraceBuilder, steps: int) -> None:
     (context, legends, page), (_, more, _), *_ = trace.contexts(2)
     best, number, looks = "agent", 0, [*legends, *more]
     trace.add(best, TracedImage("image", page, ""))
+
     while number < steps:
         names = []
         for branch in range(min(BRANCHES, steps - number)):
@@ -208,6 +214,7 @@ def tree(trace: TraceBuilder, steps: int) -> None:
             trace.record(following, "close")
             following = f"agent {number}"
             trace.add(following, TracedImage("image", page, ""))
+
         best = following
 
 

@@ -50,6 +50,7 @@ class TraceContents:
                 if inputs == [None]:
                     raise TraceError(f"replay: got {event.chunk!r:.80} without payload and text; expected one of them")
                 pieces[content_key(event)] = backbone.embed(**backbone.prepare(inputs))
+
         return cls(pieces, questions)
 
     def entry(self, event: Event) -> Entry:

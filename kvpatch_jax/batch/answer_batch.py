@@ -153,6 +153,7 @@ def answer_batch(
     check_backbone(backbone, store, "answer_batch")
     if config is not None and not isinstance(config, BatchConfig):
         raise InputError(f"answer_batch: got config {config!r:.80}; expected a BatchConfig, or None")
+
     config = dataclasses.replace(config or BatchConfig(), **options)
     shard_path(out, 0, 1)
     place, width, backbone = _over_mesh(backbone, config.mesh)
@@ -179,6 +180,7 @@ def answer_batch(
     # Lines of an earlier run stay. Items are identified by the digest of all that their answers depend on.
     jobs, rejected = shard_of(found, *config.shard)
     digests = {item.index: item.digest for item in (*jobs, *rejected)}
+
     with AnswerFile(shard_path(out, *config.shard), header, digests, config.retry) as file:
         before = len(file.done)
         lines = [_line(item, error=item.error) for item in rejected if item.index not in file.done]
@@ -190,6 +192,7 @@ def answer_batch(
         cache = BatchPatchCache(backbone, store, found.units, config.rank, config.dtype, place, width)
         run = _BatchRun(backbone, found.units, cache, batch, file)
         run.answer([job for job in jobs if job.index not in file.done])
+
     return BatchReport(
         path=file.path,
         items=len(digests),
@@ -209,9 +212,11 @@ def _over_mesh(backbone: Backbone, mesh: Mesh | None) -> tuple[Place, int, Backb
     """
     if mesh is None:
         return (lambda value, axis: jax.numpy.asarray(value)), 1, backbone
+
     own: Mesh | None = getattr(backbone, "mesh", None)
     if own is not None and (own.axis_names != mesh.axis_names or (own.devices != mesh.devices).any()):
         raise ConfigError(f"answer_batch: got mesh {mesh}; expected the backbone's, {own}")
+
     if own is not None:
         mesh = own
     else:
@@ -286,12 +291,14 @@ class _BatchRun:
 
         # In waves, so that the chunks and patches of few prefixes are in memory.
         size = WAVE * self._cache.rows
+
         for begin in range(0, len(prefixes), size):
             end = begin + size
             self._cache.ensure(prefixes[begin:end], prefixes[end] if end < len(prefixes) else None)
             for prefix in prefixes[begin:end]:
                 self._queue(prefix, by_prefix[prefix])
             self._cache.release({id for id, place in last_use.items() if place >= end})
+
         for size in list(self._waiting):
             self._flush(size)
 
@@ -350,6 +357,7 @@ class _BatchRun:
         self.answered += len(rows)
         backbone: Any = self._backbone
         lines = []
+
         for row, generated in zip(rows, ids, strict=False):
             # The answer ends before the first stop token.
             stops = getattr(backbone, "stop_tokens", ()) if row.job.stop is None else row.job.stop
@@ -359,6 +367,7 @@ class _BatchRun:
             text = backbone.text(answer) if getattr(backbone, "tokenizer", None) is not None else None
             fidelity = "exact" if row.prefix.exact else "approximate"
             lines.append(_line(row.job, answer=text, ids=answer, ended=bool(len(stopped)), fidelity=fidelity))
+
         self._file.add(lines)
 
     def _generate(self, size: _ForwardSize, rows: list[_QuestionRow]) -> np.ndarray:
@@ -369,6 +378,7 @@ class _BatchRun:
         context, mask = None, None
         if size.keys:
             context = joined_context([row.prefix.kv for row in rows], size.keys, place)
+
         if size.keys and self._padded:
             # Questions attend to themselves causally, and to their prefix without its padding.
             seen = np.zeros((len(rows), 1, size.tokens, size.keys + size.tokens), bool)

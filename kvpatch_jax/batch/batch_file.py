@@ -49,6 +49,7 @@ class AnswerFile:
             self._file = path.open("a+b")
         except OSError as error:
             raise InputError(f"answers: got {str(path)!r:.200}, which cannot be written: {error}") from error
+
         try:
             _lock(self._file, path)
             self._resume(dict(header), digests, retry)
@@ -66,12 +67,14 @@ class AnswerFile:
             raise InputError(
                 f"answers: got {str(self.path)!r:.200}, which is no file of answers; expected another --out"
             )
+
         lines = whole.split(b"\n")[:-1]
         if lines:
             found = _parsed(lines[0], self.path, 1)
             if found != header:
                 mismatch = _difference(found, header)
                 raise InputError(f"answers: got {str(self.path)!r:.200}, which {mismatch}; expected another out")
+
         for number, text in enumerate(lines[1:], 2):
             line = _parsed(text, self.path, number)
             index, digest = line.get("item"), line.get("digest")
@@ -95,6 +98,7 @@ class AnswerFile:
             _lock(self._file, self.path)
         elif len(whole) != len(content):
             self._file.truncate(len(whole))
+
         if not whole:
             self.add([header])
 
@@ -160,6 +164,7 @@ def read_answers(*paths: str | os.PathLike[str]) -> list[Line]:
     """
     if not paths:
         raise InputError("read_answers: got no files; expected those of all shards")
+
     headers: list[Line] = []
     lines: dict[int, Line] = {}
     for path in paths:
@@ -168,14 +173,17 @@ def read_answers(*paths: str | os.PathLike[str]) -> list[Line]:
             content = path.read_bytes()
         except OSError as error:
             raise InputError(f"answers: got {str(path)!r:.200}, which cannot be read: {error}") from error
+
         found = [_parsed(line, path, number) for number, line in enumerate(content.split(b"\n")[:-1], 1)]
         if not found or found[0].get("format") != FORMAT or found[0].get("version") != VERSION:
             raise InputError(f"answers: got {str(path)!r:.200}; expected a file of answers, version {VERSION}")
         if headers and any(found[0].get(name) != headers[0].get(name) for name in _SHARED):
             raise InputError(f"{str(path)!r:.200} {_difference(found[0], headers[0])}; expected shards of one batch")
+
         headers.append(found[0])
         for line in found[1:]:
             lines[line["item"]] = line
+
     missing = [index for index in range(headers[0]["items"]) if index not in lines]
     if missing:
         raise InputError(

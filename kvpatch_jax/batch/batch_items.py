@@ -98,10 +98,12 @@ def listed(items: Iterable[Any], backbone: str, steps: int = STEPS) -> ItemList:
     """
     if isinstance(items, str | bytes | os.PathLike | Mapping) or not isinstance(items, Iterable):
         raise InputError(f"answer_batch: got items {items!r:.80}; expected a sequence of BatchItem or mappings")
+
     reader = _ContentReader(backbone)
     resolved: list[ResolvedItem] = []
     rejected: list[RejectedItem] = []
     order_free: set[int] = set()
+
     for index, given in enumerate(items):
         name = None
         try:
@@ -118,6 +120,7 @@ def listed(items: Iterable[Any], backbone: str, steps: int = STEPS) -> ItemList:
             parts = [b"refused item", encoded(str(index)), type(error).__name__.encode(), message]
             rejected.append(RejectedItem(index, name, digest_of(parts, size=16), error))
             continue
+
         resolved.append(ResolvedItem(index, name, digest, front, question, limit, stop))
         if item.order_free:
             order_free.add(index)
@@ -131,10 +134,12 @@ def listed(items: Iterable[Any], backbone: str, steps: int = STEPS) -> ItemList:
     counts: collections.Counter[str] = collections.Counter()
     for item in resolved:
         counts.update(set(item.front))
+
     for place, item in enumerate(resolved):
         if item.index in order_free:
             front = sorted(item.front, key=lambda id: (-counts[id], id))
             resolved[place] = item._replace(front=tuple(front))
+
     return ItemList(resolved, rejected, digest, reader.units)
 
 
@@ -151,6 +156,7 @@ def shard_of(items: ItemList, index: int, count: int) -> tuple[list[ResolvedItem
         while 0 < end < len(resolved) and resolved[end].front == resolved[end - 1].front:
             end += 1
         ends.append(end)
+
     return resolved[ends[0] : ends[1]], [item for item in items.rejected if item.index % count == index]
 
 
@@ -168,6 +174,7 @@ def _checked_item(item: Any) -> BatchItem:
             expected = f"{ours!r}" if ours in _FIELDS else f"front, question and some of {_FIELDS[2:]}"
             raise InputError(f"item: got {found}; expected {expected}")
         item = BatchItem(**item)
+
     if not isinstance(item, BatchItem):
         raise InputError(f"item: got a {type(item).__name__}; expected a BatchItem, or a mapping of its fields")
 
@@ -176,16 +183,20 @@ def _checked_item(item: Any) -> BatchItem:
         raise InputError(f"item.front: got {item.front!r:.80}; expected a sequence of images and texts")
     if item.id is not None and (not isinstance(item.id, str) or not item.id):
         raise InputError(f"item.id: got {item.id!r:.80}; expected a name, or None")
+
     encoded(item.id or "")
     if not isinstance(item.order_free, bool):
         raise InputError(f"item.order_free: got {item.order_free!r:.80}; expected True or False")
+
     steps, stop = item.steps, item.stop
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         raise InputError(f"item.steps: got {steps!r:.80}; expected a number of tokens, 1 or more, or None")
+
     if stop is not None:
         several = isinstance(stop, Sequence) and not isinstance(stop, str | bytes)
         if not several or not all(isinstance(id, int) and not isinstance(id, bool) and id >= 0 for id in stop):
             raise InputError(f"item.stop: got {stop!r:.80}; expected token ids, or None")
+
     return item
 
 
@@ -215,6 +226,7 @@ class _ContentReader:
         items = [_named_kind(item, field) for item in (piece if several else [piece])]
         if not items:
             raise InputError(f"item.{field}: got an empty list; expected images or texts")
+
         for item in items:
             try:
                 sort = sort_of(item, f"item: {field}")
@@ -233,6 +245,7 @@ class _ContentReader:
                 found = error
             if path is not None:
                 self._ids[path] = found
+
         if isinstance(found, KVPatchError):
             raise found
         self.units.setdefault(found, list(items) if path is None else [Path(path)])

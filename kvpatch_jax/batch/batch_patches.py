@@ -95,6 +95,7 @@ class BatchPatchCache:
         for prefix in prefixes:
             if self._error(prefix) is None:
                 paths |= dict.fromkeys(prefix[:depth] for depth in range(2, len(prefix) + 1))
+
         needed = {path for path in paths if path not in self._patches and not self._find_patch(path)}
         running: set[Path] = set()
         for path in needed:
@@ -112,6 +113,7 @@ class BatchPatchCache:
                     groups.setdefault(sizes, []).append(path)
             for group in groups.values():
                 formed += self._condition(group, needed)
+
         if formed and self._store is not None:
             self._put(self._store.put_patches, formed)
 
@@ -133,6 +135,7 @@ class BatchPatchCache:
         error = self._error(ids)
         if error is not None:
             raise error
+
         start, tokens, kv = 0, 0, []
         for depth, id in enumerate(ids, 1):
             chunk = self._padded_chunk(id)
@@ -140,6 +143,7 @@ class BatchPatchCache:
             placed = apply_patch(Placed(chunk, patch, start, antecedent=_antecedent(ids[: depth - 1])))
             kv.append(_first_tokens(placed, chunk.length))
             start, tokens = start + chunk.span, tokens + chunk.length
+
         return QuestionPrefix(tuple(kv), tokens, start, len(ids) < 2)
 
     def release(self, still_needed: set[str]) -> None:
@@ -156,12 +160,14 @@ class BatchPatchCache:
         for id in ids:
             if id in self._chunks or (id,) in self._errors:
                 continue
+
             # Ids are of contents here; another program may have stored something else under one.
             found = None if self._store is None else self._store.get(id, self._backbone.fingerprint)
             if found is not None and found.content == id:
                 self._chunks[id] = found
                 self.counts["found_canonicals"] += 1
                 continue
+
             try:
                 missing.setdefault(self._embed(id).embeddings.shape[1], []).append(id)
             except KVPatchError as error:
@@ -197,6 +203,7 @@ class BatchPatchCache:
             except KVPatchError as error:
                 self._errors[(id,)] = error
                 continue
+
             self._chunks[id] = chunk
             if self._store is not None:
                 self._put(self._store.put, chunk)
@@ -233,6 +240,7 @@ class BatchPatchCache:
                 self._exact[path] = _engine_kv(kv, self._chunks[path[-1]], self._start(path))
                 if path not in needed:
                     continue
+
                 # KV that is not finite would be stored, and served to all items with this prefix.
                 try:
                     if not np.isfinite(np.asarray(out.logits)[row]).all():
@@ -244,15 +252,18 @@ class BatchPatchCache:
                 except KVPatchError as error:
                     self._errors[path] = error
                     continue
+
                 self._patches[path] = patch
                 self.counts["patches"] += 1
                 formed.append(patch)
+
         return formed
 
     def _find_patch(self, path: Path) -> bool:
         """Looks in the store for the patch that would be formed here, and keeps it. Returns whether there is one."""
         if self._store is None:
             return False
+
         backbone, chunk = self._backbone, self._padded_chunk(path[-1])
         antecedent = _antecedent(path[:-1])
         wanted = asked_behind(antecedent, chunk.id, chunk.content, backbone.layout, backbone.fingerprint)
@@ -278,6 +289,7 @@ class BatchPatchCache:
                 self._patches[path] = padded_patch(patch, chunk.tokens)
                 self.counts["found_patches"] += 1
                 return True
+
         return False
 
     def _put(self, put: Callable[[Any], None], value: Any) -> None:
@@ -375,4 +387,5 @@ def joined_context(rows: Sequence[Sequence[HostKV]], size: int, place: Place) ->
                 values[:, row, begin:end] = kv[name]
                 begin = end
         joined[name] = place(values, 1)
+
     return EngineKV(joined)

@@ -70,6 +70,7 @@ class CertifiedLoss:
                 f"{what}: got promise {self.promise!r:.40}; expected one of {', '.join(MEASURED_POINTS)}, and "
                 "'remember' or 'forget'"
             )
+
         for name in ("rank", "behind", "answers"):
             _check_integer(getattr(self, name), f"{what}.{name}", 1 if name == "answers" else 0)
 
@@ -195,6 +196,7 @@ class Certificate:
             raise CertificateError(f"certificate.rows: got two rows of {duplicate}; expected one")
         if not isinstance(self.recommended, RankChoice):
             raise CertificateError(f"certificate.recommended: got {self.recommended!r:.40}; expected a RankChoice")
+
         _check_integer(self.recommended.rank, "certificate.recommended.rank", 1)
         _check_text(self.recommended.reason, "certificate.recommended.reason")
 
@@ -202,6 +204,7 @@ class Certificate:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, tuple) or not 1 <= len(value) <= MAX_MODALITIES):
                 raise CertificateError(f"certificate.{name}: got {_shortened(value)}; expected a tuple, or None")
+
         for span in self.spans or ():
             _check_integer(span, "certificate.spans", 1)
         if self.spans is not None and (len(self.spans) != 2 or self.spans[0] > self.spans[1]):
@@ -233,12 +236,14 @@ class Certificate:
         modalities = self.modalities
         if modalities is None:
             modalities = tuple(name for name in ("image", "text") if name in self.content)
+
         for span, modality in chunks:
             if span is not None and not least <= span <= largest:
                 return f"chunk that spans {span} positions; certified from {least} to {largest}"
             if modality not in modalities:
                 measured = " and ".join(modalities) or "what it does not say"
                 return f"chunk of {modality or 'a modality that nobody said'}; certified of {measured}"
+
         return None
 
     def bound(self, point: str, rank: int = 0, *, behind: int = 0, promise: Promise = "forget") -> float | None:
@@ -294,6 +299,7 @@ class Certificate:
                 if number is None:
                     return bounds
                 bounds += [max(number, bounds[-1])] * missing
+
         return bounds
 
     def together(self, served: Iterable[tuple[str, int]], promise: Promise = "forget") -> float | None:
@@ -320,6 +326,7 @@ class Certificate:
             if bound is None:
                 return None
             bounds.append(bound)
+
         return max(bounds)
 
     def row(self, point: str, rank: int = 0, *, behind: int = 0, promise: Promise = "forget") -> CertifiedLoss | None:
@@ -356,14 +363,17 @@ class Certificate:
             raise CertificateError(f"certificate.point: got {point!r:.40}; expected an operating point with a bound")
         if promise not in ("remember", "forget"):
             raise CertificateError(f"certificate.promise: got {promise!r:.40}; expected 'remember' or 'forget'")
+
         _check_integer(rank, "certificate.rank", 0)
         _check_integer(behind, "certificate.behind", 0)
 
         if self._is_exact(point, promise):
             return 0.0
+
         ranks, behinds = self._grids.get((point, promise), ([], []))
         if not ranks or rank < ranks[0] or behind > behinds[-1]:
             return None
+
         keys = itertools.product(_neighbours(ranks, rank), _neighbours(behinds, behind))
         rows = [self._table.get((point, own_rank, others, promise)) for own_rank, others in keys]
         return None if None in rows else max(getattr(row, field) for row in rows)
@@ -393,6 +403,7 @@ class Certificate:
         for name in certificate_file.NEWER_FIELDS:  # older files lack them
             value = body.setdefault(name, None)
             body[name] = tuple(value) if isinstance(value, list) else value
+
         certificate_file.check_names(body, [field.name for field in dataclasses.fields(cls)], "certificate")
 
         rows = tuple(certificate_file.built(CertifiedLoss, values) for values in body.pop("rows"))

@@ -68,12 +68,15 @@ def parsed(text: Any) -> dict[str, Any]:
     """
     if not isinstance(text, str | bytes):
         raise CertificateError(f"certificate: got a {type(text).__name__}; expected JSON")
+
     try:
         saved = strict_json.loads(text)
     except ValueError as error:
         raise CertificateError(f"certificate: got {error!s:.120}; expected JSON of Certificate.to_json") from None
+
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise CertificateError(f"certificate: got JSON of {_kind_of(saved)}; expected that of Certificate.to_json")
+
     version = saved.get("version")
     if version != VERSION or type(version) is not int:
         raise CertificateError(f"certificate.version: got {version!r:.80}; expected {VERSION}")
@@ -82,6 +85,7 @@ def parsed(text: Any) -> dict[str, Any]:
     body = saved["certificate"]
     if not isinstance(body, dict):
         raise CertificateError(f"certificate: got contents as {_kind_of(body)}; expected an object")
+
     for name in _TABLES:
         body[name] = _rows(body.get(name), name)
     if (digest := digest_of(body)) != saved["digest"]:

@@ -74,6 +74,7 @@ class DeviceCosts:
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.kinds) - set(KINDS)):
             raise PlanError(f"device costs: got kind {unknown[0]!r:.80}; expected one of {KINDS}")
+
         for kind, rates in self.kinds.items():
             numbers = all(isinstance(rate, int | float) and not isinstance(rate, bool) for rate in rates)
             if len(rates) != 3 or not numbers or not all(math.isfinite(rate) and rate >= 0 for rate in rates):
@@ -94,6 +95,7 @@ class DeviceCosts:
             import jax
 
             device = str(jax.devices()[0].device_kind)
+
         if not isinstance(device, str):
             raise PlanError(f"device costs.device: got {device!r:.80}; expected a device's kind, or None")
 
@@ -125,6 +127,7 @@ class DeviceCosts:
             total += rates[1] * flops + rates[2] * nbytes
             if (flops or nbytes) and (kind is not previous or kind is not Rotate):
                 total += rates[0]
+
         return total
 
     @functools.cached_property
@@ -162,6 +165,7 @@ class DeviceCosts:
             body = strict_json.loads(path.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise PlanError(f"{what}: got {error}; expected JSON, as `DeviceCosts.write` writes it") from error
+
         version = (body.get("format"), body.get("version")) if isinstance(body, dict) else None
         if version != (FORMAT, VERSION):
             raise PlanError(f"{what}: got format {version!r:.80}; expected {(FORMAT, VERSION)}")

@@ -32,7 +32,7 @@ class CanonicalIndex(Protocol):
     """A store that reports whether it has a canonical without reading it, such as `ChunkStore`."""
 
     def contains(self, id: str, backbone: str, *, lead: str | None = None) -> bool:
-        """Whether the canonical is stored or is being written."""
+        """Returns whether the canonical is stored or is being written."""
         ...
 
 
@@ -149,7 +149,7 @@ class PatchInventory:
     # ------------------------------------------------------------------------------------------------ queries
 
     def canonical(self, entry: Entry) -> bool:
-        """Whether an entry's canonical is available."""
+        """Returns whether an entry's canonical is available."""
         # An unknown content (None) on either side matches: nothing contradicts it.
         contents = self._contents.get(entry.id)
         if contents is not None and (entry.content in contents or None in contents or entry.content is None):
@@ -226,6 +226,7 @@ class PatchInventory:
             chain = chain or chain_digest(self.backbone, antecedent)
             if chain_of(self.backbone, note) != chain:
                 matches.append(available)
+
         return matches
 
     def _look_up(self, entry: Entry, target: str, antecedent: Antecedent) -> list[AvailablePatch]:

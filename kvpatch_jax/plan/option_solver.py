@@ -82,7 +82,7 @@ class OptionSelection:
         return sum(option.bytes for option in self.options)
 
     def fits(self, seconds: float, nbytes: float) -> bool:
-        """Whether it is within a budget."""
+        """Returns whether it is within a budget."""
         return self.seconds <= seconds and self.bytes <= nbytes
 
 
@@ -102,6 +102,7 @@ class OptionSolver:
         self._places = [index for index, own in enumerate(options) if own[0].inherits or len(own) > 1]
         self._row: list[ServingOption] = []
         begins, ends, place_of = [], [], list[int]()
+
         for number, place in enumerate(self._places):
             own = options[place]
             begins.append(len(self._row))
@@ -143,6 +144,7 @@ class OptionSolver:
             else:
                 chosen = self._cheapest_uncertified(costs, limits, uncertified)
             self._solved[key] = self._selection(chosen)
+
         return self._solved[key]
 
     def cheapest_in_budget(
@@ -155,6 +157,7 @@ class OptionSolver:
             return quickest
         if quickest.seconds > seconds:
             return None
+
         smallest = self.cheapest(kl, flips, uncertified, math.inf)
         if smallest.bytes > nbytes:
             return None
@@ -169,12 +172,14 @@ class OptionSolver:
                     best, high = min(best, selection, key=lambda own: own.seconds), middle
                 else:
                     low = middle
+
             return best
 
         for power in range(-15, 1):
             selection = self.cheapest(kl, flips, uncertified, 10.0**power)
             if selection.fits(*budget):
                 return selection
+
         return None
 
     def most_faithful(self, budget: tuple[float, float], kl: float, flips: float) -> OptionSelection | None:
@@ -209,6 +214,7 @@ class OptionSolver:
         allowed_with = np.array([*limits, count])[self._way]  # index -1: options as promised are always allowed
         promised = _suffix_sums(self._least(costs, self._way < 0))
         best, best_first, best_limit, low = promised[0], count, 0, 0
+
         for high in sorted(set(limits) - {0}):
             # If the first approximate place leaves between `low` and `high` - 1 pieces behind it, exactly the ways with
             # a limit of at least `high` are allowed.
@@ -219,6 +225,7 @@ class OptionSolver:
             if totals[at] < best:
                 best, best_first, best_limit = totals[at], int(firsts[at]), high
             low = high
+
         return self._first_least(costs, (self._way < 0) | ((allowed_with >= best_limit) & (self._place >= best_first)))
 
     def _cheapest_uncertified(self, costs: np.ndarray, limits: Sequence[int], uncertified: Uncertified) -> np.ndarray:
@@ -233,7 +240,9 @@ class OptionSolver:
                 allowed += [at for at in others if self._row[at].choice.how == "keep"]
                 patches = [at for at in others if self._row[at].patch is not None and self._row[at].way != UNKNOWN]
                 allowed += [max(patches, key=lambda at: self._row[at].rank)] if patches else []
+
             chosen.append(min(allowed, key=costs.__getitem__))
+
         return np.array(chosen, int)
 
     def _least(self, costs: np.ndarray, allowed: np.ndarray) -> np.ndarray:

@@ -120,6 +120,7 @@ class Plan:
         others = sum(option.inherits or option.way is not None for option in options) - 1
 
         chunks, tainted = [], False
+
         for piece, option in zip(self.window.pieces, options, strict=True):
             kl: float | None = 0.0
             if option.way is not None:
@@ -132,6 +133,7 @@ class Plan:
             digest = None if option.patch is None else option.patch.note.digest
             costs = option.bytes, option.flops, seconds
             chunks.append(PlannedChunk(piece[0], point, digest, option.rank, *costs, piece.fidelity, kl))
+
         return tuple(chunks)
 
     @functools.cached_property
@@ -205,6 +207,7 @@ class Plan:
             line = f"  {brief(chunk.id)!r}: {served}, {_format_cost(option)}, KL {_format_bound(chunk.kl)}"
             refusal = self._refusal(index)
             lines.append(f"{line} ({refusal})" if refusal else line)
+
         return "\n".join(lines)
 
     def _refusal(self, index: int) -> str:
@@ -220,6 +223,7 @@ class Plan:
             reason = f"uncertified ({self.beyond})" if self.beyond else "uncertified"
         else:
             reason = "the goal is what the window promises" if self.goal.as_promised else "beyond the goal"
+
         return f"not {_format_point(best)}: {reason}"
 
     def __repr__(self) -> str:
@@ -300,6 +304,7 @@ def plan(
             selection = OptionSelection([own[0] for own in piece_options], 0.0, 0.0)
         else:
             selection = _select(OptionSolver(piece_options, bounds), goal, settings.uncertified, arranged.window)
+
         served, edits = arranged.serve([option.choice for option in selection.options], at_hand)
         if not table.mark_unseen(selection.options, served):
             break
@@ -319,6 +324,7 @@ def _check_arguments(window: Any, goal: Any, stored: Any, certificate: Any, cost
     ):
         if not isinstance(value, kind):
             raise PlanError(f"plan.{name}: got {value!r:.80}; expected {expected}")
+
     if not isinstance(certificate, Certificate | None):
         raise CertificateError(f"plan.certificate: got {certificate!r:.80}; expected Certificate.read(…), or None")
 
@@ -367,6 +373,7 @@ def _at_hand(window: Window, inventory: PatchInventory, executor: Executor | Non
 
         if executor is None:
             return False
+
         source = executor.sources[id]
         if digest is not None:
             return digest in source.patches
@@ -404,9 +411,11 @@ def _select(solver: OptionSolver, goal: Goal, uncertified: bool, window: Window)
     message = f"plan: got goal {goal}; expected at least {quickest.seconds:.3g} s and {smallest.bytes} bytes"
     if most == "all":
         raise PlanError(message)
+
     certified = solver.cheapest_in_budget(budget, INFINITE, 1.0)
     if certified is not None:
         raise PlanError(f"{message}, or KL ≤ {certified.kl:.3g} and flips ≤ {certified.flips:.3g}")
+
     without = _uncertified_in_budget(solver, budget)
     if without is None:
         raise PlanError(message)

@@ -148,6 +148,7 @@ class EditPricing:
         if note.base == "canonical" and not (at_hand is not None and at_hand(entry.id, None)):
             fetched += self.costs.kv_bytes * tokens
             seconds += self._fetch.launch
+
         if not (at_hand is not None and at_hand(entry.id, note.digest)):
             fetched += note.nbytes
             seconds += self._fetch.launch
@@ -185,6 +186,7 @@ class OptionTable:
         skip_patches = promised_only and not self._options.forming
 
         table, preceding = [], 0
+
         for index, (piece, kept) in enumerate(zip(arranged.window.pieces, arranged.kept, strict=True)):
             if kept:
                 moved = starts[piece[0].id] != piece.start
@@ -193,6 +195,7 @@ class OptionTable:
                 options = self._of_new(index, piece[0], preceding, skip_patches)
             table.append(options[:1] if promised_only else options)
             preceding += piece[0].tokens
+
         return table
 
     def repair(self, index: int) -> ServingOption | None:
@@ -271,10 +274,11 @@ class OptionTable:
                     choice = ServingChoice("patch", patch.note, allow_stale=True)
                     cost = self.pricing.patched(entry, patch)
                     options.append(ServingOption(patch.point, choice, *cost, UNKNOWN, patch=patch))
+
         return options
 
     def _is_base(self, patch: AvailablePatch, present: PlacedPiece) -> bool:
-        """Whether a piece's conditioned KV is what a removal patch is added to."""
+        """Returns whether a piece's conditioned KV is what a removal patch is added to."""
         base, state = patch.note.base_antecedent, present.aside or present.state
         if base is None or state.kind != "conditioned":
             return False
@@ -306,6 +310,7 @@ class OptionTable:
         keep = ServingOption(kept_point(piece), KEEP, *rotation, self._way_of_kept(index, piece))
         if entry.kind == "text":
             return [again, keep]
+
         options = [again, keep, *self._patched(index, entry, piece)]
         if piece.state.kind != "bare" and self.inventory.canonical(entry):
             options.append(self._canonical_alone(entry))
@@ -314,7 +319,7 @@ class OptionTable:
         return options
 
     def _is_as_promised(self, index: int, piece: PlacedPiece, set_aside: bool = False) -> bool:
-        """Whether a piece's KV is what the window promises there, no matter how the pieces in front are served.
+        """Returns whether a piece's KV is what the window promises there, no matter how the pieces in front are served.
 
         It was computed behind the very pieces that a prefill there would see; or it is a survivor that is remembered.
         """
@@ -326,7 +331,7 @@ class OptionTable:
         return self._has_seen(index, piece) and index < self.arranged.targets.kept and not self._forgets
 
     def _has_seen(self, index: int, piece: PlacedPiece) -> bool:
-        """Whether a piece has seen all that precedes it, as far as it is known how that will be served."""
+        """Returns whether a piece has seen all that precedes it, as far as it is known how that will be served."""
         seen = index == 0 or self.arranged.window.pieces[index - 1].latest <= piece.born
         return seen and index not in self._unseen
 

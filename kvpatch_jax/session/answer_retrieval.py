@@ -118,6 +118,7 @@ class AnswerRetrieval:
         for name in names:
             if name in self.recalled or name in branch:
                 continue
+
             if name in branch.gone:
                 branch.recall(name)
             elif linker is not None:
@@ -130,5 +131,7 @@ class AnswerRetrieval:
                     branch.add(Text(resource.item) if isinstance(resource.item, str) else resource.item)
             else:
                 raise SessionError(f"retriever: got {name!r:.80}; expected an evicted chunk, of {branch.gone[-8:]}")
+
             self.recalled.append(name)
+
         return len(self.recalled) > before

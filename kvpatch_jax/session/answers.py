@@ -117,6 +117,7 @@ class Answer:
                 raise self._error
             if self._done:
                 return False
+
             try:
                 piece = next(self._pieces)
             except StopIteration:
@@ -125,6 +126,7 @@ class Answer:
             except BaseException as error:
                 self._error = error
                 raise
+
             self._ids.append(int(piece.ids[0]))
             self._texts.append(piece.text)
             return True

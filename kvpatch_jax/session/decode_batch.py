@@ -170,6 +170,7 @@ class DecodeBatch:
 
         # Rows beyond those of the batch are padding.
         ended = []
+
         for row, token in zip(self.rows, np.asarray(rows.token).tolist(), strict=False):
             row.token, row.count = token, row.count + 1
             try:
@@ -180,6 +181,7 @@ class DecodeBatch:
             else:
                 if row.ended:
                     ended.append(row)
+
         for row in ended:
             self.leave(row)
         return ended

@@ -118,6 +118,7 @@ class DecodeLoop:
                 if request.cancelled:
                     self.cancelled += 1
                     self._end(request, None)
+
             try:
                 self._admit()
                 if self.batch.rows:
@@ -131,6 +132,7 @@ class DecodeLoop:
                     failed = [row.request for row in self.batch.rows] or list(self.requests)
                     for request in failed:
                         self._end(request, error)
+
             if self.batch.rows:
                 return True
             if not self.requests:
@@ -168,6 +170,7 @@ class DecodeLoop:
                 self.executor.check_pool(error)
                 self._end(request, error)
                 continue
+
             self.requests.popleft()
             self.door.call()
             if row.ended:
@@ -191,9 +194,11 @@ class DecodeLoop:
         if request in self.requests:
             self.requests.remove(request)
             self.door.call()
+
         for row in list(self.batch.rows):
             if row.request is request:
                 self.batch.leave(row)
+
         self.executor.release(request.branch)
         self.ended += 1
         request.results.put(error)
@@ -247,11 +252,13 @@ class TokenStream:
         lock, depth = self._loop.lock, 0
         if lock.held:
             depth = lock.pause()
+
         try:
             result = self._request.results.get()
         finally:
             if depth:
                 lock.acquire(depth=depth)
+
         if isinstance(result, BaseException):
             raise result
         return result

@@ -102,6 +102,7 @@ class DisposabilityProbe:
         id = registry.find(chunk).entry.id
         if window.piece(id).entry.kind != "chunk":
             raise SessionError(f"needs: got {brief(chunk)!r:.80}, a text, which has no canonical; expected a chunk")
+
         # Raises for a chunk of the lead, before anything runs.
         without, _ = window.evict(id)
         questions = registry.counters["questions"]
@@ -121,6 +122,7 @@ class DisposabilityProbe:
                 ablated = self._answer(changed)
             finally:
                 registry.runtime.release(fork.branch)
+
             kl, flipped = compared(served, logits)
             return AblatedAnswer(float(kl.mean()), float(kl[0]), int(flipped.sum()), _shown(ablated))
 
@@ -128,6 +130,7 @@ class DisposabilityProbe:
         bare = ablate(lambda fork: fork.bare(id))
         out = ablate(lambda fork: fork.evict(id))
         traceless = None
+
         if erased:
             following = [piece.id for piece in without.pieces[window.index(id) :] if piece.entry.kind == "chunk"]
             for each in following:
@@ -188,6 +191,7 @@ class DisposabilityProbe:
                 backbone=backbone.fingerprint,
                 content=record.entry.content,
             )
+
         with runtime.locked():
             runtime.executor.provide(id, chunk=chunk)
         return forwards

@@ -170,6 +170,7 @@ class WaitQueue:
             ticket.called.clear()
         finally:
             self._lock.acquire(depth=depth)
+
         if not called:
             raise SessionBusyError(
                 f"{operation}: got a timeout while other sessions held the resource; expected less load, or a longer "

@@ -94,6 +94,7 @@ def _joined_tokens(parts: Sequence[tuple[EmbeddedInput, int]]) -> Tokens:
             deepstack.append(np.asarray(own)[:, : part.length])
         elif features:
             deepstack.append(np.zeros((1, part.length, *features[0].shape[2:]), features[0].dtype))
+
     return Tokens(
         jnp.asarray(np.concatenate(embeddings, axis=1)),
         np.concatenate(positions, axis=1),

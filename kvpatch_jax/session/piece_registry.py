@@ -129,11 +129,13 @@ class PieceRegistry:
         name = f"{self.name}/{window.branch.rpartition('/')[2]}"
         branch = PieceRegistry(name, self.users, window, self.config)
         branch.ids, branch.used_names = dict(self.ids), self.used_names.copy()
+
         # Records are copied, because each session releases its own tokens. The runtime has the arrays once.
         for id, record in self.records.items():
             branch.records[id] = PieceRecord(record.entry, record.name, record.input)
             if record.tokens is not None:
                 branch.provide_tokens(branch.records[id], record.tokens)
+
         return branch
 
     def release(self) -> None:
@@ -215,6 +217,7 @@ class PieceRegistry:
         while name in self.used_names or self.knows(name):
             number += 1
             name = f"{content}#{number}"
+
         self.used_names.set_copy_number(content, number)
         return name, piece_id
 
@@ -236,6 +239,7 @@ class PieceRegistry:
         tokens = self.embed(read)
         record = PieceRecord(tokens.entry(piece_id, read, kind, order_free), name, read)
         self.provide_tokens(record, tokens)
+
         try:
             yield record
         except BaseException:
@@ -325,6 +329,7 @@ class PieceRegistry:
         counters = self.counters
         counters["bytes"] += ledger.total.bytes
         counters["flops"] += ledger.total.flops
+
         for edit in edits:
             if isinstance(edit, Prefill | Recompute):
                 counters["forwards"] += 1
@@ -333,6 +338,7 @@ class PieceRegistry:
                 counters["rotated"] += 1
             elif isinstance(edit, Drop):
                 counters["left"] += 1
+
         self.window = window
 
     def evict(self, op: Op, window: Window, edits: Edits, **fields: Any) -> tuple[str, ...]:
@@ -352,6 +358,7 @@ class PieceRegistry:
         with self.runtime.locked():
             allocator = self.runtime.executor.books.allocator
             pages, free = allocator.pages, allocator.free_pages
+
         return Stats(
             **self.counters,
             fidelity=dict(collections.Counter(piece.fidelity for piece in window.pieces)),
@@ -375,6 +382,7 @@ class PieceRegistry:
         """Notifies the watchers of an event, with the items that it brought."""
         if not self.watchers:
             return
+
         if record is not None:
             fields["chunk"] = record.name
             if op in ("add", "replace"):

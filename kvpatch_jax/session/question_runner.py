@@ -61,6 +61,7 @@ class AnswerOptions:
         if stop is not None:
             if not isinstance(stop, str | int | Iterable):
                 raise InputError(f"stop: got {stop!r:.80}; expected token ids or texts of one token, or None")
+
             ids = []
             for token in [stop] if isinstance(stop, str | int) else stop:
                 if isinstance(token, str):
@@ -71,6 +72,7 @@ class AnswerOptions:
                         raise InputError(f"stop: got {found}; expected a text of one token, or its id")
                     token = encoded[0]
                 ids.append(token)
+
             stop = tuple(ids)
 
         most: int = steps if steps is not None else getattr(backbone, "answer_tokens", None) or STEPS
@@ -145,6 +147,7 @@ class QuestionRunner:
         """
         if self._config.linker is None or not isinstance(question, str):
             return None
+
         before, after = self._config.around
         parts: list[tuple[str, Any]] = [("text", before)]
         with self._config.linker.link(question) as linked:
@@ -160,6 +163,7 @@ class QuestionRunner:
                     )
                 else:
                     parts.append((str(segment.reference), segment.resource.item))
+
         parts.append(("text", after))
 
         kept = []
@@ -168,6 +172,7 @@ class QuestionRunner:
                 kept.append((name, item))
             elif item.strip():
                 kept.append((name, self._text_item(item)))
+
         return kept
 
     def _answer_on_fork(
@@ -178,7 +183,9 @@ class QuestionRunner:
         branch: Any,
         pieces: PieceRegistry,
     ) -> Answer:
-        """Answers a question on a branch of the session, where referenced and retrieved chunks are placed first."""
+        """Answers a question on a branch of the session, where referenced and retrieved chunks are placed
+        first.
+        """
         registry, backbone = self._registry, self._registry.runtime.backbone
         recalled: list[str] = []
         try:
@@ -214,6 +221,7 @@ class QuestionRunner:
         except BaseException:
             branch.close()
             raise
+
         return answer
 
     def _closing(self, stream: Any, branch: Any, pieces: PieceRegistry) -> Generator[TextPiece, None, None]:
@@ -237,6 +245,7 @@ class QuestionRunner:
         whole, places = with_answer(runtime.backbone, items, asked, ids)
         if not places:
             return Audit(0.0, 0.0, 0, 0, window.as_promised)
+
         served = served_logits(runtime, window, whole, asked.length, places)
         prompt = [(pieces.provide_tokens(pieces.records[piece.entry.id]), piece.start) for piece in window.pieces]
         truth = prefilled_logits(runtime.backbone, prompt, whole, window.next_start, asked.length, places)

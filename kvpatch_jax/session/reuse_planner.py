@@ -52,6 +52,7 @@ class ReusePlanner:
             if registry.knows(item):
                 entries.append(registry.find(item).entry)
                 continue
+
             read = registry.read(item)
             evicted = registry.find_evicted(read.content)
             if evicted is not None:
@@ -146,6 +147,7 @@ class ReusePlanner:
                 for patch in inventory.serving(entry, digest, lambda: target):
                     if patch.note.base == "canonical":
                         return "patch", patch.note
+
         return self._plan(stay, [entry])
 
     def _plan(self, stay: Window, entries: list[Entry]) -> Plan:

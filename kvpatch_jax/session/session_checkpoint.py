@@ -40,6 +40,7 @@ def save(path: str | os.PathLike[str], registry: PieceRegistry, keep: int | None
     for id, record in registry.records.items():
         items = None if record.input is None else record.input.items
         pieces.append(session_file.SavedPiece(id, record.name, items))
+
     options = {name: getattr(registry.config, name) for name in SAVED_OPTIONS}
     session_file.write(
         session_file.SavedSession(
@@ -75,6 +76,7 @@ def restore(
     for option in options:
         if option not in GIVEN_OPTIONS:
             raise TypeError(f"restore() got an unexpected keyword argument {option!r}")
+
     saved = session_file.read(path)
     window = Window.from_json(saved.window, backbone=backbone).renamed(branch)
     name, keep, saved_options = _read_settings(saved)
@@ -98,6 +100,7 @@ def restore(
     except BaseException:
         registry.release()
         raise
+
     return registry, keep
 
 
@@ -113,8 +116,10 @@ def _restore_pieces(registry: PieceRegistry, window: Window, saved: session_file
             read = SessionInput(piece.items, entry.content or entry.id, entry.kind == "text")
         registry.records[piece.id] = PieceRecord(entry, piece.name, read)
         registry.ids[piece.name] = piece.id
+
     if missing := sorted(set(entries) - set(registry.records)):
         raise SessionError(f"session.pieces: got none for {missing[0]!r:.80}; expected all of the saved window")
+
     registry.used_names = UsedNames(saved.used)
 
     # Without KV, the window is prefilled.
@@ -139,6 +144,7 @@ def _restore_pieces(registry: PieceRegistry, window: Window, saved: session_file
             placed(runtime.executor, window, saved.kept)
         except WindowError as error:
             raise SessionError(f"session: {error}") from error
+
     registry.window = window
 
 
@@ -168,5 +174,6 @@ def _read_settings(saved: session_file.SavedSession) -> tuple[str, int | None, d
     for name, right in valid.items():
         if not right:
             raise SessionError(f"session.{name}: got {found.get(name)!r:.80}; expected what Session.save wrote")
+
     options = {name: found[name] for name in SAVED_OPTIONS}
     return found["name"], found.get("keep"), options | {"around": tuple(around or ())}

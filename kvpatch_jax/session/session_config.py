@@ -80,11 +80,13 @@ class SessionConfig:
             raise SessionError(
                 f"session.retriever: got {self.retriever!r:.80}; expected a function, an object with `search`, or None"
             )
+
         pair = isinstance(self.around, tuple | list) and len(self.around) == 2
         if not pair or not all(isinstance(text, str) for text in self.around):
             raise SessionError(
                 f"session.around: got {self.around!r:.80}; expected two texts, before and after questions"
             )
+
         for name in ("chat", "uncertified"):
             if not isinstance(getattr(self, name), bool):
                 raise SessionError(f"session.{name}: got {getattr(self, name)!r:.80}; expected True or False")
@@ -140,9 +142,11 @@ def check_arguments(backbone: Any, store: Any, keep: Any, runtime: Any, name: An
         raise SessionError(f"session.backbone: got a {type(backbone).__name__}; expected a backbone of models.load")
     if store is not None and not isinstance(store, PatchStore):
         raise SessionError(f"session.store: got {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
+
     check_keep(keep)
     if name is not None and (not isinstance(name, str) or not name):
         raise SessionError(f"session.name: got {name!r:.80}; expected a text, or None")
+
     if runtime is not None:
         if not isinstance(runtime, Runtime):
             raise SessionError(f"session.runtime: got {runtime!r:.80}; expected one of another session, or None")
@@ -175,6 +179,7 @@ def with_chat_template(backbone: Any, lead: Any, config: SessionConfig) -> tuple
     """
     if lead is not None and not isinstance(lead, str):
         raise SessionError(f"session.lead: got {lead!r:.80} with chat; expected a text, the system prompt, or None")
+
     if lead is not None:
         check_text(lead, "session: lead")
     if tuple(config.around) != ("", ""):

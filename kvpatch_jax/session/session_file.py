@@ -69,6 +69,7 @@ def write(saved: SavedSession, path: str | os.PathLike[str]) -> None:
         "pieces": [],
         "kept": None,
     }
+
     for number, piece in enumerate(saved.pieces):
         items = None
         if piece.items is not None:
@@ -81,6 +82,7 @@ def write(saved: SavedSession, path: str | os.PathLike[str]) -> None:
                 else:
                     arrays[f"item.{number}.{place}"] = item
                     items.append({"image": f"item.{number}.{place}"})
+
         body["pieces"].append({"id": piece.id, "name": piece.name, "items": items})
 
     if saved.kept is not None:
@@ -99,6 +101,7 @@ def write(saved: SavedSession, path: str | os.PathLike[str]) -> None:
     meta = {"format": FORMAT, "version": str(VERSION), "digest": _digest(text, arrays), "session": text}
     # Not every version of safetensors reads a file without arrays.
     content = safetensors.numpy.save({**arrays, "end": np.zeros(1, np.uint8)}, meta)
+
     try:
         replace(path_of(path, "session:", SessionError), content)
     except OSError as error:
@@ -116,6 +119,7 @@ def read(path: str | os.PathLike[str]) -> SavedSession:
     found = f"session: got {str(path)!r:.200}"
     if not os.path.isfile(path):
         raise SessionError(f"{found}, which is no file; expected what Session.save wrote")
+
     try:
         content = path.read_bytes()
         arrays = safetensors.numpy.load(content)
@@ -130,6 +134,7 @@ def read(path: str | os.PathLike[str]) -> SavedSession:
     if meta.get("format") != FORMAT or meta.get("version") != str(VERSION):
         kind = f"format {meta.get('format')!r:.40}, version {meta.get('version')!r:.20}"
         raise SessionError(f"{found} of {kind}; expected {FORMAT!r}, version {VERSION}")
+
     text = meta.get("session", "")
     if _digest(text, arrays) != meta.get("digest"):
         raise SessionError(f"{found}, which is damaged; expected contents of digest {meta.get('digest')!r:.40}")
@@ -186,6 +191,7 @@ def _read_piece(fields: Any, arrays: Arrays) -> SavedPiece:
                 items = (*items, [int(token) for token in item["tokens"]])
             else:
                 items = (*items, arrays[item["image"]])
+
     return SavedPiece(_text(fields["id"]), _text(fields["name"]), items)
 
 

@@ -84,6 +84,7 @@ def read_input(backbone: Backbone, item: Any, largest_image: int) -> SessionInpu
             pixels = decoded(np.asarray(each) if isinstance(each, jax.Array) else each, name)
             # Copied, because the caller may keep writing into an array or a PIL image.
             items.append(np.array(pixels))
+
     return SessionInput(tuple(items), chunk_id(backbone.fingerprint, *items), textual)
 
 
@@ -138,6 +139,7 @@ def embedded(
         input_ids = [np.asarray(prompt["input_ids"]), np.asarray(behind, np.int32)[None]]
         prompt["input_ids"] = np.concatenate(input_ids, axis=1)
         prompt["position_ids"] = np.concatenate([places, following], axis=1)
+
     if not prompt["input_ids"].shape[1]:
         raise InputError(f"session: got {items!r:.80}, which has no token; expected at least one")
 
@@ -148,6 +150,7 @@ def embedded(
     else:
         tokens = model.embed(**prompt)
         length = tokens.embeddings.shape[1]
+
     # Positions of videos are fractional; the next piece starts at a whole one.
     places = np.asarray(tokens.positions)[:, :length]
     return EmbeddedInput(tokens, length, int(np.floor(places.max())) - int(np.floor(places.min())) + 1)

@@ -88,6 +88,7 @@ class Sessions:
         check_backbone(backbone, store, "sessions")
         if config is not None and not isinstance(config, SharedConfig):
             raise InputError(f"sessions: got config {config!r:.80}; expected a SharedConfig, or None")
+
         names = [field.name for field in dataclasses.fields(SharedConfig)]
         changes = {name: options.pop(name) for name in names if name in options}
         config = SharedConfig(**changes) if config is None else dataclasses.replace(config, **changes)
@@ -97,12 +98,14 @@ class Sessions:
         self.backbone, self.store = backbone, store
         # The former has a thread, which must not outlive a constructor that raises.
         former = None if store is None else PatchFormer(backbone, store, config.rank)
+
         try:
             self.shared = SharedRuntime(executor, former, config)
         except BaseException:
             if former is not None:
                 former.close()
             raise
+
         if former is not None:
             former.watch(executor)
 

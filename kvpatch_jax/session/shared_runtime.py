@@ -73,9 +73,11 @@ class SharedConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"sessions: got {name} {value!r:.80}; expected a number of questions, 1 or more")
+
         seconds = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
         if not seconds or not self.timeout >= 0:
             raise InputError(f"sessions: got timeout {self.timeout!r:.80}; expected seconds, 0 or more")
+
         check_rank(self.rank, "sessions", 0)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", float_dtype(self.dtype, "sessions"))
@@ -177,6 +179,7 @@ class SharedRuntime:
             self.executor.release(window.branch)
             again, edits = window.anew()
             self._run_when_room(again, edits)
+
         return again
 
     def make_room(self, window: Window) -> bool:
@@ -187,6 +190,7 @@ class SharedRuntime:
             pages = self._pages(window)
             if pages > self.executor.books.allocator.pages:
                 return False
+
             ticket = queue.enter()
             # `_wait` releases the lock, so that others can release pages meanwhile.
             try:
@@ -228,6 +232,7 @@ class SharedRuntime:
             # Branches of answers have "//" in their names.
             if "//" not in branch:
                 self._pool_of.setdefault(branch, self.renewed)
+
         self.executor.renew()
         self.renewed += 1
         lost = PoolLostError(
@@ -245,6 +250,7 @@ class SharedRuntime:
         loop, queue = self.decode_loop, self.decode_loop.room
         deadline, renewed = time.monotonic() + self.timeout, self.renewed
         ticket: WaitTicket | None = None
+
         try:
             while True:
                 # Edits that take no more than they release go first: others may wait for what they release.
@@ -260,6 +266,7 @@ class SharedRuntime:
                         others = any(branch != window.branch for branch in self.executor.books.branches)
                         if not others or self._pages(window) > self.executor.books.allocator.pages:
                             raise
+
                 ticket = ticket or queue.enter()
                 loop.wake()
                 self._wait(queue, ticket, deadline, f"room for {window.tokens} tokens")
@@ -319,6 +326,7 @@ class SharedRuntime:
         draws, stops = backbone.answer_choices(sampling, key, stop)
         question, count = self.executor.question(window, tokens, length)
         loop, door, deadline = self.decode_loop, self.decode_loop.door, time.monotonic() + self.timeout
+
         with self.locked():
             self.check_open()
             self._check_pool(window)
@@ -333,6 +341,7 @@ class SharedRuntime:
                     door.leave(ticket)
                 # Waiting releases the lock, so the pool may have been lost meanwhile.
                 self._check_pool(window)
+
             self.executor.check_current(window)
             if not steps:
                 return (piece for piece in ())
@@ -344,6 +353,7 @@ class SharedRuntime:
             books.share(window.branch, branch, [piece.entry.id for piece in window.pieces])
             self.executor.books = books
             request = DecodeRequest(arrival(), branch, window.branch, question, count, steps, draws, stops, deadline)
+
             try:
                 return loop.submit(request)
             except BaseException:
@@ -357,12 +367,14 @@ class SharedRuntime:
         # A forked process has copies of the locks, perhaps held by threads that it does not have.
         if os.getpid() != self._process:
             return
+
         with self.locked():
             if not self.closed:
                 self.closed = True
                 self.decode_loop.drop(SessionClosedError("answer: got its sessions closed; expected them open"))
                 self.decode_loop.room.call(everybody=True)
                 self.decode_loop.door.call(everybody=True)
+
         # Not under the lock, which the loop needs in order to end.
         self.decode_loop.join()
         if self.former is not None:
@@ -383,4 +395,5 @@ def growth(window: Window, edits: Sequence[Edit]) -> int:
             tokens -= size(edit.id)
         elif isinstance(edit, Prefill | ApplyPatch) or (isinstance(edit, Copy) and edit.source == "canonical"):
             tokens += size(edit.id)
+
     return tokens

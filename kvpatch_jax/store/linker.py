@@ -7,7 +7,6 @@ only in the latter. Names suggested in error messages come from the tenant's own
 import contextlib
 import dataclasses
 import difflib
-from collections.abc import Callable
 from typing import Any, Literal
 
 from ..cache import Text, check_text, fingerprint_of
@@ -43,7 +42,10 @@ class LinkedChunk:
     @property
     def request(self) -> Request:
         """Request for `fetch`: the chunk is read from the tenant's store or the operator's, or else computed."""
-        item: Callable[[], Any] = lambda: self.resource.item
+
+        def item() -> Any:
+            return self.resource.item
+
         return Request(self.id, self.backbone, item=item, expires=self.resource.expires, shared=self.store)
 
 

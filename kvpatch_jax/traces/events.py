@@ -82,15 +82,18 @@ class Event:
         number = isinstance(self.at, int | float) and not isinstance(self.at, bool)
         if not number or not math.isfinite(self.at) or self.at < 0:
             raise TraceError(f"event.at: got {self.at!r:.80}; expected seconds, 0 or more")
+
         object.__setattr__(self, "at", float(self.at))
         if not isinstance(self.op, str) or self.op not in _FIELDS:
             raise TraceError(f"event.op: got {self.op!r:.80}; expected one of {OPS}")
+
         _check_text(self.session, "session")
 
         # Of the others.
         for field in ("chunk", "content", "replaced", "branch"):
             if getattr(self, field) is not None:
                 _check_text(getattr(self, field), field)
+
         if self.text is not None:
             _check_text(self.text, "text", empty=True)
         for field, least in (("tokens", 1), ("span", 1), ("keep", 0), ("steps", 0)):
@@ -98,18 +101,22 @@ class Event:
             whole = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and (not whole or not least <= value < LIMIT):
                 raise TraceError(f"event.{field}: got {value!r:.80}; expected a whole number from {least} to 2**30")
+
         if self.kind not in ("chunk", "text"):
             raise TraceError(f"event.kind: got {self.kind!r:.80}; expected 'chunk' or 'text'")
         if not isinstance(self.order_free, bool) or (self.order_free and self.kind == "text"):
             raise TraceError(f"event.order_free: got {self.order_free!r:.80}; expected True of chunks alone")
+
         for field in ("order", "payload"):
             names = getattr(self, field)
             if not isinstance(names, tuple) or len(names) > NAMES:
                 raise TraceError(f"event.{field}: got {names!r:.80}; expected a tuple of at most {NAMES} names")
             for name in names:
                 _check_text(name, field, longest=LONGEST["chunk"])
+
         if len(set(self.order)) != len(self.order):
             raise TraceError(f"event.order: got {self.order!r:.80}; expected each name once")
+
         for path in self.payload:
             check_path(path)
 
@@ -156,12 +163,14 @@ class Event:
             raise TraceError(f"event: got field {unknown[0]!r:.80}; expected some of {sorted(_NAMES)}")
         if missing := sorted({"at", "session", "op"} - set(fields)):
             raise TraceError(f"event.{missing[0]}: got none; expected one")
+
         values = dict(fields)
         for field in ("order", "payload"):
             if field in values:
                 if not isinstance(values[field], list):
                     raise TraceError(f"event.{field}: got {values[field]!r:.80}; expected a list of names")
                 values[field] = tuple(values[field])
+
         return cls(**values)
 
 
@@ -189,10 +198,12 @@ def _check_text(value: Any, field: str, empty: bool = False, longest: int | None
     if not isinstance(value, str) or len(value) > longest:
         found = f"a text of {len(value)} characters" if isinstance(value, str) else f"{value!r:.80}"
         raise TraceError(f"event.{field}: got {found}; expected a text of at most {longest}")
+
     try:
         encoded(value)
     except InputError as error:
         raise TraceError(f"event.{field}: {error}") from None
+
     if not value and not empty:
         raise TraceError(f"event.{field}: got an empty text; expected a name")
 
@@ -210,6 +221,7 @@ def check_history(events: Sequence[Event]) -> None:
     known: dict[str, set[str]] = {}
     closed: set[str] = set()
     last = 0.0
+
     for number, event in enumerate(events):
         found = f"event {number}: got {event.op!r} of session {event.session!r:.40}"
         if event.at < last:
@@ -221,11 +233,13 @@ def check_history(events: Sequence[Event]) -> None:
         last, ids = event.at, known.setdefault(event.session, set())
         if event.op in ("add", "replace") and event.chunk in ids and event.chunk != event.replaced:
             raise TraceError(f"{found}: {event.chunk!r:.80} was added before; expected a new id, or a recall")
+
         referenced = [*event.order]
         if event.op in ("recall", "evict"):
             referenced.append(str(event.chunk))
         elif event.op == "replace":
             referenced.append(str(event.replaced))
+
         for id in referenced:
             if id not in ids:
                 raise TraceError(f"{found}: {id!r:.80} was never added; expected an id that was")
@@ -234,6 +248,7 @@ def check_history(events: Sequence[Event]) -> None:
             if event.branch in known or event.branch in closed:
                 raise TraceError(f"{found}: branch {event.branch!r:.80} exists; expected another name")
             known[event.branch] = set(ids)
+
         if event.op in ("add", "replace") and event.chunk is not None:
             ids.add(event.chunk)
         if event.op == "close":

@@ -111,6 +111,7 @@ class Trace:
                 found = f"{name!r:.80} in {str(self.folder)!r:.80}"
                 raise TraceError(f"payload: got {found}; expected a regular file below it")
             paths.append(Path(path))
+
         return tuple(paths)
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -170,22 +171,26 @@ def _read(file: Any, name: str, torn: bool) -> tuple[str, dict[str, Scalar], tup
         raise TraceError(f"{name!r:.200}, line 1: got {found}; expected {FORMAT!r} of version {VERSION}")
     if unknown := sorted(set(head) - {"format", "version", "kind", "parameters"}):
         raise TraceError(f"{name!r:.200}, line 1: got field {unknown[0]!r:.80}; expected a header")
+
     kind, parameters = head.get("kind"), head.get("parameters", {})
     _check_header(kind, parameters)
 
     # `readline` is bounded, because a line of a hostile file may be larger than memory.
     events: list[Event] = []
+
     while line := file.readline(LINE + 1):
         where = f"{name!r:.200}, line {len(events) + 2}"
         if torn and len(line) <= LINE and not line.endswith(b"\n"):
             break
         if len(events) == EVENTS:
             raise TraceError(f"{where}: got more than {EVENTS} events; expected at most so many")
+
         fields = _fields(line, where)
         try:
             events.append(Event.of(fields))
         except TraceError as error:
             raise TraceError(f"{where}: {error}") from None
+
     return str(kind), parameters, tuple(events)
 
 
@@ -199,10 +204,12 @@ def _fields(line: bytes, where: str) -> dict[str, Any]:
         raise TraceError(f"{where}: got more than {LINE} bytes; expected at most so many")
     if not line.endswith(b"\n"):
         raise TraceError(f"{where}: cut off after {len(line)} bytes; expected a whole line (`torn=True` leaves it out)")
+
     try:
         found = strict_json.loads(line)
     except ValueError as error:
         raise TraceError(f"{where}: got no JSON of this kind ({error!s:.80}); expected one object") from None
+
     if not isinstance(found, dict):
         raise TraceError(f"{where}: got a {type(found).__name__}; expected an object")
     return found
@@ -214,6 +221,7 @@ def _check_header(kind: Any, parameters: Any) -> None:
         raise TraceError(f"trace.kind: got {kind!r:.80}; expected a name")
     if not isinstance(parameters, Mapping) or len(parameters) > PARAMETERS:
         raise TraceError(f"trace.parameters: got {parameters!r:.80}; expected a table of at most {PARAMETERS}")
+
     for name, value in parameters.items():
         scalar = value is None or isinstance(value, str | int | float)
         if not isinstance(name, str) or not scalar or (isinstance(value, float) and not math.isfinite(value)):
@@ -262,9 +270,11 @@ class Recorder:
         _check_header(kind, parameters or {})
         if not callable(clock):
             raise TraceError(f"recorder.clock: got {clock!r:.80}; expected a function that returns seconds")
+
         self.path, self.error = path_of(path, "recorder:", TraceError), None
         self._payloads, self._clock, self._began = payloads, clock, clock()
         self._lock, self._last = threading.Lock(), 0.0
+
         try:
             self._file = self.path.open("xb")
             self._append(_header_line(kind, parameters or {}))
@@ -330,13 +340,17 @@ class Recorder:
         for item in items:
             if sort_of(item, "recorder") != "image":
                 continue
+
             pixels = decoded(item)
             name = f"{self.path.stem}_images/{content_digest(pixels)[:32]}.png"
             target = self.path.parent / name
+
             if not target.exists():
                 target.parent.mkdir(exist_ok=True)
                 file = io.BytesIO()
                 Image.fromarray(pixels).save(file, "PNG", compress_level=1)
                 replace(target, file.getvalue())
+
             names.append(name)
+
         return tuple(names)

@@ -126,8 +126,12 @@ def _seen(block: _Queries, at: _Keys, mask: Mask, allowed: Array | None, start: 
 
 
 def _blocks_of_keys(key: Array, value: Array, mask: Mask, size: int) -> _Keys:
-    heads = lambda x: _cut(_padded(x, (1, size)), size).transpose(1, 0, 3, 2, 4)  # [blocks, B, K, size, H]
-    numbers = lambda x, fill: _cut(_padded(x, (1, size), fill=fill), size).transpose(1, 0, 2)
+    def heads(x):
+        return _cut(_padded(x, (1, size)), size).transpose(1, 0, 3, 2, 4)  # [blocks, B, K, size, H]
+
+    def numbers(x, fill):
+        return _cut(_padded(x, (1, size), fill=fill), size).transpose(1, 0, 2)
+
     segments = None if mask.key_segments is None else numbers(jnp.asarray(mask.key_segments), -1)
     return _Keys(heads(key), heads(value), numbers(mask.places_of_keys(key.shape[1]), NOWHERE), segments)
 
@@ -137,8 +141,11 @@ def _blocks_of_queries(
 ) -> _Queries:
     B, T, N, H = query.shape
     kv_heads, size = keys.key.shape[2], blocks.queries
+
     # Padding stands where the last query does, so that its block needs no more keys for it.
-    numbers = lambda x: _cut(_padded(x, (1, size), edge=True), size).transpose(1, 0, 2)
+    def numbers(x):
+        return _cut(_padded(x, (1, size), edge=True), size).transpose(1, 0, 2)
+
     places = numbers(mask.places_of_queries(T))
     segments = None if mask.query_segments is None else numbers(jnp.asarray(mask.query_segments))
     cut = _cut(_padded(query, (1, size)).reshape(B, -1, kv_heads, N // kv_heads, H), size)
@@ -164,7 +171,10 @@ def _needed(
         needed = needed & (last > low - mask.window)
 
     if segments is not None and keys.segments is not None:
-        least = lambda x: jnp.min(jnp.where(x < 0, NOWHERE, x), axis=2)
+
+        def least(x):
+            return jnp.min(jnp.where(x < 0, NOWHERE, x), axis=2)
+
         between = (least(keys.segments)[None] <= jnp.max(segments, axis=2)[:, None]) & (
             jnp.max(keys.segments, axis=2)[None] >= least(segments)[:, None]
         )

@@ -152,7 +152,9 @@ def _rows_in_turns(function: Any, query: Array, key: Array, value: Array, mask: 
         return function(query, key, value, mask, scale)
 
     def turn(start: Array) -> Array:
-        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, rows, 0)
+        def cut(x):
+            return jax.lax.dynamic_slice_in_dim(x, start, rows, 0)
+
         return function(cut(query), cut(key), cut(value), mask.take_rows(start, rows), scale)
 
     mixed = jax.lax.map(jax.checkpoint(turn), jax.numpy.arange(0, B, rows))
@@ -168,5 +170,8 @@ def _by_kernel(name: str, scale: float, query: Array, key: Array, value: Array, 
 @_by_kernel.defjvp
 def _(name: str, scale: float, primals: Any, tangents: Any):
     query, key, value, mask = primals
-    plain = lambda query, key, value: blockwise(query, key, value, mask, scale)
+
+    def plain(query, key, value):
+        return blockwise(query, key, value, mask, scale)
+
     return _by_kernel(name, scale, *primals), jax.jvp(plain, (query, key, value), tuple(tangents[:3]))[1]

@@ -107,7 +107,10 @@ class Mask:
 
     def take_queries(self, start: Any, count: int, queries: int) -> "Mask":
         """Returns the mask of queries start … start+count-1 out of `queries`; `start` may be traced."""
-        cut = lambda x, axis: None if x is None else jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, count, axis)
+
+        def cut(x, axis):
+            return None if x is None else jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, count, axis)
+
         return dataclasses.replace(
             self,
             query_places=cut(self.places_of_queries(queries), 1),
@@ -117,7 +120,10 @@ class Mask:
 
     def take_rows(self, start: Any, rows: int) -> "Mask":
         """Returns the mask of rows start … start+rows-1 of the batch; `start` may be traced."""
-        cut = lambda x: x if x.shape[0] == 1 else jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, rows, 0)
+
+        def cut(x):
+            return x if x.shape[0] == 1 else jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, rows, 0)
+
         return jax.tree.map(cut, self)
 
 

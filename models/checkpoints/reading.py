@@ -160,7 +160,10 @@ def _placed(
 
     (`jax.make_array_from_callback` would hold all shards of this process at once, and read copies again.)
     """
-    put = lambda value, devices: jax.block_until_ready([jax.device_put(value, device) for device in devices])
+
+    def put(value, devices):
+        return jax.block_until_ready([jax.device_put(value, device) for device in devices])
+
     shards: list[jax.Array] = []
     for region, devices in holders.items():
         shards += put(read(region), devices)  # no name for what was read, which would keep it during the next read

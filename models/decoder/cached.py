@@ -21,7 +21,10 @@ def behind(cached: Mapping[str, Array] | None, _: KV, turned: KV) -> tuple[KV, N
     """Returns engine-frame KV to attend over: a layer's context, and the tokens behind it."""
     if cached is None:
         return turned, None
-    join = lambda name, new: jnp.concatenate([cached[name].astype(new.dtype), new], axis=1)
+
+    def join(name, new):
+        return jnp.concatenate([cached[name].astype(new.dtype), new], axis=1)
+
     return {name: join(name, new) for name, new in turned.items()}, None
 
 

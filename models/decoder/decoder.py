@@ -109,7 +109,10 @@ class Decoder(nnx.Module):
         self.dense_layers = DecoderLayer(config, rngs, lead=(dense,)) if dense else None
         self.layers = DecoderLayer(config, rngs, lead=(config.layers - dense,), dense=config.experts is None)
         self.norm = RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)
-        own_head = lambda: Linear(config.width, config.vocabulary, bias=False, rngs=rngs, dtype=dtype)
+
+        def own_head():
+            return Linear(config.width, config.vocabulary, bias=False, rngs=rngs, dtype=dtype)
+
         self.head = None if config.tied_embeddings else own_head()
         self.config = config
 
@@ -213,7 +216,10 @@ class Decoder(nnx.Module):
         if any(isinstance(leaf, tuple) for leaf in jax.tree.leaves(state, is_leaf=_unstacked)):
             pieces = []
             for layer in range(first, last):
-                pick = lambda tree, at=layer - offset: jax.tree.map(lambda leaf: leaf[at], tree, is_leaf=_unstacked)
+
+                def pick(tree, at=layer - offset):
+                    return jax.tree.map(lambda leaf: leaf[at], tree, is_leaf=_unstacked)
+
                 rest = jax.tree.map(lambda leaf, at=layer: leaf[at], per_layer)
                 carry, out = body(carry, (pick(state), rest, layer), pick(experts), own=True)
                 pieces.append(out)
@@ -221,7 +227,10 @@ class Decoder(nnx.Module):
 
         entries, taken = layers_to_scan(state, first - offset, last - offset)
         cut = jax.tree.map(lambda leaf: leaf[first:last], per_layer)
-        one = lambda carry, at: body(carry, (taken(at[0]), *at[1:]))
+
+        def one(carry, at):
+            return body(carry, (taken(at[0]), *at[1:]))
+
         carry, out = jax.lax.scan(one, carry, (entries, cut, jnp.arange(first, last)))
         return *carry, out
 
@@ -265,7 +274,10 @@ class Decoder(nnx.Module):
     def _turn(self, kv: KV, tables: Sequence[Array]) -> KV:
         """Returns KV with the channels that carry phase rotated by these cosines and sines."""
         rope, (cos, sin) = self.config.rope, tables
-        turn = lambda x: rotate(x, cos, sin, rope.cached, rope.attention_scaling)
+
+        def turn(x):
+            return rotate(x, cos, sin, rope.cached, rope.attention_scaling)
+
         return {name: turn(value) if name in (*TURNING, "query") else value for name, value in kv.items()}
 
     def _behind_earlier(self, cached: KV | None, front: KV, step: _Step, kv: KV, _: KV) -> tuple[KV, None]:
@@ -274,7 +286,10 @@ class Decoder(nnx.Module):
         """
         assert step.whole is not None
         *tables, start = step.whole
-        write = lambda name, new: jax.lax.dynamic_update_slice_in_dim(front[name], new, start, axis=1)
+
+        def write(name, new):
+            return jax.lax.dynamic_update_slice_in_dim(front[name], new, start, axis=1)
+
         whole = {name: write(name, new) for name, new in kv.items()}
         return behind(cached, whole, self._turn(whole, tables))
 

@@ -158,9 +158,12 @@ def _in_parts(
         return mix(x, index, weights, flat, activation, experts, first)
 
     parts = -(-T // PART_TOKENS)
-    cut = lambda part, fill: jnp.pad(part, ((0, parts * PART_TOKENS - T), (0, 0)), constant_values=fill).reshape(
-        parts, PART_TOKENS, -1
-    )
+
+    def cut(part, fill):
+        return jnp.pad(part, ((0, parts * PART_TOKENS - T), (0, 0)), constant_values=fill).reshape(
+            parts, PART_TOKENS, -1
+        )
+
     mixed = jax.lax.map(
         lambda part: mix(*part, flat, activation, experts, first), (cut(x, 0), cut(index, experts), cut(weights, 0))
     )
@@ -180,7 +183,9 @@ def _sort_pairs(index: Array, experts: int) -> tuple[Array, Array, Array]:
 def _dense(
     x: Array, index: Array, weights: Array, one: ExpertWeights, activation: Callable[[Array], Array]
 ) -> Float[Array, "T D"]:
-    product = lambda string, *parts: jnp.einsum(string, *parts, preferred_element_type=jnp.float32)
+    def product(string, *parts):
+        return jnp.einsum(string, *parts, preferred_element_type=jnp.float32)
+
     gate, up = (product("TD,EDI->TEI", x, part.astype(x.dtype)) for part in (one.gate, one.up))
     inner = activation(gate.astype(x.dtype)) * up.astype(x.dtype)
     inner = (inner * spread(index, weights, one.gate.shape[0])[..., None]).astype(x.dtype)
@@ -217,7 +222,10 @@ def lay_out_blocks(index: Int[Array, "T X"], weights: Float[Array, "T X"], exper
     sort = pairs[order]
     # A pair that is left out goes behind the last block, where writing is dropped.
     place = jnp.where(sort < experts, jnp.arange(T * X) + shift[jnp.minimum(sort, experts - 1)], count * rows)
-    put = lambda empty, values: empty.at[place].set(values, mode="drop").reshape(count, rows)
+
+    def put(empty, values):
+        return empty.at[place].set(values, mode="drop").reshape(count, rows)
+
     tokens = put(T + jnp.arange(count * rows, dtype=jnp.int32), (order // X).astype(jnp.int32))
     scale = put(jnp.zeros(count * rows, weights.dtype), weights.reshape(-1)[order])
     expert = jnp.sum(ends <= jnp.arange(count)[:, None], axis=1)
@@ -280,7 +288,9 @@ def _ragged(
     _, order, sizes = _sort_pairs(index, experts)
     # Experts of other layers are groups without rows.
     groups = jax.lax.dynamic_update_slice(jnp.zeros(len(flat.gate), jnp.int32), sizes, (first,))
-    product = lambda x, part: jax.lax.ragged_dot(x, part.astype(x.dtype), groups, preferred_element_type=jnp.float32)
+
+    def product(x, part):
+        return jax.lax.ragged_dot(x, part.astype(x.dtype), groups, preferred_element_type=jnp.float32)
 
     inside = x[order // X]
     inner = activation(product(inside, flat.gate).astype(x.dtype)) * product(inside, flat.up).astype(x.dtype)
@@ -310,7 +320,10 @@ def _by_kernel(
 ) -> Float[Array, "T D"]:
     blocks = lay_out_blocks(index, weights, experts, kernel_rows(index.size, experts))
     which = (first + blocks.expert).astype(jnp.int32)
-    product = lambda x, part: block_product(x, part, which, blocks.used.astype(jnp.int32), implementation="gpu")
+
+    def product(x, part):
+        return block_product(x, part, which, blocks.used.astype(jnp.int32), implementation="gpu")
+
     inside = x.at[blocks.tokens.reshape(-1)].get(mode="fill", fill_value=0)
     inner = activation(product(inside, flat.gate)) * product(inside, flat.up)
     out = product(inner, flat.down)

@@ -110,7 +110,10 @@ def rope_table(raw: Raw) -> Raw:
 
 def _check_rope_entry(name: str, key: str, value: Any) -> None:
     lists, words = ("mrope_section", "short_factor", "long_factor"), ("rope_type", "type")
-    number = lambda entry: isinstance(entry, int | float) and not isinstance(entry, bool) and math.isfinite(entry)
+
+    def number(entry):
+        return isinstance(entry, int | float) and not isinstance(entry, bool) and math.isfinite(entry)
+
     if key in lists:
         fits, wanted = isinstance(value, list | tuple) and all(map(number, value)), "a list of numbers"
     elif key in words:

@@ -32,7 +32,10 @@ def product(
 ) -> Float[Array, "*lead E"]:
     """Multiplies the last axis by a matrix [D,E] (`transposed`: that lies as [E,D]); sums in float32, no copy."""
     dimensions = (((x.ndim - 1,), (1 if transposed else 0,)), ((), ()))
-    multiply = lambda x: jax.lax.dot_general(x, kernel.astype(x.dtype), dimensions, preferred_element_type=jnp.float32)
+
+    def multiply(x):
+        return jax.lax.dot_general(x, kernel.astype(x.dtype), dimensions, preferred_element_type=jnp.float32)
+
     if x.dtype != jnp.bfloat16 or x.size != x.shape[-1] or platform() != "cpu":
         return multiply(x)
     rows = jnp.pad(x.reshape(1, -1), ((0, CPU_ROWS - 1), (0, 0)))

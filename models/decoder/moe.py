@@ -107,7 +107,10 @@ class Experts(nnx.Module):
         Raises:
           KernelUnavailableError: an unknown implementation.
         """
-        flat = lambda part: part.reshape(-1, part.shape[-1])
+
+        def flat(part):
+            return part.reshape(-1, part.shape[-1])
+
         index, weights = map(flat, self.choose(x))
         stack = ExpertWeights(self.gate[...], self.up[...], self.down[...])
         mixed = self._mix(flat(x), index, weights, stack, layer, implementation).astype(x.dtype).reshape(x.shape)

@@ -137,7 +137,10 @@ def cache_specs(layout: KVLayout, mesh: Mesh | AbstractMesh) -> dict[str, Partit
     count = _devices(mesh)
     if layout.kind == "mla":
         return dict.fromkeys(layout.names, PartitionSpec())
-    over = lambda heads: PartitionSpec(None, None, None, _mesh_axis("kv_heads", {"kv_heads": heads}, count))
+
+    def over(heads):
+        return PartitionSpec(None, None, None, _mesh_axis("kv_heads", {"kv_heads": heads}, count))
+
     return {channel.name: over(channel.heads) for channel in layout.channels}
 
 

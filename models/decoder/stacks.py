@@ -69,5 +69,8 @@ def layers_to_scan(state: Any, first: int, last: int) -> tuple[Any, Callable[[An
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     if (first, last) == (0, leaves[0].shape[0]) or size <= COPIED_BYTES:
         return jax.tree.map(lambda leaf: leaf[first:last], state), lambda entry: entry
-    look_up = lambda at: jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), state)
+
+    def look_up(at):
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), state)
+
     return jnp.arange(first, last), look_up

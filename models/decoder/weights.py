@@ -164,10 +164,12 @@ def _latent(
     config: DecoderConfig, name: str, path: ParamPath, fused: tuple[str, ...], offset: int
 ) -> list[TensorEntry]:
     assert config.latent is not None
-    down = lambda theirs, ours: linear_entries(
-        f"{name}.{theirs}", (*path, ours), bias=config.attention_bias, offset=offset
-    )
-    plain = lambda theirs, ours: linear_entries(f"{name}.{theirs}", (*path, ours), bias=False, offset=offset)
+
+    def down(theirs, ours):
+        return linear_entries(f"{name}.{theirs}", (*path, ours), bias=config.attention_bias, offset=offset)
+
+    def plain(theirs, ours):
+        return linear_entries(f"{name}.{theirs}", (*path, ours), bias=False, offset=offset)
 
     if config.latent.query_rank is None:
         entries = plain("q_proj", "query")
@@ -205,9 +207,10 @@ def _experts(config: DecoderConfig, name: str, path: ParamPath, fused: FusedExpe
         entries += _mlp(config, f"{name}.shared_experts", (*path, "shared"), experts.shared, (), offset)
     if fused == "no":
         pattern = f"{name}.experts.{{expert}}"
-        each = lambda part: TensorEntry(
-            f"{pattern}.{part}_proj.weight", (*path, part), TRANSPOSE, stack=True, offset=offset
-        )
+
+        def each(part):
+            return TensorEntry(f"{pattern}.{part}_proj.weight", (*path, part), TRANSPOSE, stack=True, offset=offset)
+
         return entries + [each(part) for part in ("gate", "up", "down")]
 
     inner, axis = experts.intermediate, 1 if fused == "rows" else 2

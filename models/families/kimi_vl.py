@@ -175,7 +175,10 @@ def _tokens(config: KimiVLConfig, arrays: Mapping[str, Any], index: int, tokeniz
     pads = [config.image_token] * (int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2)
     for start in ("<|media_start|>", "<|media_begin|>"):
         if tokenizer is not None and tokenizer.token_to_id(start) is not None:
-            encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+            def encode(text):
+                return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
             return [*encode(f"{start}image<|media_content|>"), *pads, *encode("<|media_end|>")]
     first, last = ([] if end is None else [end] for end in (config.start_token, config.end_token))
     return [*first, *pads, *last]

@@ -65,7 +65,10 @@ def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, token
         return pads * (rows * columns + 1)
 
     edge, ids = "<fake_token_around_image>", []
-    encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode(text):
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
     for row in range(rows):
         for column in range(columns):
             newline = "\n" if row and not column else ""

@@ -71,7 +71,10 @@ def _grown(table: np.ndarray, shape: list[int], fill: int) -> np.ndarray:
 def pad_tokens(buckets: Buckets, tokens: Tokens) -> Tokens:
     """Returns tokens [B,T',…]; padded ones have zero embeddings and position 0."""
     extra = buckets.round_up(tokens.embeddings.shape[1]) - tokens.embeddings.shape[1]
-    room = lambda x: None if x is None else _room(x, 1, extra)
+
+    def room(x):
+        return None if x is None else _room(x, 1, extra)
+
     positions = tokens.positions
     if isinstance(positions, np.ndarray):  # stays on the host, which saves a transfer of its own
         positions = _grown(positions, [len(positions), positions.shape[1] + extra, *positions.shape[2:]], 0)

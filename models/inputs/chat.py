@@ -102,7 +102,10 @@ class _Refused(Exception):
 
 def _special_tokens(table: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Returns `…_token` entries, written as text or as {"content": text}."""
-    text = lambda value: value.get("content") if isinstance(value, Mapping) else value
+
+    def text(value):
+        return value.get("content") if isinstance(value, Mapping) else value
+
     found = {name: text(value) for name, value in sorted(table.items()) if name.endswith("_token")}
     return tuple((name, value) for name, value in found.items() if isinstance(value, str))
 

@@ -68,7 +68,10 @@ def gguf_tokenizer(metadata: Mapping[str, Any], vocabulary: int) -> Any:
 
     special = [token for token, kind in zip(tokens, kinds, strict=False) if kind in (_UNKNOWN, _CONTROL)]
     added = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER]
-    whole = lambda token, special: tokenizers.AddedToken(token, normalized=False, special=special)
+
+    def whole(token, special):
+        return tokenizers.AddedToken(token, normalized=False, special=special)
+
     tokenizer.add_special_tokens([whole(token, True) for token in special])
     tokenizer.add_tokens([whole(token, False) for token in added])
     _add_start(tokenizers, tokenizer, metadata, tokens)

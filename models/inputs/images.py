@@ -365,7 +365,10 @@ def kimi_size(height: int, width: int, patch: int, merge: int, limit: int) -> tu
     bound = KIMI_SIDE * patch
     scale = min(1.0, math.sqrt(limit / patches), bound / height, bound / width)
     rows, columns = (min(max(1, int(edge * scale)), bound) for edge in (height, width))
-    up = lambda edge: -(-edge // (merge * patch)) * merge * patch
+
+    def up(edge):
+        return -(-edge // (merge * patch)) * merge * patch
+
     return (rows, columns), (up(rows), up(columns))
 
 

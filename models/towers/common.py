@@ -120,7 +120,10 @@ class PlainBlock(nnx.Module):
         self.output = Linear(width, width, bias=True, **linear)
         self.mlp_norm = LayerNorm(width, **norm)
         self.mlp = PlainMLP(width, config.intermediate, width, activation=config.activation, **linear)
-        scale = lambda: nnx.Param(jnp.ones((*lead, width), dtype)) if config.layer_scale else None
+
+        def scale():
+            return nnx.Param(jnp.ones((*lead, width), dtype)) if config.layer_scale else None
+
         self.attention_scale, self.mlp_scale = scale(), scale()
         self.config = config
 
@@ -140,7 +143,10 @@ class PlainBlock(nnx.Module):
 
     def update(self, hidden: Float[Array, "*lead D"], mixed: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
         """Returns the residual after this block, given what its attention read."""
-        scaled = lambda x, scale: x if scale is None else x * scale[...].astype(x.dtype)
+
+        def scaled(x, scale):
+            return x if scale is None else x * scale[...].astype(x.dtype)
+
         hidden = hidden + scaled(self.output(mixed), self.attention_scale)
         return hidden + scaled(in_blocks(self.mlp, self.mlp_norm(hidden)), self.mlp_scale)
 
@@ -151,7 +157,10 @@ def scan_blocks[Block: nnx.Module](
     """Runs `step(block, hidden)` over blocks first … last-1 of a stack."""
     graph, state = nnx.split(blocks)
     entries, taken = layers_to_scan(state, first, last)
-    body = lambda carry, at: (step(nnx.merge(graph, taken(at)), carry), None)
+
+    def body(carry, at):
+        return (step(nnx.merge(graph, taken(at)), carry), None)
+
     return jax.lax.scan(body, hidden, entries)[0]
 
 
@@ -160,7 +169,10 @@ def attend_segments(
 ) -> Float[Array, "P D"]:
     """Computes full attention inside each segment of packed patches; `segments` holds patch numbers, padded by P."""
     patches, heads, head_dim = query.shape
-    gather = lambda x: jnp.take(x, segments, axis=0, mode="fill", fill_value=0)
+
+    def gather(x):
+        return jnp.take(x, segments, axis=0, mode="fill", fill_value=0)
+
     numbers = jnp.where(segments < patches, 0, -1)
     mask = Mask(query_segments=numbers, key_segments=numbers)
     mixed = attention(gather(query), gather(key), gather(value), mask, scale=head_dim**-0.5)
@@ -191,7 +203,10 @@ def patch_places(height: int, width: int, block: int) -> tuple[np.ndarray, np.nd
     if height < 1 or width < 1 or height % block or width % block:
         raise ShapeError(f"image grid {height}×{width} patches is not a positive multiple of the merge size {block}")
     row, column = np.meshgrid(np.arange(height, dtype=np.int32), np.arange(width, dtype=np.int32), indexing="ij")
-    order = lambda x: x.reshape(height // block, block, width // block, block).transpose(0, 2, 1, 3).reshape(-1)
+
+    def order(x):
+        return x.reshape(height // block, block, width // block, block).transpose(0, 2, 1, 3).reshape(-1)
+
     return order(row), order(column)
 
 
@@ -231,10 +246,16 @@ def add_positions(
 ) -> Float[Array, "P D"]:
     """Adds learned positions, interpolated in float32 as `resample_taps` says, to embedded patches."""
     wide = table[...].astype(jnp.float32)
-    mix = lambda taps, weights: jnp.einsum("PtD,Pt->PD", wide[taps], weights).astype(hidden.dtype)
+
+    def mix(taps, weights):
+        return jnp.einsum("PtD,Pt->PD", wide[taps], weights).astype(hidden.dtype)
+
     if len(taps) <= BLOCK_TOKENS:
         return hidden + mix(taps, weights)
-    one = lambda at: mix(at[0][None], at[1][None])[0]
+
+    def one(at):
+        return mix(at[0][None], at[1][None])[0]
+
     return hidden + jax.lax.map(one, (taps, weights), batch_size=BLOCK_TOKENS)
 
 

@@ -120,7 +120,10 @@ class Qwen25VisionTower(nnx.Module):
 
         for first, last, full in _runs(self.config.depth, self.config.full_layers):
             segments = frames if full else windows
-            step = lambda block, hidden, segments=segments: self._block(block, hidden, tables, segments)
+
+            def step(block, hidden, segments=segments):
+                return self._block(block, hidden, tables, segments)
+
             hidden = scan_blocks(self.blocks, step, hidden, first, last)
 
         merged = self.merger_norm(hidden).reshape(-1, self.config.width * self.config.merge**2)

@@ -115,8 +115,13 @@ class ViT(nnx.Module):
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
-        learned = lambda *shape: nnx.Param((0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype))
-        norm = lambda wanted: LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype) if wanted else None
+
+        def learned(*shape):
+            return nnx.Param((0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype))
+
+        def norm(wanted):
+            return LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype) if wanted else None
+
         features = config.channels * config.patch**2
         self.patch_embedding = Linear(features, config.width, bias=config.patch_bias, rngs=rngs, dtype=dtype)
         self.position_embedding = learned(config.tokens, config.width)

@@ -57,7 +57,10 @@ def what_runs(rows: int, dtype: Any, stack: Any, implementation: str | Sequence[
     Raises:
       KernelUnavailableError: as `block_product`.
     """
-    refusal = lambda: kernel_module("block_product", "gpu").unsupported(rows, dtype, stack)
+
+    def refusal():
+        return kernel_module("block_product", "gpu").unsupported(rows, dtype, stack)
+
     return choose("block_product", implementation, {"gpu": refusal})
 
 
@@ -70,5 +73,8 @@ def _by_kernel(interpret: Any, x: Array, stack: Array, which: Array, used: Array
 @_by_kernel.defjvp
 def _(interpret: Any, primals: Any, tangents: Any):
     x, stack, which, _ = primals
-    plain = lambda x, stack: reference.block_product(x, stack, which)
+
+    def plain(x, stack):
+        return reference.block_product(x, stack, which)
+
     return _by_kernel(interpret, *primals), jax.jvp(plain, (x, stack), tuple(tangents[:2]))[1]

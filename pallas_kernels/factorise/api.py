@@ -64,9 +64,13 @@ def factorise(
 
     key = jax.random.key(0) if key is None else key
     if method == "exact":
-        find = lambda matrix, key: reference.exact(matrix, rank)
+
+        def find(matrix, key):
+            return reference.exact(matrix, rank)
     else:
-        find = lambda matrix, key: reference.randomised(matrix, rank, key, oversample, iterations, orthonormal)
+
+        def find(matrix, key):
+            return reference.randomised(matrix, rank, key, oversample, iterations, orthonormal)
 
     return derivative.factors(matrix.astype(jnp.float32), key, find)
 

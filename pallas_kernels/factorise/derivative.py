@@ -42,7 +42,10 @@ def _(find, primals, tangents):
 @functools.partial(jax.jit, inline=True)
 def _tangents(matrix: Array, u: Array, v: Array, change: Array) -> Factors:
     product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-    transposed = lambda value: jnp.swapaxes(value, -1, -2)
+
+    def transposed(value):
+        return jnp.swapaxes(value, -1, -2)
+
     singular = jnp.linalg.norm(u, axis=-2, keepdims=True)
     largest = singular.max(-1, keepdims=True)
     inverse = _reciprocal(singular, NEGLIGIBLE * largest)

@@ -21,7 +21,10 @@ from .launch import ROWS, Items, Launch
 def _split(word: Array, dtype) -> tuple[Array, Array]:
     """Takes a word apart into its two channels, as float32."""
     if dtype == jnp.bfloat16:
-        widen = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+        def widen(bits):
+            return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
         return widen(word << 16), widen(word & jnp.uint32(0xFFFF0000))
     word = word.astype(jnp.uint32)
     return _eight_bits(word & jnp.uint32(0xFF), dtype), _eight_bits(word >> 8, dtype)
@@ -34,7 +37,9 @@ def _eight_bits(bits: Array, dtype) -> Array:
     if dtype == jnp.int8:
         return (bits ^ jnp.uint32(0x80)).astype(jnp.int32).astype(jnp.float32) - 128.0
 
-    half = lambda bits: jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
+    def half(bits):
+        return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
+
     if dtype == jnp.float8_e5m2:
         return half(bits << 8)
 
@@ -52,13 +57,19 @@ def _widened(value: Array) -> Array:
 
 def _join(first: Array, second: Array) -> Array:
     """Rounds two float32 and joins them to a word of two bfloat16."""
-    narrow = lambda value: jax.lax.bitcast_convert_type(value.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
+
+    def narrow(value):
+        return jax.lax.bitcast_convert_type(value.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
+
     return narrow(first) | (narrow(second) << 16)
 
 
 def read(items: Items, buffer, stage, rows, dtype) -> tuple[Array, Array]:
     """Reads `first` and `second` of an item in shared memory, float32. `dtype` is that of a channel."""
-    load = lambda run: plgpu.layout_cast(buffer[stage, run, rows], plgpu.Layout.WGMMA)
+
+    def load(run):
+        return plgpu.layout_cast(buffer[stage, run, rows], plgpu.Layout.WGMMA)
+
     if items.words:
         return _split(load(0), dtype)
     if items.joined:
@@ -88,10 +99,13 @@ def put(here: RunningBlock, shared: Mapping[str, Any], number, values: tuple[Arr
 def _scales(here: RunningBlock, shared: Mapping[str, Any], stage) -> tuple[Array, Array]:
     """Reads the scales of both runs of an item, one per column, spread over its tokens."""
     shape = ROWS, here.launch.items.width
-    load = lambda run: plgpu.layout_cast(
-        shared["x_scale"][stage, run, pl.ds(0, shape[1])], plgpu.Layout.WGMMA.reduce(0)
-    )
-    spread = lambda run: jax.lax.broadcast_in_dim(load(run), shape, (1,))
+
+    def load(run):
+        return plgpu.layout_cast(shared["x_scale"][stage, run, pl.ds(0, shape[1])], plgpu.Layout.WGMMA.reduce(0))
+
+    def spread(run):
+        return jax.lax.broadcast_in_dim(load(run), shape, (1,))
+
     return spread(0), spread(1)
 
 
@@ -208,7 +222,9 @@ def compute(here: RunningBlock, shared: Mapping[str, Any], angles: Angles | None
         scales = _scales(here, shared, stage)
         values = values[0] * scales[0], values[1] * scales[1]
 
-    add = lambda others: tuple(value + other for value, other in zip(values, others, strict=True))
+    def add(others: tuple[Array, Array]) -> tuple[Array, Array]:
+        return values[0] + others[0], values[1] + others[1]
+
     if launch.rank:
         values = add(_product(launch, shared["u"].at[turn, rows], shared["v"].at[stage]))
 

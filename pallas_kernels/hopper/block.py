@@ -95,9 +95,9 @@ def scratch_of(launch: Launch) -> dict[str, Any]:
     items, dtypes, (groups, stages, _), rank = launch.items, launch.dtypes, launch.plan, launch.rank
 
     # Tiles of one row let copies start at any token or slot, and end anywhere; in memory they lie as those of eight do.
-    runs = lambda count, dtype: _buffer(
-        (count, items.runs, launch.rows, items.span), stored_dtype(items, dtype), 1, items.span
-    )
+    def runs(count, dtype):
+        return _buffer((count, items.runs, launch.rows, items.span), stored_dtype(items, dtype), 1, items.span)
+
     # Every copy of an item arrives at its stage's barrier: x and dense by runs, v and the scales once per half.
     copies = items.runs * (1 + bool(dtypes.dense)) + (2 if rank else 0) + (2 if dtypes.scaled else 0)
     scratch = {

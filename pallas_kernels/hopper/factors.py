@@ -45,7 +45,10 @@ def bfloat16_factors(
     v = jnp.concatenate([b for _, b in pairs], -2)
 
     ranks, tokens = -u.shape[-1] % RANK_STEP, -u.shape[-2] % TILE_ROWS
-    pad = lambda side, *ends: jnp.pad(side, [(0, 0)] * (side.ndim - 2) + [(0, end) for end in ends])
+
+    def pad(side, *ends):
+        return jnp.pad(side, [(0, 0)] * (side.ndim - 2) + [(0, end) for end in ends])
+
     return pad(u, tokens, ranks), pad(v, ranks, 0)
 
 

@@ -151,7 +151,10 @@ def ways_of(row: RowShape, whole_lines: bool = False) -> list[Items]:
     ways = list(dict.fromkeys(way for way in cuts if way is not None))
     if not whole_lines:
         return ways
-    length = lambda way: way.span * row.itemsize * (1 + way.words)
+
+    def length(way):
+        return way.span * row.itemsize * (1 + way.words)
+
     joined = [way._replace(joined=True) for way in ways if way.neighbours]
     return [way for way in ways + joined if length(way) == SWIZZLE]
 

@@ -62,7 +62,10 @@ def rotate_patch(
     operands = Operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
     operands.check("rotate_patch", per_head, layout)
     out = _out_dtype(x, x_scale, out_dtype)
-    refusal = lambda platform: kernel_module("rotate_patch", platform).unsupported(operands, per_head, layout, out)
+
+    def refusal(platform):
+        return kernel_module("rotate_patch", platform).unsupported(operands, per_head, layout, out)
+
     unsupported = {"gpu": lambda: refusal("gpu"), "tpu": lambda: refusal("tpu")}
     chosen = choose("rotate_patch", implementation, unsupported, word_of(operands, per_head, x.shape[-1]))
 

@@ -86,10 +86,13 @@ def rotate_patch(
     # XLA writes a product out in float32. On a CPU that is more memory than all else here touches, and the system has
     # to give it anew each call; one layer's stays in the cache. Angles and the length are the same for all layers.
     angles = operands.cos, operands.sin
-    by_layer = lambda operands, angles, length: jax.lax.map(
-        lambda layer: at_once(layer._replace(cos=angles[0], sin=angles[1]), length), operands
-    )
-    whole = lambda operands, angles, length: at_once(operands._replace(cos=angles[0], sin=angles[1]), length)
+
+    def by_layer(operands, angles, length):
+        return jax.lax.map(lambda layer: at_once(layer._replace(cos=angles[0], sin=angles[1]), length), operands)
+
+    def whole(operands, angles, length):
+        return at_once(operands._replace(cos=angles[0], sin=angles[1]), length)
+
     layered = operands._replace(cos=None, sin=None)
     return jax.lax.platform_dependent(layered, angles, length, cpu=by_layer, default=whole)
 

@@ -59,7 +59,9 @@ def places(
 
 def _work(here: block.RunningBlock, given, shared) -> None:
     # A block of padding alone writes nothing, and so does nothing.
-    active = lambda role: lambda: pl.when(here.start < given["length"][0])(lambda: role(here, given, shared))
+    def active(role):
+        return lambda: pl.when(here.start < given["length"][0])(lambda: role(here, given, shared))
+
     block.roles(here, active(_fetch), active(_compute))
 
 

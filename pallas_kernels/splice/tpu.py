@@ -99,7 +99,10 @@ def _body(slots, firsts, length, *refs, names: tuple[str, ...], rotary: int, lay
 
         def of_unit(index, carry):
             first, row = firsts[number // layers * (rows // unit) + index], index * unit
-            whole = lambda: copy(row, first, unit)
+
+            def whole():
+                return copy(row, first, unit)
+
             jax.lax.cond(first >= 0, whole, lambda: jax.lax.fori_loop(row, row + unit, of_token, None))
             return carry
 

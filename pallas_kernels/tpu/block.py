@@ -100,7 +100,9 @@ def write_block(given, out, rotary: int, layout: str, interpret, count=None) -> 
 def clear_block(out) -> None:
     """Writes zeros to all of `out`. It is rarely wanted: a loop, for a store of the whole is as long as the rest."""
     tokens = out.shape[0]
-    zeros = lambda rows: jnp.zeros((rows, *out.shape[1:]), out.dtype)
+
+    def zeros(rows):
+        return jnp.zeros((rows, *out.shape[1:]), out.dtype)
 
     if tokens >= UNIT:
 
@@ -176,7 +178,10 @@ def _load(ref, at: pl.Slice, pair: int, interpret) -> list[Array]:
 
 def _store(ref, at: pl.Slice, pair: int, values: list[Array], keep: Array | None, interpret) -> None:
     """Rounds a pair of heads and stores them, zeros where `keep` does not hold."""
-    kept = lambda value: value if keep is None else jnp.where(keep, value, jnp.zeros_like(value))
+
+    def kept(value):
+        return value if keep is None else jnp.where(keep, value, jnp.zeros_like(value))
+
     if ref.dtype.itemsize == 4:
         for head, value in enumerate(values, 2 * pair):
             _rows(ref, at, head, interpret)[...] = kept(value)

@@ -210,8 +210,9 @@ def test_parts_of_another_configuration_are_refused(monkeypatch, tmp_path):
     window.run(out=str(tmp_path), quick=True, repeats=5)
     options: dict[str, Any] = {"out": str(tmp_path), "quick": True, "repeats": 5}
     for other in ({"quick": False}, {"seed": 1}, {"repeats": 3}):
+        changed: dict[str, Any] = options | other
         with pytest.raises(InputError, match="choose another --out"):
-            window.run(**(options | other))
+            window.run(**changed)
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     progress = Count()
     with pytest.MonkeyPatch.context() as patched:
         if not whole:
-            patched.setattr(run, "arms_of", lambda *_: arms)
+            patched.setattr(scene_jobs, "arms_of", lambda *_: arms)
         [ledger] = run.measure(backbone, dataclasses.replace(CONFIG, suite=asked), folder, progress)
     rows = ledger.rows()
     config = {**dataclasses.asdict(CONFIG), "command": "python -m evals.run --seed=77"}

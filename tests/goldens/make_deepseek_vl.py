@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from transformers import DeepseekVLConfig, DeepseekVLForConditionalGeneration, LlamaConfig, SiglipVisionConfig
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
-from vlm_golden import HERE, IMAGE, TEXT, Recorder, build_model, draw_image, run_cases, tokens_of
+from vlm_golden import HERE, IMAGE, TEXT, LayerRecorder, build_model, draw_image, run_cases, tokens_of
 
 VISION = {
     "hidden_size": 32,
@@ -59,7 +59,7 @@ def main() -> None:
             parts = [5, *[part for _ in images for part in ((16,), 2)], 3]
             kept = {f"image.{index}": image for index, image in enumerate(images)}
             cases[case] = (tokens_of(parts, start=None, end=None), inputs, kept)
-        run_cases("deepseek_vl", model, Recorder(inner.language_model, vision, heads=4), cases)
+        run_cases("deepseek_vl", model, LayerRecorder(inner.language_model, vision, heads=4), cases)
 
 
 if __name__ == "__main__":

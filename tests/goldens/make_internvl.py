@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from transformers import InternVLConfig, InternVLForConditionalGeneration, InternVLVisionConfig, Qwen2Config
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from vlm_golden import HERE, IMAGE, TEXT, Recorder, build_model, draw_image, run_cases, tokens_of
+from vlm_golden import HERE, IMAGE, TEXT, LayerRecorder, build_model, draw_image, run_cases, tokens_of
 
 VISION = {
     "hidden_size": 32,
@@ -75,7 +75,7 @@ def main() -> None:
                 inputs, kept = {"pixel_values": out["pixel_values"]}, kept | {"num_patches": out["num_patches"]}
                 parts = [5, *[(4 * int(count),) for count in out["num_patches"]], 4]
             cases[case] = (tokens_of(parts), inputs, kept)
-        run_cases("internvl", model, Recorder(inner.language_model, vision), cases)
+        run_cases("internvl", model, LayerRecorder(inner.language_model, vision), cases)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,19 @@ import numpy as np
 import torch
 from transformers import DeepseekV3Config, Kimi_K25Config, Kimi_K25ForConditionalGeneration
 from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25VisionConfig
-from vlm_golden import END, HERE, IMAGE, START, TEXT, VIDEO, Recorder, build_model, draw_pixels, run_cases, tokens_of
+from vlm_golden import (
+    END,
+    HERE,
+    IMAGE,
+    START,
+    TEXT,
+    VIDEO,
+    LayerRecorder,
+    build_model,
+    draw_pixels,
+    run_cases,
+    tokens_of,
+)
 
 LATENT = {
     "q_lora_rank": None,
@@ -111,7 +123,7 @@ def main() -> None:
                 inputs = {"pixel_values": torch.tensor(draw_pixels(case, count, 3, 4, 4))}
                 inputs |= {"image_grid_thw": torch.tensor(grids)}
             cases[case] = (tokens_of([5, *[(int(np.prod(grid)) // 4,) for grid in grids], 4]), inputs, {})
-        run_cases("kimi_vl", model, Recorder(inner.language_model, vision, None), cases, ("ckv", "kpe"))
+        run_cases("kimi_vl", model, LayerRecorder(inner.language_model, vision, None), cases, ("ckv", "kpe"))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
-from vlm_golden import HERE, IMAGE, TEXT, Recorder, build_model, draw_image, run_cases, tokens_of
+from vlm_golden import HERE, IMAGE, TEXT, LayerRecorder, build_model, draw_image, run_cases, tokens_of
 
 VISION = {
     "hidden_size": 32,
@@ -53,11 +53,11 @@ def write_release(family: str, architecture: str, text: dict, more: dict) -> Non
     (HERE / family / "config_release.json").write_text(json.dumps(release, indent=2) + "\n")
 
 
-def record(model, heads: int) -> Recorder:
+def record(model, heads: int) -> LayerRecorder:
     vision = {"vision_features": [model.model.multi_modal_projector]}
     if heads == 4:
         vision["vision_blocks"] = model.model.vision_tower.encoder.layers
-    return Recorder(model.model.language_model, vision, "k_proj" if heads == 4 else None, heads)
+    return LayerRecorder(model.model.language_model, vision, "k_proj" if heads == 4 else None, heads)
 
 
 def make_cases(processor, counts_of) -> dict:

@@ -132,7 +132,7 @@ def kinds_of(input_ids: torch.Tensor) -> torch.Tensor:
     return (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int()
 
 
-class Recorder:
+class HookRecorder:
     """Collects, by forward hooks, what the model computes inside."""
 
     def __init__(self, model: Qwen2_5_VLForConditionalGeneration) -> None:
@@ -188,7 +188,7 @@ def in_patch_order(blocks: np.ndarray, grid: torch.Tensor) -> np.ndarray:
     return grouped[:, np.argsort(windows)].reshape(blocks.shape)
 
 
-def prefill(model, recorder: Recorder, input_ids: torch.Tensor, position_ids: torch.Tensor, **extra):
+def prefill(model, recorder: HookRecorder, input_ids: torch.Tensor, position_ids: torch.Tensor, **extra):
     """One forward with explicit positions [3, 1, T]. Returns the arrays of the case and the cache."""
     model.model.rope_deltas = None
     out = model(input_ids=input_ids, position_ids=position_ids, use_cache=True, **extra)
@@ -232,7 +232,7 @@ def check(model, arrays: dict[str, np.ndarray], **inputs) -> None:
     assert np.array_equal(logits, arrays["logits"]), np.abs(logits - arrays["logits"]).max()
 
 
-def make_text(model, recorder: Recorder) -> None:
+def make_text(model, recorder: HookRecorder) -> None:
     input_ids = tokens_of([17])
     positions = torch.arange(17).expand(3, 1, -1)
     arrays, _ = prefill(model, recorder, input_ids, positions)
@@ -241,7 +241,7 @@ def make_text(model, recorder: Recorder) -> None:
     save("text", arrays)
 
 
-def make_images(model, recorder: Recorder, processor) -> None:
+def make_images(model, recorder: HookRecorder, processor) -> None:
     sizes = {"one_image": [(24, 40)], "two_images": [(24, 40), (40, 16)]}
     for name, shapes in sizes.items():
         images = [draw_image(f"image {index}", *shape) for index, shape in enumerate(shapes)]
@@ -265,7 +265,7 @@ def make_images(model, recorder: Recorder, processor) -> None:
         save(name, arrays)
 
 
-def make_masked(model, recorder: Recorder, causal: dict[str, np.ndarray], inputs, counts: list[int]) -> None:
+def make_masked(model, recorder: HookRecorder, causal: dict[str, np.ndarray], inputs, counts: list[int]) -> None:
     """The two-image prompt where the second image's chunk cannot see the first one's: a 4-D additive mask."""
     length = len(causal["input_ids"])
     allowed = np.tril(np.ones((length, length), bool))
@@ -289,7 +289,7 @@ def make_masked(model, recorder: Recorder, causal: dict[str, np.ndarray], inputs
     save("masked", {name: arrays[name] for name in kept} | {"allowed": allowed} | spans)
 
 
-def make_video(model, recorder: Recorder) -> None:
+def make_video(model, recorder: HookRecorder) -> None:
     """Three temporal patches of two frames each; positions once by each rule, the stored run uses the authors'."""
     grid = torch.tensor([[3, 4, 6]])
     count, feature = int(grid.prod()), 3 * 2 * 4 * 4
@@ -396,7 +396,7 @@ def main() -> None:
     processor = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, **PIXELS)
     processor.save_pretrained(OUT)
     model = build_model()
-    recorder = Recorder(model)
+    recorder = HookRecorder(model)
     with torch.no_grad():
         make_text(model, recorder)
         make_images(model, recorder, processor)

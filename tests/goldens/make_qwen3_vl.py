@@ -25,7 +25,7 @@ from vlm_golden import (
     START,
     TEXT,
     VIDEO,
-    Recorder,
+    LayerRecorder,
     build_model,
     decode,
     draw_image,
@@ -107,7 +107,7 @@ def make_family(family: str, config_class, model_class, text: dict, cases: dict)
         "vision_features": [visual.merger],
         "deepstack_features": visual.deepstack_merger_list,
     }
-    recorder = Recorder(model.model.language_model, vision, "k_norm")
+    recorder = LayerRecorder(model.model.language_model, vision, "k_norm")
     for case, sizes in cases.items():
         make_case(family, case, model, recorder, processor, sizes)
     if family == "qwen3_vl":
@@ -121,7 +121,7 @@ def add_deepstack(arrays: dict, input_ids: torch.Tensor) -> None:
         arrays["hidden"][layer][visual] += features
 
 
-def make_case(family: str, case: str, model, recorder: Recorder, processor, sizes: list) -> None:
+def make_case(family: str, case: str, model, recorder: LayerRecorder, processor, sizes: list) -> None:
     images = [draw_image(f"image {index}", *shape) for index, shape in enumerate(sizes)]
     inputs: Any = processor(images=[Image.fromarray(image) for image in images], return_tensors="pt") if images else {}
     counts = [int(grid.prod()) // 4 for grid in inputs["image_grid_thw"]] if images else []
@@ -145,7 +145,7 @@ def make_case(family: str, case: str, model, recorder: Recorder, processor, size
     save(family, case, arrays)
 
 
-def make_video(model, recorder: Recorder) -> None:
+def make_video(model, recorder: LayerRecorder) -> None:
     """Two videos of two temporal patches each: each frame its own run of pads behind a text timestamp."""
     grids = torch.tensor([[2, 4, 4], [2, 2, 4]])
     count = int(grids.prod(-1).sum())

@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import LlamaConfig, SmolVLMConfig, SmolVLMForConditionalGeneration
 from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
-from vlm_golden import HERE, IMAGE, TEXT, Recorder, build_model, draw_image, run_cases, tokens_of
+from vlm_golden import HERE, IMAGE, TEXT, LayerRecorder, build_model, draw_image, run_cases, tokens_of
 
 VISION = {
     "hidden_size": 32,
@@ -78,7 +78,7 @@ def main() -> None:
                 kept |= {"tile_rows": np.array(out["rows"][0]), "tile_columns": np.array(out["cols"][0])}
                 parts = [5, *[part for _ in range(out["pixel_values"].shape[1]) for part in ((4,), 1)], 3]
             cases[case] = (tokens_of(parts), inputs, kept)
-        run_cases("smolvlm", model, Recorder(inner.text_model, vision, heads=4), cases)
+        run_cases("smolvlm", model, LayerRecorder(inner.text_model, vision, heads=4), cases)
     np.savez_compressed(HERE / "smolvlm" / "buckets.npz", **buckets())
 
 

@@ -84,7 +84,7 @@ def tokens_of(parts: list, start: int | None = START, end: int | None = END, pad
     return torch.tensor([ids])
 
 
-class Recorder:
+class LayerRecorder:
     """Collects, by forward hooks, what the model computes inside."""
 
     def __init__(self, language, vision: dict, keys: str | None = "k_proj", heads: int = 2) -> None:
@@ -130,7 +130,9 @@ def caches_of(cache, names=("k", "v")) -> dict[str, np.ndarray]:
     }
 
 
-def prefill(model, recorder: Recorder, input_ids: torch.Tensor, position_ids: torch.Tensor, names=("k", "v"), **extra):
+def prefill(
+    model, recorder: LayerRecorder, input_ids: torch.Tensor, position_ids: torch.Tensor, names=("k", "v"), **extra
+):
     """One forward with explicit positions ([1, T] or [3, 1, T]). Returns the arrays of the case and the cache."""
     recorder.values.clear()
     out = model(input_ids=input_ids, position_ids=position_ids, use_cache=True, **extra)
@@ -182,7 +184,7 @@ def line(length: int) -> torch.Tensor:
     return torch.arange(length)[None]
 
 
-def run_cases(family: str, model, recorder: Recorder, cases: dict, names=("k", "v"), pad: int = IMAGE) -> None:
+def run_cases(family: str, model, recorder: LayerRecorder, cases: dict, names=("k", "v"), pad: int = IMAGE) -> None:
     """Cases of families with one-dimensional positions: name → (parts, extra inputs, extra arrays)."""
     for case, (input_ids, inputs, kept) in cases.items():
         positions = line(input_ids.shape[1])

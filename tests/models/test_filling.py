@@ -266,7 +266,7 @@ def test_renamed_tensors_are_the_inner_ones(tmp_path):
 
 
 def fake_tqdm(steps: list[int]) -> types.ModuleType:
-    class Bar:
+    class ProgressDouble:
         def __init__(self, total: int, **_: object):
             self.total, self.update = total, steps.append
 
@@ -274,7 +274,7 @@ def fake_tqdm(steps: list[int]) -> types.ModuleType:
         __exit__ = lambda self, *_: steps.append(-self.total)
 
     module: Any = types.ModuleType("tqdm")
-    module.tqdm = Bar
+    module.tqdm = ProgressDouble
     return module
 
 

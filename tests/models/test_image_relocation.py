@@ -44,7 +44,7 @@ def family(request):
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
-class Prompt:
+class PreparedPrompt:
     """A tiny backbone, a prompt with one image, and its prefill with the residual at every layer."""
 
     def __init__(self, family, directory):
@@ -68,7 +68,7 @@ class Prompt:
 @pytest.fixture(scope="module")
 def prompt(family, tmp_path_factory):
     with jax.default_matmul_precision("highest"):
-        return Prompt(family, tmp_path_factory.mktemp(family))
+        return PreparedPrompt(family, tmp_path_factory.mktemp(family))
 
 
 def close(found, expected, what=""):

@@ -55,7 +55,7 @@ def backbone(request, folder):
     return backbone_of(request.param, folder)
 
 
-class Case:
+class PagingCase:
     """Two sequences whose KV lies side by side, and in pages among NaN."""
 
     def __init__(self, backbone, page_size=8, *, dtype=jnp.float32, padded=False, seed=0, shared=0):
@@ -110,7 +110,7 @@ def bits(value):
 
 
 def test_a_prefill_behind_pages(backbone):
-    case = Case(backbone)
+    case = PagingCase(backbone)
     expected = backbone.prefill(case.rest, case.context, logits="all")
     found = backbone.prefill(case.rest, case.paged(), logits="all")
     close(found.logits, expected.logits)
@@ -120,7 +120,7 @@ def test_a_prefill_behind_pages(backbone):
 
 def test_steps_write_into_the_pool_in_place(backbone):
     """Two calls: all tokens but one, and that one; the second reads what the first wrote, in pages it did not have."""
-    case = Case(backbone)
+    case = PagingCase(backbone)
     cache, slots = case.cache()
     expected = backbone.decode(case.rest, cache, slots, logits="all")
     paged = case.paged(buckets=None)
@@ -141,7 +141,7 @@ def test_steps_write_into_the_pool_in_place(backbone):
 
 @pytest.mark.slow
 def test_generating_behind_pages(backbone):
-    case = Case(backbone)
+    case = PagingCase(backbone)
     expected = backbone.generate(case.rest, 6, case.context, stop=())
     paged = case.paged()
     assert np.array_equal(backbone.generate(case.rest, 6, paged, stop=()), expected)
@@ -153,13 +153,13 @@ def test_generating_behind_pages(backbone):
 @pytest.mark.slow
 def test_other_tables_slots_and_contents_compile_nothing(folder):
     backbone = backbone_of(DEFAULT, folder)
-    case = Case(backbone)
+    case = PagingCase(backbone)
     programs = (backbone.programs.prefill, backbone.programs.recompute_in_pages)
     backbone.prefill(case.rest, case.paged())
     step = backbone.decode(case.rest, case.paged(), case.own)
     sizes = [program._cache_size() for program in programs]
     for seed, first in ((1, 0), (2, 7)):
-        other = Case(backbone, seed=seed)
+        other = PagingCase(backbone, seed=seed)
         # Fewer keys, and as many pages of the bucket.
         shorter = Paged.of(other.pool(), [other.slots[0], other.slots[1, first:]])
         assert shorter.table.shape == case.paged().table.shape
@@ -184,7 +184,7 @@ def test_a_growing_window_falls_into_few_sizes():
 @pytest.mark.parametrize("padded", [False, True])
 def test_pages_of_every_size(backbone, page_size, padded):
     """Slots at random, a stretch that both rows share, lanes padded as TPUs have them."""
-    case = Case(backbone, page_size, padded=padded, seed=page_size, shared=7)
+    case = PagingCase(backbone, page_size, padded=padded, seed=page_size, shared=7)
     expected = backbone.prefill(case.rest, case.context, logits="all")
     close(backbone.prefill(case.rest, case.paged(), logits="all").logits, expected.logits)
     cache, slots = case.cache()
@@ -200,7 +200,7 @@ def test_pages_of_every_size(backbone, page_size, padded):
 @pytest.mark.slow
 def test_whole_pages_in_order_are_bit_equal(backbone):
     """The same keys in the same order: nothing is left that could round otherwise."""
-    case = Case(backbone, page_size=16)
+    case = PagingCase(backbone, page_size=16)
     kept = 16
     context = {name: value[:, :1, :kept] for name, value in case.context.items()}
     rest = Tokens(case.rest.embeddings[:1], case.rest.positions[:1])
@@ -215,7 +215,7 @@ def test_whole_pages_in_order_are_bit_equal(backbone):
 
 @pytest.mark.slow
 def test_in_buckets_and_in_chunks_and_under_masks(backbone, folder):
-    case = Case(backbone)
+    case = PagingCase(backbone)
     name = next(name for name in FAMILIES if backbone_of(name, folder) is backbone)
     bucketed = load(folder / name, buckets=Buckets(smallest=16))
     expected = backbone.prefill(case.rest, case.context, logits="all")
@@ -240,7 +240,7 @@ def test_in_buckets_and_in_chunks_and_under_masks(backbone, folder):
 @pytest.mark.slow
 def test_recomputing_in_pages(backbone):
     """Some tokens of the context again, nested sets of them per layer: as side by side, and the others bit-equal."""
-    case = Case(backbone)
+    case = PagingCase(backbone)
     ids = np.random.default_rng(5).integers(3, 290, (2, 3))
     chosen = np.array([[2, 9, 20], [0, 11, 12]])
     tokens = backbone.embed(ids)
@@ -262,7 +262,7 @@ def test_recomputing_in_pages(backbone):
 def test_in_bfloat16(dtype, folder):
     """A model in bf16 over pages in bf16 and in float32."""
     backbone = load(write_text_checkpoint("qwen3", folder / "bf16"), dtype="bfloat16")
-    case = Case(backbone, dtype=dtype)
+    case = PagingCase(backbone, dtype=dtype)
     expected = backbone.prefill(case.rest, case.context, logits="all")
     close(backbone.prefill(case.rest, case.paged(), logits="all").logits, expected.logits, 2e-2)
     cache, slots = case.cache()
@@ -275,7 +275,7 @@ def test_in_bfloat16(dtype, folder):
 def test_without_any_key(folder):
     """Rows without a context beside rows with one: those begin at position 0."""
     backbone = backbone_of("qwen3", folder)
-    case = Case(backbone)
+    case = PagingCase(backbone)
     rest = case.rest._replace(positions=np.stack([np.arange(OWN), np.asarray(case.rest.positions)[1]]))
     paged = Paged.of(case.pool(), [[], case.slots[1]])
     found = backbone.prefill(rest, paged, logits="all")
@@ -288,7 +288,7 @@ def test_without_any_key(folder):
 @pytest.mark.slow
 def test_inside_a_program_of_the_callers(folder):
     backbone = backbone_of("qwen3", folder)
-    case = Case(backbone)
+    case = PagingCase(backbone)
     paged = case.paged().extended(case.own)
     expected = backbone.decode(case.rest, case.paged(), case.own).logits
     found = jax.jit(lambda paged, slots: backbone.decode(case.rest, paged, slots))(paged, case.own)
@@ -300,7 +300,7 @@ def test_inside_a_program_of_the_callers(folder):
 
 def test_refuses_what_is_no_context(unchecked, folder):
     backbone = backbone_of(DEFAULT, folder)
-    case = Case(backbone)
+    case = PagingCase(backbone)
     paged = case.paged()
     pages = TOTAL // case.page_size
     table = paged.table.copy()

@@ -63,6 +63,7 @@ class KVPatchConnector(KVConnectorBase_V1):
         self.failures: collections.Counter[str] = collections.Counter()
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
+
         if role == KVConnectorRole.SCHEDULER:
             path = config.certificate
             certificate = None if path is None else Certificate.read(path, backbone=config.backbone)
@@ -113,12 +114,17 @@ class KVPatchConnector(KVConnectorBase_V1):
             self._scheduler.mark_lost(request, ids, num_external_tokens)
             self._discard(request)
 
-        order = lambda: self._scheduler.order_load(request, ids, num_external_tokens)
+        def order():
+            return self._scheduler.order_load(request, ids, num_external_tokens)
+
         self._guarded("update_state_after_alloc", order, lose)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepCommandsMetadata:
         """Returns the commands of the next step. Those that the engine relies on are sent whatever else fails."""
-        build = lambda: self._scheduler.build_commands(scheduler_output)
+
+        def build():
+            return self._scheduler.build_commands(scheduler_output)
+
         return StepCommandsMetadata(self._guarded("build_connector_meta", build, self._scheduler.take_promised))
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -113,11 +113,13 @@ class ChunkFormer:
             if self.held_bytes + nbytes > self.config.pending_bytes:
                 self.counts["over_budget"] += 1
                 continue
+
             try:
                 kv = read(task.segment)
             except Exception as error:  # forming is optional: the engine must go on
                 self._note_failure(error)
                 continue
+
             job.append(_ReadTask(task, kv, nbytes))
             self._reserve(nbytes)
 
@@ -188,6 +190,7 @@ class ChunkFormer:
         canonical = store.get(segment.id, self.config.backbone)
         if canonical is None:  # evicted since the request was planned
             return
+
         check_lowest_layer(canonical, free)
         CacheFormat(self.layout, np.dtype(dtype)).check(canonical, len(local))
         store.put_patches([form_patch(canonical, free, self.config.rank, task.antecedent, dtype=dtype)])

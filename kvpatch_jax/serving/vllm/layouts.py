@@ -105,6 +105,7 @@ class CacheFormat(NamedTuple):
         what = f"chunk {chunk.id[:12]}…"
         if not same_storage(chunk.layout, self.layout):
             raise LayoutError(f"{what}: got layout {chunk.layout}; expected the engine's {self.layout}")
+
         for channel in self.layout.channels:
             check_dtype(what, channel, np.dtype(chunk.kv[channel.name].dtype), self.dtype)
         if not chunk.length == chunk.tokens == length or chunk.batch is not None:

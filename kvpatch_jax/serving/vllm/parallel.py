@@ -29,6 +29,7 @@ def check_parallel(parallel: Any, sharding: Any, groups: int) -> None:
     if sharding is not None:
         strategy = vars(sharding.sharding_strategy)
         sizes |= {name: size for name, size in strategy.items() if name != "tensor_parallelism"}
+
     unsupported = {name: size for name, size in sizes.items() if size != 1}
     if unsupported:
         raise ConfigError(f"connector: got {unsupported}; expected 1 of each (only tensor parallelism is supported)")

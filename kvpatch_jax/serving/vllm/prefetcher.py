@@ -106,6 +106,7 @@ class Prefetcher[Result]:
                 work.future.set_exception(error)
             del work, result  # a thread that waits for its next work must not keep a large result alive
             self._changed.notify_all()
+
         return True
 
     @property
@@ -157,6 +158,7 @@ class Prefetcher[Result]:
         with self._changed:
             work = None if self._waiting.pop(id, None) else self._held[id]
             self._held[id] = None
+
         if work is None or not work.future.done():
             raise TimeoutError(
                 f"prefetch: got no result within {self.patience:g} s; expected a store that answers, or fewer requests "

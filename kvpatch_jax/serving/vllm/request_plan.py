@@ -142,6 +142,7 @@ def plan_request(
             return RequestPlan(tuple(steps[:count]), kl, why)
         why = f"chunk {count} of {len(segments)} is not certified within {max_kl:g} nats"
         why += f": {beyond}" if beyond else ""
+
     return RequestPlan((), 0.0, why)
 
 
@@ -163,6 +164,7 @@ def _available_steps(
             steps.append(ChunkStep(segment, "stored", largest.digest, largest.rank))
         else:
             steps.append(ChunkStep(segment, "bare"))
+
     return steps
 
 
@@ -187,10 +189,12 @@ def _certified_loss(
     others = count - exact.index(False) - 1
 
     flips = 0.0
+
     for step in steps:
         if not step.exact:
             bound = certificate.flips(step.point, step.rank, behind=others)
             if bound is None:
                 return kl, None
             flips = max(flips, bound)
+
     return kl, flips

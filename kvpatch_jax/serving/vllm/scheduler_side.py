@@ -173,6 +173,7 @@ class SchedulerSide:
         for feature in request.mm_features:
             span = feature.mm_position
             features.append(PromptFeature(feature.identifier, span.offset, span.length))
+
         tokens, config = list(request.prompt_token_ids), self.config
         segments = segments_of(config.backbone, tokens, features, options.segments, config.image_frame)
         return RequestState(request, options, segments, request.cache_salt)
@@ -227,6 +228,7 @@ class SchedulerSide:
             self.counts["unsaved"] += 1
             logger.warning("kvpatch: request %s is not saved: %s", state.request.request_id, error)
             return ()
+
         return tuple(wanted)
 
     # ----------------------------------------------------------------------------------------- the engine's steps
@@ -287,6 +289,7 @@ class SchedulerSide:
         state = self._requests.get(id)
         if state is None:
             return
+
         state.blocks = {}
         if count:
             first = state.matched - count
@@ -310,10 +313,12 @@ class SchedulerSide:
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
         saves = []
+
         for id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(id)
             if state is None or not state.segments or id not in computed:
                 continue
+
             is_prefilled = computed[id] + scheduled >= state.segments[-1].end
             if is_prefilled and state.planned.wanted and not state.saved:
                 state.saved = True
@@ -374,6 +379,7 @@ class SchedulerSide:
         self._prefetcher.release(id)
 
         kept = []
+
         for load in self._loads:
             if load.request == id:
                 self._lost |= blocks_from(load.blocks, self.page_size, load.first, load.end)

@@ -94,6 +94,7 @@ def segments_of(
             content.append(json.dumps(relative).encode())
         modality = ("text", "image", "images")[min(len(images), 2)]
         segments.append(PromptSegment(chunk_id(backbone, *content), begin, end, modality))
+
     return tuple(segments)
 
 

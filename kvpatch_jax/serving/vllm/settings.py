@@ -91,6 +91,7 @@ class ConnectorConfig:
                 f"connector: got settings {sorted(extra_config)}; expected 'store' and 'backbone', and any of "
                 f"{sorted(fields - {'store', 'backbone'})}"
             )
+
         values = dict(extra_config)
 
         # JSON has neither tuples nor sizes.
@@ -141,6 +142,7 @@ class RequestOptions:
             "segments": (are_ends, f"at most {MAX_SEGMENTS} increasing integers >= 1"),
             "save": (isinstance(self.save, bool), "True or False"),
         }
+
         for name, (valid, expected) in checks.items():
             if not valid:
                 value = getattr(self, name)
@@ -168,6 +170,7 @@ class RequestOptions:
         fields = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(options, Mapping) or set(options) - fields:
             raise InputError(f"kv_transfer_params.kvpatch: got {options!r:.80}; expected any of {sorted(fields)}")
+
         ends = options.get("segments")
         if ends is not None and not isinstance(ends, list | tuple):
             raise InputError(f"kv_transfer_params.kvpatch.segments: got {ends!r:.80}; expected a list of ends")
@@ -179,5 +182,7 @@ def _is_whole(value: Any, least: int, beyond: int = 2**31) -> bool:
 
 
 def _is_bound(value: Any) -> bool:
-    """Whether a value is a finite number >= 0. The limit is for integers, which may be larger than any float."""
+    """Returns whether a value is a finite number >= 0. The limit is for integers, which may be larger than any
+    float.
+    """
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63

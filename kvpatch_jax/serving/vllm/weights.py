@@ -72,6 +72,7 @@ def _checkpoint_folder(config: Any) -> str:
         raise WeightsError(f"weights: got load format {str(load.load_format)!r}; expected one of {FORMATS}")
     if os.path.isdir(model.model):
         return model.model
+
     from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports]  # vllm brings it
 
     # The revision is left out, because tpu-inference 0.32 leaves it out too.
@@ -91,17 +92,20 @@ def _tensors(path: str) -> Iterator[tuple[bytes, ...]]:
         size = int.from_bytes(_read(file.fileno(), 8, 0), "little")
         if size > _MAX_HEADER:
             raise WeightsError(f"{path}: got a header of {size} bytes; expected at most {_MAX_HEADER}")
+
         header = json.loads(_read(file.fileno(), size, 8))
 
         for name, tensor in header.items():
             if name == "__metadata__":
                 continue
+
             begin, end = (8 + size + int(offset) for offset in tensor["data_offsets"])
             if end - begin <= 2 * SAMPLE:
                 sample = _read(file.fileno(), end - begin, begin)
             else:
                 middle = _read(file.fileno(), SAMPLE, (begin + end - SAMPLE) // 2)
                 sample = middle + _read(file.fileno(), SAMPLE, end - SAMPLE)
+
             yield encoded(name), encoded(tensor["dtype"]), encoded(str(tensor["shape"])), sample
 
 
@@ -127,6 +131,7 @@ def expect_weights(store: ChunkStore, backbone: str, digest: str) -> None:
         name = store.names.encoder(backbone, RECORD)
         before = store.disk.name_state(name)
         record = store.get_encoder(RECORD, backbone)
+
         if record is None:
             blob = encoder_blob(RECORD, backbone, np.frombuffer(bytes.fromhex(digest), np.uint8))
             try:

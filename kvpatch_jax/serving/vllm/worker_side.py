@@ -77,6 +77,7 @@ class WorkerSide:
                 segment = payload.step.segment
                 if segment.end <= load.first:
                     continue
+
                 try:
                     self._write(load, index)
                 except Exception as error:  # the engine recomputes the blocks, whatever failed
@@ -99,6 +100,7 @@ class WorkerSide:
         segment, count = step.segment, step.segment.end - step.segment.begin
         if chunk.length != count or chunk.tokens != count:
             raise InputError(f"chunk {segment.id[:12]}…: got {chunk.length} tokens; expected {count}")
+
         front = tuple(payload.step.segment.id for payload in load.payloads[:index])
         start = self._start(load.request, segment.begin, np.asarray(chunk.local))
 

@@ -20,8 +20,13 @@ def _flags():
     from absl import flags
 
     values = flags.FlagValues()  # separate, so that `main` can be called twice, and inside other programs
-    text = lambda name, what: flags.DEFINE_string(name, None, what, flag_values=values)
-    truth = lambda name, what: flags.DEFINE_bool(name, False, what, flag_values=values)
+
+    def text(name, what):
+        return flags.DEFINE_string(name, None, what, flag_values=values)
+
+    def truth(name, what):
+        return flags.DEFINE_bool(name, False, what, flag_values=values)
+
     text("root", "The store's directory.")
     text("tenant", "Only this tenant's objects. Without it, the whole root.")
     text("secret-file", "File with the secret of the names, where the store was not opened with its own.")

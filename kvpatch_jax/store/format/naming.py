@@ -287,5 +287,7 @@ def _form(patch: Patch) -> list:
 
 
 def _members(antecedent: Antecedent, orbit: bool = False) -> list[Member]:
-    known = lambda member: (member.id, member.content or "", member.state)
+    def known(member):
+        return (member.id, member.content or "", member.state)
+
     return sorted(antecedent.members, key=known) if orbit else list(antecedent.members)

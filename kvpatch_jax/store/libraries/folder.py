@@ -242,7 +242,10 @@ class LibraryFolder:
                 except StoreVersionError:
                     self.disk.counters.add("newer")
                 except StoreCorruptError as error:
-                    describe = lambda header, _: entry_of_header(header, file.path)
+
+                    def describe(header, _):
+                        return entry_of_header(header, file.path)
+
                     entry = self.disk.build_again(name, file.file, error, describe)
                     if entry is not None:
                         return CachedEntry(file.file, entry.expires, entry)

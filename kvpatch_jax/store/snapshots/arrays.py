@@ -146,7 +146,9 @@ def load_arrays(directory: str | os.PathLike[str], placement: Placement | None =
       StoreIOError: another process failed.
     """
     entries = [entry for part in _parts(os.fspath(directory)) for entry in load_entries(part, placement)]
-    by_kind = lambda kind: [entry for entry in entries if entry.about["kind"] == kind]
+
+    def by_kind(kind):
+        return [entry for entry in entries if entry.about["kind"] == kind]
 
     try:
         canonicals = [chunk_of_entry(entry) for entry in by_kind("kv")]
@@ -271,7 +273,10 @@ def import_arrays(
                     each = _incoming(store.tenant_disk, outline(about))
                 except (StoreCorruptError, StoreVersionError) as error:
                     raise StoreSnapshotError(f"export {part}: object {index}: {error}", (str(error),)) from error
-                blob = lambda part=part, index=index: blob_of_entry(load(part)[index])
+
+                def blob(part=part, index=index):
+                    return blob_of_entry(load(part)[index])
+
                 batch.append(dataclasses.replace(each, load=blob))
         batches.append(batch)
 

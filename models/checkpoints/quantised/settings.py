@@ -44,7 +44,10 @@ _KNOWN_REFUSED = {
     "auto-round": "several layouts under one name",
 }
 
-_words = lambda text: frozenset(text.split())
+
+def _words(text):
+    return frozenset(text.split())
+
 
 _INERT = _words(
     """
@@ -379,5 +382,7 @@ def _compile(pattern: str, place: str) -> None:
 
 
 def _sizes(value: Any, count: int) -> bool:
-    whole = lambda size: isinstance(size, int) and not isinstance(size, bool) and size > 0
+    def whole(size):
+        return isinstance(size, int) and not isinstance(size, bool) and size > 0
+
     return isinstance(value, list | tuple) and len(value) == count and all(map(whole, value))

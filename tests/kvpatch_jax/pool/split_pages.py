@@ -27,7 +27,7 @@ LAYERS, PAGES, PAGE_SIZE, TOKENS, LENGTH, RANK = 2, 512, 8, 32, 27, 4
 SLOTS = np.random.default_rng(0).permutation(PAGES * PAGE_SIZE)[:TOKENS].astype(np.int32)
 
 
-class Case(NamedTuple):
+class SplitPagesCase(NamedTuple):
     """Pages of a model with so many KV heads of a width, in a dtype, over so many devices."""
 
     heads: int
@@ -37,38 +37,38 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "a head on each": Case(2, 128, "float32", 2),
-    "two on each, packed": Case(4, 128, "bfloat16", 2),
-    "one head repeated": Case(1, 128, "float32", 4),
-    "two heads repeated, packed": Case(2, 128, "bfloat16", 4),
-    "joined": Case(2, 64, "float32", 2),
-    "joined, each filled up": Case(2, 64, "bfloat16", 2),
-    "joined, three on each, filled up": Case(6, 64, "bfloat16", 2),
-    "joined, repeated and filled up": Case(2, 64, "bfloat16", 4),
+    "a head on each": SplitPagesCase(2, 128, "float32", 2),
+    "two on each, packed": SplitPagesCase(4, 128, "bfloat16", 2),
+    "one head repeated": SplitPagesCase(1, 128, "float32", 4),
+    "two heads repeated, packed": SplitPagesCase(2, 128, "bfloat16", 4),
+    "joined": SplitPagesCase(2, 64, "float32", 2),
+    "joined, each filled up": SplitPagesCase(2, 64, "bfloat16", 2),
+    "joined, three on each, filled up": SplitPagesCase(6, 64, "bfloat16", 2),
+    "joined, repeated and filled up": SplitPagesCase(2, 64, "bfloat16", 4),
 }
 
 
-def format_of(case: Case) -> kvp.pool.PageFormat:
+def format_of(case: SplitPagesCase) -> kvp.pool.PageFormat:
     return kvp.pool.JOINED if case.width == 64 else kvp.pool.RAGGED
 
 
-def parts_of(case: Case, devices: int) -> list[list[int]]:
+def parts_of(case: SplitPagesCase, devices: int) -> list[list[int]]:
     """Numbers of the heads of each device."""
     repeated = [head for head in range(case.heads) for _ in range(max(1, devices // case.heads))]
     each = len(repeated) // devices
     return [repeated[device * each : (device + 1) * each] for device in range(devices)]
 
 
-def packing_of(case: Case) -> int:
+def packing_of(case: SplitPagesCase) -> int:
     return 4 // jnp.dtype(case.dtype).itemsize
 
 
-def row_of(case: Case, devices: int) -> tuple[int, int, int]:
+def row_of(case: SplitPagesCase, devices: int) -> tuple[int, int, int]:
     packing, vectors = packing_of(case), (1 if case.width == 64 else 2) * len(parts_of(case, devices)[0])
     return devices * -(-vectors // packing), packing, 128
 
 
-def arranged(case: Case, devices: int, rows: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+def arranged(case: SplitPagesCase, devices: int, rows: np.ndarray, pairs: np.ndarray) -> np.ndarray:
     """Rows [..., *row] with these keys and values [..., K, 2, H] in their places; padding stays."""
     found = rows.reshape(*rows.shape[:-3], devices, -1, 128).copy()
     for device, heads in enumerate(parts_of(case, devices)):
@@ -80,7 +80,7 @@ def arranged(case: Case, devices: int, rows: np.ndarray, pairs: np.ndarray) -> n
     return found.reshape(rows.shape)
 
 
-def taken(case: Case, rows: np.ndarray) -> np.ndarray:
+def taken(case: SplitPagesCase, rows: np.ndarray) -> np.ndarray:
     """Keys and values [..., K, 2, H] of rows on one device."""
     flat = rows.reshape(*rows.shape[:-3], -1, 128)
     if case.width == 64:
@@ -92,11 +92,11 @@ def drawn(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-def layout_of(case: Case) -> kvp.KVLayout:
+def layout_of(case: SplitPagesCase) -> kvp.KVLayout:
     return kvp.KVLayout.gqa(LAYERS, case.heads, case.width, kvp.Rope(1e4, case.width, angles="float32"))
 
 
-def chunk_of(case: Case, length: int = LENGTH) -> tuple[kvp.Chunk, kvp.Patch]:
+def chunk_of(case: SplitPagesCase, length: int = LENGTH) -> tuple[kvp.Chunk, kvp.Patch]:
     layout = layout_of(case)
     value = lambda seed, dtype: jnp.asarray(drawn(seed, LAYERS, TOKENS, case.heads, case.width), dtype)
     keys = "float32"  # whatever the pages are: so the connector keeps what it forms
@@ -140,7 +140,7 @@ def bytes_of(shapes: str) -> int:
     return sum(int(bits) // 8 * math.prod(int(size) for size in sizes.split(",") if size) for bits, sizes in each)
 
 
-class Recorder:
+class CallRecorder:
     """Stands for a jitted function: compiles what is called, and notes what the program does with its pages."""
 
     def __init__(self, jitted):
@@ -163,7 +163,7 @@ class Recorder:
 def recorded(name: str, call):
     """What a call gives, and what its program does."""
     jitted = getattr(page_format, name)
-    recorder = Recorder(jitted)
+    recorder = CallRecorder(jitted)
     setattr(page_format, name, recorder)
     try:
         found = call()
@@ -173,7 +173,7 @@ def recorded(name: str, call):
     return found, noted
 
 
-def found_of(case: Case) -> dict:
+def found_of(case: SplitPagesCase) -> dict:
     """A chunk spliced, keys turned and tokens read, over devices and on one."""
     kind, layout, sharding = format_of(case), layout_of(case), sharding_of(case.devices)
     chunk, patch = chunk_of(case)

@@ -29,7 +29,7 @@ KINDS = {
 }
 
 
-class Case(NamedTuple):
+class EngineLayoutCase(NamedTuple):
     kind: str
     layout: kvp.KVLayout
     page_size: int
@@ -50,12 +50,12 @@ def gqa(heads, width, **rope):
 
 
 CASES = {
-    "width 128": Case("interleaved", gqa(2, 128), 4, 2),
-    "width 256": Case("interleaved", gqa(1, 256), 4, 2),
-    "width 80, heads padded": Case("interleaved", gqa(3, 80), 4, 4),
-    "width 64, heads padded": Case("joined", gqa(3, 64, sections=(8, 12, 12)), 4, 2),
-    "width 64, float32": Case("joined", gqa(2, 64), 4, 1, jnp.float32),
-    "latent": Case("latent", kvp.KVLayout.mla(2, rope=kvp.Rope(1e4, 64)), 32, 32),
+    "width 128": EngineLayoutCase("interleaved", gqa(2, 128), 4, 2),
+    "width 256": EngineLayoutCase("interleaved", gqa(1, 256), 4, 2),
+    "width 80, heads padded": EngineLayoutCase("interleaved", gqa(3, 80), 4, 4),
+    "width 64, heads padded": EngineLayoutCase("joined", gqa(3, 64, sections=(8, 12, 12)), 4, 2),
+    "width 64, float32": EngineLayoutCase("joined", gqa(2, 64), 4, 1, jnp.float32),
+    "latent": EngineLayoutCase("latent", kvp.KVLayout.mla(2, rope=kvp.Rope(1e4, 64)), 32, 32),
 }
 SLOW = ("width 128", "width 256", "width 64, float32")
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

@@ -94,7 +94,7 @@ def test_the_newer_of_two_requests_with_one_id_wins():
 def test_released_requests_are_freed_while_every_thread_hangs(reading):
     """Else every request that comes leaves its prompt behind, until the store answers."""
 
-    class Prompt:
+    class HangingPrompt:
         def read(self):
             return None
 
@@ -105,7 +105,7 @@ def test_released_requests_are_freed_while_every_thread_hangs(reading):
         time.sleep(0.001)
     left = []
     for number in range(100):
-        prompt = Prompt()
+        prompt = HangingPrompt()
         left.append(weakref.ref(prompt))
         reading.add(str(number), prompt.read)
         del prompt
