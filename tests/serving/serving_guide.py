@@ -13,7 +13,6 @@ PLUMBING = {
     "the first chunk leading, the rest prefilled by the engine": ["forms leading", "serves leading"],
     "the second with a patch of rank 16": ["forms stored", "serves stored"],
     "the second bare": ["forms bare"],
-    "a plain request behind that one, salts taken away": ["forms plain_after_bare_without_salt"],
     "a plain request behind that one": ["forms plain_after_bare"],
     "an object damaged on the disk: not matched, computed by the engine": ["serves damaged"],
     "a splice that fails, recomputed without async scheduling": ["serves not_loaded"],
@@ -44,11 +43,8 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     return {
         "plumbing": _plumbing(results),
         "devices": _devices(results),
-        "divided": _divided(results["divided"]),
-        "ahead": _ahead(results),
         "together": _together(results),
         "trained": _trained(results["trained"]),
-        "bfloat16": _narrow(results["bfloat16"]),
         "reordered": _reordered(results["reordered"]),
         "certified": _certified(results["certified"]),
         "pretrained": _pretrained(results["pretrained"]),
@@ -88,34 +84,6 @@ def _devices(results: dict[str, Any]) -> str:
             cells.append(_plumbed(results, kind, [f"{scenario} {place.split()[1]}"]))
         if set(cells) != {"not run"}:
             rows.append(f"| {what} | {' | '.join(cells)} |")
-    pages = [results.get(name, {}).get("pages") for name in SPREAD]
-    cells = ["not run" if own is None else f"{own['shape']} / {own['on_each']}" for own in pages]
-    rows.append(f"| a layer's pages: all / on each device | {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
-def _divided(found: dict[str, Any]) -> str:
-    rows = [
-        f"| {found['questions']} questions | first tokens equal to the engine alone | tokens prefilled: first question "
-        "| from our executor |",
-        "|---|---|---|---|",
-    ]
-    for way, own in found["ways"].items():
-        equal, prefilled = own["first_tokens_equal_to_the_engine_alone"], own["prefilled_tokens_of_the_first_question"]
-        apart = own["difference_from_our_executor"]["largest"]
-        rows.append(f"| {way} | {equal:.3f} | {prefilled:.0f} | {apart:.1g} |")
-    return "\n".join(rows)
-
-
-def _ahead(results: dict[str, Any]) -> str:
-    rows = [
-        "| heads of | a plain request, s | one of two chunks, each half a second to read, s | tokens equal |",
-        "|---|---|---|---|",
-    ]
-    for width in (128, 64):
-        own = results[f"forms, {width}"]["ahead"]
-        equal = " / ".join(f"{own[name]['tokens_equal_in_front']} of {own[name]['of']}" for name in ("plain", "chunks"))
-        rows.append(f"| {width} | {own['seconds']['plain']:.2f} | {own['seconds']['chunks']:.2f} | {equal} |")
     return "\n".join(rows)
 
 
@@ -161,16 +129,6 @@ def _trained(found: dict[str, Any]) -> str:
         apart = own["difference_from_our_executor"]["largest"]
         seconds = own["median_seconds_of_the_first_question"]
         rows.append(f"| {way} | {right} | {first:.0f} / {others:.0f} | {1000 * seconds:.0f} | {apart:.1g} |")
-    return "\n".join(rows)
-
-
-def _narrow(found: dict[str, Any]) -> str:
-    kinds = " | ".join(f"{kind} (n {found['ways']['blind']['right'][kind]['n']})" for kind in KINDS)
-    rows = [f"| | {kinds} | from the prefix cache: median / largest |", f"|---|{'---|' * len(KINDS)}---|"]
-    for way, own in found["ways"].items():
-        right = " | ".join(_share(own["right"][kind]) for kind in KINDS)
-        apart = own["difference_from_the_prefix_cache"]
-        rows.append(f"| {way} | {right} | {apart['median']:.2g} / {apart['largest']:.2g} |")
     return "\n".join(rows)
 
 
