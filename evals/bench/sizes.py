@@ -237,8 +237,8 @@ def _temporaries(compiler: Callable[..., jax.stages.Compiled], function: Callabl
 
 def table(result: dict[str, Any]) -> str:
     """Formats the result as a Markdown table."""
-    head = ("checkpoint", "weights", "KV of 1k tokens", "prefill of 4k / 16k", "tower", "mesh")
-    head += ("4k / 16k on an H200", "on the mesh of v5e", "one token on either")
+    head = ("checkpoint", "weights, GiB", "KV of 1k tokens, MiB", "prefill of 4k / 16k", "tower", "mesh")
+    head += ("4k / 16k on an H200, ms", "on the mesh of v5e, ms", "one token on either, ms")
     return markdown_table(head, [_cells(name, row) for name, row in result["checkpoints"].items()]) + "\n"
 
 
@@ -252,8 +252,8 @@ def _cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
 
     return (
         f"`{name}`",
-        _size(row["weights"]),
-        _size(row["kv_per_token"] * 1024),
+        f"{row['weights'] / 2**30:.2f}",
+        f"{row['kv_per_token'] / 2**10:.0f}",
         " / ".join(_size(call.get("temporaries")) for call in row["prefill"].values()),
         ", ".join(f"{what}: {_size(call.get('temporaries'))}" for what, call in row["tower"].items()) or "none",
         f"{mesh['devices']} × {_size(mesh['weights'])}",
@@ -270,7 +270,7 @@ def _size(count: Any) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e3:.0f}" if seconds >= 0.01 else f"{seconds * 1e3:.1f}"
 
 
 BENCHMARK = Benchmark("sizes", run, table=table)

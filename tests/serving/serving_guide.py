@@ -26,12 +26,6 @@ KINDS_OF_MODEL = {
     "qwen3": "Qwen3, heads of 128, bfloat16",
 }
 """Of `tiny_model.KINDS`, whose import needs more than this file's."""
-SPREAD = {
-    "forms, split": "2 KV heads of 128, one on each",
-    "forms, repeated": "1 KV head of 64 on both, bfloat16",
-    "wider, 128": "1 KV head of 128 on both, served what one device formed",
-}
-"""Engines of two devices, by scenario and kind."""
 LEAST_TIMED = 8
 """Contexts below which times are not shown."""
 TOKENS = ("computed_tokens", "prefix_cache_tokens", "connector_tokens")
@@ -42,7 +36,6 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     """Makes the tables by name."""
     return {
         "plumbing": _plumbing(results),
-        "devices": _devices(results),
         "together": _together(results),
         "trained": _trained(results["trained"]),
         "reordered": _reordered(results["reordered"]),
@@ -74,17 +67,6 @@ def _plumbed(results: dict[str, Any], kind: str, places: list[str]) -> str:
     tokens = " / ".join(f"{own['tokens_equal_in_front']} of {own['of']}" for own in found)
     apart = " / ".join(f"{own['largest_difference_of_log_probabilities']:.2g}" for own in found)
     return f"{tokens}; {apart}" if found else "not run"
-
-
-def _devices(results: dict[str, Any]) -> str:
-    rows = [f"| | {' | '.join(SPREAD.values())} |", f"|---|{'---|' * len(SPREAD)}"]
-    for what, (place, *_) in PLUMBING.items():
-        cells = []
-        for scenario, kind in (name.split(", ") for name in SPREAD):
-            cells.append(_plumbed(results, kind, [f"{scenario} {place.split()[1]}"]))
-        if set(cells) != {"not run"}:
-            rows.append(f"| {what} | {' | '.join(cells)} |")
-    return "\n".join(rows)
 
 
 def _together(results: dict[str, Any]) -> str:
@@ -134,10 +116,7 @@ def _trained(found: dict[str, Any]) -> str:
 
 def _reordered(found: dict[str, Any]) -> str:
     orders, timed = found["orders"], found["timed"] >= LEAST_TIMED
-    kinds = ("chain", "override")
     heads = [f"{order}: tokens prefilled, first question / others" for order in orders]
-    right = orders["reordered"]["re-prefill"]["right"]
-    heads += [f"{kind}, reordered (n {right[kind]['n']})" for kind in kinds]
     heads += [f"{order}: first question, ms" for order in orders] if timed else []
     rows = [f"| | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
     for way in orders["reordered"]:
@@ -146,7 +125,6 @@ def _reordered(found: dict[str, Any]) -> str:
             f"{own['prefilled_tokens_of_the_first_question']:.0f} / {own['prefilled_tokens_of_the_others']:.0f}"
             for own in each
         ]
-        cells += [_share(orders["reordered"][way]["right"][kind]) for kind in kinds]
         for own in each if timed else ():
             low, middle, high = (1000 * seconds for seconds in own["seconds_of_the_first_question"])
             cells.append(f"{middle:.0f} ({low:.0f} to {high:.0f})")
