@@ -37,8 +37,9 @@ class Split(NamedTuple):
     """Placement of an array of pages: on one device, split by heads over several, or whole on each of several.
 
     Attributes:
-      devices: that share the heads. sharding: of the pages, None on one device. axis: of the mesh, along which heads
-        lie.
+      devices: number of devices that share the heads.
+      sharding: of the pages; None on one device.
+      axis: mesh axis that heads are split along.
     """
 
     devices: int = 1
@@ -51,11 +52,16 @@ class Split(NamedTuple):
         return NamedSharding(self.sharding.mesh, PartitionSpec(*axes))
 
     def placed(self, kv: Any, others: Any) -> Any:
-        """Moves a program's operands to the pages' devices: KV split by heads where every device has some."""
+        """Moves a program's operands to the pages' devices: KV split by heads if they divide evenly."""
         if self.sharding is None:
             return kv, others
-        by_heads = lambda x: self.over(None, None, None if x.shape[-2] % self.devices else self.axis)
-        return jax.device_put(kv, {name: by_heads(x) for name, x in kv.items()}), jax.device_put(others, self.over())
+
+        shardings = {}
+        for name, value in kv.items():
+            # Fewer heads than devices are repeated only in rows, so this KV is replicated.
+            axis = None if value.shape[-2] % self.devices else self.axis
+            shardings[name] = self.over(None, None, axis)
+        return jax.device_put(kv, shardings), jax.device_put(others, self.over())
 
 
 ON_ONE_DEVICE = Split()
@@ -234,7 +240,7 @@ def _widened(vectors: Array, width: int) -> Array:
 
 
 def interleaved_layout(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> PageLayout:
-    """Describes pages of interleaved heads. Raises LayoutError or ShapeError where they are not of this layout."""
+    """Describes pages of interleaved heads. Raises LayoutError or ShapeError if they do not have this layout."""
     _need_kv(layout, what)
     heads, width = 2 * layout.channel("k").heads, layout.channel("k").width
     row, split = tuple(pages[0].shape[2 + stacked :]), _split_of(pages[0], 2 + stacked, what)
@@ -261,9 +267,9 @@ def _need_kv(layout: KVLayout, what: str) -> None:
 
 
 def _holds(form: HeadLayout) -> bool:
-    """Whether the heads of a device, filled up to the packing, fill its part; a row that is not packed has no padding.
+    """Whether the heads of a device, padded to the packing, fill its part; a row that is not packed has no padding.
 
-    Devices have heads alike, or heads have devices alike.
+    Heads must divide evenly over devices, or devices over heads.
     """
     heads, devices = form.layout.channels[0].heads, form.split.devices
     if heads % devices and devices % heads:
@@ -281,10 +287,10 @@ def _refusal(what: str, pages: Sequence[Any], split: Split, expected: str) -> st
 
 
 def _split_of(page: Any, axis: int | None, what: str) -> Split:
-    """Returns how pages are placed on devices: split along this axis alone, or whole on each.
+    """Returns the placement of pages on devices: split along this axis alone, or replicated.
 
     Raises:
-      LayoutError: split along another one, over processes, or over a mesh of Explicit axes.
+      LayoutError: pages are split along another axis, over processes, or over a mesh of Explicit axes.
     """
     sharding = None if isinstance(page, Tracer) else getattr(page, "sharding", None)
     if sharding is None or len(sharding.device_set) == 1:
@@ -313,18 +319,21 @@ def latent_layout(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: s
 
 
 def checked_pages(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple[PageLayout, tuple[Array, ...]]:
-    """Returns the layout of pages, by one of the `…_layout` functions, and the arrays.
+    """Returns the layout of pages, which one of the `…_layout` functions (`find`) describes, and the arrays.
 
     Raises:
-      LayoutError, ShapeError, DtypeError: pages of another layout. PoolError: pages that were donated.
+      LayoutError, ShapeError, DtypeError: the pages have another layout. PoolError: the pages were donated.
     """
     stacked = not isinstance(pages, Sequence)
     arrays = (pages,) if stacked else tuple(pages)
     check_held({f"layer {number}": page for number, page in enumerate(arrays)})
     form = find(layout, arrays, stacked, what)
     layers = arrays[0].shape[0] if stacked else len(arrays)
-    alike = lambda page: (page.shape, getattr(page, "sharding", None) if form.split.sharding else None)
-    if layers != layout.layers or any(alike(page) != alike(arrays[0]) for page in arrays):
+
+    def placement(page: Any) -> tuple[Any, Any]:
+        return page.shape, getattr(page, "sharding", None) if form.split.sharding else None
+
+    if layers != layout.layers or any(placement(page) != placement(arrays[0]) for page in arrays):
         raise ShapeError(f"{what}: pages of {layers} layers; expected {layout.layers}, all alike")
     if not all(jnp.issubdtype(page.dtype, jnp.floating) and page.dtype == arrays[0].dtype for page in arrays):
         raise DtypeError(f"{what}: pages of dtype {arrays[0].dtype}; expected one floating-point dtype")
