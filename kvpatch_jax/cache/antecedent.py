@@ -56,6 +56,7 @@ class Antecedent:
         for member in self.members:
             if not isinstance(member, Member) or not isinstance(member.id, str):
                 raise InputError(f"antecedent: {member!r:.80}; expected a Member with a str for its id")
+
             id, content, state = member
             if content is not None and (not isinstance(content, str) or not content):
                 raise InputError(f"antecedent: {brief(id)!r} of content {content!r}; expected a digest, or None")
@@ -143,6 +144,7 @@ class Antecedent:
             same_set = Counter(ids) == Counter(others)
             if not orbit or not same_set:
                 return f"{'the order ' if same_set else ''}{self.shown}; expected {wanted.shown}"
+
         if orbit:
             return _set_difference(self, wanted)
 
@@ -151,6 +153,7 @@ class Antecedent:
                 return f"{brief(own.id)!r} with content {own.content!r}; expected content {other.content!r}"
             if own.state != other.state:
                 return f"{brief(own.id)!r} as it was served {own.state!r}; expected it served {other.state!r}"
+
         return None
 
 
@@ -201,9 +204,11 @@ def antecedent_of(members: Iterable[Any] | Antecedent, what: str = "antecedent")
             member = Member(member.id, member.content)
         elif isinstance(member, str):
             member = Member(member)
+
         if not isinstance(member, Member):
             raise InputError(
                 f"{what}: a {type(member).__name__} among the names; expected every one as a str, a Chunk or a Member"
             )
         listed.append(member)
+
     return Antecedent(tuple(listed))

@@ -80,15 +80,18 @@ class Chunk:
         tokens = shape[-3]
         if not self.id:
             raise InputError(f"chunk: id {self.id!r}; expected a name")
+
         fingerprint_of(self.backbone, f"chunk {self.id!r}")
         if not is_whole(self.length, 1) or self.length > tokens:
             raise InputError(f"chunk {self.id!r}: length {self.length}; expected 1 to {tokens}")
+
         axes = self.layout.rope.axes
         expected = (tokens,) if axes is None else (tokens, axes)
         if self.local.shape != expected:
             raise PositionError(f"chunk {self.id!r}: local positions {self.local.shape}; expected {expected}")
         if not is_whole(self.span, 0):
             raise PositionError(f"chunk {self.id!r}: span {self.span!r:.80}; expected a whole number from 0")
+
         check_positions(self.layout.rope, self.local, np.zeros((), np.int32))
         if "" in (self.content, self.lead):
             raise InputError(
@@ -164,12 +167,14 @@ def _kept(value: Any) -> Any:
     """Returns a value with its writeable NumPy arrays copied; mappings are copied, jax arrays are not."""
     if isinstance(value, Mapping):
         return {key: _kept(item) for key, item in value.items()}
+
     # A read-only view may be of an array that is writeable.
     owner = value
     while isinstance(owner, np.ndarray) and not owner.flags.writeable:
         owner = owner.base
     if not isinstance(owner, np.ndarray):
         return value
+
     copy = np.array(value)
     copy.flags.writeable = False
     return copy

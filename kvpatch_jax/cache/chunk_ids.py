@@ -1,7 +1,6 @@
-"""Ids made of content: digests of what a chunk shows and who reads it.
+"""Content-derived ids: digests of a chunk's content and of the backbone that reads it.
 
-A digest is blake2b of 256 bits over fields that are framed by their lengths, so that no two lists of fields give the
-same bytes.
+A digest is 256-bit blake2b over fields framed by their lengths, so that no two lists of fields give the same bytes.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ _DIGEST_BYTES = 32
 
 
 def digest_of(fields: Iterable[bytes], key: bytes = b"", size: int = _DIGEST_BYTES) -> str:
-    """Digests fields, each framed by its length: blake2b of `size` bytes in hexadecimal, keyed where there is a key."""
+    """Digests fields, each framed by its length: blake2b of `size` bytes in hexadecimal, keyed by a non-empty `key`."""
     digest = hashlib.blake2b(digest_size=size, key=key)
     for field in fields:
         digest.update(len(field).to_bytes(8, "little"))
@@ -30,10 +29,10 @@ def digest_of(fields: Iterable[bytes], key: bytes = b"", size: int = _DIGEST_BYT
 
 
 def encoded(text: str) -> bytes:
-    """Encodes a text in UTF-8. The error does not say what is in it.
+    """Encodes a text in UTF-8. Errors do not reveal the text, which may be private.
 
     Raises:
-      InputError: no str, or half of a surrogate pair, which stands for nothing alone.
+      InputError: `text` is not a str, or contains a lone surrogate.
     """
     if not isinstance(text, str):
         raise InputError(f"text or name of type {type(text).__name__}; expected a str")
@@ -46,9 +45,9 @@ def encoded(text: str) -> bytes:
 
 
 def _canonical(content: Content) -> Content:
-    """Brings an image to its one form (`images.decoded`), however it is given; other content stays as it is.
+    """Decodes an image in any form to pixels (`images.decoded`); returns other content unchanged.
 
-    Bytes that are no image after all, though they begin as one, are bytes.
+    Bytes that begin like an image but cannot be decoded are treated as bytes.
     """
     if isinstance(content, str):
         check_text(content, "chunk_id")
@@ -57,62 +56,76 @@ def _canonical(content: Content) -> Content:
         with contextlib.suppress(ImageError):
             return decoded(content) if is_encoded(content) else content
         return content
-    image = isinstance(content, os.PathLike) or hasattr(content, "getbands") or is_pixels(content)
-    return decoded(content, os.fspath(content) if isinstance(content, os.PathLike) else "image") if image else content
+
+    if isinstance(content, os.PathLike):
+        return decoded(content, os.fspath(content))
+    if hasattr(content, "getbands") or is_pixels(content):
+        return decoded(content, "image")
+    return content
 
 
 def _fields(content: Content) -> list[bytes]:
+    """Returns the fields to digest: the kind of content, then its bytes; of arrays also dtype and shape."""
     if isinstance(content, str):
         return [b"text", encoded(content)]
     if isinstance(content, bytes):
         return [b"bytes", content]
+
     value = np.asarray(content)
     if value.dtype == object or value.dtype.kind in "USV":
         raise InputError(f"id: content of dtype {value.dtype}; expected numbers, text or bytes")
+
+    # NumPy's integer type for a list of token ids depends on the platform.
     if value.dtype.kind in "iu" and not isinstance(content, np.ndarray | jax.Array):
-        value = value.astype(np.int64)  # token ids given as a list
+        value = value.astype(np.int64)
+
+    # Ids must not depend on the byte order either.
+    little_endian = value.dtype.newbyteorder("<")
+    if value.dtype.byteorder == ">":
+        value = value.astype(little_endian)
     shape = ",".join(str(size) for size in value.shape)
-    return [b"array", value.dtype.newbyteorder("<").str.encode(), shape.encode(), _little(value)]
-
-
-def _little(value: np.ndarray) -> bytes:
-    swapped = value.astype(value.dtype.newbyteorder("<")) if value.dtype.byteorder == ">" else value
-    return np.ascontiguousarray(swapped).tobytes()
+    return [b"array", little_endian.str.encode(), shape.encode(), np.ascontiguousarray(value).tobytes()]
 
 
 def chunk_id(backbone: str, *content: Content) -> str:
-    """Computes the id of a chunk: 64 hexadecimal digits over what it shows and who reads it.
+    """Computes the id of a chunk: 64 hexadecimal digits over its content and the backbone's fingerprint.
 
     Args:
       backbone: the fingerprint (`Backbone.fingerprint`: weights, configuration, preprocessing, rope regime).
-      content: in order, images, token ids (a list or an integer array), text, or other arrays. An image counts by its
-        pixels (`images.decoded`), so that a path, an encoded file's bytes, a PIL image and an array of the same pixels
-        have one id. Of other arrays dtype and shape count; a list of token ids counts as int64.
+      content: in order, images, token ids (a list or an integer array), text, or other arrays. An image is digested by
+        its pixels (`images.decoded`), so a path, an encoded file's bytes, a PIL image and an array of the same pixels
+        have the same id. Other arrays include dtype and shape; a list of token ids is digested as int64.
 
     Raises:
-      InputError: no content, no fingerprint, a str that looks like a file (`Text` takes it as text), or an array that
-      holds no numbers. ImageError: an image that cannot be read.
+      InputError: there is no content or no fingerprint, a str looks like a file (use `Text`), or an array does not
+      hold numbers. ImageError: an image cannot be read.
     """
     fingerprint_of(backbone, "chunk_id")
     if not content:
         raise InputError("chunk_id: no content; expected some")
-    parts = [_canonical(part) for part in content]
-    return digest_of([b"chunk", encoded(backbone), *(field for part in parts for field in _fields(part))])
+
+    fields = [b"chunk", encoded(backbone)]
+    for part in [_canonical(part) for part in content]:
+        fields += _fields(part)
+    return digest_of(fields)
 
 
 def content_digest(content: Content) -> str:
-    """Digests a content as it stands, whoever reads it: an encoded image counts by its bytes."""
+    """Digests content without decoding it, independent of any backbone: an encoded image is digested by its bytes."""
     return digest_of([b"chunk", b"content", *_fields(content)])
 
 
 def encoder_id(backbone: str, request: Mapping[str, np.ndarray | jax.Array]) -> str:
-    """Computes the id of a tower's output over every array of one prepared request (pixel_values, grids, …).
+    """Computes the id of a vision tower's output from all arrays of one prepared request (pixel_values, grids, …).
 
     Raises:
-      InputError: an empty request, or no fingerprint.
+      InputError: the request is empty, or there is no fingerprint.
     """
     fingerprint_of(backbone, "encoder_id")
     if not isinstance(request, Mapping) or not request:
         raise InputError(f"encoder_id: got {request!r:.80}; expected the arrays of a prepared request, by name")
-    fields = [field for name in sorted(request) for field in (encoded(name), *_fields(request[name]))]
-    return digest_of([b"encoder", encoded(backbone), *fields])
+
+    fields = [b"encoder", encoded(backbone)]
+    for name in sorted(request):
+        fields += [encoded(name), *_fields(request[name])]
+    return digest_of(fields)

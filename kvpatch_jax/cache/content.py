@@ -1,8 +1,8 @@
-"""What a prompt is made of, told apart in one place: images, texts and token ids; and sequences from bare strings.
+"""Classification of prompt items as images, texts or token ids, and checks that sequences are not bare strings.
 
-A str is a text. One that looks like a file's name or an address (`looks_like_a_file`) is refused, because a text in
-place of an image is an error that nobody sees. A `pathlib.Path` is a file, and a `Text` is that very text. Every
-function that takes a text or an image goes by `check_text`.
+A str is a text. A str that looks like a file's name or an address (`looks_like_a_file`) is rejected, because a text in
+place of an image would go unnoticed. A `pathlib.Path` is a file, and a `Text` is always a text. Every function that
+takes a text or an image uses `check_text`.
 """
 
 import os
@@ -20,13 +20,12 @@ from .images import decoded, is_encoded
 
 Sort = Literal["image", "text", "tokens"]
 
-
 _IMAGES = "apng|avif|bmp|gif|hei[cf]|ico|jp2|jpe|jpe?g|jxl|p[bgnp]m|png|qoi|svg|tga|tiff?|webp"
 _VIDEOS = "3gp|avi|flv|m2ts|m4v|mkv|mov|mp4|mpe?g|mts|ogv|webm|wmv"
 _MOST_WORDS = 8
-"""Words of a file's name; more are a sentence."""
+"""Maximum number of words in a file's name; more make a sentence."""
 _LONGEST = 4096
-"""Characters of a path, as Linux has them, and of an address; more are a text."""
+"""Maximum length of a path (Linux's limit) or address, in characters; longer strings are texts."""
 
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+[;,]", re.IGNORECASE)
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://\S|file:/\S", re.IGNORECASE)
@@ -38,21 +37,21 @@ _WORDS_OR_NUMBERS = re.compile(r"[a-z]+(?:/[a-z]+)+|[\d.,%]+(?:/[\d.,%]+)+", re.
 
 
 class Text(str):
-    """A text that is meant as one, even where it looks like a file's name."""
+    """String that is always a text, even if it looks like a file's name."""
 
     __slots__ = ()
 
 
 def sort_of(item: Any, what: str = "prompt") -> Sort:
-    """Tells images, texts and token ids apart.
+    """Classifies an item as image, text or token ids.
 
-    A str is a text (see `check_text`). Images are paths (`os.PathLike`), PIL images (told by their `getbands`, so that
-    Pillow need not be there), bytes of an encoded image, and arrays but integer vectors; token ids are integer vectors,
-    and lists or tuples of integers.
+    A str is a text (see `check_text`). Images are paths (`os.PathLike`), PIL images (recognised by `getbands`, so that
+    Pillow is not required), bytes of an encoded image, and arrays other than integer vectors. Token ids are integer
+    vectors, and lists or tuples of integers.
 
     Raises:
-      AmbiguousTextError: a str that looks like a file's name. InputError: an item of another kind. `what` begins the
-      message.
+      AmbiguousTextError: a str looks like a file's name. InputError: the item is of another kind. Messages begin with
+      `what`.
     """
     if isinstance(item, str):
         check_text(item, what)
@@ -73,20 +72,21 @@ def _is_token(token: Any) -> bool:
 
 
 def looks_like_a_file(text: str) -> bool:
-    """Returns whether a str reads as a file's name or an address; which files there are makes no difference.
+    """Returns whether a str looks like a file's name or an address, whether or not such a file exists.
 
-    Only a str of one line does (white space around it does not count), and only
+    That is a str of one line (surrounding white space is ignored) which is
 
-    - one word that begins as an address does (`https://…`, `s3://…`, `file:/…`), or a data URL;
-    - one word that begins as a path does: `/x`, `./`, `../`, `~/`, `C:\\`, `\\\\x`;
-    - one word of ASCII with a `/` in it (`shots/run_1`), but for words and numbers alone: `and/or`, `1/2`;
-    - one word of ASCII that ends in a dot and two to five letters and digits, a letter first: `shot1.pgn`;
-    - up to eight words that end as an image's or a video's name does: `my shot.png`, `Screen Shot at 10.32.11 AM.PNG`.
+    - one word that begins like an address (`https://…`, `s3://…`, `file:/…`), or a data URL;
+    - one word that begins like a path: `/x`, `./`, `../`, `~/`, `C:\\`, `\\\\x`;
+    - one ASCII word that contains a `/` (`shots/run_1`), except plain words and numbers: `and/or`, `1/2`;
+    - one ASCII word that ends in a dot and two to five letters and digits, a letter first: `shot1.pgn`;
+    - up to eight words that end like the name of an image or video: `my shot.png`, `Screen Shot at 10.32.11 AM.PNG`.
 
     So `What is in shot.png?` and `see https://x.org for more` are texts.
     """
     if _DATA_URL.match(text.lstrip()[:200]):
         return True
+
     line = text.strip()
     if len(line) > _LONGEST or len(line.splitlines()) != 1:
         return False
@@ -100,10 +100,10 @@ def looks_like_a_file(text: str) -> bool:
 
 
 def check_text(text: str, what: str) -> None:
-    """Refuses a str that looks like a file's name or an address, and is no `Text`.
+    """Checks that a str does not look like a file's name or an address, unless it is a `Text`.
 
     Raises:
-      AmbiguousTextError: it does. `what` begins the message, which says how to pass either.
+      AmbiguousTextError: it does. The message begins with `what` and says how to pass a file or a text.
     """
     if not isinstance(text, Text) and looks_like_a_file(text):
         raise AmbiguousTextError(
@@ -113,10 +113,10 @@ def check_text(text: str, what: str) -> None:
 
 
 def file_of(name: str, what: str) -> Path:
-    """Returns the path of a file that is named where only a file can be meant.
+    """Returns the path that a str names, where only a file is allowed.
 
     Raises:
-      InputError: an address, or as `path_of`. `what` begins the message.
+      InputError: the name is an address, or as `path_of`. The message begins with `what`.
     """
     if _DATA_URL.match(name) or _ADDRESS.match(name):
         raise InputError(f"{what}: got {name[:300]!r}, an address; expected a file on this machine: download it first")
@@ -124,52 +124,54 @@ def file_of(name: str, what: str) -> Path:
 
 
 def one_form(item: Any) -> Any:
-    """Reads an item that is an image file or its bytes to pixels (`images.decoded`), so that it is read once."""
+    """Decodes an image file or its bytes to pixels (`images.decoded`), so that it is read once; else returns it."""
     if isinstance(item, os.PathLike):
         return decoded(item, os.fspath(item))
     return decoded(item) if isinstance(item, bytes) else item
 
 
 def items_of(items: Iterable[Any], what: str) -> list[Any]:
-    """Lists the items of a sequence, refusing what only looks like one: a text, a path, an image, a table.
+    """Lists the items of a sequence; rejects iterables that are single items, such as a text, an array or a mapping.
 
     Raises:
-      InputError: a single item, or none at all.
+      InputError: `items` is a single item, or empty.
     """
-    single = isinstance(items, str | bytes | os.PathLike | np.ndarray | jax.Array | Mapping)
-    if single or not isinstance(items, Iterable):
-        found = repr(items[:40]) if isinstance(items, str) else f"a {type(items).__name__}"
-        raise InputError(f"{what}: {found}; expected a sequence of items, such as [{type(items).__name__} …]")
-    found = list(items)
-    if not found:
+    is_single = isinstance(items, str | bytes | os.PathLike | np.ndarray | jax.Array | Mapping)
+    if is_single or not isinstance(items, Iterable):
+        shown = repr(items[:40]) if isinstance(items, str) else f"a {type(items).__name__}"
+        raise InputError(f"{what}: {shown}; expected a sequence of items, such as [{type(items).__name__} …]")
+
+    result = list(items)
+    if not result:
         raise InputError(f"{what}: no items; expected at least one")
-    return found
+    return result
 
 
 def names_of(names: Iterable[str], what: str) -> tuple[str, ...]:
-    """Lists the strings of a sequence of names, in its order.
+    """Lists the strings of a sequence of names, in order.
 
     Raises:
-      InputError: a bare str, whose letters would be taken for names, or anything that is not a str among them.
+      InputError: `names` is a bare str, whose letters would be taken for names, or contains something else than a str.
     """
     if isinstance(names, str | bytes):
         raise InputError(f"{what}: {names[:40]!r}; expected a sequence of names, such as [{names[:40]!r}]")
     if not isinstance(names, Iterable):
         raise InputError(f"{what}: a {type(names).__name__}; expected a sequence of names")
-    found = tuple(names)
-    for name in found:
+
+    result = tuple(names)
+    for name in result:
         if not isinstance(name, str):
             raise InputError(f"{what}: a {type(name).__name__} among the names; expected every one as a str")
-    return found
+    return result
 
 
 def fingerprint_of(backbone: str, what: str) -> str:
-    """Returns a backbone's fingerprint as it was given.
+    """Checks that a backbone is given by its fingerprint, and returns it.
 
     Raises:
-      InputError: the backbone itself, an empty fingerprint, or anything else that is not a str.
+      InputError: `backbone` is not a str (the backbone itself, for example), or is empty.
     """
     if isinstance(backbone, str) and backbone:
         return backbone
-    found = repr(backbone) if isinstance(backbone, str) else f"a {type(backbone).__name__}"
-    raise InputError(f"{what}: backbone {found}; expected its fingerprint, the str `backbone.fingerprint`")
+    shown = repr(backbone) if isinstance(backbone, str) else f"a {type(backbone).__name__}"
+    raise InputError(f"{what}: backbone {shown}; expected its fingerprint, the str `backbone.fingerprint`")

@@ -1,6 +1,7 @@
-"""One form for an image, however it is given: the pixels that it holds, uint8 RGB, with alpha where something shows
-through. Ids are taken over this form, and preprocessing begins with it, so that a file, a PIL image and an array of the
-same pixels are the same image.
+"""Decoding of images from files, bytes, PIL images and arrays to one form: uint8 RGB, with alpha if not opaque.
+
+Ids are computed from this form and preprocessing starts with it, so that a file, a PIL image and an array of the same
+pixels are the same image.
 """
 
 import io
@@ -24,7 +25,7 @@ _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0
 
 
 def is_encoded(content: bytes) -> bool:
-    """Whether bytes begin as an encoded image does."""
+    """Whether bytes begin like an encoded image."""
     return content.startswith(_MAGIC)
 
 
@@ -35,14 +36,14 @@ def is_pixels(value: Any) -> bool:
 
 
 def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W C"]:
-    """Reads an image to its pixels: RGB [H, W, 3], or RGBA [H, W, 4] where a pixel is not opaque.
+    """Decodes an image to pixels: RGB [H, W, 3], or RGBA [H, W, 4] if any pixel is not opaque.
 
-    A file's EXIF orientation is applied; a PIL image is taken as it is. Greys, palettes, CMYK and the other modes of
-    8 bits a value become RGB as Pillow converts them. `name` is what errors call the image.
+    The EXIF orientation of a file is applied; that of a PIL image is not. Pillow converts greys, palettes, CMYK and
+    other modes of 8 bits per value to RGB. Errors call the image `name`.
 
     Raises:
-      ImageError: a file that is not there, is not an image or is cut short; more than 8 bits a value; an array of
-      another kind; an empty image.
+      ImageError: a file does not exist, is not an image or is truncated; values have more than 8 bits; an array has
+      another dtype or shape; the image is empty.
     """
     if isinstance(source, np.ndarray | jax.Array):
         image = _of_array(np.asarray(source), name)
@@ -52,27 +53,32 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
         image = _of_file(Path(source), name)
     else:
         image = _of_pil(source, name)
+
     if image.size == 0:
         raise ImageError(f"{name} is empty: {image.shape[0]}×{image.shape[1]} pixels")
+
+    # An alpha channel that hides nothing is dropped, so that it does not change the id.
     opaque = image.shape[-1] == 4 and bool((image[..., 3] == 255).all())
     return np.ascontiguousarray(image[..., :3]) if opaque else image
 
 
 def expect_small(source: ImageSource, most: int, name: str = "image") -> None:
-    """Refuses an image of more bytes than `most`, as a file or as pixels, before its pixels are read.
+    """Checks that an image has at most `most` bytes, as a file and as pixels, before its pixels are decoded.
 
     Raises:
-      ImageError: one that is too large, a path that is no regular file, or a file whose size cannot be told.
+      ImageError: the image is too large, a path is not a regular file, or the size cannot be read.
     """
     if isinstance(source, os.PathLike):
         name = os.fspath(source)
         try:
-            told = os.stat(source)
+            status = os.stat(source)
         except (OSError, ValueError) as error:
             raise ImageError(f"{name!r:.300} is not there ({error}); expected an image file") from error
-        if not stat.S_ISREG(told.st_mode):
+
+        # A FIFO or device could block for ever.
+        if not stat.S_ISREG(status.st_mode):
             raise ImageError(f"{name!r:.300} is no regular file; expected an image file")
-        _expect_bytes(told.st_size, most, name, "of its file")
+        _expect_bytes(status.st_size, most, name, "of its file")
         _expect_bytes(_pixel_bytes(source, name), most, name, "of its pixels")
     elif isinstance(source, bytes):
         _expect_bytes(len(source), most, name, "of its file")
@@ -89,7 +95,7 @@ def _expect_bytes(found: int, most: int, name: str, what: str) -> None:
 
 
 def _pixel_bytes(file: Any, name: str) -> int:
-    """Bytes of a file's pixels as RGB, by its header."""
+    """Reads from a file's header how many bytes its pixels take as RGB."""
     Image = require("PIL.Image", "Pillow")
     try:
         with Image.open(file) as image:
@@ -101,7 +107,7 @@ def _pixel_bytes(file: Any, name: str) -> int:
 
 
 def _unreadable(Image: Any) -> tuple[type[BaseException], ...]:
-    """What Pillow raises of files that are no images after all, warnings too where they are errors."""
+    """Returns the exceptions that Pillow raises for damaged files, including warnings that were made errors."""
     bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
     return (OSError, SyntaxError, ValueError, EOFError, struct.error, *bombs)
 
@@ -111,18 +117,20 @@ def _of_file(file: Any, name: str) -> np.ndarray:
     try:
         with Image.open(file) as image:
             image.load()
-            turned = ImageOps.exif_transpose(image)
+            upright = ImageOps.exif_transpose(image)
     except FileNotFoundError as error:
         raise ImageError(f"{name} is not there; expected an image file") from error
     except Image.UnidentifiedImageError as error:
         raise ImageError(f"{name} is not an image file that Pillow knows") from error
     except _unreadable(Image) as error:
         raise ImageError(f"{name} is damaged or cut short: {error}") from error
-    return _of_pil(turned, name)
+
+    return _of_pil(upright, name)
 
 
 def _of_pil(source: Any, name: str) -> np.ndarray:
-    if not hasattr(source, "getbands"):  # as `content.sort_of` tells a PIL image, without Pillow
+    # As `content.sort_of` recognises a PIL image, without Pillow.
+    if not hasattr(source, "getbands"):
         raise ImageError(f"{name} is a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
     if 0 in source.size:
         raise ImageError(f"{name} is empty: {source.height}×{source.width} pixels")
@@ -130,6 +138,7 @@ def _of_pil(source: Any, name: str) -> np.ndarray:
         raise ImageError(
             f"{name} has mode {source.mode}, more than 8 bits a value; Pillow would clip it: rescale it first"
         )
+
     try:
         alpha = "A" in source.getbands() or source.info.get("transparency") is not None
         return np.array(source.convert("RGBA" if alpha else "RGB"))
@@ -147,7 +156,7 @@ def _of_array(array: np.ndarray, name: str) -> np.ndarray:
 
 
 def over_white(image: UInt8[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W 3"]:
-    """Lays pixels over white where they are not opaque: RGB from RGB or RGBA."""
+    """Composites RGBA pixels over white; returns RGB pixels unchanged."""
     if image.shape[-1] == 3:
         return image
     Image = require("PIL.Image", "Pillow")

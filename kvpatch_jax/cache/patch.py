@@ -78,6 +78,7 @@ class PatchMetadata:
             ids, members = names_of(ids, word.replace("members", "antecedent")), getattr(self, word)
             if members is None:
                 continue
+
             expect_kind(members, tuple | list, f"patch: {word}", "a tuple, each a Member")
             known = Antecedent(tuple(members))
             if known.ids != ids:
@@ -167,6 +168,7 @@ class Patch:
                 factors[name] = (_padded(own[0], -2, more), own[1])  # pyright: ignore
             else:
                 factors[name] = _padded(own, -3, more)  # pyright: ignore[reportArgumentType]
+
         return Patch(factors, self.metadata)
 
     @property
@@ -189,12 +191,14 @@ class Patch:
             if not is_low_rank(factors):
                 total += 0 if self.metadata.basis is not None else _nbytes(factors)
                 continue
+
             u, v = factors  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
             if not (self.metadata.shared_left and lefts):
                 total += _nbytes(u)
             if self.metadata.basis is None:
                 total += _nbytes(v)
             lefts += 1
+
         return total
 
 
@@ -242,11 +246,13 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batche
     layout, layers = metadata.layout, metadata.layers
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= layout.layers:
         raise InputError(f"patch: layers {layers}; expected some of 0 to {layout.layers - 1}, ascending")
+
     batch = _batch_axes(factors, metadata.heads)
     if len(batch) > batched:
         batch = ()
 
     lefts, tokens, per_head = set(), set(), metadata.heads == "separate"
+
     for name, own in factors.items():
         channel = layout.channel(name)
         leading = (len(layers), *batch, channel.heads) if per_head else (len(layers), *batch)
@@ -314,6 +320,7 @@ def patch_digest(patch: Patch) -> str:
     fields = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(PatchMetadata)}
     for word in ("layout", "asked"):
         del fields[word]
+
     for word in _LATER:
         # So that patches formed before the field existed keep their digest.
         if fields[word] is None:

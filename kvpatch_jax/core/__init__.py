@@ -1,6 +1,6 @@
 """Array mathematics of position-free KV: layouts, frames, rotary positions, readouts and the patch operators.
 
-Pure functions and small descriptions. Nothing here knows what a chunk is, or where it is kept.
+Pure functions on arrays and static descriptions of them. Nothing here depends on chunks or on where they are stored.
 """
 
 from .buckets import Buckets as Buckets

@@ -1,4 +1,4 @@
-"""Buckets: the few sizes that lengths are padded to, so that lengths of one bucket share a compiled program."""
+"""Buckets: the few sizes that lengths are padded to, so that all lengths of a bucket share one compiled program."""
 
 import dataclasses
 
@@ -10,8 +10,8 @@ from ..utils.kinds import is_whole
 class Buckets:
     """Sizes to pad to: powers of two up to `smallest`, then `steps` sizes per doubling.
 
-    Four steps waste at most a fifth of a bucket. `smallest` / `steps` must be a multiple of the patches that a tower
-    merges (4 or 1).
+    Four steps per doubling pad at most a fifth of a bucket. `smallest` / `steps` must be a multiple of the number of
+    patches that a tower merges into one token (4 or 1).
 
     Raises:
       ConfigError: sizes that are not powers of two, or steps too fine for the smallest size.
@@ -32,5 +32,7 @@ class Buckets:
         """Returns the smallest bucket that holds `size`; 0 for 0."""
         if size <= self.smallest:
             return 0 if size == 0 else 1 << (size - 1).bit_length()
+
+        # `size` lies in (2^n, 2^(n+1)], which has `steps` buckets of this width.
         step = (1 << ((size - 1).bit_length() - 1)) // self.steps
         return -(-size // step) * step

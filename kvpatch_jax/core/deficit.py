@@ -1,7 +1,8 @@
-"""What a deficit looks like, per channel and layer: how deep, how low in rank, how spread over tokens and heads.
+"""Statistics of a deficit per channel and layer: depth profile, effective rank, spread over tokens and heads.
 
-Kamera §4 finds it deep, low-rank in features and diffuse over tokens. All functions take Δ as {channel: [L, T, K, H]}
-(float32, phase-free) and a `length` that masks padding, and return {channel: array over layers}.
+Kamera §4 finds deficits deep, low-rank in features and diffuse over tokens. Functions take Δ as {channel:
+[L, T, K, H]} (float32, phase-free) and a `length` from which on tokens are padding, and return {channel: array over
+layers}.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ Length = Int[Array, ""] | int | None
 
 
 def _masked(delta: Delta, length: Length) -> dict[str, Array]:
+    """Returns Δ as float32 with zeros on padding."""
     result = {}
     for name, value in delta.items():
         value = jnp.asarray(value).astype(jnp.float32)
@@ -26,14 +28,18 @@ def _masked(delta: Delta, length: Length) -> dict[str, Array]:
 
 
 def _share(part: Array, total: Array) -> Array:
+    """Returns part / total, and 0 where the total is 0. The inner `where` keeps NaN out of derivatives."""
     return jnp.where(total > 0, part / jnp.where(total > 0, total, 1.0), 0.0)
 
 
 def relative_norm(delta: Delta, reference: Delta, length: Length = None) -> dict[str, Float[Array, " L"]]:
     """Computes the depth profile ‖Δ‖ / ‖reference‖ by layer (Frobenius); 0 where the reference is 0."""
+
+    def layer_norms(value: Array) -> Array:
+        return jnp.sqrt(jnp.square(value).sum((1, 2, 3)))
+
     part, whole = _masked(delta, length), _masked(reference, length)
-    norm = lambda value: jnp.sqrt(jnp.square(value).sum((1, 2, 3)))
-    return {name: _share(norm(part[name]), norm(whole[name])) for name in part}
+    return {name: _share(layer_norms(part[name]), layer_norms(whole[name])) for name in part}
 
 
 def energy_curve(delta: Delta, length: Length = None) -> dict[str, Float[Array, "L _"]]:
@@ -54,7 +60,7 @@ def e90(delta: Delta, length: Length = None, share: float = 0.9) -> dict[str, In
 
 
 def token_spread(delta: Delta, length: Length = None, share: float = 0.9) -> dict[str, Float[Array, " L"]]:
-    """Finds the smallest fraction of tokens with `share` of ‖Δ‖²; 0 where Δ is 0."""
+    """Computes the smallest fraction of tokens that holds `share` of ‖Δ‖²; 0 where Δ is 0."""
     result = {}
     for name, value in _masked(delta, length).items():
         energy = jnp.sort(jnp.square(value).sum((2, 3)), axis=-1, descending=True)
@@ -77,7 +83,7 @@ def head_spread(delta: Delta, length: Length = None) -> dict[str, Float[Array, "
 def energy_ratio(
     delta: Float[Array, "*batch T F"], u: Float[Array, "*batch T M"], v: Float[Array, "*batch M F"]
 ) -> Float[Array, "*batch"]:
-    """Compares the energy that factors capture to the most that their rank could; 1 where Δ is 0.
+    """Computes the energy that factors capture, as a fraction of the most that their rank allows; 1 where Δ is 0.
 
     Captured energy is ‖Δ‖² − ‖Δ − u v‖², and the optimum is the sum of the largest M squared singular values.
     """

@@ -1,8 +1,8 @@
-"""KV with its frame: dictionaries of one type per frame, so that KV of another frame is refused and not misread.
+"""KV tagged with its frame: one dictionary type per frame, so that KV in the wrong frame is rejected, not misread.
 
-Functions that make KV (`prefill`, `to_engine`, `apply_patch`, …) return these types; functions that read KV refuse the
-wrong type, and accept a plain dictionary as it is. They are pytrees like dictionaries and keep their type through jit,
-vmap and `tree.map`; a comprehension over one makes a plain dictionary, whose frame is unknown.
+Functions that produce KV (`prefill`, `to_engine`, `apply_patch`, …) return these types. Functions that read KV reject
+the wrong type but accept a plain dictionary, whose frame is unknown. The types are pytrees and survive jit, vmap and
+`tree.map`; a comprehension over one produces a plain dictionary.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ Frame = Literal["phase_free", "local", "engine"]
 
 
 class FramedKV(dict[str, Any]):
-    """{channel: array} in the frame that its type says."""
+    """Dictionary {channel: array} in the frame that its type names."""
 
     frame: ClassVar[Frame]
 
@@ -27,31 +27,38 @@ class FramedKV(dict[str, Any]):
 
 
 class PhaseFreeKV(FramedKV):
-    """Keys before RoPE: what `prefill` returns, what chunks hold and patches are formed from."""
+    """KV with keys before RoPE: what `prefill` returns, chunks hold and patches are formed from."""
 
     frame = "phase_free"
 
 
 class LocalKV(FramedKV):
-    """Keys rotated as from the chunk's own start."""
+    """KV with keys rotated to positions relative to the chunk's start."""
 
     frame = "local"
 
 
 class EngineKV(FramedKV):
-    """Keys rotated to their place in the sequence: what a context is made of."""
+    """KV with keys rotated to their positions in the sequence: what contexts consist of."""
 
     frame = "engine"
 
 
 def _register(kind: type[FramedKV]) -> None:
-    names = lambda kv: tuple(sorted(kv))  # as jax orders a dictionary's leaves
-    jax.tree_util.register_pytree_with_keys(
-        kind,
-        lambda kv: ([(DictKey(name), kv[name]) for name in names(kv)], names(kv)),
-        lambda names, leaves: kind(zip(names, leaves, strict=True)),
-        lambda kv: ([kv[name] for name in names(kv)], names(kv)),
-    )
+    """Registers a type of KV as a pytree whose leaves are sorted by channel, as jax sorts those of a dictionary."""
+
+    def flatten_with_keys(kv: FramedKV) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        names = tuple(sorted(kv))
+        return [(DictKey(name), kv[name]) for name in names], names
+
+    def flatten(kv: FramedKV) -> tuple[list[Any], tuple[str, ...]]:
+        names = tuple(sorted(kv))
+        return [kv[name] for name in names], names
+
+    def unflatten(names: tuple[str, ...], leaves: Any) -> FramedKV:
+        return kind(zip(names, leaves, strict=True))
+
+    jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
 
 
 for _kind in (PhaseFreeKV, LocalKV, EngineKV):
@@ -69,7 +76,7 @@ def expect_frame(kv: Mapping[str, Any], what: str, *expected: Frame) -> None:
     """Checks that KV is in an expected frame; a plain dictionary passes.
 
     Raises:
-      FrameError: it is in another frame. LayoutError: not a mapping.
+      FrameError: the KV is in another frame. LayoutError: `kv` is not a mapping.
     """
     if not isinstance(kv, Mapping):
         raise LayoutError(f"{what}: KV is a {type(kv).__name__}; expected {{channel: array}}")

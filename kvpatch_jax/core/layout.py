@@ -1,8 +1,8 @@
-"""What a backbone caches: channels, their widths, which carry rotary phase, and the three frames of keys.
+"""Layout of a backbone's KV: its channels, their widths, which carry rotary phase, and rotation between three frames.
 
 Frames: *phase-free* (keys before RoPE, after bias and qk-norm: what is stored and patched), *local* (rotated to
-positions counted from the chunk's own start) and *engine* (rotated to their place in the sequence). Only channels that
-rotate differ between frames. Kamera §3, "one mechanism for MLA, GQA and MHA".
+positions relative to the chunk's start) and *engine* (rotated to positions in the sequence). Frames differ only in
+the channels that rotate. Kamera §3, "one mechanism for MLA, GQA and MHA".
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ Start = Int[AnyArray, "..."] | int | np.integer | tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
-    """One cached tensor per layer: `heads` vectors of `width` per token, the first `rotary` entries carrying phase."""
+    """One cached tensor per layer: `heads` vectors of `width` per token, of which the first `rotary` entries rotate."""
 
     name: str
     heads: int
@@ -51,13 +51,13 @@ class Channel:
 
     @property
     def rotates(self) -> bool:
-        """Whether any of it carries rotary phase."""
+        """Whether any of its entries carry rotary phase."""
         return self.rotary > 0
 
 
 @dataclasses.dataclass(frozen=True)
 class KVLayout:
-    """The channels of a backbone, in order. Hashable; a static argument under jit. Build with gqa, mha or mla."""
+    """Ordered channels of a backbone's KV. Hashable: a static argument under jit. Construct with gqa, mha or mla."""
 
     kind: Literal["gqa", "mha", "mla"]
     layers: int
@@ -67,12 +67,14 @@ class KVLayout:
     def __post_init__(self) -> None:
         if not is_whole(self.layers, 1):
             raise LayoutError(f"layout: layers {self.layers!r:.80}; expected a whole number from 1")
+
         expect_kind(self.rope, Rope, "layout: rope", "a Rope", LayoutError)
         expect_kind(self.channels, tuple, "layout: channels", "a tuple of Channel", LayoutError)
         for channel in self.channels:
             expect_kind(channel, Channel, "layout: channels", "each a Channel", LayoutError)
         if len({channel.name for channel in self.channels}) != len(self.channels) or not self.channels:
             raise LayoutError(f"layout: channels {[c.name for c in self.channels]}; expected distinct names")
+
         for channel in self.channels:
             if channel.rotates and (channel.rotary != self.rope.dim or channel.width != self.rope.head_width):
                 raise LayoutError(
@@ -85,7 +87,7 @@ class KVLayout:
         """Describes grouped-query attention: channels k (rotates) and v, [L, T, kv_heads, head_dim] each.
 
         Raises:
-          LayoutError: a rope that does not fit `head_dim`.
+          LayoutError: the rope does not match `head_dim`.
         """
         channels = (Channel("k", kv_heads, head_dim, rope.dim), Channel("v", kv_heads, head_dim))
         return cls("gqa", layers, channels, rope)
@@ -110,10 +112,10 @@ class KVLayout:
         return tuple(channel.name for channel in self.channels)
 
     def channel(self, name: str) -> Channel:
-        """Finds the channel called `name`.
+        """Returns the channel called `name`.
 
         Raises:
-          LayoutError: no such channel.
+          LayoutError: there is no such channel.
         """
         for channel in self.channels:
             if channel.name == name:
@@ -131,14 +133,15 @@ class KVLayout:
         return self.layers * sum(channel.features for channel in self.channels) * jnp.dtype(dtype).itemsize
 
     def check(self, kv: KV, what: str = "kv") -> None:
-        """Refuses a kv pytree that is not {channel: float [L, ..., T, K, H]} of this layout.
+        """Checks that a kv pytree is {channel: float [L, ..., T, K, H]} of this layout.
 
         Raises:
-          LayoutError: other channels. ShapeError: other shapes. DtypeError: not floating point.
+          LayoutError: the channels differ. ShapeError: a shape differs. DtypeError: a dtype is not floating-point.
         """
         expect_kind(kv, Mapping, what, "{channel: array}", LayoutError)
         if set(kv) != set(self.names):
             raise LayoutError(f"{what}: channels {sorted(kv)}; expected {sorted(self.names)}")
+
         middle = None
         for channel in self.channels:
             value = kv[channel.name]
@@ -146,6 +149,7 @@ class KVLayout:
                 raise LayoutError(f"{what}[{channel.name!r}]: a {type(value).__name__}; expected an array")
             if not jnp.issubdtype(value.dtype, jnp.floating):
                 raise DtypeError(f"{what}[{channel.name!r}]: dtype {value.dtype}; expected a floating-point dtype")
+
             shape = value.shape
             if len(shape) < 4 or shape[0] != self.layers or shape[-2:] != (channel.heads, channel.width):
                 raise ShapeError(
@@ -158,10 +162,10 @@ class KVLayout:
 
 
 def as_start(rope: Rope, start: Start) -> Int[AnyArray, "..."]:
-    """Returns a start as an int32 array: a scalar, or [..., A] with sections (a scalar becomes one per axis).
+    """Converts a start to an int32 array: a scalar, or [..., A] with sections (a scalar is broadcast over axes).
 
     Raises:
-      PositionError: not an integer, or not one per axis.
+      PositionError: the start is not an integer, is too large, or does not have one entry per axis.
     """
     if not isinstance(start, jax.Array):
         array = np.asarray(start)
@@ -174,6 +178,7 @@ def as_start(rope: Rope, start: Start) -> Int[AnyArray, "..."]:
     elif start.dtype != jnp.int32:
         # Conversion to int32 would wrap larger numbers.
         check_positions(rope, start, np.zeros((), np.int32))
+
     if rope.axes is not None and start.ndim == 0:
         return (np if isinstance(start, np.ndarray) else jnp).broadcast_to(start, (rope.axes,)).astype(jnp.int32)
     if rope.axes is not None and start.shape[-1] != rope.axes:
@@ -182,10 +187,12 @@ def as_start(rope: Rope, start: Start) -> Int[AnyArray, "..."]:
 
 
 def chunk_start(rope: Rope, start: Start, batch: int | None, what: str) -> Int[AnyArray, "..."]:
-    """Checks the start of one chunk, a scalar or [A] with sections, or of a batch, also one for each: int32.
+    """Converts the start of a chunk, or of a batch of chunks, to an int32 array.
+
+    One start is a scalar, or [A] with sections. A batch takes one for all chunks, or one for each ([B] or [B, A]).
 
     Raises:
-      PositionError: as `as_start`, or another number of starts.
+      PositionError: as `as_start`, or the number of starts differs.
     """
     array = as_start(rope, start)
     one = () if rope.axes is None else (rope.axes,)
@@ -198,18 +205,22 @@ def chunk_start(rope: Rope, start: Start, batch: int | None, what: str) -> Int[A
 
 
 def check_places(layout: KVLayout, kv: KV, local: Positions, start: Int[AnyArray, "..."]) -> None:
-    """Refuses positions that are not one per token, or starts that are not one per sequence of kv [L, ..., T, K, H].
+    """Checks that there is one position per token and at most one start per sequence of kv [L, ..., T, K, H].
+
+    Without this check, jax would broadcast them over tokens or layers.
 
     Raises:
-      PositionError: either; they would be broadcast over tokens or layers.
+      PositionError: the number of positions or starts differs.
     """
     if not hasattr(local, "shape"):
         raise PositionError(f"local positions: a {type(local).__name__}; expected an array, such as `chunk.local`")
+
     shape, axes = kv[layout.names[0]].shape, layout.rope.axes
     batch, tokens = shape[1:-3], shape[-3]
     places = local.shape if axes is None else local.shape[:-1]
     if not places or places[-1] != tokens:
         raise PositionError(f"local positions of shape {local.shape}; expected one for each of {tokens} tokens")
+
     for what, found in (("start", start.shape if axes is None else start.shape[:-1]), ("local", places[:-1])):
         if len(found) > len(batch):
             raise PositionError(f"{what} of shape {found}; expected one for each of {batch} sequences, or one for all")
@@ -218,14 +229,13 @@ def check_places(layout: KVLayout, kv: KV, local: Positions, start: Int[AnyArray
 def _rotate(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, back: bool) -> dict[str, Array]:
     cos, sin = rope_tables(layout.rope, local, start)
     scale = layout.rope.attention_scaling
-    return {
-        name: rotate(value, cos, -sin if back else sin, layout.rope.cached, 1.0 / scale if back else scale)
-        for name, value in kv.items()
-    }
+    if back:
+        sin, scale = -sin, 1.0 / scale
+    return {name: rotate(value, cos, sin, layout.rope.cached, scale) for name, value in kv.items()}
 
 
 jitted_rotate = jax.jit(_rotate, static_argnames=("layout", "back"))
-"""Rotation of the channels that carry phase, compiled once per layout and shape, so that it always rounds alike."""
+"""Rotation of the channels that carry phase; one program per layout and shape, so that rounding is the same."""
 
 
 def _relocate(layout: KVLayout, kv: dict[str, Array], old: Array, new: Array) -> dict[str, Array]:
@@ -238,22 +248,23 @@ jitted_relocate = jax.jit(_relocate, static_argnames=("layout",))
 
 
 def on_device(value: AnyArray) -> Array:
-    """Returns a NumPy array as a jax array."""
-    # `jnp.asarray` takes 30 µs to return a jax array as it is.
+    """Converts a NumPy array to a jax array."""
+    # `jnp.asarray` takes 30 µs to return a jax array unchanged.
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def _rotating(layout: KVLayout, kv: KV) -> dict[str, Array]:
+    """Returns the channels that carry rotary phase, on the device."""
     return {channel.name: on_device(kv[channel.name]) for channel in layout.channels if channel.rotates}
 
 
 def _merge_channels(layout: KVLayout, rotated: dict[str, Array], kv: KV) -> dict[str, Array]:
-    """Returns all channels, in order: the rotated ones, and the others as they were."""
+    """Returns all channels in order: the rotated ones, and the others unchanged."""
     return {name: rotated[name] if name in rotated else on_device(kv[name]) for name in layout.names}
 
 
 def rotate_kv(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool = False) -> dict[str, Array]:
-    """Runs `to_engine`, or with `back` `to_phase_free`, on arguments that were checked; start is from `as_start`."""
+    """Rotates keys as `to_engine` (with `back`, `to_phase_free`) without checks; `start` comes from `as_start`."""
     rotated = jitted_rotate(layout, _rotating(layout, kv), local, start, back=back)
     return _merge_channels(layout, rotated, kv)
 
@@ -277,48 +288,48 @@ def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> Engin
       start: int32, a scalar or one per axis; traced under jit.
 
     Returns:
-      {channel: [L, ..., T, K, H]}, of the same shapes and dtypes; channels without phase are returned as they are.
+      {channel: [L, ..., T, K, H]} of the same shapes and dtypes; channels without phase are returned unchanged.
 
     Raises:
-      LayoutError, ShapeError, DtypeError, PositionError, RopeRegimeError: arguments that do not fit the layout.
-      FrameError: kv that is rotated already.
+      LayoutError, ShapeError, DtypeError, PositionError, RopeRegimeError: an argument does not match the layout.
+      FrameError: the keys are rotated already.
     """
     expect_frame(kv, "to_engine", "phase_free")
     return EngineKV(_checked(layout, kv, local, start, False))
 
 
 def to_local(layout: KVLayout, kv: KV, local: Positions) -> LocalKV:
-    """Rotates phase-free keys to the local frame, which a query rotated by R(−start) reads: `to_engine` at start 0."""
+    """Rotates phase-free keys to the local frame: `to_engine` at start 0. Queries rotated by R(−start) can read it."""
     return LocalKV(to_engine(layout, kv, local, 0))
 
 
 def to_phase_free(layout: KVLayout, kv: KV, local: Positions, start: Start = 0) -> PhaseFreeKV:
-    """Removes the rotation of engine-frame keys (at start 0: local-frame keys): the inverse of `to_engine`.
+    """Removes the rotation of engine-frame keys (at start 0: of local-frame keys); the inverse of `to_engine`.
 
-    The result has kv's dtype. Keys that an engine cached in bfloat16 are rounded again by that, and once more where
-    they are placed: given in float32, they come back bit by bit (`pool.RAGGED.splice` takes such chunks).
+    The result has kv's dtype. Keys that an engine cached in bfloat16 are therefore rounded here, and again when they
+    are placed. Convert them to float32 first to get them back bit by bit (`pool.RAGGED.splice` takes such chunks).
 
     Raises:
-      As `to_engine`. FrameError: kv that is phase-free already.
+      As `to_engine`. FrameError: the keys are phase-free already.
     """
     expect_frame(kv, "to_phase_free", "engine", "local")
     return PhaseFreeKV(_checked(layout, kv, local, start, True))
 
 
 def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | Start) -> EngineKV:
-    """Moves engine-frame keys from `old` to `new` in one rotation. For caches made elsewhere.
+    """Moves engine-frame keys from `old` to `new` in one rotation, for caches that another engine computed.
 
     Args:
       layout: its rope should have that engine's `angles`.
       kv: {channel: [L, ..., T, K, H]}, keys already rotated.
-      old, new: each a start (a scalar, or one per axis: [A]) or full positions ([..., T], or [..., T, A] with
-        sections). Two starts rotate every token by the same angles. The axes may move by unequal offsets.
+      old, new: a start (a scalar, or one per axis: [A]) or full positions ([..., T], or [..., T, A] with sections).
+        Two starts rotate every token by the same angles. Axes may move by different offsets.
 
     Returns:
-      kv of the same shapes and dtypes; no attention scaling is applied, because the keys carry it already.
+      kv of the same shapes and dtypes. No attention scaling is applied, because the keys already carry it.
 
     Raises:
-      PositionError: a position that is not finite, or from 2³⁰ on. FrameError: kv that is phase-free. Else as
+      PositionError: a position is not finite, or is 2³⁰ or more. FrameError: the keys are phase-free. Otherwise as
       `to_engine`.
     """
     expect_kind(layout, KVLayout, "layout", "a KVLayout, such as `backbone.layout`", LayoutError)
@@ -329,10 +340,11 @@ def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | 
 
 
 def _side(rope: Rope, positions: Positions | Start) -> AnyArray:
-    """Returns a start or full positions, checked, as `relocation_tables` takes them."""
+    """Checks a start or full positions and returns them as `relocation_tables` takes them."""
     array = positions if isinstance(positions, jax.Array) else np.asarray(positions)
     if array.dtype.kind not in "iuf" or not array.size:
         raise PositionError(f"relocate: positions {positions!r:.80}; expected numbers, a start or one for each token")
+
     check_positions(rope, array, np.zeros((), np.int32))
     array = array.astype(np.int32 if jnp.issubdtype(array.dtype, jnp.integer) else np.float32)
     if rope.axes is None:

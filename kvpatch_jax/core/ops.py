@@ -1,9 +1,9 @@
-"""The pure array core: deficit, factorise, apply, accumulate. All of it can be jitted, vmapped and differentiated.
+"""Patch operators on plain arrays: deficit, factorise, apply, accumulate. They can be jitted, vmapped, differentiated.
 
 Shapes: kv {channel: [L, ..., T, K, H]} with any batch dimensions between layers and tokens. Factors of a channel are
 (u, v) — joint over heads u [L, ..., T, M], v [L, ..., M, F]; per head u [L, ..., K, T, M], v [L, ..., K, M, H] — or one
 dense array [L, ..., T, K, H]; every leaf may be `Quantised`. Static: layouts, ranks, layer sets, padded lengths.
-Traced: arrays, starts, local positions, lengths, keys. Nothing is checked here; `patch.py` checks before it calls.
+Traced: arrays, starts, local positions, lengths, keys. Nothing is checked here: callers check their arguments first.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ PatchFrame = Literal["phase_free", "engine"]
 
 
 class Quantised(NamedTuple):
-    """int8 or float8 values and the float32 scale that they are multiplied by."""
+    """Values in int8 or float8, and the float32 scale that they are multiplied by."""
 
     values: Array
     scale: Array
@@ -41,16 +41,16 @@ Factors = dict[str, ChannelFactors]
 
 @dataclasses.dataclass(frozen=True)
 class FormPlan:
-    """What `form` makes, all static.
+    """Static options of `form`.
 
     Attributes:
-      ranks: (channel, rank) pairs; rank None stores the deficit dense; channels left out get no patch.
-      heads: one factorisation over all KV heads ("joint", the paper's), or one per head.
+      ranks: (channel, rank) pairs; rank None stores the deficit dense; omitted channels get no patch.
+      heads: one factorisation over all KV heads ("joint", as in the paper), or one per head.
       method: "randomised" or "exact".
       layers: the layers to keep, or None for all.
-      shared_left: one left factor for all listed channels, which then have one rank.
-      frame: where the deficit is taken: "phase_free", or "engine" (the paper's order, as a control).
-      dtype: of the factors; one of 8 bits gets a scale per direction.
+      shared_left: whether all low-rank channels share one left factor, and therefore one rank.
+      frame: frame of the deficit: "phase_free", or "engine" (the paper's order, as a control).
+      dtype: of the factors; an 8-bit dtype gets one scale per direction.
     """
 
     ranks: tuple[tuple[str, int | None], ...]
@@ -63,7 +63,7 @@ class FormPlan:
 
 
 def value_of(leaf: Leaf) -> Num[Array, "..."]:
-    """Returns the numbers of a factor, undoing quantisation."""
+    """Returns the values of a factor, dequantised."""
     if isinstance(leaf, Quantised):
         return leaf.values.astype(jnp.float32) * leaf.scale
     return leaf
@@ -75,7 +75,7 @@ def is_low_rank(factors: ChannelFactors | tuple | np.ndarray) -> bool:
 
 
 def _token_mask(x: Array, length: Array | int, axis: int) -> Array:
-    """True for tokens below `length` (a scalar, or one per batch), shaped to select from x with tokens at `axis`."""
+    """Marks tokens below `length` (a scalar, or one per batch), shaped to broadcast over x with tokens at `axis`."""
     length = jnp.asarray(length)
     tokens = x.shape[axis]
     mask = jnp.arange(tokens) < length[..., None]
@@ -87,11 +87,11 @@ def deficit(
     base: dict[str, Float[Array, "L *B T _ _"]],
     length: Int[Array, "..."] | int | None = None,
 ) -> dict[str, Float[Array, "L *B T _ _"]]:
-    """Computes Δ = conditioned − base in float32, zero on padding. Kamera eq. 2, in the frame both are in.
+    """Computes Δ = conditioned − base in float32, zero on padding. Kamera eq. 2, in the frame of both operands.
 
     Args:
       conditioned, base: {channel: [L, ..., T, K, H]}.
-      length: tokens that count, a scalar or one per batch; None for all.
+      length: number of tokens that are not padding, a scalar or one per batch; None for all.
     """
     delta = {name: conditioned[name].astype(jnp.float32) - base[name].astype(jnp.float32) for name in base}
     if length is None:
@@ -104,11 +104,15 @@ def flatten_heads(delta: Float[Array, "*leading T K H"]) -> Float[Array, "*leadi
     return delta.reshape(*delta.shape[:-2], delta.shape[-2] * delta.shape[-1])
 
 
-def _thin(
+def _factorise_masked(
     matrix: Array, rank: int, plan: FormPlan, key: Array, length: Array | int | None, heads: bool
 ) -> tuple[Array, Array]:
-    find = functools.partial(factorise, rank=rank, method=plan.method)
-    u, v = _whole_on_explicit_axes(lambda matrix, key: find(matrix, key=key), matrix, key)
+    """Factorises [..., T, F] (with `heads` [..., K, T, H]) into u and v, with exact zeros in u on padding."""
+
+    def factorise_matrix(matrix: Array, key: Array) -> tuple[Array, Array]:
+        return factorise(matrix, rank=rank, method=plan.method, key=key)
+
+    u, v = _replicated_on_explicit_axes(factorise_matrix, matrix, key)
     if length is not None:
         length = jnp.asarray(length)
         u = jnp.where(_token_mask(u, length[..., None] if heads else length, -2), u, 0.0)
@@ -116,14 +120,15 @@ def _thin(
 
 
 def _stored_pair(u: Array, v: Array, plan: FormPlan) -> tuple[Leaf, Leaf]:
+    """Converts u and v to the plan's dtype, with one scale per direction if it has 8 bits."""
     return stored(u, plan.dtype, -2), stored(v, plan.dtype, -1)
 
 
-def _whole_on_explicit_axes(function: Callable[..., Any], *arrays: Any) -> Any:
-    """`function(*arrays)`, with Explicit axes of a mesh that the arrays lie over left to the compiler inside.
+def _replicated_on_explicit_axes(function: Callable[..., Any], *arrays: Any) -> Any:
+    """Returns `function(*arrays)`, with Explicit mesh axes of the arrays left to the compiler inside the function.
 
-    A factorisation has no sharding rule of its own: on such axes jax refuses it. Its results are thin, and come out
-    whole on every device.
+    A factorisation has no sharding rule, so jax rejects it on Explicit axes. Its results are small, so they are
+    replicated on every device.
     """
     meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(arrays)]
     explicit = next((mesh for mesh in meshes if mesh.explicit_axes), None)
@@ -140,25 +145,30 @@ def factorise_deficit(
     *,
     plan: FormPlan,
 ) -> Factors:
-    """Factorises a deficit {channel: float32 [L, ..., T, K, H]} that is already zero on padding, by `plan`."""
+    """Factorises a deficit {channel: float32 [L, ..., T, K, H]} that is zero on padding, as `plan` says."""
     if plan.layers is not None:
         delta = {name: value[np.asarray(plan.layers)] for name, value in delta.items()}
-    thin = [(name, rank) for name, rank in plan.ranks if rank is not None]
     factors: Factors = {name: stored(delta[name], plan.dtype, -1) for name, rank in plan.ranks if rank is None}
-    if plan.shared_left and thin:
-        matrices = [flatten_heads(delta[name]) for name, _ in thin]
-        u, v = _thin(jnp.concatenate(matrices, axis=-1), thin[0][1], plan, key, length, False)
+    low_rank = [(name, rank) for name, rank in plan.ranks if rank is not None]
+
+    # A shared left factor comes from one factorisation of all channels side by side.
+    if plan.shared_left and low_rank:
+        matrices = [flatten_heads(delta[name]) for name, _ in low_rank]
+        u, v = _factorise_masked(jnp.concatenate(matrices, axis=-1), low_rank[0][1], plan, key, length, False)
         edges = np.cumsum([matrix.shape[-1] for matrix in matrices])[:-1].tolist()
-        for (name, _), part in zip(thin, jnp.split(v, edges, axis=-1), strict=True):
+        for (name, _), part in zip(low_rank, jnp.split(v, edges, axis=-1), strict=True):
             factors[name] = _stored_pair(u, part, plan)
         return factors
-    for index, (name, rank) in enumerate(thin):
-        own = jax.random.fold_in(key, index)
+
+    for index, (name, rank) in enumerate(low_rank):
+        channel_key = jax.random.fold_in(key, index)
         if plan.heads == "separate":
-            u, v = _thin(jnp.swapaxes(delta[name], -3, -2), rank, plan, own, length, True)
+            matrix = jnp.swapaxes(delta[name], -3, -2)
+            u, v = _factorise_masked(matrix, rank, plan, channel_key, length, True)
         else:
-            u, v = _thin(flatten_heads(delta[name]), rank, plan, own, length, False)
+            u, v = _factorise_masked(flatten_heads(delta[name]), rank, plan, channel_key, length, False)
         factors[name] = _stored_pair(u, v, plan)
+
     return factors
 
 
@@ -173,9 +183,9 @@ def form(
     *,
     plan: FormPlan,
 ) -> Factors:
-    """Factorises KV(B|A) − base: Kamera App. A `form_patch`, phase-free unless `plan.frame` says engine.
+    """Factorises KV(B|A) − base: Kamera App. A `form_patch`, phase-free unless `plan.frame` is "engine".
 
-    `local` and `start` only matter in the engine frame.
+    `local` and `start` are used only in the engine frame.
     """
     delta = deficit(conditioned, base, length)
     if plan.frame == "engine":
@@ -184,16 +194,17 @@ def form(
 
 
 def _spread(value: Array, layers: tuple[int, ...] | None, total: int) -> Array:
-    """Puts the rows of kept layers among zeros."""
+    """Scatters the rows of the kept layers into zeros for all `total` layers."""
     if layers is None or len(layers) == total:
         return value
     return jnp.zeros((total, *value.shape[1:]), value.dtype).at[np.asarray(layers)].set(value)
 
 
 def kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | None, total: int, heads: Heads) -> dict:
-    """Makes a channel's factors keywords of the kernels, kept layers spread over all; quantised stay so."""
+    """Returns a channel's factors as keyword arguments of the kernels, for all layers, quantised ones as they are."""
     if factors is None:
         return {}
+
     if is_low_rank(factors):
         arguments: dict = {"per_head": heads == "separate"}
         for name, leaf in zip("uv", factors, strict=True):
@@ -202,13 +213,14 @@ def kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | N
             if scale is not None:
                 arguments[f"{name}_scale"] = _spread(scale, layers, total)
         return arguments
+
     return {"dense": _spread(value_of(factors), layers, total)}  # pyright: ignore[reportArgumentType]
 
 
 def correction(
     layout: KVLayout, factors: Factors, *, layers: tuple[int, ...] | None = None, heads: Heads = "joint"
 ) -> dict[str, Float[Array, "L *B T _ _"]]:
-    """Computes the dense correction {channel: float32 [L, ..., T, K, H]} of factors; no entry where absent."""
+    """Computes the dense correction {channel: float32 [L, ..., T, K, H]} of factors, for the channels that have any."""
     result = {}
     for name, channel_factors in factors.items():
         arguments = kernel_arguments(channel_factors, layers, layout.layers, heads)
@@ -216,10 +228,13 @@ def correction(
         if "dense" in arguments:
             result[name] = arguments["dense"].astype(jnp.float32)
             continue
+
         u = arguments["u"]
         leading, tokens = (u.shape[:-3], u.shape[-2]) if heads == "separate" else (u.shape[:-2], u.shape[-2])
+        # The kernel itself computes u v, onto zeros, so that both round alike.
         zero = jnp.zeros((*leading, tokens, channel.heads, channel.width), jnp.float32)
         result[name] = rotate_patch(zero, **arguments)
+
     return result
 
 
@@ -236,11 +251,15 @@ def apply(
 ) -> dict[str, Float[Array, "L *B T _ _"]]:
     """Computes R(start + local) · (kv + u v) from phase-free kv and a patch, rounded once. Kamera eq. 1.
 
-    Without factors it is exactly the one rotation. In the engine frame (control) the correction is added after the
-    rotation, as the paper does. Shapes as in this module's head; the result has kv's shapes and dtypes.
+    Without factors the result is exactly the rotation. In the engine frame (control) the correction is added after
+    the rotation, as the paper does. For shapes see the module's docstring; the result has kv's shapes and dtypes.
     """
     if frame == "engine":
-        return _apply_after_rotation(layout, kv, factors, local, start, layers, heads)
+        float32 = {name: value.astype(jnp.float32) for name, value in kv.items()}
+        rotated = to_engine(layout, float32, local, start)
+        added = correction(layout, factors, layers=layers, heads=heads)
+        return {name: (rotated[name] + added.get(name, 0.0)).astype(kv[name].dtype) for name in rotated}
+
     result = {}
     for name, arguments in operator_arguments(layout, factors, local, start, layers, heads).items():
         value = kv[name]
@@ -256,7 +275,7 @@ def operator_arguments(
     layers: tuple[int, ...] | None,
     heads: Heads,
 ) -> dict[str, dict[str, Any]]:
-    """Makes the kernels' keyword arguments for every channel: its factors, and tables where it rotates."""
+    """Returns the kernels' keyword arguments for every channel: its factors, and cos and sin tables if it rotates."""
     cos, sin = rope_tables(layout.rope, local, start)
     result = {}
     for channel in layout.channels:
@@ -266,40 +285,36 @@ def operator_arguments(
     return result
 
 
-def _apply_after_rotation(layout, kv, factors, local, start, layers, heads) -> dict[str, Array]:
-    turned = to_engine(layout, {name: value.astype(jnp.float32) for name, value in kv.items()}, local, start)
-    added = correction(layout, factors, layers=layers, heads=heads)
-    return {name: (turned[name] + added.get(name, 0.0)).astype(kv[name].dtype) for name in turned}
-
-
 def accumulate(
     total: dict[str, Float[Array, "L *B T _ _"]],
     conditioned: dict[str, Float[Array, "L *B T _ _"]],
     base: dict[str, Float[Array, "L *B T _ _"]],
     length: Int[Array, "..."] | int,
 ) -> dict[str, Float[Array, "L *B T _ _"]]:
-    """Adds conditioned − base to a running sum, float32, that an orbit patch is made of."""
+    """Adds conditioned − base to a running float32 sum, from which an orbit patch is formed."""
     delta = deficit(conditioned, base, length)
     return {name: total[name] + delta[name] for name in delta}
 
 
 def quantise_scaled(value: Float[Array, "..."], dtype: jax.typing.DTypeLike, axis: int) -> Quantised:
-    """Quantises to int8 or a float8 with one float32 scale per slice along `axis`, which the scale keeps at length 1.
+    """Quantises to int8 or a float8 with one float32 scale per slice along `axis`, an axis of length 1 in the scale.
 
-    The scale takes the slice's largest magnitude to the dtype's, so nothing overflows.
+    The scale maps the largest magnitude of the slice to the largest of the dtype, so nothing overflows.
     """
     return Quantised(*_scaled(value, jnp.dtype(dtype), axis))
 
 
-# Inlined where the caller is traced; called eagerly it is one program, not one for every operation.
+# Inlined in a traced caller. Called eagerly, it is one program in place of one per operation.
 @functools.partial(jax.jit, static_argnames=("target", "axis"), inline=True)
 def _scaled(value: Array, target: np.dtype, axis: int) -> tuple[Array, Array]:
     largest = 127.0 if target == jnp.int8 else float(jnp.finfo(target).max)
     value = value.astype(jnp.float32)
     scale = jnp.max(jnp.abs(value), axis=axis, keepdims=True) / largest
     scale = jnp.where(scale > 0, scale, 1.0)
-    whole = jnp.clip(value / scale, -largest, largest)
-    return (jnp.round(whole) if target == jnp.int8 else whole).astype(target), scale
+
+    # The quotient may exceed the largest value by a rounding error.
+    scaled = jnp.clip(value / scale, -largest, largest)
+    return (jnp.round(scaled) if target == jnp.int8 else scaled).astype(target), scale
 
 
 def quantise_int8(value: Float[Array, "..."], axis: int) -> Quantised:
@@ -308,19 +323,19 @@ def quantise_int8(value: Float[Array, "..."], axis: int) -> Quantised:
 
 
 def stored(value: Float[Array, "..."], dtype: jax.typing.DTypeLike, axis: int) -> Leaf:
-    """Brings a factor to the dtype it is kept in: of 8 bits with scales along `axis`, others by rounding."""
+    """Converts a factor to its stored dtype: 8-bit dtypes with scales along `axis`, others by rounding."""
     target = jnp.dtype(dtype)
     return quantise_scaled(value, target, axis) if target.itemsize == 1 else value.astype(target)
 
 
 jitted_form = jax.jit(form, static_argnames=("layout", "plan"))
-"""`form`, compiled once per layout, plan and padded shape; `jitted_form._cache_size()` counts."""
+"""`form`, compiled once per layout, plan and padded shape; `jitted_form._cache_size()` counts the programs."""
 
 jitted_factorise = jax.jit(factorise_deficit, static_argnames=("plan",))
 """`factorise_deficit`, compiled once per plan and padded shape."""
 
 jitted_apply = jax.jit(apply, static_argnames=("layout", "layers", "heads", "frame"))
-"""`apply`, compiled once per layout, layer set and padded shape; moving a chunk or changing it never compiles again."""
+"""`apply`, compiled once per layout, layer set and padded shape; another chunk or start does not compile again."""
 
 jitted_accumulate = jax.jit(accumulate)
 """`accumulate`, compiled once per padded shape."""

@@ -1,6 +1,6 @@
 """Readouts: attention over one segment as (o, lse), and their exact merge. Kamera §2; FlashAttention's state merge.
 
-Everything is float32 and every lse is a natural logarithm, so merged segments equal attention over their union.
+Results are float32 and every lse is a natural logarithm, so merged segments equal attention over their union.
 """
 
 import functools
@@ -22,13 +22,13 @@ def attention_with_lse(
     mask: Bool[Array, "..."] | None = None,
     scale: float | Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "*batch T N E"], Float[Array, "*batch T N"]]:
-    """Computes attention of queries over one segment, with the log of its softmax mass.
+    """Computes attention of queries over one segment, with the logarithm of the softmax mass.
 
     Args:
       q: queries; query head n reads KV head n // (N / K).
       k, v: the segment's keys and values in the engine frame (K divides N; K = 1 serves MLA's absorbed form).
-      mask: True where a query may read a key, broadcastable to [..., T, S] ([S]: the same for all queries); a row of
-        False reads nothing. What lies at a slot that a query may not read, NaN too, does not reach it.
+      mask: True where a query may read a key, broadcastable to [..., T, S] ([S]: the same for all queries). A row of
+        False reads nothing. Masked slots never affect a query, even if they hold NaN.
       scale: of the scores; H^-0.5 if None.
 
     Returns:
@@ -43,37 +43,42 @@ def attention_with_lse(
     return _attention(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
-# Inlined where the caller is traced; called eagerly it is one program, not one for every operation.
+# Inlined in a traced caller. Called eagerly, it is one program in place of one per operation.
 @functools.partial(jax.jit, inline=True)
 def _attention(q: Array, k: Array, v: Array, mask: Array | None, factor: Array | float) -> tuple[Array, Array]:
     kv_heads, heads = k.shape[-2], q.shape[-2]
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    spoilt = None
+    reads_nan = None
     if mask is not None:
         mask = jnp.atleast_2d(mask)
-        k, v, spoilt = _without_spoilt(k, v, mask)
+        k, v, reads_nan = _zero_non_finite(k, v, mask)
+
+    # Query head n reads KV head n // G, so the query heads are grouped by KV head.
     grouped = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
     scores = jnp.einsum("...tkgh,...skh->...tkgs", grouped, k, precision=HIGHEST) * factor
     if mask is not None:
         scores = jnp.where(mask[..., :, None, None, :], scores, -jnp.inf)
+
+    # Subtract the largest score, so that no exponential overflows. It cancels, so it needs no derivative.
     top = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0.0))
     weights = jnp.exp(scores - top)
     mass = weights.sum(-1)
-    # NaN is no empty mass.
+
+    # `!=`, because a mass of NaN is not empty and has to be propagated.
     read = mass != 0
     safe = jnp.where(read, mass, 1.0)
     o = jnp.einsum("...tkgs,...ske->...tkge", weights, v, precision=HIGHEST) / safe[..., None]
     lse = jnp.where(read, jnp.log(safe) + top[..., 0], -jnp.inf)
-    if spoilt is not None:
-        o, lse = jnp.where(spoilt[..., None, None], jnp.nan, o), jnp.where(spoilt[..., None], jnp.nan, lse)
+    if reads_nan is not None:
+        o, lse = jnp.where(reads_nan[..., None, None], jnp.nan, o), jnp.where(reads_nan[..., None], jnp.nan, lse)
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
 
 
-def _without_spoilt(k: Array, v: Array, mask: Array) -> tuple[Array, Array, Array]:
-    """k and v with zeros at slots that are not finite, and which queries may read such a slot, [..., T, K].
+def _zero_non_finite(k: Array, v: Array, mask: Array) -> tuple[Array, Array, Array]:
+    """Returns k and v with zeros at slots that are not finite, and which queries may read such a slot, [..., T, K].
 
-    Zero times NaN is NaN, so a weight of zero does not keep a masked slot out of a sum, nor out of a gradient.
+    Zero times NaN is NaN, so a weight of zero does not exclude a masked slot from a sum or from a gradient.
     """
     finite = jnp.isfinite(k).all(-1) & jnp.isfinite(v).all(-1)
     reads = jnp.einsum("...ts,...sk->...tk", mask.astype(jnp.float32), 1.0 - finite.astype(jnp.float32))
@@ -81,34 +86,40 @@ def _without_spoilt(k: Array, v: Array, mask: Array) -> tuple[Array, Array, Arra
 
 
 def empty_readout(shape: tuple[int, ...]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Makes the identity of `merge_readouts`, for o of `shape` [..., N, E]: o = 0, lse = −∞."""
+    """Returns the identity of `merge_readouts` for o of `shape` [..., N, E]: o = 0, lse = −∞."""
     return jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
 
 
 def merge_readouts(*readouts: Readout) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Merges segments' (o, lse) to attention over their union. Exact, in any order.
+    """Merges (o, lse) of segments into attention over their union. Exact, in any order.
 
     Args:
-      readouts: one or more (o [..., N, E], lse [..., N]), natural-log lse. An infinite lse of either sign marks an
-        empty one, as some engines' kernels write it, whatever its o holds.
+      readouts: one or more (o [..., N, E], lse [..., N]), natural-log lse. An infinite lse marks an empty segment,
+        whatever its o holds; kernels of some engines write +∞, others −∞.
 
     Returns:
-      (o, lse) float32; where every segment is empty, (0, −∞).
+      (o, lse) float32; (0, −∞) where every segment is empty.
 
     Raises:
-      ShapeError: no readout, or shapes that differ.
+      ShapeError: there is no readout, or shapes differ.
     """
     if not readouts:
         raise ShapeError("merge_readouts: no readouts; expected at least one")
-    pairs = all(isinstance(each, tuple) and len(each) == 2 for each in readouts)
-    if not pairs or not all(hasattr(array, "shape") for each in readouts for array in each):
-        raise ShapeError(f"merge_readouts: readouts {readouts!r:.80}; expected at least one pair (o, lse) of arrays")
+
+    for readout in readouts:
+        is_pair = isinstance(readout, tuple) and len(readout) == 2
+        if not is_pair or not all(hasattr(array, "shape") for array in readout):
+            raise ShapeError(
+                f"merge_readouts: readouts {readouts!r:.80}; expected at least one pair (o, lse) of arrays"
+            )
+
     for o, lse in readouts:
         if o.shape != readouts[0][0].shape or lse.shape != o.shape[:-1]:
             raise ShapeError(
                 f"merge_readouts: o {o.shape} with lse {lse.shape}; expected {readouts[0][0].shape} and "
                 f"{readouts[0][0].shape[:-1]}"
             )
+
     return _merged(readouts)
 
 
@@ -116,8 +127,11 @@ def merge_readouts(*readouts: Readout) -> tuple[Float[Array, "..."], Float[Array
 def _merged(readouts: tuple[Readout, ...]) -> tuple[Array, Array]:
     outputs = jnp.stack([o.astype(jnp.float32) for o, _ in readouts])
     masses = jnp.stack([lse.astype(jnp.float32) for _, lse in readouts])
+
+    # The o of an empty segment may hold NaN, which a weight of zero would not remove.
     empty = jnp.isinf(masses)
     outputs, masses = jnp.where(empty[..., None], 0.0, outputs), jnp.where(empty, -jnp.inf, masses)
+
     top = jnp.max(masses, axis=0)
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0.0))
     weights = jnp.exp(masses - top)

@@ -1,14 +1,14 @@
-"""Rotary position embeddings: frequencies, cached layout, sections, and cosines that stay right at far positions.
+"""Rotary position embeddings: frequencies, cached layout, sections, and cosines that stay accurate at far positions.
 
-A rope says which angle every rotary pair of a cached key turns by at a position. Two ways of making the angle:
+A rope defines the angle by which every rotary pair of a cached key is rotated at a position. There are two methods:
 
-* ``angles="exact"``: right to float32 rounding at any int32 position, without 64-bit arithmetic on the device. A
-  frequency is kept as a 64-bit fixed-point fraction of a turn (made on the host in float64), and position × frequency
-  is taken modulo one turn in wrapping uint32 arithmetic, so nothing is lost however far the position is.
+* ``angles="exact"``: accurate to float32 rounding at any int32 position, without 64-bit arithmetic on the device. A
+  frequency is kept as a 64-bit fixed-point fraction of a revolution (computed on the host in float64), and position ×
+  frequency is computed modulo one revolution in wrapping uint32 arithmetic, so far positions lose no precision.
 * ``angles="float32"``: float32(position) · float32(frequency), as the original engines compute it (off by 0.06 in the
-  cosine at position 1 000 000), for parity with them and for caches that they made. The frequency is
-  1 / theta ** (arange(0, dim, 2) / dim) with each step rounded to float32, the power correctly; torch's own float32
-  power may be off by its last bit, by CPU.
+  cosine at position 1 000 000), for parity with them and with their caches. The frequency is
+  1 / theta ** (arange(0, dim, 2) / dim), each step rounded to float32, the power correctly. torch's own float32 power
+  may differ in the last bit, depending on the CPU.
 """
 
 import dataclasses
@@ -31,29 +31,29 @@ from .scaling import Scaling as Scaling
 Angles = Literal["exact", "float32"]
 
 POSITION_LIMIT = 2**30
-"""Positions are refused, where they are concrete, from this magnitude on."""
+"""Concrete positions of this magnitude or more are rejected."""
 
-_TURN = 2.0 * math.pi
+_REVOLUTION = 2.0 * math.pi
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """A rotary embedding as the *cached* keys carry it. Hashable; a static argument under jit.
+    """Rotary embedding of the *cached* keys. Hashable: a static argument under jit.
 
     Attributes:
       theta: base of the frequencies.
       dim: number of channels that rotate, R (even).
-      cached: how a rotary pair lies in the cached key: "half" (i, i + R/2) or "pairs" (2i, 2i + 1). This is the layout
-        of the cache, not of the checkpoint: DeepSeek-V3 and Kimi read pairs but cache halves.
+      cached: indices of a rotary pair in the cached key: "half" (i, i + R/2) or "pairs" (2i, 2i + 1). This is the
+        layout of the cache, not of the checkpoint: DeepSeek-V3 and Kimi read pairs but cache halves.
       sections: for M-RoPE, how many frequencies each axis (time, height, width) takes; they sum to R/2.
       order: "blocked" (Qwen2.5-VL: the first section's frequencies, then the next) or "interleaved" (Qwen3-VL).
-      width: head width where it is larger than `dim`; only the first `dim` channels rotate.
+      width: head width if it is larger than `dim`; only the first `dim` channels rotate.
       scaling: frequency scaling, or None.
       angles: "exact" or "float32".
 
     Raises:
-      LayoutError: odd `dim`, sections that do not sum to dim // 2, unknown words, `width` below `dim`.
-      RopeRegimeError: a length-dependent scaling that is not pinned to one regime.
+      LayoutError: `dim` is odd, sections do not sum to dim // 2, an option is unknown, or `width` is below `dim`.
+      RopeRegimeError: a length-dependent scaling is not pinned to one regime.
     """
 
     theta: float | int
@@ -70,6 +70,7 @@ class Rope:
             raise LayoutError(f"rope: dim {self.dim!r:.80}; expected a positive even number")
         if not isinstance(self.theta, int | float) or isinstance(self.theta, bool) or not self.theta > 0:
             raise LayoutError(f"rope: theta {self.theta!r:.80}; expected a positive number")
+
         for name, value, words in (
             ("cached", self.cached, ("half", "pairs")),
             ("order", self.order, ("blocked", "interleaved")),
@@ -77,16 +78,20 @@ class Rope:
         ):
             if value not in words:
                 raise LayoutError(f"rope: {name} {value!r}; expected one of {words}")
+
         if self.width is not None and not is_whole(self.width, self.dim):
             raise LayoutError(f"rope: width {self.width}; expected at least dim {self.dim}")
+
         if self.sections is not None:
-            if not isinstance(self.sections, tuple | list) or not all(is_whole(each, 0) for each in self.sections):
+            is_sequence = isinstance(self.sections, tuple | list)
+            if not is_sequence or not all(is_whole(section, 0) for section in self.sections):
                 raise LayoutError(f"rope: sections {self.sections!r:.80}; expected whole numbers, or None")
             object.__setattr__(self, "sections", tuple(int(section) for section in self.sections))
             if sum(self.sections) != self.dim // 2 or min(self.sections) < 0:
                 raise LayoutError(
                     f"rope: sections {self.sections} sum to {sum(self.sections)}; expected dim // 2 = {self.dim // 2}"
                 )
+
         if self.scaling is not None:
             expect_kind(self.scaling, Scaling, "rope: scaling", "a Scaling, or None", LayoutError)
             self.scaling.check(self.dim)
@@ -103,7 +108,7 @@ class Rope:
 
     @property
     def attention_scaling(self) -> float:
-        """What engines multiply cosine and sine by (YaRN, longrope). Relocation never applies it."""
+        """Factor that engines multiply cosine and sine by (YaRN, longrope). Relocation never applies it."""
         return 1.0 if self.scaling is None else self.scaling.attention_scaling
 
     @property
@@ -113,12 +118,14 @@ class Rope:
 
     @property
     def axis_of_frequency(self) -> np.ndarray:
-        """Which axis each frequency follows, int [R/2]; zeros without sections."""
+        """Position axis of each frequency, int [R/2]; zeros without sections."""
         axis = np.zeros(self.dim // 2, np.int32)
         if self.sections is None:
             return axis
         if self.order == "blocked":
             return np.repeat(np.arange(len(self.sections), dtype=np.int32), self.sections)
+
+        # Qwen3-VL cycles through the axes until a section is full; the remaining frequencies follow axis 0.
         step = len(self.sections)
         for index in range(1, step):
             axis[index : step * self.sections[index] : step] = index
@@ -127,7 +134,8 @@ class Rope:
 
 @functools.lru_cache(maxsize=256)
 def _inverse_frequencies(rope: Rope, dtype: type) -> np.ndarray:
-    # The engines' recipe in float32: exponent, power and reciprocal are rounded, each for itself.
+    """Returns radians per position, [R/2], scaling included, rounded to `dtype` at every step."""
+    # As engines compute them in float32: exponent, power and reciprocal are rounded one by one.
     exponent = (np.arange(0, rope.dim, 2, dtype=dtype) / dtype(rope.dim)).astype(np.float64)
     theta = rope.theta if rope.scaling is None else rope.scaling.theta(rope.theta, rope.dim)
     plain = dtype(1.0) / (np.float64(theta) ** exponent).astype(dtype)
@@ -140,16 +148,16 @@ def _inverse_frequencies(rope: Rope, dtype: type) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def _fixed_point(rope: Rope) -> tuple[np.ndarray, np.ndarray]:
-    """Turns per position as a 64-bit fraction: high and low words, uint32 [R/2]."""
-    turns = _inverse_frequencies(rope, np.float64) / _TURN
-    fractions = [int((float(turn) % 1.0) * 2.0**64) for turn in turns]
+    """Returns revolutions per position as a 64-bit fraction: high and low words, uint32 [R/2]."""
+    revolutions = _inverse_frequencies(rope, np.float64) / _REVOLUTION
+    fractions = [int((float(value) % 1.0) * 2.0**64) for value in revolutions]
     high = np.array([fraction >> 32 for fraction in fractions], np.uint32)
     low = np.array([fraction & 0xFFFFFFFF for fraction in fractions], np.uint32)
     return high, low
 
 
 def _whole_and_fraction(local: Num[Array, "..."], start: Int[Array, "..."]) -> tuple[Array, Array | None]:
-    """start + local as an int32 and what is left over, float32 in [0, 1); None for integer positions."""
+    """Splits start + local into an int32 and a fraction, float32 in [0, 1); the fraction of integers is None."""
     if jnp.issubdtype(local.dtype, jnp.integer):
         return start.astype(jnp.int32) + local.astype(jnp.int32), None
     local = local.astype(jnp.float32)
@@ -158,7 +166,7 @@ def _whole_and_fraction(local: Num[Array, "..."], start: Int[Array, "..."]) -> t
 
 
 def _by_frequency(rope: Rope, position: Num[Array, "..."]) -> Num[Array, "..."]:
-    """[..., T] or [..., T, A] → [..., T, R/2] (or [..., T, 1] without sections): each frequency's own axis."""
+    """Selects each frequency's axis: [..., T, A] → [..., T, R/2], or without sections [..., T] → [..., T, 1]."""
     if rope.axes is None:
         return position[..., None]
     axis = rope.axis_of_frequency
@@ -169,7 +177,12 @@ def _by_frequency(rope: Rope, position: Num[Array, "..."]) -> Num[Array, "..."]:
 
 
 def _phase(rope: Rope, whole: Int[Array, "..."]) -> Array:
-    """whole · frequency modulo one turn, in units of 2⁻³² turn, uint32; off by at most 3 units."""
+    """Computes whole · frequency modulo one revolution, in units of 2⁻³² revolution, uint32, within 3 units.
+
+    The product of a 32-bit position and a 64-bit fraction needs only its middle 32 bits: the bits above are whole
+    revolutions, and those below are smaller than the error. The device has no 64-bit integers, so the low word is
+    multiplied by halves of 16 bits.
+    """
     high, low = (jnp.asarray(word) for word in _fixed_point(rope))
     size = jnp.abs(whole).astype(jnp.uint32)
     size_high, size_low = size >> 16, size & 0xFFFF
@@ -180,20 +193,22 @@ def _phase(rope: Rope, whole: Int[Array, "..."]) -> Array:
 
 
 def _cos_sin_of_phase(phase: Array, extra: Array | None) -> tuple[Array, Array]:
-    """Cosine and sine of a uint32 phase plus `extra` radians, reduced to an eighth of a turn first."""
+    """Computes cosine and sine of a uint32 phase plus `extra` radians, after reduction to ±1/8 of a revolution."""
     quadrant = (phase + jnp.uint32(1 << 29)) >> 30
-    rest = (phase - (quadrant << 30)).astype(jnp.int32)
-    angle = rest.astype(jnp.float32) * np.float32(_TURN * 2.0**-32)
+    remainder = (phase - (quadrant << 30)).astype(jnp.int32)
+    angle = remainder.astype(jnp.float32) * np.float32(_REVOLUTION * 2.0**-32)
     if extra is not None:
         angle = angle + extra
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    odd, back = (quadrant & 1) == 1, quadrant >= 2
+
+    # Quadrants 1 and 3 swap the two; quadrants 2 and 3 negate them.
+    odd, negated = (quadrant & 1) == 1, quadrant >= 2
     new_cos, new_sin = jnp.where(odd, -sin, cos), jnp.where(odd, cos, sin)
-    return jnp.where(back, -new_cos, new_cos), jnp.where(back, -new_sin, new_sin)
+    return jnp.where(negated, -new_cos, new_cos), jnp.where(negated, -new_sin, new_sin)
 
 
-def _place(rope: Rope, local: Num[Array, "..."], start: Int[Array, "..."]) -> tuple[Array, Array]:
-    """Aligns local [..., T] or [..., T, A] with a start that is a scalar, one per axis, or batched likewise."""
+def _align(rope: Rope, local: Num[Array, "..."], start: Int[Array, "..."]) -> tuple[Array, Array]:
+    """Aligns local [..., T] or [..., T, A] with a start that is a scalar, one per axis, or batched like local."""
     axes = rope.axes
     if axes is None:
         if start.ndim:
@@ -205,6 +220,7 @@ def _place(rope: Rope, local: Num[Array, "..."], start: Int[Array, "..."]) -> tu
             if start.shape[-1] != axes:
                 raise PositionError(f"rope: start of shape {start.shape}; expected a scalar or [..., {axes}]")
             start = start[..., None, :]
+
     if local.ndim < (1 if axes is None else 2):
         raise PositionError(f"rope: positions of shape {local.shape}; expected [..., T{'' if axes is None else ', A'}]")
     return local, start
@@ -221,28 +237,30 @@ def rope_tables(
       start: int32, a scalar, one per axis [A], or batched ([...] or [..., A]); may be traced.
 
     Returns:
-      cos, sin [..., T, R/2], right to about 2e-7 under ``angles="exact"`` at every int32 position.
+      cos, sin [..., T, R/2], within about 2e-7 with ``angles="exact"`` at every int32 position.
 
     Raises:
-      PositionError: shapes that the rope does not take, or integers beyond int32.
+      PositionError: shapes do not match the rope, or integers exceed int32.
     """
-    return _tables(rope, _held(positions), start if isinstance(start, jax.Array) else np.asarray(start, np.int32))
+    start = start if isinstance(start, jax.Array) else np.asarray(start, np.int32)
+    return _tables(rope, _device_positions(positions), start)
 
 
-# Inlined where the caller is traced; called eagerly it is one program in place of thirty.
+# Inlined in a traced caller. Called eagerly, it is one program in place of thirty.
 @functools.partial(jax.jit, static_argnames=("rope",), inline=True)
 def _tables(rope: Rope, positions: Num[Array, "..."], start: Int[Array, "..."]) -> tuple[Array, Array]:
-    local, start = _place(rope, positions, start.astype(jnp.int32))
+    local, start = _align(rope, positions, start.astype(jnp.int32))
     if rope.angles == "float32":
         absolute = start.astype(jnp.float32) + local.astype(jnp.float32)
-        return _made_once(*_engine_cos_sin(rope, absolute))
+        return _compute_once(*_engine_cos_sin(rope, absolute))
+
     whole, fraction = _whole_and_fraction(local, start)
     extra = None if fraction is None else _radians(rope, fraction)
-    return _made_once(*_cos_sin_of_phase(_phase(rope, _by_frequency(rope, whole)), extra))
+    return _compute_once(*_cos_sin_of_phase(_phase(rope, _by_frequency(rope, whole)), extra))
 
 
-def _held(positions: Num[Array | np.ndarray, "..."]) -> Array:
-    """Positions on the device; integers that int32 does not hold are refused, for jax would wrap them."""
+def _device_positions(positions: Num[Array | np.ndarray, "..."]) -> Array:
+    """Moves positions to the device; rejects integers that exceed int32, because jax would wrap them."""
     if isinstance(positions, np.ndarray) and positions.dtype.kind in "iu" and positions.dtype.itemsize >= 4:
         least, greatest = extent(positions)
         if greatest >= 2**31 or least < -(2**31):
@@ -250,21 +268,29 @@ def _held(positions: Num[Array | np.ndarray, "..."]) -> Array:
     return jnp.asarray(positions)
 
 
-def _made_once(cos: Array, sin: Array) -> tuple[Array, Array]:
-    """Tables as they are, but on a CPU behind a barrier.
+def _compute_once(cos: Array, sin: Array) -> tuple[Array, Array]:
+    """Returns the tables unchanged, on a CPU behind an optimisation barrier.
 
-    There XLA fuses what they are made by into the loop over layers and heads that reads them, and computes each cosine
-    again for every one of these. Programs for other platforms are as without it.
+    Without it, XLA for CPUs fuses their computation into the loop over layers and heads that reads them, and computes
+    every cosine once per layer and head. Programs for other platforms do not change.
     """
-    barrier = lambda *tables: jax.lax.optimization_barrier(tables)
-    return jax.lax.platform_dependent(cos, sin, cpu=barrier, default=lambda *tables: tables)
+
+    def barrier(cos: Array, sin: Array) -> tuple[Array, Array]:
+        return jax.lax.optimization_barrier((cos, sin))
+
+    def unchanged(cos: Array, sin: Array) -> tuple[Array, Array]:
+        return cos, sin
+
+    return jax.lax.platform_dependent(cos, sin, cpu=barrier, default=unchanged)
 
 
 def _radians(rope: Rope, fraction: Array) -> Array:
+    """Computes the angle of a fraction of a position; it is below one frequency, so float32 is exact enough."""
     return _by_frequency(rope, fraction) * jnp.asarray(_inverse_frequencies(rope, np.float64).astype(np.float32))
 
 
 def _engine_cos_sin(rope: Rope, absolute: Array) -> tuple[Array, Array]:
+    """Computes cosine and sine of float32 angles, as the original engines do."""
     angle = _by_frequency(rope, absolute) * jnp.asarray(_inverse_frequencies(rope, np.float32))
     return jnp.cos(angle), jnp.sin(angle)
 
@@ -272,25 +298,29 @@ def _engine_cos_sin(rope: Rope, absolute: Array) -> tuple[Array, Array]:
 def relocation_tables(
     rope: Rope, old: Num[Array | np.ndarray, "..."], new: Num[Array | np.ndarray, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Computes cosines and sines of R(new) · R(old)⁻¹, float32, in one go.
+    """Computes cosines and sines of R(new) · R(old)⁻¹, float32.
 
     `old` and `new` are positions as `rope_tables` takes them, and broadcast against each other. Exact angles are
-    subtracted modulo a turn before the cosine is taken, so the error is that of one rotation; with ``"float32"`` the
-    two angles are the engine's own.
+    subtracted modulo one revolution before the cosine is computed, so the error is that of a single rotation. With
+    ``"float32"`` both angles are those of the engine.
     """
-    none = jnp.zeros((), jnp.int32)
-    old, _ = _place(rope, _held(old), none)
-    new, _ = _place(rope, _held(new), none)
+    zero = jnp.zeros((), jnp.int32)
+    old, _ = _align(rope, _device_positions(old), zero)
+    new, _ = _align(rope, _device_positions(new), zero)
+
     if rope.angles == "float32":
         cos_old, sin_old = _engine_cos_sin(rope, old.astype(jnp.float32))
         cos_new, sin_new = _engine_cos_sin(rope, new.astype(jnp.float32))
-        return _made_once(cos_new * cos_old + sin_new * sin_old, sin_new * cos_old - cos_new * sin_old)
-    (whole_old, part_old), (whole_new, part_new) = _whole_and_fraction(old, none), _whole_and_fraction(new, none)
+        return _compute_once(cos_new * cos_old + sin_new * sin_old, sin_new * cos_old - cos_new * sin_old)
+
+    whole_old, fraction_old = _whole_and_fraction(old, zero)
+    whole_new, fraction_new = _whole_and_fraction(new, zero)
     phase = _phase(rope, _by_frequency(rope, whole_new)) - _phase(rope, _by_frequency(rope, whole_old))
-    if part_old is None and part_new is None:
-        return _made_once(*_cos_sin_of_phase(phase, None))
-    difference = (0.0 if part_new is None else part_new) - (0.0 if part_old is None else part_old)
-    return _made_once(*_cos_sin_of_phase(phase, _radians(rope, jnp.asarray(difference))))
+    if fraction_old is None and fraction_new is None:
+        return _compute_once(*_cos_sin_of_phase(phase, None))
+
+    difference = (0.0 if fraction_new is None else fraction_new) - (0.0 if fraction_old is None else fraction_old)
+    return _compute_once(*_cos_sin_of_phase(phase, _radians(rope, jnp.asarray(difference))))
 
 
 def rotate(
@@ -306,23 +336,23 @@ def rotate(
       x: queries or keys, any leading dimensions.
       cos, sin: [..., T, R/2], broadcast over x's leading dimensions (x [B, T, K, H] takes cos [B, T, R/2] or [T, R/2]).
       cached: "half" or "pairs".
-      scale: multiplies what is rotated, for engines whose keys carry an attention scaling.
+      scale: factor of the rotated channels, for engines whose keys carry an attention scaling.
     """
     return rotate_patch(x, cos, sin, layout=cached, scale=scale)
 
 
 def extent(positions: Num[Array | np.ndarray, "..."]) -> tuple[float, float]:
-    """Returns the least and the greatest of concrete positions; NaN for both where one is NaN, (0, 0) of none."""
+    """Returns the minimum and maximum of concrete positions; NaN if any is NaN, and (0, 0) for an empty array."""
     values = np.asarray(positions)
     return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
 
 
 def check_positions(rope: Rope, local: Num[Array | np.ndarray, "..."], start: Int[Array | np.ndarray, "..."]) -> None:
-    """Refuses, where values are concrete, positions out of range or outside a pinned regime.
+    """Checks that concrete positions are in range and inside a pinned regime; traced ones pass.
 
     Raises:
-      PositionError: not finite, or |start + local| ≥ 2³⁰.
-      RopeRegimeError: beyond what a pinned length-dependent scaling serves.
+      PositionError: a position is not finite, or |start + local| ≥ 2³⁰.
+      RopeRegimeError: a position exceeds the pinned regime of a length-dependent scaling.
     """
     if not isinstance(local, Tracer) and local.size:
         check_extent(rope, extent(local), start)
@@ -334,6 +364,7 @@ def check_extent(rope: Rope, local: tuple[float, float], start: Int[Array | np.n
         return
     if not np.isfinite(local).all():
         raise PositionError("rope: a position is not finite; expected finite positions")
+
     least, greatest = extent(start)
     farthest = max(-local[0], local[1]) + max(-least, greatest)
     if farthest >= POSITION_LIMIT:

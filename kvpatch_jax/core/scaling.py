@@ -1,4 +1,4 @@
-"""Frequency scaling of ropes: linear, llama3, YaRN, and, pinned to one regime, longrope and dynamic."""
+"""Frequency scaling of ropes: linear, llama3, YaRN, and longrope and dynamic, which are pinned to one regime."""
 
 import dataclasses
 import math
@@ -13,19 +13,19 @@ KINDS = ("linear", "llama3", "yarn", "longrope", "dynamic")
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """How a rope's frequencies were stretched. Names follow the fields of Hugging Face's `rope_parameters`.
+    """Frequency scaling of a rope. Names follow the fields of Hugging Face's `rope_parameters`.
 
     Attributes:
       kind: "linear", "llama3", "yarn", "longrope" or "dynamic".
-      factor: the stretch.
-      original: positions the model was first trained on (`original_max_position_embeddings`); for "dynamic", the
-        model's `max_position_embeddings`.
+      factor: how much the context was extended.
+      original: context length before the extension (`original_max_position_embeddings`); for "dynamic", the model's
+        `max_position_embeddings`.
       low_freq_factor, high_freq_factor: llama3.
       beta_fast, beta_slow, truncate, mscale, mscale_all_dim: YaRN.
       short_factor, long_factor: longrope, one number per frequency.
-      regime: longrope only, "short" or "long": the one set of frequencies this rope uses.
+      regime: longrope only: "short" or "long", the set of frequencies that this rope uses.
       length: dynamic only: the sequence length whose frequencies this rope uses.
-      attention_factor: overrides the attention scaling that the kind implies.
+      attention_factor: replaces the attention scaling that the kind implies.
     """
 
     kind: Literal["linear", "llama3", "yarn", "longrope", "dynamic"]
@@ -45,23 +45,31 @@ class Scaling:
     attention_factor: float | int | None = None
 
     def check(self, dim: int) -> None:
-        """Raises LayoutError or RopeRegimeError where the fields do not make a scaling for `dim` rotary channels."""
+        """Checks that the fields define a scaling for `dim` rotary channels.
+
+        Raises:
+          LayoutError: a field is missing or out of range.
+          RopeRegimeError: the frequencies depend on the sequence length, and no regime is pinned.
+        """
         if self.kind not in KINDS:
             raise LayoutError(f"rope scaling: kind {self.kind!r}; expected one of {KINDS}")
         if not self.factor > 0:
             raise LayoutError(f"rope scaling: factor {self.factor}; expected a positive number")
         if self.kind != "linear" and (self.original is None or self.original < 1):
             raise LayoutError(f"rope scaling {self.kind!r}: original {self.original}; expected a positive length")
+
         if self.kind == "longrope":
             if self.regime not in ("short", "long"):
                 raise RopeRegimeError(
                     f"longrope: regime {self.regime!r}; its frequencies depend on the sequence length, so pin one: "
                     "expected 'short' or 'long'"
                 )
+
             stretch = self.stretch
             if stretch is None or len(stretch) != dim // 2:
                 found = None if stretch is None else len(stretch)
                 raise LayoutError(f"longrope: {found} numbers in {self.regime}_factor; expected {dim // 2}")
+
         if self.kind == "dynamic" and (self.length is None or self.length < 1):
             raise RopeRegimeError(
                 f"dynamic rope scaling: length {self.length!r}; its frequencies depend on the sequence length, so pin "
@@ -75,7 +83,7 @@ class Scaling:
 
     @property
     def attention_scaling(self) -> float:
-        """What engines multiply cosine and sine by."""
+        """Factor that engines multiply cosine and sine by."""
         if self.attention_factor is not None:
             return float(self.attention_factor)
         if self.kind == "yarn":
@@ -93,14 +101,14 @@ class Scaling:
         return self.original
 
     def theta(self, theta: float | int, dim: int) -> float | int:
-        """Computes the base of the frequencies, which only "dynamic" changes."""
+        """Returns the base of the frequencies, which only "dynamic" changes."""
         if self.kind != "dynamic" or self.length is None or self.length <= self._original:
             return theta
         grown = self.factor * self.length / self._original - (self.factor - 1)
         return theta * grown ** (dim / (dim - 2))
 
     def apply(self, plain: np.ndarray, theta: float | int, dim: int) -> np.ndarray:
-        """Scales plain inverse frequencies, in their dtype."""
+        """Scales unscaled inverse frequencies, in their dtype."""
         if self.kind == "linear":
             return plain / plain.dtype.type(self.factor)
         if self.kind == "llama3":
@@ -112,6 +120,7 @@ class Scaling:
         return plain
 
     def _llama3(self, plain: np.ndarray) -> np.ndarray:
+        """Divides low frequencies by the factor, keeps high ones, and interpolates in between."""
         original = self._original
         wavelength = 2 * math.pi / plain
         smooth = (original / wavelength - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -121,26 +130,32 @@ class Scaling:
         return np.where(long, plain / self.factor, np.where(short, plain, blended)).astype(plain.dtype)
 
     def _yarn(self, plain: np.ndarray, theta: float | int, dim: int) -> np.ndarray:
-        def at_rotations(rotations: float) -> float:
+        """Blends plain and divided frequencies by a linear ramp over their indices (YaRN, "NTK-by-parts")."""
+
+        def index_of(rotations: float) -> float:
+            # Index of the frequency that completes so many rotations over the original context.
             return dim * math.log(self._original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-        low, high = at_rotations(self.beta_fast), at_rotations(self.beta_slow)
+        low, high = index_of(self.beta_fast), index_of(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
+
+        # The small span only avoids a division by zero.
         span = high - low if high != low else 0.001
         ramp = np.clip((np.arange(dim // 2, dtype=plain.dtype) - low) / span, 0, 1)
         keep = 1 - ramp
         return (plain / self.factor * (1 - keep) + plain * keep).astype(plain.dtype)
 
     def check_reach(self, farthest: float) -> None:
-        """Raises RopeRegimeError where a position lies outside the pinned regime."""
+        """Raises RopeRegimeError if the position `farthest` lies outside the pinned regime."""
         if self.kind == "longrope" and self.regime == "short":
             limit = self._original
         elif self.kind == "dynamic" and self.length is not None:
             limit = max(self.length, self._original)
         else:
             return
+
         if farthest >= limit:
             raise RopeRegimeError(
                 f"{self.kind}: position {farthest:g} lies outside the pinned regime; expected below {limit}"
@@ -148,4 +163,5 @@ class Scaling:
 
 
 def _mscale(factor: float | int, weight: float | int) -> float:
+    """Returns YaRN's attention scaling for a factor."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,8 +1,8 @@
-"""Other published ways of mending a spliced cache, one file each, one signature: `repair(backbone, splice, count)`
-(`vlcache`: a count for each layer).
+"""Published methods that repair a spliced cache by recomputing tokens, for comparison with patches.
 
-They recompute tokens; the library's own patch corrects features instead. Here to be compared with (Kamera §6, App.
-C.3), on the same relocated KV and with tokens really recomputed in context.
+There is one file per method and one signature: `repair(backbone, splice, count)` (`vlcache` takes one count per
+layer). Patches correct features instead of tokens. The methods run on the same relocated KV as patches, and recompute
+their tokens in context (Kamera §6, App. C.3).
 """
 
 from typing import cast
@@ -32,4 +32,4 @@ REPAIRS: dict[str, Repair] = {
     "cacheblend": cast(Repair, cacheblend),  # a type checker sees the module of that name too
     "oracle_delta": oracle_delta,
 }
-"""Every token repair by name that takes one count; `vlcache` takes one for each layer."""
+"""Token repairs that take one count, by name; `vlcache` takes one per layer."""

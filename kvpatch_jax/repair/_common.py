@@ -1,8 +1,8 @@
-"""What the token repairs share: the spliced cache they mend, budgets in tokens, and recompute of a chosen set.
+"""Common parts of token repairs: the spliced cache, budgets in tokens, and recomputation of a token set.
 
-A token repair recomputes some of a chunk's tokens in context and writes their KV over what was spliced in blind. All
-of them have one signature, `repair(backbone, splice, count) -> Repaired`. Kamera §6 and App. C.3 hold the feature-axis
-patch against them at equal budget and at equal bytes.
+A token repair recomputes some of a chunk's tokens in context and overwrites their KV, which was spliced in blind. All
+repairs have the signature `repair(backbone, splice, count) -> Repaired`. Kamera §6 and App. C.3 compare them with
+feature-axis patches at equal budget and at equal bytes.
 """
 
 import functools
@@ -21,19 +21,20 @@ from ..errors import InputError, RankError, ShapeError
 
 AnyArray = jax.Array | np.ndarray
 AT_ONCE = 16
-"""Tokens that are recomputed come in multiples of this, or are all of the chunk's."""
+"""The number of recomputed tokens is padded to a multiple of this, or to all of the chunk's tokens."""
 
 
 class SplicedCache(NamedTuple):
-    """A sequence's cache with one chunk put in blind, and what is needed to mend it. A pytree: it may be traced.
+    """Cache of a sequence into which one chunk was spliced blind, and the inputs of a repair. A pytree, may be traced.
 
-    tokens: the chunk's tokens at their new place, embeddings [B,T,D] and absolute positions.
-    cache: engine-frame KV of the whole sequence, {channel: [L,B,S,K,H]}.
-    slots: where the chunk's tokens stand in the cache, int [B,T].
-    mask: where each token may look, bool [B,1,T,S]; slots up to its own when None.
-    conditioned: the chunk's true KV in context, phase-free as `prefill` returns it, {channel: [L,B,T,K,H]}. Only
-      oracles read it.
-    length: int [B], tokens per row that are not padding; all of them when None. Padding is never recomputed.
+    Attributes:
+      tokens: the chunk's tokens at their new positions: embeddings [B,T,D] and absolute positions.
+      cache: engine-frame KV of the whole sequence, {channel: [L,B,S,K,H]}.
+      slots: indices of the chunk's tokens in the cache, int [B,T].
+      mask: True where a token may attend, bool [B,1,T,S]; None: to slots up to its own.
+      conditioned: the chunk's true KV in context, phase-free as `prefill` returns it, {channel: [L,B,T,K,H]}. Only
+        oracles read it.
+      length: int [B], tokens per row that are not padding; None: all. Padding is never recomputed.
     """
 
     tokens: Tokens
@@ -45,34 +46,34 @@ class SplicedCache(NamedTuple):
 
 
 class Repaired(NamedTuple):
-    """A mended cache {channel: [L,B,S,K,H]}, and which tokens of the chunk were rewritten at which layer [L,B,T]."""
+    """Repaired cache {channel: [L,B,S,K,H]}, and which of the chunk's tokens were rewritten at each layer [L,B,T]."""
 
     cache: dict[str, Array]
     chosen: Bool[Array, "L B T"]
 
     @property
     def token_layers(self) -> Int[Array, " B"]:
-        """The method's cost: token-layers recomputed per row (re-prefilling the chunk costs L·T)."""
+        """Cost of the repair: token-layers recomputed per row (re-prefilling the chunk costs L·T)."""
         return self.chosen.sum((0, 2))
 
 
 class Repair(Protocol):
-    """The one signature: mend `splice` by recomputing `count` tokens per row (static, 0 … T)."""
+    """Signature of token repairs."""
 
     def __call__(self, backbone: Backbone, splice: SplicedCache, count: int, /) -> Repaired:
-        """See the class.
+        """Repairs `splice` by recomputing `count` tokens per row (static, 0 … T).
 
         Raises:
-          InputError: a count outside 0 … T. ShapeError: a splice whose arrays do not fit one another.
+          InputError: the count is outside 0 … T. ShapeError: shapes of the splice's arrays do not match.
         """
         ...
 
 
 def fraction_to_count(fraction: float, tokens: int) -> int:
-    """Turns a fraction of a chunk's tokens into whole tokens (rounded, halves up).
+    """Converts a fraction of a chunk's tokens to a number of tokens, rounded half up.
 
     Raises:
-      InputError: a fraction outside 0 … 1, or fewer than no tokens.
+      InputError: the fraction is outside 0 … 1, or `tokens` is negative.
     """
     if not 0.0 <= fraction <= 1.0 or tokens < 0:
         raise InputError(f"fraction {fraction} of {tokens} tokens; expected a fraction from 0 to 1 of 0 or more")
@@ -80,42 +81,46 @@ def fraction_to_count(fraction: float, tokens: int) -> int:
 
 
 def count_of_equal_bytes(layout: KVLayout, rank: int | Mapping[str, int], tokens: int) -> int:
-    """Counts the whole tokens whose KV takes the bytes of a patch of this rank over `tokens` tokens (Kamera Table 6).
+    """Computes how many tokens' KV takes as many bytes as a patch of this rank over `tokens` tokens (Kamera Table 6).
 
-    Per channel of width F and layer, a rank-m patch over n tokens takes m(n + F) numbers (at most n·F, for then it is
-    stored dense) and a token takes F. Rank 16 over 480 tokens at width 512 equals 31 tokens; rank 64 equals 124.
+    Per layer and channel of width F, a rank-m patch over n tokens takes m(n + F) numbers (at most n·F, because it is
+    stored dense beyond that) and a token takes F. At width 512 and 480 tokens, rank 16 equals 31 tokens and rank 64
+    equals 124.
 
     Args:
-      rank: one for all channels, or per channel, as `form_patch` takes it (0, or a channel left out: no patch).
+      rank: one for all channels, or by channel, as `form_patch` takes it (0, or no entry: no patch).
 
     Returns:
       The nearest whole number of tokens, at most `tokens`.
 
     Raises:
-      RankError: a rank out of range. LayoutError: a channel the layout does not have.
+      RankError: a rank is out of range. LayoutError: the layout lacks a channel.
     """
     ranks = dict.fromkeys(layout.names, rank) if isinstance(rank, int) else rank
     least = 1 if isinstance(rank, int) else 0
     numbers = 0
-    for name, own in ranks.items():
-        if own < least:
-            raise RankError(f"rank {own} for channel {name!r}; expected at least {least}")
+
+    for name, channel_rank in ranks.items():
+        if channel_rank < least:
+            raise RankError(f"rank {channel_rank} for channel {name!r}; expected at least {least}")
         features = layout.channel(name).features
-        numbers += min(own * (tokens + features), tokens * features)
+        numbers += min(channel_rank * (tokens + features), tokens * features)
+
     return int(numbers / sum(channel.features for channel in layout.channels) + 0.5)
 
 
 def check_splice(layout: KVLayout, splice: SplicedCache, count: int) -> None:
-    """Refuses a splice whose arrays do not fit one another, and a count outside 0 … T.
+    """Checks that the arrays of a splice match one another, and that the count is in 0 … T.
 
     Raises:
-      LayoutError, DtypeError, ShapeError: arrays of other channels, dtypes or shapes than expected.
-      FrameError: cache or conditioned KV of another frame.
-      InputError: the count, or (where they are concrete) slots outside the cache.
+      LayoutError, DtypeError, ShapeError: channels, a dtype or a shape differs.
+      FrameError: the cache or the conditioned KV is in another frame.
+      InputError: the count is out of range, or concrete slots lie outside the cache.
     """
     B, T = splice.slots.shape
     if not 0 <= count <= T:
         raise InputError(f"repair: count {count}; expected 0 to the chunk's {T} tokens")
+
     expect_frame(splice.cache, "repair: cache", "engine")
     layout.check(splice.cache, "repair: cache")
     S = splice.cache[layout.names[0]].shape[2]
@@ -126,10 +131,12 @@ def check_splice(layout: KVLayout, splice: SplicedCache, count: int) -> None:
         _expect("mask", splice.mask.shape, (B, 1, T, S))
     if splice.length is not None:
         _expect("length", splice.length.shape, (B,))
+
     if splice.conditioned is not None:
         expect_frame(splice.conditioned, "repair: conditioned", "phase_free")
         layout.check(splice.conditioned, "repair: conditioned")
         _expect("conditioned", splice.conditioned[layout.names[0]].shape[:3], (layout.layers, B, T))
+
     _check_slots(splice, S)
 
 
@@ -139,6 +146,7 @@ def _expect(what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> Non
 
 
 def _check_slots(splice: SplicedCache, size: int) -> None:
+    """Checks that concrete slots lie in the cache; those of padding are ignored."""
     if any(isinstance(value, Tracer) for value in (splice.slots, splice.length)):
         return
     slots = np.asarray(splice.slots)
@@ -162,7 +170,7 @@ def _live(length: Int[AnyArray, " B"] | None, shape: tuple[int, ...]) -> Bool[Ar
 
 
 def untouched(layout: KVLayout, splice: SplicedCache) -> Repaired:
-    """Answers a count of 0, for every repair: the cache as it is, nothing chosen."""
+    """Returns the result of every repair for a count of 0: the cache unchanged, no token chosen."""
     return Repaired(dict(splice.cache), jnp.zeros((layout.layers, *splice.slots.shape), bool))
 
 
@@ -176,13 +184,13 @@ def read_slots(cache: KV, slots: Int[AnyArray, "B T"], layer: int | None = None)
 
 @jax.jit
 def deviation(true: KV, found: KV, live: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """Measures how far each token's KV is off, in float32: ‖true − found‖ summed over channels and layers.
+    """Computes the deviation of each token's KV in float32: ‖true − found‖ summed over channels and layers.
 
-    Each term is over the channel's root-mean-square token norm at that layer, so that channels and layers weigh alike
-    while tokens compare by magnitude; −inf on padding, so that it is chosen last.
+    Each term is divided by the channel's root-mean-square token norm at that layer, so that channels and layers have
+    equal weight while tokens compare by magnitude. Padding has −inf, so that it is chosen last.
 
     Args:
-      true, found: {channel: [L,B,T,K,H]}, both in one frame (a rotation changes no norm).
+      true, found: {channel: [L,B,T,K,H]}, both in the same frame (a rotation does not change norms).
     """
     total = jnp.zeros(live.shape, jnp.float32)
     tokens = jnp.maximum(live.sum(-1), 1)
@@ -192,17 +200,18 @@ def deviation(true: KV, found: KV, live: Bool[Array, "B T"]) -> Float[Array, "B 
         energy = jnp.where(live, jnp.square(wide).sum((-2, -1)), 0.0).sum(-1, keepdims=True)
         typical = jnp.sqrt(energy / tokens[:, None])
         total = total + jnp.where(typical > 0, norm / jnp.where(typical > 0, typical, 1.0), 0.0).sum(0)
+
     return jnp.where(live, total, -jnp.inf)
 
 
 @functools.partial(jax.jit, static_argnames=("count",))
 def largest(score: Float[Array, "B T"], count: int) -> Int[Array, "B count"]:
-    """Finds the `count` largest scores of each row: indices, ascending; of equal scores the earlier tokens."""
+    """Returns the indices of the `count` largest scores of each row, ascending; ties go to earlier tokens."""
     return jnp.sort(jax.lax.top_k(score, count)[1], axis=-1)
 
 
 def mark(splice: SplicedCache, index: Int[Array, "B count"]) -> Bool[Array, "B T"]:
-    """Turns the chosen tokens into a mask, without padding."""
+    """Converts indices of chosen tokens to a mask, which excludes padding."""
     return _marked(index, live_tokens(splice))
 
 
@@ -218,14 +227,13 @@ def recompute_tokens(
     index: Int[Array, "B count"],
     written: Bool[Array, "L B T"] | None = None,
 ) -> dict[str, Array]:
-    """Recomputes the tokens at `index`, and no others, in context through all layers; returns the cache.
+    """Recomputes only the tokens at `index`, in context through all layers; returns the cache.
 
-    They see each other's fresh KV and the rest of the cache as it stands. Only these tokens are run, the last of them
-    several times, up to a multiple of `AT_ONCE`: so few programs are compiled for many counts, and none for another
-    chunk of the same shape.
+    They attend to each other's new KV and to the rest of the cache. The last token is repeated up to a multiple of
+    `AT_ONCE`, so that few programs are compiled for many counts, and none for another chunk of the same shape.
 
     Args:
-      written: at which layers each of the chunk's tokens is, nested; all that are not padding when None.
+      written: layers at which each of the chunk's tokens is written, as nested sets; None: all, except padding.
     """
     index = _filled(index, min(splice.slots.shape[1], -(-index.shape[1] // AT_ONCE) * AT_ONCE))
     if written is None and splice.length is not None:
@@ -248,8 +256,11 @@ def _taken(
     index: Int[Array, "B count"],
     layers: int,
 ) -> tuple[Tokens, Int[Array, "B count"], Bool[Array, "L B count"] | None, Bool[Array, "B 1 count S"] | None]:
-    """What `recompute` takes, of the tokens at `index` alone: one program, not one for each of its parts."""
-    take = lambda x: jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
+    """Gathers the arguments of `recompute` at `index`, in one program in place of one per array."""
+
+    def take(x: AnyArray) -> Array:
+        return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
+
     keep = None
     if written is not None:
         keep = jnp.broadcast_to(jnp.take_along_axis(written, index[None], axis=2), (layers, *index.shape))

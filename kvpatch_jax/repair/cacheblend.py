@@ -1,4 +1,4 @@
-"""CacheBlend: recompute a few whole layers, see which tokens moved most there, and recompute those above."""
+"""CacheBlend: recompute the lowest layers whole, and above them only the tokens whose KV changed most there."""
 
 from typing import NamedTuple
 
@@ -23,10 +23,12 @@ from ._common import (
 
 
 class Checked(NamedTuple):
-    """What the check finds of one splice, for any number of tokens above it.
+    """Result of the check of one splice, for any number of tokens above the check layer.
 
-    cache: with all tokens run again through the check layer, {channel: [L,B,S,K,H]}. score: how far each token moved
-    there [B,T]. rewritten: which tokens at which layer [L,B,T].
+    Attributes:
+      cache: after recomputing all tokens through the check layer, {channel: [L,B,S,K,H]}.
+      score: deviation of each token's KV at the check layer, [B,T].
+      rewritten: which tokens were rewritten at each layer, [L,B,T].
     """
 
     cache: dict[str, Array]
@@ -35,20 +37,22 @@ class Checked(NamedTuple):
 
 
 def check_by_layer(backbone: Backbone, splice: SplicedCache, check_layer: int = 1) -> Checked:
-    """Recomputes all tokens through `check_layer` and scores how far each one's KV moved there.
+    """Recomputes all tokens through `check_layer` and scores how much each token's KV changed there.
 
     Raises:
-      InputError: a layer the backbone does not have. ShapeError, LayoutError, DtypeError: a splice that does not fit.
+      InputError: the backbone lacks the layer. ShapeError, LayoutError, DtypeError: the splice does not match it.
     """
     layout = backbone.layout
     check_splice(layout, splice, 0)
     if not 0 <= check_layer < layout.layers:
         raise InputError(f"cacheblend: check_layer {check_layer}; expected 0 to {layout.layers - 1}")
+
     live = live_tokens(splice)
     below = jax.device_put((np.arange(layout.layers) <= check_layer)[:, None, None])
     lower = backbone.recompute(splice.tokens, splice.cache, splice.slots, below & live, splice.mask).cache
-    checked = lambda cache: read_slots(cache, splice.slots, check_layer)
-    return Checked(lower, deviation(checked(lower), checked(splice.cache), live), below & live)
+    recomputed = read_slots(lower, splice.slots, check_layer)
+    spliced = read_slots(splice.cache, splice.slots, check_layer)
+    return Checked(lower, deviation(recomputed, spliced, live), below & live)
 
 
 def cacheblend(
@@ -61,16 +65,16 @@ def cacheblend(
     tokens"), in the strongest form of Kamera §6 and Table 6: recomputed tokens attend to the full context.
 
     Args:
-      count: tokens per row above the check layer, static, 0 … T; 0 returns the cache as it is.
-      check_layer: static; where fresh and spliced KV are compared.
-      checked: what `check_by_layer` found of this splice at this layer, where several counts are tried; None: it runs.
+      count: tokens per row above the check layer, static, 0 … T; 0 returns the cache unchanged.
+      check_layer: layer at which recomputed and spliced KV are compared, static.
+      checked: result of `check_by_layer` for this splice and layer, to try several counts; None: it is computed.
 
     Returns:
-      The mended cache, and the tokens rewritten [L,B,T].
+      The repaired cache, and the tokens rewritten [L,B,T].
 
     Raises:
-      InputError: a count outside 0 … T, or a layer the backbone does not have. ShapeError, LayoutError, DtypeError: a
-        splice that does not fit.
+      InputError: the count is outside 0 … T, or the backbone lacks the layer. ShapeError, LayoutError, DtypeError: the
+        splice does not match the backbone.
     """
     layout = backbone.layout
     check_splice(layout, splice, count)
@@ -78,9 +82,11 @@ def cacheblend(
         raise InputError(f"cacheblend: check_layer {check_layer}; expected 0 to {layout.layers - 1}")
     if count == 0:
         return untouched(layout, splice)
+
     if checked is None:
         checked = check_by_layer(backbone, splice, check_layer)
     index = largest(checked.score, count)
-    # Run again from the embeddings, the chosen tokens meet fresh lower layers and pass through them unchanged.
+
+    # The chosen tokens start from the embeddings again. In the recomputed lower layers they get the same KV as before.
     cache = recompute_tokens(backbone, splice._replace(cache=checked.cache), index)
     return Repaired(cache, checked.rewritten | mark(splice, index))

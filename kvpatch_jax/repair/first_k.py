@@ -1,4 +1,4 @@
-"""First-k: recompute the chunk's first tokens, where a chunk prefilled alone put its attention sink."""
+"""First-k: recompute the chunk's first tokens, where a chunk that is prefilled alone has its attention sink."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +13,14 @@ def first_k(backbone: Backbone, splice: SplicedCache, count: int) -> Repaired:
     Source: EPIC (Hu et al. 2025, LegoLink) and its multimodal form MPIC, as Kamera App. C.3 and Table 6 compare them.
 
     Args:
-      count: tokens per row, static, 0 … T; 0 returns the cache as it is.
+      count: tokens per row, static, 0 … T; 0 returns the cache unchanged.
 
     Returns:
-      The mended cache, and the tokens rewritten [L,B,T].
+      The repaired cache, and the tokens rewritten [L,B,T].
 
     Raises:
-      InputError: a count outside 0 … T. ShapeError, LayoutError, DtypeError: a splice that does not fit.
+      InputError: the count is outside 0 … T. ShapeError, LayoutError, DtypeError: the splice does not match the
+        backbone.
     """
     check_splice(backbone.layout, splice, count)
     if count == 0:

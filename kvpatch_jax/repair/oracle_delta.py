@@ -1,7 +1,7 @@
-"""Oracle-Δ: recompute the tokens that truly changed most.
+"""Oracle-Δ: recompute the tokens whose true deficit is largest.
 
-Not a method to serve with: it must know Δ. Nor a bound on what choosing can do: the largest Δ need not be what a
-question reads, and a choice by the question's own attention can do better with fewer tokens.
+It cannot be used in serving, because it needs Δ. It is not an upper bound of token selection either: a question need
+not read the tokens with the largest Δ, and a selection by the question's attention can do better with fewer tokens.
 """
 
 from ..backbone import Backbone
@@ -27,15 +27,15 @@ def oracle_delta(backbone: Backbone, splice: SplicedCache, count: int) -> Repair
     App. C.3, Fig. 6a (an oracle that selects tokens by true Δ-magnitude needs about half of them).
 
     Args:
-      splice: `conditioned` is needed; nothing else of it reaches the cache but the choice.
-      count: tokens per row, static, 0 … T; 0 returns the cache as it is.
+      splice: with `conditioned`, which affects only the selection, never the values in the cache.
+      count: tokens per row, static, 0 … T; 0 returns the cache unchanged.
 
     Returns:
-      The mended cache, and the tokens rewritten [L,B,T].
+      The repaired cache, and the tokens rewritten [L,B,T].
 
     Raises:
-      InputError: no `conditioned`, or a count outside 0 … T. ShapeError, LayoutError, DtypeError: a splice that does
-        not fit.
+      InputError: `conditioned` is None, or the count is outside 0 … T. ShapeError, LayoutError, DtypeError: the splice
+        does not match the backbone.
     """
     layout = backbone.layout
     check_splice(layout, splice, count)
@@ -43,6 +43,7 @@ def oracle_delta(backbone: Backbone, splice: SplicedCache, count: int) -> Repair
         raise InputError("oracle_delta: splice.conditioned is None; expected the chunk's phase-free KV in context")
     if count == 0:
         return untouched(layout, splice)
+
     true = to_engine(layout, splice.conditioned, splice.tokens.positions, 0)
     score = deviation(true, read_slots(splice.cache, splice.slots), live_tokens(splice))
     return repair_everywhere(backbone, splice, largest(score, count))

@@ -1,4 +1,4 @@
-"""VLCache: recompute a chunk's first tokens, at each layer its own number of them, shared out by what layers need."""
+"""VLCache: recompute a chunk's first tokens, with a number of tokens per layer that follows the layer's sensitivity."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -17,17 +17,17 @@ from ._common import Repaired, SplicedCache, check_splice, live_tokens, recomput
 def vlcache(backbone: Backbone, splice: SplicedCache, counts: Sequence[int]) -> Repaired:
     """Recomputes the first `counts[l]` tokens of the chunk in context at layer l, for every layer.
 
-    Source: VLCache (Qin et al. 2025, section 4), its dynamic recomputation ratio; `layer_counts` finds the counts.
+    Source: VLCache (Qin et al. 2025, section 4), its dynamic recomputation ratio; `layer_counts` computes the counts.
 
     Args:
-      counts: tokens per row for each layer, static, 0 … T, none larger than the one below.
+      counts: tokens per row for each layer, static, 0 … T, not increasing with depth.
 
     Returns:
-      The mended cache, and the tokens rewritten [L,B,T].
+      The repaired cache, and the tokens rewritten [L,B,T].
 
     Raises:
-      InputError: counts that rise with depth, are not one for each layer, or lie outside 0 … T. ShapeError,
-        LayoutError, DtypeError: a splice that does not fit.
+      InputError: counts increase with depth, are not one per layer, or lie outside 0 … T. ShapeError, LayoutError,
+        DtypeError: the splice does not match the backbone.
     """
     layers, (_, T) = backbone.layout.layers, splice.slots.shape
     counts = [int(count) for count in counts]
@@ -35,6 +35,7 @@ def vlcache(backbone: Backbone, splice: SplicedCache, counts: Sequence[int]) -> 
         raise InputError(f"vlcache: counts {counts}; expected {layers}, none larger than the one below it")
     if counts[-1] < 0:
         raise InputError(f"vlcache: count {counts[-1]}; expected 0 to the chunk's {T} tokens")
+
     check_splice(backbone.layout, splice, counts[0])
     if counts[0] == 0:
         return untouched(backbone.layout, splice)
@@ -52,28 +53,29 @@ def layer_sensitivity(
     loss: Callable[[KV], float],
     blocks: int | None = None,
 ) -> Float[np.ndarray, "L n"]:
-    """Measures what is lost where a layer has the true KV of its first tokens, for each layer and count.
+    """Measures the loss when one layer has the true KV of the chunk's first tokens, for every layer and count.
 
-    Source: VLCache, equation 5: one layer alone has it. Its layer is recomputed on reused inputs; here the layer has
-    the KV of a prefill in context, which needs one forward where the other needs one for each layer and count.
+    Source: VLCache, equation 5. There the layer is recomputed on reused inputs, which takes a forward per layer and
+    count; here it has the KV of a prefill in context, which takes one forward in all.
 
-    No cache that VLCache serves is like that: where a layer's first tokens are recomputed, so are those of all layers
-    below it, and what is lost is no sum over layers. With `blocks`, a row is a block of so many layers, all layers
-    below have the same tokens' true KV (what `vlcache` serves, since first tokens see only one another and what stands
-    in front), and an entry is what the block's own adds to the loss: a column sums to the whole loss of its count.
+    VLCache never serves such a cache: whenever a layer's first tokens are recomputed, so are those of all layers below
+    it, and the loss is not a sum over layers. With `blocks`, a row is a block of that many layers, all layers below
+    have the true KV of the same tokens (as `vlcache` serves them, because first tokens attend only to one another and
+    to the preceding context), and an entry is the change of the loss that the block adds. A column then sums to the
+    whole change of its count.
 
     Args:
-      splice: of a calibration item; `conditioned` is needed.
-      counts: tokens, each 0 … T.
-      loss: of a cache {channel: [L,B,S,K,H]}: how far the answers over it are from a re-prefill's.
-      blocks: layers of a block, a divisor of L; None: VLCache's own way, a row per layer.
+      splice: of a calibration item, with `conditioned`.
+      counts: numbers of tokens, 0 … T.
+      loss: maps a cache {channel: [L,B,S,K,H]} to the distance of its answers from those of a re-prefill.
+      blocks: layers per block, a divisor of L; None: as VLCache, one row per layer.
 
     Returns:
-      A row per layer, or per block.
+      One row per layer or per block.
 
     Raises:
-      InputError: no `conditioned`, a count outside 0 … T, or blocks that do not divide the layers. ShapeError,
-        LayoutError, DtypeError: a splice that does not fit.
+      InputError: `conditioned` is None, a count is outside 0 … T, or `blocks` does not divide the layers. ShapeError,
+        LayoutError, DtypeError: the splice does not match the layout.
     """
     for count in counts:
         check_splice(layout, splice, count)
@@ -81,15 +83,23 @@ def layer_sensitivity(
         raise InputError("layer_sensitivity: splice.conditioned is None; expected the chunk's phase-free KV in context")
     if blocks is not None and (blocks < 1 or layout.layers % blocks):
         raise InputError(f"layer_sensitivity: blocks {blocks}; expected a divisor of {layout.layers} layers")
+
     true = to_engine(layout, splice.conditioned, splice.tokens.positions, 0)
     blind = loss(splice.cache)
-    found = np.full((layout.layers // (blocks or 1), len(counts)), blind)
+    losses = np.full((layout.layers // (blocks or 1), len(counts)), blind)
+
     for place, count in enumerate(counts):
-        for row in range(len(found) if count else 0):  # of a count of 0 nothing is true, whichever layer it is
+        # With a count of 0 every cache is the blind one.
+        if count == 0:
+            continue
+
+        for row in range(len(losses)):
             first, last = (row, row) if blocks is None else (0, (row + 1) * blocks - 1)
-            where = jax.device_put((first, last, count))
-            found[row, place] = loss(_true_at(splice.cache, true, splice.slots, *where))
-    return found if blocks is None else np.diff(found, axis=0, prepend=blind)
+            # Traced, so that one program serves all layers and counts.
+            bounds = jax.device_put((first, last, count))
+            losses[row, place] = loss(_true_at(splice.cache, true, splice.slots, *bounds))
+
+    return losses if blocks is None else np.diff(losses, axis=0, prepend=blind)
 
 
 @jax.jit
@@ -101,38 +111,39 @@ def _true_at(
     last: Int[Array, ""],
     count: Int[Array, ""],
 ) -> dict[str, Array]:
-    """The cache with the chunk's first `count` tokens true at the layers first … last."""
+    """Writes the true KV of the chunk's first `count` tokens into the cache at layers first … last."""
     rows = jnp.arange(slots.shape[0])[:, None]
     layers = jnp.arange(next(iter(cache.values())).shape[0])
-    taken = ((layers >= first) & (layers <= last))[:, None] & (jnp.arange(slots.shape[1]) < count)
-    taken = taken[:, None, :, None, None]
-    return {
-        name: value.at[:, rows, slots].set(jnp.where(taken, true[name], value[:, rows, slots]))
-        for name, value in cache.items()
-    }
+    replaced = ((layers >= first) & (layers <= last))[:, None] & (jnp.arange(slots.shape[1]) < count)
+    replaced = replaced[:, None, :, None, None]
+
+    result = {}
+    for name, value in cache.items():
+        result[name] = value.at[:, rows, slots].set(jnp.where(replaced, true[name], value[:, rows, slots]))
+    return result
 
 
 def layer_counts(
     sensitivity: Float[np.ndarray, "L n"], counts: Sequence[int], budget: int, spend: bool = False
 ) -> tuple[int, ...]:
-    """Shares out tokens among layers: the least sum of sensitivities, none getting more than the one below.
+    """Allocates tokens to layers so that the sum of sensitivities is least and counts do not increase with depth.
 
-    Source: VLCache, equations 6 to 9. It solves them greedily; here they are solved exactly, by dynamic programming
-    over layers, the last count and the tokens spent.
+    Source: VLCache, equations 6 to 9. VLCache solves them greedily; here dynamic programming over layers, the last
+    count and the tokens spent solves them exactly.
 
     Args:
-      sensitivity: `layer_sensitivity`'s, or a mean of several.
-      counts: the tokens that its columns stand for, ascending.
-      budget: tokens of all layers together, at most.
-      spend: leave less of the budget than the largest step between counts, also where sensitivities say that tokens
-        more harm: so methods are compared at one budget.
+      sensitivity: result of `layer_sensitivity`, or a mean of several.
+      counts: numbers of tokens of its columns, ascending.
+      budget: maximum number of tokens of all layers together.
+      spend: leave less of the budget than the largest step between counts, even if sensitivities say that more tokens
+        do harm, so that methods are compared at the same budget.
 
     Returns:
       Tokens for each layer.
 
     Raises:
-      InputError: counts that do not ascend or are not the columns'; values that are not finite; a budget that the
-        smallest count exceeds.
+      InputError: counts do not ascend or do not match the columns; a sensitivity is not finite; the budget is below
+        the smallest count for every layer.
     """
     sensitivity = np.asarray(sensitivity, np.float64)
     ascending = all(small < large for small, large in itertools.pairwise(counts))
@@ -145,26 +156,32 @@ def layer_counts(
     if len(sensitivity) * counts[0] > budget:
         raise InputError(f"layer_counts: budget {budget}; expected at least {len(sensitivity) * counts[0]}")
 
+    # least[m, b] is the least sum over the layers from the current one on, with at most counts[m] tokens each and b
+    # tokens in all; taken holds the index of the current layer's count. With `spend` a solution always exists: raising
+    # layers by one count each, the lowest first, leaves less than a step.
     layers, left = len(sensitivity), min(budget, len(sensitivity) * counts[-1])
-    # least[m, b]: of the layers from here on, none beyond counts[m], with b tokens; taken: which count it begins with.
-    # Layers raised by one count each, the lowest first, leave less than a step: with `spend` there is an answer.
     unspent = max(np.diff(counts), default=1) if spend else left + 1
     least = np.tile(np.where(np.arange(left + 1) < unspent, 0.0, np.inf), (len(counts), 1))
     taken = np.zeros((layers, len(counts), left + 1), np.int16)
+
     for layer in reversed(range(layers)):
-        behind, best, which = least, np.full(left + 1, np.inf), np.zeros(left + 1, np.int16)
-        least = np.empty_like(behind)
+        above, best, which = least, np.full(left + 1, np.inf), np.zeros(left + 1, np.int16)
+        least = np.empty_like(above)
         for place, count in enumerate([count for count in counts if count <= left]):
-            own = np.full(left + 1, np.inf)
-            own[count:] = sensitivity[layer, place] + behind[place, : left + 1 - count]
-            which = np.where(own < best, place, which)
-            best = np.minimum(own, best)
+            candidate = np.full(left + 1, np.inf)
+            candidate[count:] = sensitivity[layer, place] + above[place, : left + 1 - count]
+            which = np.where(candidate < best, place, which)
+            best = np.minimum(candidate, best)
             least[place], taken[layer, place] = best, which
+
+        # Counts beyond the budget cannot be taken, so allowing them changes nothing.
         least[place + 1 :], taken[layer, place + 1 :] = best, which
 
-    found, place = [], len(counts) - 1
+    # Follow the decisions from the lowest layer.
+    allocation, place = [], len(counts) - 1
     for layer in range(layers):
         place = int(taken[layer, place, left])
-        found.append(counts[place])
+        allocation.append(counts[place])
         left -= counts[place]
-    return tuple(found)
+
+    return tuple(allocation)
