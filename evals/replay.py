@@ -42,6 +42,7 @@ def main(arguments: list[str]) -> None:
     """Parses flags, replays, writes, prints."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
+
     quiet_backends()
     out = Path(_OUT.value)
     with errors_as_one_line():
@@ -51,9 +52,11 @@ def main(arguments: list[str]) -> None:
         path = shipped(_MODEL.value)
         if recorded is None:  # what is drawn is asked in the small task's words
             check_language(path, VOCABULARY.names, "small", shipped_names())
+
     use_compilation_cache()
     with errors_as_one_line():
         backbone = load(path, dtype="float32")
+
     for kind in kinds if recorded is None else (recorded.kind,):
         trace = recorded
         with errors_as_one_line():
@@ -61,9 +64,11 @@ def main(arguments: list[str]) -> None:
                 trace = generate(kind, _SEED.value, out, steps=_STEPS.value, backbone=backbone)
             print(f"{trace.kind}: {len(trace)} events", flush=True)
             found = replay(trace, backbone, rank=_RANK.value, report=lambda text: print(f"  {text}", flush=True))
+
         found["model"] = Path(_MODEL.value).name
         out_of(out, trace.kind).write_text(json.dumps(found) + "\n")
         print(aligned_table(*table(found)), "", aligned_table(*rank_table(found)), "", sep="\n", flush=True)
+
     write_pages(out)
 
 
@@ -81,6 +86,7 @@ def write_pages(out: Path) -> None:
     for path in sorted(out.glob("replay_*.json"), key=lambda path: _place(path.stem.removeprefix("replay_"))):
         found = json.loads(path.read_text())
         results[found["kind"]] = found
+
     parts = []
     for kind, found in results.items():
         parts += [f"## {kind}", markdown_table(*table(found)), markdown_table(*rank_table(found))]

@@ -151,9 +151,11 @@ def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
         if set(config.suite) & set(SUITES):
             example = read_example(backbone, folder, config.seed, config.batch, results["config"]["example"])
         figures = [*drawing.result(), *window_figures(results, folder / "figures")]
+
     if example is not None:
         figures.insert(0, example())
         write_table(results, folder / "table.md")
+
     notes = [*NOTES, *(WINDOW_NOTES if WINDOW in config.suite else [])]
     report = write_report(results, figures, folder / "report.html", notes)
     print_summary(results)
@@ -189,6 +191,7 @@ def asked_suites(names: Sequence[str]) -> tuple[str, ...]:
         return (PRETRAINED,)
     if not names:
         raise app.UsageError(f"--suite names nothing; expected all, or some of {expected}")
+
     unknown = [name for name in names if name not in (*SUITES, WINDOW, "all")]
     if unknown:
         raise app.UsageError(f"--suite names {unknown[0]!r}; expected all, or some of {expected}")
@@ -228,6 +231,7 @@ def run_small(suite: tuple[str, ...]) -> None:
         if name != "all":
             check_language(shipped(name), small_task.VOCABULARY.names, "small", shipped_names())
         make_out(folder)
+
     if name != "all":
         run_backbone(RunConfig(name, suites_for(name, suite), _SEED.value, arms=_ARMS.value, **small), folder)
         return
@@ -237,6 +241,7 @@ def run_small(suite: tuple[str, ...]) -> None:
         print(f"{backbone}, {number + 1} of {len(names)}", flush=True)
         config = RunConfig(backbone, suites_for(backbone, suite), _SEED.value, arms=_ARMS.value, **small)
         results[backbone] = run_backbone(config, folder / backbone)
+
     if set(suite) & set(SUITES):
         print(f"side by side: {side_by_side.write(results, folder)}")
     if WINDOW in suite:
@@ -247,9 +252,11 @@ def main(arguments: list[str]) -> None:
     """Parses flags and runs the task or suite that was asked for."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
+
     quiet_backends()
     suite = asked_suites(_SUITE.value)
     use_compilation_cache()
+
     if suite == (PRETRAINED,):
         run_pretrained()
     elif _TASK.value != "small":

@@ -98,6 +98,7 @@ def measure(
         reader = dataset.reader(backbone, probe, sizes.seed, number, sizes.batch)
         clusters = number * sizes.batch + np.arange(sizes.batch)
         answers = read_arms(table, reader, arms)
+
         for name in reader.probes:
             items = table.items(name)
             items.kinds = reader.kinds
@@ -106,11 +107,13 @@ def measure(
         shapes = {
             f"class_mean_share.{name}": shares for name, shares in class_shares(reader.page, dataset.spec).items()
         }
+
         for metric, by_channel in {**shapes, "e90": energy_ranks(reader.page)}.items():
             for channel, values in by_channel.items():
                 for layer in range(values.shape[1]):
                     arm = f"layer={layer}.{channel}"
                     table.sample(reader.probes[0], arm, metric, values[:, layer], clusters)
+
     # Costs stand in the files of these tasks without an interval, and the share of bytes not at all.
     rows = [row for row in table.rows() if row["metric"] != "bytes"]
     bare = {"low": None, "high": None, "n": 1}
@@ -128,11 +131,13 @@ def measure_instance(
     config = {"model": dataset.task, **sizes._asdict(), "questions": dataset.questions, "rules": RULES.digest}
     finished = {part["part"]: part["rows"] for part in finished_parts(file, config)}
     probes = list(dataset.probes.items())
+
     for number, (probe, described) in enumerate(probes[:1] if control else probes):
         arms = list(CONTROL_ARMS) if control else arm_names(backbone.layout, first=number == 0)
         groups = {f"{len(arms)} arms": arms}
         if not control:
             groups["every chunk"] = ["re-prefill", *EVERY_CHUNK]
+
         for group, names in groups.items():
             name = f"{path.name}, {described.title}, {group}, {backbone.fingerprint}"
             if name not in finished:
@@ -140,7 +145,9 @@ def measure_instance(
                 add_part(file, {"part": name, "rows": finished[name]})
             # The second group has the reference again, and the deficit.
             rows += [row for row in finished[name] if names is arms or row["arm"] in EVERY_CHUNK]
+
         print(f"{path.name}: {described.title} measured", flush=True)
+
     return rows
 
 

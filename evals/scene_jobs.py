@@ -71,7 +71,7 @@ class RunConfig:
         return range(min(self.window_contexts, self.contexts) // self.batch)
 
     def clusters(self, scene: int) -> np.ndarray:
-        """Numbers of a scene's contexts."""
+        """Returns the numbers of a scene's contexts."""
         return scene * self.batch + np.arange(self.batch)
 
 
@@ -136,6 +136,7 @@ class SceneJobs:
             for number in config.window_scenes:
                 for probe in WINDOW_PROBES:
                     table.take(self._joined(probe, [number]))
+
             if "deficit" in config.suite:
                 table.plain += self._joined("deficit", [0]).plain
             probes.orbit_against_exact(table)
@@ -163,12 +164,14 @@ class SceneJobs:
         config, table = self.config, ResultsTable(self.config.name)
         scene, rng = scenes.scene_at(self.backbone, config.seed, number, self.images, config.batch)
         page = scenes.reused_page(scene)
+
         if number in config.window_scenes:
             self.pages[number] = page
             for probe in WINDOW_PROBES:
                 self._submit(probe, number, self._window, scene, page, probe)
             if "deficit" in config.suite and len(self.pages) == len(config.window_scenes):
                 self._submit("deficit", 0, self._deficit)
+
         if number == 0:
             # Programs that all scenes run are compiled by now, so that no two threads compile the same program.
             self._submit_others()
@@ -177,6 +180,7 @@ class SceneJobs:
             reader = SceneReader(scene, small_task.ask(scene.contexts, rng, QUESTIONS), page)
             arms = arms_of(config, self.backbone)
             probes.compare_repairs(table, reader, config.clusters(number), arms, self.progress)
+
         return table
 
     def _submit_others(self) -> None:
@@ -187,6 +191,7 @@ class SceneJobs:
         others = {name: (config.scenes, RULES.headline_arms) for name in other_seeds() if "seeds" in config.suite}
         if "control" in config.suite:
             others[CONTROL] = (config.window_scenes, CONTROL_ARMS)
+
         for name, (numbers, arms) in others.items():
             backbone = sibling(self.backbone, load(shipped(name), dtype="float32"))
             for number in numbers:
@@ -197,6 +202,7 @@ class SceneJobs:
         config, clusters, table = self.config, self.config.clusters(number), ResultsTable(self.config.name)
         if probe not in config.suite:
             return table
+
         # A generator per probe, so that a probe draws the same questions whichever others are run.
         rng = np.random.default_rng([config.seed, int(clusters[0]), WINDOW_PROBES.index(probe) + 1])
         if probe == "reorder":
@@ -205,6 +211,7 @@ class SceneJobs:
             probes.probe_slide(table, scene, page, rng, clusters, self.progress)
         else:
             probes.probe_recall(table, scene, page, rng, clusters, self.images, self.progress)
+
         return table
 
     def _other_instance(self, number: int, name: str, other: ModelBackbone, arms: Sequence[str]) -> ResultsTable:

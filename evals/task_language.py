@@ -21,6 +21,7 @@ def check_language(checkpoint: Path, words: Sequence[str], task: str, shipped: S
     ids = [] if tokenizer is None else [tokenizer.token_to_id(word) for word in words]
     if ids == list(range(len(words))):
         return
+
     found = "no tokenizer" if tokenizer is None else "a tokenizer with other words"
     raise InputError(
         f"backbone {str(checkpoint)!r} has {found}; expected a model that was trained on the {task} task, which asks "

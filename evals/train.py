@@ -110,6 +110,7 @@ class Trainer:
         newest = self.checkpoints.latest_step()
         if newest is None:
             return 0
+
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._tree)
         tree = self.checkpoints.restore(newest, args=ocp.args.StandardRestore(target))
         nnx.replace_by_pure_dict(self.state, tree["parameters"])
@@ -128,6 +129,7 @@ class Trainer:
 
         tally: Tally = {}
         began = time.perf_counter()
+
         with ThreadPoolExecutor(1) as pool, (self.folder / "curve.jsonl").open("a") as curve:
             # The next batch is drawn on the host while the device takes a step.
             ahead = pool.submit(self._draw, self.step)
@@ -137,12 +139,14 @@ class Trainer:
                 ahead = pool.submit(self._draw, step + 1)
                 self._note(tally, self._take(drawn), drawn)
                 self.step = step + 1
+
                 if self.step % every == 0 or self.step == until:
                     line = {"step": self.step, **_means(tally), "seconds": round(time.perf_counter() - began, 1)}
                     curve.write(json.dumps(line) + "\n")
                     curve.flush()
                     bar.set_postfix({kind: f"{line.get(kind, 0.0):.3f}" for kind in ("chain", "aggregate")})
                     tally.clear()
+
                 if self.step % save_every == 0 or self.step == until:
                     self.save()
 
@@ -239,6 +243,7 @@ def draw_curve(folder: Path, kinds: Sequence[str] = small_task.KINDS) -> Path:
     for name in lines[-1]:
         if name == "loss" or "." in name:
             right.plot(steps, [line[name] for line in lines], label=name)
+
     left.set(title="accuracy on training batches", xlabel="step", ylim=(0, 1))
     right.set(title="losses (layer.label: auxiliary)", xlabel="step", yscale="log")
     for axis in (left, right):
@@ -321,6 +326,7 @@ def main(arguments: list[str]) -> None:
     """Trains, saves the Hugging Face directory, draws the curve."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
+
     logging.set_verbosity(logging.WARNING)
     recipe, trainer_type = asked_recipe(flags.FLAGS.task), TASKS[flags.FLAGS.task][1]
     with errors_as_one_line():

@@ -1,4 +1,4 @@
-"""Answers that grow in one pool, a token of each at a time: what a backbone is given, as arrays.
+"""Batches of answers decoded in one pool, one token per row and step: the arrays that a backbone takes.
 
 Axis letters: B rows, N pages of a table, O slots of a page, V vocabulary.
 """
@@ -14,10 +14,12 @@ from .core import NO_PAGE, AnyArray, Paged, Pool
 
 
 class Draws(NamedTuple):
-    """How the next token of each row is chosen.
+    """Sampling options and random keys of each row.
 
-    temperature, top_p float32 [B] and top_k int32 [B], as `models.Sampling` has them (a `top_k` beyond the vocabulary:
-    all tokens). key uint32 [B,n]: the numbers of a `jax.random.key`.
+    Attributes:
+      temperature, top_p: float32 [B], as in `Sampling`.
+      top_k: int32 [B], as in `Sampling`; beyond the vocabulary's size: all tokens.
+      key: uint32 [B,n], the data of a `jax.random.key`.
     """
 
     temperature: Float[AnyArray, " B"]
@@ -27,16 +29,16 @@ class Draws(NamedTuple):
 
 
 class AnswerRows(NamedTuple):
-    """Where each of a batch of answers stands in the pool.
+    """Decoding state of a batch of answers in a pool.
 
     Attributes:
-      token: int32 [B], the last one chosen, whose KV the pool does not have yet.
-      place: int32 [B], where it stands among the row's tokens; those in front of it are in the pool.
+      token: int32 [B], the token chosen last, whose KV is not in the pool yet.
+      place: int32 [B], its index among the row's tokens; all earlier tokens are in the pool.
       position: [B], its rotary position, the same on every axis.
-      index: int32 [B], how many tokens of the answer were chosen.
-      table: int32 [B,N], pages, those that the answer will grow into among them; `NO_PAGE` fills up.
-      owned: bool [B,N·O], which slots of these pages are the row's, written or still to be.
-      places: int32 [B,N·O], which token of the row each of them is for.
+      index: int32 [B], number of tokens chosen for the answer.
+      table: int32 [B,N], pages, including those that the answer will grow into, padded with `NO_PAGE`.
+      owned: bool [B,N·O], which slots of these pages belong to the row, written or not.
+      places: int32 [B,N·O], index of the row's token that each of these slots is for.
     """
 
     token: Int[AnyArray, " B"]
@@ -50,30 +52,32 @@ class AnswerRows(NamedTuple):
 
 @runtime_checkable
 class AnsweringBackbone(Protocol):
-    """What batches of answers ask of a backbone beside `Backbone`: `models.load` gives such."""
+    """Backbone that also decodes batches of answers; `models.load` returns one."""
 
     def answer_choices(self, sampling: Any, key: Any, stop: Sequence[int] | None) -> tuple[Draws, tuple[int, ...]]:
-        """Checks how an answer's tokens are chosen and what ends it; one row of `Draws`, and the stop tokens."""
+        """Checks the sampling options of an answer; returns one row of `Draws`, and the stop tokens."""
         ...
 
     def begin_answer(
         self, tokens: Tokens, length: int, context: Paged, slots: Int[np.ndarray, " T"], draws: Draws, steps: int
     ) -> tuple[Int[Array, "1"], Pool]:
-        """Runs a question, writes it into the pool and chooses the first token."""
+        """Runs a question, writes its KV into the pool and chooses the first token."""
         ...
 
     def advance_answers(self, pool: Pool, rows: AnswerRows, draws: Draws) -> tuple[AnswerRows, Pool]:
-        """Writes every row's last token into the pool and chooses the next one."""
+        """Writes the KV of every row's last token into the pool and chooses the next token."""
         ...
 
     def answer_pieces(self, blocks: Iterator[Int[np.ndarray, "1 n"]], steps: int, stop: Sequence[int]) -> Iterator[Any]:
-        """Pieces of text of one answer's tokens."""
+        """Yields the tokens of one answer as pieces of text."""
         ...
 
 
 def no_row(like: AnswerRows) -> AnswerRows:
-    """A row that stands for none, of another's sizes: it sees itself alone and is written nowhere."""
-    nothing = AnswerRows(*(np.zeros((1, *value.shape[1:]), value.dtype) for value in like))
-    nothing.table[:] = NO_PAGE
-    nothing.owned[:, :1] = True
-    return nothing
+    """Returns a padding row of the same sizes, which attends only to itself and is not written to the pool."""
+    row = AnswerRows(*(np.zeros((1, *value.shape[1:]), value.dtype) for value in like))
+    row.table[:] = NO_PAGE
+
+    # One key must be visible: a softmax over none is NaN.
+    row.owned[:, :1] = True
+    return row

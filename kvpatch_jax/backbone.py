@@ -1,8 +1,8 @@
-"""What the cache asks of a model: the Protocol through which `kvpatch_jax` meets a backbone.
+"""Protocol of backbones: everything that `kvpatch_jax` requires of a model, and checks of a forward's arguments.
 
 Axis letters: B batch, T tokens, S keys (context, then tokens), L layers, K KV heads, H head width, D model width,
-V vocabulary. KV travels as {channel: [L,B,T,K,H]}; what a forward returns is phase-free, what it reads as context is in
-the engine frame, as an ordinary attention kernel reads it.
+V vocabulary. KV is {channel: [L,B,T,K,H]}. A forward returns phase-free KV; the context that it reads is in the engine
+frame, as an ordinary attention kernel reads it.
 """
 
 from collections import Counter
@@ -20,21 +20,22 @@ from .errors import InputError, LayoutError, PositionError, ShapeError
 
 KV = Mapping[str, Array]
 Context = KV | Paged
-"""What stands in front of tokens, in the engine frame: {channel: [L,B,S,K,H]}, or pages of a pool."""
+"""KV that precedes tokens, in the engine frame: {channel: [L,B,S,K,H]}, or pages of a pool."""
 Logits = Literal["last", "all"] | Int[AnyArray, "B n"]
-"""Of which tokens a forward gives logits: the last, all, or those with these indices in each row.
+"""Tokens whose logits a forward returns: the last, all, or those with these indices in each row.
 
-A vocabulary is large: logits of 16 384 tokens over 152 064 words take 9.3 GiB.
+Vocabularies are large: logits of 16 384 tokens over 152 064 words take 9.3 GiB.
 """
 
 
 class Tokens(NamedTuple):
-    """A prompt, or part of one, ready for the decoder.
+    """Inputs of the decoder for a prompt or a part of one.
 
-    embeddings [B,T,D]: token embeddings with image features in place (or the residual entering `start_layer`).
-    positions [B,T] or [B,T,A]: absolute positions, integer or fractional, one per axis where the layout has axes; best
-      kept on the host (NumPy), where looking at them costs nothing.
-    deepstack [B,T,n,D] or None: what is added to the residual that leaves layers 0 … n-1 (Qwen3-VL's image features).
+    Attributes:
+      embeddings: [B,T,D], token embeddings with image features in place (or the residual entering `start_layer`).
+      positions: [B,T] or [B,T,A], absolute, integer or fractional, one per axis if the layout has axes; best kept on
+        the host (NumPy), where checks do not wait for a device.
+      deepstack: [B,T,n,D] or None, added to the residual that leaves layers 0 … n-1 (Qwen3-VL's image features).
     """
 
     embeddings: Array
@@ -42,39 +43,41 @@ class Tokens(NamedTuple):
     deepstack: Array | None = None
 
     def take(self, start: int, stop: int) -> "Tokens":
-        """Cuts out tokens start … stop-1."""
+        """Returns tokens start … stop-1."""
         deepstack = None if self.deepstack is None else self.deepstack[:, start:stop]
         return Tokens(self.embeddings[:, start:stop], self.positions[:, start:stop], deepstack)
 
     def shift(self, start: Start) -> "Tokens":
-        """Moves every position by `start`: to ask behind cached chunks.
+        """Adds `start` to every position, so that the tokens follow cached chunks.
 
         Args:
-          start: for all rows alike, a scalar or (where the rope has axes) one per axis [A]; or for each row its own,
-            [B] without axes and [B,A] with them.
+          start: for all rows a scalar or (if the rope has axes) one per axis [A]; or one per row, [B] without axes and
+            [B,A] with them.
 
         Raises:
-          PositionError: a start of another shape, or not an integer.
+          PositionError: the start has another shape, or is not an integer.
         """
-        given = start if isinstance(start, jax.Array) else np.asarray(start)
+        offset = start if isinstance(start, jax.Array) else np.asarray(start)
         rows, axes = self.positions.shape[0], self.positions.shape[2:]
-        if not jnp.issubdtype(given.dtype, jnp.integer) or given.shape not in ((), axes, (rows, *axes)):
+        if not jnp.issubdtype(offset.dtype, jnp.integer) or offset.shape not in ((), axes, (rows, *axes)):
             raise PositionError(
-                f"shift: start of dtype {given.dtype} and shape {given.shape}; expected integers, one for all, or of "
+                f"shift: start of dtype {offset.dtype} and shape {offset.shape}; expected integers, one for all, or of "
                 f"shape {(rows, *axes)}" + (f" or {axes}" if axes else "")
             )
 
-        if given.shape == (rows, *axes):
-            given = given[:, None]
-        positions = self.positions + given
+        if offset.shape == (rows, *axes):
+            offset = offset[:, None]
+        positions = self.positions + offset
         return self._replace(positions=positions.astype(self.positions.dtype))
 
 
 class Output(NamedTuple):
-    """What a prefill gives: logits [B,n,V] float32, phase-free kv {channel: [L,B,T,K,H]}, hidden {layer: [B,T,D]}.
+    """Result of a prefill.
 
-    Logits are of the tokens that were asked for: n is 1 for "last" and T for "all". A prefill that starts at layer i
-    returns KV of the layers from i on. `hidden[i]` is the residual entering layer i.
+    Attributes:
+      logits: [B,n,V] float32, of the requested tokens: n is 1 for "last" and T for "all".
+      kv: phase-free, {channel: [L,B,T,K,H]}; a prefill that starts at layer i returns the layers from i on.
+      hidden: {layer: [B,T,D]}, the residual entering each requested layer.
     """
 
     logits: Array
@@ -83,9 +86,11 @@ class Output(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What decoding or recomputing gives: logits [B,n,V], and the cache with the tokens written in.
+    """Result of decoding or recomputing.
 
-    The cache is engine-frame KV, of the kind that was given: {channel: [L,B,S,K,H]}, or `Paged`.
+    Attributes:
+      logits: [B,n,V], of the requested tokens.
+      cache: engine-frame KV with the tokens written, of the same type as the input: {channel: [L,B,S,K,H]} or `Paged`.
     """
 
     logits: Array
@@ -93,13 +98,13 @@ class Step(NamedTuple):
 
 
 class ForwardCosts(NamedTuple):
-    """FLOPs of a forward: of all its matrix products, two for each multiplication with its addition.
+    """FLOPs of a forward: of all its matrix products, two per multiply-add.
 
     Attributes:
-      token: per token, by layer; of experts only those that a token takes.
-      pair: per query and key that it sees, by layer: scores and weighted values.
-      window: by layer, how many keys a query sees at most, its own included; 0 where it sees all.
-      logit: per token whose logits are wanted.
+      token: per token, by layer; of experts only those that a token is routed to.
+      pair: per query and key that it attends to, by layer: scores and weighted values.
+      window: by layer, the maximum number of keys a query attends to, including its own; 0: no limit.
+      logit: per token whose logits are requested.
     """
 
     token: tuple[int, ...]
@@ -108,7 +113,7 @@ class ForwardCosts(NamedTuple):
     logit: int
 
     def flops(self, tokens: int, behind: int = 0, start_layer: int = 0) -> int:
-        """Counts FLOPs of a forward over tokens, each seeing those in front and `behind` others; without logits."""
+        """Computes FLOPs of a forward over tokens that follow `behind` others, with causal attention; no logits."""
         pairs = Counter[int]()
         for pair, window in zip(self.pair[start_layer:], self.window[start_layer:], strict=True):
             pairs[window] += pair
@@ -117,47 +122,49 @@ class ForwardCosts(NamedTuple):
 
 
 def seen_pairs(tokens: int, behind: int, window: int = 0) -> int:
-    """Counts the keys that tokens see, one after the other behind `behind` others: itself and up to `window` in all."""
+    """Counts pairs of query and visible key for tokens that follow `behind` others, with at most `window` keys each."""
     if not window or behind + tokens <= window:
         return tokens * behind + tokens * (tokens + 1) // 2
+
+    # Queries see one key more each until the window is full, and then `window` keys each.
     growing = min(max(window - behind, 0), tokens)
     return seen_pairs(growing, behind) + (tokens - growing) * window
 
 
 @runtime_checkable
 class Backbone(Protocol):
-    """A model that can prepare, embed, prefill, recompute, decode and generate."""
+    """Model that can prepare, embed, prefill, recompute, decode and generate."""
 
     layout: KVLayout
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the weights, the configuration and the preprocessing: equal means equal KV."""
+        """Digest of the weights, the configuration and the preprocessing: equal digests mean equal KV."""
         ...
 
     @property
     def forward_costs(self) -> ForwardCosts:
-        """FLOPs per token, per query and key, and per logit, which `window.Costs` counts with."""
+        """FLOPs per token, per query and key, and per logit, from which `window.Costs` are computed."""
         ...
 
     def prepare(self, items: Sequence[Any]) -> dict[str, Any]:
-        """Turn texts and images, in order, into the processor's arrays (input_ids, pixel_values, position_ids, …).
+        """Converts texts and images, in order, to the processor's arrays (input_ids, pixel_values, position_ids, …).
 
         Raises:
-          ImageError: an image that cannot be read. InputError: an item of an unknown kind.
+          ImageError: an image cannot be read. InputError: an item is of an unknown kind.
         """
         ...
 
     @property
     def encode(self) -> Callable[..., AnyArray | None]:
-        """encode(**prompt): run the vision tower alone; its output [n, E, D], or None for a prompt without images."""
+        """encode(**prompt): runs only the vision tower; returns [n, E, D], or None for a prompt without images."""
         ...
 
     @property
     def embed(self) -> Callable[..., Tokens]:
-        """embed(**prompt): run the vision tower and look up embeddings; takes what `prepare` returns, by name.
+        """embed(**prompt): runs the vision tower and looks up embeddings; takes the arrays of `prepare` by name.
 
-        With `features`, the output of `encode` for this prompt, the tower does not run.
+        If `features`, the output of `encode` for this prompt, is passed, the tower does not run.
         """
         ...
 
@@ -171,19 +178,19 @@ class Backbone(Protocol):
         logits: Logits = "last",
         chunk: int | None = None,
     ) -> Output:
-        """Run the decoder over tokens, behind an engine-frame context.
+        """Runs the decoder over tokens that follow an engine-frame context.
 
         Args:
-          context: {channel: [L,B,S,K,H]}, or pages of a pool, which are read where they lie. It has N·O keys then.
-          mask: True where a token may look, over [context, tokens]; causal behind the whole context when None.
-          start_layer: `tokens.embeddings` is the residual entering this layer.
+          context: {channel: [L,B,S,K,H]}, or pages of a pool, which are read in place and have N·O keys.
+          mask: True where a token may attend, over [context, tokens]; None: the whole context, and causal.
+          start_layer: layer that `tokens.embeddings` enters as the residual.
           hidden_at: layers whose entering residual is returned.
-          logits: which tokens' logits are returned.
-          chunk: tokens run at a time, which bounds memory; the result is the same within rounding. All when None.
+          logits: tokens whose logits are returned.
+          chunk: tokens run at a time, which bounds memory; the result is the same within rounding. None: all.
 
         Raises:
-          FrameError: a context that is known to be in another frame. PositionError: tokens that begin at position 0
-          behind a context (`Tokens.shift` moves them there). InputError, ShapeError: no tokens, or no batch axis.
+          FrameError: the context is in another frame. PositionError: tokens start at position 0 after a context
+          (`Tokens.shift` moves them). InputError, ShapeError: there are no tokens, or no batch axis.
         """
         ...
 
@@ -196,17 +203,17 @@ class Backbone(Protocol):
         mask: Bool[Array, "B 1 T S"] | None = None,
         logits: Logits = "last",
     ) -> Step:
-        """Recompute tokens in context: run them again and write their KV over the cache at `slots`.
+        """Recomputes tokens in context: runs them again and overwrites their KV in the cache at `slots`.
 
         Args:
-          tokens: the tokens to recompute, at their places in the sequence.
+          tokens: the tokens to recompute, with their positions in the sequence.
           cache: engine-frame KV of the whole sequence, {channel: [L,B,S,K,H]}, or its pages, as `decode` takes them.
-          keep: per layer, which of the tokens are written; each layer's set must lie inside the one below.
-          mask: True where a token may look, over the cache; slots up to its own when None.
-          logits: which tokens' logits are returned.
+          keep: tokens to write at each layer; the set of a layer must be a subset of that of the layer below.
+          mask: True where a token may attend, over the cache; None: slots up to its own.
+          logits: tokens whose logits are returned.
 
         Raises:
-          ShapeError: sets that are not nested.
+          ShapeError: the sets are not nested.
         """
         ...
 
@@ -218,15 +225,14 @@ class Backbone(Protocol):
         mask: Bool[Array, "B 1 T S"] | None = None,
         logits: Logits = "last",
     ) -> Step:
-        """Run one step (or a few tokens): write them into the cache at `slots` and read the logits behind them.
+        """Runs one or a few tokens: writes their KV into the cache at `slots` and returns their logits.
 
-        A cache in pages has its pool donated, and written in place at these slots of the pool, which may lie in pages
-        that its tables do not name yet. The step's cache names them, and counts the tokens that were written: it is
-        what the next step takes.
+        The pool of a paged cache is donated and written in place. Its slots may lie in pages that are not in the tables
+        yet. The returned cache has these pages and marks the written tokens as seen; pass it to the next step.
 
         Raises:
-          KernelSlotError: slots outside the pool, or named twice. PoolError: pages that the pool does not have, or a
-          pool that was donated.
+          KernelSlotError: a slot is outside the pool, or appears twice. PoolError: the pool lacks a page, or was
+          donated.
         """
         ...
 
@@ -237,26 +243,26 @@ class Backbone(Protocol):
         context: Context | None = None,
         mask: Bool[Array, "B 1 T S"] | None = None,
     ) -> Int[AnyArray, "B n"]:
-        """Continue greedily behind tokens (and a context): the next `steps` token ids, or fewer where all rows end."""
+        """Decodes greedily after tokens (and a context); returns up to `steps` token ids, fewer if all rows end."""
         ...
 
 
 def check_is_backbone(backbone: Any, what: str) -> None:
-    """Raises InputError where what is given as a backbone is none."""
+    """Raises InputError unless an object has the attributes of a `Backbone`."""
     if not all(hasattr(backbone, word) for word in ("fingerprint", "layout", "prepare", "embed", "prefill")):
         raise InputError(f"{what}: backbone {backbone!r:.80}; expected what models.load gives")
 
 
 def check_tokens(tokens: Tokens, what: str) -> None:
-    """Refuses what a forward cannot run over.
+    """Checks that a forward can run over tokens.
 
     Raises:
-      InputError: no `Tokens`, such as a prompt that was not embedded. ShapeError: tokens without a batch axis, or none
-      at all.
+      InputError: `tokens` is not a `Tokens`, but a prompt that was not embedded, for example. ShapeError: there is no
+      batch axis, or there are no tokens.
     """
     if not isinstance(tokens, Tokens):
-        found = f"a {type(tokens).__name__}" + (f" of {', '.join(tokens)}" if isinstance(tokens, Mapping) else "")
-        raise InputError(f"{what}: {found}; expected Tokens, which backbone.embed(**backbone.prepare(items)) makes")
+        shown = f"a {type(tokens).__name__}" + (f" of {', '.join(tokens)}" if isinstance(tokens, Mapping) else "")
+        raise InputError(f"{what}: {shown}; expected Tokens, which backbone.embed(**backbone.prepare(items)) makes")
     shape, places = tuple(tokens.embeddings.shape), tuple(tokens.positions.shape)
     if len(shape) != 3 or places[:2] != shape[:2]:
         raise ShapeError(f"{what}: embeddings {shape} and positions {places}; expected [B, T, D] and [B, T, …]")
@@ -265,11 +271,11 @@ def check_tokens(tokens: Tokens, what: str) -> None:
 
 
 def check_cached(layout: KVLayout, tokens: Tokens, kv: Context, what: str) -> None:
-    """Refuses a context or cache that is not engine-frame KV of this layout for these tokens' rows.
+    """Checks that a context or cache is engine-frame KV of this layout with the tokens' number of rows.
 
     Raises:
-      FrameError: another frame. InputError: no KV at all. LayoutError, DtypeError, ShapeError: another model's KV, or
-      KV without a batch axis. PoolError: of pages, as `check_paged` says.
+      FrameError: it is in another frame. InputError: it is not KV. LayoutError, DtypeError, ShapeError: it belongs to
+      another model, or has no batch axis. PoolError: as `check_paged`.
     """
     if isinstance(kv, Paged):
         expect_frame(kv.pool, what, "engine")
@@ -289,27 +295,29 @@ def check_cached(layout: KVLayout, tokens: Tokens, kv: Context, what: str) -> No
 
 
 def check_behind(tokens: Tokens, context: Context, mask: AnyArray | None, what: str) -> None:
-    """Refuses tokens that were not moved behind their context: a row that begins at position 0 and sees it.
+    """Checks that tokens follow their context: no row that sees it starts at position 0.
 
-    Positions that the host has (as `embed` and `shift` leave them) are looked at for nothing; those on a device are
-    brought here; traced ones pass. Rows that begin with padding at position 0 pass, and so do rows whose first token
-    the mask keeps from the whole context.
+    Checking positions on the host (as `embed` and `shift` return them) is free; those on a device are copied to the
+    host; traced ones pass. Rows that start with padding at position 0 pass, and so do rows whose first token may not
+    attend to any of the context.
 
     Raises:
-      PositionError: naming the row.
+      PositionError: a row starts at position 0; the message names it.
     """
     paged = isinstance(context, Paged)
     size = context.key_count if paged else next(iter(context.values())).shape[2]
     if size == 0 or isinstance(tokens.positions, Tracer) or (paged and isinstance(context.seen, Tracer)):
         return
 
+    # A row that starts with padding has its second token at position 0, too.
     first = np.asarray(tokens.positions)[:, :2]
     at_start = (first == 0).all(axis=tuple(range(2, first.ndim)))  # [B, 2] or [B, 1]
     unmoved = at_start[:, 0] & ~at_start[:, 1:].any(axis=1)
-    looks = np.asarray(context.seen) if paged else np.ones((1, size), bool)
+    visible = np.asarray(context.seen) if paged else np.ones((1, size), bool)
     if unmoved.any() and mask is not None and not isinstance(mask, Tracer):
-        looks = looks & np.asarray(mask)[:, 0, 0, :size]
-    unmoved &= looks.any(axis=-1)
+        visible = visible & np.asarray(mask)[:, 0, 0, :size]
+    unmoved &= visible.any(axis=-1)
+
     if unmoved.any():
         raise PositionError(
             f"{what}: row {int(unmoved.argmax())} begins at position 0 behind a context of {size} tokens; expected "
@@ -318,20 +326,22 @@ def check_behind(tokens: Tokens, context: Context, mask: AnyArray | None, what: 
 
 
 def joined(*parts: KV) -> EngineKV:
-    """Joins chunks in the engine frame, in order, to a context of one row.
+    """Concatenates chunks in the engine frame, in order, to one context.
 
     Args:
-      parts: {channel: [L, T, K, H]} each, as `apply_patch` and `to_engine` give them, or [L, B, T, K, H] of one batch.
+      parts: {channel: [L, T, K, H]}, as `apply_patch` and `to_engine` return them, or [L, B, T, K, H] with one B.
 
     Returns:
-      {channel: [L, B, S, K, H]}, B = 1 for parts without a batch axis: what `prefill` and `generate` read behind.
+      {channel: [L, B, S, K, H]}, a context for `prefill` and `generate`; B = 1 for parts without a batch axis.
 
     Raises:
-      InputError: no parts. FrameError: a part in another frame. LayoutError, ShapeError: parts that do not fit.
+      InputError: there are no parts. FrameError: a part is in another frame. LayoutError, ShapeError: channels or
+      shapes of parts differ.
     """
     if not parts or not all(isinstance(part, Mapping) for part in parts):
-        found = [type(part).__name__ for part in parts]
-        raise InputError(f"joined: parts {found}; expected KV in the engine frame, {{channel: [L, T, K, H]}}")
+        kinds = [type(part).__name__ for part in parts]
+        raise InputError(f"joined: parts {kinds}; expected KV in the engine frame, {{channel: [L, T, K, H]}}")
+
     for part in parts:
         expect_frame(part, "joined", "engine")
         if set(part) != set(parts[0]):
@@ -340,9 +350,15 @@ def joined(*parts: KV) -> EngineKV:
 
 
 def _joined(values: list[AnyArray], name: str) -> Array:
+    """Concatenates one channel's arrays along tokens, after checking that all other axes are equal."""
+
+    def shape_without_tokens(value: AnyArray) -> tuple[int, ...]:
+        return (*value.shape[:2], *value.shape[3:])
+
     with_batch = [value[:, None] if value.ndim == 4 else value for value in values]
-    around = lambda value: (*value.shape[:2], *value.shape[3:])
-    for given, value in zip(values, with_batch, strict=True):
-        if value.ndim != 5 or around(value) != around(with_batch[0]):
-            raise ShapeError(f"joined[{name!r}]: shape {given.shape}; expected to go with {values[0].shape}, but for T")
+    expected = shape_without_tokens(with_batch[0])
+    for original, batched in zip(values, with_batch, strict=True):
+        if batched.ndim != 5 or shape_without_tokens(batched) != expected:
+            shape = original.shape
+            raise ShapeError(f"joined[{name!r}]: shape {shape}; expected to go with {values[0].shape}, but for T")
     return jnp.concatenate(with_batch, axis=2)

@@ -1,6 +1,6 @@
-"""Typed errors. Each message names the offending value and what was expected.
+"""Typed errors. Messages name the offending value and what was expected.
 
-All of them are `ValueError`s, and all but the kernels' own derive from `KVPatchError`.
+All of them are `ValueError`s, and all except those of the kernels derive from `KVPatchError`.
 """
 
 from pallas_kernels.errors import KernelDtypeError as KernelDtypeError
@@ -11,35 +11,35 @@ from pallas_kernels.errors import KernelUnavailableError as KernelUnavailableErr
 
 
 class KVPatchError(ValueError):
-    """Base of everything the library raises on bad input."""
+    """Base of all errors that the library raises on bad input."""
 
 
 class LayoutError(KVPatchError):
-    """A layout, channel or rope that contradicts itself, or a kv pytree with other channels than its layout."""
+    """A layout, channel or rope that is inconsistent, or a kv pytree whose channels differ from its layout's."""
 
 
 class ShapeError(KVPatchError):
-    """An array of another shape than its layout, chunk or positions ask for."""
+    """An array whose shape does not match its layout, chunk or positions."""
 
 
 class DtypeError(KVPatchError):
-    """An array of another dtype than expected."""
+    """An array of an unexpected dtype."""
 
 
 class RankError(KVPatchError):
-    """A rank below 1, beyond what a patch has, or one for each of channels that share a factor."""
+    """A rank below 1 or above a patch's, or several ranks for channels that share a factor."""
 
 
 class PositionError(KVPatchError):
-    """A start, position or span that is out of range, or of a shape that the rope does not take."""
+    """A start, position or span that is out of range, or whose shape does not match the rope."""
 
 
 class FrameError(KVPatchError):
-    """KV in another frame than expected: phase-free where the engine frame belongs, or the other way round."""
+    """KV in an unexpected frame, such as phase-free KV in place of engine-frame KV."""
 
 
 class RopeRegimeError(KVPatchError):
-    """A rope whose frequencies depend on the sequence length, used outside the one regime it was pinned to."""
+    """A rope whose frequencies depend on the sequence length, not pinned to a regime or used outside of it."""
 
 
 class NotFiniteError(KVPatchError):
@@ -47,19 +47,19 @@ class NotFiniteError(KVPatchError):
 
 
 class StalePatchError(KVPatchError):
-    """A patch asked to serve another antecedent than the one it was formed behind."""
+    """A patch applied after another antecedent than the one it was formed after."""
 
 
 class PatchMismatchError(KVPatchError):
-    """A patch of another chunk, content, base, layout, backbone, frame or start than the one it is applied to."""
+    """A patch whose chunk, content, base, layout, backbone, frame or start differs from that of its target."""
 
 
 class WeightsError(KVPatchError):
-    """Missing, mis-shaped or unknown weights of a backbone; or others than a store's chunks were made by."""
+    """Missing, misshapen or unknown weights of a backbone, or weights that a store's chunks were not computed with."""
 
 
 class ImageError(KVPatchError):
-    """An image that cannot be read or does not fit the backbone."""
+    """An image that cannot be read, or that the backbone does not accept."""
 
 
 class ConfigError(KVPatchError):
@@ -67,45 +67,45 @@ class ConfigError(KVPatchError):
 
 
 class PoolError(KVPatchError):
-    """A pool without room, or donated; slots that it does not hold, that are shared or that no page table expresses."""
+    """A pool that is full or was donated; slots that are outside, shared or not expressible in page tables."""
 
 
 class PoolLostError(PoolError):
-    """A launch that was given the pool failed, and what lay there is gone; `PagedExecutor.renew` starts another one."""
+    """A failed launch that the pool was donated to; its contents are lost. `PagedExecutor.renew` makes another."""
 
 
 class WindowError(KVPatchError):
-    """A change that a window does not take: an unknown or repeated chunk, the pinned lead, a fork joined twice, ….
+    """An invalid change of a window: an unknown or repeated chunk, the pinned lead, a fork joined twice, ….
 
-    Also a window that was saved for another backbone or store, or that is no window. The window is as it was.
+    Also a saved window of another backbone or store, or an invalid one. The window is unchanged.
     """
 
 
 class SessionError(KVPatchError):
-    """What a session does not do: an unknown chunk, one name for two contents, a file that holds no session, ….
+    """An invalid operation on a session: an unknown chunk, one name for two contents, a file without a session, ….
 
-    The session is as it was.
+    The session is unchanged.
     """
 
 
 class SessionClosedError(SessionError):
-    """A session, or an answer of it, used after `close`."""
+    """A session, or one of its answers, used after `close`."""
 
 
 class CertificateError(KVPatchError):
-    """A certificate of reuse that is damaged, of other weights or another version, or says what none can say."""
+    """A certificate of reuse that is damaged, inconsistent, or of other weights or another version."""
 
 
 class SessionBusyError(SessionError, PoolError):
-    """Others held the pool, or the places in the line, for as long as a session was willing to wait."""
+    """Other sessions held the pool, or filled the queue for it, until the timeout."""
 
 
 class PlanError(KVPatchError):
-    """A goal that no plan meets, a stale patch or a missing certificate in its way; or costs that cannot be read."""
+    """A goal that no plan meets, because of a stale patch or a missing certificate, for example; or invalid costs."""
 
 
 class MissingExtraError(KVPatchError):
-    """An optional package that is not installed; the message names the extra that brings it."""
+    """An optional package that is not installed; the message names the extra that installs it."""
 
 
 class InputError(KVPatchError):
@@ -117,23 +117,23 @@ class AmbiguousTextError(InputError):
 
 
 class TraceError(KVPatchError):
-    """A trace, or a line of one, that is not what this version writes: damage, another version, an impossible event."""
+    """An invalid trace or line of a trace: damaged, of another version, or with an impossible event."""
 
 
 class StoreError(KVPatchError):
-    """Base of what the chunk store raises. A missing or damaged object raises nothing: it is a miss."""
+    """Base of the chunk store's errors. A missing or damaged object raises no error: it is a miss."""
 
 
 class StoreCorruptError(StoreError):
-    """Bytes that are not a whole, unchanged object of the store. Raised to a caller only in the middle of a stream."""
+    """Bytes that are not an intact object of the store. Raised to callers only in the middle of a stream."""
 
 
 class StoreVersionError(StoreError):
-    """What a later version of the library wrote, and this one cannot read. It is left as it is; an object is a miss."""
+    """Data of a later version of the library that this version cannot read. It is kept; an object is a miss."""
 
 
 class StoreFullError(StoreError):
-    """No room: a budget that eviction cannot meet, or a file system without space."""
+    """A budget that eviction cannot meet, or a file system without space."""
 
 
 class StoreReadOnlyError(StoreError):
@@ -141,11 +141,11 @@ class StoreReadOnlyError(StoreError):
 
 
 class StoreIOError(StoreError):
-    """Any other failure of the file system. What was being put is not acknowledged."""
+    """Any other failure of the file system. A put that fails is not acknowledged."""
 
 
 class StoreUnreachableError(StoreIOError):
-    """The remote store did not answer in time, or failed in a way that may pass, or was not asked (`asked`)."""
+    """A remote store that did not answer in time or failed temporarily, or was not contacted (`asked` is False)."""
 
     def __init__(self, message: str, asked: bool = True):
         super().__init__(message)
@@ -153,13 +153,13 @@ class StoreUnreachableError(StoreIOError):
 
 
 class StoreKeyError(StoreError):
-    """Encrypted objects without their key, or with another. They are left as they are."""
+    """Encrypted objects whose key is missing or wrong. They are kept unchanged."""
 
 
 class StoreSnapshotError(StoreError):
-    """A snapshot or export of the store that cannot be taken over: unfinished, damaged, or of another secret.
+    """A snapshot or export of the store that cannot be imported: unfinished, damaged, or of another secret.
 
-    `bad` holds a line for each object that did not verify.
+    `bad` has one line per object that failed verification.
     """
 
     def __init__(self, message: str, bad: tuple[str, ...] = ()):
@@ -168,9 +168,10 @@ class StoreSnapshotError(StoreError):
 
 
 class StorePlatformError(StoreError, AttributeError):
-    """A system without what the store stands on: file locks as POSIX has them (`fcntl`).
+    """A system without POSIX file locks (`fcntl`), which the store requires.
 
-    Also an AttributeError, for `kvpatch_jax` has no store there: `hasattr` says so and `help` leaves it out.
+    Also an AttributeError, because `kvpatch_jax` has no store on such a system: `hasattr` returns False, and `help`
+    omits it.
     """
 
 
@@ -179,12 +180,12 @@ class StoreClosedError(StoreError):
 
 
 class LibraryFullError(StoreFullError):
-    """A library whose quota an entry would exceed. The library is as it was."""
+    """A library whose quota an entry would exceed. The library is unchanged."""
 
 
 class UnknownReferenceError(StoreError):
-    """A reference in a prompt that no library of this tenant's resolves. Names near ones of this tenant only."""
+    """A reference in a prompt that no library of this tenant resolves. Suggests only similar names of this tenant."""
 
 
 class FetchError(StoreError):
-    """A chunk that was neither loaded nor computed; the cause is what went wrong while computing."""
+    """A chunk that could neither be loaded nor computed; the cause is the error of computing it."""

@@ -1,4 +1,4 @@
-"""How tokens of an answer are chosen, and what an answer yields: values that backbones and sessions share."""
+"""Sampling options and streamed pieces of text: values that backbones and sessions share."""
 
 import dataclasses
 import math
@@ -11,28 +11,28 @@ from .errors import ConfigError, InputError
 from .utils.kinds import is_whole
 
 MOST_STEPS = 1 << 30
-"""Tokens of an answer: with what stands in front its positions are int32."""
+"""Maximum number of tokens of an answer, so that positions after a long context still fit int32."""
 
 
 def check_steps(steps: Any) -> None:
-    """Raises InputError for a number of tokens that is none."""
+    """Raises InputError unless `steps` is a valid number of tokens."""
     if not is_whole(steps, 0) or steps >= MOST_STEPS:
         raise InputError(f"steps {steps!r:.80}; expected a number of tokens, 0 or more and below 2**30")
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Options of choosing the next token.
 
     Attributes:
-      temperature: what logits are divided by; 0 takes the likeliest token.
-      top_p: draws among the fewest likeliest tokens that together have this probability (Holtzman et al.,
-        arXiv:1904.09751, section 3.1). Tokens exactly as likely as the last of these stay too.
-      top_k: draws among this many likeliest tokens, before `top_p`; None for all. Ties stay, as above.
+      temperature: divisor of the logits; 0 takes the most likely token.
+      top_p: samples from the smallest set of most likely tokens with at least this probability (Holtzman et al.,
+        arXiv:1904.09751, section 3.1). Tokens exactly as likely as the last of them are included.
+      top_k: samples from this many most likely tokens, applied before `top_p`; None: all. Ties are included, as above.
 
     Raises:
-      ConfigError: what is no number, a negative or infinite temperature, a `top_p` outside 0 < p ≤ 1, or a `top_k`
-      below 1.
+      ConfigError: a value is not a number, the temperature is negative or infinite, `top_p` is outside 0 < p ≤ 1, or
+      `top_k` is below 1.
     """
 
     temperature: float | int = 0.0
@@ -53,10 +53,11 @@ class Sampling:
 
 
 class TextPiece(NamedTuple):
-    """What a stream yields: the next token of each row and, with a tokenizer, the text that it completes.
+    """Piece of a stream: the next token of each row and, with a tokenizer, the text that it completes.
 
-    ids [B]: a row that ended repeats its last token. texts: of each row; empty while a character's bytes are not all
-    there, of stop tokens, and behind them.
+    Attributes:
+      ids: [B]; a row that has ended repeats its last token.
+      texts: one per row; empty while the bytes of a character are incomplete, for stop tokens, and after them.
     """
 
     ids: Int[np.ndarray, " B"]

@@ -80,11 +80,13 @@ class ArmFactory:
         canonical, rank = self.page.page, max(RULES.arms.pooled_ranks)
         ranks = {channel.name: min(rank, channel.features) for channel in canonical.layout.channels}
         bases = []
+
         for half in (slice(1, None, 2), slice(0, None, 2)):
             kv = {name: np.asarray(value)[:, half] for name, value in canonical.kv.items()}
             conditioned = {name: np.asarray(value)[:, half] for name, value in self.page.page_conditioned.items()}
             basis = fit_basis([(dataclasses.replace(canonical, kv=kv), conditioned)], ranks)
             bases.append({name: jnp.asarray(value) for name, value in basis.directions.items()})
+
         return bases[0], bases[1]
 
 

@@ -58,7 +58,7 @@ def explained(delta: Mapping[str, Array], means: Mapping[str, Array]) -> dict[st
 
 
 def make_class_mean(factory: ArmFactory) -> AlternativeArm:
-    """The canonical plus the means; the means are what is kept."""
+    """Returns the canonical plus the means; the means are what is kept."""
     page, costs = factory.page, factory.costs
     means, classes = class_means(page), page_classes(page)
     kinds = float(np.mean([len(np.unique(row)) for row in classes]))

@@ -36,7 +36,7 @@ def conditioned_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
 
 
 def _quantised(factory: ArmFactory, bits: int) -> AlternativeArm:
-    """The conditioned KV in `bits` bits: each feature of each layer and head has a scale and a least value.
+    """Returns the conditioned KV in `bits` bits: each feature of each layer and head has a scale and a least value.
 
     Both in 16 bits, over all tokens of the chunk. KIVI (arXiv 2402.02750) does so with keys, by groups of tokens; here
     values are kept the same way, which costs the fewest bytes. In 16 bits it is the numbers themselves, as bfloat16.
@@ -66,7 +66,7 @@ def in_few_bits(value: Float[Array, "L B T K H"], bits: int) -> Float[Array, "L 
 
 
 def _truncated(factory: ArmFactory, names: tuple[str, ...], rank: int) -> AlternativeArm:
-    """The conditioned KV of which some channels are kept as thin factors and the others whole.
+    """Returns the conditioned KV of which some channels are kept as thin factors and the others whole.
 
     All channels: truncated SVD, at the bytes of a patch of this rank. The keys alone: as ShadowKV (arXiv 2410.21465,
     section 3) keeps them, low in rank before their rotation, with whole values; its landmarks and outliers, which
@@ -83,6 +83,7 @@ def _truncated(factory: ArmFactory, names: tuple[str, ...], rank: int) -> Altern
         served[name] = _product(u[..., :own], v[..., :own, :]).reshape(page.page_conditioned[name].shape)
         numbers += own * (costs.tokens + channel.features)
         product += 2 * own * costs.tokens * channel.features
+
     layers = costs.layout.layers
     cost = costs.of_conditioned(NUMBER_BITS * numbers * layers, product * layers, names)
     return AlternativeArm(cost, page.served(served))
@@ -94,7 +95,8 @@ def _product(u: Float[Array, "L B T M"], v: Float[Array, "L B M F"]) -> Float[Ar
 
 
 def _low_rank_keys(factory: ArmFactory, names: tuple[str, ...], rank: int) -> AlternativeArm:
-    """The canonical with the conditioned keys in its keys' place, low in rank: what Kamera's Table 6 may have measured.
+    """Returns the canonical with the conditioned keys in its keys' place, low in rank: what Kamera's Table 6 may
+    have measured.
 
     It calls its row "low-rank-K reconstruction (ShadowKV-style)" and says no more. This reading stores the bytes of a
     patch of keys alone; the values stay as they were.
@@ -106,11 +108,13 @@ def _low_rank_keys(factory: ArmFactory, names: tuple[str, ...], rank: int) -> Al
         if channel.name not in names:
             values += channel.features
             continue
+
         own = min(rank, channel.features, costs.tokens)
         u, v = factory.singular[channel.name]
         served[channel.name] = _product(u[..., :own], v[..., :own, :]).reshape(served[channel.name].shape)
         numbers += own * (costs.tokens + channel.features)
         product += 2 * own * costs.tokens * channel.features
+
     layers = costs.layout.layers
     cost = ArmCost(
         stored=NUMBER_BITS * numbers * layers,

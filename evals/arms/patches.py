@@ -29,11 +29,13 @@ def patch_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
     makers[f"patch.deepest_half.rank={arms.shown_rank}"] = functools.partial(
         _patched, rank=arms.shown_rank, part=functools.partial(kvp.keep_layers, layers=deepest)
     )
+
     for name in layout.names:
         part = functools.partial(_one_channel, name=name)
         makers[f"patch.{name}_only.rank={arms.shown_rank}"] = functools.partial(
             _patched, rank=arms.shown_rank, part=part
         )
+
     for rank in arms.ranks:
         makers[f"patch.every_chunk.rank={rank}"] = functools.partial(_every_chunk, rank=rank)
     for rank in arms.rotated_ranks:
@@ -64,7 +66,7 @@ def _one_channel(patch: kvp.Patch, name: str) -> kvp.Patch:
 
 
 def _every_chunk(factory: ArmFactory, rank: int) -> AlternativeArm:
-    """Patches of all chunks, for the chunks in front of the page depend on each other too."""
+    """Returns patches of all chunks, for the chunks in front of the page depend on each other too."""
     page, last = factory.page, len(factory.page.chunks) - 1
     patches = {place: page.patch(rank, place) for place in range(1, last + 1)}
     others = [(patches[place], page.form.sizes[place]) for place in range(1, last)]
@@ -72,13 +74,13 @@ def _every_chunk(factory: ArmFactory, rank: int) -> AlternativeArm:
 
 
 def _int8(factory: ArmFactory, rank: int) -> AlternativeArm:
-    """The patch with its factors in 8 bits, a float32 scale per direction."""
+    """Returns the patch with its factors in 8 bits, a float32 scale per direction."""
     patch = kvp.quantise(factory.page.patch(rank), jnp.int8)
     return AlternativeArm(factory.costs.of_patch(patch), factory.page.cache(patch))
 
 
 def _pooled(factory: ArmFactory, rank: int) -> AlternativeArm:
-    """The deficit in directions that all pages share, fitted on the contexts in the other half of the batch.
+    """Returns the deficit in directions that all pages share, fitted on the contexts in the other half of the batch.
 
     What is kept of a page are its coefficients, as `kvp.form_in_basis` makes them; the directions are kept once.
     """
@@ -91,6 +93,7 @@ def _pooled(factory: ArmFactory, rank: int) -> AlternativeArm:
         coefficients += own * costs.tokens * costs.layout.layers
         shared += own * channel.features * costs.layout.layers
         adding += 2 * own * channel.features * costs.tokens * costs.layout.layers
+
     cost = ArmCost(
         stored=NUMBER_BITS * coefficients,
         shared=NUMBER_BITS * shared,

@@ -97,6 +97,7 @@ def make_query_aware(reader: QuestionReader, names: Collection[str]) -> Iterator
     """
     if not names:
         return
+
     page, costs = reader.page, reader.page.costs
     blind = page.cache()
     ranked = [rankings(reader.attention(group, blind)) for group in reader.groups]
@@ -106,10 +107,12 @@ def make_query_aware(reader: QuestionReader, names: Collection[str]) -> Iterator
         count = max(1, fraction_to_count(float(share), page.page.tokens))
         chosen = [best(ranking[method][0], count) for ranking in ranked]
         choosing = costs.reading(QUESTION_TOKENS, page.slots.stop, ranked[0][method][1])
+
         if method == "prcr":
             read, inputs, again = reader.read_entries, 0, 0.0
         else:
             read, inputs, again = reader.read_recomputed, costs.tokens, reader.rerun_flops(chosen[0])
+
         cost = ArmCost(inputs=inputs, serving=costs.rotation, question=choosing + again, forming=costs.alone)
         parts = [read(group, blind, index) for group, index in zip(reader.groups, chosen, strict=True)]
         yield QueryAwareArm(name, cost, reader.joined_answers(parts))
@@ -164,18 +167,22 @@ def _attention_program(graph: Any) -> Callable[..., Array]:
 def _layer_attention(
     decoder: Any, number: int, hidden: Array, tables: tuple[Array, Array], keys: Mapping[str, Array], mask: Array
 ) -> Array:
-    """One layer's attention from its entering residual [B,T,D] and all its keys, the mean over heads, [B,T,S]."""
+    """Returns one layer's attention from its entering residual [B,T,D] and all its keys, the mean over heads,
+    [B,T,S].
+    """
     config, below = decoder.config, decoder.config.dense_layers
     stack, at = (decoder.layers, number - below) if number >= below else (decoder.dense_layers, number)
     graph, state = nnx.split(stack)
     layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[at], state))
     query, _ = layer.attention.project(layer.input_norm(hidden))
     rotated = rotate(query["turning"], *tables, config.rope.cached, config.rope.attention_scaling)
+
     if config.latent is None:
         key, scale = keys["k"][number], config.head_dim**-0.5
     else:
         rotated = jnp.concatenate([query["latent"], rotated], axis=-1)
         key, scale = jnp.concatenate([keys["ckv"][number], keys["kpe"][number]], axis=-1), config.latent.scale
+
     B, T, N, H = rotated.shape
     grouped = rotated.reshape(B, T, key.shape[2], N // key.shape[2], H)
     scores = scale * jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32)

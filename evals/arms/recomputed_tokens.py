@@ -39,7 +39,7 @@ def residual_layers(layout: kvp.KVLayout) -> list[int]:
 
 
 def _repaired(factory: ArmFactory, method: str, share: float = 0.0, rank: int = 0) -> AlternativeArm:
-    """The blind cache with some tokens recomputed: a share of them, or as many as take the bytes of a rank."""
+    """Returns the blind cache with some tokens recomputed: a share of them, or as many as take the bytes of a rank."""
     page, splice = factory.page, factory.splice
     tokens, backbone = page.page.tokens, page.backbone
     if rank:
@@ -59,7 +59,7 @@ def _repaired(factory: ArmFactory, method: str, share: float = 0.0, rank: int = 
 
 
 def _random_tokens(factory: ArmFactory) -> AlternativeArm:
-    """Tokens drawn at random and recomputed in context at every layer: what choosing has to beat."""
+    """Returns tokens drawn at random and recomputed in context at every layer: what choosing has to beat."""
     page, splice = factory.page, factory.splice
     rows, tokens = splice.slots.shape
     count = fraction_to_count(RULES.arms.random_budget, tokens)
@@ -70,7 +70,8 @@ def _random_tokens(factory: ArmFactory) -> AlternativeArm:
 
 
 def _from_residual(factory: ArmFactory, layer: int) -> AlternativeArm:
-    """The page run again from a layer up, behind its true context, from the residual that entered the layer alone.
+    """Runs the page again from a layer up, behind its true context, from the residual that entered the layer
+    alone.
 
     The layers below keep the canonical's KV. In place of the layers above, the residual is kept: `input_bytes`.
     """

@@ -126,6 +126,7 @@ class ReusedPage:
                     dense=False,
                     **where,
                 )
+
         return leading(self._largest[place, rotated], rank)
 
     def placed(self, patch: kvp.Patch | None = None, place: int = -1, *, allow_stale: bool = False) -> KV:

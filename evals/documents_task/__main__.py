@@ -33,6 +33,7 @@ def main(arguments: list[str]) -> None:
     """Reads one context of each kind in every way that is shown, and draws them."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
+
     quiet_backends()
     use_compilation_cache()
     with errors_as_one_line():
@@ -42,6 +43,7 @@ def main(arguments: list[str]) -> None:
         check_language(
             path, task.VOCABULARY.names, "documents", [own.name for own in DOCUMENTS_DATASET.instances("all")]
         )
+
     rng = np.random.default_rng([_SEED.value, 99])
     documents = task.sample_documents(rng, 16)
     first = [int(np.flatnonzero(documents.document == kind)[0]) for kind in range(len(task.DOCUMENTS))]

@@ -69,6 +69,7 @@ def type_of(name: str, cut: int = 0) -> Type:
             anchor = "rs" if right else "ls"
             ImageDraw.Draw(image).text((left, BASELINE + down_by), text, fill=255, font=font, anchor=anchor)
             set_[number] = np.asarray(image, np.float32) / 255
+
         return set_
 
     titles = [title for pair in TITLES for title in pair]
@@ -93,6 +94,7 @@ def icons() -> Float[np.ndarray, "8 14 28"]:
         draw = ImageDraw.Draw(image)
         left, top, right, bottom = 34, 6, 78, 50
         middle, centre = (left + right) // 2, (top + bottom) // 2
+
         if number == 0:
             draw.ellipse((left, top, right, bottom), fill=255)
         elif number == 1:
@@ -112,8 +114,10 @@ def icons() -> Float[np.ndarray, "8 14 28"]:
         else:
             draw.line((left, top, right, bottom), fill=255, width=13)
             draw.line((left, bottom, right, top), fill=255, width=13)
+
         small = image.resize((CELL, LINE), Image.Resampling.BOX)
         shapes.append(np.asarray(small, np.float32) / 255)
+
     return np.stack(shapes)
 
 
@@ -183,11 +187,13 @@ def _document(
     ink = variety * rng.uniform(0, 90, 3).astype(np.float32)
     cells = np.broadcast_to(paper, (len(address), CELL, CELL, 3)).copy()
     _rules(cells, kind, shape)
+
     if kind == 0:
         text = np.concatenate([set_.words[address], lower], axis=1)
     else:
         _pictures(cells, look, address, rng)
         text = np.concatenate([np.zeros_like(lower), lower], axis=1)
+
     cells = _inked(cells, text, ink)
 
     band = np.zeros((shape[1], CELL, CELL), np.float32)
@@ -228,6 +234,7 @@ def _pictures(cells: np.ndarray, look: _Look, address: np.ndarray, rng: np.rando
         shown = icons()[second][..., None]
         upper += shown * (COLOURS[first][:, None, None] - upper)
         return
+
     height = np.full(len(cells), 11)
     if look.part == 0:
         height = np.where(rng.random(len(cells)) < look.variety, rng.integers(9, 13, len(cells)), height)

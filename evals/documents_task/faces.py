@@ -30,8 +30,10 @@ def face(name: str, widest: tuple[tuple[str, int], ...]):
     from PIL import ImageFont
 
     path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf"
+
     for size in range(LARGEST, SMALLEST, -1):
         font = ImageFont.truetype(path, size)
         if all(font.getlength(text) <= room for text, room in widest):
             return font
+
     return ImageFont.truetype(path, SMALLEST)

@@ -47,6 +47,7 @@ def draw(
         2, count, figsize=(4.4 * count, 6.6), layout="constrained", squeeze=False, height_ratios=(2.9, 1)
     )
     drawn, pages = render(documents)
+
     for index in range(count):
         whole, lefts = _side_by_side([*drawn[index], pages[index]])
         above, below = axes[0, index], axes[1, index]
@@ -56,6 +57,7 @@ def draw(
         _table(below, questions, said, index)
         for axis in (above, below):
             axis.axis("off")
+
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -64,7 +66,7 @@ def draw(
 
 
 def _side_by_side(images: list[UInt8[np.ndarray, "_ _ 3"]]) -> tuple[UInt8[np.ndarray, "H W 3"], list[int]]:
-    """One image beside the other on white, and where each begins."""
+    """Returns one image beside the other on white, and where each begins."""
     height = max(image.shape[0] for image in images)
     lefts = np.cumsum([0, *(image.shape[1] + GAP for image in images)]).tolist()
     whole = np.full((height, lefts[-1] - GAP, 3), 255, np.uint8)
@@ -101,6 +103,7 @@ def _table(axis, questions: SheetsQuestions, said: Mapping[str, Int[np.ndarray, 
         )
         ink = MARKS[number] if number < len(MARKS) else "black"
         colours.append([ink, "black", *("black" if token == right else "#a8a8a8" for token in given)])
+
     head = ["asked", "right", *(_short(name) for name in said)]
     table = axis.table(
         [head, *rows], loc="center", cellLoc="center", colWidths=[0.3, *[0.7 / (len(head) - 1)] * (len(head) - 1)]
@@ -108,6 +111,7 @@ def _table(axis, questions: SheetsQuestions, said: Mapping[str, Int[np.ndarray, 
     table.auto_set_font_size(False)
     table.set_fontsize(6.5)
     table.scale(1, 1.25)
+
     for (row, column), cell in table.get_celld().items():
         cell.set_linewidth(0.4)
         if row:

@@ -138,7 +138,7 @@ class _Asker(sheets.Asker):
     vocabulary = VOCABULARY
 
     def _items(self, address: np.ndarray) -> np.ndarray:
-        """Tokens that name items: words, series and icons have tokens of their own."""
+        """Returns tokens that name items: words, series and icons have tokens of their own."""
         return VOCABULARY.cell + self.contexts.document * sheets.ADDRESSES + address
 
     def page(self):
@@ -194,7 +194,7 @@ class DocumentsRecipe(SheetsRecipe):
     varied: int = 1100
 
     def asked(self, step: int) -> dict[str, int]:
-        """How many questions of each kind a step packs behind each context."""
+        """Returns how many questions of each kind a step packs behind each context."""
         if step >= self.tiny:
             return self.questions
         if step < self.reading:
@@ -202,5 +202,5 @@ class DocumentsRecipe(SheetsRecipe):
         return {"page": 4, "sheet": 4, "chain": 10, "override": 2}
 
     def drawn(self, step: int) -> dict[str, Any]:
-        """How unlike one another the documents of a step look."""
+        """Returns how unlike one another the documents of a step look."""
         return {"variety": float(np.clip((step - self.plain) / max(self.varied - self.plain, 1), 0, 1))}

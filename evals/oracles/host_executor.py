@@ -216,6 +216,7 @@ class _HostRun:
         patch, patch_bytes = sources.patch(id, edit.patch) if isinstance(edit, ApplyPatch) else (None, 0)
         start = resolved.start
         there, base, base_antecedent = self.own.get(id), None, ()
+
         if patch is not None and patch.metadata.base == "conditioned":
             there = self._held(id)
             there = there.stash or there
@@ -225,6 +226,7 @@ class _HostRun:
             rows = there.kv.items()
             base = {name: value[:, 0] if chunk.batch is None and value.ndim == 5 else value for name, value in rows}
             base_antecedent = patch.metadata.base_behind or ()
+
         placed = Placed(chunk, patch, start, base=base, base_antecedent=base_antecedent, allow_stale=True)
         if there is not None and there.length != chunk.length:
             raise WindowError(f"{kind}: chunk {brief(id)!r} of {chunk.length} tokens; expected {there.length}")
@@ -256,6 +258,7 @@ class _HostRun:
             for name, new in out.kv.items():
                 rows = below[name] if below[name].ndim == 5 else below[name][:, None]
                 kv[name] = np.concatenate([rows[:start_layer], new])
+
         self.own[id] = HostPiece(id, PhaseFreeKV(kv), piece.local, piece.start)
         keys = sum(held.length for held in front)
         executor.meter.ran(kind, kv, (piece.length, piece.length), (keys, keys), start_layer)

@@ -18,7 +18,7 @@ from .results_table import ResultsTable
 def _profile(
     delta: Mapping[str, Float[Array, "L B T _ _"]], reference: Mapping[str, Float[Array, "L B T _ _"]]
 ) -> dict[str, dict[str, Float[Array, "B L"] | Int[Array, "B L"]]]:
-    """Every metric of every context's deficit."""
+    """Returns every metric of every context's deficit."""
 
     def across(function, *trees):
         return jax.vmap(function, in_axes=1)(*trees)

@@ -168,6 +168,7 @@ class ResultsTable:
             for column in ("asked", "predicted", "divergence"):
                 for name, batches in getattr(items, column).items():
                     getattr(own, column).setdefault(name, []).extend(batches)
+
         for name, batches in other.samples.items():
             self.samples.setdefault(name, []).extend(batches)
         for name, (value, count) in other.maxima.items():
@@ -182,10 +183,12 @@ class ResultsTable:
                 for arm in items.predicted if number in kinds else ():
                     for metric, interval in items.metrics(arm, number, self.metrics).items():
                         rows.append(measured_row(items.label, self.model, arm, f"{metric}.{kind}", interval))
+
         rows += [measured_row(*key[:1], self.model, *key[1:], share) for key, share in self.costs.items()]
         for (probe, arm, metric), batches in self.samples.items():
             values, clusters = (np.concatenate(columns) for columns in zip(*batches, strict=True))
             rows.append(measured_row(probe, self.model, arm, metric, intervals.mean(values, clusters)))
+
         for (probe, arm, metric), (value, n) in self.maxima.items():
             rows.append(measured_row(probe, self.model, arm, metric, intervals.Interval(value, value, value, n)))
         return rows + self.plain

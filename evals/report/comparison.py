@@ -46,12 +46,14 @@ Check = Callable[[Rows], tuple[str, str]]
 
 
 def _one(probe: str, arm: str, metric: str, low: float, high: float = math.inf) -> Check:
-    """The finding holds where this statistic lies in [low, high]."""
+    """Returns a check: the finding holds where this statistic lies in [low, high]."""
     return lambda rows: (show(rows.get(probe, arm, metric)), within(rows.get(probe, arm, metric), low, high))
 
 
 def _versus(probe: str, metric: str, first: str, second: str, margin: float = 0.0) -> Check:
-    """The finding holds where the first arm's statistic is above the second's by more than `margin`."""
+    """Returns a check: the finding holds where the first arm's statistic is above the second's by more than
+    `margin`.
+    """
 
     def check(rows: Rows) -> tuple[str, str]:
         a, b = (rows.get(probe, arm, metric) for arm in (first, second))
@@ -61,7 +63,7 @@ def _versus(probe: str, metric: str, first: str, second: str, margin: float = 0.
 
 
 def _both(kinds: Sequence[str], low: float, high: float) -> Check:
-    """The finding holds where blind reuse's accuracy difference lies in [low, high] for both kinds."""
+    """Returns a check: the finding holds where blind reuse's accuracy difference lies in [low, high] for both kinds."""
 
     def check(rows: Rows) -> tuple[str, str]:
         got = {kind: rows.get(VISIBLE, "blind", f"difference.{kind}") for kind in kinds}
@@ -87,12 +89,14 @@ def _deepens(rows: Rows) -> tuple[str, str]:
     tables = deficit_table(rows, "relative_norm")
     if not tables:
         return "–", "not measured"
+
     shown, grows = [], []
     for channel, points in tables.items():
         half = max(len(points) // 2, 1)
         shallow, deep = (sum(p.value for _, p in part) / len(part) for part in (points[:half], points[-half:]))
         shown.append(f"{channel}: {number(shallow)} → {number(deep)}")
         grows.append(deep > shallow)
+
     return ", ".join(shown), "same direction" if all(grows) else "differs"
 
 

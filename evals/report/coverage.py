@@ -326,7 +326,7 @@ PAPERS: Mapping[str, tuple[CoverageItem, ...]] = {
 
 
 def names(suite: str) -> list[RowName]:
-    """All rows of a suite that the table names."""
+    """Returns all rows of a suite that the table names."""
     every = [row for items in PAPERS.values() for item in items for row in item.rows]
     return [row for row in dict.fromkeys(every) if row[0] == suite]
 
@@ -339,7 +339,7 @@ def of_the_engine(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def missing(suite: str, rows: Iterable[Mapping[str, Any]]) -> list[RowName]:
-    """Those that a run of the suite does not have; of its results' rows."""
+    """Returns those that a run of the suite does not have; of its results' rows."""
     have = {(row["probe"], row["arm"], row["metric"]) for row in rows}
     return [row for row in names(suite) if row[1:] not in have]
 
@@ -362,7 +362,7 @@ def markdown() -> str:
 
 
 def _ours(rows: Iterable[RowName]) -> str:
-    """Rows of one probe and metric together."""
+    """Returns rows of one probe and metric together."""
     together: dict[tuple[str, str, str], list[str]] = {}
     for suite, probe, arm, metric in rows:
         together.setdefault((suite, probe, metric), []).append(f"`{arm}`")

@@ -64,6 +64,7 @@ def kept(results: Results) -> dict[str, Any]:
         if (own or seed or control) and shown(row["metric"]):
             rounded = {name: _six(row[name]) for name in ("value", "low", "high")}
             rows.append({**row, **rounded})
+
     names = ("backbone", "contexts", "seed", "command", "parameters", "example")
     return {"config": {name: results["config"].get(name) for name in names}, "rows": rows}
 
@@ -77,12 +78,14 @@ def section(results: Results, page: str) -> str:
     rows, config, mean = Rows(results), results["config"], headline_results(results)
     if page == README and mean is not None:
         return _readme(mean)
+
     said = [
         f"A small model ({config['parameters'] / 1e6:.1f} M parameters, Qwen2.5-VL's architecture) sees three legend "
         "images, which assign colours to handwritten glyphs, and a page of glyphs. The page is cached alone and reused "
         "after the legends. *page* questions need the page alone, *chain* and *aggregate* questions need both.",
         " ".join([*verdict(mean or results), *without_window(results)]),
     ]
+
     if mean is not None:
         table = comparison_table(Rows(mean), headline_arms(mean), RESULTS_KINDS)
         said += [_about_the_mean(mean), markdown_table(*table)]
@@ -90,6 +93,7 @@ def section(results: Results, page: str) -> str:
     else:
         # One instance alone: its own table, with intervals over contexts.
         said.append(markdown_table(*comparison_table(rows, first_arms(results), RESULTS_KINDS)))
+
     said.append(f"What does *not* work ({rows.model}): " + "; ".join(negatives(rows)) + ".")
     return "\n\n".join(part if part.startswith("|") else filled(part) for part in said)
 
@@ -160,6 +164,7 @@ def without_window(results: Results) -> list[str]:
     names = sorted({row["model"] for row in results["rows"] if row["model"].endswith(NO_WINDOW)})
     if not names:
         return []
+
     mains, control = Rows(results), Rows(results, names[0])
 
     def pair(rows, kind):

@@ -60,6 +60,7 @@ def question_in_words(kind: int, ask: int, argument: int) -> str:
     what = {words.ask_glyph: "glyph", words.ask_fill: "fill", words.ask_stripe: "stripes"}.get(
         ask, "most frequent fill"
     )
+
     if argument >= words.cell:
         row, cell = divmod(argument - words.cell, CELLS)
         where = f", {COLOUR_NAMES[cell]} cell of the {COLOUR_NAMES[row]} row"
@@ -67,6 +68,7 @@ def question_in_words(kind: int, ask: int, argument: int) -> str:
         where = f" of the {answer_in_words(argument)}"
     else:
         where = f" of the {COLOUR_NAMES[argument - words.row]} row"
+
     return f"{KINDS[kind]}: {what}{where}"
 
 
@@ -97,9 +99,11 @@ def marks_of(contexts: Contexts, questions: Questions) -> list[Mark]:
             continue
         else:
             glyph = int(questions.argument[0, number]) - VOCABULARY.glyph
+
         if KINDS[int(questions.kind[0, number])] != "page":
             for place, where in np.argwhere(contexts.legend_glyph[0, contexts.order[0]] == glyph):
                 mark(word, int(place), 0, side * int(where), 3 * side)
+
     return [Mark(*place, word=", ".join(words)) for place, words in found.items()]
 
 
@@ -134,15 +138,18 @@ def example_figure(
     for arm, answers in columns.items():
         if len(answers) != len(question_texts):
             raise ValueError(f"arm {arm!r} has {len(answers)} answers to {len(question_texts)} questions")
+
     images = [*legend_images, page_image]
     widths = [image.shape[1] / image.shape[0] for image in images]
     # The page's cells are the smallest things that have to be made out.
     widths = [*(width + 0.12 for width in widths[:-1]), 2.3 * widths[-1]]
     height, table = 2.4, 0.5 + 0.44 * len(question_texts)
+
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(NARROW, height + table), layout="constrained")
         halves: Any = figure.subfigures(2, 1, height_ratios=[height, table])
         upper, lower = halves
+
         for place, panel in enumerate(upper.subplots(1, len(images), width_ratios=widths, squeeze=False)[0]):
             panel.imshow(images[place], interpolation="nearest")
             panel.set_axis_off()
@@ -150,6 +157,7 @@ def example_figure(
             for mark in marks:
                 if mark.image == place:
                     _draw_mark(panel, mark)
+
         _answer_table(lower.subplots(), question_texts, columns, correct, swatches or {})
         return save(figure, "One example: what is seen, asked and answered", path)
 
@@ -167,8 +175,10 @@ def _draw_mark(panel: Axes, mark: Mark) -> None:
             clip_on=False,
         )
         panel.add_patch(box)
+
     if not mark.word:
         return
+
     label: dict[str, Any] = {
         "fontsize": 7.5,
         "fontweight": "bold",
@@ -194,10 +204,12 @@ def _answer_table(
     panel.axhline(-0.3, color="#888888", linewidth=0.8)
     for row, question in enumerate(questions):
         panel.text(0, row, question, va="center")
+
     for place, (arm, answers) in enumerate(columns.items()):
         x = step * place
         header = textwrap.fill(arm_label(arm), 18)
         panel.text(x, -0.35, header, color=COLOURS.get(family(arm), "#222222"), va="bottom")
+
         for row, answer in enumerate(answers):
             wrong = correct is not None and answer != correct[row]
             text, colour = (f"✗ {answer}", COLOURS["blind"]) if wrong else (answer, "#222222")

@@ -147,6 +147,7 @@ def arm_label(arm: str) -> str:
             words[-1] += f" layer {value}"
         else:
             words.append(f"{NAMES.get(name, name)} {value}".strip())
+
     return ", ".join(words)
 
 
@@ -165,6 +166,7 @@ def accuracy_figures(results: Results, out: Path) -> list[Path]:
             title = f"Accuracy by repair, {setting} · bars: 95 % intervals"
             path = out / f"accuracy_{probe.split('.')[1]}.png"
             written.append(_dot_panels(rows, probe, sorted(arms, key=_arm_order), title, path))
+
     return written
 
 
@@ -209,22 +211,27 @@ def _dot_panels(rows: Rows, probe: str, arms: Sequence[str], title: str, path: P
     kinds = [kind for kind in rows.kinds(probe) if any(rows.get(probe, arm, f"accuracy.{kind}").n for arm in arms)]
     height, few = 0.24 * len(arms) + 1.2, len(arms) <= FEW_ARMS
     size = (NARROW, height * len(kinds)) if few else (2.1 + 2.0 * len(kinds), height)
+
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         shape = (len(kinds), 1) if few else (1, len(kinds))
         panels = figure.subplots(*shape, sharey=True, squeeze=False).ravel()
+
         for panel, kind in zip(panels, kinds, strict=True):
             reference = rows.get(probe, "re-prefill", f"accuracy.{kind}").value
             if math.isfinite(reference):
                 panel.axvline(reference, color="#222222", linewidth=0.8, linestyle=(0, (4, 3)))
+
             for place, arm in enumerate(arms):
                 colour = COLOURS.get(family(arm), "#555555")
                 got = rows.get(probe, arm, f"accuracy.{kind}")
                 panel.plot([got.low, got.high], [place, place], color=colour, linewidth=1.8, solid_capstyle="butt")
                 panel.plot([got.value], [place], MARKERS.get(family(arm), "o"), color=colour, markersize=3.6)
+
             panel.set(title=_wrapped(KINDS.get(kind, kind)), xlabel="accuracy", xlim=(-0.03, 1.03))
             panel.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
             panel.grid(visible=False, axis="y")
+
         panels[0].set_yticks(range(len(arms)), [arm_label(arm) for arm in arms])
         panels[0].set_ylim(len(arms) - 0.4, -0.6)
         return save(figure, title, path)
@@ -242,6 +249,7 @@ def rank_figure(results: Results, out: Path) -> list[Path]:
     kinds = [kind for kind in (*MULTI_HOP, "override") if kind in rows.kinds(probe, "kl")]
     if not ranks or not kinds:
         return []
+
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(NARROW, 3.0 * len(kinds)), layout="constrained")
         panels = figure.subplots(len(kinds), 1, squeeze=False, sharey=True)[:, 0]
@@ -282,11 +290,13 @@ def _kl_by_rank(panel: Axes, rows: Rows, probe: str, kind: str) -> None:
                 va="bottom" if above else "top",
                 color=COLOURS[name],
             )
+
     blind = rows.get(probe, "blind", f"kl.{kind}").value
     if math.isfinite(blind):
         panel.axhline(floored(blind), color=COLOURS["blind"], linestyle=(0, (4, 3)), linewidth=1)
         place: dict[str, Any] = dict(transform=panel.get_yaxis_transform(), ha="right", va="bottom")
         panel.text(0.98, floored(blind), "blind reuse", color=COLOURS["blind"], **place)
+
     panel.set(xscale="log", yscale="log", title=KINDS[kind], xlabel="patch rank")
     ticks = [int(x) for x, _ in rows.settings(probe, "patch.rank=")]
     panel.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -324,11 +334,13 @@ def _label_right(panel: Axes, labels: Sequence[tuple[str, str, float]], gap: flo
     for _, _, level in ordered:
         height = (level - low) / (high - low)
         heights.append(max(height, heights[-1] + gap) if heights else height)
+
     # From below, each at least a gap above the last; then, from above, pushed back below the top.
     excess = max(0.0, heights[-1] - 0.98) if heights else 0.0
     for number in range(len(heights) - 1, -1, -1):
         ceiling = heights[number + 1] - gap if number + 1 < len(heights) else heights[number] - excess
         heights[number] = min(heights[number], ceiling)
+
     for (text, colour, _), height in zip(ordered, heights, strict=True):
         panel.annotate(text, (1.02, height), xycoords="axes fraction", color=colour, va="center", annotation_clip=False)
 
@@ -340,6 +352,7 @@ def recall_figure(results: Results, out: Path) -> list[Path]:
     kinds = [kind for kind in MULTI_HOP if kind in rows.kinds(probe)]
     if not kinds or not rows.settings(probe, "stale.turnover="):
         return []
+
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(NARROW, 2.8 * len(kinds)), layout="constrained")
         panels = figure.subplots(len(kinds), 1, squeeze=False, sharey=True)[:, 0]
@@ -351,10 +364,12 @@ def recall_figure(results: Results, out: Path) -> list[Path]:
                 if points:
                     _line(panel, [x for x, _ in points], [y for _, y in points], name)
                     ends.append((NAMES[name], COLOURS[name], points[-1][1].value))
+
             panel.set(title=KINDS[kind], xlabel="legends replaced since eviction", ylim=(0, 1.03))
             panel.set_xticks([x for x, _ in rows.settings(probe, "stale.turnover=")])
             panel.set_ylabel("accuracy")
             _label_right(panel, [end for end in ends if math.isfinite(end[2])])
+
         return [save(figure, "Recall: a chunk put back after eviction", out / "recall.png")]
 
 
@@ -386,6 +401,7 @@ def deficit_figure(results: Results, out: Path) -> list[Path]:
     tables = {metric: table for metric in DEFICIT_METRICS if (table := deficit_table(rows, metric))}
     if not tables:
         return []
+
     colours = {"k": "#0072B2", "v": "#D55E00", "ckv": "#009E73", "kpe": "#CC79A7"}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(NARROW, 2.4 * len(tables)), layout="constrained")
@@ -399,10 +415,12 @@ def deficit_figure(results: Results, out: Path) -> list[Path]:
                     panel.plot([layer, layer], [point.low, point.high], color=colour, linewidth=1, alpha=0.6)
                 marker = "o" if channel in ("k", "kpe") else "s"
                 panel.plot(layers, [point.value for _, point in points], color=colour, marker=marker, markersize=4)
+
             panel.set(title=_wrapped(DEFICIT_METRICS[metric]), xlabel="layer")
             panel.set_ylim(0, 1.03 if "_share_" in metric else None)
             panel.xaxis.get_major_locator().set_params(integer=True)
             _label_right(panel, ends)
+
         return [save(figure, "The deficit Δ = KV(page | legends) − KV(page alone)", out / "deficit.png")]
 
 

@@ -38,6 +38,7 @@ def hero_figure(results: Results, out: Path) -> list[Path]:
     arms = [arm for arm in first_arms(results) if math.isfinite(rows.get(VISIBLE, arm, "accuracy.chain").value)]
     if not arms:
         return []
+
     large: dict[Any, Any] = {**STYLE, "font.size": 10.5, "axes.titlesize": 10.5}
     with matplotlib.rc_context(large):
         figure = Figure(figsize=(5.4, 0.52 * len(arms) + 1.3), layout="constrained")
@@ -50,6 +51,7 @@ def hero_figure(results: Results, out: Path) -> list[Path]:
                     panel.plot([got.low, got.high], [place + shift] * 2, color=colour, linewidth=2)
                     face = "white" if kind == "page" else colour
                     panel.plot(got.value, place + shift, marker, color=colour, markerfacecolor=face, markersize=6)
+
         panel.set_yticks(range(len(arms)), [arm_label(arm).replace(", ", ",\n", 1) for arm in arms])
         panel.set(xlim=(-0.02, 1.02), ylim=(len(arms) - 0.45, -0.55), xlabel=across)
         panel.grid(visible=False, axis="y")
@@ -57,6 +59,7 @@ def hero_figure(results: Results, out: Path) -> list[Path]:
         for kind, marker in HERO_KINDS.items():
             face = "white" if kind == "page" else "#555555"
             handles += panel.plot([], [], marker, color="#555555", markerfacecolor=face, label=kind)
+
         figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
         return [save(figure, "What each way of reuse gets right", out / "hero.png")]
 
@@ -78,6 +81,7 @@ def _pareto(rows: Rows, axis: str, path: Path) -> Path:
     # Seven shapes to eight colours, so that no two families have both alike.
     markers = dict(zip(families, "X*hdp<>" * 5, strict=False)) | MARKERS | {"patch": "o", "re-prefill": "P"}
     kinds = [kind for kind in MULTI_HOP if kind in rows.kinds(VISIBLE)]
+
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(NARROW, 3.2 * len(kinds) + 0.11 * len(families)), layout="constrained")
         panels = figure.subplots(len(kinds), 1, squeeze=False, sharey=True)[:, 0]
@@ -93,6 +97,7 @@ def _pareto(rows: Rows, axis: str, path: Path) -> Path:
                 style: dict[str, Any] = {"color": colours[name], "marker": markers[name], "markersize": 4.5}
                 values = [y.value for _, y in points]
                 panel.plot([x for x, _ in points], values, linewidth=0.8, label=NAMES.get(name, name), **style)
+
             front = pareto_front(rows, axis, kind, costs=drawn)
             heights = [rows.get(VISIBLE, arm, f"accuracy.{kind}").value for arm in front]
             line: dict[str, Any] = {"where": "post", "color": "#BBBBBB", "linewidth": 4, "zorder": 0}
@@ -104,6 +109,7 @@ def _pareto(rows: Rows, axis: str, path: Path) -> Path:
             panel.set_xticks(ticks, [str(tick) for tick in ticks])
             panel.minorticks_off()
             panel.set_ylabel("accuracy")
+
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
         what = "serving work" if axis == "serving_flops" else "stored bytes"

@@ -71,6 +71,7 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
     for row in results.get("rows", []):
         if missing := [column for column in COLUMNS if column not in row]:
             raise ValueError(f"results row {dict(row)} lacks {missing}")
+
     rows, config = Rows(results), dict(results.get("config", {}))
 
     left = {path.stem: path for path in figures}
@@ -186,10 +187,12 @@ def probe_table(rows: Rows, probe: str, arms: Sequence[str] | None = None, *, fe
     kinds = [kind for kind in rows.kinds(probe) if kind not in SINGLE_HOP]
     for metric, name in several_hops.items():
         names |= {f"{metric}.{kind}": f"{name}, {kind}" for kind in kinds}
+
     if few:
         names = dict(sorted(names.items(), key=lambda item: item[0].rpartition(".")[2] not in MULTI_HOP))
         shown = ("kl.chain", "kl.survivor")
         names = {metric: name for metric, name in names.items() if metric.startswith("accuracy.") or metric in shown}
+
     names |= {"relative_order_effect": "‖Δπ − Δid‖ / ‖Δid‖", **DEFICIT_METRICS}
     names["probability_difference"] = "largest difference in probability"
     names["kv_difference"] = "largest difference in KV"
@@ -203,6 +206,7 @@ def probe_table(rows: Rows, probe: str, arms: Sequence[str] | None = None, *, fe
     # What is lost and mended first: a telephone shows three columns or four.
     first = len([metric for metric in used if metric in TOLD_FIRST]) if few else 0
     lines = []
+
     for arm in arms:
         label = arm.removeprefix("layer=").replace(".", ", ") if probe == "deficit" else arm_label(arm)
         cells = [tuple(show(rows.get(probe, arm, metric)).partition(" ")[::2]) for metric in used]
@@ -214,6 +218,7 @@ def probe_table(rows: Rows, probe: str, arms: Sequence[str] | None = None, *, fe
         most = max(rows.get(probe, arm, f"accuracy.{kind}").n for arm in arms)
         if most:
             counts.append(f"{kind} {most}")
+
     heads = [names[metric] for metric in used]
     heads[first:first] = [COSTS[axis].replace(" = ", "\u00a0=\u00a0") for axis in costs]
     return ProbeTable(heads, lines, ", ".join(counts))

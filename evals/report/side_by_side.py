@@ -69,12 +69,14 @@ def write(results: Mapping[str, Results], folder: Path) -> Path:
     parts = [markdown_table(HEAD, lines)]
     mean = headline_results({"config": {}, "rows": [row for each in results.values() for row in own_rows(each)]})
     kept = {name: {"config": each["config"], "rows": _kept(each)} for name, each in results.items()}
+
     if mean is not None:
         parts += [
             f"Means over the training seeds {', '.join(seeds_of(mean))}, the least and the largest in brackets.",
             markdown_table(*comparison_table(Rows(mean), headline_arms(mean))),
         ]
         kept["headline"] = mean
+
     table.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     (folder / "backbones.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     draw(results, folder / "backbones.png")
@@ -88,7 +90,7 @@ def own_rows(results: Results) -> list[dict[str, Any]]:
 
 
 def _kept(results: Results) -> list[dict[str, Any]]:
-    """The rows of the main comparison and of the order effect; NaN as null."""
+    """Returns the rows of the main comparison and of the order effect; NaN as null."""
     return without_nan(
         row for row in results["rows"] if row["probe"] == VISIBLE or row["metric"] == "relative_order_effect"
     )
@@ -105,6 +107,7 @@ def draw(results: Mapping[str, Results], path: Path) -> Path:
     figure, axes = plt.subplots(
         1, len(results), figsize=(2.1 * len(results) + 1, 3.2), sharey=True, layout="constrained", squeeze=False
     )
+
     for axis, (name, each) in zip(axes[0], results.items(), strict=True):
         rows = Rows(each)
         for shift, (arm, colour) in zip((-0.2, 0.0, 0.2), arms.items(), strict=True):
@@ -112,10 +115,12 @@ def draw(results: Mapping[str, Results], path: Path) -> Path:
             spread = [[x.value - x.low for x in got], [x.high - x.value for x in got]]
             places = [number + shift for number in range(len(KINDS))]
             axis.errorbar([x.value for x in got], places, xerr=spread, fmt="o", ms=4, color=colour, label=arm)
+
         axis.set(title=name, xlim=(-0.03, 1.03), ylim=(len(KINDS) - 0.5, -0.5), yticks=range(len(KINDS)))
         axis.set_yticklabels(KINDS)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", color="#e6e6e6")
+
     handles, labels = axes[0][0].get_legend_handles_labels()
     labels = ["re-prefill", f"patch, rank {RANK}", "blind reuse"][: len(labels)]
     figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)

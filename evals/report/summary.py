@@ -41,7 +41,9 @@ def print_summary(results: Results, file: io.TextIOBase | None = None, report: P
 
 
 def _say_mean(mean: Results) -> list[str]:
-    """What needs both images, as the mean over seeds with the least and the largest; then whose lines follow."""
+    """Returns what needs both images, as the mean over seeds with the least and the largest; then whose lines
+    follow.
+    """
     rows, rank = Rows(mean), smallest_rank(mean, VISIBLE) or max(RULES.arms.byte_ranks)
     lines = [f"Means over {len(seeds_of(mean))} training seeds (least to largest):"]
     for kind in MULTI_HOP:
@@ -64,9 +66,11 @@ def _say_accuracy(results: Results, rows: Rows) -> list[str]:
 def _say_rank(results: Results, rows: Rows) -> list[str]:
     if not rows.settings(VISIBLE, "patch.rank="):
         return []
+
     rank = smallest_rank(results, VISIBLE)
     if rank is None:
         return ["Smallest patch within 0.01 of re-prefill on chain and aggregate: none of the ranks tried."]
+
     arm = f"patch.rank={rank}"
     kl = [number(rows.get(VISIBLE, x, "kl.chain").value) for x in ("blind", arm)]
     found = (
@@ -93,6 +97,7 @@ def _say_window(results: Results, rows: Rows) -> list[str]:
         return ", ".join(f"{name} {value(probe, metric, arm)}" for name, arm in arms.items())
 
     lines = []
+
     if rows.arms("reorder"):
 
         def both(arm):
@@ -101,13 +106,16 @@ def _say_window(results: Results, rows: Rows) -> list[str]:
         arms = {"orbit patch": "orbit", "own": "exact", "transferred": "transfer"}
         shown = ", ".join(f"{name} {both(arm)}" for name, arm in arms.items())
         lines.append(f"Reorder (chain | order decides): {shown}.")
+
     if rows.arms("slide"):
         arms = {"survivors kept as they are": "keep", "removal patch": "removal", "blind": "blind"}
         lines.append(f"Slide (KL, facts that stay): {said('slide', 'kl.survivor', arms)}.")
+
     turnovers = rows.settings("recall", "stale.turnover=")
     if turnovers:
         arms = {name: f"{name}.turnover={turnovers[-1][0]:.0f}" for name in ("re-prefill", "fresh", "stale", "blind")}
         lines.append(f"Recall, all legends replaced (aggregate): {said('recall', 'accuracy.aggregate', arms)}.")
+
     apart = rows.get("mask", "mask_4d", "probability_difference").value
     if math.isfinite(apart):
         lines.append(f"Control: a mask that hides the legends answers as blind reuse does, within {number(apart)}.")
@@ -115,10 +123,11 @@ def _say_window(results: Results, rows: Rows) -> list[str]:
 
 
 def _say_control(results: Results) -> list[str]:
-    """The instance trained without the sliding window, where it was run."""
+    """Returns the instance trained without the sliding window, where it was run."""
     names = sorted({str(row["model"]) for row in results["rows"] if str(row["model"]).endswith(NO_WINDOW)})
     if not names:
         return []
+
     control = Rows(results, model=names[0])
 
     def value(arm, kind):

@@ -122,12 +122,14 @@ def markdown(results: Results) -> str:
     parts = [filled(" ".join(verdict(of_probe(results)))), filled(_about(results)), *map(filled, _control(results))]
     lines = [[bar.what, bar.measured, "met" if bar.met else "**not met**"] for bar in bars(results)]
     parts.append(markdown_table(("bar", "measured", ""), lines))
+
     for number_, (probe, title) in enumerate(probes_of(results).items()):
         of_size = of_probe(results, probe)
         rows = Rows(of_size)
         arms = shown_arms(of_size, FIRST_ARMS if number_ == 0 else MAIN_ARMS)
         lines = [[f"`{arm}`", *_cells(rows, arm)] for arm in arms]
         parts += [filled(f"**{title}.** {_say(results, probe)}"), markdown_table(head, lines)]
+
     return "\n\n".join(parts)
 
 
@@ -195,6 +197,7 @@ def _control(results: Results) -> list[str]:
 
         what = " (control, trained without a sliding window)" if model.endswith(CONTROL_ENDS) else ""
         found.append(f"{model}{what}: chain {say('chain')}, aggregate {say('aggregate')}")
+
     return ["By instance, re-prefill → blind reuse: " + "; ".join(found) + "."] if len(found) > 1 else []
 
 
@@ -225,12 +228,14 @@ def _lines(rows: Rows, arms: list[str] | None = None) -> ProbeTable:
     order = sorted(rows.results["config"]["questions"], key=lambda kind: kind not in ("chain", "aggregate"))
     arms = [arm for arm in arms or rows.arms(VISIBLE) if not arm.startswith("layer=")]
     lines = []
+
     for arm in arms:
         costs = [(share(rows.get(VISIBLE, arm, metric).value), "") for metric in AXES]
         spread = ", ".join(share(rows.get(VISIBLE, arm, metric).value) for metric in AMORTISED)
         got = [rows.get(VISIBLE, arm, f"accuracy.{kind}") for kind in order]
         values = [(number(each.value), f"{number(each.low)} to {number(each.high)}") for each in got]
         lines.append((arm_label(arm), [*values[:2], *costs, (spread, ""), *values[2:]]))
+
     costs = [COSTS[axis].replace(" = ", "\u00a0=\u00a0") for axis in AXES]
     head = [*order[:2], *costs, "serving FLOPs over 1, 3, 10 reuses", *order[2:]]
     return ProbeTable(head, lines, "")
@@ -257,6 +262,7 @@ def kept(results: Results) -> dict[str, Any]:
         shown = right or row["metric"].startswith(("class_mean_share.", "e90")) or row["metric"] in COST_METRICS
         if shown if row["model"] == own else of_seed:
             rows.append({**row, **{name: _six(row[name]) for name in ("value", "low", "high")}})
+
     names = ("task", "kind", "model", "seeds", "seed", "contexts", "command", "rules", "probes", "visible", "questions")
     config = {name: results["config"][name] for name in names if name in results["config"]}
     return {"config": config, "rows": rows}

@@ -90,6 +90,7 @@ def nearest(rows: Rows, patch: str, probe: str = VISIBLE) -> list[str]:
         right = several_hops(rows, probe, arm)
         if math.isfinite(right) and not any(dear) and right > best.get(family(arm), (-1.0, ""))[0]:
             best[family(arm)] = (right, arm)
+
     return [arm for _, arm in sorted(best.values(), reverse=True)]
 
 
@@ -99,6 +100,7 @@ def first_arms(results: Results, probe: str = VISIBLE, model: str | None = None)
     arms, patch = rows.arms(probe), shown_patch(results, probe)
     if patch not in arms:
         return arms[:ROWS]
+
     must = ["re-prefill", "blind", patch, *(arm for arms in beating(rows, patch, probe).values() for arm in arms)]
     must = [arm for arm in (*must, *RIVALS) if arm in arms]
     rest = [*nearest(rows, patch, probe), *arms]
@@ -112,6 +114,7 @@ def verdict(results: Results) -> list[str]:
     kinds = ("page", *MULTI_HOP)
     if patch is None or not all(math.isfinite(rows.get(VISIBLE, "blind", f"accuracy.{kind}").value) for kind in kinds):
         return []
+
     seeds = seeds_of(results)
     means = (
         [f"Means over {len(seeds)} training seeds, the least and the largest in brackets."] if len(seeds) > 1 else []
@@ -155,6 +158,7 @@ def _what_is_kept(rows: Rows, patch: str) -> list[str]:
     if not axes:
         stored = [share(cost(rows, patch, axis)) for axis in cost_axes(rows)[:1]]
         return [f"It takes {kept} of the page's KV." for kept in stored]
+
     counts = f"for each of N = {', '.join(map(str, ANTECEDENTS))} antecedents"
     said = f"With its share of the canonical it takes {_kept(rows, patch)} of the page's KV {counts}"
     if not math.isfinite(cost(rows, WHOLE, axes[0])):
@@ -173,6 +177,7 @@ def _what_else(rows: Rows, patch: str) -> str:
     better = beating(rows, patch)
     if better:
         return f"Cheaper and at most {TOLERANCE} less accurate on both kinds: {_undercut(rows, patch, better)}."
+
     close = nearest(rows, patch)
     near = f"; the best that keeps no more is {arm_label(close[0])}: {_values(rows, close[0])}" if close else ""
     axes = _axes_in_words(cost_axes(rows), " or in ")
@@ -187,6 +192,7 @@ def _undercut(rows: Rows, patch: str, better: Mapping[str, Sequence[str]]) -> st
     for axis, arms in better.items():
         for arm in arms:
             axes.setdefault(arm, []).append(axis)
+
     text = "; ".join(f"{arm_label(arm)} ({_axes_in_words(beaten)})" for arm, beaten in axes.items())
     if "serving_flops" not in cost_axes(rows):
         return text

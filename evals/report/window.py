@@ -101,6 +101,7 @@ def window_figures(results: Results, out: Path) -> list[Path]:
         probes = [probe for probe in drawn.probes if rows.arms(probe)]
         if probes:
             written.append(_panels(rows, drawn, probes, out / f"{name}.png"))
+
     if rows.arms("window.gate"):
         written.append(_gate(rows, out / "window_gate.png"))
     return written
@@ -112,14 +113,17 @@ def _panels(rows: Rows, drawn: FigureSpec, probes: Sequence[str], path: Path) ->
         count = len(probes) * len(kinds)
         figure = Figure(figsize=(NARROW, 1.5 + 2.6 * count), layout="constrained")
         panels = figure.subplots(count, 1, squeeze=False).ravel()
+
         for panel, (probe, kind) in zip(panels, itertools.product(probes, kinds), strict=True):
             _series(panel, rows, probe, drawn, kind)
             unit = "\n".join(word for word in (drawn.probes[probe], drawn.unit) if word)
             panel.set(title=kind, xlabel=drawn.across, ylabel=unit)
+
         found: dict[str, Any] = {}
         for panel in panels:
             for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
                 found.setdefault(label, handle)
+
         order = [arm_label(arm) for arm in drawn.arms if arm_label(arm) in found]
         handles = [found[label] for label in order]
         figure.legend(handles, order, loc="outside lower center", ncols=2, frameon=False)
@@ -134,11 +138,13 @@ def _series(panel: Axes, rows: Rows, probe: str, drawn: FigureSpec, kind: str) -
         for lead in LEADS
         for place, each in enumerate(varied)
     ]
+
     for number_, name in enumerate(drawn.arms):
         for lead in LEADS:
             own = [(x, y) for arm, its, x, y in points if (arm, its) == (name, lead) and enough(y)]
             if not own:
                 continue
+
             dashed = lead == "lead=1"
             # Arms stand beside each other, so that equal values do not hide one another.
             shift = 0.08 * (number_ - len(drawn.arms) / 2) + (0.04 if dashed else 0.0)
@@ -151,6 +157,7 @@ def _series(panel: Axes, rows: Rows, probe: str, drawn: FigureSpec, kind: str) -
             for x, (_, y) in zip(at, own, strict=True):
                 if math.isfinite(y.low + y.high) and (drawn.metric != "eta" or y.low > FLOOR):
                     panel.plot([x, x], [y.low, y.high], color=colour, linewidth=0.8, alpha=0.5)
+
     panel.set_xticks(range(len(varied)), [_tick(each) for each in varied])
     if drawn.metric == "eta":
         panel.set_ylim(FLOOR - 0.05, 1.05)
@@ -160,6 +167,7 @@ def _series(panel: Axes, rows: Rows, probe: str, drawn: FigureSpec, kind: str) -
         panel.set_ylim(0, None)
         panel.set_yticks([0, 0.01, 0.1, 1, 10], ["0", ".01", ".1", "1", "10"])
         panel.minorticks_off()
+
     if max((len(_tick(each)) for each in varied), default=0) > 6:
         panel.tick_params(axis="x", rotation=60)
 
@@ -185,6 +193,7 @@ def _gate(rows: Rows, path: Path) -> Path:
             if math.isfinite(x.value + y.value):
                 (point,) = upper.plot(x.value, y.value, "o", markersize=5, label=_tick(arm))
                 upper.plot([x.value] * 2, [y.low, y.high], color=point.get_color(), linewidth=1, alpha=0.5)
+
         upper.legend(frameon=False, fontsize=8, loc="upper left")
         upper.set(xlabel="divergence of the antecedents", ylabel="KL of the stored patch, nats")
         upper.set_xlim(0, 1.25 * upper.get_xlim()[1])
@@ -227,17 +236,20 @@ def _table(rows: Rows, probe: str) -> WindowTable:
     every = list(dict.fromkeys(metric for where, _, metric in rows.table if where == probe))
     kept = [metric for metric in every if metric.split(".")[0] in SHOWN or "_minus_" in metric or "." not in metric]
     lines = []
+
     for arm in rows.arms(probe):
         found = [rows.get(probe, arm, metric) for metric in kept]
         cells = [(show(got) if enough(got) else "–").partition(" ") for got in found]
         name, varied, lead = split_arm(arm)
         words = [arm_label(name), varied.replace("=", " "), LEADS.get(lead, lead)]
         lines.append((", ".join(word for word in words if word), [(value, rest) for value, _, rest in cells]))
+
     counts = []
     for kind in rows.kinds(probe):
         each = [got.n for got in (rows.get(probe, arm, f"accuracy.{kind}") for arm in rows.arms(probe)) if got.n]
         span = {min(each), max(each)} if each else set()
         counts.append(f"{kind} " + " to ".join(str(n) for n in sorted(span)))
+
     metrics = [metric.replace(".", ", ") for metric in kept]
     return WindowTable(probe.removeprefix(PREFIX), metrics, lines, ", ".join(counts))
 
@@ -256,6 +268,7 @@ def window_lines(results: Results) -> list[str]:
         arms = {name: f"{name}.k={count}.lead=0" for name in ("oracle", "orbit", "transfer")}
         for kind in ("chain", "override"):
             say(f"Window, reorder of {count} (η, {kind})", "window.reorder", f"eta.{kind}", arms)
+
     for kind in ("survivor", "aggregate", "evicted"):
         arms = {
             f"{word}{' behind a lead' if lead else ''}": f"{arm}.gone=1.lead={lead}"
@@ -263,6 +276,7 @@ def window_lines(results: Results) -> list[str]:
             for word, arm in {"kept": "keep", "blind": "blind"}.items()
         }
         say(f"Window, slide (KL to re-prefill, {kind})", "window.slide", f"kl.{kind}", arms)
+
     say(
         "Window, slide (KL to the banded model, aggregate)",
         "window.slide.remember",
@@ -272,6 +286,7 @@ def window_lines(results: Results) -> list[str]:
     for name in ("stale", "fixed_earlier", "fresh"):
         arms = {f"{turnover}/3": f"{name}.turnover={turnover}.lead=1" for turnover in range(4)}
         say(f"Window, recall, {arm_label(name)} (η by turnover, chain)", "window.recall", "eta.chain", arms)
+
     arms = {name: f"{name}.replaced=1.lead=0" for name in ("stored", "update", "rebuilt")}
     say("Window, drift, one replaced (η, chain)", "window.drift", "eta.chain", arms)
     arms = {arm_label(name): f"{name}.replaced=3.lead=0" for name in ("stored", "oracle_update", "deep", "deepest")}
@@ -279,6 +294,7 @@ def window_lines(results: Results) -> list[str]:
     for count in (8, 16, 32):
         arms = {name: f"{name}.chunks={count}.lead=0" for name in ("oracle", "kept", "transfer", "blind")}
         say(f"Window, {count} images all from the cache (flips, chain)", "window.many", "flips.chain", arms)
+
     said = [x.verdict for x in beside_the_paper(results)]
     if said:
         counts = ", ".join(f"{said.count(word)} {word}" for word in ("within", "differs", "undecided"))

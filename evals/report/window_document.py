@@ -40,6 +40,7 @@ def write(results: Mapping[str, Results], page: Path = PAGE) -> None:
     """Puts the block between the marks of a page. Raises ValueError for a page without them, or no results."""
     if not results:
         raise ValueError("no results of the window's suite; expected a folder that it was run into")
+
     text, count = re.subn(
         r"(<!-- windows -->\n).*?(<!-- /windows -->)",
         lambda found: f"{found[1]}\n{block(results)}\n\n{found[2]}",

@@ -213,12 +213,14 @@ def beside_the_paper(results: Results) -> list[PaperComparison]:
         got = rows.get(*each.row)
         if kind not in each.values or not enough(got):
             continue
+
         quoted = each.values[kind]
         low, high = quoted.held_against
         verdict = within(got, low - 1e-9, high + 1e-9)
         verdict = {"same direction": "within", "differs": "differs", "undecided": "undecided"}[verdict]
         how = _how(got, quoted, low, high, verdict)
         found.append(PaperComparison(each.about, f"{quoted.words} ({kind}; {each.where})", show(got), verdict, how))
+
     return found
 
 
@@ -227,7 +229,7 @@ FEWEST = 8
 
 
 def enough(got: Interval) -> bool:
-    """Whether a number is defined and rests on enough questions to be shown."""
+    """Returns whether a number is defined and rests on enough questions to be shown."""
     return math.isfinite(got.value) and got.n >= FEWEST
 
 

@@ -107,7 +107,7 @@ class ChunkCosts:
         return ROTATION * self.layout.layers * self.tokens * turning
 
     def factorising(self, names: tuple[str, ...] | None = None) -> int:
-        """FLOPs of full thin SVDs of the chunk's channels, layer by layer.
+        """Returns FLOPs of full thin SVDs of the chunk's channels, layer by layer.
 
         Counted as in Golub and Van Loan, Matrix Computations, 4th edition, section 8.6: the lesser of 14 m n² + 8 n³
         and 6 m n² + 20 n³ for U, Σ and V of m × n. No compiler sees into LAPACK.
@@ -120,7 +120,7 @@ class ChunkCosts:
         return self.layout.layers * total
 
     def rerun(self, chosen: Bool[np.ndarray, "L B T"], slots: Int[np.ndarray, "B T"]) -> float:
-        """FLOPs of running tokens again in context, the mean over rows.
+        """Returns FLOPs of running tokens again in context, the mean over rows.
 
         Args:
           chosen: which tokens at which layer, as `repair.Repaired` has them. slots: where they stand in the sequence.
@@ -134,7 +134,7 @@ class ChunkCosts:
         return float(by_layer.sum() / chosen.shape[1])
 
     def reading(self, tokens: int, behind: int, layers: int | None = None) -> int:
-        """FLOPs of a question of some tokens through the lowest `layers`, each seeing all that is in front."""
+        """Returns FLOPs of a question of some tokens through the lowest `layers`, each seeing all that is in front."""
         whole = self.forward.flops(tokens, behind)
         return whole if layers is None else whole - self.forward.flops(tokens, behind, layers)
 
@@ -169,11 +169,11 @@ class ChunkCosts:
         return ArmCost(canonical=0.0, inputs=self.tokens, serving=self.prefill)
 
     def of_blind(self) -> ArmCost:
-        """The canonical, turned."""
+        """Returns the canonical, turned."""
         return ArmCost(serving=self.rotation, forming=self.alone)
 
     def of_patch(self, patch: Patch, others: Sequence[tuple[Patch, int]] = ()) -> ArmCost:
-        """The canonical and a patch of it, or of a batch of such chunks.
+        """Returns the canonical and a patch of it, or of a batch of such chunks.
 
         Args:
           others: patches of other chunks, each with its chunk's tokens. Shares stay those of the one chunk: what the
@@ -191,7 +191,7 @@ class ChunkCosts:
     def of_tokens(
         self, chosen: Bool[np.ndarray, "L B T"], slots: Int[np.ndarray, "B T"], inputs: int | None = None
     ) -> ArmCost:
-        """The canonical, some of whose tokens are run again.
+        """Returns the canonical, some of whose tokens are run again.
 
         inputs: how many tokens' embeddings are kept; None: all of them, for any may be chosen.
         """
@@ -201,7 +201,7 @@ class ChunkCosts:
     def of_conditioned(
         self, stored: int | float, bringing_back: int | float, factorised: tuple[str, ...] = ()
     ) -> ArmCost:
-        """KV(B|A) kept in the canonical's place.
+        """Returns KV(B|A) kept in the canonical's place.
 
         Args:
           stored: bits. bringing_back: FLOPs of making numbers of them. factorised: channels that are kept as factors.

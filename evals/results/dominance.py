@@ -45,6 +45,7 @@ def dominating_arms(
     if costs is None:
         costs = {axis: lambda arm, axis=axis: rows.get(probe, arm, axis).value for axis in rules.axes}
     found = []
+
     for axis, cost_of in costs.items():
         limit = cost_of(patch)
         here = []
@@ -55,10 +56,13 @@ def dominating_arms(
             ]
             if arm in (patch, *REFERENCES) or is_diagnostic(arm) or not all(map(math.isfinite, (cost, limit, *gains))):
                 continue
+
             better = cost < limit or max(gains) > 0
             if cost <= limit and min(gains) >= -rules.beating_tolerance - 1e-9 and better:
                 here.append(DominatingArm(arm, axis, min(gains), cost, limit))
+
         found += sorted(here, key=lambda beats: (beats.cost, beats.arm))
+
     return found
 
 
@@ -83,16 +87,19 @@ def pareto_front(
     if costs is None:
         costs = {arm: rows.get(probe, arm, axis).value for arm in rows.arms(probe)}
     points = []
+
     for arm, cost in costs.items():
         right = _accuracy(rows, probe, arm, kind)
         if math.isfinite(cost + right) and arm != "mask_4d" and not is_diagnostic(arm):
             points.append((cost, -right, arm))
+
     front: list[str] = []
     best = -math.inf
     for _, wrong, arm in sorted(points):
         if -wrong > best:
             best = -wrong
             front.append(arm)
+
     return front
 
 

@@ -41,6 +41,7 @@ def headline(tables: Mapping[str, Sequence[Row]]) -> dict[Key, Spread]:
             number = row["value"]
             if number is not None and math.isfinite(number):
                 values.setdefault((row["probe"], row["arm"], row["metric"]), []).append(float(number))
+
     return {
         key: Spread(sum(found) / len(found), min(found), max(found), len(found))
         for key, found in values.items()

@@ -64,11 +64,13 @@ def ratio(a: Items, b: Items, cluster: Items, seed: int = 0, draws: int = 1000) 
     bottom = columns[:, 1].sum()
     if not count or bottom == 0 or not math.isfinite(bottom):
         return UNDEFINED._replace(n=count)
+
     value = float(columns[:, 0].sum() / bottom)
     # Summed by cluster first, a resample is a weighted sum of clusters: one matrix product for all draws.
     sums, counts = _cluster_sums(columns, cluster), _resamples(len(np.unique(cluster)), seed, draws)
     if counts is None or not np.isfinite(columns).all():
         return Interval(value, math.nan, math.nan, count)
+
     drawn = counts @ sums
     drawn = drawn[drawn[:, 1] != 0]
     return _interval(value, drawn[:, 0] / drawn[:, 1], count)
@@ -112,6 +114,7 @@ def median_eta(
     kept = int(keep.sum())
     if not kept:
         return UNDEFINED
+
     quotient = 1 - arm[keep] / blind[keep]
     value = float(np.median(quotient))
     labels, where = np.unique(cluster, return_inverse=True)
@@ -163,7 +166,9 @@ def _cluster_sums(columns: np.ndarray, cluster: np.ndarray) -> np.ndarray:
 
 
 def _resamples(clusters: int, seed: int, draws: int) -> np.ndarray | None:
-    """How often each cluster is drawn [draws, clusters]; None for fewer than two clusters (nothing to resample)."""
+    """Returns how often each cluster is drawn [draws, clusters]; None for fewer than two clusters (nothing to
+    resample).
+    """
     if draws < 1:
         raise ValueError(f"expected at least one draw, got {draws}")
     return _multinomial(clusters, seed, draws) if clusters > 1 else None

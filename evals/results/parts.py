@@ -29,6 +29,7 @@ def finished_parts(file: Path, config: Mapping[str, Any]) -> list[dict[str, Any]
     make_out(file.parent)
     kept = file.read_bytes() if file.exists() else b""
     whole = kept[: kept.rfind(b"\n") + 1] or (json.dumps({"config": config}) + "\n").encode()
+
     try:
         first, *parts = (json.loads(line) for line in whole.splitlines())
         found = dict(first["config"])
@@ -36,12 +37,14 @@ def finished_parts(file: Path, config: Mapping[str, Any]) -> list[dict[str, Any]
             raise ValueError("a line is no part")
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file} is not a file of parts ({error!r}): delete it, or choose another --out") from error
+
     other = [name for name in {**config, **found} if name not in found or found[name] != config.get(name)]
     if other:
         raise InputError(
             f"{file} holds parts of another {', '.join(other)}; expected {config['model']}'s of this configuration: "
             "choose another --out, or delete it"
         )
+
     if whole != kept:
         file.write_bytes(whole)
     return parts
@@ -91,6 +94,7 @@ def measure_parts(
     missing = [part for part in planned if part.name not in names]
     tokens_left = sum(part.tokens for part in missing)
     began, tokens = time.perf_counter(), 0
+
     for part in missing[: limit or None]:
         started = time.process_time()
         records = list(part.measure(finished))
@@ -104,4 +108,5 @@ def measure_parts(
         minutes = spent / (tokens + ESTIMATED_TOKENS) * tokens_left / 60
         left = f"; about {minutes:.0f} minutes left" if part.tokens else ""
         print(f"{len(finished)}/{len(planned)} {part.name}: {line['cpu_seconds']:.0f} CPU s{left}", flush=True)
+
     return finished

@@ -56,6 +56,7 @@ class Rows:
         if chosen not in self.models:
             main = [name for name in self.models if not name.endswith("_no_window")]
             chosen = model or (main or self.models or [""])[0]
+
         self.model: str = chosen
 
         self.table: dict[tuple[str, str, str], Interval] = {}

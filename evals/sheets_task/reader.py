@@ -39,6 +39,7 @@ def move_page(backbone: ModelBackbone, contexts: SheetsContexts, spec: TaskSpec 
     at_zero = backbone.embed(np.tile(form.ids, (count, 1)), positions, **images)
 
     chunks, alone = [], at_zero
+
     for place, where in enumerate(form.slices):
         local = np.broadcast_to(form.chunk_local[place], (count, *form.chunk_local[place].shape))
         # The features that a tower adds to deeper layers (Qwen3-VL's DeepStack) belong to the chunk as well.
@@ -55,6 +56,7 @@ def move_page(backbone: ModelBackbone, contexts: SheetsContexts, spec: TaskSpec 
             content=name,
         )
         chunks.append(chunk)
+
     conditioned = dict(backbone.prefill(at_zero).kv)
 
     moved, _ = prefix_positions(form, shown, np.full(count, MOVED))
@@ -232,10 +234,12 @@ def class_shares(page: ReusedPage, spec: TaskSpec = SHEETS) -> dict[str, dict[st
     cells = np.flatnonzero(page.form.chunk_ids[-1] == page.form.image_token)[-page.contexts.size.cells :]
     delta = {name: np.asarray(flatten_heads(value))[:, :, cells] for name, value in page.delta.items()}
     shares: dict[str, dict[str, np.ndarray]] = {}
+
     for name, classes in spec.classes(page.contexts).items():
         belongs = np.eye(classes.max() + 1, dtype=np.float32)[classes]  # [B, T, C]
         weight = belongs / np.maximum(belongs.sum(axis=1, keepdims=True), 1)
         shares[name] = {}
+
         for channel, value in delta.items():
             means = np.einsum("btc,lbtf->lbcf", weight, value)
             left = value - np.einsum("btc,lbcf->lbtf", belongs, means)
@@ -243,6 +247,7 @@ def class_shares(page: ReusedPage, spec: TaskSpec = SHEETS) -> dict[str, dict[st
             explained = 1 - np.square(left).sum(axis=(2, 3)) / np.where(whole > 0, whole, 1.0)
             # The first layer's deficit is 0.
             shares[name][channel] = np.where(whole > 0, explained, 0.0).T
+
     return shares
 
 

@@ -96,6 +96,7 @@ class SheetsVocabulary:
         for name, texts in groups.items():
             first[name] = len(self.names)
             self.names = self.names + texts
+
         self.row, self.column, self.ink = first["row"], first["column"], first["ink"]
         self.fill, self.stripe = first["fill"], first["stripe"]
         self.glyph, self.cell = first["glyph"], first["cell"]
@@ -151,6 +152,7 @@ def _sample(rng: np.random.Generator, size: ContextSize) -> tuple[np.ndarray, ..
     if len(inks):
         shapes_of = rng.permuted(np.tile(np.arange(SHAPES), (side, 1)), axis=1)[:, :side]
         glyph = rng.permutation((inks[:, None] * SHAPES + shapes_of).reshape(-1))
+
     fill, stripe = rng.integers(0, COLOURS, ADDRESSES), rng.integers(0, COLOURS, ADDRESSES)
 
     # Each ink's cells have a fill of their own that leads; no other fill is there twice.
@@ -163,12 +165,14 @@ def _sample(rng: np.random.Generator, size: ContextSize) -> tuple[np.ndarray, ..
     sheet_fill, sheet_stripe = fill[entries], stripe[entries]
     # Of an address on two sheets the earlier one shows other colours.
     where: dict[int, tuple[int, ...]] = {}
+
     for place in itertools.product(*map(range, entries.shape)):
         earlier = where.get(int(entries[place]))
         if earlier is not None:
             for colour in (sheet_fill, sheet_stripe):
                 colour[earlier] = (colour[earlier] + rng.integers(1, COLOURS)) % COLOURS
         where[int(entries[place])] = place
+
     return entries, sheet_fill, sheet_stripe, address, glyph, np.array(rng.integers(0, 2**62))
 
 
@@ -187,12 +191,14 @@ def latest(contexts: SheetsContexts, shown: np.ndarray | None = None) -> tuple[n
     item = np.arange(count)[:, None]
     fill, stripe = np.full((count, ADDRESSES), -1), np.full((count, ADDRESSES), -1)
     times = np.zeros((count, ADDRESSES), np.int64)
+
     for sheet in range(contexts.sheets):
         address = contexts.sheet_address[:, sheet]
         here = np.ones((count, 1), bool) if shown is None else shown[:, sheet, None]
         for table, colour in ((fill, contexts.sheet_fill), (stripe, contexts.sheet_stripe)):
             table[item, address] = np.where(here, colour[:, sheet], table[item, address])
         times[item, address] += here
+
     return fill, stripe, times
 
 
@@ -218,10 +224,12 @@ def render(contexts: SheetsContexts) -> tuple[np.ndarray, np.ndarray]:
     sheets[..., 3:9:3, 4:9, :] = 15.0
     mark = shapes()[contexts.page_glyph % SHAPES][..., None]
     pages[..., 1:9, 1:9, :] = np.where(mark, PALETTE[contexts.page_glyph // SHAPES][..., None, None, :], 15.0)
+
     for index, seed in enumerate(contexts.ink_seed):
         rng = np.random.default_rng(int(seed))
         for cells in (sheets[index], pages[index]):
             cells += 8.0 * rng.standard_normal(cells.shape, np.float32)
+
     return _tile(sheets, contexts.size.sheet_shape), _tile(pages, contexts.size.page_shape)
 
 
@@ -236,7 +244,7 @@ def _frames(address: np.ndarray) -> np.ndarray:
 
 
 def _tile(cells: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Cells [..., cells, 10, 10, 3] to images [..., height, width, 3], uint8."""
+    """Converts cells [..., cells, 10, 10, 3] to images [..., height, width, 3], uint8."""
     cells = cells.reshape(*cells.shape[:-4], *shape, *cells.shape[-3:])
     *lead, rows, columns, height, width, channels = cells.shape
     image = np.moveaxis(cells, -3, -4).reshape(*lead, rows * height, columns * width, channels)
@@ -340,7 +348,7 @@ class Asker:
         self.least = 2 if contexts.size.cells == GLYPHS else 1
 
     def _pick(self, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """One index [B] per row of `allowed`, and whether it is allowed."""
+        """Returns one index [B] per row of `allowed`, and whether it is allowed."""
         picked = np.where(allowed, self.rng.random(allowed.shape), -1.0).argmax(axis=1)
         return picked, allowed[self.item, picked]
 

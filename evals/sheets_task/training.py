@@ -76,15 +76,15 @@ class SheetsRecipe:
         return {kind: getattr(self, kind) for kind in task.KINDS}
 
     def asked(self, step: int) -> dict[str, int]:
-        """How many questions of each kind a step packs behind each context."""
+        """Returns how many questions of each kind a step packs behind each context."""
         return TINY_QUESTIONS if step < self.tiny else self.questions
 
     def drawn(self, step: int) -> dict[str, Any]:
-        """What the contexts of a step are drawn with besides."""
+        """Returns what the contexts of a step are drawn with besides."""
         return {}
 
     def size(self, step: int) -> str:
-        """Which of `task.SIZES` the contexts of a step have."""
+        """Returns which of `task.SIZES` the contexts of a step have."""
         if step < self.tiny:
             return "tiny"
         if step < self.tiny + self.small:
@@ -104,6 +104,7 @@ def initialise(recipe: SheetsRecipe, spec: TaskSpec = SHEETS) -> Any:
     if recipe.cells_apart and recipe.backbone == "qwen3_vl":
         kernel = model.visual.blocks.output.kernel
         kernel[...] = jnp.zeros_like(kernel[...])
+
     table = jax.random.normal(jax.random.key(recipe.seed + 1), model.decoder.embedding.shape, jnp.float32)
     if recipe.named_by_sight:
         for first, value in _features_by_name(model, recipe, spec).items():
@@ -111,6 +112,7 @@ def initialise(recipe: SheetsRecipe, spec: TaskSpec = SHEETS) -> Any:
                 like = recipe.ink_likeness
                 value = like * value + (1 - like**2) ** 0.5 * table[first]
             table = table.at[first : first + len(value)].set(value)
+
     model.decoder.embedding[...] = table
     if recipe.tied_init:
         tie_queries(model.decoder.layers.attention, config.text)
@@ -166,11 +168,13 @@ def loss_of(
     logits = model.decoder.logits(state.hidden[:, -answer.shape[1] :])
     asked = answer >= 0
     target = jax.nn.one_hot(jnp.where(asked, answer, 0), logits.shape[-1])
+
     if "fills" in batch:
         first = spec.vocabulary.fill
         fills = slice(first, first + task.COLOURS)
         some = jnp.any(batch["fills"] > 0, axis=-1, keepdims=True)
         target = jnp.where(some, jnp.zeros_like(target).at[..., fills].set(batch["fills"]), target)
+
     each = optax.softmax_cross_entropy(logits, target)
     loss = jnp.sum(each * asked) / jnp.maximum(jnp.sum(asked), 1)
     return loss, (jnp.argmax(logits, axis=-1) == answer) & asked

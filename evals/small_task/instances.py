@@ -31,7 +31,7 @@ class Instance(NamedTuple):
 
 
 def _pixels(patch: int, merge: int) -> ImageConfig:
-    """Image settings without any resizing."""
+    """Returns image settings without any resizing."""
     return ImageConfig(
         patch_size=patch,
         merge_size=merge,
@@ -130,7 +130,9 @@ def _qwen3_vl(architecture: str = "Qwen3VLForConditionalGeneration", **experts: 
 
 
 def _qwen3_vl_moe() -> Instance:
-    """As Qwen3-VL, with four experts per layer of which each token takes two (softmax router)."""
+    """Returns the configuration of Qwen3-VL, with four experts per layer of which each token takes two (softmax
+    router).
+    """
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
     return _qwen3_vl("Qwen3VLMoeForConditionalGeneration", **experts)
 

@@ -95,6 +95,7 @@ class SceneReader:
         size = max(1, ROOM // length)
         size = -(-count // -(-count // size))
         answers = []
+
         for first in range(0, count, size):
             # The last group repeats questions, so that all groups are of one shape.
             numbers = np.minimum(np.arange(first, first + size), count - 1)
@@ -103,6 +104,7 @@ class SceneReader:
             wanted = np.broadcast_to(length * (np.arange(size) + 1) - 1, (len(ids), size))
             logits = backbone.prefill(tokens, cache, _group_mask(chosen, page, length), logits=wanted).logits
             answers.append(np.asarray(jax.nn.log_softmax(logits, axis=-1))[:, : count - first])
+
         return np.concatenate(answers, axis=1)
 
     def joined_answers(self, parts: Sequence[np.ndarray]) -> Answers:
@@ -117,7 +119,9 @@ class SceneReader:
         return self.page.costs.rerun(np.broadcast_to(chosen, (depth, *chosen.shape)), slots)
 
     def _program(self, asked: Int[np.ndarray, " Q"]) -> dict[str, Any]:
-        """What a prefill of all questions returns: logits and every layer's residual, so that one program serves."""
+        """Returns what a prefill of all questions returns: logits and every layer's residual, so that one program
+        serves.
+        """
         depth = self.scene.backbone.layout.layers
         return {"hidden_at": tuple(range(depth)), "logits": np.broadcast_to(asked, (len(self.scene), len(asked)))}
 
@@ -125,7 +129,7 @@ class SceneReader:
 def _joined_tokens(
     own: Tokens, asking: Tokens, chosen: Int[np.ndarray, "B G N"], numbers: Int[np.ndarray, " G"]
 ) -> Tokens:
-    """Each question's chosen tokens, then the question itself: [B, G·(N + 2), …]."""
+    """Returns each question's chosen tokens, then the question itself: [B, G·(N + 2), …]."""
     rows = np.arange(len(chosen))[:, None, None]
     places = numbers[:, None] * QUESTION_TOKENS + np.arange(QUESTION_TOKENS)
 
@@ -136,16 +140,20 @@ def _joined_tokens(
     positions = [np.asarray(own.positions)[rows, chosen], np.asarray(asking.positions)[:, places]]
     positions = np.concatenate(positions, axis=2)
     deepstack = None
+
     if own.deepstack is not None:
         # A question has no features of deeper layers.
         none = jnp.zeros((*asking.embeddings.shape[:2], *own.deepstack.shape[2:]), own.deepstack.dtype)
         deepstack = join(own.deepstack, none if asking.deepstack is None else asking.deepstack)
+
     flat = positions.reshape(len(chosen), -1, *positions.shape[3:])
     return Tokens(join(own.embeddings, asking.embeddings), flat, deepstack)
 
 
 def _group_mask(chosen: Int[np.ndarray, "B G N"], page: slice, length: int) -> Bool[np.ndarray, "B 1 T S"]:
-    """Who sees whom in one prefill, over [prefix, chosen tokens, questions]: nobody sees another question's tokens."""
+    """Returns who sees whom in one prefill, over [prefix, chosen tokens, questions]: nobody sees another question's
+    tokens.
+    """
     B, G, N = chosen.shape
     tokens = page.stop - page.start
     kept = np.broadcast_to(~marks_of(chosen, tokens)[:, :, None], (B, G, length, tokens)).copy()

@@ -140,6 +140,7 @@ def write_images(
     legends, pages = task.render(contexts, split, canvas)
     mark = "x".join(map(str, canvas))
     paths = []
+
     for index, seed in enumerate(contexts.ink_seed):
         names = [
             folder / f"{seed}_{_colour_mark(contexts, index)}_legend{number}_{mark}.png"
@@ -149,6 +150,7 @@ def write_images(
         for path, pixels in zip(names, [*legends[index], pages[index]], strict=True):
             Image.fromarray(pixels).save(path, compress_level=1)
         paths.append(names)
+
     return paths
 
 
@@ -167,6 +169,7 @@ def load_scene(backbone: ModelBackbone, contexts: Contexts, folder: Path, known:
     paths = write_images(contexts, folder, canvas=form.legend_shape)
     before = {} if known is None else {chunk.id: at for at, chunk in enumerate(known.chunks)}
     images, chunks = [], []
+
     for number in range(sequences.CHUNKS):
         files = [of_context[number] for of_context in paths]
         # The files' digest is the content: another look at the same PNG is the same chunk, recoloured legends are not.
@@ -176,6 +179,7 @@ def load_scene(backbone: ModelBackbone, contexts: Contexts, folder: Path, known:
             images.append(known.images[before[name]])
             chunks.append(known.chunks[before[name]])
             continue
+
         prompts = [backbone.prepare([path]) for path in files]
         joined = {name: np.concatenate([prompt[name] for prompt in prompts]) for name in prompts[0]}
         tokens = backbone.embed(**joined)
@@ -191,6 +195,7 @@ def load_scene(backbone: ModelBackbone, contexts: Contexts, folder: Path, known:
             content=shown,
         )
         chunks.append(chunk)
+
     return Scene(backbone, contexts, tuple(images), tuple(chunks))
 
 
@@ -255,6 +260,7 @@ def read(
     if not sees_legends:
         # Nobody looks at what has left: it is no part of what is read.
         cache, mask = cut(cache, scene.page), mask[..., scene.page.start :]
+
     tokens = scene.backbone.embed(ids, positions)
     # All questions of a context in one prefill: the mask keeps them apart.
     wanted = np.broadcast_to(asked, (len(ids), len(asked)))

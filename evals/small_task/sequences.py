@@ -167,6 +167,7 @@ def cell_labels(form: Form, contexts: Contexts, shown: np.ndarray) -> dict[str, 
     count, item = len(contexts), np.arange(len(contexts))[:, None]
     names = ("seen", "tag", "bound", "cell", "fill", "stripe")
     labels = {name: np.full((count, form.prefix_tokens), -1, np.int32) for name in names}
+
     for place in range(task.LEGENDS):
         which, inside = contexts.order[:, place], form.cells(place)
         glyph = VOCABULARY.glyph + contexts.legend_glyph[item[:, 0], which]
@@ -179,6 +180,7 @@ def cell_labels(form: Form, contexts: Contexts, shown: np.ndarray) -> dict[str, 
 
         put("seen", np.stack([glyph, fill, stripe], axis=2))
         put("bound", np.stack([np.full_like(glyph, -1), glyph, glyph], axis=2))
+
     _label_page(contexts, shown, labels, form.cells(task.LEGENDS))
     return labels
 
@@ -202,6 +204,7 @@ def _label_page(contexts: Contexts, shown: np.ndarray, labels: dict[str, np.ndar
     labels["tag"][:, inside] = with_header(nothing, VOCABULARY.tag + contexts.cell_tag)
     address = VOCABULARY.cell + contexts.row_tag[..., None] * task.CELLS + contexts.cell_tag
     labels["cell"][:, inside] = with_header(nothing, address)
+
     for name, base, colour in (
         ("fill", VOCABULARY.fill, contexts.legend_fill),
         ("stripe", VOCABULARY.stripe, contexts.legend_stripe),

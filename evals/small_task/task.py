@@ -151,6 +151,7 @@ def _deal_legends(rng: np.random.Generator, glyphs: np.ndarray, double: np.ndarr
             while len(slots[legend]) < LEGEND_ROWS:
                 slots[legend].append(int(rest.pop()))
             table[index, legend] = rng.permutation(slots[legend])
+
     return table
 
 
@@ -169,12 +170,14 @@ def _draw_colours(rng: np.random.Generator, legend_glyph: np.ndarray) -> tuple[n
     first_stripe, stripe_shift = rng.integers(0, COLOURS, (count, GLYPHS)), rng.integers(1, COLOURS, (count, GLYPHS))
 
     seen = np.zeros((count, GLYPHS), np.int64)
+
     for legend in range(LEGENDS):
         glyph = legend_glyph[:, legend]
         again = seen[rows, glyph]
         fill[:, legend] = active[rows, (first_fill[rows, glyph] + again * second_shift[rows, glyph]) % ACTIVE_FILLS]
         stripe[:, legend] = (first_stripe[rows, glyph] + again * stripe_shift[rows, glyph]) % COLOURS
         seen[rows, glyph] += 1
+
     return fill, stripe
 
 
@@ -188,6 +191,7 @@ def latest_colours(legend_glyph: np.ndarray, colour: np.ndarray, order: np.ndarr
         if shown is not None:
             value = np.where(shown[rows, which][:, None], value, table[rows[:, None], glyph])
         table[rows[:, None], glyph] = value
+
     return table
 
 
@@ -228,11 +232,13 @@ def handwriting(split: str) -> list[np.ndarray]:
     flat, labels = load_digits(return_X_y=True)
     images = np.asarray(flat, np.float32).reshape(-1, 8, 8) / 16.0
     parts = []
+
     for digit in range(DIGITS):
         mine = images[labels == digit]
         mine = mine[np.random.default_rng(20260 + digit).permutation(len(mine))]
         edge = len(mine) * 4 // 5
         parts.append(mine[:edge] if split == "train" else mine[edge:])
+
     return parts
 
 
@@ -243,7 +249,7 @@ def _ink(glyph: np.ndarray, digits: np.ndarray) -> np.ndarray:
 
 
 def _draw_digits(rng: np.random.Generator, glyph: np.ndarray, split: str) -> np.ndarray:
-    """One handwritten image [8, 8] per glyph; training images are also mixed within their class and warped."""
+    """Returns one handwritten image [8, 8] per glyph; training images are also mixed within their class and warped."""
     pools = handwriting(split)
     flat = (glyph % DIGITS).reshape(-1)
     first, second = (_pick_digits(pools, flat, rng.random(flat.size)) for _ in range(2))
@@ -262,7 +268,9 @@ def _pick_digits(pools: list[np.ndarray], digits: np.ndarray, draws: np.ndarray)
 
 
 def _warp(rng: np.random.Generator, images: np.ndarray) -> np.ndarray:
-    """Images [n, 8, 8] under small random affine maps (turn, stretch, shear, shift), bilinear, blank outside."""
+    """Returns images [n, 8, 8] under small random affine maps (turn, stretch, shear, shift), bilinear, blank
+    outside.
+    """
     count = len(images)
 
     # Where each pixel of the result is read from, its centre at the origin.
@@ -322,7 +330,7 @@ def render(
 
 
 def _tile(cells: np.ndarray) -> np.ndarray:
-    """Cells [..., rows, columns, 10, 10, 3] to images [..., rows·10, columns·10, 3], uint8."""
+    """Converts cells [..., rows, columns, 10, 10, 3] to images [..., rows·10, columns·10, 3], uint8."""
     *lead, rows, columns, height, width, channels = cells.shape
     image = np.moveaxis(cells, -3, -4).reshape(*lead, rows * height, columns * width, channels)
     return np.clip(np.rint(image), 0, 255).astype(np.uint8)
@@ -380,7 +388,7 @@ def ask(
 
 
 def _choose(rng: np.random.Generator, allowed: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """`count` distinct indices per row of `allowed` [B, n] (drawn among True), and whether each is allowed."""
+    """Returns `count` distinct indices per row of `allowed` [B, n] (drawn among True), and whether each is allowed."""
     # What is not allowed sorts behind everything drawn, and is taken only where too little is allowed.
     picks = np.argsort(np.where(allowed, rng.random(allowed.shape), 2.0), axis=1)[:, :count]
     return picks, np.take_along_axis(allowed, picks, axis=1)
@@ -432,7 +440,7 @@ def _either_colour(rng: np.random.Generator, glyph: np.ndarray, colours) -> tupl
 
 
 def _ask_most(contexts: Contexts, rng: np.random.Generator, count: int, fill_of: np.ndarray, times: np.ndarray):
-    """Rows whose every glyph is defined exactly once, whose most frequent fill leads by two or more."""
+    """Returns rows whose every glyph is defined exactly once, whose most frequent fill leads by two or more."""
     item = np.arange(len(contexts))[:, None]
     leader, lead = leading_colour(fill_of[item[..., None], contexts.page_glyph])
     defined = (times[item[..., None], contexts.page_glyph] == 1).all(axis=-1)

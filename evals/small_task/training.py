@@ -69,10 +69,12 @@ def initialise(config: Any, recipe: SmallTaskRecipe) -> Any:
     tag = table[VOCABULARY.tag : VOCABULARY.tag + task.CELLS]
     cell = ((row[:, None] + tag[None]) * 0.5**0.5).reshape(-1, table.shape[1])
     model.decoder.embedding[...] = table.at[VOCABULARY.cell :].set(cell)
+
     if recipe.tied_init:
         for stack in (model.decoder.dense_layers, model.decoder.layers):
             if stack is not None:
                 tie_queries(stack.attention, config.text)
+
     return model
 
 

@@ -1,7 +1,7 @@
 """The antecedent of a chunk: the chunks that precede it, in order, and how each of them was served.
 
-KV of a chunk depends on all three. A patch formed behind an antecedent that was served blind differs from one formed
-behind the true antecedent, though the ids are the same; so does one formed behind the same id with other content.
+KV of a chunk depends on all three. A patch formed after an antecedent that was served blind differs from one formed
+after the true antecedent, though the ids are the same; so does one formed after the same id with other content.
 """
 
 import dataclasses

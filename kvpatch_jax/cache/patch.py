@@ -403,7 +403,7 @@ def check_applies(
 
     Args:
       base_antecedent: what the base is conditioned on; None where the patch is added to the canonical.
-      allow_stale: accept another antecedent than the patch was formed behind, and nothing else.
+      allow_stale: accept another antecedent than the one the patch was formed after, and no other difference.
 
     Raises:
       StalePatchError: another antecedent, of the chunk or of the base. PatchMismatchError: it does not belong to the

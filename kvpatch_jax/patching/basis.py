@@ -98,6 +98,7 @@ def fit_basis(
         delta = deficit_of(conditioned, chunk.kv, chunk)
         for name, value in delta.items():
             sums[name] = sums.get(name, 0.0) + _jitted_gram(value)
+
     if first is None:
         raise InputError("basis: no deficits; expected some chunks, each with its conditioned KV")
 
@@ -105,6 +106,7 @@ def fit_basis(
     for name in rank if isinstance(rank, Mapping) else ():
         first.layout.channel(name)
     directions = {}
+
     for name, size in wanted.items():
         features = first.layout.channel(name).features
         if isinstance(rank, Mapping) and size == 0:
@@ -113,6 +115,7 @@ def fit_basis(
             raise RankError(f"basis: rank {size} for channel {name!r}; expected 1 to {features}")
         vectors = jnp.linalg.eigh(sums[name])[1]  # columns, the weakest first
         directions[name] = jnp.swapaxes(vectors[..., ::-1][..., :size], -1, -2).astype(dtype)
+
     return Basis(directions, first.layout, first.backbone)
 
 
@@ -154,15 +157,18 @@ def form_in_basis(
         raise ShapeError(f"basis: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk")
     if rank is not None and rank < 1:
         raise RankError(f"basis: rank {rank}; expected at least 1, or None")
+
     kept = check_layers(layers, chunk.layout.layers)
     delta = deficit_of(conditioned, chunk.kv, chunk)
 
     factors: Factors = {}
+
     for name, have in basis.ranks.items():
         v = jnp.asarray(basis.rows(name, kept, have if rank is None else min(rank, have)))
         flat = ops.flatten_heads(delta[name])[np.asarray(kept)]
         u = jnp.einsum("ltf,lmf->ltm", flat, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
         factors[name] = (ops.stored(u, factor_dtype(chunk, dtype), -2), v)
+
     metadata = metadata_of(chunk, "canonical", behind, layers=kept, basis=basis.digest)
     return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r}"), metadata)
 
@@ -193,12 +199,14 @@ def with_basis(own: Mapping[str, Any], metadata: PatchMetadata, basis: Basis) ->
         raise PatchMismatchError(
             f"patch of chunk {metadata.chunk!r}: formed in basis {metadata.basis}; expected {basis.digest}"
         )
+
     factors: dict[str, Any] = {}
     for name, u in own.items():
         rank = (u.values if isinstance(u, ops.Quantised) else u).shape[-1]
         if rank > basis.ranks.get(name, 0):
             raise ShapeError(f"patch: {rank} directions of {name!r}; expected at most {basis.ranks.get(name, 0)}")
         factors[name] = (jax.tree.map(jnp.asarray, u), jnp.asarray(basis.rows(name, metadata.layers, rank)))
+
     return Patch(factors, metadata)
 
 

@@ -124,15 +124,18 @@ def conditioned(
     embedded = [unit_tokens(backbone, unit) for unit in units]
     if not embedded:
         raise InputError("conditioned: no units; expected at least one")
+
     rows = len(embedded[0].embeddings)
     for tokens in embedded:
         if len(tokens.embeddings) != rows:
             raise ShapeError(f"conditioned: {len(tokens.embeddings)} rows; expected {rows} of each")
+
     before = [] if lead is None else [_repeated(lead_tokens(backbone, lead), rows)]
     parts = _shift_in_order([*before, *embedded])
 
     kv = backbone.prefill(one_behind_the_other(parts)).kv
     result, begin = [], sum(tokens.embeddings.shape[1] for tokens in before)
+
     for unit, tokens in zip(units, embedded, strict=True):
         end = begin + tokens.embeddings.shape[1]
         values = {name: value[:, :, begin:end] for name, value in kv.items()}
@@ -140,6 +143,7 @@ def conditioned(
             values = {name: value[:, 0] for name, value in values.items()}
         result.append(PhaseFreeKV(values))
         begin = end
+
     return result
 
 
@@ -158,7 +162,10 @@ def unit_tokens(backbone: Backbone, unit: Sequence[Any] | Tokens) -> Tokens:
 
 def _repeated(tokens: Tokens, rows: int) -> Tokens:
     """Returns one row repeated."""
-    wide = lambda value: jnp.broadcast_to(value, (rows, *value.shape[1:]))
+
+    def wide(value):
+        return jnp.broadcast_to(value, (rows, *value.shape[1:]))
+
     positions = np.repeat(np.asarray(tokens.positions), rows, axis=0)
     return Tokens(wide(tokens.embeddings), positions, None if tokens.deepstack is None else wide(tokens.deepstack))
 
@@ -173,6 +180,7 @@ def _shift_in_order(units: Sequence[Tokens]) -> list[Tokens]:
         last = places.reshape(len(places), -1).max(axis=1).astype(np.int32) + 1
         # One start for every row, and for every axis where the rope has axes.
         start = last if places.ndim == 2 else np.repeat(last[:, None], places.shape[2], axis=1)
+
     return parts
 
 
@@ -182,10 +190,14 @@ def one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
     known = [part.deepstack for part in parts if part.deepstack is not None]
     if known:
         shape = known[0].shape
-        none = lambda part: jnp.zeros((*part.embeddings.shape[:2], *shape[2:]), known[0].dtype)
+
+        def none(part):
+            return jnp.zeros((*part.embeddings.shape[:2], *shape[2:]), known[0].dtype)
+
         deepstack = jnp.concatenate(
             [none(part) if part.deepstack is None else part.deepstack for part in parts], axis=1
         )
+
     return Tokens(
         jnp.concatenate([part.embeddings for part in parts], axis=1),
         np.concatenate([np.asarray(part.positions) for part in parts], axis=1),

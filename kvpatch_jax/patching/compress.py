@@ -55,6 +55,7 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
     check_whole_ranks(rank, "truncate", dense=True)
     for name in rank if isinstance(rank, Mapping) else ():
         patch.metadata.layout.channel(name)
+
     if patch.metadata.shared_left and isinstance(rank, Mapping):
         left = {name: rank.get(name, have) for name, have in patch.ranks.items() if have}
         if len(set(left.values())) > 1:
@@ -70,6 +71,7 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
         if not 1 <= wanted <= have:
             raise RankError(f"truncate: rank {wanted} for channel {name!r}; expected 1 to {have}")
         factors[name] = (_rank_slice(own[0], wanted, -1), _rank_slice(own[1], wanted, -2))  # pyright: ignore
+
     return Patch(factors, patch.metadata)
 
 
@@ -90,6 +92,7 @@ def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
     listed = list(layers)
     if not all(is_whole(layer, 0) for layer in listed):
         raise InputError(f"keep_layers: layers {listed!r:.80}; expected some of {patch.metadata.layers}")
+
     kept = tuple(sorted({int(layer) for layer in listed}))
     missing = [layer for layer in kept if layer not in patch.metadata.layers]
     if missing or not kept:
@@ -111,6 +114,7 @@ def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
         target = None if dtype is None else jnp.dtype(dtype)
     except TypeError:
         target = None
+
     if target is None:
         raise InputError(f"quantise: dtype {dtype!r:.80}; expected a floating dtype or int8")
     if not jnp.issubdtype(target, jnp.floating) and target != jnp.int8:
@@ -126,6 +130,7 @@ def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
             factors[name] = (ops.stored(value_of(u), target, -2), v)
         else:
             factors[name] = ops.stored(value_of(own), target, -1)  # pyright: ignore
+
     return Patch(finite_factors(factors, f"patch of chunk {patch.metadata.chunk!r} in {target}"), patch.metadata)
 
 

@@ -104,6 +104,7 @@ def choose_ranks(
         wanted = {name: int(rank[name]) for name in layout.names if rank.get(name, 0) != 0}
     else:
         wanted = dict.fromkeys(layout.names, int(rank))
+
     if shared_left and (heads == "separate" or len(set(wanted.values())) > 1):
         raise RankError(
             f"patch: ranks {wanted} with heads {heads!r}; expected one rank and joint heads for a shared left"
@@ -112,9 +113,11 @@ def choose_ranks(
     together = sum(layout.channel(name).features for name in wanted)
     chosen: list[tuple[str, int | None]] = []
     reduced: list[tuple[str, int]] = []
+
     for name, size in wanted.items():
         if size < 1:
             raise RankError(f"patch: rank {size} for channel {name!r}; expected at least 1")
+
         channel = layout.channel(name)
         side = channel.width if heads == "separate" else channel.features
         side = together if shared_left else side
@@ -125,6 +128,7 @@ def choose_ranks(
         # Dense where factors would take as many numbers: M·(T + F) ≥ T·F.
         smaller = size * (chunk.tokens + side) < chunk.tokens * side
         chosen.append((name, size if smaller or not dense else None))
+
     return tuple(chosen), tuple(reduced) or None
 
 

@@ -105,6 +105,7 @@ def form_patch(chunk: Chunk, conditioned: KVArrays, rank: Rank, antecedent: Ante
         return form_in_basis(
             chunk, conditioned, chosen.basis, antecedent, int(rank), layers=chosen.layers, dtype=chosen.dtype
         )
+
     check_conditioned(chunk, conditioned)
     antecedent = antecedent_of(antecedent)
     layout = chunk.layout.with_angles(chosen.angles)

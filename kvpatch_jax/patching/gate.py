@@ -52,6 +52,7 @@ def candidates(
             listed.append(PatchCandidate(patch, 0.0, None))
         elif allow_stale:
             listed.append(PatchCandidate(patch, divergence(behind, wanted, orbit=orbit, pooled=pooled), differs))
+
     # Of equal divergence the larger patch first: it has more directions.
     return sorted(listed, key=lambda item: (item.differs is not None, item.divergence, -item.patch.nbytes))
 
@@ -73,10 +74,12 @@ def divergence(
     pairs = _common(first, second)
     both = len(first.members) + len(second.members)
     changed = 1 - 2 * len(pairs) / both if both else 0.0
+
     if pooled is not None and first.members and second.members:
         one, other = (_mean(_vectors(each, pooled)) for each in (first, second))
         if one is not None and other is not None:
             changed = _cosine_divergence(one, other)
+
     reordered = 0.0 if orbit else _discordant(pairs)
     served = sum(first.members[one].state != second.members[other].state for one, other in pairs)
     return 1 - (1 - changed) * (1 - reordered / 2) * (1 - served / max(len(pairs), 1) / 2)

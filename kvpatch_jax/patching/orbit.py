@@ -67,11 +67,13 @@ def accumulate(
         expect_kind(acc, Accumulated, "accumulate", "what accumulate returned before, or None")
     check_conditioned(chunk, conditioned)
     members = None if antecedent is None else antecedent_of(antecedent).sorted()
+
     if acc is None:
         total = {name: jnp.zeros(value.shape, jnp.float32) for name, value in chunk.kv.items()}
         acc = Accumulated(total, 0, chunk, members)
     else:
         _check_same_chunk(acc.chunk, chunk)
+
     if members != acc.antecedent:
         raise PatchMismatchError(
             f"accumulate: antecedent {_format_set(members)}; expected an ordering of {_format_set(acc.antecedent)}"
@@ -114,6 +116,7 @@ def orbit_patch(acc: Accumulated, rank: Rank, antecedent: AntecedentLike | None 
         raise PatchMismatchError(
             f"orbit_patch: antecedent {_format_set(members)}; expected {_format_set(acc.antecedent)}"
         )
+
     members = acc.antecedent if members is None else members
     if members is None:
         raise InputError("orbit_patch: antecedent None; expected the ids of the set, here or in accumulate")
@@ -141,6 +144,7 @@ def orders_of(count: int, most: int = 24, *, seed: int = 0, hold_out: Iterable[S
             f"orders: {count} chunks, at most {most} orders, {wrong} held out; expected at least 1 each, and orders of "
             f"0 to {count - 1}"
         )
+
     left = math.factorial(count) - len(held)
     if left < 1:
         raise InputError(f"orders: all {len(held)} orders of {count} chunks are held out; expected one that is not")
@@ -153,6 +157,7 @@ def orders_of(count: int, most: int = 24, *, seed: int = 0, hold_out: Iterable[S
         order = tuple(int(place) for place in draw.permutation(count))
         if order not in held:
             drawn[order] = None
+
     return list(drawn)
 
 

@@ -60,6 +60,7 @@ def _check_updatable(metadata: PatchMetadata, what: str) -> None:
     plain = (metadata.base, metadata.frame, metadata.heads) == ("canonical", "phase_free", "joint")
     if plain and all_layers and not metadata.shared_left:
         return
+
     raise PatchMismatchError(
         f"{what}: patch with base {metadata.base!r}, frame {metadata.frame!r}, heads {metadata.heads!r}, "
         f"layers {metadata.layers}, shared_left {metadata.shared_left}; expected 'canonical', 'phase_free', 'joint', "
@@ -92,10 +93,12 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
             f"update_patch: correction of chunk {new.chunk!r}, base {new.base!r}, of the patch {new.corrects}; "
             f"expected {old.chunk!r}, 'patched', {digest}, which this patch has"
         )
+
     for name in rank if isinstance(rank, Mapping) else ():
         old.layout.channel(name)
 
     factors: dict[str, ChannelFactors] = {}
+
     for name in old.layout.names:
         own, other = patch.factors.get(name), correction.factors.get(name)
         if own is not None and other is not None:
@@ -125,10 +128,12 @@ def _merge(first: ChannelFactors, second: ChannelFactors, rank: int | None, name
     dense = second if is_low_rank(first) else first
     shape = value_of(dense).shape  # pyright: ignore[reportArgumentType]
     total: Array = jnp.zeros(shape, jnp.float32)
+
     for factors in (first, second):
         if is_low_rank(factors):
             u, v = (value_of(leaf).astype(jnp.float32) for leaf in factors)
             total = total + jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST).reshape(shape)
         else:
             total = total + value_of(factors)  # pyright: ignore[reportArgumentType]
+
     return total

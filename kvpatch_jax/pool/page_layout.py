@@ -10,10 +10,11 @@ has heads d·K/N up to (d + 1)·K/N, padded to the packing on its own. Where N i
 N/K times, side by side. Chunks have the model's K heads whatever N is.
 """
 
+import abc
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,9 @@ class Split(NamedTuple):
     """Placement of an array of pages: on one device, split by heads over several, or whole on each of several.
 
     Attributes:
-      devices: that share the heads. sharding: of the pages, None on one device. axis: of the mesh, along which heads
-        lie.
+      devices: number of devices that share the heads.
+      sharding: of the pages; None on one device.
+      axis: mesh axis that heads are split along.
     """
 
     devices: int = 1
@@ -50,28 +52,50 @@ class Split(NamedTuple):
         return NamedSharding(self.sharding.mesh, PartitionSpec(*axes))
 
     def placed(self, kv: Any, others: Any) -> Any:
-        """Moves a program's operands to the pages' devices: KV split by heads where every device has some."""
+        """Moves a program's operands to the pages' devices: KV split by heads if they divide evenly."""
         if self.sharding is None:
             return kv, others
-        by_heads = lambda x: self.over(None, None, None if x.shape[-2] % self.devices else self.axis)
-        return jax.device_put(kv, {name: by_heads(x) for name, x in kv.items()}), jax.device_put(others, self.over())
+
+        shardings = {}
+        for name, value in kv.items():
+            # Fewer heads than devices are repeated only in rows, so this KV is replicated.
+            axis = None if value.shape[-2] % self.devices else self.axis
+            shardings[name] = self.over(None, None, axis)
+        return jax.device_put(kv, shardings), jax.device_put(others, self.over())
 
 
 ON_ONE_DEVICE = Split()
 
 
 @dataclasses.dataclass(frozen=True)
-class PageLayout:
-    """Layout of pages: one row per token, and for latents `packing` tokens on an axis of their own.
+class PageLayout(abc.ABC):
+    """Layout of pages: one row per token, and possibly `packing` tokens on an axis of their own.
 
-    A row is a sequence of parts, one per device: its heads, and zeros up to the packing.
+    A subclass describes how a row holds the KV of a token. Hashable: a static argument under jit.
+
+    Attributes:
+      layout: channels of the KV.
+      row: shape of a row.
+      packing: tokens on the axis before rows, or None without that axis.
+      split: placement of the pages on devices.
     """
 
-    kind: Literal["interleaved", "joined", "latent"]
     layout: KVLayout
     row: tuple[int, ...]
     packing: int | None = None
     split: Split = ON_ONE_DEVICE
+
+    @abc.abstractmethod
+    def rows(self, kv: Mapping[str, Array]) -> Float[Array, "L T *row"]:
+        """Converts engine-frame KV {channel: [L,T,K,H]} to rows; padding is zero."""
+
+    @abc.abstractmethod
+    def kv(self, rows: Float[Array, "L T *row"]) -> dict[str, Float[Array, "L T _ _"]]:
+        """Converts rows to engine-frame KV {channel: [L,T,K,H]}; inverts `rows`."""
+
+    @abc.abstractmethod
+    def rotated(self, rows: Array, cos: Array, sin: Array) -> Array:
+        """Returns rows with their keys rotated, and everything else unchanged."""
 
     def lead(self, page: Any) -> tuple[int, ...]:
         """Returns the axes before the pages: the layers, or none."""
@@ -80,72 +104,6 @@ class PageLayout:
     def slots_of(self, page: Any) -> int:
         """Returns the number of slots of the pages."""
         return int(np.prod(page.shape[len(self.lead(page)) : page.ndim - len(self.row)]))
-
-    @property
-    def repeat(self) -> int:
-        """Copies of each head in a row: more than one where more devices than heads share it."""
-        return max(1, self.split.devices // self.layout.channels[0].heads)
-
-    @property
-    def vectors(self) -> int:
-        """Vectors of a part that are no padding: of its heads two each interleaved, one joined; one of a latent."""
-        heads = max(1, self.layout.channels[0].heads // self.split.devices)
-        return 2 * heads if self.kind == "interleaved" else heads
-
-    def rows(self, kv: Mapping[str, Array]) -> Float[Array, "L T *row"]:
-        """Engine-frame KV {channel: [L,T,K,H]} as rows; padding is zero."""
-        first, second = (kv[name] for name in self.layout.names)
-        widened = lambda x, width: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
-        if self.kind == "latent":
-            latent = widened(first[..., 0, :], padded_width(first.shape[-1]))
-            return jnp.concatenate([latent, widened(second[..., 0, :], self.row[-1] - latent.shape[-1])], axis=-1)
-        first, second = (jnp.repeat(x, self.repeat, axis=-2) for x in (first, second))
-        if self.kind == "joined":
-            both = jnp.concatenate([first, second], axis=-1)
-        else:
-            both = jnp.stack([widened(first, self.row[-1]), widened(second, self.row[-1])], axis=-2)
-        parts = both.reshape(*both.shape[:2], self.split.devices, self.vectors, self.row[-1])
-        more = math.prod(self.row[:-1]) // self.split.devices - self.vectors
-        return jnp.pad(parts, [(0, 0)] * 3 + [(0, more), (0, 0)]).reshape(*both.shape[:2], *self.row)
-
-    def kv(self, rows: Float[Array, "L T *row"]) -> dict[str, Float[Array, "L T _ _"]]:
-        """Rows as engine-frame KV {channel: [L,T,K,H]}, one of each repeated head: inverts `rows`."""
-        first, second = self.layout.channels
-        if self.kind == "latent":
-            begin, rows = padded_width(first.width), rows[..., None, :]
-            pair = rows[..., : first.width], rows[..., begin : begin + second.width]
-        else:
-            keys, values, _ = self._parted(rows)
-            flat = lambda x, width: x.reshape(*rows.shape[:2], -1, x.shape[-1])[..., :: self.repeat, :width]
-            pair = flat(keys, first.width), flat(values, second.width)
-        return dict(zip(self.layout.names, pair, strict=True))
-
-    def rotated(self, rows: Array, cos: Array, sin: Array) -> Array:
-        """Returns rows with their keys rotated, and everything else unchanged."""
-        turn = lambda keys: rotate_patch(keys, cos, sin, layout=self.layout.rope.cached)
-        if self.kind == "latent":
-            begin = padded_width(self.layout.channels[0].width)
-            return jnp.concatenate([rows[..., :begin], turn(rows[..., None, begin:])[..., 0, :]], axis=-1)
-        keys, values, padding = self._parted(rows)
-        flat = keys.reshape(*rows.shape[: rows.ndim - len(self.row)], -1, keys.shape[-1])
-        keys = turn(flat).reshape(keys.shape)
-        if self.kind == "joined":
-            own = jnp.concatenate([keys, values], axis=-1)
-        else:
-            own = jnp.stack([keys, values], axis=-2)
-            own = own.reshape(*keys.shape[:-2], self.vectors, self.row[-1])
-        return jnp.concatenate([own, padding], axis=-2).reshape(rows.shape)
-
-    def _parted(self, rows: Array) -> tuple[Array, Array, Array]:
-        """Splits rows into keys, values and padding, [..., devices, heads or vectors, width], with repeats."""
-        leading = rows.shape[: rows.ndim - len(self.row)]
-        parts = rows.reshape(*leading, self.split.devices, -1, self.row[-1])
-        own, padding = parts[..., : self.vectors, :], parts[..., self.vectors :, :]
-        if self.kind == "joined":
-            width = self.layout.channels[0].width
-            return own[..., :width], own[..., width:], padding
-        pairs = own.reshape(*own.shape[:-2], -1, 2, own.shape[-1])
-        return pairs[..., 0, :], pairs[..., 1, :], padding
 
     def at(self, page: Array, slots: Array) -> tuple[Any, ...]:
         """Returns the index of these slots in pages; slots beyond the last are in a page that does not exist."""
@@ -165,12 +123,128 @@ class PageLayout:
         return page if sharding is None else jax.lax.with_sharding_constraint(page, sharding)
 
 
+class HeadLayout(PageLayout):
+    """Layout of rows of heads. A row is a sequence of parts, one per device: its heads, and zeros up to the packing."""
+
+    vectors_per_head: ClassVar[int]
+
+    @abc.abstractmethod
+    def combined(self, keys: Array, values: Array) -> Array:
+        """Combines keys and values [..., K, H] to an array whose reshape to [..., vectors, row[-1]] is a part."""
+
+    @abc.abstractmethod
+    def separated(self, vectors: Array) -> tuple[Array, Array]:
+        """Splits the vectors of a part into keys and values [..., K, H]; inverts `combined`."""
+
+    @property
+    def repeat(self) -> int:
+        """Copies of each head in a row: more than one if more devices than heads share it."""
+        return max(1, self.split.devices // self.layout.channels[0].heads)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a part, without padding."""
+        return self.vectors_per_head * max(1, self.layout.channels[0].heads // self.split.devices)
+
+    def rows(self, kv: Mapping[str, Array]) -> Float[Array, "L T *row"]:
+        """Converts KV to rows, with each head repeated `repeat` times side by side."""
+        keys, values = (jnp.repeat(kv[name], self.repeat, axis=-2) for name in self.layout.names)
+        combined = self.combined(keys, values)
+        parts = combined.reshape(*combined.shape[:2], self.split.devices, self.vectors, self.row[-1])
+
+        # Every device pads its own heads up to the packing.
+        padding = math.prod(self.row[:-1]) // self.split.devices - self.vectors
+        return jnp.pad(parts, [(0, 0)] * 3 + [(0, padding), (0, 0)]).reshape(*combined.shape[:2], *self.row)
+
+    def kv(self, rows: Float[Array, "L T *row"]) -> dict[str, Float[Array, "L T _ _"]]:
+        """Converts rows to KV, with one of each repeated head."""
+        keys, values, _ = self._parted(rows)
+        result = {}
+        for channel, heads in zip(self.layout.channels, (keys, values), strict=True):
+            flat = heads.reshape(*rows.shape[:2], -1, heads.shape[-1])
+            result[channel.name] = flat[..., :: self.repeat, : channel.width]
+        return result
+
+    def rotated(self, rows: Array, cos: Array, sin: Array) -> Array:
+        """Rotates the keys of all heads."""
+        keys, values, padding = self._parted(rows)
+        flat = keys.reshape(*rows.shape[: rows.ndim - len(self.row)], -1, keys.shape[-1])
+        keys = rotate_patch(flat, cos, sin, layout=self.layout.rope.cached).reshape(keys.shape)
+        vectors = self.combined(keys, values).reshape(*keys.shape[:-2], self.vectors, self.row[-1])
+        return jnp.concatenate([vectors, padding], axis=-2).reshape(rows.shape)
+
+    def _parted(self, rows: Array) -> tuple[Array, Array, Array]:
+        """Splits rows into keys, values and padding, [..., devices, heads or vectors, width], with repeats."""
+        leading = rows.shape[: rows.ndim - len(self.row)]
+        parts = rows.reshape(*leading, self.split.devices, -1, self.row[-1])
+        keys, values = self.separated(parts[..., : self.vectors, :])
+        return keys, values, parts[..., self.vectors :, :]
+
+
+class InterleavedLayout(HeadLayout):
+    """Layout of rows in which the key and the value of each head alternate, padded to whole lanes."""
+
+    vectors_per_head = 2
+
+    def combined(self, keys: Array, values: Array) -> Array:
+        """Stacks keys and values: [..., K, 2, H']."""
+        return jnp.stack([_widened(keys, self.row[-1]), _widened(values, self.row[-1])], axis=-2)
+
+    def separated(self, vectors: Array) -> tuple[Array, Array]:
+        """Takes every other vector; both keep the padding of lanes."""
+        pairs = vectors.reshape(*vectors.shape[:-2], -1, 2, vectors.shape[-1])
+        return pairs[..., 0, :], pairs[..., 1, :]
+
+
+class JoinedLayout(HeadLayout):
+    """Layout of rows in which the key and the value of a head share one vector, 2·H wide."""
+
+    vectors_per_head = 1
+
+    def combined(self, keys: Array, values: Array) -> Array:
+        """Concatenates keys and values: [..., K, 2·H]."""
+        return jnp.concatenate([keys, values], axis=-1)
+
+    def separated(self, vectors: Array) -> tuple[Array, Array]:
+        """Cuts each vector in the middle."""
+        width = self.layout.channels[0].width
+        return vectors[..., :width], vectors[..., width:]
+
+
+class LatentLayout(PageLayout):
+    """Layout of rows of a latent and a decoupled key, each padded to whole lanes."""
+
+    def rows(self, kv: Mapping[str, Array]) -> Float[Array, "L T *row"]:
+        """Concatenates the latent and the key."""
+        latent, key = (kv[name][..., 0, :] for name in self.layout.names)
+        latent = _widened(latent, padded_width(latent.shape[-1]))
+        return jnp.concatenate([latent, _widened(key, self.row[-1] - latent.shape[-1])], axis=-1)
+
+    def kv(self, rows: Float[Array, "L T *row"]) -> dict[str, Float[Array, "L T _ _"]]:
+        """Cuts out the latent and the key, without padding."""
+        latent, key = self.layout.channels
+        start, rows = padded_width(latent.width), rows[..., None, :]
+        return {latent.name: rows[..., : latent.width], key.name: rows[..., start : start + key.width]}
+
+    def rotated(self, rows: Array, cos: Array, sin: Array) -> Array:
+        """Rotates the key of each row."""
+        start = padded_width(self.layout.channels[0].width)
+        keys = rotate_patch(rows[..., None, start:], cos, sin, layout=self.layout.rope.cached)
+        return jnp.concatenate([rows[..., :start], keys[..., 0, :]], axis=-1)
+
+
+def _widened(vectors: Array, width: int) -> Array:
+    """Pads vectors with zeros to a width."""
+    more = width - vectors.shape[-1]
+    return vectors if more == 0 else jnp.pad(vectors, [(0, 0)] * (vectors.ndim - 1) + [(0, more)])
+
+
 def interleaved_layout(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> PageLayout:
-    """Describes pages of interleaved heads. Raises LayoutError or ShapeError where they are not of this layout."""
+    """Describes pages of interleaved heads. Raises LayoutError or ShapeError if they do not have this layout."""
     _need_kv(layout, what)
     heads, width = 2 * layout.channel("k").heads, layout.channel("k").width
     row, split = tuple(pages[0].shape[2 + stacked :]), _split_of(pages[0], 2 + stacked, what)
-    form = PageLayout("interleaved", layout, row, split=split)
+    form = InterleavedLayout(layout, row, split=split)
     if len(row) not in (2, 3) or not _holds(form) or row[-1] < width:
         raise ShapeError(_refusal(what, pages, split, f"{heads} heads of {width} or more to a slot"))
     return form
@@ -181,7 +255,7 @@ def joined_layout(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: s
     _need_kv(layout, what)
     heads, width = layout.channel("k").heads, layout.channel("k").width
     row, split = tuple(pages[0].shape[2 + stacked :]), _split_of(pages[0], 2 + stacked, what)
-    form = PageLayout("joined", layout, row, split=split)
+    form = JoinedLayout(layout, row, split=split)
     if len(row) != 3 or not _holds(form) or row[-1] != 2 * width:
         raise ShapeError(_refusal(what, pages, split, f"{heads} heads of {width} + {width} to a slot"))
     return form
@@ -192,10 +266,10 @@ def _need_kv(layout: KVLayout, what: str) -> None:
         raise LayoutError(f"{what}: channels {layout.names}; expected ('k', 'v')")
 
 
-def _holds(form: PageLayout) -> bool:
-    """Whether the heads of a device, filled up to the packing, fill its part; a row that is not packed has no padding.
+def _holds(form: HeadLayout) -> bool:
+    """Whether the heads of a device, padded to the packing, fill its part; a row that is not packed has no padding.
 
-    Devices have heads alike, or heads have devices alike.
+    Heads must divide evenly over devices, or devices over heads.
     """
     heads, devices = form.layout.channels[0].heads, form.split.devices
     if heads % devices and devices % heads:
@@ -213,10 +287,10 @@ def _refusal(what: str, pages: Sequence[Any], split: Split, expected: str) -> st
 
 
 def _split_of(page: Any, axis: int | None, what: str) -> Split:
-    """Returns how pages are placed on devices: split along this axis alone, or whole on each.
+    """Returns the placement of pages on devices: split along this axis alone, or replicated.
 
     Raises:
-      LayoutError: split along another one, over processes, or over a mesh of Explicit axes.
+      LayoutError: pages are split along another axis, over processes, or over a mesh of Explicit axes.
     """
     sharding = None if isinstance(page, Tracer) else getattr(page, "sharding", None)
     if sharding is None or len(sharding.device_set) == 1:
@@ -241,22 +315,25 @@ def latent_layout(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: s
     shape = pages[0].shape
     if len(shape) != 4 + stacked or shape[-1] != latent + rope:
         raise ShapeError(f"{what}: rows {shape}; expected [P, N, packing, {latent} + {rope}]")
-    return PageLayout("latent", layout, (shape[-1],), shape[-2], _split_of(pages[0], None, what))
+    return LatentLayout(layout, (shape[-1],), shape[-2], _split_of(pages[0], None, what))
 
 
 def checked_pages(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple[PageLayout, tuple[Array, ...]]:
-    """Returns the layout of pages, by one of the `…_layout` functions, and the arrays.
+    """Returns the layout of pages, which one of the `…_layout` functions (`find`) describes, and the arrays.
 
     Raises:
-      LayoutError, ShapeError, DtypeError: pages of another layout. PoolError: pages that were donated.
+      LayoutError, ShapeError, DtypeError: the pages have another layout. PoolError: the pages were donated.
     """
     stacked = not isinstance(pages, Sequence)
     arrays = (pages,) if stacked else tuple(pages)
     check_held({f"layer {number}": page for number, page in enumerate(arrays)})
     form = find(layout, arrays, stacked, what)
     layers = arrays[0].shape[0] if stacked else len(arrays)
-    alike = lambda page: (page.shape, getattr(page, "sharding", None) if form.split.sharding else None)
-    if layers != layout.layers or any(alike(page) != alike(arrays[0]) for page in arrays):
+
+    def placement(page: Any) -> tuple[Any, Any]:
+        return page.shape, getattr(page, "sharding", None) if form.split.sharding else None
+
+    if layers != layout.layers or any(placement(page) != placement(arrays[0]) for page in arrays):
         raise ShapeError(f"{what}: pages of {layers} layers; expected {layout.layers}, all alike")
     if not all(jnp.issubdtype(page.dtype, jnp.floating) and page.dtype == arrays[0].dtype for page in arrays):
         raise DtypeError(f"{what}: pages of dtype {arrays[0].dtype}; expected one floating-point dtype")

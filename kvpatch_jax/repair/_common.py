@@ -258,7 +258,7 @@ def _taken(
 ) -> tuple[Tokens, Int[Array, "B count"], Bool[Array, "L B count"] | None, Bool[Array, "B 1 count S"] | None]:
     """Gathers the arguments of `recompute` at `index`, in one program in place of one per array."""
 
-    def take(x: Array) -> Array:
+    def take(x: AnyArray) -> Array:
         return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
 
     keep = None

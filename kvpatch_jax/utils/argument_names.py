@@ -1,4 +1,4 @@
-"""Names that other libraries give to arguments, refused with the name that is ours."""
+"""Rejection of other libraries' argument names, with an error that gives the name used here."""
 
 import functools
 import inspect
@@ -14,13 +14,13 @@ OURS = {
     "stop_tokens": "stop",
     "eos_token_id": "stop",
 }
-"""Our name for an argument, by what others call it."""
+"""Names of arguments here, by the names that other libraries use."""
 
 
 def with_our_names[**Given, Made](call: Callable[Given, Made]) -> Callable[Given, Made]:
-    """Wraps a function so that another library's name for one of its arguments is an InputError with ours.
+    """Wraps a function so that another library's name for one of its arguments raises an InputError with our name.
 
-    Any other unknown name stays Python's TypeError.
+    Any other unknown name raises Python's TypeError, as usual.
     """
     known = inspect.signature(call).parameters
 

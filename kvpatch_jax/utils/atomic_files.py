@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all: whoever is killed meanwhile leaves the old file or the new one."""
+"""Atomic replacement of files: a process killed meanwhile leaves either the old file or the new one."""
 
 import contextlib
 import glob
@@ -11,10 +11,10 @@ from ..errors import KVPatchError
 
 
 def path_of(given: Any, what: str, refused: type[KVPatchError], kind: str = "a file's name") -> Path:
-    """Returns the path that somebody names, with the user's folder for `~`. `kind` is what messages expect.
+    """Converts a caller's argument to a path, with `~` expanded. Messages expect a `kind`.
 
     Raises:
-      The error that is given: what is no text or path, an empty one, or one that no file has (with a zero in it).
+      `refused`: the argument is not a str or path, is empty, or contains a NUL character, which no file name has.
     """
     name = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if not isinstance(name, str) or not name or "\0" in name:
@@ -23,12 +23,12 @@ def path_of(given: Any, what: str, refused: type[KVPatchError], kind: str = "a f
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Puts a file in place of another in one step, on the disk when this returns.
+    """Replaces a file atomically and durably: the content is on the disk when this returns.
 
-    What processes that were killed left beside it is swept up. Several may replace one file: the last one's stays.
+    Temporary files of processes that were killed are deleted. If several processes replace one file, the last wins.
 
     Raises:
-      OSError: it cannot be written; then the old file is as it was, and nothing is left beside it.
+      OSError: the file cannot be written. The old file is unchanged, and no temporary file remains.
     """
     _sweep(path)
     new = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.new")
@@ -42,6 +42,7 @@ def replace(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             new.unlink()
 
+    # The rename itself is durable only once the folder is synchronised.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -50,12 +51,13 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def _sweep(path: Path) -> None:
-    """Deletes what processes left that were killed while they wrote."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.new"):
-        process = left.name.removeprefix(f".{path.name}.").partition(".")[0]
+    """Deletes temporary files of processes that no longer exist."""
+    for temporary in path.parent.glob(f".{glob.escape(path.name)}.*.new"):
+        process = temporary.name.removeprefix(f".{path.name}.").partition(".")[0]
         try:
+            # Signal 0 only checks whether the process exists; PermissionError says that it does.
             os.kill(int(process), 0)
         except (ProcessLookupError, ValueError, OverflowError):
-            left.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         except PermissionError:
             continue

@@ -1,7 +1,7 @@
-"""Daemon threads that are ended before the interpreter is.
+"""Daemon threads that end before the interpreter shuts down.
 
-A daemon thread that runs JAX while the interpreter is taken down kills the process: SIGSEGV, or SIGABRT with "exception
-not rethrown". So every thread of the library that is not waited for by its caller is started by `start_thread`.
+A daemon thread that runs JAX during interpreter shutdown kills the process: SIGSEGV, or SIGABRT with "exception not
+rethrown". Therefore every thread of the library that its caller does not join is started by `start_thread`.
 """
 
 import atexit
@@ -15,9 +15,9 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 EXIT_SECONDS = 5.0
-"""Seconds after the program's end for which jobs that wait are still begun."""
+"""Seconds after the program's end during which waiting jobs are still started."""
 RUNNING_SECONDS = 60.0
-"""Seconds after the program's end for which what runs by then is waited for."""
+"""Seconds after the program's end during which running jobs are waited for."""
 
 _ends: dict[threading.Thread, tuple[Callable[[float], None], float]] = {}
 _lock = threading.Lock()
@@ -30,14 +30,14 @@ def start_thread(
     """Starts a daemon thread that is ended when the interpreter exits.
 
     Args:
-      work: what it runs.
-      end: called at exit with a deadline of `time.monotonic`. It returns at once, and has `work` begin nothing new
-        after the deadline.
-      name: of the thread.
-      patience: seconds for which the thread is waited for at exit; less where it may hang outside of JAX.
+      work: function that the thread runs.
+      end: called at exit with a deadline of `time.monotonic`. It must return at once, and keep `work` from starting
+        anything new after the deadline.
+      name: name of the thread.
+      patience: seconds for which the thread is waited for at exit; choose less if it may hang outside of JAX.
 
     Raises:
-      RuntimeError: the interpreter exits, or the system has no thread left.
+      RuntimeError: the interpreter is exiting, or the system cannot start another thread.
     """
     global _registered
 
@@ -51,7 +51,8 @@ def start_thread(
     thread = threading.Thread(target=run, name=name, daemon=True)
     with _lock:
         _ends[thread] = end, patience
-        # Not on import: it must run before jax takes its backends down, which was registered by now.
+        # Not on import: exit functions run in reverse order, and this one must precede jax's shutdown of its backends,
+        # which is registered by now.
         if not _registered:
             atexit.register(_end_threads)
             _registered = True
@@ -67,13 +68,16 @@ def start_thread(
 
 
 def _end_threads() -> None:
+    """Ends all threads and joins them, at interpreter exit."""
     begun = time.monotonic()
-    # In a forked process these are the parent's threads: they do not live there, and may have held the lock.
-    living = [(thread, *how) for thread, how in _ends.copy().items() if thread.is_alive()]
-    for _, end, _ in living:
+
+    # After a fork these are the parent's threads: they do not run here, and one may have held the lock, so it is not
+    # taken.
+    alive = [(thread, *ending) for thread, ending in _ends.copy().items() if thread.is_alive()]
+    for _, end, _ in alive:
         end(begun + EXIT_SECONDS)
 
-    for thread, _, patience in living:
+    for thread, _, patience in alive:
         thread.join(max(0.0, begun + patience - time.monotonic()))
         if thread.is_alive():
             logger.warning("kvpatch: thread %r still runs after %g s; expected it to end", thread.name, patience)
@@ -118,7 +122,7 @@ class JobQueue[Job]:
 
     @property
     def expired(self) -> bool:
-        """Whether the time for running jobs is over. A job of several parts begins no further part then."""
+        """Whether the time for running jobs is over. A job of several parts must not start another part then."""
         return time.monotonic() >= self._deadline
 
     def add(self, job: Job) -> bool:
@@ -198,7 +202,8 @@ class JobQueue[Job]:
         try:
             self._run(job)
         finally:
-            del job  # its arrays are freed before the next one is taken
+            # Free its arrays before the next job is taken.
+            del job
             with self._changed:
                 self._running = False
                 self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Checks of what kind an argument is, for calls where its first use would say something else."""
+"""Type checks of arguments, for calls in which the first use of a wrong type would raise a misleading error."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,26 +9,27 @@ from ..errors import InputError, KVPatchError
 
 
 def expect_kind(value: Any, kind: Any, what: str, expected: str, refused: type[KVPatchError] = InputError) -> None:
-    """Raises `refused` where a value is not of a type, or of one of several."""
+    """Raises `refused` unless a value is an instance of a type, or of one of a tuple or union of types."""
     if not isinstance(value, kind):
         raise refused(f"{what}: got a {type(value).__name__}; expected {expected}")
 
 
 def is_whole(value: Any, least: int) -> bool:
-    """Returns whether a value is a whole number from `least` on, and below 2**62."""
+    """Returns whether a value is an integer, not a bool, with `least` <= value < 2**62."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and least <= int(value) < 1 << 62
 
 
 def all_of[T](kind: type[T], values: Iterable[T], what: str) -> list[T]:
-    """Lists values, refusing a single one in place of a sequence, and any of another kind.
+    """Lists the values of a sequence after checking that all are of one type.
 
     Raises:
-      InputError: either. `what` begins the message.
+      InputError: `values` is a single value, or contains one of another type. The message begins with `what`.
     """
     word = kind.__name__
     if isinstance(values, kind) or not isinstance(values, Iterable):
         raise InputError(f"{what}: a {type(values).__name__}; expected a sequence, each a {word}")
-    found = list(values)
-    for value in found:
+
+    result = list(values)
+    for value in result:
         expect_kind(value, kind, what, f"a {word}")
-    return found
+    return result

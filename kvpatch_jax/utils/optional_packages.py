@@ -1,4 +1,4 @@
-"""Optional packages: imported where they are first needed, and named with their extra where they are absent."""
+"""Import of optional packages on first use, with an error that names the extra if a package is missing."""
 
 import importlib
 from types import ModuleType
@@ -10,7 +10,9 @@ def require(module: str, package: str, extra: str = "models") -> ModuleType:
     """Imports a module of an optional package.
 
     Args:
-      module: as it is imported ("PIL.Image"). package: as it is installed ("Pillow"). extra: of this library's.
+      module: name to import ("PIL.Image").
+      package: name to install ("Pillow").
+      extra: extra of this library that installs it.
 
     Raises:
       MissingExtraError: the package is not installed.

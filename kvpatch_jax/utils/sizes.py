@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: `10 << 30`, `"10 GB"`, `"1.5 GiB"`."""
+"""Parsing of sizes in bytes: `10 << 30`, `"10 GB"`, `"1.5 GiB"`."""
 
 import decimal
 import re
@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import InputError, KVPatchError
 
 Size = int | float | str
-"""Bytes: a whole number, or a text such as "10 GB" or "1.5 GiB"."""
+"""Size in bytes: a whole number, or a string such as "10 GB" or "1.5 GiB"."""
 
 _MOST = 1 << 62
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
@@ -17,11 +17,13 @@ _WRITTEN = re.compile(r"([\d_]+(?:\.\d+)?)\s*([kmgtp]?)(i?)(?:b|bytes?)?", re.IG
 
 
 def size_of(given: Any, what: str, least: int = 0, refused: type[KVPatchError] = InputError) -> int:
-    """Reads a size in bytes: a whole number, or a text with a unit. `kB`, `MB`, `GB`, `TB` count by 1000, `KiB`, `MiB`,
-    `GiB`, `TiB` by 1024; `K`, `M`, `G`, `T` alone by 1000. Case and spaces do not matter.
+    """Converts a whole number, or a string with a unit, to a size in bytes.
+
+    `kB`, `MB`, `GB`, `TB` and the letters `K`, `M`, `G`, `T` alone are powers of 1000; `KiB`, `MiB`, `GiB`, `TiB` are
+    powers of 1024. Case and spaces are ignored.
 
     Raises:
-      `refused`: anything else, below `least`, or 2**62 and more. `what` begins the message.
+      `refused`: the size cannot be parsed, is below `least`, or is 2**62 or more. The message begins with `what`.
     """
     size: Any = _read(given.strip()) if isinstance(given, str) else given
     whole = isinstance(size, int | np.integer) or (isinstance(size, float | np.floating) and float(size).is_integer())
@@ -32,9 +34,13 @@ def size_of(given: Any, what: str, least: int = 0, refused: type[KVPatchError] =
 
 
 def _read(text: str) -> int | None:
-    """Bytes of a written size, rounded down; None where it is none."""
-    found = _WRITTEN.fullmatch(text)
-    if len(text) > 40 or found is None or not found[1].replace("_", "") or (found[3] and not found[2]):
+    """Parses a written size to bytes, rounded down; None if it is invalid."""
+    match = _WRITTEN.fullmatch(text)
+    if len(text) > 40 or match is None:
         return None
-    factor = (1024 if found[3] else 1000) ** _POWERS[found[2].lower()]
-    return int(decimal.Decimal(found[1].replace("_", "")) * factor)
+
+    # An "i" without a prefix ("10 iB") is no unit.
+    digits, prefix, binary = match[1].replace("_", ""), match[2], match[3]
+    if not digits or (binary and not prefix):
+        return None
+    return int(decimal.Decimal(digits) * (1024 if binary else 1000) ** _POWERS[prefix.lower()])

@@ -1,4 +1,4 @@
-"""JSON as a stranger may have written it: each name of an object once, no constants that are no JSON numbers."""
+"""Strict parsing of untrusted JSON: no repeated names in an object, no NaN or infinity."""
 
 import json
 from collections.abc import Callable
@@ -6,14 +6,14 @@ from typing import Any
 
 
 def loads(text: str | bytes, parse_float: Callable[[str], Any] | None = None) -> Any:
-    """Parses JSON whose objects say each name once.
+    """Parses JSON whose objects have distinct names.
 
     Args:
-      parse_float: as `json.loads` takes it.
+      parse_float: as in `json.loads`.
 
     Raises:
-      ValueError: no JSON, a name that is there twice, NaN or infinity by name, or nesting that exhausts the stack. What
-      `parse_float` raises.
+      ValueError: the text is not JSON, repeats a name, contains NaN or an infinity, or is nested so deeply that it
+      exhausts the stack. Also whatever `parse_float` raises.
     """
     try:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=parse_float)
@@ -22,10 +22,11 @@ def loads(text: str | bytes, parse_float: Callable[[str], Any] | None = None) ->
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    """Builds an object, rejecting repeated names, of which json would keep the last."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
         raise ValueError("a name is there twice")
-    return found
+    return result
 
 
 def _no_constant(word: str) -> Any:

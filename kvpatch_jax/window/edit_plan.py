@@ -73,6 +73,7 @@ def resolve_edits(window: Window, edits: Sequence[Edit]) -> list[ResolvedEdit]:
     following: dict[str, Rotate | Drop] = {}
     restored: set[str] = set()
     pieces, found = {piece.entry.id: piece for piece in window.pieces}, []
+
     for edit in reversed(edits):
         id = getattr(edit, "id", "")
         found.append(ResolvedEdit(edit, pieces.get(id), following.get(id), id in restored))
@@ -80,6 +81,7 @@ def resolve_edits(window: Window, edits: Sequence[Edit]) -> list[ResolvedEdit]:
             following[id] = edit
         elif isinstance(edit, Copy) and edit.source == "conditioned":
             restored.add(id)
+
     return found[::-1]
 
 
@@ -214,10 +216,12 @@ class EditPlan:
                 if rotations and (not isinstance(edit, Rotate) or edit.id in rotations):
                     self._rotate(rotations.values())
                     rotations = {}
+
                 if isinstance(edit, Rotate):
                     rotations[edit.id] = edit
                 else:
                     self._add(resolved, store)
+
             if rotations:
                 self._rotate(rotations.values())
 
@@ -292,6 +296,7 @@ class EditPlan:
         tokens, local = self._sources.forward(id, "prefill")
         if id in self.table.branches.get(self.branch, {}):
             raise WindowError(f"prefill: branch {self.branch!r} holds piece {brief(id)!r}; expected one without it")
+
         check_positions(self._rope, local, np.asarray(start, np.int32))
 
         # The front is as the edits so far leave it, and the forward reads it when its turn comes.
@@ -322,6 +327,7 @@ class EditPlan:
                 raise WindowError(
                     f"rotate: piece {brief(edit.id)!r} from start {edit.old}; expected {old.start}, where it is"
                 )
+
             check_positions(self._rope, old.local, np.asarray(edit.new, np.int32))
 
             # From a source each rotation starts at phase 0, so roundings do not add up.
@@ -355,6 +361,7 @@ class EditPlan:
 
         # A piece that was switched to bare gets its conditioned KV back first.
         there = self.table.branches.get(self.branch, {}).get(id)
+
         if removal:
             if there is None:
                 raise WindowError(
@@ -372,11 +379,13 @@ class EditPlan:
         else:
             if there.length != chunk.length:
                 raise WindowError(f"{kind}: chunk {brief(id)!r} of {chunk.length} tokens; expected {there.length}")
+
             # The stash is read by a launch of its own, before this one overwrites the slots.
             stash = None
             if patch is None and resolved.keeps_stash:
                 stash = StashedKV(there.start, there.rotations, there.patch)
                 self.launches.append(StashLaunch(there, stash))
+
             piece = dataclasses.replace(
                 self._owned(there),
                 start=start,
@@ -385,6 +394,7 @@ class EditPlan:
                 stash=stash,
                 patch=edit.patch if removal and isinstance(edit, ApplyPatch) else None,
             )
+
         self.table.put(self.branch, piece)
         self.launches.append(PlaceLaunch(kind, piece, placed, patch_bytes, there if removal else None))
 
@@ -412,6 +422,7 @@ class EditPlan:
         """
         if not self.table.is_shared(old):
             return old
+
         slots = self._allocate(old.length, f"a copy of shared piece {brief(old.id)!r}")
         self.table.allocator.release(old.slots)
 

@@ -237,6 +237,7 @@ def packed(first: Tokens, length: int, second: Tokens, count: int) -> Tokens:
     given = next((value for value in deepstack if value is not None), None)
     if given is None:
         return Tokens(embeddings, positions)
+
     for place, tokens in enumerate((first, second)):
         if deepstack[place] is None:
             deepstack[place] = jnp.zeros((*tokens.embeddings.shape[:2], *given.shape[2:]), given.dtype)

@@ -78,6 +78,7 @@ class Entry:
             raise WindowError(
                 f"entry.content: got {self.content!r:.80} of {brief(self.id)!r}; expected a digest, or None"
             )
+
         for name, number in (("tokens", self.tokens), ("span", self.span)):
             if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number < LIMIT:
                 raise WindowError(f"entry.{name}: got {number!r:.80} of {brief(self.id)!r}; expected 1 to 2**30 - 1")
@@ -275,6 +276,7 @@ class PatchNote:
                 f"patch of chunk {brief(metadata.chunk)!r}: got base {metadata.base!r}, frame {metadata.frame!r}; "
                 "expected 'canonical' or 'conditioned', and 'phase_free'"
             )
+
         return cls(
             digest=patch_digest(patch),
             chunk=metadata.chunk,
@@ -316,6 +318,7 @@ def _common_rank(patch: Patch) -> int:
     for factors in patch.factors.values():
         leaves = factors if is_low_rank(factors) else (factors,)
         rounded = rounded or any(isinstance(leaf, Quantised) for leaf in leaves)
+
     if rounded or metadata.basis is not None or len(metadata.layers) < layout.layers:
         return 0
     return min(layout.channel(name).features if rank is None else rank for name, rank in patch.ranks.items())

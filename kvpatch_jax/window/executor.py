@@ -319,6 +319,7 @@ class PagedExecutor:
         check_tokens(tokens, "decode")
         if len(tokens.embeddings) != 1:
             raise InputError(f"decode.tokens: got {len(tokens.embeddings)} rows; expected one")
+
         answer = self.books.answers.get(window.branch)
         if answer is not None and (answer.piece.id != id or answer.behind != window.pieces):
             raise InputError(

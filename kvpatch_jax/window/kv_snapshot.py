@@ -54,6 +54,7 @@ def taken(executor: PagedExecutor, window: Window) -> list[PieceSnapshot]:
         if stash is not None and stash.rows is not None:
             aside = stash.start, stash.rotations, stash.patch, _on_host(stash.rows, piece.length)
         found.append(PieceSnapshot(piece.rotations, piece.patch, piece.local, rows, aside))
+
     return found
 
 
@@ -81,10 +82,12 @@ def placed(executor: PagedExecutor, window: Window, kept: list[PieceSnapshot]) -
         _check(executor, own.rows, own.local, length, piece.id)
         slots = books.allocate(length, executor.aligned, f"placing of piece {brief(piece.id)!r}")
         stash = None
+
         if own.aside is not None:
             start, turns, patch, rows = own.aside
             _check(executor, rows, own.local, length, piece.id)
             stash = StashedKV(start, turns, patch, _on_device(rows, size))
+
         content = piece.entry.content
         books.put(
             window.branch, ResidentPiece(piece.id, content, slots, own.local, piece.start, own.turns, own.patch, stash)
@@ -115,6 +118,7 @@ def _check(executor: PagedExecutor, rows: HostRows, local: np.ndarray, length: i
     axes = executor.layout.rope.axes
     wanted: dict[str, Any] = {"local": (length,) if axes is None else (length, axes)}
     found: dict[str, Any] = {"local": local.shape}
+
     for side, vectors in zip(SIDES, executor.pools, strict=True):
         for name, value in vectors.items():
             wanted[f"{side}.{name}"] = ((value.shape[0], length, *value.shape[3:]), str(value.dtype))

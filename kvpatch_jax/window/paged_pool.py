@@ -166,6 +166,7 @@ class PagedPool:
         slots, local = zero_padded(piece.slots, 0, size), zero_padded(piece.local, 0, size)
         start = np.asarray(as_start(layout.rope, piece.start))
         destination = programs.Destination(slots, local, start, np.int32(piece.length))
+
         if first:
             self.vectors = programs.write_layers(layout, self.vectors, destination, dict(kv), first=first)
         else:

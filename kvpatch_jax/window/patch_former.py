@@ -282,27 +282,33 @@ class PatchFormer:
             assert self.rank is not None
             self.store.put_patches([form_patch(chunk, kv, self.rank, job.antecedent, **self._form_options)])
             self._count("patches")
+
         self._formed.add(key)
 
     def _is_stored(self, job: PrefillRecord) -> bool:
         """Returns whether the store has a patch behind this very antecedent, of no smaller rank in any channel."""
         if not job.antecedent.members:
             return False
+
         layout, entry = self.backbone.layout, job.entry
         fingerprint = self.backbone.fingerprint
         query = asked_behind(job.antecedent, entry.id, entry.content, layout, fingerprint, self.lead)
+
         for patch in self.store.get_patches(query):
             metadata = patch.metadata
             if metadata.behind != job.antecedent or metadata.base != "canonical" or metadata.orbit:
                 continue
+
             large_enough = True
             for name, rank in patch.ranks.items():
                 wanted = self.rank[name] if isinstance(self.rank, Mapping) else self.rank or 0
                 most = min(job.length, layout.channel(name).features)
                 # A rank of None is that of a dense patch, which has every direction.
                 large_enough = large_enough and (rank is None or rank >= min(wanted, most))
+
             if large_enough:
                 return True
+
         return False
 
     def _canonical(self, job: PrefillRecord) -> Chunk:
@@ -328,6 +334,7 @@ class PatchFormer:
         if job.antecedent.members or self._lead_tokens is not None:
             kv = self._prefill_alone(job.tokens, job.length)
             self._count("forwards")
+
         chunk = self._chunk_of(kv, job.tokens, job.length, entry)
         self.store.put(chunk)
         self._count("canonicals")

@@ -105,6 +105,7 @@ class Precompiler:
         inputs: list[tuple[Any, Any]] = [({name: value[:, None] for name, value in kv.items()}, {})]
         if spliced:
             inputs.append((kv, {}))
+
         for rank in ranks:
             factors = {}
             for channel in layout.channels:

@@ -111,6 +111,7 @@ def _write(
     slots, local, start, length = destination
     arguments_of = ops.operator_arguments(layout, factors, local, start, layers, heads)
     engine, source = {}, {}
+
     for name, value in pools.engine.items():
         rows, arguments = kv[name], arguments_of[name]
         rows = (rows[:, 0] if rows.ndim == 5 else rows).astype(value.dtype)
@@ -124,6 +125,7 @@ def _write(
             source[name] = splice(pools.source[name], slots, kept, length=length)
 
         engine[name] = splice(value, slots, rows, layout=layout.rope.cached, length=length, **arguments)
+
     return Pools(engine, source)
 
 
@@ -189,6 +191,7 @@ def _rotate(layout: KVLayout, pools: Pools, rotation: SlotRotation, *, whole: bo
         engine[name] = splice(engine[name], write, rows, layout=rope.cached, length=length, **arguments)
         if whole and name in source:
             source[name] = splice(source[name], write, flat(source[name])[:, read], length=length)
+
     return Pools(engine, source)
 
 

@@ -47,6 +47,7 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int = 0) -> tupl
     front, fidelity, pure, latest = root_digest(backbone), EXACT, True, -1
     if previous is not None:
         front, fidelity, latest, pure = previous[6:]
+
     for entry, start, state, aside, born, placed, *_ in pieces[first:]:
         # `exact` is of everything in front, gap included.
         exact = fidelity == EXACT
@@ -73,11 +74,13 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int = 0) -> tupl
             # A survivor has seen everything in front, which was placed before its KV was computed.
             elif latest <= born:
                 fidelity = "survivor"
+
         if placed > latest:
             latest = placed
         pure = pure and fidelity != "approximate"
         previous = tuple_of(PlacedPiece, (entry, start, state, aside, born, placed, front, fidelity, latest, pure))
         result.append(previous)
+
     return tuple(result)
 
 
@@ -113,6 +116,7 @@ def targets_of(backbone: str, pieces: Sequence[PlacedPiece], forget: bool) -> Ta
         same = same and service == apart(piece.service, gap)
         front = following.front if same else next_digest(front, piece.entry.key, service)
         digests.append(front)
+
     return Targets(tuple(digests[: len(pieces)]), kept)
 
 

@@ -89,6 +89,7 @@ class Rearrangement:
         window, pieces = self.window, list(self.window.pieces)
         changed: list[int] = []
         clock, again = window.clock, False
+
         for index, (kept, service) in enumerate(zip(self.kept, services, strict=True)):
             if service.how == ("keep" if kept else "prefill"):
                 # A new piece behind one that changed is linked again, as prefilled behind the other KV.
@@ -114,6 +115,7 @@ class Rearrangement:
                 targets = targets_of(window.backbone, window.pieces, forget=False).digests
             for index in patched:
                 self._check_patched(window, index, services[index], targets[index])
+
         return window, self._edits(window, services, at_hand)
 
     def _check_patched(self, window: Window, index: int, service: ServingChoice, target: str) -> None:
@@ -121,12 +123,14 @@ class Rearrangement:
         note, piece, kept = service.note, self.window.pieces[index], self.kept[index]
         assert note is not None
         check_patch(window, note, piece, allow_stale=True)
+
         if note.base != "canonical":
             if not kept:
                 raise PatchMismatchError(
                     f"patch of chunk {brief(piece.id)!r}: base {note.base!r}; expected 'canonical' of what comes in"
                 )
             check_base(window, note, piece)
+
         if not service.allow_stale and chain_of(window.backbone, note) != target:
             check_patch(window, note, piece, allow_stale=False)
 
@@ -136,6 +140,7 @@ class Rearrangement:
         edits: list[Edit] = [Drop(id) for id in self.gone]
         forwards: list[Edit] = []
         behind = 0
+
         for piece, kept, service in zip(window.pieces, self.kept, services, strict=True):
             entry, start, state = piece[:3]
             id, tokens, how = entry.id, entry.tokens, service.how
@@ -146,6 +151,7 @@ class Rearrangement:
             if old.start != start and (same_kv or how == "prefill"):
                 nbytes, flops = rotation["bytes"] * tokens, rotation["flops"] * tokens
                 edits.append(new_edit(Rotate, id=id, old=old.start, new=start, bytes=nbytes, flops=flops))
+
             if how == "prefill":
                 nbytes, flops = costs.kv_bytes * (tokens + behind), costs.run(tokens, behind)
                 if kept:
@@ -161,6 +167,7 @@ class Rearrangement:
                 has_canonical = here or (at_hand is not None and at_hand(id, None))
                 has_patch = here or (state.patch is not None and at_hand is not None and at_hand(id, state.patch))
                 edits += placing_edits(costs, piece, has_canonical, has_patch)
+
             behind += tokens
 
         # Forwards keep the order of the pieces: each runs behind those in front of it.
@@ -214,6 +221,7 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Rearrangement:
     clock, shift, end = window.clock + 1, 0, 0
     upcoming: Iterator[PlacedPiece | None] = iter([*staying, None])
     following = next(upcoming)
+
     for id, entry in wanted.items():
         if id in kept:
             assert following is not None
@@ -228,14 +236,17 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Rearrangement:
                 gone = own[places[id]] if id in places else window.evicted_by_id.get(id)
                 start, more = room_for(entry.span, end, following.start + shift, gone)
                 shift += more
+
             piece = tuple_of(PlacedPiece, (entry, start, FRESH, None, clock, clock, *_UNLINKED))
 
             # Until the first chunk the pieces at the front join the lead.
             if not settled:
                 settled = entry.kind == "chunk"
                 lead = lead if settled and lead else len(pieces) + 1
+
         pieces.append(piece)
         end = piece.end
+
     check_positions_below_limit(end)
 
     # Pieces at the front that are the very ones that were there are linked already.
@@ -274,6 +285,7 @@ def _checked_entries(window: Window, entries: Sequence[Entry]) -> dict[str, Entr
         piece = window.evicted_by_id[id]
         if wanted[id] != piece.entry:
             raise WindowError(f"arrange: {brief(id)!r} was evicted as {piece.entry}; expected that, or another id")
+
     return wanted
 
 
@@ -305,4 +317,5 @@ def _staying_pieces(window: Window, order: Sequence[str]) -> tuple[list[PlacedPi
         entry, _, state, aside, born, placed, *derived = new[place]
         placed = window.clock + 1 if place in unseen else placed
         result.append(tuple_of(PlacedPiece, (entry, start, state, aside, born, placed, *derived)))
+
     return result, True

@@ -180,6 +180,7 @@ class SlotTable:
         for pieces in self.branches.values():
             for id, piece in pieces.items():
                 pieces[id] = dataclasses.replace(piece, slots=mapping[piece.slots])
+
         for branch, answer in self.answers.items():
             piece = dataclasses.replace(answer.piece, slots=mapping[answer.piece.slots])
             self.answers[branch] = dataclasses.replace(answer, piece=piece)

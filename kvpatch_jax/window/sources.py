@@ -225,6 +225,7 @@ class PieceSources:
             unit = self._with_tokens(id, unit, tokens, length)
 
         digest = None
+
         if patch is not None:
             if patch.metadata.chunk != id:
                 raise PatchMismatchError(f"provide.patch: got one of chunk {patch.metadata.chunk!r}; expected {id!r}")
@@ -239,11 +240,13 @@ class PieceSources:
                 raise InputError(
                     f"provide.hidden: got residuals of {brief(id)!r} alone; expected its tokens or its chunk first"
                 )
+
             size = bucket(self._buckets, unit.chunk.length if unit.tokens is None and unit.chunk else unit.length)
             residuals = dict(unit.hidden)
             for layer, value in hidden.items():
                 host = np.asarray(value)
                 residuals[layer] = jnp.asarray(zero_padded(host if host.ndim == 3 else host[None], 1, size))
+
             unit = dataclasses.replace(unit, hidden=residuals)
 
         # Entered at the end, so that a refused argument changes nothing.
@@ -312,6 +315,7 @@ class PieceSources:
         id, unit = edit.id, self[edit.id]
         fingerprint = self._backbone.fingerprint
         content = window.piece(id).entry.content if id in window else None
+
         if edit.what == "canonical":
             if unit.has_canonical(content):
                 return None
@@ -330,6 +334,7 @@ class PieceSources:
             for patch in [] if store is None else store.get_patches(served):
                 if self.give(id, patch=patch) == edit.digest:
                     return patch.nbytes
+
         raise InputError(f"fetch: no patch {edit.digest} of {brief(id)!r} was given and no store has it; expected one")
 
     def _with_chunk(self, id: str, unit: PieceSource, chunk: Chunk) -> PieceSource:
@@ -363,6 +368,7 @@ class PieceSources:
         rows, count = tokens.embeddings.shape[:2]
         if self._single and rows != 1:
             raise InputError(f"provide.tokens: got {rows} rows of {brief(id)!r}; expected one")
+
         length = count if length is None else length
         if not 1 <= length <= count:
             raise ShapeError(f"provide.length: got {length} of {count} tokens; expected 1 to {count}")

@@ -71,6 +71,7 @@ class Window(WindowState):
         """
         if not isinstance(costs, Costs) and not hasattr(costs, "forward_costs"):
             raise WindowError(f"window.costs: got {costs!r:.80}; expected Costs, or a Backbone")
+
         costs = costs if isinstance(costs, Costs) else Costs.of(costs)
         if lead is not None and (not isinstance(lead, int) or isinstance(lead, bool) or lead < 0):
             raise WindowError(f"window.lead: got {lead!r:.80}; expected an integer >= 0, or None")
@@ -231,6 +232,7 @@ class Window(WindowState):
         chunks = [index for index in range(lead, len(self.pieces)) if self.pieces[index].entry.kind == "chunk"]
         if len(chunks) <= keep:
             return self, ()
+
         cut = chunks[-keep] if keep else len(self.pieces)
         there, drops = without(self, range(lead, cut))
         return there, with_moves(self, there, drops)
@@ -262,6 +264,7 @@ class Window(WindowState):
         places = [self.index(id) for id in ids]
         if len(set(ids)) != len(ids):
             raise WindowError(f"reorder.order: got {tuple(map(brief, ids))}; expected each once")
+
         notes = {id: PatchNote.of(patch) for id, patch in (patches or {}).items()}
         if strangers := sorted(set(notes) - set(ids)):
             raise WindowError(f"reorder.patches: got one of {shown(strangers[0])}; expected it of one of {ids}")
@@ -274,6 +277,7 @@ class Window(WindowState):
                 what = "pinned" if min(old, new) < self.lead else "not order-free"
                 raise WindowError(f"reorder: {shown(piece.entry.id)} is {what}; expected chunks that are order-free")
             moved[new], came_from[new] = piece, old
+
         changed = [index for index, old in enumerate(came_from) if index != old]
         first = min([*changed, *(self.index(id) for id in notes)], default=None)
         if first is None:
@@ -287,6 +291,7 @@ class Window(WindowState):
                 state, aside = notes[entry.id].served, None
             placed = self.clock + 1 if index in unseen else placed
             pieces.append(PlacedPiece(entry, start, state, aside, born, placed))
+
         there = relinked(self, pieces, first, clock=self.clock + 1)
 
         # Patches are checked against the new order, in which they were to be formed.
@@ -295,6 +300,7 @@ class Window(WindowState):
             check_patch(there, note, there.piece(id), allow_stale)
             if self.piece(id).state != note.served:
                 edits += serving_edits(there, there.index(id), fetched)
+
         return there, with_moves(self, there, edits)
 
     def compact(self) -> "tuple[Window, Edits]":
@@ -354,6 +360,7 @@ class Window(WindowState):
             return self, ()
         if piece.aside is None:
             raise WindowError(f"condition: chunk {id!r:.80} was placed bare; expected a patch, or `recompute`")
+
         there = with_piece(self, index, piece._replace(state=piece.aside, aside=None))
 
         # Conditioned KV was stashed; a patch of the canonical is placed once more.
@@ -373,6 +380,7 @@ class Window(WindowState):
         index, layers = self.index(id), self.costs.layers
         if not isinstance(start_layer, int) or isinstance(start_layer, bool) or not 0 <= start_layer < layers:
             raise WindowError(f"recompute.start_layer: got {start_layer!r:.80}; expected 0 to {layers - 1}")
+
         piece, behind = self.pieces[index], self.behind(id)
         changed = piece.run_again(self.clock + 1)
 
@@ -380,6 +388,7 @@ class Window(WindowState):
         if start_layer:
             digest = short_digest(f"recompute {start_layer} {piece.state.digest} {piece.front}")
             changed = changed._replace(state=PieceState("conditioned", digest), aside=None)
+
         there = with_piece(self, index, changed, clock=self.clock + 1)
         costs = self.costs.prefill(piece.entry.tokens, behind, start_layer)
         return there, (Recompute(id, start_layer, behind, **costs),)
@@ -399,6 +408,7 @@ class Window(WindowState):
             if aside is not None and (aside.kind == "conditioned" or aside.base == "conditioned"):
                 aside = None
             pieces.append(piece._replace(state=state, aside=aside, born=clock))
+
         there = relinked(self, pieces, 0, clock=clock)
         edits: list[Edit] = []
         for index in range(len(pieces)):

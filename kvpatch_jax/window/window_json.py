@@ -72,15 +72,18 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
     saved = _parsed(text)
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise WindowError(f"window: got JSON of {_kind_of(saved)}; expected what Window.to_json returns")
+
     version = saved.get("version")
     if version not in (UNTRACED, VERSION) or isinstance(version, bool):
         raise WindowError(f"window: got version {version!r:.80}; expected {VERSION}")
+
     _check_keys(saved, "window", ("format", "version", "digest", "joined", "window"))
     body = _table(saved["window"], "window", ("costs", "pieces", "evicted", *_PLAIN))
     costs = _costs(body["costs"])
     for word, found, expected in (("backbone", costs.backbone, backbone), ("store", body["store"], store)):
         if found != expected:
             raise WindowError(f"window: got one saved for {word} {found!r:.80}; expected {expected!r}")
+
     if digest_of_body(body) != saved["digest"]:
         raise WindowError(f"window: got contents of digest {digest_of_body(body)}; expected {saved['digest']!r:.80}")
 
@@ -171,6 +174,7 @@ def _check_places(fields: dict[str, Any], pieces: list[PlacedPiece]) -> None:
 def _pieces(value: Any, what: str, clock: int, version: int) -> list[PlacedPiece]:
     if not isinstance(value, list):
         raise WindowError(f"window.{what}: got {_kind_of(value)}; expected a list")
+
     pieces = []
     for saved in value:
         table = _table(saved, what, ("entry", "start", "state", "aside", "born", "placed"))
@@ -187,6 +191,7 @@ def _pieces(value: Any, what: str, clock: int, version: int) -> list[PlacedPiece
         placed = _number(table["placed"], "placed", clock)
         _check_piece(entry, state, aside, what)
         pieces.append(PlacedPiece(entry, start, state, aside, born, placed))
+
     return pieces
 
 
@@ -215,6 +220,7 @@ def _state(value: Any) -> PieceState:
     pure = isinstance(state.pure, bool) and (not state.pure or state.kind in ("conditioned", "evicted"))
     if not (known and made and patched and pure):
         raise WindowError(f"window: got {state!r:.200}; expected a state that pieces can have")
+
     for word in ("rank", "patch_bytes", "patch_flops"):
         _number(getattr(state, word), word, 2**62)
     return state
@@ -225,6 +231,7 @@ def _costs(value: Any) -> Costs:
     forward = dict(_table(table.pop("forward"), "costs", ForwardCosts._fields))
     if not isinstance(table["backbone"], str):
         raise WindowError(f"window.backbone: got {table['backbone']!r:.80}; expected a fingerprint")
+
     for word in ("layers", "kv_bytes", "turning_bytes", "rotary"):
         _number(table[word], word, 2**62)
 
@@ -233,6 +240,7 @@ def _costs(value: Any) -> Costs:
         if not isinstance(forward[word], list) or len(forward[word]) != table["layers"] or not forward[word]:
             raise WindowError(f"window.costs: got {forward[word]!r:.80} by layer; expected {table['layers']} of them")
         forward[word] = tuple(_number(number, word, 2**62) for number in forward[word])
+
     _number(forward["logit"], "logit", 2**62)
     return Costs(forward=ForwardCosts(**forward), **table)
 

@@ -249,4 +249,5 @@ class WindowState:
             place = f"{piece.start:>{width}}–{piece.end - 1:<{width}}"
             words = ", ".join([f"{entry.tokens} tokens", piece.fidelity, *marks])
             lines.append(f"  {place}  {entry.kind:<5}  {brief(entry.id)!r}: {words}")
+
         return "\n".join(lines)

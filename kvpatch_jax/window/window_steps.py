@@ -89,6 +89,7 @@ def placing_edits(costs: Costs, piece: PlacedPiece, has_canonical: bool, has_pat
     if patch is None:
         edits.append(new_edit(Copy, id=id, source="canonical", branch=None, bytes=nbytes, flops=flops))
         return edits
+
     if not has_patch:
         edits.append(new_edit(Fetch, id=id, what="patch", digest=patch, bytes=state.patch_bytes, flops=0))
     nbytes, flops = nbytes + state.patch_bytes, flops + state.patch_flops * tokens
@@ -115,6 +116,7 @@ def with_moves(before: WindowState, after: WindowState, edits: Sequence[Edit]) -
     placed = {edit.id for edit in edits if isinstance(edit, Copy | ApplyPatch | Prefill | Rotate)}
     starts = {piece[0].id: piece[1] for piece in before.pieces}
     per_token, found = before.costs.rotate(1), list(edits)
+
     for piece in after.pieces:
         entry, new = piece[:2]
         old = starts.get(entry.id, new)
@@ -122,6 +124,7 @@ def with_moves(before: WindowState, after: WindowState, edits: Sequence[Edit]) -
             found.append(
                 Rotate(entry.id, old, new, per_token["bytes"] * entry.tokens, per_token["flops"] * entry.tokens)
             )
+
     return in_order(found)
 
 
@@ -129,6 +132,7 @@ def without[W: WindowState](window: W, indices: Sequence[int]) -> tuple[W, list[
     """Returns the window without these pieces, given in order, and the edits that drop them."""
     if not indices:
         return window, []
+
     leaving = set(indices)
     gone = [window.pieces[index] for index in indices]
 
@@ -137,6 +141,7 @@ def without[W: WindowState](window: W, indices: Sequence[int]) -> tuple[W, list[
     if window.gaps == "close":
         stay = packed(stay, indices[0])
         next_start = stay[-1].end if stay else 0
+
     evicted = recallable(window.evicted, gone)
     after = relinked(window, stay, indices[0], evicted=evicted, next_start=next_start)
     return after, [Drop(piece.entry.id) for piece in gone]
@@ -172,6 +177,7 @@ def with_new_piece[W: WindowState](window: W, index: int, new: NewPiece) -> tupl
     if index < len(window.pieces):
         low = window.pieces[index - 1].end if index else 0
         start, shift = room_for(entry.span, low, window.pieces[index].start, new.before)
+
     clock = window.clock + 1
     piece = PlacedPiece(entry, start, state, born=clock, placed=clock)
 

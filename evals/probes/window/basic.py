@@ -36,6 +36,7 @@ def probe_reorder(
         reordered = scene.contexts.reordered(np.array(order))
         same = (reordered.order == scene.contexts.order).all()
         pages.append(page if same else reused_page(dataclasses.replace(scene, contexts=reordered)))
+
     table.sample("reorder", "order", "relative_order_effect", _order_effect(pages), clusters)
 
     first, before = pages[0].patch(ORBIT_RANK), None
@@ -65,7 +66,7 @@ def probe_reorder(
 
 
 def _order_effect(pages: Sequence[ReusedPage]) -> np.ndarray:
-    """How far an order moves the deficit, [B]: root mean of ‖Δπ − Δid‖² / ‖Δid‖² over the other orders π."""
+    """Returns how far an order moves the deficit, [B]: root mean of ‖Δπ − Δid‖² / ‖Δid‖² over the other orders π."""
     identity = pages[0].delta
     apart = [squared(difference(page.delta, identity)) / squared(identity) for page in pages[1:]]
     return np.sqrt(np.stack(apart, axis=1)).mean(axis=1)
@@ -99,6 +100,7 @@ def probe_slide(
     pieces: dict[str, list[KV]] = {"keep": [gone], "removal": [gone], "blind": [gone]}
     chunks = scene.standing
     names = [chunk.id for chunk in chunks]
+
     for place in range(1, len(chunks)):
         chunk, where = chunks[place], scene.form.slices[place]
         target, base = cut(without, where), cut(page.conditioned, where)
@@ -108,6 +110,7 @@ def probe_slide(
         pieces["keep"].append(dict(kvp.apply_patch(kvp.Placed(chunk, None, start, left, **kept))))
         pieces["removal"].append(dict(kvp.apply_patch(kvp.Placed(chunk, removal, start, left, **kept))))
         pieces["blind"].append(dict(kvp.apply_patch(kvp.Placed(chunk, None, start, left))))
+
     caches = {"re-prefill": reference, **{name: joined(parts) for name, parts in pieces.items()}}
 
     questions, kind = _slide_questions(scene, rng)
@@ -176,6 +179,7 @@ def orbit_against_exact(table: ResultsTable) -> None:
     items = table.probes.get(("reorder", ""))
     if items is None:
         return
+
     kind, cluster, answer = (items.column(name) for name in ("kind", "cluster", "answer"))
     orbit, exact = (items.arm(name)[0] == answer for name in ("orbit", "exact"))
     for number, name in enumerate(items.kinds):

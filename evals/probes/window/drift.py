@@ -64,11 +64,13 @@ def changes(stock: ProbeImages) -> list[Change]:
         Change("reorder", [own[i] for i in turned], contexts.reordered(turned), every),
         Change("drop_duplicate", [own[i] for i in doubled], contexts.reordered(doubled), np.array([True, True, False])),
     ]
+
     for count in range(1, LEGENDS + 1):
         # From the middle outwards, so that one replaced legend is neither the first nor the last.
         which = np.isin(np.arange(LEGENDS), np.array([1, 2, 0])[:count])
         images = [foreign[i] if which[i] else own[i] for i in range(LEGENDS)]
         listed.append(Change(f"replaced={count}", images, with_foreign(contexts, which, 1), every))
+
     for count in range(1, LEGENDS + 1):
         listed.append(Change(f"distractors={count}", [*stock.distractors[:count], *own], contexts, every))
     return listed
@@ -109,10 +111,12 @@ def measure_drift(
             "oracle": patch_of(stock.page, parts[-1], ids),
             "oracle_update": _updated(stock, stored, parts[-1], ids),
         }
+
         if not kept_is_exact(before, line):
             served = as_kept(stock, line, known, room)
             patches["rebuilt"] = patch_of(stock.page, served, ids)
             patches["update"] = _updated(stock, stored, served, ids)
+
         pages = {name: line.serve(place, patch) for name, patch in patches.items()}
         true = cut(whole, line.slices[place])
         quarter = max(1, round(backbone.layout.layers / 4))
@@ -135,7 +139,9 @@ def measure_drift(
 
 
 def kept_is_exact(before: ImageSequence, now: ImageSequence) -> bool:
-    """Whether every image in front of the page that was there before stands behind the same images as it did."""
+    """Returns whether every image in front of the page that was there before stands behind the same images as it
+    did.
+    """
     stood = {image.chunk.id: before.antecedent(place) for place, image in enumerate(before.images)}
     ahead = [(image.chunk.id, now.antecedent(place)) for place, image in enumerate(now.images[:-1])]
     return all(stood.get(name, front) == front for name, front in ahead)
@@ -191,6 +197,7 @@ def _note(
 
     reference = said["re-prefill"]
     apart = antecedent_divergence(before, line)
+
     for values, into in (
         (apart, safety.divergence),
         (mean(said["stored"].divergence_from(reference)), safety.kl),
@@ -199,6 +206,7 @@ def _note(
         (stock.clusters, safety.cluster),
     ):
         into.extend(np.asarray(values).tolist())
+
     safety.name.extend([name] * len(apart))
 
 

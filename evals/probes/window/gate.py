@@ -27,16 +27,19 @@ def gate_rows(table: ResultsTable, safety: Safety) -> None:
     divergence, kl, blind, cluster, name = (values[kept] for values in (divergence, kl, blind, cluster, name))
     if not kept.any():
         return
+
     curve = reuse_curve(divergence.tolist(), (kl / blind).tolist(), SAFE_SHARE)
     safe = kl / blind <= SAFE_SHARE
     for coverage in COVERAGES:
         reused = divergence <= curve.threshold[np.argmax(curve.coverage >= coverage)]
         wrong = intervals.mean((~safe[reused]).astype(float), cluster[reused])
         table.row("window.gate", f"coverage={coverage:g}", "false_reuse", wrong)
+
     for word, which in (("safe", safe), ("unsafe", ~safe)):
         if which.any():
             median = resampled(np.median, cluster[which], divergence[which])
             table.row("window.gate", word, "divergence_median", median)
+
     table.row("window.gate", "all", "unsafe_share", intervals.mean((~safe).astype(float), cluster))
     table.row("window.gate", "all", "rank_correlation", resampled(rank_correlation, cluster, divergence, kl))
     for each in dict.fromkeys(name.tolist()):
@@ -53,11 +56,13 @@ def resampled(
     value, names = float(statistic(*columns)), np.unique(cluster)
     if len(names) < 2:
         return intervals.Interval(value, np.nan, np.nan, len(cluster))
+
     members, rng = {name: np.flatnonzero(cluster == name) for name in names}, np.random.default_rng(0)
     drawn = []
     for _ in range(draws):
         items = np.concatenate([members[name] for name in rng.choice(names, len(names))])
         drawn.append(float(statistic(*(column[items] for column in columns))))
+
     low, high = np.percentile(drawn, [intervals.LOW, intervals.HIGH])
     return intervals.Interval(value, float(low), float(high), len(cluster))
 

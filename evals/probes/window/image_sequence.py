@@ -108,7 +108,7 @@ class ImageSequence:
         )
 
     def antecedent(self, place: int) -> tuple[str, ...]:
-        """Ids of what stands in front of a place."""
+        """Returns the ids of what stands in front of a place."""
         return tuple(image.chunk.id for image in self.images[:place])
 
     def prefill(self, sees: Bool[np.ndarray, "n n"] | None = None) -> list[KV]:
@@ -174,7 +174,7 @@ def prefilled(backbone: ModelBackbone, tokens: Tokens, mask: np.ndarray | None =
 
 
 def roomy(tokens: Tokens, room: int) -> Tokens:
-    """Tokens [B, room, …], padded on the host as the backbone itself would."""
+    """Returns tokens [B, room, …], padded on the host as the backbone itself would."""
     if tokens.embeddings.shape[1] == room:
         return tokens
     whole = jax.tree.map(lambda value: filled(value, room, 1), tokens)
@@ -224,7 +224,7 @@ def read_in_one(
 
 
 def _tail(line: ImageSequence, questions: Questions) -> QuestionTokens:
-    """The questions' tokens behind the line; the last question is repeated until a bucket of tokens is full."""
+    """Returns the questions' tokens behind the line; the last question is repeated until a bucket of tokens is full."""
     backbone, (count, number) = line.backbone, questions.answer.shape
     per = sequences.QUESTION_TOKENS
     more = bucket(backbone, per * number) // per - number
@@ -239,7 +239,7 @@ def _answers(logits: Float[Array, "B Q V"], number: int | None) -> Answers:
 
 
 def bucket(backbone: ModelBackbone, size: int) -> int:
-    """The size that the backbone would pad one to."""
+    """Returns the size that the backbone would pad one to."""
     return size if backbone.buckets is None else backbone.buckets.round_up(size)
 
 
@@ -253,6 +253,7 @@ def _one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
             return np.zeros((*part.embeddings.shape[:2], *known[0].shape[2:]), known[0].dtype)
 
         arrays = [part if part.deepstack is not None else part._replace(deepstack=none(part)) for part in arrays]
+
     whole = jax.tree.map(lambda *columns: np.concatenate(columns, axis=1), *arrays)
     return jax.tree.map(jnp.asarray, whole)._replace(positions=whole.positions)
 
@@ -293,9 +294,11 @@ class AgentLoop:
         """Prefills an image behind what is held, which stays as it is; phase-free KV."""
         if not self.held:
             return prefilled(self.backbone, image.tokens)
+
         line = self.line
         if line.size > self.room:
             raise ValueError(f"a window of {line.size} tokens; expected at most the room of {self.room}")
+
         held = {name: filled(kv, self.room, 2) for name, kv in joined(self.parts).items()}
         places = filled(line.tokens.positions, self.room, 1)
         context = kvp.to_engine(self.backbone.layout, held, places, 0)

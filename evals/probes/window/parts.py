@@ -44,18 +44,21 @@ class ProbeParts:
         self.folder = None if folder is None else folder / FOLDER
         if self.folder is None:
             return
+
         make_out(self.folder)
         wanted = json.loads(json.dumps({"version": VERSION, **config}))
         about = self.folder / "config.json"
         if not about.exists():
             _replaced(about, (json.dumps(wanted, indent=1) + "\n").encode())
             return
+
         try:
             found = json.loads(about.read_bytes())
         except ValueError as error:
             raise InputError(
                 f"{about} is not whole ({error}): delete {self.folder}, or choose another --out"
             ) from error
+
         if not isinstance(found, dict):
             found = {}
         if found != wanted:
@@ -64,7 +67,7 @@ class ProbeParts:
             raise InputError(f"{self.folder} holds parts of another run: {said}; choose another --out, or delete it")
 
     def has(self, name: str) -> bool:
-        """Whether a part was finished."""
+        """Returns whether a part was finished."""
         return self.folder is not None and self._file(name).exists()
 
     def keep(self, name: str, part: ProbePart) -> None:
@@ -113,10 +116,12 @@ def _arrays(part: ProbePart) -> dict[str, Any]:
         answers = [items.arm(arm) for arm in arms]
         arrays[f"predicted.{number}"] = np.stack([predicted for predicted, _ in answers])
         arrays[f"divergence.{number}"] = np.stack([divergence for _, divergence in answers])
+
     for number, (name, batches) in enumerate(part.table.samples.items()):
         samples.append(name)
         for column, values in zip(("value", "of"), zip(*batches, strict=True), strict=True):
             arrays[f"{column}.{number}"] = np.concatenate(values)
+
     about = {"probes": probes, "samples": samples, "safety": dataclasses.asdict(part.safety)}
     return {"about": np.array(json.dumps(about)), **arrays}
 
@@ -133,6 +138,7 @@ def _part(arrays: Mapping[str, np.ndarray], model: str) -> ProbePart:
         items.predicted = {arm: [row] for arm, row in zip(arms, predicted, strict=True)}
         items.divergence = {arm: [row] for arm, row in zip(arms, divergence, strict=True)}
         part.table.probes[probe, name] = items
+
     for number, (probe, arm, metric) in enumerate(about["samples"]):
         part.table.sample(probe, arm, metric, arrays[f"value.{number}"], arrays[f"of.{number}"])
     return part

@@ -40,7 +40,7 @@ class ProbeImages:
     lead: Image
 
     def front(self, lead: bool) -> list[Image]:
-        """What a line begins with."""
+        """Returns what a line begins with."""
         return [self.lead] if lead else []
 
 
@@ -64,6 +64,7 @@ def irrelevant(contexts: Contexts, rng: np.random.Generator) -> Contexts:
     on_page = (contexts.page_glyph[..., None] == np.arange(GLYPHS)).any(axis=(1, 2))
     shape = contexts.legend_glyph.shape[1:]
     glyph = np.empty_like(contexts.legend_glyph)
+
     for index, taken in enumerate(on_page):
         absent = rng.permutation(np.flatnonzero(~taken))
         for legend in range(shape[0]):

@@ -66,6 +66,7 @@ def measure_recall(table: ResultsTable, stock: ProbeImages, lead: bool, rng: np.
         if not turnover:
             # Nothing has changed: these too were made of what the reference is made of.
             del said["stale"], said["fixed_earlier"]
+
         said["re-prefill"] = read_in_one(history, questions, band, sees.tolist())
         add(table, "recall.remember", part, questions, stock.clusters, said)
         step(f"recall {part}")

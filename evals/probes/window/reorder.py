@@ -44,6 +44,7 @@ def measure_reorder(
         patch_of(stock.page, kv, line.antecedent(len(line) - 1), ORBIT_RANK)
         for line, kv in zip(lines, page, strict=True)
     ]
+
     for number, (order, line, parts) in enumerate(zip(orders, lines, conditioned, strict=True)):
         orbit = kvp.orbit_patch(without(total, page[number]), ORBIT_RANK, method="exact")
         whole, place = line.engine(parts), len(line) - 1
@@ -73,7 +74,7 @@ def without(total: Accumulated, conditioned: KV) -> Accumulated:
 
 
 def _effect(stock: ProbeImages, page: list[KV]) -> np.ndarray:
-    """How far an order moves the deficit, [B]: root mean of ‖Δπ − Δid‖² / ‖Δid‖² over the other orders π."""
+    """Returns how far an order moves the deficit, [B]: root mean of ‖Δπ − Δid‖² / ‖Δid‖² over the other orders π."""
     first = _apart(page[0], stock.page.canonical)
     apart = [_apart(kv, page[0]) / first for kv in page[1:]]
     return np.sqrt(np.stack(apart, axis=1)).mean(axis=1)

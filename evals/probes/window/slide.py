@@ -42,9 +42,11 @@ def measure_slide(table: ResultsTable, stock: ProbeImages, lead: bool, rng: np.r
 
         lead_kv = {place: left.serve(place) for place in range(len(front))}
         pieces = {name: dict(lead_kv) for name in ("keep", "removal", "oracle", "blind")}
+
         for place, before in enumerate(stays):
             if place in lead_kv:
                 continue
+
             chunk, old, new = left.images[place].chunk, full.antecedent(before), left.antecedent(place)
             kept: dict[str, Any] = {"base": conditioned[before], "base_antecedent": old}
             own = _removal(chunk, target[place], conditioned[before], new, old)
@@ -53,6 +55,7 @@ def measure_slide(table: ResultsTable, stock: ProbeImages, lead: bool, rng: np.r
             pieces["removal"][place] = left.serve(place, others, **kept)
             pieces["oracle"][place] = left.serve(place, own, **kept)
             pieces["blind"][place] = left.serve(place)
+
         whole = left.engine(target)
         caches = {"re-prefill": whole, **{name: left.with_served(whole, served) for name, served in pieces.items()}}
         if lead and gone < LEGENDS:

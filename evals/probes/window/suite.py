@@ -91,16 +91,19 @@ def planned(sizes: WindowSizes, batch: int) -> list[PlannedProbe]:
         listed.append(PlannedProbe(f"batch={batch}.{name}", run, steps, work, gated))
 
     first = batch == 0
+
     for lead in (False, True):
         last = setting(lead=lead)
         for count in sizes.counts if first else sizes.counts[:1]:
             run = partial(measure_reorder, count=count, most=sizes.orders, lead=lead)
             plan(f"reorder.k={count}.{last}", run, min(sizes.orders, math.factorial(count)), 2)
+
         plan(f"slide.{last}", partial(measure_slide, lead=lead), small_task.LEGENDS, 4)
         plan(f"recall.{last}", partial(measure_recall, lead=lead), small_task.LEGENDS + 1, 4)
         plan(f"drift.{last}", partial(measure_drift, lead=lead), 2 * (small_task.LEGENDS + 1), 4, not lead)
         for count in sizes.chunks if first else ():
             plan(f"many.chunks={count}.{last}", partial(measure_many, count=count, lead=lead), 1, 2 * count)
+
     return listed
 
 
@@ -132,6 +135,7 @@ def measure_window(
                 if stock is None:
                     contexts = small_task.sample_contexts(np.random.default_rng([seed, number]), sizes.batch)
                     stock = load_probe_images(backbone, contexts, first + np.arange(sizes.batch), seed, folder)
+
                 found = ProbePart(ResultsTable(table.model), Safety())
 
                 def step(name, work=probe.work):
@@ -142,12 +146,15 @@ def measure_window(
                 gate = {"safety": found.safety} if probe.gated else {}
                 probe.run(found.table, stock, rng=rng, step=step, **gate)
                 parts.keep(probe.name, found)
+
             table.take(found.table)
             safety.take(found.safety)
+
     for (probe, part), items in list(table.probes.items()):
         if probe.startswith("window."):
             _flips(table, items)
             _paired(table, items, part)
+
     gate_rows(table, safety)
 
 
@@ -173,9 +180,11 @@ def _paired(table: ResultsTable, items: ProbeItems, part: str) -> None:
     first, second = PAIRS.get(items.label, (None, None))
     if f"{first}.{part}" not in items.predicted:
         return
+
     kind, cluster, answer = (items.column(name) for name in ("kind", "cluster", "answer"))
     (said, kl), (other_said, other_kl) = items.arm(f"{first}.{part}"), items.arm(f"{second}.{part}")
     right, other_right = (said == answer).astype(float), (other_said == answer).astype(float)
+
     for number, name in enumerate(items.kinds):
         here = kind == number
         if here.any():

@@ -179,7 +179,12 @@ def test_a_live_pool_is_written_in_place(case):
     pages = tuple(jax.ShapeDtypeStruct((4096, *shape), case.dtype) for _ in range(case.layout.layers))
     chunk = chunk_of(case)
     row = shape[1:] if case.kind != "latent" else shape[2:]
-    form = page_layout.PageLayout(case.kind, case.layout, row, case.packing if case.kind == "latent" else None)
+    layouts = {
+        "interleaved": page_layout.InterleavedLayout,
+        "joined": page_layout.JoinedLayout,
+        "latent": page_layout.LatentLayout,
+    }
+    form = layouts[case.kind](case.layout, row, case.packing if case.kind == "latent" else None)
     start = np.zeros(() if case.layout.rope.axes is None else 3, np.int32)
     slots, length = np.zeros(chunk.tokens, np.int32), np.int32(chunk.length)
     lowered = page_format.jitted_splice.lower(form, pages, slots, dict(chunk.kv), {}, chunk.local, start, length)

@@ -36,9 +36,9 @@ def programs(name: str):
     whole = jax.sharding.NamedSharding(mesh, jax.P())
     given = lambda dtype, *shape, on=whole: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=on)
 
-    kind = "joined" if case.width == 64 else "interleaved"
+    describe = page_layout.JoinedLayout if case.width == 64 else page_layout.InterleavedLayout
     split, row = page_layout.Split(case.devices, sharding, "model"), row_of(case, case.devices)
-    form = page_layout.PageLayout(kind, layout_of(case), row, split=split)
+    form = describe(layout_of(case), row, split=split)
     pages = tuple(given(case.dtype, PAGES, PAGE_SIZE, *row, on=sharding) for _ in range(LAYERS))
     each = split.over(None, None, None if case.heads % case.devices else "model")
     kv = {name: given(case.dtype, LAYERS, TOKENS, case.heads, case.width, on=each) for name in "kv"}
