@@ -237,7 +237,7 @@ def _temporaries(compiler: Callable[..., jax.stages.Compiled], function: Callabl
 
 def table(result: dict[str, Any]) -> str:
     """Formats the result as a Markdown table."""
-    head = ("checkpoint", "weights, GiB", "KV of 1k tokens, MiB", "prefill of 4k / 16k", "tower", "mesh")
+    head = ("checkpoint", "weights, GiB", "KV of 1k tokens, MiB", "prefill of 4k / 16k, GiB", "tower, GiB", "mesh, GiB")
     head += ("4k / 16k on an H200, ms", "on the mesh of v5e, ms", "one token on either, ms")
     return markdown_table(head, [_cells(name, row) for name, row in result["checkpoints"].items()]) + "\n"
 
@@ -252,7 +252,7 @@ def _cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
 
     return (
         f"`{name}`",
-        f"{row['weights'] / 2**30:.2f}",
+        _size(row["weights"]),
         f"{row['kv_per_token'] / 2**10:.0f}",
         " / ".join(_size(call.get("temporaries")) for call in row["prefill"].values()),
         ", ".join(f"{what}: {_size(call.get('temporaries'))}" for what, call in row["tower"].items()) or "none",
@@ -263,10 +263,10 @@ def _cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _size(count: Any) -> str:
-    """Formats bytes in GiB or MiB, and what is no number as it is."""
+    """Formats bytes in GiB, and what is no number as it is."""
     if not isinstance(count, int | float):
         return "not compiled" if count is None else str(count)
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+    return f"{count / 2**30:.2f}"
 
 
 def _milliseconds(seconds: float) -> str:
