@@ -27,6 +27,8 @@ KINDS_OF_MODEL = {
 """Of `tiny_model.KINDS`, whose import needs more than this file's."""
 LEAST_TIMED = 8
 """Contexts below which times are not shown."""
+LEAST_RATE = 8
+"""Requests per second below which the table of the load has no rows."""
 TOKENS = ("computed_tokens", "prefix_cache_tokens", "connector_tokens")
 KINDS = ("page", "legend", "chain", "aggregate")
 
@@ -170,6 +172,8 @@ def _load(found: dict[str, Any]) -> str:
     each = " | ".join(f"{way}: first token p50 / p95, ms | tokens/s" for way in ways)
     rows = [f"| traffic | requests/s | {each} |", f"|---|---|{'---|---|' * len(ways)}"]
     for traffic, rate in dict.fromkeys((row["traffic"], row["rate"]) for row in found["rows"]):
+        if rate < LEAST_RATE:
+            continue  # the figure shows them
         cells = [f"| {traffic} | {rate:g} "]
         for way in ways:
             own = _of(found, traffic=traffic, rate=rate, way=way)[0]
