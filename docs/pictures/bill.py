@@ -87,7 +87,10 @@ def main() -> None:
     above.axis("off")
 
     columns = (0.36, 0.50, 0.70, 0.86)
-    line = lambda row: 0.29 - 0.068 * row
+
+    def line(row):
+        return 0.29 - 0.068 * row
+
     for left, name in zip(columns, ("right", *ARMS.values()), strict=True):
         figure.text(left, line(0), name, fontsize=11.5, weight="bold", va="center")
     for number in range(len(questions.kind)):

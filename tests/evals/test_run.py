@@ -420,7 +420,7 @@ def test_further_seeds_are_a_part_of_the_bar():
 @pytest.mark.slow
 def test_further_seeds_make_the_headline(backbone: ModelBackbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A table of each seed, main instance first; their mean is what the report opens with."""
-    monkeypatch.setattr(run, "arms_of", lambda *_: FEW_ARMS)
+    monkeypatch.setattr(scene_jobs, "arms_of", lambda *_: FEW_ARMS)
     config = dataclasses.replace(CONFIG, suite=("repair", "seeds"))
     tables = run.measure(backbone, config, tmp_path, run.Progress({}))
     assert [table.model for table in tables] == [MAIN, *scene_jobs.other_seeds()]
