@@ -158,7 +158,8 @@ def _count(tally: Tally, parts: dict[str, Array], drawn: TrainingBatch, kinds: S
         if drawn.sees is not None:
             here[f"{kind}, page alone"] = here[kind] & ~drawn.sees
         for name, where in here.items():
-            if where.any():
+            # The small task asks every kind of every batch, whether or not a context has an answer.
+            if where.any() or drawn.sees is None:
                 tally.setdefault(name, []).append((float(right[where].sum()), float(where.sum())))
     for name, value in parts.items():
         if name != "right":
