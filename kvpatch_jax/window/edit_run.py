@@ -24,10 +24,10 @@ from .edit_plan import (
     PlaceLaunch,
     RestoreLaunch,
     RotateLaunch,
-    StashLaunch,
 )
 from .paged_pool import KeyRotation, PagedPool, key_count
 from .slot_table import all_slots
+from .sources import bucket
 from .window import Window
 
 Undo = Callable[[], None]
@@ -42,7 +42,8 @@ class FusedQuestion:
     """A question asked behind a window in one forward with the window's last piece.
 
     Attributes:
-      tokens: at their positions behind the window, padded. length: how many count.
+      tokens: at their positions behind the window, padded.
+      length: how many count.
       logits: of the last that counts, [1,1,V]; None until a forward of the run has answered it.
     """
 
@@ -61,17 +62,17 @@ class EditRun:
         backbone: Backbone,
         alive: np.ndarray,
         question: FusedQuestion | None,
-        observe: PrefillObserver,
+        formers: Sequence[PrefillObserver],
     ):
         """Prepares the run.
 
         Args:
           alive: which slots have owners before the run, bool [S].
           question: answered by the forward of the last launch, if that prefills the window's last piece.
-          observe: called after each prefill.
+          formers: called after each prefill.
         """
         self._plan, self._pool, self._backbone, self._alive = plan, pool, backbone, alive
-        self._question, self._observe = question, observe
+        self._question, self._formers = question, formers
         self._forwards_left = [type(launch) for launch in plan.launches].count(ForwardLaunch)
 
     def execute(self) -> None:
@@ -104,12 +105,22 @@ class EditRun:
                 kv = self._forward(launch)
                 undo = self._saved(piece.slots)
                 pool.write(launch.kind, piece, kv, first=first)
-                # KV of some layers alone is no prefill to form a patch of.
-                if not first:
-                    self._observe(self._plan.window, piece.id, launch.tokens, piece.length, kv)
+
+                # KV of some layers alone is no prefill to form a patch of; that of a question behind is no one's.
+                if self._formers and not first:
+                    size = launch.tokens.embeddings.shape[1]
+                    kv = {name: value[:, :, :size] for name, value in kv.items()}
+                    for former in self._formers:
+                        former(self._plan.window, piece.id, launch.tokens, piece.length, kv)
                 return undo
 
-            case PlaceLaunch(kind=kind, piece=piece, placed=placed):
+            case PlaceLaunch(kind=kind, piece=piece, placed=placed, stashed=stashed):
+                # The stash is read before the slots are overwritten.
+                if stashed is not None and piece.stash is not None:
+                    piece.stash.rows = pool.read(stashed.slots)
+                    size = bucket(pool.buckets, stashed.length)
+                    meter.moved("aside", pool.vectors.engine, stashed.length, size, times=1)
+
                 size = placed.chunk.tokens
                 kv = placed.kv if launch.base is None else pool.phase_free(launch.base, size)
                 undo = self._saved(piece.slots)
@@ -133,19 +144,12 @@ class EditRun:
                 # Copies on write go to slots that were free, a compaction over slots in use.
                 return (lambda: pool.copy("undo", new, old)) if kind == "Compact" else None
 
-            case StashLaunch(piece=piece, stash=stash):
-                stash.rows = pool.read(piece.slots)
-                size = len(pool.padded_slots(piece.slots)[0])
-                meter.moved("aside", pool.vectors.engine, piece.length, size, times=1)
-                return None
-
             case RestoreLaunch(piece=piece, stash=stash):
                 assert stash.rows is not None
                 undo = self._saved(piece.slots)
                 pool.put(piece.slots, stash.rows)
                 if launch.counted:
-                    size = len(pool.padded_slots(piece.slots)[0])
-                    meter.placed("Copy", pool.vectors.engine, piece.length, size)
+                    meter.placed("Copy", pool.vectors.engine, piece.length, bucket(pool.buckets, piece.length))
                 if stash.start != piece.start:
                     move = KeyRotation(dataclasses.replace(piece, start=stash.start), piece)
                     pool.rotate(pool.rotation_of([move]), counted=False)
@@ -164,29 +168,31 @@ class EditRun:
         Raises:
           NotFiniteError: NaN or infinity. What the backbone raises.
         """
-        piece, question, meter = launch.piece, self._question, self._pool.meter
+        kind, piece, first = launch.kind, launch.piece, launch.start_layer
         tokens, context = launch.tokens.shift(piece.start), self._pool.context_of(launch.front)
         keys = sum(each.length for each in launch.front), key_count(context)
+        backbone, count, options = self._backbone, piece.length, {"start_layer": first}
+        prefill = backbone.prefill
 
         # With the window's last piece in the last launch, everything that the question sees is in place.
         last = self._plan.launches[-1] is launch and self._plan.window.pieces[-1].id == piece.id
-        if question is None or not last or launch.kind != "Prefill":
-            places = np.array([[piece.length - 1]], np.int32)
-            out = self._backbone.prefill(tokens, context, start_layer=launch.start_layer, logits=places)
-            _check_finite(launch.kind, piece.id, out.logits)
-            counts = piece.length, tokens.embeddings.shape[1]
-            meter.ran(launch.kind, self._pool.vectors.engine, counts, keys, launch.start_layer)
-            return dict(out.kv)
+        question = self._question if last and kind == "Prefill" else None
+        if question is not None:
+            # Padding of both follows the question, so no position that counts sees it.
+            tokens = packed(tokens, count, question.tokens, question.length)
+            prefill, count, options = getattr(backbone, "prefill_padded", prefill), count + question.length, {}
+            kind = "Prefill, with a question behind it,"
 
-        # Padding of both follows the question, so no position that counts sees it.
-        together = packed(tokens, piece.length, question.tokens, question.length)
-        places = np.array([[piece.length + question.length - 1]], np.int32)
-        prefill = getattr(self._backbone, "prefill_padded", self._backbone.prefill)
-        out = prefill(together, context, logits=places)
-        _check_finite("Prefill, with a question behind it,", piece.id, out.logits)
-        counts = piece.length, question.length, together.embeddings.shape[1]
-        meter.ran_fused(self._pool.vectors.engine, counts, keys)
-        question.logits = out.logits
+        out = prefill(tokens, context, logits=np.array([[count - 1]], np.int32), **options)
+        if not np.isfinite(np.asarray(out.logits)).all():
+            raise NotFiniteError(f"{kind} of piece {brief(piece.id)!r}: got NaN or infinity; expected finite logits")
+
+        engine, size = self._pool.vectors.engine, tokens.embeddings.shape[1]
+        if question is None:
+            self._pool.meter.ran(kind, engine, (count, size), keys, first)
+        else:
+            self._pool.meter.ran_fused(engine, (piece.length, question.length, size), keys)
+            question.logits = out.logits
         return dict(out.kv)
 
     def _saved(self, slots: Int[np.ndarray, " T"]) -> Undo | None:
@@ -209,14 +215,9 @@ class EditRun:
 
         # Without a source, rotating back would round a second time.
         slots = all_slots(move.new for move in moves)
-        rotating = {channel.name for channel in pool.layout.channels if channel.rotates}
-        rows = {name: value for name, value in pool.read(slots).engine.items() if name in rotating}
-        return lambda: pool.put(slots, programs.SavedRows(rows, {}))
-
-
-def _check_finite(kind: str, id: str, logits: Float[Array, "B P V"]) -> None:
-    if not np.isfinite(np.asarray(logits)).all():
-        raise NotFiniteError(f"{kind} of piece {brief(id)!r}: logits hold NaN or infinity; expected finite ones")
+        saved = pool.read(slots).engine
+        keys = {channel.name: saved[channel.name] for channel in pool.layout.channels if channel.rotates}
+        return lambda: pool.put(slots, programs.SavedRows(keys, {}))
 
 
 def packed(first: Tokens, length: int, second: Tokens, count: int) -> Tokens:

@@ -13,7 +13,7 @@ from ..core import Buckets, EngineKV, Factors, KVLayout, Paged, PhaseFreeKV, as_
 from ..errors import InputError, PoolLostError
 from ..pool import make_pool, trimmed
 from . import programs
-from .ledger import CostMeter
+from .costs import CostMeter
 from .slot_table import ResidentPiece, all_slots
 from .sources import bucket, zero_padded
 

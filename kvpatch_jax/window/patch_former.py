@@ -16,10 +16,10 @@ from ..core import AnyArray
 from ..errors import InputError, PatchMismatchError
 from ..patching import Method, Rank, conditioned, form_patch, lead_digest, lead_tokens
 from ..utils.background import JobQueue
+from .costs import Ledger
 from .edit_run import PrefillObserver
 from .edits import Edit
 from .entry import Entry
-from .ledger import Ledger
 from .precompilation import samples
 from .sources import Lead, PatchStore, PieceSources, asked_behind, padded_chunk, stored, zero_padded
 from .window import Window

@@ -164,10 +164,6 @@ class SlotTable:
             self.allocator.share(piece.slots)
             self.put(child, piece)
 
-    def is_shared(self, piece: ResidentPiece) -> bool:
-        """Returns whether another branch owns the slots of a piece too."""
-        return bool((self.allocator.owners(piece.slots) > 1).any())
-
     def compact(self) -> Int[np.ndarray, " S"]:
         """Packs the used slots to the front of the pool.
 

@@ -13,7 +13,6 @@ from .edits import Compact, Copy, Drop, Edit, Edits, Recompute, in_order
 from .entry import BARE, FRESH, Entry, How, PatchNote, PieceState, PlacedPiece, short_digest
 from .window_state import Gaps, Promise, WindowState
 from .window_steps import (
-    NewPiece,
     check_base,
     check_new,
     check_patch,
@@ -125,8 +124,7 @@ class Window(WindowState):
           prefilled, or positions beyond 2**30. StalePatchError, PatchMismatchError: a patch that does not belong here.
         """
         check_new(self, entry)
-        new = NewPiece(entry, how, patch, fetched, allow_stale)
-        there, placing = with_new_piece(self, len(self.pieces), new)
+        there, placing = with_new_piece(self, len(self.pieces), entry, how, patch, fetched, allow_stale)
         return there, with_moves(self, there, placing)
 
     def insert(
@@ -148,8 +146,8 @@ class Window(WindowState):
           WindowError: a place in the lead, or a piece that is not in the window. Else as `append`.
         """
         check_new(self, entry)
-        new = NewPiece(entry, how, patch, fetched, allow_stale)
-        there, placing = with_new_piece(self, movable_index(self, before, "insert"), new)
+        index = movable_index(self, before, "insert")
+        there, placing = with_new_piece(self, index, entry, how, patch, fetched, allow_stale)
         return there, with_moves(self, there, placing)
 
     def recall(
@@ -176,7 +174,7 @@ class Window(WindowState):
             evicted = tuple(brief(piece.entry.id) for piece in self.evicted[-8:])
             raise WindowError(f"recall: chunk {shown(id)} is {found}; expected an evicted one, such as {evicted}")
         index = len(self.pieces) if before is None else movable_index(self, before, "recall")
-        there, placing = with_new_piece(self, index, NewPiece(gone.entry, how, patch, fetched, allow_stale, gone))
+        there, placing = with_new_piece(self, index, gone.entry, how, patch, fetched, allow_stale, gone)
         return there, with_moves(self, there, placing)
 
     def replace(
@@ -200,10 +198,10 @@ class Window(WindowState):
         index = movable_index(self, id, "replace")
         if not isinstance(entry, Entry) or entry.id != id:
             check_new(self, entry)
+
         # The old piece leaves first, and the entry gets its start if it fits there.
         left, drops = without(self, [index])
-        new = NewPiece(entry, how, patch, fetched, allow_stale, self.pieces[index])
-        there, placing = with_new_piece(left, index, new)
+        there, placing = with_new_piece(left, index, entry, how, patch, fetched, allow_stale, self.pieces[index])
         return there, with_moves(self, there, [*drops, *placing])
 
     def evict(self, *ids: str) -> "tuple[Window, Edits]":
