@@ -90,8 +90,7 @@ def _put(pools: Pools, slots: Int[Array, " N"], rows: SavedRows, length: Int[Arr
 
 def _copy(pools: Pools, read: Int[Array, " N"], write: Int[Array, " N"], length: Int[Array, ""]) -> Pools:
     """Copies the vectors at slots `read` to slots `write`, reading all before writing any."""
-    rows = SavedRows(*({name: flat(value)[:, read] for name, value in pool.items()} for pool in pools))
-    return _put(pools, write, rows, length)
+    return _put(pools, write, read_rows(pools, read), length)
 
 
 def _write(

@@ -1,7 +1,7 @@
 """State of a paged executor on the host: which piece of which branch occupies which slots, and in what form."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -75,22 +75,18 @@ class SlotTable:
       joined: branches that were joined into another one and released.
     """
 
-    def __init__(
-        self,
-        allocator: SlotAllocator,
-        branches: Mapping[str, Mapping[str, ResidentPiece]] | None = None,
-        joined: Iterable[str] = (),
-        answers: Mapping[str, DecodedAnswer] | None = None,
-    ):
-        # Dictionaries are copied here, so that `copy` needs no more than these arguments.
+    def __init__(self, allocator: SlotAllocator):
         self.allocator = allocator
-        self.branches = {name: dict(pieces) for name, pieces in (branches or {}).items()}
-        self.joined = set(joined)
-        self.answers = dict(answers or {})
+        self.branches: dict[str, dict[str, ResidentPiece]] = {}
+        self.answers: dict[str, DecodedAnswer] = {}
+        self.joined: set[str] = set()
 
     def copy(self) -> "SlotTable":
         """Returns a table that changes independently; the pieces, which are immutable, are shared."""
-        return SlotTable(self.allocator.copy(), self.branches, self.joined, self.answers)
+        other = SlotTable(self.allocator.copy())
+        other.branches = {name: dict(pieces) for name, pieces in self.branches.items()}
+        other.answers, other.joined = dict(self.answers), set(self.joined)
+        return other
 
     def held(self, branch: str, id: str) -> ResidentPiece:
         """Returns a piece of a branch.
@@ -100,7 +96,7 @@ class SlotTable:
         """
         pieces = self.branches.get(branch, {})
         if id not in pieces:
-            raise WindowError(f"branch {branch!r} holds no piece {id!r}; expected one of {sorted(pieces)}")
+            raise WindowError(f"executor: got {id!r}: no piece of branch {branch!r}; expected one of {sorted(pieces)}")
         return pieces[id]
 
     def ordered(self, branch: str, before: int | None = None) -> list[ResidentPiece]:
@@ -118,10 +114,10 @@ class SlotTable:
         Raises:
           PoolError: too few are free; the message begins with `what`.
         """
-        # The allocator knows how many slots are free, the caller for what.
         try:
             return self.allocator.allocate(tokens, aligned=aligned)
         except PoolError as error:
+            # The allocator knows how many slots are free, the caller for what.
             raise PoolError(f"{what}: {error}") from None
 
     def drop(self, branch: str, id: str) -> None:
@@ -158,7 +154,7 @@ class SlotTable:
         for id in ids:
             piece = self.held(parent, id)
             if id in self.branches.get(child, {}):
-                raise WindowError(f"branch {child!r} has piece {id!r} already; expected a fork without it")
+                raise WindowError(f"fork: got branch {child!r}, which has piece {id!r}; expected one without it")
 
             # The record is shared too: it is immutable, and a branch that changes the piece enters its own.
             self.allocator.share(piece.slots)
