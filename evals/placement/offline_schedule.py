@@ -116,8 +116,11 @@ class _Search:
     def starts(self) -> list[_Choice]:
         """Lists schedules to start from: orders of arrival, of online replays, and one order of all chunks."""
         arrival = tuple(tuple(range(len(request.pieces))) for request in self.requests)
-        every = [tuple(itertools.repeat(front, len(self.requests))) for front in FRONTS]
-        found = [_Choice(arrival, fronts) for fronts in every]
+        every, found = list[tuple[Front, ...]](), list[_Choice]()
+        for front in FRONTS:
+            fronts: tuple[Front, ...] = (front,) * len(self.requests)
+            every.append(fronts)
+            found.append(_Choice(arrival, fronts))
         for policy in (ONLINE, dataclasses.replace(ONLINE, admit="always")):
             served = replay(self.requests, self.terms, policy)
             found.append(_Choice(tuple(window.order for window in served), tuple(window.front for window in served)))
