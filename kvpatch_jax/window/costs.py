@@ -229,7 +229,8 @@ class CostMeter:
 
     def placed(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int) -> None:
         """Counts phase-free KV that was read, rotated and written."""
-        self._add_tokens(kind, tokens, size, 2 * row_bytes(vectors, self._layout), self._rotation)
+        nbytes, flops = 2 * row_bytes(vectors, self._layout), self._rotation
+        self._add(kind, CostEntry(1, nbytes * tokens, flops * tokens, nbytes * size, flops * size))
 
     def patched(self, kind: str, patch: Patch, nbytes: int, tokens: int, size: int) -> None:
         """Counts factors that were read, multiplied and added, in the launch that placed what they are added to.
@@ -243,11 +244,13 @@ class CostMeter:
 
     def rotated(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int) -> None:
         """Counts keys that were read, rotated and written; the other channels stay."""
-        self._add_tokens(kind, tokens, size, 2 * row_bytes(vectors, self._layout, rotating=True), self._rotation)
+        nbytes, flops = 2 * row_bytes(vectors, self._layout, rotating=True), self._rotation
+        self._add(kind, CostEntry(1, nbytes * tokens, flops * tokens, nbytes * size, flops * size))
 
     def moved(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int, times: int = 2) -> None:
         """Counts vectors that were read and written unchanged; `times` 1: only one of the two."""
-        self._add_tokens(kind, tokens, size, times * row_bytes(vectors, self._layout), 0)
+        nbytes = times * row_bytes(vectors, self._layout)
+        self._add(kind, CostEntry(1, nbytes * tokens, 0, nbytes * size, 0))
 
     def ran(
         self,
@@ -300,10 +303,6 @@ class CostMeter:
     def fetched(self, nbytes: int) -> None:
         """Counts what a store returned."""
         self._add("Fetch", CostEntry(0, nbytes, 0, nbytes, 0))
-
-    def _add_tokens(self, kind: str, tokens: int, size: int, token_bytes: int, token_flops: int) -> None:
-        entry = CostEntry(1, token_bytes * tokens, token_flops * tokens, token_bytes * size, token_flops * size)
-        self._add(kind, entry)
 
     def _add(self, kind: str, entry: CostEntry) -> None:
         # A new value each time, because other threads may read the ledger at any moment.

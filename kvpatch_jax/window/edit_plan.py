@@ -171,20 +171,23 @@ class AdoptLaunch(NamedTuple):
 Launch = ForwardLaunch | PlaceLaunch | RotateLaunch | CopyLaunch | RestoreLaunch | AdoptLaunch
 
 
+@dataclasses.dataclass(eq=False)
 class EditPlan:
     """Launches that lead a branch to a window, and the slot table after them.
 
     Attributes:
       window: after the edits.
       table: a copy, changed as the edits say.
+      sources: inputs of pieces.
+      pool: what the launches will run on; only looked at here.
       launches: in their order.
     """
 
-    def __init__(self, window: Window, table: SlotTable, sources: PieceSources, pool: PagedPool):
-        """Starts a plan without launches."""
-        self.window, self.branch = window, window.branch
-        self.table, self.launches = table, list[Launch]()
-        self._sources, self._pool, self._rope = sources, pool, pool.layout.rope
+    window: Window
+    table: SlotTable
+    sources: PieceSources
+    pool: PagedPool
+    launches: list[Launch] = dataclasses.field(default_factory=list)
 
     def add(self, edits: Sequence[Edit], current: tuple[PlacedPiece, ...], store: PatchStore | None) -> None:
         """Plans edits, in their order.
@@ -197,7 +200,7 @@ class EditPlan:
           As `PagedExecutor.run`.
         """
         # An adopted answer is in place already, and its one edit changes nothing else.
-        if self.branch not in self.table.answers or not self._adopt(edits, current):
+        if self.window.branch not in self.table.answers or not self._adopt(edits, current):
             rotations: dict[str, Rotate] = {}
             for resolved in resolve_edits(self.window, edits):
                 edit = resolved.edit
@@ -220,25 +223,25 @@ class EditPlan:
                     self.table.release(branch)
                     self.table.joined.add(branch)
 
-        check_pieces(self.table.ordered(self.branch), self.window)
+        check_pieces(self.table.ordered(self.window.branch), self.window)
 
     def _adopt(self, edits: Sequence[Edit], current: tuple[PlacedPiece, ...]) -> bool:
         """Makes the answer decoded behind the window the piece that these edits would prefill, if it is that piece;
         otherwise discards it. Returns whether the edits are planned so.
         """
         # It is that piece if it was decoded at this place, in this length and behind the very pieces that are there.
-        answer, edit = self.table.answers[self.branch], edits[0] if len(edits) == 1 else None
+        answer, edit = self.table.answers[self.window.branch], edits[0] if len(edits) == 1 else None
         if isinstance(edit, Prefill) and edit.id == answer.piece.id and edit.id in self.window:
             wanted = self.window.piece(edit.id)
             same = (wanted.start, wanted.entry.tokens) == (answer.piece.start, answer.piece.length)
             if same and answer.behind == self.window.pieces[:-1] == current:
-                del self.table.answers[self.branch]
-                self.table.put(self.branch, dataclasses.replace(answer.piece, content=wanted.entry.content))
+                del self.table.answers[self.window.branch]
+                self.table.put(self.window.branch, dataclasses.replace(answer.piece, content=wanted.entry.content))
                 self.launches.append(AdoptLaunch(answer.piece))
                 return True
 
         # Any other edit of the branch invalidates what was decoded behind the old window.
-        self.table.discard(self.branch)
+        self.table.discard(self.window.branch)
         return False
 
     def _add(self, resolved: ResolvedEdit, store: PatchStore | None) -> None:
@@ -247,13 +250,13 @@ class EditPlan:
         match edit:
             # Sharing and dropping change owners of slots only; nothing is launched.
             case Drop():
-                self.table.drop(self.branch, edit.id)
+                self.table.drop(self.window.branch, edit.id)
             case Copy(source="shared"):
-                self.table.share(edit.branch or "", self.branch, [edit.id])
+                self.table.share(edit.branch or "", self.window.branch, [edit.id])
             case Fetch():
-                nbytes = self._sources.fetch(edit, self.window, store)
+                nbytes = self.sources.fetch(edit, self.window, store)
                 if nbytes is not None:
-                    self._pool.meter.fetched(nbytes)
+                    self.pool.meter.fetched(nbytes)
             case Copy(source="conditioned"):
                 self._restore(edit.id, resolved.start)
             case Copy() | ApplyPatch():
@@ -273,51 +276,51 @@ class EditPlan:
 
     def _prefill(self, id: str, resolved: ResolvedEdit) -> None:
         """Plans a forward of a piece behind those in front of its start, into fresh slots."""
-        content, given = resolved.content, self._sources[id].content
+        content, given = resolved.content, self.sources[id].content
         if None not in (content, given) and content != given:
             raise InputError(f"prefill: got tokens of {brief(id)!r} that show {given!r}; expected {content!r}")
 
         start = resolved.start
-        tokens, local = self._sources.forward(id, "prefill")
-        if id in self.table.branches.get(self.branch, {}):
-            raise WindowError(f"prefill: got {brief(id)!r}, which branch {self.branch!r} holds; expected another piece")
-        check_positions(self._rope, local, np.asarray(start, np.int32))
+        tokens, local = self.sources.forward(id, "prefill")
+        if id in self.table.branches.get(self.window.branch, {}):
+            raise WindowError(f"prefill: got {brief(id)!r}; expected no piece that branch {self.window.branch!r} holds")
+        check_positions(self.pool.layout.rope, local, np.asarray(start, np.int32))
 
         # The front is as the edits so far leave it, and the forward reads it when its turn comes.
-        front = self.table.ordered(self.branch, before=start)
-        slots = self.table.allocate(len(local), self._pool.options.aligned, f"prefill of piece {brief(id)!r}")
+        front = self.table.ordered(self.window.branch, before=start)
+        slots = self.table.allocate(len(local), self.pool.options.aligned, f"prefill of piece {brief(id)!r}")
         piece = ResidentPiece(id, content, slots, local, start)
-        self.table.put(self.branch, piece)
+        self.table.put(self.window.branch, piece)
         self.launches.append(ForwardLaunch("Prefill", tokens, piece, front))
 
     def _recompute(self, id: str, start_layer: int) -> None:
         """Plans a forward of a piece in its place, from a layer up, behind what is in front of it now."""
-        old = self.table.held(self.branch, id)
-        tokens, _ = self._sources.forward(id, "recompute", start_layer)
-        front = self.table.ordered(self.branch, before=old.start)
+        old = self.table.held(self.window.branch, id)
+        tokens, _ = self.sources.forward(id, "recompute", start_layer)
+        front = self.table.ordered(self.window.branch, before=old.start)
 
         # The layers below the first one keep their KV, so it goes along to slots of the branch's own.
         own = self._owned(old, copied=start_layer > 0)
         piece = dataclasses.replace(own, rotations=0, stash=None, patch=None)
-        self.table.put(self.branch, piece)
+        self.table.put(self.window.branch, piece)
         self.launches.append(ForwardLaunch("Recompute", tokens, piece, front, start_layer))
 
     def _rotate(self, edits: Iterable[Rotate]) -> None:
         """Plans rotations: one launch for pieces that keep their slots, one for those whose slots others own too."""
         moves: dict[bool, list[KeyRotation]] = {False: [], True: []}
         for edit in edits:
-            old = self.table.held(self.branch, edit.id)
+            old = self.table.held(self.window.branch, edit.id)
             if old.start != edit.old:
                 raise WindowError(
                     f"rotate: got piece {brief(edit.id)!r} from start {edit.old}; expected {old.start}, where it is"
                 )
-            check_positions(self._rope, old.local, np.asarray(edit.new, np.int32))
+            check_positions(self.pool.layout.rope, old.local, np.asarray(edit.new, np.int32))
 
             # From a source each rotation starts at phase 0, so roundings do not add up.
             own = self._owned(old)
-            rotations = 0 if self._pool.keeps_source else old.rotations + 1
+            rotations = 0 if self.pool.keeps_source else old.rotations + 1
             new = dataclasses.replace(own, start=edit.new, rotations=rotations)
-            self.table.put(self.branch, new)
+            self.table.put(self.window.branch, new)
             moves[own is not old].append(KeyRotation(old, new))
 
         for whole, group in moves.items():
@@ -327,9 +330,9 @@ class EditPlan:
     def _place(self, edit: Copy | ApplyPatch, resolved: ResolvedEdit) -> None:
         """Plans that a canonical is placed, patched or bare: in fresh slots, or over what the piece has."""
         kind, id, patch, patch_bytes = type(edit).__name__, edit.id, None, 0
-        chunk = self._sources.chunk(id, resolved.content)
+        chunk = self.sources.chunk(id, resolved.content)
         if isinstance(edit, ApplyPatch):
-            patch, patch_bytes = self._sources.patch(id, edit.patch)
+            patch, patch_bytes = self.sources.patch(id, edit.patch)
         removal = patch is not None and patch.metadata.base == "conditioned"
 
         # A removal patch is added to what the piece has in the pool; here the canonical stands for its shapes.
@@ -339,7 +342,7 @@ class EditPlan:
         placed = Placed(chunk, patch, start, base=base, base_antecedent=base_antecedent, allow_stale=True)
 
         # A piece that was switched to bare gets its conditioned KV back first.
-        there = self.table.branches.get(self.branch, {}).get(id)
+        there = self.table.branches.get(self.window.branch, {}).get(id)
         if removal:
             if there is None:
                 raise WindowError(f"{kind}: got a removal patch of {brief(id)!r}; expected it for a piece in the pool")
@@ -350,7 +353,7 @@ class EditPlan:
 
         local, stashed = np.asarray(chunk.local, np.float32)[: chunk.length], None
         if there is None:
-            slots = self.table.allocate(chunk.length, self._pool.options.aligned, f"{kind} of piece {brief(id)!r}")
+            slots = self.table.allocate(chunk.length, self.pool.options.aligned, f"{kind} of piece {brief(id)!r}")
             piece = ResidentPiece(id, chunk.content, slots, local, start)
         else:
             if there.length != chunk.length:
@@ -366,22 +369,22 @@ class EditPlan:
                 patch=edit.patch if removal and isinstance(edit, ApplyPatch) else None,
             )
 
-        self.table.put(self.branch, piece)
+        self.table.put(self.window.branch, piece)
         self.launches.append(PlaceLaunch(kind, piece, placed, patch_bytes, there if removal else None, stashed))
 
     def _restore(self, id: str, start: int, counted: bool = True) -> ResidentPiece:
         """Plans that stashed KV returns to the piece's place: bit for bit if the piece did not move meanwhile."""
-        old = self.table.held(self.branch, id)
+        old = self.table.held(self.window.branch, id)
         stash = old.stash
         if stash is None:
             raise WindowError(f"condition: got {brief(id)!r}, of which nothing was kept; expected it bare before")
 
         # The stash has its keys at their old positions; they rotate in place if the piece moved meanwhile.
-        rotated = int(stash.start != start and not self._pool.keeps_source)
+        rotated = int(stash.start != start and not self.pool.keeps_source)
         piece = dataclasses.replace(
             self._owned(old), start=start, rotations=stash.rotations + rotated, stash=None, patch=stash.patch
         )
-        self.table.put(self.branch, piece)
+        self.table.put(self.window.branch, piece)
         self.launches.append(RestoreLaunch(piece, stash, counted))
         return piece
 
@@ -394,7 +397,7 @@ class EditPlan:
         if not (self.table.allocator.owners(old.slots) > 1).any():
             return old
 
-        aligned = self._pool.options.aligned
+        aligned = self.pool.options.aligned
         slots = self.table.allocate(old.length, aligned, f"a copy of shared piece {brief(old.id)!r}")
         self.table.allocator.release(old.slots)
 

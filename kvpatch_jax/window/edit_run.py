@@ -5,6 +5,7 @@ Each launch leaves an undo. If a later one fails, the undos run in reverse, and 
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,28 +53,23 @@ class FusedQuestion:
     logits: Float[Array, "1 1 V"] | None = None
 
 
+@dataclasses.dataclass(eq=False)
 class EditRun:
-    """One execution of a plan on a pool."""
+    """One execution of a plan on a pool.
 
-    def __init__(
-        self,
-        plan: EditPlan,
-        pool: PagedPool,
-        backbone: Backbone,
-        alive: np.ndarray,
-        question: FusedQuestion | None,
-        formers: Sequence[PrefillObserver],
-    ):
-        """Prepares the run.
+    Attributes:
+      alive: which slots have owners before the run, bool [S].
+      question: answered by the forward of the last launch, if that prefills the window's last piece.
+      formers: called after each prefill.
+    """
 
-        Args:
-          alive: which slots have owners before the run, bool [S].
-          question: answered by the forward of the last launch, if that prefills the window's last piece.
-          formers: called after each prefill.
-        """
-        self._plan, self._pool, self._backbone, self._alive = plan, pool, backbone, alive
-        self._question, self._formers = question, formers
-        self._forwards_left = [type(launch) for launch in plan.launches].count(ForwardLaunch)
+    plan: EditPlan
+    pool: PagedPool
+    backbone: Backbone
+    alive: np.ndarray
+    question: FusedQuestion | None
+    formers: Sequence[PrefillObserver]
+    _forwards_left: int = 0
 
     def execute(self) -> None:
         """Executes all launches. If one fails those before it are undone, and its error is raised.
@@ -81,24 +77,26 @@ class EditRun:
         Raises:
           PoolLostError: a launch failed after the pool was donated to it.
         """
+        self._forwards_left = [type(launch) for launch in self.plan.launches].count(ForwardLaunch)
+
         # Undos run last to first: slots may be written twice in a run.
         undos: list[Undo] = []
         try:
-            for launch in self._plan.launches:
+            for launch in self.plan.launches:
                 self._forwards_left -= isinstance(launch, ForwardLaunch)
                 undo = self._launch(launch)
                 if undo is not None:
                     undos.append(undo)
         except BaseException as error:
             # With the vectors lost there is nothing left to undo.
-            self._pool.check(error)
+            self.pool.check(error)
             for undo in reversed(undos):
                 undo()
             raise
 
     def _launch(self, launch: Launch) -> Undo | None:
         """Executes a launch. Returns its undo, None if it changes nothing that was in use before the run."""
-        pool, meter = self._pool, self._pool.meter
+        pool, meter = self.pool, self.pool.meter
         match launch:
             case ForwardLaunch(piece=piece, start_layer=first):
                 # The forward may fail, so it runs before anything is written.
@@ -107,11 +105,11 @@ class EditRun:
                 pool.write(launch.kind, piece, kv, first=first)
 
                 # KV of some layers alone is no prefill to form a patch of; that of a question behind is no one's.
-                if self._formers and not first:
+                if self.formers and not first:
                     size = launch.tokens.embeddings.shape[1]
                     kv = {name: value[:, :, :size] for name, value in kv.items()}
-                    for former in self._formers:
-                        former(self._plan.window, piece.id, launch.tokens, piece.length, kv)
+                    for former in self.formers:
+                        former(self.plan.window, piece.id, launch.tokens, piece.length, kv)
                 return undo
 
             case PlaceLaunch(kind=kind, piece=piece, placed=placed, stashed=stashed):
@@ -169,14 +167,14 @@ class EditRun:
           NotFiniteError: NaN or infinity. What the backbone raises.
         """
         kind, piece, first = launch.kind, launch.piece, launch.start_layer
-        tokens, context = launch.tokens.shift(piece.start), self._pool.context_of(launch.front)
+        tokens, context = launch.tokens.shift(piece.start), self.pool.context_of(launch.front)
         keys = sum(each.length for each in launch.front), key_count(context)
-        backbone, count, options = self._backbone, piece.length, {"start_layer": first}
+        backbone, count, options = self.backbone, piece.length, dict[str, Any](start_layer=first)
         prefill = backbone.prefill
 
         # With the window's last piece in the last launch, everything that the question sees is in place.
-        last = self._plan.launches[-1] is launch and self._plan.window.pieces[-1].id == piece.id
-        question = self._question if last and kind == "Prefill" else None
+        last = self.plan.launches[-1] is launch and self.plan.window.pieces[-1].id == piece.id
+        question = self.question if last and kind == "Prefill" else None
         if question is not None:
             # Padding of both follows the question, so no position that counts sees it.
             tokens = packed(tokens, count, question.tokens, question.length)
@@ -187,11 +185,11 @@ class EditRun:
         if not np.isfinite(np.asarray(out.logits)).all():
             raise NotFiniteError(f"{kind} of piece {brief(piece.id)!r}: got NaN or infinity; expected finite logits")
 
-        engine, size = self._pool.vectors.engine, tokens.embeddings.shape[1]
+        engine, size = self.pool.vectors.engine, tokens.embeddings.shape[1]
         if question is None:
-            self._pool.meter.ran(kind, engine, (count, size), keys, first)
+            self.pool.meter.ran(kind, engine, (count, size), keys, first)
         else:
-            self._pool.meter.ran_fused(engine, (piece.length, question.length, size), keys)
+            self.pool.meter.ran_fused(engine, (piece.length, question.length, size), keys)
             question.logits = out.logits
         return dict(out.kv)
 
@@ -200,14 +198,14 @@ class EditRun:
 
         Other launches fail only with the pool in their hands, and then there is nothing left to restore.
         """
-        if not self._forwards_left or not self._alive[slots].any():
+        if not self._forwards_left or not self.alive[slots].any():
             return None
-        rows = self._pool.read(slots)
-        return lambda: self._pool.put(slots, rows)
+        rows = self.pool.read(slots)
+        return lambda: self.pool.put(slots, rows)
 
     def _rotation_undo(self, rotation: programs.SlotRotation, moves: Sequence[KeyRotation]) -> Undo:
         """Returns the undo of a rotation in place: from the source again, or of saved keys."""
-        pool = self._pool
+        pool = self.pool
         if pool.keeps_source:
             # The rotation has no influence on the source, from which the old keys come back bit for bit.
             back = rotation._replace(old=rotation.new, new=rotation.old)

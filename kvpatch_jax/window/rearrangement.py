@@ -22,9 +22,8 @@ from .window_steps import (
     check_positions_below_limit,
     packed,
     placing_edits,
-    reordered_starts,
+    reordered,
     room_for,
-    unseen_places,
 )
 
 AtHand = Callable[[str, str | None], bool]
@@ -210,7 +209,7 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Rearrangement:
     wanted, own, places = {entry.id: entry for entry in entries}, window.pieces, window.places
     _check_entries(window, entries, wanted)
     kept = {id for id, entry in wanted.items() if id in places and own[places[id]].entry == entry}
-    staying, reordered = _staying_pieces(window, [id for id in wanted if id in kept])
+    staying, moved = _staying_pieces(window, [id for id in wanted if id in kept])
     lead, settled, next_start = window.lead, window.lead_settled, window.next_start
     if window.gaps == "close":
         next_start = sum(piece.entry.span for piece in staying)
@@ -259,7 +258,7 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Rearrangement:
         lead=lead,
         lead_settled=settled,
         next_start=max(next_start + shift, end),
-        clock=clock if reordered or len(kept) < len(wanted) else window.clock,
+        clock=clock if moved or len(kept) < len(wanted) else window.clock,
     )
     return Rearrangement(window, there, tuple(piece.entry.id for piece in gone), tuple(id in kept for id in wanted))
 
@@ -297,17 +296,7 @@ def _staying_pieces(window: Window, order: Sequence[str]) -> tuple[list[PlacedPi
     if not changed:
         return old, False
 
-    new = [old[place] for place in came_from]
-    fixed = next((new[place] for place in changed if not new[place].entry.order_free), None)
+    fixed = next((old[came_from[place]] for place in changed if not old[came_from[place]].entry.order_free), None)
     if fixed is not None:
         raise WindowError(f"arrange: got {brief(fixed.entry.id)!r} moved; expected it in its order: not order-free")
-
-    # Then in their new order; the gap in front of every place stays.
-    unseen, first = unseen_places(came_from), changed[0]
-    result = new[:first]
-    for place, start in enumerate(reordered_starts(old, new, first), first):
-        entry, _, state, aside, born, placed, *derived = new[place]
-        placed = window.clock + 1 if place in unseen else placed
-        result.append(tuple_of(PlacedPiece, (entry, start, state, aside, born, placed, *derived)))
-
-    return result, True
+    return reordered(old, came_from, window.clock + 1), True

@@ -63,30 +63,28 @@ class DecodedAnswer:
     behind: tuple[PlacedPiece, ...]
 
 
+@dataclasses.dataclass(eq=False)
 class SlotTable:
     """Branches, their pieces, and the number of owners of every slot.
 
     A run changes a copy, which replaces the table when the run succeeds.
 
     Attributes:
-      branches: {branch: {id: piece}}; a branch without pieces is absent.
       allocator: slots and their owners.
+      branches: {branch: {id: piece}}; a branch without pieces is absent.
       answers: what was decoded behind branches, by branch.
       joined: branches that were joined into another one and released.
     """
 
-    def __init__(self, allocator: SlotAllocator):
-        self.allocator = allocator
-        self.branches: dict[str, dict[str, ResidentPiece]] = {}
-        self.answers: dict[str, DecodedAnswer] = {}
-        self.joined: set[str] = set()
+    allocator: SlotAllocator
+    branches: dict[str, dict[str, ResidentPiece]] = dataclasses.field(default_factory=dict)
+    answers: dict[str, DecodedAnswer] = dataclasses.field(default_factory=dict)
+    joined: set[str] = dataclasses.field(default_factory=set)
 
     def copy(self) -> "SlotTable":
         """Returns a table that changes independently; the pieces, which are immutable, are shared."""
-        other = SlotTable(self.allocator.copy())
-        other.branches = {name: dict(pieces) for name, pieces in self.branches.items()}
-        other.answers, other.joined = dict(self.answers), set(self.joined)
-        return other
+        branches = {name: dict(pieces) for name, pieces in self.branches.items()}
+        return SlotTable(self.allocator.copy(), branches, dict(self.answers), set(self.joined))
 
     def held(self, branch: str, id: str) -> ResidentPiece:
         """Returns a piece of a branch.

@@ -4,14 +4,14 @@ They take a `WindowState` and return one of the same class, because `Window`, wh
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from ..cache import Patch, brief
 from ..errors import PatchMismatchError, StalePatchError, WindowError
 from .costs import Costs
 from .edits import ApplyPatch, Copy, Drop, Edit, Edits, Fetch, Prefill, Rotate, in_order, new_edit
-from .entry import BARE, FRESH, LIMIT, Entry, How, PatchNote, PieceState, PlacedPiece
+from .entry import BARE, FRESH, LIMIT, Entry, How, PatchNote, PieceState, PlacedPiece, tuple_of
 from .provenance_chain import chain_digest, linked
 from .window_state import WindowState, recallable
 
@@ -29,29 +29,32 @@ def packed(pieces: Sequence[PlacedPiece], first: int = 0) -> list[PlacedPiece]:
     return result
 
 
-def reordered_starts(old: Sequence[PlacedPiece], new: Sequence[PlacedPiece], first: int) -> Iterator[int]:
-    """Yields the starts of the pieces from `first` on in their new order; the gap in front of every place stays."""
-    # `end` runs over the new pieces, `before` over the old ones.
-    end = before = old[first - 1].end if first else 0
-    for was, now in zip(old[first:], new[first:], strict=True):
-        start = end + was.start - before
-        yield start
-        end, before = start + now.entry.span, was.start + was.entry.span
-
-
-def unseen_places(came_from: Sequence[int], first: int = 0) -> set[int]:
-    """Returns the places, from `first` on, of pieces that were moved in front of pieces which have not seen them there.
+def reordered(old: Sequence[PlacedPiece], came_from: Sequence[int], clock: int) -> list[PlacedPiece]:
+    """Returns the pieces in a new order; the gap in front of every place stays.
 
     Args:
       came_from: the old place of the piece at every new place.
+      clock: the step at which pieces are placed that come in front of others which have not seen them there.
     """
     # From the back: a piece has overtaken another one if one behind it was in front of it before.
     earliest, unseen = len(came_from), set[int]()
-    for place in reversed(range(first, len(came_from))):
+    for place in reversed(range(len(came_from))):
         if earliest < came_from[place]:
             unseen.add(place)
         earliest = min(earliest, came_from[place])
-    return unseen
+
+    # `end` runs over the new pieces, `before` over the old ones.
+    result, end, before = [], 0, 0
+    for place, (was, source) in enumerate(zip(old, came_from, strict=True)):
+        piece, start = old[source], end + was.start - before
+        if piece.start != start or place in unseen:
+            entry, _, state, aside, born, placed, *derived = piece
+            placed = clock if place in unseen else placed
+            piece = tuple_of(PlacedPiece, (entry, start, state, aside, born, placed, *derived))
+        result.append(piece)
+        end, before = piece.end, was.end
+
+    return result
 
 
 def room_for(span: int, low: int, high: int, before: PlacedPiece | None) -> tuple[int, int]:
