@@ -15,7 +15,7 @@ from ..real_weights import checkpoint
 from ..results.environment import environment
 from ..results.parts import TOKENS_PER_SECOND, PlannedPart, make_out, measure_parts
 from ..results.rows import without_nan
-from . import behaviour, text, texts, windows
+from . import behaviour, comparisons, texts
 from .arms import shares_by_layer
 from .plan import DOMAINS, FULL, QUICK, SuitePart, SuitePlan, parts
 from .report import write_report
@@ -161,23 +161,23 @@ def records_of(
     """Measures one part; `by_layer`: the result of the part that fits."""
     if part.kind == "fit":
         few = dataclasses.replace(plan, passages=plan.fitted)
-        batches = [text.passages_of(backbone, few, document, other) for document, other in corpus.fitted()]
+        batches = [comparisons.passages_of(backbone, few, document, other) for document, other in corpus.fitted()]
         yield {FITTED: shares_by_layer(batches)}
     elif part.kind == "text":
         document, other = corpus.pair(part.group, part.number)
-        yield from text.compare(backbone, plan, document, other, plan.is_wide(part.number), by_layer)
+        yield from comparisons.compare(backbone, plan, document, other, plan.is_wide(part.number), by_layer)
     elif part.kind == "long":
         length = int(part.group)
-        yield from text.compare_long(backbone, plan, corpus.long(length, part.number), length, by_layer)
+        yield from comparisons.compare_long(backbone, plan, corpus.long(length, part.number), length, by_layer)
     elif part.kind == "window":
         document, other = corpus.pair(part.group, part.number)
-        for record in windows.vary_antecedents(backbone, plan, document, other):
+        for record in comparisons.vary_antecedents(backbone, plan, document, other):
             yield {"document": document.name, **record}
     elif part.kind == "slide":
         first = part.number * plan.passages
         every = []
         for number in range(len(corpus.measured("prose"))):
             every += [corpus.by_domain[domain][number] for domain in DOMAINS]
-        yield from windows.slide(backbone, plan, every[first : first + plan.passages])
+        yield from comparisons.slide(backbone, plan, every[first : first + plan.passages])
     else:
         yield from behaviour.measure(backbone, plan, part.group, part.number, corpus.all, by_layer)

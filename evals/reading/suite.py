@@ -15,10 +15,10 @@ from jaxtyping import Int
 from kvpatch_jax.backbone import Tokens
 
 from ..pretrained import behaviour
+from ..pretrained.comparisons import agreement, all_records, antecedents_of, continue_greedily, cut_passages, labels_of
 from ..pretrained.passages import Passages, placed, scores
 from ..pretrained.plan import DOMAINS, FULL, QUICK, TASKS, SuitePart, SuitePlan
 from ..pretrained.rows import rows_of
-from ..pretrained.text import agreement, all_records, antecedents_of, continue_greedily, cut_passages, labels_of
 from ..pretrained.texts import Document
 from ..results import intervals
 from ..results.rows import Row, measured_row
@@ -80,8 +80,8 @@ def compare(
 
     read = {
         "image": image.logits,
-        "image, blind": image.read(image.serve()),
-        "tokens, blind": tokens.read(tokens.serve()),
+        "image, blind": image.read(image.page.cache()),
+        "tokens, blind": tokens.read(tokens.page.cache()),
     }
     for arm, logits in read.items():
         for row, numbers in enumerate(scores(tokens.logits, logits, tokens.ids)):
@@ -90,9 +90,8 @@ def compare(
     for row, numbers in enumerate(tokens.scored(tokens.logits)):
         yield {**labels[row], "as": "tokens", **numbers}
 
-    re_prefilled = [own.cache(own.rotate(own.conditioned, own.start)) for own in (image, tokens)]
-    continuation = continue_greedily(tokens, re_prefilled[1], plan.greedy)
-    for row, record in agreement(image, "image", re_prefilled[0], continuation):
+    continuation = continue_greedily(tokens, plan.greedy)
+    for row, record in agreement(image, "image", image.page.reference, continuation):
         agreed = {name: value for name, value in record.items() if name != "arm"}
         yield {**labels[row], "as": "image", **agreed}
 
