@@ -6,7 +6,7 @@ M rank, S keys.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +51,8 @@ LAYER_SHARES = {"deep_half": 0.5, "deep_three_quarters": 0.25}
 """The first layer that keeps its patch, as a share of all."""
 COSTS = ("canonical", "stored", "serving", "forming")
 """Of an arm, in records."""
+Cache = Mapping[str, Array]
+"""An engine-frame cache of antecedent and passage."""
 
 
 class PretrainedArm(NamedTuple):
@@ -142,7 +144,7 @@ class PassageArms:
     def _made(self, name: str, make: Callable[..., AlternativeArm], **settings: Any) -> PretrainedArm:
         """Makes an arm of `evals.arms`."""
         arm = make(self.factory, **settings)
-        return PretrainedArm(name, dict(arm.cache), **published_costs(arm.cost, self.factory.costs))
+        return PretrainedArm(name, arm.cache, *published_costs(arm.cost, self.factory.costs))
 
     def _repaired(self, method: str, budget: float) -> PretrainedArm:
         """Makes a token repair at a share of the tokens; queries are read once over the blind cache to choose them."""
@@ -165,19 +167,16 @@ class PassageArms:
         return self.factory.costs.prefill * tokens // self.of.length
 
 
-def published_costs(cost: ArmCost, costs: ChunkCosts) -> dict[str, float]:
-    """Computes an arm's costs as the rows of this suite have them, which were published before `results.costs`.
+def published_costs(cost: ArmCost, costs: ChunkCosts) -> tuple[float, float, float, float]:
+    """Computes an arm's `COSTS` as the rows of this suite have them, which were published before `results.costs`.
 
-    They differ from `ChunkCosts.shares` in three ways: rotating the keys is not counted, forming counts whole prefills
-    in context and nothing else, and what layers are run again from counts as stored.
+    They differ from `ChunkCosts.shares` in three respects: rotating the keys is not counted, forming counts whole
+    prefills in context and nothing else, and what layers are run again from counts as stored.
     """
     shares = costs.shares(cost)
-    return {
-        "canonical": shares["canonical_bytes"],
-        "stored": shares["stored_bytes"] + shares["input_bytes"],
-        "serving": (cost.serving - costs.rotation) / costs.prefill,
-        "forming": float(cost.forming >= costs.prefill),
-    }
+    stored = shares["stored_bytes"] + shares["input_bytes"]
+    serving, forming = (cost.serving - costs.rotation) / costs.prefill, float(cost.forming >= costs.prefill)
+    return cost.canonical, stored, serving, forming
 
 
 # ------------------------------------------------------------------------------------------------- KV kept smaller
@@ -235,13 +234,9 @@ def _in_others_directions(delta: Float[Array, "L B T K H"], rank: int) -> Float[
 # --------------------------------------------------------------------------------- repairs that choose by attention
 
 
-def layers_of(backbone: Any) -> tuple[int, ...]:
-    """Returns the layers whose attention is used: at a quarter, a half, three quarters, and the last."""
-    count = backbone.layout.layers
-    return tuple(sorted({count // 4, count // 2, 3 * count // 4, count - 1}))
-
-
-def read_with_attention(of: Passages, cache: KV) -> tuple[Float[Array, "B n V"], Float[Array, "L B S"]]:
+def read_with_attention(
+    of: Passages, cache: Mapping[str, Array]
+) -> tuple[Float[Array, "B n V"], Float[Array, "L B S"]]:
     """Reads the text after a cache: its logits, and the attention that each cached token receives at each layer.
 
     Source: InfoFlow KV (arXiv 2603.05353): attention of the query over the cached chunks at their global positions, the
@@ -252,11 +247,11 @@ def read_with_attention(of: Passages, cache: KV) -> tuple[Float[Array, "B n V"],
     out = of.backbone.prefill(of.after, context=cache, logits="all", hidden_at=tuple(layers))
     residuals = tuple(out.hidden[layer] for layer in layers)
     seen = jnp.ones((of.rows, 1, of.ids.shape[1], cache["k"].shape[2]), bool)
-    attention = mean_attention(of.backbone, residuals, jnp.asarray(of.after.positions), cache, seen)
+    attention = mean_attention(of.backbone, residuals, jnp.asarray(of.after.positions), dict(cache), seen)
     return out.logits, attention.sum(2)
 
 
-def attention_shift(of: Passages, fresh: KV, spliced: KV) -> Float[Array, "B T"]:
+def attention_shift(of: Passages, fresh: Cache, spliced: Cache) -> Float[Array, "B T"]:
     """Measures how the passages' attention to their own tokens differs at CHECK_LAYER, over two caches' keys.
 
     Σ |A(fresh) − A(spliced)| over heads and over the passages' tokens as queries, which are the last of the keys.
@@ -293,7 +288,9 @@ def _most_attended(arms: PassageArms, count: int, layers: Sequence[int]) -> KV:
 
 
 def _query_aware(arms: PassageArms, count: int) -> KV:
-    return _most_attended(arms, count, layers_of(arms.of.backbone))
+    """Recomputes what the query attends to at a quarter, a half, three quarters and the whole of the depth."""
+    layers = arms.of.backbone.layout.layers
+    return _most_attended(arms, count, sorted({layers // 4, layers // 2, 3 * layers // 4, layers - 1}))
 
 
 def _prophetkv(arms: PassageArms, count: int) -> KV:
@@ -335,8 +332,8 @@ def shares_by_layer(batches: Sequence[Passages]) -> tuple[float, ...]:
 
     for of in batches:
 
-        def loss(cache: KV, of: Passages = of) -> float:
-            return float(np.mean([score["kl"] for score in of.scored(of.read(cache))]))
+        def loss(cache: Cache, of: Passages = of) -> float:
+            return float(np.mean([score["kl"] for score in of.scored(of.read(dict(cache)))]))
 
         needs += layer_sensitivity(layout, of.page.splice(), counts, loss, blocks=size)
 
