@@ -13,7 +13,7 @@ from ..plan import Plan
 from ..sampling import Sampling
 from ..utils.argument_names import with_our_names
 from ..window import Costs, Fidelity, Kind, PatchStore, Promise, Window
-from . import session_checkpoint
+from . import session_file
 from .answers import Answer
 from .disposability import UNCHANGED, DisposabilityProbe, DisposabilityReport
 from .piece_registry import PieceRegistry, RuntimeRefCount, retry_after_pool_loss
@@ -237,7 +237,10 @@ class Session:
         with registry.lock:
             registry.check_open()
             # A content may be in the window and evicted. The evicted piece is meant, for the other needs no recall.
-            record = registry.find(item) if read is None else registry.find_content(read.content)
+            record = registry.find(item) if read is None else registry.find_evicted(read.content)
+            if record is None and read is not None:
+                shown = [piece.id for piece in registry.window.pieces if piece.entry.content == read.content]
+                record = registry.records[shown[-1]] if shown else None
             if record is None:
                 found = brief(item) if isinstance(item, str) else f"a {type(item).__name__}"
                 expected = f"one that left: {registry.list_names(self.gone)}"
@@ -460,7 +463,7 @@ class Session:
         """
         with self._registry.lock:
             self._registry.check_open()
-            session_checkpoint.save(path, self._registry, self.keep, kv)
+            session_file.save(path, self._registry, self.keep, kv)
 
     @classmethod
     def restore(
@@ -488,7 +491,7 @@ class Session:
           SessionError: no session, damage, another version, or a runtime whose pool has another dtype. WindowError: a
           session of another backbone. PoolError: no room. Nothing is held then.
         """
-        return cls._of(*session_checkpoint.restore(path, backbone, store, runtime, branch, options))
+        return cls._of(*session_file.restore(path, backbone, store, runtime, branch, options))
 
     # -------------------------------------------------------------------------------------------------- inside
 
