@@ -142,7 +142,15 @@ class Plan:
         known, worst = {}, None
         for piece, option in zip(self.window.pieces, self._selection.options, strict=True):
             if option.way is not None:
-                worst = option.way if worst is None else self._worse(worst, option.way)
+                # The worse of two ways has the larger bound; nothing is known of both if one has none.
+                new = self._bounds.kl(option.way, 0)
+                old = new if worst is None else self._bounds.kl(worst, 0)
+                if worst is None:
+                    worst = option.way
+                elif old is None or new is None:
+                    worst = UNKNOWN
+                else:
+                    worst = worst if old >= new else option.way
                 known[piece.state.digest] = option.way
             elif worst is not None and option.inherits:
                 known[piece.state.digest] = worst
@@ -151,17 +159,10 @@ class Plan:
         aside = [piece.aside.digest for piece in self.window.pieces if piece.aside is not None]
         return {**{digest: self._table.known[digest] for digest in aside if digest in self._table.known}, **known}
 
-    def _worse(self, first: Way, second: Way) -> Way:
-        """Returns the way with the larger bound; `UNKNOWN` if one has none."""
-        bounds = self._bounds.kl(first, 0), self._bounds.kl(second, 0)
-        if bounds[0] is None or bounds[1] is None:
-            return UNKNOWN
-        return first if bounds[0] >= bounds[1] else second
-
     def provide(self, executor: Executor) -> None:
         """Gives an executor the canonicals and patches that the edits need and the inventory has in memory."""
         for option, piece in zip(self._selection.options, self.window.pieces, strict=True):
-            chunk = self._table.inventory.chunk(piece.id)
+            chunk = self._table.inventory.chunks.get(piece.id)
             if chunk is not None and (option.patch is not None or option.point == "bare"):
                 executor.provide(piece.id, chunk=chunk)
             if option.patch is not None and option.patch.patch is not None:
@@ -205,26 +206,20 @@ class Plan:
         for index, (chunk, option) in enumerate(zip(self.chunks, self._selection.options, strict=True)):
             served = f"{_format_point(option)}, {chunk.fidelity}"
             line = f"  {brief(chunk.id)!r}: {served}, {_format_cost(option)}, KL {_format_bound(chunk.kl)}"
-            refusal = self._refusal(index)
-            lines.append(f"{line} ({refusal})" if refusal else line)
+
+            # Why the quickest option was not chosen, unless that one is as promised.
+            best = min(self._options[index], key=lambda option: option.seconds)
+            if best.seconds < option.seconds and best.way is not None:
+                if best.way == UNKNOWN:
+                    reason = "stale" if best.choice.allow_stale else "nothing says how far it is off"
+                elif self._bounds.kl(best.way, 0) is None:
+                    reason = f"uncertified ({self.beyond})" if self.beyond else "uncertified"
+                else:
+                    reason = "the goal is what the window promises" if self.goal.as_promised else "beyond the goal"
+                line += f" (not {_format_point(best)}: {reason})"
+            lines.append(line)
 
         return "\n".join(lines)
-
-    def _refusal(self, index: int) -> str:
-        """Returns why the quickest option was not chosen; empty if it was, or if it is as promised."""
-        chosen = self._selection.options[index]
-        best = min(self._options[index], key=lambda option: option.seconds)
-        if best.seconds >= chosen.seconds or best.way is None:
-            return ""
-
-        if best.way == UNKNOWN:
-            reason = "stale" if best.choice.allow_stale else "nothing says how far it is off"
-        elif self._bounds.kl(best.way, 0) is None:
-            reason = f"uncertified ({self.beyond})" if self.beyond else "uncertified"
-        else:
-            reason = "the goal is what the window promises" if self.goal.as_promised else "beyond the goal"
-
-        return f"not {_format_point(best)}: {reason}"
 
     def __repr__(self) -> str:
         points = [chunk.point for chunk in self.chunks]
@@ -289,10 +284,17 @@ def plan(
     at_hand = None if executor is None and not stored.in_memory else _at_hand(arranged.window, stored, executor)
     table = OptionTable(arranged, stored, EditPricing(arranged, devices, at_hand), settings)
     promised_only = goal.as_promised and not settings.uncertified
-    beyond = _beyond(certificate, arranged.window)
+
+    # Nothing is certified of a window that exceeds those that were measured.
+    beyond, pieces = None, arranged.window.pieces
+    if certificate is not None and arranged.window.sink_left:
+        beyond = "window whose first tokens have left; certified with them pinned"
+    elif certificate is not None:
+        chunks = [(piece.entry.span, piece.entry.modality) for piece in pieces[arranged.window.lead :]]
+        beyond = certificate.beyond(arranged.window.tokens, chunks)
 
     # Without survivors both promises are the same, and certificates are asked for "forget".
-    has_survivors = any(piece.fidelity == "survivor" for piece in arranged.window.pieces)
+    has_survivors = any(piece.fidelity == "survivor" for piece in pieces)
     promise = arranged.window.promise if has_survivors else "forget"
 
     # If a selection runs a piece again, kept ones behind it have not seen the result, and lose that option. Every round
@@ -350,23 +352,13 @@ def _entries(window: Window, wanted: Any) -> list[Entry]:
     return entries if entries[:1] == pinned[:1] else [*pinned, *entries]
 
 
-def _beyond(certificate: Certificate | None, window: Window) -> str | None:
-    """Returns how a window exceeds those that a certificate was measured on; None if it does not."""
-    if certificate is None:
-        return None
-    if window.sink_left:
-        return "window whose first tokens have left; certified with them pinned"
-    chunks = [(piece.entry.span, piece.entry.modality) for piece in window.pieces[window.lead :]]
-    return certificate.beyond(window.tokens, chunks)
-
-
 def _at_hand(window: Window, inventory: PatchInventory, executor: Executor | None) -> AtHand:
     """Returns whether a canonical or patch needs no `Fetch`: the inventory or the executor has it in memory."""
     places = window.places
 
     def at_hand(id: str, digest: str | None) -> bool:
         if digest is None:
-            if inventory.chunk(id) is not None:
+            if inventory.chunks.get(id) is not None:
                 return True
         elif (patch := inventory.note(id, digest)) is not None and patch.patch is not None:
             return True
