@@ -140,6 +140,7 @@ class Certificate:
         Returns:
           A clause for people; None if the window is like those that were measured.
         """
+        # Larger windows first, because that clause says most.
         if tokens > self.tokens:
             return f"window of {tokens} tokens; certified up to {self.tokens}"
         if len(chunks) > self.chunks:
@@ -226,6 +227,7 @@ class Certificate:
         Returns:
           As `bound`; 0 if all are exact.
         """
+        # Chunks behind the first approximate one read approximate KV, whatever they are served by.
         ways = list(served)
         alone = [self.bound(point, rank, promise=promise) for point, rank in ways]
         approximate = [place for place, bound in enumerate(alone) if bound != 0.0]
@@ -283,6 +285,7 @@ class Certificate:
         if self._is_exact(point, promise):
             return 0.0
 
+        # Nothing is extrapolated, but for ranks above all measured ones, which lose no more.
         ranks, behinds = self._grids.get((point, promise), ([], []))
         if not ranks or rank < ranks[0] or behind > behinds[-1]:
             return None

@@ -153,6 +153,7 @@ class OptionSolver:
         self, budget: tuple[float, float], kl: float, flips: float, uncertified: Uncertified = "none"
     ) -> OptionSelection | None:
         """Returns a selection within bounds and a budget of (seconds, bytes); None if none was found."""
+        # The quickest and the smallest selection decide most cases, without a search.
         seconds, nbytes = budget
         quickest = self.cheapest(kl, flips, uncertified)
         if quickest.fits(*budget):
@@ -177,6 +178,7 @@ class OptionSolver:
 
             return best
 
+        # The two ends miss the budget, each in one of its limits; a price in between may meet both.
         for power in range(-15, 1):
             selection = self.cheapest(kl, flips, uncertified, 10.0**power)
             if selection.fits(*budget):
@@ -235,6 +237,7 @@ class OptionSolver:
             own = range(begin, end)
             allowed = [*own]
             if uncertified == "patches":
+                # What is certified for so many pieces; pieces as they are; and the patch of the largest rank.
                 allowed = [at for at in own if self._way[at] < 0 or limits[self._way[at]] == count]
                 others = [at for at in own if self._way[at] >= 0]
                 allowed += [at for at in others if self._row[at].choice.how == "keep"]

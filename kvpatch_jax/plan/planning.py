@@ -122,6 +122,7 @@ class Plan:
         chunks, tainted = [], False
 
         for piece, option in zip(self.window.pieces, options, strict=True):
+            # An approximate piece is bounded by its own way; exact ones behind it inherit the bound of the whole.
             kl: float | None = 0.0
             if option.way is not None:
                 tainted, kl = True, self._bounds.kl(option.way, others) if others >= 0 else None
@@ -161,6 +162,7 @@ class Plan:
 
     def provide(self, executor: Executor) -> None:
         """Gives an executor the canonicals and patches that the edits need and the inventory has in memory."""
+        # What the inventory knows of a store only, the executor fetches by itself.
         for option, piece in zip(self._selection.options, self.window.pieces, strict=True):
             chunk = self._table.inventory.chunks.get(piece.id)
             if chunk is not None and (option.patch is not None or option.point == "bare"):
@@ -348,6 +350,8 @@ def _entries(window: Window, wanted: Any) -> list[Entry]:
     for entry in entries:
         if not isinstance(entry, Entry):
             raise PlanError(f"plan.wanted: got {entry!r:.80}; expected an Entry, such as Entry.of(chunk)")
+
+    # A caller may leave out what cannot leave anyway.
     pinned = [piece.entry for piece in window.pieces[: window.lead]]
     return entries if entries[:1] == pinned[:1] else [*pinned, *entries]
 
@@ -366,6 +370,7 @@ def _at_hand(window: Window, inventory: PatchInventory, executor: Executor | Non
         if executor is None:
             return False
 
+        # A canonical of another content under the same id does not serve the piece.
         source = executor.sources[id]
         if digest is not None:
             return digest in source.patches
@@ -381,6 +386,7 @@ def _select(solver: OptionSolver, goal: Goal, uncertified: bool, window: Window)
     Raises:
       CertificateError, PlanError: none does.
     """
+    # Without a bound on KL, any certified loss meets a budget, or a bound on flips. Without any bound, none does.
     bounded = goal.kl is not None or goal.flips is not None
     flips = 1.0 if goal.flips is None else float(goal.flips)
     kl = (INFINITE if bounded or goal.budgeted else 0.0) if goal.kl is None else float(goal.kl)

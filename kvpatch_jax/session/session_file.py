@@ -167,6 +167,7 @@ def _parsed(body: Any, arrays: Arrays) -> SavedSession:
                     items += (arrays[item["image"]],)
         pieces.append((_text(fields["id"]), _text(fields["name"]), items))
 
+    # Names of arrays are "kept.NUMBER.SIDE.CHANNEL".
     def rows(prefix: str) -> dict[str, dict[str, np.ndarray]]:
         sides: dict[str, dict[str, np.ndarray]] = {side: {} for side in SIDES}
         for name, value in arrays.items():
@@ -175,8 +176,8 @@ def _parsed(body: Any, arrays: Arrays) -> SavedSession:
                 sides[side][channel] = value
         return sides
 
-    snapshots: list[PieceSnapshot] = []
-    for number, fields in enumerate(body["kept"] or ()):
+    snapshots, listed = list[PieceSnapshot](), list[Any](body["kept"] or [])
+    for number, fields in enumerate(listed):
         aside = None
         if fields["aside"] is not None:
             start, turns, patch = fields["aside"]
