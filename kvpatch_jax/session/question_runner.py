@@ -14,7 +14,7 @@ from ..sampling import Sampling, TextPiece, check_steps
 from ..window import Window
 from .answer_retrieval import AnswerRetrieval
 from .answers import Answer, Audit
-from .logit_comparison import compared, prefilled_logits, served_logits
+from .logit_comparison import compared, prefilled_logits, served_logits, with_answer
 from .piece_registry import PieceRegistry
 from .runtime import Runtime, TokenIterator
 from .session_input import EmbeddedInput, embedded
@@ -247,16 +247,3 @@ class QuestionRunner:
         pieces.counters["questions"] += 2
         kl, flipped = compared(truth, served)
         return Audit(float(kl.mean()), float(kl[0]), int(np.sum(flipped)), places, window.as_promised)
-
-
-def with_answer(
-    backbone: Backbone, items: list[Any], asked: EmbeddedInput, ids: Sequence[int]
-) -> tuple[EmbeddedInput, int]:
-    """Returns a question followed by its answer, and the number of tokens of the answer that can be compared."""
-    if len(ids) <= 1:
-        return asked, len(ids)
-    try:
-        return embedded(backbone, items, ids[:-1]), len(ids)
-    except InputError:
-        # The answer has tokens that stand for images, which nobody gave. Only its first token can be compared.
-        return asked, 1
