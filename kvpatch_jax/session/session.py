@@ -131,13 +131,6 @@ class Session:
         if former is not None and (self.config.certificate is not None or self.config.uncertified):
             former.form_patches(RANK)
 
-    @classmethod
-    def _of(cls, registry: PieceRegistry, keep: int | None) -> "Session":
-        """Returns a session around a registry that has its pieces."""
-        session = cls.__new__(cls)
-        session._compose(registry, keep)
-        return session
-
     @property
     def keep(self) -> int | None:
         """The number of chunks that stay after the lead. None: all."""
@@ -230,9 +223,7 @@ class Session:
         """
         registry = self._registry
         registry.check_open()
-        read = None
-        if not registry.knows(item):
-            read = registry.read(item)
+        read = None if registry.knows(item) else registry.read(item)
 
         with registry.lock:
             registry.check_open()
@@ -491,13 +482,16 @@ class Session:
           SessionError: no session, damage, another version, or a runtime whose pool has another dtype. WindowError: a
           session of another backbone. PoolError: no room. Nothing is held then.
         """
-        return cls._of(*session_file.restore(path, backbone, store, runtime, branch, options))
+        session = cls.__new__(cls)
+        session._compose(*session_file.restore(path, backbone, store, runtime, branch, options))
+        return session
 
     # -------------------------------------------------------------------------------------------------- inside
 
     def _fork(self, keep: int | None = None) -> "tuple[Session, PieceRegistry]":
         """Returns a session on a branch, without watchers, and its registry."""
         pieces = self._registry.fork()
-        branch = Session._of(pieces, keep)
+        branch = Session.__new__(Session)
+        branch._compose(pieces, keep)
         branch._planner.known = self._planner.known
         return branch, pieces
