@@ -15,6 +15,7 @@ Axis letters: B streams, T tokens of a chunk, S keys, L layers, K KV heads, H he
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import platform
 import sysconfig
@@ -31,7 +32,8 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.patching import one_behind_the_other
 from models import load
 
-from ..pretrained.passages import cut, scores
+from ..arms.reused_page import cut
+from ..pretrained.passages import scores
 from ..pretrained.texts import documentation
 from ..real_weights import checkpoint as find_checkpoint
 from ..results import intervals
@@ -230,7 +232,8 @@ class TextSlides:
     def _window_chunks(self, kv: KV) -> list[KV]:
         """Cuts the window's chunks from KV of lead and window."""
         size = self.sizes.chunk
-        return [cut(kv, self.lead + place * size, size) for place in range(self.sizes.window)]
+        edges = self.lead + size * np.arange(self.sizes.window + 1)
+        return [cut(kv, slice(int(first), int(last))) for first, last in itertools.pairwise(edges)]
 
     def _engine(self, kv: KV) -> KV:
         """Rotates phase-free KV to the positions from 0 on."""
