@@ -105,23 +105,19 @@ _SEED = flags.DEFINE_integer(
 )
 
 
-def kept_parts(config: RunConfig, backbone: ModelBackbone, folder: Path) -> ProbeParts:
-    """Finds what the window's suite has finished in a folder; ends the program where that is of another run."""
-    about = {"model": config.name, "fingerprint": backbone.fingerprint, "seed": config.seed}
-    with errors_as_one_line():
-        return ProbeParts(folder, {**about, **dataclasses.asdict(config.window)})
-
-
 def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
     """Measures one backbone and writes everything about it; returns the contents of results.json."""
     began = time.perf_counter()
     backbone = load(shipped(config.backbone), dtype="float32")
-    parts = kept_parts(config, backbone, folder) if WINDOW in config.suite else None
+    # What the window's suite has finished in the folder; the program ends where that is of another run.
+    about = {"model": config.name, "fingerprint": backbone.fingerprint, "seed": config.seed}
+    with errors_as_one_line():
+        parts = ProbeParts(folder, {**about, **dataclasses.asdict(config.window)}) if WINDOW in config.suite else None
     (folder / "figures").mkdir(parents=True, exist_ok=True)
 
     progress = Progress(planned_ticks(config, len(arms_of(config, backbone))))
-    about = f"{config.name}: {config.contexts} contexts, {', '.join(config.suite)}"
-    print(f"{about}; about {in_words(progress.left())} on two quiet cores", flush=True)
+    measured = f"{config.name}: {config.contexts} contexts, {', '.join(config.suite)}"
+    print(f"{measured}; about {in_words(progress.left())} on two quiet cores", flush=True)
     tables = measure(backbone, config, folder, progress, parts)
     progress.close()
 

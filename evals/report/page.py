@@ -56,7 +56,7 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
     """
     for row in results.get("rows", []):
         if missing := [column for column in COLUMNS if column not in row]:
-            raise ValueError(f"results row {dict(row)} lacks {missing}")
+            raise ValueError(f"results row: got {dict(row)}; expected the columns {missing} too")
 
     rows, config = Rows(results), dict(results.get("config", {}))
 
