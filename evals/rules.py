@@ -93,12 +93,11 @@ def read_rules(path: Path = PATH) -> Rules:
     rank, beating, arms = (found.pop(name) for name in ("smallest_rank", "beating", "arms"))
     found |= {f"rank_{name}": value for name, value in rank.items()}
     found |= {f"beating_{name}": value for name, value in beating.items() if name != "axes"}
+    found["axes"] = beating["axes"]
     # Lists of a file are tuples here, because rules never change.
-    values, settings = (
-        {name: tuple(value) if isinstance(value, list) else value for name, value in part.items()}
-        for part in ({**found, "axes": beating["axes"]}, arms)
-    )
-    return Rules(digest=hashlib.blake2b(text, digest_size=8).hexdigest(), arms=ArmRules(**settings), **values)
+    for part in (found, arms):
+        part |= {name: tuple(value) for name, value in part.items() if isinstance(value, list)}
+    return Rules(digest=hashlib.blake2b(text, digest_size=8).hexdigest(), arms=ArmRules(**arms), **found)
 
 
 RULES = read_rules()

@@ -11,6 +11,7 @@ from . import startup_message as startup_message  # isort: split
 from . import extra as extra  # isort: split
 
 import dataclasses
+import itertools
 import json
 import shlex
 import sys
@@ -24,7 +25,7 @@ import jax
 from absl import app, flags
 
 from kvpatch_jax.errors import InputError
-from models import ModelBackbone, load
+from models import load
 
 from . import small_task
 from .command_line import errors_as_one_line
@@ -133,7 +134,7 @@ def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
             "training": {name: training_of(shipped(name)) for name in models},
         },
         "environment": environment(PACKAGES),
-        "rows": [row for table in tables for row in table.rows()],
+        "rows": [*itertools.chain.from_iterable(table.rows() for table in tables)],
     }
     # The picture shows the patch of the first table.
     shown = shown_patch(headline_results(results) or results)
@@ -202,7 +203,7 @@ def run_pretrained() -> None:
 
     with errors_as_one_line():
         if _BACKBONE.present:
-            raise InputError(f"--suite=pretrained with --backbone={_BACKBONE.value}; expected --checkpoint=FILE")
+            raise InputError(f"--suite=pretrained: got --backbone={_BACKBONE.value}; expected --checkpoint=FILE")
         out = Path(_OUT.value if _OUT.present else "out/pretrained")
         pretrained.run(out, _CHECKPOINT.value, _PARTS.value, _QUICK.value)
 

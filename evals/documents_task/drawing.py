@@ -6,6 +6,7 @@ Axis letters: n cells, H and W pixels.
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -72,7 +73,7 @@ def type_of(name: str, cut: int = 0) -> Type:
 
         return set_
 
-    titles = [title for pair in TITLES for title in pair]
+    titles = [*itertools.chain.from_iterable(TITLES)]
     return Type(
         words=lines(WORDS, CELL),
         titles=lines(titles, CELL),

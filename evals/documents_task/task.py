@@ -7,6 +7,7 @@ document is drawn in a face of its own. Axis letters: B contexts, Q questions, N
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ fig file fish fork glue hat hook ink jam jar kale key kit lamp leek lime lock mi
 pin pot rice ring rope rug salt saw seed silk soap sofa tape tea tile tin toy vase wax wire yarn
 """
 WORDS = tuple(_WORDS.split())
-INITIALS, SECONDS = ("".join(sorted({word[place] for word in WORDS})) for place in range(2))
+INITIALS, SECONDS = ("".join(sorted(set(letters))) for letters in list(zip(*WORDS, strict=False))[:2])
 UNITS = ("kg", "g", "l", "ml", "pc", "bx", "oz", "lb", "yd", "ft", "h", "d")
 LETTERS = "ABCDEFGH"
 FILLS = ("blue", "orange", "green", "red", "violet", "brown", "pink", "grey", "cyan")
@@ -61,16 +62,15 @@ class DocumentsVocabulary(TaskVocabulary):
         )
         self.glyph = self.add([code(number) for number in range(sheets.GLYPHS)])
         self.cell = self.add(WORDS)
-        self.add([f"{fill}/{edge}" for fill in FILLS for edge in EDGES])
-        self.add([f"{fill}-{icon}" for fill in FILLS for icon in ICONS])
+        self.add([f"{fill}/{edge}" for fill, edge in itertools.product(FILLS, EDGES)])
+        self.add([f"{fill}-{icon}" for fill, icon in itertools.product(FILLS, ICONS)])
 
 
 def parts_of(document: np.ndarray, address: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Finds both parts of items, counted within their groups: letters of a word, colours, a colour and a shape."""
     first, second = np.divmod(address, sheets.COLUMN_MARKS)
-    initial, letter = (
-        np.array([of.index(word[place]) for word in WORDS]) for place, of in enumerate((INITIALS, SECONDS))
-    )
+    initial = np.array([INITIALS.index(word[0]) for word in WORDS])
+    letter = np.array([SECONDS.index(word[1]) for word in WORDS])
     word = document == DOCUMENTS.index("bill")
     return np.where(word, initial[address], first), np.where(word, letter[address], second)
 

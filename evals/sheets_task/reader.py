@@ -131,9 +131,11 @@ class PackedReader:
         _, behind = prefix_positions(self.form, shown, np.full(count, MOVED))
         self.behind = positions_behind(self.form, behind, questions.step)
         # Questions of one length are read together: the columns [Q, N] of each length.
-        spans = [np.flatnonzero(questions.own == number) for number in range(questions.own.max() + 1)]
-        lengths = sorted({len(span) for span in spans})
-        self.groups = [np.stack([span for span in spans if len(span) == length]) for length in lengths]
+        by_length: dict[int, list[np.ndarray]] = {}
+        for number in range(questions.own.max() + 1):
+            columns = np.flatnonzero(questions.own == number)
+            by_length.setdefault(len(columns), []).append(columns)
+        self.groups = [np.stack(by_length[length]) for length in sorted(by_length)]
 
     def read(self, cache: KV, probe: str = "") -> PackedAnswers:
         """Asks all questions over a cache of the prefix."""

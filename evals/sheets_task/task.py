@@ -194,8 +194,8 @@ def latest(contexts: SheetsContexts, shown: np.ndarray | None = None) -> tuple[n
 @functools.cache
 def shapes() -> np.ndarray:
     """Gives the shapes, bool [shapes, 8, 8]."""
-    rows = [line.split() for line in _SHAPES.split("\n") if line]
-    return np.array([[[mark == "#" for mark in row[shape]] for row in rows] for shape in range(SHAPES)])
+    marks = np.array([list(line.replace("  ", "")) for line in _SHAPES.split("\n") if line])
+    return np.moveaxis(marks.reshape(8, SHAPES, 8) == "#", 1, 0)
 
 
 def render(contexts: SheetsContexts) -> tuple[np.ndarray, np.ndarray]:
