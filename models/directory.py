@@ -71,9 +71,9 @@ def load(
     root = path_of(directory, "load:", ConfigError, "a checkpoint's directory or GGUF file")
     adapter = None if adapter is None else path_of(adapter, "load: adapter", ConfigError, "an adapter's directory")
     if dtype is not None and dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"load: dtype {dtype!r:.80}; expected 'float32', 'bfloat16' or None")
+        raise ConfigError(f"load: got dtype {dtype!r:.80}; expected 'float32', 'bfloat16' or None")
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise ConfigError(f"load: mesh {mesh!r:.80}; expected a jax.sharding.Mesh, or None")
+        raise ConfigError(f"load: got mesh {mesh!r:.80}; expected a jax.sharding.Mesh, or None")
 
     files = open_files(root)
     name = _architecture(files.config, files.name)
@@ -131,7 +131,7 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
       InputError: no backbone. ConfigError: no name of a directory.
     """
     if not isinstance(backbone, ModelBackbone):
-        raise InputError(f"save: a {type(backbone).__name__}; expected a backbone, as load returns")
+        raise InputError(f"save: got a {type(backbone).__name__}; expected a backbone, as load returns")
 
     root = path_of(directory, "save:", ConfigError, "a directory's name")
     root.mkdir(parents=True, exist_ok=True)
@@ -162,8 +162,8 @@ def _architecture(raw: Mapping[str, Any], path: str) -> str:
     """Returns the architecture of a configuration, one that is known."""
     names = raw.get("architectures") or [_BY_MODEL_TYPE.get(str(raw.get("model_type")), raw.get("model_type"))]
     if not isinstance(names, list) or not all(name is None or isinstance(name, str) for name in names):
-        raise ConfigError(f"{path}: architectures is {names!r}; expected a list of names")
+        raise ConfigError(f"{path}: got architectures {names!r}; expected a list of names")
     for name in names:
         if name in FAMILIES or name in AUTHORS:
             return str(name)
-    raise ConfigError(f"architectures {names} in {path}; this library knows {sorted({*FAMILIES, *AUTHORS})}")
+    raise ConfigError(f"{path}: got architectures {names}; expected one of {sorted({*FAMILIES, *AUTHORS})}")

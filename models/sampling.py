@@ -46,7 +46,9 @@ def draw_of(sampling: Sampling, key: PRNGKeyArray | int | None, stop: Sequence[i
     # Below this, float32 quotients of logits are infinite or 0 alone: the likeliest token, which greedy takes.
     temperature = sampling.temperature if sampling.temperature > 1e-30 else 0.0
     if key is None and temperature > 0:
-        raise InputError(f"temperature {temperature} without a key; expected key=jax.random.key(0), or another number")
+        raise InputError(
+            f"temperature: got {temperature} without a key; expected key=jax.random.key(0), or another number"
+        )
 
     room = STOPS
     while room < len(stop):
@@ -65,10 +67,10 @@ def draw_of(sampling: Sampling, key: PRNGKeyArray | int | None, stop: Sequence[i
 def _key_of(key: PRNGKeyArray | int) -> PRNGKeyArray:
     if not isinstance(key, int | np.integer):
         if not isinstance(key, jax.Array | np.ndarray):
-            raise InputError(f"key {key!r:.80}; expected a number, or a jax.random.key")
+            raise InputError(f"key: got {key!r:.80}; expected a number, or a jax.random.key")
         return key
     if not -(2**63) <= key < 2**63:
-        raise InputError(f"key {key}; expected a number of at most 64 bits, or a jax.random.key")
+        raise InputError(f"key: got {key}; expected a number of at most 64 bits, or a jax.random.key")
     return jax.random.key(int(key))
 
 

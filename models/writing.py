@@ -44,8 +44,8 @@ class Writing:
             sets = np.asarray(keep)
             if sets.shape[0] != self.layout.layers or (sets[1:] & ~sets[:-1]).any():
                 raise ShapeError(
-                    f"keep {sets.shape}: expected one token set per layer ({self.layout.layers}), each inside the one "
-                    "below"
+                    f"keep: got {sets.shape}; expected one token set per layer ({self.layout.layers}), each inside the "
+                    "one below"
                 )
         return self._write(tokens, cache, slots, keep, mask, logits, "recompute")
 
@@ -68,7 +68,7 @@ class Writing:
         check_mask(mask)
         check_cached(self.layout, tokens, cache, f"{what}: cache")
         if np.shape(slots) != tokens.embeddings.shape[:2]:
-            raise ShapeError(f"{what}: slots of shape {np.shape(slots)}; expected {tokens.embeddings.shape[:2]}")
+            raise ShapeError(f"{what}: got slots of shape {np.shape(slots)}; expected {tokens.embeddings.shape[:2]}")
 
         self._check_regime(tokens.positions)
         rows, length = logit_rows(tokens, logits, what), tokens.embeddings.shape[1]

@@ -75,27 +75,27 @@ class Chunk:
         self.layout.check(self.kv, f"chunk {self.id!r}")
         shape = self.kv[self.layout.names[0]].shape
         if len(shape) not in (4, 5):
-            raise ShapeError(f"chunk {self.id!r}: kv of shape {shape}; expected [L, T, K, H] or [L, B, T, K, H]")
+            raise ShapeError(f"chunk {self.id!r}: got kv of shape {shape}; expected [L, T, K, H] or [L, B, T, K, H]")
 
         tokens = shape[-3]
         if not self.id:
-            raise InputError(f"chunk: id {self.id!r}; expected a name")
+            raise InputError(f"chunk: got id {self.id!r}; expected a name")
 
         fingerprint_of(self.backbone, f"chunk {self.id!r}")
         if not is_whole(self.length, 1) or self.length > tokens:
-            raise InputError(f"chunk {self.id!r}: length {self.length}; expected 1 to {tokens}")
+            raise InputError(f"chunk {self.id!r}: got length {self.length}; expected 1 to {tokens}")
 
         axes = self.layout.rope.axes
         expected = (tokens,) if axes is None else (tokens, axes)
         if self.local.shape != expected:
-            raise PositionError(f"chunk {self.id!r}: local positions {self.local.shape}; expected {expected}")
+            raise PositionError(f"chunk {self.id!r}: got local positions {self.local.shape}; expected {expected}")
         if not is_whole(self.span, 0):
-            raise PositionError(f"chunk {self.id!r}: span {self.span!r:.80}; expected a whole number from 0")
+            raise PositionError(f"chunk {self.id!r}: got span {self.span!r:.80}; expected a whole number from 0")
 
         check_positions(self.layout.rope, self.local, np.zeros((), np.int32))
         if "" in (self.content, self.lead):
             raise InputError(
-                f"chunk {self.id!r}: content {self.content!r}, lead {self.lead!r}; expected a digest each, or None"
+                f"chunk {self.id!r}: got content {self.content!r}, lead {self.lead!r}; expected a digest each, or None"
             )
 
         # Copies come before the checksum, so that it is of what the chunk holds.
@@ -151,7 +151,7 @@ class Chunk:
         """
         more = tokens - self.tokens
         if more < 0:
-            raise ShapeError(f"chunk {self.id!r}: pad to {tokens}; expected at least {self.tokens}")
+            raise ShapeError(f"chunk {self.id!r}: got tokens={tokens}; expected at least {self.tokens}")
 
         def grow(value: AnyArray, axis: int) -> Array:
             widths = [(0, 0)] * value.ndim
@@ -220,4 +220,6 @@ def check_finite(values: Mapping[str, Num[AnyArray, "..."]] | list[tuple[str, An
     counts = jax.device_get(_not_finite([value for _, value in named]))
     for (name, _), count in zip(named, counts, strict=True):
         if count:
-            raise NotFiniteError(f"{what}[{name!r}]: {count} values are NaN or infinite; expected finite values")
+            raise NotFiniteError(
+                f"{what}[{name!r}]: got {count} values that are NaN or infinite; expected finite values"
+            )

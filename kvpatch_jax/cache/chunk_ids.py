@@ -35,12 +35,12 @@ def encoded(text: str) -> bytes:
       InputError: `text` is not a str, or contains a lone surrogate.
     """
     if not isinstance(text, str):
-        raise InputError(f"text or name of type {type(text).__name__}; expected a str")
+        raise InputError(f"text or name: got type {type(text).__name__}; expected a str")
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"text with a lone surrogate at place {error.start}; expected text that UTF-8 can hold"
+            f"text: got a lone surrogate at place {error.start}; expected text that UTF-8 can hold"
         ) from None
 
 
@@ -73,7 +73,7 @@ def _fields(content: Content) -> list[bytes]:
 
     value = np.asarray(content)
     if value.dtype == object or value.dtype.kind in "USV":
-        raise InputError(f"id: content of dtype {value.dtype}; expected numbers, text or bytes")
+        raise InputError(f"id: got content of dtype {value.dtype}; expected numbers, text or bytes")
 
     # NumPy's integer type for a list of token ids depends on the platform.
     if value.dtype.kind in "iu" and not isinstance(content, np.ndarray | jax.Array):
@@ -102,7 +102,7 @@ def chunk_id(backbone: str, *content: Content) -> str:
     """
     fingerprint_of(backbone, "chunk_id")
     if not content:
-        raise InputError("chunk_id: no content; expected some")
+        raise InputError("chunk_id: got no content; expected some")
 
     fields = [b"chunk", encoded(backbone)]
     for part in [_canonical(part) for part in content]:

@@ -79,9 +79,9 @@ def expect_frame(kv: Mapping[str, Any], what: str, *expected: Frame) -> None:
       FrameError: the KV is in another frame. LayoutError: `kv` is not a mapping.
     """
     if not isinstance(kv, Mapping):
-        raise LayoutError(f"{what}: KV is a {type(kv).__name__}; expected {{channel: array}}")
+        raise LayoutError(f"{what}: got a {type(kv).__name__}; expected {{channel: array}}")
     if isinstance(kv, FramedKV) and kv.frame not in expected:
         raise FrameError(
-            f"{what}: KV that is {_WORDS[kv.frame]}; expected it {' or '.join(_WORDS[frame] for frame in expected)} "
-            f"({_CONVERSIONS[expected[0]]})"
+            f"{what}: got KV that is {_WORDS[kv.frame]}; expected it "
+            f"{' or '.join(_WORDS[frame] for frame in expected)} ({_CONVERSIONS[expected[0]]})"
         )

@@ -186,13 +186,15 @@ def _rows_of(slots: Rows) -> list[np.ndarray]:
 
     if not rows or any(row.ndim != 1 for row in rows):
         shapes = [row.shape for row in rows]
-        raise ShapeError(f"Paged: rows of slots of shapes {shapes}; expected [S], [B, S] or rows [S] of any lengths")
+        raise ShapeError(
+            f"Paged: got rows of slots of shapes {shapes}; expected [S], [B, S] or rows [S] of any lengths"
+        )
 
     # NumPy makes an empty list an array of floats.
     rows = [row.astype(np.int32) if not row.size else row for row in rows]
     for row in rows:
         if row.dtype.kind not in "iu":
-            raise KernelSlotError(f"Paged: slots of dtype {row.dtype}; expected integers")
+            raise KernelSlotError(f"Paged: got slots of dtype {row.dtype}; expected integers")
     return rows
 
 
@@ -231,23 +233,23 @@ def check_pool(layout: KVLayout, pool: Pool, *, padded: bool = True) -> tuple[in
     """
     check_held(pool)
     if set(pool) != set(layout.names):
-        raise LayoutError(f"pool: channels {sorted(pool)}; expected {sorted(layout.names)}")
+        raise LayoutError(f"pool: got channels {sorted(pool)}; expected {sorted(layout.names)}")
 
     paging = None
     for channel in layout.channels:
         value = pool[channel.name]
         if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise DtypeError(f"pool[{channel.name!r}]: dtype {value.dtype}; expected a floating-point dtype")
+            raise DtypeError(f"pool[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
 
         shape = value.shape
         widths = pool_widths(channel)[: 1 + padded]
         if len(shape) != 5 or shape[0] != layout.layers or shape[3] != channel.heads or shape[4] not in widths:
             raise ShapeError(
-                f"pool[{channel.name!r}]: shape {shape}; expected [{layout.layers}, P, O, {channel.heads}, "
+                f"pool[{channel.name!r}]: got shape {shape}; expected [{layout.layers}, P, O, {channel.heads}, "
                 f"{' or '.join(map(str, dict.fromkeys(widths)))}]"
             )
         if paging is not None and shape[1:3] != paging:
-            raise ShapeError(f"pool[{channel.name!r}]: pages {shape[1:3]}; expected {paging}")
+            raise ShapeError(f"pool[{channel.name!r}]: got pages {shape[1:3]}; expected {paging}")
         paging = shape[1:3]
 
     return paging  # pyright: ignore[reportReturnType]
@@ -261,13 +263,17 @@ def check_held(pool: Mapping[str, Any]) -> None:
       donated.
     """
     if not isinstance(pool, Mapping) or not pool:
-        raise LayoutError(f"pool of type {type(pool).__name__}; expected arrays by channel, as `make_pool` gives them")
+        raise LayoutError(
+            f"pool: got type {type(pool).__name__}; expected arrays by channel, as `make_pool` gives them"
+        )
     for name, value in pool.items():
         if not hasattr(value, "dtype") or not isinstance(getattr(value, "shape", None), tuple):
             kind = type(value).__name__
-            raise DtypeError(f"pool[{name!r}] of type {kind}; expected an array [L, P, O, K, H] of NumPy or jax")
+            raise DtypeError(f"pool[{name!r}]: got type {kind}; expected an array [L, P, O, K, H] of NumPy or jax")
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
-            raise PoolError(f"pool[{name!r}] was donated, and is gone; expected the pool that the last operation gave")
+            raise PoolError(
+                f"pool[{name!r}]: got an array that was donated; expected the pool that the last operation gave"
+            )
 
 
 def held_arrays(layout: KVLayout, pool: Pool) -> dict[str, Float[Array, "L P O _ _"]]:
@@ -295,10 +301,10 @@ def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
     for name, (kind, word, times) in expected.items():
         value = getattr(context, name)
         if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, kind):
-            raise DtypeError(f"{what}.{name} of {getattr(value, 'dtype', type(value).__name__)}; expected {word}")
+            raise DtypeError(f"{what}.{name}: got {getattr(value, 'dtype', type(value).__name__)}; expected {word}")
         if value.ndim != 2 or value.shape[0] != rows or value.shape[1] != context.table.shape[1] * times:
             wanted = f"[{rows}, N]" if name == "table" else f"[{rows}, {context.table.shape[1]} pages of {size}]"
-            raise ShapeError(f"{what}.{name} of shape {value.shape}; expected {wanted}")
+            raise ShapeError(f"{what}.{name}: got shape {value.shape}; expected {wanted}")
 
     if isinstance(context.table, Tracer):
         return
@@ -307,14 +313,14 @@ def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
     wrong = table[(table < NO_PAGE) | (table >= pages)]
     if wrong.size:
         raise PoolError(
-            f"{what}: page {int(wrong[0])} of a pool of {pages}; expected pages of it, or {NO_PAGE} for none"
+            f"{what}: got page {int(wrong[0])} of a pool of {pages}; expected pages of it, or {NO_PAGE} for none"
         )
 
     for number, row in enumerate(table):
         ordered = np.sort(row[row != NO_PAGE])
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if twice.size:
-            raise PoolError(f"{what}: page {int(twice[0])} is named twice in row {number}; expected it once")
+            raise PoolError(f"{what}: got page {int(twice[0])} named twice in row {number}; expected it once")
 
 
 def padded_slots(slots: Slots) -> tuple[Int[np.ndarray, " N"], np.int32]:
@@ -337,7 +343,7 @@ def token_offsets(
     array, axes = np.asarray(offset), () if rope.axes is None else (rope.axes,)
     if array.dtype.kind not in kinds or array.shape not in ((), axes, (tokens, *axes)):
         raise PositionError(
-            f"{what}: offsets of dtype {array.dtype} and shape {array.shape}; expected integers, one for all or "
+            f"{what}: got offsets of dtype {array.dtype} and shape {array.shape}; expected integers, one for all or "
             f"for each slot, of shape (), {axes} or {(tokens, *axes)}"
         )
 

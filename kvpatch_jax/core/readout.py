@@ -39,7 +39,7 @@ def attention_with_lse(
     """
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if heads % kv_heads:
-        raise ShapeError(f"attention: {heads} query heads over {kv_heads} KV heads; expected a multiple")
+        raise ShapeError(f"attention: got {heads} query heads over {kv_heads} KV heads; expected a multiple")
     return _attention(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
@@ -104,19 +104,19 @@ def merge_readouts(*readouts: Readout) -> tuple[Float[Array, "..."], Float[Array
       ShapeError: there is no readout, or shapes differ.
     """
     if not readouts:
-        raise ShapeError("merge_readouts: no readouts; expected at least one")
+        raise ShapeError("merge_readouts: got no readouts; expected at least one")
 
     for readout in readouts:
         is_pair = isinstance(readout, tuple) and len(readout) == 2
         if not is_pair or not all(hasattr(array, "shape") for array in readout):
             raise ShapeError(
-                f"merge_readouts: readouts {readouts!r:.80}; expected at least one pair (o, lse) of arrays"
+                f"merge_readouts: got readouts {readouts!r:.80}; expected at least one pair (o, lse) of arrays"
             )
 
     for o, lse in readouts:
         if o.shape != readouts[0][0].shape or lse.shape != o.shape[:-1]:
             raise ShapeError(
-                f"merge_readouts: o {o.shape} with lse {lse.shape}; expected {readouts[0][0].shape} and "
+                f"merge_readouts: got o {o.shape} with lse {lse.shape}; expected {readouts[0][0].shape} and "
                 f"{readouts[0][0].shape[:-1]}"
             )
 

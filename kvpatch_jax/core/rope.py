@@ -67,9 +67,9 @@ class Rope:
 
     def __post_init__(self) -> None:
         if not is_whole(self.dim, 2) or self.dim % 2:
-            raise LayoutError(f"rope: dim {self.dim!r:.80}; expected a positive even number")
+            raise LayoutError(f"rope: got dim {self.dim!r:.80}; expected a positive even number")
         if not isinstance(self.theta, int | float) or isinstance(self.theta, bool) or not self.theta > 0:
-            raise LayoutError(f"rope: theta {self.theta!r:.80}; expected a positive number")
+            raise LayoutError(f"rope: got theta {self.theta!r:.80}; expected a positive number")
 
         for name, value, words in (
             ("cached", self.cached, ("half", "pairs")),
@@ -77,19 +77,20 @@ class Rope:
             ("angles", self.angles, ("exact", "float32")),
         ):
             if value not in words:
-                raise LayoutError(f"rope: {name} {value!r}; expected one of {words}")
+                raise LayoutError(f"rope: got {name} {value!r}; expected one of {words}")
 
         if self.width is not None and not is_whole(self.width, self.dim):
-            raise LayoutError(f"rope: width {self.width}; expected at least dim {self.dim}")
+            raise LayoutError(f"rope: got width {self.width}; expected at least dim {self.dim}")
 
         if self.sections is not None:
             is_sequence = isinstance(self.sections, tuple | list)
             if not is_sequence or not all(is_whole(section, 0) for section in self.sections):
-                raise LayoutError(f"rope: sections {self.sections!r:.80}; expected whole numbers, or None")
+                raise LayoutError(f"rope: got sections {self.sections!r:.80}; expected whole numbers, or None")
             object.__setattr__(self, "sections", tuple(int(section) for section in self.sections))
             if sum(self.sections) != self.dim // 2 or min(self.sections) < 0:
                 raise LayoutError(
-                    f"rope: sections {self.sections} sum to {sum(self.sections)}; expected dim // 2 = {self.dim // 2}"
+                    f"rope: got sections {self.sections}, whose sum is {sum(self.sections)}; expected dim // 2 = "
+                    f"{self.dim // 2}"
                 )
 
         if self.scaling is not None:
@@ -215,14 +216,18 @@ def _align(rope: Rope, local: Num[Array, "..."], start: Int[Array, "..."]) -> tu
             start = start[..., None]
     else:
         if local.ndim == 0 or local.shape[-1] != axes:
-            raise PositionError(f"rope: positions of shape {local.shape}; expected [..., T, {axes}] for {axes} axes")
+            raise PositionError(
+                f"rope: got positions of shape {local.shape}; expected [..., T, {axes}] for {axes} axes"
+            )
         if start.ndim:
             if start.shape[-1] != axes:
-                raise PositionError(f"rope: start of shape {start.shape}; expected a scalar or [..., {axes}]")
+                raise PositionError(f"rope: got start of shape {start.shape}; expected a scalar or [..., {axes}]")
             start = start[..., None, :]
 
     if local.ndim < (1 if axes is None else 2):
-        raise PositionError(f"rope: positions of shape {local.shape}; expected [..., T{'' if axes is None else ', A'}]")
+        raise PositionError(
+            f"rope: got positions of shape {local.shape}; expected [..., T{'' if axes is None else ', A'}]"
+        )
     return local, start
 
 
@@ -264,7 +269,7 @@ def _device_positions(positions: Num[Array | np.ndarray, "..."]) -> Array:
     if isinstance(positions, np.ndarray) and positions.dtype.kind in "iu" and positions.dtype.itemsize >= 4:
         least, greatest = extent(positions)
         if greatest >= 2**31 or least < -(2**31):
-            raise PositionError(f"rope: positions from {least:.0f} to {greatest:.0f}; expected int32")
+            raise PositionError(f"rope: got positions from {least:.0f} to {greatest:.0f}; expected int32")
     return jnp.asarray(positions)
 
 
@@ -363,11 +368,11 @@ def check_extent(rope: Rope, local: tuple[float, float], start: Int[Array | np.n
     if isinstance(start, Tracer):
         return
     if not np.isfinite(local).all():
-        raise PositionError("rope: a position is not finite; expected finite positions")
+        raise PositionError("rope: got a position that is not finite; expected finite positions")
 
     least, greatest = extent(start)
     farthest = max(-local[0], local[1]) + max(-least, greatest)
     if farthest >= POSITION_LIMIT:
-        raise PositionError(f"rope: position of magnitude {farthest:.0f}; expected below {POSITION_LIMIT}")
+        raise PositionError(f"rope: got position of magnitude {farthest:.0f}; expected below {POSITION_LIMIT}")
     if rope.scaling is not None:
         rope.scaling.check_reach(local[1] + greatest)

@@ -43,7 +43,7 @@ class Basis:
         for name, value in self.directions.items():
             wanted, shape = self.layout.channel(name).features, value.shape
             if len(shape) != 3 or (shape[0], shape[2]) != (self.layout.layers, wanted) or not 1 <= shape[1] <= wanted:
-                raise ShapeError(f"basis: {name!r} of shape {shape}; expected [{self.layout.layers}, M, {wanted}]")
+                raise ShapeError(f"basis: got {name!r} of shape {shape}; expected [{self.layout.layers}, M, {wanted}]")
 
     def __repr__(self) -> str:
         return f"Basis({self.ranks}, backbone {self.backbone[:16]!r}, {self.digest})"
@@ -100,7 +100,7 @@ def fit_basis(
             sums[name] = sums.get(name, 0.0) + _jitted_gram(value)
 
     if first is None:
-        raise InputError("basis: no deficits; expected some chunks, each with its conditioned KV")
+        raise InputError("basis: got no deficits; expected some chunks, each with its conditioned KV")
 
     wanted = {name: int(rank.get(name, 0) if isinstance(rank, Mapping) else rank) for name in first.layout.names}
     for name in rank if isinstance(rank, Mapping) else ():
@@ -112,7 +112,7 @@ def fit_basis(
         if isinstance(rank, Mapping) and size == 0:
             continue
         if not 1 <= size <= features:
-            raise RankError(f"basis: rank {size} for channel {name!r}; expected 1 to {features}")
+            raise RankError(f"basis: got rank {size} for channel {name!r}; expected 1 to {features}")
         vectors = jnp.linalg.eigh(sums[name])[1]  # columns, the weakest first
         directions[name] = jnp.swapaxes(vectors[..., ::-1][..., :size], -1, -2).astype(dtype)
 
@@ -154,9 +154,9 @@ def form_in_basis(
     behind = antecedent_of(antecedent)
     _check_same_model(basis.backbone, basis.layout, chunk)
     if chunk.batch is not None:
-        raise ShapeError(f"basis: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk")
+        raise ShapeError(f"basis: got chunk {chunk.id!r}, a batch of {chunk.batch}; expected one chunk")
     if rank is not None and rank < 1:
-        raise RankError(f"basis: rank {rank}; expected at least 1, or None")
+        raise RankError(f"basis: got rank {rank}; expected at least 1, or None")
 
     kept = check_layers(layers, chunk.layout.layers)
     delta = deficit_of(conditioned, chunk.kv, chunk)
@@ -175,9 +175,9 @@ def form_in_basis(
 
 def _check_same_model(backbone: str, layout: KVLayout, chunk: Chunk) -> None:
     if chunk.backbone != backbone:
-        raise PatchMismatchError(f"basis: backbone {backbone!r}; expected {chunk.backbone!r}, that of {chunk.id!r}")
+        raise PatchMismatchError(f"basis: got backbone {backbone!r}; expected {chunk.backbone!r}, that of {chunk.id!r}")
     if not same_storage(layout, chunk.layout):
-        raise PatchMismatchError(f"basis: layout {layout}; expected {chunk.layout}")
+        raise PatchMismatchError(f"basis: got layout {layout}; expected {chunk.layout}")
 
 
 def coefficients(patch: Patch) -> dict[str, Any]:
@@ -197,14 +197,14 @@ def with_basis(own: Mapping[str, Any], metadata: PatchMetadata, basis: Basis) ->
     """
     if metadata.basis != basis.digest:
         raise PatchMismatchError(
-            f"patch of chunk {metadata.chunk!r}: formed in basis {metadata.basis}; expected {basis.digest}"
+            f"patch of chunk {metadata.chunk!r}: got one formed in basis {metadata.basis}; expected {basis.digest}"
         )
 
     factors: dict[str, Any] = {}
     for name, u in own.items():
         rank = (u.values if isinstance(u, ops.Quantised) else u).shape[-1]
         if rank > basis.ranks.get(name, 0):
-            raise ShapeError(f"patch: {rank} directions of {name!r}; expected at most {basis.ranks.get(name, 0)}")
+            raise ShapeError(f"patch: got {rank} directions of {name!r}; expected at most {basis.ranks.get(name, 0)}")
         factors[name] = (jax.tree.map(jnp.asarray, u), jnp.asarray(basis.rows(name, metadata.layers, rank)))
 
     return Patch(factors, metadata)
@@ -221,6 +221,6 @@ def check_in_basis(patch: Patch, basis: Basis) -> None:
         own, other = (value_of(pair[1]) for pair in (factors, wanted.factors[name]))  # pyright: ignore
         if own is not other and not np.array_equal(np.asarray(own), np.asarray(other)):
             raise PatchMismatchError(
-                f"patch of chunk {patch.metadata.chunk!r}: directions of {name!r} that are not those of basis "
+                f"patch of chunk {patch.metadata.chunk!r}: got directions of {name!r} that are not those of basis "
                 f"{basis.digest}; expected them as they were formed"
             )

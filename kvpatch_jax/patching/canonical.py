@@ -95,7 +95,7 @@ def lead_tokens(backbone: Backbone, lead: Sequence[Any] | Tokens) -> Tokens:
         lead = backbone.embed(**backbone.prepare(items_of(lead, "lead")))
     check_tokens(lead, "lead")
     if len(lead.embeddings) != 1:
-        raise ShapeError(f"lead: {len(lead.embeddings)} rows; expected one, which precedes every chunk")
+        raise ShapeError(f"lead: got {len(lead.embeddings)} rows; expected one, which precedes every chunk")
     return lead
 
 
@@ -123,12 +123,12 @@ def conditioned(
     expect_kind(units, Iterable, "conditioned: units", "a sequence of units, each the items of one chunk")
     embedded = [unit_tokens(backbone, unit) for unit in units]
     if not embedded:
-        raise InputError("conditioned: no units; expected at least one")
+        raise InputError("conditioned: got no units; expected at least one")
 
     rows = len(embedded[0].embeddings)
     for tokens in embedded:
         if len(tokens.embeddings) != rows:
-            raise ShapeError(f"conditioned: {len(tokens.embeddings)} rows; expected {rows} of each")
+            raise ShapeError(f"conditioned: got {len(tokens.embeddings)} rows; expected {rows} of each")
 
     before = [] if lead is None else [_repeated(lead_tokens(backbone, lead), rows)]
     parts = _shift_in_order([*before, *embedded])

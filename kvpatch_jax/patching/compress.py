@@ -38,7 +38,7 @@ def check_whole_ranks(rank: Any, what: str, *, dense: bool = False) -> None:
     """
     for number in rank.values() if isinstance(rank, Mapping) else [rank]:
         if not (dense and number is None) and not is_whole(number, -(1 << 62)):
-            raise RankError(f"{what}: rank {rank!r:.80}; expected a whole number from 1, or one for each channel")
+            raise RankError(f"{what}: got rank {rank!r:.80}; expected a whole number from 1, or one for each channel")
 
 
 def truncate(patch: Patch, rank: Rank) -> Patch:
@@ -59,7 +59,7 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
     if patch.metadata.shared_left and isinstance(rank, Mapping):
         left = {name: rank.get(name, have) for name, have in patch.ranks.items() if have}
         if len(set(left.values())) > 1:
-            raise RankError(f"truncate: ranks {left} with a shared left factor; expected one rank for all of them")
+            raise RankError(f"truncate: got ranks {left} with a shared left factor; expected one rank for all of them")
 
     factors: dict[str, ChannelFactors] = {}
     for name, own in patch.factors.items():
@@ -69,7 +69,7 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
             factors[name] = own
             continue
         if not 1 <= wanted <= have:
-            raise RankError(f"truncate: rank {wanted} for channel {name!r}; expected 1 to {have}")
+            raise RankError(f"truncate: got rank {wanted} for channel {name!r}; expected 1 to {have}")
         factors[name] = (_rank_slice(own[0], wanted, -1), _rank_slice(own[1], wanted, -2))  # pyright: ignore
 
     return Patch(factors, patch.metadata)
@@ -91,12 +91,12 @@ def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
     expect_kind(layers, Iterable, "keep_layers: layers", "numbers of layers")
     listed = list(layers)
     if not all(is_whole(layer, 0) for layer in listed):
-        raise InputError(f"keep_layers: layers {listed!r:.80}; expected some of {patch.metadata.layers}")
+        raise InputError(f"keep_layers: got layers {listed!r:.80}; expected some of {patch.metadata.layers}")
 
     kept = tuple(sorted({int(layer) for layer in listed}))
     missing = [layer for layer in kept if layer not in patch.metadata.layers]
     if missing or not kept:
-        raise InputError(f"keep_layers: layers {kept}; expected some of {patch.metadata.layers}")
+        raise InputError(f"keep_layers: got layers {kept}; expected some of {patch.metadata.layers}")
 
     rows = np.asarray([patch.metadata.layers.index(layer) for layer in kept])
     factors = _rows_of(dict(patch.factors), rows)
@@ -116,9 +116,9 @@ def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
         target = None
 
     if target is None:
-        raise InputError(f"quantise: dtype {dtype!r:.80}; expected a floating dtype or int8")
+        raise InputError(f"quantise: got dtype {dtype!r:.80}; expected a floating dtype or int8")
     if not jnp.issubdtype(target, jnp.floating) and target != jnp.int8:
-        raise InputError(f"quantise: dtype {target}; expected a floating dtype or int8")
+        raise InputError(f"quantise: got dtype {target}; expected a floating dtype or int8")
 
     factors: dict[str, ChannelFactors] = {}
     for name, own in patch.factors.items():

@@ -50,7 +50,7 @@ def check_alike(chunk: Chunk, kv: KVArrays, what: str) -> None:
     chunk.layout.check(kv, what)
     for name, value in kv.items():
         if value.shape != chunk.kv[name].shape:
-            raise ShapeError(f"{what}[{name!r}]: shape {value.shape}; expected the chunk's {chunk.kv[name].shape}")
+            raise ShapeError(f"{what}[{name!r}]: got shape {value.shape}; expected the chunk's {chunk.kv[name].shape}")
 
 
 def check_conditioned(chunk: Chunk, conditioned: KVArrays, what: str = "conditioned KV") -> None:
@@ -78,7 +78,7 @@ def check_layers(layers: Iterable[int] | None, total: int) -> tuple[int, ...]:
         return tuple(range(total))
     kept = tuple(sorted({int(layer) for layer in layers}))
     if not kept or kept[0] < 0 or kept[-1] >= total:
-        raise InputError(f"patch: layers {kept}; expected some of 0 to {total - 1}")
+        raise InputError(f"patch: got layers {kept}; expected some of 0 to {total - 1}")
     return kept
 
 
@@ -107,7 +107,7 @@ def choose_ranks(
 
     if shared_left and (heads == "separate" or len(set(wanted.values())) > 1):
         raise RankError(
-            f"patch: ranks {wanted} with heads {heads!r}; expected one rank and joint heads for a shared left"
+            f"patch: got ranks {wanted} with heads {heads!r}; expected one rank and joint heads for a shared left"
         )
 
     together = sum(layout.channel(name).features for name in wanted)
@@ -116,7 +116,7 @@ def choose_ranks(
 
     for name, size in wanted.items():
         if size < 1:
-            raise RankError(f"patch: rank {size} for channel {name!r}; expected at least 1")
+            raise RankError(f"patch: got rank {size} for channel {name!r}; expected at least 1")
 
         channel = layout.channel(name)
         side = channel.width if heads == "separate" else channel.features

@@ -70,13 +70,13 @@ class FormOptions:
     def __post_init__(self) -> None:
         if self.basis is not None and (self.heads, self.frame, self.shared_left) != ("joint", "phase_free", False):
             raise InputError(
-                f"patch: heads {self.heads!r}, frame {self.frame!r}, shared_left {self.shared_left} with a basis; "
+                f"patch: got heads {self.heads!r}, frame {self.frame!r}, shared_left {self.shared_left} with a basis; "
                 "expected 'joint', 'phase_free', no shared left factor"
             )
         if (self.frame == "engine") != (self.start is not None):
             raise InputError(
-                f"patch: frame {self.frame!r}, start {self.start}; expected a start with the engine frame, and only "
-                "with it"
+                f"patch: got frame {self.frame!r}, start {self.start}; expected a start with the engine frame, and "
+                "only with it"
             )
 
 
@@ -101,7 +101,7 @@ def form_patch(chunk: Chunk, conditioned: KVArrays, rank: Rank, antecedent: Ante
     chosen = FormOptions(**options)
     if chosen.basis is not None:
         if not isinstance(rank, int | np.integer):
-            raise InputError(f"patch: rank {rank} with a basis; expected one rank")
+            raise InputError(f"patch: got rank {rank} with a basis; expected one rank")
         return form_in_basis(
             chunk, conditioned, chosen.basis, antecedent, int(rank), layers=chosen.layers, dtype=chosen.dtype
         )

@@ -126,7 +126,7 @@ def _mean(vectors: list[np.ndarray | None]) -> np.ndarray | None:
 
 def _cosine_divergence(first: np.ndarray, second: np.ndarray) -> float:
     if first.shape != second.shape:
-        raise ShapeError(f"divergence: pooled vectors of shape {second.shape}; expected {first.shape}")
+        raise ShapeError(f"divergence: got pooled vectors of shape {second.shape}; expected {first.shape}")
     norms = float(np.linalg.norm(first) * np.linalg.norm(second))
     return float(np.clip(1 - (first @ second) / norms, 0, 1)) if norms else 0.0
 
@@ -138,7 +138,7 @@ def pooled_canonical(chunk: Chunk) -> Float[np.ndarray, " D"]:
       ShapeError: a batch of chunks.
     """
     if chunk.batch is not None:
-        raise ShapeError(f"pooled: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk")
+        raise ShapeError(f"pooled: got chunk {chunk.id!r}, a batch of {chunk.batch}; expected one chunk")
     names = [channel.name for channel in chunk.layout.channels if not channel.rotates]
     kv = jax.device_get({name: chunk.kv[name] for name in names})
     means = [np.asarray(kv[name], np.float32)[:, : chunk.length].mean(axis=1).ravel() for name in names]
@@ -168,7 +168,7 @@ class ReuseCurve(NamedTuple):
           InputError: a share that is not above 0 and at most 1.
         """
         if not 0 < coverage <= 1:
-            raise InputError(f"gate: coverage {coverage}; expected above 0 and at most 1")
+            raise InputError(f"gate: got coverage {coverage}; expected above 0 and at most 1")
         return float(self.false_reuse[self.coverage >= coverage].min())
 
 
@@ -184,9 +184,9 @@ def reuse_curve(divergences: Sequence[float], losses: Sequence[float], bound: fl
     """
     apart, lost = np.asarray(divergences, np.float64), np.asarray(losses, np.float64)
     if apart.ndim != 1 or apart.shape != lost.shape or not apart.size:
-        raise InputError(f"gate: divergences {apart.shape} and losses {lost.shape}; expected as many, at least one")
+        raise InputError(f"gate: got divergences {apart.shape} and losses {lost.shape}; expected as many, at least one")
     if not (np.isfinite(apart).all() and np.isfinite(lost).all()):
-        raise InputError("gate: divergences or losses that are not finite; expected finite numbers")
+        raise InputError("gate: got divergences or losses that are not finite; expected finite numbers")
 
     wrong = lost > bound
     threshold = np.unique(apart)

@@ -62,9 +62,9 @@ def _check_updatable(metadata: PatchMetadata, what: str) -> None:
         return
 
     raise PatchMismatchError(
-        f"{what}: patch with base {metadata.base!r}, frame {metadata.frame!r}, heads {metadata.heads!r}, "
-        f"layers {metadata.layers}, shared_left {metadata.shared_left}; expected 'canonical', 'phase_free', 'joint', "
-        f"all {metadata.layout.layers} layers, no shared left factor"
+        f"{what}: got patch with base {metadata.base!r}, frame {metadata.frame!r}, heads {metadata.heads!r}, layers "
+        f"{metadata.layers}, shared_left {metadata.shared_left}; expected 'canonical', 'phase_free', 'joint', all "
+        f"{metadata.layout.layers} layers, no shared left factor"
     )
 
 
@@ -90,7 +90,7 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
     digest = patch_digest(patch)
     if new.base != "patched" or new.chunk != old.chunk or new.corrects != digest:
         raise PatchMismatchError(
-            f"update_patch: correction of chunk {new.chunk!r}, base {new.base!r}, of the patch {new.corrects}; "
+            f"update_patch: got correction of chunk {new.chunk!r}, base {new.base!r}, of the patch {new.corrects}; "
             f"expected {old.chunk!r}, 'patched', {digest}, which this patch has"
         )
 
@@ -121,7 +121,7 @@ def _merge(first: ChannelFactors, second: ChannelFactors, rank: int | None, name
         rank = u1.shape[-1] if rank is None else rank
         limit = min(u1.shape[-1] + u2.shape[-1], u1.shape[-2], v1.shape[-1])
         if not 1 <= rank <= limit:
-            raise RankError(f"update: rank {rank} for channel {name!r}; expected 1 to {limit}")
+            raise RankError(f"update: got rank {rank} for channel {name!r}; expected 1 to {limit}")
         u, v = ops.jitted_merge((u1, v1), (u2, v2), rank)
         return u, v
 

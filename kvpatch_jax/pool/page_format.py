@@ -77,7 +77,7 @@ def check_dtype(what: str, channel: Channel, found: np.dtype, pages: np.dtype) -
     if found == pages or (channel.rotates and found == jnp.float32 and jnp.dtype(pages).itemsize < 4):
         return
     more = " or float32" if channel.rotates else ""
-    raise DtypeError(f"{what}: {channel.name!r} of dtype {found}; expected the pages' {pages}{more}")
+    raise DtypeError(f"{what}: got {channel.name!r} of dtype {found}; expected the pages' {pages}{more}")
 
 
 def _read(form: PageLayout, pages: tuple[Array, ...], slots: Array) -> dict[str, Array]:
@@ -123,15 +123,15 @@ class PageFormat:
         expect_kind(placed, Placed, what, "a Placed: a chunk, its patch, a start and an antecedent")
         chunk = placed.chunk
         if chunk.batch is not None:
-            raise ShapeError(f"{what}: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk")
+            raise ShapeError(f"{what}: got chunk {chunk.id!r}, a batch of {chunk.batch}; expected one chunk")
         form, arrays = checked_pages(chunk.layout, pages, self.describe, what)
         for channel in chunk.layout.channels:
             check_dtype(what, channel, placed.kv[channel.name].dtype, arrays[0].dtype)
         slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
         if slots.shape != (chunk.tokens,):
-            raise ShapeError(f"{what}: slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
+            raise ShapeError(f"{what}: got slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
         if not 0 <= first < chunk.length:
-            raise InputError(f"{what}: first token {first}; expected 0 to {chunk.length - 1}")
+            raise InputError(f"{what}: got first token {first}; expected 0 to {chunk.length - 1}")
         total = form.slots_of(arrays[0])
         check_slots(slots[first:], total, chunk.length - first)
 

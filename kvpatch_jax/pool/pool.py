@@ -52,7 +52,7 @@ def make_pool(
       PoolError: no pages, or an empty page.
     """
     if pages < 1 or page_size < 1:
-        raise PoolError(f"pool: pages {pages}, page_size {page_size}; expected at least 1 of each")
+        raise PoolError(f"pool: got pages {pages}, page_size {page_size}; expected at least 1 of each")
     return {
         channel.name: jnp.zeros((layout.layers, pages, page_size, channel.heads, pool_widths(channel)[padded]), dtype)
         for channel in layout.channels
@@ -82,14 +82,14 @@ def splice(
     expect_kind(placed, Placed, "splice", "a Placed: a chunk, its patch, a start and an antecedent")
     chunk = placed.chunk
     if chunk.batch is not None:
-        raise ShapeError(f"splice: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk")
+        raise ShapeError(f"splice: got chunk {chunk.id!r}, a batch of {chunk.batch}; expected one chunk")
     pages, page_size = check_pool(chunk.layout, pool)
     for name, value in (chunk.kv if placed.base is None else placed.base).items():
         if value.dtype != pool[name].dtype:
-            raise DtypeError(f"splice: {name!r} of dtype {value.dtype}; expected the pool's {pool[name].dtype}")
+            raise DtypeError(f"splice: got {name!r} of dtype {value.dtype}; expected the pool's {pool[name].dtype}")
     slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
     if slots.dtype.kind in "iu" and slots.shape != (chunk.tokens,):
-        raise ShapeError(f"splice: slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
+        raise ShapeError(f"splice: got slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
     check_slots(slots, pages * page_size, chunk.length)
     if allocator is not None:
         allocator.check_sole_owner(slots[: chunk.length], pool)
@@ -164,7 +164,7 @@ def move_slots(pool: Pool, old: Slots, new: Slots) -> dict[str, Float[Array, "L 
     shape = next(iter(pool.values())).shape
     total = shape[1] * shape[2]
     if old.shape != new.shape:
-        raise ShapeError(f"move_slots: {old.shape[0]} slots to {new.shape[0]}; expected as many")
+        raise ShapeError(f"move_slots: got {old.shape[0]} slots to {new.shape[0]}; expected as many")
     check_slots(new, total)
     check_slots(np.unique(np.asarray(old)), total)
     if not old.shape[0]:
@@ -221,7 +221,7 @@ def rotate_slots(
             value, expected = source.get(channel.name), (layout.layers, int(length), channel.heads, channel.width)
             if value is None or value.shape != expected:
                 found = None if value is None else value.shape
-                raise ShapeError(f"rotate_slots: source[{channel.name!r}] of shape {found}; expected {expected}")
+                raise ShapeError(f"rotate_slots: got source[{channel.name!r}] of shape {found}; expected {expected}")
             room = ((0, 0), (0, len(padded) - int(length)), (0, 0), (0, 0))
             kept[channel.name] = jnp.pad(value, room)
     return _jitted_rotate(layout, own, padded, kept, offsets, length)
@@ -268,7 +268,9 @@ def pages_of(slots: Slots, page_size: int) -> Int[np.ndarray, " N"]:
     wrong = np.flatnonzero(slots != wanted)
     if wrong.size:
         token = int(wrong[0])
-        raise PoolError(f"slots: token {token} at slot {int(slots[token])}; a page table expects {int(wanted[token])}")
+        raise PoolError(
+            f"slots: got token {token} at slot {int(slots[token])}; expected slot {int(wanted[token])} for a page table"
+        )
     return pages
 
 
@@ -294,7 +296,7 @@ class SlotAllocator:
         whole = is_whole(pages, 1) and is_whole(page_size, 1)
         if not whole or int(pages) * int(page_size) >= 2**31:  # slots are int32
             raise PoolError(
-                f"pool: pages {pages!r:.40}, page_size {page_size!r:.40}; expected whole numbers from 1, and fewer "
+                f"pool: got pages {pages!r:.40}, page_size {page_size!r:.40}; expected whole numbers from 1, and fewer "
                 "than 2**31 slots"
             )
         self.pages, self.page_size = pages, page_size
@@ -314,7 +316,7 @@ class SlotAllocator:
           PoolError: fewer pages than there are.
         """
         if pages < self.pages:
-            raise PoolError(f"pool: {pages} pages in place of {self.pages}; expected no fewer")
+            raise PoolError(f"pool: got {pages} pages in place of {self.pages}; expected no fewer")
         other = SlotAllocator(pages, self.page_size)
         other._count[: self._count.size], other._aligned[: self.pages] = self._count, self._aligned
         return other
@@ -354,13 +356,16 @@ class SlotAllocator:
           PoolError: fewer free slots (or pages) than requested; nothing is allocated.
         """
         if tokens < 1:
-            raise PoolError(f"allocate: {tokens} tokens; expected at least 1")
+            raise PoolError(f"allocate: got {tokens} tokens; expected at least 1")
         if aligned:
             slots = self._whole_pages(tokens)
         else:
             free = np.flatnonzero(self._open())
             if free.size < tokens:
-                raise PoolError(f"allocate: {tokens} slots; {free.size} of {self._count.size} are free")
+                raise PoolError(
+                    f"allocate: got {tokens} slots; expected at most the {free.size} of {self._count.size} that are "
+                    "free"
+                )
 
             # A run is contiguous where its last slot is `tokens - 1` after its first.
             runs = np.flatnonzero(free[tokens - 1 :] - free[: free.size - tokens + 1] == tokens - 1)
@@ -374,7 +379,9 @@ class SlotAllocator:
         needed = -(-tokens // self.page_size)
         empty = np.flatnonzero((self._by_page() == 0).all(1))
         if empty.size < needed:
-            raise PoolError(f"allocate: {needed} whole pages; {empty.size} of {self.pages} are free")
+            raise PoolError(
+                f"allocate: got {needed} whole pages; expected at most the {empty.size} of {self.pages} that are free"
+            )
         self._aligned[empty[:needed]] = True
         return (empty[:needed, None] * self.page_size + np.arange(self.page_size)).ravel()[:tokens]
 
@@ -404,14 +411,13 @@ class SlotAllocator:
         pages = next(iter(pool.values())).shape[1:3]
         if pages != (self.pages, self.page_size):
             raise PoolError(
-                f"pool: {pages[0]} pages of {pages[1]}, unlike its books; expected {self.pages} pages of "
-                f"{self.page_size}"
+                f"pool: got {pages[0]} pages of {pages[1]}; expected {self.pages} pages of {self.page_size}"
             )
         slots = np.asarray(slots)
         wrong = slots[self._count[slots] != 1]
         if wrong.size:
             owners = int(self._count[wrong[0]])
-            raise PoolError(f"splice: slot {int(wrong[0])} has {owners} owners; expected 1, the chunk's own")
+            raise PoolError(f"splice: got slot {int(wrong[0])} with {owners} owners; expected 1, the chunk's own")
 
     def _owned(self, slots: Slots, word: str) -> np.ndarray:
         slots = np.asarray(slots)
@@ -419,13 +425,14 @@ class SlotAllocator:
             return slots.astype(np.int32)
         if slots.dtype.kind not in "iu" or slots.ndim != 1:
             raise PoolError(
-                f"{word}: slots of dtype {slots.dtype} and shape {slots.shape}; expected distinct integers in one row"
+                f"{word}: got slots of dtype {slots.dtype} and shape {slots.shape}; expected distinct integers in one "
+                "row"
             )
         if np.unique(slots).size != slots.size or ((slots < 0) | (slots >= self._count.size)).any():
-            raise PoolError(f"{word}: slots {slots}; expected distinct numbers from 0 to {self._count.size - 1}")
+            raise PoolError(f"{word}: got slots {slots}; expected distinct numbers from 0 to {self._count.size - 1}")
         bare = slots[self._count[slots] == 0]
         if bare.size:
-            raise PoolError(f"{word}: slot {int(bare[0])} has no owner; expected slots in use")
+            raise PoolError(f"{word}: got slot {int(bare[0])} without an owner; expected slots in use")
         return slots
 
     def compact(self) -> Int[np.ndarray, " S"]:

@@ -54,7 +54,7 @@ def using(*implementations: str) -> Iterator[None]:
     """
     for name in implementations:
         if name not in IMPLEMENTATIONS:
-            raise KernelUnavailableError(f"attention by {name!r}; expected one of {IMPLEMENTATIONS}")
+            raise KernelUnavailableError(f"attention: got {name!r}; expected one of {IMPLEMENTATIONS}")
     token = _USED.set(implementations or None)
     try:
         yield
@@ -105,7 +105,9 @@ def what_runs(query: Any, key: Any, value: Any, mask: Mask, implementation: str 
         if reason is None:
             return _by_size(query, key) if name == "xla" else name
         refused.append(f"{name!r}: {reason}")
-    raise KernelUnavailableError(f"attention: no implementation of {asked} can run here: {'; '.join(refused)}")
+    raise KernelUnavailableError(
+        f"attention: got {asked}; expected an implementation that can run here ({'; '.join(refused)})"
+    )
 
 
 def _unasked() -> tuple[str, ...]:

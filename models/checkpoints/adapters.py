@@ -126,7 +126,9 @@ class LoRASource:
         try:
             return self._file.get_tensor(name)
         except (SafetensorError, OSError, ValueError) as error:
-            raise WeightsError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
+            raise WeightsError(
+                f"{self._directory}: got tensor {name!r} that cannot be read ({error}); expected a whole file"
+            ) from error
 
     def _base_info(self, name: str, change: _Change) -> TensorInfo:
         return self._inner.tensors[name] if change.replaced is None else self._infos[change.replaced]
@@ -141,26 +143,26 @@ class LoRASource:
             if target is None or (target not in self._inner.tensors and not replaces):
                 absent = "" if target is None else f" ({target!r} is not: it is tied to another, or stored otherwise)"
                 raise WeightsError(
-                    f"{self._directory}: tensor {name!r} matches none of {self._inner.origin}; expected an adapter of "
-                    f"tensors that are there{absent}"
+                    f"{self._directory}: got tensor {name!r}, which matches none of {self._inner.origin}; expected an "
+                    f"adapter of tensors that are there{absent}"
                 )
 
             change = changes.get(target, _Change())
             if getattr(change, field) is not None:
-                raise WeightsError(f"{self._directory}: tensor {name!r} is there twice; expected one for {target!r}")
+                raise WeightsError(f"{self._directory}: got tensor {name!r} twice; expected one for {target!r}")
 
             scale = change.scale if replaces else self._scale(config, name, module)
             embedding = change.embedding or "lora_embedding" in name
             changes[target] = dataclasses.replace(change, **{field: name}, scale=scale, embedding=embedding)
 
         if not changes:
-            raise WeightsError(f"{self._directory / ADAPTER_FILE} holds no tensors; expected an adapter's")
+            raise WeightsError(f"{self._directory / ADAPTER_FILE}: got no tensors; expected an adapter's")
 
         for target, change in changes.items():
             if (change.up is None) != (change.down is None):
                 raise WeightsError(
-                    f"{self._directory}: of the factors of {target!r} there is only {change.up or change.down!r}; "
-                    "expected two"
+                    f"{self._directory}: got only {change.up or change.down!r} of the factors of {target!r}; expected "
+                    "two"
                 )
 
         return changes
@@ -173,7 +175,7 @@ class LoRASource:
         side = {"down": 0, "up": 1}.get(part)
         if side is not None and (len(shape) != 2 or shape[side] != rank):
             raise WeightsError(
-                f"{self._directory}: tensor {name!r} has shape {shape}; expected a matrix with the rank, {rank}, on "
+                f"{self._directory}: got tensor {name!r} of shape {shape}; expected a matrix with the rank, {rank}, on "
                 f"axis {side}"
             )
         return alpha / (rank**0.5 if config.get("use_rslora") else rank)
@@ -186,7 +188,7 @@ class LoRASource:
         elif change.bias is not None:
             found = self._infos[change.bias].shape
         if found is not None and found != shape:
-            raise WeightsError(f"{self._directory}: what is added to {name!r} has shape {found}; expected {shape}")
+            raise WeightsError(f"{self._directory}: got a change of {name!r} of shape {found}; expected {shape}")
 
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
@@ -198,16 +200,18 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     path = directory / ADAPTER_CONFIG
     config = read_table(path, "an adapter's directory, as peft saves it")
     if config.get("peft_type") != "LORA":
-        raise ConfigError(f"{path}: peft_type {config.get('peft_type')!r} is not built; expected 'LORA'")
+        raise ConfigError(f"{path}: got peft_type {config.get('peft_type')!r}, which is not built; expected 'LORA'")
 
     for key, value in config.items():
         if key not in _READ | _INERT and value not in (None, False, {}, []):
-            raise ConfigError(f"{path}: {key} {value!r} is not built or not known; expected a plain LoRA without it")
+            raise ConfigError(
+                f"{path}: got {key} {value!r}, which is not built or not known; expected a plain LoRA without it"
+            )
 
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
         raise ConfigError(
-            f"{path}: init_lora_weights {config['init_lora_weights']!r} changes the base model; expected one of "
-            f"{_PLAIN_STARTS}, as peft writes when it saves with path_initial_model_for_weight_conversion"
+            f"{path}: got init_lora_weights {config['init_lora_weights']!r}, which changes the base model; expected "
+            f"one of {_PLAIN_STARTS}, as peft writes when it saves with path_initial_model_for_weight_conversion"
         )
     _check_sizes(path, config)
     return config
@@ -219,12 +223,12 @@ def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
     for key in ("rank_pattern", "alpha_pattern"):
         table = config.get(key) or {}
         if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {key} is {table!r}; expected a table")
+            raise ConfigError(f"{path}: got {key} {table!r}; expected a table")
         numbers |= {f"{key} of {pattern!r}": value for pattern, value in table.items()}
 
     for key, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ConfigError(f"{path}: {key} is {value!r}; expected a positive number")
+            raise ConfigError(f"{path}: got {key} {value!r}; expected a positive number")
 
 
 def _parts(name: str) -> tuple[str, str, str]:
@@ -256,9 +260,9 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="numpy")
     except FileNotFoundError as error:
         others = sorted(file.name for file in path.parent.glob("adapter_model*"))
-        raise WeightsError(f"{path} is not there (found {others}); expected the adapter as safetensors") from error
+        raise WeightsError(f"{path}: got no such file (found {others}); expected the adapter as safetensors") from error
     except (SafetensorError, OSError, ValueError) as error:
-        raise WeightsError(f"{path} is damaged, cut short or not a safetensors file: {error}") from error
+        raise WeightsError(f"{path}: got a damaged or truncated file ({error}); expected a safetensors file") from error
 
 
 def _infos(file: Any) -> dict[str, TensorInfo]:

@@ -44,13 +44,15 @@ def plan(entries: Sequence[TensorEntry], expected: Expected) -> list[PlannedTens
     for entry in entries:
         for path, numbers in _targets(entry, expected):
             if path in filled:
-                raise WeightsError(f"two entries fill the parameter {'.'.join(path)}; second: {entry.pattern!r}")
+                raise WeightsError(f"parameter {'.'.join(path)}: got a second entry {entry.pattern!r}; expected one")
             filled.add(path)
             tensors += _tensors_of(entry, path, expected[path], numbers)
 
     unfilled = sorted(set(expected) - filled)
     if unfilled:
-        raise WeightsError(f"no entry fills the parameter {'.'.join(unfilled[0])} ({len(unfilled)} in all)")
+        raise WeightsError(
+            f"parameter {'.'.join(unfilled[0])}: got no entry ({len(unfilled)} such in all); expected one that fills it"
+        )
     return tensors
 
 
@@ -69,7 +71,9 @@ def _targets(entry: TensorEntry, expected: Expected) -> Iterator[tuple[ParamPath
             yield path, {field: int(n) for match in matches if match for field, n in match.groupdict().items()}
 
     if not found:
-        raise WeightsError(f"entry {entry.pattern!r} fills {'.'.join(entry.path)}, which the model does not have")
+        raise WeightsError(
+            f"entry {entry.pattern!r}: got {'.'.join(entry.path)}; expected a parameter that the model has"
+        )
 
 
 def _tensors_of(
@@ -81,7 +85,10 @@ def _tensors_of(
     piece = tuple(entry.file_shape or (unpermuted(inner, entry.permute) if fits else ()))
     file_shape = _whole(piece, entry.part)
     if not fits or file_shape is None or math.prod(piece) != math.prod(inner):
-        raise WeightsError(f"entry {entry.pattern!r} does not fit the parameter {'.'.join(path)} of shape {leaf.shape}")
+        raise WeightsError(
+            f"entry {entry.pattern!r}: got a shape that does not fit; expected {leaf.shape} for the parameter "
+            f"{'.'.join(path)}"
+        )
 
     for slot in itertools.product(*map(range, lead)):
         if entry.stack:
@@ -122,13 +129,13 @@ def check_tensors(
         place = ".".join(tensor.path)
         if tensor.name not in source.tensors:
             raise WeightsError(
-                f"{source.origin}: tensor {tensor.name!r} is missing; expected shape {tensor.file_shape} for {place}"
+                f"{source.origin}: got no tensor {tensor.name!r}; expected shape {tensor.file_shape} for {place}"
             )
 
         found = source.tensors[tensor.name]
         if found.shape != tensor.file_shape:
             raise WeightsError(
-                f"{source.origin}: tensor {tensor.name!r} has shape {found.shape}; expected {tensor.file_shape} for "
+                f"{source.origin}: got tensor {tensor.name!r} of shape {found.shape}; expected {tensor.file_shape} for "
                 f"{place}"
             )
 
@@ -136,7 +143,8 @@ def check_tensors(
         allowed = _FLOATING if floating else _INTEGER
         if found.dtype not in allowed:
             raise WeightsError(
-                f"{source.origin}: tensor {tensor.name!r} has type {found.dtype}; expected one of {', '.join(allowed)}"
+                f"{source.origin}: got tensor {tensor.name!r} of type {found.dtype}; expected one of "
+                f"{', '.join(allowed)}"
             )
 
     known = {tensor.name for tensor in tensors}
@@ -146,6 +154,6 @@ def check_tensors(
     )
     if extra:
         raise WeightsError(
-            f"{source.origin}: tensor {extra[0]!r} is unexpected ({len(extra)} in all); this model has no such "
-            "parameter"
+            f"{source.origin}: got tensor {extra[0]!r} ({len(extra)} such in all); expected only parameters that this "
+            "model has"
         )

@@ -108,10 +108,14 @@ class OpenFile:
             while left:
                 count = self._read(left, start)
                 if not count:
-                    raise WeightsError(f"{self.path} ends too early; expected {len(left)} bytes from byte {start} on")
+                    raise WeightsError(
+                        f"{self.path}: got the end of the file; expected {len(left)} bytes from byte {start} on"
+                    )
                 left, start = left[count:], start + count
         except OSError as error:
-            raise WeightsError(f"{self.path} cannot be read: {error}") from error
+            raise WeightsError(
+                f"{self.path}: got a file that cannot be read ({error}); expected a readable one"
+            ) from error
 
     def _read(self, out: memoryview, start: int) -> int:
         if hasattr(os, "preadv"):
@@ -125,7 +129,9 @@ class OpenFile:
     def check_unchanged(self) -> None:
         """Raises WeightsError where the file was written to, or has another size, since it was opened."""
         if self._state() != (self.size, self._written):
-            raise WeightsError(f"{self.path} was written to while it was read; expected a file that stays as it is")
+            raise WeightsError(
+                f"{self.path}: got a file that was written to while it was read; expected a file that stays as it is"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +178,7 @@ class RenamedSource:
         self._names = dict(rename) if isinstance(rename, Mapping) else self._renamed(rename)
         absent = sorted(old for old in self._names.values() if old not in inner.tensors)
         if absent:
-            raise WeightsError(f"{self.origin}: tensor {absent[0]!r} is missing ({len(absent)} in all)")
+            raise WeightsError(f"{self.origin}: got no tensor {absent[0]!r}; expected it ({len(absent)} such in all)")
         self.tensors = {new: inner.tensors[old] for new, old in self._names.items()}
         self.unused = frozenset(new for new, old in self._names.items() if old in inner.unused)
 
@@ -182,7 +188,7 @@ class RenamedSource:
             new = rename(old)
             if new in names:
                 raise WeightsError(
-                    f"{self.origin}: tensors {names[new]!r} and {old!r} are both {new!r}; expected one of them"
+                    f"{self.origin}: got tensors {names[new]!r} and {old!r} for {new!r}; expected one of them"
                 )
             if new is not None:
                 names[new] = old

@@ -166,9 +166,11 @@ class Decoder(nnx.Module):
         """
         stop = self.config.layers if stop_layer is None else stop_layer
         if not 0 <= start_layer <= stop <= self.config.layers:
-            raise ShapeError(f"layers {start_layer}…{stop} are outside this decoder's 0…{self.config.layers}")
+            raise ShapeError(
+                f"layers: got {start_layer}…{stop}; expected layers of this decoder, 0…{self.config.layers}"
+            )
         if any(not start_layer <= tap <= stop for tap in hidden_at):
-            raise ShapeError(f"hidden_at {hidden_at} asks for layers outside {start_layer}…{stop}")
+            raise ShapeError(f"hidden_at: got {hidden_at}; expected layers of {start_layer}…{stop}")
 
         cos, sin = rope_tables(self.config.rope, positions)
         whole = None if earlier is None else (*rope_tables(self.config.rope, earlier.positions), earlier.start)

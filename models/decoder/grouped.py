@@ -118,7 +118,9 @@ def mix_experts(
     if implementation is None:
         implementation = choose_implementation(pairs, experts, index.shape[1], x, stack)
     if implementation not in IMPLEMENTATIONS:
-        raise KernelUnavailableError(f"experts: implementation {implementation!r}; expected one of {IMPLEMENTATIONS}")
+        raise KernelUnavailableError(
+            f"experts: got implementation {implementation!r}; expected one of {IMPLEMENTATIONS}"
+        )
     if implementation == "dense":
         one = stack if layer is None else ExpertWeights(*(_pick(part, layer) for part in stack))
         return _dense(x, index, weights, one, activation)

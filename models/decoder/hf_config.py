@@ -42,7 +42,9 @@ def need(raw: Raw, *names: str) -> Any:
     for name in names:
         if raw.get(name) is not None:
             return raw[name]
-    raise ConfigError(f"config.json has no {' or '.join(map(repr, names))}; expected it for {raw.get('architectures')}")
+    raise ConfigError(
+        f"config.json: got no {' or '.join(map(repr, names))}; expected it for {raw.get('architectures')}"
+    )
 
 
 def read_rope(
@@ -75,7 +77,7 @@ def read_rope(
     rotary = int(dim * (partial if share is None else share))
     base = table.get("rope_theta") or raw.get("rope_theta") or theta
     if base is None:
-        raise ConfigError(f"config.json has no 'rope_theta'; expected it for {raw.get('architectures')}")
+        raise ConfigError(f"config.json: got no 'rope_theta'; expected it for {raw.get('architectures')}")
 
     found = table.get("mrope_section", sections)
     return Rope(
@@ -101,7 +103,7 @@ def rope_table(raw: Raw) -> Raw:
         if table is None or table == {}:
             continue
         if not isinstance(table, Mapping):
-            raise ConfigError(f"{name} is {table!r}; expected a table")
+            raise ConfigError(f"{name}: got {table!r}; expected a table")
         for key, value in table.items():
             _check_rope_entry(name, key, value)
         return table
@@ -124,7 +126,7 @@ def _check_rope_entry(name: str, key: str, value: Any) -> None:
         fits, wanted = value is None or number(value), "a number"
 
     if not fits:
-        raise ConfigError(f"{name}: {key} is {value!r}; expected {wanted}")
+        raise ConfigError(f"{name}: got {key} {value!r}; expected {wanted}")
 
 
 def read_axial_theta(raw: Raw) -> float:
@@ -137,7 +139,7 @@ def read_axial_theta(raw: Raw) -> float:
     kind = table.get("rope_type", table.get("type", "axial"))
     others = sorted(set(table) - {"rope_type", "type", "rope_theta"})
     if kind not in ("axial", "default") or others:
-        raise ConfigError(f"vision rope of type {kind!r} with {others}; expected 'axial' with 'rope_theta' alone")
+        raise ConfigError(f"vision rope: got type {kind!r} with {others}; expected 'axial' with 'rope_theta' alone")
     return float(table.get("rope_theta") or raw["rope_theta"])
 
 
@@ -151,11 +153,9 @@ def read_scaling(raw: Raw, table: Raw, regime: Regime) -> Scaling | None:
     name = table.get("rope_type", table.get("type", "default"))
     kind = _KINDS.get(name, name)
     if kind not in _SCALING_KEYS:
-        raise ConfigError(
-            f"rope type {name!r} is not known; expected default, linear, llama3, yarn, longrope or dynamic"
-        )
+        raise ConfigError(f"rope type: got {name!r}; expected default, linear, llama3, yarn, longrope or dynamic")
     if regime is not None and kind not in ("longrope", "dynamic"):
-        raise ConfigError(f"regime {regime!r} for rope type {name!r}, which has one; expected None")
+        raise ConfigError(f"regime: got {regime!r} for rope type {name!r}, which has one; expected None")
     _check_scaling_keys(table, name, _SCALING_KEYS[kind])
     return None if kind is None else _SCALING_READERS[kind](raw, table, regime)
 
@@ -166,7 +166,7 @@ def _read_linear(raw: Raw, table: Raw, regime: Regime) -> Scaling:
 
 def _read_dynamic(raw: Raw, table: Raw, regime: Regime) -> Scaling:
     if isinstance(regime, str):
-        raise ConfigError(f"regime {regime!r} for a dynamic rope; expected a sequence length")
+        raise ConfigError(f"regime: got {regime!r} for a dynamic rope; expected a sequence length")
     longest = raw.get("max_position_embeddings")
     return Scaling("dynamic", _factor(table), longest, length=regime or longest)
 
@@ -192,7 +192,7 @@ def _read_yarn(raw: Raw, table: Raw, regime: Regime) -> Scaling:
 
 def _read_longrope(raw: Raw, table: Raw, regime: Regime) -> Scaling:
     if regime not in (None, "short", "long"):
-        raise ConfigError(f"regime {regime!r} for longrope; expected 'short' or 'long'")
+        raise ConfigError(f"regime: got {regime!r} for longrope; expected 'short' or 'long'")
     return Scaling(
         "longrope",
         _derived_factor(raw, table),
@@ -215,7 +215,9 @@ _SCALING_READERS = {
 
 def _factor(table: Raw) -> float | int:
     if table.get("factor") is None:
-        raise ConfigError(f"rope type {table.get('rope_type', table.get('type'))!r} has no 'factor'; expected a number")
+        raise ConfigError(
+            f"rope type {table.get('rope_type', table.get('type'))!r}: got no 'factor'; expected a number"
+        )
     return table["factor"]
 
 
@@ -239,7 +241,7 @@ def _check_scaling_keys(table: Raw, name: str, known: frozenset[str]) -> None:
     for key, value in table.items():
         if key not in every and value is not None:
             raise ConfigError(
-                f"rope type {name!r} has {key!r}: {value!r}, which is not known; expected one of "
+                f"rope type {name!r} has {key!r}: got {value!r}, which, which is not known; expected one of "
                 f"{', '.join(sorted(known | _ROPE_KEYS))}"
             )
 
@@ -254,13 +256,13 @@ def check_layer_kinds(raw: Raw) -> None:
         kinds = raw.get(key) or ()
         for layer, kind in enumerate(kinds):
             if kind not in (*_WITH_KV, "attention"):
-                raise ConfigError(f"layer {layer} is {kind!r}, which keeps no KV; expected one of {_WITH_KV}")
+                raise ConfigError(f"layer {layer}: got {kind!r}, which keeps no KV; expected one of {_WITH_KV}")
         if kinds and len(kinds) != need(raw, "num_hidden_layers"):
             raise ConfigError(
-                f"{key} names {len(kinds)} layers; expected num_hidden_layers = {raw['num_hidden_layers']}"
+                f"{key}: got {len(kinds)} layers; expected num_hidden_layers = {raw['num_hidden_layers']}"
             )
     if raw.get("linear_attn_config"):
-        raise ConfigError("config.json has 'linear_attn_config': linear attention keeps no KV; expected none")
+        raise ConfigError("config.json has 'linear_attn_config': got linear attention keeps no KV; expected none")
 
 
 def read_window(raw: Raw, every_layer: bool = False) -> dict[str, Any]:
@@ -277,7 +279,7 @@ def read_window(raw: Raw, every_layer: bool = False) -> dict[str, Any]:
     window = raw.get("sliding_window") if switched else None
     if "sliding_attention" in kinds and not switched:
         raise ConfigError(
-            f"layer_types has 'sliding_attention' and use_sliding_window is {switched!r}; expected true, or "
+            f"layer_types: got 'sliding_attention' with use_sliding_window is {switched!r}; expected true, or "
             "'full_attention' in every layer"
         )
     if window is None or every_layer or "use_sliding_window" not in raw:
@@ -347,8 +349,8 @@ def read_softmax_experts(raw: Raw) -> ExpertConfig:
     """
     if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
         raise ConfigError(
-            f"mlp_only_layers {raw.get('mlp_only_layers')!r}, decoder_sparse_step {raw.get('decoder_sparse_step')!r}: "
-            "expected experts in every layer"
+            f"config.json: got mlp_only_layers {raw.get('mlp_only_layers')!r}, decoder_sparse_step "
+            f"{raw.get('decoder_sparse_step')!r}; expected experts in every layer"
         )
     return ExpertConfig(
         experts=need(raw, "num_experts"),
@@ -372,15 +374,16 @@ def read_deepseek_experts(raw: Raw, router: str) -> ExpertConfig | None:
     limited = router == "sigmoid" or raw.get("topk_method") == "group_limited_greedy"
     if raw.get("moe_layer_freq", 1) != 1 or (router == "softmax" and raw.get("norm_topk_prob")):
         raise ConfigError(
-            f"moe_layer_freq {raw.get('moe_layer_freq')!r}, norm_topk_prob {raw.get('norm_topk_prob')!r}: expected "
-            "experts in every layer from first_k_dense_replace on, and softmax weights as they are"
+            f"config.json: got moe_layer_freq {raw.get('moe_layer_freq')!r}, norm_topk_prob "
+            f"{raw.get('norm_topk_prob')!r}; expected experts in every layer from first_k_dense_replace on, and "
+            "softmax weights as they are"
         )
     if raw.get("scoring_func") not in (None, router):
-        raise ConfigError(f"scoring_func {raw['scoring_func']!r}; expected {router!r}")
+        raise ConfigError(f"scoring_func: got {raw['scoring_func']!r}; expected {router!r}")
 
     methods = ("noaux_tc",) if router == "sigmoid" else ("greedy", "group_limited_greedy")
     if raw.get("topk_method") not in (None, *methods):
-        raise ConfigError(f"topk_method {raw['topk_method']!r} is not built; expected one of {methods}")
+        raise ConfigError(f"topk_method: got {raw['topk_method']!r}; expected one of {methods}")
 
     inner = need(raw, "moe_intermediate_size")
     return ExpertConfig(

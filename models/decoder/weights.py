@@ -114,10 +114,10 @@ def expert_layout(
         if gate_up is None or down is None:
             found |= {layer: "no"} if single in shapes else {}
         elif single in shapes:
-            raise WeightsError(f"{name}.gate_up_proj and {single} are both there; expected the experts once")
+            raise WeightsError(f"{name}: got gate_up_proj and {single}; expected the experts once")
         elif (gate_up, down) not in layouts:
             expected = " or ".join(f"{first} and {second}" for first, second in layouts)
-            raise WeightsError(f"{name}: gate_up_proj {gate_up} and down_proj {down}; expected {expected}")
+            raise WeightsError(f"{name}: got gate_up_proj {gate_up} and down_proj {down}; expected {expected}")
         else:
             found[layer] = layouts[gate_up, down]
 
@@ -125,7 +125,7 @@ def expert_layout(
     other = next((item for item in found.items() if item[1] != (first or item)[1]), None)
     if first is not None and other is not None:
         raise WeightsError(
-            f"{prefix}layers.{first[0]} has its experts {_LAYOUTS[first[1]]}, layer {other[0]} {_LAYOUTS[other[1]]}; "
+            f"{prefix}layers.{first[0]}: got experts {_LAYOUTS[first[1]]}, layer {other[0]} {_LAYOUTS[other[1]]}; "
             "expected all layers alike"
         )
     return default if first is None else first[1]

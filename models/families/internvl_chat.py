@@ -43,8 +43,9 @@ def _config(raw: Raw, root: Path) -> dict[str, Any]:
     image = token_id(root, CONTEXT) if model["img_context_token_id"] is None else model["img_context_token_id"]
     if image is None:
         raise ConfigError(
-            f"{root}: no tokenizer file names {CONTEXT}, the token in whose place image features are put; expected it "
-            "in added_tokens.json, tokenizer_config.json or tokenizer.json, or img_context_token_id in config.json"
+            f"{root}: got no tokenizer file that names {CONTEXT}, the token in whose place image features are put; "
+            "expected it in added_tokens.json, tokenizer_config.json or tokenizer.json, or img_context_token_id in "
+            "config.json"
         )
 
     return {
@@ -72,11 +73,11 @@ def _vision(raw: Any) -> dict[str, Any]:
 
 def _text(raw: Any) -> dict[str, Any]:
     if not isinstance(raw, dict):
-        raise ConfigError(f"llm_config is {raw!r}; expected a table")
+        raise ConfigError(f"llm_config: got {raw!r}; expected a table")
 
     (name, *_) = raw.get("architectures") or [None]
     if name not in TEXTS:
-        raise ConfigError(f"llm_config is of architecture {name!r}; expected one of {sorted(TEXTS)}")
+        raise ConfigError(f"llm_config: got architecture {name!r}; expected one of {sorted(TEXTS)}")
 
     text = dict(raw)
     if name == INTERNLM2:

@@ -102,7 +102,7 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
         vision = _unprefixed(vision, text.width)
     side = need(vision, "init_pos_emb_height", "pos_emb_height")
     if need(vision, "init_pos_emb_width", "pos_emb_width") != side:
-        raise ConfigError(f"learned positions of {side} rows; expected a square")
+        raise ConfigError(f"learned positions: got {side} rows; expected a square")
 
     tower = MoonViTConfig(
         depth=need(vision, "num_hidden_layers"),
@@ -132,9 +132,9 @@ def _unprefixed(vision: Mapping[str, Any], width: int) -> dict[str, Any]:
     """
     tower = vision["vt_hidden_size"]
     if vision["mm_hidden_size"] not in (None, tower):
-        raise ConfigError(f"mm_hidden_size {vision['mm_hidden_size']}; expected the tower's width {tower}")
+        raise ConfigError(f"mm_hidden_size: got {vision['mm_hidden_size']}; expected the tower's width {tower}")
     if vision["text_hidden_size"] not in (None, width):
-        raise ConfigError(f"text_hidden_size {vision['text_hidden_size']}; expected the text width {width}")
+        raise ConfigError(f"text_hidden_size: got {vision['text_hidden_size']}; expected the text width {width}")
     fixed = {"hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e4}
     return fixed | {key.removeprefix("vt_"): value for key, value in vision.items()}
 
@@ -155,7 +155,7 @@ class KimiVL(nnx.Module):
 def _plan(config: KimiVLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
     grids = arrays.get("image_grid_thw")
     if arrays.get("video_grid_thw") is not None:
-        raise InputError("Kimi-VL's video is not built; expected images")
+        raise InputError("Kimi-VL: got a video, which is not built; expected images")
     if grids is None or not len(grids):
         return None
 

@@ -51,7 +51,7 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
     text, vision = read_text(model, raw, angles, regime), vision_part(model, "clip_vision_model")
     layer = model["vision_feature_layer"]
     if not isinstance(layer, int):
-        raise ConfigError(f"vision_feature_layer {layer!r}; expected one layer")
+        raise ConfigError(f"vision_feature_layer: got {layer!r}; expected one layer")
 
     tower = read_vit(
         vision,
@@ -67,7 +67,9 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
 
     if architecture == NEXT:
         if not tower.drop_class:
-            raise ConfigError("vision_feature_select_strategy 'full' is not built for LLaVA-NeXT; expected 'default'")
+            raise ConfigError(
+                "vision_feature_select_strategy: got 'full', which is not built for LLaVA-NeXT; expected 'default'"
+            )
         tiles = TileConfig(tower.image, tower.side, tuple(map(_pinpoint, need(model, "image_grid_pinpoints"))))
 
     bias = model["multimodal_projector_bias"]
@@ -78,7 +80,7 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
 
 def _pinpoint(point: Any) -> tuple[int, int]:
     if not isinstance(point, list | tuple) or len(point) != 2 or any(type(side) is not int for side in point):
-        raise ConfigError(f"image_grid_pinpoints has {point!r}; expected a height and a width")
+        raise ConfigError(f"image_grid_pinpoints: got {point!r}; expected a height and a width")
     return point[0], point[1]
 
 

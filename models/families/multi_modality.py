@@ -58,12 +58,14 @@ def _vision(params: Any) -> dict[str, Any]:
     1e-6.
     """
     if not isinstance(params, dict):
-        raise ConfigError(f"vision_config has params {params!r}; expected a table")
+        raise ConfigError(f"vision_config: got params {params!r}; expected a table")
 
     known = {"model_name", "image_size", "select_feature", "select_layer", "ckpt_path", "select_layers"}
     unknown = sorted(key for key in set(params) - known if params[key] is not None)
     if unknown:
-        raise ConfigError(f"vision_config: {unknown[0]} {params[unknown[0]]!r} is not built; expected {sorted(known)}")
+        raise ConfigError(
+            f"vision_config: got {unknown[0]} {params[unknown[0]]!r}, which is not built; expected {sorted(known)}"
+        )
 
     expect(params, "vision_config", model_name=tuple(TOWERS), select_layer=-1, select_layers=None)
     width, inner, depth, heads, patch = TOWERS[params["model_name"]]

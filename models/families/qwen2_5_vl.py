@@ -66,7 +66,7 @@ class Qwen25VLConfig:
         part = text_part(model if nested else {**model, "text_config": raw}, raw, kinds)
         text = complete(part, TEXT, TEXT_TABLE, drop=DEFAULTS["qwen2_5_vl"])
         if need(text, "hidden_act") != "silu":
-            raise ConfigError(f"hidden_act {text['hidden_act']!r} is not known for Qwen2.5-VL; expected 'silu'")
+            raise ConfigError(f"hidden_act: got {text['hidden_act']!r} for Qwen2.5-VL; expected 'silu'")
 
         rope = read_rope(text, read_head_dim(text), angles=angles, regime=regime, sections=SECTIONS)
         decoder = read_decoder(text, rope, attention_bias=True, **read_window(text))
@@ -154,7 +154,7 @@ def _end_tokens(given: Any) -> tuple[int, ...]:
     """Returns what `eos_token_id` names: a token, several, or none."""
     tokens = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
     if any(type(token) is not int for token in tokens):
-        raise ConfigError(f"eos_token_id is {given!r}; expected a token id or a list of them")
+        raise ConfigError(f"eos_token_id: got {given!r}; expected a token id or a list of them")
     return tokens
 
 

@@ -107,7 +107,7 @@ def _read_vision(raw: Mapping[str, Any], text: DecoderConfig) -> Qwen3VisionConf
     )
     check_output_width(config.output_width, text)
     if len(config.deepstack_layers) > text.layers:
-        raise ConfigError(f"{len(config.deepstack_layers)} deepstack layers; expected at most {text.layers}")
+        raise ConfigError(f"deepstack layers: got {len(config.deepstack_layers)}; expected at most {text.layers}")
     return config
 
 

@@ -49,7 +49,7 @@ def _plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, An
     real = np.flatnonzero((flat != 0).any(axis=(1, 2, 3)))
     mask = arrays.get("pixel_attention_mask")
     if mask is not None and not np.asarray(mask).reshape(len(flat), -1)[real].all():
-        raise InputError("pixel_attention_mask leaves out parts of a tile; expected whole tiles")
+        raise InputError("pixel_attention_mask: got one that leaves out parts of a tile; expected whole tiles")
 
     plan = tile_plan(config, input_ids, arrays, real)
     assert plan is not None

@@ -67,7 +67,7 @@ def read_head_dim(raw: Raw) -> int:
     """Returns the width of a head, from the configuration or the model's width."""
     width = raw.get("head_dim") or need(raw, "hidden_size") // need(raw, "num_attention_heads")
     if width < 1:
-        raise ConfigError(f"head_dim is {width}; expected a positive whole number: hidden_size / num_attention_heads")
+        raise ConfigError(f"head_dim: got {width}; expected a positive whole number: hidden_size / num_attention_heads")
     return width
 
 

@@ -54,7 +54,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], vocabulary: int) -> Any:
     kinds = metadata.get("tokenizer.ggml.token_type", [])
     if len(tokens) > vocabulary or len(set(tokens)) != len(tokens) or len(kinds) not in (0, len(tokens)):
         raise ConfigError(
-            f"tokenizer.ggml.tokens has {len(tokens)} texts, {len(set(tokens))} of them different, and token_type "
+            f"tokenizer.ggml.tokens: got {len(tokens)} texts, {len(set(tokens))} of them different, and token_type "
             f"{len(kinds)} numbers; expected up to {vocabulary} different ones, and as many numbers"
         )
 
@@ -64,7 +64,9 @@ def gguf_tokenizer(metadata: Mapping[str, Any], vocabulary: int) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"tokenizer.ggml.merges do not make a tokenizer of the file's tokens: {error}") from error
+        raise ConfigError(
+            f"tokenizer.ggml.merges: got {error}; expected merges that make a tokenizer of the file's tokens"
+        ) from error
 
     special = [token for token, kind in zip(tokens, kinds, strict=False) if kind in (_UNKNOWN, _CONTROL)]
     added = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER]
@@ -98,7 +100,7 @@ def _sentencepiece(tokenizers: Any, metadata: Mapping[str, Any], tokens: list[st
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         found = len(scores) if isinstance(scores, list) else scores
-        raise ConfigError(f"tokenizer.ggml.scores has {found!r} numbers; expected {len(tokens)}, as there are tokens")
+        raise ConfigError(f"tokenizer.ggml.scores: got {found!r} numbers; expected {len(tokens)}, as there are tokens")
 
     numbers = {token: number for number, token in enumerate(tokens)}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
@@ -165,7 +167,7 @@ def _add_start(tokenizers: Any, tokenizer: Any, metadata: Mapping[str, Any], tok
 
     number = metadata.get("tokenizer.ggml.bos_token_id")
     if not isinstance(number, int) or not 0 <= number < len(tokens):
-        raise ConfigError(f"tokenizer.ggml.bos_token_id is {number!r}; expected 0 … {len(tokens) - 1}")
+        raise ConfigError(f"tokenizer.ggml.bos_token_id: got {number!r}; expected 0 … {len(tokens) - 1}")
 
     start = tokens[number]
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
@@ -176,5 +178,5 @@ def _add_start(tokenizers: Any, tokenizer: Any, metadata: Mapping[str, Any], tok
 def _texts(metadata: Mapping[str, Any], name: str) -> list[str]:
     found = metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise ConfigError(f"tokenizer.ggml.{name} is a {type(found).__name__}; expected a list of texts")
+        raise ConfigError(f"tokenizer.ggml.{name}: got a {type(found).__name__}; expected a list of texts")
     return found

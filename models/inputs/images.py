@@ -46,7 +46,7 @@ class PictureConfig:
         """
         options = json.loads(self.options)
         if options.get(name) is None:
-            raise ConfigError(f"{CONFIG_FILE} has no {name!r}")
+            raise ConfigError(f"{CONFIG_FILE}: got no {name!r}; expected it")
         return options[name]
 
     def option(self, name: str, default: Any) -> Any:
@@ -60,7 +60,7 @@ class PictureConfig:
         values = set(value.values()) if isinstance(value, Mapping) else {value}
         values.discard(None)
         if len(values) != 1:
-            raise ConfigError(f"{CONFIG_FILE} has {name} {value!r}; expected one length")
+            raise ConfigError(f"{CONFIG_FILE}: got {name} {value!r}; expected one length")
         return int(values.pop())
 
     @classmethod
@@ -85,13 +85,15 @@ class PictureConfig:
             options = read_settings(directory)
             inner = options.get(table, {}) if table else {}
             if not isinstance(inner, Mapping):
-                raise ConfigError(f"{CONFIG_FILE}: {table} is {inner!r}; expected a table")
+                raise ConfigError(f"{CONFIG_FILE}: got {table} {inner!r}; expected a table")
 
             options = {**options, **inner}
             options |= {ours: options[name] for name, ours in (names or {}).items() if options.get(name) is not None}
             for name, value in (only or {}).items():
                 if options.get(name) not in (None, value):
-                    raise ConfigError(f"{CONFIG_FILE}: {name} {options[name]!r} is not built; expected {value!r}")
+                    raise ConfigError(
+                        f"{CONFIG_FILE}: got {name} {options[name]!r}, which is not built; expected {value!r}"
+                    )
             return cls.from_dict(defaults | options)
 
         return read
@@ -133,7 +135,7 @@ def _all(images: Sequence[ImageSource]) -> list[np.ndarray]:
       InputError: none at all. ImageError: one that cannot be read, or is more than 200 times longer than wide.
     """
     if not len(images):
-        raise InputError("no images; expected at least one")
+        raise InputError("images: got none; expected at least one")
 
     found = []
     for number, source in enumerate(images):
@@ -141,7 +143,9 @@ def _all(images: Sequence[ImageSource]) -> list[np.ndarray]:
         found.append(read_image(source, name))
         height, width = found[-1].shape[:2]
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-            raise ImageError(f"{name} is {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
+            raise ImageError(
+                f"{name}: got {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}"
+            )
 
     return found
 
@@ -176,7 +180,7 @@ def process_clip(images: Sequence[ImageSource], config: PictureConfig) -> dict[s
 
     sizes = {image.shape for image in out}
     if len(sizes) > 1:
-        raise ImageError(f"images come out in sizes {sorted(sizes)} without a centre crop; expected one size")
+        raise ImageError(f"images: got sizes {sorted(sizes)} without a centre crop; expected one size")
     return {"pixel_values": np.stack(out)}
 
 
@@ -248,7 +252,7 @@ def process_llava_next(images: Sequence[ImageSource], config: PictureConfig) -> 
     """
     side, points = config.side("crop_size"), [tuple(point) for point in config["image_grid_pinpoints"]]
     if config.side() != side:
-        raise ConfigError(f"{CONFIG_FILE} has size {config['size']!r}; expected the crop_size, {side}")
+        raise ConfigError(f"{CONFIG_FILE}: got size {config['size']!r}; expected the crop_size, {side}")
 
     stacks, sizes = [], []
     for image in _all(images):

@@ -43,7 +43,7 @@ class PositionConfig:
         """
         vision = config.get("vision_config")
         if not isinstance(vision, Mapping):
-            raise ConfigError(f"config.json has vision_config {vision!r}; expected a table")
+            raise ConfigError(f"config.json: got vision_config {vision!r}; expected a table")
 
         return cls(
             image_token_id=config.get("image_token_id", cls.image_token_id),
@@ -81,7 +81,7 @@ def get_rope_positions(
       InputError: pads and grids do not match, or a grid is not a multiple of the merge size.
     """
     if video_rule not in ("max", "hf5"):
-        raise InputError(f"video_rule is {video_rule!r}; expected 'max' or 'hf5'")
+        raise InputError(f"video_rule: got {video_rule!r}; expected 'max' or 'hf5'")
 
     images, videos = _rows(image_grid_thw), _rows(video_grid_thw)
     seconds = iter(_seconds(second_per_grid_ts, len(videos)))
@@ -141,7 +141,7 @@ def _seconds(second_per_grid: np.ndarray | None, videos: int) -> np.ndarray:
     if second_per_grid is None:
         return np.ones(videos, np.float32)
     if len(second_per_grid) != videos:
-        raise InputError(f"second_per_grid_ts has {len(second_per_grid)} values; expected one per video ({videos})")
+        raise InputError(f"second_per_grid_ts: got {len(second_per_grid)} values; expected one per video ({videos})")
     return np.asarray(second_per_grid, np.float32)
 
 
@@ -166,7 +166,9 @@ def _segments(
         token = int(input_ids[cursor])
         kind, grids = kinds[token]
         if used[token] == len(grids):
-            raise InputError(f"the prompt has pads for {kind} {used[token]}; only {len(grids)} {kind} grids were given")
+            raise InputError(
+                f"prompt: got pads for {kind} {used[token]}; expected as many as the {len(grids)} {kind} grids"
+            )
 
         grid = grids[used[token]]
         count = grid[0] * grid[1] * grid[2] // config.merge_size**2
@@ -176,13 +178,13 @@ def _segments(
 
     for token, (kind, grids) in kinds.items():
         if used[token] != len(grids):
-            raise InputError(f"{len(grids)} {kind} grids were given; the prompt has pads for {used[token]}")
+            raise InputError(f"{kind} grids: got {len(grids)}; expected {used[token]}, for which the prompt has pads")
 
 
 def _check_pads(run: np.ndarray, cursor: int, count: int, token: int, grid: Grid) -> None:
     if len(run) < count or not np.all(run == token):
         found = int(np.argmax(np.append(run, -1) != token))
-        raise InputError(f"grid {grid} needs {count} pad tokens {token} from index {cursor}; found {found}")
+        raise InputError(f"grid {grid}: got {found} pad tokens {token} from index {cursor}; expected {count}")
 
 
 def _time_steps(length: int, seconds: np.float32, config: PositionConfig, rule: VideoRule) -> np.ndarray:
@@ -196,7 +198,7 @@ def _grid_positions(grid: Grid, merge: int, steps: np.ndarray) -> np.ndarray:
     """Returns positions [t·h·w, 3] of merged patches in raster order, from 0."""
     height, width = grid[1:]
     if min(grid) <= 0 or height % merge or width % merge:
-        raise InputError(f"grid {grid} is not a positive multiple of the merge size {merge}")
+        raise InputError(f"grid: got {grid}; expected a positive multiple of the merge size {merge}")
     axes = np.meshgrid(steps, np.arange(height // merge), np.arange(width // merge), indexing="ij")
     return np.stack(axes, axis=-1).reshape(-1, 3).astype(np.int32)
 

@@ -33,7 +33,7 @@ def check_heads(width: int, heads: int, multiple: int = 1) -> None:
     """Raises ConfigError where a tower's width is not `heads` heads of a multiple of `multiple` channels each."""
     if width < 1 or heads < 1 or width % heads or (width // heads) % multiple:
         raise ConfigError(
-            f"tower of width {width} with {heads} heads; expected heads of equal width, a multiple of {multiple}"
+            f"tower: got width {width} with {heads} heads; expected heads of equal width, a multiple of {multiple}"
         )
 
 
@@ -74,9 +74,11 @@ class BlockConfig:
 
     def __post_init__(self) -> None:
         if self.activation not in VISION_ACTIVATIONS:
-            raise ConfigError(f"vision activation {self.activation!r}; expected one of {sorted(VISION_ACTIVATIONS)}")
+            raise ConfigError(
+                f"vision activation: got {self.activation!r}; expected one of {sorted(VISION_ACTIVATIONS)}"
+            )
         if self.width % self.heads:
-            raise ConfigError(f"vision width {self.width} is not a multiple of its {self.heads} heads")
+            raise ConfigError(f"vision width: got {self.width}; expected a multiple of its {self.heads} heads")
 
 
 class PlainMLP(nnx.Module):
@@ -201,7 +203,9 @@ def patch_places(height: int, width: int, block: int) -> tuple[np.ndarray, np.nd
       ShapeError: a frame that is not a multiple of the block.
     """
     if height < 1 or width < 1 or height % block or width % block:
-        raise ShapeError(f"image grid {height}×{width} patches is not a positive multiple of the merge size {block}")
+        raise ShapeError(
+            f"image grid: got {height}×{width} patches; expected a positive multiple of the merge size {block}"
+        )
     row, column = np.meshgrid(np.arange(height, dtype=np.int32), np.arange(width, dtype=np.int32), indexing="ij")
 
     def order(x):

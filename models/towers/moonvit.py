@@ -98,7 +98,7 @@ def plan_patches(config: MoonViTConfig, grids: Int[np.ndarray, "images axes"]) -
     parts, sizes, merged = [], [], []
     for *frames, height, width in np.asarray(grids).tolist():
         if frames not in ([], [1]):
-            raise ShapeError(f"grid {(*frames, height, width)}: expected one frame; MoonViT's video is not built")
+            raise ShapeError(f"grid: got {(*frames, height, width)}; expected one frame (MoonViT's video is not built)")
         block_rows, block_columns = patch_places(height, width, config.merge)
         merged.append((sum(sizes) + block_rows * width + block_columns).reshape(-1, config.merge**2))
         rows, columns = patch_places(height, width, 1)

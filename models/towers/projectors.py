@@ -28,7 +28,9 @@ def pixel_shuffle(features: Float[Array, "B E D"], factor: int) -> Float[Array, 
     """
     side = round(features.shape[1] ** 0.5)
     if side**2 != features.shape[1] or side % factor:
-        raise ShapeError(f"{features.shape[1]} features per image; expected a square with a side multiple of {factor}")
+        raise ShapeError(
+            f"features: got {features.shape[1]} per image; expected a square with a side multiple of {factor}"
+        )
     return rearrange(features, "B (h y w x) D -> B (h w) (y x D)", h=side // factor, y=factor, x=factor)
 
 
@@ -68,7 +70,7 @@ class TileConfig:
 
     def __post_init__(self) -> None:
         if not self.pinpoints or any(len(point) != 2 or min(point) < 1 for point in self.pinpoints):
-            raise ConfigError(f"image_grid_pinpoints {self.pinpoints!r}; expected pairs of heights and widths")
+            raise ConfigError(f"image_grid_pinpoints: got {self.pinpoints!r}; expected pairs of heights and widths")
 
 
 def best_resolution(height: int, width: int, pinpoints: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -63,10 +63,12 @@ class Qwen3VisionConfig:
     def __post_init__(self) -> None:
         check_heads(self.width, self.heads, 4)
         if self.side**2 != self.positions:
-            raise ConfigError(f"num_position_embeddings {self.positions}; expected a square")
+            raise ConfigError(f"num_position_embeddings: got {self.positions}; expected a square")
         inside = {layer for layer in self.deepstack_layers if type(layer) is int and 0 <= layer < self.depth}
         if list(self.deepstack_layers) != sorted(inside):
-            raise ConfigError(f"deepstack layers {self.deepstack_layers}; expected rising layers below {self.depth}")
+            raise ConfigError(
+                f"deepstack layers: got {self.deepstack_layers}; expected rising layers below {self.depth}"
+            )
 
     @property
     def features(self) -> int:

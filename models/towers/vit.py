@@ -57,11 +57,13 @@ class ViTConfig:
     def __post_init__(self) -> None:
         check_heads(self.width, self.heads)
         if not isinstance(self.feature_layer, int):
-            raise ConfigError(f"vision_feature_layer {self.feature_layer!r}; expected one layer")
+            raise ConfigError(f"vision_feature_layer: got {self.feature_layer!r}; expected one layer")
         if self.final_norm not in ("applied", "kept", "none"):
-            raise ConfigError(f"final_norm {self.final_norm!r}; expected 'applied', 'kept' or 'none'")
+            raise ConfigError(f"final_norm: got {self.final_norm!r}; expected 'applied', 'kept' or 'none'")
         if not -self.depth - 1 <= self.feature_layer <= self.depth:
-            raise ConfigError(f"vision_feature_layer {self.feature_layer} is outside a tower of {self.depth} layers")
+            raise ConfigError(
+                f"vision_feature_layer: got {self.feature_layer}; expected a layer of the tower's {self.depth}"
+            )
 
     @property
     def side(self) -> int:
@@ -150,7 +152,7 @@ class ViT(nnx.Module):
             x=config.patch,
         )
         if positions is None and pixel_values.shape[2:] != (config.image, config.image):
-            raise ShapeError(f"images of {pixel_values.shape[2:]} pixels; expected {config.image}×{config.image}")
+            raise ShapeError(f"images: got {pixel_values.shape[2:]} pixels; expected {config.image}×{config.image}")
 
         hidden = self._embed(patches, positions)
         scale = (config.width // config.heads) ** -0.5

@@ -250,7 +250,7 @@ def test_masks_that_do_not_fit_are_refused():
         given: Any = {name: np.zeros(shape, bool if name == "allowed" else np.int32)}
         with pytest.raises(ShapeError, match=f"mask: {name} of shape"):
             attention(*arrays, Mask(**given), scale=SCALE)
-    with pytest.raises(ShapeError, match="segments of queries alone or keys alone"):
+    with pytest.raises(ShapeError, match="segments: got those of queries alone or of keys alone"):
         Mask(query_segments=np.zeros((1, 5), np.int32))
-    with pytest.raises(ShapeError, match="window of 0 places"):
+    with pytest.raises(ShapeError, match="window: got 0 places"):
         Mask(window=0)

@@ -162,8 +162,8 @@ def test_fused_experts_and_projections_are_cut_and_put_together(tmp_path, fused)
     [
         ({"attention": "linear_attention"}, "'linear_attention' keeps no KV"),
         ({"attention": "mla"}, "expected both for 'mla'"),
-        ({"kv_heads": 3}, "not a multiple of KV heads 3"),
-        ({"activation": "relu"}, "activation 'relu' is not known"),
+        ({"kv_heads": 3}, "expected a multiple of the 3 KV heads"),
+        ({"activation": "relu"}, "activation: got 'relu'"),
     ],
 )
 def test_a_configuration_refuses(change, message):

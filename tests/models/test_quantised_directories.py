@@ -144,5 +144,5 @@ def test_a_refused_release_is_refused_before_its_weights_are_looked_for(tmp_path
 def test_a_scale_of_nan_is_told(tmp_path: Path) -> None:
     stored, _, table = quantise_projections("fp8")
     stored["model.layers.1.mlp.up_proj.weight_scale_inv"][2, 1] = np.nan
-    with pytest.raises(WeightsError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' holds nan at \[8, 3\]"):
+    with pytest.raises(WeightsError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight': got nan at \[8, 3\]"):
         load(write_directory(tmp_path, stored, quantization_config=table))

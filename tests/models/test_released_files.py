@@ -154,7 +154,7 @@ def test_a_switch_that_is_on_is_refused_by_name(name, part, key, tmp_path):
     table = raw if part is None else raw[part]
     assert table[key] is False
     table[key] = True
-    with pytest.raises(ConfigError, match=f"has '{key}': True, which this library does not know"):
+    with pytest.raises(ConfigError, match=f"got '{key}': True, which this library does not know"):
         load(written(tmp_path / name, raw))
 
 
@@ -269,11 +269,11 @@ def test_kimi_k25_images_stand_between_its_own_marks(tmp_path):
     ("change", "message"),
     [
         ({"pos_emb_type": "learned"}, "pos_emb_type 'learned' is not built"),
-        ({"merge_type": "sd4"}, "merge_type 'sd4' is not built"),
+        ({"merge_type": "sd4"}, "merge_type 'sd4', which is not built"),
         ({"video_attn_type": "temporal"}, "video_attn_type 'temporal' is not built"),
         ({"mm_projector_type": "patchmergerv2"}, "mm_projector_type 'patchmergerv2' is not built"),
-        ({"text_hidden_size": 4096}, "text_hidden_size 4096; expected the text width 7168"),
-        ({"mm_hidden_size": 1024}, "mm_hidden_size 1024; expected the tower's width 1152"),
+        ({"text_hidden_size": 4096}, "text_hidden_size: got 4096; expected the text width 7168"),
+        ({"mm_hidden_size": 1024}, "mm_hidden_size: got 1024; expected the tower's width 1152"),
         ({"vt_layer_scale": 0.5}, "has 'vt_layer_scale': 0.5"),
     ],
 )

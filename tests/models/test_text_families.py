@@ -253,7 +253,7 @@ def test_regimes(tmp_path):
             load(directory, regime=regime)
     with pytest.raises(ConfigError, match="expected a sequence length"):
         load(write_text_checkpoint("llama_dynamic", tmp_path / "dynamic"), regime="long")
-    with pytest.raises(ConfigError, match="regime 'long' for rope type 'default'"):
+    with pytest.raises(ConfigError, match="regime: got 'long' for rope type 'default'"):
         load(write_text_checkpoint("llama2", tmp_path / "llama"), regime="long")
 
 
@@ -273,9 +273,9 @@ def test_released_keys_mean_the_same(tmp_path):
 
 def test_a_layer_without_kv_is_named(tmp_path):
     kinds = ["full_attention", "linear_attention", "full_attention"]
-    with pytest.raises(ConfigError, match="layer 1 is 'linear_attention', which keeps no KV"):
+    with pytest.raises(ConfigError, match="layer 1: got 'linear_attention', which keeps no KV"):
         load(write_text_checkpoint("qwen3", tmp_path / "qwen3", layer_types=kinds))
-    with pytest.raises(ConfigError, match="rope type 'spiral' is not known"):
+    with pytest.raises(ConfigError, match="rope type: got 'spiral'"):
         load(write_text_checkpoint("llama2", tmp_path / "llama", rope_parameters={"rope_type": "spiral"}))
 
 

@@ -118,14 +118,15 @@ class GgufSource:
         width = tensor.shape[-1] if tensor.shape else 1
         if 0 in tensor.shape or width % form.values:
             raise WeightsError(
-                f"{self.origin}: tensor {name!r} has shape {tensor.shape}; expected rows of whole blocks of "
+                f"{self.origin}: got tensor {name!r} of shape {tensor.shape}; expected rows of whole blocks of "
                 f"{form.values} values, as {form.name} has them"
             )
 
         stop = tensor.start + math.prod(tensor.shape) // form.values * form.size
         if stop > self._file.size:
             raise WeightsError(
-                f"{self.origin} is damaged or cut short: tensor {name!r} ends at byte {stop} of {self._file.size}"
+                f"{self.origin}: got a damaged or truncated file; expected tensor {name!r} up to byte {stop} of "
+                f"{self._file.size}"
             )
 
     def _info(self, place: TensorLocation) -> TensorInfo:
@@ -133,7 +134,8 @@ class GgufSource:
         shape = stored.shape if place.index is None else stored.shape[1:]
         if place.heads and (not shape or shape[0] % (2 * place.heads)):
             raise WeightsError(
-                f"{self.origin}: tensor {place.name!r} has shape {shape}; expected rows of {place.heads} heads of pairs"
+                f"{self.origin}: got tensor {place.name!r} of shape {shape}; expected rows of {place.heads} heads of "
+                "pairs"
             )
         form = self._types[stored.kind]
         return TensorInfo(shape, form.name if form.plain else _NAMES[self._dtype.name])

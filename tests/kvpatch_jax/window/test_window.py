@@ -213,7 +213,7 @@ def test_a_removal_patch_needs_the_base_that_the_window_holds():
     assert served.piece("B").state.base == "conditioned"
     assert kinds(edits) == ["Fetch", "ApplyPatch"]
     other = dataclasses.replace(removal, base_antecedent=Antecedent((Member("system"),)))
-    with pytest.raises(StalePatchError, match=r"its base was conditioned on \('system',\)"):
+    with pytest.raises(StalePatchError, match=r"got a base conditioned on \('system',\)"):
         left.condition("B", other)
     with pytest.raises(PatchMismatchError, match="base 'conditioned'"):
         left.append(chunk("N"), patch=dataclasses.replace(removal, chunk="N"))
