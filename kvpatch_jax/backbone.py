@@ -61,8 +61,8 @@ class Tokens(NamedTuple):
         rows, axes = self.positions.shape[0], self.positions.shape[2:]
         if not jnp.issubdtype(offset.dtype, jnp.integer) or offset.shape not in ((), axes, (rows, *axes)):
             raise PositionError(
-                f"shift: got start of dtype {offset.dtype} and shape {offset.shape}; expected integers, one for all, or of "
-                f"shape {(rows, *axes)}" + (f" or {axes}" if axes else "")
+                f"shift: got start of dtype {offset.dtype} and shape {offset.shape}; expected integers, one for all, "
+                f"or of shape {(rows, *axes)}" + (f" or {axes}" if axes else "")
             )
 
         if offset.shape == (rows, *axes):

@@ -136,7 +136,8 @@ class ModelBackbone(Generating, Writing, Answering):
         yield json.dumps(self.config.to_dict(), sort_keys=True).encode()
         rope = self.config.text.rope
         yield rope.angles.encode()
-        yield b"" if rope.scaling is None else repr(rope.scaling).encode()  # which regime is pinned
+        # Which regime is pinned is in no configuration.
+        yield b"" if rope.scaling is None else repr(rope.scaling).encode()
         settings = None if self.image_config is None else dataclasses.asdict(self.image_config)
         yield json.dumps(settings, sort_keys=True).encode()
 

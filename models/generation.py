@@ -71,6 +71,7 @@ def pieces_of(
             ending = np.isin(ids, stops) & ~ended
             found = []
 
+            # Bytes that are still missing at the end of a row become U+FFFD.
             for row, pieces in enumerate(texts):
                 text = "" if ended[row] or ending[row] else pieces.push(int(ids[row]))
                 if ending[row] or (made == steps and not ended[row]):
@@ -117,6 +118,7 @@ def make_blocks(
     ids, count, left, made = now.token[:, None], 1, steps - 1, 0
 
     while True:
+        # The next block is dispatched before this one is read, so that the device does not wait for the host.
         following = None
         if left:
             many = min(block, left)

@@ -91,9 +91,7 @@ class Writing:
     def _write_pages(
         self, state: Any, tokens: Tokens, cache: Paged, slots: Any, keep: Any, mask: Any, rows: Any, what: str
     ) -> Step:
-        """Returns the same where the cache is in pages: the pool is donated, and its pages are named that the slots
-        lie on.
-        """
+        """Does what `_write` does where the cache is in pages. The pool is donated; the table gets the slots' pages."""
         total = int(np.prod(next(iter(cache.pool.values())).shape[1:3]))
         slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
         check_slots(slots.reshape(-1), total)
@@ -103,6 +101,7 @@ class Writing:
         pool = held_arrays(self.layout, cache.pool)
 
         if self.buckets is not None:
+            # Padding is written at no key and at no slot.
             keys, places = written
             written = (
                 pad_slots(self.buckets, keys, None, None, cache.key_count)[0],

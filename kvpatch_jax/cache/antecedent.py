@@ -52,6 +52,7 @@ class Antecedent:
         if not isinstance(self.members, tuple):
             raise InputError(f"antecedent: got members {self.members!r:.80}; expected a tuple, each a Member")
 
+        # The first member that is not exact: whatever follows was conditioned on it, so it is not exact either.
         approximate: Member | None = None
         for member in self.members:
             if not isinstance(member, Member) or not isinstance(member.id, str):
@@ -148,6 +149,7 @@ class Antecedent:
         if orbit:
             return _set_difference(self, wanted)
 
+        # A content that one side does not know matches any.
         for own, other in zip(self.members, wanted.members, strict=True):
             if None not in (own.content, other.content) and own.content != other.content:
                 return f"{brief(own.id)!r} with content {own.content!r}; expected content {other.content!r}"
@@ -180,6 +182,8 @@ def _contents(members: list[Member], state: str) -> Counter[str]:
     return Counter(member.content for member in members if member.state == state and member.content is not None)
 
 
+_NO_ANTECEDENT = Antecedent()
+
 AntecedentLike = Sequence[str | Chunk | Member] | Antecedent
 """An antecedent as public functions take it: names, chunks or members, in order."""
 
@@ -192,6 +196,9 @@ def antecedent_of(members: Iterable[Any] | Antecedent, what: str = "antecedent")
     """
     if isinstance(members, Antecedent):
         return members
+    if members == ():
+        return _NO_ANTECEDENT
+    # A Member is a tuple, and a str a sequence of letters: each would pass for a sequence of names.
     if isinstance(members, str | bytes | Chunk | Member):
         shown = f"{members[:40]!r}" if isinstance(members, str | bytes) else f"a {type(members).__name__}"
         raise InputError(f"{what}: got {shown}; expected a sequence of names, chunks or members, such as [{shown}]")

@@ -102,6 +102,7 @@ class Chunk:
         for word in ("kv", "local", "encoder", "hidden"):
             object.__setattr__(self, word, _kept(getattr(self, word)))
         object.__setattr__(self, "kv", PhaseFreeKV(self.kv))
+        # One pass gives the checksum and says whether all is finite; only a failure looks for the channel.
         computed, finite = _examined(self)
         if not finite:
             check_finite(self.kv, f"chunk {self.id!r}")
@@ -130,6 +131,7 @@ class Chunk:
     @functools.cached_property
     def places(self) -> str:
         """A digest of the local positions of its tokens, whatever their dtype: 16 hexadecimal digits."""
+        # As float32, the type in which positions are stored, so that integers and their floats are the same places.
         positions = np.ascontiguousarray(np.asarray(self.local)[: self.length], np.float32)
         return hashlib.blake2b(positions.tobytes(), digest_size=8).hexdigest()
 
@@ -187,6 +189,7 @@ def brief(id: str) -> str:
 
 def trusted(chunk: Chunk, **changes: Any) -> Chunk:
     """Copies a chunk with some fields changed, of the same content, without checking its values again."""
+    # `dataclasses.replace` would run the checks, which read every number of kv.
     copy = object.__new__(Chunk)
     for field in dataclasses.fields(Chunk):
         object.__setattr__(copy, field.name, changes.get(field.name, getattr(chunk, field.name)))

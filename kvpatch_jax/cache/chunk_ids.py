@@ -44,26 +44,6 @@ def encoded(text: str) -> bytes:
         ) from None
 
 
-def _canonical(content: Content) -> Content:
-    """Decodes an image in any form to pixels (`images.decoded`); returns other content unchanged.
-
-    Bytes that begin like an image but cannot be decoded are treated as bytes.
-    """
-    if isinstance(content, str):
-        check_text(content, "chunk_id")
-        return content
-    if isinstance(content, bytes):
-        with contextlib.suppress(ImageError):
-            return decoded(content) if is_encoded(content) else content
-        return content
-
-    if isinstance(content, os.PathLike):
-        return decoded(content, os.fspath(content))
-    if hasattr(content, "getbands") or is_pixels(content):
-        return decoded(content, "image")
-    return content
-
-
 def _fields(content: Content) -> list[bytes]:
     """Returns the fields to digest: the kind of content, then its bytes; of arrays also dtype and shape."""
     if isinstance(content, str):
@@ -104,8 +84,23 @@ def chunk_id(backbone: str, *content: Content) -> str:
     if not content:
         raise InputError("chunk_id: got no content; expected some")
 
+    # Every part is checked and decoded before any is digested. Images in any form become pixels.
+    parts: list[Content] = []
+    for part in content:
+        if isinstance(part, str):
+            check_text(part, "chunk_id")
+        elif isinstance(part, bytes) and is_encoded(part):
+            # Bytes that begin like an image but cannot be decoded are treated as bytes.
+            with contextlib.suppress(ImageError):
+                part = decoded(part)
+        elif isinstance(part, os.PathLike):
+            part = decoded(part, os.fspath(part))
+        elif hasattr(part, "getbands") or is_pixels(part):
+            part = decoded(part, "image")
+        parts.append(part)
+
     fields = [b"chunk", encoded(backbone)]
-    for part in [_canonical(part) for part in content]:
+    for part in parts:
         fields += _fields(part)
     return digest_of(fields)
 

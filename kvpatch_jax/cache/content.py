@@ -62,13 +62,12 @@ def sort_of(item: Any, what: str = "prompt") -> Sort:
         return "tokens" if item.ndim == 1 and item.dtype.kind in "iu" else "image"
     if isinstance(item, bytes) and is_encoded(item):
         return "image"
-    if isinstance(item, list | tuple) and all(_is_token(token) for token in item):
-        return "tokens"
+    if isinstance(item, list | tuple):
+        # bool is an int, but True is no token.
+        whole = [isinstance(token, int | np.integer) and not isinstance(token, bool) for token in item]
+        if all(whole):
+            return "tokens"
     raise InputError(f"{what}: got item of type {type(item).__name__}; expected text, token ids or an image")
-
-
-def _is_token(token: Any) -> bool:
-    return isinstance(token, int | np.integer) and not isinstance(token, bool)
 
 
 def looks_like_a_file(text: str) -> bool:
@@ -84,6 +83,7 @@ def looks_like_a_file(text: str) -> bool:
 
     So `What is in shot.png?` and `see https://x.org for more` are texts.
     """
+    # A data URL may be longer than any path, so it is looked for first and at its beginning only.
     if _DATA_URL.match(text.lstrip()[:200]):
         return True
 
@@ -158,6 +158,7 @@ def names_of(names: Iterable[str], what: str) -> tuple[str, ...]:
     if not isinstance(names, Iterable):
         raise InputError(f"{what}: got a {type(names).__name__}; expected a sequence of names")
 
+    # An iterator is read once.
     result = tuple(names)
     for name in result:
         if not isinstance(name, str):

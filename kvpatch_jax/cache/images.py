@@ -46,7 +46,16 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
       another dtype or shape; the image is empty.
     """
     if isinstance(source, np.ndarray | jax.Array):
-        image = _of_array(np.asarray(source), name)
+        image = np.asarray(source)
+        if not is_pixels(image):
+            raise ImageError(
+                f"{name}: got {image.dtype} {list(image.shape)}; expected uint8 [H, W], [H, W, 1], [H, W, 3] or "
+                "[H, W, 4]; normalised values go through patchify"
+            )
+        if image.ndim == 2:
+            image = image[..., None]
+        if image.shape[-1] == 1:
+            image = np.repeat(image, 3, axis=-1)
     elif isinstance(source, bytes):
         image = _of_file(io.BytesIO(source), name)
     elif isinstance(source, str | os.PathLike):
@@ -134,10 +143,9 @@ def _of_pil(source: Any, name: str) -> np.ndarray:
         raise ImageError(f"{name}: got a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
     if 0 in source.size:
         raise ImageError(f"{name}: got {source.height}×{source.width} pixels; expected an image that is not empty")
+    # Modes of 16 or 32 bits: Pillow clips instead of scaling.
     if source.mode.startswith(("I", "F")):
-        raise ImageError(
-            f"{name}: got mode {source.mode}; expected at most 8 bits a value (Pillow would clip it: rescale it first)"
-        )
+        raise ImageError(f"{name}: got mode {source.mode}; expected at most 8 bits a value (rescale it first)")
 
     try:
         alpha = "A" in source.getbands() or source.info.get("transparency") is not None
@@ -147,15 +155,6 @@ def _of_pil(source: Any, name: str) -> np.ndarray:
             f"{name}: got mode {source.mode}, which cannot be read as RGB ({error}); expected an image that Pillow "
             "converts"
         ) from error
-
-
-def _of_array(array: np.ndarray, name: str) -> np.ndarray:
-    if not is_pixels(array):
-        wanted = "expected uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]; normalised values go through patchify"
-        raise ImageError(f"{name}: got {array.dtype} {list(array.shape)}; {wanted}")
-    if array.ndim == 2:
-        array = array[..., None]
-    return np.repeat(array, 3, axis=-1) if array.shape[-1] == 1 else array
 
 
 def over_white(image: UInt8[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W 3"]:

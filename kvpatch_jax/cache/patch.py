@@ -247,6 +247,7 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batche
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= layout.layers:
         raise InputError(f"patch: got layers {layers}; expected some of 0 to {layout.layers - 1}, ascending")
 
+    # More axes than are allowed are left out here, so that the comparison of shapes below refuses them.
     batch = _batch_axes(factors, metadata.heads)
     if len(batch) > batched:
         batch = ()
@@ -258,10 +259,9 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batche
         leading = (len(layers), *batch, channel.heads) if per_head else (len(layers), *batch)
         if is_low_rank(own):
             u, v = map(_shape, own)
+            side = channel.width if per_head else channel.features
             _check_shape(u, (*leading, None, None), f"u of {name!r}", "layers, tokens, rank")
-            _check_shape(
-                v, (*leading, u[-1], channel.width if per_head else channel.features), f"v of {name!r}", "rank"
-            )
+            _check_shape(v, (*leading, u[-1], side), f"v of {name!r}", "rank")
             lefts.add(u)
             tokens.add(u[-2])
         else:
@@ -273,6 +273,7 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batche
         for leaf in own if is_low_rank(own) else (own,):
             if not isinstance(leaf, Quantised):
                 continue
+            # A scale is shared along an axis, or there is one for each of its places.
             values, scale = leaf.values.shape, leaf.scale.shape
             if len(scale) != len(values) or any(one not in (1, size) for one, size in zip(scale, values, strict=True)):
                 raise ShapeError(
@@ -309,9 +310,6 @@ def same_storage(first: KVLayout, second: KVLayout) -> bool:
     return all(getattr(first.rope, name) == getattr(second.rope, name) for name in _STORED)
 
 
-_LATER = ("members", "base_members", "lead", "basis")
-
-
 def patch_digest(patch: Patch) -> str:
     """Digests the bits of a patch's factors and the metadata that describes them: 32 hexadecimal digits.
 
@@ -323,8 +321,8 @@ def patch_digest(patch: Patch) -> str:
     for word in ("layout", "asked"):
         del fields[word]
 
-    for word in _LATER:
-        # So that patches formed before the field existed keep their digest.
+    # Patches that were formed before a field existed keep their digest.
+    for word in ("members", "base_members", "lead", "basis"):
         if fields[word] is None:
             del fields[word]
 
@@ -336,27 +334,16 @@ def patch_digest(patch: Patch) -> str:
     return hashlib.blake2b(f"{found}\0{sorted(fields.items())}".encode(), digest_size=16).hexdigest()
 
 
-def check_is_chunk(chunk: Chunk) -> None:
-    """Raises InputError for anything but a chunk."""
-    if not isinstance(chunk, Chunk):
-        raise InputError(f"chunk: got type {type(chunk).__name__}; expected a Chunk")
-
-
-def check_is_patch(patch: Patch) -> None:
-    """Raises InputError for anything but a patch."""
-    if not isinstance(patch, Patch):
-        raise InputError(f"patch: got type {type(patch).__name__}; expected a Patch")
-
-
 def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
-    """Checks that a patch is of this chunk, base, backbone, lead, layout, content and local positions.
+    """Checks that a patch is of this chunk, base, backbone, lead, layout, content, local positions and shape.
 
     Contents are compared where both are known. Nothing is computed but a digest of few positions, once.
 
     Raises:
-      PatchMismatchError: one of them differs. InputError: not a patch.
+      PatchMismatchError: one of them differs. ShapeError: the factors have another number of tokens, or another batch,
+      than the chunk. InputError: not a patch.
     """
-    check_is_patch(patch)
+    expect_kind(patch, Patch, "patch", "a Patch")
     metadata = patch.metadata
     for word, found, expected in (
         ("chunk", metadata.chunk, chunk.id),
@@ -380,9 +367,6 @@ def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
             f"{chunk.places}, which this chunk has"
         )
 
-
-def check_factor_shapes(patch: Patch, chunk: Chunk) -> None:
-    """Raises ShapeError where a patch's factors have another number of tokens, or another batch, than the chunk."""
     if patch.tokens not in (None, chunk.tokens):
         raise ShapeError(
             f"patch of chunk {chunk.id!r}: got {patch.tokens} tokens; expected the chunk's {chunk.tokens} (`Patch.pad` "
@@ -409,7 +393,7 @@ def check_applies(
 
     Raises:
       StalePatchError: another antecedent, of the chunk or of the base. PatchMismatchError: it does not belong to the
-      chunk, or an engine-frame patch does not belong at the start. ShapeError: as `check_factor_shapes`.
+      chunk, or an engine-frame patch does not belong at the start. ShapeError: as `check_chunk`.
     """
     check_chunk(patch, chunk, "canonical" if base_antecedent is None else "conditioned")
     metadata = patch.metadata
@@ -424,7 +408,10 @@ def check_applies(
         if difference is not None:
             raise StalePatchError(f"patch of chunk {chunk.id!r}: got a base conditioned on {difference}")
 
-    difference = None if allow_stale else metadata.behind.difference(antecedent, metadata.orbit)
+    # Equal members are compared here, so that the usual case stops at once; members of unknown content match others.
+    difference = None
+    if not allow_stale and metadata.behind != antecedent:
+        difference = metadata.behind.difference(antecedent, metadata.orbit)
     if difference is not None:
         kind = "any ordering of " if metadata.orbit else ""
         # Likely forgotten, since the argument has a default for chunks without an antecedent.
@@ -432,4 +419,3 @@ def check_applies(
             shown = metadata.behind.shown
             difference = f"{shown}; got no antecedent; expected antecedent={shown}, the chunks that precede this one"
         raise StalePatchError(f"patch of chunk {chunk.id!r}: got one formed behind {kind}{difference}")
-    check_factor_shapes(patch, chunk)

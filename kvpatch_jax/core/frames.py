@@ -47,13 +47,13 @@ class EngineKV(FramedKV):
 def _register(kind: type[FramedKV]) -> None:
     """Registers a type of KV as a pytree whose leaves are sorted by channel, as jax sorts those of a dictionary."""
 
-    def flatten_with_keys(kv: FramedKV) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        names = tuple(sorted(kv))
-        return [(DictKey(name), kv[name]) for name in names], names
-
     def flatten(kv: FramedKV) -> tuple[list[Any], tuple[str, ...]]:
         names = tuple(sorted(kv))
         return [kv[name] for name in names], names
+
+    def flatten_with_keys(kv: FramedKV) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        leaves, names = flatten(kv)
+        return [(DictKey(name), leaf) for name, leaf in zip(names, leaves, strict=True)], names
 
     def unflatten(names: tuple[str, ...], leaves: Any) -> FramedKV:
         return kind(zip(names, leaves, strict=True))
@@ -61,6 +61,7 @@ def _register(kind: type[FramedKV]) -> None:
     jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
 
 
+# jax takes a subclass of `dict` for a leaf unless it is registered.
 for _kind in (PhaseFreeKV, LocalKV, EngineKV):
     _register(_kind)
 

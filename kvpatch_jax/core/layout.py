@@ -72,9 +72,10 @@ class KVLayout:
         expect_kind(self.channels, tuple, "layout: channels", "a tuple of Channel", LayoutError)
         for channel in self.channels:
             expect_kind(channel, Channel, "layout: channels", "each a Channel", LayoutError)
-        if len({channel.name for channel in self.channels}) != len(self.channels) or not self.channels:
-            raise LayoutError(f"layout: got channels {[c.name for c in self.channels]}; expected distinct names")
+        if len(set(self.names)) != len(self.names) or not self.names:
+            raise LayoutError(f"layout: got channels {list(self.names)}; expected distinct names")
 
+        # One table of cosines serves every channel that rotates.
         for channel in self.channels:
             if channel.rotates and (channel.rotary != self.rope.dim or channel.width != self.rope.head_width):
                 raise LayoutError(
@@ -142,6 +143,7 @@ class KVLayout:
         if set(kv) != set(self.names):
             raise LayoutError(f"{what}: got channels {sorted(kv)}; expected {sorted(self.names)}")
 
+        # Batch and token axes, which all channels share.
         middle = None
         for channel in self.channels:
             value = kv[channel.name]
@@ -233,6 +235,7 @@ def check_places(layout: KVLayout, kv: KV, local: Positions, start: Int[AnyArray
 def _rotate(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, back: bool) -> dict[str, Array]:
     cos, sin = rope_tables(layout.rope, local, start)
     scale = layout.rope.attention_scaling
+    # The inverse turns the other way, and takes the attention scaling out again.
     if back:
         sin, scale = -sin, 1.0 / scale
     return {name: rotate(value, cos, sin, layout.rope.cached, scale) for name, value in kv.items()}
@@ -353,6 +356,7 @@ def _side(rope: Rope, positions: Positions | Start) -> AnyArray:
 
     check_positions(rope, array, np.zeros((), np.int32))
     array = array.astype(np.int32 if jnp.issubdtype(array.dtype, jnp.integer) else np.float32)
+    # A start gets a token axis of length 1, over which the tables broadcast.
     if rope.axes is None:
         return array[None] if array.ndim == 0 else array
     if array.ndim > 1:

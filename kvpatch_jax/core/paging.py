@@ -19,7 +19,7 @@ from pallas_kernels.splice import check_slots, padded_width
 
 from ..errors import DtypeError, KernelSlotError, LayoutError, PoolError, PositionError, ShapeError
 from .buckets import Buckets
-from .layout import AnyArray, Channel, KVLayout, Positions, Start, on_device
+from .layout import AnyArray, KVLayout, Positions, Start
 from .rope import Rope, check_positions
 
 Slots = Int[AnyArray, " T"]
@@ -80,6 +80,7 @@ class Paged(NamedTuple):
         column = np.zeros(pages, np.int32)
         for number, (row, used) in enumerate(zip(rows, row_pages, strict=True)):
             table[number, : len(used)] = used
+            # A key is named by its column in the table, whichever page of the pool that is.
             column[used] = np.arange(len(used))
             keys = column[row // size] * size + row % size
             seen[number, keys] = True
@@ -118,6 +119,7 @@ class Paged(NamedTuple):
         table = np.asarray(self.table)
         pages = np.asarray(slots) // self.page_size
         missing = [np.setdiff1d(wanted, row) for wanted, row in zip(pages, table, strict=True)]
+        # The same object, so that a step that stays within its pages copies no table.
         if not any(map(len, missing)):
             return self
 
@@ -143,6 +145,7 @@ class Paged(NamedTuple):
           The new context, and for each token its key in the row (N·O if the table lacks its page) and its index.
         """
         numbers, size = _numbers(self.table, self.seen, slots), self.page_size
+        # Negative slots, of padding tokens, are on no page.
         matches = (self.table[:, None, :] == (slots // size)[:, :, None]) & (slots >= 0)[:, :, None]
         keys = numbers.where(matches.any(-1), matches.argmax(-1) * size + slots % size, self.key_count)
         keys = keys.astype(np.int32)
@@ -211,11 +214,6 @@ def _padded_page_count(count: int, page_size: int, buckets: Buckets | None) -> i
     return count if buckets is None else -(-buckets.round_up(count * page_size) // page_size)
 
 
-def pool_widths(channel: Channel) -> tuple[int, int]:
-    """Returns the width of a head in a pool, without padding and padded to whole lanes."""
-    return channel.width, padded_width(channel.width)
-
-
 def trimmed(layout: KVLayout, values: Mapping[str, AnyArray]) -> dict[str, Float[Array, "..."]]:
     """Removes the pool's padding of each channel: [..., H'] → [..., H]."""
     return {channel.name: jnp.asarray(values[channel.name])[..., : channel.width] for channel in layout.channels}
@@ -242,11 +240,11 @@ def check_pool(layout: KVLayout, pool: Pool, *, padded: bool = True) -> tuple[in
             raise DtypeError(f"pool[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
 
         shape = value.shape
-        widths = pool_widths(channel)[: 1 + padded]
+        widths = {channel.width, padded_width(channel.width)} if padded else {channel.width}
         if len(shape) != 5 or shape[0] != layout.layers or shape[3] != channel.heads or shape[4] not in widths:
             raise ShapeError(
                 f"pool[{channel.name!r}]: got shape {shape}; expected [{layout.layers}, P, O, {channel.heads}, "
-                f"{' or '.join(map(str, dict.fromkeys(widths)))}]"
+                f"{' or '.join(map(str, sorted(widths)))}]"
             )
         if paging is not None and shape[1:3] != paging:
             raise ShapeError(f"pool[{channel.name!r}]: got pages {shape[1:3]}; expected {paging}")
@@ -278,7 +276,12 @@ def check_held(pool: Mapping[str, Any]) -> None:
 
 def held_arrays(layout: KVLayout, pool: Pool) -> dict[str, Float[Array, "L P O _ _"]]:
     """Converts a pool to a plain dictionary of jax arrays in the layout's order, so programs see one pytree type."""
-    return {name: on_device(pool[name]) for name in layout.names}
+    arrays = {}
+    for name in layout.names:
+        value = pool[name]
+        # `jnp.asarray` takes 30 µs to return a jax array unchanged.
+        arrays[name] = value if isinstance(value, jax.Array) else jnp.asarray(value)
+    return arrays
 
 
 def flat(value: Float[Array, "L P O K H"]) -> Float[Array, "L S K H"]:
@@ -306,6 +309,7 @@ def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
             wanted = f"[{rows}, N]" if name == "table" else f"[{rows}, {context.table.shape[1]} pages of {size}]"
             raise ShapeError(f"{what}.{name}: got shape {value.shape}; expected {wanted}")
 
+    # The pages themselves are known only outside a trace.
     if isinstance(context.table, Tracer):
         return
 
@@ -316,6 +320,7 @@ def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
             f"{what}: got page {int(wrong[0])} of a pool of {pages}; expected pages of it, or {NO_PAGE} for none"
         )
 
+    # A page that is named twice would count its keys twice.
     for number, row in enumerate(table):
         ordered = np.sort(row[row != NO_PAGE])
         twice = ordered[1:][ordered[1:] == ordered[:-1]]

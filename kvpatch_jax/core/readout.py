@@ -51,7 +51,12 @@ def _attention(q: Array, k: Array, v: Array, mask: Array | None, factor: Array |
     reads_nan = None
     if mask is not None:
         mask = jnp.atleast_2d(mask)
-        k, v, reads_nan = _zero_non_finite(k, v, mask)
+        # Zero times NaN is NaN, so a weight of zero does not exclude a masked slot from a sum or from a gradient: slots
+        # that are not finite become zero, and queries that may read one get NaN at the end.
+        finite = jnp.isfinite(k).all(-1) & jnp.isfinite(v).all(-1)
+        infinite = 1.0 - finite.astype(jnp.float32)
+        reads_nan = jnp.einsum("...ts,...sk->...tk", mask.astype(jnp.float32), infinite) > 0
+        k, v = jnp.where(finite[..., None], k, 0.0), jnp.where(finite[..., None], v, 0.0)
 
     # Query head n reads KV head n // G, so the query heads are grouped by KV head.
     grouped = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
@@ -73,16 +78,6 @@ def _attention(q: Array, k: Array, v: Array, mask: Array | None, factor: Array |
     if reads_nan is not None:
         o, lse = jnp.where(reads_nan[..., None, None], jnp.nan, o), jnp.where(reads_nan[..., None], jnp.nan, lse)
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
-
-
-def _zero_non_finite(k: Array, v: Array, mask: Array) -> tuple[Array, Array, Array]:
-    """Returns k and v with zeros at slots that are not finite, and which queries may read such a slot, [..., T, K].
-
-    Zero times NaN is NaN, so a weight of zero does not exclude a masked slot from a sum or from a gradient.
-    """
-    finite = jnp.isfinite(k).all(-1) & jnp.isfinite(v).all(-1)
-    reads = jnp.einsum("...ts,...sk->...tk", mask.astype(jnp.float32), 1.0 - finite.astype(jnp.float32))
-    return jnp.where(finite[..., None], k, 0.0), jnp.where(finite[..., None], v, 0.0), reads > 0
 
 
 def empty_readout(shape: tuple[int, ...]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:

@@ -66,6 +66,7 @@ class Rope:
     angles: Angles = "exact"
 
     def __post_init__(self) -> None:
+        # Channels rotate in pairs.
         if not is_whole(self.dim, 2) or self.dim % 2:
             raise LayoutError(f"rope: got dim {self.dim!r:.80}; expected a positive even number")
         if not isinstance(self.theta, int | float) or isinstance(self.theta, bool) or not self.theta > 0:
@@ -86,6 +87,7 @@ class Rope:
             is_sequence = isinstance(self.sections, tuple | list)
             if not is_sequence or not all(is_whole(section, 0) for section in self.sections):
                 raise LayoutError(f"rope: got sections {self.sections!r:.80}; expected whole numbers, or None")
+            # A list of a configuration file becomes a tuple, which can be hashed.
             object.__setattr__(self, "sections", tuple(int(section) for section in self.sections))
             if sum(self.sections) != self.dim // 2 or min(self.sections) < 0:
                 raise LayoutError(
@@ -185,9 +187,11 @@ def _phase(rope: Rope, whole: Int[Array, "..."]) -> Array:
     multiplied by halves of 16 bits.
     """
     high, low = (jnp.asarray(word) for word in _fixed_point(rope))
+    # Unsigned, because shifts of signed integers keep the sign; the phase of a negative position is the negated one.
     size = jnp.abs(whole).astype(jnp.uint32)
     size_high, size_low = size >> 16, size & 0xFFFF
     low_high, low_low = low >> 16, low & 0xFFFF
+    # What size · low carries into the words above 2³²; size_low · low_low is below the error.
     carried = size_high * low_high + ((size_high * low_low) >> 16) + ((size_low * low_high) >> 16)
     phase = size * high + carried
     return jnp.where(whole < 0, jnp.uint32(0) - phase, phase)
@@ -195,6 +199,7 @@ def _phase(rope: Rope, whole: Int[Array, "..."]) -> Array:
 
 def _cos_sin_of_phase(phase: Array, extra: Array | None) -> tuple[Array, Array]:
     """Computes cosine and sine of a uint32 phase plus `extra` radians, after reduction to ±1/8 of a revolution."""
+    # Rounded to the nearest quarter, so that the remainder is small, where float32 cosines are most accurate.
     quadrant = (phase + jnp.uint32(1 << 29)) >> 30
     remainder = (phase - (quadrant << 30)).astype(jnp.int32)
     angle = remainder.astype(jnp.float32) * np.float32(_REVOLUTION * 2.0**-32)
@@ -370,9 +375,12 @@ def check_extent(rope: Rope, local: tuple[float, float], start: Int[Array | np.n
     if not np.isfinite(local).all():
         raise PositionError("rope: got a position that is not finite; expected finite positions")
 
-    least, greatest = extent(start)
+    starts = np.asarray(start)
+    least, greatest = (float(starts.min()), float(starts.max())) if starts.size else (0.0, 0.0)
+    # A bound, not the position itself: the farthest start and the farthest token may lie on different axes or rows.
     farthest = max(-local[0], local[1]) + max(-least, greatest)
     if farthest >= POSITION_LIMIT:
         raise PositionError(f"rope: got position of magnitude {farthest:.0f}; expected below {POSITION_LIMIT}")
+    # Regimes depend on the longest position alone, so negative ones are not looked at.
     if rope.scaling is not None:
         rope.scaling.check_reach(local[1] + greatest)

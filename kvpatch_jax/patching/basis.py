@@ -102,30 +102,31 @@ def fit_basis(
     if first is None:
         raise InputError("basis: got no deficits; expected some chunks, each with its conditioned KV")
 
-    wanted = {name: int(rank.get(name, 0) if isinstance(rank, Mapping) else rank) for name in first.layout.names}
+    # Refuses names of other channels.
     for name in rank if isinstance(rank, Mapping) else ():
         first.layout.channel(name)
-    directions = {}
 
-    for name, size in wanted.items():
-        features = first.layout.channel(name).features
+    directions = {}
+    for channel in first.layout.channels:
+        name, features = channel.name, channel.features
+        size = int(rank.get(name, 0) if isinstance(rank, Mapping) else rank)
         if isinstance(rank, Mapping) and size == 0:
             continue
         if not 1 <= size <= features:
             raise RankError(f"basis: got rank {size} for channel {name!r}; expected 1 to {features}")
-        vectors = jnp.linalg.eigh(sums[name])[1]  # columns, the weakest first
+        # Columns, the weakest first.
+        vectors = jnp.linalg.eigh(sums[name])[1]
         directions[name] = jnp.swapaxes(vectors[..., ::-1][..., :size], -1, -2).astype(dtype)
 
     return Basis(directions, first.layout, first.backbone)
 
 
-def _gram(delta: Array) -> Array:
+@jax.jit
+def _jitted_gram(delta: Array) -> Array:
+    """Computes ΔᵀΔ of each layer, [L, F, F], heads joined and batches together."""
     flat = ops.flatten_heads(delta)
     flat = flat.reshape(flat.shape[0], -1, flat.shape[-1])
     return jnp.einsum("ltf,ltg->lfg", flat, flat, precision=jax.lax.Precision.HIGHEST)
-
-
-_jitted_gram = jax.jit(_gram)
 
 
 def form_in_basis(
@@ -162,8 +163,8 @@ def form_in_basis(
     delta = deficit_of(conditioned, chunk.kv, chunk)
 
     factors: Factors = {}
-
     for name, have in basis.ranks.items():
+        # Directions are orthonormal, so the best coefficients are products with them: no factorisation.
         v = jnp.asarray(basis.rows(name, kept, have if rank is None else min(rank, have)))
         flat = ops.flatten_heads(delta[name])[np.asarray(kept)]
         u = jnp.einsum("ltf,lmf->ltm", flat, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
@@ -200,6 +201,7 @@ def with_basis(own: Mapping[str, Any], metadata: PatchMetadata, basis: Basis) ->
             f"patch of chunk {metadata.chunk!r}: got one formed in basis {metadata.basis}; expected {basis.digest}"
         )
 
+    # A patch may use the first few directions only; then it has as many columns.
     factors: dict[str, Any] = {}
     for name, u in own.items():
         rank = (u.values if isinstance(u, ops.Quantised) else u).shape[-1]

@@ -72,8 +72,20 @@ def accumulate(
         total = {name: jnp.zeros(value.shape, jnp.float32) for name, value in chunk.kv.items()}
         acc = Accumulated(total, 0, chunk, members)
     else:
-        _check_same_chunk(acc.chunk, chunk)
+        # What one of the two chunks does not know, but for the lead, differs from nothing.
+        for word in ("id", "backbone", "layout", "length", "content", "lead"):
+            found, expected = getattr(chunk, word), getattr(acc.chunk, word)
+            known = word == "lead" or None not in (found, expected)
+            if known and found != expected:
+                what = "chunk" if word == "id" else f"chunk {acc.chunk.id!r}: {word}"
+                raise PatchMismatchError(f"accumulate: got {what} {found!r}; expected {expected!r}")
+        if (chunk.tokens, chunk.batch) != (acc.chunk.tokens, acc.chunk.batch):
+            raise ShapeError(
+                f"accumulate: got {chunk.tokens} tokens, batch {chunk.batch}; expected {acc.chunk.tokens} and "
+                f"{acc.chunk.batch} as of the chunk before"
+            )
 
+    # The sums are kept sorted, so that every order of one set is equal.
     if members != acc.antecedent:
         raise PatchMismatchError(
             f"accumulate: got antecedent {_format_set(members)}; expected an ordering of {_format_set(acc.antecedent)}"
@@ -81,21 +93,6 @@ def accumulate(
 
     total = ops.jitted_accumulate(dict(acc.total), arrays_of(conditioned), arrays_of(chunk.kv), jnp.int32(chunk.length))
     return Accumulated(total, acc.count + 1, acc.chunk, members)
-
-
-def _check_same_chunk(first: Chunk, second: Chunk) -> None:
-    """Raises where two chunks differ; what one of them does not know, but for the lead, differs from nothing."""
-    for word in ("id", "backbone", "layout", "length", "content", "lead"):
-        found, expected = getattr(second, word), getattr(first, word)
-        known = word == "lead" or None not in (found, expected)
-        if known and found != expected:
-            what = "chunk" if word == "id" else f"chunk {first.id!r}: {word}"
-            raise PatchMismatchError(f"accumulate: got {what} {found!r}; expected {expected!r}")
-
-    if first.tokens != second.tokens:
-        raise ShapeError(f"accumulate: got {second.tokens} tokens; expected the {first.tokens} of the chunk before")
-    if first.batch != second.batch:
-        raise ShapeError(f"accumulate: got a batch of {second.batch}; expected {first.batch} as of the chunk before")
 
 
 def orbit_patch(acc: Accumulated, rank: Rank, antecedent: AntecedentLike | None = None, **options: Any) -> Patch:
@@ -121,6 +118,7 @@ def orbit_patch(acc: Accumulated, rank: Rank, antecedent: AntecedentLike | None 
     if members is None:
         raise InputError("orbit_patch: got antecedent None; expected the ids of the set, here or in accumulate")
 
+    # The mean minimises the summed squared error over the orders.
     mean = {name: jnp.asarray(value) / acc.count for name, value in acc.total.items()}
     metadata = metadata_of(acc.chunk, "canonical", members, orbit=True)
     return from_deficit(acc.chunk, mean, rank, metadata, Factorisation(**options))

@@ -15,12 +15,11 @@ from ..cache import (
     PatchMetadata,
     antecedent_of,
     check_chunk,
-    check_factor_shapes,
-    check_is_patch,
     patch_digest,
 )
 from ..core import ChannelFactors, is_low_rank, ops, value_of
 from ..errors import PatchMismatchError, RankError
+from ..utils.kinds import expect_kind
 from .compress import Rank, quantise
 from .factors import Factorisation, KVArrays, check_conditioned, deficit_of, from_deficit, metadata_of
 
@@ -44,8 +43,8 @@ def correction_patch(
     check_conditioned(chunk, conditioned)
     check_chunk(patch, chunk, "canonical")
     _check_updatable(patch.metadata, "correction_patch")
-    check_factor_shapes(patch, chunk)
 
+    # What the stored patch already corrects is taken off; the rest is thin where the antecedent changed little.
     have = ops.correction(chunk.layout, dict(patch.factors), layers=patch.metadata.layers, heads=patch.metadata.heads)
     delta = deficit_of(conditioned, chunk.kv, chunk)
     delta = {name: value - have.get(name, 0.0) for name, value in delta.items()}
@@ -83,8 +82,8 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
       PatchMismatchError: the correction is of another patch. RankError: a rank beyond the two patches' ranks together.
       LayoutError: a rank for an unknown channel.
     """
-    check_is_patch(patch)
-    check_is_patch(correction)
+    expect_kind(patch, Patch, "patch", "a Patch")
+    expect_kind(correction, Patch, "correction", "a Patch")
     old, new = patch.metadata, correction.metadata
     _check_updatable(old, "update_patch")
     digest = patch_digest(patch)
@@ -97,8 +96,8 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
     for name in rank if isinstance(rank, Mapping) else ():
         old.layout.channel(name)
 
+    # A channel that only one of the two corrects keeps its factors.
     factors: dict[str, ChannelFactors] = {}
-
     for name in old.layout.names:
         own, other = patch.factors.get(name), correction.factors.get(name)
         if own is not None and other is not None:
@@ -106,6 +105,7 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
         elif own is not None or other is not None:
             factors[name] = other if own is None else own  # pyright: ignore[reportArgumentType]
 
+    # The result serves the changed antecedent in one order, and its directions are no longer those of a basis.
     metadata = dataclasses.replace(
         old, antecedent=new.antecedent, members=new.members, orbit=False, layout=new.layout, asked=None, basis=None
     )

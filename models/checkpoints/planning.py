@@ -15,7 +15,7 @@ import numpy as np
 
 from kvpatch_jax.errors import WeightsError
 
-from .entries import Expected, ParamPath, Part, TensorEntry
+from .entries import Expected, ParamPath, TensorEntry
 from .source import TensorInfo, TensorSource
 
 _FLOATING = ("F64", "F32", "F16", "BF16")
@@ -41,12 +41,30 @@ def plan(entries: Sequence[TensorEntry], expected: Expected) -> list[PlannedTens
     """Returns every tensor that must be in the file. Raises WeightsError where entries and parameters do not match."""
     tensors: list[PlannedTensor] = []
     filled: set[ParamPath] = set()
+    braces = re.compile(r"\\\{(\w+)\\\}")
     for entry in entries:
-        for path, numbers in _targets(entry, expected):
+        # A part of the path in braces stands for any number, so that the entry fills a parameter for each.
+        rules = [re.compile(braces.sub(r"(?P<\1>\\d+)", re.escape(part))) for part in entry.path]
+        found = False
+        for path in expected:
+            matches = [rule.fullmatch(part) for rule, part in zip(rules, path, strict=False)]
+            if len(path) != len(rules) or not all(matches):
+                continue
             if path in filled:
                 raise WeightsError(f"parameter {'.'.join(path)}: got a second entry {entry.pattern!r}; expected one")
+
+            found = True
             filled.add(path)
+            numbers: dict[str, int] = {}
+            for match in matches:
+                if match:
+                    numbers |= {field: int(number) for field, number in match.groupdict().items()}
             tensors += _tensors_of(entry, path, expected[path], numbers)
+
+        if not found:
+            raise WeightsError(
+                f"entry {entry.pattern!r}: got {'.'.join(entry.path)}; expected a parameter that the model has"
+            )
 
     unfilled = sorted(set(expected) - filled)
     if unfilled:
@@ -56,35 +74,22 @@ def plan(entries: Sequence[TensorEntry], expected: Expected) -> list[PlannedTens
     return tensors
 
 
-def _targets(entry: TensorEntry, expected: Expected) -> Iterator[tuple[ParamPath, dict[str, int]]]:
-    """Yields parameters an entry fills, with the numbers in their paths: one, or one per number where the path has
-    braces.
-    """
-    braces = re.compile(r"\\\{(\w+)\\\}")
-    rules = [re.compile(braces.sub(r"(?P<\1>\\d+)", re.escape(part))) for part in entry.path]
-    found = False
-
-    for path in expected:
-        matches = [rule.fullmatch(part) for rule, part in zip(rules, path, strict=False)]
-        if len(path) == len(rules) and all(matches):
-            found = True
-            yield path, {field: int(n) for match in matches if match for field, n in match.groupdict().items()}
-
-    if not found:
-        raise WeightsError(
-            f"entry {entry.pattern!r}: got {'.'.join(entry.path)}; expected a parameter that the model has"
-        )
-
-
 def _tensors_of(
     entry: TensorEntry, path: ParamPath, leaf: jax.ShapeDtypeStruct, numbers: dict[str, int]
 ) -> Iterator[PlannedTensor]:
+    """Yields the file's tensors that a parameter is made of, one for each slot of its stack."""
     depth = len(entry.fields) if entry.stack else 0
     lead, inner = leaf.shape[:depth], leaf.shape[depth:]
     fits = len(lead) == depth and len(entry.permute or ()) in (0, len(entry.file_shape or inner))
     piece = tuple(entry.file_shape or (unpermuted(inner, entry.permute) if fits else ()))
-    file_shape = _whole(piece, entry.part)
-    if not fits or file_shape is None or math.prod(piece) != math.prod(inner):
+
+    # The shape of the file's tensor that the piece is cut from.
+    part, file_shape = entry.part, piece
+    if part is not None:
+        fits = fits and part.axis < len(piece) and part.stop <= part.size
+        fits = fits and piece[part.axis] == part.stop - part.start
+        file_shape = (*piece[: part.axis], part.size, *piece[part.axis + 1 :])
+    if not fits or math.prod(piece) != math.prod(inner):
         raise WeightsError(
             f"entry {entry.pattern!r}: got a shape that does not fit; expected {leaf.shape} for the parameter "
             f"{'.'.join(path)}"
@@ -97,15 +102,6 @@ def _tensors_of(
         yield PlannedTensor(entry.pattern.format(**numbers), file_shape, piece, entry, path, slot)
 
 
-def _whole(piece: tuple[int, ...], part: Part | None) -> tuple[int, ...] | None:
-    """Returns shape of the file's tensor that a piece is cut from; None where the piece does not fit its part."""
-    if part is None:
-        return piece
-    if part.axis >= len(piece) or piece[part.axis] != part.stop - part.start or part.stop > part.size:
-        return None
-    return (*piece[: part.axis], part.size, *piece[part.axis + 1 :])
-
-
 def unpermuted[T](axes: Sequence[T], permute: tuple[int, ...] | None) -> tuple[T, ...]:
     """Returns what belongs to a parameter's axes, in the order that the file's tensor has them."""
     return tuple(axes) if permute is None else tuple(axes[axis] for axis in np.argsort(permute))
@@ -113,12 +109,12 @@ def unpermuted[T](axes: Sequence[T], permute: tuple[int, ...] | None) -> tuple[T
 
 def resolve_ties(tensors: Sequence[PlannedTensor], present: Mapping[str, TensorInfo]) -> list[PlannedTensor]:
     """Returns the same tensors, those that are absent and tied to another under that one's name."""
-    return [
-        dataclasses.replace(tensor, name=tensor.entry.tied_to)
-        if tensor.name not in present and tensor.entry.tied_to is not None
-        else tensor
-        for tensor in tensors
-    ]
+    resolved = []
+    for tensor in tensors:
+        if tensor.name not in present and tensor.entry.tied_to is not None:
+            tensor = dataclasses.replace(tensor, name=tensor.entry.tied_to)
+        resolved.append(tensor)
+    return resolved
 
 
 def check_tensors(

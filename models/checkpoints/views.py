@@ -43,7 +43,7 @@ def split_rows(**rows: int) -> dict[str, TensorSelection]:
 
 
 def split_groups(groups: int, **rows: int) -> dict[str, TensorSelection]:
-    """Returns the same, repeated in every one of `groups`; each piece takes its rows of all of them."""
+    """Returns pieces that repeat, one behind the other, in each of `groups`; a piece takes its rows of all of them."""
     period, start, pieces = sum(rows.values()), 0, dict[str, TensorSelection]()
     for name, count in rows.items():
         runs = tuple((group * period + start, group * period + start + count) for group in range(groups))
@@ -92,6 +92,7 @@ class ViewSource:
         if piece.rows is None:
             return self._inner.read(stored, region)
 
+        # Rows are counted over the piece's runs, which need not lie together in the file.
         rows, *others = region or (slice(None),)
         first, last, _ = rows.indices(self.tensors[name].shape[0])
         found, passed = [self._inner.read(stored, (slice(0, 0), *others))], 0

@@ -419,7 +419,7 @@ ALIASES = {"num_local_experts": "num_experts", "image_token_id": "image_token_in
 
 
 def complete(raw: Any, kind: str, place: str = "config.json", drop: Collection[str] | None = None) -> dict[str, Any]:
-    """Checks a table of `config.json` and fill in what it leaves out.
+    """Checks a table of `config.json` and fills in what it leaves out.
 
     Args:
       raw: the table.

@@ -42,6 +42,7 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig
             "vision_feature_select_strategy: got 'full', which is not built for InternVL; expected 'default'"
         )
 
+    # The configuration has the side's factor (½), here it is the square's side. The norm's epsilon is nowhere in it.
     shuffle = round(1 / model["downsample_ratio"])
     glue = GlueConfig(shuffle=shuffle, activation=model["projector_hidden_act"], norm_epsilon=1e-5)
     return ViTModelConfig(FAMILY, text, tower, glue, need(model, "image_token_id"), freeze(raw))

@@ -95,7 +95,8 @@ def _rules(config: ViTModelConfig, raw: Raw) -> Sequence[Rule]:
         (rf"{theirs}\.pos_embed", {f"{tower}.embeddings.position_embedding.weight": TensorSelection(lead=True)}),
         (rf"{theirs}\.patch_embed\.proj\.(\w+)", {rf"{tower}.embeddings.patch_embedding.\1": WHOLE}),
         (rf"{theirs}\.norm\.(\w+)", {rf"{tower}.post_layernorm.\1": WHOLE}),
-        (rf"{theirs}\.attn_pool\..*", {}),  # which the authors' forward leaves out too
+        # The authors' forward leaves the pooling head out too.
+        (rf"{theirs}\.attn_pool\..*", {}),
         (r"aligner\.layers\.0\.(\w+)", {r"model.aligner.linear1.\1": WHOLE}),
         (r"aligner\.layers\.2\.(\w+)", {r"model.aligner.linear2.\1": WHOLE}),
         (r"language_model\.model\.(.*)", {r"model.language_model.\1": WHOLE}),

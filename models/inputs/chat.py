@@ -82,7 +82,7 @@ class ChatTemplate:
             ) from error
         except jinja2.TemplateError as error:
             raise ConfigError(
-                f"chat template {self.name}: got {error}; expected a template that can be used"
+                f"chat template {self.name}: got one that cannot be used ({error}); expected another"
             ) from error
 
     def starts(self, text: str) -> bool:

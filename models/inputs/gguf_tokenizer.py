@@ -14,7 +14,8 @@ from kvpatch_jax.utils.optional_packages import require
 from .chat import ChatTemplate
 
 _UNKNOWN, _CONTROL, _USER = 2, 3, 4
-_LONGEST = 256  # characters of a token that may be put together of two
+_LONGEST = 256
+"""Characters of a token that may be put together of two."""
 _SPACE = "▁"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -88,7 +89,15 @@ def _byte_level(tokenizers: Any, metadata: Mapping[str, Any], tokens: list[str])
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, merges, ignore_merges=split == "llama-bpe"))
     if split == "qwen2":
         tokenizer.normalizer = tokenizers.normalizers.NFC()
-    tokenizer.pre_tokenizer = _pre_tokenizer(tokenizers.pre_tokenizers, tokenizers.Regex, split)
+
+    # Without a pattern GPT-2's own split is used, which `ByteLevel` has; SmolLM2 cuts off every digit first.
+    pattern, pre = _SPLITS[split], tokenizers.pre_tokenizers
+    steps = [pre.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
+    if pattern is not None:
+        steps = [pre.Split(tokenizers.Regex(pattern), behavior="isolated"), *steps]
+    elif split == "smollm":
+        steps = [pre.Digits(individual_digits=True), *steps]
+    tokenizer.pre_tokenizer = pre.Sequence(steps) if len(steps) > 1 else steps[0]
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     return tokenizer
 
@@ -146,16 +155,6 @@ def gguf_chat_template(metadata: Mapping[str, Any], name: str) -> ChatTemplate |
             found.append((theirs, str(tokens[number])))
 
     return ChatTemplate(source, tuple(found), name)
-
-
-def _pre_tokenizer(pre_tokenizers: Any, regex: Any, split: str) -> Any:
-    pattern = _SPLITS[split]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    if pattern is not None:
-        return pre_tokenizers.Sequence([pre_tokenizers.Split(regex(pattern), behavior="isolated"), byte_level])
-    if split == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    return byte_level
 
 
 def _add_start(tokenizers: Any, tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str]) -> None:

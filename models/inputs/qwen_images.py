@@ -155,7 +155,7 @@ def preprocess_images(
     """
     pixels, grids = [np.zeros((0, 3 * config.temporal_patch_size * config.patch_size**2), np.float32)], []
     for number, source in enumerate(images):
-        name = _name(source, number)
+        name = name_of(source, number)
         image = _resize(read_image(source, name), config, name)
         pixels.append(patchify(normalise(image, config)[None], config)[0])
         grids.append((1, image.shape[0] // config.patch_size, image.shape[1] // config.patch_size))
@@ -231,7 +231,8 @@ def read_image(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H
     return over_white(decoded(source, name))
 
 
-def _name(source: ImageSource, number: int) -> str:
+def name_of(source: ImageSource, number: int) -> str:
+    """Returns what errors call an image: its path, or its number."""
     return os.fspath(source) if isinstance(source, str | os.PathLike) else f"image {number}"
 
 

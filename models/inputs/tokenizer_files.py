@@ -67,15 +67,14 @@ def token_id(root: Path, token: str) -> int | None:
     for name in ("added_tokens.json", TOKENIZER_CONFIG_FILE, TOKENIZER_FILE):
         table = read_table(root / name)
         found = table if name == "added_tokens.json" else {}
-        found |= {str(entry.get("content")): int(number) for number, entry in _entries(table, "added_tokens_decoder")}
-        found |= {str(entry.get("content")): int(entry["id"]) for entry in table.get("added_tokens") or ()}
+        # `tokenizer_config.json` keys them by id, `tokenizer.json` lists them.
+        for number, entry in (table.get("added_tokens_decoder") or {}).items():
+            found[str(entry.get("content"))] = int(number)
+        for entry in table.get("added_tokens") or ():
+            found[str(entry.get("content"))] = int(entry["id"])
         if token in found:
             return int(found[token])
     return None
-
-
-def _entries(table: Mapping[str, Any], key: str) -> list[tuple[str, Mapping[str, Any]]]:
-    return list((table.get(key) or {}).items())
 
 
 def _tiktoken(root: Path) -> Any:
@@ -111,17 +110,17 @@ def _qwen2(root: Path) -> Any:
         model = tokenizers.models.BPE.from_file(str(root / VOCABULARY_FILE), str(root / MERGES_FILE))
     except Exception as error:
         raise ConfigError(
-            f"{root / VOCABULARY_FILE} and {MERGES_FILE}: got {error}; expected files that can be read"
+            f"{root / VOCABULARY_FILE} and {MERGES_FILE}: got files that cannot be read ({error}); expected a "
+            "vocabulary and merges"
         ) from error
 
     tokenizer = _byte_level(tokenizers, model, _QWEN2)
     tokenizer.normalizer = tokenizers.normalizers.NFC()
     added = {int(number): entry for number, entry in (config.get("added_tokens_decoder") or {}).items()}
 
+    # `tokenizers` numbers added tokens in the order in which they come.
     for number, entry in sorted(added.items()):
-        flags = {
-            name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")
-        }
+        flags = {name: bool(entry.get(name, False)) for name in _FLAGS}
         tokenizer.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
         if tokenizer.token_to_id(entry["content"]) != number:
             raise ConfigError(

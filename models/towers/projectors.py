@@ -94,28 +94,32 @@ def packing_index(config: TileConfig, image_sizes: Int[np.ndarray, "images 2"]) 
     rows or columns that only padding made, a newline after each row.
     """
     size, first, parts = config.side**2, 0, []
-    sizes = [(int(height), int(width)) for height, width in np.asarray(image_sizes).tolist()]
-    grids = [tuple(edge // config.image for edge in best_resolution(*size_, config.pinpoints)) for size_ in sizes]
+    sizes, grids = [], []
+    for height, width in np.asarray(image_sizes).astype(int).tolist():
+        tall, wide = best_resolution(height, width, config.pinpoints)
+        sizes.append((height, width))
+        grids.append((tall // config.image, wide // config.image))
     newline = size * sum(1 + rows * columns for rows, columns in grids)
 
+    # The grid's tiles follow the small whole image, in raster order.
     for (height, width), (rows, columns) in zip(sizes, grids, strict=True):
         count = size * rows * columns
         grid = first + size + np.arange(count).reshape(rows, columns, config.side, config.side)
-        grid = _unpad(grid.transpose(0, 2, 1, 3).reshape(rows * config.side, -1), height, width)
+        grid = grid.transpose(0, 2, 1, 3).reshape(rows * config.side, -1)
+
+        # Features that only padding made are cut off along one side; the margin is rounded as transformers does it.
+        tall, wide = grid.shape
+        if width / height > wide / tall:
+            margin = (tall - int(round(height * (wide / width), 7))) // 2
+            grid = grid[margin : tall - margin]
+        else:
+            margin = (wide - int(round(width * (tall / height), 7))) // 2
+            grid = grid[:, margin : wide - margin]
         lines = np.concatenate([grid, np.full((len(grid), 1), newline)], axis=1)
         parts += [np.arange(first, first + size), lines.reshape(-1)]
         first += size + count
 
     return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
-
-
-def _unpad(grid: np.ndarray, height: int, width: int) -> np.ndarray:
-    rows, columns = grid.shape
-    if width / height > columns / rows:
-        margin = (rows - int(round(height * (columns / width), 7))) // 2
-        return grid[margin : rows - margin]
-    margin = (columns - int(round(width * (rows / height), 7))) // 2
-    return grid[:, margin : columns - margin]
 
 
 def pack_tiles(

@@ -287,7 +287,7 @@ def test_prepare_reads_files_and_pil_images_alike(backbone, gold, tmp_path):
 
 
 def test_prepare_refuses(backbone, gold, tmp_path):
-    with pytest.raises(InputError, match=r"'which page\?'.*tokenizer.json; expected token ids"):
+    with pytest.raises(InputError, match=r"'which page\?'.*tokenizer.json\); expected token ids"):
         backbone.prepare(["which page?"])
     for item in (3.5, {"image": "page.png"}, None, ["one", "two"]):
         with pytest.raises(InputError, match=f"type {type(item).__name__}; expected text, token ids or an image"):
@@ -348,7 +348,7 @@ def missing(tensors, name):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (missing, "got no tensor"),
+        (missing, r"; expected shape \(32, 64\)"),
         (lambda tensors, name: tensors | {name: tensors[name][:-1]}, r"of shape \(31, 64\); expected \(32, 64\)"),
         (lambda tensors, name: missing(tensors, name) | {name: tensors[name].astype(np.int32)}, "of type I32"),
     ],
@@ -359,7 +359,7 @@ def test_a_damaged_tensor_is_named(checkpoint, damage, message):
     tensors = load_file(directory / WEIGHTS)
     name = next(full for full in tensors if full.endswith(name))
     save_file(damage(tensors, name), directory / WEIGHTS)
-    with pytest.raises(WeightsError, match=f"{name}' {message}"):
+    with pytest.raises(WeightsError, match=f"{name}' ?{message}"):
         load(directory)
 
 
@@ -383,5 +383,6 @@ def test_an_unknown_architecture_lists_the_known_ones(checkpoint):
     directory = checkpoint(FAMILY)
     raw = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(raw | {"architectures": ["OtherForCausalLM"]}))
-    with pytest.raises(ConfigError, match=r"OtherForCausalLM.*knows \[.*'Qwen2_5_VLForConditionalGeneration'"):
+    message = r"OtherForCausalLM.*expected one of \[.*'Qwen2_5_VLForConditionalGeneration'"
+    with pytest.raises(ConfigError, match=message):
         load(directory)

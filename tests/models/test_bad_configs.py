@@ -77,22 +77,22 @@ def test_no_value_of_any_key_gives_an_untyped_error(name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_hidden_layers": 2.5}, r"num_hidden_layers: got 2\.5; expected a positive whole number"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers: got -1; expected a positive whole number"),
-        ({"num_attention_heads": 0}, "num_attention_heads: got 0; expected a positive whole number"),
+        ({"num_hidden_layers": 2.5}, r"num_hidden_layers 2\.5; expected a positive whole number"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers -1; expected a positive whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0; expected a positive whole number"),
         (
             {"num_attention_heads": 65, "num_key_value_heads": 65, "head_dim": None},
             "head_dim: got 0; expected a positive whole number",
         ),
         ({"rope_parameters": None, "rope_scaling": "yarn"}, "rope_scaling 'yarn'; expected a table"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor is '2'; expected a number"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor '2'; expected a number"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear': got no 'factor'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn': got no 'factor'"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope type: got 'spiral'"),
         ({"layer_types": ["full_attention"]}, "layer_types: got 1 layers; expected num_hidden_layers = 3"),
         ({"attention_sinks": 4}, "got 'attention_sinks': 4, which this library does not know for llama.*take it out"),
-        ({"quantization_config": {"bits": 4}}, "has 'quantization_config'"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),
+        ({"quantization_config": {"bits": 4}}, "got 'quantization_config'"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings 'yes'; expected true or false"),
         ({"architectures": "LlamaForCausalLM"}, "architectures 'LlamaForCausalLM'; expected a list of names"),
     ],
 )

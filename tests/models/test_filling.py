@@ -161,7 +161,7 @@ def test_a_source_that_computes_loads_the_same(tmp_path, monkeypatch):
     computed = load_weights(Computed(tensors), entries, expected)
     jax.tree.map(np.testing.assert_array_equal, read, computed)
     tensors["embed"][4321, 7] = -np.inf
-    with pytest.raises(WeightsError, match=r"'embed' holds -inf at \[4321, 7\]"):
+    with pytest.raises(WeightsError, match=r"'embed': got -inf at \[4321, 7\]"):
         load_weights(Computed(tensors), entries, expected)
 
 

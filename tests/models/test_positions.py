@@ -94,7 +94,7 @@ def test_local_positions_of_an_image() -> None:
     [
         ([1, 301, 301], [], [], "pads for image 0; expected as many as the 0 image grids"),
         ([1, 301, 301], [(1, 4, 4)], [], "got 2 pad tokens 301 from index 1; expected 4"),
-        ([1, 301, 1, 301, 301], [(1, 4, 4)], [], "found 1"),
+        ([1, 301, 1, 301, 301], [(1, 4, 4)], [], "got 1 pad tokens 301 from index 1; expected 4"),
         ([1, 2], [(1, 2, 2)], [], "image grids: got 1; expected 0"),
         ([302, 302], [], [(1, 2, 5)], "expected a positive multiple of the merge size 2"),
     ],

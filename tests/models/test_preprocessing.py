@@ -124,7 +124,7 @@ def test_png_cut_short(tmp_path: Path, share: float) -> None:
     stored = ARRAYS["rgb_large.png"].tobytes()
     path = tmp_path / "short.png"
     path.write_bytes(stored[: int(share * len(stored))])
-    with pytest.raises(ImageError, match=r"short\.png is"):
+    with pytest.raises(ImageError, match=r"short\.png: got a"):
         preprocess_images([path], TINY)
 
 
@@ -152,9 +152,9 @@ def test_files_that_are_no_images(tmp_path: Path) -> None:
         (np.zeros((0, 8, 3), np.uint8), "image 0: got 0×8 pixels"),
         (np.zeros((0, 8, 4), np.uint8), "image 0: got 0×8 pixels"),
         (Image.new("RGB", (0, 8)), "image 0: got 8×0 pixels"),
-        (np.zeros((2, 402, 3), np.uint8), "image 0: image of 2×402 pixels; expected sides within a ratio of 200"),
-        (np.zeros((8, 8, 3), np.float32), r"image 0 is float32 \[8, 8, 3\]; expected uint8"),
-        (np.zeros((3, 8, 8), np.uint8), r"image 0 is uint8 \[3, 8, 8\]; expected uint8"),
+        (np.zeros((2, 402, 3), np.uint8), "image 0: image: got 2×402 pixels; expected sides within a ratio of 200"),
+        (np.zeros((8, 8, 3), np.float32), r"image 0: got float32 \[8, 8, 3\]; expected uint8"),
+        (np.zeros((3, 8, 8), np.uint8), r"image 0: got uint8 \[3, 8, 8\]; expected uint8"),
         (7, "image 0: got a int; expected a path, a PIL image or a uint8 array"),
     ],
 )
@@ -189,13 +189,13 @@ def test_configuration_is_read_and_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"patch_size": 0}, "patch_size is 0"),
-        ({"patch_size": "14"}, "patch_size is '14'"),
+        ({"patch_size": 0}, "patch_size: got 0"),
+        ({"patch_size": "14"}, "patch_size: got '14'"),
         ({"min_pixels": 10, "max_pixels": 5}, "min_pixels: got 10; expected at most max_pixels, 5"),
-        ({"image_mean": [0.5]}, "image_mean is"),
-        ({"image_mean": ["a", 0, 0]}, "image_mean is"),
+        ({"image_mean": [0.5]}, "image_mean: got"),
+        ({"image_mean": ["a", 0, 0]}, "image_mean: got"),
         ({"image_std": [1, 1, 0]}, "image_std: got"),
-        ({"do_resize": 1}, "do_resize is 1; expected a bool"),
+        ({"do_resize": 1}, "do_resize: got 1; expected a bool"),
         ([], "got a list"),
     ],
 )

@@ -156,10 +156,10 @@ def test_caches_that_do_not_divide_are_refused():
 def test_parameter_unknown_to_the_table_is_refused():
     config = config_of("qwen3")
     shapes = {("decoder", "layers", "attention", "gate", "kernel"): jax.ShapeDtypeStruct((3, 64, 64), np.float32)}
-    with pytest.raises(ConfigError, match=r"decoder\.layers\.attention\.gate\.kernel of shape \(3, 64, 64\)"):
+    with pytest.raises(ConfigError, match=r"decoder\.layers\.attention\.gate\.kernel: got shape \(3, 64, 64\)"):
         partition_specs(config.text, shapes, AbstractMesh((2,), ("tensor",)))
     shapes = {("decoder", "embedding"): jax.ShapeDtypeStruct((3, 64, 64), np.float32)}
-    with pytest.raises(ConfigError, match=r"decoder\.embedding of shape \(3, 64, 64\)"):
+    with pytest.raises(ConfigError, match=r"decoder\.embedding: got shape \(3, 64, 64\)"):
         partition_specs(config.text, shapes, AbstractMesh((2,), ("tensor",)))
 
 
@@ -340,5 +340,7 @@ def test_host_holds_one_shard_at_a_time(facts):
 def test_parameter_left_whole_or_in_another_type_is_refused(facts):
     said = facts["violations"]
     assert said["right"] == ""
-    assert re.match(r"parameter decoder\.layers\.attention\.key\.kernel lies as .*; expected .*'tensor'", said["whole"])
+    assert re.match(
+        r"parameter decoder\.layers\.attention\.key\.kernel: got sharding .*; expected .*'tensor'", said["whole"]
+    )
     assert "got type bfloat16; expected float32" in said["typed"]

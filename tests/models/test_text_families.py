@@ -290,5 +290,5 @@ def test_text_families_take_no_images_and_ties_are_read(loaded, tmp_path):
     assert np.array_equal(prepared["position_ids"], [[0, 1, 2]])
     assert backbone.embed(np.ones((3, 4), np.int32)).positions.shape == (3, 4)
     directory = write_text_checkpoint("kimi_vl_text", tmp_path / "kimi", n_routed_experts=16)
-    with pytest.raises(WeightsError, match=r"mlp\.gate\.weight' has shape \(8, 64\); expected \(16, 64\)"):
+    with pytest.raises(WeightsError, match=r"mlp\.gate\.weight' of shape \(8, 64\); expected \(16, 64\)"):
         load(directory)

@@ -128,7 +128,7 @@ def test_ignored_tensors_may_be_there(tmp_path: Path) -> None:
             np.ones((7, 4), np.int32),
             r"'layers\.1\.proj\.weight' of type I32; expected one of F",
         ),
-        ("layers.3.proj.weight", np.ones((7, 4), np.float32), r"'layers\.3\.proj\.weight' is unexpected"),
+        ("layers.3.proj.weight", np.ones((7, 4), np.float32), r"'layers\.3\.proj\.weight' \(\d+ such in all\)"),
     ],
 )
 def test_wrong_tensor_is_named(tmp_path: Path, name: str, value: np.ndarray | None, message: str) -> None:
@@ -164,7 +164,7 @@ def test_wrong_index(tmp_path: Path) -> None:
     wrong = {
         "not JSON": ("{", "that is not an index"),
         "no map": ("{}", "that is not an index"),
-        "absent shard": (json.dumps({"weight_map": {"a": "absent.safetensors"}}), r"names absent\.safetensors"),
+        "absent shard": (json.dumps({"weight_map": {"a": "absent.safetensors"}}), r"got absent\.safetensors"),
         "outside": (json.dumps({"weight_map": {"a": "../m.safetensors"}}), "plain file name"),
         "other shard": (
             json.dumps({"weight_map": weight_map | {"a.weight": weight_map["embed.weight"]}}),
@@ -185,7 +185,7 @@ def test_map_and_model_must_match(tmp_path: Path) -> None:
         load_weights(tmp_path, [*ENTRIES, TensorEntry("a", ("other",))], EXPECTED)
     with pytest.raises(WeightsError, match="parameter embedding: got a second entry"):
         load_weights(tmp_path, [*ENTRIES, TensorEntry("a", ("embedding",))], EXPECTED)
-    with pytest.raises(WeightsError, match="does not fit; expected .* for the parameter embedding"):
+    with pytest.raises(WeightsError, match=r"does not fit; expected .* for the parameter embedding"):
         load_weights(tmp_path, [TensorEntry("embed.weight", ("embedding",), permute=(0, 2, 1)), *ENTRIES[1:]], EXPECTED)
 
 

@@ -108,41 +108,35 @@ class _Reader:
         self._afford(entries, 12, "metadata entries")
 
         metadata: dict[str, Any] = {}
-
         for _ in range(entries):
             key = self._text(_LONGEST_NAME)
             if key in metadata:
                 raise WeightsError(f"{self._path}: got metadata {key!r} twice; expected it once")
             metadata[key] = self._value(key)
 
-        found = [self._tensor() for _ in range(count)]
-        return GgufHeader(self._path, metadata, self._placed(metadata, found))
+        # Tensors are listed before it is known where their data begins.
+        found: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for _ in range(count):
+            name = self._text(_LONGEST_NAME)
+            axes = self._number("I")
+            if axes > _MOST_AXES:
+                raise WeightsError(f"{self._path}: got tensor {name!r} with {axes} axes; expected {_MOST_AXES} at most")
+            shape = tuple(self._number("Q") for _ in range(axes))
+            if math.prod(shape) > _MOST_VALUES * len(self._data):
+                raise WeightsError(
+                    f"{self._path}: got tensor {name!r} of shape {shape}; expected at most what the file has room for"
+                )
+            if name in found:
+                raise WeightsError(f"{self._path}: got tensor {name!r} twice; expected it once")
+            # ggml lists the fastest axis first.
+            found[name] = shape[::-1], self._number("I"), self._number("Q")
 
-    def _placed(self, metadata: Mapping[str, Any], found: list[tuple[str, tuple[int, ...], int, int]]) -> Any:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise WeightsError(f"{self._path}: got general.alignment {alignment!r}; expected a power of two")
-
         start = -(-self._at // alignment) * alignment
-        tensors: dict[str, GgufTensor] = {}
-        for name, shape, kind, offset in found:
-            if name in tensors:
-                raise WeightsError(f"{self._path}: got tensor {name!r} twice; expected it once")
-            tensors[name] = GgufTensor(shape, kind, start + offset)
-
-        return tensors
-
-    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._text(_LONGEST_NAME)
-        axes = self._number("I")
-        if axes > _MOST_AXES:
-            raise WeightsError(f"{self._path}: got tensor {name!r} with {axes} axes; expected {_MOST_AXES} at most")
-        shape = tuple(self._number("Q") for _ in range(axes))
-        if math.prod(shape) > _MOST_VALUES * len(self._data):
-            raise WeightsError(
-                f"{self._path}: got tensor {name!r} of shape {shape}; expected at most what the file has room for"
-            )
-        return name, shape[::-1], self._number("I"), self._number("Q")
+        tensors = {name: GgufTensor(shape, kind, start + offset) for name, (shape, kind, offset) in found.items()}
+        return GgufHeader(self._path, metadata, tensors)
 
     def _value(self, key: str) -> Any:
         kind = self._number("I")

@@ -112,6 +112,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     table.expect("vocab_size", config["vocab_size"])
     if name == "qwen3moe":
         config |= {theirs: table.whole(ours) for ours, theirs in _EXPERT_SIZES.items()} | {"norm_topk_prob": True}
+    # Qwen2 has the biases always, and says nothing of them.
     if name != "qwen2":
         config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     _check_sizes(header, config)
@@ -135,10 +136,8 @@ def _check_sizes(header: GgufHeader, config: Mapping[str, Any]) -> None:
     for name, shape in wanted.items():
         found = header.tensors.get(name)
         if found is None or found.shape != shape:
-            what = "is missing" if found is None else f"has shape {found.shape}"
-            raise WeightsError(
-                f"{header.path}: got tensor {name!r} {what}; expected shape {shape}, as the metadata say"
-            )
+            shown = "no tensor" if found is None else f"shape {found.shape} of tensor"
+            raise WeightsError(f"{header.path}: got {shown} {name!r}; expected shape {shape}, as the metadata say")
 
     last = f"blk.{config['num_hidden_layers'] - 1}.attn_norm.weight"
     if last not in header.tensors:
@@ -228,28 +227,27 @@ def _factor_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, 
     if np.allclose(factors, 1, rtol=1e-6):
         return {"rope_type": "default"}
 
+    # What Llama 3.1 and 3.2 divide their frequencies by: 1 for short waves, the factor for long ones.
     largest = float(str(np.float32(factors.max())))
-    if np.allclose(factors, _llama3_factors(config["rope_theta"], 2 * half, largest), rtol=1e-5):
+    low, high, original = _LLAMA3.values()
+    waves = 2 * np.pi * config["rope_theta"] ** (np.arange(0, 2 * half, 2) / (2 * half))
+    between = (original / waves - low) / (high - low)
+    smooth = 1 / ((1 - between) / largest + between)
+    llama3 = np.where(waves < original / high, 1.0, np.where(waves > original / low, largest, smooth))
+    if np.allclose(factors, llama3, rtol=1e-5):
         return {"rope_type": "llama3", "factor": largest, **_LLAMA3}
 
+    # Any other factors are a longrope whose two sets are alike, so that no regime changes them.
     longest = config["max_position_embeddings"]
     same = {"short_factor": factors.tolist(), "long_factor": factors.tolist(), "attention_factor": 1.0}
     return {"rope_type": "longrope", "factor": 1.0, "original_max_position_embeddings": longest, **same}
 
 
-def _llama3_factors(theta: float, width: int, factor: float) -> np.ndarray:
-    """Returns what Llama 3.1 and 3.2 divide their frequencies by: 1 for short waves, `factor` for long ones."""
-    low, high, original = _LLAMA3.values()
-    waves = 2 * np.pi * theta ** (np.arange(0, width, 2) / width)
-    between = (original / waves - low) / (high - low)
-    smooth = 1 / ((1 - between) / factor + between)
-    return np.where(waves < original / high, 1.0, np.where(waves > original / low, factor, smooth))
-
-
 def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, TensorLocation]:
     """Maps Hugging Face's names to where a file's tensors lie. Unknown names stay, to be reported."""
     pairs = {}
-    if config["model_type"] == "llama":  # llama.cpp rotates neighbours there
+    # llama.cpp rotates neighbours in this architecture, and its files have the rows in that order.
+    if config["model_type"] == "llama":
         heads = config["num_attention_heads"]
         pairs = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}
 

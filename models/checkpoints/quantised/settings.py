@@ -171,9 +171,15 @@ def read_quantisation(table: Any, place: str = "quantization_config") -> Quantis
     if not isinstance(table, Mapping):
         raise ConfigError(f"{place}: got {table!r}; expected a table")
 
-    method = _method(table)
-    if method is None:
+    # Releases name the method in either of two keys, or not at all.
+    given = table.get("quant_method", table.get("quantization_method"))
+    if given is None and (table.get("load_in_4bit") or table.get("load_in_8bit")):
+        given = "bitsandbytes"
+    elif given is None and "config_groups" in table:
+        given = "compressed-tensors"
+    if given is None:
         raise ConfigError(f"config.json: got {place!r} without a quant_method; expected one of {_READ}")
+    method = str(given).lower().replace("compressed_tensors", "compressed-tensors").replace("auto_round", "auto-round")
 
     readers = {
         "fp8": _read_fp8,
@@ -189,47 +195,30 @@ def read_quantisation(table: Any, place: str = "quantization_config") -> Quantis
             "checkpoint with plain weights"
         )
 
+    # Keys that may change what the weights are.
     for key, value in table.items():
-        _check(place, method, key, value)
+        if value is None or value is False or value == {} or value == []:
+            continue
+        if key in _ONLY:
+            if value not in _ONLY[key]:
+                one_of = ", ".join(map(str, _ONLY[key]))
+                raise ConfigError(f"{place}: got {key} {value!r}, which is not read; expected one of {one_of}")
+        elif key == "sparsity_config":
+            if not isinstance(value, Mapping) or value.get("format", "dense") != "dense":
+                raise ConfigError(f"{place}: got sparse weights ({value!r}), which are not read; expected dense ones")
+        elif key not in _INERT:
+            raise ConfigError(
+                f"{place}: got {key!r}: {value!r}; expected settings that are known for {method}, because others may "
+                "change what the weights are (if it changes nothing, take it out of the file)"
+            )
+
+    # A list where a table belongs, and the like.
     try:
         return readers[method](table, place)
-    except (TypeError, AttributeError) as error:  # a list where a table belongs, and the like
+    except (TypeError, AttributeError) as error:
         raise ConfigError(
             f"{place}: got settings of {method} that cannot be read ({error}); expected whole ones"
         ) from error
-
-
-def _method(table: Raw) -> str | None:
-    given = table.get("quant_method", table.get("quantization_method"))
-    if given is None and (table.get("load_in_4bit") or table.get("load_in_8bit")):
-        return "bitsandbytes"
-    if given is None and "config_groups" in table:
-        return "compressed-tensors"
-
-    return (
-        None
-        if given is None
-        else str(given).lower().replace("compressed_tensors", "compressed-tensors").replace("auto_round", "auto-round")
-    )
-
-
-def _check(place: str, method: str, key: str, value: Any) -> None:
-    """Refuses a key that may change what the weights are."""
-    if value is None or value is False or value == {} or value == []:
-        return
-    if key in _ONLY:
-        if value not in _ONLY[key]:
-            raise ConfigError(
-                f"{place}: got {key} {value!r}, which is not read; expected one of {', '.join(map(str, _ONLY[key]))}"
-            )
-    elif key == "sparsity_config":
-        if not isinstance(value, Mapping) or value.get("format", "dense") != "dense":
-            raise ConfigError(f"{place}: got sparse weights ({value!r}), which are not read; expected dense ones")
-    elif key not in _INERT:
-        raise ConfigError(
-            f"{place}: got {key!r}: {value!r}; expected settings that are known for {method}, because others may "
-            "change what the weights are (if it changes nothing, take it out of the file)"
-        )
 
 
 def _read_fp8(table: Raw, place: str) -> Quantisation:
@@ -320,10 +309,15 @@ def _read_compressed(table: Raw, place: str) -> Quantisation:
 
         bits.add(kind[1])
         sizes.add(weights.get("group_size") if weights.get("strategy") == "group" else None)
-        blocks.add(_block(weights.get("block_structure"), place))
+        block = weights.get("block_structure")
+        if block is not None:
+            # Written as a list or as "128x128".
+            sides = [int(size) for size in re.findall(r"\d+", block)] if isinstance(block, str) else block
+            if not _sizes(sides, 2):
+                raise ConfigError(f"{place}: got block_structure {block!r}; expected two positive whole numbers")
+            blocks.add((sides[0], sides[1]))
 
     sizes.discard(None)
-    blocks.discard(None)
     if len(sizes) > 1 or len(blocks) > 1:
         raise ConfigError(
             f"{place}: got groups of sizes {sorted(sizes)} and blocks {sorted(blocks)}; expected one of each"
@@ -337,16 +331,6 @@ def _read_compressed(table: Raw, place: str) -> Quantisation:
         block=blocks.pop() if blocks else None,
         plain=_plain(table, place),
     )
-
-
-def _block(given: Any, place: str) -> tuple[int, int] | None:
-    if given is None:
-        return None
-    if isinstance(given, str):
-        given = [int(size) for size in re.findall(r"\d+", given)]
-    if not _sizes(given, 2):
-        raise ConfigError(f"{place}: got block_structure {given!r}; expected two positive whole numbers")
-    return given[0], given[1]
 
 
 def _bits(table: Raw, place: str, known: tuple[int, ...]) -> int:
