@@ -118,8 +118,7 @@ def load_weights(
 
     params: Params = {}
     previous = None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(min(cores, _THREADS)) as pool, progress_bar(total, progress) as advance:
+    with ThreadPoolExecutor(_threads()) as pool, progress_bar(total, progress) as advance:
         for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
             read = functools.partial(_filled, pool, advance, source, list(group), expected[path].shape, types[path])
             if shardings is None:
@@ -141,6 +140,11 @@ def load_weights(
     for file in {tensor.file for tensor in stored if tensor is not None}:
         file.check_unchanged()
     return params
+
+
+def _threads() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _THREADS)
 
 
 def _regions(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> dict[Spans, list[Any]]:
@@ -188,13 +192,7 @@ def _filled(
     region: Spans,
 ) -> np.ndarray:
     """Returns a region of a parameter of this shape, filled with the tensors that it is made of."""
-    # Zeros at an address that XLA's CPU client makes an array of without a copy. The system gives them as they are.
-    sizes = [stop - start for start, stop in region]
-    size = math.prod(sizes) * dtype.itemsize
-    room = np.zeros(size + _ALIGNMENT, np.uint8)
-    begin = -room.ctypes.data % _ALIGNMENT
-    value = room[begin : begin + size].view(dtype).reshape(sizes)
-
+    value = _aligned_zeros([stop - start for start, stop in region], dtype)
     jobs: list[Job] = []
     for tensor in tensors:
         depth = len(tensor.slot)
@@ -220,6 +218,14 @@ def _filled(
             future.cancel()
 
     return value
+
+
+def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Returns zeros at an address that XLA's CPU client makes an array of without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    room = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % _ALIGNMENT
+    return room[start : start + size].view(dtype).reshape(shape)
 
 
 def _jobs(

@@ -136,8 +136,8 @@ def _check_sizes(header: GgufHeader, config: Mapping[str, Any]) -> None:
     for name, shape in wanted.items():
         found = header.tensors.get(name)
         if found is None or found.shape != shape:
-            shown = "no tensor" if found is None else f"shape {found.shape} of tensor"
-            raise WeightsError(f"{header.path}: got {shown} {name!r}; expected shape {shape}, as the metadata say")
+            shown = f"no tensor {name!r}" if found is None else f"tensor {name!r} of shape {found.shape}"
+            raise WeightsError(f"{header.path}: got {shown}; expected shape {shape}, as the metadata say")
 
     last = f"blk.{config['num_hidden_layers'] - 1}.attn_norm.weight"
     if last not in header.tensors:
