@@ -18,8 +18,7 @@ from kvpatch_jax.utils.atomic_files import path_of
 from .backbone import ModelBackbone
 from .checkpoints import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
 from .decoder.sharding import check_parameters, parameter_shardings
-from .families.authors import AuthorsFormat
-from .families.family import Family, abstract, parameters, with_dtype
+from .families.family import abstract, parameters, with_dtype
 from .families.registry import AUTHORS, FAMILIES
 from .files import open_files
 from .inputs.stops import save_generation
@@ -98,7 +97,10 @@ def load(
     config = family.settle_ties(config, shapes, functools.partial(same_tensors, source), silent)
     expected = flatten_params(parameters(abstract(config)))
     entries = family.entries(config, shapes)
-    image_config = _image_settings(family, authors, files.config, root)
+    if authors is not None:
+        image_config = authors.settings(files.config, root)
+    else:
+        image_config = None if family.vision is None else family.vision.settings(root)
 
     shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
     ignore = (*family.ignored(config), *map(re.escape, source.unused))
@@ -136,7 +138,8 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
     root = path_of(directory, "save:", ConfigError, "a directory's name")
     root.mkdir(parents=True, exist_ok=True)
     config, values = backbone.config, backbone.parameters
-    if dtype is not None:  # parameters that are float32 in every model (a router's correction) stay so
+    # Parameters that are float32 in every model (a router's correction) stay so.
+    if dtype is not None:
         config = with_dtype(config, dtype)
         values = jax.tree.map(lambda leaf, typed: leaf.astype(typed.dtype), values, parameters(abstract(config)))
 
@@ -150,12 +153,6 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
     save_generation(root, backbone.stop_tokens, backbone.answer_tokens)
     save_weights(root, values, backbone.family.entries(backbone.config, {}))
     return root
-
-
-def _image_settings(family: Family, authors: AuthorsFormat | None, given: Mapping[str, Any], root: Path) -> Any:
-    if authors is not None:
-        return authors.settings(given, root)
-    return None if family.vision is None else family.vision.settings(root)
 
 
 def _architecture(raw: Mapping[str, Any], path: str) -> str:

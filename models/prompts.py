@@ -95,6 +95,7 @@ class Prompts:
         """See `ModelBackbone.chat`."""
         template, images = self._template(), images_of(messages)
         text = template.render(messages, add_generation_prompt, **variables)
+        # A text family's tokenizer adds nothing, because its template writes what belongs around a text.
         own = self.family.vision is not None and not template.starts(text)
         ids = ids_of_text(self.tokenizer, text, self._unknown, own)
 
@@ -111,6 +112,7 @@ class Prompts:
         def said(text):
             return [{"type": "text", "text": text}] if sees else text
 
+        # Two images and a question, of which the text around each is then read off the rendered messages.
         shown = [{"type": "image"}] * 2 if sees else []
         messages: list[Message] = [{"role": "user", "content": [*shown, *said(_ASKED)] if sees else _ASKED}]
         if system is not None:
@@ -162,6 +164,7 @@ class Prompts:
             raise InputError(
                 f"chat template: got image tokens {tokens} without a text in the tokenizer; expected one for each"
             )
+        # Some templates write an image's start and end themselves, others leave them to the processor.
         marked = "".join(tokens)
         return marked if marked in text else tokens[first]
 

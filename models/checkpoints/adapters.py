@@ -74,11 +74,21 @@ class LoRASource:
 
     def __init__(self, inner: TensorSource, directory: str | os.PathLike[str], translate: Callable[[str], str | None]):
         self._inner, self._directory = inner, Path(directory)
-        self.unused = inner.unused
         self.origin = f"{inner.origin} with the adapter {self._directory}"
         self.unused = inner.unused
         config = read_adapter_config(self._directory)
-        self._file = _open(self._directory / ADAPTER_FILE)
+        path = self._directory / ADAPTER_FILE
+        try:
+            self._file: Any = safe_open(path, framework="numpy")
+        except FileNotFoundError as error:
+            others = sorted(file.name for file in self._directory.glob("adapter_model*"))
+            raise WeightsError(
+                f"{path}: got no such file (found {others}); expected the adapter as safetensors"
+            ) from error
+        except (SafetensorError, OSError, ValueError) as error:
+            raise WeightsError(
+                f"{path}: got a damaged or truncated file ({error}); expected a safetensors file"
+            ) from error
         self._infos = _infos(self._file)
 
         self._changes = self._read_changes(config, translate)
@@ -86,10 +96,22 @@ class LoRASource:
         self.tensors: dict[str, TensorInfo] = dict(inner.tensors)
 
         for name, change in self._changes.items():
-            info = self._base_info(name, change)
+            info = inner.tensors[name] if change.replaced is None else self._infos[change.replaced]
+            # Sums are float32, whatever the base's type; a tensor that is only replaced keeps its own.
             added = change.up is not None or change.bias is not None
             self.tensors[name] = TensorInfo(info.shape, "F32") if added else info
-            self._check_fit(name, change, info.shape)
+
+            # The product of the factors; an embedding's are the other way round, as its rows are looked up.
+            found = None
+            if change.up is not None and change.down is not None:
+                up, down = self._infos[change.up].shape, self._infos[change.down].shape
+                found = (down[1], up[0]) if change.embedding else (up[0], down[1])
+            elif change.bias is not None:
+                found = self._infos[change.bias].shape
+            if found is not None and found != info.shape:
+                raise WeightsError(
+                    f"{self._directory}: got a change of {name!r} of shape {found}; expected {info.shape}"
+                )
 
     def read(self, name: str, region: Slices | None = None) -> np.ndarray:
         """Reads a tensor or a region of it, merged. Raises WeightsError where data cannot be read."""
@@ -129,9 +151,6 @@ class LoRASource:
             raise WeightsError(
                 f"{self._directory}: got tensor {name!r} that cannot be read ({error}); expected a whole file"
             ) from error
-
-    def _base_info(self, name: str, change: _Change) -> TensorInfo:
-        return self._inner.tensors[name] if change.replaced is None else self._infos[change.replaced]
 
     def _read_changes(self, config: Mapping[str, Any], translate: Callable[[str], str | None]) -> dict[str, _Change]:
         """Returns what is done to which tensor, by the base's names."""
@@ -180,16 +199,6 @@ class LoRASource:
             )
         return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
-    def _check_fit(self, name: str, change: _Change, shape: tuple[int, ...]) -> None:
-        found = None
-        if change.up is not None and change.down is not None:
-            up, down = self._infos[change.up].shape, self._infos[change.down].shape
-            found = (down[1], up[0]) if change.embedding else (up[0], down[1])
-        elif change.bias is not None:
-            found = self._infos[change.bias].shape
-        if found is not None and found != shape:
-            raise WeightsError(f"{self._directory}: got a change of {name!r} of shape {found}; expected {shape}")
-
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
     """Reads `adapter_config.json`.
@@ -213,12 +222,8 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
             f"{path}: got init_lora_weights {config['init_lora_weights']!r}, which changes the base model; expected "
             f"one of {_PLAIN_STARTS}, as peft writes when it saves with path_initial_model_for_weight_conversion"
         )
-    _check_sizes(path, config)
-    return config
 
-
-def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a rank or an alpha, also in a pattern, that is not a positive number."""
+    # Ranks and alphas, also those of patterns.
     numbers = {key: config.get(key) for key in ("r", "lora_alpha")}
     for key in ("rank_pattern", "alpha_pattern"):
         table = config.get(key) or {}
@@ -229,6 +234,7 @@ def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
     for key, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ConfigError(f"{path}: got {key} {value!r}; expected a positive number")
+    return config
 
 
 def _parts(name: str) -> tuple[str, str, str]:
@@ -237,7 +243,8 @@ def _parts(name: str) -> tuple[str, str, str]:
     """
     bare = name.removeprefix(_PREFIX)
     match = _NAME.fullmatch(bare)
-    if match is None:  # the whole of a module that was trained, or what LoRA wraps
+    # The whole of a module that was trained, or what LoRA wraps.
+    if match is None:
         module, _, kind = bare.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".").rpartition(".")
         return module, "replaced", kind
 
@@ -253,16 +260,6 @@ def _of_pattern(patterns: Mapping[str, Any] | None, module: str, default: int | 
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return default
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="numpy")
-    except FileNotFoundError as error:
-        others = sorted(file.name for file in path.parent.glob("adapter_model*"))
-        raise WeightsError(f"{path}: got no such file (found {others}); expected the adapter as safetensors") from error
-    except (SafetensorError, OSError, ValueError) as error:
-        raise WeightsError(f"{path}: got a damaged or truncated file ({error}); expected a safetensors file") from error
 
 
 def _infos(file: Any) -> dict[str, TensorInfo]:

@@ -102,6 +102,7 @@ def _sharded(root: Path) -> dict[str, _Stored]:
             f'{path}: got a file that is not an index ({error}); expected JSON with "weight_map"'
         ) from error
 
+    # An index may name files beside it alone, so that a checkpoint reads nothing else.
     present: dict[str, _Stored] = {}
     for file in sorted(set(index.values())):
         if file.parent != root or file.name in ("", ".", ".."):
@@ -146,6 +147,7 @@ def _parsed(file: OpenFile) -> dict[str, _Stored]:
     spans = {name: _span(name, entry) for name, entry in table.items()}
     end = 0
 
+    # Tensors lie without gaps or overlaps, in whatever order the header lists them.
     for name, (_, start, stop) in sorted(spans.items(), key=lambda item: item[1][1:]):
         if start != end:
             raise ValueError(f"tensor {name!r} starts at {start}; expected {end}, where the one before it ends")
