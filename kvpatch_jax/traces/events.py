@@ -235,7 +235,7 @@ def check_history(events: Sequence[Event]) -> None:
         # Branches know the ids of the session that they were forked from.
         last, ids = event.at, known.setdefault(event.session, set())
         if event.op in ("add", "replace") and event.chunk in ids and event.chunk != event.replaced:
-            raise TraceError(f"{found}: {event.chunk!r:.80} was added before; expected a new id, or a recall")
+            raise TraceError(f"{found}, which adds {event.chunk!r:.80} again; expected a new id, or a recall")
 
         referenced = [*event.order]
         if event.op in ("recall", "evict"):
@@ -245,11 +245,11 @@ def check_history(events: Sequence[Event]) -> None:
 
         for id in referenced:
             if id not in ids:
-                raise TraceError(f"{found}: {id!r:.80} was never added; expected an id that was")
+                raise TraceError(f"{found}, where {id!r:.80} was never added; expected an id that was")
 
         if event.op == "fork" and event.branch is not None:
             if event.branch in known or event.branch in closed:
-                raise TraceError(f"{found}: branch {event.branch!r:.80} exists; expected another name")
+                raise TraceError(f"{found}, which begins branch {event.branch!r:.80} again; expected another name")
             known[event.branch] = set(ids)
 
         if event.op in ("add", "replace") and event.chunk is not None:

@@ -192,7 +192,9 @@ def _fields(line: bytes, where: str) -> dict[str, Any]:
     if len(line) > LINE:
         raise TraceError(f"{where}: got more than {LINE} bytes; expected at most so many")
     if not line.endswith(b"\n"):
-        raise TraceError(f"{where}: cut off after {len(line)} bytes; expected a whole line (`torn=True` leaves it out)")
+        raise TraceError(
+            f"{where}: got one cut off after {len(line)} bytes; expected a whole one (`torn=True` leaves it out)"
+        )
 
     try:
         found = strict_json.loads(line)

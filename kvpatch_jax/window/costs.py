@@ -116,6 +116,7 @@ class Costs:
 
     def patch(self, tokens: int, patch_bytes: int, patch_flops: int) -> dict[str, int]:
         """Returns costs of placing phase-free KV with a patch: as `copy`, and factors read, multiplied and added."""
+        # One pass over the KV: only the factors are read in addition.
         placing = self.copy(tokens)
         return {"bytes": placing["bytes"] + patch_bytes, "flops": placing["flops"] + patch_flops * tokens}
 
@@ -125,6 +126,7 @@ class Costs:
 
     def compact(self, tokens: int) -> dict[str, int]:
         """Returns costs of moving tokens to other slots, all of them at most."""
+        # An upper bound: which slots move depends on the pool, which the window does not know.
         return {"bytes": 2 * self.kv_bytes * tokens}
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,6 +182,7 @@ class Ledger(Mapping[str, CostEntry]):
         return dict(self.kinds).get(kind, CostEntry())
 
     def __sub__(self, earlier: "Ledger") -> "Ledger":
+        # Kinds in which nothing happened are left out.
         old, zero = dict(earlier.kinds), CostEntry()
         left = []
         for kind, entry in self.kinds:

@@ -94,6 +94,7 @@ class Entry:
     @classmethod
     def of(cls, chunk: Chunk, *, order_free: bool = False, modality: str | None = None) -> "Entry":
         """Describes a chunk. Its content is computed if it has none."""
+        # A chunk whose tokens share one position still takes one.
         span = max(int(chunk.span), 1)
         return cls(chunk.id, content_of(chunk), int(chunk.length), span, "chunk", order_free, modality)
 
@@ -265,6 +266,7 @@ class PatchNote:
         Raises:
           WindowError: no patch, a correction (`update_patch` folds it in), or one that is valid at one start only.
         """
+        # Digesting a patch reads its factors from the device, so callers with many windows pass notes.
         if isinstance(patch, PatchNote):
             return patch
         if not isinstance(patch, Patch):

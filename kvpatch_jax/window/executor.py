@@ -185,6 +185,7 @@ class PagedExecutor:
 
     def release(self, branch: str) -> None:
         """Releases everything that a branch holds."""
+        # Other threads may read the books at any moment, so they are replaced, never changed.
         books = self.books.copy()
         books.release(branch)
 
@@ -256,6 +257,7 @@ class PagedExecutor:
         self, window: Window, tokens: Tokens, length: int | None, logits: int
     ) -> tuple[Tokens, int, Paged | EngineKV | None]:
         """Returns a question in place, how many of its tokens count and its context; counts it in the ledger."""
+        # The question is checked first, because a context is of no use without it.
         tokens, length = self.question(window, tokens, length)
         context = self.context(window)
 
@@ -326,7 +328,7 @@ class PagedExecutor:
         slots = books.allocate(count, False, f"decode of {brief(id)!r}")
         front = [*self.pieces(window.branch), *([] if before is None else [before])]
         cache = Paged.of(self.pools.engine, all_slots(front), self.buckets)
-        backbone: Any = self.backbone
+        backbone: Any = self.backbone  # backbones that decode in pages are a richer protocol
         step = backbone.decode(tokens.shift(window.next_start + offset), cache, slots[None])
 
         # From here nothing can fail: enter the tokens, with those before them, as one piece.
@@ -373,6 +375,7 @@ class PagedExecutor:
 
     def settle(self, window: Window) -> None:
         """Records that a window's edits were run."""
+        # A joined branch is gone, unless another of its name began since.
         for branch in window.joined:
             if branch not in self.books.branches:
                 self._current.pop(branch, None)
@@ -426,6 +429,7 @@ class PagedExecutor:
         executor.renew()
         executor.run(window, edits)
         """
+        # Books and vectors go together: neither says anything about the other's former contents.
         allocator = self.books.allocator
         self.books = SlotTable(SlotAllocator(allocator.pages, allocator.page_size))
         self._current.clear()
@@ -437,6 +441,7 @@ class PagedExecutor:
         Raises:
           PoolError: fewer pages than there are. PoolLostError: the pool is lost.
         """
+        # The allocator refuses fewer pages before the vectors change.
         self.pool.check()
         books = self.books.copy()
         books.allocator = books.allocator.enlarged(pages)

@@ -114,6 +114,7 @@ def write_piece(
     `kv` is phase-free, {channel: [L,T,K,H]} or, as a prefill gives it, [L,1,T,K,H].
     """
     slots, local, start, length = destination
+    # Per channel, what the kernel adds and by what it rotates.
     arguments_of = ops.operator_arguments(layout, factors, local, start, layers, heads)
     engine, source = {}, {}
 

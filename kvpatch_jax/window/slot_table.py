@@ -99,6 +99,7 @@ class SlotTable:
 
     def ordered(self, branch: str, before: int | None = None) -> list[ResidentPiece]:
         """Returns the pieces of a branch in the order of their starts; with `before`, those that start below it."""
+        # Entries keep the order in which they came, which inserts and reorders do not follow.
         pieces = sorted(self.branches.get(branch, {}).values(), key=lambda piece: piece.start)
         return pieces if before is None else [piece for piece in pieces if piece.start < before]
 
@@ -133,12 +134,14 @@ class SlotTable:
 
     def release(self, branch: str) -> None:
         """Removes every piece of a branch, and the answer decoded behind it. Idempotent."""
+        # The list is a copy: dropping changes the dictionary.
         for id in list(self.branches.get(branch, {})):
             self.drop(branch, id)
         self.discard(branch)
 
     def discard(self, branch: str) -> None:
         """Releases the answer decoded behind a branch, if any."""
+        # It is no piece of the branch yet, so that `release` of its pieces would miss its slots.
         answer = self.answers.pop(branch, None)
         if answer is not None:
             self.allocator.release(answer.piece.slots)

@@ -46,6 +46,7 @@ class PatchStore(Protocol):
 
 def stored(store: PatchStore | None, id: str, backbone: str, lead: str | None) -> Chunk | None:
     """Reads a canonical, prefilled behind `lead` if there is one; None if no store has it."""
+    # A store that knows no leads need not take the argument.
     if store is None:
         return None
     return store.get(id, backbone) if lead is None else store.get(id, backbone, lead=lead)
@@ -98,6 +99,7 @@ def padded_tokens(tokens: Tokens, size: int) -> Tokens:
 
 def padded_chunk(chunk: Chunk, size: int) -> Chunk:
     """Pads a canonical to `size` tokens; its length and content stay. A longer one is returned unchanged."""
+    # Its metadata were checked when it was made, and padding changes none.
     size = max(size, chunk.tokens)
     kv = PhaseFreeKV({name: jnp.asarray(zero_padded(value, -3, size)) for name, value in chunk.kv.items()})
     hidden = None
@@ -286,6 +288,7 @@ class PieceSources:
             raise InputError(
                 f"piece {brief(id)!r}: got no canonical; expected provide({brief(id)!r}, chunk=…), or a store"
             )
+        # Unknown contents are taken on trust, as everywhere.
         if None not in (content, chunk.content) and content != chunk.content:
             raise PatchMismatchError(f"piece {brief(id)!r}: got content {chunk.content!r}; expected {content!r}")
         return chunk
@@ -310,6 +313,7 @@ class PieceSources:
             if chunk is None:
                 raise InputError(f"fetch: got {brief(id)!r}, of which no store has the canonical; expected it provided")
             self.give(id, chunk=chunk)
+            # Stored chunks may be padded; an edit's own cost is of the tokens that count.
             return chunk.nbytes * chunk.length // chunk.tokens
 
         if edit.digest in unit.patches:
