@@ -76,8 +76,8 @@ class Costs:
         """Returns costs of a forward behind `behind` other tokens: KV read and written, FLOPs of matrix products."""
         # From a higher layer only the layers above are read and written.
         own = self.kv_bytes * (self.layers - start_layer) // self.layers
-        flops = self.forward.flops(tokens, behind, start_layer) + logits * self.forward.logit
-        return {"bytes": own * (tokens + behind), "flops": flops}
+        flops = self.forward.flops(tokens, behind, start_layer) if start_layer else self.run(tokens, behind)
+        return {"bytes": own * (tokens + behind), "flops": flops + logits * self.forward.logit}
 
     def run(self, tokens: int, behind: int) -> int:
         """Returns FLOPs of a forward through all layers: those of `ForwardCosts.flops`, faster for many pieces."""

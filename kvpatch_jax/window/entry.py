@@ -240,12 +240,15 @@ class PatchNote:
     """What a window needs to know of a patch. `PatchNote.of(patch)` digests its factors on the device, so make it once.
 
     Attributes:
-      digest: as `patch_digest` returns it. chunk, content: of the patch's chunk.
-      base: what it is added to. antecedent: what it was formed behind; any order of it if `orbit`.
+      digest: as `patch_digest` returns it.
+      chunk, content: of the patch's chunk.
+      base: what it is added to.
+      antecedent: what it was formed behind; any order of it if `orbit`.
       base_antecedent: what the base was conditioned on, of a removal patch.
       rank: directions of its own that it has in every channel and layer (all of a dense one), by which a certificate is
         looked up; 0 if it leaves some out, was rounded to 8 bits or has a shared basis.
-      nbytes: of its factors. flops: per token, of multiplying and adding them.
+      nbytes: of its factors.
+      flops: per token, of multiplying and adding them.
     """
 
     digest: str

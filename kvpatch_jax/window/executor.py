@@ -108,7 +108,8 @@ class PagedExecutor:
         Args:
           tokens: one row, at the piece's own positions (from 0): for `Prefill` and `Recompute`.
           length: how many of the tokens count, the first ones, of tokens padded to a bucket; None: all.
-          chunk: its canonical. patch: of that canonical, or a removal patch.
+          chunk: its canonical.
+          patch: of that canonical, or a removal patch.
           content: digest of what the tokens show; another content than before discards all other inputs.
           hidden: residuals entering some layers, {layer: [T,D] or [1,T,D]}, as `prefill(hidden_at=…)` returns them: for
             `Recompute` from such a layer.

@@ -44,8 +44,10 @@ class Destination(NamedTuple):
     """Slots that a piece is written to, padded to a bucket. Every field is traced.
 
     Attributes:
-      slots: int32 [T]. local: positions relative to the start, [T] or [T,A].
-      start: as `as_start` gives it. length: how many of the tokens count, int32 scalar.
+      slots: int32 [T].
+      local: positions relative to the start, [T] or [T,A].
+      start: as `as_start` gives it.
+      length: how many of the tokens count, int32 scalar.
     """
 
     slots: Any
@@ -58,8 +60,10 @@ class SlotRotation(NamedTuple):
     """Keys to rotate, padded to a bucket. Every field is traced.
 
     Attributes:
-      read, write: slots, int32 [N]. local: positions relative to the starts, [N] or [N,A].
-      old, new: the start of every token, int32 of the same shape. length: how many count, int32 scalar.
+      read, write: slots, int32 [N].
+      local: positions relative to the starts, [N] or [N,A].
+      old, new: the start of every token, int32 of the same shape.
+      length: how many count, int32 scalar.
     """
 
     read: Any

@@ -145,7 +145,8 @@ class PieceSource:
     """What is known of one piece.
 
     Attributes:
-      tokens: to prefill it from, at local positions, padded. length: those that count, 0 if no tokens are known.
+      tokens: to prefill it from, at local positions, padded.
+      length: those that count, 0 if no tokens are known.
       chunk: its canonical, padded.
       content: digest of what it shows, None if unknown.
       patches: by digest, padded as the canonical is, each with the bytes that it had without padding.

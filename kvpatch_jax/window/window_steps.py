@@ -106,7 +106,8 @@ def serving_edits(window: WindowState, index: int, fetched: bool, leading: bool 
     """Returns the edits that place a piece in its state.
 
     Args:
-      fetched: its canonical and patch are available. leading: its canonical is its prefill.
+      fetched: its canonical and patch are available.
+      leading: its canonical is its prefill.
     """
     piece = window.pieces[index]
     # At the front of a window the canonical is what a prefill would give.
