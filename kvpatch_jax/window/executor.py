@@ -455,15 +455,8 @@ class PagedExecutor:
         Args:
           steps: tokens that will be decoded behind the windows as they are.
         """
-        # Attention reads whole pages: slots on a context's pages that are not its own cost as much as its own. Packing
-        # pays once what steps read for nothing exceeds what would move, which is read and written.
-        packed = self.books.copy()
-        mapping = packed.compact()
-        moved = int(((mapping >= 0) & (mapping != np.arange(mapping.size))).sum())
-        saved = self.books.idle_slots() - packed.idle_slots()
-        if 2 * moved >= saved * steps:
-            return None
-        return Compact(moved, bytes=2 * row_bytes(self.pools.engine, self.layout) * moved)
+        moved = self.books.slots_worth_moving(steps)
+        return Compact(moved, bytes=2 * row_bytes(self.pools.engine, self.layout) * moved) if moved else None
 
     def warm_up(
         self,

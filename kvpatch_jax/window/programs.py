@@ -80,7 +80,8 @@ class SlotRotation(NamedTuple):
 @jax.jit
 def read_rows(pools: Pools, slots: Int[Array, " N"]) -> SavedRows:
     """Returns the vectors at slots."""
-    return SavedRows(*({name: flat(value)[:, slots] for name, value in pool.items()} for pool in pools))
+    engine = {name: flat(value)[:, slots] for name, value in pools.engine.items()}
+    return SavedRows(engine, {name: flat(value)[:, slots] for name, value in pools.source.items()})
 
 
 def _put(pools: Pools, slots: Int[Array, " N"], rows: SavedRows, length: Int[Array, ""]) -> Pools:

@@ -208,7 +208,7 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Rearrangement:
     """
     wanted, own, places = {entry.id: entry for entry in entries}, window.pieces, window.places
     _check_entries(window, entries, wanted)
-    kept = {id for id, entry in wanted.items() if id in places and own[places[id]].entry == entry}
+    kept = {piece.entry.id for piece in own if wanted.get(piece.entry.id) == piece.entry}
     staying, moved = _staying_pieces(window, [id for id in wanted if id in kept])
     lead, settled, next_start = window.lead, window.lead_settled, window.next_start
     if window.gaps == "close":

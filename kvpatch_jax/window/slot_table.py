@@ -183,14 +183,22 @@ class SlotTable:
         """Returns what is read together: the pieces of each branch in order, and each answer."""
         return [*map(self.ordered, self.branches), *([answer.piece] for answer in self.answers.values())]
 
-    def idle_slots(self) -> int:
-        """Counts the slots that attention reads for nothing: those on pages of a group that are not its own."""
-        size, idle = self.allocator.page_size, 0
-        for pieces in self.groups():
-            # A page that two pieces of one group share is read once.
-            slots = all_slots(pieces)
-            idle += np.unique(slots // size).size * size - slots.size
-        return idle
+    def slots_worth_moving(self, steps: int) -> int:
+        """Counts the slots that `compact` would move, 0 if that does not pay by the time `steps` tokens are decoded."""
+        packed = self.copy()
+        mapping = packed.compact()
+        moved = int(((mapping >= 0) & (mapping != np.arange(mapping.size))).sum())
+
+        # Attention reads whole pages: slots on the pages of a group that are not its own cost as much as its own.
+        size, saved = self.allocator.page_size, 0
+        for table, sign in ((self, 1), (packed, -1)):
+            for pieces in table.groups():
+                # A page that two pieces of one group share is read once.
+                slots = all_slots(pieces)
+                saved += sign * (np.unique(slots // size).size * size - slots.size)
+
+        # What moves is read and written.
+        return moved if 2 * moved < saved * steps else 0
 
     def owners(self) -> Int[np.ndarray, " S"]:
         """Counts the pieces and answers of all branches at each slot: what the allocator's counts must be."""
