@@ -23,7 +23,8 @@ from .arms import arm_makers, query_aware_names
 from .datasets import PackedDataset, RecordedDataset
 from .probes.comparison import read_arms
 from .probes.results_table import ResultsTable
-from .report.task_report import CONTROL_ENDS, write_report
+from .report.summary import NO_WINDOW
+from .report.task_report import write_report
 from .results.costs import METRICS
 from .results.environment import environment
 from .results.headline import headline_rows
@@ -162,7 +163,7 @@ def run(name: str, seed: int, folder: Path, dataset: PackedDataset, *, quick: bo
         check_language(path, dataset.spec.vocabulary.names, dataset.task, shipped)
     make_out(folder)
 
-    controls = [path.name for path in paths if path.name.endswith(CONTROL_ENDS) and len(paths) > 1]
+    controls = [path.name for path in paths if path.name.endswith(NO_WINDOW) and len(paths) > 1]
     sizes, file = RunSizes(seed, contexts), folder / PARTS
     tables = {path.name: measure_instance(path, sizes, dataset, file, control=path.name in controls) for path in paths}
     rows = [row for table in tables.values() for row in table]

@@ -9,11 +9,12 @@ import hashlib
 import math
 from typing import Literal, NamedTuple
 
+import jax
 import numpy as np
 
 from ..backbone import Tokens
 from ..cache import EXACT, Antecedent, Chunk, Member, Patch, brief, content_of, encoded, patch_digest
-from ..core import Quantised, is_low_rank
+from ..core import Quantised
 from ..errors import WindowError
 from .costs import adding_flops
 
@@ -277,6 +278,15 @@ class PatchNote:
                 "expected 'canonical' or 'conditioned', and 'phase_free'"
             )
 
+        # Bounds were measured on whole patches with factors of their own, not rounded. They are looked up by the
+        # smallest rank of any channel, and a dense channel has every direction.
+        rank, layout = 0, metadata.layout
+        leaves = jax.tree.leaves(patch.factors, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+        rounded = any(isinstance(leaf, Quantised) for leaf in leaves)
+        if not rounded and metadata.basis is None and len(metadata.layers) >= layout.layers:
+            ranks = patch.ranks.items()
+            rank = min(layout.channel(name).features if own is None else own for name, own in ranks)
+
         return cls(
             digest=patch_digest(patch),
             chunk=metadata.chunk,
@@ -285,7 +295,7 @@ class PatchNote:
             antecedent=metadata.behind,
             base_antecedent=metadata.base_behind,
             orbit=metadata.orbit,
-            rank=_common_rank(patch),
+            rank=rank,
             nbytes=patch.nbytes,
             flops=adding_flops(patch),
         )
@@ -307,18 +317,3 @@ class PatchNote:
             patch_bytes=self.nbytes,
             patch_flops=self.flops,
         )
-
-
-def _common_rank(patch: Patch) -> int:
-    """Returns `PatchNote.rank`: the smallest rank of any channel, because certified bounds are looked up by it."""
-    metadata, layout = patch.metadata, patch.metadata.layout
-
-    # Bounds were measured on whole patches with factors of their own, not rounded.
-    rounded = False
-    for factors in patch.factors.values():
-        leaves = factors if is_low_rank(factors) else (factors,)
-        rounded = rounded or any(isinstance(leaf, Quantised) for leaf in leaves)
-
-    if rounded or metadata.basis is not None or len(metadata.layers) < layout.layers:
-        return 0
-    return min(layout.channel(name).features if rank is None else rank for name, rank in patch.ranks.items())

@@ -16,10 +16,10 @@ from ..core import AnyArray
 from ..errors import InputError, PatchMismatchError
 from ..patching import Method, Rank, conditioned, form_patch, lead_digest, lead_tokens
 from ..utils.background import JobQueue
+from .costs import Ledger
 from .edit_run import PrefillObserver
 from .edits import Edit
 from .entry import Entry
-from .ledger import Ledger
 from .precompilation import samples
 from .sources import Lead, PatchStore, PieceSources, asked_behind, padded_chunk, stored, zero_padded
 from .window import Window
@@ -30,12 +30,7 @@ KEPT_ERRORS = 16
 
 @runtime_checkable
 class Executor(Protocol):
-    """What plans and patch formers need of an executor.
-
-    Attributes:
-      sources: inputs of pieces. lead: digest of what their canonicals were prefilled behind (`Chunk.lead`), or None.
-      formers: called after each prefill.
-    """
+    """What plans and patch formers need of an executor. See `PagedExecutor`."""
 
     backbone: Backbone
     sources: PieceSources
@@ -45,11 +40,11 @@ class Executor(Protocol):
     def provide(
         self, id: str, *, tokens: Tokens | None = None, chunk: Chunk | None = None, patch: Patch | None = None
     ) -> str | None:
-        """Provides inputs of a piece. See `PagedExecutor.provide`."""
+        """Provides inputs of a piece."""
         ...
 
     def run(self, window: Window, edits: Sequence[Edit]) -> Ledger:
-        """Executes the edits that led to a window. See `PagedExecutor.run`."""
+        """Executes the edits that led to a window."""
         ...
 
 
@@ -77,10 +72,13 @@ class FormerStats:
     """Counters of a former.
 
     Attributes:
-      patches: formed and stored. canonicals, encoders: stored. forwards: prefills of chunks alone.
+      patches: formed and stored.
+      canonicals, encoders: stored.
+      forwards: prefills of chunks alone.
       skipped: prefills that need no patch (texts, patches that were formed before or that the store has, all of them
         while no patches are formed) or whose front changed since.
-      dropped: prefills that found the queue full. failed: that ended in an error.
+      dropped: prefills that found the queue full.
+      failed: prefills that ended in an error.
     """
 
     patches: int = 0
@@ -290,23 +288,19 @@ class PatchFormer:
         if not job.antecedent.members:
             return False
 
-        layout, entry = self.backbone.layout, job.entry
-        fingerprint = self.backbone.fingerprint
-        query = asked_behind(job.antecedent, entry.id, entry.content, layout, fingerprint, self.lead)
+        # Of each channel, at most as many directions as it has can be asked for.
+        wanted = {}
+        for channel in self.backbone.layout.channels:
+            rank = self.rank.get(channel.name, 0) if isinstance(self.rank, Mapping) else self.rank or 0
+            wanted[channel.name] = min(rank, job.length, channel.features)
 
+        entry, backbone = job.entry, self.backbone
+        query = asked_behind(job.antecedent, entry.id, entry.content, backbone.layout, backbone.fingerprint, self.lead)
         for patch in self.store.get_patches(query):
             metadata = patch.metadata
-            if metadata.behind != job.antecedent or metadata.base != "canonical" or metadata.orbit:
-                continue
-
-            large_enough = True
-            for name, rank in patch.ranks.items():
-                wanted = self.rank[name] if isinstance(self.rank, Mapping) else self.rank or 0
-                most = min(job.length, layout.channel(name).features)
-                # A rank of None is that of a dense patch, which has every direction.
-                large_enough = large_enough and (rank is None or rank >= min(wanted, most))
-
-            if large_enough:
+            same = metadata.behind == job.antecedent and metadata.base == "canonical" and not metadata.orbit
+            # A rank of None is that of a dense patch, which has every direction.
+            if same and all(rank is None or rank >= wanted[name] for name, rank in patch.ranks.items()):
                 return True
 
         return False

@@ -7,6 +7,7 @@ Beside a pool, which is in the engine frame, there may be its *source*: the same
 carry phase (or of all). Survivors are rotated from there by one gather and one scatter.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -88,13 +89,17 @@ def _put(pools: Pools, slots: Int[Array, " N"], rows: SavedRows, length: Int[Arr
     return Pools(*written)
 
 
-def _copy(pools: Pools, read: Int[Array, " N"], write: Int[Array, " N"], length: Int[Array, ""]) -> Pools:
+put_rows = jax.jit(_put, donate_argnames="pools")
+
+
+@functools.partial(jax.jit, donate_argnames="pools")
+def copy_slots(pools: Pools, read: Int[Array, " N"], write: Int[Array, " N"], length: Int[Array, ""]) -> Pools:
     """Copies the vectors at slots `read` to slots `write`, reading all before writing any."""
-    rows = SavedRows(*({name: flat(value)[:, read] for name, value in pool.items()} for pool in pools))
-    return _put(pools, write, rows, length)
+    return _put(pools, write, read_rows(pools, read), length)
 
 
-def _write(
+@functools.partial(jax.jit, static_argnames=("layout", "layers", "heads"), donate_argnames="pools")
+def write_piece(
     layout: KVLayout,
     pools: Pools,
     destination: Destination,
@@ -129,7 +134,8 @@ def _write(
     return Pools(engine, source)
 
 
-def _write_layers(
+@functools.partial(jax.jit, static_argnames=("layout", "first"), donate_argnames="pools")
+def write_layers(
     layout: KVLayout,
     pools: Pools,
     destination: Destination,
@@ -161,7 +167,8 @@ def _write_layers(
     )
 
 
-def _rotate(layout: KVLayout, pools: Pools, rotation: SlotRotation, *, whole: bool) -> Pools:
+@functools.partial(jax.jit, static_argnames=("layout", "whole"), donate_argnames="pools")
+def rotate_slots(layout: KVLayout, pools: Pools, rotation: SlotRotation, *, whole: bool) -> Pools:
     """Rotates the keys at slots `read` to their new starts and writes them to slots `write`.
 
     With a source keys rotate from phase 0 to local + new, else from where they are by new − old.
@@ -193,10 +200,3 @@ def _rotate(layout: KVLayout, pools: Pools, rotation: SlotRotation, *, whole: bo
             source[name] = splice(source[name], write, flat(source[name])[:, read], length=length)
 
     return Pools(engine, source)
-
-
-put_rows = jax.jit(_put, donate_argnames="pools")
-copy_slots = jax.jit(_copy, donate_argnames="pools")
-write_piece = jax.jit(_write, static_argnames=("layout", "layers", "heads"), donate_argnames="pools")
-write_layers = jax.jit(_write_layers, static_argnames=("layout", "first"), donate_argnames="pools")
-rotate_slots = jax.jit(_rotate, static_argnames=("layout", "whole"), donate_argnames="pools")

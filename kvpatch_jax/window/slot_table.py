@@ -1,7 +1,7 @@
 """State of a paged executor on the host: which piece of which branch occupies which slots, and in what form."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -63,34 +63,28 @@ class DecodedAnswer:
     behind: tuple[PlacedPiece, ...]
 
 
+@dataclasses.dataclass(eq=False)
 class SlotTable:
     """Branches, their pieces, and the number of owners of every slot.
 
     A run changes a copy, which replaces the table when the run succeeds.
 
     Attributes:
-      branches: {branch: {id: piece}}; a branch without pieces is absent.
       allocator: slots and their owners.
+      branches: {branch: {id: piece}}; a branch without pieces is absent.
       answers: what was decoded behind branches, by branch.
       joined: branches that were joined into another one and released.
     """
 
-    def __init__(
-        self,
-        allocator: SlotAllocator,
-        branches: Mapping[str, Mapping[str, ResidentPiece]] | None = None,
-        joined: Iterable[str] = (),
-        answers: Mapping[str, DecodedAnswer] | None = None,
-    ):
-        # Dictionaries are copied here, so that `copy` needs no more than these arguments.
-        self.allocator = allocator
-        self.branches = {name: dict(pieces) for name, pieces in (branches or {}).items()}
-        self.joined = set(joined)
-        self.answers = dict(answers or {})
+    allocator: SlotAllocator
+    branches: dict[str, dict[str, ResidentPiece]] = dataclasses.field(default_factory=dict)
+    answers: dict[str, DecodedAnswer] = dataclasses.field(default_factory=dict)
+    joined: set[str] = dataclasses.field(default_factory=set)
 
     def copy(self) -> "SlotTable":
         """Returns a table that changes independently; the pieces, which are immutable, are shared."""
-        return SlotTable(self.allocator.copy(), self.branches, self.joined, self.answers)
+        branches = {name: dict(pieces) for name, pieces in self.branches.items()}
+        return SlotTable(self.allocator.copy(), branches, dict(self.answers), set(self.joined))
 
     def held(self, branch: str, id: str) -> ResidentPiece:
         """Returns a piece of a branch.
@@ -100,7 +94,7 @@ class SlotTable:
         """
         pieces = self.branches.get(branch, {})
         if id not in pieces:
-            raise WindowError(f"branch {branch!r} holds no piece {id!r}; expected one of {sorted(pieces)}")
+            raise WindowError(f"executor: got {id!r}: no piece of branch {branch!r}; expected one of {sorted(pieces)}")
         return pieces[id]
 
     def ordered(self, branch: str, before: int | None = None) -> list[ResidentPiece]:
@@ -118,10 +112,10 @@ class SlotTable:
         Raises:
           PoolError: too few are free; the message begins with `what`.
         """
-        # The allocator knows how many slots are free, the caller for what.
         try:
             return self.allocator.allocate(tokens, aligned=aligned)
         except PoolError as error:
+            # The allocator knows how many slots are free, the caller for what.
             raise PoolError(f"{what}: {error}") from None
 
     def drop(self, branch: str, id: str) -> None:
@@ -158,15 +152,11 @@ class SlotTable:
         for id in ids:
             piece = self.held(parent, id)
             if id in self.branches.get(child, {}):
-                raise WindowError(f"branch {child!r} has piece {id!r} already; expected a fork without it")
+                raise WindowError(f"fork: got branch {child!r}, which has piece {id!r}; expected one without it")
 
             # The record is shared too: it is immutable, and a branch that changes the piece enters its own.
             self.allocator.share(piece.slots)
             self.put(child, piece)
-
-    def is_shared(self, piece: ResidentPiece) -> bool:
-        """Returns whether another branch owns the slots of a piece too."""
-        return bool((self.allocator.owners(piece.slots) > 1).any())
 
     def compact(self) -> Int[np.ndarray, " S"]:
         """Packs the used slots to the front of the pool.

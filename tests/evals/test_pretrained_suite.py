@@ -256,10 +256,6 @@ def test_text_is_of_named_packages_and_long_enough():
         assert [own.name for own in documents(Letters(), domain, 2, 400, 800)] == [own.name for own in found[:2]]
 
 
-def test_the_page_of_coverage_is_what_its_table_says():
-    assert coverage.markdown() == coverage.PAGE.read_text(encoding="utf-8")
-
-
 @pytest.mark.slow
 def test_every_part_on_a_tiny_model(backbone: ModelBackbone):
     by_layer = [BUDGET] * backbone.layout.layers
