@@ -145,6 +145,7 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as JSON has them, without those at their defaults."""
+        # Short lines: most events have few of the fields.
         found = {"at": self.at, "session": self.session, "op": self.op}
         for name, default in _DEFAULTS.items():
             if getattr(self, name) != default:
@@ -158,6 +159,7 @@ class Event:
         Raises:
           TraceError: a field that is missing, unknown or of another type.
         """
+        # An unknown field may be one of a later version, whose meaning would be lost.
         if unknown := sorted(set(fields) - _NAMES):
             raise TraceError(f"event: got field {unknown[0]!r:.80}; expected some of {sorted(_NAMES)}")
         if missing := sorted({"at", "session", "op"} - set(fields)):

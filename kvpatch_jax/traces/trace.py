@@ -78,6 +78,7 @@ class Trace:
     @property
     def sessions(self) -> tuple[str, ...]:
         """Names of all sessions, including branches, in the order of their first events."""
+        # A dictionary, because sets keep no order.
         names: dict[str, None] = {}
         for event in self.events:
             names.setdefault(event.session)
@@ -177,6 +178,7 @@ def _event_line(event: Event) -> bytes:
     Raises:
       TraceError: a line that is longer than readers accept.
     """
+    # JSON escapes line breaks in texts, so that an event is one line.
     line = json.dumps(event.to_dict(), allow_nan=False).encode() + b"\n"
     if len(line) > LINE:
         raise TraceError(f"event: got {event.op!r} of {len(line)} bytes; expected at most {LINE}")

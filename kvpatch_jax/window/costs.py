@@ -25,6 +25,7 @@ ROTATION = 3
 
 def adding_flops(patch: Patch) -> int:
     """Returns FLOPs per token of multiplying a patch's factors and adding them."""
+    # Two for each rank and feature (multiply and add), over the patch's own layers.
     metadata, flops = patch.metadata, 0
     for name in patch.factors:
         # A dense correction is only added.

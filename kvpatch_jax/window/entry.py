@@ -65,7 +65,7 @@ class Entry:
     modality: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        # The kind of a text says its modality.
+        # The kind of a text says its modality; fields of a frozen dataclass are set through `object`.
         if self.modality is None and self.kind == "text":
             object.__setattr__(self, "modality", "text")
         if self.modality is not None and (not isinstance(self.modality, str) or not self.modality):
@@ -223,6 +223,7 @@ class PlacedPiece(NamedTuple):
 
     def run_again(self, born: int) -> "PlacedPiece":
         """Returns the piece as prefilled in its place at this step, not linked yet."""
+        # Until it is linked, `aside` has the state that those behind it have seen.
         return tuple_of(PlacedPiece, (self.entry, self.start, FRESH, self.aside or self.state, born, *self[5:]))
 
     def member(self, gap: int = 0) -> Member:

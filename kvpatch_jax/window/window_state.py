@@ -114,6 +114,7 @@ class WindowState:
 
         KV that is kept then differs far more from a prefill than otherwise. A pinned lead prevents it.
         """
+        # Conditioned and not exact at the front: it was made behind something that is gone.
         return bool(self.pieces) and self.pieces[0].state.kind == "conditioned" and self.pieces[0].fidelity != EXACT
 
     @property

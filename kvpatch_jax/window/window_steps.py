@@ -63,6 +63,7 @@ def room_for(span: int, low: int, high: int, before: PlacedPiece | None) -> tupl
     Args:
       before: the piece that it was, or replaces, whose start it gets again if that is free.
     """
+    # Without room it starts as far in front as it can, so that the others move least.
     if high - low < span:
         return low, span - (high - low)
     wanted = low if before is None else before.start
