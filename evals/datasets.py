@@ -2,11 +2,12 @@
 
 The small task's scenes and the packed tasks (sheets, documents) differ in how contexts are drawn and how questions are
 packed. `PageReader` is all that arms and tables need of either. To add a data set, implement it, or describe a task of
-packed questions as a `PackedDataset` and hand it to `evals.runner.run`.
+packed questions as a `PackedDataset` and hand it to `evals.runner.run`. Text on real weights and pages that are read
+(`evals.pretrained`, `evals.reading`) are measured part by part: a `RecordedDataset`, for `evals.runner.run_recorded`.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +17,8 @@ from kvpatch_jax.errors import InputError
 from models import ModelBackbone
 
 from .arms import KV, QuestionReader
+from .results.parts import PlannedPart
+from .results.rows import Row
 from .sheets_task.reader import PackedReader, move_page
 from .sheets_task.task_spec import TaskSpec
 
@@ -142,6 +145,27 @@ class PackedDataset:
         raise InputError(
             f"backbone of the {self.task} task: got {name!r}; expected a checkpoint directory, all, or one of: {names}"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedDataset:
+    """Contexts and questions that are measured part by part, every part kept when it is done.
+
+    Attributes:
+      config: what the parts depend on, "model" among it, of JSON's types.
+      parts: all of them, in the order in which they are measured; each yields records.
+      rows: the scorer: makes rows of all finished parts.
+      packages: whose versions the results name.
+      shown: what the results say of the run besides `config`.
+      unlimited: the first so many parts are measured whatever limit a run has.
+    """
+
+    config: Mapping[str, Any]
+    parts: Sequence[PlannedPart]
+    rows: Callable[[Sequence[Mapping[str, Any]]], list[Row]]
+    packages: tuple[str, ...]
+    shown: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unlimited: int = 0
 
 
 def _checkpoints(folder: Path) -> list[Path]:

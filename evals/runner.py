@@ -1,8 +1,9 @@
-"""The runner of tasks with packed questions: `python -m evals.run --task=sheets` or `--task=documents`.
+"""The runner of data sets: tasks with packed questions, and data sets that are measured part by part.
 
-Contexts of several sizes, every chunk of them cached alone and moved. Leaves results.json, table.md, figures and
-report.html in the folder. Of several training seeds the headline is the mean, with its spread; the control, which was
-trained without a sliding window, is no seed.
+`run` serves `python -m evals.run --task=sheets` or `--task=documents`: contexts of several sizes, every chunk of them
+cached alone and moved. It leaves results.json, table.md, figures and report.html in the folder. Of several training
+seeds the headline is the mean, with its spread; the control, which was trained without a sliding window, is no seed.
+`run_recorded` serves real weights (`--suite=pretrained`) and pages that are read (`python -m evals.reading`).
 """
 
 import fnmatch
@@ -19,20 +20,23 @@ from kvpatch_jax import KVLayout
 from models import ModelBackbone, load
 
 from .arms import arm_makers, query_aware_names
-from .datasets import PackedDataset
+from .datasets import PackedDataset, RecordedDataset
 from .probes.comparison import read_arms
 from .probes.results_table import ResultsTable
-from .report.task_report import CONTROL_ENDS, write_report
+from .report.summary import NO_WINDOW
+from .report.task_report import write_report
 from .results.costs import METRICS
 from .results.environment import environment
 from .results.headline import headline_rows
-from .results.parts import add_part, finished_parts, make_out
+from .results.parts import add_part, finished_parts, make_out, measure_parts
 from .results.rows import Row, without_nan
 from .rules import RULES
 from .sheets_task.reader import class_shares, energy_ranks
 from .task_language import check_language
 from .trained import training_of
 
+PARTS = "parts.jsonl"
+"""The finished parts of a run, in its folder."""
 SHOWN = RULES.arms.shown_rank
 FIRST_PROBE = (
     "re-prefill",
@@ -159,8 +163,8 @@ def run(name: str, seed: int, folder: Path, dataset: PackedDataset, *, quick: bo
         check_language(path, dataset.spec.vocabulary.names, dataset.task, shipped)
     make_out(folder)
 
-    controls = [path.name for path in paths if path.name.endswith(CONTROL_ENDS) and len(paths) > 1]
-    sizes, file = RunSizes(seed, contexts), folder / "parts.jsonl"
+    controls = [path.name for path in paths if path.name.endswith(NO_WINDOW) and len(paths) > 1]
+    sizes, file = RunSizes(seed, contexts), folder / PARTS
     tables = {path.name: measure_instance(path, sizes, dataset, file, control=path.name in controls) for path in paths}
     rows = [row for table in tables.values() for row in table]
     seeds = {model: table for model, table in tables.items() if model not in controls}
@@ -188,4 +192,26 @@ def run(name: str, seed: int, folder: Path, dataset: PackedDataset, *, quick: bo
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     print(write_report(results, folder))
     print(f"results: {folder / 'results.json'}; report: {folder / 'report.html'}", flush=True)
+    return results
+
+
+def run_recorded(dataset: RecordedDataset, out: Path, limit: int = 0) -> dict[str, Any]:
+    """Measures the parts that a folder lacks and writes results.json; the same call resumes after them.
+
+    Args:
+      limit: at most so many parts now, besides those that are always measured; 0 for all.
+
+    Raises:
+      InputError: the folder holds parts of another configuration.
+    """
+    file, config = out / PARTS, dataset.config
+    measure_parts(file, config, dataset.parts[: dataset.unlimited])
+    finished = measure_parts(file, config, dataset.parts, limit)
+    results = {
+        "config": {**config, **dataset.shown, "parts_done": len(finished), "parts": len(dataset.parts)},
+        "environment": environment(dataset.packages),
+        "cpu_seconds": sum(part["cpu_seconds"] for part in finished),
+        "rows": without_nan(dataset.rows(finished)),
+    }
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     return results

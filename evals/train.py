@@ -27,75 +27,62 @@ from jaxtyping import Array
 from kvpatch_jax.errors import ConfigError
 from models import ModelBackbone, save
 
-from . import documents_task, sheets_task, small_task
 from .command_line import errors_as_one_line
-from .sheets_task import training as sheets
-from .small_task.instances import INSTANCES, instance
+from .documents_task.task_spec import DOCUMENTS_TRAINING
+from .sheets_task.training import SHEETS_TRAINING
+from .small_task.instances import INSTANCES
 from .small_task.training import (
-    SmallTaskRecipe,
-    draw_batch,
+    SMALL_TRAINING,
+    TrainingBatch,
+    TrainingRecipe,
+    TrainingTask,
     image_plan,
-    initialise,
-    loss_of,
     make_optimiser,
     make_tokenizer,
 )
 
+TASKS: dict[str, TrainingTask] = {"small": SMALL_TRAINING, "sheets": SHEETS_TRAINING, "documents": DOCUMENTS_TRAINING}
+Tally = dict[str, list[tuple[float, float]]]
+"""By name of a curve: sums and counts since its last line."""
+
 
 class Trainer:
-    """Parameters, optimiser state and the jitted step; checkpoints through Orbax."""
+    """Parameters, optimiser state and the jitted step; checkpoints through Orbax.
 
-    kinds = small_task.KINDS
+    Args:
+      recipe: every training choice; its class says which task is trained on.
+      folder: of recipe.json, checkpoints and curve; one that was used resumes.
 
-    def __init__(self, recipe: Any, folder: Path):
+    Raises:
+      ConfigError: the folder holds another recipe, or the recipe names an unknown backbone.
+    """
+
+    def __init__(self, recipe: TrainingRecipe, folder: Path):
         self.recipe, self.folder = recipe, folder
-        self.config, self.images = self._instance()
+        self.task = next(task for task in TASKS.values() if task.recipe is type(recipe))
+        self.config, self.images = self.task.instance(recipe.backbone)
+
+        # A folder is of one recipe, so that what resumes is what began.
         folder.mkdir(parents=True, exist_ok=True)
-        self._check_recipe()
-        self.graph, state = nnx.split(self._initial())
+        path, text = folder / "recipe.json", json.dumps(dataclasses.asdict(recipe), indent=2) + "\n"
+        if path.exists() and path.read_text() != text:
+            raise ConfigError(f"{path}: got another recipe; expected the one asked for, or an empty --out")
+        path.write_text(text)
+
+        self.graph, state = nnx.split(self.task.initialise(recipe))
         self.optimiser = make_optimiser(recipe)
         # Placed as what a checkpoint gives is, so that a resumed run shares the program of one begun here.
         self.state, self.moments = jax.device_put((state, jax.jit(self.optimiser.init)(state)), jax.local_devices()[0])
-        self.plan = self._first_plan()
+        self.plans: dict[str, dict[str, Array]] = {}
         self.step = 0
         self._jitted = jax.jit(self._update, donate_argnums=(0, 1))
         self.checkpoints = ocp.CheckpointManager(
             (folder / "checkpoints").resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
         )
 
-    def _instance(self) -> Any:
-        return instance(self.recipe.backbone)
-
-    def _initial(self) -> Any:
-        return initialise(self.config, self.recipe)
-
-    def _first_plan(self) -> Any:
-        return image_plan(self.recipe)
-
-    def _draw(self, step: int) -> Any:
-        return draw_batch(self.recipe, step)
-
-    def _take(self, drawn: Any) -> dict[str, Array]:
-        """Takes one step; returns the parts for the curve."""
-        self.state, self.moments, parts = self._jitted(self.state, self.moments, drawn.batch, drawn.labels)
-        return parts
-
-    def _note(self, tally: "Tally", parts: dict[str, Array], drawn: Any) -> None:
-        _note(tally, parts, drawn.batch["weight"], drawn.kinds)
-
-    def _tokenizer(self) -> Any:
-        return make_tokenizer()
-
-    def _check_recipe(self) -> None:
-        path = self.folder / "recipe.json"
-        mine = json.dumps(dataclasses.asdict(self.recipe), indent=2) + "\n"
-        if path.exists() and path.read_text() != mine:
-            raise ConfigError(f"{path} holds another recipe; expected the one asked for, or an empty --out")
-        path.write_text(mine)
-
-    def _update(self, state, moments, batch, labels):
-        def whole(state):
-            return loss_of(nnx.merge(self.graph, state), batch, labels, self.plan, self.recipe.auxiliary)
+    def _update(self, state: Any, moments: Any, batch: dict[str, Any], plan: dict[str, Array]) -> Any:
+        def whole(state: Any) -> Any:
+            return self.task.loss(nnx.merge(self.graph, state), batch, plan, self.recipe)
 
         (_, parts), gradients = jax.value_and_grad(whole, has_aux=True)(state)
         updates, moments = self.optimiser.update(gradients, moments, state)
@@ -132,16 +119,24 @@ class Trainer:
 
         with ThreadPoolExecutor(1) as pool, (self.folder / "curve.jsonl").open("a") as curve:
             # The next batch is drawn on the host while the device takes a step.
-            ahead = pool.submit(self._draw, self.step)
+            ahead = pool.submit(self.task.draw, self.recipe, self.step)
             bar = tqdm(range(self.step, until), initial=self.step, total=until, unit="step", mininterval=2)
             for step in bar:
                 drawn = ahead.result()
-                ahead = pool.submit(self._draw, step + 1)
-                self._note(tally, self._take(drawn), drawn)
+                ahead = pool.submit(self.task.draw, self.recipe, step + 1)
+                if drawn.size not in self.plans:
+                    self.plans[drawn.size] = image_plan(drawn, self.config)
+                plan = self.plans[drawn.size]
+                self.state, self.moments, parts = self._jitted(self.state, self.moments, drawn.batch, plan)
+                _count(tally, parts, drawn, self.recipe.kinds)
                 self.step = step + 1
 
                 if self.step % every == 0 or self.step == until:
-                    line = {"step": self.step, **_means(tally), "seconds": round(time.perf_counter() - began, 1)}
+                    means = {}
+                    for name, pairs in tally.items():
+                        total, count = np.sum(pairs, axis=0)
+                        means[name] = round(float(total / max(count, 1.0)), 4)
+                    line = {"step": self.step, **means, "seconds": round(time.perf_counter() - began, 1)}
                     curve.write(json.dumps(line) + "\n")
                     curve.flush()
                     bar.set_postfix({kind: f"{line.get(kind, 0.0):.3f}" for kind in ("chain", "aggregate")})
@@ -152,81 +147,26 @@ class Trainer:
 
     def backbone(self) -> ModelBackbone:
         """Makes the trained backbone with the task's image settings and vocabulary."""
-        return ModelBackbone(self.config, nnx.to_pure_dict(self.state), self.images, self._tokenizer())
+        return ModelBackbone(self.config, nnx.to_pure_dict(self.state), self.images, make_tokenizer(self.task.words))
 
 
-class SheetsTrainer(Trainer):
-    """Trains on the sheets task: contexts of several sizes, the loss that of answers alone."""
-
-    kinds = sheets_task.KINDS
-    spec, names = sheets.SHEETS, sheets_task.VOCABULARY.names
-
-    def _instance(self) -> Any:
-        return self.spec.instance(self.recipe.backbone)
-
-    def _initial(self) -> Any:
-        return sheets.initialise(self.recipe, self.spec)
-
-    def _first_plan(self) -> dict[str, Any]:
-        return {}  # one per size of context, made when it first comes
-
-    def _draw(self, step: int) -> sheets.SheetsBatch:
-        return sheets.draw_batch(self.recipe, step, self.spec)
-
-    def _update(self, state, moments, batch, labels):
-        def whole(state):
-            return sheets.loss_of(nnx.merge(self.graph, state), batch, labels, self.spec)
-
-        (loss, right), gradients = jax.value_and_grad(whole, has_aux=True)(state)
-        updates, moments = self.optimiser.update(gradients, moments, state)
-        return optax.apply_updates(state, updates), moments, {"loss": loss, "right": right}
-
-    def _take(self, drawn: sheets.SheetsBatch) -> dict[str, Array]:
-        if drawn.size not in self.plan:
-            self.plan[drawn.size] = sheets.image_plan(drawn, self.config)
-        found = self._jitted(self.state, self.moments, drawn.batch, self.plan[drawn.size])
-        self.state, self.moments, parts = found
-        return parts
-
-    def _note(self, tally: "Tally", parts: dict[str, Array], drawn: sheets.SheetsBatch) -> None:
-        right, asked = np.asarray(parts["right"]), drawn.batch["answer"] >= 0
-        tally.setdefault("loss", []).append((float(parts["loss"]), 1.0))
-        for number, name in enumerate(self.kinds):
-            here = asked & (drawn.kinds == number)
-            for title, where in ((name, here), (f"{name}, page alone", here & ~drawn.sees)):
-                if where.any():
-                    tally.setdefault(title, []).append((float(right[where].sum()), float(where.sum())))
-
-    def _tokenizer(self) -> Any:
-        return make_tokenizer(self.names)
-
-
-class DocumentsTrainer(SheetsTrainer):
-    """Trains on the documents task, whose pages are drawn with fonts."""
-
-    spec, names = documents_task.DOCUMENTS, documents_task.VOCABULARY.names
-
-
-Tally = dict[str, list[tuple[float, float]]]
-
-
-def _note(tally: Tally, parts: dict[str, Array], weight: np.ndarray, kinds: np.ndarray) -> None:
+def _count(tally: Tally, parts: dict[str, Array], drawn: TrainingBatch, kinds: Sequence[str]) -> None:
+    """Adds a step to the curve: losses, and right answers by kind; where batches say so, those of the page alone."""
     right = np.asarray(parts["right"])
-    for number, name in enumerate(small_task.KINDS):
-        here = kinds == number
-        tally.setdefault(name, []).append((float(right[here].sum()), float(weight[here].sum())))
+    for number, kind in enumerate(kinds):
+        here = {kind: drawn.asked & (drawn.kinds == number)}
+        if drawn.sees is not None:
+            here[f"{kind}, page alone"] = here[kind] & ~drawn.sees
+        for name, where in here.items():
+            # The small task asks every kind of every batch, whether or not a context has an answer.
+            if where.any() or drawn.sees is None:
+                tally.setdefault(name, []).append((float(right[where].sum()), float(where.sum())))
     for name, value in parts.items():
         if name != "right":
             tally.setdefault(name, []).append((float(value), 1.0))
 
 
-def _means(tally: Tally) -> dict[str, float]:
-    return {
-        name: round(sum(x for x, _ in pairs) / max(sum(n for _, n in pairs), 1.0), 4) for name, pairs in tally.items()
-    }
-
-
-def draw_curve(folder: Path, kinds: Sequence[str] = small_task.KINDS) -> Path:
+def draw_curve(folder: Path, kinds: Sequence[str] = SMALL_TRAINING.recipe.kinds) -> Path:
     """Draws DIR/curve.jsonl: accuracy by kind and the losses."""
     import matplotlib
 
@@ -254,7 +194,7 @@ def draw_curve(folder: Path, kinds: Sequence[str] = small_task.KINDS) -> Path:
 
 
 _HELP = {
-    "backbone": f"which architecture: one of {', '.join(INSTANCES)} (sheets: {', '.join(sheets.SHEETS.backbones)})",
+    "backbone": f"which architecture: one of {', '.join(INSTANCES)} (sheets: qwen2_5_vl, qwen3_vl)",
     "seed": "of the initial parameters and of every batch",
     "steps": "optimiser steps; the cosine schedule ends there",
     "batch": "contexts per step",
@@ -286,38 +226,26 @@ _DEFINE = {
 }
 
 
-TASKS: dict[str, tuple[type, type[Trainer]]] = {
-    "small": (SmallTaskRecipe, Trainer),
-    "sheets": (sheets.SheetsRecipe, SheetsTrainer),
-    "documents": (documents_task.DocumentsRecipe, DocumentsTrainer),
-}
-"""Recipe and trainer of each task by name."""
-
-
 def define_flags() -> None:
     """Defines --out, --task and one flag per field of the recipes. Importing this module leaves absl's flags alone."""
     flags.DEFINE_string("out", "out/train", "folder for checkpoints, curve and the trained model; a used one resumes")
     flags.DEFINE_enum("task", "small", list(TASKS), "which task to train on; flags of the other's recipe are refused")
     flags.DEFINE_integer("until", 0, "stop at this step of the recipe; 0: at its end", lower_bound=0)
     fields = {}
-    for recipe, _ in reversed(TASKS.values()):
-        fields |= {field.name: field for field in dataclasses.fields(recipe)}
+    for task in reversed(TASKS.values()):
+        fields |= {field.name: field for field in dataclasses.fields(task.recipe)}
     for name, field in fields.items():
         kind = field.type if isinstance(field.type, str) else field.type.__name__
         _DEFINE[kind](name, field.default, _HELP.get(name, f"questions of kind {name} per context"))
 
 
-def asked_recipe(task: str) -> Any:
+def asked_recipe(task: str) -> TrainingRecipe:
     """Makes the task's recipe of the flags that were given. Raises app.UsageError for another task's flag."""
-    recipe = TASKS[task][0]
-    own = {field.name for field in dataclasses.fields(recipe)}
-    given = {
-        field.name: flags.FLAGS[field.name].value
-        for other, _ in TASKS.values()
-        for field in dataclasses.fields(other)
-        if flags.FLAGS[field.name].present
-    }
-    if unknown := sorted(set(given) - own):
+    recipe, given = TASKS[task].recipe, {}
+    for other in TASKS.values():
+        names = [field.name for field in dataclasses.fields(other.recipe)]
+        given |= {name: flags.FLAGS[name].value for name in names if flags.FLAGS[name].present}
+    if unknown := sorted(set(given) - {field.name for field in dataclasses.fields(recipe)}):
         raise app.UsageError(f"--{unknown[0]} is no part of the recipe of --task={task}")
     return recipe(**given)
 
@@ -328,9 +256,9 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
 
     logging.set_verbosity(logging.WARNING)
-    recipe, trainer_type = asked_recipe(flags.FLAGS.task), TASKS[flags.FLAGS.task][1]
+    recipe = asked_recipe(flags.FLAGS.task)
     with errors_as_one_line():
-        trainer = trainer_type(recipe, Path(flags.FLAGS.out))
+        trainer = Trainer(recipe, Path(flags.FLAGS.out))
     began = trainer.resume()
     taken = min(flags.FLAGS.until or recipe.steps, recipe.steps)
     print(f"training from step {began} to {taken}; {trainer.folder}")
@@ -341,7 +269,7 @@ def main(arguments: list[str]) -> None:
     versions = {"jax": jax.__version__, "numpy": np.__version__, "optax": optax.__version__}
     disclosure = {"recipe": dataclasses.asdict(recipe), "steps_taken": taken, "versions": versions}
     (root / "training.json").write_text(json.dumps(disclosure, indent=2) + "\n")
-    print(f"model in {root}; curve in {draw_curve(trainer.folder, trainer.kinds)}")
+    print(f"model in {root}; curve in {draw_curve(trainer.folder, recipe.kinds)}")
 
 
 if __name__ == "__main__":

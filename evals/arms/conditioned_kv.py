@@ -27,9 +27,9 @@ def conditioned_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
         f"quantised.bits={bits}": functools.partial(_quantised, bits=bits) for bits in arms.bits
     }
     for rank in arms.ranks:
-        makers[f"svd.rank={rank}"] = functools.partial(_truncated, names=layout.names, rank=rank)
+        makers[f"svd.rank={rank}"] = functools.partial(make_truncated, names=layout.names, rank=rank)
     for rank in arms.byte_ranks:
-        makers[f"shadowkv.rank={rank}"] = functools.partial(_truncated, names=keys, rank=rank)
+        makers[f"shadowkv.rank={rank}"] = functools.partial(make_truncated, names=keys, rank=rank)
     for rank in arms.byte_ranks:
         makers[f"shadowkv.keys_alone.rank={rank}"] = functools.partial(_low_rank_keys, names=keys, rank=rank)
     return makers
@@ -65,7 +65,7 @@ def in_few_bits(value: Float[Array, "L B T K H"], bits: int) -> Float[Array, "L 
     return least + scale * jnp.clip(jnp.round((value - least) / safe), 0, 2**bits - 1)
 
 
-def _truncated(factory: ArmFactory, names: tuple[str, ...], rank: int) -> AlternativeArm:
+def make_truncated(factory: ArmFactory, names: tuple[str, ...], rank: int) -> AlternativeArm:
     """Returns the conditioned KV of which some channels are kept as thin factors and the others whole.
 
     All channels: truncated SVD, at the bytes of a patch of this rank. The keys alone: as ShadowKV (arXiv 2410.21465,

@@ -23,23 +23,23 @@ def patch_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
     arms = RULES.arms
     makers: dict[str, ArmMaker] = {}
     for rank in arms.ranks:
-        makers[f"patch.rank={rank}"] = functools.partial(_patched, rank=rank)
+        makers[f"patch.rank={rank}"] = functools.partial(make_patch, rank=rank)
 
     deepest = range(layout.layers // 2, layout.layers)
     makers[f"patch.deepest_half.rank={arms.shown_rank}"] = functools.partial(
-        _patched, rank=arms.shown_rank, part=functools.partial(kvp.keep_layers, layers=deepest)
+        make_patch, rank=arms.shown_rank, part=functools.partial(kvp.keep_layers, layers=deepest)
     )
 
     for name in layout.names:
         part = functools.partial(_one_channel, name=name)
         makers[f"patch.{name}_only.rank={arms.shown_rank}"] = functools.partial(
-            _patched, rank=arms.shown_rank, part=part
+            make_patch, rank=arms.shown_rank, part=part
         )
 
     for rank in arms.ranks:
         makers[f"patch.every_chunk.rank={rank}"] = functools.partial(_every_chunk, rank=rank)
     for rank in arms.rotated_ranks:
-        makers[f"patch.rotated_frame.rank={rank}"] = functools.partial(_patched, rank=rank, rotated=True)
+        makers[f"patch.rotated_frame.rank={rank}"] = functools.partial(make_patch, rank=rank, rotated=True)
     return makers
 
 
@@ -51,7 +51,7 @@ def compressed_patch_makers() -> dict[str, ArmMaker]:
     return {**int8, **pooled}
 
 
-def _patched(
+def make_patch(
     factory: ArmFactory, rank: int, *, rotated: bool = False, part: Callable[[kvp.Patch], kvp.Patch] | None = None
 ) -> AlternativeArm:
     page = factory.page

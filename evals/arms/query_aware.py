@@ -158,18 +158,18 @@ def _attention_program(graph: Any) -> Callable[..., Array]:
     def run(state: Any, hidden: tuple[Array, ...], positions: Array, keys: KV, mask: Array) -> Array:
         decoder = nnx.merge(graph, state).decoder
         tables = rope_tables(decoder.config.rope, positions)
-        layers = [_layer_attention(decoder, number, x, tables, keys, mask) for number, x in enumerate(hidden)]
+        layers = []
+        for number, residual in enumerate(hidden):
+            layers.append(layer_attention(decoder, number, residual, tables, keys, mask).mean(axis=(1, 2)))
         return jnp.stack(layers)
 
     return run
 
 
-def _layer_attention(
+def layer_attention(
     decoder: Any, number: int, hidden: Array, tables: tuple[Array, Array], keys: Mapping[str, Array], mask: Array
-) -> Array:
-    """Returns one layer's attention from its entering residual [B,T,D] and all its keys, the mean over heads,
-    [B,T,S].
-    """
+) -> Float[Array, "B K G T S"]:
+    """Computes one layer's attention from its entering residual [B,T,D] over all its keys, by head."""
     config, below = decoder.config, decoder.config.dense_layers
     stack, at = (decoder.layers, number - below) if number >= below else (decoder.dense_layers, number)
     graph, state = nnx.split(stack)
@@ -177,6 +177,7 @@ def _layer_attention(
     query, _ = layer.attention.project(layer.input_norm(hidden))
     rotated = rotate(query["turning"], *tables, config.rope.cached, config.rope.attention_scaling)
 
+    # Latent attention compares with the compressed KV, beside a part of the key that alone is rotated.
     if config.latent is None:
         key, scale = keys["k"][number], config.head_dim**-0.5
     else:
@@ -186,4 +187,4 @@ def _layer_attention(
     B, T, N, H = rotated.shape
     grouped = rotated.reshape(B, T, key.shape[2], N // key.shape[2], H)
     scores = scale * jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32)
-    return jax.nn.softmax(jnp.where(mask[:, :, None], scores, -jnp.inf), axis=-1).mean(axis=(1, 2))
+    return jax.nn.softmax(jnp.where(mask[:, :, None], scores, -jnp.inf), axis=-1)

@@ -19,16 +19,16 @@ def token_repair_makers() -> dict[str, ArmMaker]:
     makers: dict[str, ArmMaker] = {}
     for method in REPAIRS:
         for share in RULES.arms.budgets:
-            makers[f"{method}.budget={share:g}"] = functools.partial(_repaired, method=method, share=share)
+            makers[f"{method}.budget={share:g}"] = functools.partial(make_repaired, method=method, share=share)
         for rank in RULES.arms.byte_ranks:
-            makers[f"{method}.bytes_of_rank={rank}"] = functools.partial(_repaired, method=method, rank=rank)
+            makers[f"{method}.bytes_of_rank={rank}"] = functools.partial(make_repaired, method=method, rank=rank)
     return makers
 
 
 def rerun_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
     """Lists the page run again from a layer up, and random tokens."""
     makers: dict[str, ArmMaker] = {
-        f"residual.layer={layer}": functools.partial(_from_residual, layer=layer) for layer in residual_layers(layout)
+        f"residual.layer={layer}": functools.partial(make_residual, layer=layer) for layer in residual_layers(layout)
     }
     return {**makers, f"random_tokens.budget={RULES.arms.random_budget:g}": _random_tokens}
 
@@ -38,7 +38,7 @@ def residual_layers(layout: kvp.KVLayout) -> list[int]:
     return sorted({max(1, round(depth * layout.layers)) for depth in RULES.arms.residual_depths})
 
 
-def _repaired(factory: ArmFactory, method: str, share: float = 0.0, rank: int = 0) -> AlternativeArm:
+def make_repaired(factory: ArmFactory, method: str, share: float = 0.0, rank: int = 0) -> AlternativeArm:
     """Returns the blind cache with some tokens recomputed: a share of them, or as many as take the bytes of a rank."""
     page, splice = factory.page, factory.splice
     tokens, backbone = page.page.tokens, page.backbone
@@ -69,7 +69,7 @@ def _random_tokens(factory: ArmFactory) -> AlternativeArm:
     return AlternativeArm(cost, dict(repaired.cache))
 
 
-def _from_residual(factory: ArmFactory, layer: int) -> AlternativeArm:
+def make_residual(factory: ArmFactory, layer: int) -> AlternativeArm:
     """Runs the page again from a layer up, behind its true context, from the residual that entered the layer
     alone.
 

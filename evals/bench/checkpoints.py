@@ -6,17 +6,19 @@ comparison read the same file.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.window import Costs
 from models import FAMILIES, ModelBackbone
 from models.checkpoints import flatten_params
+from models.decoder.costs import forward_costs
 from models.families.family import abstract, parameters
 
 GOLDENS = Path(__file__).parents[2] / "tests" / "goldens"
@@ -45,25 +47,46 @@ TINY = {
 _KIMI_K25 = "transformers has no such class; Kimi_K25 is the same function of images"
 UNTIMED = dict.fromkeys(("KimiVLForConditionalGeneration", "KimiK25ForConditionalGeneration"), _KIMI_K25)
 REGIMES = {"Phi3ForCausalLM": "long"}
-LARGE = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "torch_dtype": "float32",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-"""Qwen2-0.5B's shape."""
 PICTURES = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
+
+
+def qwen2_config(
+    width: int, intermediate: int, heads: int, layers: int, kv_heads: int, vocabulary: int, **fields: Any
+) -> dict[str, Any]:
+    """Makes `config.json` of a Qwen2 of these sizes; `fields` replace others of it."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "use_sliding_window": False,
+        "vocab_size": vocabulary,
+    } | fields
+
+
+LARGE = qwen2_config(896, 4864, heads=14, layers=24, kv_heads=2, vocabulary=151936)
+"""Qwen2-0.5B's shape."""
+SEVEN_BILLION = qwen2_config(
+    3584, 18944, heads=28, layers=28, kv_heads=4, vocabulary=152064, tie_word_embeddings=False, torch_dtype="bfloat16"
+)
+"""The shape of Qwen2.5-VL-7B's text decoder."""
+
+
+def shape_costs(name: str, raw: Mapping[str, Any]) -> Costs:
+    """Computes the costs of a Qwen2 of this `config.json`, in bfloat16; no model is made."""
+    text = FAMILIES["Qwen2ForCausalLM"].config(raw, "exact", None).text
+    kv_bytes = text.layout.bytes_per_token("bfloat16")
+    # Keys, which rotate, are half of the KV; two bytes a number.
+    return Costs(name, text.layers, kv_bytes, kv_bytes // 2, kv_bytes // 4, forward_costs(text))
 
 
 def tiny_config(architecture: str) -> dict[str, Any]:
@@ -98,28 +121,33 @@ def tiny_pictures(architecture: str) -> dict[str, np.ndarray]:
 def random_backbone(raw: Mapping[str, Any], seed: int = 0) -> ModelBackbone:
     """Makes a backbone of this `config.json` with drawn float32 parameters and without image settings."""
     family = FAMILIES[raw["architectures"][0]]
-    config = family.config(raw, "exact", REGIMES.get(family.architecture))
     generator = np.random.default_rng(seed)
-    values: dict[str, Any] = {}
 
+    # Norms near 1, biases near 0, matrices of standard deviation 1/√(inputs): nothing that could be left out.
+    def draw(name: str, shape: tuple[int, ...]) -> Array:
+        values = generator.standard_normal(shape, np.float32)
+        if name == "weight":
+            values = 1 + 0.2 * values
+        elif name in ("bias", "correction"):
+            values = 0.2 * values
+        elif name in ("kernel", "gate", "up", "down", "embedding"):
+            values = values * np.float32(1 / math.sqrt(shape[-1 if name == "embedding" else -2]))
+        else:
+            values = 0.5 * values
+        return jnp.asarray(values)
+
+    return filled_backbone(family.config(raw, "exact", REGIMES.get(family.architecture)), draw)
+
+
+def filled_backbone(config: Any, draw: Callable[[str, tuple[int, ...]], Array]) -> ModelBackbone:
+    """Makes a backbone whose parameters are what `draw` returns for each name and shape, in order of their paths."""
+    values: dict[str, Any] = {}
     for path, leaf in sorted(flatten_params(parameters(abstract(config))).items()):
         parent = values
         for part in path[:-1]:
             parent = parent.setdefault(part, {})
-        parent[path[-1]] = jnp.asarray(_draw(path[-1], leaf.shape, generator))
-
+        parent[path[-1]] = draw(path[-1], leaf.shape)
     return ModelBackbone(config, values)
-
-
-def _draw(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> Float[np.ndarray, "..."]:
-    """Draws matrices of standard deviation 1/√(inputs), norms near 1, biases near 0: nothing that could be left out."""
-    values = generator.standard_normal(shape, np.float32)
-    if name == "weight":
-        return 1 + 0.2 * values
-    if name in ("bias", "correction"):
-        return 0.2 * values
-    matrix = name in ("kernel", "gate", "up", "down", "embedding")
-    return values * np.float32(1 / math.sqrt(shape[-1 if name == "embedding" else -2])) if matrix else 0.5 * values
 
 
 def prompt(count: int) -> Int[np.ndarray, "1 count"]:

@@ -11,7 +11,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.plan import DeviceCosts, Rates
+from kvpatch_jax.store import ChunkStore
 from kvpatch_jax.window import Costs, Edits, Entry, PagedExecutor, PatchNote, Window
 from models import Buckets, ModelBackbone, load
 
@@ -79,9 +80,16 @@ def run(
       busy: counts CPU seconds of all threads in place of the clock's, which others on the machine spoil. They are the
         clock's where the program is pinned to one core of its own.
     """
-    name, backbone = _backbone(seed, large, quick, checkpoint)
+    if checkpoint is not None:
+        name, backbone = Path(checkpoint).name, load(checkpoint, buckets=Buckets())
+    elif quick:
+        name, backbone = "tiny", with_buckets(random_backbone(tiny_config("Qwen2ForCausalLM"), seed))
+    else:
+        raw, shape = (LARGE, "Qwen2-0.5B's shape") if large else (MEDIUM, "a twelfth of Qwen2-0.5B")
+        name, backbone = f"random weights, {shape}", with_buckets(random_backbone(raw, seed))
+
     tokens, fronts = (TOKENS[:3], FRONTS[:1]) if quick else (TOKENS, FRONTS)
-    with tempfile.TemporaryDirectory() as folder, kvp.ChunkStore(folder, tenant="costs") as store:
+    with tempfile.TemporaryDirectory() as folder, ChunkStore(folder, tenant="costs") as store:
         timer = _EditTimer(backbone, store, max(tokens), max(fronts), repeats, seed, busy)
         timed = [edits for size, front in itertools.product(tokens, fronts) for edits in timer.runs(size, front)]
 
@@ -109,111 +117,96 @@ def run(
     }
 
 
-def _backbone(seed: int, large: bool, quick: bool, checkpoint: str | None) -> tuple[str, ModelBackbone]:
-    if checkpoint is not None:
-        return Path(checkpoint).name, load(checkpoint, buckets=Buckets())
-    if quick:
-        return "tiny", with_buckets(random_backbone(tiny_config("Qwen2ForCausalLM"), seed))
-    raw, name = (LARGE, "Qwen2-0.5B's shape") if large else (MEDIUM, "a twelfth of Qwen2-0.5B")
-    return f"random weights, {name}", with_buckets(random_backbone(raw, seed))
-
-
 class _EditTimer:
     """Times edits of chunks of several sizes on one executor."""
 
     def __init__(
-        self, backbone: ModelBackbone, store: Any, tokens: int, front: int, repeats: int, seed: int, busy: bool
+        self,
+        backbone: ModelBackbone,
+        store: kvp.ChunkStore,
+        tokens: int,
+        front: int,
+        repeats: int,
+        seed: int,
+        busy: bool,
     ):
-        self.backbone, self.repeats = backbone, repeats
+        self.backbone, self.store, self.repeats = backbone, store, repeats
         self._clock = time.process_time if busy else time.perf_counter
         self._generator = np.random.default_rng([seed, 5])
         dtype = str(backbone.embed(np.zeros((1, 1), np.int32)).embeddings.dtype)
         pages = -(-front // PAGE) + 4 * -(-tokens // PAGE) + 8
         self.executor = PagedExecutor(backbone, pages, PAGE, dtype, store=store)
         self.empty = Window.empty(Costs.of(backbone, dtype), lead=1)
-        self._store = store
 
     def runs(self, size: int, front: int) -> Iterator[TimedEdits]:
         """Runs every kind of edit of a chunk of this size after a front of that size."""
         executor, id = self.executor, f"chunk {size}"
-        tokens = self._provide(id, self._tokens(size))
+
+        def counted(kind: str, edits: Edits, seconds: Sequence[float], rank: int = 0) -> TimedEdits:
+            # The first turn warms up. Edits of other kinds come along, and are not counted.
+            own = [edit for edit in edits if type(edit).__name__ == kind]
+            nbytes, flops = sum(edit.bytes for edit in own), sum(edit.flops for edit in own)
+            return TimedEdits(kind, size, front, rank, nbytes, flops, statistics.median(seconds[1:]))
+
+        def repeated(kind: str, changed: tuple[Window, Edits], undone: bool = True, rank: int = 0) -> TimedEdits:
+            seconds = []
+            for _ in range(self.repeats + 1):
+                seconds.append(self._run(*changed))
+                if undone:
+                    executor.run(*changed[0].evict(id))
+            return counted(kind, changed[1], seconds, rank)
+
+        tokens = self._provide(id, size)
         executor.release("")
-        self._provide("front", front_tokens := self._tokens(front))
-        before, edits = self.empty.append(Entry.of_tokens("front", front_tokens, "front"))
+        before, edits = self.empty.append(Entry.of_tokens("front", self._provide("front", front), "front"))
         executor.run(before, edits)
         entry = Entry.of_tokens(id, tokens, id, kind="chunk")
         chunk = canonical_of(self.backbone, tokens, id)
         executor.provide(id, chunk=chunk)
 
-        def timed(kind: str, changed: tuple[Window, Edits], undone: bool = True, rank: int = 0) -> TimedEdits:
-            seconds = self._seconds(lambda: self._run(*changed), lambda: undone and executor.run(*changed[0].evict(id)))
-            return self._counted(kind, size, front, rank, changed[1], seconds)
-
         prefilled = before.append(entry)
-        yield timed("Prefill", prefilled)
+        yield repeated("Prefill", prefilled)
         executor.run(*prefilled)
         conditioned = executor.read(prefilled[0], id)
-        yield timed("Recompute", prefilled[0].recompute(id), undone=False)
-        yield self._rotated(size, front, prefilled[0], id)
-        executor.run(*prefilled[0].evict(id))
+        yield repeated("Recompute", prefilled[0].recompute(id), undone=False)
 
-        copied = before.append(entry, "bare", fetched=True)
-        yield timed("Copy", copied)
-
-        for rank in RANKS:
-            patch = kvp.form_patch(chunk, conditioned, min(rank, size), before.target())
-            executor.provide(id, patch=patch)
-            patched = before.append(entry, "patch", PatchNote.of(patch), fetched=True)
-            yield timed("ApplyPatch", patched, rank=min(rank, size))
-
-        fetched = before.append(entry, "bare")
-        yield self._counted("Fetch", size, front, 0, fetched[1], self._fetch_seconds(chunk, fetched, copied))
-        executor.provide(id, tokens=tokens, chunk=chunk)
-        executor.release("")
-        executor.forget(id)
-
-    def _rotated(self, size: int, front: int, window: Window, id: str) -> TimedEdits:
-        """Times the rotation of a chunk when a small one in front of it leaves."""
-        small = self._provide("small", self._tokens(8))
-        entry = Entry.of_tokens("small", small, "small", kind="chunk")
-        seconds, edits = [], ()
-
+        # It rotates when a small chunk in front of it leaves.
+        window, seconds, edits = prefilled[0], [], ()
+        small = Entry.of_tokens("small", self._provide("small", 8), "small", kind="chunk")
         for _ in range(self.repeats + 1):
-            inserted, placing = window.insert(entry, id)
+            inserted, placing = window.insert(small, id)
             self._run(inserted, placing)
             window, edits = inserted.evict("small")
             window = dataclasses.replace(window, evicted=())
             seconds.append(self._run(window, edits))
+        yield counted("Rotate", edits, seconds)
+        executor.run(*prefilled[0].evict(id))
 
-        return self._counted("Rotate", size, front, 0, edits, statistics.median(seconds[1:]))
+        copied = before.append(entry, "bare", fetched=True)
+        yield repeated("Copy", copied)
+        for rank in RANKS:
+            patch = kvp.form_patch(chunk, conditioned, min(rank, size), before.target())
+            executor.provide(id, patch=patch)
+            patched = before.append(entry, "patch", PatchNote.of(patch), fetched=True)
+            yield repeated("ApplyPatch", patched, rank=min(rank, size))
 
-    def _fetch_seconds(self, chunk: kvp.Chunk, fetched: tuple[Window, Edits], copied: tuple[Window, Edits]) -> float:
-        """Times a canonical from the store (from its memory, for it was put there) and placed; less the placing.
-
-        Placing alone is timed right after each turn, for it is the larger part: what is left is a small difference,
-        which two medians of runs at different times would lose.
-        """
-        self._store.put(chunk)
-        window, undo = fetched[0], fetched[0].evict(chunk.id)
-        seconds = []
-
+        # From the store's memory, for it was put there. Placing alone is timed right after each turn, for it is the
+        # larger part: what is left is a small difference, which medians of runs at different times would lose.
+        self.store.put(chunk)
+        fetched, seconds = before.append(entry, "bare"), []
         for _ in range(self.repeats + 1):
-            self.executor.forget(chunk.id)
-            whole = self._run(window, fetched[1])
-            self.executor.run(*undo)
+            executor.forget(id)
+            whole = self._run(*fetched)
+            executor.run(*fetched[0].evict(id))
             placing = self._run(*copied)
-            self.executor.run(*undo)
+            executor.run(*fetched[0].evict(id))
             seconds.append(whole - placing)
+        found = counted("Fetch", fetched[1], seconds)
+        yield found._replace(seconds=max(found.seconds, 1e-7))
 
-        return max(statistics.median(seconds[1:]), 1e-7)
-
-    def _seconds(self, measure: Callable[[], float], undo: Callable[[], object]) -> float:
-        """Measures as many turns as repeats, after one that warms up; returns the median."""
-        seconds = []
-        for _ in range(self.repeats + 1):
-            seconds.append(measure())
-            undo()
-        return statistics.median(seconds[1:])
+        executor.provide(id, tokens=tokens, chunk=chunk)
+        executor.release("")
+        executor.forget(id)
 
     def _run(self, window: Window, edits: Edits) -> float:
         begin = self._clock()
@@ -221,19 +214,11 @@ class _EditTimer:
         jax.block_until_ready(self.executor.pools)
         return self._clock() - begin
 
-    def _counted(self, kind: str, size: int, front: int, rank: int, edits: Edits, seconds: float) -> TimedEdits:
-        """Counts bytes and FLOPs of the edits of this kind alone."""
-        counted = [edit for edit in edits if type(edit).__name__ == kind]
-        nbytes, flops = sum(edit.bytes for edit in counted), sum(edit.flops for edit in counted)
-        return TimedEdits(kind, size, front, rank, nbytes, flops, seconds)
-
-    def _provide(self, id: str, tokens: Tokens) -> Tokens:
+    def _provide(self, id: str, size: int) -> Tokens:
+        tokens = text_tokens(self.backbone, self._generator.integers(3, 290, (1, size)).astype(np.int32))
         self.executor.forget(id)
         self.executor.provide(id, tokens=tokens, content=id)
         return tokens
-
-    def _tokens(self, size: int) -> Tokens:
-        return text_tokens(self.backbone, self._generator.integers(3, 290, (1, size)).astype(np.int32))
 
 
 def split(timed: Sequence[TimedEdits], seed: int) -> tuple[list[TimedEdits], list[TimedEdits]]:
@@ -294,10 +279,10 @@ def table(result: Mapping[str, Any]) -> str:
 
     lines = []
     for row in result["planning"]:
-        cpu = [f"{1e3 * row[column]:.2f}" for column in ("cpu", "cpu_high", "cpu_low", "collected")]
-        lines.append([row["name"], str(row["pieces"]), *cpu, f"{row['seconds']:.4f}"])
+        cpu = [f"{1e3 * row[column]:.2f}" for column in ("cpu", "cpu_high", "collected")]
+        lines.append([row["name"], str(row["pieces"]), *cpu])
 
-    head = ["planning", "pieces", "CPU ms, median", "95 %", "least", "longest gc, ms", "seconds on the clock"]
+    head = ["planning", "pieces", "CPU ms, median", "95 %", "longest gc, ms"]
     return f"{fitted}\n\n{markdown_table(head, lines)}\n"
 
 

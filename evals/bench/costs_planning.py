@@ -1,24 +1,19 @@
 """What planning takes: windows of many chunks, by what has to be planned of them. No model runs, no store is read."""
 
-import contextlib
 import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from kvpatch_jax.backbone import ForwardCosts
 from kvpatch_jax.cache import Antecedent, Member
 from kvpatch_jax.plan import Certificate, CertifiedLoss, DeviceCosts, Goal, PatchInventory, Plan, RankChoice, plan
-from kvpatch_jax.window import Costs, Entry, PatchNote, Window
+from kvpatch_jax.window import Entry, PatchNote, Window
+
+from .checkpoints import SEVEN_BILLION, shape_costs
 
 BACKBONE = "f" * 64
-LAYERS = 28
-COSTS = Costs(
-    BACKBONE, LAYERS, 57344, 28672, 7168, ForwardCosts((4 * 10**8,) * LAYERS, (4096,) * LAYERS, (0,) * LAYERS, 10**9)
-)
-"""About Qwen2.5-VL-7B's."""
 
 
 def run(repeats: int, count: int = 256) -> list[dict[str, Any]]:
@@ -35,7 +30,7 @@ def run(repeats: int, count: int = 256) -> list[dict[str, Any]]:
     stored = PatchInventory(BACKBONE)
     stored.add(*entries, *(_note(entry, whole[:place]) for place, entry in enumerate(whole)))
     devices, certificate = DeviceCosts.assumed("cpu"), _certificate(count)
-    empty = Window.empty(COSTS)
+    empty = Window.empty(shape_costs(BACKBONE, SEVEN_BILLION))
 
     def plan_new(**goal: Any) -> Plan:
         return plan(empty, whole, Goal(**goal), stored=stored, costs=devices, certificate=certificate)
@@ -59,43 +54,29 @@ def run(repeats: int, count: int = 256) -> list[dict[str, Any]]:
 
 
 def _measure(name: str, make: Callable[[], Plan], repeats: int, count: int) -> dict[str, Any]:
-    make()
-    cpu, seconds = [], []
-    with _garbage_collections() as collections:
-        for _ in range(repeats):
-            begin, spent = time.perf_counter(), time.process_time()
-            make()
-            cpu.append(time.process_time() - spent)
-            seconds.append(time.perf_counter() - begin)
-
-    return {
-        "name": name,
-        "pieces": count,
-        "cpu": statistics.median(cpu),
-        "cpu_low": min(cpu),
-        "cpu_high": statistics.quantiles(cpu, n=20)[-1] if len(cpu) > 1 else cpu[0],
-        "seconds": statistics.median(seconds),
-        "seconds_low": min(seconds),
-        "collected": max(collections, default=0.0),
-    }
-
-
-@contextlib.contextmanager
-def _garbage_collections() -> Iterator[list[float]]:
-    """Collects the seconds of each garbage collection: now and then it traverses all that the process holds."""
-    seconds, begun = list[float](), [0.0]
+    """Times a plan: CPU seconds, and the longest garbage collection, which traverses all that the process holds."""
+    collections, begun, cpu = [0.0], 0.0, []
 
     def observe(phase: str, _: dict[str, int]) -> None:
+        nonlocal begun
         if phase == "start":
-            begun[0] = time.perf_counter()
+            begun = time.perf_counter()
         else:
-            seconds.append(time.perf_counter() - begun[0])
+            collections.append(time.perf_counter() - begun)
 
+    make()
     gc.callbacks.append(observe)
     try:
-        yield seconds
+        for _ in range(repeats):
+            spent = time.process_time()
+            make()
+            cpu.append(time.process_time() - spent)
     finally:
         gc.callbacks.remove(observe)
+
+    high = statistics.quantiles(cpu, n=20)[-1] if len(cpu) > 1 else cpu[0]
+    row = {"name": name, "pieces": count, "cpu": statistics.median(cpu), "cpu_high": high}
+    return row | {"collected": max(collections)}
 
 
 def _note(entry: Entry, front: list[Entry]) -> PatchNote:

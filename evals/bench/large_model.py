@@ -29,6 +29,7 @@ from jaxtyping import Float32, Int32
 from kvpatch_jax.errors import KVPatchError
 
 from .benchmark import Row, comparison_row
+from .checkpoints import qwen2_config
 from .transformers_side import TransformersSide, agreement_row
 
 BARS = {"load float32": 1.0, "load bfloat16": 1.0, "tower": 1.0, "prefill": 1.0, "step": 0.8}
@@ -67,62 +68,35 @@ class LargeSize:
 
     def config(self) -> dict[str, Any]:
         """Makes `config.json` as the released checkpoints have it."""
-        heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
         sections = [self.width // self.heads // 8] + [self.width // self.heads * 3 // 16] * 2
-        return {
-            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-            "model_type": "qwen2_5_vl",
-            **heads,
+        vision = {
+            "depth": self.vision_depth,
+            "fullatt_block_indexes": [self.vision_depth // 2 - 1, self.vision_depth - 1],
             "hidden_act": "silu",
-            "hidden_size": self.width,
-            "intermediate_size": self.intermediate,
-            "max_position_embeddings": 128000,
-            "num_hidden_layers": self.layers,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
-            "rope_scaling": {"type": "mrope", "mrope_section": sections},
-            "tie_word_embeddings": True,
-            "torch_dtype": "float32",
-            "use_sliding_window": False,
-            "vocab_size": self.vocabulary,
-            "image_token_id": IMAGE,
-            "video_token_id": VIDEO,
-            "vision_start_token_id": START,
-            "vision_end_token_id": END,
-            "vision_config": {
-                "depth": self.vision_depth,
-                "fullatt_block_indexes": [self.vision_depth // 2 - 1, self.vision_depth - 1],
-                "hidden_act": "silu",
-                "hidden_size": self.vision_width,
-                "in_chans": 3,
-                "intermediate_size": self.vision_intermediate,
-                "num_heads": self.vision_heads,
-                "out_hidden_size": self.width,
-                "patch_size": PATCH,
-                "spatial_merge_size": MERGE,
-                "temporal_patch_size": 2,
-                "tokens_per_second": 2,
-                "window_size": 112,
-            },
+            "hidden_size": self.vision_width,
+            "in_chans": 3,
+            "intermediate_size": self.vision_intermediate,
+            "num_heads": self.vision_heads,
+            "out_hidden_size": self.width,
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGE,
+            "temporal_patch_size": 2,
+            "tokens_per_second": 2,
+            "window_size": 112,
         }
-
-    def work(self) -> dict[str, float]:
-        """Counts what each part has to do: multiplications and additions, bytes of weights for a decode step."""
-        merged, width = MERGE**2, self.vision_width
-        patches = self.side**2
-        block = 4 * width**2 + 3 * width * self.vision_intermediate
-        merger = (merged * width) ** 2 + merged * width * self.width
-        windows = (112 // PATCH) ** 2
-        pairs = patches * (2 * patches + (self.vision_depth - 2) * windows)
-        tower = (
-            2.0 * patches * (block * self.vision_depth + 6 * PATCH**2 * width + merger / merged) + 4.0 * pairs * width
+        sizes = (self.width, self.intermediate, self.heads, self.layers, self.kv_heads, self.vocabulary)
+        return qwen2_config(
+            *sizes,
+            architectures=["Qwen2_5_VLForConditionalGeneration"],
+            model_type="qwen2_5_vl",
+            max_position_embeddings=128000,
+            rope_scaling={"type": "mrope", "mrope_section": sections},
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            vision_start_token_id=START,
+            vision_end_token_id=END,
+            vision_config=vision,
         )
-        head = self.width // self.heads
-        attention = 2 * self.width**2 + 2 * self.width * self.kv_heads * head
-        layer = attention + 3 * self.width * self.intermediate
-        weights = layer * self.layers + self.vocabulary * self.width
-        prefill = 2.0 * self.tokens * layer * self.layers + 2.0 * self.tokens**2 * self.width * self.layers
-        return {"tower": tower, "prefill": prefill, "step_bytes": 4.0 * weights}
 
 
 LARGE = LargeSize(
@@ -141,10 +115,10 @@ LARGE = LargeSize(
     tokens=4096,
     new_tokens=16,
 )
+_TOWER = {"vision_width": 128, "vision_intermediate": 256, "vision_depth": 4, "vision_heads": 4, "side": 16}
 SMALL = dataclasses.replace(
-    LARGE, name="small", width=256, intermediate=512, layers=2, heads=4, vocabulary=512, vision_width=128
+    LARGE, name="small", width=256, intermediate=512, layers=2, heads=4, vocabulary=512, tokens=96, **_TOWER
 )
-SMALL = dataclasses.replace(SMALL, vision_intermediate=256, vision_depth=4, vision_heads=4, side=16, tokens=96)
 """To see that it runs."""
 
 
@@ -194,7 +168,12 @@ def compare(side: Side | None, repeats: int, seed: int, size: LargeSize = LARGE)
         files = run_ours("make", size, folder, seed)
 
         for turn in range(min(repeats, TURNS)):
-            _fill_page_cache(folder)
+            # Files are read once, so that neither side waits for the disk.
+            for path in folder.glob("*/model.safetensors"):
+                with path.open("rb") as file:
+                    while file.read(1 << 24):
+                        pass
+
             logging.info("turn %d: ours", turn)
             ours.append(run_ours("measure", size, folder, seed))
             if side is not None:
@@ -206,7 +185,7 @@ def compare(side: Side | None, repeats: int, seed: int, size: LargeSize = LARGE)
             with np.load(folder / "ours.npz") as found, np.load(folder / "theirs.npz") as expected:
                 agreed = [agreement_row(dict(found), dict(expected), **labels)]
 
-    return [*agreed, *timed_rows(ours, theirs, agreed, labels), *profile_rows(size, ours, theirs, labels | files)]
+    return [*agreed, *timed_rows(ours, theirs, agreed, labels), *profile_rows(ours, theirs, labels | files)]
 
 
 def run_ours(call: str, size: LargeSize, folder: Path, seed: int) -> dict[str, Any]:
@@ -223,13 +202,6 @@ def run_ours(call: str, size: LargeSize, folder: Path, seed: int) -> dict[str, A
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _fill_page_cache(folder: Path) -> None:
-    for path in folder.glob("*/model.safetensors"):
-        with path.open("rb") as file:
-            while file.read(1 << 24):
-                pass
-
-
 Turns = Sequence[Mapping[str, Any]]
 """Answers of one side's process, turn by turn."""
 
@@ -244,35 +216,17 @@ def timed_rows(ours: Turns, theirs: Turns, agreed: Sequence[Row], labels: Mappin
     return rows
 
 
-def profile_rows(size: LargeSize, ours: Turns, theirs: Turns, labels: Mapping[str, Any]) -> list[Row]:
-    """Shows where the time goes: work per second of each part beside one plain product of matrices; peaks of memory."""
-    work, rows = size.work(), []
-
-    def add_rate(metric: str, amount: float, timed: str) -> None:
-        samples = _samples(ours, theirs, lambda turn: amount / turn["seconds"][timed] / 1e9)
-        rows.append(
-            {"metric": metric, **labels} | {side: statistics.median(values) for side, values in samples.items()}
-        )
-
-    counts = {"tower": work["tower"], "prefill": work["prefill"], "matmul": 2.0 * MATMUL**3}
-    for name, count in counts.items():
-        add_rate(f"{name}: GFLOP/s", count, name)
-    add_rate("step: GB/s of weights", work["step_bytes"], "step")
-
-    for name in [name for name in (theirs[0]["seconds"] if theirs else ()) if name.endswith("returned")]:
-        seconds = statistics.median(turn["seconds"][name] for turn in theirs)
-        rows.append({"metric": name, **labels, "theirs": 1 / seconds})
-
-    for kind, profile in ours[-1]["load_profiles"].items():
-        for part, value in profile.items():
-            rows.append({"metric": f"load {kind}: CPU s, {part}", **labels, "ours": value})
-
+def profile_rows(ours: Turns, theirs: Turns, labels: Mapping[str, Any]) -> list[Row]:
+    """Makes rows of one plain product of matrices, which the seconds are held against, and of peaks of memory."""
+    samples = _samples(ours, theirs, lambda turn: 2 * MATMUL**3 / turn["seconds"]["matmul"] / 1e9)
+    rates = {side: statistics.median(values) for side, values in samples.items()}
+    rows = [{"metric": "matmul: GFLOP/s", **labels, **rates}]
     for stage in ours[-1]["peaks"]:
         with_stage = theirs if theirs and stage in theirs[0]["peaks"] else []
         samples = _samples(ours, with_stage, lambda turn, stage=stage: turn["peaks"][stage] / 1e9)
-        peaks = {side: max(values) for side, values in samples.items()}
-        rows.append({"metric": f"peak GB: {stage}", **labels, **peaks})
-
+        rows.append(
+            {"metric": f"peak GB: {stage}", **labels, **{side: max(values) for side, values in samples.items()}}
+        )
     return rows
 
 

@@ -8,6 +8,7 @@ by the same rule; torch is imported only where a model is run.
 
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -114,17 +115,16 @@ class Worker:
 
         kind = transformers.Qwen2_5_VLForConditionalGeneration
         seconds: dict[str, float] = {}
-        peaks = {"start": _peak_bytes()}
+        peaks = {"start": peak_bytes()}
 
         for name in ("bfloat16", "float32"):
             self.model = None
             begin = time.perf_counter()
             self.model = kind.from_pretrained(os.path.join(folder, name), dtype=torch.float32)
-            seconds[f"load {name}, returned"] = time.perf_counter() - begin
             for parameter in self.model.parameters():
                 parameter.detach().reshape(-1)[::1024].sum()  # of each page one number: what is mapped is read now
             seconds[f"load {name}"] = time.perf_counter() - begin
-            peaks[f"load {name}"] = _peak_bytes()
+            peaks[f"load {name}"] = peak_bytes()
 
         self.model.eval()
 
@@ -138,7 +138,7 @@ class Worker:
             begin = time.perf_counter()
             value = call()
             seconds[name] = time.perf_counter() - begin
-            peaks[name] = _peak_bytes()
+            peaks[name] = peak_bytes()
             return value
 
         features = _flat(timed("tower", self._features))
@@ -156,7 +156,7 @@ class Worker:
             logits.append(out.logits)
             step_seconds.append(time.perf_counter() - begin)
 
-        seconds["step"], peaks["step"] = float(numpy.median(step_seconds[1:])), _peak_bytes()
+        seconds["step"], peaks["step"] = float(numpy.median(step_seconds[1:])), peak_bytes()
         outputs = {"logits": torch.cat(logits, 1), "features": features}
         numpy.savez(os.path.join(folder, "theirs.npz"), **{name: value.numpy() for name, value in outputs.items()})
 
@@ -181,9 +181,8 @@ class Worker:
         return getattr(features, "pooler_output", features)
 
 
-def _peak_bytes() -> int:
-    import resource
-
+def peak_bytes() -> int:
+    """Reads the largest memory that this process has held so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -43,11 +42,10 @@ Part = dict[str, Any]
 
 
 class LoopStep(NamedTuple):
-    """One step of one arm: logits after the question, seconds on the clock, CPU seconds of all threads, FLOPs."""
+    """One step of one arm: logits after the question, seconds on the clock, FLOPs."""
 
     logits: Logits
     seconds: float
-    cpu: float
     flops: int
 
 
@@ -63,36 +61,30 @@ class AgentWindow:
     """
 
     def __init__(self, workload: LoopWorkload, size: int):
-        """Places the lead. Images are kept as `embed_padded` gives them, with the padding of their buckets."""
+        """Places the lead."""
         backbone, dtype = workload.backbone, workload.images[0].embeddings.dtype
-        buckets = backbone.buckets
-        self.padded = []
-        for image in workload.images:
-            length = length_of(image)
-            self.padded.append(padded_tokens(image, buckets.round_up(length) if buckets else length))
-
-        longest = max(map(length_of, workload.images))
         lead = 0 if workload.lead is None else length_of(workload.lead)
-        pages = -(-lead // PAGE) + (size + 2) * -(-longest // PAGE)
+        pages = -(-lead // PAGE) + (size + 2) * -(-max(map(length_of, workload.images)) // PAGE)
         self.workload, self.size = workload, size
         self.executor = PagedExecutor(backbone, pages, PAGE, dtype)
         self.window = Window.empty(Costs.of(backbone, dtype), lead=int(workload.lead is not None))
         self.steps: list[dict[str, Any]] = []
         self.forwards = 0
+
+        # As `embed_padded` gives images: the padding of buckets is no work of a step.
+        self.padded = []
+        for image in workload.images:
+            length = length_of(image)
+            self.padded.append(padded_tokens(image, backbone.buckets.round_up(length) if backbone.buckets else length))
         if workload.lead is not None:
             self.append("lead", workload.lead, "text")
 
     def append(self, id: str, tokens: Tokens, kind: Any) -> None:
         """Prefills tokens at the end of the window."""
         self.executor.provide(id, tokens=tokens, content=id)
-        edits = self._plan_append(id, tokens, kind)
+        self.window, edits = self.window.append(Entry.of_tokens(id, tokens, id, kind=kind))
         self.executor.run(self.window, edits)
         self.forwards += 1
-
-    def _plan_append(self, id: str, tokens: Tokens, kind: Any) -> Edits:
-        """Appends tokens to the window value; returns the edits, which are still to be run."""
-        self.window, edits = self.window.append(Entry.of_tokens(id, tokens, id, kind=kind))
-        return edits
 
     def step(self, number: int) -> LoopStep:
         """Slides, appends an image and asks after it: one run of edits, one forward."""
@@ -100,21 +92,19 @@ class AgentWindow:
         id = f"image {number}"
 
         def run() -> Logits:
-            self.window, edits = self.window.slide(self.size - 1)
+            self.window, slid = self.window.slide(self.size - 1)
             executor.provide(id, tokens=self.padded[number], length=length_of(image), content=id)
-            edits = (*edits, *self._plan_append(id, image, "chunk"))
-            logits = np.asarray(executor.ask(self.window, edits, self.workload.questions[number]))[0, -1]
-            jax.block_until_ready(executor.pools)
-            return logits
+            self.window, placed = self.window.append(Entry.of_tokens(id, image, id, kind="chunk"))
+            return self._ask((*slid, *placed), self.workload.questions[number])
 
-        logits, seconds, cpu = timed(run)
+        logits, seconds = timed(run)[:2]
         self.forwards += 1
         spent = executor.ledger - before
         kinds = {kind: dataclasses.asdict(entry) for kind, entry in spent.items()}
-        self.steps.append({"seconds": seconds, "cpu": cpu, "kinds": kinds})
+        self.steps.append({"seconds": seconds, "kinds": kinds})
         if number >= self.size:
             executor.forget(f"image {number - self.size}")
-        return LoopStep(logits, seconds, cpu, spent.total.flops)
+        return LoopStep(logits, seconds, spent.total.flops)
 
     def recall(self, id: str, question: Tokens, rank: int) -> tuple[LoopStep, Logits]:
         """Slides, brings an evicted image back by a stored patch and asks after it: no forward but the question's.
@@ -131,7 +121,7 @@ class AgentWindow:
             executor.run(self.window, edits)
             return executor.pools
 
-        _, slide_seconds, slide_cpu = timed(slide)
+        slide_seconds = timed(slide)[1]
         slid = executor.ledger - before
 
         # On a fork, which is released afterwards: the prefill that the patch is formed from, and its answer.
@@ -145,18 +135,21 @@ class AgentWindow:
         executor.release(branch.branch)
         patch = kvp.form_patch(chunk, conditioned, rank, antecedent)
         executor.provide(id, chunk=chunk, patch=patch)
-        note = PatchNote.of(patch)
         before = executor.ledger
 
         def run() -> Logits:
-            self.window, edits = self.window.recall(id, "patch", note, fetched=True)
-            logits = np.asarray(executor.ask(self.window, edits, question))[0, -1]
-            jax.block_until_ready(executor.pools)
-            return logits
+            self.window, edits = self.window.recall(id, "patch", PatchNote.of(patch), fetched=True)
+            return self._ask(edits, question)
 
-        logits, seconds, cpu = timed(run)
+        logits, seconds = timed(run)[:2]
         flops = slid.total.flops + (executor.ledger - before).total.flops
-        return LoopStep(logits, slide_seconds + seconds, slide_cpu + cpu, flops), reference
+        return LoopStep(logits, slide_seconds + seconds, flops), reference
+
+    def _ask(self, edits: Edits, question: Tokens) -> Logits:
+        logits = np.asarray(self.executor.ask(self.window, edits, question))[0, -1]
+        # Writes into the pool belong to the step, though no answer waits for them.
+        jax.block_until_ready(self.executor.pools)
+        return logits
 
 
 def canonical_of(backbone: ModelBackbone, tokens: Tokens, id: str) -> kvp.Chunk:
@@ -218,42 +211,32 @@ class PromptEngine:
         pieces.append((f"question {number}", workload.questions[number]))
 
         placed, names, start = [], [], 0
-
         for name, tokens in pieces:
             placed.append(tokens.shift(start))
             names += [(name, index) for index in range(length_of(tokens))]
             start += span(tokens)
-
         return one_behind_the_other(placed), self.cache.hit(names)
 
-    def re_prefill(self, tokens: Tokens) -> LoopStep:
-        """Runs the whole prompt, and keeps its KV for the other arms."""
-        step, self.kv = self._run(tokens)
-        return step
+    def run(self, tokens: Tokens, hit: int = 0) -> LoopStep:
+        """Runs what follows the first `hit` tokens, over their KV as a contiguous cache has it.
 
-    def after(self, tokens: Tokens, hit: int) -> LoopStep:
-        """Runs what follows the first `hit` tokens, over their KV as a contiguous cache has it."""
-        if not hit:
-            return self.re_prefill(tokens)
-        assert self.kv is not None
-        front = {name: value[:, :, :hit] for name, value in self.kv.items()}
-        layout = self.workload.plain.layout
-        context = jax.block_until_ready(kvp.to_engine(layout, front, np.asarray(tokens.positions)[:, :hit], 0))
-        return self._run(tokens.take(hit, length_of(tokens)), hit, context)[0]
-
-    def canonical(self, number: int) -> LoopStep:
-        """Prefills an image alone, which storing its canonical takes."""
-        return self._run(self.workload.images[number])[0]
-
-    def _run(self, tokens: Tokens, hit: int = 0, context: Any = None) -> tuple[LoopStep, Mapping[str, Array]]:
-        """Times one forward; returns its step and its KV."""
+        Without a hit the whole prompt runs, and its KV is kept for the arms that hit.
+        """
+        context = None
+        if hit:
+            assert self.kv is not None
+            front = {name: value[:, :, :hit] for name, value in self.kv.items()}
+            layout = self.workload.plain.layout
+            context = jax.block_until_ready(kvp.to_engine(layout, front, np.asarray(tokens.positions)[:, :hit], 0))
+        rest = tokens.take(hit, length_of(tokens)) if hit else tokens
 
         def forward() -> tuple[Logits, Mapping[str, Array]]:
-            out = self.workload.plain.prefill(tokens, context=context)
+            out = self.workload.plain.prefill(rest, context=context)
             return np.asarray(out.logits)[0, -1], out.kv
 
-        (logits, kv), seconds, cpu = timed(forward)
-        return LoopStep(logits, seconds, cpu, self.flops(length_of(tokens), hit)), kv
+        (logits, kv), seconds = timed(forward)[:2]
+        self.kv = self.kv if hit else kv
+        return LoopStep(logits, seconds, self.flops(length_of(rest), hit))
 
     def flops(self, tokens: int, hit: int) -> int:
         """Counts FLOPs of a forward with one token's logits."""
@@ -270,7 +253,6 @@ def remembered_logits(workload: LoopWorkload, size: int, asked: Sequence[int]) -
     segments = history(spans, size, 0 if workload.lead is None else span(workload.lead), asked)
     sources = {"chunk": workload.images, "question": workload.questions}
     parts = []
-
     for segment in segments:
         tokens = workload.lead if segment.kind == "lead" else sources[segment.kind][segment.index]
         assert tokens is not None
@@ -283,11 +265,20 @@ def remembered_logits(workload: LoopWorkload, size: int, asked: Sequence[int]) -
     return dict(zip(asked, np.asarray(out.logits)[0], strict=True))
 
 
-def divergence(reference: Logits, logits: Logits) -> dict[str, float]:
-    """Measures KL(reference‖logits) in nats, and whether the best token differs."""
-    expected, found = (np.asarray(jax.nn.log_softmax(jnp.asarray(row, jnp.float32))) for row in (reference, logits))
-    kl = float((np.exp(expected, dtype=np.float64) * (expected.astype(np.float64) - found)).sum())
-    return {"kl": kl, "flip": float(reference.argmax() != logits.argmax())}
+def divergence(reference: Logits, logits: Logits) -> tuple[float, bool]:
+    """Returns KL(reference‖logits) in nats, computed in float64, and whether the most likely token differs."""
+    true, own = _log_softmax(reference), _log_softmax(logits)
+    return float((np.exp(true) * (true - own)).sum()), bool(reference.argmax() != logits.argmax())
+
+
+def _difference(reference: Logits, logits: Logits) -> dict[str, float]:
+    kl, flip = divergence(reference, logits)
+    return {"kl": kl, "flip": float(flip)}
+
+
+def _log_softmax(logits: Logits) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
 
 
 # -------------------------------------------------------------------------------------------------------------- loop
@@ -310,31 +301,8 @@ def measure_loop(
       "recalls": likewise, "flops": of every step, by arm; "bar" is the image's prefill after the window and the
       question's}.
     """
-    compilations = Compilations()
-    part: Part = {"config": _config(workload, size)}
-    if not once:
-        part["cold"] = _Loop(workload, size, compilations).run((), once)
-    loop = _Loop(workload, size, compilations)
-    part["warm"] = loop.run(compared, once)
-    recalled = [_recall(loop.agent, loop.engine, warm_up=number == 0) for number in range(recalls)]
-
-    promised = remembered_logits(workload, size, compared)
-    entries = []
-
-    for step, arms in loop.compared.items():
-        for arm, taken in arms.items():
-            entry: dict[str, Any] = {"step": step, "arm": arm, "warm_up": step == compared[0]}
-            entry |= {"seconds": taken.seconds, "cpu": taken.cpu, "flops": taken.flops}
-            if arm != "canonical":
-                entry["forget"] = divergence(arms["re-prefill"].logits, taken.logits)
-                entry["remember"] = divergence(promised[step], taken.logits)
-            entries.append(entry)
-
-    return part | {"compared": entries, "recalls": recalled, "flops": loop.flops}
-
-
-def _config(workload: LoopWorkload, size: int) -> dict[str, Any]:
-    return {
+    compilations, part = Compilations(), Part()
+    part["config"] = {
         "backbone": workload.name,
         "images": len(workload.images),
         "window": size,
@@ -344,70 +312,82 @@ def _config(workload: LoopWorkload, size: int) -> dict[str, Any]:
         "dtype": str(workload.images[0].embeddings.dtype),
         "logit_flops": workload.plain.forward_costs.logit,
     }
+    if not once:
+        part["cold"] = _Loop(workload, size, compilations).run(())
+    loop = _Loop(workload, size, compilations)
+    part["warm"] = loop.run(compared, compared[-1:] if once else compared)
+    part["recalls"] = [_recall(loop, warm_up=number == 0) for number in range(recalls)]
+
+    promised = remembered_logits(workload, size, compared)
+    part["compared"] = []
+    for step, arms in loop.compared.items():
+        for arm, taken in arms.items():
+            entry: dict[str, Any] = {"step": step, "arm": arm, "warm_up": step == compared[0]}
+            entry |= {"seconds": taken.seconds, "flops": taken.flops}
+            entry["forget"] = _difference(arms["re-prefill"].logits, taken.logits)
+            entry["remember"] = _difference(promised[step], taken.logits)
+            part["compared"].append(entry)
+
+    return part | {"flops": loop.flops}
 
 
 class _Loop:
-    """One pass through all images: the window and the engine that serve it, and what the arms took."""
+    """One pass through all images: the window and the engine that serve it, and what the arms took.
+
+    Attributes:
+      compared: steps of the arms, by number and arm.
+      flops: of every step, by arm.
+    """
 
     def __init__(self, workload: LoopWorkload, size: int, compilations: Compilations):
-        self.workload, self.compilations = workload, compilations
-        before = compilations.count
+        self.workload, self.compilations, self.before = workload, compilations, compilations.count
         self.agent, self.engine = AgentWindow(workload, size), PromptEngine(workload, size)
-        self.compiled = compilations.count - before
         self.compared: dict[int, dict[str, LoopStep]] = {}
-        self.flops: dict[str, list[int]] = {
-            arm: [] for arm in ("re-prefill", "prefix cache", "prefix hit", "window", "bar")
-        }
+        self.flops: dict[str, list[int]] = {}
 
-    def run(self, compared: Sequence[int], once: bool) -> dict[str, Any]:
-        """Steps once through all images; returns sums over the window's steps, and the steps."""
-        for number in range(len(self.workload.images)):
+    def run(self, compared: Sequence[int], cached: Sequence[int] = ()) -> dict[str, Any]:
+        """Steps once through all images, the other arms at the steps `compared`, the prefix cache at those `cached`."""
+        workload, engine = self.workload, self.engine
+        compiled = self.compilations.count - self.before
+        for number, image in enumerate(workload.images):
             before = self.compilations.count
             step = self.agent.step(number)
-            self.compiled += self.compilations.count - before
-            self._compare(number, step, number in compared, not once or number == compared[-1])
+            compiled += self.compilations.count - before
+
+            # Counted at every step, also where nothing but ours is run.
+            tokens, hit = engine.prompt(number)
+            length, asked, new = length_of(tokens), length_of(workload.questions[number]), length_of(image)
+            survivors = length - new - asked
+            counted = {
+                "re-prefill": engine.flops(length, 0),
+                "prefix cache": engine.flops(length - hit, hit),
+                "prefix hit": engine.flops(new + asked, survivors),
+                "window": step.flops,
+                "bar": workload.plain.forward_costs.flops(new, survivors) + engine.flops(asked, survivors + new),
+            }
+            for arm, flops in counted.items():
+                self.flops.setdefault(arm, []).append(flops)
+
+            if number in compared:
+                # A re-prefill first: the arms after it read its KV.
+                arms = {"window": step, "re-prefill": engine.run(tokens), "prefix hit": engine.run(tokens, survivors)}
+                self.compared[number] = arms
+                if number in cached:
+                    arms["prefix cache"] = engine.run(tokens, hit)
 
         steps, ledger = self.agent.steps, self.agent.executor.ledger
         return {
             "seconds": sum(step["seconds"] for step in steps),
-            "cpu": sum(step["cpu"] for step in steps),
             "forwards": self.agent.forwards,
-            "compilations": self.compiled,
+            "compilations": compiled,
             "ledger": {kind: dataclasses.asdict(entry) for kind, entry in ledger.items()},
             "steps": steps,
         }
 
-    def _compare(self, number: int, step: LoopStep, timed: bool, cached: bool) -> None:
-        """Counts every arm's FLOPs at a step; runs the other arms where `timed`, the prefix cache where `cached`."""
-        workload, engine = self.workload, self.engine
-        tokens, hit = engine.prompt(number)
-        length, asked = length_of(tokens), length_of(workload.questions[number])
-        image = length_of(workload.images[number])
-        survivors = length - image - asked
-        image_flops = workload.plain.forward_costs.flops(image, survivors)
 
-        for arm, flops in {
-            "re-prefill": engine.flops(length, 0),
-            "prefix cache": engine.flops(length - hit, hit),
-            "prefix hit": engine.flops(image + asked, survivors),
-            "window": step.flops,
-            "bar": image_flops + engine.flops(asked, survivors + image),
-        }.items():
-            self.flops[arm].append(flops)
-
-        if timed:
-            # A re-prefill first: the arms after it read its KV.
-            arms = {"window": step, "re-prefill": engine.re_prefill(tokens)}
-            arms["prefix hit"] = engine.after(tokens, survivors)
-            if cached:
-                arms["prefix cache"] = engine.after(tokens, hit)
-            arms["canonical"] = engine.canonical(number)
-            self.compared[number] = arms
-
-
-def _recall(agent: AgentWindow, engine: PromptEngine, warm_up: bool) -> dict[str, Any]:
+def _recall(loop: _Loop, warm_up: bool) -> dict[str, Any]:
     """Measures one step that recalls an image, beside the other arms: what each took, and KL to a prefill."""
-    workload = agent.workload
+    workload, agent, engine = loop.workload, loop.agent, loop.engine
     evicted = agent.window.evicted[-agent.size].entry.id
     question = workload.questions[-1]
     step, reference = agent.recall(evicted, question, RANK)
@@ -416,13 +396,12 @@ def _recall(agent: AgentWindow, engine: PromptEngine, warm_up: bool) -> dict[str
     tokens, hit = engine.prompt(len(workload.images) - 1, images)
     length = length_of(tokens)
     survivors = length - length_of(workload.images[images[-1]]) - length_of(question)
-    arms = {"window": step, "re-prefill": engine.re_prefill(tokens), "prefix hit": engine.after(tokens, survivors)}
+    arms = {"window": step, "re-prefill": engine.run(tokens), "prefix hit": engine.run(tokens, survivors)}
     flops = {"prefix cache": engine.flops(length - hit, hit)} | {arm: taken.flops for arm, taken in arms.items()}
     return {
         "seconds": {arm: taken.seconds for arm, taken in arms.items()},
-        "cpu": {arm: taken.cpu for arm, taken in arms.items()},
         "flops": flops,
-        "to a prefill in the window": divergence(reference, step.logits),
-        "forget": divergence(arms["re-prefill"].logits, step.logits),
+        "to a prefill in the window": _difference(reference, step.logits),
+        "forget": _difference(arms["re-prefill"].logits, step.logits),
         "warm_up": warm_up,
     }

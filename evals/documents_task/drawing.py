@@ -135,12 +135,6 @@ def render(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(sheets_drawn), np.stack(pages)
 
 
-def document_images(documents: Documents) -> list[np.ndarray]:
-    """Draws every context's sheets in their order, then its page: B · chunks images uint8 [H,W,3]."""
-    drawn, pages = render(documents)
-    return [image for index in range(len(documents)) for image in (*drawn[index], pages[index])]
-
-
 def _set_in(documents: Documents, index: int, image: int, rng: np.random.Generator) -> Type:
     """Finds the texts in an image's face, in a cut that is drawn from as many as documents vary."""
     cuts = 1 + round(float(documents.variety[index]) * (len(CUTS) - 1))

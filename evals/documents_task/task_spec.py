@@ -1,20 +1,18 @@
 """What the documents task is made of: its backbone, its drawing, and what its cells are named by."""
 
 import functools
-from typing import Any
 
 import numpy as np
 
 from models.towers.qwen2_5 import Qwen25VisionConfig
 
 from ..sheets_task import task as sheets
-from ..sheets_task.instances import WIDTH, instance_of
-from ..sheets_task.task import ContextSize
+from ..sheets_task.instances import LAYERS
 from ..sheets_task.task_spec import Named, TaskSpec
-from ..small_task.instances import Instance
-from ..small_task.prefix import Prefix, blank_image
+from ..sheets_task.training import training_of
+from ..small_task.instances import WIDTH, Instance, pixels, qwen2_5_vl
 from . import task
-from .drawing import CELL, LINE, document_images
+from .drawing import CELL, LINE, render
 from .task import VOCABULARY, Documents
 
 PAPER, CONTRAST = 0.93, 0.25
@@ -36,18 +34,8 @@ def instance() -> Instance:
         window=CELL,
         full_layers=(),
     )
-    return instance_of(vision, VOCABULARY, PAPER, CONTRAST)
-
-
-@functools.lru_cache
-def form_of(config: Any, images: Any, size: ContextSize) -> Prefix:
-    """Finds the form that a backbone of this configuration and these image settings gives contexts of this size."""
-    sheet, page = (
-        blank_image(config, images, (rows + 1) * CELL, columns * CELL)
-        for rows, columns in (size.sheet_shape, size.page_shape)
-    )
-    ids, local = zip(*[sheet] * size.sheets, page, strict=True)
-    return Prefix(ids, local, config.image_token)
+    images = pixels(LINE, 2, PAPER, CONTRAST, temporal_patch_size=1, min_pixels=LINE**2)
+    return Instance(qwen2_5_vl(vision, LAYERS, VOCABULARY), images)
 
 
 def cell_classes(documents: Documents) -> dict[str, np.ndarray]:
@@ -72,19 +60,16 @@ def cell_classes(documents: Documents) -> dict[str, np.ndarray]:
 def named_cells(documents: Documents, sheet: np.ndarray, page: np.ndarray) -> Named:
     """Tells which token names what a cell shows."""
 
-    def flat(value):
-        return value.reshape(-1)
-
-    glyph, both = flat(documents.page_glyph), np.concatenate([sheet, page])
-    address = [documents.sheet_address.reshape(len(documents), -1), documents.page_address]
-    document = np.concatenate([flat(np.repeat(documents.document[:, None], of.shape[1], axis=1)) for of in address])
-    item = np.concatenate([flat(of) for of in address])
+    glyph, both = documents.page_glyph.ravel(), np.concatenate([sheet, page])
+    addresses = [documents.sheet_address.reshape(len(documents), -1), documents.page_address]
+    item = np.concatenate([address.ravel() for address in addresses])
+    document = np.concatenate([np.repeat(documents.document, address.shape[1]) for address in addresses])
     named = {
         VOCABULARY.ink: (page, glyph // sheets.SHAPES),
         VOCABULARY.digit: (page, glyph % sheets.SHAPES),
         VOCABULARY.glyph: (page, glyph),
-        VOCABULARY.fill: (sheet, flat(documents.sheet_fill)),
-        VOCABULARY.stripe: (sheet, flat(documents.sheet_stripe)),
+        VOCABULARY.fill: (sheet, documents.sheet_fill.ravel()),
+        VOCABULARY.stripe: (sheet, documents.sheet_stripe.ravel()),
         VOCABULARY.cell: (both, item + sheets.ADDRESSES * document),
     }
     parts = task.parts_of(document, item)
@@ -99,10 +84,13 @@ DOCUMENTS = TaskSpec(
     backbones={"qwen2_5_vl": instance},
     sample=task.sample_documents,
     ask=task.ask,
-    form_of=form_of,
-    images=document_images,
+    render=render,
+    cell=CELL,
     classes=cell_classes,
     named=named_cells,
     vocabulary=VOCABULARY,
+    titles=1,
 )
 """The documents task."""
+DOCUMENTS_TRAINING = training_of(DOCUMENTS, task.DocumentsRecipe)
+"""The documents task, to train on."""

@@ -2,7 +2,7 @@
 
 A window of three legends and three pages; the first legend is replaced. The five pieces behind it still have the KV
 that the old one gave them. Rebuilding a piece places its patch of rank 32, formed of a prefill of the window as it is
-now. Every subset is read, so that the best subset of every size, and the best order, are known. Losses that the cascade
+now. Every subset is read, so that the best order is known. Losses that the cascade
 orders by were measured on other contexts: of each piece, what is lost where it alone is not rebuilt.
 """
 
@@ -19,8 +19,8 @@ from models import Buckets, ModelBackbone, load
 from .. import small_task
 from ..probes.window.common import patch_of
 from ..probes.window.image_sequence import ImageSequence, cut, joined, read
-from ..probes.window.probe_images import ProbeImages, foreign_legends, load_probe_images
-from ..results.intervals import paired_difference, ratio
+from ..probes.window.probe_images import foreign_legends, load_probe_images
+from ..results.intervals import ratio
 from ..results.tables import markdown_table
 from ..trained import MAIN, shipped
 from .rebuild_cascade import Dependent, rebuild
@@ -43,21 +43,19 @@ def measure(seed: int = 0, contexts: int = CONTEXTS) -> dict[str, Any]:
     lost = {place: float(calibrated[whole - {place}].mean()) for place in places}
     mean = {subset: float(values.mean()) for subset, values in kl.items()}
 
+    by_size = {place: float(size) for place, size in enumerate(sizes)}
     orders = {
         "cascade": _cascade_order(lost, sizes),
-        "by tokens alone": _cascade_order(dict(enumerate(map(float, sizes))), sizes),
+        "by tokens alone": _cascade_order(by_size, sizes),
         "from the front": tuple(places),
         "from the back": tuple(places)[::-1],
     }
     orders["best order"] = min(itertools.permutations(places), key=lambda order: sum(_curve(mean, order)))
     curves = {name: _curve(mean, order) for name, order in orders.items()}
     counts = range(len(sizes) + 1)
-    curves |= {"best subset": [], "any": []}
-
+    curves["any"] = []
     for count in counts:
-        of_size = [mean[frozenset(chosen)] for chosen in itertools.combinations(places, count)]
-        curves["best subset"].append(min(of_size))
-        curves["any"].append(np.mean(of_size))
+        curves["any"].append(np.mean([mean[frozenset(chosen)] for chosen in itertools.combinations(places, count)]))
 
     cluster = np.repeat(np.arange(contexts), kl[whole].shape[1])
     flat = {subset: values.ravel() for subset, values in kl.items()}
@@ -72,7 +70,6 @@ def measure(seed: int = 0, contexts: int = CONTEXTS) -> dict[str, Any]:
         "area over the best order's": {
             name: list(ratio(area[name], area["best order"], cluster)[:3]) for name in orders
         },
-        "cascade less best, nats": list(paired_difference(area["cascade"], area["best order"], cluster)[:3]),
     }
 
 
@@ -93,43 +90,32 @@ def _losses(backbone: ModelBackbone, seed: int, count: int, folder: Path) -> tup
     rng = np.random.default_rng([seed, 16])
     contexts = small_task.sample_contexts(rng, count)
     images = load_probe_images(backbone, contexts, np.arange(count), seed, folder)
-    old, new = _lines(images)
+
+    # The window before and after another context's legend takes the place of its first one.
+    pages = [images.page, images.page.of_others(1), images.page.of_others(2)]
+    rest, lead, other = [*images.legends[1:], *pages], images.front(True), foreign_legends(images, 3)[0]
+    old = ImageSequence(images.backbone, [*lead, other, *rest])
+    new = ImageSequence(images.backbone, [*lead, images.legends[0], *rest])
     before, after = old.prefill(), new.prefill()
     questions = small_task.ask(contexts, rng, QUESTIONS)
 
-    first = len(images.front(True)) + 1
-    places = range(first, len(new))
-    exact, stale = (new.engine(parts) for parts in (after, [*after[:first], *before[first:]]))
-    served = {
-        place: new.serve(place, patch_of(new.images[place], after[place], new.antecedent(place))) for place in places
-    }
-    caches = {}
+    first = len(lead) + 1
+    exact, stale = new.engine(after), new.engine([*after[:first], *before[first:]])
+    served = {}
+    for place in range(first, len(new)):
+        served[place] = new.serve(place, patch_of(new.images[place], after[place], new.antecedent(place)))
 
-    for size in range(len(places) + 1):
-        for chosen in itertools.combinations(range(len(places)), size):
+    caches, subsets = {"re-prefill": exact}, {}
+    for size in range(len(served) + 1):
+        for chosen in itertools.combinations(range(len(served)), size):
             pieces = [cut(stale, where) for where in new.slices]
             for which in chosen:
                 pieces[first + which] = served[first + which]
-            caches[",".join(map(str, chosen)) or "none"] = joined(pieces)
+            caches[str(chosen)], subsets[str(chosen)] = joined(pieces), frozenset(chosen)
 
-    said = read(new, caches | {"re-prefill": exact}, questions)
-    found = {}
-    for name in caches:
-        subset = frozenset(() if name == "none" else map(int, name.split(",")))
-        found[subset] = said[name].divergence_from(said["re-prefill"])
-    return found, [new.images[place].size for place in places]
-
-
-def _lines(images: ProbeImages) -> tuple[ImageSequence, ImageSequence]:
-    """Returns the window before and behind the replacement of its first legend, which another context's takes the
-    place of.
-    """
-    pages = [images.page, images.page.of_others(1), images.page.of_others(2)]
-    rest = [*images.legends[1:], *pages]
-    lead, other = images.front(True), foreign_legends(images, 3)[0]
-    return ImageSequence(images.backbone, [*lead, other, *rest]), ImageSequence(
-        images.backbone, [*lead, images.legends[0], *rest]
-    )
+    answers = read(new, caches, questions)
+    kl = {subset: answers[name].divergence_from(answers["re-prefill"]) for name, subset in subsets.items()}
+    return kl, [new.images[place].size for place in served]
 
 
 def table(result: Mapping[str, Any]) -> str:

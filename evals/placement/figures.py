@@ -57,7 +57,7 @@ def _rebuilding(cascade: dict[str, Any], path: Path) -> Path:
     plt.switch_backend("agg")
     figure, axis = plt.subplots(figsize=(6.2, 3.8), layout="constrained")
     for name, curve in cascade["curves"].items():
-        style = {"cascade": "-o", "best order": "--", "best subset": ":", "any": "-."}.get(name, "-")
+        style = {"cascade": "-o", "best order": "--", "any": "-."}.get(name, "-")
         axis.plot(range(len(curve)), curve, style, markersize=4, linewidth=1.4, label=name)
 
     axis.set(xlabel="pieces rebuilt", ylabel="KL(re-prefill ‖ served), nats")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpatch_jax.errors import InputError
+from kvpatch_jax.window import Entry
 
 from .piece_order import Cost, Front, Order, filled, walk
 from .trace_replay import (
@@ -72,17 +73,15 @@ def schedule(
       tries: how often it starts again; None: more often where the trace is short.
     """
     search = _Search(requests, terms)
-    begin = search.beginnings()
+    starts = sorted(search.starts(), key=search.cost)
     tries = max(0, 24 - len(requests)) if tries is None else tries
-    best, done = search.improved(min(begin, key=search.cost), rounds)
     random = np.random.default_rng(0)
-    for each in sorted(begin, key=search.cost)[1 : 1 + tries // 4]:
-        found, more = search.improved(each, rounds)
-        best, done = min((best, done), (found, more), key=lambda pair: search.cost(pair[0]))
-
-    for _ in range(tries):
-        found, more = search.improved(search.shaken(best, random), rounds)
-        best, done = min((best, done), (found, more), key=lambda pair: search.cost(pair[0]))
+    best, done = search.improved(starts[0], rounds)
+    others: list[_Choice | None] = [*starts[1 : 1 + tries // 4], *[None] * tries]
+    for start in others:
+        found, more = search.improved(search.shaken(best, random) if start is None else start, rounds)
+        if search.cost(found) < search.cost(best):
+            best, done = found, more
     return OfflineSchedule(*best, search.served(best), done)
 
 
@@ -91,7 +90,7 @@ class _Choice(NamedTuple):
 
     orders: tuple[Order, ...]
     fronts: tuple[Front, ...]
-    refused: frozenset[str]
+    refused: frozenset[str] = frozenset()
 
 
 class _Search:
@@ -104,16 +103,9 @@ class _Search:
         self._costs: dict[_Choice, Cost] = {}
 
     def served(self, choice: _Choice) -> tuple[ServedWindow, ...]:
-        """Returns the trace, served so."""
-        found = replay(
-            self.requests,
-            self.terms,
-            OFFLINE,
-            orders=choice.orders,
-            fronts=choice.fronts,
-            refused=choice.refused,
-        )
-        return tuple(found)
+        """Serves the trace as chosen."""
+        orders, fronts, refused = choice
+        return tuple(replay(self.requests, self.terms, OFFLINE, orders=orders, fronts=fronts, refused=refused))
 
     def cost(self, choice: _Choice) -> Cost:
         """Returns what that takes."""
@@ -121,69 +113,65 @@ class _Search:
             self._costs[choice] = total(self.served(choice))
         return self._costs[choice]
 
-    def beginnings(self) -> list[_Choice]:
-        """Schedules to start from."""
-        count, none = len(self.requests), frozenset[str]()
+    def starts(self) -> list[_Choice]:
+        """Lists schedules to start from: orders of arrival, of online replays, and one order of all chunks."""
         arrival = tuple(tuple(range(len(request.pieces))) for request in self.requests)
-        found: list[_Choice] = [_Choice(arrival, (front,) * count, none) for front in FRONTS]
+        every, found = list[tuple[Front, ...]](), list[_Choice]()
+        for front in FRONTS:
+            fronts: tuple[Front, ...] = (front,) * len(self.requests)
+            every.append(fronts)
+            found.append(_Choice(arrival, fronts))
         for policy in (ONLINE, dataclasses.replace(ONLINE, admit="always")):
             served = replay(self.requests, self.terms, policy)
-            found.append(_Choice(tuple(each.order for each in served), tuple(each.front for each in served), none))
-        found += [self._in_one_order(front) for front in FRONTS]
+            found.append(_Choice(tuple(window.order for window in served), tuple(window.front for window in served)))
+
+        # One order of all chunks that every request follows: the best that moving one at a time finds.
+        for fronts in every:
+            line = self.chunks
+            best = _Choice(tuple(_following(request, line) for request in self.requests), fronts)
+            for id in self.chunks[:ALIGNED]:
+                rest = [other for other in line if other != id]
+                for place in range(min(len(line), ALIGNED)):
+                    moved = [*rest[:place], id, *rest[place:]]
+                    choice = _Choice(tuple(_following(request, moved) for request in self.requests), fronts)
+                    if self.cost(choice) < self.cost(best):
+                        best, line = choice, moved
+            found.append(best)
+
         return found
-
-    def _in_one_order(self, front: Front) -> _Choice:
-        """Returns all requests in the best order of all chunks that moving one at a time finds."""
-        fronts: tuple[Front, ...] = (front,) * len(self.requests)
-        none = frozenset[str]()
-        line = self.chunks
-        best = _Choice(_following(self.requests, line), fronts, none)
-
-        for id in self.chunks[:ALIGNED]:
-            rest = [other for other in line if other != id]
-            for place in range(min(len(line), ALIGNED)):
-                moved = [*rest[:place], id, *rest[place:]]
-                choice = _Choice(_following(self.requests, moved), fronts, none)
-                if self.cost(choice) < self.cost(best):
-                    best, line = choice, moved
-
-        return best
 
     def improved(self, choice: _Choice, rounds: int) -> tuple[_Choice, int]:
         """Returns the schedule after so many rounds of improvement, or fewer where the last one found none."""
-        done = 0
-        while done < rounds:
-            before, done = choice, done + 1
+        for done in range(1, rounds + 1):
+            before = choice
             for id in self.chunks:
-                choice = self._better(choice, choice._replace(refused=choice.refused ^ {id}))
+                choice = min(choice, choice._replace(refused=choice.refused ^ {id}), key=self.cost)
             for at in range(len(self.requests)):
                 for moved in self._neighbours(choice, at):
-                    choice = self._better(choice, moved)
+                    choice = min(choice, moved, key=self.cost)
             if choice == before:
-                break
+                return choice, done
 
-        return choice, done
-
-    def _better(self, choice: _Choice, other: _Choice) -> _Choice:
-        return other if self.cost(other) < self.cost(choice) else choice
+        return choice, rounds
 
     def _neighbours(self, choice: _Choice, at: int) -> Iterator[_Choice]:
-        """Schedules in which one request is served otherwise, or it and another that it shares most with."""
+        """Yields schedules that serve one request otherwise, or it and another that it shares most with."""
         orders, fronts = choice.orders, choice.fronts
         other: Front = "served" if fronts[at] == "exact" else "exact"
-        turned = (*fronts[:at], other, *fronts[at + 1 :])
-        yield choice._replace(fronts=turned)
+        yield choice._replace(fronts=(*fronts[:at], other, *fronts[at + 1 :]))
         for order in _other_orders(self.requests, orders, at):
             yield choice._replace(orders=(*orders[:at], order, *orders[at + 1 :]))
-        names = {entry.id for entry in self.requests[at].pieces if entry.order_free}
 
+        names = {entry.id for entry in self.requests[at].pieces if entry.order_free}
         for near in range(at + 1, min(at + 1 + NEAR, len(orders))):
-            common = [id for id in self.chunks if id in names and any(id == e.id for e in self.requests[near].pieces)]
+            shared = names & {entry.id for entry in self.requests[near].pieces}
+            common = [id for id in self.chunks if id in shared]
             if len(common) > 1:
                 moved = list(orders)
-                for each in (at, near):
-                    rest = [self.requests[each].pieces[piece].id for piece in orders[each]]
-                    (moved[each],) = _following([self.requests[each]], [*common, *rest])
+                for place in (at, near):
+                    request = self.requests[place]
+                    rest = [request.pieces[piece].id for piece in orders[place]]
+                    moved[place] = _following(request, [*common, *rest])
                 yield choice._replace(orders=tuple(moved))
 
     def shaken(self, choice: _Choice, random: np.random.Generator) -> _Choice:
@@ -200,26 +188,23 @@ class _Search:
         return _Choice(tuple(orders), tuple(fronts), refused)
 
 
-def _following(requests: Sequence[WindowRequest], line: Sequence[str]) -> tuple[Order, ...]:
-    """Orders in which pieces that may move stand as in a line of all."""
-    found = []
-    for request in requests:
-        rank = {id: place for place, id in reversed(list(enumerate(line)))}
-        free = [place for place, entry in enumerate(request.pieces) if entry.order_free]
-        found.append(
-            filled(request.free, sorted(free, key=lambda place: rank.get(request.pieces[place].id, len(line))))
-        )
-    return tuple(found)
+def _following(request: WindowRequest, line: Sequence[str]) -> Order:
+    """Returns the order of a request whose movable pieces stand as in a line; those that it lacks come last."""
+    rank: dict[str, int] = {}
+    for place, id in enumerate(line):
+        rank.setdefault(id, place)
+    free = [place for place, entry in enumerate(request.pieces) if entry.order_free]
+    return filled(request.free, sorted(free, key=lambda place: rank.get(request.pieces[place].id, len(line))))
 
 
 def _other_orders(requests: Sequence[WindowRequest], orders: Sequence[Order], at: int) -> Iterator[Order]:
-    """Other orders of one request: every one where few may move; else as other requests have their common pieces."""
-    request, own = requests[at], orders[at]
-    free = [piece for piece in own if request.pieces[piece].order_free]
+    """Yields other orders of one request: all where few may move; else as other requests have their common pieces."""
+    request = requests[at]
+    free = [piece for piece in orders[at] if request.pieces[piece].order_free]
     if len(free) < 2:
         return
     if len(free) <= ALL_ORDERS:
-        yield from (filled(request.free, each) for each in itertools.permutations(free) if list(each) != free)
+        yield from (filled(request.free, moved) for moved in itertools.permutations(free) if list(moved) != free)
         return
 
     number = {request.pieces[piece].id: piece for piece in free}
@@ -228,9 +213,8 @@ def _other_orders(requests: Sequence[WindowRequest], orders: Sequence[Order], at
         shared = sum(entry.id in number for entry in requests[other].pieces)
         return -shared, abs(other - at)
 
-    others = sorted((other for other in range(len(requests)) if other != at), key=distance)
     tried = {tuple(free)}
-    for other in others[:NEAR]:
+    for other in sorted((other for other in range(len(requests)) if other != at), key=distance)[:NEAR]:
         ids = [requests[other].pieces[piece].id for piece in orders[other]]
         common = [number[id] for id in ids if id in number]
         moved = (*common, *(piece for piece in free if piece not in common))
@@ -271,7 +255,14 @@ def optimum(requests: Sequence[WindowRequest], terms: Terms, states: int = STATE
                 if cost + price <= bound * (1 + 1e-12) and cost + price < following.get(behind, math.inf):
                     following[behind] = cost + price
 
-        layer = _undominated(following)
+        # Leave out states that another one of no higher cost holds and stores no less than.
+        layer, groups = {}, dict[tuple[tuple[str, PoolContents], ...], list[frozenset[StoredItem]]]()
+        for state, cost in sorted(following.items(), key=lambda found: (found[1], -len(found[0].items))):
+            group = groups.setdefault(state.residents, [])
+            if not any(state.items <= items for items in group):
+                group.append(state.items)
+                layer[state] = cost
+
         if len(layer) > states:
             raise InputError(f"optimum: {len(layer)} states behind request {at}; expected at most {states}")
 
@@ -281,37 +272,38 @@ def optimum(requests: Sequence[WindowRequest], terms: Terms, states: int = STATE
 def _steps(
     request: WindowRequest, state: _State, terms: Terms, later: Sequence[WindowRequest]
 ) -> Iterator[tuple[_State, Cost]]:
-    """Yields every way of serving a request: what is held and stored then, and what it takes."""
-    residents = dict(state.residents)
+    """Yields every mode of serving a request: what is held and stored then, and what it takes."""
+    residents, lead = dict(state.residents), request.lead_ids
     resident = held_by(request, residents)
-    lead = request.lead_ids
-    before = request.lead_tokens
     known: dict[str, dict[tuple[str, ...], int]] = {}
     for id, front in state.items:
         known.setdefault(id, {})[front] = 0
-    entries = {entry.id: entry for each in (request, *later) for entry in each.pieces}
+    bases = {id for id, front in state.items if front == lead}
+    entries, sessions = {entry.id: entry for entry in request.pieces}, set[str | None]()
+    for following in later:
+        entries |= {entry.id: entry for entry in following.pieces}
+        sessions |= {following.session, following.parent}
+
     free = [place for place, entry in enumerate(request.pieces) if entry.order_free]
-    going_on = {name for each in later for name in (each.session, each.parent)}
-
     orders = [filled(request.free, moved) for moved in itertools.permutations(free)]
-
     for order, front in itertools.product(orders, FRONTS):
         laid = walk(order_problem(request, resident, terms, known, order), order, terms.forward, front)
         held = residents | {request.session: after(request, laid, resident)}
-        residents_then = tuple(sorted((name, each) for name, each in held.items() if name in going_on))
+        residents_then = tuple(sorted((name, pool) for name, pool in held.items() if name in sessions))
         new = {item for item in at_hand(request, laid) if _useful(item, later)}
-        bases = {id for id, front in state.items if front == lead}
         first = request.pieces[laid.order[request.lead]].id if laid.ran > request.lead else None
         wanted = sorted({id for id, _ in new} - bases)
 
+        # Which chunks get a canonical; the one right behind the lead ran as such.
         for count in range(len(wanted) + 1):
             for chosen in itertools.combinations(wanted, count):
-                alone = [id for id in chosen if id != first]
-                price = laid.cost + sum(terms.forward(entries[id].tokens, before) for id in alone)
+                price = laid.cost
+                for id in chosen:
+                    price += terms.forward(entries[id].tokens, request.lead_tokens) if id != first else 0
                 have = bases | set(chosen)
-                every = {item for item in state.items | new if item[0] in have} | {(id, lead) for id in have}
-                every = {item for item in every if _useful(item, later)}
-                for kept in _fitting(every, terms, entries, lead):
+                items = {item for item in state.items | new if item[0] in have} | {(id, lead) for id in have}
+                useful = {item for item in items if _useful(item, later)}
+                for kept in _fitting(useful, terms, entries, lead):
                     yield _State(residents_then, kept), price
 
 
@@ -322,11 +314,9 @@ def _useful(item: StoredItem, later: Sequence[WindowRequest]) -> bool:
 
 
 def _fitting(
-    items: set[StoredItem], terms: Terms, entries: dict, lead: tuple[str, ...]
+    items: set[StoredItem], terms: Terms, entries: dict[str, Entry], lead: tuple[str, ...]
 ) -> Iterator[frozenset[StoredItem]]:
-    """Yields what of the items can be kept: all where they fit; else every choice that fits, a patch with its
-    canonical.
-    """
+    """Yields what of the items can be kept: all if they fit, else every choice that fits, patches with canonicals."""
     size = {item: terms.bytes_of(item, entries[item[0]], lead) for item in items}
     if terms.budget is None or sum(size.values()) <= terms.budget:
         yield frozenset(items)
@@ -337,13 +327,3 @@ def _fitting(
             there = set(kept)
             if sum(size[item] for item in kept) <= terms.budget and all((id, lead) in there for id, _ in kept):
                 yield frozenset(kept)
-
-
-def _undominated(layer: dict[_State, Cost]) -> dict[_State, Cost]:
-    """Leaves out states that another one of no higher cost holds and stores no less than."""
-    groups: dict[tuple, list[tuple[Cost, frozenset[StoredItem]]]] = {}
-    for state, cost in sorted(layer.items(), key=lambda each: (each[1], -len(each[0].items))):
-        group = groups.setdefault(state.residents, [])
-        if not any(state.items <= items for _, items in group):
-            group.append((cost, state.items))
-    return {_State(residents, items): cost for residents, group in groups.items() for cost, items in group}

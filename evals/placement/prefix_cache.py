@@ -40,7 +40,13 @@ def serve_by_prefix(
             behind += entry.tokens
             seen[entry.id] += 1
 
-        _make_room(tree, size, budget, at)
+        # Leaves go, the least recently used first, until the tree fits; what was just read stays.
+        while budget is not None and sum(size[path] for path in tree) > budget:
+            inner = {path[:-1] for path in tree}
+            leaves = [path for path in tree if path not in inner and tree[path] < at]
+            if not leaves:
+                break
+            del tree[min(leaves, key=lambda path: tree[path])]
         took.append(cost)
 
     return took
@@ -61,22 +67,12 @@ def _furthest(request: WindowRequest, tree: dict[Path, int], seen: Counter[str])
     while found:
         order = found.pop()
         tokens = sum(request.pieces[piece].tokens for piece in order)
-        best = max(best, (tokens, order), key=lambda each: each[0])
+        best = max(best, (tokens, order), key=lambda known: known[0])
         if len(order) < count:
             path = tuple(request.pieces[piece].id for piece in order)
-            found += [(*order, each) for each in choices(order) if (*path, request.pieces[each].id) in tree]
+            found += [(*order, piece) for piece in choices(order) if (*path, request.pieces[piece].id) in tree]
 
     order = best[1]
     while len(order) < count:
         order = (*order, choices(order)[0])
     return order
-
-
-def _make_room(tree: dict[Path, int], size: dict[Path, int], budget: int | None, at: int) -> None:
-    """Gives up leaves until the tree fits; what was just read stays."""
-    while budget is not None and sum(size[path] for path in tree) > budget:
-        inner = {path[:-1] for path in tree}
-        leaves = [path for path in tree if path not in inner and tree[path] < at]
-        if not leaves:
-            return
-        del tree[min(leaves, key=lambda path: tree[path])]

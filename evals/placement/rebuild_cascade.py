@@ -131,14 +131,13 @@ def dependents(
             continue
 
         loss = tokens / window.tokens if losses is None else losses.get(id, 0)
-        fitting = [note for note in stored.of_chunk.get(id, ()) if _serves(window, note, piece.entry)]
-        costs = [price(placing(window.costs, piece.entry, note)) for note in fitting]
-        best = min(range(len(costs)), key=costs.__getitem__, default=None)
-
-        if best is None:
-            found.append(Dependent(id, loss, form))
-        else:
-            found.append(Dependent(id, loss, form, costs[best], fitting[best]))
+        # Of the stored patches that are valid there, the cheapest to place; the first of equal ones.
+        cheapest: tuple[Cost, PatchNote] | None = None
+        for note in stored.of_chunk.get(id, ()):
+            if _serves(window, note, piece.entry):
+                cost = price(placing(window.costs, piece.entry, note))
+                cheapest = (cost, note) if cheapest is None or cost < cheapest[0] else cheapest
+        found.append(Dependent(id, loss, form, *(cheapest or (None, None))))
 
     return found
 
@@ -167,131 +166,120 @@ def rebuild(pieces: Sequence[Dependent], bound: Cost = 0, front: Front = "exact"
     Raises:
       InputError: a bound, a loss or a cost that is negative or no number.
     """
-    for number in (bound, *(each for piece in pieces for each in (piece.loss, piece.form, piece.place or 0))):
+    numbers = [bound]
+    for piece in pieces:
+        numbers += [piece.loss, piece.form, piece.place or 0]
+    for number in numbers:
         if not isinstance(number, int | float) or isinstance(number, bool) or not number >= 0:
             raise InputError(f"cascade: got {number!r:.80}; expected bound, losses and costs >= 0")
 
-    best: tuple[tuple[Cost, int], list[tuple[Dependent, How]]] | None = None
+    best: tuple[tuple[Cost, int], list[Step]] | None = None
     minimal, loss = True, sum(piece.loss for piece in pieces)
     slack = ROUNDING * loss
-    lasts = range(-1, len(pieces)) if front == "exact" else [-1]
-
-    for last in lasts:
+    for last in range(-1, len(pieces)) if front == "exact" else [-1]:
         if last >= 0 and not pieces[last].loss:
             continue
 
-        run: list[tuple[Dependent, How]] = [(piece, _ran(piece)) for piece in pieces[: last + 1] if piece.form]
-        choices = [choice for piece in pieces[last + 1 :] if (choice := _choice(piece, front)) is not None]
-        fixed = sum(piece.loss for piece in pieces[last + 1 :]) - sum(piece.loss for piece, _, _ in choices)
-        cost = sum(piece.form for piece, _ in run)
-        chosen, proved = _cover(choices, bound - fixed, slack)
-        minimal = minimal and proved
-        if chosen is None:
-            continue
+        run = [Step(piece, "formed" if piece.loss else "run", piece.form) for piece in pieces[: last + 1] if piece.form]
 
-        steps: list[tuple[Dependent, How]] = run + [(piece, how) for piece, how, _ in chosen]
-        value = cost + sum(price for _, _, price in chosen), len(steps)
-        if best is None or value < best[0]:
-            best = value, steps
+        # Behind the last one, what each piece takes by itself; what nothing brings right keeps its loss.
+        choices, room = list[Step](), bound
+        for piece in pieces[last + 1 :]:
+            if piece.place is not None and (front == "exact" or piece.place <= piece.form) and piece.loss:
+                choices.append(Step(piece, "stored", piece.place))
+            elif front == "served" and piece.loss:
+                choices.append(Step(piece, "formed", piece.form))
+            else:
+                room -= piece.loss
+
+        chosen, proved = _cover(choices, room, slack)
+        minimal = minimal and proved
+        if chosen is not None:
+            steps = [*run, *chosen]
+            value = sum(step.cost for step in run) + sum(step.cost for step in chosen), len(steps)
+            if best is None or value < best[0]:
+                best = value, steps
 
     assert best is not None  # running everything leaves nothing
-    rebuilt = {piece.id for piece, _ in best[1]}
+    rebuilt = {step.piece.id for step in best[1]}
     left = tuple(piece.id for piece in pieces if piece.loss and piece.id not in rebuilt)
     place = {piece.id: at for at, piece in enumerate(pieces)}
-    in_place = sorted(best[1], key=lambda step: place[step[0].id])
+    in_place = sorted(best[1], key=lambda step: place[step.piece.id])
     return Cascade(_in_turn(in_place, loss), loss, left, minimal)
 
 
-def _ran(piece: Dependent) -> How:
-    return "formed" if piece.loss else "run"
+class Step(NamedTuple):
+    """One piece that is rebuilt, before steps have an order."""
+
+    piece: Dependent
+    how: How
+    cost: Cost
 
 
-def _choice(piece: Dependent, front: Front) -> tuple[Dependent, How, Cost] | None:
-    """Returns how a piece is brought right for itself, and what that costs; None where it is right, or only a
-    forward can.
-    """
-    if not piece.loss:
-        return None
-    if piece.place is not None and (front == "exact" or piece.place <= piece.form):
-        return piece, "stored", piece.place
-    return None if front == "exact" else (piece, "formed", piece.form)
-
-
-Choice = tuple[Dependent, How, Cost]
-
-
-def _cover(choices: Sequence[Choice], room: Cost, slack: Cost) -> tuple[list[Choice] | None, bool]:
-    """Returns the cheapest choices without which at most `room` of loss is left, fewest first; None where none reach
-    it.
+def _cover(choices: Sequence[Step], room: Cost, slack: Cost) -> tuple[list[Step] | None, bool]:
+    """Returns the cheapest steps without which at most `room` of loss is left, fewest first; None if none reach it.
 
     Branch and bound: by loss for cost, with the fraction of the first that is not taken whole as its bound.
     """
     if room < -slack:
         return None, True
 
-    ordered = sorted(choices, key=lambda each: -each[0].loss / each[2] if each[2] else -math.inf)
-    need = sum(piece.loss for piece, _, _ in ordered) - room
-    best: list[tuple[tuple[Cost, int], list[Choice]]] = [((math.inf, 0), [])]
+    ordered = sorted(choices, key=lambda step: -step.piece.loss / step.cost if step.cost else -math.inf)
+    need = sum(step.piece.loss for step in ordered) - room
+    best: tuple[tuple[Cost, int], list[Step]] = (math.inf, 0), []
     nodes = 0
 
     def least(at: int, missing: Cost) -> Cost:
         cost: Cost = 0
-        for piece, _, price in ordered[at:]:
+        for step in ordered[at:]:
             if missing <= 0:
                 break
-            cost += price * min(1, missing / piece.loss)
-            missing -= piece.loss
+            cost += step.cost * min(1, missing / step.piece.loss)
+            missing -= step.piece.loss
         return cost if missing <= slack else math.inf
 
-    def grow(at: int, taken: list[Choice], cost: Cost, missing: Cost) -> None:
-        nonlocal nodes
+    def grow(at: int, taken: list[Step], cost: Cost, missing: Cost) -> None:
+        nonlocal nodes, best
         nodes += 1
         if missing <= slack:
-            if (cost, len(taken)) < best[0][0]:
-                best[0] = (cost, len(taken)), list(taken)
-            return
-        if at == len(ordered) or nodes > NODES or cost + least(at, missing) > best[0][0][0]:
-            return
-        grow(at + 1, [*taken, ordered[at]], cost + ordered[at][2], missing - ordered[at][0].loss)
-        grow(at + 1, taken, cost, missing)
+            best = min(best, ((cost, len(taken)), taken), key=lambda found: found[0])
+        elif at < len(ordered) and nodes <= NODES and cost + least(at, missing) <= best[0][0]:
+            step = ordered[at]
+            grow(at + 1, [*taken, step], cost + step.cost, missing - step.piece.loss)
+            grow(at + 1, taken, cost, missing)
 
     grow(0, [], 0, need)
-    return (None if best[0][0][0] == math.inf else best[0][1]), nodes <= NODES
+    return (None if best[0][0] == math.inf else best[1]), nodes <= NODES
 
 
-def _in_turn(steps: Sequence[tuple[Dependent, How]], loss: Cost) -> tuple[Rebuild, ...]:
+def _in_turn(steps: Sequence[Step], loss: Cost) -> tuple[Rebuild, ...]:
     """Orders steps so that stopping early loses least: those that remove most loss per cost first.
 
     Forwards, and the patches that they read, have to be done from the front: of these, the prefix that removes most.
     """
-    last = max((at for at, (_, how) in enumerate(steps) if how != "stored"), default=-1)
-    chain, single = list(steps[: last + 1]), sorted(steps[last + 1 :], key=lambda each: -_gain([each]))
-    turn: list[tuple[Dependent, How]] = []
 
+    def gain(steps: Sequence[Step]) -> float:
+        cost = sum(step.cost for step in steps)
+        return sum(step.piece.loss for step in steps) / cost if cost else math.inf
+
+    last = max((at for at, step in enumerate(steps) if step.how != "stored"), default=-1)
+    chain, single = list(steps[: last + 1]), sorted(steps[last + 1 :], key=lambda step: -gain([step]))
+    turn: list[Step] = []
     while chain or single:
         beginnings = [chain[: length + 1] for length in range(len(chain))]
-        first = max(beginnings, key=_gain, default=[])
-        if single and (not first or _gain(single[:1]) >= _gain(first)):
+        first = max(beginnings, key=gain, default=[])
+        if single and (not first or gain(single[:1]) >= gain(first)):
             turn.append(single.pop(0))
         else:
             turn += first
             chain = chain[len(first) :]
 
-    found, left = [], loss
-    for at, (piece, how) in enumerate(turn):
-        left = sum(each.loss for each, _ in turn[at + 1 :]) + (loss - sum(each.loss for each, _ in turn))
-        cost = piece.place if how == "stored" else piece.form
-        found.append(
-            Rebuild(piece.id, how, 0 if cost is None else cost, left, piece.patch if how == "stored" else None)
-        )
-
+    # Losses are summed from the end, so that what is left of all steps together is exact.
+    found, unchanged = [], loss - sum(step.piece.loss for step in turn)
+    for at, (piece, how, cost) in enumerate(turn):
+        left = sum(step.piece.loss for step in turn[at + 1 :]) + unchanged
+        found.append(Rebuild(piece.id, how, cost, left, piece.patch if how == "stored" else None))
     return tuple(found)
-
-
-def _gain(steps: Sequence[tuple[Dependent, How]]) -> float:
-    """Returns the loss that steps remove per cost."""
-    cost = sum((piece.place if how == "stored" else piece.form) or 0 for piece, how in steps)
-    return sum(piece.loss for piece, _ in steps) / cost if cost else math.inf
 
 
 def carried_out(window: Window, cascade: Cascade, steps: int | None = None) -> tuple[Window, tuple]:

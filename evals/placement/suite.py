@@ -21,10 +21,9 @@ from . import cascade_fidelity, figures
 from .offline_schedule import optimum, schedule
 from .prefix_cache import serve_by_prefix
 from .synthetic_traces import KINDS, canonical_bytes, released_costs, requests_of, synthetic_trace
-from .trace_replay import ARRIVAL, LEAST_RECENT, ONLINE, ServedWindow, Terms, WindowRequest, replay, total
+from .trace_replay import ARRIVAL, LEAST_RECENT, ONLINE, Terms, WindowRequest, replay, total
 
-OURS = ("online", "offline")
-OTHERS = ("arrival", "LRU", "prefix cache", "prefix cache, ordered")
+POLICIES = ("arrival", "LRU", "prefix cache", "prefix cache, ordered", "online", "offline")
 BUDGETS = {"ample": None, "scarce": 0.3}
 """Bytes of the store, as a share of the canonicals of all chunks of a trace; None: all there is to store."""
 SOLVED_BAR = 1.2
@@ -38,7 +37,7 @@ def run(*, seed: int = 0, out: str | None = None, quick: bool = False, traces: S
     Args:
       seed: the first of the traces' seeds.
       out: folder of the figures; None draws none.
-      quick: two traces of each kind, and nothing that runs a model: a look, not a measurement.
+      quick: two traces of each kind, and nothing that runs a model: a preview, not a measurement.
       traces: files of recorded traces, measured beside those that are drawn.
     """
     folder = None if out is None else Path(out)
@@ -73,7 +72,6 @@ def compared(kind: str, traces: Sequence[Trace]) -> list[Row]:
     costs, rows = released_costs(), []
     for budget, share in BUDGETS.items():
         forming: dict[str, list[float]] = {}
-        tokens: dict[str, np.ndarray] = {}
         clusters: list[int] = []
 
         for number, trace in enumerate(traces):
@@ -88,51 +86,27 @@ def compared(kind: str, traces: Sequence[Trace]) -> list[Row]:
                 "online": replay(requests, terms, ONLINE),
                 "offline": list(schedule(requests, terms).served),
             }
-            for name, windows in served.items():
-                forming.setdefault(name, []).extend(window.forming for window in windows)
-                tokens[name] = tokens.get(name, np.zeros(4)) + _tokens(windows)
-
             # A prefix cache holds the window that is read; ours has the pool for that, beside the store.
             sizes = [sum(entry.tokens for entry in request.pieces) for request in requests]
             tree = None if store is None else store + costs.kv_bytes * max(sizes)
-            others = {
+            values = {name: [window.forming for window in windows] for name, windows in served.items()}
+            values |= {
                 "prefix cache": serve_by_prefix(requests, terms, budget=tree),
                 "prefix cache, ordered": serve_by_prefix(requests, terms, budget=tree, ordered=True),
                 "re-prefill": [terms.forward(size, 0) for size in sizes],
             }
-            for name, values in others.items():
-                forming.setdefault(name, []).extend(values)
+            for name, taken in values.items():
+                forming.setdefault(name, []).extend(taken)
 
-        rows.append(_row(kind, budget, forming, np.array(clusters), tokens))
+        row: Row = {"kind": kind, "budget": budget, "requests": len(clusters), "traces": len(traces)}
+        columns = {name: np.array(values, np.float64) for name, values in forming.items()}
+        row["of re-prefill"] = {}
+        for name in POLICIES:
+            interval = ratio(columns[name], columns["re-prefill"], np.array(clusters))
+            row["of re-prefill"][name] = {"value": interval.value, "low": interval.low, "high": interval.high}
+        rows.append(row)
 
     return rows
-
-
-def _tokens(windows: Sequence[ServedWindow]) -> np.ndarray:
-    """Returns how many tokens were served exactly, as survivors, by a patch, and otherwise."""
-    served = [[window.exact, window.survivors, window.patched, window.approximate] for window in windows]
-    return np.array(served).sum(axis=0)
-
-
-def _row(
-    kind: str, budget: str, forming: dict[str, list[float]], clusters: np.ndarray, tokens: dict[str, np.ndarray]
-) -> Row:
-    columns = {name: np.array(values, np.float64) for name, values in forming.items()}
-
-    def over(name: str, other: str) -> dict[str, float]:
-        interval = ratio(columns[name], columns[other], clusters)
-        return {"value": interval.value, "low": interval.low, "high": interval.high}
-
-    return {
-        "kind": kind,
-        "budget": budget,
-        "requests": len(clusters),
-        "traces": int(clusters.max()) + 1,
-        "of re-prefill": {name: over(name, "re-prefill") for name in (*OTHERS, *OURS)},
-        "online over": {name: over("online", name) for name in (*OTHERS, "offline")},
-        "offline over": {name: over("offline", name) for name in OTHERS},
-        "shares": {name: (values / values.sum()).tolist() for name, values in tokens.items()},
-    }
 
 
 def against_the_optimum(seed: int, count: int) -> list[Row]:
@@ -147,9 +121,10 @@ def against_the_optimum(seed: int, count: int) -> list[Row]:
 
             for _ in range(4):
                 chosen = [int(page) for page in random.permutation(4)[:3]]
-                pages = [
-                    Entry(f"{page}", f"{page}", int(sizes[page]), int(sizes[page]), order_free=True) for page in chosen
-                ]
+                pages = []
+                for page in chosen:
+                    size = int(sizes[page])
+                    pages.append(Entry(f"{page}", f"{page}", size, size, order_free=True))
                 requests.append(WindowRequest(f"session {random.integers(2)}", (lead, *pages)))
 
             # A larger share than elsewhere: below it nothing could be kept of so few pages.
@@ -166,46 +141,25 @@ def against_the_optimum(seed: int, count: int) -> list[Row]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Returns the result as Markdown."""
-    parts = [_forming(result["rows"]), _paired(result["rows"]), _shares(result["rows"]), _solved(result["solved"])]
-    if result["cascade"]:
-        parts.append(cascade_fidelity.table(result["cascade"]))
-    return "\n\n".join(parts) + "\n"
-
-
-def _shown(cell: dict[str, float], spread: bool = True) -> str:
-    if not spread or not np.isfinite(cell["low"]):
-        return f"{cell['value']:.2f}"
-    return f"{cell['value']:.2f} ({cell['low']:.2f}–{cell['high']:.2f})"
-
-
-def _forming(rows: Sequence[Row]) -> str:
-    head = ("trace", "store", *OTHERS, *OURS)
-    lines = [[row["kind"], row["budget"], *(_shown(row["of re-prefill"][name]) for name in head[2:])] for row in rows]
-    return "Forming cost over that of re-prefill (95 % interval over traces):\n\n" + markdown_table(head, lines)
-
-
-def _paired(rows: Sequence[Row]) -> str:
-    names = (*OTHERS, "offline")
-    head = ("trace", "store", *(f"over {name}" for name in names))
-    lines = [[row["kind"], row["budget"], *(_shown(row["online over"][name]) for name in names)] for row in rows]
-    return "Online, paired: its forming cost over the others', on the same traces:\n\n" + markdown_table(head, lines)
-
-
-def _shares(rows: Sequence[Row]) -> str:
-    head = ("trace", "store", "exact", "survivors", "by their patch", "behind patched ones")
+    """Formats the result as Markdown."""
     lines = []
-    for row in rows:
-        lines.append([row["kind"], row["budget"], *(f"{share:.0%}" for share in row["shares"]["online"])])
-    return "How the online policy serves tokens (a prefix cache: all exact):\n\n" + markdown_table(head, lines)
+    for row in result["rows"]:
+        shown = []
+        for name in POLICIES:
+            value, low, high = (row["of re-prefill"][name][key] for key in ("value", "low", "high"))
+            shown.append(f"{value:.2f} ({low:.2f}–{high:.2f})" if np.isfinite(low) else f"{value:.2f}")
+        lines.append([row["kind"], row["budget"], *shown])
+    parts = ["Forming cost over that of re-prefill (95 % interval over traces):"]
+    parts.append(markdown_table(("trace", "store", *POLICIES), lines))
 
-
-def _solved(rows: Sequence[Row]) -> str:
     lines = []
     for budget in BUDGETS:
         for name in ("offline", "online"):
-            found = [row[name] for row in rows if row["budget"] == budget]
+            found = [row[name] for row in result["solved"] if row["budget"] == budget]
             within = ("yes" if max(found) <= SOLVED_BAR else "no") if name == "offline" else ""
             lines.append([budget, name, f"{np.mean(found):.3f}", f"{max(found):.3f}", str(len(found)), within])
-    head = ("store", "policy", "mean", "worst", "traces", f"all within {SOLVED_BAR}")
-    return "Cost over the exact optimum's, on traces where that can be found:\n\n" + markdown_table(head, lines)
+    parts.append("Cost over the exact optimum's, on traces where that can be found:")
+    parts.append(markdown_table(("store", "policy", "mean", "worst", "traces", f"all within {SOLVED_BAR}"), lines))
+    if result["cascade"]:
+        parts.append(cascade_fidelity.table(result["cascade"]))
+    return "\n\n".join(parts) + "\n"

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from kvpatch_jax.backbone import ForwardCosts
 from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.window import Costs, Entry, Window
 
+from ..bench.checkpoints import SEVEN_BILLION, shape_costs
 from ..traces.window_tracker import changed, with_room
 from .trace_replay import WindowRequest
 
@@ -24,11 +24,8 @@ PAGES, TOPICS, RETRIEVED = 14, 5, 5
 
 
 def released_costs() -> Costs:
-    """Returns costs of Qwen2.5-VL-7B's shape in bfloat16: 28 layers of width 3584, 4 KV heads of 128."""
-    layers, width, inner, kv = 28, 3584, 18944, 512
-    token = 2 * (width * (2 * width + 2 * kv) + 3 * width * inner)
-    forward = ForwardCosts((token,) * layers, (4 * width,) * layers, (0,) * layers, 2 * width * 152064)
-    return Costs("qwen2.5-vl-7b's shape", layers, 4 * layers * kv, 2 * layers * kv, layers * kv, forward)
+    """Returns costs of Qwen2.5-VL-7B's shape in bfloat16."""
+    return shape_costs("qwen2.5-vl-7b's shape", SEVEN_BILLION)
 
 
 class SyntheticTrace:

@@ -8,14 +8,14 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.window import Costs, Entry, Prefill, Promise
+from kvpatch_jax.window import Costs, Entry, Promise
 
-from .piece_order import Cost, Front, Order, OrderProblem, PartialPlacement, cheapest, walk
-from .window_placement import Price, flops_of, note_of, placing
+from .piece_order import Cost, Forward, Front, Order, OrderProblem, PartialPlacement, cheapest, walk
+from .window_placement import Price, flops_of, forward_price, note_of, placing
 
 StoredItem = tuple[str, tuple[str, ...]]
 """A stored patch: of a chunk, by its id, and of those in front, in order. Right behind the lead it is the canonical."""
@@ -75,29 +75,22 @@ class Terms:
     channels: int = 2
 
     @functools.cached_property
-    def forward(self):
+    def forward(self) -> Forward:
         """Cost of a forward over tokens behind others, as a function."""
-
-        @functools.cache
-        def forward(tokens: int, behind: int) -> Cost:
-            return self.price((Prefill("", behind, **self.costs.prefill(tokens, behind)),))
-
-        return forward
+        return forward_price(self.costs, self.price)
 
     @functools.cached_property
-    def patch_price(self):
+    def patch_price(self) -> Callable[[int, bool], Cost]:
         """Cost of placing a chunk of so many tokens, with its patch or (True) without, as a function."""
 
         @functools.cache
         def placed(tokens: int, bare: bool) -> Cost:
-            entry = Entry("chunk", None, tokens, tokens)
-            return self.price(placing(self.costs, entry, None if bare else self._note(entry)))
+            entry, flops = Entry("chunk", None, tokens, tokens), self.rank * self.costs.kv_bytes
+            # Two operations for each of the numbers of two bytes that a rank adds to.
+            note = note_of(entry, (), rank=self.rank, nbytes=self.patch_bytes(tokens), flops=flops)
+            return self.price(placing(self.costs, entry, None if bare else note))
 
         return placed
-
-    def _note(self, entry: Entry):
-        flops = self.rank * self.costs.kv_bytes  # two for each of the numbers of two bytes that a rank adds to
-        return note_of(entry, (), rank=self.rank, nbytes=self.patch_bytes(entry.tokens), flops=flops)
 
     def patch_bytes(self, tokens: int) -> int:
         """Returns the bytes of a patch's factors in bfloat16: for each rank one number a token, and one token's KV."""
@@ -208,11 +201,11 @@ class SimulatedStore:
         """Returns whether items of a request, with their canonicals, fit without removing anything."""
         if self.terms.budget is None:
             return True
-        lead = request.lead_ids
+        lead, size = request.lead_ids, 0
         entries = {entry.id: entry for entry in request.pieces}
-        needed = items | {(id, lead) for id, _ in items}
-        missing = [item for item in needed if item[1] not in self.items.get(item[0], {})]
-        size = sum(self.terms.bytes_of(item, entries[item[0]], lead) for item in missing)
+        for id, front in items | {(id, lead) for id, _ in items}:
+            if front not in self.items.get(id, {}):
+                size += self.terms.bytes_of((id, front), entries[id], lead)
         return self.bytes + size <= self.terms.budget
 
 
@@ -257,15 +250,10 @@ def replay(
     if orders is None and (policy.admit == "useful" or policy.evict == "farthest"):
         raise InputError(f"replay.policy: got {policy} without orders; expected those of all requests, which it reads")
 
-    forecast = None if orders is None else RequestForecast(requests, orders)
-    state = _ReplayState(terms, policy, forecast)
-    served = []
-
+    state, served = _ReplayState(terms, policy, None if orders is None else RequestForecast(requests, orders)), []
     for at, request in enumerate(requests):
-        order = None if orders is None else orders[at]
         front = None if fronts is None else fronts[at]
-        served.append(state.serve(at, request, order, front, refused))
-
+        served.append(state.serve(at, request, None if orders is None else orders[at], front, refused))
     return served
 
 
@@ -283,25 +271,41 @@ class _ReplayState:
         self, at: int, request: WindowRequest, order: Order | None, front: Front | None, refused: frozenset[str]
     ) -> ServedWindow:
         """Serves a request, and stores what the policy admits."""
-        pool = held_by(request, self.pools)
+        terms, pool = self.terms, held_by(request, self.pools)
         placed, front = self._placed(request, pool, order, front)
         ids = tuple(request.pieces[piece].id for piece in placed.order)
-        self.pools[request.session] = after(request, placed, pool)
+        pooled = self.pools[request.session] = after(request, placed, pool)
 
-        admitted = {item for item in self._admitted(at, request, placed) if item[0] not in refused}
-        canonicals = self._store(request, placed, admitted)
-
+        # Store, then record uses, then evict: what this request used is the last to leave.
+        canonicals = self._store(at, request, placed, refused)
         for place, id in enumerate(ids):
             for used in {ids[:place], ids[: request.lead]}:
                 if used in self.store.items.get(id, {}):
                     self.store.used[id, used] = at
-
         self._evict(at, request.lead_ids)
-
         for place, id in enumerate(ids):
             self.seen[id] += 1
             self.together[id, frozenset(ids[:place])] += 1
-        return _counted(request, placed, front, self.terms, pool, canonicals)._replace(stored=self.store.bytes)
+
+        # Count how truly each token is served, and what placing took; the rest of the cost was forming.
+        exact = survivors = patched = approximate = 0
+        led = request.pieces[placed.led].tokens if placed.led >= 0 else None
+        placing: Cost = 0 if led is None else terms.patch_price(led, True)
+        for place, piece in enumerate(placed.order):
+            tokens = request.pieces[piece].tokens
+            if place < pooled.exact:
+                exact += tokens
+            elif place < placed.ran:
+                survivors += tokens
+            elif piece in placed.misses:
+                approximate += tokens
+            else:
+                patched += tokens
+                placing += terms.patch_price(tokens, False)
+
+        forming = placed.cost - placing + canonicals
+        counts = (exact, survivors, patched, approximate)
+        return ServedWindow(placed.order, front, forming, placing, canonicals, *counts, self.store.bytes)
 
     def _placed(
         self, request: WindowRequest, pool: PoolContents, order: Order | None, front: Front | None
@@ -330,27 +334,24 @@ class _ReplayState:
         missing = any(before not in self.store.items.get(id, {}) for id, before in wanted)
         return (sound, "exact") if missing or sound.cost <= cheap.cost else (cheap, "served")
 
-    def _admitted(self, at: int, request: WindowRequest, placed: PartialPlacement) -> set[StoredItem]:
-        """Returns what the policy stores of what could be stored."""
-        items = at_hand(request, placed)
-        if self.policy.admit == "useful":
+    def _store(self, at: int, request: WindowRequest, placed: PartialPlacement, refused: frozenset[str]) -> Cost:
+        """Stores what the policy admits and the canonicals that it needs; returns what forming these took."""
+        admit, items = self.policy.admit, at_hand(request, placed)
+        if admit == "useful":
             assert self.forecast is not None
-            return {item for item in items if self.forecast.next(item, at) < math.inf}
-        if self.policy.admit == "always" or (self.policy.admit == "room" and self.store.has_room(request, items)):
-            return items
-        return {item for item in items if self.together[item[0], frozenset(item[1])]}
+            items = {item for item in items if self.forecast.next(item, at) < math.inf}
+        elif admit == "again" or (admit == "room" and not self.store.has_room(request, items)):
+            items = {item for item in items if self.together[item[0], frozenset(item[1])]}
 
-    def _store(self, request: WindowRequest, placed: PartialPlacement, admitted: set[StoredItem]) -> Cost:
-        """Stores new items and the canonicals that they need; returns what forming these took."""
-        lead = request.lead_ids
+        lead, cost = request.lead_ids, 0.0
         entries = {entry.id: entry for entry in request.pieces}
-
         # What ran right behind the lead is a canonical already.
         leading = placed.order[request.lead : request.lead + 1] if placed.ran > request.lead else ()
         formed = {request.pieces[piece].id for piece in leading}
-        cost = 0.0
 
-        for id, front in sorted(admitted, key=lambda item: len(item[1])):
+        for id, front in sorted(items, key=lambda item: len(item[1])):
+            if id in refused:
+                continue
             if lead not in self.store.items.get(id, {}):
                 if id not in formed:
                     cost += self.terms.forward(entries[id].tokens, request.lead_tokens)
@@ -362,21 +363,22 @@ class _ReplayState:
 
     def _evict(self, at: int, lead: tuple[str, ...]) -> None:
         """Removes items until the budget holds."""
-        store = self.store
-        while self.terms.budget is not None and store.bytes > self.terms.budget:
-            items = [(id, front) for id, of_chunk in store.items.items() for front in of_chunk]
-            # A canonical leaves with its last patch, or where nothing but canonicals is left.
-            removable = [item for item in items if item[1] != lead or len(store.items[item[0]]) == 1]
-            store.drop(min(removable, key=lambda item: self._worth(item, at)), lead)
+        store, evict = self.store, self.policy.evict
 
-    def _worth(self, item: StoredItem, at: int) -> Cost:
-        """Returns a number that is least for what leaves first."""
-        if self.policy.evict == "first in":
-            return self.store.arrived[item]
-        if self.policy.evict == "farthest":
-            assert self.forecast is not None
-            return -self.forecast.next(item, at)
-        return self.store.used.get(item, -1)
+        def keeps(item: StoredItem) -> Cost:
+            if evict == "first in":
+                return store.arrived[item]
+            if evict == "farthest":
+                assert self.forecast is not None
+                return -self.forecast.next(item, at)
+            return store.used.get(item, -1)
+
+        while self.terms.budget is not None and store.bytes > self.terms.budget:
+            # A canonical leaves with its last patch, or where nothing but canonicals is left.
+            removable = []
+            for id, of_chunk in store.items.items():
+                removable += [(id, front) for front in of_chunk if front != lead or len(of_chunk) == 1]
+            store.drop(min(removable, key=keeps), lead)
 
 
 def order_problem(
@@ -399,11 +401,10 @@ def order_problem(
         if of_chunk is None or lead not in of_chunk:
             continue
 
-        fronts = list(of_chunk)
-        if ids is not None:
-            fronts = [front for front in (tuple(ids[:place]),) if front in of_chunk]
-
+        fronts = list(of_chunk) if ids is None else [tuple(ids[:place])]
         for front in fronts:
+            if front not in of_chunk:
+                continue
             if front == lead:
                 leading[piece] = terms.patch_price(tokens, True)
             elif all(id in number for id in front):
@@ -439,38 +440,6 @@ def at_hand(request: WindowRequest, placed: PartialPlacement) -> set[StoredItem]
     ids = tuple(request.pieces[piece].id for piece in placed.order[: placed.ran if placed.exact else 0])
     chunks = {entry.id for entry in request.pieces if entry.kind == "chunk"}
     return {(id, ids[:place]) for place, id in enumerate(ids) if id in chunks}
-
-
-def _counted(
-    request: WindowRequest,
-    placed: PartialPlacement,
-    front: Front,
-    terms: Terms,
-    pool: PoolContents,
-    canonicals: Cost,
-) -> ServedWindow:
-    """Returns how a request was served, without the bytes that are stored."""
-    exact = survivors = patched = approximate = 0
-    placing: Cost = 0
-    if placed.led >= 0:
-        placing += terms.patch_price(request.pieces[placed.led].tokens, True)
-
-    now = after(request, placed, pool)
-
-    for place, piece in enumerate(placed.order):
-        tokens = request.pieces[piece].tokens
-        if place < now.exact:
-            exact += tokens
-        elif place < placed.ran:
-            survivors += tokens
-        elif piece in placed.misses:
-            approximate += tokens
-        else:
-            patched += tokens
-            placing += terms.patch_price(tokens, False)
-
-    forming = placed.cost - placing + canonicals
-    return ServedWindow(placed.order, front, forming, placing, canonicals, exact, survivors, patched, approximate, 0)
 
 
 def total(served: Sequence[ServedWindow]) -> Cost:

@@ -135,7 +135,7 @@ def place(
     settings = PlacementOptions(**options)
     _check_wanted(window, wanted)
     room = _room(window, tokens, bytes)
-    forward = _forward(window.costs, settings.price)
+    forward = forward_price(window.costs, settings.price)
     pinned = [piece.entry for piece in window.pieces[: window.lead]]
     preference = {id: place for place, id in enumerate(settings.prefer)}
 
@@ -275,7 +275,9 @@ def _greedy_omission(free: Sequence[Entry], excess: int, worth: Worth | None) ->
 # -------------------------------------------------------------------------------------------------------- pieces
 
 
-def _forward(costs: Costs, price: Price) -> Forward:
+def forward_price(costs: Costs, price: Price) -> Forward:
+    """Returns the cost of a forward over tokens behind others, as a function that remembers."""
+
     @functools.cache
     def forward(tokens: int, behind: int) -> Cost:
         return price((Prefill("", behind, **costs.prefill(tokens, behind)),))

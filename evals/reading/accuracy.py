@@ -10,15 +10,31 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from ..results import intervals
+from ..pretrained.rows import means
 from ..results.rows import Row, measured_row
-from . import pages
+from . import fonts, pages
 from .pieces import Pieces
-from .tower import Tower
+from .tower import PageReadingModel, Tower
 
 SIZE = 13
 BATCH = 1024
 METRICS = ("nearest", "nearest_drawn", "missed")
+GROUPS = {"seen": (fonts.SEEN, 6), "unseen": (fonts.UNSEEN, 1)}
+"""Families, and every how many of them the tower is measured on, each in its first face."""
+
+
+def measure(reader: PageReadingModel, group: str, folders: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """Reads every drawn piece in the faces of a group with the model's tower: a record per face."""
+    families, every = GROUPS[group]
+    found = fonts.find(families, folders, every=False)
+    faces = {family: files[:1] for family, files in list(found.items())[::every]}
+
+    model = reader.model
+    tower = nnx.eval_shape(lambda: Tower(model.config, nnx.Rngs(0)))
+    state = nnx.state(tower, nnx.Param)
+    nnx.replace_by_pure_dict(state, {name: model.parameters[name] for name in ("visual", "projector")})
+    nnx.update(tower, state)
+    return records(tower, reader.pieces, np.asarray(model.parameters["decoder"]["embedding"]), faces)
 
 
 def records(
@@ -64,15 +80,8 @@ def records(
 
 
 def rows(found: Sequence[Mapping[str, Any]], group: str, model: str) -> list[Row]:
-    """Makes rows of the mean over faces with its interval over families, and of every family."""
-    made = []
-    family = np.array([record["family"] for record in found])
-    for metric in METRICS:
-        values = np.array([record[metric] for record in found])
-        made.append(measured_row("pieces", model, group, metric, intervals.mean(values, family)))
-        for name in dict.fromkeys(family.tolist()):
-            here = family == name
-            interval = intervals.mean(values[here], np.arange(here.sum()))
-            made.append(measured_row("pieces", model, f"{group}.{name}", metric, interval))
-
-    return made
+    """Makes rows of the mean over faces with its interval over families, and of every family over its faces."""
+    records = [{**record, "group": group, "arm": f"{group}.{record['family']}"} for record in found]
+    every = means("pieces", records, METRICS, "family", "group")
+    by_family = means("pieces", records, METRICS, "face")
+    return [measured_row(probe, model, arm, metric, interval) for probe, arm, metric, interval in (*every, *by_family)]

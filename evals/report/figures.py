@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..results.intervals import Interval
-from ..results.rows import Rows
+from ..results.rows import VISIBLE, Rows
 
 Results = Mapping[str, Any]
 
@@ -34,10 +34,8 @@ SETTINGS = {
     "repair.evicted": "legends evicted before the question",
 }
 NAMES = {
-    "re-prefill": "re-prefill",
     "blind": "blind reuse",
     "answer": "right answer",
-    "patch": "patch",
     "first_k": "first-k",
     "cacheblend": "CacheBlend-style",
     "oracle_delta": "oracle Δ",
@@ -55,7 +53,6 @@ NAMES = {
     "removal": "removal patch",
     "stale": "stale patch",
     "fresh": "fresh patch",
-    "oracle": "oracle",
     "oracle_update": "oracle update",
     "stored": "stored patch",
     "rebuilt": "rebuilt patch",
@@ -156,45 +153,45 @@ def family(arm: str) -> str:
     return "rotated_frame" if ".rotated_frame" in arm else re.split(r"[.=, ]", arm)[0]
 
 
+def stacked(count: int, height: float, extra: float = 0.0, *, sharey: bool = True) -> tuple[Figure, list[Axes]]:
+    """Makes a figure of panels one above the other, each `height` inches high, as wide as a telephone shows."""
+    figure = Figure(figsize=(NARROW, height * count + extra), layout="constrained")
+    return figure, list(figure.subplots(count, 1, squeeze=False, sharey=sharey)[:, 0])
+
+
+def draw_bars(
+    panel: Axes, x: Sequence[float | int], points: Sequence[Interval], colour: Any, alpha: float = 0.6
+) -> None:
+    """Draws the intervals of points as vertical bars."""
+    for place, point in zip(x, points, strict=True):
+        panel.plot([place, place], [point.low, point.high], color=colour, linewidth=1, alpha=alpha)
+
+
 def accuracy_figures(results: Results, out: Path) -> list[Path]:
     """Draws the accuracy of every arm, one panel per question kind, one PNG per visibility setting."""
-    rows = Rows(results)
-    written = []
+    rows, written = Rows(results), []
     for probe, setting in SETTINGS.items():
-        arms = [arm for arm in rows.arms(probe) if _worth_drawing(arm) and _has(rows, probe, [arm], "accuracy")]
-        if arms:
-            title = f"Accuracy by repair, {setting} · bars: 95 % intervals"
-            path = out / f"accuracy_{probe.split('.')[1]}.png"
-            written.append(_dot_panels(rows, probe, sorted(arms, key=_arm_order), title, path))
-
+        # Twins of the patch and budgets between the others would fill the figure without saying more.
+        arms = [arm for arm in rows.arms(probe) if ".rotated_frame" not in arm]
+        arms = [arm for arm in arms if not arm.endswith(("budget=0.1", "budget=0.25"))]
+        title = f"Accuracy by repair, {setting} · bars: 95 % intervals"
+        path = out / f"accuracy_{probe.split('.')[1]}.png"
+        written += _dot_panels(rows, probe, sorted(arms, key=_arm_order), title, path)
     return written
 
 
 def reorder_figure(results: Results, out: Path) -> list[Path]:
     """Draws accuracy after the legends are reordered: another order's patch, one orbit patch, the order's own."""
     order = ("re-prefill", "exact", "orbit", "transfer", "blind")
-    return _small_probe(results, "reorder", order, "Reorder: one patch for every order of the legends", out)
+    title = "Reorder: one patch for every order of the legends · bars: 95 % intervals"
+    return _dot_panels(Rows(results), "reorder", order, title, out / "reorder.png")
 
 
 def slide_figure(results: Results, out: Path) -> list[Path]:
     """Draws accuracy after the oldest chunk left: survivors kept as they are, with a removal patch, or blind."""
     order = ("re-prefill", "removal", "keep", "blind")
-    return _small_probe(results, "slide", order, "Slide: the chunks that stay when the oldest leaves", out)
-
-
-def _small_probe(results: Results, probe: str, order: Sequence[str], title: str, out: Path) -> list[Path]:
-    rows = Rows(results)
-    arms = [arm for arm in order if _has(rows, probe, [arm], "accuracy")]
-    return [_dot_panels(rows, probe, arms, f"{title} · bars: 95 % intervals", out / f"{probe}.png")] if arms else []
-
-
-def _has(rows: Rows, probe: str, arms: Sequence[str], metric: str) -> bool:
-    kinds = rows.kinds(probe, metric)
-    return any(math.isfinite(rows.get(probe, arm, f"{metric}.{kind}").value) for arm in arms for kind in kinds)
-
-
-def _worth_drawing(arm: str) -> bool:
-    return not (".rotated_frame" in arm or arm.endswith(("budget=0.1", "budget=0.25")))
+    title = "Slide: the chunks that stay when the oldest leaves · bars: 95 % intervals"
+    return _dot_panels(Rows(results), "slide", order, title, out / "slide.png")
 
 
 def _arm_order(arm: str) -> tuple[int, float]:
@@ -203,28 +200,34 @@ def _arm_order(arm: str) -> tuple[int, float]:
     return place, variant + float(arm.rpartition("=")[2]) if "=" in arm else 0.0
 
 
-def _dot_panels(rows: Rows, probe: str, arms: Sequence[str], title: str, path: Path) -> Path:
-    """Horizontal dots with interval bars: arms down, one panel per question kind, re-prefill as a vertical line.
+def _dot_panels(rows: Rows, probe: str, arms: Sequence[str], title: str, path: Path) -> list[Path]:
+    """Draws horizontal dots with interval bars: arms down, one panel per question kind, re-prefill as a vertical line.
 
-    Panels of few arms stand one above the other; of more side by side, in a figure that is wider than a telephone.
+    Panels of few arms stand one above the other; of more side by side, in a figure that is wider than a telephone. Arms
+    that were not measured are left out; returns [] where none was.
     """
-    kinds = [kind for kind in rows.kinds(probe) if any(rows.get(probe, arm, f"accuracy.{kind}").n for arm in arms)]
-    height, few = 0.24 * len(arms) + 1.2, len(arms) <= FEW_ARMS
-    size = (NARROW, height * len(kinds)) if few else (2.1 + 2.0 * len(kinds), height)
+    kinds = rows.kinds(probe)
+    arms = [arm for arm in arms if any(math.isfinite(rows.accuracy(arm, kind, probe).value) for kind in kinds)]
+    kinds = [kind for kind in kinds if any(rows.accuracy(arm, kind, probe).n for arm in arms)]
+    if not arms:
+        return []
 
+    height = 0.24 * len(arms) + 1.2
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=size, layout="constrained")
-        shape = (len(kinds), 1) if few else (1, len(kinds))
-        panels = figure.subplots(*shape, sharey=True, squeeze=False).ravel()
+        if len(arms) <= FEW_ARMS:
+            figure, panels = stacked(len(kinds), height)
+        else:
+            figure = Figure(figsize=(2.1 + 2.0 * len(kinds), height), layout="constrained")
+            panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
 
         for panel, kind in zip(panels, kinds, strict=True):
-            reference = rows.get(probe, "re-prefill", f"accuracy.{kind}").value
+            reference = rows.accuracy("re-prefill", kind, probe).value
             if math.isfinite(reference):
                 panel.axvline(reference, color="#222222", linewidth=0.8, linestyle=(0, (4, 3)))
 
             for place, arm in enumerate(arms):
                 colour = COLOURS.get(family(arm), "#555555")
-                got = rows.get(probe, arm, f"accuracy.{kind}")
+                got = rows.accuracy(arm, kind, probe)
                 panel.plot([got.low, got.high], [place, place], color=colour, linewidth=1.8, solid_capstyle="butt")
                 panel.plot([got.value], [place], MARKERS.get(family(arm), "o"), color=colour, markersize=3.6)
 
@@ -234,7 +237,7 @@ def _dot_panels(rows: Rows, probe: str, arms: Sequence[str], title: str, path: P
 
         panels[0].set_yticks(range(len(arms)), [arm_label(arm) for arm in arms])
         panels[0].set_ylim(len(arms) - 0.4, -0.6)
-        return save(figure, title, path)
+        return [save(figure, title, path)]
 
 
 def _wrapped(label: str) -> str:
@@ -244,63 +247,52 @@ def _wrapped(label: str) -> str:
 
 def rank_figure(results: Results, out: Path) -> list[Path]:
     """Draws KL against the patch's rank, one panel per kind of question that needs both images."""
-    rows, probe = Rows(results), "repair.visible"
-    ranks = rows.settings(probe, "patch.rank=")
-    kinds = [kind for kind in (*MULTI_HOP, "override") if kind in rows.kinds(probe, "kl")]
+    rows = Rows(results)
+    ranks = [int(rank) for rank, _ in rows.settings(VISIBLE, "patch.rank=")]
+    kinds = [kind for kind in (*MULTI_HOP, "override") if kind in rows.kinds(VISIBLE, "kl")]
     if not ranks or not kinds:
         return []
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(NARROW, 3.0 * len(kinds)), layout="constrained")
-        panels = figure.subplots(len(kinds), 1, squeeze=False, sharey=True)[:, 0]
+        figure, panels = stacked(len(kinds), 3.0)
         for panel, kind in zip(panels, kinds, strict=True):
-            _kl_by_rank(panel, rows, probe, kind)
+            _kl_by_rank(panel, rows, kind)
+            panel.set(xscale="log", yscale="log", title=KINDS[kind], xlabel="patch rank")
+            panel.set_xticks(ranks, [str(rank) for rank in ranks])
+            panel.minorticks_off()
             panel.set_ylabel("KL(re-prefill ‖ arm), nats")
         return [save(figure, "What rank it takes", out / "rank.png")]
 
 
-def _kl_by_rank(panel: Axes, rows: Rows, probe: str, kind: str) -> None:
-    # A logarithmic axis has no 0, and a patch of full rank has a KL of 0.
-    def floored(number):
-        return max(number, KL_FLOOR)
-
-    for prefix, name in (("patch.rotated_frame.rank=", "rotated_frame"), ("patch.rank=", "patch")):
-        points = [(x, rows.get(probe, arm, f"kl.{kind}")) for x, arm in rows.settings(probe, prefix)]
-        points = [(x, y) for x, y in points if math.isfinite(y.value)]
+def _kl_by_rank(panel: Axes, rows: Rows, kind: str) -> None:
+    """Draws the KL of patches formed before and after the rotation, and that of blind reuse as a line."""
+    # The label stands above the line that lies higher, below the other one.
+    above = {"xytext": (7, 5), "ha": "left", "va": "bottom"}
+    below = {"xytext": (-7, -5), "ha": "right", "va": "top"}
+    for prefix, name, label, place in (
+        ("patch.rotated_frame.rank=", "rotated_frame", "patch formed\nafter rotation", above),
+        ("patch.rank=", "patch", "patch", below),
+    ):
+        points = [(rank, rows.get(VISIBLE, arm, f"kl.{kind}")) for rank, arm in rows.settings(VISIBLE, prefix)]
+        points = [(rank, got) for rank, got in points if math.isfinite(got.value)]
         if points:
-            ranks = [x for x, _ in points]
-            panel.fill_between(
-                ranks,
-                [floored(y.low) for _, y in points],
-                [floored(y.high) for _, y in points],
-                color=COLOURS[name],
-                alpha=0.15,
-                linewidth=0,
+            ranks, colour = [rank for rank, _ in points], COLOURS[name]
+            # A logarithmic axis has no 0, and a patch of full rank has a KL of 0.
+            low, level, high = (
+                [max(end, KL_FLOOR) for end in ends]
+                for ends in zip(*((got.low, got.value, got.high) for _, got in points), strict=True)
             )
-            panel.plot(ranks, [floored(y.value) for _, y in points], "o-", color=COLOURS[name], markersize=4)
-            label = "patch" if name == "patch" else "patch formed\nafter rotation"
+            panel.fill_between(ranks, low, high, color=colour, alpha=0.15, linewidth=0)
+            panel.plot(ranks, level, "o-", color=colour, markersize=4)
             middle = (len(points) - 1) // 2
-            above = name != "patch"
-            panel.annotate(
-                label,
-                (ranks[middle], floored(points[middle][1].value)),
-                xytext=(7, 5) if above else (-7, -5),
-                textcoords="offset points",
-                ha="left" if above else "right",
-                va="bottom" if above else "top",
-                color=COLOURS[name],
-            )
+            panel.annotate(label, (ranks[middle], level[middle]), textcoords="offset points", color=colour, **place)
 
-    blind = rows.get(probe, "blind", f"kl.{kind}").value
+    blind = rows.get(VISIBLE, "blind", f"kl.{kind}").value
     if math.isfinite(blind):
-        panel.axhline(floored(blind), color=COLOURS["blind"], linestyle=(0, (4, 3)), linewidth=1)
-        place: dict[str, Any] = dict(transform=panel.get_yaxis_transform(), ha="right", va="bottom")
-        panel.text(0.98, floored(blind), "blind reuse", color=COLOURS["blind"], **place)
-
-    panel.set(xscale="log", yscale="log", title=KINDS[kind], xlabel="patch rank")
-    ticks = [int(x) for x, _ in rows.settings(probe, "patch.rank=")]
-    panel.set_xticks(ticks, [str(tick) for tick in ticks])
-    panel.minorticks_off()
+        blind = max(blind, KL_FLOOR)
+        panel.axhline(blind, color=COLOURS["blind"], linestyle=(0, (4, 3)), linewidth=1)
+        across = panel.get_yaxis_transform()
+        panel.text(0.98, blind, "blind reuse", color=COLOURS["blind"], transform=across, ha="right", va="bottom")
 
 
 def byte_share(rows: Rows, probe: str, arm: str) -> float:
@@ -316,14 +308,6 @@ def byte_share(rows: Rows, probe: str, arm: str) -> float:
     if name.endswith(".budget"):
         return float(setting)
     return rows.get(probe, f"patch.rank={setting}", "bytes").value if name.endswith(".bytes_of_rank") else math.nan
-
-
-def _line(panel: Axes, x: Sequence[float], points: Sequence[Interval], name: str) -> None:
-    colour = COLOURS.get(name, "#555555")
-    for where, point in zip(x, points, strict=True):
-        panel.plot([where, where], [point.low, point.high], color=colour, linewidth=1, alpha=0.6)
-    marker = MARKERS.get(name, "o")
-    panel.plot(x, [point.value for point in points], color=colour, marker=marker, markersize=4, linewidth=1.4)
 
 
 def _label_right(panel: Axes, labels: Sequence[tuple[str, str, float]], gap: float = 0.075) -> None:
@@ -348,25 +332,29 @@ def _label_right(panel: Axes, labels: Sequence[tuple[str, str, float]], gap: flo
 def recall_figure(results: Results, out: Path) -> list[Path]:
     """Draws recall of an evicted chunk: a stale against a fresh patch as more of the legends were replaced."""
     rows, probe = Rows(results), "recall"
-    names = ("re-prefill", "fresh", "stale", "blind")
+    turnovers = [turnover for turnover, _ in rows.settings(probe, "stale.turnover=")]
     kinds = [kind for kind in MULTI_HOP if kind in rows.kinds(probe)]
-    if not kinds or not rows.settings(probe, "stale.turnover="):
+    if not kinds or not turnovers:
         return []
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(NARROW, 2.8 * len(kinds)), layout="constrained")
-        panels = figure.subplots(len(kinds), 1, squeeze=False, sharey=True)[:, 0]
+        figure, panels = stacked(len(kinds), 2.8)
         for panel, kind in zip(panels, kinds, strict=True):
             ends = []
-            for name in names:
-                settings = rows.settings(probe, f"{name}.turnover=")
-                points = [(x, rows.get(probe, arm, f"accuracy.{kind}")) for x, arm in settings]
+            for name in ("re-prefill", "fresh", "stale", "blind"):
+                settings, colour = rows.settings(probe, f"{name}.turnover="), COLOURS[name]
+                x, points = (
+                    [turnover for turnover, _ in settings],
+                    [rows.accuracy(arm, kind, probe) for _, arm in settings],
+                )
                 if points:
-                    _line(panel, [x for x, _ in points], [y for _, y in points], name)
-                    ends.append((NAMES[name], COLOURS[name], points[-1][1].value))
+                    levels = [point.value for point in points]
+                    draw_bars(panel, x, points, colour)
+                    panel.plot(x, levels, color=colour, marker=MARKERS.get(name, "o"), markersize=4, linewidth=1.4)
+                    ends.append((NAMES.get(name, name), colour, levels[-1]))
 
             panel.set(title=KINDS[kind], xlabel="legends replaced since eviction", ylim=(0, 1.03))
-            panel.set_xticks([x for x, _ in rows.settings(probe, "stale.turnover=")])
+            panel.set_xticks(turnovers)
             panel.set_ylabel("accuracy")
             _label_right(panel, [end for end in ends if math.isfinite(end[2])])
 
@@ -404,21 +392,20 @@ def deficit_figure(results: Results, out: Path) -> list[Path]:
 
     colours = {"k": "#0072B2", "v": "#D55E00", "ckv": "#009E73", "kpe": "#CC79A7"}
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(NARROW, 2.4 * len(tables)), layout="constrained")
-        panels = figure.subplots(len(tables), 1, squeeze=False)[:, 0]
+        figure, panels = stacked(len(tables), 2.4, sharey=False)
         for panel, (metric, table) in zip(panels, tables.items(), strict=True):
             ends = []
             for channel, points in table.items():
                 colour, layers = colours.get(channel, "#555555"), [layer for layer, _ in points]
-                ends.append((channel, colour, points[-1][1].value))
-                for layer, point in points:
-                    panel.plot([layer, layer], [point.low, point.high], color=colour, linewidth=1, alpha=0.6)
+                levels = [point.value for _, point in points]
+                ends.append((channel, colour, levels[-1]))
+                draw_bars(panel, layers, [point for _, point in points], colour)
                 marker = "o" if channel in ("k", "kpe") else "s"
-                panel.plot(layers, [point.value for _, point in points], color=colour, marker=marker, markersize=4)
+                panel.plot(layers, levels, color=colour, marker=marker, markersize=4)
 
             panel.set(title=_wrapped(DEFICIT_METRICS[metric]), xlabel="layer")
             panel.set_ylim(0, 1.03 if "_share_" in metric else None)
-            panel.xaxis.get_major_locator().set_params(integer=True)
+            panel.locator_params("x", integer=True)
             _label_right(panel, ends)
 
         return [save(figure, "The deficit Δ = KV(page | legends) − KV(page alone)", out / "deficit.png")]

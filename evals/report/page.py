@@ -4,16 +4,17 @@ import base64
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 
 from ..results.headline import headline_arms, headline_results
-from ..results.rows import COLUMNS, Rows
-from .comparison import SINGLE_HOP, VISIBLE, Claim, compare
+from ..results.rows import COLUMNS, VISIBLE, Rows
+from .comparison import SINGLE_HOP, compare
+from .drawing import PARETO
 from .figures import DEFICIT_METRICS, MULTI_HOP, Results, arm_label
-from .hero import PARETO
 from .summary import summary_lines
+from .table import ProbeTable
 from .verdict import COSTS, ROWS, cost, cost_axes, first_arms, shower, verdict
 from .window import FIGURES as WINDOW_FIGURES
 from .window import window_tables
@@ -28,7 +29,7 @@ FIGURES = {
 """The figures of a probe, by name; by default the one named after it."""
 FOLDED = {VISIBLE: ("accuracy_visible",), "repair.evicted": ("accuracy_evicted",)}
 """Those that lie with the table of all arms."""
-TOLD_FIRST = tuple(f"accuracy.{kind}" for kind in MULTI_HOP)
+SHOWN_FIRST = tuple(f"accuracy.{kind}" for kind in MULTI_HOP)
 SMALLEST_TEXT = 0.56
 """CSS pixels per pixel of a figure, at least: letters of 9 points at 150 dots an inch are then 10 CSS pixels high."""
 
@@ -39,21 +40,6 @@ class Picture(NamedTuple):
     caption: str
     data: str
     least: int
-
-
-class ProbeTable(NamedTuple):
-    """A probe's table: the metrics shown, a line per arm with each metric's (value, interval), items by kind."""
-
-    metrics: list[str]
-    lines: list[tuple[str, list[tuple[str, str]]]]
-    questions: str
-
-
-class Tables(NamedTuple):
-    """A probe's few arms and few measures, and all of them (None where that is the same)."""
-
-    short: ProbeTable
-    whole: ProbeTable | None
 
 
 def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Sequence[str]) -> Path:
@@ -74,20 +60,30 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
 
     rows, config = Rows(results), dict(results.get("config", {}))
 
+    # Each figure goes to the section that it belongs to; what is left stands at the end.
     left = {path.stem: path for path in figures}
 
-    def take(stems):
+    def take(*stems: str) -> list[Picture]:
         return [picture(left.pop(stem)) for stem in stems if stem in left]
 
-    first = {name: take([name]) for name in ("hero", "example")}
-    pictures = {probe: take(FIGURES.get(probe, (probe,))) for probe in PROBES}
-    folded = {probe: take(FOLDED.get(probe, ())) for probe in PROBES}
-    window = take((*WINDOW_FIGURES, "window_gate"))
+    hero, example = take("hero"), take("example")
+    pictures = {probe: take(*FIGURES.get(probe, (probe,))) for probe in PROBES}
+    folded = {probe: take(*FOLDED.get(probe, ())) for probe in PROBES}
+    window = take(*WINDOW_FIGURES, "window_gate")
 
-    # The main model's tables stand in sections of their own; those of the others (the control) behind each other.
-    tables = {model: {probe: _tables(results, model, probe) for probe in PROBES} for model in rows.models}
+    # The main model's tables stand in sections of their own; those of the others (the control) behind each other. A
+    # short table has few arms and measures; there is no whole one beside it where it shows all there is.
+    tables: dict[str, dict[str, Any]] = {model: {} for model in rows.models}
+    for model, of_model in tables.items():
+        for probe in PROBES:
+            whole = probe_table(Rows(results, model), probe)
+            short = probe_table(Rows(results, model), probe, short_arms(results, model, probe), few=True) or whole
+            of_model[probe] = whole and {"short": short, "whole": None if short == whole else whole}
     main = tables.pop(rows.model, dict.fromkeys(PROBES))
-    claims = sorted(compare(results), key=_telling)
+
+    # Findings that come out differently stand first, those that were not measured last.
+    order = ("differs", "undecided", "same direction", "not measured")
+    claims = sorted(compare(results), key=lambda claim: order.index(claim.verdict))
     # What is read first is the mean over training seeds, where they were run.
     mean = headline_results(results)
 
@@ -97,8 +93,8 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
         seeds=None if mean is None else mean["config"]["seeds"],
         seeds_table=None if mean is None else probe_table(Rows(mean), VISIBLE, headline_arms(mean), few=True),
         summary=[line.strip() for line in summary_lines(results)],
-        hero=first["hero"],
-        example=first["example"],
+        hero=hero,
+        example=example,
         pictures=pictures,
         folded=folded,
         tables=main,
@@ -142,20 +138,6 @@ def picture(path: Path) -> Picture:
     return Picture(caption, base64.b64encode(data).decode(), least)
 
 
-def _telling(claim: Claim) -> int:
-    """Findings that come out differently stand first, those that were not measured last."""
-    order = ("differs", "undecided", "same direction", "not measured")
-    return order.index(claim.verdict)
-
-
-def _tables(results: Results, model: str, probe: str) -> Tables | None:
-    whole = probe_table(Rows(results, model), probe)
-    if whole is None:
-        return None
-    short = probe_table(Rows(results, model), probe, short_arms(results, model, probe), few=True)
-    return Tables(short or whole, None if short in (None, whole) else whole)
-
-
 def short_arms(results: Results, model: str, probe: str) -> list[str]:
     """Chooses the arms of a probe's short table, six where no more have to be there."""
     rows = Rows(results, model)
@@ -197,15 +179,14 @@ def probe_table(rows: Rows, probe: str, arms: Sequence[str] | None = None, *, fe
     names["probability_difference"] = "largest difference in probability"
     names["kv_difference"] = "largest difference in KV"
 
-    arms, show = rows.arms(probe) if arms is None else arms, shower(rows.results)
+    arms = rows.arms(probe) if arms is None else arms
     used = [metric for metric in names if any(math.isfinite(rows.get(probe, arm, metric).value) for arm in arms)]
     if not used:
         return None
 
-    costs = cost_axes(rows) if probe.startswith("repair.") else []
-    # What is lost and mended first: a telephone shows three columns or four.
-    first = len([metric for metric in used if metric in TOLD_FIRST]) if few else 0
-    lines = []
+    costs, show, lines = cost_axes(rows) if probe.startswith("repair.") else [], shower(rows.results), []
+    # What is lost and mended stands in front of costs: a telephone shows three columns or four.
+    first = len([metric for metric in used if metric in SHOWN_FIRST]) if few else 0
 
     for arm in arms:
         label = arm.removeprefix("layer=").replace(".", ", ") if probe == "deficit" else arm_label(arm)
@@ -215,7 +196,7 @@ def probe_table(rows: Rows, probe: str, arms: Sequence[str] | None = None, *, fe
 
     counts = []
     for kind in rows.kinds(probe):
-        most = max(rows.get(probe, arm, f"accuracy.{kind}").n for arm in arms)
+        most = max(rows.accuracy(arm, kind, probe).n for arm in arms)
         if most:
             counts.append(f"{kind} {most}")
 

@@ -4,14 +4,13 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ..results.headline import headline_arms, headline_results, seeds_of
-from ..results.rows import Rows, without_nan
+from ..results.rows import VISIBLE, Rows, without_nan
 from ..results.tables import markdown_table
 from ..small_task import KINDS
-from .comparison import VISIBLE, smallest_rank
-from .figures import Results
+from .comparison import smallest_rank
+from .figures import MULTI_HOP, Results
 from .summary import TOKEN_METHODS
 from .table import comparison_table
 from .wording import number, show
@@ -36,24 +35,19 @@ HEAD = (
 def line(results: Results) -> list[str]:
     """Makes the cells of one backbone, as HEAD names them."""
     rows, config = Rows(results), results["config"]
-
-    def accuracy(arm, kind):
-        return rows.get(VISIBLE, arm, f"accuracy.{kind}")
-
-    def pair(kind):
-        return f"{show(accuracy('re-prefill', kind))} → {show(accuracy('blind', kind))}"
-
     patch, rank = f"patch.rank={RANK}", smallest_rank(results, VISIBLE)
-    tokens = [accuracy(f"{method}.bytes_of_rank={RANK}", "chain") for method in TOKEN_METHODS]
+    cells = {}
+    for kind in MULTI_HOP:
+        whole, blind, mended = (show(rows.accuracy(arm, kind)) for arm in ("re-prefill", "blind", patch))
+        cells[kind] = f"{whole} → {blind}", mended
+    tokens = [rows.accuracy(f"{method}.bytes_of_rank={RANK}", "chain") for method in TOKEN_METHODS]
     return [
         str(config["backbone"]),
         f"{config['parameters'] / 1e6:.2f} M",
         " + ".join(f"{name} {features}" for name, features in config["kv"].items()),
-        ", ".join(number(accuracy("re-prefill", kind).value) for kind in ("page", "legend")),
-        pair("chain"),
-        show(accuracy(patch, "chain")),
-        pair("aggregate"),
-        show(accuracy(patch, "aggregate")),
+        ", ".join(number(rows.accuracy("re-prefill", kind).value) for kind in ("page", "legend")),
+        *cells["chain"],
+        *cells["aggregate"],
         show(rows.get("reorder", "order", "relative_order_effect")),
         f"{rows.get(VISIBLE, patch, 'bytes').value:.0%}",
         show(max(tokens, key=lambda got: got.value if math.isfinite(got.value) else -1.0)),
@@ -64,12 +58,15 @@ def line(results: Results) -> list[str]:
 def write(results: Mapping[str, Results], folder: Path) -> Path:
     """Writes the table, the figure and the numbers of both; returns the table's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    table = folder / "backbones.md"
-    lines = [line(each) for each in results.values()]
-    parts = [markdown_table(HEAD, lines)]
-    mean = headline_results({"config": {}, "rows": [row for each in results.values() for row in own_rows(each)]})
-    kept = {name: {"config": each["config"], "rows": _kept(each)} for name, each in results.items()}
+    parts = [markdown_table(HEAD, [line(each) for each in results.values()])]
+    kept, own = {}, []
+    for name, each in results.items():
+        # Rows of other seeds and of the control are other runs' here; the file keeps what its table and figure show.
+        own += [row for row in each["rows"] if row["model"] == Rows(each).model]
+        shown = [row for row in each["rows"] if row["probe"] == VISIBLE or row["metric"] == "relative_order_effect"]
+        kept[name] = {"config": each["config"], "rows": without_nan(shown)}
 
+    mean = headline_results({"config": {}, "rows": own})
     if mean is not None:
         parts += [
             f"Means over the training seeds {', '.join(seeds_of(mean))}, the least and the largest in brackets.",
@@ -77,23 +74,11 @@ def write(results: Mapping[str, Results], folder: Path) -> Path:
         ]
         kept["headline"] = mean
 
+    table = folder / "backbones.md"
     table.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     (folder / "backbones.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     draw(results, folder / "backbones.png")
     return table
-
-
-def own_rows(results: Results) -> list[dict[str, Any]]:
-    """Takes the rows of a run's own model: those of other seeds and of its control are other runs' here."""
-    model = Rows(results).model
-    return [row for row in results["rows"] if row["model"] == model]
-
-
-def _kept(results: Results) -> list[dict[str, Any]]:
-    """Returns the rows of the main comparison and of the order effect; NaN as null."""
-    return without_nan(
-        row for row in results["rows"] if row["probe"] == VISIBLE or row["metric"] == "relative_order_effect"
-    )
 
 
 def draw(results: Mapping[str, Results], path: Path) -> Path:
@@ -111,7 +96,7 @@ def draw(results: Mapping[str, Results], path: Path) -> Path:
     for axis, (name, each) in zip(axes[0], results.items(), strict=True):
         rows = Rows(each)
         for shift, (arm, colour) in zip((-0.2, 0.0, 0.2), arms.items(), strict=True):
-            got = [rows.get(VISIBLE, arm, f"accuracy.{kind}") for kind in KINDS]
+            got = [rows.accuracy(arm, kind) for kind in KINDS]
             spread = [[x.value - x.low for x in got], [x.high - x.value for x in got]]
             places = [number + shift for number in range(len(KINDS))]
             axis.errorbar([x.value for x in got], places, xerr=spread, fmt="o", ms=4, color=colour, label=arm)

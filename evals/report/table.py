@@ -1,10 +1,11 @@
-"""The main comparison as a short Markdown table: what the README shows, from the same results."""
+"""Tables of arms: as the report shows them, and as short Markdown tables of the same rows."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ..results.headline import headline_arms, headline_results
-from ..results.rows import Rows
+from ..results.rows import VISIBLE, Rows
 from ..results.tables import markdown_table
 from ..small_task import KINDS
 from .figures import Results, arm_label
@@ -26,8 +27,20 @@ ARMS = (
 )
 
 
+class ProbeTable(NamedTuple):
+    """A probe's table: the metrics shown, a line per arm with each metric's (value, interval).
+
+    questions: how many of each kind an arm rests on, in words. probe: its name, where the page does not say it.
+    """
+
+    metrics: list[str]
+    lines: list[tuple[str, list[tuple[str, str]]]]
+    questions: str = ""
+    probe: str = ""
+
+
 def comparison_table(
-    rows: Rows, arms: Sequence[str], kinds: Sequence[str] | None = None, probe: str = "repair.visible"
+    rows: Rows, arms: Sequence[str], kinds: Sequence[str] | None = None, probe: str = VISIBLE
 ) -> tuple[list[str], list[list[str]]]:
     """Makes head and lines: what an arm costs, accuracy by kind (None for all) and KL of chain, each with its interval.
 
@@ -37,12 +50,12 @@ def comparison_table(
     lines = []
     for arm in arms:
         costs = [share(cost(rows, arm, axis)) for axis in axes]
-        accuracy = [show(rows.get(probe, arm, f"accuracy.{kind}")) for kind in kinds]
+        accuracy = [show(rows.accuracy(arm, kind, probe)) for kind in kinds]
         lines.append([arm_label(arm), *costs, *accuracy, show(rows.get(probe, arm, "kl.chain"))])
     return ["way of reuse", *(COSTS[axis] for axis in axes), *kinds, "KL, chain"], lines
 
 
-def write_table(results: Results, path: Path, probe: str = "repair.visible") -> Path:
+def write_table(results: Results, path: Path, probe: str = VISIBLE) -> Path:
     """Writes the mean over seeds, where they were run, then the comparison of the arms that the report shows first."""
     rows, mean = Rows(results), headline_results(results)
     arms = [arm for arm in dict.fromkeys([*ARMS, *first_arms(results)]) if arm in rows.arms(probe)]

@@ -1,16 +1,16 @@
 """The head of a report, computed from rows: its sentences, and the arms that stand in the first table."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from ..results.costs import ANTECEDENTS, TOGETHER
 from ..results.dominance import DominatingArm, on_both
 from ..results.dominance import dominating_arms as results_beating
 from ..results.headline import seeds_of
 from ..results.intervals import Interval
-from ..results.rows import Rows
+from ..results.rows import VISIBLE, Rows
 from ..rules import RULES
-from .comparison import VISIBLE, smallest_rank
+from .comparison import smallest_rank
 from .figures import MULTI_HOP, Results, arm_label, byte_share, family
 from .wording import number, share, show, spread
 
@@ -60,8 +60,7 @@ def shown_patch(results: Results, probe: str = VISIBLE) -> str | None:
 
 def several_hops(rows: Rows, probe: str, arm: str) -> float:
     """Means the accuracy of an arm over the kinds of question that need both images."""
-    got = [rows.get(probe, arm, f"accuracy.{kind}").value for kind in MULTI_HOP]
-    return sum(got) / len(got)
+    return sum(rows.accuracy(arm, kind, probe).value for kind in MULTI_HOP) / len(MULTI_HOP)
 
 
 def all_beating(rows: Rows, patch: str, probe: str = VISIBLE) -> list[DominatingArm]:
@@ -110,100 +109,93 @@ def first_arms(results: Results, probe: str = VISIBLE, model: str | None = None)
 
 def verdict(results: Results) -> list[str]:
     """Says in a few sentences what the main comparison found; [] where it was not run."""
-    rows, patch = Rows(results), shown_patch(results)
+    rows, patch, seeds = Rows(results), shown_patch(results), len(seeds_of(results))
     kinds = ("page", *MULTI_HOP)
-    if patch is None or not all(math.isfinite(rows.get(VISIBLE, "blind", f"accuracy.{kind}").value) for kind in kinds):
+    if patch is None or not all(math.isfinite(rows.accuracy("blind", kind).value) for kind in kinds):
         return []
 
-    seeds = seeds_of(results)
-    means = (
-        [f"Means over {len(seeds)} training seeds, the least and the largest in brackets."] if len(seeds) > 1 else []
-    )
-    return [*means, _what_is_lost(rows), _what_brings_it_back(results, rows, patch), _what_else(rows, patch)]
-
-
-def _accuracy(rows: Rows, arm: str, kind: str) -> Interval:
-    return rows.get(VISIBLE, arm, f"accuracy.{kind}")
-
-
-def _values(rows: Rows, arm: str, kinds: Sequence[str] = MULTI_HOP) -> str:
-    say = spread if len(seeds_of(rows.results)) > 1 else lambda interval: number(interval.value)
-    return " and ".join(f"{say(_accuracy(rows, arm, kind))} of {kind} questions" for kind in kinds)
-
-
-def _what_is_lost(rows: Rows) -> str:
-    page, lost = rows.gap(VISIBLE, "blind", "page"), [-rows.gap(VISIBLE, "blind", kind) for kind in MULTI_HOP]
-    alone, whole = (number(_accuracy(rows, arm, "page").value) for arm in ("blind", "re-prefill"))
-    join = "but only" if page >= -TOLERANCE and min(lost) > 0.05 else "and"
-    both = ", ".join(number(_accuracy(rows, "re-prefill", kind).value) for kind in MULTI_HOP)
-    return (
+    means = [f"Means over {seeds} training seeds, the least and the largest in brackets."] if seeds > 1 else []
+    lost, page = min(-rows.gap(VISIBLE, "blind", kind) for kind in MULTI_HOP), rows.gap(VISIBLE, "blind", "page")
+    join = "but only" if page >= -TOLERANCE and lost > 0.05 else "and"
+    alone, whole = (number(rows.accuracy(arm, "page").value) for arm in ("blind", "re-prefill"))
+    both = ", ".join(number(rows.accuracy("re-prefill", kind).value) for kind in MULTI_HOP)
+    what_is_lost = (
         f"Blind reuse answers {alone} of the questions about the page alone (re-prefill: {whole}), {join} "
-        f"{_values(rows, 'blind')}, which need both images (re-prefill: {both})."
+        f"{_answers(rows, 'blind')}, which need both images (re-prefill: {both})."
     )
 
-
-def _what_brings_it_back(results: Results, rows: Rows, patch: str) -> str:
-    kinds = [kind for kind in (*MULTI_HOP, "override") if kind in rows.kinds(VISIBLE)]
-    near = [kind for kind in kinds if abs(rows.gap(VISIBLE, patch, kind)) <= TOLERANCE + 1e-9]
+    asked = [kind for kind in (*MULTI_HOP, "override") if kind in rows.kinds(VISIBLE)]
+    near = [kind for kind in asked if abs(rows.gap(VISIBLE, patch, kind)) <= TOLERANCE + 1e-9]
     enough = smallest_rank(results, VISIBLE) is not None
     rule = "the smallest sufficient rank," if enough else "no rank suffices; the largest tried is"
-    where = f"within {TOLERANCE} of re-prefill on {', '.join(near) or 'no kind'}"
-    answers = f"A patch of rank {patch.rpartition('=')[2]} answers {_values(rows, patch)} ({rule} {where})."
-    return " ".join([answers, *_what_is_kept(rows, patch)])
+    what_brings_it_back = (
+        f"A patch of rank {patch.rpartition('=')[2]} answers {_answers(rows, patch)} ({rule} within {TOLERANCE} of "
+        f"re-prefill on {', '.join(near) or 'no kind'}). {_what_is_kept(rows, patch)}"
+    )
+    return [*means, what_is_lost, what_brings_it_back.rstrip(), _what_else(rows, patch)]
 
 
-def _what_is_kept(rows: Rows, patch: str) -> list[str]:
+def _answers(rows: Rows, arm: str) -> str:
+    """Says what an arm answers of the questions that need both images."""
+    shown = {kind: rows.accuracy(arm, kind) for kind in MULTI_HOP}
+    several = len(seeds_of(rows.results)) > 1
+    return " and ".join(
+        f"{spread(got) if several else number(got.value)} of {kind} questions" for kind, got in shown.items()
+    )
+
+
+def _what_is_kept(rows: Rows, patch: str) -> str:
     """Says what lies stored of a patch, its canonical with it, and of KV(B|A) kept whole."""
-    axes = [axis for axis in TOGETHER if axis in cost_axes(rows)]
-    if not axes:
-        stored = [share(cost(rows, patch, axis)) for axis in cost_axes(rows)[:1]]
-        return [f"It takes {kept} of the page's KV." for kept in stored]
+    axes = cost_axes(rows)
+    if not set(axes) & set(TOGETHER):
+        # Rows that were made before there were two axes have one share of bytes.
+        return f"It takes {share(cost(rows, patch, axes[0]))} of the page's KV." if axes else ""
 
+    # "107 %, 32 % and 13 %" by the number of antecedents, or one share where they are the same.
+    kept = {}
+    for arm in (patch, WHOLE):
+        shares = [share(cost(rows, arm, axis)) for axis in TOGETHER]
+        kept[arm] = shares[0] if len(set(shares)) == 1 else f"{', '.join(shares[:-1])} and {shares[-1]}"
     counts = f"for each of N = {', '.join(map(str, ANTECEDENTS))} antecedents"
-    said = f"With its share of the canonical it takes {_kept(rows, patch)} of the page's KV {counts}"
-    if not math.isfinite(cost(rows, WHOLE, axes[0])):
-        return [f"{said}."]
-    return [f"{said}; the conditioned KV in 16 bits, which needs no canonical, takes {_kept(rows, WHOLE)}."]
-
-
-def _kept(rows: Rows, arm: str) -> str:
-    """Says the stored shares by the number of antecedents: "107 %, 32 % and 13 %", or one where they are the same."""
-    shares = [share(cost(rows, arm, axis)) for axis in TOGETHER]
-    return shares[0] if len(set(shares)) == 1 else f"{', '.join(shares[:-1])} and {shares[-1]}"
+    stored = f"With its share of the canonical it takes {kept[patch]} of the page's KV {counts}"
+    if not math.isfinite(cost(rows, WHOLE, TOGETHER[0])):
+        return f"{stored}."
+    return f"{stored}; the conditioned KV in 16 bits, which needs no canonical, takes {kept[WHOLE]}."
 
 
 def _what_else(rows: Rows, patch: str) -> str:
-    others = [arm for arm in rows.arms(VISIBLE) if family(arm) not in OURS]
+    """Says which other families beat the patch, on which axes and in bytes and work at once; else which comes near."""
     better = beating(rows, patch)
-    if better:
-        return f"Cheaper and at most {TOLERANCE} less accurate on both kinds: {_undercut(rows, patch, better)}."
+    if not better:
+        others = [arm for arm in rows.arms(VISIBLE) if family(arm) not in OURS]
+        close = nearest(rows, patch)
+        near = f"; the best that keeps no more is {arm_label(close[0])}: {_answers(rows, close[0])}" if close else ""
+        axes = _axes_in_words(cost_axes(rows), " or in ")
+        return (
+            f"None of the {len(others)} other arms is as accurate, within {TOLERANCE}, at no greater cost in "
+            f"{axes}{near}."
+        )
 
-    close = nearest(rows, patch)
-    near = f"; the best that keeps no more is {arm_label(close[0])}: {_values(rows, close[0])}" if close else ""
-    axes = _axes_in_words(cost_axes(rows), " or in ")
-    return (
-        f"None of the {len(others)} other arms is as accurate, within {TOLERANCE}, at no greater cost in {axes}{near}."
-    )
-
-
-def _undercut(rows: Rows, patch: str, better: Mapping[str, Sequence[str]]) -> str:
-    """Says which arms beat the patch on which axes, and which do in bytes and in work at once."""
-    axes: dict[str, list[str]] = {}
+    axes_of: dict[str, list[str]] = {}
     for axis, arms in better.items():
         for arm in arms:
-            axes.setdefault(arm, []).append(axis)
+            axes_of.setdefault(arm, []).append(axis)
+    undercut = "; ".join(f"{arm_label(arm)} ({_axes_in_words(beaten)})" for arm, beaten in axes_of.items())
+    if "serving_flops" in cost_axes(rows):
+        undercut += f". In bytes and in serving FLOPs at once it is undercut {undercut_at_once(rows, patch, 'none')}"
+    return f"Cheaper and at most {TOLERANCE} less accurate on both kinds: {undercut}."
 
-    text = "; ".join(f"{arm_label(arm)} ({_axes_in_words(beaten)})" for arm, beaten in axes.items())
-    if "serving_flops" not in cost_axes(rows):
-        return text
 
-    # Not only the cheapest on an axis: another of its family may be cheap enough on both.
+def undercut_at_once(rows: Rows, patch: str, nothing: str) -> str:
+    """Says by number of antecedents which arms beat a patch in bytes and in serving FLOPs at once.
+
+    Not only the cheapest on an axis: another of its family may be cheap enough on both. `nothing`: where no arm does.
+    """
     found = all_beating(rows, patch)
-    at_once = "; ".join(
-        f"for N = {count} by {', '.join(map(arm_label, on_both(found, axis))) or 'none'}"
+    return "; ".join(
+        f"for N = {count} by {', '.join(map(arm_label, on_both(found, axis))) or nothing}"
         for count, axis in BY_COUNT.items()
     )
-    return f"{text}. In bytes and in serving FLOPs at once it is undercut {at_once}"
 
 
 def _axes_in_words(axes: Sequence[str], joint: str = " and ") -> str:

@@ -11,9 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..results.rows import Rows
-from .figures import COLOURS, NARROW, STYLE, Results, arm_label, family, save
+from .figures import COLOURS, NARROW, STYLE, Results, arm_label, draw_bars, family, save, stacked
+from .table import ProbeTable
 from .window_paper import beside_the_paper, enough
-from .wording import number, show
+from .wording import measured_line, show
 
 PREFIX = "window."
 LEADS = {"lead=0": "no lead", "lead=1": "pinned lead"}
@@ -110,10 +111,7 @@ def window_figures(results: Results, out: Path) -> list[Path]:
 def _panels(rows: Rows, drawn: FigureSpec, probes: Sequence[str], path: Path) -> Path:
     kinds = [kind for kind in drawn.kinds if kind in rows.kinds(probes[0], drawn.metric)]
     with matplotlib.rc_context(STYLE):
-        count = len(probes) * len(kinds)
-        figure = Figure(figsize=(NARROW, 1.5 + 2.6 * count), layout="constrained")
-        panels = figure.subplots(count, 1, squeeze=False).ravel()
-
+        figure, panels = stacked(len(probes) * len(kinds), 2.6, 1.5, sharey=False)
         for panel, (probe, kind) in zip(panels, itertools.product(probes, kinds), strict=True):
             _series(panel, rows, probe, drawn, kind)
             unit = "\n".join(word for word in (drawn.probes[probe], drawn.unit) if word)
@@ -132,31 +130,26 @@ def _panels(rows: Rows, drawn: FigureSpec, probes: Sequence[str], path: Path) ->
 
 def _series(panel: Axes, rows: Rows, probe: str, drawn: FigureSpec, kind: str) -> None:
     varied = list(dict.fromkeys(split_arm(arm)[1] for arm in rows.arms(probe) if split_arm(arm)[1]))
-    points = [
-        (name, lead, place, rows.get(probe, f"{name}.{each}.{lead}", f"{drawn.metric}.{kind}"))
-        for name in drawn.arms
-        for lead in LEADS
-        for place, each in enumerate(varied)
-    ]
+    for number_, (name, lead) in enumerate(itertools.product(drawn.arms, LEADS)):
+        got = [rows.get(probe, f"{name}.{setting}.{lead}", f"{drawn.metric}.{kind}") for setting in varied]
+        points = [(x, point) for x, point in enumerate(got) if enough(point)]
+        if not points:
+            continue
 
-    for number_, name in enumerate(drawn.arms):
-        for lead in LEADS:
-            own = [(x, y) for arm, its, x, y in points if (arm, its) == (name, lead) and enough(y)]
-            if not own:
-                continue
+        # Arms stand beside each other, so that equal values do not hide one another.
+        dashed = lead == "lead=1"
+        shift = 0.08 * (number_ // len(LEADS) - len(drawn.arms) / 2) + (0.04 if dashed else 0.0)
+        colour = COLOURS.get(family(name), "#555555")
+        line: dict[str, Any] = {"color": colour, "marker": "s" if dashed else "o", "markersize": 3.5, "linewidth": 1.1}
+        line["linestyle"] = ("--" if dashed else "-") if drawn.across else ""
+        floor = FLOOR if drawn.metric == "eta" else -math.inf
+        levels = [max(point.value, floor) for _, point in points]
+        panel.plot([x + shift for x, _ in points], levels, label=arm_label(name), **line)
 
-            dashed = lead == "lead=1"
-            # Arms stand beside each other, so that equal values do not hide one another.
-            shift = 0.08 * (number_ - len(drawn.arms) / 2) + (0.04 if dashed else 0.0)
-            at = [x + shift for x, _ in own]
-            colour = COLOURS.get(family(name), "#555555")
-            style: dict[str, Any] = {"color": colour, "marker": "o" if not dashed else "s", "markersize": 3.5}
-            line = {"linestyle": ("--" if dashed else "-") if drawn.across else "", "linewidth": 1.1}
-            levels = [max(y.value, FLOOR) for _, y in own] if drawn.metric == "eta" else [y.value for _, y in own]
-            panel.plot(at, levels, label=arm_label(name), **line, **style)
-            for x, (_, y) in zip(at, own, strict=True):
-                if math.isfinite(y.low + y.high) and (drawn.metric != "eta" or y.low > FLOOR):
-                    panel.plot([x, x], [y.low, y.high], color=colour, linewidth=0.8, alpha=0.5)
+        # A bar that begins below the floor would run out of the panel.
+        for x, point in points:
+            if math.isfinite(point.low + point.high) and point.low > floor:
+                panel.plot([x + shift] * 2, [point.low, point.high], color=colour, linewidth=0.8, alpha=0.5)
 
     panel.set_xticks(range(len(varied)), [_tick(each) for each in varied])
     if drawn.metric == "eta":
@@ -192,7 +185,7 @@ def _gate(rows: Rows, path: Path) -> Path:
             x, y = (rows.get("window.gate", arm, metric) for metric in ("divergence", "stored_kl"))
             if math.isfinite(x.value + y.value):
                 (point,) = upper.plot(x.value, y.value, "o", markersize=5, label=_tick(arm))
-                upper.plot([x.value] * 2, [y.low, y.high], color=point.get_color(), linewidth=1, alpha=0.5)
+                draw_bars(upper, [x.value], [y], point.get_color(), alpha=0.5)
 
         upper.legend(frameon=False, fontsize=8, loc="upper left")
         upper.set(xlabel="divergence of the antecedents", ylabel="KL of the stored patch, nats")
@@ -212,91 +205,70 @@ def _gate(rows: Rows, path: Path) -> Path:
 # ------------------------------------------------------------------------------------------------ tables
 
 
-class WindowTable(NamedTuple):
-    """One window probe as the report shows it: its name, metrics across, a line per arm of (value, interval).
-
-    questions: on how many of each kind an arm rests, from and to.
-    """
-
-    probe: str
-    metrics: list[str]
-    lines: list[tuple[str, list[tuple[str, str]]]]
-    questions: str
-
-
 SHOWN = ("accuracy", "kl", "eta", "flips")
 
 
-def window_tables(rows: Rows) -> list[WindowTable]:
+def window_tables(rows: Rows) -> list[ProbeTable]:
     """Makes a table of every window probe: all arms, accuracy, KL, η and flips by kind, paired differences."""
     return [_table(rows, probe) for probe in window_probes(rows)]
 
 
-def _table(rows: Rows, probe: str) -> WindowTable:
+def _table(rows: Rows, probe: str) -> ProbeTable:
+    """Makes the table of a probe; its questions are counted from the least to the most that an arm rests on."""
     every = list(dict.fromkeys(metric for where, _, metric in rows.table if where == probe))
     kept = [metric for metric in every if metric.split(".")[0] in SHOWN or "_minus_" in metric or "." not in metric]
-    lines = []
+    lines, counts = [], []
 
     for arm in rows.arms(probe):
         found = [rows.get(probe, arm, metric) for metric in kept]
-        cells = [(show(got) if enough(got) else "–").partition(" ") for got in found]
+        cells = [(show(got) if enough(got) else "–").partition(" ")[::2] for got in found]
         name, varied, lead = split_arm(arm)
         words = [arm_label(name), varied.replace("=", " "), LEADS.get(lead, lead)]
-        lines.append((", ".join(word for word in words if word), [(value, rest) for value, _, rest in cells]))
+        lines.append((", ".join(word for word in words if word), cells))
 
-    counts = []
     for kind in rows.kinds(probe):
-        each = [got.n for got in (rows.get(probe, arm, f"accuracy.{kind}") for arm in rows.arms(probe)) if got.n]
-        span = {min(each), max(each)} if each else set()
-        counts.append(f"{kind} " + " to ".join(str(n) for n in sorted(span)))
+        asked = {rows.accuracy(arm, kind, probe).n for arm in rows.arms(probe)} - {0}
+        span = sorted({min(asked), max(asked)}) if asked else []
+        counts.append(f"{kind} " + " to ".join(map(str, span)))
 
     metrics = [metric.replace(".", ", ") for metric in kept]
-    return WindowTable(probe.removeprefix(PREFIX), metrics, lines, ", ".join(counts))
+    return ProbeTable(metrics, lines, ", ".join(counts), probe.removeprefix(PREFIX))
 
 
 def window_lines(results: Results) -> list[str]:
     """Says what the window's suite found, a line per probe, for the terminal and the head of the report."""
-    rows = Rows(results)
-    lines = []
+    rows, lines = Rows(results), []
 
     def say(title: str, probe: str, metric: str, arms: Mapping[str, str]) -> None:
-        got = {word: rows.get(probe, arm, metric) for word, arm in arms.items()}
-        if any(math.isfinite(interval.value) for interval in got.values()):
-            lines.append(f"{title}: " + ", ".join(f"{word} {number(x.value)}" for word, x in got.items()) + ".")
+        lines.extend(measured_line(rows, f"Window, {title}", f"window.{probe}", metric, arms))
 
     for count in (3, 4, 6):
         arms = {name: f"{name}.k={count}.lead=0" for name in ("oracle", "orbit", "transfer")}
         for kind in ("chain", "override"):
-            say(f"Window, reorder of {count} (η, {kind})", "window.reorder", f"eta.{kind}", arms)
+            say(f"reorder of {count} (η, {kind})", "reorder", f"eta.{kind}", arms)
 
+    keep = {"kept": "keep.gone=1.lead=0", "kept behind a lead": "keep.gone=1.lead=1"}
     for kind in ("survivor", "aggregate", "evicted"):
-        arms = {
-            f"{word}{' behind a lead' if lead else ''}": f"{arm}.gone=1.lead={lead}"
-            for lead in (0, 1)
-            for word, arm in {"kept": "keep", "blind": "blind"}.items()
-        }
-        say(f"Window, slide (KL to re-prefill, {kind})", "window.slide", f"kl.{kind}", arms)
+        arms = {}
+        for name, arm in keep.items():
+            arms |= {name: arm, name.replace("kept", "blind"): arm.replace("keep", "blind")}
+        say(f"slide (KL to re-prefill, {kind})", "slide", f"kl.{kind}", arms)
+    say("slide (KL to the banded model, aggregate)", "slide.remember", "kl.aggregate", keep)
 
-    say(
-        "Window, slide (KL to the banded model, aggregate)",
-        "window.slide.remember",
-        "kl.aggregate",
-        {"kept": "keep.gone=1.lead=0", "kept behind a lead": "keep.gone=1.lead=1"},
-    )
     for name in ("stale", "fixed_earlier", "fresh"):
         arms = {f"{turnover}/3": f"{name}.turnover={turnover}.lead=1" for turnover in range(4)}
-        say(f"Window, recall, {arm_label(name)} (η by turnover, chain)", "window.recall", "eta.chain", arms)
+        say(f"recall, {arm_label(name)} (η by turnover, chain)", "recall", "eta.chain", arms)
 
     arms = {name: f"{name}.replaced=1.lead=0" for name in ("stored", "update", "rebuilt")}
-    say("Window, drift, one replaced (η, chain)", "window.drift", "eta.chain", arms)
+    say("drift, one replaced (η, chain)", "drift", "eta.chain", arms)
     arms = {arm_label(name): f"{name}.replaced=3.lead=0" for name in ("stored", "oracle_update", "deep", "deepest")}
-    say("Window, drift, all replaced (η, chain)", "window.drift", "eta.chain", arms)
+    say("drift, all replaced (η, chain)", "drift", "eta.chain", arms)
     for count in (8, 16, 32):
         arms = {name: f"{name}.chunks={count}.lead=0" for name in ("oracle", "kept", "transfer", "blind")}
-        say(f"Window, {count} images all from the cache (flips, chain)", "window.many", "flips.chain", arms)
+        say(f"{count} images all from the cache (flips, chain)", "many", "flips.chain", arms)
 
-    said = [x.verdict for x in beside_the_paper(results)]
-    if said:
-        counts = ", ".join(f"{said.count(word)} {word}" for word in ("within", "differs", "undecided"))
+    verdicts = [beside.verdict for beside in beside_the_paper(results)]
+    if verdicts:
+        counts = ", ".join(f"{verdicts.count(word)} {word}" for word in ("within", "differs", "undecided"))
         lines.append(f"Window, beside the paper's figures: {counts}.")
     return lines

@@ -1,8 +1,10 @@
-"""Intervals in words: numbers as they are shown, and verdicts on published directions."""
+"""Rows in words: numbers as they are shown, lines of summaries, and verdicts on published directions."""
 
 import math
+from collections.abc import Mapping
 
 from ..results.intervals import Interval
+from ..results.rows import Rows
 
 
 def number(value: float) -> str:
@@ -39,6 +41,18 @@ def share(value: float) -> str:
         return "–"
     per_cent = 100 * value
     return f"{per_cent:.0f} %" if per_cent == 0 or per_cent >= 1.95 else f"{per_cent:.1f} %"
+
+
+def measured_line(rows: Rows, title: str, probe: str, metric: str, arms: Mapping[str, str]) -> list[str]:
+    """Makes a line of a summary, "title: name value, name value."; [] where no arm was measured.
+
+    Args:
+      arms: names of arms in rows, by what they are called in the line.
+    """
+    values = {name: rows.get(probe, arm, metric).value for name, arm in arms.items()}
+    if not any(map(math.isfinite, values.values())):
+        return []
+    return [f"{title}: " + ", ".join(f"{name} {number(value)}" for name, value in values.items()) + "."]
 
 
 def within(got: Interval, low: float, high: float) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..rules import RULES, Rules
 from .costs import AXES
-from .rows import Rows
+from .rows import VISIBLE, Rows
 
 REFERENCES = ("re-prefill", "blind", "mask_4d")
 DIAGNOSTIC = ("oracle_delta", "class_mean")
@@ -31,7 +31,7 @@ def is_diagnostic(arm: str) -> bool:
 def dominating_arms(
     rows: Rows,
     patch: str,
-    probe: str = "repair.visible",
+    probe: str = VISIBLE,
     rules: Rules = RULES,
     costs: Mapping[str, Callable[[str], float]] | None = None,
 ) -> list[DominatingArm]:
@@ -52,7 +52,8 @@ def dominating_arms(
         for arm in rows.arms(probe):
             cost = cost_of(arm)
             gains = [
-                _accuracy(rows, probe, arm, kind) - _accuracy(rows, probe, patch, kind) for kind in rules.beating_kinds
+                rows.accuracy(arm, kind, probe).value - rows.accuracy(patch, kind, probe).value
+                for kind in rules.beating_kinds
             ]
             if arm in (patch, *REFERENCES) or is_diagnostic(arm) or not all(map(math.isfinite, (cost, limit, *gains))):
                 continue
@@ -76,7 +77,7 @@ def pareto_front(
     rows: Rows,
     axis: str,
     kind: str,
-    probe: str = "repair.visible",
+    probe: str = VISIBLE,
     costs: Mapping[str, float] | None = None,
 ) -> list[str]:
     """Lists the arms than which no other is both cheaper on an axis and as accurate on a kind, cheapest first.
@@ -89,7 +90,7 @@ def pareto_front(
     points = []
 
     for arm, cost in costs.items():
-        right = _accuracy(rows, probe, arm, kind)
+        right = rows.accuracy(arm, kind, probe).value
         if math.isfinite(cost + right) and arm != "mask_4d" and not is_diagnostic(arm):
             points.append((cost, -right, arm))
 
@@ -101,7 +102,3 @@ def pareto_front(
             front.append(arm)
 
     return front
-
-
-def _accuracy(rows: Rows, probe: str, arm: str, kind: str) -> float:
-    return rows.get(probe, arm, f"accuracy.{kind}").value

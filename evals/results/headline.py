@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..rules import RULES, Rules
-from .rows import Row
+from .rows import VISIBLE, Row
 
-MEAN, VISIBLE = "mean", "repair.visible"
+MEAN = "mean"
 
 
 class Spread(NamedTuple):

@@ -6,6 +6,8 @@ from typing import Any
 
 from .intervals import UNDEFINED, Interval
 
+VISIBLE = "repair.visible"
+"""The main comparison: a page reused, with all in front of it in view."""
 COLUMNS = ("probe", "model", "arm", "metric", "value", "low", "high", "n")
 Row = dict[str, Any]
 
@@ -32,6 +34,17 @@ def without_nan(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
         undefined = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
         cleaned.append({**row, **dict.fromkeys(undefined)})
     return cleaned
+
+
+def rounded_row(row: Mapping[str, Any]) -> Row:
+    """Makes a row for a file that a document is written from: six digits of each number, None for what is not finite.
+
+    More digits would change with every run, and no document shows them.
+    """
+    numbers = {name: row[name] for name in ("value", "low", "high")}
+    for name, value in numbers.items():
+        numbers[name] = None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+    return {**row, **numbers}
 
 
 def verdict(what: str, value: float, at_most: float) -> dict[str, Any]:
@@ -72,10 +85,13 @@ class Rows:
         """Reads the statistic, or UNDEFINED."""
         return self.table.get((probe, arm, metric), UNDEFINED)
 
+    def accuracy(self, arm: str, kind: str, probe: str = VISIBLE) -> Interval:
+        """Reads the share of questions of a kind that an arm answers right, or UNDEFINED."""
+        return self.get(probe, arm, f"accuracy.{kind}")
+
     def gap(self, probe: str, arm: str, kind: str) -> float:
         """Computes the accuracy of an arm minus re-prefill's (−1…1), NaN where either is missing."""
-        metric = f"accuracy.{kind}"
-        return self.get(probe, arm, metric).value - self.get(probe, "re-prefill", metric).value
+        return self.accuracy(arm, kind, probe).value - self.accuracy("re-prefill", kind, probe).value
 
     def arms(self, probe: str, prefix: str = "") -> list[str]:
         """Lists the arms of a probe that begin with `prefix`, in order of appearance."""

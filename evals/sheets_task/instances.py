@@ -1,21 +1,16 @@
 """The small backbones of the sheets task, in a real family's own architecture each; a cell of an image is one token."""
 
 import functools
-from typing import Any
 
-from kvpatch_jax.core import Rope
 from models import FAMILIES
-from models.decoder.config import DecoderConfig
-from models.families.qwen2_5_vl import Qwen25VLConfig
-from models.inputs.qwen_images import ImageConfig
 from models.towers.qwen2_5 import Qwen25VisionConfig
 
 from ..small_task import instances as small
-from ..small_task.instances import Instance
+from ..small_task.instances import WIDTH, Instance
 from . import task
 from .task import VOCABULARY
 
-WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 128, 4, 4, 2, 64
+LAYERS = 4
 
 
 @functools.cache
@@ -34,7 +29,7 @@ def qwen2_5_vl() -> Instance:
         window=task.CELL_PIXELS,
         full_layers=(),
     )
-    return instance_of(vision, VOCABULARY)
+    return Instance(small.qwen2_5_vl(vision, LAYERS, VOCABULARY), small.pixels(task.CELL_PIXELS, 1))
 
 
 @functools.cache
@@ -57,37 +52,3 @@ def qwen3_vl() -> Instance:
     (architecture,) = raw["architectures"]
     whole = {**raw, **ids, "text_config": text, "vision_config": vision}
     return Instance(FAMILIES[architecture].config(whole, "exact", None), qwen2_5_vl().images)
-
-
-def instance_of(vision: Qwen25VisionConfig, vocabulary: Any, mean: float = 0.5, deviation: float = 0.5) -> Instance:
-    """Makes the small backbone with another tower, for tokens of another vocabulary; images are never resized."""
-    text = DecoderConfig(
-        vocabulary=len(vocabulary),
-        width=WIDTH,
-        layers=LAYERS,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        intermediate=256,
-        rope=Rope(1e4, HEAD_DIM, sections=(1, 9, 22), order="blocked", angles="exact"),
-        attention_bias=True,
-    )
-    config = Qwen25VLConfig(
-        text=text,
-        vision=vision,
-        image_token=vocabulary.image,
-        video_token=vocabulary.video,
-        vision_start_token=vocabulary.vision_start,
-        vision_end_token=vocabulary.vision_end,
-        end_tokens=(vocabulary.end,),
-    )
-    images = ImageConfig(
-        patch_size=vision.patch,
-        merge_size=vision.merge,
-        temporal_patch_size=vision.temporal,
-        min_pixels=vision.patch**2,
-        max_pixels=1_000_000,
-        image_mean=(mean, mean, mean),
-        image_std=(deviation, deviation, deviation),
-    )
-    return Instance(config, images)

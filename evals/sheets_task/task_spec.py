@@ -1,6 +1,7 @@
 """What a task of this kind is made of, so that training and evaluation serve more than one drawing of it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,8 +10,8 @@ import numpy as np
 from kvpatch_jax.errors import ConfigError
 
 from ..small_task.instances import Instance
-from ..small_task.prefix import Prefix
-from . import sequences, task
+from ..small_task.prefix import Prefix, by_context, lay_out
+from . import task
 from .instances import qwen2_5_vl, qwen3_vl
 from .task import VOCABULARY, ContextSize, SheetsContexts, SheetsQuestions
 
@@ -23,9 +24,9 @@ class TaskSpec:
     """A task by its parts.
 
     Attributes:
-      sizes: of contexts, by name. backbones: makers of the small backbones, by name. sample: draws contexts. ask: draws
-      questions.
-      form_of: how a backbone lays a context's images out as tokens. images: every context's chunks, drawn.
+      sizes: of contexts, by name. backbones: makers of the small backbones, by name.
+      sample: draws contexts. ask: draws questions. render: draws sheets [B, sheets, H, W, 3] and pages [B, H, W, 3].
+      cell: pixels of a cell's side. titles: rows of cells that an image has above its own.
       classes: numbers a page's cells [B,cells] by what each shows, one aspect at a time, and by what it absorbs.
       named: tells of the tower's features of sheets' and page's cells [B,cells,D] which token names each.
       vocabulary: its tokens.
@@ -35,17 +36,32 @@ class TaskSpec:
     backbones: Mapping[str, Callable[[], Instance]]
     sample: Callable[..., Any]
     ask: Callable[..., SheetsQuestions]
-    form_of: Callable[[Any, Any, ContextSize], Prefix]
-    images: Callable[[Any], list[np.ndarray]]
+    render: Callable[[Any], tuple[np.ndarray, np.ndarray]]
+    cell: int
     classes: Callable[[Any], dict[str, np.ndarray]]
     named: Callable[[Any, np.ndarray, np.ndarray], Named]
     vocabulary: Any
+    titles: int = 0
 
     def instance(self, backbone: str = "qwen2_5_vl") -> Instance:
         """Makes configuration and image settings of a small backbone. Raises ConfigError for one that is not known."""
         if backbone not in self.backbones:
-            raise ConfigError(f"backbone {backbone!r} of this task; expected one of {', '.join(self.backbones)}")
+            raise ConfigError(f"backbone of the task: got {backbone!r}; expected one of {', '.join(self.backbones)}")
         return self.backbones[backbone]()
+
+    def form_of(self, config: Any, images: Any, size: ContextSize) -> Prefix:
+        """Finds the form that a backbone of this configuration and these image settings gives contexts of this size."""
+        return _form_of(config, images, size, self.cell, self.titles)
+
+    def images(self, contexts: Any) -> list[np.ndarray]:
+        """Draws every context's sheets in their order, then its page: B · chunks images uint8 [H,W,3]."""
+        return by_context(*self.render(contexts))
+
+
+@functools.lru_cache
+def _form_of(config: Any, images: Any, size: ContextSize, cell: int, titles: int) -> Prefix:
+    sheet, page = (((rows + titles) * cell, columns * cell) for rows, columns in (size.sheet_shape, size.page_shape))
+    return Prefix(*lay_out(config, images, sheet, page, size.sheets), config.image_token)
 
 
 def cell_classes(contexts: SheetsContexts) -> dict[str, np.ndarray]:
@@ -65,20 +81,16 @@ def cell_classes(contexts: SheetsContexts) -> dict[str, np.ndarray]:
 def named_cells(contexts: SheetsContexts, sheet: np.ndarray, page: np.ndarray) -> Named:
     """Tells which token names what a cell of the sheets task shows."""
 
-    def flat(value):
-        return value.reshape(-1)
-
-    address = np.concatenate([flat(contexts.sheet_address), flat(contexts.page_address)])
-    glyph = flat(contexts.page_glyph)
-    both = np.concatenate([sheet, page])
+    address = np.concatenate([contexts.sheet_address.ravel(), contexts.page_address.ravel()])
+    glyph, both = contexts.page_glyph.ravel(), np.concatenate([sheet, page])
     return {
         VOCABULARY.row: (both, address // task.COLUMN_MARKS),
         VOCABULARY.column: (both, address % task.COLUMN_MARKS),
         VOCABULARY.cell: (both, address),
         VOCABULARY.ink: (page, glyph // task.SHAPES),
         VOCABULARY.glyph: (page, glyph),
-        VOCABULARY.fill: (sheet, flat(contexts.sheet_fill)),
-        VOCABULARY.stripe: (sheet, flat(contexts.sheet_stripe)),
+        VOCABULARY.fill: (sheet, contexts.sheet_fill.ravel()),
+        VOCABULARY.stripe: (sheet, contexts.sheet_stripe.ravel()),
     }
 
 
@@ -87,8 +99,8 @@ SHEETS = TaskSpec(
     backbones={"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl},
     sample=task.sample_contexts,
     ask=task.ask,
-    form_of=sequences.form_of,
-    images=sequences.context_images,
+    render=task.render,
+    cell=task.CELL_PIXELS,
     classes=cell_classes,
     named=named_cells,
     vocabulary=VOCABULARY,

@@ -5,7 +5,8 @@ written beside the weights.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array
 
-from models.families.family import embed_tokens, placeholders
-
-from ..small_task.training import tie_queries
-from . import sequences, task
+from ..small_task.prefix import pack
+from ..small_task.training import TrainingBatch, TrainingRecipe, TrainingTask, run_decoder, tie_queries
+from . import task
 from .task_spec import SHEETS, TaskSpec
 
 MORE_CONTEXTS = {"tiny": 4, "small": 2}
@@ -27,11 +27,9 @@ TINY_QUESTIONS = {"page": 4, "sheet": 4, "chain": 8, "override": 1}
 
 
 @dataclasses.dataclass(frozen=True)
-class SheetsRecipe:
-    """Every training choice.
+class SheetsRecipe(TrainingRecipe):
+    """Every training choice of the sheets task.
 
-    backbone: name of the architecture, of `TaskSpec.backbones`.
-    window: share of the page's questions that see only the page (the sheets have slid out of the window).
     tiny, small: steps with such contexts (`task.SIZES`) to begin with.
     longer: from this step on, every second batch has 7 or 15 sheets in place of 3.
     proportions: steps at first in which an aggregate question asks how often the ink's cells have each fill, a
@@ -43,16 +41,9 @@ class SheetsRecipe:
     cells_apart: whether a tower that lets an image's cells see each other (Qwen3-VL's) starts with none of it.
     """
 
-    backbone: str = "qwen2_5_vl"
-    seed: int = 0
+    kinds: ClassVar[tuple[str, ...]] = task.KINDS
     steps: int = 1200
     batch: int = 8
-    learning_rate: float = 1.5e-3
-    warmup: int = 60
-    weight_decay: float = 0.01
-    beta2: float = 0.98
-    clip: float = 1.0
-    window: float = 0.5
     tiny: int = 400
     small: int = 250
     longer: int = 850
@@ -69,11 +60,6 @@ class SheetsRecipe:
     aggregate: int = 8
     whole: int = 4
     list: int = 1
-
-    @property
-    def questions(self) -> dict[str, int]:
-        """How many questions of each kind are packed behind each context."""
-        return {kind: getattr(self, kind) for kind in task.KINDS}
 
     def asked(self, step: int) -> dict[str, int]:
         """Returns how many questions of each kind a step packs behind each context."""
@@ -125,47 +111,37 @@ def _features_by_name(model: Any, recipe: SheetsRecipe, spec: TaskSpec, count: i
     contexts = spec.sample(np.random.default_rng([recipe.seed, 2**31]), count, spec.sizes["4"], **recipe.drawn(0))
     images = config.family.vision.process(spec.images(contexts), settings)
     form = spec.form_of(config, settings, contexts.size)
-    ids = np.tile(form.ids, (count, 1))
-    plan = config.family.vision.plan(config, ids, images)
+    plan = config.family.vision.plan(config, np.tile(form.ids, (count, 1)), images)
     features = np.asarray(model.encode(jnp.asarray(images["pixel_values"]), jax.tree.map(jnp.asarray, plan))[0])
     features = features.reshape(count, -1, features.shape[-1])
 
     # Whatever else is drawn on an image (a title) stands in front of its cells. Sheets and page are centred apart, so
     # that a mean over cells of one kind leaves the others' mean out.
-    sheets, size = contexts.sheets, contexts.size
+    sheets, size, width = contexts.sheets, contexts.size, features.shape[-1]
     page_tokens = int((form.chunk_ids[-1] == config.image_token).sum())
+    on_sheets = features[:, :-page_tokens].reshape(count, sheets, -1, width)
+    sheet = on_sheets[:, :, -(size.entries // sheets) :].reshape(-1, width)
+    page = features[:, -size.cells :].reshape(-1, width)
 
-    def cells(value, number):
-        return value[..., -number:, :].reshape(-1, value.shape[-1])
-
-    on_sheets = features[:, :-page_tokens].reshape(count, sheets, -1, features.shape[-1])
-    sheet, page = cells(on_sheets, size.entries // sheets), cells(features, size.cells)
-    return {
-        first: _means(*of)
-        for first, of in spec.named(contexts, sheet - sheet.mean(axis=0), page - page.mean(axis=0)).items()
-    }
-
-
-def _means(features: np.ndarray, label: np.ndarray) -> np.ndarray:
-    """Means by label less the mean of all, each of unit variance."""
-    means = np.stack([features[label == number].mean(axis=0) for number in range(label.max() + 1)])
-    means = means - features.mean(axis=0)
-    return means / means.std(axis=1, keepdims=True)
+    # Means by what a cell shows, less the mean of all, each of unit variance.
+    found = {}
+    for first, (cells, label) in spec.named(contexts, sheet - sheet.mean(axis=0), page - page.mean(axis=0)).items():
+        means = np.stack([cells[label == number].mean(axis=0) for number in range(label.max() + 1)])
+        means = means - cells.mean(axis=0)
+        found[first] = means / means.std(axis=1, keepdims=True)
+    return found
 
 
 def loss_of(
-    model: Any, batch: dict[str, Array], plan: dict[str, Array], spec: TaskSpec = SHEETS
-) -> tuple[Array, Array]:
-    """Computes the mean cross-entropy of all answer tokens, and which of them [B,N] are right.
+    model: Any, batch: dict[str, Array], plan: dict[str, Array], recipe: SheetsRecipe, spec: TaskSpec = SHEETS
+) -> tuple[Array, dict[str, Array]]:
+    """Computes the mean cross-entropy of all answer tokens; and parts for the curve.
 
     Where `batch["fills"]` [B,N,12] is not zero, it is the distribution over fills that is asked for.
     """
-    features = model.encode(batch["pixel_values"], plan)
-    hidden, deepstack = embed_tokens(model.decoder, batch["input_ids"], features, placeholders(model.config))
-    deepstack = None if deepstack is None else jnp.moveaxis(deepstack, 2, 0)
-    state = model.decoder.run(hidden, batch["positions"], batch["mask"], deepstack=deepstack)
     answer = batch["answer"]
-    logits = model.decoder.logits(state.hidden[:, -answer.shape[1] :])
+    hidden, _ = run_decoder(model, batch, plan)
+    logits = model.decoder.logits(hidden[:, -answer.shape[1] :])
     asked = answer >= 0
     target = jax.nn.one_hot(jnp.where(asked, answer, 0), logits.shape[-1])
 
@@ -177,47 +153,50 @@ def loss_of(
 
     each = optax.softmax_cross_entropy(logits, target)
     loss = jnp.sum(each * asked) / jnp.maximum(jnp.sum(asked), 1)
-    return loss, (jnp.argmax(logits, axis=-1) == answer) & asked
+    return loss, {"loss": loss, "right": (jnp.argmax(logits, axis=-1) == answer) & asked}
 
 
-class SheetsBatch(NamedTuple):
-    """One training batch: packed arrays, and per answer token its kind [N] and whether it sees the sheets [B,N].
-
-    images: all that the processor made. size: of the contexts, by name.
-    """
-
-    batch: dict[str, np.ndarray]
-    kinds: np.ndarray
-    sees: np.ndarray
-    images: dict[str, np.ndarray]
-    size: str
-
-
-def draw_batch(recipe: SheetsRecipe, step: int, spec: TaskSpec = SHEETS) -> SheetsBatch:
+def draw_batch(recipe: SheetsRecipe, step: int, spec: TaskSpec = SHEETS) -> TrainingBatch:
     """Draws the host side of one step, a function of the recipe and the step alone."""
     config, settings = spec.instance(recipe.backbone)
     rng = np.random.default_rng([recipe.seed, step])
     name = recipe.size(step)
     count = recipe.batch * MORE_CONTEXTS.get(name, 1)
     contexts = spec.sample(rng, count, spec.sizes[name], **recipe.drawn(step))
-    form, sheets = spec.form_of(config, settings, contexts.size), contexts.sheets
     # Now and then fewer sheets, so that none is always there.
     fewer = rng.random((count, 1)) < 0.15
-    shown = ~(fewer & (rng.random((count, sheets)) < 1 / 3))
+    shown = ~(fewer & (rng.random((count, contexts.sheets)) < 1 / 3))
     questions = spec.ask(contexts, rng, recipe.asked(step), shown)
     # Some questions of the page see it alone, as after the sheets slid out of the window.
     on_page = questions.kind != task.KINDS.index("sheet")
     sees = ~(on_page & (rng.random((count, len(on_page))) < recipe.window))
+    sees = sees[:, questions.own]
     start = rng.integers(0, recipe.start_range, count)
-    packed = sequences.pack(form, questions, shown=shown, sees_sheets=sees, start=start)
+
+    form = spec.form_of(config, settings, contexts.size)
     images = config.family.vision.process(spec.images(contexts), settings)
-    batch = {**packed, "pixel_values": images["pixel_values"]}
+    batch = {
+        **pack(form, questions.ids, questions.own, questions.step, shown=shown, sees=sees, start=start),
+        "answer": questions.answer,
+        "pixel_values": images["pixel_values"],
+    }
     if recipe.proportions:
         shares = task.fill_shares(contexts, questions, shown, spec.vocabulary.ink)
         batch["fills"] = shares * (step < recipe.proportions)
-    return SheetsBatch(batch, questions.kind[questions.own], sees[:, questions.own], images, name)
+    return TrainingBatch(batch, questions.kind[questions.own], questions.answer >= 0, images, name, sees)
 
 
-def image_plan(drawn: SheetsBatch, config: Any) -> dict[str, Array]:
-    """Makes what the tower needs beside the pixels, the same for every batch of this form."""
-    return jax.tree.map(jnp.asarray, config.family.vision.plan(config, drawn.batch["input_ids"], drawn.images))
+def training_of(spec: TaskSpec, recipe: type[SheetsRecipe]) -> TrainingTask:
+    """Makes of a task of packed questions what the training program takes."""
+    return TrainingTask(
+        recipe,
+        spec.vocabulary.names,
+        spec.instance,
+        functools.partial(initialise, spec=spec),
+        functools.partial(draw_batch, spec=spec),
+        functools.partial(loss_of, spec=spec),
+    )
+
+
+SHEETS_TRAINING = training_of(SHEETS, SheetsRecipe)
+"""The sheets task, to train on."""

@@ -19,7 +19,6 @@ from models.towers.qwen2_5 import Qwen25VisionConfig
 from . import task
 from .task import VOCABULARY
 
-HALF = (0.5, 0.5, 0.5)
 WIDTH, LAYERS, HEADS, HEAD_DIM = 128, 6, 4, 64
 
 
@@ -30,25 +29,25 @@ class Instance(NamedTuple):
     images: Any
 
 
-def _pixels(patch: int, merge: int) -> ImageConfig:
-    """Returns image settings without any resizing."""
+def pixels(patch: int, merge: int, mean: float = 0.5, deviation: float = 0.5, **sizes: int) -> ImageConfig:
+    """Makes image settings without any resizing; `sizes` override those of the small task's cells."""
+    options: dict[str, Any] = {"temporal_patch_size": task.TEMPORAL, "min_pixels": task.CELL_PIXELS**2, **sizes}
     return ImageConfig(
         patch_size=patch,
         merge_size=merge,
-        temporal_patch_size=task.TEMPORAL,
-        min_pixels=task.CELL_PIXELS**2,
         max_pixels=1_000_000,
-        image_mean=HALF,
-        image_std=HALF,
+        image_mean=(mean, mean, mean),
+        image_std=(deviation, deviation, deviation),
+        **options,
     )
 
 
-def _qwen2_5_vl() -> Instance:
-    """Grouped-query attention, M-RoPE in blocks; the tower merges four patches to a cell, one cell at a time."""
+def qwen2_5_vl(vision: Qwen25VisionConfig, layers: int, vocabulary: Any = VOCABULARY) -> Qwen25VLConfig:
+    """Makes the configuration of a small Qwen2.5-VL: grouped-query attention, M-RoPE in blocks."""
     text = DecoderConfig(
-        vocabulary=len(VOCABULARY),
+        vocabulary=len(vocabulary),
         width=WIDTH,
-        layers=LAYERS,
+        layers=layers,
         heads=HEADS,
         kv_heads=2,
         head_dim=HEAD_DIM,
@@ -56,6 +55,19 @@ def _qwen2_5_vl() -> Instance:
         rope=Rope(1e4, HEAD_DIM, sections=(1, 9, 22), order="blocked", angles="exact"),
         attention_bias=True,
     )
+    return Qwen25VLConfig(
+        text=text,
+        vision=vision,
+        image_token=vocabulary.image,
+        video_token=vocabulary.video,
+        vision_start_token=vocabulary.vision_start,
+        vision_end_token=vocabulary.vision_end,
+        end_tokens=(vocabulary.end,),
+    )
+
+
+def _qwen2_5_vl() -> Instance:
+    """Returns Qwen2.5-VL; its tower merges four patches to a cell, one cell at a time."""
     vision = Qwen25VisionConfig(
         depth=2,
         width=64,
@@ -68,16 +80,7 @@ def _qwen2_5_vl() -> Instance:
         window=task.CELL_PIXELS,
         full_layers=(),
     )
-    config = Qwen25VLConfig(
-        text=text,
-        vision=vision,
-        image_token=VOCABULARY.image,
-        video_token=VOCABULARY.video,
-        vision_start_token=VOCABULARY.vision_start,
-        vision_end_token=VOCABULARY.vision_end,
-        end_tokens=(VOCABULARY.end,),
-    )
-    return Instance(config, _pixels(task.PATCH, task.MERGE))
+    return Instance(qwen2_5_vl(vision, LAYERS), pixels(task.PATCH, task.MERGE))
 
 
 _TEXT = {
@@ -126,13 +129,11 @@ def _qwen3_vl(architecture: str = "Qwen3VLForConditionalGeneration", **experts: 
         "deepstack_visual_indexes": [0, 1],
     }
     raw = {**_IDS, "video_token_id": VOCABULARY.video, "text_config": text, "vision_config": vision}
-    return Instance(_read(architecture, raw), _pixels(task.CELL_PIXELS, 1))
+    return Instance(_read(architecture, raw), pixels(task.CELL_PIXELS, 1))
 
 
 def _qwen3_vl_moe() -> Instance:
-    """Returns the configuration of Qwen3-VL, with four experts per layer of which each token takes two (softmax
-    router).
-    """
+    """Returns Qwen3-VL with four experts per layer, of which each token takes two (softmax router)."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
     return _qwen3_vl("Qwen3VLMoeForConditionalGeneration", **experts)
 
@@ -195,7 +196,7 @@ def _llava() -> Instance:
 
 
 def _picture(**options: Any) -> PictureConfig:
-    return PictureConfig.from_dict({"image_mean": list(HALF), "image_std": list(HALF), **options})
+    return PictureConfig.from_dict({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **options})
 
 
 INSTANCES: dict[str, Callable[[], Instance]] = {
@@ -215,5 +216,5 @@ def instance(name: str) -> Instance:
       ConfigError: an unknown name; the known ones are listed.
     """
     if name not in INSTANCES:
-        raise ConfigError(f"small backbone {name!r} is not known; expected one of {sorted(INSTANCES)}")
+        raise ConfigError(f"small backbone: got {name!r}; expected one of {sorted(INSTANCES)}")
     return INSTANCES[name]()

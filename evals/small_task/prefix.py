@@ -1,4 +1,4 @@
-"""Images one behind the other as tokens, and questions behind them: what every version of the task lays out alike.
+"""Images one behind the other as tokens, and questions behind them: what every task lays out alike.
 
 Axis letters: B contexts, T tokens of the prefix, N tokens of the questions.
 """
@@ -6,6 +6,7 @@ Axis letters: B contexts, T tokens of the prefix, N tokens of the questions.
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -77,12 +78,30 @@ class Prefix:
         return sum(self.sizes)
 
 
-def blank_image(config: Any, images: Any, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lays one blank image out as tokens: ids [T] and positions [T] or [T,3]."""
-    vision = config.family.vision
-    arrays = vision.process([np.zeros((height, width, 3), np.uint8)], images)
-    ids = np.array(vision.tokens(config, arrays, 0, None), np.int32)
-    return ids, config.family.positions(config, ids, arrays).astype(np.int32)
+def lay_out(
+    config: Any, images: Any, front: tuple[int, int], page: tuple[int, int], count: int
+) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """Lays `count` images and a page out as tokens: ids [T] and positions [T] or [T,3] of each, by the family's rules.
+
+    Args:
+      front, page: height and width in pixels of the images in front and of the page.
+    """
+    vision, blank = config.family.vision, {}
+    for height, width in {front, page}:
+        arrays = vision.process([np.zeros((height, width, 3), np.uint8)], images)
+        ids = np.array(vision.tokens(config, arrays, 0, None), np.int32)
+        blank[height, width] = ids, config.family.positions(config, ids, arrays).astype(np.int32)
+
+    ids, local = zip(*[blank[front]] * count, blank[page], strict=True)
+    return ids, local
+
+
+def by_context(fronts: Sequence[Sequence[np.ndarray]] | np.ndarray, pages: np.ndarray) -> list[np.ndarray]:
+    """Lists every context's images as they stand: those in front, then its page."""
+    images = []
+    for front, page in zip(fronts, pages, strict=True):
+        images += [*front, page]
+    return images
 
 
 def prefix_positions(form: Prefix, shown: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -109,3 +128,38 @@ def positions_behind(form: Prefix, behind: np.ndarray, step: np.ndarray) -> np.n
 def within_own(own: np.ndarray) -> np.ndarray:
     """Makes a mask [N,N] of packed questions by the number of each token's: a token sees its own up to itself."""
     return (own[:, None] == own) & np.tri(own.size, dtype=bool)
+
+
+def pack(
+    form: Prefix,
+    ids: np.ndarray,
+    own: np.ndarray,
+    step: np.ndarray,
+    *,
+    shown: np.ndarray,
+    sees: np.ndarray,
+    start: np.ndarray,
+) -> dict[str, np.ndarray]:
+    """Packs contexts and their questions: input_ids [B,T+N], positions and mask [B,1,T+N,T+N] (True: may look).
+
+    Args:
+      ids: [B,N], the questions' tokens. own: [N], the question that each belongs to. step: [N], its place in it.
+      shown: bool [B, chunks in front]: which chunks are there at all.
+      sees: bool [B,N]: whether a token may look at the chunks in front (else they have slid out of the window).
+      start: int [B], position of the first chunk.
+    """
+    count, prefix, total = len(ids), form.prefix_tokens, form.prefix_tokens + len(own)
+    here = np.concatenate([shown, np.ones((count, 1), bool)], axis=1)
+    positions, behind = prefix_positions(form, here, start)
+
+    # Prefix tokens look at what precedes them, questions at the page, perhaps at what is in front, and at themselves.
+    there = here[:, form.owner][:, None]
+    mask = np.zeros((count, total, total), bool)
+    mask[:, :prefix, :prefix] = np.tri(prefix, dtype=bool) & there
+    mask[:, prefix:, :prefix] = there & ((form.owner == form.chunks - 1) | sees[..., None])
+    mask[:, prefix:, prefix:] = within_own(own)
+    return {
+        "input_ids": np.concatenate([np.broadcast_to(form.ids, (count, prefix)), ids], axis=1).astype(np.int32),
+        "positions": np.concatenate([positions, positions_behind(form, behind, step)], axis=1),
+        "mask": mask[:, None],
+    }

@@ -23,6 +23,7 @@ from ..arms.reused_page import KV as KV
 from ..arms.reused_page import ReusedPage, cut
 from ..arms.reused_page import joined as joined
 from . import sequences, task
+from .prefix import prefix_positions
 from .sequences import Form, form_of
 from .task import Contexts, Questions
 
@@ -111,7 +112,7 @@ class Scene:
         here = np.ones((len(self), sequences.CHUNKS), bool)
         if shown is not None:
             here[:, :-1] = shown
-        positions, _ = sequences.prefix_positions(self.form, here, np.zeros(len(self), int))
+        positions, _ = prefix_positions(self.form, here, np.zeros(len(self), int))
         return Tokens(embeddings, jnp.asarray(positions), deepstack)
 
     def start_of(self, tokens: Tokens, place: int) -> np.ndarray:
@@ -284,7 +285,7 @@ def question_arrays(
     here = np.ones((count, sequences.CHUNKS), bool)
     if shown is not None:
         here[:, :-1] = shown
-    _, behind = sequences.prefix_positions(scene.form, here, np.zeros(count, int))
+    _, behind = prefix_positions(scene.form, here, np.zeros(count, int))
     tail = (sequences.in_common if in_common else sequences.question_tokens)(scene.form, questions, behind)
     looks = here & ((np.arange(sequences.CHUNKS) == task.LEGENDS) | sees_legends)
     seen = looks[:, scene.form.owner]

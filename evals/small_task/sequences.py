@@ -1,4 +1,4 @@
-"""Contexts of the small task as token sequences: ids, positions, masks, packed questions, pixels.
+"""Contexts of the small task as token sequences: form, packed questions, images, labels of their tokens.
 
 A training sequence is [legend][legend][legend][page][question] … [question]; every question stands at the same
 positions right behind the page and sees no other question. Axis letters: B batch, T tokens, Q questions.
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import task
-from .prefix import Prefix, blank_image, positions_behind, prefix_positions, within_own
+from .prefix import Prefix, by_context, lay_out, pack, positions_behind, within_own
 from .task import VOCABULARY, Contexts, Questions
 
 CHUNKS = task.LEGENDS + 1
@@ -36,43 +36,17 @@ def form_of(config: Any, images: Any) -> Form:
     side = getattr(config.vision, "image", None)
     page_shape = (task.ROWS, task.CELLS + 1)
     legend_shape = (task.LEGEND_ROWS, 3) if side is None else page_shape
-    legend, page = (
-        blank_image(config, images, *(count * task.CELL_PIXELS for count in shape))
-        for shape in (legend_shape, page_shape)
+    front, page = (
+        (rows * task.CELL_PIXELS, columns * task.CELL_PIXELS) for rows, columns in (legend_shape, page_shape)
     )
-    ids, local = zip(*[legend] * task.LEGENDS, page, strict=True)
+    ids, local = lay_out(config, images, front, page, task.LEGENDS)
     return Form(ids, local, config.image_token, legend_shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """One batch of packed sequences, as host arrays.
-
-    input_ids [B,T], positions [B,T] or [B,T,3], mask [B,1,T,T] (True: may look), pixel_values as the family's processor
-    packs them, asked [Q] index of each question's last token, answer [B,Q], weight [B,Q] float32.
-    """
-
-    input_ids: np.ndarray
-    positions: np.ndarray
-    mask: np.ndarray
-    pixel_values: np.ndarray
-    asked: np.ndarray
-    answer: np.ndarray
-    weight: np.ndarray
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Gives the fields as a dictionary, for a jitted step."""
-        return dataclasses.asdict(self)
 
 
 def context_images(form: Form, contexts: Contexts, split: str) -> list[np.ndarray]:
     """Renders every context's legends in their standing order, then its page: 4·B images uint8 [H,W,3]."""
     legends, pages = task.render(contexts, split, form.legend_shape)
-    return [
-        image
-        for index, order in enumerate(contexts.order)
-        for image in (*(legends[index, which] for which in order), pages[index])
-    ]
+    return by_context(np.take_along_axis(legends, contexts.order[..., None, None, None], axis=1), pages)
 
 
 class QuestionTokens(NamedTuple):
@@ -87,14 +61,12 @@ class QuestionTokens(NamedTuple):
 def question_tokens(form: Form, questions: Questions, behind: np.ndarray) -> QuestionTokens:
     """Makes two tokens of every question, all at the positions from `behind` [B] on, none seeing another."""
     count, asked = questions.answer.shape
-    ids = np.stack([questions.ask, questions.argument], axis=2).reshape(count, -1)
+    ids = np.stack([questions.ask, questions.argument], axis=2).reshape(count, -1).astype(np.int32)
     positions = positions_behind(form, behind, np.tile(np.arange(QUESTION_TOKENS), asked))
-
     # Packed behind one another in the sequence, each question is masked off from all others.
-    own = np.repeat(np.arange(asked), QUESTION_TOKENS)
-    among = within_own(own)
-    last = QUESTION_TOKENS * np.arange(asked) + QUESTION_TOKENS - 1
-    return QuestionTokens(ids.astype(np.int32), positions, among, last.astype(np.int32))
+    among = within_own(np.repeat(np.arange(asked), QUESTION_TOKENS))
+    last = QUESTION_TOKENS * np.arange(asked, dtype=np.int32) + QUESTION_TOKENS - 1
+    return QuestionTokens(ids, positions, among, last)
 
 
 def in_common(form: Form, questions: Questions, behind: np.ndarray) -> QuestionTokens:
@@ -116,46 +88,25 @@ def in_common(form: Form, questions: Questions, behind: np.ndarray) -> QuestionT
     return QuestionTokens(ids.astype(np.int32), positions, among, last)
 
 
-def pack(
-    form: Form,
-    questions: Questions,
-    *,
-    pixel_values: np.ndarray,
-    shown: np.ndarray,
-    sees_legends: np.ndarray,
-    start: np.ndarray,
-) -> Batch:
-    """Packs contexts and their questions into one batch.
+def pack_questions(
+    form: Form, questions: Questions, *, shown: np.ndarray, sees_legends: np.ndarray, start: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Packs contexts and their questions as `prefix.pack` does, with the index [Q] of each question's last token.
 
     Args:
-      pixel_values: of the contexts' images (`context_images`), by the family's processor.
       shown: bool [B, legends] by standing place: which legends are there at all.
       sees_legends: bool [B,Q]: whether the question may look at the legends (else they have slid out of the window).
       start: int [B], position of the first chunk.
     """
-    count, asked = questions.answer.shape
-    ids, owner = form.ids, form.owner
-    here = np.concatenate([shown, np.ones((count, 1), bool)], axis=1)
-    positions, behind = prefix_positions(form, here, start)
-    tail = question_tokens(form, questions, behind)
-
-    # Prefix tokens look at what stands before them, questions at the page and perhaps at the legends.
-    prefix, total = len(ids), len(ids) + QUESTION_TOKENS * asked
-    mask = np.zeros((count, total, total), bool)
-    mask[:, :prefix, :prefix] = np.tri(prefix, dtype=bool) & here[:, owner][:, None, :]
-    page = owner == task.LEGENDS
-    seen = here[:, owner][:, None, :] & (page | np.repeat(sees_legends, QUESTION_TOKENS, axis=1)[..., None])
-    mask[:, prefix:, :prefix] = seen
-    mask[:, prefix:, prefix:] = tail.among
-    return Batch(
-        input_ids=np.concatenate([np.broadcast_to(ids, (count, prefix)), tail.ids], axis=1).astype(np.int32),
-        positions=np.concatenate([positions, tail.positions], axis=1).astype(np.int32),
-        mask=mask[:, None],
-        pixel_values=pixel_values,
-        asked=(prefix + tail.asked).astype(np.int32),
-        answer=questions.answer.astype(np.int32),
-        weight=questions.valid.astype(np.float32),
-    )
+    tail, asked = question_tokens(form, questions, start), questions.answer.shape[1]
+    own, step = np.repeat(np.arange(asked), QUESTION_TOKENS), np.tile(np.arange(QUESTION_TOKENS), asked)
+    sees = np.repeat(sees_legends, QUESTION_TOKENS, axis=1)
+    return {
+        **pack(form, tail.ids, own, step, shown=shown, sees=sees, start=start),
+        "asked": form.prefix_tokens + tail.asked,
+        "answer": questions.answer.astype(np.int32),
+        "weight": questions.valid.astype(np.float32),
+    }
 
 
 def cell_labels(form: Form, contexts: Contexts, shown: np.ndarray) -> dict[str, np.ndarray]:
@@ -168,47 +119,41 @@ def cell_labels(form: Form, contexts: Contexts, shown: np.ndarray) -> dict[str, 
     names = ("seen", "tag", "bound", "cell", "fill", "stripe")
     labels = {name: np.full((count, form.prefix_tokens), -1, np.int32) for name in names}
 
+    # A legend's row is a glyph and its two swatches; `render` repeats them to fill a larger image, and so do these.
+    room = [(0, size - own) for size, own in zip(form.legend_shape, (task.LEGEND_ROWS, 3), strict=True)]
     for place in range(task.LEGENDS):
-        which, inside = contexts.order[:, place], form.cells(place)
-        glyph = VOCABULARY.glyph + contexts.legend_glyph[item[:, 0], which]
-        fill = VOCABULARY.fill + contexts.legend_fill[item[:, 0], which]
-        stripe = VOCABULARY.stripe + contexts.legend_stripe[item[:, 0], which]
-        there = shown[:, place, None, None]
+        which = contexts.order[:, place]
+        glyph, fill, stripe = (
+            first + of_legend[item[:, 0], which]
+            for first, of_legend in (
+                (VOCABULARY.glyph, contexts.legend_glyph),
+                (VOCABULARY.fill, contexts.legend_fill),
+                (VOCABULARY.stripe, contexts.legend_stripe),
+            )
+        )
+        bound = np.stack([np.full_like(glyph, -1), glyph, glyph], axis=2)
+        for name, cells in (("seen", np.stack([glyph, fill, stripe], axis=2)), ("bound", bound)):
+            cells = np.where(shown[:, place, None, None], cells, -1)
+            labels[name][:, form.cells(place)] = np.pad(cells, [(0, 0), *room], mode="wrap").reshape(count, -1)
 
-        def put(name, x, there=there, inside=inside):
-            return labels[name].__setitem__(np.s_[:, inside], _on_canvas(np.where(there, x, -1), form.legend_shape))
-
-        put("seen", np.stack([glyph, fill, stripe], axis=2))
-        put("bound", np.stack([np.full_like(glyph, -1), glyph, glyph], axis=2))
-
-    _label_page(contexts, shown, labels, form.cells(task.LEGENDS))
-    return labels
-
-
-def _on_canvas(labels: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Labels [B, rows, columns] of a legend's cells as those [B, cells] of its image, which repeats it."""
-    room = [(0, size - own) for size, own in zip(shape, labels.shape[1:], strict=True)]
-    return np.pad(labels, [(0, 0), *room], mode="wrap").reshape(len(labels), -1)
-
-
-def _label_page(contexts: Contexts, shown: np.ndarray, labels: dict[str, np.ndarray], inside: slice) -> None:
-    count, item = len(contexts), np.arange(len(contexts))[:, None]
-
-    def with_header(header, cells):
-        return np.concatenate([header[..., None], cells], axis=2).reshape(count, -1)
-
+    # A page's row begins with its header, which stands for no cell.
     nothing = np.full(contexts.row_tag.shape, -1)
+    address = VOCABULARY.cell + contexts.row_tag[..., None] * task.CELLS + contexts.cell_tag
+    page = {
+        "seen": (VOCABULARY.row + contexts.row_tag, VOCABULARY.glyph + contexts.page_glyph),
+        "tag": (nothing, VOCABULARY.tag + contexts.cell_tag),
+        "cell": (nothing, address),
+    }
     by_storage = np.zeros_like(shown)
     by_storage[item, contexts.order] = shown
-    labels["seen"][:, inside] = with_header(VOCABULARY.row + contexts.row_tag, VOCABULARY.glyph + contexts.page_glyph)
-    labels["tag"][:, inside] = with_header(nothing, VOCABULARY.tag + contexts.cell_tag)
-    address = VOCABULARY.cell + contexts.row_tag[..., None] * task.CELLS + contexts.cell_tag
-    labels["cell"][:, inside] = with_header(nothing, address)
-
-    for name, base, colour in (
+    for name, first, colour in (
         ("fill", VOCABULARY.fill, contexts.legend_fill),
         ("stripe", VOCABULARY.stripe, contexts.legend_stripe),
     ):
         table = task.latest_colours(contexts.legend_glyph, colour, contexts.order, by_storage)
         value = table[item[..., None], contexts.page_glyph]
-        labels[name][:, inside] = with_header(nothing, np.where(value < 0, -1, base + value))
+        page[name] = nothing, np.where(value < 0, -1, first + value)
+    for name, (header, cells) in page.items():
+        whole = np.concatenate([header[..., None], cells], axis=2)
+        labels[name][:, form.cells(task.LEGENDS)] = whole.reshape(count, -1)
+    return labels

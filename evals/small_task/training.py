@@ -1,12 +1,12 @@
-"""Training a small backbone: its recipe, initial parameters, losses and training batches.
+"""Training a small backbone: what every task's training shares, and the small task's recipe, loss and batches.
 
-`evals.train` runs it; `evals.instances` has the configurations. Every training choice is a field of `SmallTaskRecipe`
-and is written beside the weights.
+`evals.train` runs it; `instances` has the configurations. Every training choice is a field of a recipe and is written
+beside the weights.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +20,21 @@ from models.decoder.config import DecoderConfig
 from models.families.family import embed_tokens, placeholders
 
 from . import sequences, task
-from .instances import instance
-from .sequences import form_of
+from .instances import Instance, instance
 from .task import VOCABULARY
+
+# ---------------------------------------------------------------------------------------- what all tasks share
 
 
 @dataclasses.dataclass(frozen=True)
-class SmallTaskRecipe:
-    """Every training choice.
+class TrainingRecipe:
+    """Training choices of every task; each task's recipe adds its own, and how many questions it asks of each kind.
 
-    backbone: one of `evals.instances`.
-    window: share of the page questions that see only the page (the legends have slid out of the window).
-    auxiliary: weight of the auxiliary loss, which reads each image token against the token embeddings.
-    tied_init: whether query projections start as copies of the key projections of their group.
+    backbone: name of the architecture. window: share of the page's questions that see only the page (what is in front
+    has slid out of the window).
     """
 
+    kinds: ClassVar[tuple[str, ...]]
     backbone: str = "qwen2_5_vl"
     seed: int = 0
     steps: int = 1800
@@ -45,37 +45,51 @@ class SmallTaskRecipe:
     beta2: float = 0.98
     clip: float = 1.0
     window: float = 0.5
-    auxiliary: float = 0.5
-    tied_init: bool = True
-    start_range: int = 64
-    page: int = 3
-    legend: int = 3
-    chain: int = 8
-    aggregate: int = 5
-    override: int = 4
 
     @property
     def questions(self) -> dict[str, int]:
         """How many questions of each kind are packed behind each context."""
-        return {kind: getattr(self, kind) for kind in task.KINDS}
+        return {kind: getattr(self, kind) for kind in self.kinds}
 
 
-def initialise(config: Any, recipe: SmallTaskRecipe) -> Any:
-    """Draws parameters: unit embeddings, cell tokens as the mean of their row and tag, tied query and key kernels."""
-    model = config.family.module(config, nnx.Rngs(recipe.seed))
-    table = jax.random.normal(jax.random.key(recipe.seed + 1), model.decoder.embedding.shape, jnp.float32)
-    # A cell's token names its row and its tag: it starts as their mean, of unit variance again.
-    row = table[VOCABULARY.row : VOCABULARY.row + task.ROWS]
-    tag = table[VOCABULARY.tag : VOCABULARY.tag + task.CELLS]
-    cell = ((row[:, None] + tag[None]) * 0.5**0.5).reshape(-1, table.shape[1])
-    model.decoder.embedding[...] = table.at[VOCABULARY.cell :].set(cell)
+class TrainingBatch(NamedTuple):
+    """One training batch, as the host draws it.
 
-    if recipe.tied_init:
-        for stack in (model.decoder.dense_layers, model.decoder.layers):
-            if stack is not None:
-                tie_queries(stack.attention, config.text)
+    batch: packed arrays, for the jitted step. kinds: of each answer, [N] or [B,N]. asked: bool [B,N], answers that
+    count. images: all that the processor made. size: name of the contexts' size; batches of one size have one form.
+    sees: bool [B,N], whether they may look at what is in front of the page; None: the curve does not tell them apart.
+    """
 
-    return model
+    batch: dict[str, Any]
+    kinds: np.ndarray
+    asked: np.ndarray
+    images: dict[str, np.ndarray]
+    size: str = ""
+    sees: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingTask:
+    """A task as the training program takes it.
+
+    Attributes:
+      recipe: class of its recipes. words: its vocabulary, by token id.
+      instance: makes configuration and image settings of a backbone, by name.
+      initialise: draws a recipe's parameters. draw: draws a step's batch, a function of recipe and step alone.
+      loss: computes the loss of (model, batch, plan, recipe), and parts for the curve: "right" [B,N], "loss", others.
+    """
+
+    recipe: type[TrainingRecipe]
+    words: Sequence[str]
+    instance: Callable[[str], Instance]
+    initialise: Callable[[Any], Any]
+    draw: Callable[[Any, int], TrainingBatch]
+    loss: Callable[[Any, dict[str, Any], dict[str, Array], Any], tuple[Array, dict[str, Array]]]
+
+
+def image_plan(drawn: TrainingBatch, config: Any) -> dict[str, Array]:
+    """Makes what the tower needs beside the pixels, the same for every batch of one size."""
+    return jax.tree.map(jnp.asarray, config.family.vision.plan(config, drawn.batch["input_ids"], drawn.images))
 
 
 def tie_queries(attention: GroupedAttention | LatentAttention, text: DecoderConfig) -> None:
@@ -93,107 +107,19 @@ def tie_queries(attention: GroupedAttention | LatentAttention, text: DecoderConf
     attention.query.kernel[...] = query.reshape(attention.query.kernel.shape)
 
 
-# What each tap must tell: (layer, label, first token of the group, size of the group).
-AUXILIARY = (
-    (0, "seen", VOCABULARY.row, VOCABULARY.cell - VOCABULARY.row),
-    (0, "tag", VOCABULARY.tag, task.CELLS),
-    (2, "seen", VOCABULARY.row, VOCABULARY.cell - VOCABULARY.row),
-    (2, "bound", VOCABULARY.glyph, task.GLYPHS),
-    (2, "cell", VOCABULARY.cell, task.ROWS * task.CELLS),
-    (6, "fill", VOCABULARY.fill, task.COLOURS),
-    (6, "stripe", VOCABULARY.stripe, task.COLOURS),
-)
-
-
-def _read(hidden: Array, embedding: Array, labels: Array, first: int, size: int) -> Array:
-    """Mean cross-entropy of reading `labels` (-1: nothing) off hidden states against part of the embedding table."""
-    # As a final norm without weights would, so that every layer is read at one scale.
-    scaled = hidden * jax.lax.rsqrt(jnp.mean(jnp.square(hidden), axis=-1, keepdims=True) + 1e-6)
-    logits = scaled @ embedding[first : first + size].T * hidden.shape[-1] ** -0.5
-    there = labels >= 0
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(there, labels - first, 0))
-    return jnp.sum(loss * there) / jnp.maximum(jnp.sum(there), 1)
-
-
-def forward(model: Any, batch: dict[str, Array], plan: dict[str, Array]) -> tuple[Array, dict[int, Array]]:
-    """Computes logits [B,Q,V] at the questions' last tokens, and the residuals at the auxiliary taps."""
+def run_decoder(
+    model: Any, batch: dict[str, Array], plan: dict[str, Array], hidden_at: tuple[int, ...] = ()
+) -> tuple[Array, dict[int, Array]]:
+    """Runs tower and decoder over a batch; returns the last residual [B,T,D], and those that enter some layers."""
     features = model.encode(batch["pixel_values"], plan)
     hidden, deepstack = embed_tokens(model.decoder, batch["input_ids"], features, placeholders(model.config))
-    taps = tuple(sorted({layer for layer, *_ in AUXILIARY}))
-    state = model.decoder.run(
-        hidden,
-        batch["positions"],
-        batch["mask"],
-        hidden_at=taps,
-        deepstack=None if deepstack is None else jnp.moveaxis(deepstack, 2, 0),
-    )
-    return model.decoder.logits(state.hidden[:, batch["asked"]]), state.taps
+    deepstack = None if deepstack is None else jnp.moveaxis(deepstack, 2, 0)
+    state = model.decoder.run(hidden, batch["positions"], batch["mask"], hidden_at=hidden_at, deepstack=deepstack)
+    return state.hidden, state.taps
 
 
-def loss_of(model: Any, batch: dict[str, Array], labels: dict[str, Array], plan, weight: float):
-    """Computes the question cross-entropy plus `weight` times the mean auxiliary loss; and parts for the curve."""
-    logits, taps = forward(model, batch, plan)
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["answer"])
-    total = jnp.maximum(jnp.sum(batch["weight"]), 1)
-    question = jnp.sum(each * batch["weight"]) / total
-    table = model.decoder.embedding[...]
-    prefix = labels["seen"].shape[1]
-    reads = {
-        f"{layer}.{name}": _read(taps[layer][:, :prefix], table, labels[name], first, size)
-        for layer, name, first, size in AUXILIARY
-    }
-    loss = question + weight * sum(reads.values()) / len(reads)
-    right = (jnp.argmax(logits, axis=-1) == batch["answer"]) * batch["weight"]
-    return loss, {"loss": question, "right": right, **reads}
-
-
-class SmallTaskBatch(NamedTuple):
-    """One training batch: packed arrays, auxiliary labels, question kinds [B,Q], and all that the processor made."""
-
-    batch: dict[str, np.ndarray]
-    labels: dict[str, np.ndarray]
-    kinds: np.ndarray
-    images: dict[str, np.ndarray]
-
-
-def draw_batch(recipe: SmallTaskRecipe, step: int, split: str = "train") -> SmallTaskBatch:
-    """Draws the host side of one step, a function of the recipe and the step alone."""
-    config, settings = instance(recipe.backbone)
-    form = form_of(config, settings)
-    rng = np.random.default_rng([recipe.seed, step, 0 if split == "train" else 1])
-    contexts = task.sample_contexts(rng, recipe.batch)
-    # Every order, and now and then fewer legends, so that no legend is always there and none always first.
-    contexts = contexts.reordered(rng.permuted(contexts.order, axis=1))
-    many = rng.choice(task.LEGENDS + 1, p=[0.08, 0.08, 0.14, 0.70], size=recipe.batch)
-    shown = rng.permuted(np.arange(task.LEGENDS) < many[:, None], axis=1)
-    by_storage = np.zeros_like(shown)
-    by_storage[np.arange(recipe.batch)[:, None], contexts.order] = shown
-    questions = task.ask(contexts, rng, recipe.questions, by_storage)
-    # Some questions of the page see it alone, as after the legends slid out of the window.
-    on_page = questions.kind != task.KINDS.index("legend")
-    sees = ~(on_page & (rng.random(on_page.shape) < recipe.window))
-    images = config.family.vision.process(sequences.context_images(form, contexts, split), settings)
-    batch = sequences.pack(
-        form,
-        questions,
-        pixel_values=images["pixel_values"],
-        shown=shown,
-        sees_legends=sees,
-        start=rng.integers(0, recipe.start_range, recipe.batch),
-    )
-    return SmallTaskBatch(batch.arrays(), sequences.cell_labels(form, contexts, shown), questions.kind, images)
-
-
-def image_plan(recipe: SmallTaskRecipe) -> dict[str, Array]:
-    """Makes what the tower needs beside the pixels, the same for every batch of this recipe."""
-    config, _ = instance(recipe.backbone)
-    drawn = draw_batch(recipe, 0)
-    plan = config.family.vision.plan(config, drawn.batch["input_ids"], drawn.images)
-    return jax.tree.map(jnp.asarray, plan)
-
-
-def make_optimiser(recipe: Any) -> optax.GradientTransformation:
-    """Makes AdamW under a warmed-up cosine; decay on matrices only. `recipe`: of either version of the task."""
+def make_optimiser(recipe: TrainingRecipe) -> optax.GradientTransformation:
+    """Makes AdamW under a warmed-up cosine; decay on matrices only."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, recipe.learning_rate, recipe.warmup, recipe.steps, 0.02 * recipe.learning_rate
     )
@@ -215,3 +141,117 @@ def make_tokenizer(names: Sequence[str] = VOCABULARY.names) -> Any:
     tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, "<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[reportAttributeAccessIssue]
     return tokenizer
+
+
+# ---------------------------------------------------------------------------------------------- the small task
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallTaskRecipe(TrainingRecipe):
+    """Every training choice of the small task.
+
+    auxiliary: weight of the auxiliary loss, which reads each image token against the token embeddings.
+    tied_init: whether query projections start as copies of the key projections of their group.
+    start_range: contexts start at a random position below this.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = task.KINDS
+    auxiliary: float = 0.5
+    tied_init: bool = True
+    start_range: int = 64
+    page: int = 3
+    legend: int = 3
+    chain: int = 8
+    aggregate: int = 5
+    override: int = 4
+
+
+def initialise(recipe: SmallTaskRecipe) -> Any:
+    """Draws parameters: unit embeddings, cell tokens as the mean of their row and tag, tied query and key kernels."""
+    config, _ = instance(recipe.backbone)
+    model = config.family.module(config, nnx.Rngs(recipe.seed))
+    table = jax.random.normal(jax.random.key(recipe.seed + 1), model.decoder.embedding.shape, jnp.float32)
+    # A cell's token names its row and its tag: it starts as their mean, of unit variance again.
+    row = table[VOCABULARY.row : VOCABULARY.row + task.ROWS]
+    tag = table[VOCABULARY.tag : VOCABULARY.tag + task.CELLS]
+    cell = ((row[:, None] + tag[None]) * 0.5**0.5).reshape(-1, table.shape[1])
+    model.decoder.embedding[...] = table.at[VOCABULARY.cell :].set(cell)
+
+    if recipe.tied_init:
+        for stack in (model.decoder.dense_layers, model.decoder.layers):
+            if stack is not None:
+                tie_queries(stack.attention, config.text)
+
+    return model
+
+
+# What each tap must tell: (layer, label, first token of the group, size of the group).
+AUXILIARY = (
+    (0, "seen", VOCABULARY.row, VOCABULARY.cell - VOCABULARY.row),
+    (0, "tag", VOCABULARY.tag, task.CELLS),
+    (2, "seen", VOCABULARY.row, VOCABULARY.cell - VOCABULARY.row),
+    (2, "bound", VOCABULARY.glyph, task.GLYPHS),
+    (2, "cell", VOCABULARY.cell, task.ROWS * task.CELLS),
+    (6, "fill", VOCABULARY.fill, task.COLOURS),
+    (6, "stripe", VOCABULARY.stripe, task.COLOURS),
+)
+
+
+def loss_of(
+    model: Any, batch: dict[str, Any], plan: dict[str, Array], recipe: SmallTaskRecipe
+) -> tuple[Array, dict[str, Array]]:
+    """Computes the question cross-entropy plus the weighted mean auxiliary loss; and parts for the curve.
+
+    The auxiliary loss reads batch["labels"] [B,T] (-1: nothing) off residuals of the prefix, against a part of the
+    embedding table.
+    """
+    hidden, taps = run_decoder(model, batch, plan, tuple(sorted({layer for layer, *_ in AUXILIARY})))
+    logits = model.decoder.logits(hidden[:, batch["asked"]])
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["answer"])
+    question = jnp.sum(each * batch["weight"]) / jnp.maximum(jnp.sum(batch["weight"]), 1)
+
+    table, reads = model.decoder.embedding[...], {}
+    for layer, name, first, size in AUXILIARY:
+        labels = batch["labels"][name]
+        residual = taps[layer][:, : labels.shape[1]]
+        # As a final norm without weights would, so that every layer is read at one scale.
+        scaled = residual * jax.lax.rsqrt(jnp.mean(jnp.square(residual), axis=-1, keepdims=True) + 1e-6)
+        read = scaled @ table[first : first + size].T * residual.shape[-1] ** -0.5
+        there = labels >= 0
+        loss = optax.softmax_cross_entropy_with_integer_labels(read, jnp.where(there, labels - first, 0))
+        reads[f"{layer}.{name}"] = jnp.sum(loss * there) / jnp.maximum(jnp.sum(there), 1)
+
+    right = (jnp.argmax(logits, axis=-1) == batch["answer"]) * batch["weight"]
+    whole = question + recipe.auxiliary * sum(reads.values()) / len(reads)
+    return whole, {"loss": question, "right": right, **reads}
+
+
+def draw_batch(recipe: SmallTaskRecipe, step: int, split: str = "train") -> TrainingBatch:
+    """Draws the host side of one step, a function of the recipe and the step alone."""
+    config, settings = instance(recipe.backbone)
+    form = sequences.form_of(config, settings)
+    rng = np.random.default_rng([recipe.seed, step, 0 if split == "train" else 1])
+    contexts = task.sample_contexts(rng, recipe.batch)
+    # Every order, and now and then fewer legends, so that no legend is always there and none always first.
+    contexts = contexts.reordered(rng.permuted(contexts.order, axis=1))
+    many = rng.choice(task.LEGENDS + 1, p=[0.08, 0.08, 0.14, 0.70], size=recipe.batch)
+    shown = rng.permuted(np.arange(task.LEGENDS) < many[:, None], axis=1)
+    by_storage = np.zeros_like(shown)
+    by_storage[np.arange(recipe.batch)[:, None], contexts.order] = shown
+    questions = task.ask(contexts, rng, recipe.questions, by_storage)
+    # Some questions of the page see it alone, as after the legends slid out of the window.
+    on_page = questions.kind != task.KINDS.index("legend")
+    sees = ~(on_page & (rng.random(on_page.shape) < recipe.window))
+    start = rng.integers(0, recipe.start_range, recipe.batch)
+
+    images = config.family.vision.process(sequences.context_images(form, contexts, split), settings)
+    batch = {
+        **sequences.pack_questions(form, questions, shown=shown, sees_legends=sees, start=start),
+        "pixel_values": images["pixel_values"],
+        "labels": sequences.cell_labels(form, contexts, shown),
+    }
+    return TrainingBatch(batch, questions.kind, questions.valid, images)
+
+
+SMALL_TRAINING = TrainingTask(SmallTaskRecipe, VOCABULARY.names, instance, initialise, draw_batch, loss_of)
+"""The small task, to train on."""

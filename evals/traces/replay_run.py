@@ -8,13 +8,13 @@ from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
-from jaxtyping import Float
 
 from kvpatch_jax.traces import Trace
 from kvpatch_jax.window import Costs
 from models import ModelBackbone
 
 from ..bench.loop_workload import with_buckets
+from ..bench.window_loop import divergence
 from ..compilation import Compilations
 from ..results import intervals
 from ..results.environment import environment
@@ -184,17 +184,6 @@ def summary(result: ReplayResult, promised: ReplayResult, forget: ReplayResult) 
 
     row["each"] = {field: [getattr(step, field) for step in result.steps] for field in ("forwards", "flops", "bytes")}
     return row
-
-
-def divergence(reference: Float[np.ndarray, " V"], logits: Float[np.ndarray, " V"]) -> tuple[float, bool]:
-    """Returns KL(reference‖logits) in nats, computed in float64, and whether the most likely token differs."""
-    true, own = _log_softmax(reference), _log_softmax(logits)
-    return float((np.exp(true) * (true - own)).sum()), bool(reference.argmax() != logits.argmax())
-
-
-def _log_softmax(logits: Float[np.ndarray, " V"]) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())
 
 
 def window_sizes(seen: Sequence[Moment]) -> Record:

@@ -281,6 +281,7 @@ class _BatchRun:
 
     def answer(self, jobs: list[ResolvedItem]) -> None:
         """Answers jobs, sorted by prefix."""
+        # Jobs are sorted, so each prefix is met once, and a chunk is released after the last prefix with it.
         by_prefix = collections.defaultdict(list)
         for job in jobs:
             by_prefix[job.front].append(job)
@@ -291,7 +292,6 @@ class _BatchRun:
 
         # In waves, so that the chunks and patches of few prefixes are in memory.
         size = WAVE * self._cache.rows
-
         for begin in range(0, len(prefixes), size):
             end = begin + size
             self._cache.ensure(prefixes[begin:end], prefixes[end] if end < len(prefixes) else None)

@@ -48,7 +48,8 @@ class AnswerFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+b")
         except OSError as error:
-            raise InputError(f"answers: got {str(path)!r:.200}, which cannot be written: {error}") from error
+            found = f"{str(path)!r:.200}, which cannot be written: {error}"
+            raise InputError(f"answers: got {found}; expected a file's place") from error
 
         try:
             _lock(self._file, path)
@@ -172,7 +173,8 @@ def read_answers(*paths: str | os.PathLike[str]) -> list[Line]:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise InputError(f"answers: got {str(path)!r:.200}, which cannot be read: {error}") from error
+            found = f"{str(path)!r:.200}, which cannot be read: {error}"
+            raise InputError(f"answers: got {found}; expected a file of answers") from error
 
         found = [_parsed(line, path, number) for number, line in enumerate(content.split(b"\n")[:-1], 1)]
         if not found or found[0].get("format") != FORMAT or found[0].get("version") != VERSION:

@@ -105,6 +105,7 @@ def listed(items: Iterable[Any], backbone: str, steps: int = STEPS) -> ItemList:
     order_free: set[int] = set()
 
     for index, given in enumerate(items):
+        # An item that cannot be read fails alone. Its name stands in its line, if that could be read.
         name = None
         try:
             item = _checked_item(given)
@@ -223,11 +224,19 @@ class _ContentReader:
         several = isinstance(piece, list | tuple)
         if several and piece:
             several = not all(isinstance(token, int | np.integer) for token in piece)
-        items = [_named_kind(item, field) for item in (piece if several else [piece])]
+        items = list(piece) if several else [piece]
         if not items:
             raise InputError(f"item.{field}: got an empty list; expected images or texts")
 
-        for item in items:
+        for place, item in enumerate(items):
+            # JSON names the kind, {"image": FILE} or {"text": TEXT}, because a str alone may be either.
+            if isinstance(item, Mapping):
+                kind, value = next(iter(item.items())) if len(item) == 1 else (None, None)
+                if kind not in ("image", "text") or not isinstance(value, str):
+                    expected = '{"image": a file\'s name} or {"text": a text}'
+                    raise InputError(f"item.{field}: got {item!r:.80}; expected {expected}")
+                item = items[place] = file_of(value, f"item: {field}") if kind == "image" else Text(value)
+
             try:
                 sort = sort_of(item, f"item: {field}")
             except AmbiguousTextError as error:
@@ -248,17 +257,5 @@ class _ContentReader:
 
         if isinstance(found, KVPatchError):
             raise found
-        self.units.setdefault(found, list(items) if path is None else [Path(path)])
+        self.units.setdefault(found, items if path is None else [Path(path)])
         return found
-
-
-def _named_kind(piece: Any, field: str) -> Any:
-    """Converts `{"image": FILE}` to a path and `{"text": TEXT}` to a `Text`. Anything else stays as it is."""
-    if not isinstance(piece, Mapping):
-        return piece
-    kind, value = next(iter(piece.items())) if len(piece) == 1 else (None, None)
-    if kind == "image" and isinstance(value, str):
-        return file_of(value, f"item: {field}")
-    if kind == "text" and isinstance(value, str):
-        return Text(value)
-    raise InputError(f'item.{field}: got {piece!r:.80}; expected {{"image": a file\'s name}} or {{"text": a text}}')

@@ -85,6 +85,7 @@ class BatchPatchCache:
           prefixes: sorted.
           following: the prefix after them. What it shares with them is kept.
         """
+        # Dictionaries in place of sets, so that the order of forwards does not depend on hashes.
         ids: dict[str, None] = {}
         for prefix in prefixes:
             ids |= dict.fromkeys(prefix)
@@ -136,6 +137,7 @@ class BatchPatchCache:
         if error is not None:
             raise error
 
+        # The first chunk is leading: its canonical is what a prefill would compute there.
         start, tokens, kv = 0, 0, []
         for depth, id in enumerate(ids, 1):
             chunk = self._padded_chunk(id)
@@ -173,6 +175,7 @@ class BatchPatchCache:
             except KVPatchError as error:
                 self._errors[(id,)] = error
 
+        # Chunks of one length need no padding, which would change their KV by rounding.
         for group in missing.values():
             for begin in range(0, len(group), self.rows):
                 self._form_canonicals(group[begin : begin + self.rows])
@@ -229,7 +232,15 @@ class BatchPatchCache:
             paths = group[begin : begin + self.rows]
             try:
                 tokens = [self._embed(path[-1]).shift(self._start(path)) for path in paths]
-                out = self._forward(tokens, [self._exact_antecedent(path[:-1]) for path in paths])
+                contexts = []
+                for path in paths:
+                    # The first chunk's exact KV is its canonical at 0; those of the others, forwards left.
+                    if path[:1] not in self._exact:
+                        first = self._chunks[path[0]]
+                        kv = _first_tokens(first.kv, first.length)
+                        self._exact[path[:1]] = _engine_kv(kv, first, 0)
+                    contexts.append([self._exact[path[:depth]] for depth in range(1, len(path))])
+                out = self._forward(tokens, contexts)
             except KVPatchError as error:
                 self._errors |= dict.fromkeys(paths, error)
                 continue
@@ -272,15 +283,8 @@ class BatchPatchCache:
 
         # Only a patch that equals the one formed here: otherwise answers would depend on the store.
         for patch in self._store.get_patches(wanted):
-            metadata = patch.metadata
-            found = (
-                metadata.antecedent,
-                metadata.layers,
-                metadata.heads,
-                metadata.frame,
-                metadata.orbit,
-                metadata.asked,
-            )
+            of = patch.metadata
+            found = of.antecedent, of.layers, of.heads, of.frame, of.orbit, of.asked
             if found != expected or dict(patch.ranks) != dict(ranks):
                 continue
             if patch.tokens is not None and patch.tokens > chunk.tokens:
@@ -313,14 +317,6 @@ class BatchPatchCache:
             context = joined_context(padded, size, self.place)
         return self._backbone.prefill(batch, context=context)
 
-    def _exact_antecedent(self, path: Path) -> list[HostKV]:
-        """Returns the exact KV of all chunks of a path, in the engine frame."""
-        if path[:1] not in self._exact:
-            first = self._chunks[path[0]]
-            kv = _first_tokens(first.kv, first.length)
-            self._exact[path[:1]] = _engine_kv(kv, first, 0)
-        return [self._exact[path[:depth]] for depth in range(1, len(path) + 1)]
-
     def _start(self, path: Path) -> int:
         """Returns the start of the last chunk of a path."""
         return sum(self._chunks[id].span for id in path[:-1])
@@ -331,13 +327,9 @@ class BatchPatchCache:
 
     def _error(self, path: Path) -> KVPatchError | None:
         """Returns why a chunk or patch along a path could not be formed, or None."""
-        for id in path:
-            if (id,) in self._errors:
-                return self._errors[(id,)]
-        for depth in range(2, len(path) + 1):
-            if path[:depth] in self._errors:
-                return self._errors[path[:depth]]
-        return None
+        # A chunk that failed alone fails every path through it.
+        steps = [*((id,) for id in path), *(path[:depth] for depth in range(2, len(path) + 1))]
+        return next((self._errors[step] for step in steps if step in self._errors), None)
 
 
 def _row(kv: Mapping[str, Any], row: int) -> HostKV:

@@ -1,6 +1,7 @@
 """Plans: which way of reuse each chunk of a window gets, what that costs, and what it was certified to lose."""
 
-from .certificate import Certificate, CertifiedLoss, CertifiedPlan, RankChoice
+from .certificate import Certificate
+from .certified_rows import CertifiedLoss, CertifiedPlan, RankChoice
 from .device_costs import DeviceCosts, Rates
 from .goal import Goal
 from .inventory import AvailablePatch, PatchInventory
@@ -27,5 +28,5 @@ __all__ = [
     "Way",
     "plan",
 ]
-from .certificate import Promise as Promise
+from .certified_rows import Promise as Promise
 from .goal import DEFAULT_KL as DEFAULT_KL

@@ -1,138 +1,46 @@
 """Certificates: measured losses of every operating point on one backbone, with bounds that held on other windows.
 
 `python -m evals.certify` measures and writes a certificate. Plans read it, and use no approximate option that it does
-not bound. Its digest detects damage; it does not authenticate the author.
+not bound. It is a file of JSON, one row a line, read as if a stranger wrote it. Its digest detects damage; it does not
+authenticate the author.
 """
 
 import dataclasses
 import functools
+import hashlib
 import itertools
-import math
+import json
 import os
-from collections.abc import Iterable, Sequence
+import stat
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ..backbone import Backbone
 from ..errors import CertificateError
-from ..utils.atomic_files import path_of
-from . import certificate_file
+from ..utils import strict_json
+from ..utils.atomic_files import path_of, replace
+from .certified_rows import (
+    CertifiedLoss,
+    CertifiedPlan,
+    Promise,
+    RankChoice,
+    check_float,
+    check_integer,
+    check_text,
+    shortened,
+)
 from .operating_points import EXACT_POINTS, MEASURED_POINTS
 
-Promise = Literal["remember", "forget"]
+FORMAT = "kvpatch certificate"
+VERSION = 1
+MAX_BYTES = 4 << 20
+"""Size of the largest file that is read."""
 MAX_ROWS = 4096
-MAX_LETTERS = 2000
 MAX_MODALITIES = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class CertifiedLoss:
-    """Measured loss of one operating point. An answer is one question, or one continuation, behind one window.
-
-    Attributes:
-      point: the operating point.
-      rank: of the patches; of a token repair the percentage of tokens recomputed; 0 if neither applies.
-      behind: how many other chunks of the window were served in the same way: 0 is one chunk among exact ones.
-      promise: the reference: "forget", a re-prefill of the window; "remember", the window with survivors as they are
-        kept and everything else prefilled behind them.
-      kl, kl_low, kl_high: mean KL(promised ‖ served) of an answer, in nats, with its 95 % interval, over all windows.
-      kl_bound: upper quantile of an answer's KL over the calibration windows, in nats, at the certificate's level.
-      coverage, coverage_low, coverage_high: share of held-out answers whose KL is within the bound, with its 95 %
-        interval.
-      eta: 1 − Σ KL(served) / Σ KL(bare), over all windows; None if undefined.
-      flips, flips_high: share of next tokens whose most likely token changed, with the upper end of its 95 % interval.
-      answers: how many were scored, held-out ones included.
-
-    Raises:
-      CertificateError: an unknown point or promise, a number out of range or not finite, an int instead of a float.
-    """
-
-    point: str
-    rank: int
-    behind: int
-    promise: Promise
-    kl: float
-    kl_low: float
-    kl_high: float
-    kl_bound: float
-    coverage: float
-    coverage_low: float
-    coverage_high: float
-    eta: float | None
-    flips: float
-    flips_high: float
-    answers: int
-
-    def __post_init__(self) -> None:
-        what = f"certified {self.point!r:.40}"
-        if self.point not in (*EXACT_POINTS, *MEASURED_POINTS) or self.promise not in ("remember", "forget"):
-            raise CertificateError(
-                f"{what}: got promise {self.promise!r:.40}; expected one of {', '.join(MEASURED_POINTS)}, and "
-                "'remember' or 'forget'"
-            )
-
-        for name in ("rank", "behind", "answers"):
-            _check_integer(getattr(self, name), f"{what}.{name}", 1 if name == "answers" else 0)
-
-        # The KL of equal logits may round below 0.
-        for name in ("kl", "kl_low", "kl_high"):
-            _check_float(getattr(self, name), f"{what}.{name}", -1.0, math.inf)
-        _check_float(self.kl_bound, f"{what}.kl_bound", 0.0, math.inf)
-        for name in ("coverage", "coverage_low", "coverage_high", "flips", "flips_high"):
-            _check_float(getattr(self, name), f"{what}.{name}", 0.0, 1.0)
-        if self.eta is not None:
-            _check_float(self.eta, f"{what}.eta", -math.inf, math.inf)
-
-        _check_ascending(what, self.kl_low, self.kl, self.kl_high)
-        _check_ascending(what, self.coverage_low, self.coverage, self.coverage_high)
-        _check_ascending(what, self.flips, self.flips_high)
-
-    @property
-    def key(self) -> tuple[str, int, int, str]:
-        """Point, rank, behind and promise, which identify a row."""
-        return self.point, self.rank, self.behind, self.promise
-
-
-@dataclasses.dataclass(frozen=True)
-class CertifiedPlan:
-    """Measured result of plans under a bound, on held-out windows whose chunks were served in different ways at once.
-
-    Attributes:
-      name: what was planned.
-      kl: the bound that the plans were given, in nats.
-      windows, answers: how many were served and scored.
-      approximate: share of the chunks that were served approximately.
-      coverage, coverage_low, coverage_high: share of answers whose KL is within the bound, with its 95 % interval.
-
-    Raises:
-      CertificateError: a number out of range or not finite, an int instead of a float.
-    """
-
-    name: str
-    kl: float
-    windows: int
-    answers: int
-    approximate: float
-    coverage: float
-    coverage_low: float
-    coverage_high: float
-
-    def __post_init__(self) -> None:
-        _check_text(self.name, "certified plan.name")
-        what = f"certified plan {self.name:.40}"
-        for name in ("windows", "answers"):
-            _check_integer(getattr(self, name), f"{what}.{name}", 1)
-        _check_float(self.kl, f"{what}.kl", 0.0, math.inf)
-        for name in ("approximate", "coverage", "coverage_low", "coverage_high"):
-            _check_float(getattr(self, name), f"{what}.{name}", 0.0, 1.0)
-        _check_ascending(what, self.coverage_low, self.coverage, self.coverage_high)
-
-
-class RankChoice(NamedTuple):
-    """A recommended rank, and the reason for it."""
-
-    rank: int
-    reason: str
+NEWER_FIELDS = ("spans", "modalities")
+"""Fields that older files lack. They are omitted while unknown, so that older certificates keep their digest."""
+_TABLES = ("rows", "plans")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,15 +89,20 @@ class Certificate:
 
     def __post_init__(self) -> None:
         for name in ("backbone", "model", "made", "content", "asked"):
-            _check_text(getattr(self, name), f"certificate.{name}")
+            check_text(getattr(self, name), f"certificate.{name}")
         for name in ("calibration", "held_out", "chunks", "tokens"):
-            _check_integer(getattr(self, name), f"certificate.{name}", 1)
-        _check_float(self.level, "certificate.level", 0.0, 1.0)
+            check_integer(getattr(self, name), f"certificate.{name}", 1)
+        check_float(self.level, "certificate.level", 0.0, 1.0)
         if not isinstance(self.disjoint, bool):
             raise CertificateError(f"certificate.disjoint: got {self.disjoint!r:.40}; expected True or False")
 
-        _check_rows(self.rows, "rows", CertifiedLoss, 1)
-        _check_rows(self.plans, "plans", CertifiedPlan, 0)
+        for name, kind, least in (("rows", CertifiedLoss, 1), ("plans", CertifiedPlan, 0)):
+            rows: Any = getattr(self, name)
+            is_sized = isinstance(rows, tuple) and least <= len(rows) <= MAX_ROWS
+            if not is_sized or not all(type(row) is kind for row in rows):
+                expected = f"a tuple of {least} to {MAX_ROWS} {kind.__name__}"
+                raise CertificateError(f"certificate.{name}: got {shortened(rows)}; expected {expected}")
+
         keys = [row.key for row in self.rows]
         duplicate = next((key for key in keys if keys.count(key) > 1), None)
         if duplicate is not None:
@@ -197,20 +110,20 @@ class Certificate:
         if not isinstance(self.recommended, RankChoice):
             raise CertificateError(f"certificate.recommended: got {self.recommended!r:.40}; expected a RankChoice")
 
-        _check_integer(self.recommended.rank, "certificate.recommended.rank", 1)
-        _check_text(self.recommended.reason, "certificate.recommended.reason")
+        check_integer(self.recommended.rank, "certificate.recommended.rank", 1)
+        check_text(self.recommended.reason, "certificate.recommended.reason")
 
-        for name in certificate_file.NEWER_FIELDS:
+        for name in NEWER_FIELDS:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, tuple) or not 1 <= len(value) <= MAX_MODALITIES):
-                raise CertificateError(f"certificate.{name}: got {_shortened(value)}; expected a tuple, or None")
+                raise CertificateError(f"certificate.{name}: got {shortened(value)}; expected a tuple, or None")
 
         for span in self.spans or ():
-            _check_integer(span, "certificate.spans", 1)
+            check_integer(span, "certificate.spans", 1)
         if self.spans is not None and (len(self.spans) != 2 or self.spans[0] > self.spans[1]):
             raise CertificateError(f"certificate.spans: got {self.spans!r:.80}; expected the least and the largest")
         for modality in self.modalities or ():
-            _check_text(modality, "certificate.modalities")
+            check_text(modality, "certificate.modalities")
 
     # ------------------------------------------------------------------------------------------------ bounds
 
@@ -227,6 +140,7 @@ class Certificate:
         Returns:
           A clause for people; None if the window is like those that were measured.
         """
+        # Larger windows first, because that clause says most.
         if tokens > self.tokens:
             return f"window of {tokens} tokens; certified up to {self.tokens}"
         if len(chunks) > self.chunks:
@@ -313,6 +227,7 @@ class Certificate:
         Returns:
           As `bound`; 0 if all are exact.
         """
+        # Chunks behind the first approximate one read approximate KV, whatever they are served by.
         ways = list(served)
         alone = [self.bound(point, rank, promise=promise) for point, rank in ways]
         approximate = [place for place, bound in enumerate(alone) if bound != 0.0]
@@ -364,12 +279,13 @@ class Certificate:
         if promise not in ("remember", "forget"):
             raise CertificateError(f"certificate.promise: got {promise!r:.40}; expected 'remember' or 'forget'")
 
-        _check_integer(rank, "certificate.rank", 0)
-        _check_integer(behind, "certificate.behind", 0)
+        check_integer(rank, "certificate.rank", 0)
+        check_integer(behind, "certificate.behind", 0)
 
         if self._is_exact(point, promise):
             return 0.0
 
+        # Nothing is extrapolated, but for ranks above all measured ones, which lose no more.
         ranks, behinds = self._grids.get((point, promise), ([], []))
         if not ranks or rank < ranks[0] or behind > behinds[-1]:
             return None
@@ -381,13 +297,34 @@ class Certificate:
     # ------------------------------------------------------------------------------------------------ files
 
     @functools.cached_property
+    def _body(self) -> dict[str, Any]:
+        """Everything that it states, as JSON values. Rows are dictionaries."""
+        body = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        body = {name: value for name, value in body.items() if name not in NEWER_FIELDS or value is not None}
+        for name in _TABLES:
+            body[name] = [dict(vars(row)) for row in body[name]]
+        return body | {"recommended": dict(self.recommended._asdict())}
+
+    @functools.cached_property
     def digest(self) -> str:
         """Digest of the whole content: 32 hexadecimal digits."""
-        return certificate_file.digest_of(certificate_file.body_of(self))
+        return _digest(self._body)
 
     def to_json(self) -> str:
         """Returns the certificate as JSON with its digest, one row a line."""
-        return certificate_file.text_of(self)
+        lines = []
+        for name, value in self._body.items():
+            text = json.dumps(value, ensure_ascii=False)
+            if name in _TABLES:
+                # The first row names the columns.
+                columns = list(value[0]) if value else []
+                rows = [columns, *([row[column] for column in columns] for row in value)] if value else []
+                text = "[" + ",".join(f"\n   {json.dumps(row)}" for row in rows) + "]"
+            lines.append(f"  {json.dumps(name)}: {text}")
+
+        head = {"format": FORMAT, "version": VERSION, "digest": self.digest}
+        first = "".join(f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items())
+        return "{\n" + first + ' "certificate": {\n' + ",\n".join(lines) + "\n }\n}\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, *, backbone: str | Backbone | None) -> "Certificate":
@@ -399,17 +336,16 @@ class Certificate:
         Raises:
           CertificateError: malformed JSON, damage, another version, or a certificate of other weights.
         """
-        body = certificate_file.parsed(text)
-        for name in certificate_file.NEWER_FIELDS:  # older files lack them
+        body = _parsed(text)
+        for name in NEWER_FIELDS:
             value = body.setdefault(name, None)
             body[name] = tuple(value) if isinstance(value, list) else value
+        _check_names(body, [field.name for field in dataclasses.fields(cls)], "certificate")
 
-        certificate_file.check_names(body, [field.name for field in dataclasses.fields(cls)], "certificate")
-
-        rows = tuple(certificate_file.built(CertifiedLoss, values) for values in body.pop("rows"))
-        plans = tuple(certificate_file.built(CertifiedPlan, values) for values in body.pop("plans"))
-        recommended = certificate_file.built(RankChoice, body.pop("recommended"))
-        certificate = cls(rows=rows, plans=plans, recommended=recommended, **body)
+        body["rows"] = tuple(_built(CertifiedLoss, values) for values in body["rows"])
+        body["plans"] = tuple(_built(CertifiedPlan, values) for values in body["plans"])
+        body["recommended"] = _built(RankChoice, body["recommended"])
+        certificate = cls(**body)
 
         wanted = backbone if backbone is None or isinstance(backbone, str) else backbone.fingerprint
         if wanted is not None and certificate.backbone != wanted:
@@ -425,12 +361,32 @@ class Certificate:
         Raises:
           CertificateError: a folder that is missing, or cannot be written.
         """
-        return certificate_file.write(path_of(path, "certificate", CertificateError), self.to_json())
+        path = path_of(path, "certificate", CertificateError)
+        try:
+            replace(path, self.to_json().encode())
+        except OSError as error:
+            raise CertificateError(f"{path}: got {error.strerror}; expected a file that can be written") from error
+        return path
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, backbone: str | Backbone | None) -> "Certificate":
         """Reads a file that `write` wrote. Arguments and errors as `from_json`; also if the file is missing."""
-        return cls.from_json(certificate_file.read(path_of(path, "certificate", CertificateError)), backbone=backbone)
+        path = path_of(path, "certificate", CertificateError)
+        try:
+            # O_NONBLOCK, because opening a pipe would wait for a writer.
+            with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+                    found = f"no regular file of at most {MAX_BYTES} bytes"
+                    raise CertificateError(f"{path}: got {found}; expected a certificate")
+                text = file.read(MAX_BYTES)
+        except CertificateError:
+            raise
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            expected = "a certificate, as `python -m evals.certify` makes it"
+            raise CertificateError(f"{path}: got {reason}; expected {expected}") from error
+        return cls.from_json(text, backbone=backbone)
 
     def __repr__(self) -> str:
         return (
@@ -448,43 +404,77 @@ def _neighbours(measured: Sequence[int], wanted: int) -> list[int]:
     return [*below[-1:], *above[:1]]
 
 
-# Checks of values that may come from a stranger's file: exact types (True is no number, 1 no float), finite, bounded.
+# ---------------------------------------------------------------------------------------------------- parsing JSON
 
 
-def _check_integer(value: Any, what: str, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**40:
-        raise CertificateError(f"{what}: got {_shortened(value)}; expected an integer >= {least}")
+def _digest(body: dict[str, Any]) -> str:
+    """Digests a body. Raises CertificateError for a string that UTF-8 cannot encode."""
+    try:
+        text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    except ValueError as error:
+        raise CertificateError(f"certificate: got {error!s:.120}; expected finite numbers and UTF-8 strings") from None
 
 
-def _check_float(value: Any, what: str, least: float, most: float) -> None:
-    if not isinstance(value, float) or not math.isfinite(value) or not least <= value <= most:
-        raise CertificateError(f"{what}: got {_shortened(value)}; expected a finite float from {least:g} to {most:g}")
+def _parsed(text: Any) -> dict[str, Any]:
+    """Returns the body of a certificate's JSON, rows as dictionaries. The digest is checked, the values are not.
+
+    Raises:
+      CertificateError: malformed JSON, another version, or damage.
+    """
+    if not isinstance(text, str | bytes):
+        raise CertificateError(f"certificate: got a {type(text).__name__}; expected JSON")
+    try:
+        saved = strict_json.loads(text)
+    except ValueError as error:
+        raise CertificateError(f"certificate: got {error!s:.120}; expected JSON of Certificate.to_json") from None
+
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+        raise CertificateError(f"certificate: got JSON of {_kind_of(saved)}; expected that of Certificate.to_json")
+    version = saved.get("version")
+    if version != VERSION or type(version) is not int:
+        raise CertificateError(f"certificate.version: got {version!r:.80}; expected {VERSION}")
+    _check_names(saved, ("format", "version", "digest", "certificate"), "certificate")
+    body = saved["certificate"]
+    if not isinstance(body, dict):
+        raise CertificateError(f"certificate: got contents as {_kind_of(body)}; expected an object")
+
+    # The digest was taken over rows as dictionaries; the first row of a table names its columns.
+    for name in _TABLES:
+        what, table = f"certificate.{name}", body.get(name)
+        if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
+            raise CertificateError(f"{what}: got {_kind_of(table)}; expected a list of lists")
+        columns, *rows = table or [[]]
+        if not all(isinstance(column, str) for column in columns) or len(set(columns)) != len(columns):
+            raise CertificateError(f"{what}: got columns {columns!r:.80}; expected distinct names")
+        if any(len(row) != len(columns) for row in rows):
+            raise CertificateError(f"{what}: got rows of unequal lengths; expected {len(columns)} values in each")
+        body[name] = [dict(zip(columns, row, strict=True)) for row in rows]
+
+    if (digest := _digest(body)) != saved["digest"]:
+        raise CertificateError(f"certificate.digest: got {saved['digest']!r:.80}; expected {digest}: it is damaged")
+    return body
 
 
-def _check_ascending(what: str, *numbers: float) -> None:
-    # Ends of an interval are rounded when they are written: equal ones may cross by that much.
-    for low, high in itertools.pairwise(numbers):
-        if low > high + 1e-4 * abs(high):
-            raise CertificateError(f"{what}: got {low} above {high}; expected an interval around its value")
+def _built[Row](make: Callable[..., Row], values: Any) -> Row:
+    """Makes a dataclass or named tuple from a dictionary with exactly its fields.
+
+    Raises:
+      CertificateError: other names, or what the row's own checks refuse.
+    """
+    kind: Any = make
+    names = kind._fields if hasattr(kind, "_fields") else [field.name for field in dataclasses.fields(kind)]
+    if not isinstance(values, dict):
+        raise CertificateError(f"certificate: got a {kind.__name__} as {_kind_of(values)}; expected an object")
+    _check_names(values, names, kind.__name__)
+    return make(**values)
 
 
-def _check_text(value: Any, what: str) -> None:
-    if not isinstance(value, str) or not 1 <= len(value) <= MAX_LETTERS:
-        raise CertificateError(f"{what}: got {_shortened(value)}; expected a string of 1 to {MAX_LETTERS} letters")
+def _check_names(values: dict[str, Any], names: Collection[str], what: str) -> None:
+    """Refuses a dictionary with other keys. Raises CertificateError."""
+    if difference := sorted(set(values) ^ set(names)):
+        raise CertificateError(f"{what}: got {difference!s:.80} missing or unknown; expected {', '.join(names)}")
 
 
-def _check_rows(rows: Any, name: str, kind: type, least: int) -> None:
-    is_sized = isinstance(rows, tuple) and least <= len(rows) <= MAX_ROWS
-    if not is_sized or not all(type(row) is kind for row in rows):
-        raise CertificateError(
-            f"certificate.{name}: got {_shortened(rows)}; expected a tuple of {least} to {MAX_ROWS} {kind.__name__}"
-        )
-
-
-def _shortened(value: Any) -> str:
-    """Describes a value that may be huge."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**62:
-        return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, tuple | list | dict):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"{value!r:.80}"
+def _kind_of(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"

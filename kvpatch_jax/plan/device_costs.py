@@ -117,12 +117,14 @@ class DeviceCosts:
 
     def seconds(self, edits: Iterable[Edit]) -> float:
         """Predicts the duration of edits. Consecutive rotations share one launch."""
+        # Rates are looked up once for a run of edits of one kind: there may be hundreds of rotations.
         total, kind, rates = 0.0, type(None), _FREE
         for edit in edits:
             previous, kind = kind, type(edit)
             if kind is not previous:
                 rates = self.rates(kind.__name__)
 
+            # Edits that move nothing, such as Drop, are not launched.
             flops, nbytes = edit.flops, edit.bytes
             total += rates[1] * flops + rates[2] * nbytes
             if (flops or nbytes) and (kind is not previous or kind is not Rotate):

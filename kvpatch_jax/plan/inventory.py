@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from ..backbone import Backbone
 from ..cache import Antecedent, Chunk, Patch, content_of
@@ -27,15 +27,6 @@ class AvailablePatch(NamedTuple):
     patch: Patch | None = None
 
 
-@runtime_checkable
-class CanonicalIndex(Protocol):
-    """A store that reports whether it has a canonical without reading it, such as `ChunkStore`."""
-
-    def contains(self, id: str, backbone: str, *, lead: str | None = None) -> bool:
-        """Returns whether the canonical is stored or is being written."""
-        ...
-
-
 class PatchInventory:
     """Canonicals and patches of one backbone.
 
@@ -45,6 +36,11 @@ class PatchInventory:
 
     Patches that a store returned are remembered. A miss is looked up again next time, except between `freeze` and
     `thaw`.
+
+    Attributes:
+      backbone: its fingerprint.
+      chunks: the canonicals that are in memory, by id.
+      in_memory: whether anything is in memory, which an executor must be given (`Plan.provide`).
     """
 
     def __init__(self, backbone: str, store: PatchStore | None = None, layout: KVLayout | None = None):
@@ -64,8 +60,8 @@ class PatchInventory:
         self._store = store
         self._layout = layout
         self._lead: str | None = None
-        self._in_memory = False
-        self._chunks: dict[str, Chunk] = {}
+        self.in_memory = False
+        self.chunks: dict[str, Chunk] = {}
         self._contents: dict[str, set[str | None]] = {}
 
         # Three indexes of the same patches: by digest; by the chain digest of what they were formed behind; and those
@@ -104,16 +100,16 @@ class PatchInventory:
             if isinstance(item, Chunk):
                 self._check_backbone(item.backbone, f"chunk {item.id!r:.80}")
                 self._contents.setdefault(item.id, set()).add(content_of(item))
-                self._chunks[item.id] = item
-                self._in_memory = True
+                self.chunks[item.id] = item
+                self.in_memory = True
             elif isinstance(item, Entry):
                 self._contents.setdefault(item.id, set()).add(item.content)
             elif isinstance(item, Patch):
                 self._check_backbone(item.metadata.backbone, f"patch of {item.metadata.chunk!r:.80}")
                 note = PatchNote.of(item)
-                self._index(AvailablePatch(note, "orbit" if note.orbit else "stored", item))
+                self._index(note, patch=item)
             elif isinstance(item, PatchNote):
-                self._index(AvailablePatch(item, "orbit" if item.orbit else "stored"))
+                self._index(item)
             else:
                 raise PlanError(
                     f"inventory.add: got a {type(item).__name__}; expected a Chunk, Patch, PatchNote or Entry"
@@ -126,14 +122,12 @@ class PatchInventory:
           As `update_patch`.
         """
         updated = update_patch(patch, correction)
-        available = AvailablePatch(PatchNote.of(updated), "update", updated)
-        self._index(available)
-        return available
+        return self._index(PatchNote.of(updated), "update", updated)
 
     def forget(self, id: str) -> None:
         """Removes everything that is known of a chunk. Its store is asked again."""
         self._contents.pop(id, None)
-        self._chunks.pop(id, None)
+        self.chunks.pop(id, None)
         self._of_any_chain.pop(id, None)
         self._by_digest.pop(id, None)
         self._by_chain = {key: patches for key, patches in self._by_chain.items() if key[0] != id}
@@ -157,19 +151,12 @@ class PatchInventory:
 
         if self._store is None:
             return False
-        if isinstance(self._store, CanonicalIndex):
-            return self._store.contains(entry.id, self.backbone, lead=self._lead)
+        # A `ChunkStore` knows without reading. Other stores may not.
+        contains = getattr(self._store, "contains", None)
+        if contains is not None:
+            return contains(entry.id, self.backbone, lead=self._lead)
         chunk = stored(self._store, entry.id, self.backbone, self._lead)
         return chunk is not None and (None in (entry.content, chunk.content) or entry.content == chunk.content)
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether anything is in memory, which an executor must be given (`Plan.provide`)."""
-        return self._in_memory
-
-    def chunk(self, id: str) -> Chunk | None:
-        """Returns a canonical that is in memory."""
-        return self._chunks.get(id)
 
     def note(self, id: str, digest: str) -> AvailablePatch | None:
         """Returns a chunk's patch of this digest, if it was added or looked up before."""
@@ -183,10 +170,33 @@ class PatchInventory:
           antecedent: returns them in full. Called only where the digest does not decide, because that is slow.
         """
         patches = self._by_chain.get((entry.id, target), [])
-        if self._of_any_chain.get(entry.id):
-            patches = [*patches, *self._matching_in_full(entry, antecedent())]
+
+        # Patches of any chain are compared in full. Those of this very chain were found by its digest already.
+        chain, full = None, antecedent() if self._of_any_chain.get(entry.id) else None
+        for available in self._of_any_chain.get(entry.id, []):
+            note = available.note
+            assert full is not None
+            # A cheap test first.
+            if len(note.antecedent.members) != len(full.members):
+                continue
+            if note.antecedent.difference(full, note.orbit) is None:
+                chain = chain or chain_digest(self.backbone, full)
+                if chain_of(self.backbone, note) != chain:
+                    patches = [*patches, available]
+
+        # The store's patches for this antecedent, and orbit patches for any order of it.
         if not patches and self._store is not None and (entry.id, target) not in (self._misses or ()):
-            patches = self._look_up(entry, target, antecedent())
+            assert self._layout is not None
+            full = antecedent() if full is None else full
+            query = asked_behind(full, entry.id, entry.content, self._layout, self.backbone, self._lead)
+            stored_patches = [*self._store.get_patches(query)]
+            if full.ids:
+                stored_patches += self._store.get_patches(dataclasses.replace(query, orbit=True))
+            # All notes are made before the first is indexed, because that may refuse a patch.
+            notes = [PatchNote.of(patch) for patch in stored_patches]
+            patches = [self._index(note) for note in notes]
+            if not patches and self._misses is not None:
+                self._misses.add((entry.id, target))
 
         content = entry.content
         return [patch for patch in patches if None in (content, patch.note.content) or patch.note.content == content]
@@ -200,50 +210,16 @@ class PatchInventory:
 
     # ------------------------------------------------------------------------------------------------ internals
 
-    def _index(self, available: AvailablePatch) -> None:
-        note = available.note
+    def _index(self, note: PatchNote, point: Point | None = None, patch: Patch | None = None) -> AvailablePatch:
+        """Enters a patch into the indexes, unless one of its digest is there. Returns it."""
+        available = AvailablePatch(note, point or ("orbit" if note.orbit else "stored"), patch)
         of_chunk = self._by_digest.setdefault(note.chunk, {})
-        if note.digest in of_chunk:
-            return
-
-        of_chunk[note.digest] = available
-        self._in_memory = self._in_memory or available.patch is not None
-        self._by_chain.setdefault((note.chunk, chain_of(self.backbone, note)), []).append(available)
-        if note.orbit or any(member.content is None for member in note.antecedent.members):
-            self._of_any_chain.setdefault(note.chunk, []).append(available)
-
-    def _matching_in_full(self, entry: Entry, antecedent: Antecedent) -> list[AvailablePatch]:
-        """Returns the valid patches of `_of_any_chain` whose own chain is another one."""
-        chain, matches = None, []
-        for available in self._of_any_chain[entry.id]:
-            note = available.note
-            if len(note.antecedent.members) != len(antecedent.members):  # a cheap test first
-                continue
-            if note.antecedent.difference(antecedent, note.orbit) is not None:
-                continue
-
-            # A patch of this very chain was found by its digest already.
-            chain = chain or chain_digest(self.backbone, antecedent)
-            if chain_of(self.backbone, note) != chain:
-                matches.append(available)
-
-        return matches
-
-    def _look_up(self, entry: Entry, target: str, antecedent: Antecedent) -> list[AvailablePatch]:
-        """Returns the store's patches for this antecedent, and orbit patches for any order of it."""
-        assert self._store is not None
-        assert self._layout is not None
-        key = asked_behind(antecedent, entry.id, entry.content, self._layout, self.backbone, self._lead)
-        patches = [*self._store.get_patches(key)]
-        if antecedent.ids:
-            patches += self._store.get_patches(dataclasses.replace(key, orbit=True))
-
-        notes = [PatchNote.of(patch) for patch in patches]
-        available = [AvailablePatch(note, "orbit" if note.orbit else "stored") for note in notes]
-        for patch in available:
-            self._index(patch)
-        if not available and self._misses is not None:
-            self._misses.add((entry.id, target))
+        if note.digest not in of_chunk:
+            of_chunk[note.digest] = available
+            self.in_memory = self.in_memory or patch is not None
+            self._by_chain.setdefault((note.chunk, chain_of(self.backbone, note)), []).append(available)
+            if note.orbit or any(member.content is None for member in note.antecedent.members):
+                self._of_any_chain.setdefault(note.chunk, []).append(available)
         return available
 
     def _check_backbone(self, backbone: str, what: str) -> None:

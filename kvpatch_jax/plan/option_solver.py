@@ -15,7 +15,8 @@ from typing import Literal
 
 import numpy as np
 
-from .certificate import Certificate, Promise
+from .certificate import Certificate
+from .certified_rows import Promise
 from .operating_points import UNKNOWN, Way
 from .serving_options import ServingOption
 
@@ -45,11 +46,6 @@ class CertifiedBounds:
     def kl(self, way: Way, others: int) -> float | None:
         """Returns the bound in nats for an answer with so many other approximate pieces; None without a bound."""
         bounds = self.growing("bound", way)
-        return bounds[others] if others < len(bounds) else None
-
-    def flips(self, way: Way, others: int) -> float | None:
-        """Returns the bound on the share of answers that change, likewise."""
-        bounds = self.growing("flips", way)
         return bounds[others] if others < len(bounds) else None
 
     def growing(self, what: Literal["bound", "flips"], way: Way) -> list[float]:
@@ -135,8 +131,14 @@ class OptionSolver:
           seconds_per_byte: weight of bytes in the cost; infinite: only bytes count.
         """
         # Selections depend on the bounds only through how many pieces each way may be combined with.
-        limits = tuple(self._largest_company(way, kl, flips) for way in self.ways)
-        key = limits, uncertified, seconds_per_byte
+        limits = []
+        for way in self.ways:
+            limit = bisect.bisect_right(self.bounds.growing("bound", way), kl)
+            if flips < 1.0:
+                limit = min(limit, bisect.bisect_right(self.bounds.growing("flips", way), flips))
+            limits.append(min(limit, len(self._places)))
+
+        key = tuple(limits), uncertified, seconds_per_byte
         if key not in self._solved:
             costs = self._bytes if math.isinf(seconds_per_byte) else self._seconds + seconds_per_byte * self._bytes
             if uncertified == "none":
@@ -151,6 +153,7 @@ class OptionSolver:
         self, budget: tuple[float, float], kl: float, flips: float, uncertified: Uncertified = "none"
     ) -> OptionSelection | None:
         """Returns a selection within bounds and a budget of (seconds, bytes); None if none was found."""
+        # The quickest and the smallest selection decide most cases, without a search.
         seconds, nbytes = budget
         quickest = self.cheapest(kl, flips, uncertified)
         if quickest.fits(*budget):
@@ -175,6 +178,7 @@ class OptionSolver:
 
             return best
 
+        # The two ends miss the budget, each in one of its limits; a price in between may meet both.
         for power in range(-15, 1):
             selection = self.cheapest(kl, flips, uncertified, 10.0**power)
             if selection.fits(*budget):
@@ -198,13 +202,6 @@ class OptionSolver:
 
     # ------------------------------------------------------------------------------------------------ internals
 
-    def _largest_company(self, way: Way, kl: float, flips: float) -> int:
-        """Returns how many pieces, this one included, may be approximate together within the bounds."""
-        count = bisect.bisect_right(self.bounds.growing("bound", way), kl)
-        if flips < 1.0:
-            count = min(count, bisect.bisect_right(self.bounds.growing("flips", way), flips))
-        return min(count, len(self._places))
-
     def _cheapest_certified(self, costs: np.ndarray, limits: Sequence[int]) -> np.ndarray:
         """Returns each place's option in the row, the best over all first places and sets of ways behind them."""
         count = len(self._places)
@@ -226,7 +223,12 @@ class OptionSolver:
                 best, best_first, best_limit = totals[at], int(firsts[at]), high
             low = high
 
-        return self._first_least(costs, (self._way < 0) | ((allowed_with >= best_limit) & (self._place >= best_first)))
+        # Of equal options, the first in the row: it is written last.
+        allowed = (self._way < 0) | ((allowed_with >= best_limit) & (self._place >= best_first))
+        at = np.flatnonzero(allowed & (costs == self._least(costs, allowed)[self._place]))[::-1]
+        chosen = np.empty(count, int)
+        chosen[self._place[at]] = at
+        return chosen
 
     def _cheapest_uncertified(self, costs: np.ndarray, limits: Sequence[int], uncertified: Uncertified) -> np.ndarray:
         """Returns each place's cheapest option where nothing is bounded, so that places are independent."""
@@ -235,6 +237,7 @@ class OptionSolver:
             own = range(begin, end)
             allowed = [*own]
             if uncertified == "patches":
+                # What is certified for so many pieces; pieces as they are; and the patch of the largest rank.
                 allowed = [at for at in own if self._way[at] < 0 or limits[self._way[at]] == count]
                 others = [at for at in own if self._way[at] >= 0]
                 allowed += [at for at in others if self._row[at].choice.how == "keep"]
@@ -249,14 +252,6 @@ class OptionSolver:
         """Returns the least cost of each place among the allowed options."""
         return np.minimum.reduceat(np.where(allowed, costs, np.inf), self._begins)
 
-    def _first_least(self, costs: np.ndarray, allowed: np.ndarray) -> np.ndarray:
-        """Returns for each place the first of its cheapest allowed options."""
-        least = self._least(costs, allowed)
-        at = np.flatnonzero(allowed & (costs == least[self._place]))[::-1]
-        chosen = np.empty(len(self._places), int)
-        chosen[self._place[at]] = at  # the last write counts: of equal options, the first in the row
-        return chosen
-
     def _selection(self, chosen: np.ndarray) -> OptionSelection:
         """Returns the selection with its bounds. Pieces without a choice keep their only option."""
         options = [own[0] for own in self.options]
@@ -270,17 +265,14 @@ class OptionSolver:
         following = chosen[approximate[0] :]
         others = int(self._counts_as_other[following].sum()) - 1
         ways = [self.ways[number] for number in set(self._way[following].tolist()) - {-1}]
-        kl = [self.bounds.kl(way, others) for way in ways]
-        flips = [self.bounds.flips(way, others) for way in ways]
-        return OptionSelection(options, _largest(kl), _largest(flips))
+        worst: list[float | None] = []
+        for what in ("bound", "flips"):
+            of_ways = [self.bounds.growing(what, way) for way in ways]
+            certified = all(others < len(bounds) for bounds in of_ways)
+            worst.append(max(bounds[others] for bounds in of_ways) if certified else None)
+        return OptionSelection(options, *worst)
 
 
 def _suffix_sums(costs: np.ndarray) -> np.ndarray:
     """Returns the sums from each place on, and 0 behind the last."""
     return np.append(np.cumsum(costs[::-1])[::-1], 0.0)
-
-
-def _largest(bounds: Sequence[float | None]) -> float | None:
-    """Returns the largest bound, or None if one is missing."""
-    known = [bound for bound in bounds if bound is not None]
-    return max(known) if len(known) == len(bounds) else None

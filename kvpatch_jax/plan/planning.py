@@ -122,6 +122,7 @@ class Plan:
         chunks, tainted = [], False
 
         for piece, option in zip(self.window.pieces, options, strict=True):
+            # An approximate piece is bounded by its own way; exact ones behind it inherit the bound of the whole.
             kl: float | None = 0.0
             if option.way is not None:
                 tainted, kl = True, self._bounds.kl(option.way, others) if others >= 0 else None
@@ -142,7 +143,15 @@ class Plan:
         known, worst = {}, None
         for piece, option in zip(self.window.pieces, self._selection.options, strict=True):
             if option.way is not None:
-                worst = option.way if worst is None else self._worse(worst, option.way)
+                # The worse of two ways has the larger bound; nothing is known of both if one has none.
+                new = self._bounds.kl(option.way, 0)
+                old = new if worst is None else self._bounds.kl(worst, 0)
+                if worst is None:
+                    worst = option.way
+                elif old is None or new is None:
+                    worst = UNKNOWN
+                else:
+                    worst = worst if old >= new else option.way
                 known[piece.state.digest] = option.way
             elif worst is not None and option.inherits:
                 known[piece.state.digest] = worst
@@ -151,17 +160,11 @@ class Plan:
         aside = [piece.aside.digest for piece in self.window.pieces if piece.aside is not None]
         return {**{digest: self._table.known[digest] for digest in aside if digest in self._table.known}, **known}
 
-    def _worse(self, first: Way, second: Way) -> Way:
-        """Returns the way with the larger bound; `UNKNOWN` if one has none."""
-        bounds = self._bounds.kl(first, 0), self._bounds.kl(second, 0)
-        if bounds[0] is None or bounds[1] is None:
-            return UNKNOWN
-        return first if bounds[0] >= bounds[1] else second
-
     def provide(self, executor: Executor) -> None:
         """Gives an executor the canonicals and patches that the edits need and the inventory has in memory."""
+        # What the inventory knows of a store only, the executor fetches by itself.
         for option, piece in zip(self._selection.options, self.window.pieces, strict=True):
-            chunk = self._table.inventory.chunk(piece.id)
+            chunk = self._table.inventory.chunks.get(piece.id)
             if chunk is not None and (option.patch is not None or option.point == "bare"):
                 executor.provide(piece.id, chunk=chunk)
             if option.patch is not None and option.patch.patch is not None:
@@ -205,26 +208,20 @@ class Plan:
         for index, (chunk, option) in enumerate(zip(self.chunks, self._selection.options, strict=True)):
             served = f"{_format_point(option)}, {chunk.fidelity}"
             line = f"  {brief(chunk.id)!r}: {served}, {_format_cost(option)}, KL {_format_bound(chunk.kl)}"
-            refusal = self._refusal(index)
-            lines.append(f"{line} ({refusal})" if refusal else line)
+
+            # Why the quickest option was not chosen, unless that one is as promised.
+            best = min(self._options[index], key=lambda option: option.seconds)
+            if best.seconds < option.seconds and best.way is not None:
+                if best.way == UNKNOWN:
+                    reason = "stale" if best.choice.allow_stale else "nothing says how far it is off"
+                elif self._bounds.kl(best.way, 0) is None:
+                    reason = f"uncertified ({self.beyond})" if self.beyond else "uncertified"
+                else:
+                    reason = "the goal is what the window promises" if self.goal.as_promised else "beyond the goal"
+                line += f" (not {_format_point(best)}: {reason})"
+            lines.append(line)
 
         return "\n".join(lines)
-
-    def _refusal(self, index: int) -> str:
-        """Returns why the quickest option was not chosen; empty if it was, or if it is as promised."""
-        chosen = self._selection.options[index]
-        best = min(self._options[index], key=lambda option: option.seconds)
-        if best.seconds >= chosen.seconds or best.way is None:
-            return ""
-
-        if best.way == UNKNOWN:
-            reason = "stale" if best.choice.allow_stale else "nothing says how far it is off"
-        elif self._bounds.kl(best.way, 0) is None:
-            reason = f"uncertified ({self.beyond})" if self.beyond else "uncertified"
-        else:
-            reason = "the goal is what the window promises" if self.goal.as_promised else "beyond the goal"
-
-        return f"not {_format_point(best)}: {reason}"
 
     def __repr__(self) -> str:
         points = [chunk.point for chunk in self.chunks]
@@ -289,10 +286,17 @@ def plan(
     at_hand = None if executor is None and not stored.in_memory else _at_hand(arranged.window, stored, executor)
     table = OptionTable(arranged, stored, EditPricing(arranged, devices, at_hand), settings)
     promised_only = goal.as_promised and not settings.uncertified
-    beyond = _beyond(certificate, arranged.window)
+
+    # Nothing is certified of a window that exceeds those that were measured.
+    beyond, pieces = None, arranged.window.pieces
+    if certificate is not None and arranged.window.sink_left:
+        beyond = "window whose first tokens have left; certified with them pinned"
+    elif certificate is not None:
+        chunks = [(piece.entry.span, piece.entry.modality) for piece in pieces[arranged.window.lead :]]
+        beyond = certificate.beyond(arranged.window.tokens, chunks)
 
     # Without survivors both promises are the same, and certificates are asked for "forget".
-    has_survivors = any(piece.fidelity == "survivor" for piece in arranged.window.pieces)
+    has_survivors = any(piece.fidelity == "survivor" for piece in pieces)
     promise = arranged.window.promise if has_survivors else "forget"
 
     # If a selection runs a piece again, kept ones behind it have not seen the result, and lose that option. Every round
@@ -346,18 +350,10 @@ def _entries(window: Window, wanted: Any) -> list[Entry]:
     for entry in entries:
         if not isinstance(entry, Entry):
             raise PlanError(f"plan.wanted: got {entry!r:.80}; expected an Entry, such as Entry.of(chunk)")
+
+    # A caller may leave out what cannot leave anyway.
     pinned = [piece.entry for piece in window.pieces[: window.lead]]
     return entries if entries[:1] == pinned[:1] else [*pinned, *entries]
-
-
-def _beyond(certificate: Certificate | None, window: Window) -> str | None:
-    """Returns how a window exceeds those that a certificate was measured on; None if it does not."""
-    if certificate is None:
-        return None
-    if window.sink_left:
-        return "window whose first tokens have left; certified with them pinned"
-    chunks = [(piece.entry.span, piece.entry.modality) for piece in window.pieces[window.lead :]]
-    return certificate.beyond(window.tokens, chunks)
 
 
 def _at_hand(window: Window, inventory: PatchInventory, executor: Executor | None) -> AtHand:
@@ -366,7 +362,7 @@ def _at_hand(window: Window, inventory: PatchInventory, executor: Executor | Non
 
     def at_hand(id: str, digest: str | None) -> bool:
         if digest is None:
-            if inventory.chunk(id) is not None:
+            if inventory.chunks.get(id) is not None:
                 return True
         elif (patch := inventory.note(id, digest)) is not None and patch.patch is not None:
             return True
@@ -374,6 +370,7 @@ def _at_hand(window: Window, inventory: PatchInventory, executor: Executor | Non
         if executor is None:
             return False
 
+        # A canonical of another content under the same id does not serve the piece.
         source = executor.sources[id]
         if digest is not None:
             return digest in source.patches
@@ -389,6 +386,7 @@ def _select(solver: OptionSolver, goal: Goal, uncertified: bool, window: Window)
     Raises:
       CertificateError, PlanError: none does.
     """
+    # Without a bound on KL, any certified loss meets a budget, or a bound on flips. Without any bound, none does.
     bounded = goal.kl is not None or goal.flips is not None
     flips = 1.0 if goal.flips is None else float(goal.flips)
     kl = (INFINITE if bounded or goal.budgeted else 0.0) if goal.kl is None else float(goal.kl)

@@ -129,6 +129,7 @@ class EditPricing:
             placed = _priced(self._copy_bytes * tokens, self._copy_flops * tokens, self._copy)
             self._placed[tokens] = placed
 
+        # A canonical that is not in memory is read from the store first.
         nbytes, flops, seconds = placed
         if set_aside or (self.at_hand is not None and self.at_hand(entry.id, None)):
             return placed
@@ -143,6 +144,7 @@ class EditPricing:
             nbytes, flops = self._copy_bytes * tokens + note.nbytes, (self._copy_flops + note.flops) * tokens
             placed = self._patched[tokens, note.nbytes, note.flops] = _priced(nbytes, flops, self._apply)
 
+        # Base and patch are two objects of a store, each with a launch of its own.
         nbytes, flops, seconds = placed
         at_hand, fetched = self.at_hand, 0
         if note.base == "canonical" and not (at_hand is not None and at_hand(entry.id, None)):
@@ -205,6 +207,7 @@ class OptionTable:
         if entry.kind == "text" or not self.inventory.canonical(entry):
             return None
 
+        # As a canonical that is placed, and a forward of some of its tokens behind all that precedes it.
         count = math.ceil(REPAIRED_PERCENT / 100 * entry.tokens)
         bare = self.pricing.bare(entry)
         again = self.pricing.forward(dataclasses.replace(entry, tokens=count), window.behind(entry.id), again=True)
@@ -220,6 +223,7 @@ class OptionTable:
         Returns:
           Whether any option was withdrawn: then `options` returns others, and the selection must be repeated.
         """
+        # Only a way with a bound counts as having seen what precedes the piece; a bare canonical never has.
         before, pieces = len(self._unseen), self.arranged.window.pieces
         for index, (option, piece) in enumerate(zip(selected, served.pieces, strict=True)):
             bounded = option.choice.how == "keep" and option.way not in (None, UNKNOWN, BARE_WAY)
@@ -237,6 +241,7 @@ class OptionTable:
         if skip_patches or entry.kind == "text":
             return [ServingOption(point, PREFILL, *forward, None, True)]
 
+        # A forward of a chunk that has no valid patch yet lets the former make one.
         patched = self._patched(index, entry)
         unknown_only = all(option.way == UNKNOWN for option in patched)
         if self._options.forming and index and point == "prefill" and unknown_only:
@@ -261,11 +266,18 @@ class OptionTable:
         valid = self.inventory.serving(entry, target, lambda: self._antecedent(index))
         for patch in valid:
             note = patch.note
-            if note.base == "canonical" or (present is not None and self._is_base(patch, present)):
-                nbytes, flops, seconds = self.pricing.patched(entry, patch)
-                way, choice = (patch.point, note.rank), tuple_of(ServingChoice, ("patch", note, False))
-                fields = patch.point, choice, nbytes, flops, seconds, way, False, patch
-                options.append(tuple_of(ServingOption, fields))
+            if note.base != "canonical":
+                # A removal patch is added to the KV of a piece that was conditioned on what is removed.
+                base, state = note.base_antecedent, None if present is None else present.aside or present.state
+                if state is None or base is None or state.kind != "conditioned":
+                    continue
+                if state.behind != chain_digest(self.inventory.backbone, base):
+                    continue
+
+            # Without the checks of a constructor, because a table may have thousands of options.
+            nbytes, flops, seconds = self.pricing.patched(entry, patch)
+            way, choice = (patch.point, note.rank), tuple_of(ServingChoice, ("patch", note, False))
+            options.append(tuple_of(ServingOption, (patch.point, choice, nbytes, flops, seconds, way, False, patch)))
 
         if self._options.allow_stale:
             digests = {patch.note.digest for patch in valid}
@@ -276,13 +288,6 @@ class OptionTable:
                     options.append(ServingOption(patch.point, choice, *cost, UNKNOWN, patch=patch))
 
         return options
-
-    def _is_base(self, patch: AvailablePatch, present: PlacedPiece) -> bool:
-        """Returns whether a piece's conditioned KV is what a removal patch is added to."""
-        base, state = patch.note.base_antecedent, present.aside or present.state
-        if base is None or state.kind != "conditioned":
-            return False
-        return state.behind == chain_digest(self.inventory.backbone, base)
 
     def _antecedent(self, index: int) -> Antecedent:
         window = self.arranged.window

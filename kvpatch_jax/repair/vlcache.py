@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from ..backbone import KV, Backbone
 from ..core import KVLayout, to_engine
 from ..errors import InputError
-from ._common import Repaired, SplicedCache, check_splice, live_tokens, recompute_tokens, untouched
+from .spliced_cache import Repaired, SplicedCache, check_splice, live_tokens, recompute_tokens, untouched
 
 
 def vlcache(backbone: Backbone, splice: SplicedCache, counts: Sequence[int]) -> Repaired:
@@ -32,14 +32,15 @@ def vlcache(backbone: Backbone, splice: SplicedCache, counts: Sequence[int]) -> 
     layers, (_, T) = backbone.layout.layers, splice.slots.shape
     counts = [int(count) for count in counts]
     if len(counts) != layers or any(upper > lower for lower, upper in itertools.pairwise(counts)):
-        raise InputError(f"vlcache: counts {counts}; expected {layers}, none larger than the one below it")
+        raise InputError(f"vlcache.counts: got {counts}; expected {layers}, none larger than the one below it")
     if counts[-1] < 0:
-        raise InputError(f"vlcache: count {counts[-1]}; expected 0 to the chunk's {T} tokens")
+        raise InputError(f"vlcache.counts: got {counts[-1]}; expected 0 to the chunk's {T} tokens")
 
     check_splice(backbone.layout, splice, counts[0])
     if counts[0] == 0:
         return untouched(backbone.layout, splice)
 
+    # The tokens of the lowest layer are computed, and those above write fewer of them: their sets are nested.
     first = (np.arange(T) < np.asarray(counts)[:, None])[:, None]
     chosen = jax.device_put(first) & live_tokens(splice)
     index = jax.device_put(np.broadcast_to(np.arange(counts[0], dtype=np.int32), (splice.slots.shape[0], counts[0])))
@@ -80,10 +81,11 @@ def layer_sensitivity(
     for count in counts:
         check_splice(layout, splice, count)
     if splice.conditioned is None:
-        raise InputError("layer_sensitivity: splice.conditioned is None; expected the chunk's phase-free KV in context")
+        raise InputError("layer_sensitivity.conditioned: got None; expected the chunk's phase-free KV in context")
     if blocks is not None and (blocks < 1 or layout.layers % blocks):
-        raise InputError(f"layer_sensitivity: blocks {blocks}; expected a divisor of {layout.layers} layers")
+        raise InputError(f"layer_sensitivity.blocks: got {blocks}; expected a divisor of {layout.layers} layers")
 
+    # A loss of the blind cache is what a count of 0 has in every row.
     true = to_engine(layout, splice.conditioned, splice.tokens.positions, 0)
     blind = loss(splice.cache)
     losses = np.full((layout.layers // (blocks or 1), len(counts)), blind)
@@ -148,13 +150,12 @@ def layer_counts(
     sensitivity = np.asarray(sensitivity, np.float64)
     ascending = all(small < large for small, large in itertools.pairwise(counts))
     if sensitivity.ndim != 2 or sensitivity.shape[1] != len(counts) or not ascending or min(counts, default=-1) < 0:
-        raise InputError(
-            f"layer_counts: counts {list(counts)}, sensitivity {sensitivity.shape}; expected ascending ones"
-        )
+        found = f"counts {list(counts)}, sensitivity {sensitivity.shape}"
+        raise InputError(f"layer_counts: got {found}; expected ascending counts, one for each column")
     if not np.isfinite(sensitivity).all():
-        raise InputError("layer_counts: a sensitivity that is not finite; expected numbers")
+        raise InputError("layer_counts.sensitivity: got NaN or infinity; expected finite numbers")
     if len(sensitivity) * counts[0] > budget:
-        raise InputError(f"layer_counts: budget {budget}; expected at least {len(sensitivity) * counts[0]}")
+        raise InputError(f"layer_counts.budget: got {budget}; expected at least {len(sensitivity) * counts[0]}")
 
     # least[m, b] is the least sum over the layers from the current one on, with at most counts[m] tokens each and b
     # tokens in all; taken holds the index of the current layer's count. With `spend` a solution always exists: raising

@@ -77,10 +77,8 @@ class AnswerRetrieval:
                     stream.close()
                 # Another seed for each part, which would otherwise repeat the draws of the first.
                 key = None if options.key is None else (options.key + len(ids)) % 2**63
-                rest = options.steps - len(ids)
-                stream = self.pieces.runtime.answer(
-                    self.pieces.window, tokens.tokens, tokens.length, rest, options.sampling, key, options.stop
-                )
+                rest = dataclasses.replace(options, steps=options.steps - len(ids), key=key)
+                stream = rest.start(self.pieces.runtime, self.pieces.window, tokens)
                 self.pieces.counters["questions"] += 1
 
             for _ in range(options.look):
@@ -95,6 +93,7 @@ class AnswerRetrieval:
 
     def _search(self, items: list[Any], ids: list[int], text: str, tokens: EmbeddedInput) -> Sequence[str]:
         """Returns the names that the retriever finds."""
+        # In float32 on the host: a mean of bfloat16 rows would lose the small ones.
         embeddings = np.asarray(tokens.tokens.embeddings[0], np.float32)[: tokens.length]
 
         def hidden(layer: int) -> np.ndarray:
@@ -116,6 +115,7 @@ class AnswerRetrieval:
         branch, linker = self.branch, self.registry.config.linker
         before = len(self.recalled)
         for name in names:
+            # A retriever may find the same chunk again after each part of the answer.
             if name in self.recalled or name in branch:
                 continue
 
@@ -125,9 +125,8 @@ class AnswerRetrieval:
                 with linker.resolve(name) as linked:
                     resource = linked.chunks[0].resource
                     if resource.content is None:
-                        raise SessionError(
-                            f"retriever: got {name!r:.80}, a chunk without its content; expected both in the library"
-                        )
+                        found = f"{name!r:.80}, a chunk without its content"
+                        raise SessionError(f"retriever: got {found}; expected both in the library")
                     branch.add(Text(resource.item) if isinstance(resource.item, str) else resource.item)
             else:
                 raise SessionError(f"retriever: got {name!r:.80}; expected an evicted chunk, of {branch.gone[-8:]}")

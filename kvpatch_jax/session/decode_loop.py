@@ -153,7 +153,10 @@ class DecodeLoop:
             try:
                 self.batch.reserve(request)
             except PoolError as error:
-                if self._never_fits(request):
+                # The answer and its context may be larger than the whole pool. Waiting would be in vain.
+                allocator = self.executor.books.allocator
+                lengths = [request.slots, *(piece.length for piece in self.executor.pieces(request.branch))]
+                if sum(-(-length // allocator.page_size) for length in lengths) > allocator.pages:
                     self._end(request, error)
                 elif time.monotonic() < request.deadline:
                     return
@@ -178,19 +181,15 @@ class DecodeLoop:
 
     def _yields_room(self, request: DecodeRequest) -> bool:
         """Returns whether a thread that came earlier waits for slots, and may get them: from rows, or free ones."""
+        # An edit that has tried in vain since the last release takes nothing; then the question may.
         first = self.room.first
         if first is None or first.number > request.number:
             return False
         return bool(self.batch.rows) or first.tried != self.room.news
 
-    def _never_fits(self, request: DecodeRequest) -> bool:
-        """Returns whether the answer and its context are larger than the whole pool."""
-        allocator = self.executor.books.allocator
-        lengths = [request.slots, *(piece.length for piece in self.executor.pieces(request.branch))]
-        return sum(-(-length // allocator.page_size) for length in lengths) > allocator.pages
-
     def _end(self, request: DecodeRequest, error: BaseException | None) -> None:
         """Releases an answer's slots, and notes that no token follows."""
+        # It is queued, in the batch, or neither while it is admitted.
         if request in self.requests:
             self.requests.remove(request)
             self.door.call()
@@ -248,7 +247,7 @@ class TokenStream:
         if self._request.cancelled:
             return None
 
-        # The loop needs the lock to decode the token.
+        # The loop needs the lock to decode the token. A caller may hold it, several times over.
         lock, depth = self._loop.lock, 0
         if lock.held:
             depth = lock.pause()

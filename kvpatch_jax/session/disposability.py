@@ -12,9 +12,8 @@ from ..errors import SessionError
 from ..sampling import Sampling
 from ..window import Edits, Window, stored
 from .answers import Answer
-from .logit_comparison import compared, served_logits
+from .logit_comparison import compared, served_logits, with_answer
 from .piece_registry import PieceRegistry
-from .question_runner import with_answer
 from .session_input import EmbeddedInput
 
 Verdict = Literal["needed", "canonical", "disposable"]

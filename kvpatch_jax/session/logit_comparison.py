@@ -1,39 +1,35 @@
 """Comparison of logits: an answer as it is served, and the same answer in another context."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from ..backbone import Backbone, Tokens
+from ..errors import InputError
 from ..window import Window
 from .runtime import Runtime
-from .session_input import EmbeddedInput
+from .session_input import EmbeddedInput, embedded
 
 
-class LogitComparison(NamedTuple):
-    """Comparison of two distributions of the next token, at each token of an answer.
+def compared(
+    first: Float[np.ndarray, "n V"], second: Float[np.ndarray, "n V"]
+) -> tuple[Float[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
+    """Compares two distributions of the next token, at each token of an answer.
 
-    Attributes:
-      kl: KL(first ‖ second), in nats.
-      flipped: whether the likeliest token differs.
+    Returns:
+      KL(first ‖ second) in nats, and whether the likeliest token differs.
     """
-
-    kl: Float[np.ndarray, " n"]
-    flipped: Any
-
-
-def compared(first: Float[np.ndarray, "n V"], second: Float[np.ndarray, "n V"]) -> LogitComparison:
-    """Compares logits token by token."""
     log_first, log_second = _log_softmax(first), _log_softmax(second)
     kl = (np.exp(log_first) * (log_first - log_second)).sum(axis=-1)
     # Rounding may leave a tiny negative number.
-    return LogitComparison(np.maximum(kl, 0.0), log_first.argmax(-1) != log_second.argmax(-1))
+    return np.maximum(kl, 0.0), log_first.argmax(-1) != log_second.argmax(-1)
 
 
 def _log_softmax(logits: Float[np.ndarray, "n V"]) -> Float[np.ndarray, "n V"]:
+    # The largest logit becomes 0, so that no exponential overflows.
     shifted = np.asarray(logits, np.float64)
     shifted = shifted - shifted.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
@@ -75,15 +71,8 @@ def prefilled_logits(
       asked, question, places: as of `served_logits`.
       start: of the question.
     """
-    before = sum(piece.length for piece, _ in pieces)
-    prompt = _joined_tokens([*pieces, (asked, start)])
-    out = backbone.prefill(prompt, logits=before + _answer_rows(question, places))
-    return np.asarray(out.logits[0], np.float32)[:places]
-
-
-def _joined_tokens(parts: Sequence[tuple[EmbeddedInput, int]]) -> Tokens:
-    """Returns parts at their starts as one prompt."""
-    # On the host, where a new length compiles nothing.
+    # Joined on the host, where a new length compiles nothing.
+    parts = [*pieces, (asked, start)]
     features = [part.tokens.deepstack for part, _ in parts if part.tokens.deepstack is not None]
     embeddings, positions, deepstack = [], [], []
     for part, start in parts:
@@ -93,10 +82,28 @@ def _joined_tokens(parts: Sequence[tuple[EmbeddedInput, int]]) -> Tokens:
         if own is not None:
             deepstack.append(np.asarray(own)[:, : part.length])
         elif features:
+            # Texts have no features of the vision tower; zeros add nothing.
             deepstack.append(np.zeros((1, part.length, *features[0].shape[2:]), features[0].dtype))
 
-    return Tokens(
+    prompt = Tokens(
         jnp.asarray(np.concatenate(embeddings, axis=1)),
         np.concatenate(positions, axis=1),
         jnp.asarray(np.concatenate(deepstack, axis=1)) if features else None,
     )
+    before = sum(piece.length for piece, _ in pieces)
+    out = backbone.prefill(prompt, logits=before + _answer_rows(question, places))
+    return np.asarray(out.logits[0], np.float32)[:places]
+
+
+def with_answer(
+    backbone: Backbone, items: list[Any], asked: EmbeddedInput, ids: Sequence[int]
+) -> tuple[EmbeddedInput, int]:
+    """Returns a question followed by its answer, and the number of tokens of the answer that can be compared."""
+    if len(ids) <= 1:
+        return asked, len(ids)
+    try:
+        # The last token is chosen, and then read by nothing.
+        return embedded(backbone, items, ids[:-1]), len(ids)
+    except InputError:
+        # The answer has tokens that stand for images, which nobody gave. Only its first token can be compared.
+        return asked, 1

@@ -7,7 +7,7 @@ import functools
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from ..cache import brief, encoded
 from ..errors import DtypeError, InputError, PoolLostError, SessionClosedError, SessionError, ShapeError
@@ -17,7 +17,9 @@ from .runtime import Runtime
 from .session_config import SessionConfig
 from .session_input import EmbeddedInput, SessionInput, embedded, read_input
 from .stats import Counters, Stats
-from .used_names import MOST_NAMES, UsedNames
+
+MOST_NAMES = 1 << 14
+"""How many names are remembered: a few megabytes, however long a session lives."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,19 +42,6 @@ class PieceRecord:
     def nbytes(self) -> int:
         """Bytes kept to bring the piece back."""
         return (0 if self.input is None else self.input.nbytes) + (0 if self.tokens is None else self.tokens.nbytes)
-
-
-@runtime_checkable
-class EncoderStore(Protocol):
-    """A store of outputs of vision towers, such as `ChunkStore`."""
-
-    def get_encoder(self, id: str, backbone: str) -> Any:
-        """Reads a tower's output. Returns None where there is none."""
-        ...
-
-    def put_encoder(self, id: str, backbone: str, output: Any) -> None:
-        """Stores a tower's output."""
-        ...
 
 
 class RuntimeRefCount:
@@ -98,7 +87,8 @@ class PieceRegistry:
       watchers: called with each event, after it has happened.
       records: by the id of the piece, in the window or evicted from it.
       ids: of the pieces in `records`, by name.
-      used_names: names given out last.
+      used_names: names given out last, the oldest first, which callers may have written down: names of forgotten pieces
+        too. The value is the number of the latest copy, if the name is a content's.
       counters: of `Stats`.
     """
 
@@ -112,7 +102,7 @@ class PieceRegistry:
         self.closed = False
         self.records: dict[str, PieceRecord] = {}
         self.ids: dict[str, str] = {}
-        self.used_names = UsedNames(most=MOST_NAMES)
+        self.used_names: dict[str, int] = {}
         self.counters = Counters()
         users.acquire()
 
@@ -128,7 +118,7 @@ class PieceRegistry:
 
         name = f"{self.name}/{window.branch.rpartition('/')[2]}"
         branch = PieceRegistry(name, self.users, window, self.config)
-        branch.ids, branch.used_names = dict(self.ids), self.used_names.copy()
+        branch.ids, branch.used_names = dict(self.ids), dict(self.used_names)
 
         # Records are copied, because each session releases its own tokens. The runtime has the arrays once.
         for id, record in self.records.items():
@@ -176,14 +166,6 @@ class PieceRegistry:
         """Reads a caller's input. Needs no lock."""
         return read_input(self.runtime.backbone, item, int(self.config.largest_image))
 
-    def find_content(self, content: str) -> PieceRecord | None:
-        """Returns the chunk that shows a content: an evicted one, else the last of the window, else None."""
-        record = self.find_evicted(content)
-        if record is None:
-            shown = [piece.entry.id for piece in self.window.pieces if piece.entry.content == content]
-            record = self.records[shown[-1]] if shown else None
-        return record
-
     def find_evicted(self, content: str, name: str | None = None) -> PieceRecord | None:
         """Returns the evicted chunk that shows a content, by this name if one is given, or None."""
         for piece in reversed(self.window.evicted):
@@ -213,12 +195,14 @@ class PieceRegistry:
                 raise SessionError(f"session.id: got {name!r:.80}, the name of another piece; expected a new name")
             return name, piece_id
 
-        name, number = piece_id, self.used_names.copy_number(content)
+        # Copies are counted on from the latest one, not from the first each time.
+        name, number = piece_id, self.used_names.get(content, 1)
         while name in self.used_names or self.knows(name):
             number += 1
             name = f"{content}#{number}"
-
-        self.used_names.set_copy_number(content, number)
+        if number > 1:
+            self.used_names.pop(content, None)
+            self.used_names[content] = number
         return name, piece_id
 
     # ------------------------------------------------------------------------------------------------ pieces
@@ -247,16 +231,22 @@ class PieceRegistry:
             raise
 
         self.records[piece_id], self.ids[name] = record, piece_id
-        self.used_names.add(piece_id, name)
         self.counters["added"] += 1
+        for used in (piece_id, name):
+            # Dictionaries keep the order of insertion, so a name that is used again becomes the latest.
+            self.used_names[used] = self.used_names.pop(used, 1)
+        while len(self.used_names) > MOST_NAMES:
+            del self.used_names[next(iter(self.used_names))]
         self.trim_evicted()
 
     def embed(self, read: SessionInput) -> EmbeddedInput:
         """Embeds an input. The output of the vision tower is read from the store, or computed and stored."""
         backbone: Any = self.runtime.backbone
-        store, former = self.runtime.store, self.runtime.former
-        # The former writes to the store in the background; without it, nothing would be stored.
-        if read.textual or former is None or not isinstance(store, EncoderStore):
+        store: Any = self.runtime.store
+        former = self.runtime.former
+        # The former writes to the store in the background; without it, nothing would be stored. Stores other than
+        # `ChunkStore` need not take outputs of vision towers.
+        if read.textual or former is None or not hasattr(store, "get_encoder") or not hasattr(store, "put_encoder"):
             return embedded(backbone, read.items)
 
         prompt = backbone.prepare(list(read.items))

@@ -11,10 +11,12 @@ from ..backbone import Backbone
 from ..cache import Text, check_text
 from ..errors import InputError, SessionError
 from ..sampling import Sampling, TextPiece, check_steps
+from ..window import Window
 from .answer_retrieval import AnswerRetrieval
 from .answers import Answer, Audit
-from .logit_comparison import compared, prefilled_logits, served_logits
+from .logit_comparison import compared, prefilled_logits, served_logits, with_answer
 from .piece_registry import PieceRegistry
+from .runtime import Runtime, TokenIterator
 from .session_input import EmbeddedInput, embedded
 
 STEPS = 256
@@ -42,6 +44,10 @@ class AnswerOptions:
     audit: bool
     look: int
 
+    def start(self, runtime: Runtime, window: Window, asked: EmbeddedInput) -> TokenIterator:
+        """Starts the answer to an embedded question after a window."""
+        return runtime.answer(window, asked.tokens, asked.length, self.steps, self.sampling, self.key, self.stop)
+
     @classmethod
     def of(
         cls,
@@ -62,6 +68,7 @@ class AnswerOptions:
             if not isinstance(stop, str | int | Iterable):
                 raise InputError(f"stop: got {stop!r:.80}; expected token ids or texts of one token, or None")
 
+            # The backbone checks that ids are in its vocabulary.
             ids = []
             for token in [stop] if isinstance(stop, str | int) else stop:
                 if isinstance(token, str):
@@ -80,6 +87,7 @@ class AnswerOptions:
         if not isinstance(look, int) or isinstance(look, bool) or look < 1:
             raise InputError(f"look: got {look!r:.80}; expected a number of tokens, 1 or more")
 
+        # A drawn seed is kept, so that the caller can repeat the answer.
         key = None
         if sampling.temperature > 0:
             key = secrets.randbits(32) if seed is None else seed
@@ -100,16 +108,14 @@ class QuestionRunner:
             retrieve some, is answered there, after they are placed.
         """
         registry, backbone = self._registry, self._registry.runtime.backbone
+        # Chunks are placed on a branch, so that the session's own window stays as it is.
         parts = self._resolve_references(question)
         if parts is not None or self._config.retriever is not None:
             return self._answer_on_fork(question, parts, options, *fork())
 
         items = self.items(question)
         asked = embedded(backbone, items)
-        stream = registry.runtime.answer(
-            registry.window, asked.tokens, asked.length, options.steps, options.sampling, options.key, options.stop
-        )
-        answer = Answer(stream, options.key)
+        answer = Answer(options.start(registry.runtime, registry.window, asked), options.key)
         registry.counters["questions"] += 1
         if options.audit:
             answer.audit = self._audit(registry, items, asked, answer.ids)
@@ -121,6 +127,7 @@ class QuestionRunner:
         Raises:
           InputError: an empty question, or one of another kind.
         """
+        # Images and token ids are read as `add` reads them; a text may have texts around it.
         if not isinstance(question, str):
             return list(self._registry.read(question).items)
         check_text(question, "question")
@@ -150,6 +157,7 @@ class QuestionRunner:
 
         before, after = self._config.around
         parts: list[tuple[str, Any]] = [("text", before)]
+        # An open link holds the chunks' contents in the library.
         with self._config.linker.link(question) as linked:
             if not linked.chunks:
                 return None
@@ -157,22 +165,18 @@ class QuestionRunner:
                 if isinstance(segment, str):
                     parts.append(("text", segment))
                 elif segment.resource.content is None:
-                    shown = f"{segment.reference!s:.80}"
-                    raise SessionError(
-                        f"question: got {shown}, a chunk without its content; expected both in the library"
-                    )
+                    found = f"{segment.reference!s:.80}, a chunk without its content"
+                    raise SessionError(f"question: got {found}; expected both in the library")
                 else:
                     parts.append((str(segment.reference), segment.resource.item))
 
         parts.append(("text", after))
-
         kept = []
         for name, item in parts:
             if name != "text":
                 kept.append((name, item))
             elif item.strip():
                 kept.append((name, self._text_item(item)))
-
         return kept
 
     def _answer_on_fork(
@@ -183,9 +187,7 @@ class QuestionRunner:
         branch: Any,
         pieces: PieceRegistry,
     ) -> Answer:
-        """Answers a question on a branch of the session, where referenced and retrieved chunks are placed
-        first.
-        """
+        """Answers a question on a branch of the session, where chunks are placed before it."""
         registry, backbone = self._registry, self._registry.runtime.backbone
         recalled: list[str] = []
         try:
@@ -202,15 +204,7 @@ class QuestionRunner:
                 retrieval = AnswerRetrieval(registry, branch, pieces, recalled)
                 stream = retrieval.answer(items, asked, options)
             else:
-                stream = registry.runtime.answer(
-                    pieces.window,
-                    asked.tokens,
-                    asked.length,
-                    options.steps,
-                    options.sampling,
-                    options.key,
-                    options.stop,
-                )
+                stream = options.start(registry.runtime, pieces.window, asked)
 
             # The answer owns the branch, unless an audit needs it once more.
             answer = Answer(stream if options.audit else self._closing(stream, branch, pieces), options.key)
@@ -241,6 +235,7 @@ class QuestionRunner:
 
     def _audit(self, pieces: PieceRegistry, items: list[Any], asked: EmbeddedInput, ids: Sequence[int]) -> Audit:
         """Compares what a window served with a prefill of it, at every token of an answer."""
+        # Both sides read the same tokens: the question, and the answer as it was served.
         runtime, window = pieces.runtime, pieces.window
         whole, places = with_answer(runtime.backbone, items, asked, ids)
         if not places:
@@ -252,16 +247,3 @@ class QuestionRunner:
         pieces.counters["questions"] += 2
         kl, flipped = compared(truth, served)
         return Audit(float(kl.mean()), float(kl[0]), int(np.sum(flipped)), places, window.as_promised)
-
-
-def with_answer(
-    backbone: Backbone, items: list[Any], asked: EmbeddedInput, ids: Sequence[int]
-) -> tuple[EmbeddedInput, int]:
-    """Returns a question followed by its answer, and the number of tokens of the answer that can be compared."""
-    if len(ids) <= 1:
-        return asked, len(ids)
-    try:
-        return embedded(backbone, items, ids[:-1]), len(ids)
-    except InputError:
-        # The answer has tokens that stand for images, which nobody gave. Only its first token can be compared.
-        return asked, 1

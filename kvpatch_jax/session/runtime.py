@@ -24,6 +24,8 @@ FIRST_PAGES = 256
 PAGE_SIZE = 16
 RANK = 16
 """Default rank of patches that are formed in the background."""
+Stops = Sequence[int] | None
+"""Token ids that end an answer; None for the backbone's own."""
 
 
 @runtime_checkable
@@ -92,14 +94,7 @@ class Runtime(Protocol):
         ...
 
     def answer(
-        self,
-        window: Window,
-        tokens: Tokens,
-        length: int,
-        steps: int,
-        sampling: Sampling,
-        key: int | None,
-        stop: Sequence[int] | None,
+        self, window: Window, tokens: Tokens, length: int, steps: int, sampling: Sampling, key: int | None, stop: Stops
     ) -> TokenIterator:
         """Continues a question after a window, token by token. Closing the iterator ends the work.
 
@@ -110,7 +105,7 @@ class Runtime(Protocol):
           tokens, length: the question, at positions from 0, and how many of its tokens count.
           steps: the largest number of tokens.
           key: the seed, for a temperature above 0.
-          stop: token ids that end the answer; None for the backbone's own.
+          stop: token ids that end the answer.
 
         Raises:
           As `Executor.stream`.
@@ -223,14 +218,7 @@ class PrivateRuntime:
             return again
 
     def answer(
-        self,
-        window: Window,
-        tokens: Tokens,
-        length: int,
-        steps: int,
-        sampling: Sampling,
-        key: int | None,
-        stop: Sequence[int] | None,
+        self, window: Window, tokens: Tokens, length: int, steps: int, sampling: Sampling, key: int | None, stop: Stops
     ) -> Generator[TextPiece, None, None]:
         """Implements `Runtime.answer`."""
         with self._lock:

@@ -13,7 +13,7 @@ from ..plan import Plan
 from ..sampling import Sampling
 from ..utils.argument_names import with_our_names
 from ..window import Costs, Fidelity, Kind, PatchStore, Promise, Window
-from . import session_checkpoint
+from . import session_file
 from .answers import Answer
 from .disposability import UNCHANGED, DisposabilityProbe, DisposabilityReport
 from .piece_registry import PieceRegistry, RuntimeRefCount, retry_after_pool_loss
@@ -131,13 +131,6 @@ class Session:
         if former is not None and (self.config.certificate is not None or self.config.uncertified):
             former.form_patches(RANK)
 
-    @classmethod
-    def _of(cls, registry: PieceRegistry, keep: int | None) -> "Session":
-        """Returns a session around a registry that has its pieces."""
-        session = cls.__new__(cls)
-        session._compose(registry, keep)
-        return session
-
     @property
     def keep(self) -> int | None:
         """The number of chunks that stay after the lead. None: all."""
@@ -230,14 +223,15 @@ class Session:
         """
         registry = self._registry
         registry.check_open()
-        read = None
-        if not registry.knows(item):
-            read = registry.read(item)
+        read = None if registry.knows(item) else registry.read(item)
 
         with registry.lock:
             registry.check_open()
             # A content may be in the window and evicted. The evicted piece is meant, for the other needs no recall.
-            record = registry.find(item) if read is None else registry.find_content(read.content)
+            record = registry.find(item) if read is None else registry.find_evicted(read.content)
+            if record is None and read is not None:
+                shown = [piece.id for piece in registry.window.pieces if piece.entry.content == read.content]
+                record = registry.records[shown[-1]] if shown else None
             if record is None:
                 found = brief(item) if isinstance(item, str) else f"a {type(item).__name__}"
                 expected = f"one that left: {registry.list_names(self.gone)}"
@@ -460,7 +454,7 @@ class Session:
         """
         with self._registry.lock:
             self._registry.check_open()
-            session_checkpoint.save(path, self._registry, self.keep, kv)
+            session_file.save(path, self._registry, self.keep, kv)
 
     @classmethod
     def restore(
@@ -488,13 +482,16 @@ class Session:
           SessionError: no session, damage, another version, or a runtime whose pool has another dtype. WindowError: a
           session of another backbone. PoolError: no room. Nothing is held then.
         """
-        return cls._of(*session_checkpoint.restore(path, backbone, store, runtime, branch, options))
+        session = cls.__new__(cls)
+        session._compose(*session_file.restore(path, backbone, store, runtime, branch, options))
+        return session
 
     # -------------------------------------------------------------------------------------------------- inside
 
     def _fork(self, keep: int | None = None) -> "tuple[Session, PieceRegistry]":
         """Returns a session on a branch, without watchers, and its registry."""
         pieces = self._registry.fork()
-        branch = Session._of(pieces, keep)
+        branch = Session.__new__(Session)
+        branch._compose(pieces, keep)
         branch._planner.known = self._planner.known
         return branch, pieces

@@ -1,4 +1,4 @@
-"""The file of a saved session: window, inputs and KV as they are in the pool, in safetensors format.
+"""Saved sessions: window, names, inputs, and KV as it is in the pool, in one file of safetensors format.
 
 A file is written beside its place and moved there in one step, so that a killed process leaves the old file or the new
 one. Whatever is read is checked: a digest over all contents reveals damage, and the pool checks shapes and types.
@@ -15,22 +15,22 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
+from ..backbone import Backbone
 from ..cache import Text
-from ..errors import SessionError
+from ..errors import PoolError, PoolLostError, SessionError, WindowError
 from ..utils.atomic_files import path_of, replace
-from ..window import SIDES, PieceSnapshot
+from ..window import SIDES, PatchStore, PieceSnapshot, Window, placed, taken
+from .piece_registry import PieceRecord, PieceRegistry, RuntimeRefCount
+from .runtime import Runtime
+from .session_config import SessionConfig
+from .session_input import SessionInput
 
 FORMAT, VERSION = "kvpatch session", 1
+SAVED_OPTIONS = ("around", "chat", "uncertified", "largest_image", "memory")
+"""Options in the file."""
+GIVEN_OPTIONS = ("certificate", "goal", "costs", "linker", "retriever", "rank", "pages")
+"""Options that a restore takes, because the file does not have them."""
 Arrays = dict[str, np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SavedPiece:
-    """Piece of a saved session: its name, and its input, or None if that was discarded."""
-
-    id: str
-    name: str
-    items: tuple[Any, ...] | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class SavedSession:
       settings: name, `keep`, and the options that are JSON.
       pool: dtype and page size.
       used: names and ids that were given out last, the oldest first.
-      pieces: in the window or evicted from it.
+      pieces: in the window or evicted from it: id, name, and the items of its input, None if that was discarded.
       kept: snapshots of the window's pieces, in order. None: without KV.
     """
 
@@ -50,53 +50,58 @@ class SavedSession:
     settings: Mapping[str, Any]
     pool: Mapping[str, Any]
     used: tuple[str, ...]
-    pieces: tuple[SavedPiece, ...]
+    pieces: tuple[tuple[str, str, tuple[Any, ...] | None], ...]
     kept: list[PieceSnapshot] | None
 
 
-def write(saved: SavedSession, path: str | os.PathLike[str]) -> None:
+def save(path: str | os.PathLike[str], registry: PieceRegistry, keep: int | None, kv: bool) -> None:
     """Writes a session in place of an existing file, as a whole or not at all.
+
+    Args:
+      kv: whether to include the window's KV.
 
     Raises:
       SessionError: a file that cannot be written.
     """
+    # Snapshots and page size belong together, so they are taken under one lock.
+    executor = registry.runtime.executor
+    with registry.runtime.locked():
+        snapshots = taken(executor, registry.window) if kv else None
+        pool = {"dtype": str(executor.dtype), "page_size": executor.books.allocator.page_size}
+
     arrays: Arrays = {}
-    body: dict[str, Any] = {
-        "window": saved.window,
-        "settings": dict(saved.settings),
-        "pool": dict(saved.pool),
-        "used": list(saved.used),
-        "pieces": [],
-        "kept": None,
-    }
+    pieces, kept = [], None
+    for number, (id, record) in enumerate(registry.records.items()):
+        items: list[dict[str, Any]] = []
+        for place, item in enumerate(() if record.input is None else record.input.items):
+            if isinstance(item, str):
+                items.append({"text": str(item)})
+            elif isinstance(item, list):
+                items.append({"tokens": item})
+            else:
+                arrays[f"item.{number}.{place}"] = item
+                items.append({"image": f"item.{number}.{place}"})
+        pieces.append({"id": id, "name": record.name, "items": None if record.input is None else items})
 
-    for number, piece in enumerate(saved.pieces):
-        items = None
-        if piece.items is not None:
-            items = []
-            for place, item in enumerate(piece.items):
-                if isinstance(item, str):
-                    items.append({"text": str(item)})
-                elif isinstance(item, list):
-                    items.append({"tokens": item})
-                else:
-                    arrays[f"item.{number}.{place}"] = item
-                    items.append({"image": f"item.{number}.{place}"})
+    if snapshots is not None:
+        kept = []
+        for number, snapshot in enumerate(snapshots):
+            arrays[f"local.{number}"] = np.asarray(snapshot.local)
+            rows, aside = {f"kept.{number}": snapshot.rows}, None
+            if snapshot.aside is not None:
+                aside, rows[f"aside.{number}"] = list(snapshot.aside[:3]), snapshot.aside[3]
+            for prefix, sides in rows.items():
+                for side, channels in sides.items():
+                    arrays |= {f"{prefix}.{side}.{channel}": value for channel, value in channels.items()}
+            kept.append({"turns": snapshot.turns, "patch": snapshot.patch, "aside": aside})
 
-        body["pieces"].append({"id": piece.id, "name": piece.name, "items": items})
-
-    if saved.kept is not None:
-        body["kept"] = []
-        for number, kept in enumerate(saved.kept):
-            aside = None
-            arrays[f"local.{number}"] = np.asarray(kept.local)
-            _put_rows(f"kept.{number}", kept.rows, arrays)
-            if kept.aside is not None:
-                aside = list(kept.aside[:3])
-                _put_rows(f"aside.{number}", kept.aside[3], arrays)
-            body["kept"].append({"turns": kept.turns, "patch": kept.patch, "aside": aside})
-
-    text = json.dumps(body)
+    settings = {name: getattr(registry.config, name) for name in SAVED_OPTIONS}
+    settings |= {"keep": keep, "name": registry.name}
+    used = list(registry.used_names)
+    window = registry.window.to_json()
+    text = json.dumps(
+        {"window": window, "settings": settings, "pool": pool, "used": used, "pieces": pieces, "kept": kept}
+    )
     arrays = {name: np.ascontiguousarray(value) for name, value in arrays.items()}
     meta = {"format": FORMAT, "version": str(VERSION), "digest": _digest(text, arrays), "session": text}
     # Not every version of safetensors reads a file without arrays.
@@ -110,7 +115,7 @@ def write(saved: SavedSession, path: str | os.PathLike[str]) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> SavedSession:
-    """Reads a session.
+    """Reads a file that `save` wrote.
 
     Raises:
       SessionError: no such file, no session, another version, or damage.
@@ -139,21 +144,50 @@ def read(path: str | os.PathLike[str]) -> SavedSession:
     if _digest(text, arrays) != meta.get("digest"):
         raise SessionError(f"{found}, which is damaged; expected contents of digest {meta.get('digest')!r:.40}")
 
+    # A foreign program may have written the digest too, so every field may be missing or of another type.
     try:
-        body = json.loads(text)
-        kept = None
-        if body["kept"] is not None:
-            kept = [_read_snapshot(number, fields, arrays) for number, fields in enumerate(body["kept"])]
-        return SavedSession(
-            window=_text(body["window"]),
-            settings=dict(body["settings"]),
-            pool=dict(body["pool"]),
-            used=tuple(_text(name) for name in body["used"]),
-            pieces=tuple(_read_piece(fields, arrays) for fields in body["pieces"]),
-            kept=kept,
-        )
+        return _parsed(json.loads(text), arrays)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise SessionError(f"{found}: {type(error).__name__} {error!s:.200}; expected a session's fields") from error
+
+
+def _parsed(body: Any, arrays: Arrays) -> SavedSession:
+    """Returns the contents of a file. Raises what unexpected fields lead to."""
+    pieces = []
+    for fields in body["pieces"]:
+        items: tuple[Any, ...] | None = None
+        if fields["items"] is not None:
+            items = ()
+            for item in fields["items"]:
+                if "text" in item:
+                    items += (Text(_text(item["text"])),)
+                elif "tokens" in item:
+                    items += ([int(token) for token in item["tokens"]],)
+                else:
+                    items += (arrays[item["image"]],)
+        pieces.append((_text(fields["id"]), _text(fields["name"]), items))
+
+    # Names of arrays are "kept.NUMBER.SIDE.CHANNEL".
+    def rows(prefix: str) -> dict[str, dict[str, np.ndarray]]:
+        sides: dict[str, dict[str, np.ndarray]] = {side: {} for side in SIDES}
+        for name, value in arrays.items():
+            if name.startswith(f"{prefix}."):
+                side, _, channel = name.removeprefix(f"{prefix}.").partition(".")
+                sides[side][channel] = value
+        return sides
+
+    snapshots, listed = list[PieceSnapshot](), list[Any](body["kept"] or [])
+    for number, fields in enumerate(listed):
+        aside = None
+        if fields["aside"] is not None:
+            start, turns, patch = fields["aside"]
+            aside = int(start), int(turns), patch, rows(f"aside.{number}")
+        turns, local = int(fields["turns"]), arrays[f"local.{number}"]
+        snapshots.append(PieceSnapshot(turns, fields["patch"], local, rows(f"kept.{number}"), aside))
+
+    kept = None if body["kept"] is None else snapshots
+    used = tuple(_text(name) for name in body["used"])
+    return SavedSession(_text(body["window"]), dict(body["settings"]), dict(body["pool"]), used, tuple(pieces), kept)
 
 
 def _digest(text: str, arrays: Arrays) -> str:
@@ -165,46 +199,128 @@ def _digest(text: str, arrays: Arrays) -> str:
     return digest.hexdigest()
 
 
-def _put_rows(prefix: str, rows: Mapping[str, Mapping[str, np.ndarray]], arrays: Arrays) -> None:
-    for side, channels in rows.items():
-        for channel, value in channels.items():
-            arrays[f"{prefix}.{side}.{channel}"] = value
-
-
-def _read_rows(prefix: str, arrays: Arrays) -> dict[str, dict[str, np.ndarray]]:
-    rows: dict[str, dict[str, np.ndarray]] = {side: {} for side in SIDES}
-    for name, value in arrays.items():
-        if name.startswith(f"{prefix}."):
-            side, _, channel = name.removeprefix(f"{prefix}.").partition(".")
-            rows[side][channel] = value
-    return rows
-
-
-def _read_piece(fields: Any, arrays: Arrays) -> SavedPiece:
-    items: tuple[Any, ...] | None = None
-    if fields["items"] is not None:
-        items = ()
-        for item in fields["items"]:
-            if "text" in item:
-                items = (*items, Text(_text(item["text"])))
-            elif "tokens" in item:
-                items = (*items, [int(token) for token in item["tokens"]])
-            else:
-                items = (*items, arrays[item["image"]])
-
-    return SavedPiece(_text(fields["id"]), _text(fields["name"]), items)
-
-
-def _read_snapshot(number: int, fields: Any, arrays: Arrays) -> PieceSnapshot:
-    aside = None
-    if fields["aside"] is not None:
-        start, turns, patch = fields["aside"]
-        aside = int(start), int(turns), patch, _read_rows(f"aside.{number}", arrays)
-    rows = _read_rows(f"kept.{number}", arrays)
-    return PieceSnapshot(int(fields["turns"]), fields["patch"], arrays[f"local.{number}"], rows, aside)
-
-
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"a {type(value).__name__} in place of a text")
     return value
+
+
+# ----------------------------------------------------------------------------------------------------- restoring
+
+
+def restore(
+    path: str | os.PathLike[str],
+    backbone: Backbone,
+    store: PatchStore | None,
+    runtime: Runtime | None,
+    branch: str,
+    options: Mapping[str, Any],
+) -> tuple[PieceRegistry, int | None]:
+    """Returns the registry and `keep` of a saved session.
+
+    Args:
+      runtime, branch: where its KV goes. None: a private runtime, with a pool as it was saved.
+      options: those that are not in the file.
+
+    Raises:
+      SessionError: no session, damage, another version, or a runtime whose pool has another dtype. WindowError: a
+      session of another backbone. PoolError: no room. Nothing is held then.
+    """
+    for option in options:
+        if option not in GIVEN_OPTIONS:
+            raise TypeError(f"restore() got an unexpected keyword argument {option!r}")
+
+    saved = read(path)
+    window = Window.from_json(saved.window, backbone=backbone).renamed(branch)
+    # Files of older versions have no "chat".
+    settings = {"chat": False, **saved.settings}
+    _check_settings(settings)
+    saved_options: dict[str, Any] = {name: settings[name] for name in SAVED_OPTIONS}
+    saved_options["around"] = tuple(settings["around"])
+    config = SessionConfig(**options, **saved_options)
+    config.check_backbone(backbone.fingerprint)
+
+    private = runtime is None
+    if runtime is None:
+        dtype, page_size = saved.pool.get("dtype"), saved.pool.get("page_size")
+        whole = isinstance(page_size, int) and 1 <= page_size <= 1 << 20
+        if dtype not in ("float32", "bfloat16", "float16") or not whole:
+            found = f"dtype {dtype!r:.40} and page_size {page_size!r:.40}"
+            raise SessionError(f"session.pool: got {found}; expected what Session.save wrote")
+        config = dataclasses.replace(config, dtype=dtype, page_size=page_size)
+        runtime = config.private_runtime(backbone, store)
+
+    users, empty = RuntimeRefCount(runtime, private), Window.empty(window.costs, branch=branch)
+    registry = PieceRegistry(settings["name"], users, empty, config)
+    try:
+        _restore_pieces(registry, window, saved)
+    except BaseException:
+        registry.release()
+        raise
+
+    return registry, settings.get("keep")
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises SessionError for a saved option that is missing or invalid."""
+
+    def is_count(name: str, least: int) -> bool:
+        value = settings.get(name)
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    around = settings.get("around")
+    pair = isinstance(around, list) and len(around) == 2
+    valid = {
+        "keep": settings.get("keep") is None or is_count("keep", 1),
+        "chat": isinstance(settings["chat"], bool),
+        "around": pair and all(isinstance(text, str) for text in around or ()),
+        "uncertified": isinstance(settings.get("uncertified"), bool),
+        "largest_image": is_count("largest_image", 1),
+        "memory": is_count("memory", 0),
+        "name": isinstance(settings.get("name"), str) and bool(settings["name"]),
+    }
+    for name, right in valid.items():
+        if not right:
+            raise SessionError(f"session.{name}: got {settings.get(name)!r:.80}; expected what Session.save wrote")
+
+
+def _restore_pieces(registry: PieceRegistry, window: Window, saved: SavedSession) -> None:
+    """Restores the records of a saved session, and the KV of its window."""
+    # The file is consistent with its digest, but a foreign program may have written it.
+    entries = {piece.entry.id: piece.entry for piece in (*window.pieces, *window.evicted)}
+    for id, name, items in saved.pieces:
+        if id not in entries:
+            raise SessionError(f"session.pieces: got {id!r:.80}; expected only pieces of the saved window")
+        entry, content = entries[id], None
+        if items is not None:
+            content = SessionInput(items, entry.content or entry.id, entry.kind == "text")
+        registry.records[id], registry.ids[name] = PieceRecord(entry, name, content), id
+
+    if missing := sorted(set(entries) - set(registry.records)):
+        raise SessionError(f"session.pieces: got none for {missing[0]!r:.80}; expected all of the saved window")
+    registry.used_names = dict.fromkeys(saved.used, 1)
+
+    # Without KV, the window is prefilled.
+    if saved.kept is None:
+        window, edits = window.anew()
+        for piece in window.pieces:
+            registry.provide_tokens(registry.records[piece.entry.id])
+        registry.run(window, edits)
+        return
+
+    runtime = registry.runtime
+    with runtime.locked():
+        try:
+            placed(runtime.executor, window, saved.kept)
+        except PoolLostError:
+            raise
+        except PoolError:
+            # Runtimes outside of this library need not have `make_room`.
+            make_room = getattr(runtime, "make_room", None)
+            if make_room is None or not make_room(window):
+                raise
+            placed(runtime.executor, window, saved.kept)
+        except WindowError as error:
+            raise SessionError(f"session: {error}") from error
+
+    registry.window = window

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -186,25 +186,23 @@ class SharedRuntime:
         """Waits until a window without KV fits into the pool. Returns False if it does not within the timeout."""
         with self.locked():
             self.check_open()
-            queue, deadline = self.decode_loop.room, time.monotonic() + self.timeout
-            pages = self._pages(window)
+            pages, deadline = self._pages(window), time.monotonic() + self.timeout
             if pages > self.executor.books.allocator.pages:
                 return False
 
-            ticket = queue.enter()
-            # `_wait` releases the lock, so that others can release pages meanwhile.
+            def is_free() -> bool:
+                return self.executor.books.allocator.free_pages >= pages
+
             try:
-                while queue.first is not ticket or self.executor.books.allocator.free_pages < pages:
-                    self._wait(queue, ticket, deadline, f"room for {window.tokens} tokens")
+                self._wait_until(is_free, self.decode_loop.room, deadline, f"room for {window.tokens} tokens")
             except SessionBusyError:
                 return False
-            finally:
-                queue.leave(ticket)
         return True
 
     def release(self, branch: str) -> None:
         """Implements `Runtime.release`. Ends the answers after this branch."""
         with self.locked():
+            # Before its KV is released, which the answers share.
             closed = SessionClosedError(f"answer: got branch {branch!r}, which was released; expected an open session")
             self.decode_loop.drop(closed, branch)
             self.executor.release(branch)
@@ -217,6 +215,7 @@ class SharedRuntime:
         Raises:
           PoolLostError.
         """
+        # A forward outside of `run`, such as that of an audit, may have lost the pool.
         if self.executor.lost:
             self._renew_pool(None)
         branch = window.branch
@@ -228,6 +227,7 @@ class SharedRuntime:
 
     def _renew_pool(self, error: BaseException | None) -> None:
         """Allocates a lost pool again. All answers end, and every session finds its window lost at its next call."""
+        # Marked with the number of the lost pool, so that the next call finds their KV lost.
         for branch in self.executor.books.branches:
             # Branches of answers have "//" in their names.
             if "//" not in branch:
@@ -297,6 +297,15 @@ class SharedRuntime:
             raise
         self.check_open()
 
+    def _wait_until(self, ready: Callable[[], bool], queue: WaitQueue, deadline: float, operation: str) -> None:
+        """Waits in a queue until this thread is the first and `ready` holds. The lock is released meanwhile."""
+        ticket = queue.enter()
+        try:
+            while queue.first is not ticket or not ready():
+                self._wait(queue, ticket, deadline, operation)
+        finally:
+            queue.leave(ticket)
+
     def _pages(self, window: Window) -> int:
         """Returns the pages of a window whose pieces share none."""
         size = self.executor.books.allocator.page_size
@@ -321,6 +330,7 @@ class SharedRuntime:
           than the branch has. SessionBusyError, also from the iterator: too many questions wait, or no room, within the
           timeout. PoolLostError, SessionClosedError: as `run`, also from the iterator.
         """
+        # All checks that need no lock; afterwards the question is queued, or nothing has changed.
         check_steps(steps)
         backbone: Any = self.backbone
         draws, stops = backbone.answer_choices(sampling, key, stop)
@@ -331,14 +341,12 @@ class SharedRuntime:
             self.check_open()
             self._check_pool(window)
 
-            # Waits until fewer questions are queued than may be.
-            if len(loop.requests) >= self.waiting or door.first is not None:
-                ticket = door.enter()
-                try:
-                    while door.first is not ticket or len(loop.requests) >= self.waiting:
-                        self._wait(door, ticket, deadline, f"a place among {self.waiting} questions that wait")
-                finally:
-                    door.leave(ticket)
+            def has_place() -> bool:
+                return len(loop.requests) < self.waiting
+
+            # Threads that came earlier go first.
+            if not has_place() or door.first is not None:
+                self._wait_until(has_place, door, deadline, f"a place among {self.waiting} questions that wait")
                 # Waiting releases the lock, so the pool may have been lost meanwhile.
                 self._check_pool(window)
 
@@ -390,6 +398,7 @@ def growth(window: Window, edits: Sequence[Edit]) -> int:
             return window.pieces[places[id]].entry.tokens
         return evicted[id].entry.tokens if id in evicted else 0
 
+    # All other edits work in place, or share slots.
     for edit in edits:
         if isinstance(edit, Drop):
             tokens -= size(edit.id)

@@ -4,11 +4,10 @@ A `Window` holds entries at their places and how each of them is served, no arra
 and edits with exact costs, which `PagedExecutor` runs on a paged pool.
 """
 
-from .costs import Costs
+from .costs import CostEntry, Costs, Ledger
 from .edits import ApplyPatch, Compact, Copy, Drop, Edit, Edits, Fetch, Prefill, Recompute, Rotate
 from .entry import Entry, PatchNote, PieceState, PlacedPiece
 from .executor import PagedExecutor
-from .ledger import CostEntry, Ledger
 from .patch_former import FormerStats, PatchFormer
 from .window import Window
 
@@ -38,6 +37,7 @@ __all__ = [
 
 # For other packages of the library, and for evaluations.
 from .costs import ROTATION as ROTATION
+from .costs import CostMeter as CostMeter
 from .costs import adding_flops as adding_flops
 from .edit_plan import ResolvedEdit as ResolvedEdit
 from .edit_plan import check_pieces as check_pieces
@@ -51,7 +51,6 @@ from .kv_snapshot import SIDES as SIDES
 from .kv_snapshot import PieceSnapshot as PieceSnapshot
 from .kv_snapshot import placed as placed
 from .kv_snapshot import taken as taken
-from .ledger import CostMeter as CostMeter
 from .patch_former import Executor as Executor
 from .provenance_chain import chain_digest as chain_digest
 from .provenance_chain import chain_of as chain_of

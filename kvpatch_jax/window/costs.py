@@ -1,15 +1,23 @@
-"""Costs of edits on one backbone: exact bytes and FLOPs from a few static numbers, serialisable."""
+"""Costs of edits on one backbone: `Costs` computes them before anything runs, a `Ledger` has what was executed.
+
+Both are exact, in bytes and FLOPs, and neither is computed from the other: an executor's `CostMeter` counts the arrays
+that moved and the tokens that ran.
+"""
 
 import dataclasses
 import functools
+import operator
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from ..backbone import Backbone, ForwardCosts, seen_pairs
 from ..cache import Patch, fingerprint_of
+from ..core import AnyArray, KVLayout
 
 ROTATION = 3
 """FLOPs per rotated number: two products and a sum."""
@@ -17,6 +25,7 @@ ROTATION = 3
 
 def adding_flops(patch: Patch) -> int:
     """Returns FLOPs per token of multiplying a patch's factors and adding them."""
+    # Two for each rank and feature (multiply and add), over the patch's own layers.
     metadata, flops = patch.metadata, 0
     for name in patch.factors:
         # A dense correction is only added.
@@ -32,7 +41,8 @@ class Costs:
     Attributes:
       backbone: its fingerprint.
       layers: of the decoder.
-      kv_bytes: of one token's KV, all layers and channels. turning_bytes: of the channels that rotate.
+      kv_bytes: of one token's KV, all layers and channels.
+      turning_bytes: of the channels that rotate.
       rotary: numbers of one token's KV, all layers, that a rotation changes.
       forward: FLOPs of forwards.
     """
@@ -65,15 +75,13 @@ class Costs:
 
     def prefill(self, tokens: int, behind: int, start_layer: int = 0, logits: int = 0) -> dict[str, int]:
         """Returns costs of a forward behind `behind` other tokens: KV read and written, FLOPs of matrix products."""
-        flops = self.run(tokens, behind) if start_layer == 0 else self.forward.flops(tokens, behind, start_layer)
-        flops += logits * self.forward.logit
-
         # From a higher layer only the layers above are read and written.
         own = self.kv_bytes * (self.layers - start_layer) // self.layers
-        return {"bytes": own * (tokens + behind), "flops": flops}
+        flops = self.forward.flops(tokens, behind, start_layer) if start_layer else self.run(tokens, behind)
+        return {"bytes": own * (tokens + behind), "flops": flops + logits * self.forward.logit}
 
     def run(self, tokens: int, behind: int) -> int:
-        """Returns FLOPs of a forward through all layers, as `ForwardCosts.flops`, from sums that are computed once."""
+        """Returns FLOPs of a forward through all layers: those of `ForwardCosts.flops`, faster for many pieces."""
         token_flops, pairs = self._sums
         flops = token_flops * tokens
         for window, pair in pairs:
@@ -109,6 +117,7 @@ class Costs:
 
     def patch(self, tokens: int, patch_bytes: int, patch_flops: int) -> dict[str, int]:
         """Returns costs of placing phase-free KV with a patch: as `copy`, and factors read, multiplied and added."""
+        # One pass over the KV: only the factors are read in addition.
         placing = self.copy(tokens)
         return {"bytes": placing["bytes"] + patch_bytes, "flops": placing["flops"] + patch_flops * tokens}
 
@@ -118,8 +127,189 @@ class Costs:
 
     def compact(self, tokens: int) -> dict[str, int]:
         """Returns costs of moving tokens to other slots, all of them at most."""
+        # An upper bound: which slots move depends on the pool, which the window does not know.
         return {"bytes": 2 * self.kv_bytes * tokens}
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the numbers as JSON has them."""
         return dataclasses.asdict(self) | {"forward": self.forward._asdict()}
+
+
+@dataclasses.dataclass(frozen=True)
+class CostEntry:
+    """What was executed of one kind.
+
+    Attributes:
+      launches: programs started that move or compute KV.
+      bytes, flops: of the tokens that count, in the units of the edits' own numbers.
+      padded_bytes, padded_flops: including the padding of buckets.
+    """
+
+    launches: int = 0
+    bytes: int = 0
+    flops: int = 0
+    padded_bytes: int = 0
+    padded_flops: int = 0
+
+    def __add__(self, other: "CostEntry") -> "CostEntry":
+        own, added = vars(self).values(), vars(other).values()
+        return CostEntry(*map(operator.add, own, added))
+
+    def __sub__(self, other: "CostEntry") -> "CostEntry":
+        own, left_out = vars(self).values(), vars(other).values()
+        return CostEntry(*map(operator.sub, own, left_out))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger(Mapping[str, CostEntry]):
+    """Costs by kind of edit, and of what is done besides edits ("question", "undo"). An immutable value.
+
+    `after - before` is what happened between two ledgers.
+    """
+
+    kinds: tuple[tuple[str, CostEntry], ...] = ()
+
+    def __getitem__(self, kind: str) -> CostEntry:
+        return dict(self.kinds)[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict(self.kinds))
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def of(self, kind: str) -> CostEntry:
+        """Returns the costs of a kind, zeros if nothing of it was done."""
+        return dict(self.kinds).get(kind, CostEntry())
+
+    def __sub__(self, earlier: "Ledger") -> "Ledger":
+        # Kinds in which nothing happened are left out.
+        old, zero = dict(earlier.kinds), CostEntry()
+        left = []
+        for kind, entry in self.kinds:
+            before = old.get(kind, zero)
+            # Kinds that were left alone are the same objects, and there may be many of them.
+            if before is not entry and (change := entry - before) != zero:
+                left.append((kind, change))
+        return Ledger(tuple(left))
+
+    @property
+    def total(self) -> CostEntry:
+        """Costs of all kinds together."""
+        return sum((entry for _, entry in self.kinds), CostEntry())
+
+
+def row_bytes(vectors: Mapping[str, Float[AnyArray, "..."]], layout: KVLayout, rotating: bool = False) -> int:
+    """Returns bytes of one slot, all layers, without padding of lanes.
+
+    Args:
+      rotating: counts only the channels that carry phase.
+    """
+    total = 0
+    for channel in layout.channels:
+        if channel.name in vectors and (channel.rotates or not rotating):
+            value = vectors[channel.name]
+            total += channel.features * value.shape[0] * value.dtype.itemsize
+    return total
+
+
+class CostMeter:
+    """Counter of what an executor does.
+
+    In its methods `vectors` are arrays of the pool, or of a piece, [L, …] by channel; `tokens` count, `size` includes
+    padding; pairs are numbers without padding and with it.
+
+    Attributes:
+      ledger: everything counted so far.
+    """
+
+    def __init__(self, backbone: Backbone):
+        self._backbone, self._layout = backbone, backbone.layout
+        self.ledger = Ledger()
+
+        # FLOPs of rotating one token's keys.
+        numbers = sum(channel.heads * channel.rotary for channel in self._layout.channels)
+        self._rotation = ROTATION * numbers * self._layout.layers
+
+    def placed(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int) -> None:
+        """Counts phase-free KV that was read, rotated and written."""
+        nbytes, flops = 2 * row_bytes(vectors, self._layout), self._rotation
+        self._add(kind, CostEntry(1, nbytes * tokens, flops * tokens, nbytes * size, flops * size))
+
+    def patched(self, kind: str, patch: Patch, nbytes: int, tokens: int, size: int) -> None:
+        """Counts factors that were read, multiplied and added, in the launch that placed what they are added to.
+
+        Args:
+          patch: as it was run, padded.
+          nbytes: of the patch without padding.
+        """
+        flops = adding_flops(patch)
+        self._add(kind, CostEntry(0, nbytes, flops * tokens, patch.nbytes, flops * size))
+
+    def rotated(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int) -> None:
+        """Counts keys that were read, rotated and written; the other channels stay."""
+        nbytes, flops = 2 * row_bytes(vectors, self._layout, rotating=True), self._rotation
+        self._add(kind, CostEntry(1, nbytes * tokens, flops * tokens, nbytes * size, flops * size))
+
+    def moved(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int, times: int = 2) -> None:
+        """Counts vectors that were read and written unchanged; `times` 1: only one of the two."""
+        nbytes = times * row_bytes(vectors, self._layout)
+        self._add(kind, CostEntry(1, nbytes * tokens, 0, nbytes * size, 0))
+
+    def ran(
+        self,
+        kind: str,
+        vectors: Mapping[str, AnyArray],
+        tokens: tuple[int, int],
+        keys: tuple[int, int],
+        start_layer: int = 0,
+    ) -> None:
+        """Counts a forward of `tokens` behind `keys`, both pairs, and the launch that wrote its KV."""
+        forward, layers = self._backbone.forward_costs, self._layout.layers
+        token_bytes = row_bytes(vectors, self._layout) * (layers - start_layer) // layers
+
+        nbytes, flops = [], []
+        for token_count, key_count in zip(tokens, keys, strict=True):
+            nbytes.append(token_bytes * (token_count + key_count))
+            flops.append(forward.flops(token_count, key_count, start_layer))
+
+        self._add(kind, CostEntry(2, nbytes[0], flops[0], nbytes[1], flops[1]))
+        self._add("logits", CostEntry(0, 0, forward.logit, 0, forward.logit))
+
+    def ran_fused(self, vectors: Mapping[str, AnyArray], tokens: tuple[int, int, int], keys: tuple[int, int]) -> None:
+        """Counts a forward of a piece followed by a question whose KV is not kept, and the launch that wrote the piece.
+
+        Args:
+          tokens: of the piece, of the question, and of both with padding.
+          keys: that preceded the piece, a pair; they are read once for both.
+        """
+        forward, token_bytes = self._backbone.forward_costs, row_bytes(vectors, self._layout)
+        own, question, size = tokens
+        before, padded = keys
+        question_flops = [forward.flops(question, behind + own) + forward.logit for behind in keys]
+
+        # The padded forward ran once; what is not the question's share is the piece's.
+        rest = forward.flops(size, padded) + forward.logit - question_flops[1]
+        nbytes, padded_bytes = token_bytes * (own + before), token_bytes * (size + padded)
+        self._add("Prefill", CostEntry(2, nbytes, forward.flops(own, before), padded_bytes, rest))
+        self._add("question", CostEntry(0, 0, question_flops[0], 0, question_flops[1]))
+
+    def asked(
+        self, vectors: Mapping[str, AnyArray], tokens: tuple[int, int], keys: tuple[int, int], logits: int
+    ) -> None:
+        """Counts a forward of tokens whose KV is not counted as a piece's: a question, or decoded tokens."""
+        forward, token_bytes = self._backbone.forward_costs, row_bytes(vectors, self._layout)
+
+        # Only the keys in front are read: what the tokens themselves write is not kept, or counted when it is adopted.
+        flops = [forward.flops(run, behind) + logits * forward.logit for run, behind in zip(tokens, keys, strict=True)]
+        self._add("question", CostEntry(1, token_bytes * keys[0], flops[0], token_bytes * keys[1], flops[1]))
+
+    def fetched(self, nbytes: int) -> None:
+        """Counts what a store returned."""
+        self._add("Fetch", CostEntry(0, nbytes, 0, nbytes, 0))
+
+    def _add(self, kind: str, entry: CostEntry) -> None:
+        # A new value each time, because other threads may read the ledger at any moment.
+        kinds = dict(self.ledger.kinds)
+        kinds[kind] = kinds[kind] + entry if kind in kinds else entry
+        self.ledger = Ledger(tuple(kinds.items()))

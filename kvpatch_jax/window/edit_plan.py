@@ -1,7 +1,6 @@
 """Plan of one run: the launches that edits become, and the slot table after them.
 
-Everything that can be refused is refused here, on a copy of the slot table, before anything is written. `edit_run`
-executes the launches.
+Everything that can be refused is refused here, on a copy of the slot table. `edit_run` executes the launches.
 """
 
 import dataclasses
@@ -24,15 +23,14 @@ from .slot_table import ResidentPiece, SlotTable, StashedKV
 from .sources import PatchStore, PieceSources
 from .window import Window
 
-# --------------------------------------------------------------------------------------------------- reading edits
-
 
 class ResolvedEdit(NamedTuple):
     """An edit, and what the edits after it and the window say of its piece.
 
     Attributes:
       piece: as it will be in the window, None if it leaves.
-      following: the next edit that rotates or drops the piece. restored: whether a later edit restores its KV.
+      following: the next edit that rotates or drops the piece.
+      restored: whether a later edit restores its KV.
     """
 
     edit: Edit
@@ -51,9 +49,9 @@ class ResolvedEdit(NamedTuple):
             return self.following.old
         if self.following is not None:
             id = brief(self.following.id)
-            raise WindowError(f"executor: {id!r} is placed and dropped by the same edits; expected two runs")
+            raise WindowError(f"executor: got edits that place and drop {id!r}; expected two runs")
         if self.piece is None:
-            raise WindowError(f"executor: {self.edit!r:.200} places what is not in the window; expected a piece of it")
+            raise WindowError(f"executor: got {self.edit!r:.200}; expected an edit of a piece of the window")
         return self.piece.start
 
     @property
@@ -70,19 +68,20 @@ class ResolvedEdit(NamedTuple):
 
 def resolve_edits(window: Window, edits: Sequence[Edit]) -> list[ResolvedEdit]:
     """Looks ahead from every edit, in one pass from the end."""
+    pieces = {piece.entry.id: piece for piece in window.pieces}
     following: dict[str, Rotate | Drop] = {}
     restored: set[str] = set()
-    pieces, found = {piece.entry.id: piece for piece in window.pieces}, []
+    resolved = []
 
     for edit in reversed(edits):
-        id = getattr(edit, "id", "")
-        found.append(ResolvedEdit(edit, pieces.get(id), following.get(id), id in restored))
+        id = getattr(edit, "id", "")  # a compaction is of no piece
+        resolved.append(ResolvedEdit(edit, pieces.get(id), following.get(id), id in restored))
         if isinstance(edit, Rotate | Drop):
             following[id] = edit
         elif isinstance(edit, Copy) and edit.source == "conditioned":
             restored.add(id)
 
-    return found[::-1]
+    return resolved[::-1]
 
 
 def check_pieces(pieces: Iterable[Any], window: Window) -> None:
@@ -93,24 +92,24 @@ def check_pieces(pieces: Iterable[Any], window: Window) -> None:
     """
     held = [(piece.id, piece.start, piece.length) for piece in pieces]
     wanted = [(piece.entry.id, piece.start, piece.entry.tokens) for piece in window.pieces]
+    if held == wanted:
+        return
+
     # None ends the shorter list, so that one piece too many or too few differs as well.
-    for own, expected in zip([*held, None], [*wanted, None], strict=False):
-        if own != expected:
-            shown = []
-            for piece in (own, expected):
-                described = piece and f"{brief(piece[0])!r} at {piece[1]} of {piece[2]} tokens"
-                shown.append(described or "nothing more")
-            raise WindowError(
-                f"executor: branch {window.branch!r} holds {shown[0]}; expected {shown[1]}, as the window says (every "
-                "operation's edits are run, once, in their order)"
-            )
+    pairs = zip([*held, None], [*wanted, None], strict=False)
+    shown = []
+    for piece in next(pair for pair in pairs if pair[0] != pair[1]):
+        shown.append(f"{brief(piece[0])!r} at {piece[1]} of {piece[2]} tokens" if piece else "nothing more")
+    raise WindowError(
+        f"executor: got {shown[0]} in branch {window.branch!r}; expected {shown[1]}, as the window says (run the edits "
+        "of every operation once, in their order)"
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- launches
+# Launches hold arrays, which do not compare: they are told apart by identity.
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ForwardLaunch:
+class ForwardLaunch(NamedTuple):
     """Forward of a piece behind those in front of it, and the launch that writes its KV, from a layer up."""
 
     kind: str
@@ -120,13 +119,13 @@ class ForwardLaunch:
     start_layer: int = 0
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PlaceLaunch:
+class PlaceLaunch(NamedTuple):
     """Placement of a canonical, or of the conditioned KV of `base`, with a patch or without.
 
     Attributes:
       placed: chunk and patch, padded; where there is a `base` its KV only tells the number of tokens.
       patch_bytes: of the patch without padding.
+      stashed: whose vectors are copied to `piece.stash` before they are overwritten, if any.
     """
 
     kind: str
@@ -134,18 +133,17 @@ class PlaceLaunch:
     placed: Placed
     patch_bytes: int
     base: ResidentPiece | None
+    stashed: ResidentPiece | None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class RotateLaunch:
+class RotateLaunch(NamedTuple):
     """Rotation of pieces; `whole`: into slots of their own, the other channels too."""
 
     moves: Sequence[KeyRotation]
     whole: bool
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class CopyLaunch:
+class CopyLaunch(NamedTuple):
     """Copy of vectors between slots, as they are."""
 
     kind: str
@@ -153,16 +151,7 @@ class CopyLaunch:
     new: Int[np.ndarray, " N"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class StashLaunch:
-    """Copy of a piece's vectors out of the pool, before they are overwritten."""
-
-    piece: ResidentPiece
-    stash: StashedKV
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class RestoreLaunch:
+class RestoreLaunch(NamedTuple):
     """Copy of stashed vectors back into the pool; they rotate if the piece moved meanwhile.
 
     `counted` is False within a placement, which counts what it writes.
@@ -173,42 +162,45 @@ class RestoreLaunch:
     counted: bool
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class AdoptLaunch:
+class AdoptLaunch(NamedTuple):
     """Write of the phase-free source of a decoded answer that becomes a piece."""
 
     piece: ResidentPiece
 
 
-Launch = ForwardLaunch | PlaceLaunch | RotateLaunch | CopyLaunch | StashLaunch | RestoreLaunch | AdoptLaunch
-
-# --------------------------------------------------------------------------------------------------------- the plan
+Launch = ForwardLaunch | PlaceLaunch | RotateLaunch | CopyLaunch | RestoreLaunch | AdoptLaunch
 
 
+@dataclasses.dataclass(eq=False)
 class EditPlan:
     """Launches that lead a branch to a window, and the slot table after them.
 
     Attributes:
-      window: after the edits. table: a copy, changed as the edits say. launches: in their order.
+      window: after the edits.
+      table: a copy, changed as the edits say.
+      sources: inputs of pieces.
+      pool: what the launches will run on; only looked at here.
+      launches: in their order.
     """
 
-    def __init__(self, window: Window, table: SlotTable, sources: PieceSources, pool: PagedPool):
-        """Starts a plan without launches."""
-        self.window, self.branch = window, window.branch
-        self.table, self.launches = table, list[Launch]()
-        self._sources, self._pool, self._rope = sources, pool, pool.layout.rope
+    window: Window
+    table: SlotTable
+    sources: PieceSources
+    pool: PagedPool
+    launches: list[Launch] = dataclasses.field(default_factory=list)
 
     def add(self, edits: Sequence[Edit], current: tuple[PlacedPiece, ...], store: PatchStore | None) -> None:
         """Plans edits, in their order.
 
         Args:
-          current: pieces of the window whose edits the branch ran last. store: where `Fetch` reads.
+          current: pieces of the window whose edits the branch ran last.
+          store: where `Fetch` reads.
 
         Raises:
           As `PagedExecutor.run`.
         """
         # An adopted answer is in place already, and its one edit changes nothing else.
-        if not self._adopt(edits, current):
+        if self.window.branch not in self.table.answers or not self._adopt(edits, current):
             rotations: dict[str, Rotate] = {}
             for resolved in resolve_edits(self.window, edits):
                 edit = resolved.edit
@@ -230,21 +222,41 @@ class EditPlan:
                 if branch not in self.table.joined:
                     self.table.release(branch)
                     self.table.joined.add(branch)
-        check_pieces(self.table.ordered(self.branch), self.window)
+
+        check_pieces(self.table.ordered(self.window.branch), self.window)
+
+    def _adopt(self, edits: Sequence[Edit], current: tuple[PlacedPiece, ...]) -> bool:
+        """Makes the answer decoded behind the window the piece that these edits would prefill, if it is that piece;
+        otherwise discards it. Returns whether the edits are planned so.
+        """
+        # It is that piece if it was decoded at this place, in this length and behind the very pieces that are there.
+        answer, edit = self.table.answers[self.window.branch], edits[0] if len(edits) == 1 else None
+        if isinstance(edit, Prefill) and edit.id == answer.piece.id and edit.id in self.window:
+            wanted = self.window.piece(edit.id)
+            same = (wanted.start, wanted.entry.tokens) == (answer.piece.start, answer.piece.length)
+            if same and answer.behind == self.window.pieces[:-1] == current:
+                del self.table.answers[self.window.branch]
+                self.table.put(self.window.branch, dataclasses.replace(answer.piece, content=wanted.entry.content))
+                self.launches.append(AdoptLaunch(answer.piece))
+                return True
+
+        # Any other edit of the branch invalidates what was decoded behind the old window.
+        self.table.discard(self.window.branch)
+        return False
 
     def _add(self, resolved: ResolvedEdit, store: PatchStore | None) -> None:
         """Plans one edit other than a rotation."""
-        sources, edit = self._sources, resolved.edit
+        edit = resolved.edit
         match edit:
-            case Drop():
-                self.table.drop(self.branch, edit.id)
-            case Fetch():
-                nbytes = sources.fetch(edit, self.window, store)
-                if nbytes is not None:
-                    self._pool.meter.fetched(nbytes)
             # Sharing and dropping change owners of slots only; nothing is launched.
+            case Drop():
+                self.table.drop(self.window.branch, edit.id)
             case Copy(source="shared"):
-                self.table.share(edit.branch or "", self.branch, [edit.id])
+                self.table.share(edit.branch or "", self.window.branch, [edit.id])
+            case Fetch():
+                nbytes = self.sources.fetch(edit, self.window, store)
+                if nbytes is not None:
+                    self.pool.meter.fetched(nbytes)
             case Copy(source="conditioned"):
                 self._restore(edit.id, resolved.start)
             case Copy() | ApplyPatch():
@@ -259,158 +271,121 @@ class EditPlan:
                 if old.size:
                     self.launches.append(CopyLaunch("Compact", old, new))
             case _:
-                raise WindowError(
-                    f"executor: got an edit of type {type(edit).__name__}; expected those of kvpatch_jax.window"
-                )
-
-    def _adopt(self, edits: Sequence[Edit], current: tuple[PlacedPiece, ...]) -> bool:
-        """Makes the answer decoded behind the window the piece that these edits would prefill, if it is that piece;
-        otherwise discards it. Returns whether the edits are planned so.
-        """
-        answer = self.table.answers.get(self.branch)
-        if answer is None:
-            return False
-
-        # It is that piece if it was decoded at this place, in this length and behind the very pieces that are there.
-        edit = edits[0] if len(edits) == 1 else None
-        if isinstance(edit, Prefill) and edit.id == answer.piece.id and edit.id in self.window:
-            wanted = self.window.piece(edit.id)
-            same = (wanted.start, wanted.entry.tokens) == (answer.piece.start, answer.piece.length)
-            if same and answer.behind == self.window.pieces[:-1] == current:
-                del self.table.answers[self.branch]
-                self.table.put(self.branch, dataclasses.replace(answer.piece, content=wanted.entry.content))
-                self.launches.append(AdoptLaunch(answer.piece))
-                return True
-
-        # Any other edit of the branch invalidates what was decoded behind the old window.
-        self.table.discard(self.branch)
-        return False
+                found = type(edit).__name__
+                raise WindowError(f"executor: got an edit of type {found}; expected those of kvpatch_jax.window")
 
     def _prefill(self, id: str, resolved: ResolvedEdit) -> None:
         """Plans a forward of a piece behind those in front of its start, into fresh slots."""
-        content, given = resolved.content, self._sources[id].content
+        content, given = resolved.content, self.sources[id].content
+        # Unknown contents are taken on trust, as everywhere.
         if None not in (content, given) and content != given:
-            raise InputError(f"prefill: tokens of {brief(id)!r} show {given!r}; expected {content!r}")
+            raise InputError(f"prefill: got tokens of {brief(id)!r} that show {given!r}; expected {content!r}")
 
         start = resolved.start
-        tokens, local = self._sources.forward(id, "prefill")
-        if id in self.table.branches.get(self.branch, {}):
-            raise WindowError(f"prefill: branch {self.branch!r} holds piece {brief(id)!r}; expected one without it")
-
-        check_positions(self._rope, local, np.asarray(start, np.int32))
+        tokens, local = self.sources.forward(id, "prefill")
+        if id in self.table.branches.get(self.window.branch, {}):
+            raise WindowError(f"prefill: got {brief(id)!r}; expected no piece that branch {self.window.branch!r} holds")
+        check_positions(self.pool.layout.rope, local, np.asarray(start, np.int32))
 
         # The front is as the edits so far leave it, and the forward reads it when its turn comes.
-        front = self.table.ordered(self.branch, before=start)
-        slots = self._allocate(len(local), f"prefill of piece {brief(id)!r}")
+        front = self.table.ordered(self.window.branch, before=start)
+        slots = self.table.allocate(len(local), self.pool.options.aligned, f"prefill of piece {brief(id)!r}")
         piece = ResidentPiece(id, content, slots, local, start)
-        self.table.put(self.branch, piece)
+        self.table.put(self.window.branch, piece)
         self.launches.append(ForwardLaunch("Prefill", tokens, piece, front))
 
     def _recompute(self, id: str, start_layer: int) -> None:
         """Plans a forward of a piece in its place, from a layer up, behind what is in front of it now."""
-        old = self.table.held(self.branch, id)
-        tokens, _ = self._sources.forward(id, "recompute", start_layer)
-        front = self.table.ordered(self.branch, before=old.start)
+        old = self.table.held(self.window.branch, id)
+        tokens, _ = self.sources.forward(id, "recompute", start_layer)
+        front = self.table.ordered(self.window.branch, before=old.start)
 
         # The layers below the first one keep their KV, so it goes along to slots of the branch's own.
         own = self._owned(old, copied=start_layer > 0)
         piece = dataclasses.replace(own, rotations=0, stash=None, patch=None)
-        self.table.put(self.branch, piece)
+        self.table.put(self.window.branch, piece)
         self.launches.append(ForwardLaunch("Recompute", tokens, piece, front, start_layer))
 
     def _rotate(self, edits: Iterable[Rotate]) -> None:
         """Plans rotations: one launch for pieces that keep their slots, one for those whose slots others own too."""
-        alone, apart = [], []
+        moves: dict[bool, list[KeyRotation]] = {False: [], True: []}
         for edit in edits:
-            old = self.table.held(self.branch, edit.id)
+            old = self.table.held(self.window.branch, edit.id)
             if old.start != edit.old:
                 raise WindowError(
-                    f"rotate: piece {brief(edit.id)!r} from start {edit.old}; expected {old.start}, where it is"
+                    f"rotate: got piece {brief(edit.id)!r} from start {edit.old}; expected {old.start}, where it is"
                 )
-
-            check_positions(self._rope, old.local, np.asarray(edit.new, np.int32))
+            check_positions(self.pool.layout.rope, old.local, np.asarray(edit.new, np.int32))
 
             # From a source each rotation starts at phase 0, so roundings do not add up.
-            shared = self.table.is_shared(old)
-            rotations = 0 if self._pool.keeps_source else old.rotations + 1
-            own = self._owned(old) if shared else old
+            own = self._owned(old)
+            rotations = 0 if self.pool.keeps_source else old.rotations + 1
             new = dataclasses.replace(own, start=edit.new, rotations=rotations)
-            self.table.put(self.branch, new)
-            (apart if shared else alone).append(KeyRotation(old, new))
+            self.table.put(self.window.branch, new)
+            moves[own is not old].append(KeyRotation(old, new))
 
-        if alone:
-            self.launches.append(RotateLaunch(alone, whole=False))
-        if apart:
-            self.launches.append(RotateLaunch(apart, whole=True))
+        for whole, group in moves.items():
+            if group:
+                self.launches.append(RotateLaunch(group, whole))
 
     def _place(self, edit: Copy | ApplyPatch, resolved: ResolvedEdit) -> None:
         """Plans that a canonical is placed, patched or bare: in fresh slots, or over what the piece has."""
-        kind, id = type(edit).__name__, edit.id
-        chunk = self._sources.chunk(id, resolved.content)
-        patch, patch_bytes = None, 0
+        kind, id, patch, patch_bytes = type(edit).__name__, edit.id, None, 0
+        chunk = self.sources.chunk(id, resolved.content)
         if isinstance(edit, ApplyPatch):
-            patch, patch_bytes = self._sources.patch(id, edit.patch)
-        start = resolved.start
+            patch, patch_bytes = self.sources.patch(id, edit.patch)
         removal = patch is not None and patch.metadata.base == "conditioned"
 
         # A removal patch is added to what the piece has in the pool; here the canonical stands for its shapes.
         # Whether the patch was formed behind the right antecedent was checked by the window, so a stale one passes.
+        start, base = resolved.start, chunk.kv if removal else None
         base_antecedent = (patch.metadata.base_behind or ()) if patch is not None and removal else ()
-        base = chunk.kv if removal else None
         placed = Placed(chunk, patch, start, base=base, base_antecedent=base_antecedent, allow_stale=True)
 
         # A piece that was switched to bare gets its conditioned KV back first.
-        there = self.table.branches.get(self.branch, {}).get(id)
-
+        there = self.table.branches.get(self.window.branch, {}).get(id)
         if removal:
             if there is None:
-                raise WindowError(
-                    f"{kind}: a removal patch for piece {brief(id)!r}, which is not there; expected it held"
-                )
+                raise WindowError(f"{kind}: got a removal patch of {brief(id)!r}; expected it for a piece in the pool")
             if there.stash is not None:
                 there = self._restore(id, start, counted=False)
             if there.patch is not None:
                 return  # it was stashed with this patch
 
-        local = np.asarray(chunk.local, np.float32)[: chunk.length]
+        local, stashed = np.asarray(chunk.local, np.float32)[: chunk.length], None
         if there is None:
-            slots = self._allocate(chunk.length, f"{kind} of piece {brief(id)!r}")
+            slots = self.table.allocate(chunk.length, self.pool.options.aligned, f"{kind} of piece {brief(id)!r}")
             piece = ResidentPiece(id, chunk.content, slots, local, start)
         else:
             if there.length != chunk.length:
-                raise WindowError(f"{kind}: chunk {brief(id)!r} of {chunk.length} tokens; expected {there.length}")
+                raise WindowError(f"{kind}: got {chunk.length} tokens of {brief(id)!r}; expected {there.length}")
 
-            # The stash is read by a launch of its own, before this one overwrites the slots.
-            stash = None
-            if patch is None and resolved.keeps_stash:
-                stash = StashedKV(there.start, there.rotations, there.patch)
-                self.launches.append(StashLaunch(there, stash))
-
+            stashed = there if patch is None and resolved.keeps_stash else None
             piece = dataclasses.replace(
                 self._owned(there),
                 start=start,
                 rotations=there.rotations if removal else 0,
                 local=local,
-                stash=stash,
+                stash=None if stashed is None else StashedKV(there.start, there.rotations, there.patch),
                 patch=edit.patch if removal and isinstance(edit, ApplyPatch) else None,
             )
 
-        self.table.put(self.branch, piece)
-        self.launches.append(PlaceLaunch(kind, piece, placed, patch_bytes, there if removal else None))
+        self.table.put(self.window.branch, piece)
+        self.launches.append(PlaceLaunch(kind, piece, placed, patch_bytes, there if removal else None, stashed))
 
     def _restore(self, id: str, start: int, counted: bool = True) -> ResidentPiece:
         """Plans that stashed KV returns to the piece's place: bit for bit if the piece did not move meanwhile."""
-        old = self.table.held(self.branch, id)
+        old = self.table.held(self.window.branch, id)
         stash = old.stash
         if stash is None:
-            raise WindowError(f"condition: nothing of piece {brief(id)!r} was kept; expected it bare before")
+            raise WindowError(f"condition: got {brief(id)!r}, of which nothing was kept; expected it bare before")
 
         # The stash has its keys at their old positions; they rotate in place if the piece moved meanwhile.
-        rotated = int(stash.start != start and not self._pool.keeps_source)
+        rotated = int(stash.start != start and not self.pool.keeps_source)
         piece = dataclasses.replace(
             self._owned(old), start=start, rotations=stash.rotations + rotated, stash=None, patch=stash.patch
         )
-        self.table.put(self.branch, piece)
+        self.table.put(self.window.branch, piece)
         self.launches.append(RestoreLaunch(piece, stash, counted))
         return piece
 
@@ -420,16 +395,14 @@ class EditPlan:
         Args:
           copied: copies the vectors there; otherwise the caller writes all of them.
         """
-        if not self.table.is_shared(old):
+        if not (self.table.allocator.owners(old.slots) > 1).any():
             return old
 
-        slots = self._allocate(old.length, f"a copy of shared piece {brief(old.id)!r}")
+        aligned = self.pool.options.aligned
+        slots = self.table.allocate(old.length, aligned, f"a copy of shared piece {brief(old.id)!r}")
         self.table.allocator.release(old.slots)
 
         # The other branch still owns the old slots, so a copy that runs later finds them unchanged.
         if copied:
             self.launches.append(CopyLaunch("copy on write", old.slots, slots))
         return dataclasses.replace(old, slots=slots)
-
-    def _allocate(self, tokens: int, what: str) -> Int[np.ndarray, " T"]:
-        return self.table.allocate(tokens, self._pool.options.aligned, what)

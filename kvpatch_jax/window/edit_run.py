@@ -5,6 +5,7 @@ Each launch leaves an undo. If a later one fails, the undos run in reverse, and 
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,10 @@ from .edit_plan import (
     PlaceLaunch,
     RestoreLaunch,
     RotateLaunch,
-    StashLaunch,
 )
 from .paged_pool import KeyRotation, PagedPool, key_count
 from .slot_table import all_slots
+from .sources import bucket
 from .window import Window
 
 Undo = Callable[[], None]
@@ -42,7 +43,8 @@ class FusedQuestion:
     """A question asked behind a window in one forward with the window's last piece.
 
     Attributes:
-      tokens: at their positions behind the window, padded. length: how many count.
+      tokens: at their positions behind the window, padded.
+      length: how many count.
       logits: of the last that counts, [1,1,V]; None until a forward of the run has answered it.
     """
 
@@ -51,28 +53,23 @@ class FusedQuestion:
     logits: Float[Array, "1 1 V"] | None = None
 
 
+@dataclasses.dataclass(eq=False)
 class EditRun:
-    """One execution of a plan on a pool."""
+    """One execution of a plan on a pool.
 
-    def __init__(
-        self,
-        plan: EditPlan,
-        pool: PagedPool,
-        backbone: Backbone,
-        alive: np.ndarray,
-        question: FusedQuestion | None,
-        observe: PrefillObserver,
-    ):
-        """Prepares the run.
+    Attributes:
+      alive: which slots have owners before the run, bool [S].
+      question: answered by the forward of the last launch, if that prefills the window's last piece.
+      formers: called after each prefill.
+    """
 
-        Args:
-          alive: which slots have owners before the run, bool [S].
-          question: answered by the forward of the last launch, if that prefills the window's last piece.
-          observe: called after each prefill.
-        """
-        self._plan, self._pool, self._backbone, self._alive = plan, pool, backbone, alive
-        self._question, self._observe = question, observe
-        self._forwards_left = [type(launch) for launch in plan.launches].count(ForwardLaunch)
+    plan: EditPlan
+    pool: PagedPool
+    backbone: Backbone
+    alive: np.ndarray
+    question: FusedQuestion | None
+    formers: Sequence[PrefillObserver]
+    _forwards_left: int = 0
 
     def execute(self) -> None:
         """Executes all launches. If one fails those before it are undone, and its error is raised.
@@ -80,36 +77,48 @@ class EditRun:
         Raises:
           PoolLostError: a launch failed after the pool was donated to it.
         """
+        self._forwards_left = [type(launch) for launch in self.plan.launches].count(ForwardLaunch)
+
         # Undos run last to first: slots may be written twice in a run.
         undos: list[Undo] = []
         try:
-            for launch in self._plan.launches:
+            for launch in self.plan.launches:
                 self._forwards_left -= isinstance(launch, ForwardLaunch)
                 undo = self._launch(launch)
                 if undo is not None:
                     undos.append(undo)
         except BaseException as error:
             # With the vectors lost there is nothing left to undo.
-            self._pool.check(error)
+            self.pool.check(error)
             for undo in reversed(undos):
                 undo()
             raise
 
     def _launch(self, launch: Launch) -> Undo | None:
         """Executes a launch. Returns its undo, None if it changes nothing that was in use before the run."""
-        pool, meter = self._pool, self._pool.meter
+        pool, meter = self.pool, self.pool.meter
         match launch:
             case ForwardLaunch(piece=piece, start_layer=first):
                 # The forward may fail, so it runs before anything is written.
                 kv = self._forward(launch)
                 undo = self._saved(piece.slots)
                 pool.write(launch.kind, piece, kv, first=first)
-                # KV of some layers alone is no prefill to form a patch of.
-                if not first:
-                    self._observe(self._plan.window, piece.id, launch.tokens, piece.length, kv)
+
+                # KV of some layers alone is no prefill to form a patch of; that of a question behind is no one's.
+                if self.formers and not first:
+                    size = launch.tokens.embeddings.shape[1]
+                    kv = {name: value[:, :, :size] for name, value in kv.items()}
+                    for former in self.formers:
+                        former(self.plan.window, piece.id, launch.tokens, piece.length, kv)
                 return undo
 
-            case PlaceLaunch(kind=kind, piece=piece, placed=placed):
+            case PlaceLaunch(kind=kind, piece=piece, placed=placed, stashed=stashed):
+                # The stash is read before the slots are overwritten.
+                if stashed is not None and piece.stash is not None:
+                    piece.stash.rows = pool.read(stashed.slots)
+                    size = bucket(pool.buckets, stashed.length)
+                    meter.moved("aside", pool.vectors.engine, stashed.length, size, times=1)
+
                 size = placed.chunk.tokens
                 kv = placed.kv if launch.base is None else pool.phase_free(launch.base, size)
                 undo = self._saved(piece.slots)
@@ -133,19 +142,12 @@ class EditRun:
                 # Copies on write go to slots that were free, a compaction over slots in use.
                 return (lambda: pool.copy("undo", new, old)) if kind == "Compact" else None
 
-            case StashLaunch(piece=piece, stash=stash):
-                stash.rows = pool.read(piece.slots)
-                size = len(pool.padded_slots(piece.slots)[0])
-                meter.moved("aside", pool.vectors.engine, piece.length, size, times=1)
-                return None
-
             case RestoreLaunch(piece=piece, stash=stash):
                 assert stash.rows is not None
                 undo = self._saved(piece.slots)
                 pool.put(piece.slots, stash.rows)
                 if launch.counted:
-                    size = len(pool.padded_slots(piece.slots)[0])
-                    meter.placed("Copy", pool.vectors.engine, piece.length, size)
+                    meter.placed("Copy", pool.vectors.engine, piece.length, bucket(pool.buckets, piece.length))
                 if stash.start != piece.start:
                     move = KeyRotation(dataclasses.replace(piece, start=stash.start), piece)
                     pool.rotate(pool.rotation_of([move]), counted=False)
@@ -164,29 +166,31 @@ class EditRun:
         Raises:
           NotFiniteError: NaN or infinity. What the backbone raises.
         """
-        piece, question, meter = launch.piece, self._question, self._pool.meter
-        tokens, context = launch.tokens.shift(piece.start), self._pool.context_of(launch.front)
+        kind, piece, first = launch.kind, launch.piece, launch.start_layer
+        tokens, context = launch.tokens.shift(piece.start), self.pool.context_of(launch.front)
         keys = sum(each.length for each in launch.front), key_count(context)
+        backbone, count, options = self.backbone, piece.length, dict[str, Any](start_layer=first)
+        prefill = backbone.prefill
 
         # With the window's last piece in the last launch, everything that the question sees is in place.
-        last = self._plan.launches[-1] is launch and self._plan.window.pieces[-1].id == piece.id
-        if question is None or not last or launch.kind != "Prefill":
-            places = np.array([[piece.length - 1]], np.int32)
-            out = self._backbone.prefill(tokens, context, start_layer=launch.start_layer, logits=places)
-            _check_finite(launch.kind, piece.id, out.logits)
-            counts = piece.length, tokens.embeddings.shape[1]
-            meter.ran(launch.kind, self._pool.vectors.engine, counts, keys, launch.start_layer)
-            return dict(out.kv)
+        last = self.plan.launches[-1] is launch and self.plan.window.pieces[-1].entry.id == piece.id
+        question = self.question if last and kind == "Prefill" else None
+        if question is not None:
+            # Padding of both follows the question, so no position that counts sees it.
+            tokens = packed(tokens, count, question.tokens, question.length)
+            prefill, count, options = getattr(backbone, "prefill_padded", prefill), count + question.length, {}
+            kind = "Prefill, with a question behind it,"
 
-        # Padding of both follows the question, so no position that counts sees it.
-        together = packed(tokens, piece.length, question.tokens, question.length)
-        places = np.array([[piece.length + question.length - 1]], np.int32)
-        prefill = getattr(self._backbone, "prefill_padded", self._backbone.prefill)
-        out = prefill(together, context, logits=places)
-        _check_finite("Prefill, with a question behind it,", piece.id, out.logits)
-        counts = piece.length, question.length, together.embeddings.shape[1]
-        meter.ran_fused(self._pool.vectors.engine, counts, keys)
-        question.logits = out.logits
+        out = prefill(tokens, context, logits=np.array([[count - 1]], np.int32), **options)
+        if not np.isfinite(np.asarray(out.logits)).all():
+            raise NotFiniteError(f"{kind} of piece {brief(piece.id)!r}: got NaN or infinity; expected finite logits")
+
+        engine, size = self.pool.vectors.engine, tokens.embeddings.shape[1]
+        if question is None:
+            self.pool.meter.ran(kind, engine, (count, size), keys, first)
+        else:
+            self.pool.meter.ran_fused(engine, (piece.length, question.length, size), keys)
+            question.logits = out.logits
         return dict(out.kv)
 
     def _saved(self, slots: Int[np.ndarray, " T"]) -> Undo | None:
@@ -194,14 +198,14 @@ class EditRun:
 
         Other launches fail only with the pool in their hands, and then there is nothing left to restore.
         """
-        if not self._forwards_left or not self._alive[slots].any():
+        if not self._forwards_left or not self.alive[slots].any():
             return None
-        rows = self._pool.read(slots)
-        return lambda: self._pool.put(slots, rows)
+        rows = self.pool.read(slots)
+        return lambda: self.pool.put(slots, rows)
 
     def _rotation_undo(self, rotation: programs.SlotRotation, moves: Sequence[KeyRotation]) -> Undo:
         """Returns the undo of a rotation in place: from the source again, or of saved keys."""
-        pool = self._pool
+        pool = self.pool
         if pool.keeps_source:
             # The rotation has no influence on the source, from which the old keys come back bit for bit.
             back = rotation._replace(old=rotation.new, new=rotation.old)
@@ -209,14 +213,9 @@ class EditRun:
 
         # Without a source, rotating back would round a second time.
         slots = all_slots(move.new for move in moves)
-        rotating = {channel.name for channel in pool.layout.channels if channel.rotates}
-        rows = {name: value for name, value in pool.read(slots).engine.items() if name in rotating}
-        return lambda: pool.put(slots, programs.SavedRows(rows, {}))
-
-
-def _check_finite(kind: str, id: str, logits: Float[Array, "B P V"]) -> None:
-    if not np.isfinite(np.asarray(logits)).all():
-        raise NotFiniteError(f"{kind} of piece {brief(id)!r}: logits hold NaN or infinity; expected finite ones")
+        saved = pool.read(slots).engine
+        keys = {channel.name: saved[channel.name] for channel in pool.layout.channels if channel.rotates}
+        return lambda: pool.put(slots, programs.SavedRows(keys, {}))
 
 
 def packed(first: Tokens, length: int, second: Tokens, count: int) -> Tokens:

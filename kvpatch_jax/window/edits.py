@@ -1,14 +1,12 @@
 """Edits of the KV when a window changes: small values with exact costs, in an order that can be executed.
 
-`bytes` are those of KV, factors and stored objects that are read and written; weights are not among them. `flops` are
-multiplications and additions of the matrix products and rotations.
+Every edit but `Compact` has the `id` of the piece that it changes. `bytes` are those of KV, factors and stored objects
+that are read and written; weights are not among them. `flops` are multiplications and additions of the matrix products
+and rotations.
 """
 
 import dataclasses
 from typing import Any, Literal
-
-Source = Literal["canonical", "conditioned", "shared"]
-Fetchable = Literal["canonical", "patch"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Fetch:
     """Read of a piece's canonical, or of its patch (`digest`), from a store."""
 
     id: str
-    what: Fetchable
+    what: Literal["canonical", "patch"]
     digest: str | None = None
     bytes: int = 0
     flops: int = 0
@@ -50,7 +48,7 @@ class Copy:
     """
 
     id: str
-    source: Source
+    source: Literal["canonical", "conditioned", "shared"]
     branch: str | None = None
     bytes: int = 0
     flops: int = 0
@@ -101,6 +99,10 @@ class Compact:
 Edit = Drop | Compact | Fetch | Rotate | Copy | ApplyPatch | Prefill | Recompute
 Edits = tuple[Edit, ...]
 
+_KINDS = (Drop, Rotate, Fetch, Copy, ApplyPatch, Prefill, Recompute, Compact)
+_RANK = {kind: rank for rank, kind in enumerate(_KINDS)}
+"""Slots are free before they are needed, sources are read before they are placed, and forwards run last."""
+
 
 def new_edit[E: Edit](kind: type[E], **fields: Any) -> E:
     """Makes an edit of all its fields, without the `__init__` of a frozen dataclass, which is slow for hundreds."""
@@ -108,11 +110,6 @@ def new_edit[E: Edit](kind: type[E], **fields: Any) -> E:
     edit = object.__new__(kind)
     edit.__dict__.update(fields)
     return edit
-
-
-_KINDS = (Drop, Rotate, Fetch, Copy, ApplyPatch, Prefill, Recompute, Compact)
-_RANK = {kind: rank for rank, kind in enumerate(_KINDS)}
-"""Slots are free before they are needed, sources are read before they are placed, and forwards run last."""
 
 
 def in_order(edits: "list[Edit]") -> Edits:

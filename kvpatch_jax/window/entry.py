@@ -9,11 +9,12 @@ import hashlib
 import math
 from typing import Literal, NamedTuple
 
+import jax
 import numpy as np
 
 from ..backbone import Tokens
 from ..cache import EXACT, Antecedent, Chunk, Member, Patch, brief, content_of, encoded, patch_digest
-from ..core import Quantised, is_low_rank
+from ..core import Quantised
 from ..errors import WindowError
 from .costs import adding_flops
 
@@ -64,7 +65,7 @@ class Entry:
     modality: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        # The kind of a text says its modality.
+        # The kind of a text says its modality; fields of a frozen dataclass are set through `object`.
         if self.modality is None and self.kind == "text":
             object.__setattr__(self, "modality", "text")
         if self.modality is not None and (not isinstance(self.modality, str) or not self.modality):
@@ -93,6 +94,7 @@ class Entry:
     @classmethod
     def of(cls, chunk: Chunk, *, order_free: bool = False, modality: str | None = None) -> "Entry":
         """Describes a chunk. Its content is computed if it has none."""
+        # A chunk whose tokens share one position still takes one.
         span = max(int(chunk.span), 1)
         return cls(chunk.id, content_of(chunk), int(chunk.length), span, "chunk", order_free, modality)
 
@@ -221,6 +223,7 @@ class PlacedPiece(NamedTuple):
 
     def run_again(self, born: int) -> "PlacedPiece":
         """Returns the piece as prefilled in its place at this step, not linked yet."""
+        # Until it is linked, `aside` has the state that those behind it have seen.
         return tuple_of(PlacedPiece, (self.entry, self.start, FRESH, self.aside or self.state, born, *self[5:]))
 
     def member(self, gap: int = 0) -> Member:
@@ -238,12 +241,15 @@ class PatchNote:
     """What a window needs to know of a patch. `PatchNote.of(patch)` digests its factors on the device, so make it once.
 
     Attributes:
-      digest: as `patch_digest` returns it. chunk, content: of the patch's chunk.
-      base: what it is added to. antecedent: what it was formed behind; any order of it if `orbit`.
+      digest: as `patch_digest` returns it.
+      chunk, content: of the patch's chunk.
+      base: what it is added to.
+      antecedent: what it was formed behind; any order of it if `orbit`.
       base_antecedent: what the base was conditioned on, of a removal patch.
       rank: directions of its own that it has in every channel and layer (all of a dense one), by which a certificate is
         looked up; 0 if it leaves some out, was rounded to 8 bits or has a shared basis.
-      nbytes: of its factors. flops: per token, of multiplying and adding them.
+      nbytes: of its factors.
+      flops: per token, of multiplying and adding them.
     """
 
     digest: str
@@ -264,6 +270,7 @@ class PatchNote:
         Raises:
           WindowError: no patch, a correction (`update_patch` folds it in), or one that is valid at one start only.
         """
+        # Digesting a patch reads its factors from the device, so callers with many windows pass notes.
         if isinstance(patch, PatchNote):
             return patch
         if not isinstance(patch, Patch):
@@ -277,6 +284,15 @@ class PatchNote:
                 "expected 'canonical' or 'conditioned', and 'phase_free'"
             )
 
+        # Bounds were measured on whole patches with factors of their own, not rounded. They are looked up by the
+        # smallest rank of any channel, and a dense channel has every direction.
+        rank, layout = 0, metadata.layout
+        leaves = jax.tree.leaves(patch.factors, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+        rounded = any(isinstance(leaf, Quantised) for leaf in leaves)
+        if not rounded and metadata.basis is None and len(metadata.layers) >= layout.layers:
+            ranks = patch.ranks.items()
+            rank = min(layout.channel(name).features if own is None else own for name, own in ranks)
+
         return cls(
             digest=patch_digest(patch),
             chunk=metadata.chunk,
@@ -285,7 +301,7 @@ class PatchNote:
             antecedent=metadata.behind,
             base_antecedent=metadata.base_behind,
             orbit=metadata.orbit,
-            rank=_common_rank(patch),
+            rank=rank,
             nbytes=patch.nbytes,
             flops=adding_flops(patch),
         )
@@ -307,18 +323,3 @@ class PatchNote:
             patch_bytes=self.nbytes,
             patch_flops=self.flops,
         )
-
-
-def _common_rank(patch: Patch) -> int:
-    """Returns `PatchNote.rank`: the smallest rank of any channel, because certified bounds are looked up by it."""
-    metadata, layout = patch.metadata, patch.metadata.layout
-
-    # Bounds were measured on whole patches with factors of their own, not rounded.
-    rounded = False
-    for factors in patch.factors.values():
-        leaves = factors if is_low_rank(factors) else (factors,)
-        rounded = rounded or any(isinstance(leaf, Quantised) for leaf in leaves)
-
-    if rounded or metadata.basis is not None or len(metadata.layers) < layout.layers:
-        return 0
-    return min(layout.channel(name).features if rank is None else rank for name, rank in patch.ranks.items())

@@ -14,13 +14,13 @@ from ..core import AnyArray, EngineKV, Paged, PhaseFreeKV
 from ..errors import InputError, WindowError
 from ..patching import lead_digest, lead_tokens
 from ..pool import SlotAllocator
+from .costs import CostMeter, Ledger, row_bytes
 from .edit_plan import EditPlan, check_pieces
 from .edit_run import EditRun, FusedQuestion, PrefillObserver
 from .edits import Compact, Edit
 from .entry import PlacedPiece
-from .ledger import CostMeter, Ledger, row_bytes
 from .paged_pool import PagedPool, PoolOptions, key_count
-from .precompilation import Precompiler
+from .precompilation import Precompiler, samples
 from .programs import Pools
 from .slot_table import DecodedAnswer, ResidentPiece, SlotTable, all_slots
 from .sources import Lead, PatchStore, PieceSources, bucket, padded_tokens
@@ -30,9 +30,9 @@ from .window import Window
 class PagedExecutor:
     """Executor of the edits of windows on one paged pool, which the windows of one loop and its forks share.
 
-    The pool is donated from launch to launch. It is visible outside only in the `Paged` that `context` returns, which
-    is valid until the next `run`. Pieces occupy slots of their own, page-aligned or not; a fork owns its parent's slots
-    too until one of the two changes a piece.
+    The pool is donated from launch to launch: the `Paged` that `context` returns is valid until the next `run`. Pieces
+    occupy slots of their own, page-aligned or not; a fork owns its parent's slots too until one of the two changes a
+    piece.
 
         window, edits = window.append(entry)
         executor.provide(entry.id, tokens=tokens)
@@ -40,10 +40,13 @@ class PagedExecutor:
         answer = executor.generate(window, question, 32)
 
     Attributes:
-      sources: inputs of pieces. store: where canonicals and patches are fetched from.
+      sources: inputs of pieces.
+      store: where canonicals and patches are fetched from.
       lead: digest of what their canonicals were prefilled behind (`Chunk.lead`), or None.
       formers: called after each prefill.
-      meter: counts everything executed. pool: the vectors. books: which piece of which branch occupies which slots.
+      meter: counts everything executed.
+      pool: the vectors.
+      books: which piece of which branch occupies which slots. A run works on a copy, which replaces it at the end.
     """
 
     def __init__(
@@ -64,7 +67,8 @@ class PagedExecutor:
           dtype: of the pool; None: bfloat16.
           store: where canonicals and patches are fetched from.
           lead: what canonicals were prefilled behind, as `make_chunk` takes it; others are refused.
-          options: of the pool. changes: fields of `PoolOptions`, such as `keep="none"`, which override `options`.
+          options: of the pool.
+          changes: fields of `PoolOptions`, such as `keep="none"`, which override `options`.
 
         Raises:
           PoolError: no pages, or an empty page. InputError: an invalid option.
@@ -74,14 +78,13 @@ class PagedExecutor:
         self.backbone, self.layout, self.store, self.aligned = backbone, backbone.layout, store, options.aligned
         self.buckets = getattr(backbone, "buckets", None)
 
-        # Inputs, as canonicals behind this lead, padded to the buckets of the backbone's prompts.
-        self.dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
+        # Canonicals were prefilled behind this lead, and are padded to the buckets of the backbone's prompts.
         self.lead = None if lead is None else lead_digest(backbone.fingerprint, lead_tokens(backbone, lead))
         self.sources = PieceSources(backbone, buckets=self.buckets, single=True, lead=self.lead)
         self.formers: list[PrefillObserver] = []
 
         # The pool's vectors on the device, and the books of them on the host.
-        self.meter = CostMeter(backbone)
+        self.dtype, self.meter = jnp.dtype(jnp.bfloat16 if dtype is None else dtype), CostMeter(backbone)
         self.pool = PagedPool(self.layout, self.meter, self.buckets, options)
         self.books = SlotTable(SlotAllocator(pages, page_size))
         self.pool.allocate(pages, page_size, self.dtype)
@@ -105,7 +108,8 @@ class PagedExecutor:
         Args:
           tokens: one row, at the piece's own positions (from 0): for `Prefill` and `Recompute`.
           length: how many of the tokens count, the first ones, of tokens padded to a bucket; None: all.
-          chunk: its canonical. patch: of that canonical, or a removal patch.
+          chunk: its canonical.
+          patch: of that canonical, or a removal patch.
           content: digest of what the tokens show; another content than before discards all other inputs.
           hidden: residuals entering some layers, {layer: [T,D] or [1,T,D]}, as `prefill(hidden_at=…)` returns them: for
             `Recompute` from such a layer.
@@ -125,16 +129,14 @@ class PagedExecutor:
         self.sources.forget(id)
 
     def run(self, window: Window, edits: Sequence[Edit]) -> Ledger:
-        """Executes the edits that led to a window.
+        """Executes the edits that led to a window. Returns what was executed.
 
         A run that fails changes neither the pool nor the books. If a launch fails after the pool was donated to it (out
         of memory, say), the pool is lost, and every run raises until `renew`.
 
         Args:
-          window: after the edits. edits: as its operations returned them, of one operation or several in their order.
-
-        Returns:
-          What was executed.
+          window: after the edits.
+          edits: as its operations returned them, of one operation or several in their order.
 
         Raises:
           PoolError: no room. InputError: tokens, a canonical or a patch that was not provided and that no store has.
@@ -142,24 +144,22 @@ class PagedExecutor:
           branch holds to this window. NotFiniteError: a forward whose logits are NaN. PoolLostError: the pool is lost.
           What the backbone raises.
         """
-        before = self.ledger
+        before = self.meter.ledger
         self._run(window, edits, None)
-        return self.ledger - before
+        return self.meter.ledger - before
 
     def ask(
         self, window: Window, edits: Sequence[Edit], tokens: Tokens, length: int | None = None
     ) -> Float[Array, "1 1 V"]:
-        """Executes the edits that led to a window and asks behind it; nothing of the question is kept.
+        """Executes the edits that led to a window and asks behind it. Returns the logits as `prefill` does.
 
         A piece that the edits prefill at the window's end and the question run in one forward. If the edits end
-        otherwise (a recall by a patch, a compaction) the question has a forward of its own.
+        otherwise (a recall by a patch, a compaction) the question has a forward of its own. Nothing of it is kept.
 
         Args:
-          window: after the edits. tokens: the question, at positions from 0. length: how many count, of tokens padded
-            to a bucket.
-
-        Returns:
-          Logits behind the question's last token, as `prefill` returns them.
+          window: after the edits.
+          tokens: the question, at positions from 0.
+          length: how many count, of tokens padded to a bucket.
 
         Raises:
           As `run`; then window and pool are as they were, for an invalid question too. NotFiniteError: also of the
@@ -174,25 +174,19 @@ class PagedExecutor:
         self.check_backbone(window)
         self.pool.check()
 
-        # Everything that can be refused is refused here, before anything is written.
+        # Everything that can be refused is refused by the plan, before anything is written.
         plan = EditPlan(window, self.books.copy(), self.sources, self.pool)
         plan.add(edits, self._current.get(window.branch, ()), self.store)
 
         # The books are replaced only after every launch has succeeded.
         alive = self.books.allocator.counts > 0
-        EditRun(plan, self.pool, self.backbone, alive, question, self._notify_formers).execute()
+        EditRun(plan, self.pool, self.backbone, alive, question, self.formers).execute()
         self.books = plan.table
         self.settle(window)
 
-    def _notify_formers(self, window: Window, id: str, tokens: Tokens, length: int, kv: Mapping[str, Array]) -> None:
-        """Passes a prefill to the formers, without what its KV has behind the tokens."""
-        if self.formers:
-            kv = {name: value[:, :, : tokens.embeddings.shape[1]] for name, value in kv.items()}
-        for former in self.formers:
-            former(window, id, tokens, length, kv)
-
     def release(self, branch: str) -> None:
         """Releases everything that a branch holds."""
+        # Other threads may read the books at any moment, so they are replaced, never changed.
         books = self.books.copy()
         books.release(branch)
 
@@ -212,7 +206,8 @@ class PagedExecutor:
         """Runs tokens behind a window and keeps nothing; their positions begin at its `next_start`.
 
         Args:
-          tokens: at positions from 0. length: how many count, of tokens padded to a bucket.
+          tokens: at positions from 0.
+          length: how many count, of tokens padded to a bucket.
           options: of `backbone.prefill`; `logits` is "last", "all", or indices [1,n].
 
         Raises:
@@ -232,7 +227,8 @@ class PagedExecutor:
         """Answers behind a window, as `backbone.generate` does; the window stays as it is.
 
         Args:
-          tokens: the question, at positions from 0. length: how many count, of tokens padded to a bucket.
+          tokens: the question, at positions from 0.
+          length: how many count, of tokens padded to a bucket.
           options: of `backbone.generate`.
 
         Raises:
@@ -262,6 +258,7 @@ class PagedExecutor:
         self, window: Window, tokens: Tokens, length: int | None, logits: int
     ) -> tuple[Tokens, int, Paged | EngineKV | None]:
         """Returns a question in place, how many of its tokens count and its context; counts it in the ledger."""
+        # The question is checked first, because a context is of no use without it.
         tokens, length = self.question(window, tokens, length)
         context = self.context(window)
 
@@ -294,7 +291,8 @@ class PagedExecutor:
         return self.pool.context_of(self.pieces(window.branch))
 
     def decode(self, window: Window, tokens: Tokens, id: str = "answer") -> Float[Array, "1 1 V"]:
-        """Runs tokens behind a window and behind what was decoded there before, and keeps their KV in the pool.
+        """Runs tokens behind a window and behind what was decoded there before, and keeps their KV in the pool. Returns
+        the logits behind the last token.
 
             logits = executor.decode(window, question)
             while …:
@@ -309,9 +307,6 @@ class PagedExecutor:
           tokens: one row, at positions from 0; they are placed behind what was decoded before.
           id: of the piece that it may become.
 
-        Returns:
-          Logits behind the last token, [1,1,V].
-
         Raises:
           WindowError: as `context`. PoolError: no room. InputError: another answer is decoded behind this branch.
         """
@@ -323,8 +318,8 @@ class PagedExecutor:
         answer = self.books.answers.get(window.branch)
         if answer is not None and (answer.piece.id != id or answer.behind != window.pieces):
             raise InputError(
-                f"decode: {brief(answer.piece.id)!r} grows behind branch {window.branch!r}; expected it, or `discard` "
-                "first"
+                f"decode.id: got {id!r:.80}; expected {brief(answer.piece.id)!r}, which grows behind branch "
+                f"{window.branch!r}, or `discard` first"
             )
 
         # The new tokens get slots of their own, behind the window and what was decoded before.
@@ -334,10 +329,10 @@ class PagedExecutor:
         slots = books.allocate(count, False, f"decode of {brief(id)!r}")
         front = [*self.pieces(window.branch), *([] if before is None else [before])]
         cache = Paged.of(self.pools.engine, all_slots(front), self.buckets)
-        backbone: Any = self.backbone
+        backbone: Any = self.backbone  # backbones that decode in pages are a richer protocol
         step = backbone.decode(tokens.shift(window.next_start + offset), cache, slots[None])
 
-        # From here nothing can fail: enter the tokens, with those before them as one piece.
+        # From here nothing can fail: enter the tokens, with those before them, as one piece.
         local = np.asarray(tokens.positions[0], np.float32) + offset
         if before is not None:
             slots, local = np.concatenate([before.slots, slots]), np.concatenate([before.local, local])
@@ -381,6 +376,7 @@ class PagedExecutor:
 
     def settle(self, window: Window) -> None:
         """Records that a window's edits were run."""
+        # A joined branch is gone, unless another of its name began since.
         for branch in window.joined:
             if branch not in self.books.branches:
                 self._current.pop(branch, None)
@@ -397,11 +393,12 @@ class PagedExecutor:
             # Name the first piece that differs; if none does, their states do.
             check_pieces(self.pieces(window.branch), window)
             raise WindowError(
-                f"executor: branch {window.branch!r} serves its pieces in other states; expected a window whose edits "
-                "were run, and no other's since"
+                f"executor: got a window with pieces in other states than in branch {window.branch!r}; expected one "
+                "whose edits were run, and no other's since"
             )
 
     def check_backbone(self, window: Window) -> None:
+        """Refuses a window of another backbone."""
         own = self.backbone.fingerprint
         if window.backbone != own:
             raise WindowError(f"executor: got a window of backbone {window.backbone[:16]!r}; expected {own[:16]!r}")
@@ -433,6 +430,7 @@ class PagedExecutor:
         executor.renew()
         executor.run(window, edits)
         """
+        # Books and vectors go together: neither says anything about the other's former contents.
         allocator = self.books.allocator
         self.books = SlotTable(SlotAllocator(allocator.pages, allocator.page_size))
         self._current.clear()
@@ -444,6 +442,7 @@ class PagedExecutor:
         Raises:
           PoolError: fewer pages than there are. PoolLostError: the pool is lost.
         """
+        # The allocator refuses fewer pages before the vectors change.
         self.pool.check()
         books = self.books.copy()
         books.allocator = books.allocator.enlarged(pages)
@@ -451,24 +450,13 @@ class PagedExecutor:
         self.books = books
 
     def compaction(self, steps: int = 1) -> Compact | None:
-        """Suggests packing the pool if that pays by the next answer; None if it does not.
-
-        Attention reads whole pages: slots on a context's pages that are not its own cost as much as its own. Packing
-        pays once the bytes that a step reads for nothing, over `steps` of them, exceed what would move.
+        """Suggests packing the pool, `run(window, (edit,))`, if that pays by the next answer; None if it does not.
 
         Args:
           steps: tokens that will be decoded behind the windows as they are.
-
-        Returns:
-          The edit, with bytes of the slots that would move, read and written: `run(window, (edit,))`.
         """
-        packed = self.books.copy()
-        mapping = packed.compact()
-        moved = int(((mapping >= 0) & (mapping != np.arange(mapping.size))).sum())
-        saved = self.books.idle_slots() - packed.idle_slots()
-        if 2 * moved >= saved * steps:
-            return None
-        return Compact(moved, bytes=2 * row_bytes(self.pools.engine, self.layout) * moved)
+        moved = self.books.slots_worth_moving(steps)
+        return Compact(moved, bytes=2 * row_bytes(self.pools.engine, self.layout) * moved) if moved else None
 
     def warm_up(
         self,
@@ -486,15 +474,21 @@ class PagedExecutor:
         layers (deepstack) compile programs of their own: pass `Tokens` of such an image.
 
         Args:
-          tokens: of pieces, lengths of texts or sample tokens. questions: likewise, of what is asked.
+          tokens: of pieces, lengths of texts or sample tokens.
+          questions: likewise, of what is asked.
           keys: tokens of the largest window.
-          ranks: of patches. steps: tokens of the longest answer; 0 if answers are not generated.
+          ranks: of patches.
+          steps: tokens of the longest answer; 0 if answers are not generated.
           ask: whether questions are asked by `ask`, in one forward with what is appended: a program for each bucket of
             pieces and of questions together.
 
         Raises:
           InputError: a window that the pool cannot hold.
         """
-        allocator = self.books.allocator
-        precompiler = Precompiler(self.backbone, self.pool, allocator.pages, allocator.page_size)
-        precompiler.compile(tokens, questions, keys=keys, ranks=tuple(ranks), steps=steps, ask=ask)
+        pages, page_size = self.books.allocator.pages, self.books.allocator.page_size
+        if not 0 <= keys <= pages * page_size:
+            raise InputError(f"warm_up.keys: got {keys}; expected 0 to {pages * page_size}, the slots of the pool")
+
+        pieces, asked = (samples(self.backbone, self.buckets, inputs) for inputs in (tokens, questions))
+        precompiler = Precompiler(self.backbone, self.pool, keys, pages, page_size)
+        precompiler.compile(pieces, asked, ranks=tuple(ranks), steps=steps, ask=ask)

@@ -26,7 +26,8 @@ class PieceSnapshot:
     """What a pool holds of one piece, on the host.
 
     Attributes:
-      turns: rotations in place since its keys were written. patch: digest of a removal patch added to it, or None.
+      turns: rotations in place since its keys were written.
+      patch: digest of a removal patch added to it, or None.
       local: positions relative to its start.
       rows: its vectors as they are.
       aside: start, turns, patch and rows of what was stashed when it was switched to bare; None without a stash.
@@ -47,7 +48,6 @@ def taken(executor: PagedExecutor, window: Window) -> list[PieceSnapshot]:
     """
     executor.check_current(window)
 
-    # Padding of buckets is cut off, that of lanes kept: a pool of the same widths takes the rows as they are.
     found = []
     for piece in executor.pieces(window.branch):
         rows, aside, stash = _on_host(executor.pool.read(piece.slots), piece.length), None, piece.stash
@@ -65,33 +65,32 @@ def placed(executor: PagedExecutor, window: Window, kept: list[PieceSnapshot]) -
       WindowError: pieces that are not the window's, or of another pool's channels, widths or dtype; a branch that holds
       pieces. PoolError: no room. Then nothing has changed.
     """
+    # A lost pool would take the rows and lose them with the next launch.
     executor.check_backbone(window)
     executor.check_pool()
     books = executor.books.copy()
     held = len(books.branches.get(window.branch, ()))
     if held or len(kept) != len(window.pieces):
         raise WindowError(
-            f"placing: {len(kept)} pieces into branch {window.branch!r}, which holds {held}; expected "
+            f"placing: got {len(kept)} pieces for branch {window.branch!r}, which holds {held}; expected "
             f"{len(window.pieces)} and none"
         )
 
     # Check and enter everything before the first vector is written.
     pending = []
     for piece, own in zip(window.pieces, kept, strict=True):
-        length, size = piece.entry.tokens, bucket(executor.buckets, piece.entry.tokens)
-        _check(executor, own.rows, own.local, length, piece.id)
-        slots = books.allocate(length, executor.aligned, f"placing of piece {brief(piece.id)!r}")
-        stash = None
+        id, content, length, stash = piece.entry.id, piece.entry.content, piece.entry.tokens, None
+        size = bucket(executor.buckets, length)
+        _check(executor, own.rows, own.local, length, id)
+        slots = books.allocate(length, executor.aligned, f"placing of piece {brief(id)!r}")
 
         if own.aside is not None:
             start, turns, patch, rows = own.aside
-            _check(executor, rows, own.local, length, piece.id)
+            _check(executor, rows, own.local, length, id)
             stash = StashedKV(start, turns, patch, _on_device(rows, size))
 
-        content = piece.entry.content
-        books.put(
-            window.branch, ResidentPiece(piece.id, content, slots, own.local, piece.start, own.turns, own.patch, stash)
-        )
+        resident = ResidentPiece(id, content, slots, own.local, piece.start, own.turns, own.patch, stash)
+        books.put(window.branch, resident)
         pending.append((slots, own.rows, size))
 
     # Nothing is refused from here on.
@@ -102,8 +101,11 @@ def placed(executor: PagedExecutor, window: Window, kept: list[PieceSnapshot]) -
 
 
 def _on_host(rows: SavedRows, length: int) -> HostRows:
-    sides = zip(SIDES, rows, strict=True)
-    return {side: {name: np.asarray(value)[:, :length] for name, value in own.items()} for side, own in sides}
+    # Padding of buckets is cut off, that of lanes kept: a pool of the same widths takes the rows as they are.
+    found = {}
+    for side, vectors in zip(SIDES, rows, strict=True):
+        found[side] = {name: np.asarray(value)[:, :length] for name, value in vectors.items()}
+    return found
 
 
 def _on_device(rows: HostRows, size: int) -> SavedRows:
@@ -126,8 +128,7 @@ def _check(executor: PagedExecutor, rows: HostRows, local: np.ndarray, length: i
             found[f"{side}.{name}"] = (value.shape, str(value.dtype))
 
     # Name the first array that differs, in alphabetical order, so that the message is reproducible.
-    if found != wanted:
-        name = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))[0]
-        raise WindowError(
-            f"placing: piece {brief(id)!r}: {name} {found.get(name)}; expected {wanted.get(name)}, as this pool has it"
-        )
+    differing = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    if differing:
+        name = differing[0]
+        raise WindowError(f"placing: got {name} {found.get(name)} of piece {brief(id)!r}; expected {wanted.get(name)}")

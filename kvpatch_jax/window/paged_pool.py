@@ -7,13 +7,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Int
 
 from ..core import Buckets, EngineKV, Factors, KVLayout, Paged, PhaseFreeKV, as_start, rotate_kv
 from ..errors import InputError, PoolLostError
 from ..pool import make_pool, trimmed
 from . import programs
-from .ledger import CostMeter
+from .costs import CostMeter
 from .slot_table import ResidentPiece, all_slots
 from .sources import bucket, zero_padded
 
@@ -60,7 +60,8 @@ class PagedPool:
     The vectors are donated from launch to launch: after a launch that fails they may be lost.
 
     Attributes:
-      vectors: the pool and its source. meter: counts the launches.
+      vectors: the pool and its source.
+      meter: counts the launches.
       keeps_source: whether keys rotate from a phase-free source.
     """
 
@@ -81,6 +82,7 @@ class PagedPool:
 
     def enlarge(self, more: int) -> None:
         """Appends pages of zeros; the vectors stay. Programs compile for the new size."""
+        # Slots keep their numbers, because pages are appended at the end.
         self.vectors = jax.tree.map(
             lambda value: jnp.pad(value, [(0, more if axis == 1 else 0) for axis in range(value.ndim)]), self.vectors
         )
@@ -99,8 +101,8 @@ class PagedPool:
         """Raises PoolLostError if the vectors are lost."""
         if self.lost:
             raise PoolLostError(
-                "executor: a launch that was given the pool failed, and what lay there is gone; expected `renew()`, "
-                "then a run of `window.anew()`"
+                "executor: got a pool whose vectors were lost in a failed launch; expected `renew()`, then a run of "
+                "`window.anew()`"
             ) from cause
 
     def padded_slots(self, slots: Int[np.ndarray, " T"]) -> tuple[np.ndarray, np.int32]:
@@ -119,21 +121,19 @@ class PagedPool:
             return EngineKV({name: value[:, None] for name, value in rows.items()})
         return Paged.of(self.vectors.engine, slots, self.buckets) if slots.size else None
 
-    def phase_free(self, piece: ResidentPiece, size: int) -> PhaseFreeKV:
-        """Returns the phase-free KV of a piece, padded to `size` tokens: of the source, or by rotating keys back."""
-        if not self.keeps_source:
-            return PhaseFreeKV(self.rotated_back(piece, size))
+    def phase_free(self, piece: ResidentPiece, size: int, rotate_back: bool = False) -> PhaseFreeKV:
+        """Returns the phase-free KV of a piece, padded to `size` tokens: of the source, or by rotating keys back.
 
-        # Channels that do not rotate are phase-free in the pool; the source replaces the others.
+        Args:
+          rotate_back: even if there is a source, which may not have the piece yet.
+        """
         rows = programs.read_rows(self.vectors, np.asarray(zero_padded(piece.slots, 0, size)))
-        return PhaseFreeKV(trimmed(self.layout, {**rows.engine, **rows.source}))
+        if self.keeps_source and not rotate_back:
+            # Channels that do not rotate are phase-free in the pool; the source replaces the others.
+            return PhaseFreeKV(trimmed(self.layout, {**rows.engine, **rows.source}))
 
-    def rotated_back(self, piece: ResidentPiece, size: int) -> dict[str, Float[Array, "L T _ _"]]:
-        """Returns the phase-free KV of a piece, padded to `size` tokens, by rotating its keys in the pool back."""
-        slots = np.asarray(zero_padded(piece.slots, 0, size))
-        rows = trimmed(self.layout, programs.read_rows(self.vectors, slots).engine)
-        start = np.asarray(as_start(self.layout.rope, piece.start))
-        return rotate_kv(self.layout, rows, zero_padded(piece.local, 0, size), start, back=True)
+        local, start = zero_padded(piece.local, 0, size), np.asarray(as_start(self.layout.rope, piece.start))
+        return PhaseFreeKV(rotate_kv(self.layout, trimmed(self.layout, rows.engine), local, start, back=True))
 
     def read(self, slots: Int[np.ndarray, " T"]) -> programs.SavedRows:
         """Returns the vectors at slots, padded to their bucket, as they are."""
@@ -143,6 +143,7 @@ class PagedPool:
 
     def put(self, slots: Int[np.ndarray, " T"], rows: programs.SavedRows) -> None:
         """Writes what `read` returned for as many slots. Not counted."""
+        # Rows are padded as slots are: both come from the same bucket.
         padded, length = self.padded_slots(slots)
         self.vectors = programs.put_rows(self.vectors, padded, rows, length)
 
@@ -158,7 +159,8 @@ class PagedPool:
         """Writes R(start + local) · (KV + u v) to a piece's slots, and KV + u v to its source.
 
         Args:
-          kv: phase-free, {channel: [L,T',K,H]} or [L,1,T',K,H], padded. first: the lowest layer that is written.
+          kv: phase-free, {channel: [L,T',K,H]} or [L,1,T',K,H], padded.
+          first: the lowest layer that is written.
           options: layers and heads of the factors.
         """
         # Slots of padding are 0, and never written: the launch knows how many tokens count.
@@ -180,23 +182,22 @@ class PagedPool:
 
     def write_source(self, piece: ResidentPiece) -> None:
         """Writes the phase-free source of decoded keys, which were written to the pool rotated."""
-        # Nothing moves in the pool itself, whose keys were written rotated.
+        # The backbone wrote the keys rotated, so that rotating them back rounds once more.
         size = bucket(self.buckets, piece.length)
         if self.keeps_source:
-            kv = self.rotated_back(piece, size)
+            kv = self.phase_free(piece, size, rotate_back=True)
             self.put(piece.slots, programs.SavedRows({}, {name: kv[name] for name in self.vectors.source}))
         self.meter.moved("adopted", self.vectors.source, piece.length, size, times=1)
 
     def rotation_of(self, moves: Sequence[KeyRotation]) -> programs.SlotRotation:
         """Returns the arrays of one launch that rotates all these pieces."""
         read, write = all_slots(move.old for move in moves), all_slots(move.new for move in moves)
-        local, lengths = np.concatenate([move.new.local for move in moves]), [move.new.length for move in moves]
-
-        # [N, 2]: the old and the new start of every token.
-        starts = np.array([(move.old.start, move.new.start) for move in moves], np.int32).repeat(lengths, axis=0)
+        local = np.concatenate([move.new.local for move in moves])
 
         # One start per token, and per axis where positions have axes.
-        old, new = starts[:, 0], starts[:, 1]
+        lengths = [move.new.length for move in moves]
+        starts = np.array([(move.old.start, move.new.start) for move in moves], np.int32)
+        old, new = (column.repeat(lengths) for column in starts.T)
         if local.ndim > 1:
             old, new = (np.repeat(column[:, None], local.shape[1], axis=1) for column in (old, new))
 

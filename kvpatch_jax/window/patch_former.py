@@ -16,10 +16,10 @@ from ..core import AnyArray
 from ..errors import InputError, PatchMismatchError
 from ..patching import Method, Rank, conditioned, form_patch, lead_digest, lead_tokens
 from ..utils.background import JobQueue
+from .costs import Ledger
 from .edit_run import PrefillObserver
 from .edits import Edit
 from .entry import Entry
-from .ledger import Ledger
 from .precompilation import samples
 from .sources import Lead, PatchStore, PieceSources, asked_behind, padded_chunk, stored, zero_padded
 from .window import Window
@@ -30,12 +30,7 @@ KEPT_ERRORS = 16
 
 @runtime_checkable
 class Executor(Protocol):
-    """What plans and patch formers need of an executor.
-
-    Attributes:
-      sources: inputs of pieces. lead: digest of what their canonicals were prefilled behind (`Chunk.lead`), or None.
-      formers: called after each prefill.
-    """
+    """What plans and patch formers need of an executor. See `PagedExecutor`."""
 
     backbone: Backbone
     sources: PieceSources
@@ -45,11 +40,11 @@ class Executor(Protocol):
     def provide(
         self, id: str, *, tokens: Tokens | None = None, chunk: Chunk | None = None, patch: Patch | None = None
     ) -> str | None:
-        """Provides inputs of a piece. See `PagedExecutor.provide`."""
+        """Provides inputs of a piece."""
         ...
 
     def run(self, window: Window, edits: Sequence[Edit]) -> Ledger:
-        """Executes the edits that led to a window. See `PagedExecutor.run`."""
+        """Executes the edits that led to a window."""
         ...
 
 
@@ -77,10 +72,13 @@ class FormerStats:
     """Counters of a former.
 
     Attributes:
-      patches: formed and stored. canonicals, encoders: stored. forwards: prefills of chunks alone.
+      patches: formed and stored.
+      canonicals, encoders: stored.
+      forwards: prefills of chunks alone.
       skipped: prefills that need no patch (texts, patches that were formed before or that the store has, all of them
         while no patches are formed) or whose front changed since.
-      dropped: prefills that found the queue full. failed: that ended in an error.
+      dropped: prefills that found the queue full.
+      failed: prefills that ended in an error.
     """
 
     patches: int = 0
@@ -166,6 +164,7 @@ class PatchFormer:
 
     def keep_encoder(self, content: str, output: AnyArray) -> None:
         """Queues a tower's output to be stored. Returns at once and raises nothing."""
+        # A session may still embed images while what it shares is closed.
         if not self._queue.closed:
             self._enqueue(EncoderOutput(content, output))
 
@@ -177,11 +176,11 @@ class PatchFormer:
         """
         if executor.backbone.fingerprint != self.backbone.fingerprint:
             raise InputError(
-                f"former of backbone {self.backbone.fingerprint[:16]!r}: an executor of "
-                f"{executor.backbone.fingerprint[:16]!r}; expected the same"
+                f"former.executor: got one of backbone {executor.backbone.fingerprint[:16]!r}; expected "
+                f"{self.backbone.fingerprint[:16]!r}, the former's"
             )
         if executor.lead != self.lead:
-            raise InputError(f"former of lead {self.lead}: an executor of {executor.lead}; expected the same")
+            raise InputError(f"former.executor: got one of lead {executor.lead}; expected {self.lead}, the former's")
 
         executor.formers.append(self)
 
@@ -239,6 +238,7 @@ class PatchFormer:
             self._count("dropped")
 
     def _count(self, word: str) -> None:
+        # Both threads count.
         with self._lock:
             self._counts[word] += 1
 
@@ -258,6 +258,7 @@ class PatchFormer:
         """Runs a job; whatever goes wrong is reported, because no caller waits for it."""
         try:
             if isinstance(job, EncoderOutput):
+                # `PatchStore` does not ask for this method; sessions queue outputs only for stores that have it.
                 store: Any = self.store
                 store.put_encoder(job.content, self.backbone.fingerprint, np.asarray(job.output))
                 self._count("encoders")
@@ -290,23 +291,19 @@ class PatchFormer:
         if not job.antecedent.members:
             return False
 
-        layout, entry = self.backbone.layout, job.entry
-        fingerprint = self.backbone.fingerprint
-        query = asked_behind(job.antecedent, entry.id, entry.content, layout, fingerprint, self.lead)
+        # Of each channel, at most as many directions as it has can be asked for.
+        wanted = {}
+        for channel in self.backbone.layout.channels:
+            rank = self.rank.get(channel.name, 0) if isinstance(self.rank, Mapping) else self.rank or 0
+            wanted[channel.name] = min(rank, job.length, channel.features)
 
+        entry, backbone = job.entry, self.backbone
+        query = asked_behind(job.antecedent, entry.id, entry.content, backbone.layout, backbone.fingerprint, self.lead)
         for patch in self.store.get_patches(query):
             metadata = patch.metadata
-            if metadata.behind != job.antecedent or metadata.base != "canonical" or metadata.orbit:
-                continue
-
-            large_enough = True
-            for name, rank in patch.ranks.items():
-                wanted = self.rank[name] if isinstance(self.rank, Mapping) else self.rank or 0
-                most = min(job.length, layout.channel(name).features)
-                # A rank of None is that of a dense patch, which has every direction.
-                large_enough = large_enough and (rank is None or rank >= min(wanted, most))
-
-            if large_enough:
+            same = metadata.behind == job.antecedent and metadata.base == "canonical" and not metadata.orbit
+            # A rank of None is that of a dense patch, which has every direction.
+            if same and all(rank is None or rank >= wanted[name] for name, rank in patch.ranks.items()):
                 return True
 
         return False
@@ -324,7 +321,7 @@ class PatchFormer:
             other = None not in (entry.content, found.content) and entry.content != found.content
             if other or found.length != job.length:
                 raise PatchMismatchError(
-                    f"former: the store's {brief(entry.id)!r} has content {found.content!r} and {found.length} "
+                    f"former: got {brief(entry.id)!r} from the store with content {found.content!r} and {found.length} "
                     f"tokens; expected {entry.content!r} and {job.length}"
                 )
             return padded_chunk(found, size)
@@ -342,6 +339,7 @@ class PatchFormer:
 
     def _prefill_alone(self, tokens: Tokens, length: int) -> Mapping[str, Array]:
         """Returns KV of a chunk alone, or behind the lead, {channel: [L,1,T',K,H]}."""
+        # Tokens keep their padding, so that chunks of one bucket share a program.
         if self._lead_tokens is not None:
             return conditioned(self.backbone, [tokens], lead=self._lead_tokens)[0]
         return self.backbone.prefill(tokens, logits=np.array([[length - 1]], np.int32)).kv

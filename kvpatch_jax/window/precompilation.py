@@ -8,11 +8,10 @@ import numpy as np
 
 from ..backbone import Backbone, Tokens
 from ..core import Buckets, Paged, as_start
-from ..errors import InputError
 from . import programs
 from .edit_run import packed
 from .paged_pool import PagedPool
-from .sources import bucket, padded_tokens, zero_padded
+from .sources import bucket, padded_tokens
 
 NO_TOKENS = np.int32(0)
 """Length of what is written: programs run on zeros of which none count."""
@@ -20,79 +19,67 @@ NO_TOKENS = np.int32(0)
 
 def samples(backbone: Any, buckets: Buckets | None, inputs: Sequence[int | Tokens]) -> list[Tokens]:
     """Returns one set of tokens for each bucket and kind among lengths and sample tokens."""
-    # Programs depend on the length, on features for deeper layers and on whether positions are whole numbers.
     found: dict[Any, Tokens] = {}
     for tokens in inputs:
         if not isinstance(tokens, Tokens):
             tokens = padded_tokens(backbone.embed(np.zeros((1, 1), np.int32)), bucket(buckets, int(tokens)))
         tokens = padded_tokens(tokens, bucket(buckets, tokens.embeddings.shape[1]))
+
+        # Programs depend on the length, on features for deeper layers and on whether positions are whole numbers.
         kind = tokens.embeddings.shape[1], tokens.deepstack is None, str(np.asarray(tokens.positions).dtype)
         found[kind] = tokens
     return list(found.values())
 
 
 class Precompiler:
-    """Runs every program that a pool will need once, on inputs of which no token counts."""
+    """Runs every program that a pool will need once, on inputs of which no token counts.
 
-    def __init__(self, backbone: Backbone, pool: PagedPool, pages: int, page_size: int):
-        self._backbone, self._pool, self._pages, self._page_size = backbone, pool, pages, page_size
+    Windows have up to `keys` tokens, on at most `pages` pages of `page_size`.
+    """
 
-    def compile(
-        self,
-        tokens: Sequence[int | Tokens],
-        questions: Sequence[int | Tokens],
-        *,
-        keys: int,
-        ranks: Sequence[int],
-        steps: int,
-        ask: bool,
-    ) -> None:
-        """Compiles what windows will need. See `PagedExecutor.warm_up`."""
-        slots, buckets = self._pages * self._page_size, self._pool.buckets
-        if not 0 <= keys <= slots:
-            raise InputError(f"warm_up.keys: got {keys} tokens; expected 0 to {slots}, which the pool holds")
-
-        pieces, asked = samples(self._backbone, buckets, tokens), samples(self._backbone, buckets, questions)
+    def __init__(self, backbone: Backbone, pool: PagedPool, keys: int, pages: int, page_size: int):
+        self._pool, self._keys = pool, keys
+        self._backbone: Any = backbone
 
         # No context, and one of each bucket of page tables.
-        contexts: dict[int, Paged | None] = {0: None}
-        for count in range(1, min(-(-keys // self._page_size) + 1, self._pages) + 1):
-            table = np.arange(count * self._page_size, dtype=np.int32)
-            context = Paged.of(self._pool.vectors.engine, table, buckets)
-            contexts.setdefault(context.table.shape[1], context)
+        self._contexts: dict[int, Paged | None] = {0: None}
+        for count in range(1, min(-(-keys // page_size) + 1, pages) + 1):
+            table = np.arange(count * page_size, dtype=np.int32)
+            context = Paged.of(pool.vectors.engine, table, pool.buckets)
+            self._contexts.setdefault(context.table.shape[1], context)
 
+    def compile(
+        self, pieces: Sequence[Tokens], asked: Sequence[Tokens], *, ranks: Sequence[int], steps: int, ask: bool
+    ) -> None:
+        """Compiles what pieces and questions, as `samples` returns them, need. See `PagedExecutor.warm_up`."""
+        backbone = self._backbone
         for sample in pieces:
-            for context in contexts.values():
-                self._prefill(self._backbone.prefill, sample, context)
+            self._prefill(backbone.prefill, sample)
             self._write(sample, ranks, spliced=True)
 
             # A piece and a question in one forward, and the launch that writes the piece.
             for question in asked if ask else ():
                 together = packed(sample, sample.embeddings.shape[1], question, question.embeddings.shape[1])
-                for context in contexts.values():
-                    prefill = getattr(self._backbone, "prefill_padded", self._backbone.prefill)
-                    self._prefill(prefill, together, context)
+                self._prefill(getattr(backbone, "prefill_padded", backbone.prefill), together)
                 self._write(together, (), spliced=False)
 
         for sample in asked:
-            for context in contexts.values():
-                self._prefill(self._backbone.prefill, sample, context)
-                if steps:
-                    backbone: Any = self._backbone
-                    lengths = np.array([sample.embeddings.shape[1]], np.int32)
-                    backbone.generate(_behind(sample, context), steps, self._in_pool(context), lengths=lengths)
+            self._prefill(backbone.prefill, sample, steps)
 
         # Runs of rotations and copies have any number of tokens up to that of the window.
-        for count in sorted({bucket(buckets, number) for number in range(1, keys + 1)}):
+        for count in sorted({bucket(self._pool.buckets, number) for number in range(1, self._keys + 1)}):
             self._rotate_and_copy(count)
 
-    def _prefill(self, prefill: Any, sample: Tokens, context: Paged | None) -> None:
-        last = np.array([[sample.embeddings.shape[1] - 1]], np.int32)
-        prefill(_behind(sample, context), self._in_pool(context), logits=last)
-
-    def _in_pool(self, context: Paged | None) -> Paged | None:
-        """Returns a context in the current vectors, which every launch replaces."""
-        return None if context is None else context._replace(pool=self._pool.vectors.engine)
+    def _prefill(self, prefill: Any, sample: Tokens, steps: int = 0) -> None:
+        """Runs a forward behind every context, and generates `steps` tokens behind it."""
+        length = sample.embeddings.shape[1]
+        for context in self._contexts.values():
+            # Launches have replaced the vectors since; by how much the tokens move changes no program.
+            own = None if context is None else context._replace(pool=self._pool.vectors.engine)
+            moved = sample.shift(0 if context is None else 1)
+            prefill(moved, own, logits=np.array([[length - 1]], np.int32))
+            if steps:
+                self._backbone.generate(moved, steps, own, lengths=np.array([length], np.int32))
 
     def _write(self, sample: Tokens, ranks: Sequence[int], spliced: bool) -> None:
         """Runs the launches that write a piece: prefilled, and if `spliced` bare, and patched at each rank."""
@@ -105,7 +92,6 @@ class Precompiler:
         inputs: list[tuple[Any, Any]] = [({name: value[:, None] for name, value in kv.items()}, {})]
         if spliced:
             inputs.append((kv, {}))
-
         for rank in ranks:
             factors = {}
             for channel in layout.channels:
@@ -113,8 +99,7 @@ class Precompiler:
                 factors[channel.name] = u, jnp.zeros((layout.layers, rank, channel.features), dtype)
             inputs.append((kv, factors))
 
-        local = zero_padded(np.asarray(sample.positions[0], np.float32), 0, size)
-        start = np.asarray(as_start(layout.rope, 0))
+        local, start = np.asarray(sample.positions[0], np.float32), np.asarray(as_start(layout.rope, 0))
         destination = programs.Destination(np.zeros(size, np.int32), local, start, NO_TOKENS)
         for vectors, factors in inputs:
             pool.vectors = programs.write_piece(layout, pool.vectors, destination, vectors, factors)
@@ -133,8 +118,3 @@ class Precompiler:
         pool.vectors = programs.copy_slots(pool.vectors, slots, slots, NO_TOKENS)
         rows = programs.read_rows(pool.vectors, slots)
         pool.vectors = programs.put_rows(pool.vectors, slots, rows, NO_TOKENS)
-
-
-def _behind(sample: Tokens, context: Paged | None) -> Tokens:
-    """Moves tokens behind a context; by how much changes no program."""
-    return sample.shift(0 if context is None else 1)

@@ -7,6 +7,7 @@ Beside a pool, which is in the engine frame, there may be its *source*: the same
 carry phase (or of all). Survivors are rotated from there by one gather and one scatter.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -43,8 +44,10 @@ class Destination(NamedTuple):
     """Slots that a piece is written to, padded to a bucket. Every field is traced.
 
     Attributes:
-      slots: int32 [T]. local: positions relative to the start, [T] or [T,A].
-      start: as `as_start` gives it. length: how many of the tokens count, int32 scalar.
+      slots: int32 [T].
+      local: positions relative to the start, [T] or [T,A].
+      start: as `as_start` gives it.
+      length: how many of the tokens count, int32 scalar.
     """
 
     slots: Any
@@ -57,8 +60,10 @@ class SlotRotation(NamedTuple):
     """Keys to rotate, padded to a bucket. Every field is traced.
 
     Attributes:
-      read, write: slots, int32 [N]. local: positions relative to the starts, [N] or [N,A].
-      old, new: the start of every token, int32 of the same shape. length: how many count, int32 scalar.
+      read, write: slots, int32 [N].
+      local: positions relative to the starts, [N] or [N,A].
+      old, new: the start of every token, int32 of the same shape.
+      length: how many count, int32 scalar.
     """
 
     read: Any
@@ -75,7 +80,8 @@ class SlotRotation(NamedTuple):
 @jax.jit
 def read_rows(pools: Pools, slots: Int[Array, " N"]) -> SavedRows:
     """Returns the vectors at slots."""
-    return SavedRows(*({name: flat(value)[:, slots] for name, value in pool.items()} for pool in pools))
+    engine = {name: flat(value)[:, slots] for name, value in pools.engine.items()}
+    return SavedRows(engine, {name: flat(value)[:, slots] for name, value in pools.source.items()})
 
 
 def _put(pools: Pools, slots: Int[Array, " N"], rows: SavedRows, length: Int[Array, ""]) -> Pools:
@@ -88,13 +94,17 @@ def _put(pools: Pools, slots: Int[Array, " N"], rows: SavedRows, length: Int[Arr
     return Pools(*written)
 
 
-def _copy(pools: Pools, read: Int[Array, " N"], write: Int[Array, " N"], length: Int[Array, ""]) -> Pools:
+put_rows = jax.jit(_put, donate_argnames="pools")
+
+
+@functools.partial(jax.jit, donate_argnames="pools")
+def copy_slots(pools: Pools, read: Int[Array, " N"], write: Int[Array, " N"], length: Int[Array, ""]) -> Pools:
     """Copies the vectors at slots `read` to slots `write`, reading all before writing any."""
-    rows = SavedRows(*({name: flat(value)[:, read] for name, value in pool.items()} for pool in pools))
-    return _put(pools, write, rows, length)
+    return _put(pools, write, read_rows(pools, read), length)
 
 
-def _write(
+@functools.partial(jax.jit, static_argnames=("layout", "layers", "heads"), donate_argnames="pools")
+def write_piece(
     layout: KVLayout,
     pools: Pools,
     destination: Destination,
@@ -109,6 +119,7 @@ def _write(
     `kv` is phase-free, {channel: [L,T,K,H]} or, as a prefill gives it, [L,1,T,K,H].
     """
     slots, local, start, length = destination
+    # Per channel, what the kernel adds and by what it rotates.
     arguments_of = ops.operator_arguments(layout, factors, local, start, layers, heads)
     engine, source = {}, {}
 
@@ -129,7 +140,8 @@ def _write(
     return Pools(engine, source)
 
 
-def _write_layers(
+@functools.partial(jax.jit, static_argnames=("layout", "first"), donate_argnames="pools")
+def write_layers(
     layout: KVLayout,
     pools: Pools,
     destination: Destination,
@@ -161,7 +173,8 @@ def _write_layers(
     )
 
 
-def _rotate(layout: KVLayout, pools: Pools, rotation: SlotRotation, *, whole: bool) -> Pools:
+@functools.partial(jax.jit, static_argnames=("layout", "whole"), donate_argnames="pools")
+def rotate_slots(layout: KVLayout, pools: Pools, rotation: SlotRotation, *, whole: bool) -> Pools:
     """Rotates the keys at slots `read` to their new starts and writes them to slots `write`.
 
     With a source keys rotate from phase 0 to local + new, else from where they are by new − old.
@@ -193,10 +206,3 @@ def _rotate(layout: KVLayout, pools: Pools, rotation: SlotRotation, *, whole: bo
             source[name] = splice(source[name], write, flat(source[name])[:, read], length=length)
 
     return Pools(engine, source)
-
-
-put_rows = jax.jit(_put, donate_argnames="pools")
-copy_slots = jax.jit(_copy, donate_argnames="pools")
-write_piece = jax.jit(_write, static_argnames=("layout", "layers", "heads"), donate_argnames="pools")
-write_layers = jax.jit(_write_layers, static_argnames=("layout", "first"), donate_argnames="pools")
-rotate_slots = jax.jit(_rotate, static_argnames=("layout", "whole"), donate_argnames="pools")

@@ -1,5 +1,6 @@
 """Rolling digests over pieces: what precedes each of them, and therefore how faithfully each is served."""
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
@@ -9,6 +10,7 @@ from ..cache import EXACT, Antecedent, Member
 from .entry import FRESH, PatchNote, PieceState, PlacedPiece, apart, short_digest, tuple_of
 
 
+@functools.lru_cache
 def root_digest(backbone: str) -> str:
     """Returns the digest in front of the first piece, which depends on who reads it."""
     return short_digest(f"window {backbone}")
@@ -31,6 +33,7 @@ def chain_digest(backbone: str, antecedent: Antecedent) -> str:
 
 def chain_of(backbone: str, note: PatchNote) -> str:
     """Returns the chain digest of a patch's antecedent, computed once for each note."""
+    # Plans compare each note with many targets.
     if backbone not in note.chains:
         note.chains[backbone] = chain_digest(backbone, note.antecedent)
     return note.chains[backbone]
@@ -120,10 +123,11 @@ def targets_of(backbone: str, pieces: Sequence[PlacedPiece], forget: bool) -> Ta
     return Targets(tuple(digests[: len(pieces)]), kept)
 
 
-def served_members(pieces: Sequence[PlacedPiece], start: int) -> Iterator[Member]:
-    """Yields the pieces as members of the antecedent of what begins at `start`, as they are served."""
-    for piece, gap in _with_gaps(pieces, start):
-        yield piece.member(gap)
+def pieces_and_gaps(pieces: Sequence[PlacedPiece], start: int) -> Iterator[tuple[PlacedPiece, int]]:
+    """Yields each piece, and the free positions between it and the next one, or `start`."""
+    for index, piece in enumerate(pieces):
+        following = pieces[index + 1].start if index + 1 < len(pieces) else start
+        yield piece, following - piece.end
 
 
 def target_members(backbone: str, pieces: Sequence[PlacedPiece], start: int) -> Iterator[Member]:
@@ -132,7 +136,7 @@ def target_members(backbone: str, pieces: Sequence[PlacedPiece], start: int) -> 
     A piece that may be kept as it is; any other one as a prefill in its place would serve it.
     """
     front, exact, rerun = root_digest(backbone), True, False
-    for index, (piece, gap) in enumerate(_with_gaps(pieces, start)):
+    for index, (piece, gap) in enumerate(pieces_and_gaps(pieces, start)):
         state = _kept_state(pieces, index, front, rerun)
         rerun = rerun or state is None
         service = apart(_target_service(state, exact, front), gap)
@@ -164,10 +168,3 @@ def _target_service(kept: PieceState | None, exact: bool, front: str) -> str:
     """Returns how a piece would have to be served behind a front that is served as its target says."""
     state = kept or PieceState.conditioned(front, True)
     return EXACT if exact and state.behind == front else f"survivor:{state.digest}"
-
-
-def _with_gaps(pieces: Sequence[PlacedPiece], start: int) -> Iterator[tuple[PlacedPiece, int]]:
-    """Yields each piece, and the free positions between it and the next one, or `start`."""
-    for index, piece in enumerate(pieces):
-        following = pieces[index + 1].start if index + 1 < len(pieces) else start
-        yield piece, following - piece.end

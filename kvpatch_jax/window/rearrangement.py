@@ -1,13 +1,12 @@
 """Rearrangement of a window in one step: what leaves, what stays and where, what enters, and how each is served.
 
-It does what `evict`, `reorder`, `append`, `insert`, `recall`, `replace`, `condition`, `bare` and `recompute` do one
-after the other, from the front: the same pieces in the same states, each rotated at most once. Plans use it, because
-windows may have hundreds of chunks.
+The result is that of the operations of `Window` one after the other, from the front, but each piece is rotated at most
+once. Plans use it, because windows may have hundreds of chunks.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from ..cache import brief
@@ -23,9 +22,8 @@ from .window_steps import (
     check_positions_below_limit,
     packed,
     placing_edits,
-    reordered_starts,
+    reordered,
     room_for,
-    unseen_places,
 )
 
 AtHand = Callable[[str, str | None], bool]
@@ -36,10 +34,12 @@ _UNLINKED = PlacedPiece(Entry("-", None, 1, 1), 0, FRESH)[6:]
 
 
 class ServingChoice(NamedTuple):
-    """How a piece is to be served: as it is ("keep"); by a forward; by a patch; by its canonical alone; or, of a piece
-    that was switched to bare, as it was before ("restore").
+    """How a piece is to be served.
 
     Attributes:
+      how: as it is ("keep"); by a forward; by a patch; by its canonical alone; or, of a piece that was switched to
+        bare, as it was before ("restore").
+      note: of the patch; None for the other choices.
       allow_stale: accepts a patch that was formed behind something else.
     """
 
@@ -59,7 +59,8 @@ class Rearrangement:
     Attributes:
       before: the window as it is.
       window: all in their places; kept ones in their states, new ones by a forward.
-      gone: ids of what leaves, replaced pieces included. kept: for each piece, whether it was in the window before.
+      gone: ids of what leaves, replaced pieces included.
+      kept: for each piece, whether it was in the window before.
     """
 
     before: Window
@@ -106,6 +107,16 @@ class Rearrangement:
                 pieces[index] = _with_service(pieces[index], kept, service)
 
         if changed:
+            # So far all counted as prefilled, and `born` was raised where everything in front was exact then. Behind
+            # the first that is patched or bare nothing is.
+            own, places = self.before.pieces, self.before.places
+            first = next((index for index in changed if services[index].how in ("patch", "bare")), len(pieces))
+            for index in range(first + 1, len(pieces)):
+                piece = pieces[index]
+                if self.kept[index] and services[index].how != "prefill":
+                    born = own[places[piece.entry.id]].born
+                    pieces[index] = piece if piece.born == born else piece._replace(born=born)
+
             window = dataclasses.replace(window, pieces=linked(window.backbone, pieces, changed[0]), clock=clock)
             # Targets do not depend on services, so those of the rearrangement are used if possible.
             patched = [index for index in changed if services[index].note is not None]
@@ -120,17 +131,15 @@ class Rearrangement:
 
     def _check_patched(self, window: Window, index: int, service: ServingChoice, target: str) -> None:
         """Refuses a patch as the window's operations do; antecedents are compared by digests first, which is fast."""
-        note, piece, kept = service.note, self.window.pieces[index], self.kept[index]
+        note, piece = service.note, self.window.pieces[index]
         assert note is not None
         check_patch(window, note, piece, allow_stale=True)
+        if note.base != "canonical" and not self.kept[index]:
+            raise PatchMismatchError(
+                f"patch of chunk {brief(piece.id)!r}: got base {note.base!r}; expected 'canonical' of what comes in"
+            )
 
-        if note.base != "canonical":
-            if not kept:
-                raise PatchMismatchError(
-                    f"patch of chunk {brief(piece.id)!r}: base {note.base!r}; expected 'canonical' of what comes in"
-                )
-            check_base(window, note, piece)
-
+        check_base(window, note, piece)
         if not service.allow_stale and chain_of(window.backbone, note) != target:
             check_patch(window, note, piece, allow_stale=False)
 
@@ -138,8 +147,7 @@ class Rearrangement:
         costs, rotation = window.costs, window.costs.rotate(1)
         before = {piece[0].id: piece for piece in self.before.pieces}
         edits: list[Edit] = [Drop(id) for id in self.gone]
-        forwards: list[Edit] = []
-        behind = 0
+        forwards, behind = list[Edit](), 0
 
         for piece, kept, service in zip(window.pieces, self.kept, services, strict=True):
             entry, start, state = piece[:3]
@@ -153,12 +161,12 @@ class Rearrangement:
                 edits.append(new_edit(Rotate, id=id, old=old.start, new=start, bytes=nbytes, flops=flops))
 
             if how == "prefill":
-                nbytes, flops = costs.kv_bytes * (tokens + behind), costs.run(tokens, behind)
+                fields = {"behind": behind, "bytes": costs.kv_bytes * (tokens + behind)}
+                fields["flops"] = costs.run(tokens, behind)
                 if kept:
-                    forward = new_edit(Recompute, id=id, start_layer=0, behind=behind, bytes=nbytes, flops=flops)
+                    forwards.append(new_edit(Recompute, id=id, start_layer=0, **fields))
                 else:
-                    forward = new_edit(Prefill, id=id, behind=behind, bytes=nbytes, flops=flops)
-                forwards.append(forward)
+                    forwards.append(new_edit(Prefill, id=id, **fields))
             elif not same_kv and state.kind == "conditioned":
                 nbytes, flops = costs.copy_bytes * tokens, costs.copy_flops * tokens
                 edits.append(new_edit(Copy, id=id, source="conditioned", branch=None, bytes=nbytes, flops=flops))
@@ -180,14 +188,14 @@ def _with_service(piece: PlacedPiece, kept: bool, service: ServingChoice) -> Pla
     if (how == "patch") != (note is not None):
         given = "no patch" if note is None else "a patch"
         raise WindowError(
-            f"arrange: {how!r} of {brief(entry.id)!r} with {given}; expected one for 'patch', and no other"
+            f"arrange: got {how!r} of {brief(entry.id)!r} with {given}; expected one for 'patch', and no other"
         )
     if entry.kind == "text" or (how in ("keep", "restore") and not kept):
-        raise WindowError(f"arrange: {how!r} of {entry.kind} {brief(entry.id)!r}; expected it prefilled")
+        raise WindowError(f"arrange: got {how!r} of {entry.kind} {brief(entry.id)!r}; expected it prefilled")
 
     if how == "restore":
         if piece.aside is None:
-            raise WindowError(f"arrange: nothing of {brief(entry.id)!r} is aside; expected it bare before")
+            raise WindowError(f"arrange: got 'restore' of {brief(entry.id)!r}; expected it bare before")
         return piece._replace(state=piece.aside, aside=None)
 
     # A new piece has no state to go back to.
@@ -208,34 +216,32 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Rearrangement:
       WindowError: an entry named twice; what is pinned missing or elsewhere; chunks in another order that are not
       order-free; an id that was evicted as another entry; positions beyond 2**30.
     """
-    wanted = _checked_entries(window, entries)
-    own, places = window.pieces, window.places
-    kept = {id for id, entry in wanted.items() if id in places and own[places[id]].entry == entry}
-    staying, reordered = _staying_pieces(window, [id for id in wanted if id in kept])
+    wanted, own, places = {entry.id: entry for entry in entries}, window.pieces, window.places
+    _check_entries(window, entries, wanted)
+    kept = {piece.entry.id for piece in own if wanted.get(piece.entry.id) == piece.entry}
+    staying, moved = _staying_pieces(window, [id for id in wanted if id in kept])
     lead, settled, next_start = window.lead, window.lead_settled, window.next_start
     if window.gaps == "close":
         next_start = sum(piece.entry.span for piece in staying)
 
     # From the front: pieces that stay move on by `shift` once something new in front of them needed more room.
-    pieces: list[PlacedPiece] = []
-    clock, shift, end = window.clock + 1, 0, 0
-    upcoming: Iterator[PlacedPiece | None] = iter([*staying, None])
-    following = next(upcoming)
-
+    pieces = list[PlacedPiece]()
+    clock, shift, end, seen = window.clock + 1, 0, 0, 0
     for id, entry in wanted.items():
         if id in kept:
-            assert following is not None
-            piece, following = following, next(upcoming)
+            piece = staying[seen]
+            seen += 1
             if shift:
                 piece = piece._replace(start=piece.start + shift)
         else:
-            if following is None:
+            # In front of a piece that stays, or behind all of them.
+            if seen < len(staying):
+                gone = own[places[id]] if id in places else window.evicted_by_id.get(id)
+                start, more = room_for(entry.span, end, staying[seen].start + shift, gone)
+                shift += more
+            else:
                 start = max(end, next_start + shift)
                 next_start = start + entry.span - shift
-            else:
-                gone = own[places[id]] if id in places else window.evicted_by_id.get(id)
-                start, more = room_for(entry.span, end, following.start + shift, gone)
-                shift += more
 
             piece = tuple_of(PlacedPiece, (entry, start, FRESH, None, clock, clock, *_UNLINKED))
 
@@ -262,31 +268,28 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Rearrangement:
         lead=lead,
         lead_settled=settled,
         next_start=max(next_start + shift, end),
-        clock=clock if reordered or len(kept) < len(wanted) else window.clock,
+        clock=clock if moved or len(kept) < len(wanted) else window.clock,
     )
     return Rearrangement(window, there, tuple(piece.entry.id for piece in gone), tuple(id in kept for id in wanted))
 
 
-def _checked_entries(window: Window, entries: Sequence[Entry]) -> dict[str, Entry]:
-    """Returns the entries by id."""
-    wanted = {entry.id: entry for entry in entries}
+def _check_entries(window: Window, entries: Sequence[Entry], wanted: Mapping[str, Entry]) -> None:
+    """Refuses entries that a window cannot be arranged to hold; `wanted` has them by id."""
     if len(wanted) != len(entries):
         ids = [entry.id for entry in entries]
         twice = next(id for id in wanted if ids.count(id) > 1)
-        raise WindowError(f"arrange: {brief(twice)!r} is named twice; expected each once")
+        raise WindowError(f"arrange: got {brief(twice)!r} twice; expected each once")
 
     pinned = [piece.entry for piece in window.pieces[: window.lead]]
     if list(entries[: len(pinned)]) != pinned:
         ids = tuple(brief(entry.id) for entry in pinned)
-        raise WindowError(f"arrange: {ids} are pinned in front; expected the window to begin with them")
+        raise WindowError(f"arrange: got other entries in front; expected {ids}, which are pinned there")
 
     # An id that was evicted comes back as the same entry, or its patches and stored KV would be another's.
     for id in window.evicted_by_id.keys() & wanted.keys():
-        piece = window.evicted_by_id[id]
-        if wanted[id] != piece.entry:
-            raise WindowError(f"arrange: {brief(id)!r} was evicted as {piece.entry}; expected that, or another id")
-
-    return wanted
+        gone = window.evicted_by_id[id].entry
+        if wanted[id] != gone:
+            raise WindowError(f"arrange: got {brief(id)!r}, evicted as {gone}; expected that entry, or another id")
 
 
 def _staying_pieces(window: Window, order: Sequence[str]) -> tuple[list[PlacedPiece], bool]:
@@ -303,19 +306,7 @@ def _staying_pieces(window: Window, order: Sequence[str]) -> tuple[list[PlacedPi
     if not changed:
         return old, False
 
-    new = [old[place] for place in came_from]
-    fixed = next((new[place] for place in changed if not new[place].entry.order_free), None)
+    fixed = next((old[came_from[place]] for place in changed if not old[came_from[place]].entry.order_free), None)
     if fixed is not None:
-        raise WindowError(
-            f"arrange: {brief(fixed.entry.id)!r} is not order-free; expected it in the order it stands in"
-        )
-
-    # Then in their new order; the gap in front of every place stays.
-    unseen, first = unseen_places(came_from), changed[0]
-    result = new[:first]
-    for place, start in enumerate(reordered_starts(old, new, first), first):
-        entry, _, state, aside, born, placed, *derived = new[place]
-        placed = window.clock + 1 if place in unseen else placed
-        result.append(tuple_of(PlacedPiece, (entry, start, state, aside, born, placed, *derived)))
-
-    return result, True
+        raise WindowError(f"arrange: got {brief(fixed.entry.id)!r} moved; expected it in its order: not order-free")
+    return reordered(old, came_from, window.clock + 1), True

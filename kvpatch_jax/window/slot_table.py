@@ -1,7 +1,7 @@
 """State of a paged executor on the host: which piece of which branch occupies which slots, and in what form."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -63,34 +63,28 @@ class DecodedAnswer:
     behind: tuple[PlacedPiece, ...]
 
 
+@dataclasses.dataclass(eq=False)
 class SlotTable:
     """Branches, their pieces, and the number of owners of every slot.
 
     A run changes a copy, which replaces the table when the run succeeds.
 
     Attributes:
-      branches: {branch: {id: piece}}; a branch without pieces is absent.
       allocator: slots and their owners.
+      branches: {branch: {id: piece}}; a branch without pieces is absent.
       answers: what was decoded behind branches, by branch.
       joined: branches that were joined into another one and released.
     """
 
-    def __init__(
-        self,
-        allocator: SlotAllocator,
-        branches: Mapping[str, Mapping[str, ResidentPiece]] | None = None,
-        joined: Iterable[str] = (),
-        answers: Mapping[str, DecodedAnswer] | None = None,
-    ):
-        # Dictionaries are copied here, so that `copy` needs no more than these arguments.
-        self.allocator = allocator
-        self.branches = {name: dict(pieces) for name, pieces in (branches or {}).items()}
-        self.joined = set(joined)
-        self.answers = dict(answers or {})
+    allocator: SlotAllocator
+    branches: dict[str, dict[str, ResidentPiece]] = dataclasses.field(default_factory=dict)
+    answers: dict[str, DecodedAnswer] = dataclasses.field(default_factory=dict)
+    joined: set[str] = dataclasses.field(default_factory=set)
 
     def copy(self) -> "SlotTable":
         """Returns a table that changes independently; the pieces, which are immutable, are shared."""
-        return SlotTable(self.allocator.copy(), self.branches, self.joined, self.answers)
+        branches = {name: dict(pieces) for name, pieces in self.branches.items()}
+        return SlotTable(self.allocator.copy(), branches, dict(self.answers), set(self.joined))
 
     def held(self, branch: str, id: str) -> ResidentPiece:
         """Returns a piece of a branch.
@@ -100,11 +94,12 @@ class SlotTable:
         """
         pieces = self.branches.get(branch, {})
         if id not in pieces:
-            raise WindowError(f"branch {branch!r} holds no piece {id!r}; expected one of {sorted(pieces)}")
+            raise WindowError(f"executor: got {id!r}: no piece of branch {branch!r}; expected one of {sorted(pieces)}")
         return pieces[id]
 
     def ordered(self, branch: str, before: int | None = None) -> list[ResidentPiece]:
         """Returns the pieces of a branch in the order of their starts; with `before`, those that start below it."""
+        # Entries keep the order in which they came, which inserts and reorders do not follow.
         pieces = sorted(self.branches.get(branch, {}).values(), key=lambda piece: piece.start)
         return pieces if before is None else [piece for piece in pieces if piece.start < before]
 
@@ -118,10 +113,10 @@ class SlotTable:
         Raises:
           PoolError: too few are free; the message begins with `what`.
         """
-        # The allocator knows how many slots are free, the caller for what.
         try:
             return self.allocator.allocate(tokens, aligned=aligned)
         except PoolError as error:
+            # The allocator knows how many slots are free, the caller for what.
             raise PoolError(f"{what}: {error}") from None
 
     def drop(self, branch: str, id: str) -> None:
@@ -139,12 +134,14 @@ class SlotTable:
 
     def release(self, branch: str) -> None:
         """Removes every piece of a branch, and the answer decoded behind it. Idempotent."""
+        # The list is a copy: dropping changes the dictionary.
         for id in list(self.branches.get(branch, {})):
             self.drop(branch, id)
         self.discard(branch)
 
     def discard(self, branch: str) -> None:
         """Releases the answer decoded behind a branch, if any."""
+        # It is no piece of the branch yet, so that `release` of its pieces would miss its slots.
         answer = self.answers.pop(branch, None)
         if answer is not None:
             self.allocator.release(answer.piece.slots)
@@ -158,15 +155,11 @@ class SlotTable:
         for id in ids:
             piece = self.held(parent, id)
             if id in self.branches.get(child, {}):
-                raise WindowError(f"branch {child!r} has piece {id!r} already; expected a fork without it")
+                raise WindowError(f"fork: got branch {child!r}, which has piece {id!r}; expected one without it")
 
             # The record is shared too: it is immutable, and a branch that changes the piece enters its own.
             self.allocator.share(piece.slots)
             self.put(child, piece)
-
-    def is_shared(self, piece: ResidentPiece) -> bool:
-        """Returns whether another branch owns the slots of a piece too."""
-        return bool((self.allocator.owners(piece.slots) > 1).any())
 
     def compact(self) -> Int[np.ndarray, " S"]:
         """Packs the used slots to the front of the pool.
@@ -190,14 +183,22 @@ class SlotTable:
         """Returns what is read together: the pieces of each branch in order, and each answer."""
         return [*map(self.ordered, self.branches), *([answer.piece] for answer in self.answers.values())]
 
-    def idle_slots(self) -> int:
-        """Counts the slots that attention reads for nothing: those on pages of a group that are not its own."""
-        size, idle = self.allocator.page_size, 0
-        for pieces in self.groups():
-            # A page that two pieces of one group share is read once.
-            slots = all_slots(pieces)
-            idle += np.unique(slots // size).size * size - slots.size
-        return idle
+    def slots_worth_moving(self, steps: int) -> int:
+        """Counts the slots that `compact` would move, 0 if that does not pay by the time `steps` tokens are decoded."""
+        packed = self.copy()
+        mapping = packed.compact()
+        moved = int(((mapping >= 0) & (mapping != np.arange(mapping.size))).sum())
+
+        # Attention reads whole pages: slots on the pages of a group that are not its own cost as much as its own.
+        size, saved = self.allocator.page_size, 0
+        for table, sign in ((self, 1), (packed, -1)):
+            for pieces in table.groups():
+                # A page that two pieces of one group share is read once.
+                slots = all_slots(pieces)
+                saved += sign * (np.unique(slots // size).size * size - slots.size)
+
+        # What moves is read and written.
+        return moved if 2 * moved < saved * steps else 0
 
     def owners(self) -> Int[np.ndarray, " S"]:
         """Counts the pieces and answers of all branches at each slot: what the allocator's counts must be."""

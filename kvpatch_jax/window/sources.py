@@ -1,7 +1,6 @@
 """Inputs of an executor by piece: tokens to prefill, canonicals, patches and residuals, provided or fetched.
 
-Everything kept here is padded to the buckets that prompts have, and padded on the host, where no length compiles a
-program.
+All are padded to the buckets that prompts have, on the host, where no length compiles a program.
 """
 
 import dataclasses
@@ -47,6 +46,7 @@ class PatchStore(Protocol):
 
 def stored(store: PatchStore | None, id: str, backbone: str, lead: str | None) -> Chunk | None:
     """Reads a canonical, prefilled behind `lead` if there is one; None if no store has it."""
+    # A store that knows no leads need not take the argument.
     if store is None:
         return None
     return store.get(id, backbone) if lead is None else store.get(id, backbone, lead=lead)
@@ -99,6 +99,7 @@ def padded_tokens(tokens: Tokens, size: int) -> Tokens:
 
 def padded_chunk(chunk: Chunk, size: int) -> Chunk:
     """Pads a canonical to `size` tokens; its length and content stay. A longer one is returned unchanged."""
+    # Its metadata were checked when it was made, and padding changes none.
     size = max(size, chunk.tokens)
     kv = PhaseFreeKV({name: jnp.asarray(zero_padded(value, -3, size)) for name, value in chunk.kv.items()})
     hidden = None
@@ -119,14 +120,14 @@ def trimmed_patch(patch: Patch, length: int) -> Patch:
 
 
 def _resized_patch(patch: Patch, size: int, resize: Callable[[AnyArray, int, int], AnyArray]) -> Patch:
-    """Returns a patch for `size` tokens, its leaves resized along the axis of tokens."""
     if patch.tokens in (None, size):
         return patch
 
-    # Values and scales of a rounded factor are resized alike, unless one scale is for all tokens.
     def resized(leaf: Any, axis: int) -> Any:
         if not isinstance(leaf, Quantised):
             return jnp.asarray(resize(leaf, axis, size))
+
+        # Values and scales of a rounded factor are resized alike, unless one scale is for all tokens.
         scale = leaf.scale if leaf.scale.shape[axis] == 1 else jnp.asarray(resize(leaf.scale, axis, size))
         return Quantised(jnp.asarray(resize(leaf.values, axis, size)), scale)
 
@@ -144,7 +145,8 @@ class PieceSource:
     """What is known of one piece.
 
     Attributes:
-      tokens: to prefill it from, at local positions, padded. length: those that count, 0 if no tokens are known.
+      tokens: to prefill it from, at local positions, padded.
+      length: those that count, 0 if no tokens are known.
       chunk: its canonical, padded.
       content: digest of what it shows, None if unknown.
       patches: by digest, padded as the canonical is, each with the bytes that it had without padding.
@@ -179,7 +181,8 @@ class PieceSources:
         """Starts without sources.
 
         Args:
-          buckets: what inputs are padded to, None for no padding. single: refuses batches.
+          buckets: what inputs are padded to, None for no padding.
+          single: refuses batches.
           lead: digest of what canonicals were prefilled behind; None accepts any.
         """
         self._backbone, self._buckets, self._single, self._lead = backbone, buckets, single, lead
@@ -202,29 +205,17 @@ class PieceSources:
         content: str | None = None,
         hidden: Mapping[int, Num[AnyArray, "*B T D"]] | None = None,
     ) -> str | None:
-        """Adds to what is known of a piece; another content replaces everything known before.
-
-        Returns:
-          The digest of `patch`, None without one.
-
-        Raises:
-          InputError, ShapeError: an argument of the wrong kind, or of another number of tokens than what is known.
-          PatchMismatchError: a chunk or patch of another id, content or backbone.
-        """
+        """Adds to what is known of a piece, all of it or nothing. See `PagedExecutor.provide`."""
         # Another content is another piece: nothing known of the old one holds.
-        unit = self[id]
+        unit, digest = self[id], None
         content = content if chunk is None else content_of(chunk)
-        if content is not None and unit.content not in (None, content):
-            unit = PieceSource()
-        if content is not None:
-            unit = dataclasses.replace(unit, content=content)
+        if content is not None and unit.content != content:
+            unit = dataclasses.replace(unit if unit.content is None else PieceSource(), content=content)
 
         if chunk is not None:
             unit = self._with_chunk(id, unit, chunk)
         if tokens is not None:
             unit = self._with_tokens(id, unit, tokens, length)
-
-        digest = None
 
         if patch is not None:
             if patch.metadata.chunk != id:
@@ -236,17 +227,16 @@ class PieceSources:
             unit = dataclasses.replace(unit, patches={**unit.patches, digest: padded})
 
         if hidden is not None:
-            if unit.tokens is None and unit.chunk is None:
-                raise InputError(
-                    f"provide.hidden: got residuals of {brief(id)!r} alone; expected its tokens or its chunk first"
-                )
+            # They are padded as the tokens are that they belong to.
+            known = unit.length if unit.tokens is not None else unit.chunk.length if unit.chunk is not None else 0
+            if not known:
+                raise InputError(f"provide.hidden: got residuals of {brief(id)!r}; expected tokens or a chunk first")
 
-            size = bucket(self._buckets, unit.chunk.length if unit.tokens is None and unit.chunk else unit.length)
             residuals = dict(unit.hidden)
             for layer, value in hidden.items():
                 host = np.asarray(value)
-                residuals[layer] = jnp.asarray(zero_padded(host if host.ndim == 3 else host[None], 1, size))
-
+                rows = host if host.ndim == 3 else host[None]
+                residuals[layer] = jnp.asarray(zero_padded(rows, 1, bucket(self._buckets, known)))
             unit = dataclasses.replace(unit, hidden=residuals)
 
         # Entered at the end, so that a refused argument changes nothing.
@@ -270,7 +260,7 @@ class PieceSources:
         local = unit.local
         if unit.tokens is None or local is None or (start_layer and start_layer not in unit.hidden):
             wanted = f"hidden={{{start_layer}: …}}" if start_layer else "tokens=…"
-            raise InputError(f"{kind}: piece {brief(id)!r}; expected provide({brief(id)!r}, {wanted}) first")
+            raise InputError(f"{kind}: got piece {brief(id)!r}; expected provide({brief(id)!r}, {wanted}) first")
 
         # From a higher layer the residual entering it takes the place of the embeddings.
         if start_layer:
@@ -299,6 +289,7 @@ class PieceSources:
             raise InputError(
                 f"piece {brief(id)!r}: got no canonical; expected provide({brief(id)!r}, chunk=…), or a store"
             )
+        # Unknown contents are taken on trust, as everywhere.
         if None not in (content, chunk.content) and content != chunk.content:
             raise PatchMismatchError(f"piece {brief(id)!r}: got content {chunk.content!r}; expected {content!r}")
         return chunk
@@ -321,8 +312,9 @@ class PieceSources:
                 return None
             chunk = stored(store, id, fingerprint, self._lead)
             if chunk is None:
-                raise InputError(f"fetch: no canonical of {brief(id)!r} was given and no store has it; expected one")
+                raise InputError(f"fetch: got {brief(id)!r}, of which no store has the canonical; expected it provided")
             self.give(id, chunk=chunk)
+            # Stored chunks may be padded; an edit's own cost is of the tokens that count.
             return chunk.nbytes * chunk.length // chunk.tokens
 
         if edit.digest in unit.patches:
@@ -335,7 +327,7 @@ class PieceSources:
                 if self.give(id, patch=patch) == edit.digest:
                     return patch.nbytes
 
-        raise InputError(f"fetch: no patch {edit.digest} of {brief(id)!r} was given and no store has it; expected one")
+        raise InputError(f"fetch: got patch {edit.digest} of {brief(id)!r}, which no store has; expected it provided")
 
     def _with_chunk(self, id: str, unit: PieceSource, chunk: Chunk) -> PieceSource:
         fingerprint = self._backbone.fingerprint
@@ -346,8 +338,7 @@ class PieceSources:
             )
         if self._lead not in (None, chunk.lead):
             raise PatchMismatchError(
-                f"provide: chunk {brief(id)!r} was prefilled behind lead {chunk.lead}; expected {self._lead}, this "
-                "executor's"
+                f"provide.chunk: got {brief(id)!r}, which was prefilled behind lead {chunk.lead}; expected {self._lead}"
             )
         if self._single and chunk.batch is not None:
             raise InputError(f"provide.chunk: got a batch of {chunk.batch} of {brief(id)!r}; expected one chunk")

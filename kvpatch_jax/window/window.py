@@ -10,10 +10,9 @@ from ..errors import WindowError
 from . import window_json
 from .costs import Costs
 from .edits import Compact, Copy, Drop, Edit, Edits, Recompute, in_order
-from .entry import BARE, FRESH, Entry, How, PatchNote, PieceState, PlacedPiece, short_digest
+from .entry import BARE, FRESH, Entry, How, PatchNote, PieceState, short_digest
 from .window_state import Gaps, Promise, WindowState
 from .window_steps import (
-    NewPiece,
     check_base,
     check_new,
     check_patch,
@@ -21,10 +20,9 @@ from .window_steps import (
     movable_index,
     packed,
     relinked,
-    reordered_starts,
+    reordered,
     serving_edits,
     shown,
-    unseen_places,
     with_moves,
     with_new_piece,
     with_piece,
@@ -37,6 +35,8 @@ class Window(WindowState):
     """What a model reads: chunks and texts at their places, and how each of them is served. An immutable value.
 
     It holds no arrays; an executor does, and runs the edits that every operation returns beside the new window.
+    Operations that take ids raise `WindowError` for one that is not in the window, or a piece of the lead that would
+    move.
 
         window = Window.empty(backbone)
         window, edits = window.append(Entry.of_tokens("system", tokens))
@@ -125,8 +125,7 @@ class Window(WindowState):
           prefilled, or positions beyond 2**30. StalePatchError, PatchMismatchError: a patch that does not belong here.
         """
         check_new(self, entry)
-        new = NewPiece(entry, how, patch, fetched, allow_stale)
-        there, placing = with_new_piece(self, len(self.pieces), new)
+        there, placing = with_new_piece(self, len(self.pieces), entry, how, patch, fetched, allow_stale)
         return there, with_moves(self, there, placing)
 
     def insert(
@@ -139,17 +138,15 @@ class Window(WindowState):
         fetched: bool = False,
         allow_stale: bool = False,
     ) -> "tuple[Window, Edits]":
-        """Places an entry in front of another. What follows it moves if there is no room, and has not seen it.
+        """Places an entry in front of another, else as `append`. What follows moves if there is no room, and has not
+        seen it.
 
         Args:
-          before: id of the piece that will follow it. Else as `append`.
-
-        Raises:
-          WindowError: a place in the lead, or a piece that is not in the window. Else as `append`.
+          before: id of the piece that will follow it.
         """
         check_new(self, entry)
-        new = NewPiece(entry, how, patch, fetched, allow_stale)
-        there, placing = with_new_piece(self, movable_index(self, before, "insert"), new)
+        index = movable_index(self, before, "insert")
+        there, placing = with_new_piece(self, index, entry, how, patch, fetched, allow_stale)
         return there, with_moves(self, there, placing)
 
     def recall(
@@ -162,21 +159,23 @@ class Window(WindowState):
         fetched: bool = False,
         allow_stale: bool = False,
     ) -> "tuple[Window, Edits]":
-        """Brings an evicted chunk back, behind all others or in front of one.
+        """Brings an evicted chunk back, behind all others or in front of one, else as `append`.
 
         Args:
-          before: id of the piece that will follow it. Else as `append`.
+          before: id of the piece that will follow it.
 
         Raises:
-          WindowError: a chunk that was not evicted from this window. Else as `insert`.
+          WindowError: a chunk that was not evicted from this window.
         """
         gone = self.evicted_by_id.get(id) if isinstance(id, str) else None
         if gone is None:
             found = "in the window" if isinstance(id, str) and id in self.places else "unknown"
             evicted = tuple(brief(piece.entry.id) for piece in self.evicted[-8:])
-            raise WindowError(f"recall: chunk {shown(id)} is {found}; expected an evicted one, such as {evicted}")
+            raise WindowError(
+                f"recall.id: got {shown(id)}, which is {found}; expected an evicted one, such as {evicted}"
+            )
         index = len(self.pieces) if before is None else movable_index(self, before, "recall")
-        there, placing = with_new_piece(self, index, NewPiece(gone.entry, how, patch, fetched, allow_stale, gone))
+        there, placing = with_new_piece(self, index, gone.entry, how, patch, fetched, allow_stale, gone)
         return there, with_moves(self, there, placing)
 
     def replace(
@@ -189,28 +188,25 @@ class Window(WindowState):
         fetched: bool = False,
         allow_stale: bool = False,
     ) -> "tuple[Window, Edits]":
-        """Puts an entry in the place of another, which leaves; what follows has not seen it.
+        """Puts an entry in the place of another, which leaves, else as `append`. What follows has not seen it.
 
         Args:
-          id: of what leaves, which may be the new entry's too. Else as `append`.
-
-        Raises:
-          WindowError: a piece of the lead, or one that is not in the window. Else as `append`.
+          id: of what leaves, which may be the new entry's too.
         """
         index = movable_index(self, id, "replace")
         if not isinstance(entry, Entry) or entry.id != id:
             check_new(self, entry)
+
         # The old piece leaves first, and the entry gets its start if it fits there.
         left, drops = without(self, [index])
-        new = NewPiece(entry, how, patch, fetched, allow_stale, self.pieces[index])
-        there, placing = with_new_piece(left, index, new)
+        there, placing = with_new_piece(left, index, entry, how, patch, fetched, allow_stale, self.pieces[index])
         return there, with_moves(self, there, [*drops, *placing])
 
     def evict(self, *ids: str) -> "tuple[Window, Edits]":
         """Takes pieces out. Chunks can be recalled; texts cannot.
 
         Raises:
-          WindowError: a piece of the lead, one that is not in the window, or one named twice.
+          WindowError: one named twice.
         """
         indices = [movable_index(self, id, "evict") for id in ids]
         if len(set(indices)) != len(indices):
@@ -257,8 +253,8 @@ class Window(WindowState):
             `target`.
 
         Raises:
-          WindowError: a piece that would move and is no order-free chunk, is pinned, is not in the window or is named
-          twice; a patch of a piece that is not named. StalePatchError, PatchMismatchError: as `append`.
+          WindowError: a piece that would move and is no order-free chunk, or is named twice; a patch of a piece that is
+          not named. StalePatchError, PatchMismatchError: as `append`.
         """
         ids = names_of(order, "order")
         places = [self.index(id) for id in ids]
@@ -270,29 +266,26 @@ class Window(WindowState):
             raise WindowError(f"reorder.patches: got one of {shown(strangers[0])}; expected it of one of {ids}")
 
         # Fill the places of the named pieces in their new order.
-        moved, came_from = list(self.pieces), list(range(len(self.pieces)))
+        came_from = list(range(len(self.pieces)))
         for old, new in zip(places, sorted(places), strict=True):
             piece = self.pieces[old]
             if old != new and (old < self.lead or new < self.lead or not piece.entry.order_free):
                 what = "pinned" if min(old, new) < self.lead else "not order-free"
-                raise WindowError(f"reorder: {shown(piece.entry.id)} is {what}; expected chunks that are order-free")
-            moved[new], came_from[new] = piece, old
+                raise WindowError(
+                    f"reorder.order: got {shown(piece.entry.id)}, {what}; expected chunks that are order-free"
+                )
+            came_from[new] = old
 
-        changed = [index for index, old in enumerate(came_from) if index != old]
-        first = min([*changed, *(self.index(id) for id in notes)], default=None)
-        if first is None:
+        changed = [new for new, old in enumerate(came_from) if new != old or self.pieces[old].entry.id in notes]
+        if not changed:
             return self, ()
 
         # Pieces that came in front of others count as placed now: those others have not seen them there.
-        unseen, pieces = unseen_places(came_from, first), list(moved[:first])
-        for index, start in enumerate(reordered_starts(self.pieces, moved, first), first):
-            entry, _, state, aside, born, placed = moved[index][:6]
-            if entry.id in notes:
-                state, aside = notes[entry.id].served, None
-            placed = self.clock + 1 if index in unseen else placed
-            pieces.append(PlacedPiece(entry, start, state, aside, born, placed))
-
-        there = relinked(self, pieces, first, clock=self.clock + 1)
+        pieces = reordered(self.pieces, came_from, self.clock + 1)
+        for index, piece in enumerate(pieces):
+            if piece.entry.id in notes:
+                pieces[index] = piece._replace(state=notes[piece.entry.id].served, aside=None)
+        there = relinked(self, pieces, changed[0], clock=self.clock + 1)
 
         # Patches are checked against the new order, in which they were to be formed.
         edits: list[Edit] = []
@@ -305,6 +298,7 @@ class Window(WindowState):
 
     def compact(self) -> "tuple[Window, Edits]":
         """Closes what is free between pieces, in positions and in slots."""
+        # Linked from the front, because a gap is part of how a piece is served.
         pieces = packed(self.pieces)
         there = relinked(self, pieces, 0, next_start=pieces[-1].end if pieces else 0)
         packing = Compact(there.tokens, **self.costs.compact(there.tokens))
@@ -316,7 +310,7 @@ class Window(WindowState):
         """Serves a chunk by its canonical alone, until `condition` switches back. Kamera App. E.
 
         Raises:
-          WindowError: a text, or a piece that is not in the window.
+          WindowError: a text.
         """
         index = chunk_index(self, id, "bare")
         piece = self.pieces[index]
@@ -343,8 +337,8 @@ class Window(WindowState):
           fetched, allow_stale: as `append`.
 
         Raises:
-          WindowError: a text, a piece that is not in the window, or a bare chunk that was never conditioned, without a
-          patch. StalePatchError, PatchMismatchError: a patch that does not belong here.
+          WindowError: a text, or a bare chunk that was never conditioned, without a patch. StalePatchError,
+          PatchMismatchError: a patch that does not belong here.
         """
         index = chunk_index(self, id, "condition")
         piece = self.pieces[index]
@@ -359,7 +353,7 @@ class Window(WindowState):
         if piece.state.kind != "bare":
             return self, ()
         if piece.aside is None:
-            raise WindowError(f"condition: chunk {id!r:.80} was placed bare; expected a patch, or `recompute`")
+            raise WindowError(f"condition.id: got {shown(id)}, which was placed bare; expected a patch, or `recompute`")
 
         there = with_piece(self, index, piece._replace(state=piece.aside, aside=None))
 
@@ -375,7 +369,7 @@ class Window(WindowState):
         become approximate. From above, the layers below keep what they were: the piece is approximate itself.
 
         Raises:
-          WindowError: a layer that the backbone does not have, or a piece that is not in the window.
+          WindowError: a layer that the backbone does not have.
         """
         index, layers = self.index(id), self.costs.layers
         if not isinstance(start_layer, int) or isinstance(start_layer, bool) or not 0 <= start_layer < layers:
@@ -443,7 +437,8 @@ class Window(WindowState):
             raise WindowError(f"fork.name: got {name!r:.80}; expected a name without a slash")
         branch = f"{self.branch}/{name}"
         if branch in self.joined:
-            raise WindowError(f"fork: branch {branch!r} was joined already; expected another name")
+            raise WindowError(f"fork.name: got {branch!r}, which was joined already; expected another name")
+        # The digest tells `join` whether this window changed since.
         there = dataclasses.replace(self, branch=branch, origin=self.digest, joined=())
         return there, tuple(Copy(piece.entry.id, "shared", self.branch) for piece in self.pieces)
 
@@ -458,19 +453,20 @@ class Window(WindowState):
         if not isinstance(branch, Window):
             raise WindowError(f"join.branch: got a {type(branch).__name__}; expected a Window that `fork` made")
         if branch.branch in self.joined:
-            raise WindowError(f"join: branch {branch.branch!r} was joined already; expected another")
+            raise WindowError(f"join.branch: got {branch.branch!r}, which was joined already; expected another")
         if branch.origin is None or branch.branch.rpartition("/")[0] != self.branch or branch.costs != self.costs:
             raise WindowError(f"join.branch: got {branch.branch!r}; expected a fork of {self.branch!r}")
         if branch.origin != self.digest:
             raise WindowError(
-                f"join: branch {branch.branch!r} was forked from window {branch.origin}; expected {self.digest}, which "
-                "this one is: it changed since the fork, or is another"
+                f"join.branch: got {branch.branch!r}, forked from window {branch.origin}; expected one of this window, "
+                f"{self.digest}: it changed since the fork, or is another"
             )
 
         # Pieces that both hold occupy the same slots; equal pieces are equal values.
         joined = (*self.joined, branch.branch)
         there = dataclasses.replace(branch, branch=self.branch, origin=self.origin, joined=joined)
         own, theirs = set(self.pieces), set(branch.pieces)
+        # Drops come first in the order of execution, so that a piece of the same id can be shared.
         drops = [Drop(piece.entry.id) for piece in self.pieces if piece not in theirs]
         shared = [Copy(piece.entry.id, "shared", branch.branch) for piece in branch.pieces if piece not in own]
         return there, in_order([*drops, *shared])

@@ -1,10 +1,9 @@
 """Windows as JSON: written, digested, and read with every value checked, because files may come from anyone."""
 
 import dataclasses
-import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 from ..backbone import ForwardCosts
@@ -12,7 +11,7 @@ from ..cache import EXACT, brief
 from ..errors import KVPatchError, WindowError
 from ..utils import strict_json
 from .costs import Costs
-from .entry import LIMIT, Entry, PatchBase, PieceState, PlacedPiece, StateKind
+from .entry import LIMIT, Entry, PatchBase, PieceState, PlacedPiece, StateKind, short_digest
 from .provenance_chain import linked
 
 FORMAT = "kvpatch window"
@@ -26,23 +25,15 @@ _PLAIN = ("lead", "lead_settled", "next_start", "promise", "gaps", "store", "bra
 
 def body_of(window: Any) -> dict[str, Any]:
     """Returns all fields of a window but `joined` as JSON has them, without what is derived."""
-    return {
-        "costs": window.costs.to_dict(),
-        "pieces": [_written(piece) for piece in window.pieces],
-        "evicted": [_written(piece) for piece in window.evicted],
-        **{word: getattr(window, word) for word in _PLAIN},
-    }
+    body: dict[str, Any] = {"costs": window.costs.to_dict()}
+    for word in ("pieces", "evicted"):
+        body[word] = []
+        for piece in getattr(window, word):
+            aside = None if piece.aside is None else _fields(piece.aside)
+            saved = {"entry": _fields(piece.entry), "start": piece.start, "state": _fields(piece.state), "aside": aside}
+            body[word].append({**saved, "born": piece.born, "placed": piece.placed})
 
-
-def _written(piece: PlacedPiece) -> dict[str, Any]:
-    return {
-        "entry": _fields(piece.entry),
-        "start": piece.start,
-        "state": _fields(piece.state),
-        "aside": None if piece.aside is None else _fields(piece.aside),
-        "born": piece.born,
-        "placed": piece.placed,
-    }
+    return body | {word: getattr(window, word) for word in _PLAIN}
 
 
 def _fields(container: Entry | PieceState) -> dict[str, Any]:
@@ -52,8 +43,7 @@ def _fields(container: Entry | PieceState) -> dict[str, Any]:
 def digest_of_body(body: Mapping[str, Any]) -> str:
     """Returns the digest of what `body_of` returns, 32 hexadecimal digits."""
     # Of the canonical form, so that white space and the order of keys do not matter.
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return short_digest(json.dumps(body, sort_keys=True, separators=(",", ":")))
 
 
 def write(window: Any) -> str:
@@ -77,15 +67,16 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
     if version not in (UNTRACED, VERSION) or isinstance(version, bool):
         raise WindowError(f"window: got version {version!r:.80}; expected {VERSION}")
 
-    _check_keys(saved, "window", ("format", "version", "digest", "joined", "window"))
+    _table(saved, "window", ("format", "version", "digest", "joined", "window"))
     body = _table(saved["window"], "window", ("costs", "pieces", "evicted", *_PLAIN))
     costs = _costs(body["costs"])
     for word, found, expected in (("backbone", costs.backbone, backbone), ("store", body["store"], store)):
         if found != expected:
             raise WindowError(f"window: got one saved for {word} {found!r:.80}; expected {expected!r}")
 
-    if digest_of_body(body) != saved["digest"]:
-        raise WindowError(f"window: got contents of digest {digest_of_body(body)}; expected {saved['digest']!r:.80}")
+    digest = digest_of_body(body)
+    if digest != saved["digest"]:
+        raise WindowError(f"window: got contents of digest {digest}; expected {saved['digest']!r:.80}")
 
     # The contents, first each value by itself, then how they fit together.
     fields: dict[str, Any] = {word: body[word] for word in _PLAIN} | {"costs": costs}
@@ -102,19 +93,19 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
     if not names or len(set(joined)) != len(joined) or any(_parent(name) != fields["branch"] for name in joined):
         raise WindowError(f"window.joined: got {joined!r:.80}; expected distinct forks of {fields['branch']!r:.80}")
 
-    # Fidelity is derived, never read. Windows of version 1 are linked twice: first as if all had been pure.
+    # Fidelity is derived, never read. Windows of version 1 are linked twice: first as if all had been pure. Then their
+    # digests prove which pieces are exact; nothing proves that one is a survivor.
     pieces = linked(costs.backbone, pieces)
     if version == UNTRACED:
-        pieces = linked(costs.backbone, [_doubted(piece) for piece in pieces])
+        doubted = []
+        for piece in pieces:
+            if piece.fidelity != EXACT:
+                aside = None if piece.aside is None else dataclasses.replace(piece.aside, pure=False)
+                piece = piece._replace(state=dataclasses.replace(piece.state, pure=False), aside=aside)
+            doubted.append(piece)
+        pieces = linked(costs.backbone, doubted)
+
     return fields | {"pieces": pieces, "evicted": tuple(evicted), "joined": tuple(joined)}
-
-
-def _doubted(piece: PlacedPiece) -> PlacedPiece:
-    """Returns a piece of an older window: its digests prove that it is exact; nothing proves that it is a survivor."""
-    if piece.fidelity == EXACT:
-        return piece
-    aside = None if piece.aside is None else dataclasses.replace(piece.aside, pure=False)
-    return piece._replace(state=dataclasses.replace(piece.state, pure=False), aside=aside)
 
 
 def _parsed(text: Any) -> Any:
@@ -154,15 +145,15 @@ def _check_plain(fields: dict[str, Any]) -> None:
 
 def _check_places(fields: dict[str, Any], pieces: list[PlacedPiece]) -> None:
     """Refuses pieces that overlap, positions that no operation gives, and an invalid lead."""
-    end = 0
+    end, closed = 0, fields["gaps"] == "close"
     for piece in pieces:
-        if piece.start < end or (fields["gaps"] == "close" and piece.start != end):
-            expected = end if fields["gaps"] == "close" else f"{end} or more"
+        if piece.start < end or (closed and piece.start != end):
+            expected = end if closed else f"{end} or more"
             raise WindowError(f"window: got {brief(piece.entry.id)!r} at {piece.start}; expected it at {expected}")
         end = piece.end
 
     # What is appended follows the last piece, at a gap where gaps are kept.
-    if fields["next_start"] < end or (fields["gaps"] == "close" and fields["next_start"] != end):
+    if fields["next_start"] < end or (closed and fields["next_start"] != end):
         raise WindowError(f"window.next_start: got {fields['next_start']}; expected {end}")
 
     # A lead that is still open has taken in every piece, and no chunk has come yet.
@@ -186,38 +177,32 @@ def _pieces(value: Any, what: str, clock: int, version: int) -> list[PlacedPiece
         entry = _built(Entry, own)
         state, aside = _state(table["state"]), None if table["aside"] is None else _state(table["aside"])
 
+        # Only evicted chunks are "evicted"; a text is prefilled or gone; only a bare chunk has a state aside.
+        kinds = ("evicted",) if what == "evicted" else ("bare", "patched", "conditioned")
+        text = entry.kind == "text" and (what == "evicted" or state.kind != "conditioned")
+        switched = aside is not None and (state.kind != "bare" or aside.kind not in ("patched", "conditioned"))
+        if state.kind not in kinds or text or switched:
+            other = "" if aside is None else f", aside {aside.kind!r}"
+            found = f"{state.kind!r}{other} of {entry.kind} {brief(entry.id)!r}"
+            raise WindowError(f"window.{what}: got {found}; expected one of {kinds}")
+
         # No step of a piece lies in the future.
         start, born = _number(table["start"], "start"), _number(table["born"], "born", clock)
         placed = _number(table["placed"], "placed", clock)
-        _check_piece(entry, state, aside, what)
         pieces.append(PlacedPiece(entry, start, state, aside, born, placed))
 
     return pieces
 
 
-def _check_piece(entry: Entry, state: PieceState, aside: PieceState | None, what: str) -> None:
-    """Refuses a state that no piece of this kind is in."""
-    # Only evicted chunks are "evicted"; a text is prefilled or gone; only a bare chunk has a state aside.
-    kinds = ("evicted",) if what == "evicted" else ("bare", "patched", "conditioned")
-    text = entry.kind == "text" and (what == "evicted" or state.kind != "conditioned")
-    switched = aside is not None and (state.kind != "bare" or aside.kind not in ("patched", "conditioned"))
-    if state.kind not in kinds or text or switched:
-        other = "" if aside is None else f", aside {aside.kind!r}"
-        raise WindowError(
-            f"window: {entry.kind} {brief(entry.id)!r} among {what} is {state.kind!r}{other}; expected one of {kinds}"
-        )
-
-
 def _state(value: Any) -> PieceState:
     state = _built(PieceState, value)
 
-    # Fields that only some kinds have.
-    known = state.kind in get_args(StateKind) and state.base in get_args(PatchBase)
-    made = _is_digest(state.behind) or (state.behind == "" and state.kind in ("bare", "evicted"))
-    patched = (
-        isinstance(state.patch, str) if state.kind == "patched" else state.patch is None or state.kind == "evicted"
-    )
-    pure = isinstance(state.pure, bool) and (not state.pure or state.kind in ("conditioned", "evicted"))
+    # Fields that only some kinds have. What left may have been patched, and keeps what it was made behind.
+    kind, gone = state.kind, state.kind == "evicted"
+    known = kind in get_args(StateKind) and state.base in get_args(PatchBase)
+    made = _is_digest(state.behind) or (state.behind == "" and kind in ("bare", "evicted"))
+    patched = isinstance(state.patch, str) if kind == "patched" else state.patch is None or gone
+    pure = isinstance(state.pure, bool) and (not state.pure or kind == "conditioned" or gone)
     if not (known and made and patched and pure):
         raise WindowError(f"window: got {state!r:.200}; expected a state that pieces can have")
 
@@ -234,6 +219,7 @@ def _costs(value: Any) -> Costs:
 
     for word in ("layers", "kv_bytes", "turning_bytes", "rotary"):
         _number(table[word], word, 2**62)
+    _number(forward["logit"], "logit", 2**62)
 
     # One number for each layer.
     for word in ("token", "pair", "window"):
@@ -241,7 +227,6 @@ def _costs(value: Any) -> Costs:
             raise WindowError(f"window.costs: got {forward[word]!r:.80} by layer; expected {table['layers']} of them")
         forward[word] = tuple(_number(number, word, 2**62) for number in forward[word])
 
-    _number(forward["logit"], "logit", 2**62)
     return Costs(forward=ForwardCosts(**forward), **table)
 
 
@@ -256,27 +241,22 @@ def _built[T](container: Callable[..., T], value: Any) -> T:
         raise WindowError(str(error)) from None
 
 
-def _table(value: Any, what: str, names: Any) -> dict[str, Any]:
+def _table(value: Any, what: str, names: Sequence[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise WindowError(f"window.{what}: got {_kind_of(value)}; expected a table")
-    _check_keys(value, what, names)
-    return value
-
-
-def _check_keys(table: dict[str, Any], what: str, names: Any) -> None:
-    if set(table) != set(names):
-        found = sorted(set(table) ^ set(names))
+    if set(value) != set(names):
+        found = sorted(set(value) ^ set(names))
         raise WindowError(f"window.{what}: got {found!s:.80} missing or unknown; expected {', '.join(names)}")
+    return value
 
 
 def _number(value: Any, what: str, top: int = LIMIT) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= top:
-        raise WindowError(f"window.{what}: got a number {_short(value)}; expected 0 to {top}")
+        # Printing a huge integer takes time quadratic in its digits.
+        large = isinstance(value, int) and abs(value) >= 2**62
+        found = f"of {value.bit_length()} bits" if large else f"{value!r:.80}"
+        raise WindowError(f"window.{what}: got a number {found}; expected 0 to {top}")
     return value
-
-
-def _short(value: Any) -> str:
-    return f"of {value.bit_length()} bits" if isinstance(value, int) and abs(value) >= 2**62 else f"{value!r:.80}"
 
 
 def _is_digest(value: Any) -> bool:

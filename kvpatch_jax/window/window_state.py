@@ -9,7 +9,7 @@ from ..cache import EXACT, Antecedent, Member, brief
 from ..errors import WindowError
 from .costs import Costs
 from .entry import Fidelity, PlacedPiece
-from .provenance_chain import served_members, target_members
+from .provenance_chain import pieces_and_gaps, target_members
 from .window_json import body_of, digest_of_body
 
 Promise = Literal["remember", "forget"]
@@ -21,6 +21,7 @@ MOST_GONE = 512
 
 def recallable(evicted: Sequence[PlacedPiece], leaving: Iterable[PlacedPiece]) -> tuple[PlacedPiece, ...]:
     """Returns what can be recalled after these pieces left: chunks, in the states that they are remembered in."""
+    # Texts have no canonical to come back by.
     found = list(evicted)
     for piece in leaving:
         if piece.entry.kind == "chunk":
@@ -32,6 +33,8 @@ def recallable(evicted: Sequence[PlacedPiece], leaving: Iterable[PlacedPiece]) -
 @dataclasses.dataclass(frozen=True, repr=False)
 class WindowState:
     """Pieces of a window, in order, and the bookkeeping beside them.
+
+    Queries that take an id raise `WindowError` if no piece of the window has it.
 
     Attributes:
       costs: of its backbone, whose fingerprint is the window's.
@@ -82,6 +85,7 @@ class WindowState:
     @functools.cached_property
     def places(self) -> dict[str, int]:
         """Index of every piece from the front, by id."""
+        # Cached: a step looks up ids many times, and a window never changes.
         return {piece.entry.id: index for index, piece in enumerate(self.pieces)}
 
     @functools.cached_property
@@ -110,6 +114,7 @@ class WindowState:
 
         KV that is kept then differs far more from a prefill than otherwise. A pinned lead prevents it.
         """
+        # Conditioned and not exact at the front: it was made behind something that is gone.
         return bool(self.pieces) and self.pieces[0].state.kind == "conditioned" and self.pieces[0].fidelity != EXACT
 
     @property
@@ -124,11 +129,7 @@ class WindowState:
         return digest_of_body(body_of(self))
 
     def index(self, id: str) -> int:
-        """Returns the index of a piece from the front.
-
-        Raises:
-          WindowError: a piece that is not in the window.
-        """
+        """Returns the index of a piece from the front."""
         try:
             return self.places[id]
         except (KeyError, TypeError):
@@ -137,22 +138,16 @@ class WindowState:
             shown = brief(id) if isinstance(id, str) else id
             ids = ", ".join(repr(brief(piece.entry.id)) for piece in self.pieces[-8:])
             more = f"… of {len(self.pieces)}, " if len(self.pieces) > 8 else ""
-            raise WindowError(f"window: {shown!r:.80} is {found}; expected one of ({more}{ids})") from None
+            raise WindowError(
+                f"window.id: got {shown!r:.80}, which is {found}; expected one of ({more}{ids})"
+            ) from None
 
     def piece(self, id: str) -> PlacedPiece:
-        """Returns a piece.
-
-        Raises:
-          WindowError: a piece that is not in the window.
-        """
+        """Returns a piece."""
         return self.pieces[self.index(id)]
 
     def start(self, id: str) -> int:
-        """Returns the start of a piece: where its positions count from.
-
-        Raises:
-          WindowError: a piece that is not in the window.
-        """
+        """Returns the start of a piece: where its positions count from."""
         return self.piece(id).start
 
     def fidelity(self, id: str) -> Fidelity:
@@ -174,18 +169,11 @@ class WindowState:
         The words do not depend on the window's promise; `as_promised` does. If the window remembers, exact pieces and
         survivors are as promised; it promises what came in front of others to those as well, so they are approximate.
         If it forgets, only exact pieces are.
-
-        Raises:
-          WindowError: a piece that is not in the window.
         """
         return self.piece(id).fidelity
 
     def behind(self, id: str | None = None) -> int:
-        """Counts the tokens in front of a piece, or of what will be appended.
-
-        Raises:
-          WindowError: a piece that is not in the window.
-        """
+        """Counts the tokens in front of a piece, or of what will be appended."""
         index = len(self.pieces) if id is None else self.index(id)
         return sum(piece.entry.tokens for piece in self.pieces[:index])
 
@@ -193,12 +181,9 @@ class WindowState:
         """Returns what precedes a piece, or what will be appended, as it is served.
 
         A prefill there is conditioned on this, and so is the patch formed of it.
-
-        Raises:
-          WindowError: a piece that is not in the window.
         """
         pieces, start = self._front(id)
-        return Antecedent(tuple(served_members(pieces, start)))
+        return Antecedent(tuple(piece.member(gap) for piece, gap in pieces_and_gaps(pieces, start)))
 
     def target(self, id: str | None = None) -> Antecedent:
         """Returns what a patch must have been formed behind to serve a piece there, or one that will be appended.
@@ -206,9 +191,6 @@ class WindowState:
         If the window forgets: the pieces in front, all of them exact. If it remembers: those in front as they would
         have to be served, which is for survivors as they are, or were before they were switched to bare, and for others
         as a prefill in their place would have them.
-
-        Raises:
-          WindowError: a piece that is not in the window.
         """
         pieces, start = self._front(id)
 
@@ -227,10 +209,8 @@ class WindowState:
     def __repr__(self) -> str:
         # The whole window can be long, so pieces are only counted here.
         name = f"branch {self.branch!r}, " if self.branch else ""
-        return (
-            f"Window({name}{len(self.pieces)} pieces, {self.tokens} tokens, {len(self.evicted)} evicted, next at "
-            f"{self.next_start}, {self.promise}, gaps {self.gaps}, lead {self.lead})"
-        )
+        counts = f"{len(self.pieces)} pieces, {self.tokens} tokens, {len(self.evicted)} evicted"
+        return f"Window({name}{counts}, next at {self.next_start}, {self.promise}, gaps {self.gaps}, lead {self.lead})"
 
     def __str__(self) -> str:
         # One line for each piece: positions, kind, id, and what is special about it.

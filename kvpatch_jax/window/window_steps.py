@@ -1,14 +1,17 @@
-"""Steps that the operations of windows have in common: where pieces start, which edits place them, what is refused."""
+"""Steps that the operations of windows have in common: where pieces start, which edits place them, what is refused.
+
+They take a `WindowState` and return one of the same class, because `Window`, which has the operations, calls them.
+"""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Any, get_args
 
 from ..cache import Patch, brief
 from ..errors import PatchMismatchError, StalePatchError, WindowError
 from .costs import Costs
 from .edits import ApplyPatch, Copy, Drop, Edit, Edits, Fetch, Prefill, Rotate, in_order, new_edit
-from .entry import BARE, FRESH, LIMIT, Entry, How, PatchNote, PieceState, PlacedPiece
+from .entry import BARE, FRESH, LIMIT, Entry, How, PatchNote, PieceState, PlacedPiece, tuple_of
 from .provenance_chain import chain_digest, linked
 from .window_state import WindowState, recallable
 
@@ -26,29 +29,32 @@ def packed(pieces: Sequence[PlacedPiece], first: int = 0) -> list[PlacedPiece]:
     return result
 
 
-def reordered_starts(old: Sequence[PlacedPiece], new: Sequence[PlacedPiece], first: int) -> Iterator[int]:
-    """Yields the starts of the pieces from `first` on in their new order; the gap in front of every place stays."""
-    # `end` runs over the new pieces, `before` over the old ones.
-    end = before = old[first - 1].end if first else 0
-    for was, now in zip(old[first:], new[first:], strict=True):
-        start = end + was.start - before
-        yield start
-        end, before = start + now.entry.span, was.start + was.entry.span
-
-
-def unseen_places(came_from: Sequence[int], first: int = 0) -> set[int]:
-    """Returns the places, from `first` on, of pieces that were moved in front of pieces which have not seen them there.
+def reordered(old: Sequence[PlacedPiece], came_from: Sequence[int], clock: int) -> list[PlacedPiece]:
+    """Returns the pieces in a new order; the gap in front of every place stays.
 
     Args:
       came_from: the old place of the piece at every new place.
+      clock: the step at which pieces are placed that come in front of others which have not seen them there.
     """
     # From the back: a piece has overtaken another one if one behind it was in front of it before.
     earliest, unseen = len(came_from), set[int]()
-    for place in reversed(range(first, len(came_from))):
+    for place in reversed(range(len(came_from))):
         if earliest < came_from[place]:
             unseen.add(place)
         earliest = min(earliest, came_from[place])
-    return unseen
+
+    # `end` runs over the new pieces, `before` over the old ones.
+    result, end, before = [], 0, 0
+    for place, (was, source) in enumerate(zip(old, came_from, strict=True)):
+        piece, start = old[source], end + was.start - before
+        if piece.start != start or place in unseen:
+            entry, _, state, aside, born, placed, *derived = piece
+            placed = clock if place in unseen else placed
+            piece = tuple_of(PlacedPiece, (entry, start, state, aside, born, placed, *derived))
+        result.append(piece)
+        end, before = piece.end, was.end
+
+    return result
 
 
 def room_for(span: int, low: int, high: int, before: PlacedPiece | None) -> tuple[int, int]:
@@ -57,6 +63,7 @@ def room_for(span: int, low: int, high: int, before: PlacedPiece | None) -> tupl
     Args:
       before: the piece that it was, or replaces, whose start it gets again if that is free.
     """
+    # Without room it starts as far in front as it can, so that the others move least.
     if high - low < span:
         return low, span - (high - low)
     wanted = low if before is None else before.start
@@ -79,9 +86,8 @@ def with_piece[W: WindowState](window: W, index: int, piece: PlacedPiece, **chan
 def placing_edits(costs: Costs, piece: PlacedPiece, has_canonical: bool, has_patch: bool) -> list[Edit]:
     """Returns the edits that place a piece by its canonical or a patch, with a `Fetch` of what is not available."""
     entry, _, state = piece[:3]
-    id, tokens, patch = entry.id, entry.tokens, state.patch
+    id, tokens, patch, edits = entry.id, entry.tokens, state.patch, list[Edit]()
     nbytes, flops = costs.copy_bytes * tokens, costs.copy_flops * tokens
-    edits: list[Edit] = []
 
     # A removal patch is added to the KV that is in the pool, so it needs no canonical.
     if state.base == "canonical" and not has_canonical:
@@ -101,9 +107,11 @@ def serving_edits(window: WindowState, index: int, fetched: bool, leading: bool 
     """Returns the edits that place a piece in its state.
 
     Args:
-      fetched: its canonical and patch are available. leading: its canonical is its prefill.
+      fetched: its canonical and patch are available.
+      leading: its canonical is its prefill.
     """
     piece = window.pieces[index]
+    # At the front of a window the canonical is what a prefill would give.
     if piece.state.kind == "conditioned" and not leading:
         tokens, behind = piece.entry.tokens, sum(each.entry.tokens for each in window.pieces[:index])
         return [Prefill(piece.entry.id, behind, **window.costs.prefill(tokens, behind))]
@@ -115,17 +123,15 @@ def with_moves(before: WindowState, after: WindowState, edits: Sequence[Edit]) -
     # What these edits place is placed at its new start at once.
     placed = {edit.id for edit in edits if isinstance(edit, Copy | ApplyPatch | Prefill | Rotate)}
     starts = {piece[0].id: piece[1] for piece in before.pieces}
-    per_token, found = before.costs.rotate(1), list(edits)
-
+    per_token, rotations = before.costs.rotate(1), list[Edit]()
     for piece in after.pieces:
         entry, new = piece[:2]
         old = starts.get(entry.id, new)
         if old != new and entry.id not in placed:
-            found.append(
-                Rotate(entry.id, old, new, per_token["bytes"] * entry.tokens, per_token["flops"] * entry.tokens)
-            )
+            nbytes, flops = per_token["bytes"] * entry.tokens, per_token["flops"] * entry.tokens
+            rotations.append(new_edit(Rotate, id=entry.id, old=old, new=new, bytes=nbytes, flops=flops))
 
-    return in_order(found)
+    return in_order([*edits, *rotations])
 
 
 def without[W: WindowState](window: W, indices: Sequence[int]) -> tuple[W, list[Edit]]:
@@ -133,10 +139,9 @@ def without[W: WindowState](window: W, indices: Sequence[int]) -> tuple[W, list[
     if not indices:
         return window, []
 
+    # Those in front of the first that leaves are linked already.
     leaving = set(indices)
     gone = [window.pieces[index] for index in indices]
-
-    # Texts cannot be recalled, so only chunks are remembered.
     stay, next_start = [piece for index, piece in enumerate(window.pieces) if index not in leaving], window.next_start
     if window.gaps == "close":
         stay = packed(stay, indices[0])
@@ -150,46 +155,43 @@ def without[W: WindowState](window: W, indices: Sequence[int]) -> tuple[W, list[
 # ---------------------------------------------------------------------------------------------------- new pieces
 
 
-class NewPiece(NamedTuple):
-    """An entry that comes into a window, and how it is served. See `Window.append`.
+def with_new_piece[W: WindowState](
+    window: W,
+    index: int,
+    entry: Entry,
+    how: How | None,
+    patch: Patch | PatchNote | None,
+    fetched: bool,
+    allow_stale: bool,
+    before: PlacedPiece | None = None,
+) -> tuple[W, list[Edit]]:
+    """Places an entry at an index. Returns the window and the edits that place it, without the moves of others.
 
-    Attributes:
+    Args:
+      how, patch, fetched, allow_stale: see `Window.append`.
       before: the piece that it was, or that it replaces.
     """
-
-    entry: Entry
-    how: How | None
-    patch: Patch | PatchNote | None
-    fetched: bool
-    allow_stale: bool
-    before: PlacedPiece | None = None
-
-
-def with_new_piece[W: WindowState](window: W, index: int, new: NewPiece) -> tuple[W, list[Edit]]:
-    """Places an entry at an index. Returns the window and the edits that place it, without the moves of others."""
-    entry, note = new.entry, None if new.patch is None else PatchNote.of(new.patch)
-    state = _new_state(entry, new.how, note)
-    if new.how == "leading" and index:
-        raise WindowError(f"window: {shown(entry.id)} leading behind {index} pieces; expected none in front of it")
+    note = None if patch is None else PatchNote.of(patch)
+    state = _new_state(entry, how, note)
+    if how == "leading" and index:
+        raise WindowError(f"window: got {shown(entry.id)} leading behind {index} pieces; expected none in front of it")
 
     # Where it starts, and by how much those behind it move.
-    start, shift = window.next_start, 0
-    if index < len(window.pieces):
+    start, shift, following = window.next_start, 0, window.pieces[index:]
+    if following:
         low = window.pieces[index - 1].end if index else 0
-        start, shift = room_for(entry.span, low, window.pieces[index].start, new.before)
-
-    clock = window.clock + 1
-    piece = PlacedPiece(entry, start, state, born=clock, placed=clock)
-
-    following = window.pieces[index:]
+        start, shift = room_for(entry.span, low, following[0].start, before)
     if shift:
         following = [each._replace(start=each.start + shift) for each in following]
-    next_start = max(window.next_start + shift, piece.end)
+    next_start = max(window.next_start + shift, start + entry.span)
     check_positions_below_limit(next_start)
 
     # Without a lead of its own the window pins the texts in front of the first chunk, or that chunk.
     settled = window.lead_settled or entry.kind == "chunk"
     lead = window.lead if window.lead_settled or (settled and window.lead) else 1 + len(window.pieces)
+
+    clock = window.clock + 1
+    piece = PlacedPiece(entry, start, state, born=clock, placed=clock)
     after = relinked(
         window,
         [*window.pieces[:index], piece, *following],
@@ -203,8 +205,8 @@ def with_new_piece[W: WindowState](window: W, index: int, new: NewPiece) -> tupl
 
     # Against the new window, in which the piece has its front.
     if note is not None:
-        check_patch(after, note, after.pieces[index], new.allow_stale)
-    return after, serving_edits(after, index, new.fetched, new.how == "leading")
+        check_patch(after, note, after.pieces[index], allow_stale)
+    return after, serving_edits(after, index, fetched, how == "leading")
 
 
 def _new_state(entry: Entry, how: How | None, note: PatchNote | None) -> PieceState:
@@ -215,9 +217,11 @@ def _new_state(entry: Entry, how: How | None, note: PatchNote | None) -> PieceSt
         expected = "'prefill', 'bare', 'leading', or 'patch' with a patch"
         raise WindowError(f"window.how: got {how!r:.80} with {given}; expected {expected}")
     if entry.kind == "text" and how != "prefill":
-        raise WindowError(f"window: {shown(entry.id)} is a text, which has no canonical; expected it prefilled")
+        raise WindowError(f"window.how: got {how!r} of {shown(entry.id)}, which is a text; expected it prefilled")
     if note is None:
         return BARE if how == "bare" else FRESH
+
+    # A removal patch is added to conditioned KV, and what comes in has none yet.
     if note.base != "canonical":
         raise PatchMismatchError(
             f"patch: got base {note.base!r}; expected 'canonical' (`condition` takes a removal patch)"
@@ -239,16 +243,18 @@ def check_new(window: WindowState, entry: Any) -> None:
     if not isinstance(entry, Entry):
         raise WindowError(f"window: got a {type(entry).__name__}; expected an Entry, such as Entry.of(chunk)")
     if entry.id in window.places:
-        raise WindowError(f"window: {shown(entry.id)} is in the window; expected an id that is not")
+        raise WindowError(f"window.entry: got {shown(entry.id)}, which is in the window; expected another id")
     if entry.id in window.evicted_by_id:
-        raise WindowError(f"window: {shown(entry.id)} was evicted; expected a new id, or `recall`")
+        raise WindowError(f"window.entry: got {shown(entry.id)}, which was evicted; expected a new id, or `recall`")
 
 
 def movable_index(window: WindowState, id: str, operation: str) -> int:
     """Returns the index of a piece behind the lead."""
     index = window.index(id)
     if index < window.lead:
-        raise WindowError(f"{operation}: {shown(id)} is one of {window.lead} pinned in front; expected one behind them")
+        raise WindowError(
+            f"{operation}: got {shown(id)}, one of {window.lead} pinned in front; expected one behind them"
+        )
     return index
 
 
@@ -256,7 +262,7 @@ def chunk_index(window: WindowState, id: str, operation: str) -> int:
     """Returns the index of a chunk."""
     index = window.index(id)
     if window.pieces[index].entry.kind != "chunk":
-        raise WindowError(f"{operation}: {shown(id)} is a text, which has no canonical; expected a chunk")
+        raise WindowError(f"{operation}: got {shown(id)}, which is a text; expected a chunk, which has a canonical")
     return index
 
 
@@ -276,7 +282,7 @@ def check_patch(window: WindowState, note: PatchNote, piece: PlacedPiece, allow_
     difference = note.antecedent.difference(window.target(entry.id), note.orbit)
     if difference is not None:
         kind = "any ordering of " if note.orbit else ""
-        raise StalePatchError(f"patch of chunk {shown(entry.id)}: formed behind {kind}{difference}")
+        raise StalePatchError(f"patch of chunk {shown(entry.id)}: got one formed behind {kind}{difference}")
 
 
 def check_base(window: WindowState, note: PatchNote, piece: PlacedPiece) -> None:
@@ -290,7 +296,7 @@ def check_base(window: WindowState, note: PatchNote, piece: PlacedPiece) -> None
     if state.kind != "conditioned" or state.behind != found:
         ids = None if antecedent is None else antecedent.ids
         raise StalePatchError(
-            f"patch of chunk {shown(piece.entry.id)}: its base was conditioned on {ids}, digest {found}; expected "
+            f"patch of chunk {shown(piece.entry.id)}: got a base conditioned on {ids}, digest {found}; expected "
             f"{state.behind or state.kind!r}, which is what the window holds"
         )
 

@@ -26,13 +26,13 @@ from evals.documents_task import (
     task,
 )
 from evals.documents_task.dataset import DOCUMENTS_DATASET
+from evals.documents_task.task_spec import DOCUMENTS_TRAINING
 from evals.report import task_report as report
 from evals.report.documents import ROOT
 from evals.sheets_task import training
 from evals.sheets_task.reader import PackedReader, class_shares, move_page
 from evals.sheets_task.training import draw_batch, initialise, loss_of
-from evals.small_task.training import make_tokenizer
-from evals.train import DocumentsTrainer
+from evals.small_task.training import image_plan, make_tokenizer
 from models import ModelBackbone, load
 
 COUNTS = {"page": 3, "sheet": 2, "chain": 4, "override": 2, "aggregate": 2, "list": 1}
@@ -327,7 +327,7 @@ def test_training_lowers_the_loss():
     """Ten steps on one batch."""
     recipe = DocumentsRecipe(tiny=1, batch=1)
     drawn = draw_batch(recipe, 0, DOCUMENTS)
-    plan = training.image_plan(drawn, DOCUMENTS.instance()[0])
+    plan = image_plan(drawn, DOCUMENTS.instance()[0])
     batch = jax.tree.map(jnp.asarray, drawn.batch)
     graph, state = nnx.split(initialise(recipe, DOCUMENTS))
     optimiser = optax.adam(1e-3)
@@ -336,7 +336,7 @@ def test_training_lowers_the_loss():
     @jax.jit
     def step(state, moments):
         (loss, _), gradients = jax.value_and_grad(
-            lambda state: loss_of(nnx.merge(graph, state), batch, plan), has_aux=True
+            lambda state: loss_of(nnx.merge(graph, state), batch, plan, recipe, DOCUMENTS), has_aux=True
         )(state)
         updates, moments = optimiser.update(gradients, moments, state)
         return optax.apply_updates(state, updates), moments, loss
@@ -346,7 +346,7 @@ def test_training_lowers_the_loss():
         state, moments, loss = step(state, moments)
         losses.append(float(loss))
     assert losses[-1] < 0.7 * losses[0]
-    assert DocumentsTrainer.names is VOCABULARY.names
+    assert DOCUMENTS_TRAINING.words is VOCABULARY.names
 
 
 def fresh() -> ModelBackbone:

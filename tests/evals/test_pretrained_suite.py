@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from evals.bench.checkpoints import random_backbone, tiny_config
-from evals.pretrained import behaviour, plan, suite, text, windows
-from evals.pretrained.arms import BUDGET, PassageArms, shares_by_layer
-from evals.pretrained.attention import attention_shift, read_with_attention
+from evals.pretrained import behaviour, comparisons, plan, suite
+from evals.pretrained.arms import BUDGET, PassageArms, attention_shift, read_with_attention, shares_by_layer
 from evals.pretrained.passages import CHECK_LAYER, Passages, placed
 from evals.pretrained.report import verdict, write_report
 from evals.pretrained.rows import EVERY_ARM, rows_of
@@ -19,6 +18,7 @@ from evals.real_weights import checkpoint
 from evals.report import coverage
 from evals.results.parts import finished_parts
 from evals.results.rows import Rows
+from evals.runner import PARTS
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.repair import cacheblend, fraction_to_count
 from models import ModelBackbone
@@ -46,11 +46,11 @@ def document(seed: int, count: int = 60) -> Document:
 
 @pytest.mark.slow
 def test_a_patch_of_full_rank_is_the_reference_and_blind_reuse_is_not(passages: Passages):
-    served = passages.read(passages.serve(passages.patch(passages.length)))
-    exact, blind = passages.scored(served), passages.scored(passages.read(passages.serve()))
+    served = passages.read(passages.page.cache(passages.patch(passages.length)))
+    exact, blind = passages.scored(served), passages.scored(passages.read(passages.page.cache()))
     assert max(own["kl"] for own in exact) < 1e-6 < 1e-4 < min(own["kl"] for own in blind)
     # What a reader of logits would compute.
-    p, q = (np.asarray(x, np.float64) for x in (passages.logits, passages.read(passages.serve())))
+    p, q = (np.asarray(x, np.float64) for x in (passages.logits, passages.read(passages.page.cache())))
     p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (p, q))
     np.testing.assert_allclose([own["kl"] for own in blind], (p * np.log(p / q)).sum(-1).mean(-1), rtol=1e-3)
     said = [-np.log(q[row, at, passages.ids[row, at + 1]]) for row in range(2) for at in range(3)]
@@ -66,7 +66,7 @@ def test_arms_cost_what_they_say_and_token_repairs_are_the_librarys(backbone: Mo
 
     # CacheBlend without its first pass is the library's.
     count = fraction_to_count(BUDGET, passages.length)
-    theirs = cacheblend(backbone, arms.splice, count).cache
+    theirs = cacheblend(backbone, passages.page.splice(), count).cache
     for name, value in found[f"cacheblend.budget={BUDGET}"].cache.items():
         np.testing.assert_allclose(value, theirs[name], atol=1e-5)
     # Of equal shares at every layer, VLCache's tokens are first-k's.
@@ -84,7 +84,7 @@ def test_arms_that_keep_kv_itself_or_run_layers_again(backbone: ModelBackbone):
     found = {arm.name: arm for arm in arms.more()}
     own = lambda name: {key: np.asarray(value)[:, :, 20:] for key, value in found[name].cache.items()}
     true = {key: np.asarray(value) for key, value in of.rotate(of.conditioned, of.start).items()}
-    blind = {key: np.asarray(value)[:, :, 20:] for key, value in arms.splice.cache.items()}
+    blind = {key: np.asarray(value)[:, :, 20:] for key, value in of.page.cache().items()}
     # 32 tokens of 16 features a head and two heads: nothing is lost at rank 32; at 16, ShadowKV's values are whole.
     for name in ("kv.svd.rank=32", "shadowkv.rank=32", "pooled.rank=32"):
         for key in true:
@@ -117,13 +117,12 @@ def test_shares_by_layer_fall_and_spend_the_budget(passages: Passages):
 
 @pytest.mark.slow
 def test_attention_shifts_where_a_key_is_another(backbone: ModelBackbone, passages: Passages):
-    keys = passages.splice().cache["k"][CHECK_LAYER]
-    shift = lambda other: np.asarray(
-        attention_shift(backbone, CHECK_LAYER, passages.checked, passages.tokens.positions, keys, other)
-    )
+    blind = passages.page.cache()
+    shift = lambda keys: np.asarray(attention_shift(passages, blind, {**blind, "k": keys}))
+    keys = blind["k"]
     assert (shift(keys) == 0).all()
     spoilt = passages.start + 5
-    moved = shift(keys.at[:, spoilt].set(-keys[:, spoilt]))
+    moved = shift(keys.at[CHECK_LAYER, :, spoilt].set(-keys[CHECK_LAYER, :, spoilt]))
     assert (moved.argmax(-1) == 5).all()
     # No query in front of the key sees it; those that do give two distributions, at most 2 apart.
     heads = backbone.config.text.heads
@@ -132,15 +131,14 @@ def test_attention_shifts_where_a_key_is_another(backbone: ModelBackbone, passag
 
 @pytest.mark.slow
 def test_attention_on_the_cache_is_of_the_text_that_is_read(backbone: ModelBackbone, passages: Passages):
-    cache = passages.serve()
-    logits, mass = read_with_attention(backbone, passages.after, cache)
+    cache = passages.page.cache()
+    logits, mass = read_with_attention(passages, cache)
     np.testing.assert_allclose(logits, passages.read(cache), atol=1e-4)
-    heads = backbone.config.text.heads
-    # At every layer every head gives each of the four tokens a share of 1.
-    np.testing.assert_allclose(mass.sum(2), heads * 4, rtol=1e-5)
+    # At every layer each of the four tokens has a share of 1 to give, the mean over heads.
+    np.testing.assert_allclose(mass.sum(2), 4, rtol=1e-5)
     # A key that no query can be near to is not looked at.
     far = {name: value.at[:, :, 5].set(0 if name == "v" else -1e3 * value[:, :, 5]) for name, value in cache.items()}
-    assert np.isfinite(np.asarray(read_with_attention(backbone, passages.after, far)[1])).all()
+    assert np.isfinite(np.asarray(read_with_attention(passages, far)[1])).all()
 
 
 def test_rows_are_means_over_documents_and_shares_of_blinds_loss():
@@ -206,7 +204,7 @@ def test_the_report_is_one_page_that_says_what_is_missing(tmp_path):
 
 
 def test_parts_are_kept_and_refused_where_they_are_of_something_else(tmp_path):
-    file, config = tmp_path / "out" / suite.PARTS, {"model": "m", "plan": {"chunk": 2}}
+    file, config = tmp_path / "out" / PARTS, {"model": "m", "plan": {"chunk": 2}}
     assert list(finished_parts(file, config)) == []
     line = {"part": "text, prose, 0", "cpu_seconds": 1.0, "records": []}
     file.write_text(file.read_text() + json.dumps(line) + '\n{"part": "cut')
@@ -222,7 +220,7 @@ def test_parts_are_kept_and_refused_where_they_are_of_something_else(tmp_path):
         assert file.read_bytes() == broken  # whatever it is, it is not ours to delete
     for below in (file, file / "deeper"):
         with pytest.raises(InputError, match="expected a folder"):
-            finished_parts(below / suite.PARTS, config)
+            finished_parts(below / PARTS, config)
 
 
 def test_parts_are_a_picture_of_the_whole_wherever_one_stops():
@@ -258,26 +256,22 @@ def test_text_is_of_named_packages_and_long_enough():
         assert [own.name for own in documents(Letters(), domain, 2, 400, 800)] == [own.name for own in found[:2]]
 
 
-def test_the_page_of_coverage_is_what_its_table_says():
-    assert coverage.markdown() == coverage.PAGE.read_text(encoding="utf-8")
-
-
 @pytest.mark.slow
 def test_every_part_on_a_tiny_model(backbone: ModelBackbone):
     by_layer = [BUDGET] * backbone.layout.layers
-    records = list(text.compare(backbone, PLAN, document(0), document(4), wide=True, by_layer=by_layer))
+    records = list(comparisons.compare(backbone, PLAN, document(0), document(4), wide=True, by_layer=by_layer))
     agreed = [record for record in records if record.get("arm") == "re-prefill" and "greedy_all" in record]
     assert [record["greedy_all"] for record in agreed] == [1.0, 1.0]
     names = {record["arm"] for record in records if "kl" in record}
     assert {"blind", "random.budget=0.15", "kv.bits=8", "oracle_delta.budget=0.5"} <= names
 
-    varied = list(windows.vary_antecedents(backbone, PLAN, document(0), document(4)))
+    varied = list(comparisons.vary_antecedents(backbone, PLAN, document(0), document(4)))
     of = lambda probe, arm: [
         own["kl"] for own in varied if own.get("probe") == probe and own["arm"] == arm and "kl" in own
     ]
     assert max(of("reorder", "oracle.rank=16")) < min(of("reorder", "blind"))
     assert max(of("drift", "oracle.rank=16")) < min(of("drift", "blind"))
-    slid = list(windows.slide(backbone, PLAN, [document(number) for number in range(2)]))
+    slid = list(comparisons.slide(backbone, PLAN, [document(number) for number in range(2)]))
     kl = {record["arm"]: record["kl"] for record in slid}
     assert kl["removal.rank=16"] < kl["keep, passage alone"]
 

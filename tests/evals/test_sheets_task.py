@@ -1,5 +1,6 @@
 """The sheets task: what is dealt, drawn and asked, against independent readings; and every chunk of it reused."""
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -23,7 +24,6 @@ from evals.sheets_task import (
     VOCABULARY,
     SheetsContexts,
     SheetsQuestions,
-    sequences,
     task,
     training,
 )
@@ -31,8 +31,9 @@ from evals.sheets_task.dataset import SHEETS_DATASET
 from evals.sheets_task.reader import MOVED, PackedReader, class_shares, move_page
 from evals.sheets_task.task_spec import SHEETS
 from evals.sheets_task.training import SheetsRecipe, draw_batch, initialise
+from evals.small_task.prefix import pack
 from evals.small_task.training import make_tokenizer
-from evals.train import SheetsTrainer
+from evals.train import Trainer
 from kvpatch_jax.errors import ConfigError, InputError
 from models import ModelBackbone, load
 
@@ -183,10 +184,18 @@ def test_packing():
     """A question sees itself, the page and, unless they slid out, the sheets shown; what is not shown takes no room."""
     contexts, rng = draw(3, "4")
     questions = sheets_task.ask(contexts, rng, COUNTS)
-    form = sequences.form_of(*SHEETS.instance(), contexts.size)
+    form = SHEETS.form_of(*SHEETS.instance(), contexts.size)
     shown = np.array([[True, False, True], [True, True, True]])
     sees = rng.random((2, len(questions.kind))) < 0.5
-    batch = sequences.pack(form, questions, shown=shown, sees_sheets=sees, start=np.array([5, 0]))
+    batch = pack(
+        form,
+        questions.ids,
+        questions.own,
+        questions.step,
+        shown=shown,
+        sees=sees[:, questions.own],
+        start=np.array([5, 0]),
+    )
     prefix = form.prefix_tokens
     for index in range(2):
         here = np.append(shown[index], True)
@@ -223,7 +232,7 @@ def test_cells_begin_apart(apart: bool):
     """Of Qwen3-VL's tower no cell sees another at first, unless the recipe says so; its features come twice."""
     contexts, _ = draw(3, "tiny", 1)
     config, settings = SHEETS.instance("qwen3_vl")
-    images = sequences.context_images(contexts)
+    images = SHEETS.images(contexts)
     changed = [image.copy() for image in images]
     changed[-1][:10, :10] = 255 - changed[-1][:10, :10]
     form = SHEETS.form_of(config, settings, contexts.size)
@@ -296,12 +305,12 @@ def test_every_chunk_is_reused(name: str):
 def test_training_resumes(tmp_path: Path):
     """Steps of two sizes; a second trainer goes on to the same parameters."""
     recipe = SheetsRecipe(steps=2, batch=1, warmup=1, tiny=1, small=1, chain=2, page=1, sheet=1, aggregate=1)
-    straight = SheetsTrainer(recipe, tmp_path / "a")
+    straight = Trainer(recipe, tmp_path / "a")
     straight.train(2, every=1, save_every=100)
     lines = [json.loads(line) for line in (tmp_path / "a" / "curve.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
-    SheetsTrainer(recipe, tmp_path / "b").train(1, every=1, save_every=100)
-    resumed = SheetsTrainer(recipe, tmp_path / "b")
+    Trainer(recipe, tmp_path / "b").train(1, every=1, save_every=100)
+    resumed = Trainer(recipe, tmp_path / "b")
     assert resumed.resume() == 1
     resumed.train(2, every=1, save_every=100)
     for one, other in zip(jax.tree.leaves(straight.state), jax.tree.leaves(resumed.state), strict=True):
@@ -342,10 +351,10 @@ def test_flags_of_another_task_are_refused():
     try:
         for name in ("auxiliary", "steps"):
             flags.DEFINE_float(name, 0.0, "", flag_values=values)
-        for recipe, _ in train.TASKS.values():
-            for field in recipe.__dataclass_fields__:
-                if field not in values:
-                    flags.DEFINE_string(field, None, "", flag_values=values)
+        for task in train.TASKS.values():
+            for field in dataclasses.fields(task.recipe):
+                if field.name not in values:
+                    flags.DEFINE_string(field.name, None, "", flag_values=values)
         values(["train", "--auxiliary=0.5"])
         with pytest.raises(app.UsageError, match="--auxiliary"):
             train.asked_recipe("sheets")

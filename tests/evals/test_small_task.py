@@ -26,6 +26,7 @@ from evals.small_task import (
     sequences,
 )
 from evals.small_task.instances import INSTANCES, instance
+from evals.small_task.prefix import prefix_positions
 from evals.small_task.sequences import QUESTION_TOKENS, Form, form_of
 from evals.small_task.training import SmallTaskRecipe, initialise, make_tokenizer
 from models import ModelBackbone
@@ -54,7 +55,7 @@ FORM = form_of(*instance("qwen2_5_vl"))
 def fresh(name: str) -> ModelBackbone:
     """A small backbone with fresh parameters."""
     config, images = instance(name)
-    state = nnx.split(initialise(config, SmallTaskRecipe()))[1]
+    state = nnx.split(initialise(SmallTaskRecipe(backbone=name)))[1]
     return ModelBackbone(config, nnx.to_pure_dict(state), images, make_tokenizer())
 
 
@@ -69,9 +70,8 @@ def pack(form: Form, name: str, contexts: Contexts, questions: Questions, shown,
     """A packed batch and the processor's arrays."""
     config, settings = instance(name)
     images = config.family.vision.process(sequences.context_images(form, contexts, split), settings)
-    pixels = images["pixel_values"]
-    batch = sequences.pack(form, questions, pixel_values=pixels, shown=shown, sees_legends=sees, start=start)
-    return batch, images
+    batch = sequences.pack_questions(form, questions, shown=shown, sees_legends=sees, start=start)
+    return {**batch, "pixel_values": images["pixel_values"]}, images
 
 
 # ------------------------------------------------------------------------------------------------------- pixels
@@ -105,10 +105,10 @@ def test_rendered_arrays_equal_png_files(tmp_path: Path, name: str, split: str):
         text = f"{VOCABULARY.names[questions.ask[index, 0]]} {VOCABULARY.names[questions.argument[index, 0]]}"
         prompt = backbone.prepare([*order, text])
         pixels.append(prompt["pixel_values"])
-        np.testing.assert_array_equal(prompt["input_ids"][0], batch.input_ids[index])
-        np.testing.assert_array_equal(prompt["position_ids"][0], batch.positions[index])
-    np.testing.assert_array_equal(np.concatenate(pixels), batch.pixel_values)
-    assert batch.pixel_values.std() > 0.1
+        np.testing.assert_array_equal(prompt["input_ids"][0], batch["input_ids"][index])
+        np.testing.assert_array_equal(prompt["position_ids"][0], batch["positions"][index])
+    np.testing.assert_array_equal(np.concatenate(pixels), batch["pixel_values"])
+    assert batch["pixel_values"].std() > 0.1
     if name == "qwen2_5_vl":
         np.testing.assert_array_equal(images["image_grid_thw"][:4], [[1, 14, 6]] * LEGENDS + [[1, 20, 20]])
 
@@ -321,7 +321,7 @@ def test_overrides_depend_on_order():
 def test_positions_equal_the_models(seed: int, seen: list[bool], start: int):
     """Positions of the chunks shown are those of a prompt of just these chunks, moved to the start."""
     here = np.array([[*seen, True]])
-    positions, behind = sequences.prefix_positions(FORM, here, np.array([start]))
+    positions, behind = prefix_positions(FORM, here, np.array([start]))
     keep = here[0][FORM.owner]
     contexts, rng = draw(seed, 1)
     questions = small_task.ask(contexts, rng, {"page": 1})
@@ -330,8 +330,8 @@ def test_positions_equal_the_models(seed: int, seen: list[bool], start: int):
     kept = np.concatenate([keep, np.ones(QUESTION_TOKENS, bool)])
     grid = np.array([[1, 14, 6]] * sum(seen) + [[1, 20, 20]])
     config = PositionConfig(VOCABULARY.image, VOCABULARY.video, small_task.MERGE)
-    expected, delta = get_rope_positions(batch.input_ids[0][kept], grid, None, None, config)
-    np.testing.assert_array_equal(batch.positions[0][kept], expected + start)
+    expected, delta = get_rope_positions(batch["input_ids"][0][kept], grid, None, None, config)
+    np.testing.assert_array_equal(batch["positions"][0][kept], expected + start)
     np.testing.assert_array_equal(positions[0][keep], expected[:-QUESTION_TOKENS] + start)
     assert behind[0] - start == delta + keep.sum()
 
@@ -369,7 +369,7 @@ def test_mask():
     chunk_of = [place for place, piece in enumerate(FORM.slices) for _ in range(piece.start, piece.stop)]
     prefix = FORM.prefix_tokens
     total = prefix + 5 * QUESTION_TOKENS
-    assert batch.mask.shape == (4, 1, total, total)
+    assert batch["mask"].shape == (4, 1, total, total)
     question_of = lambda token: (token - prefix) // QUESTION_TOKENS
     for index in range(4):
         there = lambda key, index=index: chunk_of[key] == LEGENDS or shown[index, chunk_of[key]]
@@ -381,12 +381,12 @@ def test_mask():
                     may = there(key) and (chunk_of[key] == LEGENDS or sees[index, question_of(query)])
                 else:
                     may = key <= query and question_of(key) == question_of(query)
-                assert batch.mask[index, 0, query, key] == may, (index, query, key)
+                assert batch["mask"][index, 0, query, key] == may, (index, query, key)
     scene = bare_scene(contexts)
-    np.testing.assert_array_equal(scenes.prefix_mask(scene, shown)[:, 0], batch.mask[:, 0, :prefix, :prefix])
-    np.testing.assert_array_equal(batch.asked, [prefix + 2 * number + 1 for number in range(5)])
-    np.testing.assert_array_equal(batch.input_ids[:, batch.asked], questions.argument)
-    np.testing.assert_array_equal(batch.weight, questions.valid)
+    np.testing.assert_array_equal(scenes.prefix_mask(scene, shown)[:, 0], batch["mask"][:, 0, :prefix, :prefix])
+    np.testing.assert_array_equal(batch["asked"], [prefix + 2 * number + 1 for number in range(5)])
+    np.testing.assert_array_equal(batch["input_ids"][:, batch["asked"]], questions.argument)
+    np.testing.assert_array_equal(batch["weight"], questions.valid)
 
 
 def test_blind_page_mask():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from evals.bench.banded_mask import banded_mask, history
+from evals.bench.window_loop import divergence
 from evals.traces import KINDS, generate
 from evals.traces.figures import draw
 from evals.traces.replay_modes import PromptReplay, WindowPolicy, WindowReplay
@@ -17,7 +18,6 @@ from evals.traces.replay_run import (
     PREFILL,
     PREFIX,
     WINDOW,
-    divergence,
     rank_table,
     replay,
     table,

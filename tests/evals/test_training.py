@@ -64,8 +64,7 @@ def test_the_loss_falls(straight: Trainer):
     assert set(lines[0]) == {"step", "seconds", "loss", *names, *small_task.KINDS}
     copied = jax.tree.map(np.array, (straight.state, straight.moments))
     state, moments = jax.device_put(copied, jax.local_devices()[0])
-    batch, labels, *_ = draw_batch(RECIPE, 0)
-    _, _, after = straight._jitted(state, moments, batch, labels)
+    _, _, after = straight._jitted(state, moments, draw_batch(RECIPE, 0).batch, straight.plans[""])
     mean = lambda parts: float(np.mean([float(parts[name]) for name in names]))
     assert float(after["loss"]) < lines[0]["loss"] - 0.8
     assert mean(after) < mean(lines[0]) - 0.5
@@ -183,7 +182,7 @@ def test_an_unknown_backbone_is_refused():
 def test_tied_queries_meet_their_own_keys(name: str):
     """With the tied start each token's score against itself is above the mean over other tokens, in every layer."""
     config = instance(name).config
-    model = initialise(config, SmallTaskRecipe(backbone=name))
+    model = initialise(SmallTaskRecipe(backbone=name))
     x = jax.random.normal(jax.random.key(0), (1, 64, config.text.width))
     for stack in (model.decoder.dense_layers, model.decoder.layers):
         if stack is None:

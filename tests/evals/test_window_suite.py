@@ -19,14 +19,11 @@ from evals import run, small_task
 from evals.probes.results_table import ResultsTable
 from evals.probes.window import QUICK, parts, suite, work_of
 from evals.probes.window.common import add
-from evals.probes.window.drift import Safety, kept_is_exact, pooled_rows
-from evals.probes.window.gate import gate_rows, rank_correlation, resampled
+from evals.probes.window.drift import Safety, gate_rows, kept_is_exact, pooled_rows, rank_correlation, resampled
 from evals.probes.window.image_sequence import AgentLoop, Image, ImageSequence, read_in_one
+from evals.probes.window.operations import SLIDE_KINDS, bands, slide_questions, without
 from evals.probes.window.probe_images import irrelevant, load_probe_images, with_foreign
-from evals.probes.window.recall import bands
-from evals.probes.window.reorder import without
-from evals.probes.window.slide import SLIDE_KINDS, slide_questions
-from evals.report import window, window_document, window_paper
+from evals.report import documents, window, window_paper
 from evals.results import intervals
 from evals.results.intervals import Interval
 from evals.results.rows import Rows, as_row
@@ -282,7 +279,8 @@ def test_backbones_stand_side_by_side_in_one_table(tmp_path: Path):
 
 def test_a_page_gets_the_table_of_the_models_that_were_run(tmp_path: Path):
     """Between its marks, and again: of every results.json that has the suite; other runs and pages are left alone."""
-    page = tmp_path / "page.md"
+    page = tmp_path / documents.RESULTS
+    page.parent.mkdir(parents=True)
     page.write_text("before\n<!-- windows -->\nold\n<!-- /windows -->\nafter\n")
     for name, suites in (("first", ["window"]), ("second", ["repair"])):
         row = as_row("window.gate", name, "coverage=0.5", "false_reuse", Interval(0.5, 0.4, 0.6, 9))
@@ -290,17 +288,17 @@ def test_a_page_gets_the_table_of_the_models_that_were_run(tmp_path: Path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_text(json.dumps({"config": config, "rows": [row]}))
     for _ in range(2):
-        window_document.write(window_document.finished(tmp_path), page)
+        documents.write(tmp_path, tmp_path)
         text = page.read_text()
         assert text.startswith("before\n<!-- windows -->\n\n`python -m evals.run --suite=window`, first: 12 contexts;")
         assert "| figure | first (GQA) |" in text
         assert text.endswith("| 0.500 |\n\n<!-- /windows -->\nafter\n")
         assert "old" not in text
-    with pytest.raises(ValueError, match="no results"):
-        window_document.write(window_document.finished(tmp_path / "second" / "none"), page)
-    (tmp_path / "plain.md").write_text("no marks")
-    with pytest.raises(ValueError, match="0 places"):
-        window_document.write(window_document.finished(tmp_path), tmp_path / "plain.md")
+    with pytest.raises(ValueError, match="got no results"):
+        documents.write(tmp_path / "none", tmp_path)
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="got 0 places"):
+        documents.write(tmp_path, tmp_path)
 
 
 def test_the_default_run_does_not_have_it():

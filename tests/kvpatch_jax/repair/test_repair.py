@@ -228,14 +228,14 @@ def test_vlcaches_own_grid_over_many_layers_is_shared_out():
     [
         (lambda backbone, splice: vlcache(backbone, splice, [1, 2, 2, 1]), "none larger than the one below"),
         (lambda backbone, splice: vlcache(backbone, splice, [1]), "expected 4"),
-        (lambda backbone, splice: vlcache(backbone, splice, [1, 0, 0, -1]), "count -1"),
-        (lambda backbone, splice: vlcache(backbone, splice, [CHUNK + 1, 0, 0, 0]), f"count {CHUNK + 1}"),
+        (lambda backbone, splice: vlcache(backbone, splice, [1, 0, 0, -1]), "got -1"),
+        (lambda backbone, splice: vlcache(backbone, splice, [CHUNK + 1, 0, 0, 0]), f"got {CHUNK + 1}"),
         (lambda *_: layer_counts(np.zeros((2, 2)), (3, 1), 9), "ascending"),
         (
             lambda backbone, splice: layer_sensitivity(backbone.layout, splice, (0, 1), lambda _: 0.0, blocks=3),
             "divisor of 4",
         ),
-        (lambda *_: layer_counts(np.full((2, 2), np.nan), (1, 3), 9), "not finite"),
+        (lambda *_: layer_counts(np.full((2, 2), np.nan), (1, 3), 9), "expected finite"),
         (lambda *_: layer_counts(np.zeros((2, 2)), (2, 3), 3), "at least 4"),
     ],
 )
@@ -336,13 +336,13 @@ def test_jit_and_no_compile_for_another_chunk(backbone, spliced):
 @pytest.mark.parametrize("name", REPAIRS)
 @pytest.mark.parametrize("count", [-1, CHUNK + 1])
 def test_counts_out_of_range(backbone, spliced, name, count):
-    with pytest.raises(InputError, match=f"count {count}; expected 0 to the chunk's {CHUNK}"):
+    with pytest.raises(InputError, match=f"got {count}; expected 0 to the chunk's {CHUNK}"):
         REPAIRS[name](backbone, spliced[0], count)
 
 
 def test_splices_that_do_not_fit(backbone, spliced):
     splice, _ = spliced
-    with pytest.raises(InputError, match="slot 18; expected 0 to 17"):
+    with pytest.raises(InputError, match="got 18; expected 0 to 17"):
         first_k(backbone, splice._replace(slots=splice.slots + SPARE + 1), 2)
     with pytest.raises(ShapeError, match="embeddings"):
         first_k(backbone, splice._replace(tokens=splice.tokens.take(0, 5)), 2)
@@ -355,7 +355,7 @@ def test_splices_that_do_not_fit(backbone, spliced):
         first_k(backbone, splice._replace(conditioned=cut), 2)
     with pytest.raises(LayoutError, match="repair: cache"):
         first_k(backbone, splice._replace(cache={"k": splice.cache["k"]}), 2)
-    with pytest.raises(InputError, match="check_layer 4; expected 0 to 3"):
+    with pytest.raises(InputError, match="check_layer: got 4; expected 0 to 3"):
         cacheblend(backbone, splice, 2, check_layer=LAYERS)
 
 
@@ -367,7 +367,7 @@ def test_budgets():
     assert count_of_equal_bytes(paper, 400, 480) == 480  # dense: never more than the chunk itself
     latent = kvp.KVLayout.mla(layers=4, rope=kvp.Rope(theta=1e4, dim=64))
     assert count_of_equal_bytes(latent, 64, 480) == round((64 * (480 + 512) + 480 * 64) / 576)
-    with pytest.raises(RankError, match="rank 0"):
+    with pytest.raises(RankError, match="rank: got 0"):
         count_of_equal_bytes(paper, 0, 480)
     with pytest.raises(LayoutError, match="ckv"):
         count_of_equal_bytes(paper, {"ckv": 3}, 480)

@@ -12,7 +12,6 @@ from session_cases import QUESTION, image_of, reader
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import SessionError
 from kvpatch_jax.session import piece_registry
-from kvpatch_jax.session.used_names import UsedNames
 
 IMAGES = 3
 
@@ -90,18 +89,25 @@ def test_a_stores_folder_may_be_deleted_between_two_steps(backbone, tmp_path: Pa
 
 
 def test_names_without_end_take_bounded_room_and_none_is_given_twice_meanwhile(backbone, monkeypatch):
-    used = UsedNames(most=4)
-    for number in range(100):
-        used.add(f"{number}")
-        used.set_copy_number(f"content {number}", 1 + number % 3)
-    assert list(used) == ["96", "97", "98", "99"]
-    used.add("97")  # given out again: the last one now
-    assert list(used) == ["96", "98", "99", "97"]
-    assert (used.copy_number("content 1"), used.copy_number("content 98")) == (1, 3)  # the oldest are forgotten
-    branch = used.copy()
-    branch.add("100")
-    assert "100" not in used
-    assert "96" not in branch
+    monkeypatch.setattr(piece_registry, "MOST_NAMES", 4)
+    with kvp.Session(backbone, lead="w5") as session:
+        for number in range(3):  # texts that leave are forgotten, but for their names
+            session.add("w6", id=f"note {number}")
+            session.evict(f"note {number}")
+        with session.fork() as branch:
+            for taken in ("note 1", "note 2"):
+                with pytest.raises(SessionError, match="name of another piece"):
+                    branch.add("w6", id=taken)
+            for number in range(3, 6):
+                branch.add("w6", id=f"note {number}")
+            assert branch.add("w6", id="note 1") == "note 1"  # the oldest name was dropped, here alone
+        with pytest.raises(SessionError, match="name of another piece"):
+            session.add("w6", id="note 1")
+        copies = []
+        for _ in range(6):  # counted on, although the names of the first ones were dropped
+            copies.append(session.add("w7"))
+            session.evict(copies[-1])
+        assert copies[1:] == [f"{copies[0]}#{number}" for number in range(2, 7)]
 
     monkeypatch.setattr(piece_registry, "MOST_NAMES", 2)
     with kvp.Session(backbone, keep=1) as session:

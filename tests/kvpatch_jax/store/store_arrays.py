@@ -1,5 +1,6 @@
 """Run as a program on eight host devices: chunks saved from one mesh and loaded into others, and into a store."""
 
+import dataclasses
 import os
 import sys
 import warnings
@@ -37,7 +38,7 @@ def main(folder: Path) -> None:
     chunks = [chunk_of(str(np.dtype(dtype)), 7, layout=LAYOUT, tokens=16, dtype=dtype) for dtype in DTYPES]
     saved = sharding_of(*SPECS["heads and tokens"])
     sharded = [
-        kvp.Chunk(**{**vars(chunk), "kv": {name: jax.device_put(value, saved) for name, value in chunk.kv.items()}})
+        dataclasses.replace(chunk, kv={name: jax.device_put(value, saved) for name, value in chunk.kv.items()})
         for chunk in chunks
     ]
     save_arrays(folder / "arrays", sharded, [patch_of(chunks[0])])

@@ -5,6 +5,7 @@
 With COUNT 1 it is a job of one process, on four devices.
 """
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -92,7 +93,7 @@ def export() -> None:
         refused(InputError, lambda: import_arrays(FOLDER / "no", store), "2 processes")
     save_arrays(FOLDER / "arrays", placed, [patch_of(CHUNKS[0])])
     assert sorted(path.name for path in FOLDER.iterdir()) == ["arrays", "store"]
-    refused(InputError, lambda: save_arrays(FOLDER / "arrays", placed), "it is there")
+    refused(InputError, lambda: save_arrays(FOLDER / "arrays", placed), "existing path")
     refused(StoreSnapshotError, lambda: load_arrays(FOLDER / "nowhere"), "no checkpoint there")
 
 
@@ -143,7 +144,7 @@ def unacknowledged() -> None:
             raise OSError(5, "Input/output error")
 
         orbax_item.sync_file_system = fail
-    words = ("Input/output",) if INDEX == 0 else ("failed in process 0",)
+    words = ("Input/output",) if INDEX == 0 else ("failure in process 0",)
     refused(StoreIOError, lambda: save_arrays(FOLDER / "unacknowledged", CHUNKS), *words)
 
 
@@ -157,7 +158,7 @@ def disagreeing() -> None:
             raise StoreCorruptError("export: here only")
 
     orbax_arrays.check_entry = fail
-    kind, word = (StoreSnapshotError, "here only") if INDEX == 1 else (StoreIOError, "failed in process 1")
+    kind, word = (StoreSnapshotError, "here only") if INDEX == 1 else (StoreIOError, "failure in process 1")
     refused(kind, lambda: load_arrays(FOLDER / "arrays", sharding_of("tokens")), word)
     orbax_arrays.check_entry = real
 
@@ -275,7 +276,7 @@ def alone() -> None:
     """Saved by a job of one process."""
     placement = sharding_of("tokens")
     placed = [
-        kvp.Chunk(**{**vars(chunk), "kv": {name: jax.device_put(value, placement) for name, value in chunk.kv.items()}})
+        dataclasses.replace(chunk, kv={name: jax.device_put(value, placement) for name, value in chunk.kv.items()})
         for chunk in CHUNKS
     ]
     save_arrays(FOLDER / "arrays", placed, [patch_of(CHUNKS[0])])

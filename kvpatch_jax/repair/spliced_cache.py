@@ -1,8 +1,7 @@
-"""Common parts of token repairs: the spliced cache, budgets in tokens, and recomputation of a token set.
+"""What token repairs work on: the spliced cache, budgets in tokens, and recomputation of a token set.
 
-A token repair recomputes some of a chunk's tokens in context and overwrites their KV, which was spliced in blind. All
-repairs have the signature `repair(backbone, splice, count) -> Repaired`. Kamera §6 and App. C.3 compare them with
-feature-axis patches at equal budget and at equal bytes.
+A token repair recomputes some of a chunk's tokens in context and overwrites their KV, which was spliced in blind.
+Kamera §6 and App. C.3 compare repairs with feature-axis patches at equal budget and at equal bytes.
 """
 
 import functools
@@ -76,7 +75,8 @@ def fraction_to_count(fraction: float, tokens: int) -> int:
       InputError: the fraction is outside 0 … 1, or `tokens` is negative.
     """
     if not 0.0 <= fraction <= 1.0 or tokens < 0:
-        raise InputError(f"fraction {fraction} of {tokens} tokens; expected a fraction from 0 to 1 of 0 or more")
+        raise InputError(f"fraction: got {fraction} of {tokens} tokens; expected 0 to 1 of 0 tokens or more")
+    # `round` would take halves to the even number.
     return int(fraction * tokens + 0.5)
 
 
@@ -99,10 +99,10 @@ def count_of_equal_bytes(layout: KVLayout, rank: int | Mapping[str, int], tokens
     ranks = dict.fromkeys(layout.names, rank) if isinstance(rank, int) else rank
     least = 1 if isinstance(rank, int) else 0
     numbers = 0
-
+    # Layers are the same factor on both sides, and left out.
     for name, channel_rank in ranks.items():
         if channel_rank < least:
-            raise RankError(f"rank {channel_rank} for channel {name!r}; expected at least {least}")
+            raise RankError(f"rank: got {channel_rank} for channel {name!r}; expected at least {least}")
         features = layout.channel(name).features
         numbers += min(channel_rank * (tokens + features), tokens * features)
 
@@ -117,44 +117,41 @@ def check_splice(layout: KVLayout, splice: SplicedCache, count: int) -> None:
       FrameError: the cache or the conditioned KV is in another frame.
       InputError: the count is out of range, or concrete slots lie outside the cache.
     """
-    B, T = splice.slots.shape
+    (B, T), first = splice.slots.shape, layout.names[0]
     if not 0 <= count <= T:
-        raise InputError(f"repair: count {count}; expected 0 to the chunk's {T} tokens")
+        raise InputError(f"repair.count: got {count}; expected 0 to the chunk's {T} tokens")
 
     expect_frame(splice.cache, "repair: cache", "engine")
     layout.check(splice.cache, "repair: cache")
-    S = splice.cache[layout.names[0]].shape[2]
-    _expect("cache", splice.cache[layout.names[0]].shape[:3], (layout.layers, B, S))
-    _expect("embeddings", splice.tokens.embeddings.shape[:2], (B, T))
-    _expect("positions", splice.tokens.positions.shape[:2], (B, T))
-    if splice.mask is not None:
-        _expect("mask", splice.mask.shape, (B, 1, T, S))
-    if splice.length is not None:
-        _expect("length", splice.length.shape, (B,))
-
     if splice.conditioned is not None:
         expect_frame(splice.conditioned, "repair: conditioned", "phase_free")
         layout.check(splice.conditioned, "repair: conditioned")
-        _expect("conditioned", splice.conditioned[layout.names[0]].shape[:3], (layout.layers, B, T))
 
-    _check_slots(splice, S)
+    # The layout has checked heads and widths.
+    L, S = layout.layers, splice.cache[first].shape[2]
+    shapes = [("cache", splice.cache[first].shape[:3], (L, B, S))]
+    shapes += [("embeddings", splice.tokens.embeddings.shape[:2], (B, T))]
+    shapes += [("positions", splice.tokens.positions.shape[:2], (B, T))]
+    if splice.mask is not None:
+        shapes += [("mask", splice.mask.shape, (B, 1, T, S))]
+    if splice.length is not None:
+        shapes += [("length", splice.length.shape, (B,))]
+    if splice.conditioned is not None:
+        shapes += [("conditioned", splice.conditioned[first].shape[:3], (L, B, T))]
 
+    for what, found, expected in shapes:
+        if tuple(found) != expected:
+            raise ShapeError(f"repair.{what}: got a shape that begins with {tuple(found)}; expected {expected}")
 
-def _expect(what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if tuple(found) != expected:
-        raise ShapeError(f"repair: {what} begins with shape {tuple(found)}; expected {expected}")
-
-
-def _check_slots(splice: SplicedCache, size: int) -> None:
-    """Checks that concrete slots lie in the cache; those of padding are ignored."""
+    # Slots of padding are ignored, and those that are traced have no values yet.
     if any(isinstance(value, Tracer) for value in (splice.slots, splice.length)):
         return
     slots = np.asarray(splice.slots)
-    outside = (slots < 0) | (slots >= size)
+    outside = (slots < 0) | (slots >= S)
     if splice.length is not None:
-        outside &= np.arange(slots.shape[1]) < np.asarray(splice.length)[:, None]
+        outside &= np.arange(T) < np.asarray(splice.length)[:, None]
     if outside.any():
-        raise InputError(f"repair: slot {slots[outside][0]}; expected 0 to {size - 1}, inside the cache")
+        raise InputError(f"repair.slots: got {slots[outside][0]}; expected 0 to {S - 1}, inside the cache")
 
 
 def live_tokens(splice: SplicedCache) -> Bool[Array, "B T"]:
@@ -177,6 +174,7 @@ def untouched(layout: KVLayout, splice: SplicedCache) -> Repaired:
 @functools.partial(jax.jit, static_argnames=("layer",))
 def read_slots(cache: KV, slots: Int[AnyArray, "B T"], layer: int | None = None) -> dict[str, Float[Array, "..."]]:
     """Reads the KV at `slots`, of one layer or of all: {channel: [L,B,S,K,H]} → {channel: [L or 1,B,T,K,H]}."""
+    # A slice of one layer keeps the axis, so that one layer and all have the same rank.
     rows = jnp.arange(slots.shape[0])[:, None]
     layers = slice(None) if layer is None else slice(layer, layer + 1)
     return {name: value[layers, rows, slots] for name, value in cache.items()}
@@ -194,11 +192,13 @@ def deviation(true: KV, found: KV, live: Bool[Array, "B T"]) -> Float[Array, "B 
     """
     total = jnp.zeros(live.shape, jnp.float32)
     tokens = jnp.maximum(live.sum(-1), 1)
+    # Differences of bfloat16 numbers would lose most of their bits.
     for name, value in true.items():
         wide = value.astype(jnp.float32)
         norm = jnp.sqrt(jnp.square(wide - found[name].astype(jnp.float32)).sum((-2, -1)))
         energy = jnp.where(live, jnp.square(wide).sum((-2, -1)), 0.0).sum(-1, keepdims=True)
         typical = jnp.sqrt(energy / tokens[:, None])
+        # A channel that is zero in every token has no typical norm, and does not count.
         total = total + jnp.where(typical > 0, norm / jnp.where(typical > 0, typical, 1.0), 0.0).sum(0)
 
     return jnp.where(live, total, -jnp.inf)
@@ -235,6 +235,7 @@ def recompute_tokens(
     Args:
       written: layers at which each of the chunk's tokens is written, as nested sets; None: all, except padding.
     """
+    # Whatever their number, tokens are computed in groups: a repeated one is written twice with the same values.
     index = _filled(index, min(splice.slots.shape[1], -(-index.shape[1] // AT_ONCE) * AT_ONCE))
     if written is None and splice.length is not None:
         written = live_tokens(splice)[None]
@@ -258,6 +259,7 @@ def _taken(
 ) -> tuple[Tokens, Int[Array, "B count"], Bool[Array, "L B count"] | None, Bool[Array, "B 1 count S"] | None]:
     """Gathers the arguments of `recompute` at `index`, in one program in place of one per array."""
 
+    # Of arrays [B,T,…], whatever their trailing axes.
     def take(x: AnyArray) -> Array:
         return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
 
