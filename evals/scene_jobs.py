@@ -168,7 +168,7 @@ class SceneJobs:
         if number in config.window_scenes:
             self.pages[number] = page
             for probe in WINDOW_PROBES:
-                self._submit(probe, number, self._window, scene, page, probe)
+                self._submit(probe, number, self._window, scene, probe)
             if "deficit" in config.suite and len(self.pages) == len(config.window_scenes):
                 self._submit("deficit", 0, self._deficit)
 
@@ -197,7 +197,7 @@ class SceneJobs:
             for number in numbers:
                 self._submit(name, number, self._other_instance, name, backbone, arms)
 
-    def _window(self, number: int, scene: Scene, page: ReusedPage, probe: str) -> ResultsTable:
+    def _window(self, number: int, scene: Scene, probe: str) -> ResultsTable:
         """Runs a small probe of windows over a scene."""
         config, clusters, table = self.config, self.config.clusters(number), ResultsTable(self.config.name)
         if probe not in config.suite:
@@ -205,13 +205,7 @@ class SceneJobs:
 
         # A generator per probe, so that a probe draws the same questions whichever others are run.
         rng = np.random.default_rng([config.seed, int(clusters[0]), WINDOW_PROBES.index(probe) + 1])
-        if probe == "reorder":
-            probes.probe_reorder(table, scene, page, rng, clusters, self.progress)
-        elif probe == "slide":
-            probes.probe_slide(table, scene, page, rng, clusters, self.progress)
-        else:
-            probes.probe_recall(table, scene, page, rng, clusters, self.images, self.progress)
-
+        probes.measure_small(table, probe, scene, rng, clusters, self.images, self.progress)
         return table
 
     def _other_instance(self, number: int, name: str, other: ModelBackbone, arms: Sequence[str]) -> ResultsTable:

@@ -6,7 +6,5 @@ from .comparison import main_arms as main_arms
 from .comparison import read_arms as read_arms
 from .deficit import deficit_shape as deficit_shape
 from .results_table import ResultsTable as ResultsTable
+from .window import measure_small as measure_small
 from .window import orbit_against_exact as orbit_against_exact
-from .window import probe_recall as probe_recall
-from .window import probe_reorder as probe_reorder
-from .window import probe_slide as probe_slide

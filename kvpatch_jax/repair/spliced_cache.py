@@ -76,6 +76,7 @@ def fraction_to_count(fraction: float, tokens: int) -> int:
     """
     if not 0.0 <= fraction <= 1.0 or tokens < 0:
         raise InputError(f"fraction: got {fraction} of {tokens} tokens; expected 0 to 1 of 0 tokens or more")
+    # `round` would take halves to the even number.
     return int(fraction * tokens + 0.5)
 
 
@@ -98,6 +99,7 @@ def count_of_equal_bytes(layout: KVLayout, rank: int | Mapping[str, int], tokens
     ranks = dict.fromkeys(layout.names, rank) if isinstance(rank, int) else rank
     least = 1 if isinstance(rank, int) else 0
     numbers = 0
+    # Layers are the same factor on both sides, and left out.
     for name, channel_rank in ranks.items():
         if channel_rank < least:
             raise RankError(f"rank: got {channel_rank} for channel {name!r}; expected at least {least}")
@@ -172,6 +174,7 @@ def untouched(layout: KVLayout, splice: SplicedCache) -> Repaired:
 @functools.partial(jax.jit, static_argnames=("layer",))
 def read_slots(cache: KV, slots: Int[AnyArray, "B T"], layer: int | None = None) -> dict[str, Float[Array, "..."]]:
     """Reads the KV at `slots`, of one layer or of all: {channel: [L,B,S,K,H]} → {channel: [L or 1,B,T,K,H]}."""
+    # A slice of one layer keeps the axis, so that one layer and all have the same rank.
     rows = jnp.arange(slots.shape[0])[:, None]
     layers = slice(None) if layer is None else slice(layer, layer + 1)
     return {name: value[layers, rows, slots] for name, value in cache.items()}
@@ -189,11 +192,13 @@ def deviation(true: KV, found: KV, live: Bool[Array, "B T"]) -> Float[Array, "B 
     """
     total = jnp.zeros(live.shape, jnp.float32)
     tokens = jnp.maximum(live.sum(-1), 1)
+    # Differences of bfloat16 numbers would lose most of their bits.
     for name, value in true.items():
         wide = value.astype(jnp.float32)
         norm = jnp.sqrt(jnp.square(wide - found[name].astype(jnp.float32)).sum((-2, -1)))
         energy = jnp.where(live, jnp.square(wide).sum((-2, -1)), 0.0).sum(-1, keepdims=True)
         typical = jnp.sqrt(energy / tokens[:, None])
+        # A channel that is zero in every token has no typical norm, and does not count.
         total = total + jnp.where(typical > 0, norm / jnp.where(typical > 0, typical, 1.0), 0.0).sum(0)
 
     return jnp.where(live, total, -jnp.inf)

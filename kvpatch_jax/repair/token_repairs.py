@@ -45,6 +45,8 @@ def first_k(backbone: Backbone, splice: SplicedCache, count: int) -> Repaired:
     check_splice(backbone.layout, splice, count)
     if count == 0:
         return untouched(backbone.layout, splice)
+
+    # In a row that is shorter than the count some of these are padding, which is never written.
     index = jnp.asarray(np.broadcast_to(np.arange(count, dtype=np.int32), (splice.slots.shape[0], count)))
     return repair_everywhere(backbone, splice, index)
 
@@ -74,9 +76,12 @@ def check_by_layer(backbone: Backbone, splice: SplicedCache, check_layer: int = 
     if not 0 <= check_layer < layout.layers:
         raise InputError(f"cacheblend.check_layer: got {check_layer}; expected 0 to {layout.layers - 1}")
 
+    # One recompute, in which only the lower layers are written.
     live = live_tokens(splice)
     below = jax.device_put((np.arange(layout.layers) <= check_layer)[:, None, None])
     lower = backbone.recompute(splice.tokens, splice.cache, splice.slots, below & live, splice.mask).cache
+
+    # Both are in the engine frame, at the same positions: what differs is what the tokens have seen.
     recomputed = read_slots(lower, splice.slots, check_layer)
     spliced = read_slots(splice.cache, splice.slots, check_layer)
     return Checked(lower, deviation(recomputed, spliced, live), below & live)
@@ -110,6 +115,7 @@ def cacheblend(
     if count == 0:
         return untouched(layout, splice)
 
+    # Evaluations try many counts, for which the lower layers are recomputed once.
     if checked is None:
         checked = check_by_layer(backbone, splice, check_layer)
     index = largest(checked.score, count)
@@ -145,6 +151,7 @@ def oracle_delta(backbone: Backbone, splice: SplicedCache, count: int) -> Repair
     if count == 0:
         return untouched(layout, splice)
 
+    # The truth is rotated to where the chunk lies, and only scored: the values are recomputed as in any repair.
     true = to_engine(layout, splice.conditioned, splice.tokens.positions, 0)
     score = deviation(true, read_slots(splice.cache, splice.slots), live_tokens(splice))
     return repair_everywhere(backbone, splice, largest(score, count))

@@ -40,6 +40,7 @@ def vlcache(backbone: Backbone, splice: SplicedCache, counts: Sequence[int]) -> 
     if counts[0] == 0:
         return untouched(backbone.layout, splice)
 
+    # The tokens of the lowest layer are computed, and those above write fewer of them: their sets are nested.
     first = (np.arange(T) < np.asarray(counts)[:, None])[:, None]
     chosen = jax.device_put(first) & live_tokens(splice)
     index = jax.device_put(np.broadcast_to(np.arange(counts[0], dtype=np.int32), (splice.slots.shape[0], counts[0])))
@@ -84,6 +85,7 @@ def layer_sensitivity(
     if blocks is not None and (blocks < 1 or layout.layers % blocks):
         raise InputError(f"layer_sensitivity.blocks: got {blocks}; expected a divisor of {layout.layers} layers")
 
+    # A loss of the blind cache is what a count of 0 has in every row.
     true = to_engine(layout, splice.conditioned, splice.tokens.positions, 0)
     blind = loss(splice.cache)
     losses = np.full((layout.layers // (blocks or 1), len(counts)), blind)

@@ -78,7 +78,7 @@ class Event:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        # Types and ranges of the fields that every event has.
+        # Fields that every event has.
         number = isinstance(self.at, int | float) and not isinstance(self.at, bool)
         if not number or not math.isfinite(self.at) or self.at < 0:
             raise TraceError(f"event.at: got {self.at!r:.80}; expected seconds, 0 or more")
@@ -89,7 +89,7 @@ class Event:
 
         _check_text(self.session, "session")
 
-        # Of the others.
+        # Types and ranges of the others; what an operation needs of them comes last.
         for field in ("chunk", "content", "replaced", "branch"):
             if getattr(self, field) is not None:
                 _check_text(getattr(self, field), field)
@@ -120,8 +120,7 @@ class Event:
         for path in self.payload:
             check_path(path)
 
-        # What the operation requires and allows.
-        # A field at its default counts as not given.
+        # What the operation requires and allows; a field at its default counts as not given.
         required, allowed = _FIELDS[self.op]
         given = {name for name, default in _DEFAULTS.items() if getattr(self, name) != default}
         if missing := sorted(required - given):
@@ -146,6 +145,7 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as JSON has them, without those at their defaults."""
+        # Short lines: most events have few of the fields.
         found = {"at": self.at, "session": self.session, "op": self.op}
         for name, default in _DEFAULTS.items():
             if getattr(self, name) != default:
@@ -159,11 +159,13 @@ class Event:
         Raises:
           TraceError: a field that is missing, unknown or of another type.
         """
+        # An unknown field may be one of a later version, whose meaning would be lost.
         if unknown := sorted(set(fields) - _NAMES):
             raise TraceError(f"event: got field {unknown[0]!r:.80}; expected some of {sorted(_NAMES)}")
         if missing := sorted({"at", "session", "op"} - set(fields)):
             raise TraceError(f"event.{missing[0]}: got none; expected one")
 
+        # JSON has lists where events have tuples.
         values = dict(fields)
         for field in ("order", "payload"):
             if field in values:
@@ -186,6 +188,7 @@ def check_path(path: str) -> None:
     Raises:
       TraceError: an absolute path, one with "..", a backslash, a drive or a control character.
     """
+    # Names that are special on any system, because traces travel.
     parts = path.split("/")
     special = any(ord(letter) < 32 or letter in '\\:*?"<>|' for letter in path)
     if special or any(part in ("", ".", "..") for part in parts):
@@ -199,6 +202,7 @@ def _check_text(value: Any, field: str, empty: bool = False, longest: int | None
         found = f"a text of {len(value)} characters" if isinstance(value, str) else f"{value!r:.80}"
         raise TraceError(f"event.{field}: got {found}; expected a text of at most {longest}")
 
+    # Digests need UTF-8, which lone surrogates are not.
     try:
         encoded(value)
     except InputError as error:
@@ -218,6 +222,7 @@ def check_history(events: Sequence[Event]) -> None:
       TraceError: naming the event by its number from 0: time that runs backwards, a closed session, a branch with the
         name of another, an id that is added twice, or one that its session never had.
     """
+    # {session: ids that it ever had}.
     known: dict[str, set[str]] = {}
     closed: set[str] = set()
     last = 0.0
@@ -232,7 +237,7 @@ def check_history(events: Sequence[Event]) -> None:
         # Branches know the ids of the session that they were forked from.
         last, ids = event.at, known.setdefault(event.session, set())
         if event.op in ("add", "replace") and event.chunk in ids and event.chunk != event.replaced:
-            raise TraceError(f"{found}: {event.chunk!r:.80} was added before; expected a new id, or a recall")
+            raise TraceError(f"{found}, which adds {event.chunk!r:.80} again; expected a new id, or a recall")
 
         referenced = [*event.order]
         if event.op in ("recall", "evict"):
@@ -242,11 +247,11 @@ def check_history(events: Sequence[Event]) -> None:
 
         for id in referenced:
             if id not in ids:
-                raise TraceError(f"{found}: {id!r:.80} was never added; expected an id that was")
+                raise TraceError(f"{found}, where {id!r:.80} was never added; expected an id that was")
 
         if event.op == "fork" and event.branch is not None:
             if event.branch in known or event.branch in closed:
-                raise TraceError(f"{found}: branch {event.branch!r:.80} exists; expected another name")
+                raise TraceError(f"{found}, which begins branch {event.branch!r:.80} again; expected another name")
             known[event.branch] = set(ids)
 
         if event.op in ("add", "replace") and event.chunk is not None:

@@ -78,6 +78,7 @@ class Trace:
     @property
     def sessions(self) -> tuple[str, ...]:
         """Names of all sessions, including branches, in the order of their first events."""
+        # A dictionary, because sets keep no order.
         names: dict[str, None] = {}
         for event in self.events:
             names.setdefault(event.session)
@@ -105,6 +106,7 @@ class Trace:
         paths = []
         for name in event.payload:
             check_path(name)
+
             # A link inside the folder may lead out of it.
             root, path = os.path.realpath(self.folder), os.path.realpath(self.folder / name)
             if os.path.commonpath([root, path]) != root or not os.path.isfile(path):
@@ -120,6 +122,7 @@ class Trace:
         Raises:
           TraceError: a file that cannot be written.
         """
+        # Lines are made before the file is touched, because an event may be refused.
         path = path_of(path, "trace", TraceError)
         lines = [_header_line(self.kind, self.parameters), *(_event_line(event) for event in self.events)]
         try:
@@ -137,13 +140,31 @@ class Trace:
         Raises:
           TraceError: a file that cannot be read, or is no trace of this version, naming the line.
         """
-        path = path_of(path, "trace", TraceError)
+        path, events = path_of(path, "trace", TraceError), list[Event]()
+        name = f"{str(path)!r:.200}"
         try:
+            # `readline` is bounded, because a line of a hostile file may be larger than memory.
             with path.open("rb") as file:
-                kind, parameters, events = _read(file, str(path), torn)
+                head = _fields(file.readline(LINE + 1), f"{name}, line 1")
+                _check_frame(head, f"{name}, line 1")
+
+                while line := file.readline(LINE + 1):
+                    where = f"{name}, line {len(events) + 2}"
+                    if torn and len(line) <= LINE and not line.endswith(b"\n"):
+                        break
+                    if len(events) == EVENTS:
+                        raise TraceError(f"{where}: got more than {EVENTS} events; expected at most so many")
+
+                    # An event does not know its line, which its error names.
+                    fields = _fields(line, where)
+                    try:
+                        events.append(Event.of(fields))
+                    except TraceError as error:
+                        raise TraceError(f"{where}: {error}") from None
         except OSError as error:
-            raise TraceError(f"trace: got {str(path)!r:.200}, which cannot be read: {error}") from error
-        return cls(events, kind, parameters, path.parent)
+            raise TraceError(f"trace: got {name}, which cannot be read: {error}") from error
+
+        return cls(tuple(events), head["kind"], head.get("parameters", {}), path.parent)
 
 
 def _header_line(kind: str, parameters: Mapping[str, Scalar]) -> bytes:
@@ -157,41 +178,11 @@ def _event_line(event: Event) -> bytes:
     Raises:
       TraceError: a line that is longer than readers accept.
     """
+    # JSON escapes line breaks in texts, so that an event is one line.
     line = json.dumps(event.to_dict(), allow_nan=False).encode() + b"\n"
     if len(line) > LINE:
         raise TraceError(f"event: got {event.op!r} of {len(line)} bytes; expected at most {LINE}")
     return line
-
-
-def _read(file: Any, name: str, torn: bool) -> tuple[str, dict[str, Scalar], tuple[Event, ...]]:
-    """Reads the header's kind and parameters, and the events."""
-    head = _fields(file.readline(LINE + 1), f"{name!r:.200}, line 1")
-    if head.get("format") != FORMAT or head.get("version") != VERSION or isinstance(head.get("version"), bool):
-        found = f"format {head.get('format')!r:.80}, version {head.get('version')!r:.80}"
-        raise TraceError(f"{name!r:.200}, line 1: got {found}; expected {FORMAT!r} of version {VERSION}")
-    if unknown := sorted(set(head) - {"format", "version", "kind", "parameters"}):
-        raise TraceError(f"{name!r:.200}, line 1: got field {unknown[0]!r:.80}; expected a header")
-
-    kind, parameters = head.get("kind"), head.get("parameters", {})
-    _check_header(kind, parameters)
-
-    # `readline` is bounded, because a line of a hostile file may be larger than memory.
-    events: list[Event] = []
-
-    while line := file.readline(LINE + 1):
-        where = f"{name!r:.200}, line {len(events) + 2}"
-        if torn and len(line) <= LINE and not line.endswith(b"\n"):
-            break
-        if len(events) == EVENTS:
-            raise TraceError(f"{where}: got more than {EVENTS} events; expected at most so many")
-
-        fields = _fields(line, where)
-        try:
-            events.append(Event.of(fields))
-        except TraceError as error:
-            raise TraceError(f"{where}: {error}") from None
-
-    return str(kind), parameters, tuple(events)
 
 
 def _fields(line: bytes, where: str) -> dict[str, Any]:
@@ -203,7 +194,9 @@ def _fields(line: bytes, where: str) -> dict[str, Any]:
     if len(line) > LINE:
         raise TraceError(f"{where}: got more than {LINE} bytes; expected at most so many")
     if not line.endswith(b"\n"):
-        raise TraceError(f"{where}: cut off after {len(line)} bytes; expected a whole line (`torn=True` leaves it out)")
+        raise TraceError(
+            f"{where}: got one cut off after {len(line)} bytes; expected a whole one (`torn=True` leaves it out)"
+        )
 
     try:
         found = strict_json.loads(line)
@@ -215,6 +208,17 @@ def _fields(line: bytes, where: str) -> dict[str, Any]:
     return found
 
 
+def _check_frame(head: dict[str, Any], where: str) -> None:
+    """Raises TraceError for a header of another format or version, or one that is invalid."""
+    version = head.get("version")
+    if head.get("format") != FORMAT or version != VERSION or isinstance(version, bool):
+        found = f"format {head.get('format')!r:.80}, version {version!r:.80}"
+        raise TraceError(f"{where}: got {found}; expected {FORMAT!r} of version {VERSION}")
+    if unknown := sorted(set(head) - {"format", "version", "kind", "parameters"}):
+        raise TraceError(f"{where}: got field {unknown[0]!r:.80}; expected a header")
+    _check_header(head.get("kind"), head.get("parameters", {}))
+
+
 def _check_header(kind: Any, parameters: Any) -> None:
     """Raises TraceError for an invalid kind, or parameters that are no flat table."""
     if not isinstance(kind, str) or not 0 < len(kind) <= 80 or not kind.isprintable():
@@ -222,6 +226,7 @@ def _check_header(kind: Any, parameters: Any) -> None:
     if not isinstance(parameters, Mapping) or len(parameters) > PARAMETERS:
         raise TraceError(f"trace.parameters: got {parameters!r:.80}; expected a table of at most {PARAMETERS}")
 
+    # JSON has no other scalars, and no NaN.
     for name, value in parameters.items():
         scalar = value is None or isinstance(value, str | int | float)
         if not isinstance(name, str) or not scalar or (isinstance(value, float) and not math.isfinite(value)):
@@ -243,9 +248,6 @@ class Recorder:
       path: of the trace.
       error: what ended the recording, or None.
     """
-
-    path: Path
-    error: Exception | None
 
     def __init__(
         self,
@@ -271,7 +273,8 @@ class Recorder:
         if not callable(clock):
             raise TraceError(f"recorder.clock: got {clock!r:.80}; expected a function that returns seconds")
 
-        self.path, self.error = path_of(path, "recorder:", TraceError), None
+        self.path = path_of(path, "recorder:", TraceError)
+        self.error: Exception | None = None
         self._payloads, self._clock, self._began = payloads, clock, clock()
         self._lock, self._last = threading.Lock(), 0.0
 
@@ -331,11 +334,12 @@ class Recorder:
         self.close()
 
     def _append(self, line: bytes) -> None:
+        # Flushed line by line, so that a process that is killed leaves all but the last.
         self._file.write(line)
         self._file.flush()
 
     def _keep_images(self, items: Sequence[Any]) -> tuple[str, ...]:
-        """Writes images to files named by their pixels, and returns their paths relative to the trace."""
+        """Writes images to files, and returns their paths relative to the trace."""
         Image, names = require("PIL.Image", "Pillow"), []
         for item in items:
             if sort_of(item, "recorder") != "image":
@@ -345,6 +349,7 @@ class Recorder:
             name = f"{self.path.stem}_images/{content_digest(pixels)[:32]}.png"
             target = self.path.parent / name
 
+            # Named by their pixels, equal images are one file.
             if not target.exists():
                 target.parent.mkdir(exist_ok=True)
                 file = io.BytesIO()

@@ -25,6 +25,7 @@ ROTATION = 3
 
 def adding_flops(patch: Patch) -> int:
     """Returns FLOPs per token of multiplying a patch's factors and adding them."""
+    # Two for each rank and feature (multiply and add), over the patch's own layers.
     metadata, flops = patch.metadata, 0
     for name in patch.factors:
         # A dense correction is only added.
@@ -76,8 +77,8 @@ class Costs:
         """Returns costs of a forward behind `behind` other tokens: KV read and written, FLOPs of matrix products."""
         # From a higher layer only the layers above are read and written.
         own = self.kv_bytes * (self.layers - start_layer) // self.layers
-        flops = self.forward.flops(tokens, behind, start_layer) + logits * self.forward.logit
-        return {"bytes": own * (tokens + behind), "flops": flops}
+        flops = self.forward.flops(tokens, behind, start_layer) if start_layer else self.run(tokens, behind)
+        return {"bytes": own * (tokens + behind), "flops": flops + logits * self.forward.logit}
 
     def run(self, tokens: int, behind: int) -> int:
         """Returns FLOPs of a forward through all layers: those of `ForwardCosts.flops`, faster for many pieces."""
@@ -116,6 +117,7 @@ class Costs:
 
     def patch(self, tokens: int, patch_bytes: int, patch_flops: int) -> dict[str, int]:
         """Returns costs of placing phase-free KV with a patch: as `copy`, and factors read, multiplied and added."""
+        # One pass over the KV: only the factors are read in addition.
         placing = self.copy(tokens)
         return {"bytes": placing["bytes"] + patch_bytes, "flops": placing["flops"] + patch_flops * tokens}
 
@@ -125,6 +127,7 @@ class Costs:
 
     def compact(self, tokens: int) -> dict[str, int]:
         """Returns costs of moving tokens to other slots, all of them at most."""
+        # An upper bound: which slots move depends on the pool, which the window does not know.
         return {"bytes": 2 * self.kv_bytes * tokens}
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,6 +183,7 @@ class Ledger(Mapping[str, CostEntry]):
         return dict(self.kinds).get(kind, CostEntry())
 
     def __sub__(self, earlier: "Ledger") -> "Ledger":
+        # Kinds in which nothing happened are left out.
         old, zero = dict(earlier.kinds), CostEntry()
         left = []
         for kind, entry in self.kinds:

@@ -277,6 +277,7 @@ class EditPlan:
     def _prefill(self, id: str, resolved: ResolvedEdit) -> None:
         """Plans a forward of a piece behind those in front of its start, into fresh slots."""
         content, given = resolved.content, self.sources[id].content
+        # Unknown contents are taken on trust, as everywhere.
         if None not in (content, given) and content != given:
             raise InputError(f"prefill: got tokens of {brief(id)!r} that show {given!r}; expected {content!r}")
 

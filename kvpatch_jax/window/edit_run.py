@@ -173,7 +173,7 @@ class EditRun:
         prefill = backbone.prefill
 
         # With the window's last piece in the last launch, everything that the question sees is in place.
-        last = self.plan.launches[-1] is launch and self.plan.window.pieces[-1].id == piece.id
+        last = self.plan.launches[-1] is launch and self.plan.window.pieces[-1].entry.id == piece.id
         question = self.question if last and kind == "Prefill" else None
         if question is not None:
             # Padding of both follows the question, so no position that counts sees it.

@@ -65,7 +65,7 @@ class Entry:
     modality: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        # The kind of a text says its modality.
+        # The kind of a text says its modality; fields of a frozen dataclass are set through `object`.
         if self.modality is None and self.kind == "text":
             object.__setattr__(self, "modality", "text")
         if self.modality is not None and (not isinstance(self.modality, str) or not self.modality):
@@ -94,6 +94,7 @@ class Entry:
     @classmethod
     def of(cls, chunk: Chunk, *, order_free: bool = False, modality: str | None = None) -> "Entry":
         """Describes a chunk. Its content is computed if it has none."""
+        # A chunk whose tokens share one position still takes one.
         span = max(int(chunk.span), 1)
         return cls(chunk.id, content_of(chunk), int(chunk.length), span, "chunk", order_free, modality)
 
@@ -222,6 +223,7 @@ class PlacedPiece(NamedTuple):
 
     def run_again(self, born: int) -> "PlacedPiece":
         """Returns the piece as prefilled in its place at this step, not linked yet."""
+        # Until it is linked, `aside` has the state that those behind it have seen.
         return tuple_of(PlacedPiece, (self.entry, self.start, FRESH, self.aside or self.state, born, *self[5:]))
 
     def member(self, gap: int = 0) -> Member:
@@ -239,12 +241,15 @@ class PatchNote:
     """What a window needs to know of a patch. `PatchNote.of(patch)` digests its factors on the device, so make it once.
 
     Attributes:
-      digest: as `patch_digest` returns it. chunk, content: of the patch's chunk.
-      base: what it is added to. antecedent: what it was formed behind; any order of it if `orbit`.
+      digest: as `patch_digest` returns it.
+      chunk, content: of the patch's chunk.
+      base: what it is added to.
+      antecedent: what it was formed behind; any order of it if `orbit`.
       base_antecedent: what the base was conditioned on, of a removal patch.
       rank: directions of its own that it has in every channel and layer (all of a dense one), by which a certificate is
         looked up; 0 if it leaves some out, was rounded to 8 bits or has a shared basis.
-      nbytes: of its factors. flops: per token, of multiplying and adding them.
+      nbytes: of its factors.
+      flops: per token, of multiplying and adding them.
     """
 
     digest: str
@@ -265,6 +270,7 @@ class PatchNote:
         Raises:
           WindowError: no patch, a correction (`update_patch` folds it in), or one that is valid at one start only.
         """
+        # Digesting a patch reads its factors from the device, so callers with many windows pass notes.
         if isinstance(patch, PatchNote):
             return patch
         if not isinstance(patch, Patch):

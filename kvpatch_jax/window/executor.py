@@ -108,7 +108,8 @@ class PagedExecutor:
         Args:
           tokens: one row, at the piece's own positions (from 0): for `Prefill` and `Recompute`.
           length: how many of the tokens count, the first ones, of tokens padded to a bucket; None: all.
-          chunk: its canonical. patch: of that canonical, or a removal patch.
+          chunk: its canonical.
+          patch: of that canonical, or a removal patch.
           content: digest of what the tokens show; another content than before discards all other inputs.
           hidden: residuals entering some layers, {layer: [T,D] or [1,T,D]}, as `prefill(hidden_at=…)` returns them: for
             `Recompute` from such a layer.
@@ -185,6 +186,7 @@ class PagedExecutor:
 
     def release(self, branch: str) -> None:
         """Releases everything that a branch holds."""
+        # Other threads may read the books at any moment, so they are replaced, never changed.
         books = self.books.copy()
         books.release(branch)
 
@@ -256,6 +258,7 @@ class PagedExecutor:
         self, window: Window, tokens: Tokens, length: int | None, logits: int
     ) -> tuple[Tokens, int, Paged | EngineKV | None]:
         """Returns a question in place, how many of its tokens count and its context; counts it in the ledger."""
+        # The question is checked first, because a context is of no use without it.
         tokens, length = self.question(window, tokens, length)
         context = self.context(window)
 
@@ -326,7 +329,7 @@ class PagedExecutor:
         slots = books.allocate(count, False, f"decode of {brief(id)!r}")
         front = [*self.pieces(window.branch), *([] if before is None else [before])]
         cache = Paged.of(self.pools.engine, all_slots(front), self.buckets)
-        backbone: Any = self.backbone
+        backbone: Any = self.backbone  # backbones that decode in pages are a richer protocol
         step = backbone.decode(tokens.shift(window.next_start + offset), cache, slots[None])
 
         # From here nothing can fail: enter the tokens, with those before them, as one piece.
@@ -373,6 +376,7 @@ class PagedExecutor:
 
     def settle(self, window: Window) -> None:
         """Records that a window's edits were run."""
+        # A joined branch is gone, unless another of its name began since.
         for branch in window.joined:
             if branch not in self.books.branches:
                 self._current.pop(branch, None)
@@ -426,6 +430,7 @@ class PagedExecutor:
         executor.renew()
         executor.run(window, edits)
         """
+        # Books and vectors go together: neither says anything about the other's former contents.
         allocator = self.books.allocator
         self.books = SlotTable(SlotAllocator(allocator.pages, allocator.page_size))
         self._current.clear()
@@ -437,6 +442,7 @@ class PagedExecutor:
         Raises:
           PoolError: fewer pages than there are. PoolLostError: the pool is lost.
         """
+        # The allocator refuses fewer pages before the vectors change.
         self.pool.check()
         books = self.books.copy()
         books.allocator = books.allocator.enlarged(pages)
@@ -449,15 +455,8 @@ class PagedExecutor:
         Args:
           steps: tokens that will be decoded behind the windows as they are.
         """
-        # Attention reads whole pages: slots on a context's pages that are not its own cost as much as its own. Packing
-        # pays once what steps read for nothing exceeds what would move, which is read and written.
-        packed = self.books.copy()
-        mapping = packed.compact()
-        moved = int(((mapping >= 0) & (mapping != np.arange(mapping.size))).sum())
-        saved = self.books.idle_slots() - packed.idle_slots()
-        if 2 * moved >= saved * steps:
-            return None
-        return Compact(moved, bytes=2 * row_bytes(self.pools.engine, self.layout) * moved)
+        moved = self.books.slots_worth_moving(steps)
+        return Compact(moved, bytes=2 * row_bytes(self.pools.engine, self.layout) * moved) if moved else None
 
     def warm_up(
         self,

@@ -65,6 +65,7 @@ def placed(executor: PagedExecutor, window: Window, kept: list[PieceSnapshot]) -
       WindowError: pieces that are not the window's, or of another pool's channels, widths or dtype; a branch that holds
       pieces. PoolError: no room. Then nothing has changed.
     """
+    # A lost pool would take the rows and lose them with the next launch.
     executor.check_backbone(window)
     executor.check_pool()
     books = executor.books.copy()

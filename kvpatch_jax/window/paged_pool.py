@@ -82,6 +82,7 @@ class PagedPool:
 
     def enlarge(self, more: int) -> None:
         """Appends pages of zeros; the vectors stay. Programs compile for the new size."""
+        # Slots keep their numbers, because pages are appended at the end.
         self.vectors = jax.tree.map(
             lambda value: jnp.pad(value, [(0, more if axis == 1 else 0) for axis in range(value.ndim)]), self.vectors
         )
@@ -142,6 +143,7 @@ class PagedPool:
 
     def put(self, slots: Int[np.ndarray, " T"], rows: programs.SavedRows) -> None:
         """Writes what `read` returned for as many slots. Not counted."""
+        # Rows are padded as slots are: both come from the same bucket.
         padded, length = self.padded_slots(slots)
         self.vectors = programs.put_rows(self.vectors, padded, rows, length)
 
@@ -180,6 +182,7 @@ class PagedPool:
 
     def write_source(self, piece: ResidentPiece) -> None:
         """Writes the phase-free source of decoded keys, which were written to the pool rotated."""
+        # The backbone wrote the keys rotated, so that rotating them back rounds once more.
         size = bucket(self.buckets, piece.length)
         if self.keeps_source:
             kv = self.phase_free(piece, size, rotate_back=True)

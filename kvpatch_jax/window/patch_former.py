@@ -164,6 +164,7 @@ class PatchFormer:
 
     def keep_encoder(self, content: str, output: AnyArray) -> None:
         """Queues a tower's output to be stored. Returns at once and raises nothing."""
+        # A session may still embed images while what it shares is closed.
         if not self._queue.closed:
             self._enqueue(EncoderOutput(content, output))
 
@@ -175,11 +176,11 @@ class PatchFormer:
         """
         if executor.backbone.fingerprint != self.backbone.fingerprint:
             raise InputError(
-                f"former of backbone {self.backbone.fingerprint[:16]!r}: an executor of "
-                f"{executor.backbone.fingerprint[:16]!r}; expected the same"
+                f"former.executor: got one of backbone {executor.backbone.fingerprint[:16]!r}; expected "
+                f"{self.backbone.fingerprint[:16]!r}, the former's"
             )
         if executor.lead != self.lead:
-            raise InputError(f"former of lead {self.lead}: an executor of {executor.lead}; expected the same")
+            raise InputError(f"former.executor: got one of lead {executor.lead}; expected {self.lead}, the former's")
 
         executor.formers.append(self)
 
@@ -237,6 +238,7 @@ class PatchFormer:
             self._count("dropped")
 
     def _count(self, word: str) -> None:
+        # Both threads count.
         with self._lock:
             self._counts[word] += 1
 
@@ -256,6 +258,7 @@ class PatchFormer:
         """Runs a job; whatever goes wrong is reported, because no caller waits for it."""
         try:
             if isinstance(job, EncoderOutput):
+                # `PatchStore` does not ask for this method; sessions queue outputs only for stores that have it.
                 store: Any = self.store
                 store.put_encoder(job.content, self.backbone.fingerprint, np.asarray(job.output))
                 self._count("encoders")
@@ -318,7 +321,7 @@ class PatchFormer:
             other = None not in (entry.content, found.content) and entry.content != found.content
             if other or found.length != job.length:
                 raise PatchMismatchError(
-                    f"former: the store's {brief(entry.id)!r} has content {found.content!r} and {found.length} "
+                    f"former: got {brief(entry.id)!r} from the store with content {found.content!r} and {found.length} "
                     f"tokens; expected {entry.content!r} and {job.length}"
                 )
             return padded_chunk(found, size)
@@ -336,6 +339,7 @@ class PatchFormer:
 
     def _prefill_alone(self, tokens: Tokens, length: int) -> Mapping[str, Array]:
         """Returns KV of a chunk alone, or behind the lead, {channel: [L,1,T',K,H]}."""
+        # Tokens keep their padding, so that chunks of one bucket share a program.
         if self._lead_tokens is not None:
             return conditioned(self.backbone, [tokens], lead=self._lead_tokens)[0]
         return self.backbone.prefill(tokens, logits=np.array([[length - 1]], np.int32)).kv

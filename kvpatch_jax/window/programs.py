@@ -44,8 +44,10 @@ class Destination(NamedTuple):
     """Slots that a piece is written to, padded to a bucket. Every field is traced.
 
     Attributes:
-      slots: int32 [T]. local: positions relative to the start, [T] or [T,A].
-      start: as `as_start` gives it. length: how many of the tokens count, int32 scalar.
+      slots: int32 [T].
+      local: positions relative to the start, [T] or [T,A].
+      start: as `as_start` gives it.
+      length: how many of the tokens count, int32 scalar.
     """
 
     slots: Any
@@ -58,8 +60,10 @@ class SlotRotation(NamedTuple):
     """Keys to rotate, padded to a bucket. Every field is traced.
 
     Attributes:
-      read, write: slots, int32 [N]. local: positions relative to the starts, [N] or [N,A].
-      old, new: the start of every token, int32 of the same shape. length: how many count, int32 scalar.
+      read, write: slots, int32 [N].
+      local: positions relative to the starts, [N] or [N,A].
+      old, new: the start of every token, int32 of the same shape.
+      length: how many count, int32 scalar.
     """
 
     read: Any
@@ -76,7 +80,8 @@ class SlotRotation(NamedTuple):
 @jax.jit
 def read_rows(pools: Pools, slots: Int[Array, " N"]) -> SavedRows:
     """Returns the vectors at slots."""
-    return SavedRows(*({name: flat(value)[:, slots] for name, value in pool.items()} for pool in pools))
+    engine = {name: flat(value)[:, slots] for name, value in pools.engine.items()}
+    return SavedRows(engine, {name: flat(value)[:, slots] for name, value in pools.source.items()})
 
 
 def _put(pools: Pools, slots: Int[Array, " N"], rows: SavedRows, length: Int[Array, ""]) -> Pools:
@@ -114,6 +119,7 @@ def write_piece(
     `kv` is phase-free, {channel: [L,T,K,H]} or, as a prefill gives it, [L,1,T,K,H].
     """
     slots, local, start, length = destination
+    # Per channel, what the kernel adds and by what it rotates.
     arguments_of = ops.operator_arguments(layout, factors, local, start, layers, heads)
     engine, source = {}, {}
 

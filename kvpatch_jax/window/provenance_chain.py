@@ -33,6 +33,7 @@ def chain_digest(backbone: str, antecedent: Antecedent) -> str:
 
 def chain_of(backbone: str, note: PatchNote) -> str:
     """Returns the chain digest of a patch's antecedent, computed once for each note."""
+    # Plans compare each note with many targets.
     if backbone not in note.chains:
         note.chains[backbone] = chain_digest(backbone, note.antecedent)
     return note.chains[backbone]

@@ -107,6 +107,16 @@ class Rearrangement:
                 pieces[index] = _with_service(pieces[index], kept, service)
 
         if changed:
+            # So far all counted as prefilled, and `born` was raised where everything in front was exact then. Behind
+            # the first that is patched or bare nothing is.
+            own, places = self.before.pieces, self.before.places
+            first = next((index for index in changed if services[index].how in ("patch", "bare")), len(pieces))
+            for index in range(first + 1, len(pieces)):
+                piece = pieces[index]
+                if self.kept[index] and services[index].how != "prefill":
+                    born = own[places[piece.entry.id]].born
+                    pieces[index] = piece if piece.born == born else piece._replace(born=born)
+
             window = dataclasses.replace(window, pieces=linked(window.backbone, pieces, changed[0]), clock=clock)
             # Targets do not depend on services, so those of the rearrangement are used if possible.
             patched = [index for index in changed if services[index].note is not None]
@@ -208,7 +218,7 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Rearrangement:
     """
     wanted, own, places = {entry.id: entry for entry in entries}, window.pieces, window.places
     _check_entries(window, entries, wanted)
-    kept = {id for id, entry in wanted.items() if id in places and own[places[id]].entry == entry}
+    kept = {piece.entry.id for piece in own if wanted.get(piece.entry.id) == piece.entry}
     staying, moved = _staying_pieces(window, [id for id in wanted if id in kept])
     lead, settled, next_start = window.lead, window.lead_settled, window.next_start
     if window.gaps == "close":

@@ -99,6 +99,7 @@ class SlotTable:
 
     def ordered(self, branch: str, before: int | None = None) -> list[ResidentPiece]:
         """Returns the pieces of a branch in the order of their starts; with `before`, those that start below it."""
+        # Entries keep the order in which they came, which inserts and reorders do not follow.
         pieces = sorted(self.branches.get(branch, {}).values(), key=lambda piece: piece.start)
         return pieces if before is None else [piece for piece in pieces if piece.start < before]
 
@@ -133,12 +134,14 @@ class SlotTable:
 
     def release(self, branch: str) -> None:
         """Removes every piece of a branch, and the answer decoded behind it. Idempotent."""
+        # The list is a copy: dropping changes the dictionary.
         for id in list(self.branches.get(branch, {})):
             self.drop(branch, id)
         self.discard(branch)
 
     def discard(self, branch: str) -> None:
         """Releases the answer decoded behind a branch, if any."""
+        # It is no piece of the branch yet, so that `release` of its pieces would miss its slots.
         answer = self.answers.pop(branch, None)
         if answer is not None:
             self.allocator.release(answer.piece.slots)
@@ -180,14 +183,22 @@ class SlotTable:
         """Returns what is read together: the pieces of each branch in order, and each answer."""
         return [*map(self.ordered, self.branches), *([answer.piece] for answer in self.answers.values())]
 
-    def idle_slots(self) -> int:
-        """Counts the slots that attention reads for nothing: those on pages of a group that are not its own."""
-        size, idle = self.allocator.page_size, 0
-        for pieces in self.groups():
-            # A page that two pieces of one group share is read once.
-            slots = all_slots(pieces)
-            idle += np.unique(slots // size).size * size - slots.size
-        return idle
+    def slots_worth_moving(self, steps: int) -> int:
+        """Counts the slots that `compact` would move, 0 if that does not pay by the time `steps` tokens are decoded."""
+        packed = self.copy()
+        mapping = packed.compact()
+        moved = int(((mapping >= 0) & (mapping != np.arange(mapping.size))).sum())
+
+        # Attention reads whole pages: slots on the pages of a group that are not its own cost as much as its own.
+        size, saved = self.allocator.page_size, 0
+        for table, sign in ((self, 1), (packed, -1)):
+            for pieces in table.groups():
+                # A page that two pieces of one group share is read once.
+                slots = all_slots(pieces)
+                saved += sign * (np.unique(slots // size).size * size - slots.size)
+
+        # What moves is read and written.
+        return moved if 2 * moved < saved * steps else 0
 
     def owners(self) -> Int[np.ndarray, " S"]:
         """Counts the pieces and answers of all branches at each slot: what the allocator's counts must be."""

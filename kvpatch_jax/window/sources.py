@@ -46,6 +46,7 @@ class PatchStore(Protocol):
 
 def stored(store: PatchStore | None, id: str, backbone: str, lead: str | None) -> Chunk | None:
     """Reads a canonical, prefilled behind `lead` if there is one; None if no store has it."""
+    # A store that knows no leads need not take the argument.
     if store is None:
         return None
     return store.get(id, backbone) if lead is None else store.get(id, backbone, lead=lead)
@@ -98,6 +99,7 @@ def padded_tokens(tokens: Tokens, size: int) -> Tokens:
 
 def padded_chunk(chunk: Chunk, size: int) -> Chunk:
     """Pads a canonical to `size` tokens; its length and content stay. A longer one is returned unchanged."""
+    # Its metadata were checked when it was made, and padding changes none.
     size = max(size, chunk.tokens)
     kv = PhaseFreeKV({name: jnp.asarray(zero_padded(value, -3, size)) for name, value in chunk.kv.items()})
     hidden = None
@@ -143,7 +145,8 @@ class PieceSource:
     """What is known of one piece.
 
     Attributes:
-      tokens: to prefill it from, at local positions, padded. length: those that count, 0 if no tokens are known.
+      tokens: to prefill it from, at local positions, padded.
+      length: those that count, 0 if no tokens are known.
       chunk: its canonical, padded.
       content: digest of what it shows, None if unknown.
       patches: by digest, padded as the canonical is, each with the bytes that it had without padding.
@@ -286,6 +289,7 @@ class PieceSources:
             raise InputError(
                 f"piece {brief(id)!r}: got no canonical; expected provide({brief(id)!r}, chunk=…), or a store"
             )
+        # Unknown contents are taken on trust, as everywhere.
         if None not in (content, chunk.content) and content != chunk.content:
             raise PatchMismatchError(f"piece {brief(id)!r}: got content {chunk.content!r}; expected {content!r}")
         return chunk
@@ -310,6 +314,7 @@ class PieceSources:
             if chunk is None:
                 raise InputError(f"fetch: got {brief(id)!r}, of which no store has the canonical; expected it provided")
             self.give(id, chunk=chunk)
+            # Stored chunks may be padded; an edit's own cost is of the tokens that count.
             return chunk.nbytes * chunk.length // chunk.tokens
 
         if edit.digest in unit.patches:

@@ -171,7 +171,9 @@ class Window(WindowState):
         if gone is None:
             found = "in the window" if isinstance(id, str) and id in self.places else "unknown"
             evicted = tuple(brief(piece.entry.id) for piece in self.evicted[-8:])
-            raise WindowError(f"recall: chunk {shown(id)} is {found}; expected an evicted one, such as {evicted}")
+            raise WindowError(
+                f"recall.id: got {shown(id)}, which is {found}; expected an evicted one, such as {evicted}"
+            )
         index = len(self.pieces) if before is None else movable_index(self, before, "recall")
         there, placing = with_new_piece(self, index, gone.entry, how, patch, fetched, allow_stale, gone)
         return there, with_moves(self, there, placing)
@@ -269,7 +271,9 @@ class Window(WindowState):
             piece = self.pieces[old]
             if old != new and (old < self.lead or new < self.lead or not piece.entry.order_free):
                 what = "pinned" if min(old, new) < self.lead else "not order-free"
-                raise WindowError(f"reorder: {shown(piece.entry.id)} is {what}; expected chunks that are order-free")
+                raise WindowError(
+                    f"reorder.order: got {shown(piece.entry.id)}, {what}; expected chunks that are order-free"
+                )
             came_from[new] = old
 
         changed = [new for new, old in enumerate(came_from) if new != old or self.pieces[old].entry.id in notes]
@@ -294,6 +298,7 @@ class Window(WindowState):
 
     def compact(self) -> "tuple[Window, Edits]":
         """Closes what is free between pieces, in positions and in slots."""
+        # Linked from the front, because a gap is part of how a piece is served.
         pieces = packed(self.pieces)
         there = relinked(self, pieces, 0, next_start=pieces[-1].end if pieces else 0)
         packing = Compact(there.tokens, **self.costs.compact(there.tokens))
@@ -348,7 +353,7 @@ class Window(WindowState):
         if piece.state.kind != "bare":
             return self, ()
         if piece.aside is None:
-            raise WindowError(f"condition: chunk {id!r:.80} was placed bare; expected a patch, or `recompute`")
+            raise WindowError(f"condition.id: got {shown(id)}, which was placed bare; expected a patch, or `recompute`")
 
         there = with_piece(self, index, piece._replace(state=piece.aside, aside=None))
 
@@ -432,7 +437,8 @@ class Window(WindowState):
             raise WindowError(f"fork.name: got {name!r:.80}; expected a name without a slash")
         branch = f"{self.branch}/{name}"
         if branch in self.joined:
-            raise WindowError(f"fork: branch {branch!r} was joined already; expected another name")
+            raise WindowError(f"fork.name: got {branch!r}, which was joined already; expected another name")
+        # The digest tells `join` whether this window changed since.
         there = dataclasses.replace(self, branch=branch, origin=self.digest, joined=())
         return there, tuple(Copy(piece.entry.id, "shared", self.branch) for piece in self.pieces)
 
@@ -447,7 +453,7 @@ class Window(WindowState):
         if not isinstance(branch, Window):
             raise WindowError(f"join.branch: got a {type(branch).__name__}; expected a Window that `fork` made")
         if branch.branch in self.joined:
-            raise WindowError(f"join: branch {branch.branch!r} was joined already; expected another")
+            raise WindowError(f"join.branch: got {branch.branch!r}, which was joined already; expected another")
         if branch.origin is None or branch.branch.rpartition("/")[0] != self.branch or branch.costs != self.costs:
             raise WindowError(f"join.branch: got {branch.branch!r}; expected a fork of {self.branch!r}")
         if branch.origin != self.digest:
@@ -460,6 +466,7 @@ class Window(WindowState):
         joined = (*self.joined, branch.branch)
         there = dataclasses.replace(branch, branch=self.branch, origin=self.origin, joined=joined)
         own, theirs = set(self.pieces), set(branch.pieces)
+        # Drops come first in the order of execution, so that a piece of the same id can be shared.
         drops = [Drop(piece.entry.id) for piece in self.pieces if piece not in theirs]
         shared = [Copy(piece.entry.id, "shared", branch.branch) for piece in branch.pieces if piece not in own]
         return there, in_order([*drops, *shared])

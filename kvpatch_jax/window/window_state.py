@@ -21,6 +21,7 @@ MOST_GONE = 512
 
 def recallable(evicted: Sequence[PlacedPiece], leaving: Iterable[PlacedPiece]) -> tuple[PlacedPiece, ...]:
     """Returns what can be recalled after these pieces left: chunks, in the states that they are remembered in."""
+    # Texts have no canonical to come back by.
     found = list(evicted)
     for piece in leaving:
         if piece.entry.kind == "chunk":
@@ -84,6 +85,7 @@ class WindowState:
     @functools.cached_property
     def places(self) -> dict[str, int]:
         """Index of every piece from the front, by id."""
+        # Cached: a step looks up ids many times, and a window never changes.
         return {piece.entry.id: index for index, piece in enumerate(self.pieces)}
 
     @functools.cached_property
@@ -112,6 +114,7 @@ class WindowState:
 
         KV that is kept then differs far more from a prefill than otherwise. A pinned lead prevents it.
         """
+        # Conditioned and not exact at the front: it was made behind something that is gone.
         return bool(self.pieces) and self.pieces[0].state.kind == "conditioned" and self.pieces[0].fidelity != EXACT
 
     @property
@@ -135,7 +138,9 @@ class WindowState:
             shown = brief(id) if isinstance(id, str) else id
             ids = ", ".join(repr(brief(piece.entry.id)) for piece in self.pieces[-8:])
             more = f"… of {len(self.pieces)}, " if len(self.pieces) > 8 else ""
-            raise WindowError(f"window: {shown!r:.80} is {found}; expected one of ({more}{ids})") from None
+            raise WindowError(
+                f"window.id: got {shown!r:.80}, which is {found}; expected one of ({more}{ids})"
+            ) from None
 
     def piece(self, id: str) -> PlacedPiece:
         """Returns a piece."""

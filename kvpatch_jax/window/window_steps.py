@@ -63,6 +63,7 @@ def room_for(span: int, low: int, high: int, before: PlacedPiece | None) -> tupl
     Args:
       before: the piece that it was, or replaces, whose start it gets again if that is free.
     """
+    # Without room it starts as far in front as it can, so that the others move least.
     if high - low < span:
         return low, span - (high - low)
     wanted = low if before is None else before.start
@@ -106,9 +107,11 @@ def serving_edits(window: WindowState, index: int, fetched: bool, leading: bool 
     """Returns the edits that place a piece in its state.
 
     Args:
-      fetched: its canonical and patch are available. leading: its canonical is its prefill.
+      fetched: its canonical and patch are available.
+      leading: its canonical is its prefill.
     """
     piece = window.pieces[index]
+    # At the front of a window the canonical is what a prefill would give.
     if piece.state.kind == "conditioned" and not leading:
         tokens, behind = piece.entry.tokens, sum(each.entry.tokens for each in window.pieces[:index])
         return [Prefill(piece.entry.id, behind, **window.costs.prefill(tokens, behind))]
@@ -136,6 +139,7 @@ def without[W: WindowState](window: W, indices: Sequence[int]) -> tuple[W, list[
     if not indices:
         return window, []
 
+    # Those in front of the first that leaves are linked already.
     leaving = set(indices)
     gone = [window.pieces[index] for index in indices]
     stay, next_start = [piece for index, piece in enumerate(window.pieces) if index not in leaving], window.next_start
@@ -213,7 +217,7 @@ def _new_state(entry: Entry, how: How | None, note: PatchNote | None) -> PieceSt
         expected = "'prefill', 'bare', 'leading', or 'patch' with a patch"
         raise WindowError(f"window.how: got {how!r:.80} with {given}; expected {expected}")
     if entry.kind == "text" and how != "prefill":
-        raise WindowError(f"window: {shown(entry.id)} is a text, which has no canonical; expected it prefilled")
+        raise WindowError(f"window.how: got {how!r} of {shown(entry.id)}, which is a text; expected it prefilled")
     if note is None:
         return BARE if how == "bare" else FRESH
 
@@ -239,16 +243,18 @@ def check_new(window: WindowState, entry: Any) -> None:
     if not isinstance(entry, Entry):
         raise WindowError(f"window: got a {type(entry).__name__}; expected an Entry, such as Entry.of(chunk)")
     if entry.id in window.places:
-        raise WindowError(f"window: {shown(entry.id)} is in the window; expected an id that is not")
+        raise WindowError(f"window.entry: got {shown(entry.id)}, which is in the window; expected another id")
     if entry.id in window.evicted_by_id:
-        raise WindowError(f"window: {shown(entry.id)} was evicted; expected a new id, or `recall`")
+        raise WindowError(f"window.entry: got {shown(entry.id)}, which was evicted; expected a new id, or `recall`")
 
 
 def movable_index(window: WindowState, id: str, operation: str) -> int:
     """Returns the index of a piece behind the lead."""
     index = window.index(id)
     if index < window.lead:
-        raise WindowError(f"{operation}: {shown(id)} is one of {window.lead} pinned in front; expected one behind them")
+        raise WindowError(
+            f"{operation}: got {shown(id)}, one of {window.lead} pinned in front; expected one behind them"
+        )
     return index
 
 
@@ -256,7 +262,7 @@ def chunk_index(window: WindowState, id: str, operation: str) -> int:
     """Returns the index of a chunk."""
     index = window.index(id)
     if window.pieces[index].entry.kind != "chunk":
-        raise WindowError(f"{operation}: {shown(id)} is a text, which has no canonical; expected a chunk")
+        raise WindowError(f"{operation}: got {shown(id)}, which is a text; expected a chunk, which has a canonical")
     return index
 
 
@@ -276,7 +282,7 @@ def check_patch(window: WindowState, note: PatchNote, piece: PlacedPiece, allow_
     difference = note.antecedent.difference(window.target(entry.id), note.orbit)
     if difference is not None:
         kind = "any ordering of " if note.orbit else ""
-        raise StalePatchError(f"patch of chunk {shown(entry.id)}: formed behind {kind}{difference}")
+        raise StalePatchError(f"patch of chunk {shown(entry.id)}: got one formed behind {kind}{difference}")
 
 
 def check_base(window: WindowState, note: PatchNote, piece: PlacedPiece) -> None:
@@ -290,7 +296,7 @@ def check_base(window: WindowState, note: PatchNote, piece: PlacedPiece) -> None
     if state.kind != "conditioned" or state.behind != found:
         ids = None if antecedent is None else antecedent.ids
         raise StalePatchError(
-            f"patch of chunk {shown(piece.entry.id)}: its base was conditioned on {ids}, digest {found}; expected "
+            f"patch of chunk {shown(piece.entry.id)}: got a base conditioned on {ids}, digest {found}; expected "
             f"{state.behind or state.kind!r}, which is what the window holds"
         )
 

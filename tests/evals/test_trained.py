@@ -169,7 +169,7 @@ def test_recall_needs_a_fresh_patch(look: Look, tmp_path: Path):
     """A fresh patch is within 0.005 of re-prefill at every turnover; a stale one is worse once colours have changed."""
     ledger = ResultsTable("shipped")
     rng = np.random.default_rng(SEED + 1)
-    probes.probe_recall(ledger, look.scene, look.page, rng, np.arange(CONTEXTS), tmp_path, lambda _: None)
+    probes.measure_small(ledger, "recall", look.scene, rng, np.arange(CONTEXTS), tmp_path, lambda _: None)
     found = {(row["arm"], row["metric"]): row["value"] for row in ledger.rows()}
     value = lambda arm, metric: float(str(found[arm, metric]))
     for kind in MULTI_HOP:

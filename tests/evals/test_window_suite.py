@@ -19,13 +19,10 @@ from evals import run, small_task
 from evals.probes.results_table import ResultsTable
 from evals.probes.window import QUICK, parts, suite, work_of
 from evals.probes.window.common import add
-from evals.probes.window.drift import Safety, kept_is_exact, pooled_rows
-from evals.probes.window.gate import gate_rows, rank_correlation, resampled
+from evals.probes.window.drift import Safety, gate_rows, kept_is_exact, pooled_rows, rank_correlation, resampled
 from evals.probes.window.image_sequence import AgentLoop, Image, ImageSequence, read_in_one
+from evals.probes.window.operations import SLIDE_KINDS, bands, slide_questions, without
 from evals.probes.window.probe_images import irrelevant, load_probe_images, with_foreign
-from evals.probes.window.recall import bands
-from evals.probes.window.reorder import without
-from evals.probes.window.slide import SLIDE_KINDS, slide_questions
 from evals.report import documents, window, window_paper
 from evals.results import intervals
 from evals.results.intervals import Interval

@@ -1,9 +1,7 @@
-"""The window's operations: small probes of the default run (`basic`), and the suite that measures them all."""
+"""The window's operations: small probes of the default run, and the suite that measures every one of them."""
 
-from .basic import orbit_against_exact as orbit_against_exact
-from .basic import probe_recall as probe_recall
-from .basic import probe_reorder as probe_reorder
-from .basic import probe_slide as probe_slide
+from .operations import measure_small as measure_small
+from .operations import orbit_against_exact as orbit_against_exact
 from .parts import ProbeParts as ProbeParts
 from .suite import FULL as FULL
 from .suite import QUICK as QUICK

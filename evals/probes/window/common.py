@@ -34,10 +34,11 @@ def add(
     kind: np.ndarray | None = None,
     kinds: Sequence[str] = KINDS,
 ) -> None:
-    """Adds what the arms said to probe "window.<probe>"; arms are named "<arm>.<part>", "re-prefill" the reference."""
-    items = table.items(f"window.{probe}", part, f"re-prefill.{part}", f"blind.{part}")
+    """Adds what the arms said to a part of a probe; arms are named "<arm>.<part>", "re-prefill" the reference."""
+    suffix = f".{part}" if part else ""
+    items = table.items(probe, part, f"re-prefill{suffix}", f"blind{suffix}")
     items.kinds = tuple(kinds)
-    items.add(questions, clusters, {f"{arm}.{part}": answers for arm, answers in said.items()}, kind)
+    items.add(questions, clusters, {f"{arm}{suffix}": answers for arm, answers in said.items()}, kind)
 
 
 def patch_of(image: Image, conditioned: KV, antecedent: Sequence[str], rank: int = RANK) -> kvp.Patch:

@@ -284,6 +284,11 @@ class AgentLoop:
         """The phase-free KV of what is held."""
         return [kv for _, kv in self.held]
 
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The ids of what is held, in its order."""
+        return tuple(image.chunk.id for image, _ in self.held)
+
     def only(self, places: Sequence[int]) -> "AgentLoop":
         """Gives the window without the others, in which everything keeps its KV."""
         loop = AgentLoop(self.backbone, self.room)

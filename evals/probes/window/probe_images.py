@@ -12,6 +12,7 @@ from models import ModelBackbone
 
 from ... import small_task
 from ...small_task import GLYPHS, VOCABULARY, Contexts, scenes
+from ...small_task.scenes import Scene
 from .image_sequence import Image, prefilled
 
 LEAD = ("r0", "r1", "r2", "r3")
@@ -36,27 +37,31 @@ class ProbeImages:
     clusters: np.ndarray
     legends: tuple[Image, ...]
     page: Image
-    distractors: tuple[Image, ...]
-    lead: Image
+    distractors: tuple[Image, ...] = ()
+    lead: Image | None = None
 
     def front(self, lead: bool) -> list[Image]:
         """Returns what a line begins with."""
-        return [self.lead] if lead else []
+        return [self.lead] if lead and self.lead is not None else []
+
+
+def scene_images(scene: Scene, clusters: np.ndarray) -> ProbeImages:
+    """Takes a scene's own images, without distractors and a lead."""
+    *legends, page = (Image(tokens, chunk) for tokens, chunk in zip(scene.images, scene.chunks, strict=True))
+    return ProbeImages(scene.backbone, scene.contexts, clusters, tuple(legends), page)
 
 
 def load_probe_images(
     backbone: ModelBackbone, contexts: Contexts, clusters: np.ndarray, seed: int, folder: Path
 ) -> ProbeImages:
     """Renders, reads and prefills everything of a batch of contexts; PNG files go to `folder`."""
-    own = scenes.load_scene(backbone, contexts, folder)
+    own = scene_images(scenes.load_scene(backbone, contexts, folder), clusters)
     rng = np.random.default_rng([seed, int(clusters[0]), 11])
     others = scenes.load_scene(backbone, irrelevant(contexts, rng), folder)
-    images = [Image(tokens, chunk) for tokens, chunk in zip(own.images, own.chunks, strict=True)]
     distractors = []
     for number, (tokens, chunk) in enumerate(zip(others.images[:-1], others.chunks[:-1], strict=True)):
         distractors.append(Image(tokens, dataclasses.replace(chunk, id=f"distractor{number}")))
-    lead = lead_image(backbone, len(contexts))
-    return ProbeImages(backbone, contexts, clusters, tuple(images[:-1]), images[-1], tuple(distractors), lead)
+    return dataclasses.replace(own, distractors=tuple(distractors), lead=lead_image(backbone, len(contexts)))
 
 
 def irrelevant(contexts: Contexts, rng: np.random.Generator) -> Contexts:

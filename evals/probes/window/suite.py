@@ -15,14 +15,10 @@ from ... import small_task
 from ...results import intervals
 from ..results_table import ProbeItems, ResultsTable
 from .common import setting
-from .drift import Safety, measure_drift
-from .gate import gate_rows
-from .many import measure_many
+from .drift import Safety, gate_rows, measure_drift
+from .operations import measure_many, measure_recall, measure_reorder, measure_slide
 from .parts import ProbePart, ProbeParts
 from .probe_images import load_probe_images
-from .recall import measure_recall
-from .reorder import measure_reorder
-from .slide import measure_slide
 
 Probe = Callable[..., None]
 """Measures one batch: (table, stock, rng=…, step=…), and safety=… where the gate is told."""

@@ -152,11 +152,11 @@ def test_a_line_that_was_cut_off_is_left_out_only_on_request(tmp_path):
     first = content.index(b"\n", content.index(b"\n") + 1) + 1
     for cut in range(first + 1, len(content)):
         whole.write_bytes(content[:cut])
-        with pytest.raises(TraceError, match="line 3: cut off"):
+        with pytest.raises(TraceError, match="line 3: got one cut off"):
             Trace.read(whole)
         assert [event.chunk for event in Trace.read(whole, torn=True)] == ["one"]
     whole.write_bytes(content[:40])
-    with pytest.raises(TraceError, match="line 1: cut off"):
+    with pytest.raises(TraceError, match="line 1: got one cut off"):
         Trace.read(whole, torn=True)
 
 
@@ -165,11 +165,11 @@ def test_a_line_that_was_cut_off_is_left_out_only_on_request(tmp_path):
     [
         (Event(4, "a/left", "close"), "expected 5.0 or later"),
         (Event(6, "a/left", "ask", text="?"), "which was closed"),
-        (Event(6, "a", "add", "one"), "was added before"),
+        (Event(6, "a", "add", "one"), "adds 'one' again"),
         (Event(6, "b", "recall", "two"), "'two' was never added"),
         (Event(6, "b", "reorder", order=("one", "two")), "'two' was never added"),
         (Event(6, "b", "replace", "three", replaced="four"), "'four' was never added"),
-        (Event(6, "b", "fork", branch="a"), "branch 'a' exists"),
+        (Event(6, "b", "fork", branch="a"), "begins branch 'a' again"),
         (Event(6, "c", "evict", "one"), "'one' was never added"),
     ],
 )

@@ -27,14 +27,14 @@ def test_texts_in_front_of_the_first_chunk_are_the_lead():
     slid, edits = window.slide(0)
     assert list(slid.ids) == ["system", "more"]
     assert edits == (Drop("A"), Drop("question"))
-    with pytest.raises(WindowError, match=r"'more' is one of 2 pinned in front"):
+    with pytest.raises(WindowError, match=r"'more', one of 2 pinned in front"):
         slid.evict("more")
 
 
 def test_without_a_text_the_first_chunk_is_pinned():
     window = window_of("A", "B", lead=False)
     assert window.lead == 1
-    with pytest.raises(WindowError, match=r"evict: 'A' is one of 1 pinned"):
+    with pytest.raises(WindowError, match=r"evict: got 'A', one of 1 pinned"):
         window.evict("A")
     assert not window.slide(0)[0].sink_left
 
@@ -127,7 +127,7 @@ def test_reorder_moves_order_free_chunks_alone():
     assert [piece.fidelity for piece in moved.reorder(["A", "C"])[0].pieces] == ["exact"] * 5
     assert moved.reorder(["C", "A"]) == (moved, ())
     assert window.reorder(["system", "C", "B", "A", "D"])[0].ids == moved.ids
-    with pytest.raises(WindowError, match=r"'B' is not order-free"):
+    with pytest.raises(WindowError, match=r"'B', not order-free"):
         window.reorder(["B", "A"])
     with pytest.raises(WindowError, match=r"pinned"):
         window.reorder(["A", "system"])
@@ -213,7 +213,7 @@ def test_a_removal_patch_needs_the_base_that_the_window_holds():
     assert served.piece("B").state.base == "conditioned"
     assert kinds(edits) == ["Fetch", "ApplyPatch"]
     other = dataclasses.replace(removal, base_antecedent=Antecedent((Member("system"),)))
-    with pytest.raises(StalePatchError, match=r"its base was conditioned on \('system',\)"):
+    with pytest.raises(StalePatchError, match=r"got a base conditioned on \('system',\)"):
         left.condition("B", other)
     with pytest.raises(PatchMismatchError, match="base 'conditioned'"):
         left.append(chunk("N"), patch=dataclasses.replace(removal, chunk="N"))
@@ -344,9 +344,9 @@ def test_a_fork_is_joined_once_and_into_the_window_that_it_was_forked_from(used)
     joined, edits = used.join(first)
     assert edits == (Copy("N", "shared", "/first"),)
     assert (joined.branch, joined.joined) == ("", ("/first",))
-    with pytest.raises(WindowError, match="'/first' was joined already"):
+    with pytest.raises(WindowError, match=r"join.*'/first', which was joined already"):
         joined.join(first)
-    with pytest.raises(WindowError, match="fork: branch '/first' was joined already"):
+    with pytest.raises(WindowError, match=r"fork.*'/first', which was joined already"):
         joined.fork("first")
     with pytest.raises(WindowError, match="it changed since the fork"):
         joined.join(second)

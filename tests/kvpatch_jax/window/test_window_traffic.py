@@ -146,7 +146,7 @@ def test_canonicals_behind_a_lead_are_formed_stored_and_fetched_as_such():
     with pytest.raises(ShapeError):
         PagedExecutor(counting, 12, 8, lead=front.take(0, 0))
     with PatchFormer(backbone_of("gqa"), shelf, 8, lead=front) as former:
-        with pytest.raises(InputError, match="expected the same"):
+        with pytest.raises(InputError, match="the former's"):
             former.watch(PagedExecutor(counting, 1, 8))
         former.warm_up([5])
         assert not shelf.chunks
@@ -217,7 +217,7 @@ def test_texts_and_mismatched_chunks_are_skipped():
     assert counting.forwards == 0
     with pytest.raises(InputError, match="pending"):
         PatchFormer(counting, shelf, 4, pending=0)
-    with pytest.raises(InputError, match="expected the same"):
+    with pytest.raises(InputError, match="the former's"):
         PatchFormer(backbone_of("mla"), shelf, 4).watch(drill.paged)
 
 
