@@ -57,7 +57,7 @@ class Progress:
 
     Args:
       steps: how many there are, by the probe's name. Names without an expectation of their own count as `STEP`.
-      more: seconds expected of steps beside these, which are told with theirs.
+      more: seconds expected of steps beside these, which are counted with seconds of their own.
     """
 
     def __init__(self, steps: Mapping[str, int], more: float = 0.0):
@@ -73,13 +73,18 @@ class Progress:
         self.bar.refresh()
 
     def __call__(self, name: str, work: int = 1, seconds: float | None = None) -> None:
-        """Counts a step of `name` as done, of which so many seconds were expected, or what is expected of the name; or
-        `work` of those that have no expectation of their own."""
+        """Counts a step of `name` as done.
+
+        Args:
+          work: how many steps it stands for, where it has no expectation of its own.
+          seconds: expected of it; by default what is expected of the name.
+        """
         with self.alone:
-            if self.done == 0.0:
-                self._add(SETTING_UP)
+            # The first step ends with all that was set up before it.
+            setting_up = 0.0 if self.done else SETTING_UP
             own = SECONDS.get(name, STEP) if seconds is None else seconds
-            self._add(work * STEP if work > 1 else own)
+            self.done += setting_up + (work * STEP if work > 1 else own)
+            self.bar.n = min(self.done, self.expected)
             self._show(name)
 
     def skip(self, work: int) -> None:
@@ -96,10 +101,6 @@ class Progress:
     def close(self) -> None:
         """Ends the bar."""
         self.bar.close()
-
-    def _add(self, seconds: float) -> None:
-        self.done += seconds
-        self.bar.n = min(self.done, self.expected)
 
     def _show(self, name: str) -> None:
         self.bar.set_description_str(f"about {in_words(self.left())} left · {name[:32].ljust(32)}", refresh=False)

@@ -118,7 +118,10 @@ def measure(
 
 
 class SceneJobs:
-    """The probes over scenes as jobs of two threads."""
+    """The probes over scenes as jobs of two threads.
+
+    A job fills a table of its own; what it needs of another job it gets as an argument, so no job waits for one.
+    """
 
     def __init__(self, backbone: ModelBackbone, config: RunConfig, images: Path, progress: Progress):
         self.backbone, self.config, self.images, self.progress = backbone, config, images, progress

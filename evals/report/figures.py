@@ -196,6 +196,7 @@ def slide_figure(results: Results, out: Path) -> list[Path]:
 
 
 def _arm_order(arm: str) -> tuple[int, float]:
+    # By method, then variants of it behind the method itself, then by setting.
     place = list(COLOURS).index(family(arm)) if family(arm) in COLOURS else len(COLOURS)
     variant = 50.0 if arm.count("=") and not re.match(r"(patch\.rank|\w+\.budget)=", arm) else 0.0
     return place, variant + float(arm.rpartition("=")[2]) if "=" in arm else 0.0
@@ -412,6 +413,7 @@ def deficit_figure(results: Results, out: Path) -> list[Path]:
 
 def save(figure: Figure, title: str, path: Path) -> Path:
     """Writes a figure under a title as a PNG, making its folder. The title is broken where the figure ends."""
+    # Matplotlib lets a long title run out of the figure.
     letters = int(LETTERS * figure.get_figwidth())
     title = "\n".join(textwrap.fill(line, letters) for line in title.splitlines())
     figure.suptitle(title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")

@@ -169,6 +169,7 @@ def probe_table(rows: Rows, probe: str, arms: Sequence[str] | None = None, *, fe
     for metric, name in several_hops.items():
         names |= {f"{metric}.{kind}": f"{name}, {kind}" for kind in kinds}
 
+    # A short table has accuracies, of the kinds that need both images first, and two measures of how far answers move.
     if few:
         names = dict(sorted(names.items(), key=lambda item: item[0].rpartition(".")[2] not in MULTI_HOP))
         shown = ("kl.chain", "kl.survivor")

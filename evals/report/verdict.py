@@ -89,6 +89,7 @@ def nearest(rows: Rows, patch: str, probe: str = VISIBLE) -> list[str]:
     for arm in rows.arms(probe):
         if family(arm) in OURS:
             continue
+        # A fiftieth more is the same: shares are rounded where they are shown.
         dear = [cost(rows, arm, axis) > 1.02 * cost(rows, patch, axis) for axis in stored]
         right = several_hops(rows, probe, arm)
         if math.isfinite(right) and not any(dear) and right > best.get(family(arm), (-1.0, ""))[0]:
@@ -105,6 +106,7 @@ def first_arms(results: Results, probe: str = VISIBLE, model: str | None = None)
         return arms[:ROWS]
 
     beats = itertools.chain.from_iterable(beating(rows, patch, probe).values())
+    # What must be there may be more than ROWS; the best of the rest fills the table up to that.
     must = [arm for arm in ("re-prefill", "blind", patch, *beats, *RIVALS) if arm in arms]
     rest = [*nearest(rows, patch, probe), *arms]
     chosen = list(dict.fromkeys([*must, *rest]))

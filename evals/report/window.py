@@ -117,6 +117,7 @@ def _panels(rows: Rows, drawn: FigureSpec, probes: Sequence[str], path: Path) ->
             unit = "\n".join(word for word in (drawn.probes[probe], drawn.unit) if word)
             panel.set(title=kind, xlabel=drawn.across, ylabel=unit)
 
+        # One legend for all panels: a panel lacks the arms that were not measured for its kind.
         found: dict[str, Any] = {}
         for panel in panels:
             for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):

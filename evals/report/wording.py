@@ -32,6 +32,7 @@ def spread(interval: Interval) -> str:
     """Formats a mean with the least and the largest seed: "0.446 (0.223 to 0.561)"; alone where all are alike."""
     ends = [number(end) for end in (interval.low, interval.high)]
     value = number(interval.value)
+    # Compared as shown: seeds that differ by less are alike to a reader.
     return value if ends == [value, value] else f"{value} ({ends[0]} to {ends[1]})"
 
 

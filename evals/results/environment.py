@@ -1,5 +1,6 @@
 """Where something was measured, for every file of results. Imports jax alone, so that it runs on a bare machine."""
 
+import contextlib
 import os
 import platform
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ def environment(packages: Sequence[str] = ()) -> dict[str, Any]:
     """Describes the machine and its software.
 
     Args:
-      packages: distributions whose versions are told; None for one that runs from its checkout, not installed.
+      packages: distributions whose versions are listed; None for one that runs from its checkout, not installed.
 
     Returns:
       device (jax's name of its kind), jax, python, machine, cores, load (of the last minute; None where the system does
@@ -29,13 +30,9 @@ def environment(packages: Sequence[str] = ()) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load": load.read_text().split()[0] if load.exists() else None,
     }
-    if packages:
-        described["versions"] = {name: _version(name) for name in packages}
-    return described
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    versions: dict[str, str | None] = dict.fromkeys(packages)
+    for name in versions:
+        # A package may run from its checkout, not installed.
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return {**described, "versions": versions} if versions else described

@@ -14,7 +14,7 @@ def make_out(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise InputError(f"--out={folder} is or lies below a file; expected a folder") from error
+        raise InputError(f"--out: got {folder}, which is or lies below a file; expected a folder") from error
 
 
 def finished_parts(file: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -36,13 +36,15 @@ def finished_parts(file: Path, config: Mapping[str, Any]) -> list[dict[str, Any]
         if not all(isinstance(part, dict) and "part" in part for part in parts):
             raise ValueError("a line is no part")
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} is not a file of parts ({error!r}): delete it, or choose another --out") from error
+        raise InputError(
+            f"--out: got {file}, which is not a file of parts ({error!r}); expected one: delete it, or choose another"
+        ) from error
 
     other = [name for name in {**config, **found} if name not in found or found[name] != config.get(name)]
     if other:
         raise InputError(
-            f"{file} holds parts of another {', '.join(other)}; expected {config['model']}'s of this configuration: "
-            "choose another --out, or delete it"
+            f"--out: got {file}, which holds parts of another {', '.join(other)}; expected {config['model']}'s of this "
+            "configuration: choose another folder, or delete the file"
         )
 
     if whole != kept:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Float
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
@@ -100,7 +100,8 @@ class Scene:
 
         # Orders may differ from context to context: each place picks its own legend in each.
         def by_place(parts):
-            return [_pick(parts, order[:, place]) for place in range(order.shape[1])]
+            stacked, item = jnp.stack(parts), jnp.arange(len(order))
+            return [stacked[order[:, place], item] for place in range(order.shape[1])]
 
         def whole(parts, last):
             return jnp.concatenate([*by_place(parts), last], axis=1)
@@ -124,10 +125,6 @@ class Scene:
         return np.asarray(positions[0] - np.asarray(self.standing[place].local)[0], np.int32)
 
 
-def _pick(arrays: list[Array], which: np.ndarray) -> Array:
-    return jnp.stack(arrays)[which, jnp.arange(len(which))]
-
-
 def write_images(
     contexts: Contexts, folder: Path, split: str = "held_out", canvas: tuple[int, int] = (task.LEGEND_ROWS, 3)
 ) -> list[list[Path]]:
@@ -143,22 +140,16 @@ def write_images(
     paths = []
 
     for index, seed in enumerate(contexts.ink_seed):
-        names = [
-            folder / f"{seed}_{_colour_mark(contexts, index)}_legend{number}_{mark}.png"
-            for number in range(task.LEGENDS)
-        ]
+        # Their colours' digest tells recoloured legends of the same seed apart.
+        colours = np.stack([contexts.legend_fill[index], contexts.legend_stripe[index]])
+        digest = hashlib.blake2b(np.ascontiguousarray(colours, np.int8).tobytes(), digest_size=4).hexdigest()
+        names = [folder / f"{seed}_{digest}_legend{number}_{mark}.png" for number in range(task.LEGENDS)]
         names.append(folder / f"{seed}_page.png")
         for path, pixels in zip(names, [*legends[index], pages[index]], strict=True):
             Image.fromarray(pixels).save(path, compress_level=1)
         paths.append(names)
 
     return paths
-
-
-def _colour_mark(contexts: Contexts, index: int) -> str:
-    """Tells recoloured legends of the same seed apart."""
-    colours = np.stack([contexts.legend_fill[index], contexts.legend_stripe[index]])
-    return hashlib.blake2b(np.ascontiguousarray(colours, np.int8).tobytes(), digest_size=4).hexdigest()
 
 
 def load_scene(backbone: ModelBackbone, contexts: Contexts, folder: Path, known: Scene | None = None) -> Scene:
