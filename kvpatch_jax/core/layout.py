@@ -125,6 +125,7 @@ class KVLayout:
 
     def with_angles(self, angles: Angles | None) -> "KVLayout":
         """Replaces the rope's `angles` ("exact" or "float32"); None leaves them as they are."""
+        # The same object where nothing changes: layouts are compared and hashed by every jitted call.
         if angles is None or angles == self.rope.angles:
             return self
         return dataclasses.replace(self, rope=dataclasses.replace(self.rope, angles=angles))
@@ -198,6 +199,7 @@ def chunk_start(rope: Rope, start: Start, batch: int | None, what: str) -> Int[A
     Raises:
       PositionError: as `as_start`, or the number of starts differs.
     """
+    # `as_start` lets any leading axes pass, which would broadcast over tokens or layers.
     array = as_start(rope, start)
     one = () if rope.axes is None else (rope.axes,)
     if array.shape == one or (batch is not None and array.shape == (batch, *one)):
@@ -272,6 +274,7 @@ def _merge_channels(layout: KVLayout, rotated: dict[str, Array], kv: KV) -> dict
 
 def rotate_kv(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool = False) -> dict[str, Array]:
     """Rotates keys as `to_engine` (with `back`, `to_phase_free`) without checks; `start` comes from `as_start`."""
+    # Only the channels that rotate enter the program; the others are returned as they are, without a copy.
     rotated = jitted_rotate(layout, _rotating(layout, kv), local, start, back=back)
     return _merge_channels(layout, rotated, kv)
 
