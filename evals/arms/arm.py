@@ -64,6 +64,7 @@ class ArmFactory:
         """Thin factors of the page's conditioned KV, phase-free, u [L,B,T,M] and v [L,B,M,F] by channel."""
         factors = {}
         for name, value in self.page.page_conditioned.items():
+            # Every smaller rank is a slice of these factors: one SVD serves all arms.
             flat = flatten_heads(jnp.asarray(value, jnp.float32))
             rank = min(max(RULES.arms.ranks), *flat.shape[-2:])
             factors[name] = factorise(flat, rank, method="exact")
@@ -81,6 +82,7 @@ class ArmFactory:
         ranks = {channel.name: min(rank, channel.features) for channel in canonical.layout.channels}
         bases = []
 
+        # A page is never served in directions that its own deficit was fitted to.
         for half in (slice(1, None, 2), slice(0, None, 2)):
             kv = {name: np.asarray(value)[:, half] for name, value in canonical.kv.items()}
             conditioned = {name: np.asarray(value)[:, half] for name, value in self.page.page_conditioned.items()}

@@ -34,8 +34,8 @@ def page_classes(page: ReusedPage) -> Int[np.ndarray, "B T"]:
 def class_means(page: ReusedPage) -> KV:
     """Computes the mean deficit of the tokens that show the same, in each token's place."""
     classes = page_classes(page)
-    mean = functools.partial(_class_means, count=int(classes.max()) + 1)
-    return {name: mean(value, jnp.asarray(classes)) for name, value in page.delta.items()}
+    count, numbers = int(classes.max()) + 1, jnp.asarray(classes)
+    return {name: _class_means(value, numbers, count) for name, value in page.delta.items()}
 
 
 @functools.partial(jax.jit, static_argnames=("count",))

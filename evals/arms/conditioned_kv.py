@@ -4,6 +4,7 @@ Axis letters: B contexts, T tokens of the page, L layers, F features of a channe
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,12 +44,13 @@ def _quantised(factory: ArmFactory, bits: int) -> AlternativeArm:
     """
     page, costs = factory.page, factory.costs
     if bits == NUMBER_BITS:
-        whole = {name: _rounded(jnp.asarray(value)) for name, value in page.page_conditioned.items()}
-        return AlternativeArm(costs.of_conditioned(bits * costs.numbers, 0), page.served(whole))
-    served = {name: in_few_bits(jnp.asarray(value), bits) for name, value in page.page_conditioned.items()}
-    groups = costs.numbers // costs.tokens
-    cost = costs.of_conditioned(bits * costs.numbers + SCALE_AND_ZERO * groups, 2 * costs.numbers)
-    return AlternativeArm(cost, page.served(served))
+        served, scales, bringing_back = _rounded, 0, 0
+    else:
+        # Two FLOPs a number: its product with the scale, and the least value added.
+        served = functools.partial(in_few_bits, bits=bits)
+        scales, bringing_back = SCALE_AND_ZERO * costs.numbers // costs.tokens, 2 * costs.numbers
+    kv = {name: served(jnp.asarray(value)) for name, value in page.page_conditioned.items()}
+    return AlternativeArm(costs.of_conditioned(bits * costs.numbers + scales, bringing_back), page.served(kv))
 
 
 def _rounded(value: Array) -> Array:
@@ -73,25 +75,12 @@ def make_truncated(factory: ArmFactory, names: tuple[str, ...], rank: int) -> Al
     choose what is read of a long cache, have no part here.
     """
     page, costs = factory.page, factory.costs
-    served, numbers, product = dict(page.page_conditioned), 0, 0
+    reduced, numbers, product = _reduced(factory, names, rank)
     for channel in page.page.layout.channels:
-        name, own = channel.name, min(rank, channel.features, costs.tokens)
-        if name not in names:
-            numbers += costs.tokens * channel.features
-            continue
-        u, v = factory.singular[name]
-        served[name] = _product(u[..., :own], v[..., :own, :]).reshape(page.page_conditioned[name].shape)
-        numbers += own * (costs.tokens + channel.features)
-        product += 2 * own * costs.tokens * channel.features
-
-    layers = costs.layout.layers
-    cost = costs.of_conditioned(NUMBER_BITS * numbers * layers, product * layers, names)
-    return AlternativeArm(cost, page.served(served))
-
-
-@jax.jit
-def _product(u: Float[Array, "L B T M"], v: Float[Array, "L B M F"]) -> Float[Array, "L B T F"]:
-    return jnp.einsum("lbtm,lbmf->lbtf", u, v, precision=jax.lax.Precision.HIGHEST)
+        if channel.name not in names:
+            numbers += costs.tokens * channel.features * costs.layout.layers
+    cost = costs.of_conditioned(NUMBER_BITS * numbers, product, names)
+    return AlternativeArm(cost, page.served({**page.page_conditioned, **reduced}))
 
 
 def _low_rank_keys(factory: ArmFactory, names: tuple[str, ...], rank: int) -> AlternativeArm:
@@ -102,24 +91,33 @@ def _low_rank_keys(factory: ArmFactory, names: tuple[str, ...], rank: int) -> Al
     patch of keys alone; the values stay as they were.
     """
     page, costs = factory.page, factory.costs
-    served, numbers, product, whole, values = dict(page.page.kv), 0, 0, 0, 0
-    for channel in page.page.layout.channels:
-        whole += channel.features
-        if channel.name not in names:
-            values += channel.features
-            continue
-
-        own = min(rank, channel.features, costs.tokens)
-        u, v = factory.singular[channel.name]
-        served[channel.name] = _product(u[..., :own], v[..., :own, :]).reshape(served[channel.name].shape)
-        numbers += own * (costs.tokens + channel.features)
-        product += 2 * own * costs.tokens * channel.features
-
-    layers = costs.layout.layers
+    reduced, numbers, product = _reduced(factory, names, rank)
+    features = {channel.name: channel.features for channel in page.page.layout.channels}
+    values = sum(width for name, width in features.items() if name not in names)
     cost = ArmCost(
-        stored=NUMBER_BITS * numbers * layers,
-        canonical=values / whole,
-        serving=costs.rotation + product * layers,
+        stored=NUMBER_BITS * numbers,
+        canonical=values / sum(features.values()),
+        serving=costs.rotation + product,
         forming=costs.alone + costs.prefill + costs.factorising(names),
     )
-    return AlternativeArm(cost, page.served({name: jnp.asarray(value) for name, value in served.items()}))
+    kv: dict[str, Any] = {**page.page.kv, **reduced}
+    return AlternativeArm(cost, page.served(kv))
+
+
+def _reduced(factory: ArmFactory, names: tuple[str, ...], rank: int) -> tuple[dict[str, Array], int, int]:
+    """Returns channels of the conditioned KV low in rank, how many numbers are kept of them, FLOPs of the product."""
+    costs, reduced, numbers, product = factory.costs, {}, 0, 0
+    for name in names:
+        width = costs.layout.channel(name).features
+        # A narrow channel or a short page has no more directions than this.
+        own = min(rank, width, costs.tokens)
+        u, v = factory.singular[name]
+        reduced[name] = _product(u[..., :own], v[..., :own, :]).reshape(factory.page.page_conditioned[name].shape)
+        numbers += own * (costs.tokens + width) * costs.layout.layers
+        product += 2 * own * costs.tokens * width * costs.layout.layers
+    return reduced, numbers, product
+
+
+@jax.jit
+def _product(u: Float[Array, "L B T M"], v: Float[Array, "L B M F"]) -> Float[Array, "L B T F"]:
+    return jnp.einsum("lbtm,lbmf->lbtf", u, v, precision=jax.lax.Precision.HIGHEST)

@@ -97,22 +97,21 @@ def items(backbone: Any, plan: SuitePlan, task: str, number: int, documents: Seq
     for row in range(plan.batch):
         document = documents[(number * plan.batch + row) % len(documents)]
         if task == "copy":
-            drawn.append(_copy_item(plan, document))
+            item = _copy_item(plan, document)
         else:
-            drawn.append(_item_of(backbone, plan, draw_question(task, rng), document))
-
-    # Padding follows the answer and is not read.
-    return [item._replace(behind=np.pad(item.behind, (0, WIDTH - len(item.behind)))) for item in drawn]
+            item = _item_of(backbone, plan, draw_question(task, rng), document)
+        # Padding follows the answer and is not read.
+        drawn.append(item._replace(behind=np.pad(item.behind, (0, WIDTH - len(item.behind)))))
+    return drawn
 
 
 def _copy_item(plan: SuitePlan, document: Document) -> QuestionItem:
-    """Makes a chunk that repeats its antecedent from its middle on; the answer continues it."""
-    size = plan.facts
+    """Makes a chunk that repeats its antecedent from its beginning to near its middle; the answer continues it."""
+    size, half = plan.facts, plan.facts // 2
     front = document.ids[:size]
-    half = size // 2
+    # The chunk is filled up in front with text of the document's that nothing repeats.
     chunk = np.concatenate([document.ids[size : size + size - half + COPIED], front[: half - COPIED]])
-    behind = front[half - COPIED : half]
-    return QuestionItem(front, chunk, behind, (1, COPIED), ())
+    return QuestionItem(front, chunk, front[half - COPIED : half], (1, COPIED), ())
 
 
 def _item_of(backbone: Any, plan: SuitePlan, question: TextQuestion, document: Document) -> QuestionItem:
@@ -123,14 +122,14 @@ def _item_of(backbone: Any, plan: SuitePlan, question: TextQuestion, document: D
 
     asked = tokens(question.asked)
     behind = np.concatenate([asked, tokens(question.answer)])
+    # Names are told apart by their first tokens.
     choices = tuple(int(tokens(word)[0]) for word in (question.answer, *question.others)) if question.others else ()
-    chunks = []
 
+    chunks = []
     for place, text in enumerate((question.front, question.chunk)):
         ids = tokens(text) if text else np.zeros(0, np.int32)
         filler = document.ids[place * plan.facts : (place + 1) * plan.facts]
         chunks.append(np.concatenate([filler[: plan.facts - len(ids)], ids[: plan.facts]]))
-
     return QuestionItem(chunks[0], chunks[1], behind, (len(asked), len(behind)), choices)
 
 
@@ -171,24 +170,21 @@ def read_answers(
 def score_answer(
     item: QuestionItem, reference: Float[AnyArray, "n V"], logits: Float[AnyArray, "n V"]
 ) -> dict[str, float]:
-    """Scores an answer: whether it is right, the share of right tokens, whether it equals re-prefill's, KL."""
+    """Scores an answer: whether it is right, the share of right tokens, whether it equals re-prefill's, KL in nats."""
+    # A token's logits name the token after it.
     first, stop = item.answer
-    rows, answer = np.asarray(logits)[first - 1 : stop - 1], item.behind[first:stop]
-    expected = np.asarray(reference)[first - 1 : stop - 1]
-    best = rows.argmax(-1)
+    rows, expected = (np.asarray(values)[first - 1 : stop - 1] for values in (logits, reference))
+    best, answer = rows.argmax(-1), item.behind[first:stop]
+
+    # On the host, because answers differ in length: on the device every length would be a program.
+    found, true = (values - values.max(-1, keepdims=True) for values in (rows, expected))
+    found, true = (values - np.log(np.exp(values).sum(-1, keepdims=True)) for values in (found, true))
     scores = {
         "right": float((best == answer).all()),
         "tokens": float((best == answer).mean()),
         "agrees": float((best == expected.argmax(-1)).all()),
-        "kl": _divergence(expected, rows),
+        "kl": float((np.exp(true) * (true - found)).sum(-1).mean()),
     }
     if item.choices:
         scores["chosen"] = float(rows[0][list(item.choices)].argmax() == 0)
     return scores
-
-
-def _divergence(reference: Float[np.ndarray, "n V"], logits: Float[np.ndarray, "n V"]) -> float:
-    """Computes KL(reference‖logits) in nats, the mean over tokens; on the host, because answers differ in length."""
-    expected, found = (values - values.max(-1, keepdims=True) for values in (reference, logits))
-    expected, found = (values - np.log(np.exp(values).sum(-1, keepdims=True)) for values in (expected, found))
-    return float((np.exp(expected) * (expected - found)).sum(-1).mean())

@@ -7,18 +7,18 @@ keeps the rows that the page shows in docs/pretrained.json, draws its figures, a
 
 import json
 import sys
-import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..report.documents import filled
 from ..results.rows import Row, Rows
 from ..results.tables import markdown_table
 from .arms import COSTS
 from .plan import TASKS
-from .report import METRICS, counted, draw_figures, show, show_metric, verdict
+from .report import METRICS, cells, counted, draw_figures, show, titles, verdict
 from .rows import EVERY_ARM
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -82,11 +82,15 @@ def summary(results: Mapping[str, Any]) -> dict[str, Any]:
 def page(found: Mapping[str, Any]) -> str:
     """Writes the page from a summary."""
     rows, config = Rows(found), found["config"]
+    measured = f"Measured by `python -m evals.run --suite=pretrained` in {found['cpu_seconds']} CPU s."
+    if config["parts_done"] < config["parts"]:
+        done, count = f"{config['parts_done']} of {config['parts']}", rows.get("text", "blind", "kl").n
+        measured = f"**Not finished: {done} parts were run**, {count} passages. {measured}"
     packages = "; ".join(f"{name}: {licence}" for name, licence in config["licences"].items())
     blocks = [
         "# Real weights",
         verdict(rows),
-        _measured(rows, config, found["cpu_seconds"]),
+        measured,
         *_arms(rows),
         _picture("stored"),
         _picture("serving"),
@@ -97,24 +101,8 @@ def page(found: Mapping[str, Any]) -> str:
         f"Intervals that a table leaves out are in `docs/pretrained.json`. Text and its licences: {packages}. "
         f"Weights: {config['model']}.",
     ]
-    return "\n\n".join(_filled(block) for block in blocks) + "\n"
-
-
-def _filled(block: str) -> str:
-    if block.startswith(("|", "#", "!", "<!--")):
-        return block
-    return textwrap.fill(block, 118, break_on_hyphens=False, break_long_words=False)
-
-
-def _measured(rows: Rows, config: Mapping[str, Any], seconds: int) -> str:
-    """Names the command, and how much of the suite was run."""
-    text = f"Measured by `python -m evals.run --suite=pretrained` in {seconds} CPU s."
-    if config["parts_done"] < config["parts"]:
-        passages = rows.get("text", "blind", "kl").n
-        text = (
-            f"**Not finished: {config['parts_done']} of {config['parts']} parts were run**, {passages} passages. {text}"
-        )
-    return text
+    as_is = ("|", "#", "!", "<!--")
+    return "\n\n".join(part if part.startswith(as_is) else filled(part) for part in blocks) + "\n"
 
 
 def ordered(rows: Rows) -> list[str]:
@@ -124,34 +112,42 @@ def ordered(rows: Rows) -> list[str]:
 
 
 def _arms(rows: Rows) -> Iterator[str]:
+    """Shows what every arm removes and costs, and the patch beside what removes more or keeps fewer bytes."""
     arms = ordered(rows)
     documents = rows.get(EVERY_ARM, "blind", "documents").n
     yield "## Every arm, what removes most first"
     yield f"All arms were measured on {counted(rows)}. Intervals resample these few documents, so they are rough."
 
     if PATCH in arms:
-        eta, stored = rows.get(EVERY_ARM, PATCH, "eta"), 100 * rows.get("text", PATCH, "stored").value
+        eta, stored = rows.get(EVERY_ARM, PATCH, "eta"), rows.get("text", PATCH, "stored").value
         better = []
         for arm in arms[: arms.index(PATCH)]:
             if not arm.startswith("patch."):
                 overlaps = rows.get(EVERY_ARM, arm, "eta").low <= eta.high
                 better.append(f"{arm}{' (intervals overlap)' if overlaps else ''}")
-
         yield (
-            f"The patch of rank 16 stores {stored:.0f} % of the passage's KV beside the canonical and removes η "
+            f"The patch of rank 16 stores {100 * stored:.0f} % of the passage's KV beside the canonical and removes η "
             f"{show(eta, places=2)}. Other kinds of arm that remove more: {', '.join(better) or 'none'}."
         )
-        yield from _places(rows)
+
+        # In bytes: from how many places of reuse on, the patch and its canonical are fewer than KV at four bits.
+        few = rows.get("text", "kv.bits=4", "stored").value
+        if np.isfinite(few):
+            first = (
+                f"For a single place of reuse, kv.bits=4 keeps {100 * few:.0f} % of the passage's KV and the patch of "
+                f"rank 16 with its canonical {100 * (1 + stored):.0f} %"
+            )
+            places = (
+                f"; from {int(1 / (few - stored)) + 1} places on, the patch keeps fewer bytes." if few > stored else ""
+            )
+            yield first + (places or ", and each further place takes the patch no fewer bytes.")
 
     lines = []
+    measured, costs = [name for name in SHOWN if name not in COSTS], [name for name in SHOWN if name in COSTS]
     for arm in arms:
-        cells = []
-        for name in SHOWN:
-            interval = rows.get("text" if name in COSTS else EVERY_ARM, arm, name)
-            cells.append(show_metric(interval, name, brief=name != "eta"))
-        lines.append([arm, *cells, f"{rows.get(EVERY_ARM, arm, 'eta').n} ({documents})"])
-
-    yield markdown_table(["arm", *(METRICS[name].title for name in SHOWN), "passages (documents)"], lines)
+        figures = cells(rows, EVERY_ARM, arm, measured, measured[1:]) + cells(rows, "text", arm, costs, costs)
+        lines.append([arm, *figures, f"{rows.get(EVERY_ARM, arm, 'eta').n} ({documents})"])
+    yield markdown_table(["arm", *titles(SHOWN), "passages (documents)"], lines)
     yield (
         "Shares are of the passage's KV at 16 bits, and of re-prefilling it. Token ids, from which passages are run "
         "again, count as no bytes. The canonical is kept once for all places of reuse; arms `kv.…` and `shadowkv` keep "
@@ -160,35 +156,22 @@ def _arms(rows: Rows) -> Iterator[str]:
     )
 
 
-def _places(rows: Rows) -> Iterator[str]:
-    """Compares bytes: from how many places of reuse on the patch and its canonical are fewer than KV at four bits."""
-    bits = "kv.bits=4"
-    few, patch = (rows.get("text", arm, "stored").value for arm in (bits, PATCH))
-    if np.isfinite(few):
-        first = (
-            f"For a single place of reuse, {bits} keeps {100 * few:.0f} % of the passage's KV and the patch of "
-            f"rank 16 with its canonical {100 * (1 + patch):.0f} %"
-        )
-        if few > patch:
-            yield f"{first}; from {int(1 / (few - patch)) + 1} places on, the patch keeps fewer bytes."
-        else:
-            yield f"{first}, and each further place takes the patch no fewer bytes."
-
-
 def _picture(name: str) -> str:
     return f"![{FIGURES[name]}](../pictures/pretrained_{name}.png)"
 
 
 def _plain_text(rows: Rows) -> Iterator[str]:
+    """Shows what a reader of the text would notice: its loss, and the model's decisions."""
     yield "## What plain text loses"
     metrics = ("loss", "loss_difference", "kl", "flips")
-    lines = [["re-prefill", show_metric(rows.get("text", "re-prefill", "loss"), "loss"), "–", "–", "–"]]
+    lines = [["re-prefill", *cells(rows, "text", "re-prefill", metrics[:1]), "–", "–", "–"]]
     for arm in ("blind", "patch.rank=8", PATCH, "patch.rank=32"):
-        lines.append([arm, *(show_metric(rows.get("text", arm, metric), metric) for metric in metrics)])
-    yield markdown_table(["arm", *(METRICS[metric].title for metric in metrics)], lines)
+        lines.append([arm, *cells(rows, "text", arm, metrics)])
+    yield markdown_table(["arm", *titles(metrics)], lines)
 
 
 def _depth(rows: Rows) -> Iterator[str]:
+    """Shows the deficit's size at seven depths."""
     yield "## The deficit by depth"
     layers = sorted({int(arm.removeprefix("layer=").partition(".")[0]) for arm in rows.arms("deficit", "layer=")})
     if not layers:
@@ -199,7 +182,6 @@ def _depth(rows: Rows) -> Iterator[str]:
     for channel in ("k", "v"):
         norms = [rows.get("deficit", f"layer={layer}.{channel}", "relative_norm").value for layer in picked]
         lines.append([channel, *(f"{norm:.2f}" for norm in norms)])
-
     yield markdown_table(["‖Δ‖ / ‖KV‖", *(f"layer {layer}" for layer in picked)], lines)
     yield _picture("depth")
 
@@ -210,17 +192,15 @@ def _antecedents(rows: Rows) -> Iterator[str]:
     lines = []
     for probe, case in CASES.items():
         for arm in rows.arms(probe):
-            if arm == "re-prefill" or not rows.get(probe, arm, "eta").n:
-                continue
-            cells = [show_metric(rows.get(probe, arm, name), name, brief=name != "eta") for name in metrics]
-            lines.append([case, arm, *cells, str(rows.get(probe, arm, "eta").n)])
+            count = rows.get(probe, arm, "eta").n
+            if arm != "re-prefill" and count:
+                lines.append([case, arm, *cells(rows, probe, arm, metrics, metrics[1:]), str(count)])
 
     yield "## Changed antecedents"
-    missing = [case for probe, case in CASES.items() if not rows.arms(probe)]
     if lines:
         yield "Against a re-prefill of the passage after its new antecedent."
-        yield markdown_table(["antecedent", "arm", *(METRICS[name].title for name in metrics), "n"], lines)
-
+        yield markdown_table(["antecedent", "arm", *titles(metrics), "n"], lines)
+    missing = [case for probe, case in CASES.items() if not rows.arms(probe)]
     if missing:
         yield f"Not among the parts that were run: {'; '.join(missing)}."
 
@@ -231,37 +211,32 @@ def _answers(rows: Rows) -> Iterator[str]:
     for task, metrics in ANSWERS.items():
         columns |= {f"{task}: {metric}": (f"behaviour.{task}", metric) for metric in metrics}
     run = {title: column for title, column in columns.items() if rows.arms(column[0])}
-
     yield "## Continuations and answers"
 
     if run:
-        arms = dict.fromkeys(arm for probe, _ in run.values() for arm in rows.arms(probe))
-        lines = [[arm, *(_share(rows, arm, *column) for column in run.values())] for arm in arms]
-        counts = ", ".join(_counts(rows, list(dict.fromkeys(probe for probe, _ in run.values()))))
+        # Items of each probe; said once where all have as many.
+        counts = {
+            probe: max(rows.get(probe, "re-prefill", metric).n for metric in METRICS) for probe, _ in run.values()
+        }
+        said = [f"{probe}: n = {count}" for probe, count in counts.items()]
+        if len(set(counts.values())) == 1:
+            said = [f"n = {next(iter(counts.values()))} of each"]
         yield (
             "Shares of greedy tokens up to the first that differs from re-prefill's, of continuations that agree, of "
             "right answers (for coreference, of right choices between two names), and of answers that agree with "
-            f"re-prefill's. {counts}."
+            f"re-prefill's. {', '.join(said)}."
         )
+
+        lines = []
+        for arm in dict.fromkeys(arm for probe in counts for arm in rows.arms(probe)):
+            found = [rows.get(probe, arm, metric) for probe, metric in run.values()]
+            lines.append([arm, *(f"{interval.value:.2f}" if interval.n else "" for interval in found)])
         yield markdown_table(["arm", *run], lines)
 
     missing = [probe for probe in ("greedy", *(f"behaviour.{task}" for task in TASKS)) if not rows.arms(probe)]
     if missing:
         names = "; ".join(probe.replace("greedy", "greedy continuations").replace(".", ": ") for probe in missing)
         yield f"Not among the parts that were run: {names}."
-
-
-def _share(rows: Rows, arm: str, probe: str, metric: str) -> str:
-    interval = rows.get(probe, arm, metric)
-    return f"{interval.value:.2f}" if interval.n else ""
-
-
-def _counts(rows: Rows, probes: Sequence[str]) -> list[str]:
-    """Counts the items of probes; once where all have as many."""
-    counts = {probe: max(rows.get(probe, "re-prefill", metric).n for metric in METRICS) for probe in probes}
-    if len(set(counts.values())) == 1:
-        return [f"n = {counts[probes[0]]} of each"]
-    return [f"{probe}: n = {count}" for probe, count in counts.items()]
 
 
 def write(out: Path, docs: Path = DOCS) -> Path:

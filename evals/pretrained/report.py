@@ -1,17 +1,16 @@
 """The suite's own pages: table.md, figures, report.html."""
 
-import base64
-import html
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..report.figures import NARROW
+from ..report.page import picture, template
 from ..results.intervals import Interval
 from ..results.rows import Rows
 from ..results.tables import markdown_table
@@ -76,9 +75,17 @@ def write_report(results: Results, out: Path) -> Path:
     tables = all_tables(rows)
     text = [f"## {title}\n\n{markdown_table(head, lines)}" for title, (head, lines) in tables.items()]
     (out / "table.md").write_text("\n\n".join([verdict(rows), *text]) + "\n", encoding="utf-8")
-    page = out / "report.html"
-    page.write_text(_page(results, verdict(rows), tables, figures), encoding="utf-8")
-    return page
+
+    config = results["config"]
+    page = template("pretrained.html.j2").render(
+        config=config,
+        verdict=verdict(rows),
+        pictures=[picture(path) for path in figures],
+        tables=tables,
+        settings={name: value for name, value in config.items() if name != "documents"},
+    )
+    (out / "report.html").write_text(page, encoding="utf-8")
+    return out / "report.html"
 
 
 # ---------------------------------------------------------------------------------------------------------- sentences
@@ -90,14 +97,6 @@ def show(interval: Interval, scale: float = 1.0, places: int = 3) -> str:
     if not np.isfinite(value):
         return "–"
     return f"{value:.{places}f}" + (f" [{low:.{places}f}, {high:.{places}f}]" if np.isfinite(low) else "")
-
-
-def show_metric(interval: Interval, metric: str, *, brief: bool = False) -> str:
-    """Formats a figure in its metric's unit; `brief`: without its interval."""
-    shown = METRICS.get(metric, MetricFormat(metric))
-    if brief:
-        interval = interval._replace(low=np.nan, high=np.nan)
-    return show(interval, shown.scale, shown.places)
 
 
 def verdict(rows: Rows) -> str:
@@ -156,8 +155,18 @@ def all_tables(rows: Rows) -> dict[str, Table]:
     probes = list(dict.fromkeys(probe for probe, _, _ in rows.table))
     tables = {"Every arm": probe_table(rows, "text")}
     groups = [probe for probe in probes if probe.startswith("text.")]
+
+    # Groups of passages: blind reuse, and η of the other arms.
     if groups:
-        tables["By domain, antecedent and length"] = _groups_table(rows, groups)
+        arms = [arm for arm in rows.arms("text") if rows.get(groups[0], arm, "eta").n and arm != "re-prefill"]
+        lines = []
+        for probe in groups:
+            kl, loss = rows.get(probe, "blind", "kl"), rows.get(probe, "blind", "loss_difference")
+            etas = [show(rows.get(probe, arm, "eta"), places=2) for arm in arms[1:]]
+            lines.append([probe.removeprefix("text."), str(kl.n), show(kl), show(loss), *etas])
+        head = ["passages", "n", "blind: KL", "blind: loss above re-prefill's", *(f"η, {arm}" for arm in arms[1:])]
+        tables["By domain, antecedent and length"] = head, lines
+
     for probe in probes:
         if probe == "greedy" or probe.startswith(("behaviour.", "drift.")) or probe in ("reorder", "slide"):
             tables[probe.replace(".", ": ")] = probe_table(rows, probe)
@@ -170,114 +179,112 @@ def probe_table(rows: Rows, probe: str) -> Table:
     used = [name for name in METRICS if any(np.isfinite(rows.get(probe, arm, name).value) for arm in arms)]
     lines = []
     for arm in arms:
-        intervals = {metric: rows.get(probe, arm, metric) for metric in used}
-        cells = [show_metric(interval, metric) for metric, interval in intervals.items()]
-        lines.append([arm, *cells, str(max(interval.n for interval in intervals.values()))])
-    return ["arm", *(METRICS[name].title for name in used), "n"], lines
+        count = max(rows.get(probe, arm, metric).n for metric in used)
+        lines.append([arm, *cells(rows, probe, arm, used), str(count)])
+    return ["arm", *titles(used), "n"], lines
 
 
-def _groups_table(rows: Rows, probes: Sequence[str]) -> Table:
-    """Makes the table of groups of passages: blind reuse, and η of the other arms."""
-    arms = [arm for arm in rows.arms("text") if rows.get(probes[0], arm, "eta").n and arm != "re-prefill"]
-    lines = []
-    for probe in probes:
-        kl, loss = rows.get(probe, "blind", "kl"), rows.get(probe, "blind", "loss_difference")
-        etas = [show(rows.get(probe, arm, "eta"), places=2) for arm in arms[1:]]
-        lines.append([probe.removeprefix("text."), str(kl.n), show(kl), show(loss), *etas])
-    head = ["passages", "n", "blind: KL", "blind: loss above re-prefill's", *(f"η, {arm}" for arm in arms[1:])]
-    return head, lines
+def titles(metrics: Iterable[str]) -> list[str]:
+    """Lists what metrics are called in tables."""
+    return [METRICS[metric].title for metric in metrics]
+
+
+def cells(rows: Rows, probe: str, arm: str, metrics: Iterable[str], brief: Container[str] = ()) -> list[str]:
+    """Formats an arm's metrics in their units; those of `brief` without their intervals."""
+    shown = []
+    for metric in metrics:
+        interval, unit = rows.get(probe, arm, metric), METRICS[metric]
+        if metric in brief:
+            interval = interval._replace(low=np.nan, high=np.nan)
+        shown.append(show(interval, unit.scale, unit.places))
+    return shown
 
 
 # ------------------------------------------------------------------------------------------------------------ figures
 
 
-def _draw_stored(rows: Rows, path: Path) -> Path | None:
-    """Draws η against what is stored for one place of reuse, and against that and the canonical that is kept."""
+def draw_figures(rows: Rows, folder: Path, names: Iterable[str] = (), prefix: str = "") -> list[Path]:
+    """Draws the figures of these names, or all, that the rows have something for; `prefix` begins their files' names.
 
-    def stored(arm: str) -> float:
-        return rows.get("text", arm, "stored").value
+    "stored": η against what is stored for one place of reuse, and against that and the canonical that is kept.
+    "serving": η against FLOPs of a reuse, with what is paid once shared by 1, 3 and 10 of them. "depth", "spectra": the
+    deficit by layer.
+    """
 
-    panels = {
-        "stored for this place, share of the passage's KV": stored,
-        "with the canonical kept, share of the passage's KV": lambda arm: (
-            stored(arm) + rows.get("text", arm, "canonical").value
-        ),
-    }
-    return _draw_pareto(rows, path, panels)
-
-
-def _draw_serving(rows: Rows, path: Path) -> Path | None:
-    """Draws η against FLOPs of a reuse, with what is paid once shared by 1, 3 and 10 of them."""
-
-    def spent(arm: str, reuses: int) -> float:
-        return rows.get("text", arm, "serving").value + rows.get("text", arm, "forming").value / reuses
+    def cost(arm: str, **weights: float) -> float:
+        return sum(weight * rows.get("text", arm, metric).value for metric, weight in weights.items())
 
     label = "FLOPs a reuse, share of re-prefill; reuses: {}"
-    return _draw_pareto(rows, path, {label.format(n): lambda arm, n=n: spent(arm, n) for n in (1, 3, 10)})
+    panels = {
+        "stored": {
+            "stored for this place, share of the passage's KV": {"stored": 1.0},
+            "with the canonical kept, share of the passage's KV": {"stored": 1.0, "canonical": 1.0},
+        },
+        "serving": {label.format(n): {"serving": 1.0, "forming": 1 / n} for n in (1, 3, 10)},
+    }
+    by_layer = {
+        "depth": ("relative_norm", "‖Δ‖ / ‖KV‖"),
+        "spectra": ("e90", "directions with 90 % of ‖Δ‖²"),
+    }
+
+    drawn = []
+    for name in names or (*panels, *by_layer):
+        path = folder / f"{prefix}{name}.png"
+        if name in panels:
+            costs = {title: functools.partial(cost, **weights) for title, weights in panels[name].items()}
+            drawn += _draw_pareto(rows, path, costs)
+        else:
+            drawn += _draw_by_layer(rows, path, *by_layer[name])
+    return drawn
 
 
-def _draw_pareto(rows: Rows, path: Path, panels: Mapping[str, Callable[[str], float]]) -> Path | None:
+def _draw_pareto(rows: Rows, path: Path, panels: Mapping[str, Callable[[str], float]]) -> list[Path]:
+    """Draws η of every arm against its cost, a panel per cost; returns what was drawn."""
     arms = [arm for arm in rows.arms("text") if np.isfinite(rows.get("text", arm, "stored").value)]
     if not arms:
-        return None
+        return []
 
     # Panels one above the other: a telephone shows the figure whole.
     figure = Figure(figsize=(NARROW, 3.1 * len(panels) + 1.6), layout="constrained")
-    for place, (axes, (label, cost)) in enumerate(zip(figure.subplots(len(panels), 1), panels.items(), strict=True)):
-        for prefix, style in FAMILIES.items():
-            family = [arm for arm in arms if arm.startswith(prefix)]
-            if family:
-                points = [rows.get(EVERY_ARM, arm, "eta") for arm in family]
-                _draw_points(axes, np.array([cost(arm) for arm in family]), points, style)
+    for axes, (label, cost) in zip(figure.subplots(len(panels), 1), panels.items(), strict=True):
+        for prefix, (title, colour, marker) in FAMILIES.items():
+            family = sorted([arm for arm in arms if arm.startswith(prefix)], key=cost)
+            if not family:
+                continue
+            points = [rows.get(EVERY_ARM, arm, "eta") for arm in family]
+            ends = np.array([[point.value - point.low, point.high - point.value] for point in points]).T
+            look = {"color": colour, "marker": marker, "label": title, "lw": 1, "ms": 5, "capsize": 2}
+            # An arm of one document has no interval; no bar is drawn for it.
+            bars = np.maximum(np.nan_to_num(ends), 0)
+            axes.errorbar([cost(arm) for arm in family], [point.value for point in points], yerr=bars, **look)
 
-        axes.set(xlabel=label, ylim=(-0.05, 1.05))
+        axes.set(xlabel=label, ylim=(-0.05, 1.05), ylabel="η: share of blind's KL removed")
         axes.grid(alpha=0.3)
-        axes.set_ylabel("η: share of blind's KL removed")
-        if place == 0:
-            handles, names = axes.get_legend_handles_labels()
 
+    handles, names = axes.get_legend_handles_labels()
     figure.legend(handles, names, fontsize=8, loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=150)
-    return path
+    return [path]
 
 
-def _draw_points(axes: Axes, x: np.ndarray, points: Sequence[Interval], style: tuple[str, str, str]) -> None:
-    label, colour, marker = style
-    order = np.argsort(x, kind="stable")
-    y = np.array([point.value for point in points])[order]
-    ends = np.array([[point.value - point.low, point.high - point.value] for point in points])[order].T
-    ends = np.maximum(np.nan_to_num(ends), 0)
-    look = {"color": colour, "marker": marker, "label": label, "lw": 1, "ms": 5, "capsize": 2}
-    axes.errorbar(x[order], y, yerr=ends, **look)
-
-
-def _draw_depth(rows: Rows, path: Path) -> Path | None:
-    return _draw_by_layer(rows, path, "relative_norm", "‖Δ‖ / ‖KV‖")
-
-
-def _draw_spectra(rows: Rows, path: Path) -> Path | None:
-    return _draw_by_layer(rows, path, "e90", "directions with 90 % of ‖Δ‖²")
-
-
-def _draw_by_layer(rows: Rows, path: Path, metric: str, label: str) -> Path | None:
-    """Draws a metric of the deficit by layer, a line per channel."""
+def _draw_by_layer(rows: Rows, path: Path, metric: str, label: str) -> list[Path]:
+    """Draws a metric of the deficit by layer, a line per channel; returns what was drawn."""
     lines: dict[str, list[tuple[int, Interval]]] = {}
     for arm in rows.arms("deficit", "layer="):
         layer, channel = arm.removeprefix("layer=").split(".")
         interval = rows.get("deficit", arm, metric)
         if np.isfinite(interval.value):
             lines.setdefault(channel, []).append((int(layer), interval))
-
     if not lines:
-        return None
+        return []
 
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.subplots()
     for place, (channel, points) in enumerate(lines.items()):
         points.sort(key=lambda point: point[0])
         layers = [layer for layer, _ in points]
-        axes.plot(layers, [point.value for _, point in points], color=f"C{place}", label=channel)
-        low, high = [point.low for _, point in points], [point.high for _, point in points]
+        value, low, high = (np.array([point[1][end] for point in points]) for end in range(3))
+        axes.plot(layers, value, color=f"C{place}", label=channel)
         axes.fill_between(layers, low, high, color=f"C{place}", alpha=0.2)
 
     axes.set(xlabel="layer", ylabel=label)
@@ -285,58 +292,4 @@ def _draw_by_layer(rows: Rows, path: Path, metric: str, label: str) -> Path | No
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
-    return path
-
-
-FIGURES = {"stored": _draw_stored, "serving": _draw_serving, "depth": _draw_depth, "spectra": _draw_spectra}
-
-
-def draw_figures(rows: Rows, folder: Path, names: Iterable[str] = tuple(FIGURES), prefix: str = "") -> list[Path]:
-    """Draws the figures of these names that the rows have something for, `prefix` before their files' names."""
-    drawn = [FIGURES[name](rows, folder / f"{prefix}{name}.png") for name in names]
-    return [path for path in drawn if path]
-
-
-# --------------------------------------------------------------------------------------------------------------- page
-
-_STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:auto;padding:1rem;color:#222}
-table{border-collapse:collapse;font-size:.85rem}td,th{padding:.25rem .6rem;text-align:left;border-bottom:1px solid #ddd;
-white-space:nowrap}td:first-child,th:first-child{position:sticky;left:0;background:#fff}div.wide{overflow-x:auto}
-img{max-width:100%}pre{overflow-x:auto}"""
-
-
-def _page(results: Results, summary: str, tables: Mapping[str, Table], figures: Sequence[Path]) -> str:
-    """Formats one HTML page that opens offline."""
-    config = results["config"]
-    licences = "; ".join(f"{package}: {licence}" for package, licence in config["licences"].items())
-    note = ""
-    if config["parts_done"] < config["parts"]:
-        note = f"<p><b>Not finished: {config['parts_done']} of {config['parts']} parts.</b></p>"
-    pictures = ""
-    for path in figures:
-        data = base64.b64encode(path.read_bytes()).decode()
-        pictures += f'<p><img alt="{path.stem}" src="data:image/png;base64,{data}"></p>'
-
-    body = ""
-    for place, (title, table) in enumerate(tables.items()):
-        shown = " open" if place == 0 else ""
-        body += f"<details{shown}><summary><b>{html.escape(title)}</b></summary>{_html_table(*table)}</details>"
-
-    settings = html.escape("\n".join(f"{name}: {value}" for name, value in config.items() if name != "documents"))
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Reuse on real weights</title><style>{_STYLE}</style></head><body>"
-        f"<h1>Reuse on real weights: {html.escape(config['model'])}</h1><p>{html.escape(summary)}</p>{note}{pictures}"
-        f"{body}<p>Intervals: 95 %, whole documents resampled. Stored and served shares are of the passages of the "
-        "most frequent length; arms that were measured on fewer passages have a smaller n. "
-        f"Text: {html.escape(licences)}.</p>"
-        f"<details><summary>Settings</summary><pre>{settings}</pre></details></body></html>\n"
-    )
-
-
-def _html_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in lines]
-    body = "".join(f"<tr>{line}</tr>" for line in cells)
-    heads = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    return f'<div class="wide"><table><tr>{heads}</tr>{body}</table></div>'
+    return [path]

@@ -123,10 +123,12 @@ def _docstrings(text: str) -> list[str]:
 
 
 def _read(path: Path) -> str:
+    # A few modules of the library's tests and data are in other encodings.
     return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _prose() -> Source:
+    """Yields the language reference, then documentation strings."""
     from pydoc_data.topics import topics
 
     for name in _shuffled(list(topics)):
@@ -136,11 +138,13 @@ def _prose() -> Source:
 
 
 def _code() -> Source:
+    """Yields the standard library's modules."""
     for name, path in _modules("python"):
         yield name, _read(path)
 
 
 def _tables() -> Source:
+    """Yields data sets that packages bring, tables of names and types, then tables of encodings."""
     shipped = {
         "sklearn": ("datasets/data/iris.csv", "datasets/data/wine_data.csv", "datasets/data/breast_cancer.csv"),
         "matplotlib": ("mpl-data/sample_data/Stocks.csv", "mpl-data/sample_data/msft.csv"),
@@ -152,7 +156,9 @@ def _tables() -> Source:
         for path in paths if root is not None else ():
             if (root / path).exists():
                 text = _read(root / path)
-                yield f"{package}/{path}", text[text.find("name2codepoint = {") :] if "entities" in path else text
+                # In front of the table of entities stands what is not a table.
+                begin = text.find("name2codepoint = {") if "entities" in path else 0
+                yield f"{package}/{path}", text[begin:]
 
     names = {f"python/encodings/{path.name}": path for path in (LIBRARY / "encodings").glob("[a-z]*.py")}
     for name in _shuffled(list(names)):
@@ -163,27 +169,26 @@ def _tables() -> Source:
 
 
 def _transcripts() -> Source:
+    """Yields the examples of modules with their output, as an interpreter shows them."""
     for package in ("python", "sklearn", "scipy", "numpy"):
         for name, path in _modules(package):
             text = _read(path)
             if text.count(">>>") >= LEAST_EXAMPLES:
-                yield name, _sessions(text)
+                yield name, "\n".join(line for docstring in _docstrings(text) for line in _session(docstring))
 
 
-def _sessions(text: str) -> str:
-    """Formats the examples of a module's documentation strings, with their output, as an interpreter shows them."""
+def _session(docstring: str) -> list[str]:
+    """Lists the lines of a documentation string's examples, a blank one behind them."""
+    try:
+        examples = doctest.DocTestParser().get_examples(docstring)
+    except ValueError:  # examples that are not laid out as doctest wants them
+        return []
+
     lines = []
-    for docstring in _docstrings(text):
-        try:
-            examples = doctest.DocTestParser().get_examples(docstring)
-        except ValueError:  # examples that are not laid out as doctest wants them
-            continue
-        for example in examples:
-            first, *more = example.source.splitlines()
-            lines += [f">>> {first}", *(f"... {line}" for line in more), *example.want.splitlines()]
-        lines += [""] if examples else []
-
-    return "\n".join(lines)
+    for example in examples:
+        first, *more = example.source.splitlines()
+        lines += [f">>> {first}", *(f"... {line}" for line in more), *example.want.splitlines()]
+    return [*lines, ""] if lines else []
 
 
 SOURCES: dict[str, Callable[[], Source]] = {

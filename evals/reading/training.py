@@ -7,7 +7,7 @@ seen faces, and give the decoder's embeddings. The connector is set by least squ
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -203,19 +203,9 @@ class Stages:
         """Returns the tower with these parameters, or the present ones."""
         return nnx.merge(self.graph, self.state if state is None else state)
 
-    def optimiser(self, steps: int) -> optax.GradientTransformation:
-        """Makes AdamW with warm-up and a cosine to zero; decay on matrices."""
-        recipe = self.recipe
-        matrices = functools.partial(jax.tree.map, lambda leaf: leaf.ndim > 1)
-        return optax.chain(
-            optax.clip_by_global_norm(recipe.clip),
-            optax.adamw(schedule(recipe, steps), b2=recipe.beta2, weight_decay=recipe.weight_decay, mask=matrices),
-        )
-
     def letters(self) -> Iterator[dict[str, float]]:
         """Trains the blocks that read letters; yields the numbers of every step."""
         recipe, shut = self.recipe, self.recipe.depth - 1
-        optimiser = self.optimiser(recipe.letter_steps)
 
         def loss(state, key, ink, glyph):
             at, vary = jax.random.split(key)
@@ -226,19 +216,54 @@ class Stages:
             named, right = found_by_distance(read[:, :LETTER_WIDTH], letters, glyph, recipe.sharpness / LETTER_WIDTH)
             return missed + recipe.named * named, {"letters.missed": missed, "letters.right": right}
 
-        def update(state, moments, key, ink, glyph):
-            (_, parts), gradients = jax.value_and_grad(loss, has_aux=True)(state, key, ink, glyph)
+        def keep_shut(gradients):
             output = gradients["visual"]["blocks"]["output"]
             for part in ("kernel", "bias"):
                 output[part][...] = output[part][...].at[:shut].set(0)
-            updates, moments = optimiser.update(gradients, moments, state)
-            return optax.apply_updates(state, updates), moments, parts
+            return gradients
 
-        jitted, moments = jax.jit(update, donate_argnums=(0, 1)), optimiser.init(self.state)
-        for step in range(recipe.letter_steps):
-            key = jax.random.fold_in(self.key, step)
-            self.state, moments, parts = jitted(self.state, moments, key, *self.slots.batch(recipe.letter_batch))
-            yield {name: float(value) for name, value in parts.items()}
+        def batch(step):
+            return jax.random.fold_in(self.key, step), *self.slots.batch(recipe.letter_batch)
+
+        for state, numbers in self._descend(self.state, loss, recipe.letter_steps, batch, keep_shut):
+            self.state = state
+            yield numbers
+
+    def _descend(
+        self,
+        moving: Any,
+        loss: Callable[..., tuple[Array, dict[str, Array]]],
+        steps: int,
+        batch: Callable[[int], tuple[Any, ...]],
+        change: Callable[[Any], Any] | None = None,
+    ) -> Iterator[tuple[Any, dict[str, float]]]:
+        """Trains parameters by AdamW with warm-up and a cosine to zero; yields them and the numbers of every step.
+
+        Args:
+          moving: the parameters, which are donated.
+          loss: of parameters and a batch, with the numbers that are reported.
+          batch: draws the batch of a step.
+          change: of the gradients, before the optimiser sees them.
+        """
+        recipe = self.recipe
+        # Weight decay is for matrices: norms and biases have no scale to lose.
+        matrices = functools.partial(jax.tree.map, lambda leaf: leaf.ndim > 1)
+        optimiser = optax.chain(
+            optax.clip_by_global_norm(recipe.clip),
+            optax.adamw(schedule(recipe, steps), b2=recipe.beta2, weight_decay=recipe.weight_decay, mask=matrices),
+        )
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def update(moving, moments, *batch):
+            (_, parts), gradients = jax.value_and_grad(loss, has_aux=True)(moving, *batch)
+            gradients = gradients if change is None else change(gradients)
+            updates, moments = optimiser.update(gradients, moments, moving)
+            return optax.apply_updates(moving, updates), moments, parts
+
+        moments = optimiser.init(moving)
+        for step in range(steps):
+            moving, moments, parts = update(moving, moments, *batch(step))
+            yield moving, {name: float(value) for name, value in parts.items()}
 
     def residuals(self) -> tuple[np.ndarray, np.ndarray]:
         """Computes residuals of every glyph of every face and size at every place, and of shrunk pages; in float16.
@@ -324,10 +349,17 @@ class Stages:
         connector[...] = jnp.zeros_like(connector[...])
 
     def pieces_stage(self, bank: np.ndarray, shrunk: np.ndarray) -> Iterator[dict[str, float]]:
-        """Trains the last block and the connector; yields the numbers of every step."""
-        recipe = self.recipe
-        optimiser = self.optimiser(recipe.piece_steps)
-        moving, still = self._apart(self.state)
+        """Trains the last block, the final norm and the connector; yields the numbers of every step."""
+        recipe, last = self.recipe, self.recipe.depth - 1
+        plain = nnx.to_pure_dict(self.state)
+        visual = plain["visual"]
+        moving: Any = {
+            "projector": plain["projector"],
+            "final_norm": visual["final_norm"],
+            "last": jax.tree.map(lambda leaf: leaf[last], visual["blocks"]),
+        }
+        still = {name: value for name, value in visual.items() if name not in ("final_norm", "blocks")}
+        still["blocks"] = jax.tree.map(lambda leaf: leaf[:last], visual["blocks"])
 
         def loss(moving, still, cells, chosen):
             tower = self.tower(self._together(moving, still))
@@ -336,31 +368,15 @@ class Stages:
             named, right = found_by_distance(read, self.table, chosen, recipe.piece_sharpness / self.spread)
             return missed + recipe.piece_named * named, {"pieces.missed": missed, "pieces.right": right}
 
-        def update(moving, moments, still, cells, chosen):
-            (_, parts), gradients = jax.value_and_grad(loss, has_aux=True)(moving, still, cells, chosen)
-            updates, moments = optimiser.update(gradients, moments, moving)
-            return optax.apply_updates(moving, updates), moments, parts
-
-        jitted, moments = jax.jit(update, donate_argnums=(0, 1)), optimiser.init(moving)
-        for _ in range(recipe.piece_steps):
+        def batch(step):
             chosen = self.slots.rng.integers(len(self.pieces.ids), size=recipe.piece_batch).astype(np.int32)
-            moving, moments, parts = jitted(moving, moments, still, self.cells(bank, shrunk, chosen), chosen)
-            yield {name: float(value) for name, value in parts.items()}
+            return still, self.cells(bank, shrunk, chosen), chosen
 
+        # The state is put together once, at the end: the tree of all parameters is not needed between steps.
+        for parameters, numbers in self._descend(moving, loss, recipe.piece_steps, batch):
+            moving = parameters
+            yield numbers
         self.state = self._together(moving, still)
-
-    def _apart(self, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Splits the parameters: those of the second stage (last block, final norm, connector), and the others."""
-        plain = nnx.to_pure_dict(state)
-        visual = plain["visual"]
-        last = self.recipe.depth - 1
-        moving = {
-            "projector": plain["projector"],
-            "final_norm": visual["final_norm"],
-            "last": jax.tree.map(lambda leaf: leaf[last], visual["blocks"]),
-        }
-        rest = {name: value for name, value in visual.items() if name not in ("final_norm", "blocks")}
-        return moving, {**rest, "blocks": jax.tree.map(lambda leaf: leaf[:last], visual["blocks"])}
 
     def _together(self, moving: Mapping[str, Any], still: Mapping[str, Any]) -> Any:
         append = functools.partial(jax.tree.map, lambda first, last: jnp.concatenate([first, last[None]]))

@@ -241,9 +241,9 @@ def pooled_rows(image: Image) -> np.ndarray:
 def gate_rows(table: ResultsTable, safety: Safety) -> None:
     """Adds rows "window.gate": false reuse at each coverage, medians of divergence, and their rank correlation.
 
-    A reuse is safe where the stored patch removes at least half of what blind reuse loses in that context
-    (η ≥ 0.5); the gate reuses the share of lowest divergence (those as near
-    as the last one too). Contexts in which blind reuse loses nothing are left out.
+    A reuse is safe where the stored patch removes at least half of what blind reuse loses in that context (η ≥ 0.5);
+    the gate reuses the share of lowest divergence (those as near as the last one too). Contexts in which blind reuse
+    loses nothing are left out.
     """
     divergence, kl, blind = (np.array(values) for values in (safety.divergence, safety.kl, safety.blind))
     cluster, name = np.array(safety.cluster), np.array(safety.name)

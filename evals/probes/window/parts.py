@@ -49,7 +49,10 @@ class ProbeParts:
         wanted = json.loads(json.dumps({"version": VERSION, **config}))
         about = self.folder / "config.json"
         if not about.exists():
-            _replaced(about, (json.dumps(wanted, indent=1) + "\n").encode())
+            # Renamed when it is whole, as every part is: a run that is stopped leaves no half of a file.
+            new = about.with_suffix(".new")
+            new.write_text(json.dumps(wanted, indent=1) + "\n")
+            os.replace(new, about)
             return
 
         try:
@@ -96,12 +99,6 @@ class ProbeParts:
     def _file(self, name: str) -> Path:
         assert self.folder is not None
         return self.folder / f"{name}.npz"
-
-
-def _replaced(file: Path, content: bytes) -> None:
-    new = file.with_suffix(".new")
-    new.write_bytes(content)
-    os.replace(new, file)
 
 
 def _arrays(part: ProbePart) -> dict[str, Any]:
