@@ -234,7 +234,9 @@ def check_places(layout: KVLayout, kv: KV, local: Positions, start: Int[AnyArray
             )
 
 
-def _rotate(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, back: bool) -> dict[str, Array]:
+@functools.partial(jax.jit, static_argnames=("layout", "back"))
+def jitted_rotate(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, back: bool) -> dict[str, Array]:
+    """Rotates the channels that carry phase; one program per layout and shape, so that rounding is the same."""
     cos, sin = rope_tables(layout.rope, local, start)
     scale = layout.rope.attention_scaling
     # The inverse turns the other way, and takes the attention scaling out again.
@@ -243,17 +245,11 @@ def _rotate(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, 
     return {name: rotate(value, cos, sin, layout.rope.cached, scale) for name, value in kv.items()}
 
 
-jitted_rotate = jax.jit(_rotate, static_argnames=("layout", "back"))
-"""Rotation of the channels that carry phase; one program per layout and shape, so that rounding is the same."""
-
-
-def _relocate(layout: KVLayout, kv: dict[str, Array], old: Array, new: Array) -> dict[str, Array]:
+@functools.partial(jax.jit, static_argnames=("layout",))
+def jitted_relocate(layout: KVLayout, kv: dict[str, Array], old: Array, new: Array) -> dict[str, Array]:
+    """Rotates the channels that carry phase once, from old to new positions; compiled once per layout and shape."""
     cos, sin = relocation_tables(layout.rope, old, new)
     return {name: rotate(value, cos, sin, layout.rope.cached) for name, value in kv.items()}
-
-
-jitted_relocate = jax.jit(_relocate, static_argnames=("layout",))
-"""One rotation from old to new positions of the channels that carry phase, compiled once per layout and shape."""
 
 
 def on_device(value: AnyArray) -> Array:
