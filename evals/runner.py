@@ -103,6 +103,7 @@ def measure(
         clusters = number * sizes.batch + np.arange(sizes.batch)
         answers = read_arms(table, reader, arms)
 
+        # Arms that choose tokens by the question were read in the first probe alone.
         for name in reader.probes:
             items = table.items(name)
             items.kinds = reader.kinds

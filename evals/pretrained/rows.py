@@ -99,7 +99,7 @@ def _compared(probe: str, scored: Sequence[Record], metrics: Sequence[str] = MET
     """
     if len({(_key(record), record["arm"]) for record in scored}) != len(scored):
         raise ValueError(
-            f"{probe}: an item and arm were measured twice; expected items that differ in domain, document or passage"
+            f"{probe}: got an item and arm measured twice; expected items that differ in domain, document or passage"
         )
 
     reference = {_key(record): record for record in scored if record["arm"] == "re-prefill"}

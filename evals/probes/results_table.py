@@ -84,6 +84,7 @@ class ProbeItems:
         blind_predicted, blind_divergence = (values[here] for values in self.arm(self.blind))
         reference_predicted = self.arm(self.reference)[0][here]
 
+        # Where blind reuse loses next to nothing, η would be a quotient of roundings.
         harmed = len(blind_divergence) > 0 and blind_divergence.mean() >= DAMAGE
         eta = intervals.eta(divergence, blind_divergence, cluster) if harmed else intervals.UNDEFINED
         reference_right = (reference_predicted == answer).astype(float)
@@ -169,6 +170,7 @@ class ResultsTable:
                 for name, batches in getattr(items, column).items():
                     getattr(own, column).setdefault(name, []).extend(batches)
 
+        # Samples of both are pooled; of a maximum only the larger counts.
         for name, batches in other.samples.items():
             self.samples.setdefault(name, []).extend(batches)
         for name, (value, count) in other.maxima.items():

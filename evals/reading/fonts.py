@@ -98,7 +98,7 @@ def find(families: Families, more: Sequence[str | os.PathLike[str]] = (), every:
     if every and missing:
         packages = " ".join(f"fonts-{family}" for family in sorted(missing))
         raise InputError(
-            f"fonts of {len(missing)} families are not there; expected them installed (apt install {packages})"
+            f"fonts: got no files of {len(missing)} families; expected them installed (apt install {packages})"
         )
     found = {family: [known[stem] for stem in stems if stem in known] for family, stems in families.items()}
     return {family: files for family, files in found.items() if files}
@@ -106,6 +106,7 @@ def find(families: Families, more: Sequence[str | os.PathLike[str]] = (), every:
 
 def _files(places: Iterable[Path]) -> dict[str, Path]:
     found: dict[str, Path] = {}
+    # The first folder that has a face wins, so that matplotlib's own are the same on every machine.
     for place in places:
         for path in sorted(place.rglob("*.[to]tf")):
             found.setdefault(path.stem, path)

@@ -143,6 +143,7 @@ def measure_window(
                 probe.run(found.table, stock, rng=rng, step=step, **gate)
                 parts.keep(probe.name, found)
 
+            # Parts are merged in the planned order, whether they were just measured or read.
             table.take(found.table)
             safety.take(found.safety)
 
