@@ -94,14 +94,18 @@ def find(families: Families, more: Sequence[str | os.PathLike[str]] = (), every:
       InputError: missing files, with Debian's packages that have them.
     """
     known = _files(folders(more))
-    missing = {family for family, stems in families.items() if any(stem not in known for stem in stems)}
+    missing = {family for family, stems in families.items() if not set(stems) <= known.keys()}
     if every and missing:
         packages = " ".join(f"fonts-{family}" for family in sorted(missing))
         raise InputError(
             f"fonts: got no files of {len(missing)} families; expected them installed (apt install {packages})"
         )
-    found = {family: [known[stem] for stem in stems if stem in known] for family, stems in families.items()}
-    return {family: files for family, files in found.items() if files}
+
+    found = {}
+    for family, stems in families.items():
+        if files := [known[stem] for stem in stems if stem in known]:
+            found[family] = files
+    return found
 
 
 def _files(places: Iterable[Path]) -> dict[str, Path]:
