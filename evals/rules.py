@@ -86,26 +86,18 @@ def read_rules(path: Path = PATH) -> Rules:
     """Reads a file of rules.
 
     Raises:
-      KeyError: a rule is missing. TypeError: one that is not known.
+      KeyError, TypeError: a rule is missing, or one is not known.
     """
     text = path.read_bytes()
     found = json.loads(text)
-    rank, beating = found.pop("smallest_rank"), found.pop("beating")
-    arms: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in found.pop("arms").items()
-    }
-    return Rules(
-        digest=hashlib.blake2b(text, digest_size=8).hexdigest(),
-        headline_backbones=tuple(found.pop("headline_backbones")),
-        headline_arms=tuple(found.pop("headline_arms")),
-        rank_kinds=tuple(rank["kinds"]),
-        rank_tolerance=rank["tolerance"],
-        beating_kinds=tuple(beating["kinds"]),
-        beating_tolerance=beating["tolerance"],
-        axes=tuple(beating["axes"]),
-        arms=ArmRules(**arms),
-        **found,
-    )
+    rank, beating, arms = (found.pop(name) for name in ("smallest_rank", "beating", "arms"))
+    found |= {f"rank_{name}": value for name, value in rank.items()}
+    found |= {f"beating_{name}": value for name, value in beating.items() if name != "axes"}
+    found["axes"] = beating["axes"]
+    # Lists of a file are tuples here, because rules never change.
+    for part in (found, arms):
+        part |= {name: tuple(value) for name, value in part.items() if isinstance(value, list)}
+    return Rules(digest=hashlib.blake2b(text, digest_size=8).hexdigest(), arms=ArmRules(**arms), **found)
 
 
 RULES = read_rules()

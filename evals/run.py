@@ -11,6 +11,7 @@ from . import startup_message as startup_message  # isort: split
 from . import extra as extra  # isort: split
 
 import dataclasses
+import itertools
 import json
 import shlex
 import sys
@@ -24,7 +25,7 @@ import jax
 from absl import app, flags
 
 from kvpatch_jax.errors import InputError
-from models import ModelBackbone, load
+from models import load
 
 from . import small_task
 from .command_line import errors_as_one_line
@@ -105,23 +106,19 @@ _SEED = flags.DEFINE_integer(
 )
 
 
-def kept_parts(config: RunConfig, backbone: ModelBackbone, folder: Path) -> ProbeParts:
-    """Finds what the window's suite has finished in a folder; ends the program where that is of another run."""
-    about = {"model": config.name, "fingerprint": backbone.fingerprint, "seed": config.seed}
-    with errors_as_one_line():
-        return ProbeParts(folder, {**about, **dataclasses.asdict(config.window)})
-
-
 def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
     """Measures one backbone and writes everything about it; returns the contents of results.json."""
     began = time.perf_counter()
     backbone = load(shipped(config.backbone), dtype="float32")
-    parts = kept_parts(config, backbone, folder) if WINDOW in config.suite else None
+    # What the window's suite has finished in the folder; the program ends where that is of another run.
+    about = {"model": config.name, "fingerprint": backbone.fingerprint, "seed": config.seed}
+    with errors_as_one_line():
+        parts = ProbeParts(folder, {**about, **dataclasses.asdict(config.window)}) if WINDOW in config.suite else None
     (folder / "figures").mkdir(parents=True, exist_ok=True)
 
     progress = Progress(planned_ticks(config, len(arms_of(config, backbone))))
-    about = f"{config.name}: {config.contexts} contexts, {', '.join(config.suite)}"
-    print(f"{about}; about {in_words(progress.left())} on two quiet cores", flush=True)
+    measured = f"{config.name}: {config.contexts} contexts, {', '.join(config.suite)}"
+    print(f"{measured}; about {in_words(progress.left())} on two quiet cores", flush=True)
     tables = measure(backbone, config, folder, progress, parts)
     progress.close()
 
@@ -137,7 +134,7 @@ def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
             "training": {name: training_of(shipped(name)) for name in models},
         },
         "environment": environment(PACKAGES),
-        "rows": [row for table in tables for row in table.rows()],
+        "rows": [*itertools.chain.from_iterable(table.rows() for table in tables)],
     }
     # The picture shows the patch of the first table.
     shown = shown_patch(headline_results(results) or results)
@@ -206,7 +203,7 @@ def run_pretrained() -> None:
 
     with errors_as_one_line():
         if _BACKBONE.present:
-            raise InputError(f"--suite=pretrained with --backbone={_BACKBONE.value}; expected --checkpoint=FILE")
+            raise InputError(f"--suite=pretrained: got --backbone={_BACKBONE.value}; expected --checkpoint=FILE")
         out = Path(_OUT.value if _OUT.present else "out/pretrained")
         pretrained.run(out, _CHECKPOINT.value, _PARTS.value, _QUICK.value)
 

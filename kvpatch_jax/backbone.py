@@ -61,8 +61,8 @@ class Tokens(NamedTuple):
         rows, axes = self.positions.shape[0], self.positions.shape[2:]
         if not jnp.issubdtype(offset.dtype, jnp.integer) or offset.shape not in ((), axes, (rows, *axes)):
             raise PositionError(
-                f"shift: start of dtype {offset.dtype} and shape {offset.shape}; expected integers, one for all, or of "
-                f"shape {(rows, *axes)}" + (f" or {axes}" if axes else "")
+                f"shift: got start of dtype {offset.dtype} and shape {offset.shape}; expected integers, one for all, "
+                f"or of shape {(rows, *axes)}" + (f" or {axes}" if axes else "")
             )
 
         if offset.shape == (rows, *axes):
@@ -250,7 +250,7 @@ class Backbone(Protocol):
 def check_is_backbone(backbone: Any, what: str) -> None:
     """Raises InputError unless an object has the attributes of a `Backbone`."""
     if not all(hasattr(backbone, word) for word in ("fingerprint", "layout", "prepare", "embed", "prefill")):
-        raise InputError(f"{what}: backbone {backbone!r:.80}; expected what models.load gives")
+        raise InputError(f"{what}: got backbone {backbone!r:.80}; expected what models.load gives")
 
 
 def check_tokens(tokens: Tokens, what: str) -> None:
@@ -262,12 +262,12 @@ def check_tokens(tokens: Tokens, what: str) -> None:
     """
     if not isinstance(tokens, Tokens):
         shown = f"a {type(tokens).__name__}" + (f" of {', '.join(tokens)}" if isinstance(tokens, Mapping) else "")
-        raise InputError(f"{what}: {shown}; expected Tokens, which backbone.embed(**backbone.prepare(items)) makes")
+        raise InputError(f"{what}: got {shown}; expected Tokens, which backbone.embed(**backbone.prepare(items)) makes")
     shape, places = tuple(tokens.embeddings.shape), tuple(tokens.positions.shape)
     if len(shape) != 3 or places[:2] != shape[:2]:
-        raise ShapeError(f"{what}: embeddings {shape} and positions {places}; expected [B, T, D] and [B, T, …]")
+        raise ShapeError(f"{what}: got embeddings {shape} and positions {places}; expected [B, T, D] and [B, T, …]")
     if 0 in shape[:2]:
-        raise ShapeError(f"{what}: embeddings {shape}; expected at least one row and one token")
+        raise ShapeError(f"{what}: got embeddings {shape}; expected at least one row and one token")
 
 
 def check_cached(layout: KVLayout, tokens: Tokens, kv: Context, what: str) -> None:
@@ -282,14 +282,14 @@ def check_cached(layout: KVLayout, tokens: Tokens, kv: Context, what: str) -> No
         check_paged(layout, kv, tokens.embeddings.shape[0], what)
         return
     if not isinstance(kv, Mapping):
-        raise InputError(f"{what}: a {type(kv).__name__}; expected KV, {{channel: [L, B, S, K, H]}}")
+        raise InputError(f"{what}: got a {type(kv).__name__}; expected KV, {{channel: [L, B, S, K, H]}}")
 
     expect_frame(kv, what, "engine")
     layout.check(kv, what)
     for name, value in kv.items():
         if value.ndim != 5 or value.shape[1] != tokens.embeddings.shape[0]:
             raise ShapeError(
-                f"{what}[{name!r}]: shape {value.shape}; expected [L, B, S, K, H] with the tokens' batch, B = "
+                f"{what}[{name!r}]: got shape {value.shape}; expected [L, B, S, K, H] with the tokens' batch, B = "
                 f"{tokens.embeddings.shape[0]} (value[:, None] gives one chunk's KV a batch of one)"
             )
 
@@ -320,7 +320,7 @@ def check_behind(tokens: Tokens, context: Context, mask: AnyArray | None, what: 
 
     if unmoved.any():
         raise PositionError(
-            f"{what}: row {int(unmoved.argmax())} begins at position 0 behind a context of {size} tokens; expected "
+            f"{what}: got row {int(unmoved.argmax())} at position 0 behind a context of {size} tokens; expected "
             "positions behind it: tokens.shift(start), start being where the context's span ends"
         )
 
@@ -340,12 +340,12 @@ def joined(*parts: KV) -> EngineKV:
     """
     if not parts or not all(isinstance(part, Mapping) for part in parts):
         kinds = [type(part).__name__ for part in parts]
-        raise InputError(f"joined: parts {kinds}; expected KV in the engine frame, {{channel: [L, T, K, H]}}")
+        raise InputError(f"joined: got parts {kinds}; expected KV in the engine frame, {{channel: [L, T, K, H]}}")
 
     for part in parts:
         expect_frame(part, "joined", "engine")
         if set(part) != set(parts[0]):
-            raise LayoutError(f"joined: channels {sorted(part)}; expected {sorted(parts[0])}")
+            raise LayoutError(f"joined: got channels {sorted(part)}; expected {sorted(parts[0])}")
     return EngineKV({name: _joined([part[name] for part in parts], name) for name in parts[0]})
 
 
@@ -360,5 +360,5 @@ def _joined(values: list[AnyArray], name: str) -> Array:
     for original, batched in zip(values, with_batch, strict=True):
         if batched.ndim != 5 or shape_without_tokens(batched) != expected:
             shape = original.shape
-            raise ShapeError(f"joined[{name!r}]: shape {shape}; expected to go with {values[0].shape}, but for T")
+            raise ShapeError(f"joined[{name!r}]: got shape {shape}; expected to go with {values[0].shape}, but for T")
     return jnp.concatenate(with_batch, axis=2)

@@ -17,7 +17,7 @@ MOST_STEPS = 1 << 30
 def check_steps(steps: Any) -> None:
     """Raises InputError unless `steps` is a valid number of tokens."""
     if not is_whole(steps, 0) or steps >= MOST_STEPS:
-        raise InputError(f"steps {steps!r:.80}; expected a number of tokens, 0 or more and below 2**30")
+        raise InputError(f"steps: got {steps!r:.80}; expected a number of tokens, 0 or more and below 2**30")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
             if not hasattr(value, "__float__") or (isinstance(value, int) and abs(value) > MOST_STEPS):
-                raise ConfigError(f"{name} {value!r:.80}; expected a number")
+                raise ConfigError(f"{name}: got {value!r:.80}; expected a number")
 
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(f"temperature {self.temperature}; expected a finite number, 0 or more")
+            raise ConfigError(f"temperature: got {self.temperature}; expected a finite number, 0 or more")
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p {self.top_p}; expected more than 0 and at most 1")
+            raise ConfigError(f"top_p: got {self.top_p}; expected more than 0 and at most 1")
         if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
-            raise ConfigError(f"top_k {self.top_k!r}; expected a whole number from 1 on, or None for all tokens")
+            raise ConfigError(f"top_k: got {self.top_k!r}; expected a whole number from 1 on, or None for all tokens")
 
 
 class TextPiece(NamedTuple):

@@ -60,7 +60,7 @@ class Answering:
         default = jax.random.key_impl(jax.random.key(0))
         if data.ndim != 1 or jax.random.key_impl(draw.key) != default:
             raise InputError(
-                f"key of {jax.random.key_impl(draw.key)}, shape {draw.key.shape}; expected one of {default}"
+                f"key: got {jax.random.key_impl(draw.key)}, shape {draw.key.shape}; expected one of {default}"
             )
         numbers = (np.asarray(value)[None] for value in (draw.temperature, draw.top_p, draw.top_k, data))
         return Draws(*numbers), stops
@@ -87,7 +87,9 @@ class Answering:
         self._check_regime(tokens.positions, steps)
         size, given = tokens.embeddings.shape[1], np.asarray(slots, np.int32)
         if not 1 <= length <= size or given.shape != (length,):
-            raise ShapeError(f"begin_answer: slots {given.shape}, length {length} of {size} tokens; expected one each")
+            raise ShapeError(
+                f"begin_answer: got slots {given.shape}, length {length} of {size} tokens; expected one each"
+            )
 
         total = int(np.prod(next(iter(context.pool.values())).shape[1:3]))
         check_slots(given, total)

@@ -136,7 +136,8 @@ class ModelBackbone(Generating, Writing, Answering):
         yield json.dumps(self.config.to_dict(), sort_keys=True).encode()
         rope = self.config.text.rope
         yield rope.angles.encode()
-        yield b"" if rope.scaling is None else repr(rope.scaling).encode()  # which regime is pinned
+        # Which regime is pinned is in no configuration.
+        yield b"" if rope.scaling is None else repr(rope.scaling).encode()
         settings = None if self.image_config is None else dataclasses.asdict(self.image_config)
         yield json.dumps(settings, sort_keys=True).encode()
 
@@ -325,7 +326,8 @@ class ModelBackbone(Generating, Writing, Answering):
         if vision is None:
             if arrays:
                 raise InputError(
-                    f"{sorted(arrays)} for {self.family.architecture}, which takes no images; expected ids alone"
+                    f"inputs: got {sorted(arrays)} for {self.family.architecture}, which takes no images; expected ids "
+                    "alone"
                 )
             return None
 
@@ -343,14 +345,16 @@ class ModelBackbone(Generating, Writing, Answering):
     def _check_features(self, input_ids: np.ndarray, features: Features) -> None:
         """Refuses features that were not made for this model and these placeholders."""
         if self.family.vision is None:
-            raise InputError(f"features for {self.family.architecture}, which takes no images; expected ids alone")
+            raise InputError(
+                f"features: got some for {self.family.architecture}, which takes no images; expected ids alone"
+            )
 
         expected = (feature_arrays(self.config), self._feature_count(input_ids), self.config.text.width)
         shape = tuple(features.shape) if isinstance(features, np.ndarray | jax.Array) else type(features).__name__
         if shape != expected:
             raise InputError(
-                f"features of shape {shape}; expected {expected} for the image placeholders in "
-                "input_ids, as backbone.encode gives them"
+                f"features: got shape {shape}; expected {expected} for the image placeholders in input_ids, as "
+                "backbone.encode gives them"
             )
 
     def _feature_count(self, input_ids: np.ndarray) -> int:
@@ -359,9 +363,9 @@ class ModelBackbone(Generating, Writing, Answering):
     def _positions(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
         rows = len(input_ids)
         if not rows:
-            raise ShapeError(f"embed: token ids {input_ids.shape}; expected at least one row")
+            raise ShapeError(f"embed: got token ids {input_ids.shape}; expected at least one row")
         if rows != 1 and self.layout.rope.axes is not None:
-            raise InputError(f"embed: {rows} rows without position_ids; expected position_ids for a batch")
+            raise InputError(f"embed: got {rows} rows without position_ids; expected position_ids for a batch")
         positions = self.family.positions(self.config, input_ids[0], arrays)
         return np.repeat(positions[None], rows, axis=0)
 
@@ -434,7 +438,7 @@ class ModelBackbone(Generating, Writing, Answering):
           InputError: a model without experts. Else as `prefill`.
         """
         if self.config.text.experts is None:
-            raise InputError(f"router_load of {self.family.architecture}, which has no experts; expected a mixture")
+            raise InputError(f"router_load: got {self.family.architecture}, which has no experts; expected a mixture")
         context = self._check_read(tokens, context, mask, "router_load")
         self._check_regime(tokens.positions)
         batch, length, _ = tokens.embeddings.shape

@@ -18,8 +18,7 @@ from kvpatch_jax.utils.atomic_files import path_of
 from .backbone import ModelBackbone
 from .checkpoints import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
 from .decoder.sharding import check_parameters, parameter_shardings
-from .families.authors import AuthorsFormat
-from .families.family import Family, abstract, parameters, with_dtype
+from .families.family import abstract, parameters, with_dtype
 from .families.registry import AUTHORS, FAMILIES
 from .files import open_files
 from .inputs.stops import save_generation
@@ -71,9 +70,9 @@ def load(
     root = path_of(directory, "load:", ConfigError, "a checkpoint's directory or GGUF file")
     adapter = None if adapter is None else path_of(adapter, "load: adapter", ConfigError, "an adapter's directory")
     if dtype is not None and dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"load: dtype {dtype!r:.80}; expected 'float32', 'bfloat16' or None")
+        raise ConfigError(f"load: got dtype {dtype!r:.80}; expected 'float32', 'bfloat16' or None")
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise ConfigError(f"load: mesh {mesh!r:.80}; expected a jax.sharding.Mesh, or None")
+        raise ConfigError(f"load: got mesh {mesh!r:.80}; expected a jax.sharding.Mesh, or None")
 
     files = open_files(root)
     name = _architecture(files.config, files.name)
@@ -98,7 +97,10 @@ def load(
     config = family.settle_ties(config, shapes, functools.partial(same_tensors, source), silent)
     expected = flatten_params(parameters(abstract(config)))
     entries = family.entries(config, shapes)
-    image_config = _image_settings(family, authors, files.config, root)
+    if authors is not None:
+        image_config = authors.settings(files.config, root)
+    else:
+        image_config = None if family.vision is None else family.vision.settings(root)
 
     shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
     ignore = (*family.ignored(config), *map(re.escape, source.unused))
@@ -131,12 +133,13 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
       InputError: no backbone. ConfigError: no name of a directory.
     """
     if not isinstance(backbone, ModelBackbone):
-        raise InputError(f"save: a {type(backbone).__name__}; expected a backbone, as load returns")
+        raise InputError(f"save: got a {type(backbone).__name__}; expected a backbone, as load returns")
 
     root = path_of(directory, "save:", ConfigError, "a directory's name")
     root.mkdir(parents=True, exist_ok=True)
     config, values = backbone.config, backbone.parameters
-    if dtype is not None:  # parameters that are float32 in every model (a router's correction) stay so
+    # Parameters that are float32 in every model (a router's correction) stay so.
+    if dtype is not None:
         config = with_dtype(config, dtype)
         values = jax.tree.map(lambda leaf, typed: leaf.astype(typed.dtype), values, parameters(abstract(config)))
 
@@ -152,18 +155,12 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
     return root
 
 
-def _image_settings(family: Family, authors: AuthorsFormat | None, given: Mapping[str, Any], root: Path) -> Any:
-    if authors is not None:
-        return authors.settings(given, root)
-    return None if family.vision is None else family.vision.settings(root)
-
-
 def _architecture(raw: Mapping[str, Any], path: str) -> str:
     """Returns the architecture of a configuration, one that is known."""
     names = raw.get("architectures") or [_BY_MODEL_TYPE.get(str(raw.get("model_type")), raw.get("model_type"))]
     if not isinstance(names, list) or not all(name is None or isinstance(name, str) for name in names):
-        raise ConfigError(f"{path}: architectures is {names!r}; expected a list of names")
+        raise ConfigError(f"{path}: got architectures {names!r}; expected a list of names")
     for name in names:
         if name in FAMILIES or name in AUTHORS:
             return str(name)
-    raise ConfigError(f"architectures {names} in {path}; this library knows {sorted({*FAMILIES, *AUTHORS})}")
+    raise ConfigError(f"{path}: got architectures {names}; expected one of {sorted({*FAMILIES, *AUTHORS})}")

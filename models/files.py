@@ -161,14 +161,14 @@ def _read_config(root: Path) -> dict[str, Any]:
     path = root / "config.json"
     if (root / ADAPTER_CONFIG).is_file() and not path.is_file():
         raise ConfigError(
-            f"{root} holds an adapter ({ADAPTER_CONFIG}) and no model; expected the model's directory, and this one as "
+            f"{root}: got an adapter ({ADAPTER_CONFIG}) and no model; expected the model's directory, and this one as "
             "adapter: load(DIRECTORY, adapter=…)"
         )
     if not root.exists():
         name = root.as_posix() if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", root.as_posix()) else "OWNER/NAME"
         raise ConfigError(
-            f"{str(root)!r} is not there; expected a Hugging Face checkpoint directory on this machine. Names of the "
-            f"hub are not fetched: `hf download {name} --local-dir DIRECTORY` downloads a checkpoint, and so does "
+            f"{str(root)!r}: got no such file; expected a Hugging Face checkpoint directory on this machine. Names of "
+            f"the hub are not fetched: `hf download {name} --local-dir DIRECTORY` downloads a checkpoint, and so does "
             f"`huggingface_hub.snapshot_download({name!r})`, which returns its directory"
         )
     return read_table(path, "a Hugging Face checkpoint directory")

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,8 +11,10 @@ import numpy as np
 
 from .checkpoints import flatten_params
 
-_PIECE = 16 << 20  # bytes
-_SMALL = 1 << 20  # bytes; below them a thread is not worth its while
+_PIECE = 16 << 20
+"""Bytes of a piece. Another size gives another digest."""
+_SMALL = 1 << 20
+"""Bytes below which a thread costs more than it saves."""
 
 
 def fingerprint_of(settings: Iterable[bytes], parameters: Mapping[str, Any]) -> str:
@@ -29,31 +31,24 @@ def fingerprint_of(settings: Iterable[bytes], parameters: Mapping[str, Any]) -> 
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
         for path, leaf in sorted(flatten_params(parameters).items()):
             digest.update(f"{'.'.join(path)}\0{leaf.dtype}\0{leaf.shape}\0".encode())
-            pieces = list(_pieces(leaf))
-            run = map if leaf.nbytes < _SMALL else pool.map
-            for piece in run(lambda piece, leaf=leaf: _hashed(leaf, piece), pieces):
+
+            pieces: list[tuple[slice, ...]] = [()]
+            if leaf.shape and leaf.size:
+                step = max(1, _PIECE * leaf.shape[0] // leaf.nbytes)
+                pieces = [(slice(start, min(start + step, len(leaf))),) for start in range(0, len(leaf), step)]
+
+            # On a host all of the array is looked at in place; of a device's, each piece is fetched by itself.
+            in_place = leaf.nbytes < _SMALL or not isinstance(leaf, jax.Array) or _on_one_cpu(leaf)
+
+            def hashed(piece: tuple[slice, ...], leaf: Any = leaf, in_place: bool = in_place) -> bytes:
+                values = np.asarray(leaf)[piece] if in_place else np.asarray(leaf[piece])
+                return hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8)).digest()
+
+            for piece in (map if leaf.nbytes < _SMALL else pool.map)(hashed, pieces):
                 digest.update(piece)
 
     return digest.hexdigest()
 
 
-def _pieces(leaf: jax.Array | np.ndarray) -> Iterator[tuple[slice, ...]]:
-    if not leaf.shape or not leaf.size:
-        yield ()
-        return
-    step = max(1, _PIECE * leaf.shape[0] // leaf.nbytes)
-    for start in range(0, leaf.shape[0], step):
-        yield (slice(start, min(start + step, leaf.shape[0])),)
-
-
-def _hashed(leaf: jax.Array | np.ndarray, piece: tuple[slice, ...]) -> bytes:
-    """Returns a piece's digest. On a host all of the array is looked at in place; of a device's, the piece is
-    fetched.
-    """
-    in_place = leaf.nbytes < _SMALL or not isinstance(leaf, jax.Array) or _on_one_cpu(leaf)
-    values = np.asarray(leaf)[piece] if in_place else np.asarray(leaf[piece])
-    return hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8)).digest()
-
-
 def _on_one_cpu(leaf: jax.Array) -> bool:
-    return {device.platform for device in leaf.devices()} == {"cpu"} and len(leaf.devices()) == 1
+    return [device.platform for device in leaf.devices()] == ["cpu"]

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -117,6 +116,7 @@ class Forward:
 
     def holding(self, state: Any) -> "Forward":
         """Returns the same programs over other parameters: nothing is traced or compiled again."""
+        # The jitted programs are attributes, which the copy shares; what was made of the old parameters is not.
         other = copy.copy(self)
         other.__dict__.pop("step_state", None)
         other.state = state
@@ -147,7 +147,7 @@ class Forward:
         hidden_at: tuple[int, ...],
         chunk: int | None = None,
     ) -> Output:
-        """Returns `rows` are the tokens whose logits are wanted, by index; None for all."""
+        """Runs a prompt; `rows` are the tokens whose logits are wanted, by index, None for all."""
         decoder, length = nnx.merge(self.graph, state).decoder, tokens.embeddings.shape[1]
         mask = self._mask(length, context, mask)
         layers: Any = {"start_layer": start_layer, "hidden_at": hidden_at, "chunk": chunk}
@@ -188,7 +188,7 @@ class Forward:
         mask: Any,
         rows: Array | None,
     ) -> Step:
-        """Returns the same where the cache is in pages. The pool is an argument of its own, for it alone is donated.
+        """Does what `_recompute` does where the cache is in pages. The pool is an argument of its own: it is donated.
 
         Args:
           context: the pages, and which of their keys count once the tokens are written.
@@ -227,6 +227,7 @@ class Forward:
         decoder, size = nnx.merge(self.graph, state).decoder, next(iter(pool.values())).shape[2]
         at, total = jnp.asarray(rows.place)[:, None], next(iter(pool.values())).shape[1] * size
         stand = jnp.where(rows.owned & (rows.places <= at), rows.places, NOWHERE)
+        # The key whose place is that of the token to write; a row that stands for none has no page, and writes nowhere.
         key = jnp.argmax(stand == at, axis=1, keepdims=True).astype(jnp.int32)
         page = jnp.take_along_axis(rows.table, key // size, axis=1)
         slots = jnp.where(page < 0, total, page * size + key % size)
@@ -301,15 +302,30 @@ class Forward:
         layers: Any = {"context": self._spread(context), "start_layer": 0, "hidden_at": (), "chunk": None}
         run = run_prompt(decoder, tokens, seen, last[:, None], **layers)
         token = choose(decoder.logits(run.hidden)[:, 0], draw, 0)
+
+        # Padding has positions too, which must not move the first token that is made.
         inside = (jnp.arange(T) <= last[:, None]).reshape(B, T, *(1,) * (tokens.positions.ndim - 2))
         positions = jnp.where(inside, tokens.positions, tokens.positions[:, :1])
         place = jnp.max(positions, axis=tuple(range(1, positions.ndim))) + 1
-        # What the last token sees; the keys that are made since are added as they are written, and stand behind it.
-        row = jnp.pad(_row_of(seen, last, T, size + T), ((0, 0), (0, 0), (0, 0), (0, room)))
+
+        # What each row's last token sees; keys made since are added as they are written, and stand behind it.
+        def row_of(row: Array) -> Array:
+            return seen.take_rows(row, 1).take_queries(last[row], 1, T).dense(1, size + T)[0]
+
+        row = jnp.pad(jax.lax.map(row_of, jnp.arange(len(last))), ((0, 0), (0, 0), (0, 0), (0, room)))
         of_last = jnp.take_along_axis(jnp.broadcast_to(seen.places_of_queries(T), (B, T)), last[:, None], axis=1)
-        before = jnp.broadcast_to(seen.places_of_keys(size + T), (B, size + T))
-        places = jnp.concatenate([before, of_last + 1 + jnp.arange(room, dtype=jnp.int32)], axis=1)
-        cache = self._spread(self._grow(run.kv, tokens.positions, context, room))
+        of_keys = jnp.broadcast_to(seen.places_of_keys(size + T), (B, size + T))
+        places = jnp.concatenate([of_keys, of_last + 1 + jnp.arange(room, dtype=jnp.int32)], axis=1)
+
+        # The engine-frame cache of context and tokens, with room for as many more.
+        turned, before = to_engine(self.layout, run.kv, tokens.positions, 0), context
+        if isinstance(before, Paged):
+            before = read_pages(before, self.layout, jnp.arange(self.layout.layers))
+        cache = {}
+        for name, new in turned.items():
+            whole = new if before is None else jnp.concatenate([before[name].astype(new.dtype), new], 2)
+            cache[name] = jnp.pad(whole, ((0, 0), (0, 0), (0, room), (0, 0), (0, 0)))
+        cache = self._spread(cache)
         if apart:
             cache = {name: tuple(value) for name, value in cache.items()}
         return Continuation(token, jnp.int32(1), _stopped(token, draw), place, row, places), cache
@@ -345,6 +361,7 @@ class Forward:
     ) -> tuple[Continuation, Any]:
         """Writes each row's last token and chooses the next one; rows that are done keep theirs."""
         B, axes = len(now.token), () if self.layout.rope.axes is None else (self.layout.rope.axes,)
+        # The token that is written now was chosen by the step before.
         slot = written + now.count - 1
         seen = now.seen | (jnp.arange(now.seen.shape[-1]) == slot)
         place = now.place + (now.count - 1).astype(now.place.dtype)
@@ -358,17 +375,6 @@ class Forward:
         token = jnp.where(now.done, now.token, token)
         now = now._replace(token=token, count=now.count + 1, done=now.done | _stopped(token, draw), seen=seen)
         return now, run.cache
-
-    def _grow(self, kv: KV, positions: Array | np.ndarray, context: Context | None, room: int) -> KV:
-        """Returns engine-frame cache of context and tokens with room for as many more."""
-        turned = to_engine(self.layout, kv, positions, 0)
-        if isinstance(context, Paged):
-            context = read_pages(context, self.layout, jnp.arange(self.layout.layers))
-        grown = {}
-        for name, new in turned.items():
-            whole = new if context is None else jnp.concatenate([context[name].astype(new.dtype), new], 2)
-            grown[name] = jnp.pad(whole, ((0, 0), (0, 0), (0, room), (0, 0), (0, 0)))
-        return grown
 
     def _spread(self, kv: Any) -> Any:
         """Returns a KV pytree laid over the mesh, where there is one (and None where there is no KV)."""
@@ -385,15 +391,6 @@ def key_count(context: Context | None) -> int:
     if isinstance(context, Paged):
         return context.key_count
     return 0 if context is None else next(iter(context.values())).shape[2]
-
-
-def _row_of(mask: Mask, last: Int[Array, " B"], queries: int, keys: int) -> Bool[Array, "B 1 1 S"]:
-    """Returns which keys each row's last token sees."""
-
-    def one(row):
-        return mask.take_rows(row, 1).take_queries(last[row], 1, queries).dense(1, keys)[0]
-
-    return jax.lax.map(one, jnp.arange(len(last)))
 
 
 def _stopped(token: Int[Array, " B"], draw: Draw) -> Bool[Array, " B"]:

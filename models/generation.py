@@ -71,6 +71,7 @@ def pieces_of(
             ending = np.isin(ids, stops) & ~ended
             found = []
 
+            # Bytes that are still missing at the end of a row become U+FFFD.
             for row, pieces in enumerate(texts):
                 text = "" if ended[row] or ending[row] else pieces.push(int(ids[row]))
                 if ending[row] or (made == steps and not ended[row]):
@@ -117,6 +118,7 @@ def make_blocks(
     ids, count, left, made = now.token[:, None], 1, steps - 1, 0
 
     while True:
+        # The next block is dispatched before this one is read, so that the device does not wait for the host.
         following = None
         if left:
             many = min(block, left)
@@ -142,8 +144,8 @@ def _check_chosen(ids: Int[np.ndarray, "B n"], made: int) -> None:
     if len(refused):
         row, place = refused[0]
         raise NotFiniteError(
-            f"row {row}: logits of token {made + int(place)} behind the prompt hold NaN or infinity, or are all "
-            "-infinity; expected a finite largest one"
+            f"row {row}: got logits of token {made + int(place)} behind the prompt that hold NaN or infinity, or are "
+            "all -infinity; expected a finite largest one"
         )
 
 
@@ -267,15 +269,15 @@ def pad_rows(prompts: Sequence[Tokens]) -> tuple[Tokens, Int[np.ndarray, " B"]]:
     """
     if not isinstance(prompts, list | tuple) or not prompts:
         found = "no prompts" if isinstance(prompts, list | tuple) else f"prompts {prompts!r:.80}"
-        raise InputError(f"pad_rows: {found}; expected at least one, in a list of Tokens")
+        raise InputError(f"pad_rows: got {found}; expected at least one, in a list of Tokens")
 
     for prompt in prompts:
         check_tokens(prompt, "pad_rows")
         width, axes = prompts[0].embeddings.shape[2:], np.shape(prompts[0].positions)[2:]
         if prompt.embeddings.shape[2:] != width or np.shape(prompt.positions)[2:] != axes:
             raise ShapeError(
-                f"pad_rows: embeddings {prompt.embeddings.shape} and positions {np.shape(prompt.positions)}; expected "
-                f"them to go with the first prompt's {prompts[0].embeddings.shape}"
+                f"pad_rows: got embeddings {prompt.embeddings.shape} and positions {np.shape(prompt.positions)}; "
+                f"expected them to go with the first prompt's {prompts[0].embeddings.shape}"
             )
 
     lengths = [prompt.embeddings.shape[1] for prompt in prompts]
@@ -314,7 +316,7 @@ def last_tokens(tokens: Tokens, lengths: Any) -> Int[np.ndarray, " B"]:
         return np.full(rows, longest - 1, np.int32)
     given = np.asarray(lengths)
     if given.shape != (rows,) or given.dtype.kind not in "iu" or given.min() < 1 or given.max() > longest:
-        raise ShapeError(f"lengths {given.tolist()}; expected {rows} whole numbers from 1 to {longest}")
+        raise ShapeError(f"lengths: got {given.tolist()}; expected {rows} whole numbers from 1 to {longest}")
     return given.astype(np.int32) - 1
 
 
@@ -327,5 +329,5 @@ def check_stop(stop: Sequence[int] | Int[np.ndarray, " n"], vocabulary: int) -> 
     found = tuple(stop) if isinstance(stop, Sequence | np.ndarray) and not isinstance(stop, str) else (stop,)
     for token in found:
         if not isinstance(token, int | np.integer) or isinstance(token, bool) or not 0 <= token < vocabulary:
-            raise InputError(f"stop token {token!r}; expected ids from 0 to {vocabulary - 1}")
+            raise InputError(f"stop token: got {token!r}; expected ids from 0 to {vocabulary - 1}")
     return tuple(int(token) for token in found)

@@ -55,14 +55,11 @@ def run_prompt(
 def _in_chunks(
     decoder: Decoder, tokens: Tokens, mask: Mask, rows: Array | None, chunk: int, layers: dict[str, Any]
 ) -> Prefilled:
-    """Returns every chunk is written into the KV of the whole prompt, and reads there what stands in front of it.
+    """Runs a prompt chunk by chunk: each is written into the whole prompt's KV, and reads there what precedes it.
 
     The last chunk ends with the prompt: where the lengths do not fit it runs some tokens of the one before again.
     """
     B, T, _ = tokens.embeddings.shape
-
-    def empty(leaf, axis):
-        return jnp.zeros((*leaf.shape[:axis], T, *leaf.shape[axis + 1 :]), leaf.dtype)
 
     def run(start: Array, kv: dict[str, Array]) -> Prefilled:
         own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, chunk, 1), tokens)
@@ -93,13 +90,17 @@ def _in_chunks(
         kv = jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice(x, new.astype(x.dtype), at), whole.kv, part.kv)
         return Prefilled(hidden, kv, jax.tree.map(write(1), whole.taps, part.taps)), None
 
-    channels = {channel.name: channel for channel in decoder.config.layout.channels}
-    count, dtype = decoder.config.layers, tokens.embeddings.dtype
-    room = {name: jnp.zeros((count, B, T, own.heads, own.width), dtype) for name, own in channels.items()}
+    # The scan's carry: the whole prompt's results, zero at first. Keys of a later chunk are not seen before it is run.
+    room, layers_of = {}, decoder.config.layers
+    for channel in decoder.config.layout.channels:
+        room[channel.name] = jnp.zeros((layers_of, B, T, channel.heads, channel.width), tokens.embeddings.dtype)
     shapes = jax.eval_shape(run, jnp.int32(0), room)
     wanted = T if rows is None else rows.shape[1]
     hidden = jnp.zeros((B, wanted, shapes.hidden.shape[-1]), shapes.hidden.dtype)
-    begin = Prefilled(hidden, room, {layer: empty(leaf, 1) for layer, leaf in shapes.taps.items()})
+    taps = {}
+    for layer, leaf in shapes.taps.items():
+        taps[layer] = jnp.zeros((B, T, *leaf.shape[2:]), leaf.dtype)
+    begin = Prefilled(hidden, room, taps)
     starts = jnp.minimum(jnp.arange(0, T, chunk, dtype=jnp.int32), T - chunk)
     whole, _ = jax.lax.scan(step, begin, starts)
     return whole._replace(kv={name: value[layers["start_layer"] :] for name, value in whole.kv.items()})

@@ -67,7 +67,9 @@ class Prompts:
         if second_per_grid_ts is not None:
             if not hasattr(self.config, "tokens_per_second"):
                 name = self.family.architecture
-                raise InputError(f"second_per_grid_ts for {name}, whose positions count no seconds; expected None")
+                raise InputError(
+                    f"second_per_grid_ts: got some for {name}, whose positions count no seconds; expected None"
+                )
 
             try:
                 seconds = np.asarray(second_per_grid_ts, np.float32)
@@ -75,7 +77,9 @@ class Prompts:
                 seconds = np.float32(0)
 
             if seconds.ndim != 1:
-                raise InputError(f"second_per_grid_ts {second_per_grid_ts!r:.80}; expected a number for each video")
+                raise InputError(
+                    f"second_per_grid_ts: got {second_per_grid_ts!r:.80}; expected a number for each video"
+                )
             arrays |= {"second_per_grid_ts": seconds}
 
         numbers = itertools.count()
@@ -91,6 +95,7 @@ class Prompts:
         """See `ModelBackbone.chat`."""
         template, images = self._template(), images_of(messages)
         text = template.render(messages, add_generation_prompt, **variables)
+        # A text family's tokenizer adds nothing, because its template writes what belongs around a text.
         own = self.family.vision is not None and not template.starts(text)
         ids = ids_of_text(self.tokenizer, text, self._unknown, own)
 
@@ -107,6 +112,7 @@ class Prompts:
         def said(text):
             return [{"type": "text", "text": text}] if sees else text
 
+        # Two images and a question, of which the text around each is then read off the rendered messages.
         shown = [{"type": "image"}] * 2 if sees else []
         messages: list[Message] = [{"role": "user", "content": [*shown, *said(_ASKED)] if sees else _ASKED}]
         if system is not None:
@@ -120,8 +126,9 @@ class Prompts:
         before, mark, behind = rest.partition(_ASKED)
         if not mark or between:
             raise InputError(
-                f"chat template {template.name}: {between!r:.40} between two images; expected the images and the text "
-                "of a message one right behind the other (else lay the prompt out yourself, by `lead` and `around`)"
+                f"chat template {template.name}: got {between!r:.40} between two images; expected the images and the "
+                "text of a message one right behind the other (else lay the prompt out yourself, by `lead` and "
+                "`around`)"
             )
 
         if not sees:
@@ -132,15 +139,19 @@ class Prompts:
     def ids(self, text: str) -> list[int]:
         """See `ModelBackbone.ids`."""
         if not isinstance(text, str):
-            raise InputError(f"ids of {text!r:.80}; expected a text")
+            raise InputError(f"ids: got {text!r:.80}; expected a text")
         return self._text_ids(text) if text else []
 
     def _template(self) -> ChatTemplate:
         """Returns the chat template, which is of no use without a tokenizer."""
         if self.tokenizer is None and self.without_tokenizer != NO_TOKENIZER:
-            raise InputError(f"chat: {self.without_tokenizer}. Or pass token ids to `prepare`")
+            raise InputError(
+                f"chat: got no tokenizer ({self.without_tokenizer}); expected one, or token ids passed to `prepare`"
+            )
         if self.chat_template is None or self.tokenizer is None:
-            raise InputError("chat: this backbone has no chat template or no tokenizer; expected both in its directory")
+            raise InputError(
+                "chat: got a backbone without a chat template or without a tokenizer; expected both in its directory"
+            )
         return self.chat_template
 
     def _placeholder(self, text: str) -> str:
@@ -151,18 +162,19 @@ class Prompts:
         tokens = [self.tokenizer.id_to_token(each) for each in (*whole[:first], pad, *whole[last:])]
         if None in tokens:
             raise InputError(
-                f"chat template: the tokenizer has no text for image tokens {tokens}; expected one for each"
+                f"chat template: got image tokens {tokens} without a text in the tokenizer; expected one for each"
             )
+        # Some templates write an image's start and end themselves, others leave them to the processor.
         marked = "".join(tokens)
         return marked if marked in text else tokens[first]
 
     def text(self, token_ids: Sequence[int] | Int[Array | np.ndarray, " T"]) -> str:
         """Returns token ids as text."""
         if self.tokenizer is None:
-            raise InputError(f"{self.without_tokenizer}; expected one in its directory")
+            raise InputError(f"text: got no tokenizer ({self.without_tokenizer}); expected one in its directory")
         array = np.asarray(token_ids)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or (array.size and array.min() < 0):
-            raise InputError(f"text of {token_ids!r:.80}; expected token ids [T]")
+            raise InputError(f"text: got {token_ids!r:.80}; expected token ids [T]")
         return self.tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=False)
 
     def _prompt(self, ids: list[int], arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,7 +195,9 @@ class Prompts:
 
     def _process(self, images: list[Any]) -> dict[str, np.ndarray]:
         if self.family.vision is None:
-            raise InputError(f"{len(images)} images for {self.family.architecture}, which takes none; expected text")
+            raise InputError(
+                f"images: got {len(images)} for {self.family.architecture}, which takes none; expected text"
+            )
         return self.family.vision.process(images, self.image_config)
 
     def _image_ids(self, arrays: Mapping[str, Any], index: int) -> list[int]:
@@ -194,5 +208,7 @@ class Prompts:
         if not isinstance(item, str):
             return [int(token) for token in item]
         if self.tokenizer is None:
-            raise InputError(f"text {item[:40]!r}: {self.without_tokenizer}; expected token ids instead")
+            raise InputError(
+                f"text {item[:40]!r}: got no tokenizer ({self.without_tokenizer}); expected token ids instead"
+            )
         return ids_of_text(self.tokenizer, item, self._unknown)

@@ -46,8 +46,20 @@ def draw_of(sampling: Sampling, key: PRNGKeyArray | int | None, stop: Sequence[i
     # Below this, float32 quotients of logits are infinite or 0 alone: the likeliest token, which greedy takes.
     temperature = sampling.temperature if sampling.temperature > 1e-30 else 0.0
     if key is None and temperature > 0:
-        raise InputError(f"temperature {temperature} without a key; expected key=jax.random.key(0), or another number")
+        raise InputError(
+            f"temperature: got {temperature} without a key; expected key=jax.random.key(0), or another number"
+        )
 
+    if key is None:
+        key = 0
+    if isinstance(key, int | np.integer):
+        if not -(2**63) <= key < 2**63:
+            raise InputError(f"key: got {key}; expected a number of at most 64 bits, or a jax.random.key")
+        key = jax.random.key(int(key))
+    elif not isinstance(key, jax.Array | np.ndarray):
+        raise InputError(f"key: got {key!r:.80}; expected a number, or a jax.random.key")
+
+    # Few sizes, so that another number of stop tokens seldom compiles.
     room = STOPS
     while room < len(stop):
         room *= 2
@@ -57,19 +69,9 @@ def draw_of(sampling: Sampling, key: PRNGKeyArray | int | None, stop: Sequence[i
         np.float32(temperature),
         np.float32(sampling.top_p),
         np.int32(min(ALL_TOKENS if sampling.top_k is None else sampling.top_k, ALL_TOKENS)),
-        _key_of(0 if key is None else key),
+        key,
         stops,
     )
-
-
-def _key_of(key: PRNGKeyArray | int) -> PRNGKeyArray:
-    if not isinstance(key, int | np.integer):
-        if not isinstance(key, jax.Array | np.ndarray):
-            raise InputError(f"key {key!r:.80}; expected a number, or a jax.random.key")
-        return key
-    if not -(2**63) <= key < 2**63:
-        raise InputError(f"key {key}; expected a number of at most 64 bits, or a jax.random.key")
-    return jax.random.key(int(key))
 
 
 def choose(logits: Float[Array, "B V"], draw: Draw, index: Int[Array, ""] | int) -> Int[Array, " B"]:
@@ -83,10 +85,22 @@ def choose(logits: Float[Array, "B V"], draw: Draw, index: Int[Array, ""] | int)
     """
     top = jnp.max(logits, axis=-1)
 
-    def greedy():
+    def greedy() -> Array:
         return jnp.argmax(logits, axis=-1)
 
-    chosen = jax.lax.cond(draw.temperature > 0, lambda: _drawn(logits, draw, index), greedy)
+    def drawn() -> Array:
+        scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / draw.temperature
+        whole = (draw.top_p >= 1) & (draw.top_k >= logits.shape[-1])
+        among = jax.lax.cond(whole, lambda: jnp.ones(logits.shape, bool), lambda: kept(scaled, draw.top_p, draw.top_k))
+
+        def noise(row: Array) -> Array:
+            key = jax.random.fold_in(jax.random.fold_in(draw.key, row), index)
+            return jax.random.gumbel(key, logits.shape[-1:])
+
+        # The largest of logits plus Gumbel noise is a draw from their softmax.
+        return jnp.argmax(jnp.where(among, scaled, -jnp.inf) + jax.vmap(noise)(jnp.arange(len(logits))), axis=-1)
+
+    chosen = jax.lax.cond(draw.temperature > 0, drawn, greedy)
     return jnp.where(jnp.isfinite(top), chosen, REFUSED).astype(jnp.int32)
 
 
@@ -133,15 +147,6 @@ def kept(scaled: Float[Array, "B V"], top_p: Any, top_k: Any) -> Bool[Array, "B 
     # At a share of 1 rounding must not cost the least likely ones.
     lowest = jnp.where(top_p < 1, _threshold(among, among, mass), 0)
     return (among >= lowest) & (among > 0)
-
-
-def _drawn(logits: Array, draw: Draw, index: Array | int) -> Array:
-    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / draw.temperature
-    whole = (draw.top_p >= 1) & (draw.top_k >= logits.shape[-1])
-    among = jax.lax.cond(whole, lambda: jnp.ones(logits.shape, bool), lambda: kept(scaled, draw.top_p, draw.top_k))
-    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(draw.key, row), index))(jnp.arange(len(logits)))
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:]))(keys)
-    return jnp.argmax(jnp.where(among, scaled, -jnp.inf) + noise, axis=-1)
 
 
 def _threshold(values: Float[Array, "B V"], amounts: Float[Array, "B V"], mass: Any) -> Float[Array, "B 1"]:

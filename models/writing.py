@@ -44,8 +44,8 @@ class Writing:
             sets = np.asarray(keep)
             if sets.shape[0] != self.layout.layers or (sets[1:] & ~sets[:-1]).any():
                 raise ShapeError(
-                    f"keep {sets.shape}: expected one token set per layer ({self.layout.layers}), each inside the one "
-                    "below"
+                    f"keep: got {sets.shape}; expected one token set per layer ({self.layout.layers}), each inside the "
+                    "one below"
                 )
         return self._write(tokens, cache, slots, keep, mask, logits, "recompute")
 
@@ -68,7 +68,7 @@ class Writing:
         check_mask(mask)
         check_cached(self.layout, tokens, cache, f"{what}: cache")
         if np.shape(slots) != tokens.embeddings.shape[:2]:
-            raise ShapeError(f"{what}: slots of shape {np.shape(slots)}; expected {tokens.embeddings.shape[:2]}")
+            raise ShapeError(f"{what}: got slots of shape {np.shape(slots)}; expected {tokens.embeddings.shape[:2]}")
 
         self._check_regime(tokens.positions)
         rows, length = logit_rows(tokens, logits, what), tokens.embeddings.shape[1]
@@ -91,9 +91,7 @@ class Writing:
     def _write_pages(
         self, state: Any, tokens: Tokens, cache: Paged, slots: Any, keep: Any, mask: Any, rows: Any, what: str
     ) -> Step:
-        """Returns the same where the cache is in pages: the pool is donated, and its pages are named that the slots
-        lie on.
-        """
+        """Does what `_write` does where the cache is in pages. The pool is donated; the table gets the slots' pages."""
         total = int(np.prod(next(iter(cache.pool.values())).shape[1:3]))
         slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
         check_slots(slots.reshape(-1), total)
@@ -103,6 +101,7 @@ class Writing:
         pool = held_arrays(self.layout, cache.pool)
 
         if self.buckets is not None:
+            # Padding is written at no key and at no slot.
             keys, places = written
             written = (
                 pad_slots(self.buckets, keys, None, None, cache.key_count)[0],

@@ -37,7 +37,7 @@ def preferring(*implementations: str) -> Iterator[None]:
     """
     for name in implementations:
         if name not in IMPLEMENTATIONS:
-            raise KernelUnavailableError(f"preferring {name!r}; expected one of {IMPLEMENTATIONS}")
+            raise KernelUnavailableError(f"preferring: got {name!r}; expected one of {IMPLEMENTATIONS}")
     token = _PREFERRED.set((*implementations, "xla"))
     try:
         yield
@@ -95,7 +95,9 @@ def choose(
             return name
         refused.append(f"{name!r}: {reason}")
 
-    raise KernelUnavailableError(f"{operation}: no implementation of {asked} can run here: {'; '.join(refused)}")
+    raise KernelUnavailableError(
+        f"{operation}: got {asked}; expected an implementation that can run here ({'; '.join(refused)})"
+    )
 
 
 def _unasked(operation: str, shape: str, platform: str, aimed: bool) -> tuple[str, ...]:

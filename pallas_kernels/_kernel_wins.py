@@ -58,7 +58,7 @@ def configured_by(path: str | Path) -> Iterator[None]:
     try:
         body = json.loads(Path(path).read_text())
     except ValueError as error:
-        raise KernelShapeError(f"table {str(path)!r}: {error}; expected JSON") from error
+        raise KernelShapeError(f"table {str(path)!r}: got {error}; expected JSON") from error
 
     _check(body, path)
     _CHOSEN.append(body)
@@ -72,13 +72,15 @@ def _check(body: Any, path: str | Path) -> None:
     """Refuses what is no table, so that a lookup never meets a row it cannot read."""
     operations = body.get("operations") if isinstance(body, dict) else None
     if not isinstance(operations, dict):
-        raise KernelShapeError(f"table {str(path)!r}: expected an object with 'device' and 'operations'")
+        raise KernelShapeError(
+            f"table {str(path)!r}: got something else; expected an object with 'device' and 'operations'"
+        )
 
     for operation, rows in operations.items():
         for word, row in rows.items() if isinstance(rows, dict) else [("", rows)]:
             if not isinstance(row, dict) or not isinstance(row.get("tokens", 1), int):
                 raise KernelShapeError(
-                    f"table {str(path)!r}: {operation} {word!r} is {row!r}; expected a row of `tune`"
+                    f"table {str(path)!r}: got {operation} {word!r} {row!r}; expected a row of `tune`"
                 )
 
 

@@ -83,7 +83,7 @@ def bundles_of(
     found = list(directory.glob(f"*-{operation}*schedule-analysis_final_bundles.txt"))
     counts = [re.search(r"non empty scheduled bundles: (\d+)", path.read_text()) for path in found]
     if len(counts) != 1 or counts[0] is None:
-        raise KernelError(f"{len(found)} dumps of {operation}; expected 1, in a process that had not used libtpu")
+        raise KernelError(f"{operation}: got {len(found)} dumps; expected 1, in a process that had not used libtpu")
     return int(counts[0][1])
 
 

@@ -211,7 +211,9 @@ def _check(found: Array, expected: Array, what: str) -> None:
     wide = [value.astype(jnp.float32) for value in (found, expected)]
     error = float(jnp.abs(wide[0] - wide[1]).max() / jnp.abs(wide[1]).max())
     if not error <= 2**-7:
-        raise KernelError(f"{what}: off by {error:.3g} of the largest value; expected the XLA path's result")
+        raise KernelError(
+            f"{what}: got a result off by {error:.3g} of the largest value; expected the XLA path's result"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

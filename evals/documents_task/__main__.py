@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> None:
     with errors_as_one_line():
         path, *others = DOCUMENTS_DATASET.instances(_BACKBONE.value)
         if others:
-            raise InputError(f"--backbone={_BACKBONE.value} is {1 + len(others)} models; expected one")
+            raise InputError(f"--backbone={_BACKBONE.value}: got {1 + len(others)} models; expected one")
         check_language(
             path, task.VOCABULARY.names, "documents", [own.name for own in DOCUMENTS_DATASET.instances("all")]
         )

@@ -6,6 +6,7 @@ Axis letters: n cells, H and W pixels.
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -72,7 +73,7 @@ def type_of(name: str, cut: int = 0) -> Type:
 
         return set_
 
-    titles = [title for pair in TITLES for title in pair]
+    titles = [*itertools.chain.from_iterable(TITLES)]
     return Type(
         words=lines(WORDS, CELL),
         titles=lines(titles, CELL),
@@ -129,89 +130,34 @@ def render(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
     sheets_drawn, pages = [], []
     for index, seed in enumerate(documents.ink_seed):
         rng = np.random.default_rng(int(seed))
-        drawn = [_sheet(documents, index, sheet, rng) for sheet in range(documents.sheets)]
+        *drawn, page = (_document(documents, index, image, rng) for image in range(documents.sheets + 1))
         sheets_drawn.append(np.stack(drawn))
-        pages.append(_page(documents, index, rng))
+        pages.append(page)
     return np.stack(sheets_drawn), np.stack(pages)
 
 
-def _set_in(documents: Documents, index: int, image: int, rng: np.random.Generator) -> Type:
-    """Finds the texts in an image's face, in a cut that is drawn from as many as documents vary."""
-    cuts = 1 + round(float(documents.variety[index]) * (len(CUTS) - 1))
-    return type_of(FACES[documents.face[index, image]], int(rng.integers(0, cuts)))
+def _document(documents: Documents, index: int, image: int, rng: np.random.Generator) -> UInt8[np.ndarray, "H W 3"]:
+    """Draws one image of a context, its last one the page: a title, and cells of two lines."""
+    kind, variety = int(documents.document[index]), float(documents.variety[index])
+    is_page = image == documents.sheets
+    # The face in a cut that is drawn from as many as documents vary.
+    cuts = 1 + round(variety * (len(CUTS) - 1))
+    set_ = type_of(FACES[documents.face[index, image]], int(rng.integers(0, cuts)))
+    if is_page:
+        letter, digit = np.divmod(documents.page_glyph[index], sheets.SHAPES)
+        lower = np.concatenate([set_.letters[letter], set_.digits[digit]], axis=2)
+        address, (rows, columns) = documents.page_address[index], documents.size.page_shape
+    else:
+        values, units = documents.sheet_fill[index, image], documents.sheet_stripe[index, image]
+        lower = np.concatenate([set_.values[values], set_.units[units]], axis=2)
+        address, (rows, columns) = documents.sheet_address[index, image], documents.size.sheet_shape
 
-
-def _sheet(documents: Documents, index: int, sheet: int, rng: np.random.Generator) -> UInt8[np.ndarray, "H W 3"]:
-    set_ = _set_in(documents, index, sheet, rng)
-    values, units = documents.sheet_fill[index, sheet], documents.sheet_stripe[index, sheet]
-    lower = np.concatenate([set_.values[values], set_.units[units]], axis=2)
-    address, shape = documents.sheet_address[index, sheet], documents.size.sheet_shape
-    look = _Look(int(documents.document[index]), 1, float(documents.variety[index]))
-    return _document(look, set_, address, lower, shape, rng)
-
-
-def _page(documents: Documents, index: int, rng: np.random.Generator) -> UInt8[np.ndarray, "H W 3"]:
-    set_ = _set_in(documents, index, -1, rng)
-    letter, digit = np.divmod(documents.page_glyph[index], sheets.SHAPES)
-    lower = np.concatenate([set_.letters[letter], set_.digits[digit]], axis=2)
-    address, shape = documents.page_address[index], documents.size.page_shape
-    look = _Look(int(documents.document[index]), 0, float(documents.variety[index]))
-    return _document(look, set_, address, lower, shape, rng)
-
-
-class _Look(NamedTuple):
-    """Which document is drawn: its kind, whether it is a page (0) or a sheet (1), and how much it varies."""
-
-    kind: int
-    part: int
-    variety: float
-
-
-def _document(
-    look: _Look,
-    set_: Type,
-    address: np.ndarray,
-    lower: Float[np.ndarray, "n 14 28"],
-    shape: tuple[int, int],
-    rng: np.random.Generator,
-) -> UInt8[np.ndarray, "H W 3"]:
-    """Draws one document: its title, and its cells with their items above `lower`."""
-    kind, part, variety = look
     paper = 255 - variety * rng.uniform(0, 30, 3).astype(np.float32)
     ink = variety * rng.uniform(0, 90, 3).astype(np.float32)
     cells = np.broadcast_to(paper, (len(address), CELL, CELL, 3)).copy()
-    _rules(cells, kind, shape)
-
+    # What tells the cells apart: a bill shades every second row, a chart has base lines, a screen has frames.
     if kind == 0:
-        text = np.concatenate([set_.words[address], lower], axis=1)
-    else:
-        _pictures(cells, look, address, rng)
-        text = np.concatenate([np.zeros_like(lower), lower], axis=1)
-
-    cells = _inked(cells, text, ink)
-
-    band = np.zeros((shape[1], CELL, CELL), np.float32)
-    band[0, LINE // 2 : LINE // 2 + LINE] = set_.titles[2 * kind + part]
-    head = np.broadcast_to(paper * 0.85, (*band.shape, 3))
-    whole = np.concatenate([_inked(head, band, ink), cells])
-    image = whole.reshape(shape[0] + 1, shape[1], CELL, CELL, 3).swapaxes(1, 2)
-    image = image.reshape((shape[0] + 1) * CELL, shape[1] * CELL, 3)
-    # The whole document is a pixel off now and then, as scans and screenshots are.
-    down, right = np.where(rng.random(2) < variety, rng.integers(-1, 2, 2), 0)
-    image = np.roll(image, (down, right), axis=(0, 1))
-    image = image + NOISE * variety * rng.standard_normal((*image.shape[:2], 1), np.float32)
-    return np.clip(image + 0.5, 0, 255).astype(np.uint8)
-
-
-def _inked(paper: np.ndarray, text: np.ndarray, ink: np.ndarray) -> np.ndarray:
-    """Lays ink [3] over paper [n,28,28,3] where text [n,28,28] is."""
-    return paper + text[..., None] * (ink - paper)
-
-
-def _rules(cells: np.ndarray, kind: int, shape: tuple[int, int]) -> None:
-    """Draws what tells the cells apart: a bill shades every second row, a chart has base lines."""
-    if kind == 0:
-        cells.reshape(*shape, *cells.shape[1:])[1::2] *= 0.95
+        cells.reshape(rows, columns, *cells.shape[1:])[1::2] *= 0.95
         cells[:, -1] *= 0.8
     elif kind == 1:
         cells[:, LINE] *= 0.6
@@ -219,19 +165,42 @@ def _rules(cells: np.ndarray, kind: int, shape: tuple[int, int]) -> None:
         cells[:, [0, -1]] *= 0.75
         cells[:, :, [0, -1]] *= 0.75
 
+    upper = set_.words[address] if kind == 0 else np.zeros_like(lower)
+    if kind == 1:
+        _draw_bars(cells[:, :LINE], address, variety if is_page else None, rng)
+    elif kind == 2:
+        first, second = np.divmod(address, sheets.COLUMN_MARKS)
+        cells[:, :LINE] += icons()[second][..., None] * (COLOURS[first][:, None, None] - cells[:, :LINE])
+    cells = _inked(cells, np.concatenate([upper, lower], axis=1), ink)
 
-def _pictures(cells: np.ndarray, look: _Look, address: np.ndarray, rng: np.random.Generator) -> None:
-    """Draws a chart's bars (on a page of any height) or swatches, or a screen's icons, into the upper line of cells."""
+    # A title stands on a darker band above the cells.
+    band = np.zeros((columns, CELL, CELL), np.float32)
+    band[0, LINE // 2 : LINE // 2 + LINE] = set_.titles[2 * kind + (not is_page)]
+    head = np.broadcast_to(paper * 0.85, (*band.shape, 3))
+    whole = np.concatenate([_inked(head, band, ink), cells])
+    drawn = whole.reshape(rows + 1, columns, CELL, CELL, 3).swapaxes(1, 2)
+    drawn = drawn.reshape((rows + 1) * CELL, columns * CELL, 3)
+    # The whole document is a pixel off now and then, as scans and screenshots are.
+    down, right = np.where(rng.random(2) < variety, rng.integers(-1, 2, 2), 0)
+    drawn = np.roll(drawn, (down, right), axis=(0, 1))
+    drawn = drawn + NOISE * variety * rng.standard_normal((*drawn.shape[:2], 1), np.float32)
+    return np.clip(drawn + 0.5, 0, 255).astype(np.uint8)
+
+
+def _inked(paper: np.ndarray, text: np.ndarray, ink: np.ndarray) -> np.ndarray:
+    """Lays ink [3] over paper [n,28,28,3] where text [n,28,28] is."""
+    return paper + text[..., None] * (ink - paper)
+
+
+def _draw_bars(upper: np.ndarray, address: np.ndarray, variety: float | None, rng: np.random.Generator) -> None:
+    """Draws a chart's bars into the upper lines of cells [n,14,28,3]: a series' fill inside its edge colour.
+
+    A page's bars are of any height, as `variety` has it; those of a key (None) are all alike.
+    """
     first, second = np.divmod(address, sheets.COLUMN_MARKS)
-    upper = cells[:, :LINE]
-    if look.kind == 2:
-        shown = icons()[second][..., None]
-        upper += shown * (COLOURS[first][:, None, None] - upper)
-        return
-
-    height = np.full(len(cells), 11)
-    if look.part == 0:
-        height = np.where(rng.random(len(cells)) < look.variety, rng.integers(9, 13, len(cells)), height)
+    height = np.full(len(upper), 11)
+    if variety is not None:
+        height = np.where(rng.random(len(upper)) < variety, rng.integers(9, 13, len(upper)), height)
     row, column = np.arange(LINE)[:, None], np.arange(CELL)
     top = (LINE - height)[:, None, None]
     bar = (row >= top) & (column >= 5) & (column < 23)

@@ -7,6 +7,7 @@ document is drawn in a face of its own. Axis letters: B contexts, Q questions, N
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from ..sheets_task import task as sheets
 from ..sheets_task.task import ContextSize, SheetsContexts, SheetsQuestions
 from ..sheets_task.training import SheetsRecipe as SheetsRecipe
+from ..small_task.task import TaskVocabulary
 from .faces import SEEN, UNSEEN
 
 SIZES = sheets.SIZES
@@ -28,7 +30,7 @@ fig file fish fork glue hat hook ink jam jar kale key kit lamp leek lime lock mi
 pin pot rice ring rope rug salt saw seed silk soap sofa tape tea tile tin toy vase wax wire yarn
 """
 WORDS = tuple(_WORDS.split())
-INITIALS, SECONDS = ("".join(sorted({word[place] for word in WORDS})) for place in range(2))
+INITIALS, SECONDS = ("".join(sorted(set(letters))) for letters in list(zip(*WORDS, strict=False))[:2])
 UNITS = ("kg", "g", "l", "ml", "pc", "bx", "oz", "lb", "yd", "ft", "h", "d")
 LETTERS = "ABCDEFGH"
 FILLS = ("blue", "orange", "green", "red", "violet", "brown", "pink", "grey", "cyan")
@@ -36,8 +38,8 @@ EDGES = FILLS[:8]
 ICONS = ("disc", "square", "triangle", "plus", "diamond", "ring", "bars", "cross")
 
 
-class DocumentsVocabulary:
-    """Token ids of the task, by name. `names[id]` is the text of a token.
+class DocumentsVocabulary(TaskVocabulary):
+    """Token ids of the documents task; the shipped instances were trained with these.
 
     Attributes:
       ink, digit: the parts of a code. glyph: codes. cell: items, words, then series, then icons. fill, stripe: values
@@ -45,39 +47,30 @@ class DocumentsVocabulary:
     """
 
     def __init__(self) -> None:
-        self.names = ["<pad>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<end>"]
-        self.pad, self.vision_start, self.vision_end, self.image, self.video, self.end = range(6)
+        super().__init__()
         asks = ("value?", "unit?", "most?", "values?", "letter?", "digit?", "first?", "second?")
-        self.ask_fill, self.ask_stripe, self.ask_most, self.ask_list, *parts = (self._add([ask]) for ask in asks)
+        self.ask_fill, self.ask_stripe, self.ask_most, self.ask_list, *parts = (self.add([ask]) for ask in asks)
         self.ask_letter, self.ask_digit, self.ask_first, self.ask_second = parts
-        self.ink = self._add(list(LETTERS))
-        self.digit = self._add([f"#{digit}" for digit in range(1, sheets.SHAPES + 1)])
-        self.fill = self._add([str(value) for value in range(1, sheets.COLOURS + 1)])
-        self.stripe = self._add([f"/{unit}" for unit in UNITS])
+        self.ink = self.add(LETTERS)
+        self.digit = self.add([f"#{digit}" for digit in range(1, sheets.SHAPES + 1)])
+        self.fill = self.add([str(value) for value in range(1, sheets.COLOURS + 1)])
+        self.stripe = self.add([f"/{unit}" for unit in UNITS])
         self.part = (
-            (self._add([f"{letter}.." for letter in INITIALS]), self._add([f".{letter}." for letter in SECONDS])),
-            (self._add(list(FILLS)), self._add([f"{edge}-edged" for edge in EDGES])),
-            (self._add([f"{fill}-icon" for fill in FILLS]), self._add([f"{icon}-icon" for icon in ICONS])),
+            (self.add([f"{letter}.." for letter in INITIALS]), self.add([f".{letter}." for letter in SECONDS])),
+            (self.add(FILLS), self.add([f"{edge}-edged" for edge in EDGES])),
+            (self.add([f"{fill}-icon" for fill in FILLS]), self.add([f"{icon}-icon" for icon in ICONS])),
         )
-        self.glyph = self._add([code(number) for number in range(sheets.GLYPHS)])
-        self.cell = self._add(list(WORDS))
-        self._add([f"{fill}/{edge}" for fill in FILLS for edge in EDGES])
-        self._add([f"{fill}-{icon}" for fill in FILLS for icon in ICONS])
-
-    def _add(self, names: list[str]) -> int:
-        self.names = self.names + names
-        return len(self.names) - len(names)
-
-    def __len__(self) -> int:
-        return len(self.names)
+        self.glyph = self.add([code(number) for number in range(sheets.GLYPHS)])
+        self.cell = self.add(WORDS)
+        self.add([f"{fill}/{edge}" for fill, edge in itertools.product(FILLS, EDGES)])
+        self.add([f"{fill}-{icon}" for fill, icon in itertools.product(FILLS, ICONS)])
 
 
 def parts_of(document: np.ndarray, address: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Finds both parts of items, counted within their groups: letters of a word, colours, a colour and a shape."""
     first, second = np.divmod(address, sheets.COLUMN_MARKS)
-    initial, letter = (
-        np.array([of.index(word[place]) for word in WORDS]) for place, of in enumerate((INITIALS, SECONDS))
-    )
+    initial = np.array([INITIALS.index(word[0]) for word in WORDS])
+    letter = np.array([SECONDS.index(word[1]) for word in WORDS])
     word = document == DOCUMENTS.index("bill")
     return np.where(word, initial[address], first), np.where(word, letter[address], second)
 

@@ -89,7 +89,8 @@ def _deepens(rows: Rows) -> tuple[str, str]:
     shown, grows = [], []
     for channel, points in deficit_table(rows, "relative_norm").items():
         half = max(len(points) // 2, 1)
-        shallow, deep = (sum(p.value for _, p in part) / len(part) for part in (points[:half], points[-half:]))
+        values = [point.value for _, point in points]
+        shallow, deep = sum(values[:half]) / half, sum(values[-half:]) / half
         shown.append(f"{channel}: {number(shallow)} → {number(deep)}")
         grows.append(deep > shallow)
     return (", ".join(shown), "same direction" if all(grows) else "differs") if shown else UNMEASURED

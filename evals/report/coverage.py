@@ -30,9 +30,12 @@ def names(suite: str) -> list[RowName]:
 
 def of_the_engine(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Lists what tests/serving/results.json has, as rows: those under load, and those of a trained model."""
-    rows = [("load", row["way"], metric) for row in found["load"]["rows"] for metric in row]
-    rows += [("trained", way, metric) for way, numbers in found["trained"]["ways"].items() for metric in numbers]
-    return [{"probe": probe, "arm": arm, "metric": metric} for probe, arm, metric in rows]
+    rows = []
+    for row in found["load"]["rows"]:
+        rows += [{"probe": "load", "arm": row["way"], "metric": metric} for metric in row]
+    for arm, numbers in found["trained"]["ways"].items():
+        rows += [{"probe": "trained", "arm": arm, "metric": metric} for metric in numbers]
+    return rows
 
 
 def missing(suite: str, rows: Iterable[Mapping[str, Any]]) -> list[RowName]:

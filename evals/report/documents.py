@@ -22,9 +22,9 @@ from .comparison import DEEP
 from .figures import MULTI_HOP, Results
 from .summary import NO_WINDOW, control_of
 from .table import comparison_table
-from .verdict import first_arms, shown_patch, undercut_at_once, verdict
+from .verdict import answers, first_arms, shown_patch, undercut_at_once, verdict
 from .window_paper import side_by_side
-from .wording import number, spread
+from .wording import number
 
 ROOT = Path(__file__).resolve().parents[2]
 README, RESULTS = "README.md", "docs/experiments/results.md"
@@ -93,13 +93,13 @@ def section(results: Results, page: str) -> str:
         )
         parts.append(markdown_table(*comparison_table(Rows(mean), headline_arms(mean), RESULTS_KINDS)))
 
-        by_seed = []
+        instances, by_seed = [Rows(results, seed) for seed in seeds], []
         for kind in MULTI_HOP:
-            blind, mended = (
-                ", ".join(number(Rows(results, seed).accuracy(arm, kind).value) for seed in seeds)
-                for arm in ("blind", patch)
-            )
-            by_seed.append(f"of {kind} questions {blind}, the patch {mended}")
+            blind, mended = [], []
+            for own in instances:
+                blind.append(number(own.accuracy("blind", kind).value))
+                mended.append(number(own.accuracy(patch, kind).value))
+            by_seed.append(f"of {kind} questions {', '.join(blind)}, the patch {', '.join(mended)}")
         parts.append(f"Seed by seed, blind reuse answers {'; '.join(by_seed)}.")
 
     parts.append(f"What does *not* work ({rows.model}): " + "; ".join(negatives(rows)) + ".")
@@ -110,15 +110,12 @@ def _readme(mean: Results) -> str:
     """Writes the README's part: what blind reuse loses, what a patch restores, and the cost of both beside others'."""
     rows, patch = Rows(mean), shown_patch(mean) or README_ARMS[2]
     alone, whole = (number(rows.accuracy(arm, "page").value) for arm in ("blind", "re-prefill"))
-    blind, mended = (
-        " and ".join(f"{spread(rows.accuracy(arm, kind))} of {kind} questions" for kind in MULTI_HOP)
-        for arm in ("blind", patch)
-    )
     join = "but only" if rows.gap(VISIBLE, "blind", "chain") < -0.05 else "and"
     found = (
-        f"Blind reuse answers {alone} of the questions about a page alone (re-prefill: {whole}), {join} {blind}, which "
-        f"also need the images before it. A patch of rank {patch.rpartition('=')[2]} answers {mended}. It is undercut "
-        f"in bytes and in serving FLOPs at once {undercut_at_once(rows, patch, 'no method tried')}."
+        f"Blind reuse answers {alone} of the questions about a page alone (re-prefill: {whole}), {join} "
+        f"{answers(rows, 'blind')}, which also need the images before it. A patch of rank "
+        f"{patch.rpartition('=')[2]} answers {answers(rows, patch)}. It is undercut in bytes and in serving FLOPs at "
+        f"once {undercut_at_once(rows, patch, 'no method tried')}."
     )
     about = (
         f"Accuracy over {mean['config']['contexts']} held-out contexts of the small task: the mean over "

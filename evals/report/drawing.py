@@ -3,6 +3,7 @@
 Costs are stored bytes and serving FLOPs, never their sum.
 """
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def _pareto(rows: Rows, axis: str, path: Path) -> Path:
     colours = {name: COLOURS.get(name) or next(spare) for name in drawn}
     # Seven shapes to eight colours, so that no two families have both alike.
     markers = dict(zip(drawn, "X*hdp<>" * 5, strict=False)) | MARKERS | {"patch": "o", "re-prefill": "P"}
-    costs = {arm: prices[arm] for arms in drawn.values() for arm in arms}
+    costs = {arm: prices[arm] for arm in itertools.chain.from_iterable(drawn.values())}
     kinds = [kind for kind in MULTI_HOP if kind in rows.kinds(VISIBLE)]
 
     with matplotlib.rc_context(STYLE):

@@ -137,7 +137,9 @@ def example_figure(
     correct = columns.get("answer")
     for arm, answers in columns.items():
         if len(answers) != len(question_texts):
-            raise ValueError(f"arm {arm!r} has {len(answers)} answers to {len(question_texts)} questions")
+            raise ValueError(
+                f"answers of arm {arm!r}: got {len(answers)}; expected {len(question_texts)}, one per question"
+            )
 
     images = [*legend_images, page_image]
     widths = [image.shape[1] / image.shape[0] for image in images]
@@ -148,9 +150,7 @@ def example_figure(
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(NARROW, height + table), layout="constrained")
         halves: Any = figure.subfigures(2, 1, height_ratios=[height, table])
-        upper, lower = halves
-
-        for place, panel in enumerate(upper.subplots(1, len(images), width_ratios=widths, squeeze=False)[0]):
+        for place, panel in enumerate(halves[0].subplots(1, len(images), width_ratios=widths, squeeze=False)[0]):
             panel.imshow(images[place], interpolation="nearest")
             panel.set_axis_off()
             panel.set_title("page" if place == len(images) - 1 else f"legend {place + 1}", loc="center")
@@ -158,36 +158,26 @@ def example_figure(
                 if mark.image == place:
                     _draw_mark(panel, mark)
 
-        _answer_table(lower.subplots(), question_texts, columns, correct, swatches or {})
+        _answer_table(halves[1].subplots(), question_texts, columns, correct, swatches or {})
         return save(figure, "One example: what is seen, asked and answered", path)
 
 
 def _draw_mark(panel: Axes, mark: Mark) -> None:
+    """Frames a place in an image, with the mark's word at its corner."""
+    corner = mark.left - 0.5, mark.top - 0.5
     # White around black is seen on any colour.
     for colour, width in (("white", 4.0), ("black", 1.8)):
-        box = Rectangle(
-            (mark.left - 0.5, mark.top - 0.5),
-            mark.width,
-            mark.height,
-            fill=False,
-            edgecolor=colour,
-            linewidth=width,
-            clip_on=False,
-        )
-        panel.add_patch(box)
-
-    if not mark.word:
-        return
-
-    label: dict[str, Any] = {
-        "fontsize": 7.5,
-        "fontweight": "bold",
-        "ha": "right",
-        "va": "bottom",
-        "bbox": {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "black", "linewidth": 0.8},
-        "zorder": 5,
-    }
-    panel.text(mark.left - 0.5, mark.top - 0.5, mark.word, **label)
+        edge: dict[str, Any] = {"edgecolor": colour, "linewidth": width, "clip_on": False}
+        panel.add_patch(Rectangle(corner, mark.width, mark.height, fill=False, **edge))
+    if mark.word:
+        box: dict[str, Any] = {
+            "boxstyle": "round,pad=0.15",
+            "facecolor": "white",
+            "edgecolor": "black",
+            "linewidth": 0.8,
+        }
+        style: dict[str, Any] = {"fontsize": 7.5, "fontweight": "bold", "ha": "right", "va": "bottom", "zorder": 5}
+        panel.text(*corner, mark.word, bbox={**box, "edgecolor": "black"}, **style)
 
 
 def _answer_table(
@@ -200,29 +190,24 @@ def _answer_table(
     """Draws each question with its answers in the line below: whole on a telephone."""
     panel.set_axis_off()
     panel.set(xlim=(0, 1), ylim=(len(questions) - 0.2, -0.9))
-    step = 1.0 / max(len(columns), 1)
     panel.axhline(-0.3, color="#888888", linewidth=0.8)
     for row, question in enumerate(questions):
         panel.text(0, row, question, va="center")
 
     for place, (arm, answers) in enumerate(columns.items()):
-        x = step * place
-        header = textwrap.fill(arm_label(arm), 18)
-        panel.text(x, -0.35, header, color=COLOURS.get(family(arm), "#222222"), va="bottom")
-
+        x = place / max(len(columns), 1)
+        panel.text(x, -0.35, textwrap.fill(arm_label(arm), 18), color=COLOURS.get(family(arm), "#222222"), va="bottom")
         for row, answer in enumerate(answers):
             wrong = correct is not None and answer != correct[row]
             text, colour = (f"✗ {answer}", COLOURS["blind"]) if wrong else (answer, "#222222")
-            shift = 0.0
+            middle, shift = row + 0.45, 0.0
             if answer in swatches:
-                shift = 0.04
-                _draw_swatch(panel, x, row + 0.45, swatches[answer])
-            panel.text(x + shift, row + 0.45, text, color=colour, va="center", fontsize=7.5)
-
-
-def _draw_swatch(panel: Axes, x: float, row: float, swatch: Swatch) -> None:
-    colour, striped = swatch
-    face = tuple(value / 255 for value in colour)
-    panel.add_patch(Rectangle((x, row - 0.16), 0.03, 0.32, facecolor=face, edgecolor="#666666", linewidth=0.5))
-    for line in np.linspace(-0.1, 0.1, 3) if striped else ():
-        panel.plot([x, x + 0.03], [row + line] * 2, color="black", linewidth=1.1, solid_capstyle="butt")
+                # A small box in the answer's colour, with three black lines where it is striped.
+                rgb, striped = swatches[answer]
+                shift, face = 0.04, tuple(value / 255 for value in rgb)
+                box = Rectangle((x, middle - 0.16), 0.03, 0.32, facecolor=face, edgecolor="#666666", linewidth=0.5)
+                panel.add_patch(box)
+                for line in np.linspace(-0.1, 0.1, 3) if striped else ():
+                    level = middle + line
+                    panel.plot([x, x + 0.03], [level] * 2, color="black", linewidth=1.1, solid_capstyle="butt")
+            panel.text(x + shift, middle, text, color=colour, va="center", fontsize=7.5)

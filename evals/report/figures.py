@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -206,9 +207,9 @@ def _dot_panels(rows: Rows, probe: str, arms: Sequence[str], title: str, path: P
     Panels of few arms stand one above the other; of more side by side, in a figure that is wider than a telephone. Arms
     that were not measured are left out; returns [] where none was.
     """
-    kinds = rows.kinds(probe)
-    arms = [arm for arm in arms if any(math.isfinite(rows.accuracy(arm, kind, probe).value) for kind in kinds)]
-    kinds = [kind for kind in kinds if any(rows.accuracy(arm, kind, probe).n for arm in arms)]
+    metrics = {kind: f"accuracy.{kind}" for kind in rows.kinds(probe)}
+    arms = [arm for arm in arms if rows.measured(probe, [arm], *metrics.values())]
+    kinds = [kind for kind, metric in metrics.items() if rows.measured(probe, arms, metric)]
     if not arms:
         return []
 
@@ -278,10 +279,8 @@ def _kl_by_rank(panel: Axes, rows: Rows, kind: str) -> None:
         if points:
             ranks, colour = [rank for rank, _ in points], COLOURS[name]
             # A logarithmic axis has no 0, and a patch of full rank has a KL of 0.
-            low, level, high = (
-                [max(end, KL_FLOOR) for end in ends]
-                for ends in zip(*((got.low, got.value, got.high) for _, got in points), strict=True)
-            )
+            ends = np.maximum([(got.low, got.value, got.high) for _, got in points], KL_FLOOR)
+            low, level, high = ends.T.tolist()
             panel.fill_between(ranks, low, high, color=colour, alpha=0.15, linewidth=0)
             panel.plot(ranks, level, "o-", color=colour, markersize=4)
             middle = (len(points) - 1) // 2

@@ -1,7 +1,6 @@
 """The report of a run: one HTML page that opens offline. Its text and markup are in `report.html.j2`."""
 
 import base64
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +55,7 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
     """
     for row in results.get("rows", []):
         if missing := [column for column in COLUMNS if column not in row]:
-            raise ValueError(f"results row {dict(row)} lacks {missing}")
+            raise ValueError(f"results row: got {dict(row)}; expected the columns {missing} too")
 
     rows, config = Rows(results), dict(results.get("config", {}))
 
@@ -180,7 +179,7 @@ def probe_table(rows: Rows, probe: str, arms: Sequence[str] | None = None, *, fe
     names["kv_difference"] = "largest difference in KV"
 
     arms = rows.arms(probe) if arms is None else arms
-    used = [metric for metric in names if any(math.isfinite(rows.get(probe, arm, metric).value) for arm in arms)]
+    used = [metric for metric in names if rows.measured(probe, arms, metric)]
     if not used:
         return None
 

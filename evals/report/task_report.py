@@ -221,8 +221,11 @@ def _deficit(rows: Rows) -> ProbeTable:
     """Makes the table of the deficit's shape, a line per layer and channel."""
     layers = rows.arms(VISIBLE, "layer=")
     metrics = list(dict.fromkeys(metric for _, arm, metric in rows.table if arm in layers))
-    lines = [(layer[6:], [(number(rows.get(VISIBLE, layer, each).value), "") for each in metrics]) for layer in layers]
-    return ProbeTable([each.replace("class_mean_share.", "class mean, ") for each in metrics], lines)
+    lines = []
+    for layer in layers:
+        cells = [(number(rows.get(VISIBLE, layer, metric).value), "") for metric in metrics]
+        lines.append((layer.removeprefix("layer="), cells))
+    return ProbeTable([metric.replace("class_mean_share.", "class mean, ") for metric in metrics], lines)
 
 
 # ---------------------------------------------------------------------------------------------------- the guide

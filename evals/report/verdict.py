@@ -1,5 +1,6 @@
 """The head of a report, computed from rows: its sentences, and the arms that stand in the first table."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -40,7 +41,10 @@ def cost(rows: Rows, arm: str, axis: str) -> float:
 def cost_axes(rows: Rows) -> list[str]:
     """Lists the axes that the rows have: stored bytes by antecedents and serving FLOPs, or the one share of bytes."""
     arms = rows.arms(VISIBLE)
-    axes = [axis for axis in COSTS if any(math.isfinite(cost(rows, arm, axis)) for arm in arms)]
+    axes = []
+    for axis in COSTS:
+        if any(math.isfinite(cost(rows, arm, axis)) for arm in arms):
+            axes.append(axis)
     return [axis for axis in axes if axis != "bytes"] or axes
 
 
@@ -100,8 +104,8 @@ def first_arms(results: Results, probe: str = VISIBLE, model: str | None = None)
     if patch not in arms:
         return arms[:ROWS]
 
-    must = ["re-prefill", "blind", patch, *(arm for arms in beating(rows, patch, probe).values() for arm in arms)]
-    must = [arm for arm in (*must, *RIVALS) if arm in arms]
+    beats = itertools.chain.from_iterable(beating(rows, patch, probe).values())
+    must = [arm for arm in ("re-prefill", "blind", patch, *beats, *RIVALS) if arm in arms]
     rest = [*nearest(rows, patch, probe), *arms]
     chosen = list(dict.fromkeys([*must, *rest]))
     return chosen[: max(ROWS, len(set(must)))]
@@ -121,7 +125,7 @@ def verdict(results: Results) -> list[str]:
     both = ", ".join(number(rows.accuracy("re-prefill", kind).value) for kind in MULTI_HOP)
     what_is_lost = (
         f"Blind reuse answers {alone} of the questions about the page alone (re-prefill: {whole}), {join} "
-        f"{_answers(rows, 'blind')}, which need both images (re-prefill: {both})."
+        f"{answers(rows, 'blind')}, which need both images (re-prefill: {both})."
     )
 
     asked = [kind for kind in (*MULTI_HOP, "override") if kind in rows.kinds(VISIBLE)]
@@ -129,13 +133,13 @@ def verdict(results: Results) -> list[str]:
     enough = smallest_rank(results, VISIBLE) is not None
     rule = "the smallest sufficient rank," if enough else "no rank suffices; the largest tried is"
     what_brings_it_back = (
-        f"A patch of rank {patch.rpartition('=')[2]} answers {_answers(rows, patch)} ({rule} within {TOLERANCE} of "
+        f"A patch of rank {patch.rpartition('=')[2]} answers {answers(rows, patch)} ({rule} within {TOLERANCE} of "
         f"re-prefill on {', '.join(near) or 'no kind'}). {_what_is_kept(rows, patch)}"
     )
     return [*means, what_is_lost, what_brings_it_back.rstrip(), _what_else(rows, patch)]
 
 
-def _answers(rows: Rows, arm: str) -> str:
+def answers(rows: Rows, arm: str) -> str:
     """Says what an arm answers of the questions that need both images."""
     shown = {kind: rows.accuracy(arm, kind) for kind in MULTI_HOP}
     several = len(seeds_of(rows.results)) > 1
@@ -169,7 +173,7 @@ def _what_else(rows: Rows, patch: str) -> str:
     if not better:
         others = [arm for arm in rows.arms(VISIBLE) if family(arm) not in OURS]
         close = nearest(rows, patch)
-        near = f"; the best that keeps no more is {arm_label(close[0])}: {_answers(rows, close[0])}" if close else ""
+        near = f"; the best that keeps no more is {arm_label(close[0])}: {answers(rows, close[0])}" if close else ""
         axes = _axes_in_words(cost_axes(rows), " or in ")
         return (
             f"None of the {len(others)} other arms is as accurate, within {TOLERANCE}, at no greater cost in "

@@ -69,8 +69,10 @@ def dominating_arms(
 
 def on_both(found: list[DominatingArm], stored: str, work: str = AXES[-1]) -> list[str]:
     """Lists the arms that beat the patch on an axis of stored bytes and on that of work at once."""
-    arms = dict.fromkeys(beats.arm for beats in found)
-    return [arm for arm in arms if {stored, work} <= {beats.axis for beats in found if beats.arm == arm}]
+    axes: dict[str, set[str]] = {}
+    for beats in found:
+        axes.setdefault(beats.arm, set()).add(beats.axis)
+    return [arm for arm, beaten in axes.items() if {stored, work} <= beaten]
 
 
 def pareto_front(

@@ -59,21 +59,26 @@ def ratio(a: Items, b: Items, cluster: Items, seed: int = 0, draws: int = 1000) 
     Resamples whose Σ b is 0 are left out of the interval; n is the number of items. Raises ValueError as `mean` does.
     """
     _check(a, b, cluster)
+    if draws < 1:
+        raise ValueError(f"draws: got {draws}; expected an integer >= 1")
     columns = np.stack([np.asarray(a, np.float64), np.asarray(b, np.float64)], axis=1)
-    count = len(columns)
-    bottom = columns[:, 1].sum()
+    count, bottom = len(columns), columns[:, 1].sum()
     if not count or bottom == 0 or not math.isfinite(bottom):
         return UNDEFINED._replace(n=count)
 
     value = float(columns[:, 0].sum() / bottom)
-    # Summed by cluster first, a resample is a weighted sum of clusters: one matrix product for all draws.
-    sums, counts = _cluster_sums(columns, cluster), _resamples(len(np.unique(cluster)), seed, draws)
-    if counts is None or not np.isfinite(columns).all():
+    labels, where = np.unique(cluster, return_inverse=True)
+    if len(labels) < 2 or not np.isfinite(columns).all():
         return Interval(value, math.nan, math.nan, count)
 
-    drawn = counts @ sums
+    # Summed by cluster first, a resample is a weighted sum of clusters: one matrix product for all draws.
+    sums = np.stack([np.bincount(where, column, len(labels)) for column in columns.T], axis=1)
+    drawn = _resamples(len(labels), seed, draws) @ sums
     drawn = drawn[drawn[:, 1] != 0]
-    return _interval(value, drawn[:, 0] / drawn[:, 1], count)
+    if not len(drawn):
+        return Interval(value, math.nan, math.nan, count)
+    low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [LOW, HIGH])
+    return Interval(value, float(low), float(high), count)
 
 
 def eta(kl_arm: Items, kl_blind: Items, cluster: Items, seed: int = 0, draws: int = 1000) -> Interval:
@@ -93,38 +98,6 @@ def eta(kl_arm: Items, kl_blind: Items, cluster: Items, seed: int = 0, draws: in
     # 1 − x turns the interval round: its low end comes from the ratio's high end.
     share = ratio(kl_arm, kl_blind, cluster, seed, draws)
     return Interval(1 - share.value, 1 - share.high, 1 - share.low, share.n)
-
-
-def median_eta(
-    kl_arm: Items,
-    kl_blind: Items,
-    kl_control: Items,
-    cluster: Items,
-    seed: int = 0,
-    draws: int = 1000,
-) -> Interval:
-    """Estimates the median of 1 − KL(arm)/KL(blind) where KL(blind) > 10 × the position-matched control's KL.
-
-    Elsewhere the per-item quotient is noise. n is the number of items kept; NaN when none is.
-    Arguments [items] in nats, and errors, as for `eta`.
-    """
-    _check(kl_arm, kl_blind, kl_control, cluster)
-    arm, blind = np.asarray(kl_arm, np.float64), np.asarray(kl_blind, np.float64)
-    keep = blind > 10 * np.asarray(kl_control, np.float64)
-    kept = int(keep.sum())
-    if not kept:
-        return UNDEFINED
-
-    quotient = 1 - arm[keep] / blind[keep]
-    value = float(np.median(quotient))
-    labels, where = np.unique(cluster, return_inverse=True)
-    counts = _resamples(len(labels), seed, draws)
-    if counts is None or not np.isfinite(quotient).all():
-        return Interval(value, math.nan, math.nan, kept)
-
-    # A resample repeats items by whole numbers: its median is a weighted one over the values sorted once.
-    order = np.argsort(quotient)
-    return _interval(value, _weighted_medians(quotient[order], counts[:, where[keep][order]]), kept)
 
 
 def flip_recover(
@@ -156,44 +129,13 @@ def flip_recover(
 def _check(*columns: np.ndarray) -> None:
     shapes = [np.shape(column) for column in columns]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
-        raise ValueError(f"expected columns of one length, [items] each, got shapes {shapes}")
-
-
-def _cluster_sums(columns: np.ndarray, cluster: np.ndarray) -> np.ndarray:
-    """Sums per cluster [clusters, columns] of columns [items, columns], clusters in the order of their labels."""
-    labels, where = np.unique(cluster, return_inverse=True)
-    return np.stack([np.bincount(where, column, len(labels)) for column in columns.T], axis=1)
-
-
-def _resamples(clusters: int, seed: int, draws: int) -> np.ndarray | None:
-    """Returns how often each cluster is drawn [draws, clusters]; None for fewer than two clusters (nothing to
-    resample).
-    """
-    if draws < 1:
-        raise ValueError(f"expected at least one draw, got {draws}")
-    return _multinomial(clusters, seed, draws) if clusters > 1 else None
+        raise ValueError(f"columns of items: got shapes {shapes}; expected one length, [items] each")
 
 
 @functools.lru_cache(maxsize=8)
-def _multinomial(clusters: int, seed: int, draws: int) -> np.ndarray:
-    # Cached: every arm of a probe is compared on the very same draws.
+def _resamples(clusters: int, seed: int, draws: int) -> Shaped[np.ndarray, "draws clusters"]:
+    """Draws how often each cluster is in a resample; cached, for every arm of a probe is compared on the same draws."""
     counts = np.random.default_rng(seed).multinomial(clusters, np.full(clusters, 1 / clusters), draws)
     counts = counts.astype(np.float64)
     counts.flags.writeable = False
     return counts
-
-
-def _weighted_medians(ordered: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Medians of ascending values [items], repeated by whole-number weights [draws, items]; empty draws left out."""
-    reached = np.cumsum(weights, axis=1)
-    total = reached[:, -1:]
-    reached, total = reached[total[:, 0] > 0], total[total[:, 0] > 0]
-    lower, upper = (reached >= total / 2).argmax(axis=1), (reached > total / 2).argmax(axis=1)
-    return (ordered[lower] + ordered[upper]) / 2
-
-
-def _interval(value: float, drawn: np.ndarray, n: int) -> Interval:
-    if not drawn.size:
-        return Interval(value, math.nan, math.nan, n)
-    low, high = np.percentile(drawn, [LOW, HIGH])
-    return Interval(value, float(low), float(high), n)

@@ -1,5 +1,6 @@
 """The rows of results.json, long-form: probe, model, arm, metric, value, low, high, n."""
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -88,6 +89,11 @@ class Rows:
     def accuracy(self, arm: str, kind: str, probe: str = VISIBLE) -> Interval:
         """Reads the share of questions of a kind that an arm answers right, or UNDEFINED."""
         return self.get(probe, arm, f"accuracy.{kind}")
+
+    def measured(self, probe: str, arms: Iterable[str], *metrics: str) -> bool:
+        """Returns whether a statistic of one of the arms is defined."""
+        found = itertools.product(arms, metrics)
+        return any(math.isfinite(self.get(probe, arm, metric).value) for arm, metric in found)
 
     def gap(self, probe: str, arm: str, kind: str) -> float:
         """Computes the accuracy of an arm minus re-prefill's (−1…1), NaN where either is missing."""

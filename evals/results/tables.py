@@ -11,7 +11,8 @@ def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def aligned_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Makes a table for a terminal: columns padded to their widest cell, two spaces apart."""
-    rows = [head, *lines]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    return "\n".join("  ".join(row) for row in padded)
+    columns = []
+    for cells in zip(head, *lines, strict=True):
+        width = max(map(len, cells))
+        columns.append([cell.ljust(width) for cell in cells])
+    return "\n".join("  ".join(row) for row in zip(*columns, strict=True))

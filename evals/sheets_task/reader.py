@@ -20,9 +20,10 @@ from kvpatch_jax.core import flatten_heads
 from kvpatch_jax.repair import SplicedCache, repair_everywhere
 from models import ModelBackbone
 
-from ..arms.query_aware import marks_of, mean_attention
+from ..arms.query_aware import marks_of
 from ..arms.reused_page import KV, ReusedPage, joined
 from ..small_task.prefix import positions_behind, prefix_positions, within_own
+from ..small_task.reader import received_attention
 from .task import KINDS, SheetsContexts, SheetsQuestions
 from .task_spec import SHEETS, TaskSpec
 
@@ -130,9 +131,11 @@ class PackedReader:
         _, behind = prefix_positions(self.form, shown, np.full(count, MOVED))
         self.behind = positions_behind(self.form, behind, questions.step)
         # Questions of one length are read together: the columns [Q, N] of each length.
-        spans = [np.flatnonzero(questions.own == number) for number in range(questions.own.max() + 1)]
-        lengths = sorted({len(span) for span in spans})
-        self.groups = [np.stack([span for span in spans if len(span) == length]) for length in lengths]
+        by_length: dict[int, list[np.ndarray]] = {}
+        for number in range(questions.own.max() + 1):
+            columns = np.flatnonzero(questions.own == number)
+            by_length.setdefault(len(columns), []).append(columns)
+        self.groups = [np.stack(by_length[length]) for length in sorted(by_length)]
 
     def read(self, cache: KV, probe: str = "") -> PackedAnswers:
         """Asks all questions over a cache of the prefix."""
@@ -156,14 +159,8 @@ class PackedReader:
     def attention(self, group: Int[np.ndarray, "Q N"], cache: KV) -> Float[np.ndarray, "L B Q T"]:
         """Measures what attention the page's tokens receive from each question, the mean over heads."""
         tokens, mask = self._asking(group)
-        layers = tuple(range(self.backbone.layout.layers))
-        run = self.backbone.prefill(tokens, cache, mask, hidden_at=layers)
-        own = kvp.to_engine(self.backbone.layout, dict(run.kv), np.asarray(tokens.positions), 0)
-        keys = {name: jnp.concatenate([cache[name], own[name]], axis=2) for name in own}
-        hidden = tuple(run.hidden[layer] for layer in layers)
-        received = mean_attention(self.backbone, hidden, jnp.asarray(tokens.positions), keys, jnp.asarray(mask))
-        by_token = np.asarray(received)[..., self.form.page]
-        return by_token.reshape(*by_token.shape[:2], *group.shape, -1).sum(axis=3)
+        received = received_attention(self.backbone, tokens, cache, mask)[..., self.form.page]
+        return received.reshape(*received.shape[:2], *group.shape, -1).sum(axis=3)
 
     def read_entries(
         self, group: Int[np.ndarray, "Q N"], cache: KV, index: Int[np.ndarray, "B Q n"]

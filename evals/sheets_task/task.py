@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..small_task.task import PALETTE as WARM_PALETTE
+from ..small_task.task import TaskVocabulary, tile
 
 ROW_MARKS, COLUMN_MARKS = 9, 8
 ADDRESSES = ROW_MARKS * COLUMN_MARKS
@@ -73,36 +74,21 @@ _SHAPES = """
 """
 
 
-class SheetsVocabulary:
-    """Token ids of the task, by name. `names[id]` is the text of a token."""
+class SheetsVocabulary(TaskVocabulary):
+    """Token ids of the sheets task; the shipped instances were trained with these."""
 
     def __init__(self) -> None:
-        specials = ["<pad>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<end>"]
-        asks = ["row?", "column?", "fill?", "stripe?", "most?", "where?", "list?"]
-        groups = {
-            "row": [f"r{mark}" for mark in range(ROW_MARKS)],
-            "column": [f"c{mark}" for mark in range(COLUMN_MARKS)],
-            "ink": [f"ink{ink}" for ink in range(INKS)],
-            "fill": [f"fill{colour}" for colour in range(COLOURS)],
-            "stripe": [f"stripe{colour}" for colour in range(COLOURS)],
-            "glyph": [f"s{shape}i{ink}" for ink in range(INKS) for shape in range(SHAPES)],
-            "cell": [f"r{row}c{column}" for row in range(ROW_MARKS) for column in range(COLUMN_MARKS)],
-        }
-        self.names = specials + asks
-        self.pad, self.vision_start, self.vision_end, self.image, self.video, self.end = range(6)
-        self.ask_row, self.ask_column, self.ask_fill, self.ask_stripe = range(6, 10)
-        self.ask_most, self.ask_where, self.ask_list = range(10, 13)
-        first = {}
-        for name, texts in groups.items():
-            first[name] = len(self.names)
-            self.names = self.names + texts
-
-        self.row, self.column, self.ink = first["row"], first["column"], first["ink"]
-        self.fill, self.stripe = first["fill"], first["stripe"]
-        self.glyph, self.cell = first["glyph"], first["cell"]
-
-    def __len__(self) -> int:
-        return len(self.names)
+        super().__init__()
+        asks = ("row?", "column?", "fill?", "stripe?", "most?", "where?", "list?")
+        self.ask_row, self.ask_column, self.ask_fill, self.ask_stripe, *others = (self.add([ask]) for ask in asks)
+        self.ask_most, self.ask_where, self.ask_list = others
+        self.row = self.add([f"r{mark}" for mark in range(ROW_MARKS)])
+        self.column = self.add([f"c{mark}" for mark in range(COLUMN_MARKS)])
+        self.ink = self.add([f"ink{ink}" for ink in range(INKS)])
+        self.fill = self.add([f"fill{colour}" for colour in range(COLOURS)])
+        self.stripe = self.add([f"stripe{colour}" for colour in range(COLOURS)])
+        self.glyph = self.add([f"s{glyph % SHAPES}i{glyph // SHAPES}" for glyph in range(GLYPHS)])
+        self.cell = self.add([f"r{place // COLUMN_MARKS}c{place % COLUMN_MARKS}" for place in range(ADDRESSES)])
 
 
 VOCABULARY = SheetsVocabulary()
@@ -208,8 +194,8 @@ def latest(contexts: SheetsContexts, shown: np.ndarray | None = None) -> tuple[n
 @functools.cache
 def shapes() -> np.ndarray:
     """Gives the shapes, bool [shapes, 8, 8]."""
-    rows = [line.split() for line in _SHAPES.split("\n") if line]
-    return np.array([[[mark == "#" for mark in row[shape]] for row in rows] for shape in range(SHAPES)])
+    marks = np.array([list(line.replace("  ", "")) for line in _SHAPES.split("\n") if line])
+    return np.moveaxis(marks.reshape(8, SHAPES, 8) == "#", 1, 0)
 
 
 def render(contexts: SheetsContexts) -> tuple[np.ndarray, np.ndarray]:
@@ -230,7 +216,9 @@ def render(contexts: SheetsContexts) -> tuple[np.ndarray, np.ndarray]:
         for cells in (sheets[index], pages[index]):
             cells += 8.0 * rng.standard_normal(cells.shape, np.float32)
 
-    return _tile(sheets, contexts.size.sheet_shape), _tile(pages, contexts.size.page_shape)
+    size, cell = contexts.size, sheets.shape[-3:]
+    sheets = sheets.reshape(*sheets.shape[:2], *size.sheet_shape, *cell)
+    return tile(sheets), tile(pages.reshape(-1, *size.page_shape, *cell))
 
 
 def _frames(address: np.ndarray) -> np.ndarray:
@@ -241,14 +229,6 @@ def _frames(address: np.ndarray) -> np.ndarray:
     cells[..., 0, :, :] = cells[..., :, 0, :] = row
     cells[..., -1, 1:, :] = cells[..., 1:, -1, :] = column
     return cells
-
-
-def _tile(cells: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Converts cells [..., cells, 10, 10, 3] to images [..., height, width, 3], uint8."""
-    cells = cells.reshape(*cells.shape[:-4], *shape, *cells.shape[-3:])
-    *lead, rows, columns, height, width, channels = cells.shape
-    image = np.moveaxis(cells, -3, -4).reshape(*lead, rows * height, columns * width, channels)
-    return np.clip(np.rint(image), 0, 255).astype(np.uint8)
 
 
 # ------------------------------------------------------------------------------------------------- questions
@@ -298,15 +278,16 @@ def ask(
         "whole": drawn.whole,
         "list": drawn.list,
     }
-    made = [(kind, makers[kind]()) for kind, number in counts.items() for _ in range(number)]
-    sizes = [ids.shape[1] for _, (ids, _, _) in made]
+    kinds = np.repeat(list(counts), list(counts.values())).tolist()
+    ids, answers, cells = zip(*(makers[kind]() for kind in kinds), strict=True)
+    sizes = [of_question.shape[1] for of_question in ids]
     return SheetsQuestions(
-        ids=np.concatenate([ids for _, (ids, _, _) in made], axis=1).astype(np.int32),
-        answer=np.concatenate([answer for _, (_, answer, _) in made], axis=1).astype(np.int32),
-        own=np.repeat(np.arange(len(made)), sizes),
+        ids=np.concatenate(ids, axis=1).astype(np.int32),
+        answer=np.concatenate(answers, axis=1).astype(np.int32),
+        own=np.repeat(np.arange(len(kinds)), sizes),
         step=np.concatenate([np.arange(size) for size in sizes]),
-        kind=np.array([KINDS.index(kind) for kind, _ in made]),
-        cell=np.stack([cell for _, (_, _, cell) in made], axis=1),
+        kind=np.array([KINDS.index(kind) for kind in kinds]),
+        cell=np.stack(cells, axis=1),
     )
 
 

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
+from models import ModelBackbone
 
 from ..arms.query_aware import marks_of, mean_attention
 from ..arms.reused_page import KV, ReusedPage
@@ -65,16 +67,12 @@ class SceneReader:
 
         Probabilities over all that the question sees, the mean over heads, summed over the question's tokens.
         """
-        scene, backbone = self.scene, self.scene.backbone
-        ids, positions, mask, asked = scenes.question_arrays(scene, self.questions, True, None)
+        backbone = self.scene.backbone
+        ids, positions, mask, asked = scenes.question_arrays(self.scene, self.questions, True, None)
         tokens = backbone.embed(ids, positions)
-        run = backbone.prefill(tokens, cache, mask, **self._program(asked))
-        own = scenes.engine(scene, dict(run.kv), tokens)
-        keys = {name: jnp.concatenate([cache[name], own[name]], axis=2) for name in own}
-        hidden = tuple(run.hidden[layer] for layer in range(backbone.layout.layers))
-        received = mean_attention(backbone, hidden, jnp.asarray(positions), keys, jnp.asarray(mask))
-        by_token = np.asarray(received)[..., scene.page]  # [L, B, 2Q, T]
-        return by_token.reshape(*by_token.shape[:2], -1, QUESTION_TOKENS, by_token.shape[-1]).sum(axis=3)
+        wanted = np.broadcast_to(asked, (len(ids), len(asked)))
+        received = received_attention(backbone, tokens, cache, mask, wanted)[..., self.scene.page]
+        return received.reshape(*received.shape[:2], -1, QUESTION_TOKENS, received.shape[-1]).sum(axis=3)
 
     def read_entries(self, group: None, cache: KV, index: Int[np.ndarray, "B Q N"]) -> Float[np.ndarray, "B Q V"]:
         """Asks every question over the legends and its own entries of the page alone."""
@@ -83,7 +81,9 @@ class SceneReader:
         mask = np.array(mask)
         mask[:, 0, :, page] &= np.repeat(marks_of(index, page.stop - page.start), QUESTION_TOKENS, axis=1)
         tokens = backbone.embed(ids, positions)
-        logits = backbone.prefill(tokens, cache, mask, **self._program(asked)).logits
+        # Every layer's residual too, as `attention` asks for, so that one program serves both.
+        depth, wanted = tuple(range(backbone.layout.layers)), np.broadcast_to(asked, (len(ids), len(asked)))
+        logits = backbone.prefill(tokens, cache, mask, hidden_at=depth, logits=wanted).logits
         return np.asarray(jax.nn.log_softmax(logits, axis=-1))
 
     def read_recomputed(self, group: None, cache: KV, index: Int[np.ndarray, "B Q N"]) -> Float[np.ndarray, "B Q V"]:
@@ -118,12 +118,20 @@ class SceneReader:
         slots = np.broadcast_to(np.arange(page.start, page.stop), chosen.shape)
         return self.page.costs.rerun(np.broadcast_to(chosen, (depth, *chosen.shape)), slots)
 
-    def _program(self, asked: Int[np.ndarray, " Q"]) -> dict[str, Any]:
-        """Returns what a prefill of all questions returns: logits and every layer's residual, so that one program
-        serves.
-        """
-        depth = self.scene.backbone.layout.layers
-        return {"hidden_at": tuple(range(depth)), "logits": np.broadcast_to(asked, (len(self.scene), len(asked)))}
+
+def received_attention(
+    backbone: ModelBackbone, tokens: Tokens, cache: KV, mask: Bool[np.ndarray, "B 1 M S"], logits: Any = "last"
+) -> Float[np.ndarray, "L B M S"]:
+    """Measures which attention every entry receives from each token of a question at each layer, the mean over heads.
+
+    logits: which ones the prefill returns besides, so that it is a program that was compiled already.
+    """
+    layers = tuple(range(backbone.layout.layers))
+    run = backbone.prefill(tokens, cache, mask, hidden_at=layers, logits=logits)
+    own = kvp.to_engine(backbone.layout, dict(run.kv), np.asarray(tokens.positions), 0)
+    keys = {name: jnp.concatenate([cache[name], own[name]], axis=2) for name in own}
+    hidden = tuple(run.hidden[layer] for layer in layers)
+    return np.asarray(mean_attention(backbone, hidden, jnp.asarray(tokens.positions), keys, jnp.asarray(mask)))
 
 
 def _joined_tokens(
@@ -151,9 +159,7 @@ def _joined_tokens(
 
 
 def _group_mask(chosen: Int[np.ndarray, "B G N"], page: slice, length: int) -> Bool[np.ndarray, "B 1 T S"]:
-    """Returns who sees whom in one prefill, over [prefix, chosen tokens, questions]: nobody sees another question's
-    tokens.
-    """
+    """Makes the mask of one prefill over [prefix, chosen tokens, questions]: no question's tokens see another's."""
     B, G, N = chosen.shape
     tokens = page.stop - page.start
     kept = np.broadcast_to(~marks_of(chosen, tokens)[:, :, None], (B, G, length, tokens)).copy()

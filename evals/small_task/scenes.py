@@ -85,7 +85,7 @@ class Scene:
         """
         order = self.contexts.order
         if (order != order[0]).any():
-            raise ValueError("legends stand in different orders within a scene; expected one order in all contexts")
+            raise ValueError(f"orders of a scene's legends: got {order.tolist()}; expected one order in all contexts")
         return (*(self.chunks[which] for which in order[0]), self.chunks[-1])
 
     @property
@@ -119,7 +119,7 @@ class Scene:
         """Finds where the chunk at a place starts in a prefix: int32, a scalar or one per axis."""
         positions = np.asarray(tokens.positions)[:, self.form.slices[place].start]
         if (positions != positions[0]).any():
-            raise ValueError("a chunk starts at different positions within a scene; expected one start in all contexts")
+            raise ValueError(f"starts of chunk {place}: got {positions.tolist()}; expected one start in all contexts")
         # One position an axis is a scalar to NumPy, no array.
         return np.asarray(positions[0] - np.asarray(self.standing[place].local)[0], np.int32)
 
@@ -182,8 +182,8 @@ def load_scene(backbone: ModelBackbone, contexts: Contexts, folder: Path, known:
             continue
 
         prompts = [backbone.prepare([path]) for path in files]
-        joined = {name: np.concatenate([prompt[name] for prompt in prompts]) for name in prompts[0]}
-        tokens = backbone.embed(**joined)
+        batch = jax.tree.map(lambda *arrays: np.concatenate(arrays), *prompts)
+        tokens = backbone.embed(**batch)
         images.append(tokens)
         chunk = kvp.Chunk(
             kv=backbone.prefill(tokens).kv,

@@ -11,6 +11,7 @@ Everything here is NumPy; `sample_contexts` draws the meaning, `render` the pixe
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -40,34 +41,38 @@ PALETTE = np.array(
     ],
     np.float32,
 )
-
-
 COLOUR_NAMES = ("red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink", "white", "brown")
 
 
-class Vocabulary:
-    """Token ids of the task, by name. `names[id]` is the text of a token."""
+class TaskVocabulary:
+    """Token ids of a task, by name. `names[id]` is the text of a token; a task adds groups of words to these."""
 
     def __init__(self) -> None:
-        specials = ["<pad>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<end>"]
-        asks = ["glyph?", "fill?", "stripe?", "most?"]
-        rows = [f"r{row}" for row in range(ROWS)]
-        tags = [f"t{tag}" for tag in range(CELLS)]
-        glyphs = [f"{'ab'[glyph // DIGITS]}{glyph % DIGITS}" for glyph in range(GLYPHS)]
-        fills = [f"fill{colour}" for colour in range(COLOURS)]
-        stripes = [f"stripe{colour}" for colour in range(COLOURS)]
-        cells = [f"r{row}t{tag}" for row in range(ROWS) for tag in range(CELLS)]
-        self.names = specials + asks + rows + tags + glyphs + fills + stripes + cells
+        self.names = ["<pad>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<end>"]
         self.pad, self.vision_start, self.vision_end, self.image, self.video, self.end = range(6)
-        self.ask_glyph, self.ask_fill, self.ask_stripe, self.ask_most = range(6, 10)
-        self.asks = (self.ask_glyph, self.ask_fill, self.ask_stripe, self.ask_most)
-        self.row, self.tag = 10, 10 + ROWS
-        self.glyph = self.tag + CELLS
-        self.fill, self.stripe = self.glyph + GLYPHS, self.glyph + GLYPHS + COLOURS
-        self.cell = self.stripe + COLOURS
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def add(self, words: Sequence[str]) -> int:
+        """Adds words; returns the id of the first."""
+        self.names = [*self.names, *words]
+        return len(self.names) - len(words)
+
+
+class Vocabulary(TaskVocabulary):
+    """Token ids of the small task; the shipped instances were trained with these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asks = tuple(self.add([ask]) for ask in ("glyph?", "fill?", "stripe?", "most?"))
+        self.ask_glyph, self.ask_fill, self.ask_stripe, self.ask_most = self.asks
+        self.row = self.add([f"r{row}" for row in range(ROWS)])
+        self.tag = self.add([f"t{tag}" for tag in range(CELLS)])
+        self.glyph = self.add([f"{'ab'[glyph // DIGITS]}{glyph % DIGITS}" for glyph in range(GLYPHS)])
+        self.fill = self.add([f"fill{colour}" for colour in range(COLOURS)])
+        self.stripe = self.add([f"stripe{colour}" for colour in range(COLOURS)])
+        self.cell = self.add([f"r{place // CELLS}t{place % CELLS}" for place in range(ROWS * CELLS)])
 
 
 VOCABULARY = Vocabulary()
@@ -242,35 +247,30 @@ def handwriting(split: str) -> list[np.ndarray]:
     return parts
 
 
-def _ink(glyph: np.ndarray, digits: np.ndarray) -> np.ndarray:
-    """Grey cells [..., 8, 8] from digit images: light on dark for the first ink, dark on light for the second."""
+def _draw_glyphs(rng: np.random.Generator, glyph: np.ndarray, split: str) -> np.ndarray:
+    """Draws one handwritten grey image [8, 8] per glyph: light on dark in the first ink, dark on light in the second.
+
+    Training images are also mixed within their class and warped.
+    """
+    digit = (glyph % DIGITS).reshape(-1)
+    first, second = np.empty((2, digit.size, 8, 8), np.float32)
+    # Both are drawn for either split, so that what follows is the same.
+    for images in (first, second):
+        draws = rng.random(digit.size)
+        for number, pool in enumerate(handwriting(split)):
+            mine = digit == number
+            images[mine] = pool[(draws[mine] * len(pool)).astype(np.int64)]
+
+    if split == "train":
+        share = np.float32(0.5) * rng.random((digit.size, 1, 1), np.float32)
+        first = _warp(rng, first + share * (second - first))
+    digits = first.reshape(*glyph.shape, 8, 8)
     light = (glyph // DIGITS == 0)[..., None, None]
     return np.where(light, 45.0 + 195.0 * digits, 205.0 - 180.0 * digits)
 
 
-def _draw_digits(rng: np.random.Generator, glyph: np.ndarray, split: str) -> np.ndarray:
-    """Returns one handwritten image [8, 8] per glyph; training images are also mixed within their class and warped."""
-    pools = handwriting(split)
-    flat = (glyph % DIGITS).reshape(-1)
-    first, second = (_pick_digits(pools, flat, rng.random(flat.size)) for _ in range(2))
-    if split == "train":
-        share = np.float32(0.5) * rng.random((flat.size, 1, 1), np.float32)
-        first = _warp(rng, first + share * (second - first))
-    return first.reshape(*glyph.shape, 8, 8)
-
-
-def _pick_digits(pools: list[np.ndarray], digits: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    out = np.empty((digits.size, 8, 8), np.float32)
-    for digit, pool in enumerate(pools):
-        mine = digits == digit
-        out[mine] = pool[(draws[mine] * len(pool)).astype(np.int64)]
-    return out
-
-
 def _warp(rng: np.random.Generator, images: np.ndarray) -> np.ndarray:
-    """Returns images [n, 8, 8] under small random affine maps (turn, stretch, shear, shift), bilinear, blank
-    outside.
-    """
+    """Returns images [n, 8, 8] under small random affine maps (rotation, stretch, shear, shift), bilinear."""
     count = len(images)
 
     # Where each pixel of the result is read from, its centre at the origin.
@@ -321,15 +321,15 @@ def render(
             (legends[index, :, :, 0], contexts.legend_glyph),
             (pages[index, :, 1:], contexts.page_glyph),
         ):
-            cells[..., 1:9, 1:9, :] = _ink(glyph[index], _draw_digits(rng, glyph[index], split))[..., None]
+            cells[..., 1:9, 1:9, :] = _draw_glyphs(rng, glyph[index], split)[..., None]
         for cells in (legends[index], pages[index]):
             cells += 10.0 * rng.standard_normal(cells.shape, np.float32)
 
     room = [(0, CELL_PIXELS * (size - own)) for size, own in zip(canvas, (LEGEND_ROWS, 3), strict=True)]
-    return np.pad(_tile(legends), [(0, 0), (0, 0), *room, (0, 0)], mode="wrap"), _tile(pages)
+    return np.pad(tile(legends), [(0, 0), (0, 0), *room, (0, 0)], mode="wrap"), tile(pages)
 
 
-def _tile(cells: np.ndarray) -> np.ndarray:
+def tile(cells: np.ndarray) -> np.ndarray:
     """Converts cells [..., rows, columns, 10, 10, 3] to images [..., rows·10, columns·10, 3], uint8."""
     *lead, rows, columns, height, width, channels = cells.shape
     image = np.moveaxis(cells, -3, -4).reshape(*lead, rows * height, columns * width, channels)

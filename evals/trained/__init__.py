@@ -36,8 +36,8 @@ def shipped(name: str) -> Path:
         if (path / "config.json").exists():
             return path
     raise InputError(
-        f"backbone {name!r} is neither shipped nor a checkpoint directory; expected a directory with a config.json, or "
-        f"one of {', '.join(shipped_names())}"
+        f"backbone: got {name!r}; expected a checkpoint directory with a config.json, or one of the shipped instances "
+        f"{', '.join(shipped_names())}"
     )
 
 

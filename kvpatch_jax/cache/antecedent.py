@@ -50,26 +50,27 @@ class Antecedent:
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, tuple):
-            raise InputError(f"antecedent: members {self.members!r:.80}; expected a tuple, each a Member")
+            raise InputError(f"antecedent: got members {self.members!r:.80}; expected a tuple, each a Member")
 
+        # The first member that is not exact: whatever follows was conditioned on it, so it is not exact either.
         approximate: Member | None = None
         for member in self.members:
             if not isinstance(member, Member) or not isinstance(member.id, str):
-                raise InputError(f"antecedent: {member!r:.80}; expected a Member with a str for its id")
+                raise InputError(f"antecedent: got {member!r:.80}; expected a Member with a str for its id")
 
             id, content, state = member
             if content is not None and (not isinstance(content, str) or not content):
-                raise InputError(f"antecedent: {brief(id)!r} of content {content!r}; expected a digest, or None")
+                raise InputError(f"antecedent: got {brief(id)!r} of content {content!r}; expected a digest, or None")
             if state == EXACT:
                 if approximate is not None:
                     raise InputError(
-                        f"antecedent: {brief(id)!r} served {EXACT!r} behind {brief(approximate.id)!r} served "
+                        f"antecedent: got {brief(id)!r} served {EXACT!r} behind {brief(approximate.id)!r} served "
                         f"{approximate.state!r}; expected a state that says what it was conditioned on"
                     )
                 continue
             if not isinstance(state, str) or _STATE.fullmatch(state) is None:
                 raise InputError(
-                    f"antecedent: {brief(id)!r} served {state!r:.80}; expected 'exact', or a word, a colon and 32 "
+                    f"antecedent: got {brief(id)!r} served {state!r:.80}; expected 'exact', or a word, a colon and 32 "
                     "hexadecimal digits"
                 )
             approximate = approximate or member
@@ -118,8 +119,8 @@ class Antecedent:
         """
         if not self.exact and any(member.state == EXACT for member in self.members):
             raise InputError(
-                f"antecedent: served {tuple(member.state for member in self.members)}; expected a set whose members "
-                f"are all {EXACT!r}, or none of them"
+                f"antecedent: got members served {tuple(member.state for member in self.members)}; expected a set "
+                f"whose members are all {EXACT!r}, or none of them"
             )
         return Antecedent(
             tuple(sorted(self.members, key=lambda member: (member.id, member.content or "", member.state)))
@@ -148,6 +149,7 @@ class Antecedent:
         if orbit:
             return _set_difference(self, wanted)
 
+        # A content that one side does not know matches any.
         for own, other in zip(self.members, wanted.members, strict=True):
             if None not in (own.content, other.content) and own.content != other.content:
                 return f"{brief(own.id)!r} with content {own.content!r}; expected content {other.content!r}"
@@ -180,6 +182,8 @@ def _contents(members: list[Member], state: str) -> Counter[str]:
     return Counter(member.content for member in members if member.state == state and member.content is not None)
 
 
+_NO_ANTECEDENT = Antecedent()
+
 AntecedentLike = Sequence[str | Chunk | Member] | Antecedent
 """An antecedent as public functions take it: names, chunks or members, in order."""
 
@@ -192,11 +196,14 @@ def antecedent_of(members: Iterable[Any] | Antecedent, what: str = "antecedent")
     """
     if isinstance(members, Antecedent):
         return members
+    if members == ():
+        return _NO_ANTECEDENT
+    # A Member is a tuple, and a str a sequence of letters: each would pass for a sequence of names.
     if isinstance(members, str | bytes | Chunk | Member):
         shown = f"{members[:40]!r}" if isinstance(members, str | bytes) else f"a {type(members).__name__}"
-        raise InputError(f"{what}: {shown}; expected a sequence of names, chunks or members, such as [{shown}]")
+        raise InputError(f"{what}: got {shown}; expected a sequence of names, chunks or members, such as [{shown}]")
     if not isinstance(members, Iterable):
-        raise InputError(f"{what}: a {type(members).__name__}; expected a sequence of names, chunks or members")
+        raise InputError(f"{what}: got a {type(members).__name__}; expected a sequence of names, chunks or members")
 
     listed = []
     for member in members:
@@ -207,7 +214,8 @@ def antecedent_of(members: Iterable[Any] | Antecedent, what: str = "antecedent")
 
         if not isinstance(member, Member):
             raise InputError(
-                f"{what}: a {type(member).__name__} among the names; expected every one as a str, a Chunk or a Member"
+                f"{what}: got a {type(member).__name__} among the names; expected every one as a str, a Chunk or a "
+                "Member"
             )
         listed.append(member)
 

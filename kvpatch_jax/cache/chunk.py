@@ -75,33 +75,34 @@ class Chunk:
         self.layout.check(self.kv, f"chunk {self.id!r}")
         shape = self.kv[self.layout.names[0]].shape
         if len(shape) not in (4, 5):
-            raise ShapeError(f"chunk {self.id!r}: kv of shape {shape}; expected [L, T, K, H] or [L, B, T, K, H]")
+            raise ShapeError(f"chunk {self.id!r}: got kv of shape {shape}; expected [L, T, K, H] or [L, B, T, K, H]")
 
         tokens = shape[-3]
         if not self.id:
-            raise InputError(f"chunk: id {self.id!r}; expected a name")
+            raise InputError(f"chunk: got id {self.id!r}; expected a name")
 
         fingerprint_of(self.backbone, f"chunk {self.id!r}")
         if not is_whole(self.length, 1) or self.length > tokens:
-            raise InputError(f"chunk {self.id!r}: length {self.length}; expected 1 to {tokens}")
+            raise InputError(f"chunk {self.id!r}: got length {self.length}; expected 1 to {tokens}")
 
         axes = self.layout.rope.axes
         expected = (tokens,) if axes is None else (tokens, axes)
         if self.local.shape != expected:
-            raise PositionError(f"chunk {self.id!r}: local positions {self.local.shape}; expected {expected}")
+            raise PositionError(f"chunk {self.id!r}: got local positions {self.local.shape}; expected {expected}")
         if not is_whole(self.span, 0):
-            raise PositionError(f"chunk {self.id!r}: span {self.span!r:.80}; expected a whole number from 0")
+            raise PositionError(f"chunk {self.id!r}: got span {self.span!r:.80}; expected a whole number from 0")
 
         check_positions(self.layout.rope, self.local, np.zeros((), np.int32))
         if "" in (self.content, self.lead):
             raise InputError(
-                f"chunk {self.id!r}: content {self.content!r}, lead {self.lead!r}; expected a digest each, or None"
+                f"chunk {self.id!r}: got content {self.content!r}, lead {self.lead!r}; expected a digest each, or None"
             )
 
         # Copies come before the checksum, so that it is of what the chunk holds.
         for word in ("kv", "local", "encoder", "hidden"):
             object.__setattr__(self, word, _kept(getattr(self, word)))
         object.__setattr__(self, "kv", PhaseFreeKV(self.kv))
+        # One pass gives the checksum and says whether all is finite; only a failure looks for the channel.
         computed, finite = _examined(self)
         if not finite:
             check_finite(self.kv, f"chunk {self.id!r}")
@@ -130,6 +131,7 @@ class Chunk:
     @functools.cached_property
     def places(self) -> str:
         """A digest of the local positions of its tokens, whatever their dtype: 16 hexadecimal digits."""
+        # As float32, the type in which positions are stored, so that integers and their floats are the same places.
         positions = np.ascontiguousarray(np.asarray(self.local)[: self.length], np.float32)
         return hashlib.blake2b(positions.tobytes(), digest_size=8).hexdigest()
 
@@ -151,7 +153,7 @@ class Chunk:
         """
         more = tokens - self.tokens
         if more < 0:
-            raise ShapeError(f"chunk {self.id!r}: pad to {tokens}; expected at least {self.tokens}")
+            raise ShapeError(f"chunk {self.id!r}: got tokens={tokens}; expected at least {self.tokens}")
 
         def grow(value: AnyArray, axis: int) -> Array:
             widths = [(0, 0)] * value.ndim
@@ -187,6 +189,7 @@ def brief(id: str) -> str:
 
 def trusted(chunk: Chunk, **changes: Any) -> Chunk:
     """Copies a chunk with some fields changed, of the same content, without checking its values again."""
+    # `dataclasses.replace` would run the checks, which read every number of kv.
     copy = object.__new__(Chunk)
     for field in dataclasses.fields(Chunk):
         object.__setattr__(copy, field.name, changes.get(field.name, getattr(chunk, field.name)))
@@ -220,4 +223,6 @@ def check_finite(values: Mapping[str, Num[AnyArray, "..."]] | list[tuple[str, An
     counts = jax.device_get(_not_finite([value for _, value in named]))
     for (name, _), count in zip(named, counts, strict=True):
         if count:
-            raise NotFiniteError(f"{what}[{name!r}]: {count} values are NaN or infinite; expected finite values")
+            raise NotFiniteError(
+                f"{what}[{name!r}]: got {count} values that are NaN or infinite; expected finite values"
+            )

@@ -35,33 +35,13 @@ def encoded(text: str) -> bytes:
       InputError: `text` is not a str, or contains a lone surrogate.
     """
     if not isinstance(text, str):
-        raise InputError(f"text or name of type {type(text).__name__}; expected a str")
+        raise InputError(f"text or name: got type {type(text).__name__}; expected a str")
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"text with a lone surrogate at place {error.start}; expected text that UTF-8 can hold"
+            f"text: got a lone surrogate at place {error.start}; expected text that UTF-8 can hold"
         ) from None
-
-
-def _canonical(content: Content) -> Content:
-    """Decodes an image in any form to pixels (`images.decoded`); returns other content unchanged.
-
-    Bytes that begin like an image but cannot be decoded are treated as bytes.
-    """
-    if isinstance(content, str):
-        check_text(content, "chunk_id")
-        return content
-    if isinstance(content, bytes):
-        with contextlib.suppress(ImageError):
-            return decoded(content) if is_encoded(content) else content
-        return content
-
-    if isinstance(content, os.PathLike):
-        return decoded(content, os.fspath(content))
-    if hasattr(content, "getbands") or is_pixels(content):
-        return decoded(content, "image")
-    return content
 
 
 def _fields(content: Content) -> list[bytes]:
@@ -73,7 +53,7 @@ def _fields(content: Content) -> list[bytes]:
 
     value = np.asarray(content)
     if value.dtype == object or value.dtype.kind in "USV":
-        raise InputError(f"id: content of dtype {value.dtype}; expected numbers, text or bytes")
+        raise InputError(f"id: got content of dtype {value.dtype}; expected numbers, text or bytes")
 
     # NumPy's integer type for a list of token ids depends on the platform.
     if value.dtype.kind in "iu" and not isinstance(content, np.ndarray | jax.Array):
@@ -102,10 +82,25 @@ def chunk_id(backbone: str, *content: Content) -> str:
     """
     fingerprint_of(backbone, "chunk_id")
     if not content:
-        raise InputError("chunk_id: no content; expected some")
+        raise InputError("chunk_id: got no content; expected some")
+
+    # Every part is checked and decoded before any is digested. Images in any form become pixels.
+    parts: list[Content] = []
+    for part in content:
+        if isinstance(part, str):
+            check_text(part, "chunk_id")
+        elif isinstance(part, bytes) and is_encoded(part):
+            # Bytes that begin like an image but cannot be decoded are treated as bytes.
+            with contextlib.suppress(ImageError):
+                part = decoded(part)
+        elif isinstance(part, os.PathLike):
+            part = decoded(part, os.fspath(part))
+        elif hasattr(part, "getbands") or is_pixels(part):
+            part = decoded(part, "image")
+        parts.append(part)
 
     fields = [b"chunk", encoded(backbone)]
-    for part in [_canonical(part) for part in content]:
+    for part in parts:
         fields += _fields(part)
     return digest_of(fields)
 

@@ -62,13 +62,12 @@ def sort_of(item: Any, what: str = "prompt") -> Sort:
         return "tokens" if item.ndim == 1 and item.dtype.kind in "iu" else "image"
     if isinstance(item, bytes) and is_encoded(item):
         return "image"
-    if isinstance(item, list | tuple) and all(_is_token(token) for token in item):
-        return "tokens"
-    raise InputError(f"{what}: item of type {type(item).__name__}; expected text, token ids or an image")
-
-
-def _is_token(token: Any) -> bool:
-    return isinstance(token, int | np.integer) and not isinstance(token, bool)
+    if isinstance(item, list | tuple):
+        # bool is an int, but True is no token.
+        whole = [isinstance(token, int | np.integer) and not isinstance(token, bool) for token in item]
+        if all(whole):
+            return "tokens"
+    raise InputError(f"{what}: got item of type {type(item).__name__}; expected text, token ids or an image")
 
 
 def looks_like_a_file(text: str) -> bool:
@@ -84,6 +83,7 @@ def looks_like_a_file(text: str) -> bool:
 
     So `What is in shot.png?` and `see https://x.org for more` are texts.
     """
+    # A data URL may be longer than any path, so it is looked for first and at its beginning only.
     if _DATA_URL.match(text.lstrip()[:200]):
         return True
 
@@ -139,11 +139,11 @@ def items_of(items: Iterable[Any], what: str) -> list[Any]:
     is_single = isinstance(items, str | bytes | os.PathLike | np.ndarray | jax.Array | Mapping)
     if is_single or not isinstance(items, Iterable):
         shown = repr(items[:40]) if isinstance(items, str) else f"a {type(items).__name__}"
-        raise InputError(f"{what}: {shown}; expected a sequence of items, such as [{type(items).__name__} …]")
+        raise InputError(f"{what}: got {shown}; expected a sequence of items, such as [{type(items).__name__} …]")
 
     result = list(items)
     if not result:
-        raise InputError(f"{what}: no items; expected at least one")
+        raise InputError(f"{what}: got no items; expected at least one")
     return result
 
 
@@ -154,14 +154,15 @@ def names_of(names: Iterable[str], what: str) -> tuple[str, ...]:
       InputError: `names` is a bare str, whose letters would be taken for names, or contains something else than a str.
     """
     if isinstance(names, str | bytes):
-        raise InputError(f"{what}: {names[:40]!r}; expected a sequence of names, such as [{names[:40]!r}]")
+        raise InputError(f"{what}: got {names[:40]!r}; expected a sequence of names, such as [{names[:40]!r}]")
     if not isinstance(names, Iterable):
-        raise InputError(f"{what}: a {type(names).__name__}; expected a sequence of names")
+        raise InputError(f"{what}: got a {type(names).__name__}; expected a sequence of names")
 
+    # An iterator is read once.
     result = tuple(names)
     for name in result:
         if not isinstance(name, str):
-            raise InputError(f"{what}: a {type(name).__name__} among the names; expected every one as a str")
+            raise InputError(f"{what}: got a {type(name).__name__} among the names; expected every one as a str")
     return result
 
 
@@ -174,4 +175,4 @@ def fingerprint_of(backbone: str, what: str) -> str:
     if isinstance(backbone, str) and backbone:
         return backbone
     shown = repr(backbone) if isinstance(backbone, str) else f"a {type(backbone).__name__}"
-    raise InputError(f"{what}: backbone {shown}; expected its fingerprint, the str `backbone.fingerprint`")
+    raise InputError(f"{what}: got backbone {shown}; expected its fingerprint, the str `backbone.fingerprint`")

@@ -46,7 +46,16 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
       another dtype or shape; the image is empty.
     """
     if isinstance(source, np.ndarray | jax.Array):
-        image = _of_array(np.asarray(source), name)
+        image = np.asarray(source)
+        if not is_pixels(image):
+            raise ImageError(
+                f"{name}: got {image.dtype} {list(image.shape)}; expected uint8 [H, W], [H, W, 1], [H, W, 3] or "
+                "[H, W, 4]; normalised values go through patchify"
+            )
+        if image.ndim == 2:
+            image = image[..., None]
+        if image.shape[-1] == 1:
+            image = np.repeat(image, 3, axis=-1)
     elif isinstance(source, bytes):
         image = _of_file(io.BytesIO(source), name)
     elif isinstance(source, str | os.PathLike):
@@ -55,7 +64,7 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
         image = _of_pil(source, name)
 
     if image.size == 0:
-        raise ImageError(f"{name} is empty: {image.shape[0]}×{image.shape[1]} pixels")
+        raise ImageError(f"{name}: got {image.shape[0]}×{image.shape[1]} pixels; expected an image that is not empty")
 
     # An alpha channel that hides nothing is dropped, so that it does not change the id.
     opaque = image.shape[-1] == 4 and bool((image[..., 3] == 255).all())
@@ -73,11 +82,11 @@ def expect_small(source: ImageSource, most: int, name: str = "image") -> None:
         try:
             status = os.stat(source)
         except (OSError, ValueError) as error:
-            raise ImageError(f"{name!r:.300} is not there ({error}); expected an image file") from error
+            raise ImageError(f"{name!r:.300}: got no such file ({error}); expected an image file") from error
 
         # A FIFO or device could block for ever.
         if not stat.S_ISREG(status.st_mode):
-            raise ImageError(f"{name!r:.300} is no regular file; expected an image file")
+            raise ImageError(f"{name!r:.300}: got no regular file; expected an image file")
         _expect_bytes(status.st_size, most, name, "of its file")
         _expect_bytes(_pixel_bytes(source, name), most, name, "of its pixels")
     elif isinstance(source, bytes):
@@ -91,7 +100,7 @@ def expect_small(source: ImageSource, most: int, name: str = "image") -> None:
 
 def _expect_bytes(found: int, most: int, name: str, what: str) -> None:
     if found > most:
-        raise ImageError(f"{name!r:.300}: {found} bytes {what}; expected at most {most}")
+        raise ImageError(f"{name!r:.300}: got {found} bytes {what}; expected at most {most}")
 
 
 def _pixel_bytes(file: Any, name: str) -> int:
@@ -101,9 +110,9 @@ def _pixel_bytes(file: Any, name: str) -> int:
         with Image.open(file) as image:
             return image.width * image.height * 3
     except Image.UnidentifiedImageError as error:
-        raise ImageError(f"{name!r:.300} is not an image file that Pillow knows") from error
+        raise ImageError(f"{name!r:.300}: got a file that Pillow does not know; expected an image file") from error
     except _unreadable(Image) as error:
-        raise ImageError(f"{name!r:.300} is damaged or cut short: {error}") from error
+        raise ImageError(f"{name!r:.300}: got a damaged or truncated file ({error}); expected an image file") from error
 
 
 def _unreadable(Image: Any) -> tuple[type[BaseException], ...]:
@@ -119,11 +128,11 @@ def _of_file(file: Any, name: str) -> np.ndarray:
             image.load()
             upright = ImageOps.exif_transpose(image)
     except FileNotFoundError as error:
-        raise ImageError(f"{name} is not there; expected an image file") from error
+        raise ImageError(f"{name}: got no such file; expected an image file") from error
     except Image.UnidentifiedImageError as error:
-        raise ImageError(f"{name} is not an image file that Pillow knows") from error
+        raise ImageError(f"{name}: got a file that Pillow does not know; expected an image file") from error
     except _unreadable(Image) as error:
-        raise ImageError(f"{name} is damaged or cut short: {error}") from error
+        raise ImageError(f"{name}: got a damaged or truncated file ({error}); expected an image file") from error
 
     return _of_pil(upright, name)
 
@@ -131,28 +140,21 @@ def _of_file(file: Any, name: str) -> np.ndarray:
 def _of_pil(source: Any, name: str) -> np.ndarray:
     # As `content.sort_of` recognises a PIL image, without Pillow.
     if not hasattr(source, "getbands"):
-        raise ImageError(f"{name} is a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
+        raise ImageError(f"{name}: got a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
     if 0 in source.size:
-        raise ImageError(f"{name} is empty: {source.height}×{source.width} pixels")
+        raise ImageError(f"{name}: got {source.height}×{source.width} pixels; expected an image that is not empty")
+    # Modes of 16 or 32 bits: Pillow clips instead of scaling.
     if source.mode.startswith(("I", "F")):
-        raise ImageError(
-            f"{name} has mode {source.mode}, more than 8 bits a value; Pillow would clip it: rescale it first"
-        )
+        raise ImageError(f"{name}: got mode {source.mode}; expected at most 8 bits a value (rescale it first)")
 
     try:
         alpha = "A" in source.getbands() or source.info.get("transparency") is not None
         return np.array(source.convert("RGBA" if alpha else "RGB"))
     except (OSError, SyntaxError, ValueError) as error:
-        raise ImageError(f"{name} (mode {source.mode}) cannot be read as RGB: {error}") from error
-
-
-def _of_array(array: np.ndarray, name: str) -> np.ndarray:
-    if not is_pixels(array):
-        wanted = "expected uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]; normalised values go through patchify"
-        raise ImageError(f"{name} is {array.dtype} {list(array.shape)}; {wanted}")
-    if array.ndim == 2:
-        array = array[..., None]
-    return np.repeat(array, 3, axis=-1) if array.shape[-1] == 1 else array
+        raise ImageError(
+            f"{name}: got mode {source.mode}, which cannot be read as RGB ({error}); expected an image that Pillow "
+            "converts"
+        ) from error
 
 
 def over_white(image: UInt8[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W 3"]:

@@ -82,7 +82,7 @@ class PatchMetadata:
             expect_kind(members, tuple | list, f"patch: {word}", "a tuple, each a Member")
             known = Antecedent(tuple(members))
             if known.ids != ids:
-                raise InputError(f"patch: {word} of the ids {known.ids}; expected {ids}")
+                raise InputError(f"patch: got {word} of the ids {known.ids}; expected {ids}")
 
             # Members that say no more than the ids are dropped, so that equal provenance has one form.
             object.__setattr__(self, word, None if known.plain else known.members)
@@ -159,7 +159,7 @@ class Patch:
         more = tokens - (tokens if self.tokens is None else self.tokens)
         if more < 0:
             raise ShapeError(
-                f"patch of chunk {self.metadata.chunk!r}: pad to {tokens}; expected at least {self.tokens}"
+                f"patch of chunk {self.metadata.chunk!r}: got tokens={tokens}; expected at least {self.tokens}"
             )
 
         factors: dict[str, Any] = {}
@@ -245,8 +245,9 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batche
     expect_kind(factors, Mapping, "patch: factors", "{channel: factors}")
     layout, layers = metadata.layout, metadata.layers
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= layout.layers:
-        raise InputError(f"patch: layers {layers}; expected some of 0 to {layout.layers - 1}, ascending")
+        raise InputError(f"patch: got layers {layers}; expected some of 0 to {layout.layers - 1}, ascending")
 
+    # More axes than are allowed are left out here, so that the comparison of shapes below refuses them.
     batch = _batch_axes(factors, metadata.heads)
     if len(batch) > batched:
         batch = ()
@@ -258,10 +259,9 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batche
         leading = (len(layers), *batch, channel.heads) if per_head else (len(layers), *batch)
         if is_low_rank(own):
             u, v = map(_shape, own)
+            side = channel.width if per_head else channel.features
             _check_shape(u, (*leading, None, None), f"u of {name!r}", "layers, tokens, rank")
-            _check_shape(
-                v, (*leading, u[-1], channel.width if per_head else channel.features), f"v of {name!r}", "rank"
-            )
+            _check_shape(v, (*leading, u[-1], side), f"v of {name!r}", "rank")
             lefts.add(u)
             tokens.add(u[-2])
         else:
@@ -273,25 +273,28 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batche
         for leaf in own if is_low_rank(own) else (own,):
             if not isinstance(leaf, Quantised):
                 continue
+            # A scale is shared along an axis, or there is one for each of its places.
             values, scale = leaf.values.shape, leaf.scale.shape
             if len(scale) != len(values) or any(one not in (1, size) for one, size in zip(scale, values, strict=True)):
                 raise ShapeError(
-                    f"patch: scale of shape {scale} for values {values} of {name!r}; expected 1 or as many each"
+                    f"patch: got scale of shape {scale} for values {values} of {name!r}; expected 1 or as many each"
                 )
 
     if len(tokens) > 1:
         raise ShapeError(
-            f"patch of chunk {metadata.chunk!r}: {sorted(tokens)} tokens; expected as many in every channel"
+            f"patch of chunk {metadata.chunk!r}: got {sorted(tokens)} tokens; expected as many in every channel"
         )
     if metadata.shared_left and len(lefts) > 1:
-        raise ShapeError(f"patch of chunk {metadata.chunk!r}: shapes {sorted(lefts)} of u; expected one left factor")
+        raise ShapeError(
+            f"patch of chunk {metadata.chunk!r}: got shapes {sorted(lefts)} of u; expected one left factor"
+        )
 
 
 def _check_shape(found: tuple[int, ...], expected: tuple[int | None, ...], what: str, axes: str) -> None:
     """Raises ShapeError where sizes differ; None in `expected` is any size."""
     if len(found) != len(expected) or any(size not in (None, own) for own, size in zip(found, expected, strict=True)):
         sizes = ", ".join("any" if size is None else str(size) for size in expected)
-        raise ShapeError(f"patch: {what} of shape {found}; expected [{sizes}] ({axes}, …)")
+        raise ShapeError(f"patch: got {what} of shape {found}; expected [{sizes}] ({axes}, …)")
 
 
 # Of a rope all but how its angles are computed: that changes no phase-free number.
@@ -307,9 +310,6 @@ def same_storage(first: KVLayout, second: KVLayout) -> bool:
     return all(getattr(first.rope, name) == getattr(second.rope, name) for name in _STORED)
 
 
-_LATER = ("members", "base_members", "lead", "basis")
-
-
 def patch_digest(patch: Patch) -> str:
     """Digests the bits of a patch's factors and the metadata that describes them: 32 hexadecimal digits.
 
@@ -321,8 +321,8 @@ def patch_digest(patch: Patch) -> str:
     for word in ("layout", "asked"):
         del fields[word]
 
-    for word in _LATER:
-        # So that patches formed before the field existed keep their digest.
+    # Patches that were formed before a field existed keep their digest.
+    for word in ("members", "base_members", "lead", "basis"):
         if fields[word] is None:
             del fields[word]
 
@@ -334,27 +334,16 @@ def patch_digest(patch: Patch) -> str:
     return hashlib.blake2b(f"{found}\0{sorted(fields.items())}".encode(), digest_size=16).hexdigest()
 
 
-def check_is_chunk(chunk: Chunk) -> None:
-    """Raises InputError for anything but a chunk."""
-    if not isinstance(chunk, Chunk):
-        raise InputError(f"chunk of type {type(chunk).__name__}; expected a Chunk")
-
-
-def check_is_patch(patch: Patch) -> None:
-    """Raises InputError for anything but a patch."""
-    if not isinstance(patch, Patch):
-        raise InputError(f"patch of type {type(patch).__name__}; expected a Patch")
-
-
 def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
-    """Checks that a patch is of this chunk, base, backbone, lead, layout, content and local positions.
+    """Checks that a patch is of this chunk, base, backbone, lead, layout, content, local positions and shape.
 
     Contents are compared where both are known. Nothing is computed but a digest of few positions, once.
 
     Raises:
-      PatchMismatchError: one of them differs. InputError: not a patch.
+      PatchMismatchError: one of them differs. ShapeError: the factors have another number of tokens, or another batch,
+      than the chunk. InputError: not a patch.
     """
-    check_is_patch(patch)
+    expect_kind(patch, Patch, "patch", "a Patch")
     metadata = patch.metadata
     for word, found, expected in (
         ("chunk", metadata.chunk, chunk.id),
@@ -363,31 +352,28 @@ def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
         ("lead", metadata.lead, chunk.lead),
     ):
         if found != expected:
-            raise PatchMismatchError(f"patch: {word} {found!r}; expected {expected!r}")
+            raise PatchMismatchError(f"patch: got {word} {found!r}; expected {expected!r}")
 
     if metadata.layout is not chunk.layout and not same_storage(metadata.layout, chunk.layout):
-        raise PatchMismatchError(f"patch: layout {metadata.layout}; expected {chunk.layout}")
+        raise PatchMismatchError(f"patch: got layout {metadata.layout}; expected {chunk.layout}")
     if None not in (metadata.content, chunk.content) and metadata.content != chunk.content:
         raise PatchMismatchError(
-            f"patch: formed of chunk {chunk.id!r} with content {metadata.content!r}; expected {chunk.content!r}, which "
-            "this chunk of the same id has"
+            f"patch: got one formed of chunk {chunk.id!r} with content {metadata.content!r}; expected "
+            f"{chunk.content!r}, which this chunk of the same id has"
         )
     if metadata.local is not None and metadata.local != chunk.places:
         raise PatchMismatchError(
-            f"patch: formed of chunk {chunk.id!r} with local positions {metadata.local}; expected {chunk.places}, "
-            "which this chunk has"
+            f"patch: got one formed of chunk {chunk.id!r} with local positions {metadata.local}; expected "
+            f"{chunk.places}, which this chunk has"
         )
 
-
-def check_factor_shapes(patch: Patch, chunk: Chunk) -> None:
-    """Raises ShapeError where a patch's factors have another number of tokens, or another batch, than the chunk."""
     if patch.tokens not in (None, chunk.tokens):
         raise ShapeError(
-            f"patch of chunk {chunk.id!r}: {patch.tokens} tokens; expected the chunk's {chunk.tokens} (`Patch.pad` "
+            f"patch of chunk {chunk.id!r}: got {patch.tokens} tokens; expected the chunk's {chunk.tokens} (`Patch.pad` "
             "pads a patch as `Chunk.pad` its chunk)"
         )
     if patch.factors and patch.batch != chunk.batch:
-        raise ShapeError(f"patch of chunk {chunk.id!r}: batch {patch.batch}; expected the chunk's {chunk.batch}")
+        raise ShapeError(f"patch of chunk {chunk.id!r}: got batch {patch.batch}; expected the chunk's {chunk.batch}")
 
 
 def check_applies(
@@ -407,27 +393,29 @@ def check_applies(
 
     Raises:
       StalePatchError: another antecedent, of the chunk or of the base. PatchMismatchError: it does not belong to the
-      chunk, or an engine-frame patch does not belong at the start. ShapeError: as `check_factor_shapes`.
+      chunk, or an engine-frame patch does not belong at the start. ShapeError: as `check_chunk`.
     """
     check_chunk(patch, chunk, "canonical" if base_antecedent is None else "conditioned")
     metadata = patch.metadata
     if metadata.frame == "engine":
         found = tuple(int(number) for number in np.asarray(start).ravel())
         if found != metadata.start:
-            raise PatchMismatchError(f"patch: formed in the engine frame at {metadata.start}; expected {found}")
+            raise PatchMismatchError(f"patch: got one formed in the engine frame at {metadata.start}; expected {found}")
 
     if base_antecedent is not None:
         formed = metadata.base_behind
         difference = f"None; expected {base_antecedent.ids}" if formed is None else formed.difference(base_antecedent)
         if difference is not None:
-            raise StalePatchError(f"patch of chunk {chunk.id!r}: its base was conditioned on {difference}")
+            raise StalePatchError(f"patch of chunk {chunk.id!r}: got a base conditioned on {difference}")
 
-    difference = None if allow_stale else metadata.behind.difference(antecedent, metadata.orbit)
+    # Equal members are compared here, so that the usual case stops at once; members of unknown content match others.
+    difference = None
+    if not allow_stale and metadata.behind != antecedent:
+        difference = metadata.behind.difference(antecedent, metadata.orbit)
     if difference is not None:
         kind = "any ordering of " if metadata.orbit else ""
         # Likely forgotten, since the argument has a default for chunks without an antecedent.
         if not antecedent.ids:
             shown = metadata.behind.shown
             difference = f"{shown}; got no antecedent; expected antecedent={shown}, the chunks that precede this one"
-        raise StalePatchError(f"patch of chunk {chunk.id!r}: formed behind {kind}{difference}")
-    check_factor_shapes(patch, chunk)
+        raise StalePatchError(f"patch of chunk {chunk.id!r}: got one formed behind {kind}{difference}")

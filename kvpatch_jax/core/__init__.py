@@ -43,7 +43,6 @@ from .paging import check_pool as check_pool
 from .paging import flat as flat
 from .paging import held_arrays as held_arrays
 from .paging import padded_slots as padded_slots
-from .paging import pool_widths as pool_widths
 from .paging import token_offsets as token_offsets
 from .paging import trimmed as trimmed
 from .readout import attention_with_lse as attention_with_lse

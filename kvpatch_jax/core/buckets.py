@@ -24,9 +24,11 @@ class Buckets:
         for name in ("smallest", "steps"):
             value = getattr(self, name)
             if not is_whole(value, 1) or value & (value - 1):
-                raise ConfigError(f"bucket {name} {value!r:.80}; expected a power of two")
+                raise ConfigError(f"bucket {name}: got {value!r:.80}; expected a power of two")
         if self.smallest % (4 * self.steps):
-            raise ConfigError(f"bucket smallest {self.smallest}; expected a multiple of 4 · steps ({4 * self.steps})")
+            raise ConfigError(
+                f"bucket smallest: got {self.smallest}; expected a multiple of 4 · steps ({4 * self.steps})"
+            )
 
     def round_up(self, size: int) -> int:
         """Returns the smallest bucket that holds `size`; 0 for 0."""

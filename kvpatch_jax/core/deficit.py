@@ -46,6 +46,7 @@ def energy_curve(delta: Delta, length: Length = None) -> dict[str, Float[Array, 
     """Computes the share of ‖Δ‖² in the best m directions, m = 1 … min(T, F), heads joined; zeros where Δ is 0."""
     curves = {}
     for name, value in _masked(delta, length).items():
+        # Squared singular values are the energies of the best directions, the largest first.
         energy = jnp.square(jnp.linalg.svd(flatten_heads(value), compute_uv=False))
         curves[name] = _share(jnp.cumsum(energy, -1), energy.sum(-1, keepdims=True))
     return curves
@@ -66,6 +67,7 @@ def token_spread(delta: Delta, length: Length = None, share: float = 0.9) -> dic
         energy = jnp.sort(jnp.square(value).sum((2, 3)), axis=-1, descending=True)
         total = energy.sum(-1, keepdims=True)
         count = (_share(jnp.cumsum(energy, -1), total) < share).sum(-1) + 1
+        # Of the tokens that are no padding.
         tokens = value.shape[1] if length is None else length
         result[name] = jnp.where(total[:, 0] > 0, count / jnp.asarray(tokens, jnp.float32), 0.0)
     return result

@@ -47,13 +47,13 @@ class EngineKV(FramedKV):
 def _register(kind: type[FramedKV]) -> None:
     """Registers a type of KV as a pytree whose leaves are sorted by channel, as jax sorts those of a dictionary."""
 
-    def flatten_with_keys(kv: FramedKV) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        names = tuple(sorted(kv))
-        return [(DictKey(name), kv[name]) for name in names], names
-
     def flatten(kv: FramedKV) -> tuple[list[Any], tuple[str, ...]]:
         names = tuple(sorted(kv))
         return [kv[name] for name in names], names
+
+    def flatten_with_keys(kv: FramedKV) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        leaves, names = flatten(kv)
+        return [(DictKey(name), leaf) for name, leaf in zip(names, leaves, strict=True)], names
 
     def unflatten(names: tuple[str, ...], leaves: Any) -> FramedKV:
         return kind(zip(names, leaves, strict=True))
@@ -61,6 +61,7 @@ def _register(kind: type[FramedKV]) -> None:
     jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
 
 
+# jax takes a subclass of `dict` for a leaf unless it is registered.
 for _kind in (PhaseFreeKV, LocalKV, EngineKV):
     _register(_kind)
 
@@ -79,9 +80,9 @@ def expect_frame(kv: Mapping[str, Any], what: str, *expected: Frame) -> None:
       FrameError: the KV is in another frame. LayoutError: `kv` is not a mapping.
     """
     if not isinstance(kv, Mapping):
-        raise LayoutError(f"{what}: KV is a {type(kv).__name__}; expected {{channel: array}}")
+        raise LayoutError(f"{what}: got a {type(kv).__name__}; expected {{channel: array}}")
     if isinstance(kv, FramedKV) and kv.frame not in expected:
         raise FrameError(
-            f"{what}: KV that is {_WORDS[kv.frame]}; expected it {' or '.join(_WORDS[frame] for frame in expected)} "
-            f"({_CONVERSIONS[expected[0]]})"
+            f"{what}: got KV that is {_WORDS[kv.frame]}; expected it "
+            f"{' or '.join(_WORDS[frame] for frame in expected)} ({_CONVERSIONS[expected[0]]})"
         )

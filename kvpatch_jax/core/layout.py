@@ -40,7 +40,7 @@ class Channel:
         whole = all(is_whole(number, 0) for number in (self.heads, self.width, self.rotary))
         if not whole or self.heads < 1 or self.width < 1 or not 0 <= self.rotary <= self.width:
             raise LayoutError(
-                f"channel {self.name!r}: heads {self.heads}, width {self.width}, rotary {self.rotary}; expected "
+                f"channel {self.name!r}: got heads {self.heads}, width {self.width}, rotary {self.rotary}; expected "
                 "positive heads and width, and rotary at most the width"
             )
 
@@ -66,20 +66,21 @@ class KVLayout:
 
     def __post_init__(self) -> None:
         if not is_whole(self.layers, 1):
-            raise LayoutError(f"layout: layers {self.layers!r:.80}; expected a whole number from 1")
+            raise LayoutError(f"layout: got layers {self.layers!r:.80}; expected a whole number from 1")
 
         expect_kind(self.rope, Rope, "layout: rope", "a Rope", LayoutError)
         expect_kind(self.channels, tuple, "layout: channels", "a tuple of Channel", LayoutError)
         for channel in self.channels:
             expect_kind(channel, Channel, "layout: channels", "each a Channel", LayoutError)
-        if len({channel.name for channel in self.channels}) != len(self.channels) or not self.channels:
-            raise LayoutError(f"layout: channels {[c.name for c in self.channels]}; expected distinct names")
+        if len(set(self.names)) != len(self.names) or not self.names:
+            raise LayoutError(f"layout: got channels {list(self.names)}; expected distinct names")
 
+        # One table of cosines serves every channel that rotates.
         for channel in self.channels:
             if channel.rotates and (channel.rotary != self.rope.dim or channel.width != self.rope.head_width):
                 raise LayoutError(
-                    f"layout: channel {channel.name!r} is {channel.width} wide and rotates {channel.rotary}; expected "
-                    f"the rope's {self.rope.head_width} and {self.rope.dim}"
+                    f"layout: got channel {channel.name!r} of width {channel.width} that rotates {channel.rotary}; "
+                    f"expected the rope's {self.rope.head_width} and {self.rope.dim}"
                 )
 
     @classmethod
@@ -120,7 +121,7 @@ class KVLayout:
         for channel in self.channels:
             if channel.name == name:
                 return channel
-        raise LayoutError(f"layout: no channel {name!r}; expected one of {self.names}")
+        raise LayoutError(f"layout: got no channel {name!r}; expected one of {self.names}")
 
     def with_angles(self, angles: Angles | None) -> "KVLayout":
         """Replaces the rope's `angles` ("exact" or "float32"); None leaves them as they are."""
@@ -140,24 +141,27 @@ class KVLayout:
         """
         expect_kind(kv, Mapping, what, "{channel: array}", LayoutError)
         if set(kv) != set(self.names):
-            raise LayoutError(f"{what}: channels {sorted(kv)}; expected {sorted(self.names)}")
+            raise LayoutError(f"{what}: got channels {sorted(kv)}; expected {sorted(self.names)}")
 
+        # Batch and token axes, which all channels share.
         middle = None
         for channel in self.channels:
             value = kv[channel.name]
             if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-                raise LayoutError(f"{what}[{channel.name!r}]: a {type(value).__name__}; expected an array")
+                raise LayoutError(f"{what}[{channel.name!r}]: got a {type(value).__name__}; expected an array")
             if not jnp.issubdtype(value.dtype, jnp.floating):
-                raise DtypeError(f"{what}[{channel.name!r}]: dtype {value.dtype}; expected a floating-point dtype")
+                raise DtypeError(f"{what}[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
 
             shape = value.shape
             if len(shape) < 4 or shape[0] != self.layers or shape[-2:] != (channel.heads, channel.width):
                 raise ShapeError(
-                    f"{what}[{channel.name!r}]: shape {shape}; expected [{self.layers}, ..., T, {channel.heads}, "
+                    f"{what}[{channel.name!r}]: got shape {shape}; expected [{self.layers}, ..., T, {channel.heads}, "
                     f"{channel.width}]"
                 )
             if middle is not None and shape[1:-2] != middle:
-                raise ShapeError(f"{what}[{channel.name!r}]: shape {shape}; expected {middle} between layers and heads")
+                raise ShapeError(
+                    f"{what}[{channel.name!r}]: got shape {shape}; expected {middle} between layers and heads"
+                )
             middle = shape[1:-2]
 
 
@@ -171,10 +175,10 @@ def as_start(rope: Rope, start: Start) -> Int[AnyArray, "..."]:
         array = np.asarray(start)
         whole = array.dtype.kind in "iu"
         if not whole or max(-int(array.min(initial=0)), int(array.max(initial=0))) >= POSITION_LIMIT:
-            raise PositionError(f"start {start!r}; expected integers below 2**30 in magnitude")
+            raise PositionError(f"start: got {start!r}; expected integers below 2**30 in magnitude")
         start = array.astype(np.int32)
     elif not jnp.issubdtype(start.dtype, jnp.integer):
-        raise PositionError(f"start of dtype {start.dtype}; expected int32")
+        raise PositionError(f"start: got dtype {start.dtype}; expected int32")
     elif start.dtype != jnp.int32:
         # Conversion to int32 would wrap larger numbers.
         check_positions(rope, start, np.zeros((), np.int32))
@@ -182,7 +186,7 @@ def as_start(rope: Rope, start: Start) -> Int[AnyArray, "..."]:
     if rope.axes is not None and start.ndim == 0:
         return (np if isinstance(start, np.ndarray) else jnp).broadcast_to(start, (rope.axes,)).astype(jnp.int32)
     if rope.axes is not None and start.shape[-1] != rope.axes:
-        raise PositionError(f"start of shape {start.shape}; expected a scalar or [..., {rope.axes}]")
+        raise PositionError(f"start: got shape {start.shape}; expected a scalar or [..., {rope.axes}]")
     return start.astype(jnp.int32)
 
 
@@ -200,7 +204,7 @@ def chunk_start(rope: Rope, start: Start, batch: int | None, what: str) -> Int[A
         return array
     several = "" if batch is None else f", or the same for each of {batch} chunks"
     raise PositionError(
-        f"{what}: start of shape {array.shape}; expected a scalar, or one per axis of the rope{several}"
+        f"{what}: got start of shape {array.shape}; expected a scalar, or one per axis of the rope{several}"
     )
 
 
@@ -213,22 +217,25 @@ def check_places(layout: KVLayout, kv: KV, local: Positions, start: Int[AnyArray
       PositionError: the number of positions or starts differs.
     """
     if not hasattr(local, "shape"):
-        raise PositionError(f"local positions: a {type(local).__name__}; expected an array, such as `chunk.local`")
+        raise PositionError(f"local positions: got a {type(local).__name__}; expected an array, such as `chunk.local`")
 
     shape, axes = kv[layout.names[0]].shape, layout.rope.axes
     batch, tokens = shape[1:-3], shape[-3]
     places = local.shape if axes is None else local.shape[:-1]
     if not places or places[-1] != tokens:
-        raise PositionError(f"local positions of shape {local.shape}; expected one for each of {tokens} tokens")
+        raise PositionError(f"local positions: got shape {local.shape}; expected one for each of {tokens} tokens")
 
     for what, found in (("start", start.shape if axes is None else start.shape[:-1]), ("local", places[:-1])):
         if len(found) > len(batch):
-            raise PositionError(f"{what} of shape {found}; expected one for each of {batch} sequences, or one for all")
+            raise PositionError(
+                f"{what}: got shape {found}; expected one for each of {batch} sequences, or one for all"
+            )
 
 
 def _rotate(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, back: bool) -> dict[str, Array]:
     cos, sin = rope_tables(layout.rope, local, start)
     scale = layout.rope.attention_scaling
+    # The inverse turns the other way, and takes the attention scaling out again.
     if back:
         sin, scale = -sin, 1.0 / scale
     return {name: rotate(value, cos, sin, layout.rope.cached, scale) for name, value in kv.items()}
@@ -343,10 +350,13 @@ def _side(rope: Rope, positions: Positions | Start) -> AnyArray:
     """Checks a start or full positions and returns them as `relocation_tables` takes them."""
     array = positions if isinstance(positions, jax.Array) else np.asarray(positions)
     if array.dtype.kind not in "iuf" or not array.size:
-        raise PositionError(f"relocate: positions {positions!r:.80}; expected numbers, a start or one for each token")
+        raise PositionError(
+            f"relocate: got positions {positions!r:.80}; expected numbers, a start or one for each token"
+        )
 
     check_positions(rope, array, np.zeros((), np.int32))
     array = array.astype(np.int32 if jnp.issubdtype(array.dtype, jnp.integer) else np.float32)
+    # A start gets a token axis of length 1, over which the tables broadcast.
     if rope.axes is None:
         return array[None] if array.ndim == 0 else array
     if array.ndim > 1:

@@ -8,7 +8,6 @@ Traced: arrays, starts, local positions, lengths, keys. Nothing is checked here:
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -93,10 +92,12 @@ def deficit(
       conditioned, base: {channel: [L, ..., T, K, H]}.
       length: number of tokens that are not padding, a scalar or one per batch; None for all.
     """
-    delta = {name: conditioned[name].astype(jnp.float32) - base[name].astype(jnp.float32) for name in base}
-    if length is None:
-        return delta
-    return {name: jnp.where(_token_mask(value, length, -3), value, 0.0) for name, value in delta.items()}
+    delta = {}
+    for name in base:
+        # In float32, because the difference of two close 16-bit numbers has few bits left.
+        value = conditioned[name].astype(jnp.float32) - base[name].astype(jnp.float32)
+        delta[name] = value if length is None else jnp.where(_token_mask(value, length, -3), value, 0.0)
+    return delta
 
 
 def flatten_heads(delta: Float[Array, "*leading T K H"]) -> Float[Array, "*leading T F"]:
@@ -112,30 +113,21 @@ def _factorise_masked(
     def factorise_matrix(matrix: Array, key: Array) -> tuple[Array, Array]:
         return factorise(matrix, rank=rank, method=plan.method, key=key)
 
-    u, v = _replicated_on_explicit_axes(factorise_matrix, matrix, key)
+    # A factorisation has no sharding rule, so jax rejects it on Explicit axes of a mesh. There they are left to the
+    # compiler inside the function; its results are small, and are replicated on every device.
+    meshes = [jax.typeof(array).sharding.mesh for array in (matrix, key)]
+    explicit = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    if explicit is None:
+        u, v = factorise_matrix(matrix, key)
+    else:
+        with jax.sharding.use_abstract_mesh(explicit):
+            replicated: Any = jax.sharding.auto_axes(factorise_matrix, out_sharding=jax.sharding.PartitionSpec())
+            u, v = replicated(matrix, key)
+
     if length is not None:
         length = jnp.asarray(length)
         u = jnp.where(_token_mask(u, length[..., None] if heads else length, -2), u, 0.0)
     return u, v
-
-
-def _stored_pair(u: Array, v: Array, plan: FormPlan) -> tuple[Leaf, Leaf]:
-    """Converts u and v to the plan's dtype, with one scale per direction if it has 8 bits."""
-    return stored(u, plan.dtype, -2), stored(v, plan.dtype, -1)
-
-
-def _replicated_on_explicit_axes(function: Callable[..., Any], *arrays: Any) -> Any:
-    """Returns `function(*arrays)`, with Explicit mesh axes of the arrays left to the compiler inside the function.
-
-    A factorisation has no sharding rule, so jax rejects it on Explicit axes. Its results are small, so they are
-    replicated on every device.
-    """
-    meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(arrays)]
-    explicit = next((mesh for mesh in meshes if mesh.explicit_axes), None)
-    if explicit is None:
-        return function(*arrays)
-    with jax.sharding.use_abstract_mesh(explicit):
-        return jax.sharding.auto_axes(function, out_sharding=jax.sharding.PartitionSpec())(*arrays)
 
 
 def factorise_deficit(
@@ -157,7 +149,7 @@ def factorise_deficit(
         u, v = _factorise_masked(jnp.concatenate(matrices, axis=-1), low_rank[0][1], plan, key, length, False)
         edges = np.cumsum([matrix.shape[-1] for matrix in matrices])[:-1].tolist()
         for (name, _), part in zip(low_rank, jnp.split(v, edges, axis=-1), strict=True):
-            factors[name] = _stored_pair(u, part, plan)
+            factors[name] = stored(u, plan.dtype, -2), stored(part, plan.dtype, -1)
         return factors
 
     for index, (name, rank) in enumerate(low_rank):
@@ -167,7 +159,8 @@ def factorise_deficit(
             u, v = _factorise_masked(matrix, rank, plan, channel_key, length, True)
         else:
             u, v = _factorise_masked(flatten_heads(delta[name]), rank, plan, channel_key, length, False)
-        factors[name] = _stored_pair(u, v, plan)
+        # One scale per direction where the dtype has 8 bits: along tokens in u, along features in v.
+        factors[name] = stored(u, plan.dtype, -2), stored(v, plan.dtype, -1)
 
     return factors
 
@@ -254,6 +247,7 @@ def apply(
     Without factors the result is exactly the rotation. In the engine frame (control) the correction is added after
     the rotation, as the paper does. For shapes see the module's docstring; the result has kv's shapes and dtypes.
     """
+    # Rounded once here too, so that the control differs from the operator in the order alone.
     if frame == "engine":
         float32 = {name: value.astype(jnp.float32) for name, value in kv.items()}
         rotated = to_engine(layout, float32, local, start)
@@ -296,20 +290,13 @@ def accumulate(
     return {name: total[name] + delta[name] for name in delta}
 
 
-def quantise_scaled(value: Float[Array, "..."], dtype: jax.typing.DTypeLike, axis: int) -> Quantised:
-    """Quantises to int8 or a float8 with one float32 scale per slice along `axis`, an axis of length 1 in the scale.
-
-    The scale maps the largest magnitude of the slice to the largest of the dtype, so nothing overflows.
-    """
-    return Quantised(*_scaled(value, jnp.dtype(dtype), axis))
-
-
 # Inlined in a traced caller. Called eagerly, it is one program in place of one per operation.
 @functools.partial(jax.jit, static_argnames=("target", "axis"), inline=True)
 def _scaled(value: Array, target: np.dtype, axis: int) -> tuple[Array, Array]:
     largest = 127.0 if target == jnp.int8 else float(jnp.finfo(target).max)
     value = value.astype(jnp.float32)
     scale = jnp.max(jnp.abs(value), axis=axis, keepdims=True) / largest
+    # A slice of zeros stays zeros.
     scale = jnp.where(scale > 0, scale, 1.0)
 
     # The quotient may exceed the largest value by a rounding error.
@@ -317,15 +304,14 @@ def _scaled(value: Array, target: np.dtype, axis: int) -> tuple[Array, Array]:
     return (jnp.round(scaled) if target == jnp.int8 else scaled).astype(target), scale
 
 
-def quantise_int8(value: Float[Array, "..."], axis: int) -> Quantised:
-    """Quantises to int8 with one float32 scale per slice along `axis`."""
-    return quantise_scaled(value, jnp.int8, axis)
-
-
 def stored(value: Float[Array, "..."], dtype: jax.typing.DTypeLike, axis: int) -> Leaf:
-    """Converts a factor to its stored dtype: 8-bit dtypes with scales along `axis`, others by rounding."""
+    """Converts a factor to its stored dtype: int8 or a float8 with scales, others by rounding.
+
+    8-bit dtypes get one float32 scale per slice along `axis`, an axis of length 1 in the scale. It maps the largest
+    magnitude of the slice to the largest of the dtype, so nothing overflows.
+    """
     target = jnp.dtype(dtype)
-    return quantise_scaled(value, target, axis) if target.itemsize == 1 else value.astype(target)
+    return Quantised(*_scaled(value, target, axis)) if target.itemsize == 1 else value.astype(target)
 
 
 jitted_form = jax.jit(form, static_argnames=("layout", "plan"))

@@ -19,7 +19,7 @@ from pallas_kernels.splice import check_slots, padded_width
 
 from ..errors import DtypeError, KernelSlotError, LayoutError, PoolError, PositionError, ShapeError
 from .buckets import Buckets
-from .layout import AnyArray, Channel, KVLayout, Positions, Start, on_device
+from .layout import AnyArray, KVLayout, Positions, Start
 from .rope import Rope, check_positions
 
 Slots = Int[AnyArray, " T"]
@@ -80,6 +80,7 @@ class Paged(NamedTuple):
         column = np.zeros(pages, np.int32)
         for number, (row, used) in enumerate(zip(rows, row_pages, strict=True)):
             table[number, : len(used)] = used
+            # A key is named by its column in the table, whichever page of the pool that is.
             column[used] = np.arange(len(used))
             keys = column[row // size] * size + row % size
             seen[number, keys] = True
@@ -118,6 +119,7 @@ class Paged(NamedTuple):
         table = np.asarray(self.table)
         pages = np.asarray(slots) // self.page_size
         missing = [np.setdiff1d(wanted, row) for wanted, row in zip(pages, table, strict=True)]
+        # The same object, so that a step that stays within its pages copies no table.
         if not any(map(len, missing)):
             return self
 
@@ -143,6 +145,7 @@ class Paged(NamedTuple):
           The new context, and for each token its key in the row (N·O if the table lacks its page) and its index.
         """
         numbers, size = _numbers(self.table, self.seen, slots), self.page_size
+        # Negative slots, of padding tokens, are on no page.
         matches = (self.table[:, None, :] == (slots // size)[:, :, None]) & (slots >= 0)[:, :, None]
         keys = numbers.where(matches.any(-1), matches.argmax(-1) * size + slots % size, self.key_count)
         keys = keys.astype(np.int32)
@@ -186,13 +189,15 @@ def _rows_of(slots: Rows) -> list[np.ndarray]:
 
     if not rows or any(row.ndim != 1 for row in rows):
         shapes = [row.shape for row in rows]
-        raise ShapeError(f"Paged: rows of slots of shapes {shapes}; expected [S], [B, S] or rows [S] of any lengths")
+        raise ShapeError(
+            f"Paged: got rows of slots of shapes {shapes}; expected [S], [B, S] or rows [S] of any lengths"
+        )
 
     # NumPy makes an empty list an array of floats.
     rows = [row.astype(np.int32) if not row.size else row for row in rows]
     for row in rows:
         if row.dtype.kind not in "iu":
-            raise KernelSlotError(f"Paged: slots of dtype {row.dtype}; expected integers")
+            raise KernelSlotError(f"Paged: got slots of dtype {row.dtype}; expected integers")
     return rows
 
 
@@ -207,11 +212,6 @@ def _pages_in_order(pages: Int[np.ndarray, " T"]) -> Int[np.ndarray, " N"]:
 def _padded_page_count(count: int, page_size: int, buckets: Buckets | None) -> int:
     """Returns the columns of a table of `count` pages, rounded up so that its keys fill a bucket."""
     return count if buckets is None else -(-buckets.round_up(count * page_size) // page_size)
-
-
-def pool_widths(channel: Channel) -> tuple[int, int]:
-    """Returns the width of a head in a pool, without padding and padded to whole lanes."""
-    return channel.width, padded_width(channel.width)
 
 
 def trimmed(layout: KVLayout, values: Mapping[str, AnyArray]) -> dict[str, Float[Array, "..."]]:
@@ -231,23 +231,23 @@ def check_pool(layout: KVLayout, pool: Pool, *, padded: bool = True) -> tuple[in
     """
     check_held(pool)
     if set(pool) != set(layout.names):
-        raise LayoutError(f"pool: channels {sorted(pool)}; expected {sorted(layout.names)}")
+        raise LayoutError(f"pool: got channels {sorted(pool)}; expected {sorted(layout.names)}")
 
     paging = None
     for channel in layout.channels:
         value = pool[channel.name]
         if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise DtypeError(f"pool[{channel.name!r}]: dtype {value.dtype}; expected a floating-point dtype")
+            raise DtypeError(f"pool[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
 
         shape = value.shape
-        widths = pool_widths(channel)[: 1 + padded]
+        widths = {channel.width, padded_width(channel.width)} if padded else {channel.width}
         if len(shape) != 5 or shape[0] != layout.layers or shape[3] != channel.heads or shape[4] not in widths:
             raise ShapeError(
-                f"pool[{channel.name!r}]: shape {shape}; expected [{layout.layers}, P, O, {channel.heads}, "
-                f"{' or '.join(map(str, dict.fromkeys(widths)))}]"
+                f"pool[{channel.name!r}]: got shape {shape}; expected [{layout.layers}, P, O, {channel.heads}, "
+                f"{' or '.join(map(str, sorted(widths)))}]"
             )
         if paging is not None and shape[1:3] != paging:
-            raise ShapeError(f"pool[{channel.name!r}]: pages {shape[1:3]}; expected {paging}")
+            raise ShapeError(f"pool[{channel.name!r}]: got pages {shape[1:3]}; expected {paging}")
         paging = shape[1:3]
 
     return paging  # pyright: ignore[reportReturnType]
@@ -261,18 +261,27 @@ def check_held(pool: Mapping[str, Any]) -> None:
       donated.
     """
     if not isinstance(pool, Mapping) or not pool:
-        raise LayoutError(f"pool of type {type(pool).__name__}; expected arrays by channel, as `make_pool` gives them")
+        raise LayoutError(
+            f"pool: got type {type(pool).__name__}; expected arrays by channel, as `make_pool` gives them"
+        )
     for name, value in pool.items():
         if not hasattr(value, "dtype") or not isinstance(getattr(value, "shape", None), tuple):
             kind = type(value).__name__
-            raise DtypeError(f"pool[{name!r}] of type {kind}; expected an array [L, P, O, K, H] of NumPy or jax")
+            raise DtypeError(f"pool[{name!r}]: got type {kind}; expected an array [L, P, O, K, H] of NumPy or jax")
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
-            raise PoolError(f"pool[{name!r}] was donated, and is gone; expected the pool that the last operation gave")
+            raise PoolError(
+                f"pool[{name!r}]: got an array that was donated; expected the pool that the last operation gave"
+            )
 
 
 def held_arrays(layout: KVLayout, pool: Pool) -> dict[str, Float[Array, "L P O _ _"]]:
     """Converts a pool to a plain dictionary of jax arrays in the layout's order, so programs see one pytree type."""
-    return {name: on_device(pool[name]) for name in layout.names}
+    arrays = {}
+    for name in layout.names:
+        value = pool[name]
+        # `jnp.asarray` takes 30 µs to return a jax array unchanged.
+        arrays[name] = value if isinstance(value, jax.Array) else jnp.asarray(value)
+    return arrays
 
 
 def flat(value: Float[Array, "L P O K H"]) -> Float[Array, "L S K H"]:
@@ -295,11 +304,12 @@ def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
     for name, (kind, word, times) in expected.items():
         value = getattr(context, name)
         if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, kind):
-            raise DtypeError(f"{what}.{name} of {getattr(value, 'dtype', type(value).__name__)}; expected {word}")
+            raise DtypeError(f"{what}.{name}: got {getattr(value, 'dtype', type(value).__name__)}; expected {word}")
         if value.ndim != 2 or value.shape[0] != rows or value.shape[1] != context.table.shape[1] * times:
             wanted = f"[{rows}, N]" if name == "table" else f"[{rows}, {context.table.shape[1]} pages of {size}]"
-            raise ShapeError(f"{what}.{name} of shape {value.shape}; expected {wanted}")
+            raise ShapeError(f"{what}.{name}: got shape {value.shape}; expected {wanted}")
 
+    # The pages themselves are known only outside a trace.
     if isinstance(context.table, Tracer):
         return
 
@@ -307,14 +317,15 @@ def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
     wrong = table[(table < NO_PAGE) | (table >= pages)]
     if wrong.size:
         raise PoolError(
-            f"{what}: page {int(wrong[0])} of a pool of {pages}; expected pages of it, or {NO_PAGE} for none"
+            f"{what}: got page {int(wrong[0])} of a pool of {pages}; expected pages of it, or {NO_PAGE} for none"
         )
 
+    # A page that is named twice would count its keys twice.
     for number, row in enumerate(table):
         ordered = np.sort(row[row != NO_PAGE])
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if twice.size:
-            raise PoolError(f"{what}: page {int(twice[0])} is named twice in row {number}; expected it once")
+            raise PoolError(f"{what}: got page {int(twice[0])} named twice in row {number}; expected it once")
 
 
 def padded_slots(slots: Slots) -> tuple[Int[np.ndarray, " N"], np.int32]:
@@ -337,7 +348,7 @@ def token_offsets(
     array, axes = np.asarray(offset), () if rope.axes is None else (rope.axes,)
     if array.dtype.kind not in kinds or array.shape not in ((), axes, (tokens, *axes)):
         raise PositionError(
-            f"{what}: offsets of dtype {array.dtype} and shape {array.shape}; expected integers, one for all or "
+            f"{what}: got offsets of dtype {array.dtype} and shape {array.shape}; expected integers, one for all or "
             f"for each slot, of shape (), {axes} or {(tokens, *axes)}"
         )
 

@@ -39,7 +39,7 @@ def attention_with_lse(
     """
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if heads % kv_heads:
-        raise ShapeError(f"attention: {heads} query heads over {kv_heads} KV heads; expected a multiple")
+        raise ShapeError(f"attention: got {heads} query heads over {kv_heads} KV heads; expected a multiple")
     return _attention(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
@@ -51,7 +51,12 @@ def _attention(q: Array, k: Array, v: Array, mask: Array | None, factor: Array |
     reads_nan = None
     if mask is not None:
         mask = jnp.atleast_2d(mask)
-        k, v, reads_nan = _zero_non_finite(k, v, mask)
+        # Zero times NaN is NaN, so a weight of zero does not exclude a masked slot from a sum or from a gradient: slots
+        # that are not finite become zero, and queries that may read one get NaN at the end.
+        finite = jnp.isfinite(k).all(-1) & jnp.isfinite(v).all(-1)
+        infinite = 1.0 - finite.astype(jnp.float32)
+        reads_nan = jnp.einsum("...ts,...sk->...tk", mask.astype(jnp.float32), infinite) > 0
+        k, v = jnp.where(finite[..., None], k, 0.0), jnp.where(finite[..., None], v, 0.0)
 
     # Query head n reads KV head n // G, so the query heads are grouped by KV head.
     grouped = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
@@ -75,16 +80,6 @@ def _attention(q: Array, k: Array, v: Array, mask: Array | None, factor: Array |
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
 
 
-def _zero_non_finite(k: Array, v: Array, mask: Array) -> tuple[Array, Array, Array]:
-    """Returns k and v with zeros at slots that are not finite, and which queries may read such a slot, [..., T, K].
-
-    Zero times NaN is NaN, so a weight of zero does not exclude a masked slot from a sum or from a gradient.
-    """
-    finite = jnp.isfinite(k).all(-1) & jnp.isfinite(v).all(-1)
-    reads = jnp.einsum("...ts,...sk->...tk", mask.astype(jnp.float32), 1.0 - finite.astype(jnp.float32))
-    return jnp.where(finite[..., None], k, 0.0), jnp.where(finite[..., None], v, 0.0), reads > 0
-
-
 def empty_readout(shape: tuple[int, ...]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Returns the identity of `merge_readouts` for o of `shape` [..., N, E]: o = 0, lse = −∞."""
     return jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
@@ -104,19 +99,19 @@ def merge_readouts(*readouts: Readout) -> tuple[Float[Array, "..."], Float[Array
       ShapeError: there is no readout, or shapes differ.
     """
     if not readouts:
-        raise ShapeError("merge_readouts: no readouts; expected at least one")
+        raise ShapeError("merge_readouts: got no readouts; expected at least one")
 
     for readout in readouts:
         is_pair = isinstance(readout, tuple) and len(readout) == 2
         if not is_pair or not all(hasattr(array, "shape") for array in readout):
             raise ShapeError(
-                f"merge_readouts: readouts {readouts!r:.80}; expected at least one pair (o, lse) of arrays"
+                f"merge_readouts: got readouts {readouts!r:.80}; expected at least one pair (o, lse) of arrays"
             )
 
     for o, lse in readouts:
         if o.shape != readouts[0][0].shape or lse.shape != o.shape[:-1]:
             raise ShapeError(
-                f"merge_readouts: o {o.shape} with lse {lse.shape}; expected {readouts[0][0].shape} and "
+                f"merge_readouts: got o {o.shape} with lse {lse.shape}; expected {readouts[0][0].shape} and "
                 f"{readouts[0][0].shape[:-1]}"
             )
 

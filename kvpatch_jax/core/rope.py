@@ -66,10 +66,11 @@ class Rope:
     angles: Angles = "exact"
 
     def __post_init__(self) -> None:
+        # Channels rotate in pairs.
         if not is_whole(self.dim, 2) or self.dim % 2:
-            raise LayoutError(f"rope: dim {self.dim!r:.80}; expected a positive even number")
+            raise LayoutError(f"rope: got dim {self.dim!r:.80}; expected a positive even number")
         if not isinstance(self.theta, int | float) or isinstance(self.theta, bool) or not self.theta > 0:
-            raise LayoutError(f"rope: theta {self.theta!r:.80}; expected a positive number")
+            raise LayoutError(f"rope: got theta {self.theta!r:.80}; expected a positive number")
 
         for name, value, words in (
             ("cached", self.cached, ("half", "pairs")),
@@ -77,19 +78,21 @@ class Rope:
             ("angles", self.angles, ("exact", "float32")),
         ):
             if value not in words:
-                raise LayoutError(f"rope: {name} {value!r}; expected one of {words}")
+                raise LayoutError(f"rope: got {name} {value!r}; expected one of {words}")
 
         if self.width is not None and not is_whole(self.width, self.dim):
-            raise LayoutError(f"rope: width {self.width}; expected at least dim {self.dim}")
+            raise LayoutError(f"rope: got width {self.width}; expected at least dim {self.dim}")
 
         if self.sections is not None:
             is_sequence = isinstance(self.sections, tuple | list)
             if not is_sequence or not all(is_whole(section, 0) for section in self.sections):
-                raise LayoutError(f"rope: sections {self.sections!r:.80}; expected whole numbers, or None")
+                raise LayoutError(f"rope: got sections {self.sections!r:.80}; expected whole numbers, or None")
+            # A list of a configuration file becomes a tuple, which can be hashed.
             object.__setattr__(self, "sections", tuple(int(section) for section in self.sections))
             if sum(self.sections) != self.dim // 2 or min(self.sections) < 0:
                 raise LayoutError(
-                    f"rope: sections {self.sections} sum to {sum(self.sections)}; expected dim // 2 = {self.dim // 2}"
+                    f"rope: got sections {self.sections}, whose sum is {sum(self.sections)}; expected dim // 2 = "
+                    f"{self.dim // 2}"
                 )
 
         if self.scaling is not None:
@@ -184,9 +187,11 @@ def _phase(rope: Rope, whole: Int[Array, "..."]) -> Array:
     multiplied by halves of 16 bits.
     """
     high, low = (jnp.asarray(word) for word in _fixed_point(rope))
+    # Unsigned, because shifts of signed integers keep the sign; the phase of a negative position is the negated one.
     size = jnp.abs(whole).astype(jnp.uint32)
     size_high, size_low = size >> 16, size & 0xFFFF
     low_high, low_low = low >> 16, low & 0xFFFF
+    # What size · low carries into the words above 2³²; size_low · low_low is below the error.
     carried = size_high * low_high + ((size_high * low_low) >> 16) + ((size_low * low_high) >> 16)
     phase = size * high + carried
     return jnp.where(whole < 0, jnp.uint32(0) - phase, phase)
@@ -194,6 +199,7 @@ def _phase(rope: Rope, whole: Int[Array, "..."]) -> Array:
 
 def _cos_sin_of_phase(phase: Array, extra: Array | None) -> tuple[Array, Array]:
     """Computes cosine and sine of a uint32 phase plus `extra` radians, after reduction to ±1/8 of a revolution."""
+    # Rounded to the nearest quarter, so that the remainder is small, where float32 cosines are most accurate.
     quadrant = (phase + jnp.uint32(1 << 29)) >> 30
     remainder = (phase - (quadrant << 30)).astype(jnp.int32)
     angle = remainder.astype(jnp.float32) * np.float32(_REVOLUTION * 2.0**-32)
@@ -215,14 +221,18 @@ def _align(rope: Rope, local: Num[Array, "..."], start: Int[Array, "..."]) -> tu
             start = start[..., None]
     else:
         if local.ndim == 0 or local.shape[-1] != axes:
-            raise PositionError(f"rope: positions of shape {local.shape}; expected [..., T, {axes}] for {axes} axes")
+            raise PositionError(
+                f"rope: got positions of shape {local.shape}; expected [..., T, {axes}] for {axes} axes"
+            )
         if start.ndim:
             if start.shape[-1] != axes:
-                raise PositionError(f"rope: start of shape {start.shape}; expected a scalar or [..., {axes}]")
+                raise PositionError(f"rope: got start of shape {start.shape}; expected a scalar or [..., {axes}]")
             start = start[..., None, :]
 
     if local.ndim < (1 if axes is None else 2):
-        raise PositionError(f"rope: positions of shape {local.shape}; expected [..., T{'' if axes is None else ', A'}]")
+        raise PositionError(
+            f"rope: got positions of shape {local.shape}; expected [..., T{'' if axes is None else ', A'}]"
+        )
     return local, start
 
 
@@ -264,7 +274,7 @@ def _device_positions(positions: Num[Array | np.ndarray, "..."]) -> Array:
     if isinstance(positions, np.ndarray) and positions.dtype.kind in "iu" and positions.dtype.itemsize >= 4:
         least, greatest = extent(positions)
         if greatest >= 2**31 or least < -(2**31):
-            raise PositionError(f"rope: positions from {least:.0f} to {greatest:.0f}; expected int32")
+            raise PositionError(f"rope: got positions from {least:.0f} to {greatest:.0f}; expected int32")
     return jnp.asarray(positions)
 
 
@@ -363,11 +373,14 @@ def check_extent(rope: Rope, local: tuple[float, float], start: Int[Array | np.n
     if isinstance(start, Tracer):
         return
     if not np.isfinite(local).all():
-        raise PositionError("rope: a position is not finite; expected finite positions")
+        raise PositionError("rope: got a position that is not finite; expected finite positions")
 
-    least, greatest = extent(start)
+    starts = np.asarray(start)
+    least, greatest = (float(starts.min()), float(starts.max())) if starts.size else (0.0, 0.0)
+    # A bound, not the position itself: the farthest start and the farthest token may lie on different axes or rows.
     farthest = max(-local[0], local[1]) + max(-least, greatest)
     if farthest >= POSITION_LIMIT:
-        raise PositionError(f"rope: position of magnitude {farthest:.0f}; expected below {POSITION_LIMIT}")
+        raise PositionError(f"rope: got position of magnitude {farthest:.0f}; expected below {POSITION_LIMIT}")
+    # Regimes depend on the longest position alone, so negative ones are not looked at.
     if rope.scaling is not None:
         rope.scaling.check_reach(local[1] + greatest)

@@ -52,28 +52,28 @@ class Scaling:
           RopeRegimeError: the frequencies depend on the sequence length, and no regime is pinned.
         """
         if self.kind not in KINDS:
-            raise LayoutError(f"rope scaling: kind {self.kind!r}; expected one of {KINDS}")
+            raise LayoutError(f"rope scaling: got kind {self.kind!r}; expected one of {KINDS}")
         if not self.factor > 0:
-            raise LayoutError(f"rope scaling: factor {self.factor}; expected a positive number")
+            raise LayoutError(f"rope scaling: got factor {self.factor}; expected a positive number")
         if self.kind != "linear" and (self.original is None or self.original < 1):
-            raise LayoutError(f"rope scaling {self.kind!r}: original {self.original}; expected a positive length")
+            raise LayoutError(f"rope scaling {self.kind!r}: got original {self.original}; expected a positive length")
 
         if self.kind == "longrope":
             if self.regime not in ("short", "long"):
                 raise RopeRegimeError(
-                    f"longrope: regime {self.regime!r}; its frequencies depend on the sequence length, so pin one: "
-                    "expected 'short' or 'long'"
+                    f"longrope: got regime {self.regime!r}; expected 'short' or 'long' to pin, because its frequencies "
+                    "depend on the length"
                 )
 
             stretch = self.stretch
             if stretch is None or len(stretch) != dim // 2:
                 found = None if stretch is None else len(stretch)
-                raise LayoutError(f"longrope: {found} numbers in {self.regime}_factor; expected {dim // 2}")
+                raise LayoutError(f"longrope: got {found} numbers in {self.regime}_factor; expected {dim // 2}")
 
         if self.kind == "dynamic" and (self.length is None or self.length < 1):
             raise RopeRegimeError(
-                f"dynamic rope scaling: length {self.length!r}; its frequencies depend on the sequence length, so pin "
-                "one: expected a positive length"
+                f"dynamic rope scaling: got length {self.length!r}; expected a positive length to pin, because its "
+                "frequencies depend on it"
             )
 
     @property
@@ -97,7 +97,7 @@ class Scaling:
     @property
     def _original(self) -> int:
         if self.original is None:
-            raise LayoutError(f"rope scaling {self.kind!r}: original None; expected a positive length")
+            raise LayoutError(f"rope scaling {self.kind!r}: got original None; expected a positive length")
         return self.original
 
     def theta(self, theta: float | int, dim: int) -> float | int:
@@ -158,7 +158,7 @@ class Scaling:
 
         if farthest >= limit:
             raise RopeRegimeError(
-                f"{self.kind}: position {farthest:g} lies outside the pinned regime; expected below {limit}"
+                f"{self.kind}: got position {farthest:g}, outside the pinned regime; expected below {limit}"
             )
 
 

@@ -1,6 +1,5 @@
 """Forms, applies, updates and compresses the patches of chunks."""
 
-from .apply import apply_patch as apply_patch
 from .basis import Basis as Basis
 from .basis import check_in_basis as check_in_basis
 from .basis import coefficients as coefficients
@@ -22,6 +21,7 @@ from .factors import choose_ranks as choose_ranks
 from .factors import factor_dtype as factor_dtype
 from .form import FormOptions as FormOptions
 from .form import form_patch as form_patch
+from .form import removal_patch as removal_patch
 from .gate import divergence as divergence
 from .gate import reuse_curve as reuse_curve
 from .orbit import Accumulated as Accumulated
@@ -29,6 +29,6 @@ from .orbit import accumulate as accumulate
 from .orbit import orbit_patch as orbit_patch
 from .orbit import orders_of as orders_of
 from .placed import Placed as Placed
-from .removal import removal_patch as removal_patch
+from .placed import apply_patch as apply_patch
 from .update import correction_patch as correction_patch
 from .update import update_patch as update_patch

@@ -43,7 +43,7 @@ class Basis:
         for name, value in self.directions.items():
             wanted, shape = self.layout.channel(name).features, value.shape
             if len(shape) != 3 or (shape[0], shape[2]) != (self.layout.layers, wanted) or not 1 <= shape[1] <= wanted:
-                raise ShapeError(f"basis: {name!r} of shape {shape}; expected [{self.layout.layers}, M, {wanted}]")
+                raise ShapeError(f"basis: got {name!r} of shape {shape}; expected [{self.layout.layers}, M, {wanted}]")
 
     def __repr__(self) -> str:
         return f"Basis({self.ranks}, backbone {self.backbone[:16]!r}, {self.digest})"
@@ -100,32 +100,33 @@ def fit_basis(
             sums[name] = sums.get(name, 0.0) + _jitted_gram(value)
 
     if first is None:
-        raise InputError("basis: no deficits; expected some chunks, each with its conditioned KV")
+        raise InputError("basis: got no deficits; expected some chunks, each with its conditioned KV")
 
-    wanted = {name: int(rank.get(name, 0) if isinstance(rank, Mapping) else rank) for name in first.layout.names}
+    # Refuses names of other channels.
     for name in rank if isinstance(rank, Mapping) else ():
         first.layout.channel(name)
-    directions = {}
 
-    for name, size in wanted.items():
-        features = first.layout.channel(name).features
+    directions = {}
+    for channel in first.layout.channels:
+        name, features = channel.name, channel.features
+        size = int(rank.get(name, 0) if isinstance(rank, Mapping) else rank)
         if isinstance(rank, Mapping) and size == 0:
             continue
         if not 1 <= size <= features:
-            raise RankError(f"basis: rank {size} for channel {name!r}; expected 1 to {features}")
-        vectors = jnp.linalg.eigh(sums[name])[1]  # columns, the weakest first
+            raise RankError(f"basis: got rank {size} for channel {name!r}; expected 1 to {features}")
+        # Columns, the weakest first.
+        vectors = jnp.linalg.eigh(sums[name])[1]
         directions[name] = jnp.swapaxes(vectors[..., ::-1][..., :size], -1, -2).astype(dtype)
 
     return Basis(directions, first.layout, first.backbone)
 
 
-def _gram(delta: Array) -> Array:
+@jax.jit
+def _jitted_gram(delta: Array) -> Array:
+    """Computes ΔᵀΔ of each layer, [L, F, F], heads joined and batches together."""
     flat = ops.flatten_heads(delta)
     flat = flat.reshape(flat.shape[0], -1, flat.shape[-1])
     return jnp.einsum("ltf,ltg->lfg", flat, flat, precision=jax.lax.Precision.HIGHEST)
-
-
-_jitted_gram = jax.jit(_gram)
 
 
 def form_in_basis(
@@ -154,16 +155,16 @@ def form_in_basis(
     behind = antecedent_of(antecedent)
     _check_same_model(basis.backbone, basis.layout, chunk)
     if chunk.batch is not None:
-        raise ShapeError(f"basis: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk")
+        raise ShapeError(f"basis: got chunk {chunk.id!r}, a batch of {chunk.batch}; expected one chunk")
     if rank is not None and rank < 1:
-        raise RankError(f"basis: rank {rank}; expected at least 1, or None")
+        raise RankError(f"basis: got rank {rank}; expected at least 1, or None")
 
     kept = check_layers(layers, chunk.layout.layers)
     delta = deficit_of(conditioned, chunk.kv, chunk)
 
     factors: Factors = {}
-
     for name, have in basis.ranks.items():
+        # Directions are orthonormal, so the best coefficients are products with them: no factorisation.
         v = jnp.asarray(basis.rows(name, kept, have if rank is None else min(rank, have)))
         flat = ops.flatten_heads(delta[name])[np.asarray(kept)]
         u = jnp.einsum("ltf,lmf->ltm", flat, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
@@ -175,9 +176,9 @@ def form_in_basis(
 
 def _check_same_model(backbone: str, layout: KVLayout, chunk: Chunk) -> None:
     if chunk.backbone != backbone:
-        raise PatchMismatchError(f"basis: backbone {backbone!r}; expected {chunk.backbone!r}, that of {chunk.id!r}")
+        raise PatchMismatchError(f"basis: got backbone {backbone!r}; expected {chunk.backbone!r}, that of {chunk.id!r}")
     if not same_storage(layout, chunk.layout):
-        raise PatchMismatchError(f"basis: layout {layout}; expected {chunk.layout}")
+        raise PatchMismatchError(f"basis: got layout {layout}; expected {chunk.layout}")
 
 
 def coefficients(patch: Patch) -> dict[str, Any]:
@@ -197,14 +198,15 @@ def with_basis(own: Mapping[str, Any], metadata: PatchMetadata, basis: Basis) ->
     """
     if metadata.basis != basis.digest:
         raise PatchMismatchError(
-            f"patch of chunk {metadata.chunk!r}: formed in basis {metadata.basis}; expected {basis.digest}"
+            f"patch of chunk {metadata.chunk!r}: got one formed in basis {metadata.basis}; expected {basis.digest}"
         )
 
+    # A patch may use the first few directions only; then it has as many columns.
     factors: dict[str, Any] = {}
     for name, u in own.items():
         rank = (u.values if isinstance(u, ops.Quantised) else u).shape[-1]
         if rank > basis.ranks.get(name, 0):
-            raise ShapeError(f"patch: {rank} directions of {name!r}; expected at most {basis.ranks.get(name, 0)}")
+            raise ShapeError(f"patch: got {rank} directions of {name!r}; expected at most {basis.ranks.get(name, 0)}")
         factors[name] = (jax.tree.map(jnp.asarray, u), jnp.asarray(basis.rows(name, metadata.layers, rank)))
 
     return Patch(factors, metadata)
@@ -221,6 +223,6 @@ def check_in_basis(patch: Patch, basis: Basis) -> None:
         own, other = (value_of(pair[1]) for pair in (factors, wanted.factors[name]))  # pyright: ignore
         if own is not other and not np.array_equal(np.asarray(own), np.asarray(other)):
             raise PatchMismatchError(
-                f"patch of chunk {patch.metadata.chunk!r}: directions of {name!r} that are not those of basis "
+                f"patch of chunk {patch.metadata.chunk!r}: got directions of {name!r} that are not those of basis "
                 f"{basis.digest}; expected them as they were formed"
             )

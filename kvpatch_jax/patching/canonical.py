@@ -48,6 +48,7 @@ def make_chunk(
     content = chunk_id(backbone.fingerprint, *items)
     before = None if lead is None else lead_tokens(backbone, lead)
     digest = None if before is None else lead_digest(backbone.fingerprint, before)
+    # Another lead gives another canonical, which must not be taken for this one.
     if digest is not None:
         content = digest_of([b"chunk behind a lead", encoded(content), encoded(digest)])
 
@@ -95,7 +96,7 @@ def lead_tokens(backbone: Backbone, lead: Sequence[Any] | Tokens) -> Tokens:
         lead = backbone.embed(**backbone.prepare(items_of(lead, "lead")))
     check_tokens(lead, "lead")
     if len(lead.embeddings) != 1:
-        raise ShapeError(f"lead: {len(lead.embeddings)} rows; expected one, which precedes every chunk")
+        raise ShapeError(f"lead: got {len(lead.embeddings)} rows; expected one, which precedes every chunk")
     return lead
 
 
@@ -123,19 +124,35 @@ def conditioned(
     expect_kind(units, Iterable, "conditioned: units", "a sequence of units, each the items of one chunk")
     embedded = [unit_tokens(backbone, unit) for unit in units]
     if not embedded:
-        raise InputError("conditioned: no units; expected at least one")
+        raise InputError("conditioned: got no units; expected at least one")
 
     rows = len(embedded[0].embeddings)
     for tokens in embedded:
         if len(tokens.embeddings) != rows:
-            raise ShapeError(f"conditioned: {len(tokens.embeddings)} rows; expected {rows} of each")
+            raise ShapeError(f"conditioned: got {len(tokens.embeddings)} rows; expected {rows} of each")
 
-    before = [] if lead is None else [_repeated(lead_tokens(backbone, lead), rows)]
-    parts = _shift_in_order([*before, *embedded])
+    # The lead is one row, and precedes each row.
+    before = []
+    if lead is not None:
+        first = lead_tokens(backbone, lead)
+        embeddings, deepstack = jnp.repeat(first.embeddings, rows, axis=0), first.deepstack
+        if deepstack is not None:
+            deepstack = jnp.repeat(deepstack, rows, axis=0)
+        before = [Tokens(embeddings, np.repeat(np.asarray(first.positions), rows, axis=0), deepstack)]
 
+    # Each unit starts where the span of the preceding one ends.
+    parts: list[Tokens] = []
+    start: np.ndarray | None = None
+    for tokens in [*before, *embedded]:
+        parts.append(tokens if start is None else tokens.shift(start))
+        places = np.asarray(parts[-1].positions)
+        last = places.reshape(len(places), -1).max(axis=1).astype(np.int32) + 1
+        # One start for every row, and for every axis where the rope has axes.
+        start = last if places.ndim == 2 else np.repeat(last[:, None], places.shape[2], axis=1)
+
+    # One forward over all; the lead's KV is not returned.
     kv = backbone.prefill(one_behind_the_other(parts)).kv
     result, begin = [], sum(tokens.embeddings.shape[1] for tokens in before)
-
     for unit, tokens in zip(units, embedded, strict=True):
         end = begin + tokens.embeddings.shape[1]
         values = {name: value[:, :, begin:end] for name, value in kv.items()}
@@ -160,43 +177,16 @@ def unit_tokens(backbone: Backbone, unit: Sequence[Any] | Tokens) -> Tokens:
     return tokens
 
 
-def _repeated(tokens: Tokens, rows: int) -> Tokens:
-    """Returns one row repeated."""
-
-    def wide(value):
-        return jnp.broadcast_to(value, (rows, *value.shape[1:]))
-
-    positions = np.repeat(np.asarray(tokens.positions), rows, axis=0)
-    return Tokens(wide(tokens.embeddings), positions, None if tokens.deepstack is None else wide(tokens.deepstack))
-
-
-def _shift_in_order(units: Sequence[Tokens]) -> list[Tokens]:
-    """Shifts each unit to where the span of the preceding one ends."""
-    parts: list[Tokens] = []
-    start: np.ndarray | None = None
-    for tokens in units:
-        parts.append(tokens if start is None else tokens.shift(start))
-        places = np.asarray(parts[-1].positions)
-        last = places.reshape(len(places), -1).max(axis=1).astype(np.int32) + 1
-        # One start for every row, and for every axis where the rope has axes.
-        start = last if places.ndim == 2 else np.repeat(last[:, None], places.shape[2], axis=1)
-
-    return parts
-
-
 def one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
     """Joins tokens at their positions to one prompt; parts without deepstack features get zeros."""
     deepstack = None
     known = [part.deepstack for part in parts if part.deepstack is not None]
     if known:
-        shape = known[0].shape
-
-        def none(part):
-            return jnp.zeros((*part.embeddings.shape[:2], *shape[2:]), known[0].dtype)
-
-        deepstack = jnp.concatenate(
-            [none(part) if part.deepstack is None else part.deepstack for part in parts], axis=1
-        )
+        features = []
+        for part in parts:
+            shape = (*part.embeddings.shape[:2], *known[0].shape[2:])
+            features.append(jnp.zeros(shape, known[0].dtype) if part.deepstack is None else part.deepstack)
+        deepstack = jnp.concatenate(features, axis=1)
 
     return Tokens(
         jnp.concatenate([part.embeddings for part in parts], axis=1),

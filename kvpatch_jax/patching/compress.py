@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from ..cache import Patch, check_finite, check_is_patch
+from ..cache import Patch, check_finite
 from ..core import ChannelFactors, Quantised, is_low_rank, ops, value_of
 from ..errors import InputError, RankError
 from ..utils.kinds import expect_kind, is_whole
@@ -38,7 +38,7 @@ def check_whole_ranks(rank: Any, what: str, *, dense: bool = False) -> None:
     """
     for number in rank.values() if isinstance(rank, Mapping) else [rank]:
         if not (dense and number is None) and not is_whole(number, -(1 << 62)):
-            raise RankError(f"{what}: rank {rank!r:.80}; expected a whole number from 1, or one for each channel")
+            raise RankError(f"{what}: got rank {rank!r:.80}; expected a whole number from 1, or one for each channel")
 
 
 def truncate(patch: Patch, rank: Rank) -> Patch:
@@ -51,15 +51,16 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
       RankError: below 1 or above what the patch has, or several for channels that share their left factor. LayoutError:
       an unknown channel.
     """
-    check_is_patch(patch)
+    expect_kind(patch, Patch, "patch", "a Patch")
     check_whole_ranks(rank, "truncate", dense=True)
     for name in rank if isinstance(rank, Mapping) else ():
         patch.metadata.layout.channel(name)
 
+    # One left factor has one number of columns.
     if patch.metadata.shared_left and isinstance(rank, Mapping):
         left = {name: rank.get(name, have) for name, have in patch.ranks.items() if have}
         if len(set(left.values())) > 1:
-            raise RankError(f"truncate: ranks {left} with a shared left factor; expected one rank for all of them")
+            raise RankError(f"truncate: got ranks {left} with a shared left factor; expected one rank for all of them")
 
     factors: dict[str, ChannelFactors] = {}
     for name, own in patch.factors.items():
@@ -69,7 +70,7 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
             factors[name] = own
             continue
         if not 1 <= wanted <= have:
-            raise RankError(f"truncate: rank {wanted} for channel {name!r}; expected 1 to {have}")
+            raise RankError(f"truncate: got rank {wanted} for channel {name!r}; expected 1 to {have}")
         factors[name] = (_rank_slice(own[0], wanted, -1), _rank_slice(own[1], wanted, -2))  # pyright: ignore
 
     return Patch(factors, patch.metadata)
@@ -87,18 +88,15 @@ def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
     Raises:
       InputError: no layers, or layers that the patch does not cover.
     """
-    check_is_patch(patch)
+    expect_kind(patch, Patch, "patch", "a Patch")
     expect_kind(layers, Iterable, "keep_layers: layers", "numbers of layers")
-    listed = list(layers)
-    if not all(is_whole(layer, 0) for layer in listed):
-        raise InputError(f"keep_layers: layers {listed!r:.80}; expected some of {patch.metadata.layers}")
+    listed, have = list(layers), patch.metadata.layers
+    if not listed or not all(is_whole(layer, 0) and layer in have for layer in listed):
+        raise InputError(f"keep_layers: got layers {listed!r:.80}; expected some of {have}")
 
+    # Factors have rows for the patch's own layers, which need not be all of the model's.
     kept = tuple(sorted({int(layer) for layer in listed}))
-    missing = [layer for layer in kept if layer not in patch.metadata.layers]
-    if missing or not kept:
-        raise InputError(f"keep_layers: layers {kept}; expected some of {patch.metadata.layers}")
-
-    rows = np.asarray([patch.metadata.layers.index(layer) for layer in kept])
+    rows = np.asarray([have.index(layer) for layer in kept])
     factors = _rows_of(dict(patch.factors), rows)
     return Patch(factors, dataclasses.replace(patch.metadata, layers=kept))
 
@@ -109,16 +107,14 @@ def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
     Raises:
       InputError: a dtype that is neither floating-point nor int8. NotFiniteError: factors beyond the dtype's range.
     """
-    check_is_patch(patch)
+    expect_kind(patch, Patch, "patch", "a Patch")
+    # None is float64 to NumPy.
     try:
         target = None if dtype is None else jnp.dtype(dtype)
     except TypeError:
         target = None
-
-    if target is None:
-        raise InputError(f"quantise: dtype {dtype!r:.80}; expected a floating dtype or int8")
-    if not jnp.issubdtype(target, jnp.floating) and target != jnp.int8:
-        raise InputError(f"quantise: dtype {target}; expected a floating dtype or int8")
+    if target is None or not (jnp.issubdtype(target, jnp.floating) or target == jnp.int8):
+        raise InputError(f"quantise: got dtype {dtype!r:.80}; expected a floating dtype or int8")
 
     factors: dict[str, ChannelFactors] = {}
     for name, own in patch.factors.items():
@@ -140,6 +136,9 @@ def finite_factors(factors: ops.Factors, what: str) -> ops.Factors:
     Raises:
       NotFiniteError: NaN or infinity, such as float16's numbers beyond 65504.
     """
-    leaves = [(name, leaf) for name, own in factors.items() for leaf in jax.tree.leaves(own)]
-    check_finite([(name, leaf) for name, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)], what)
+    leaves = []
+    for name, own in factors.items():
+        # int8 values are always finite; their scales are looked at.
+        leaves += [(name, leaf) for leaf in jax.tree.leaves(own) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    check_finite(leaves, what)
     return factors

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from ..cache import Antecedent, Base, Chunk, Patch, PatchMetadata, check_finite, check_is_chunk, content_of
+from ..cache import Antecedent, Base, Chunk, Patch, PatchMetadata, check_finite, content_of
 from ..core import AnyArray, FormPlan, Heads, expect_frame, ops
 from ..errors import InputError, RankError, ShapeError
+from ..utils.kinds import expect_kind
 from .compress import Rank, check_whole_ranks, finite_factors
 
 Method = Literal["randomised", "exact"]
@@ -44,13 +45,13 @@ def check_alike(chunk: Chunk, kv: KVArrays, what: str) -> None:
     Raises:
       InputError: not a chunk. FrameError, LayoutError, ShapeError, DtypeError: the KV does not fit it.
     """
-    check_is_chunk(chunk)
+    expect_kind(chunk, Chunk, "chunk", "a Chunk")
     what = f"{what} of chunk {chunk.id!r}"
     expect_frame(kv, what, "phase_free")
     chunk.layout.check(kv, what)
     for name, value in kv.items():
         if value.shape != chunk.kv[name].shape:
-            raise ShapeError(f"{what}[{name!r}]: shape {value.shape}; expected the chunk's {chunk.kv[name].shape}")
+            raise ShapeError(f"{what}[{name!r}]: got shape {value.shape}; expected the chunk's {chunk.kv[name].shape}")
 
 
 def check_conditioned(chunk: Chunk, conditioned: KVArrays, what: str = "conditioned KV") -> None:
@@ -78,7 +79,7 @@ def check_layers(layers: Iterable[int] | None, total: int) -> tuple[int, ...]:
         return tuple(range(total))
     kept = tuple(sorted({int(layer) for layer in layers}))
     if not kept or kept[0] < 0 or kept[-1] >= total:
-        raise InputError(f"patch: layers {kept}; expected some of 0 to {total - 1}")
+        raise InputError(f"patch: got layers {kept}; expected some of 0 to {total - 1}")
     return kept
 
 
@@ -107,16 +108,17 @@ def choose_ranks(
 
     if shared_left and (heads == "separate" or len(set(wanted.values())) > 1):
         raise RankError(
-            f"patch: ranks {wanted} with heads {heads!r}; expected one rank and joint heads for a shared left"
+            f"patch: got ranks {wanted} with heads {heads!r}; expected one rank and joint heads for a shared left"
         )
 
+    # Channels that share a left factor are factorised side by side.
     together = sum(layout.channel(name).features for name in wanted)
     chosen: list[tuple[str, int | None]] = []
     reduced: list[tuple[str, int]] = []
 
     for name, size in wanted.items():
         if size < 1:
-            raise RankError(f"patch: rank {size} for channel {name!r}; expected at least 1")
+            raise RankError(f"patch: got rank {size} for channel {name!r}; expected at least 1")
 
         channel = layout.channel(name)
         side = channel.width if heads == "separate" else channel.features
@@ -173,13 +175,5 @@ def from_deficit(
     plan = FormPlan(ranks=ranks, method=how.method, dtype=factor_dtype(chunk, how.dtype))
     key = jax.random.key(0) if how.key is None else how.key
     factors = ops.jitted_factorise(dict(delta), key, jnp.int32(chunk.length), plan=plan)
-    return checked_patch(factors, dataclasses.replace(metadata, asked=asked), plan)
-
-
-def checked_patch(factors: ops.Factors, metadata: PatchMetadata, plan: FormPlan) -> Patch:
-    """Returns a patch of new factors after checking that they are finite.
-
-    Raises:
-      NotFiniteError: factors beyond the dtype's range.
-    """
-    return Patch(finite_factors(factors, f"factors of chunk {metadata.chunk!r} in {plan.dtype}"), metadata)
+    factors = finite_factors(factors, f"factors of chunk {metadata.chunk!r} in {plan.dtype}")
+    return Patch(factors, dataclasses.replace(metadata, asked=asked))

@@ -1,4 +1,4 @@
-"""Forming the patch of a chunk after an antecedent.
+"""Forming the patch of a chunk after an antecedent, or of a chunk that stays when its antecedent loses one.
 
 Kamera §3 and App. A, with one change: the deficit is taken and added before the rotation, in the phase-free frame, so
 that one patch serves every position at a lower rank. ``frame="engine"`` keeps the paper's order as a control.
@@ -17,16 +17,18 @@ from ..cache import AntecedentLike, Chunk, Patch, antecedent_of
 from ..core import Angles, FormPlan, Heads, PatchFrame, Start, as_start, chunk_start, ops
 from ..errors import InputError
 from .basis import Basis, form_in_basis
-from .compress import Rank
+from .compress import Rank, finite_factors
 from .factors import (
+    Factorisation,
     KVArrays,
     Method,
     arrays_of,
     check_conditioned,
     check_layers,
-    checked_patch,
     choose_ranks,
+    deficit_of,
     factor_dtype,
+    from_deficit,
     metadata_of,
 )
 
@@ -70,13 +72,13 @@ class FormOptions:
     def __post_init__(self) -> None:
         if self.basis is not None and (self.heads, self.frame, self.shared_left) != ("joint", "phase_free", False):
             raise InputError(
-                f"patch: heads {self.heads!r}, frame {self.frame!r}, shared_left {self.shared_left} with a basis; "
+                f"patch: got heads {self.heads!r}, frame {self.frame!r}, shared_left {self.shared_left} with a basis; "
                 "expected 'joint', 'phase_free', no shared left factor"
             )
         if (self.frame == "engine") != (self.start is not None):
             raise InputError(
-                f"patch: frame {self.frame!r}, start {self.start}; expected a start with the engine frame, and only "
-                "with it"
+                f"patch: got frame {self.frame!r}, start {self.start}; expected a start with the engine frame, and "
+                "only with it"
             )
 
 
@@ -101,7 +103,7 @@ def form_patch(chunk: Chunk, conditioned: KVArrays, rank: Rank, antecedent: Ante
     chosen = FormOptions(**options)
     if chosen.basis is not None:
         if not isinstance(rank, int | np.integer):
-            raise InputError(f"patch: rank {rank} with a basis; expected one rank")
+            raise InputError(f"patch: got rank {rank} with a basis; expected one rank")
         return form_in_basis(
             chunk, conditioned, chosen.basis, antecedent, int(rank), layers=chosen.layers, dtype=chosen.dtype
         )
@@ -140,4 +142,37 @@ def form_patch(chunk: Chunk, conditioned: KVArrays, rank: Rank, antecedent: Ante
         start=None if chosen.start is None else tuple(int(number) for number in np.asarray(start).ravel()),
         asked=asked,
     )
-    return checked_patch(factors, metadata, plan)
+    return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r} in {plan.dtype}"), metadata)
+
+
+def removal_patch(
+    chunk: Chunk,
+    target: KVArrays,
+    conditioned: KVArrays,
+    rank: Rank,
+    antecedent: AntecedentLike,
+    base_antecedent: AntecedentLike,
+    **options: Any,
+) -> Patch:
+    """Forms the patch of a survivor whose antecedent lost A: factors of KV(C|B) − KV(C|A,B), added to conditioned KV.
+
+    Kamera §5, for a chunk that stays in a window when a chunk that precedes it leaves.
+
+    Args:
+      chunk: C, one or a batch.
+      target: KV(C|B), phase-free.
+      conditioned: KV(C|A,B), phase-free: the base.
+      rank: as in `form_patch`.
+      antecedent: the chunks that precede C afterwards (B).
+      base_antecedent: what the base was conditioned on (A, B).
+      options: fields of `Factorisation`: method, key, dtype.
+
+    Raises:
+      As `form_patch`.
+    """
+    check_conditioned(chunk, target, "target KV")
+    check_conditioned(chunk, conditioned)
+    delta = deficit_of(target, conditioned, chunk)
+    before = antecedent_of(base_antecedent, "base_antecedent")
+    metadata = metadata_of(chunk, "conditioned", antecedent_of(antecedent), before)
+    return from_deficit(chunk, delta, rank, metadata, Factorisation(**options))

@@ -5,6 +5,7 @@ candidates and admits none: in the paper a gate by divergence falsely reuses 24 
 `reuse_curve` measures that rate.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from ..cache import Antecedent, AntecedentLike, Chunk, Member, Patch, antecedent_of
+from ..cache import Antecedent, AntecedentLike, Chunk, Patch, antecedent_of
 from ..core import AnyArray
 from ..errors import InputError, ShapeError
 
@@ -71,64 +72,50 @@ def divergence(
         the paper's divergence: other chunks that look alike are near.
     """
     first, second = antecedent_of(stored), antecedent_of(wanted)
-    pairs = _common(first, second)
+
+    # Indices of the chunks that are in both, each with the first unpaired one of its id and, where known, its content.
+    free, pairs = list(range(len(second.members))), []
+    for place, member in enumerate(first.members):
+        for index in free:
+            other = second.members[index]
+            if member.id == other.id and (None in (member.content, other.content) or member.content == other.content):
+                free.remove(index)
+                pairs.append((place, index))
+                break
+
     both = len(first.members) + len(second.members)
     changed = 1 - 2 * len(pairs) / both if both else 0.0
-
     if pooled is not None and first.members and second.members:
-        one, other = (_mean(_vectors(each, pooled)) for each in (first, second))
+        one, other = _mean_vector(first, pooled), _mean_vector(second, pooled)
         if one is not None and other is not None:
-            changed = _cosine_divergence(one, other)
+            if one.shape != other.shape:
+                raise ShapeError(f"divergence: got pooled vectors of shape {other.shape}; expected {one.shape}")
+            norms = float(np.linalg.norm(one) * np.linalg.norm(other))
+            changed = float(np.clip(1 - (one @ other) / norms, 0, 1)) if norms else 0.0
 
-    reordered = 0.0 if orbit else _discordant(pairs)
+    # The share of pairs of common chunks whose order is reversed.
+    reordered = 0.0
+    if not orbit and len(pairs) > 1:
+        reversed_pairs = 0
+        for earlier, later in itertools.combinations(pairs, 2):
+            reversed_pairs += earlier[1] > later[1]
+        reordered = reversed_pairs / math.comb(len(pairs), 2)
+
+    # Order and state change KV less than another chunk does, so each counts half at most.
     served = sum(first.members[one].state != second.members[other].state for one, other in pairs)
     return 1 - (1 - changed) * (1 - reordered / 2) * (1 - served / max(len(pairs), 1) / 2)
 
 
-def _common(first: Antecedent, second: Antecedent) -> list[tuple[int, int]]:
-    """Pairs the indices of the chunks that are in both, each with the first unpaired one of its id and content."""
-    free = list(range(len(second.members)))
-    pairs = []
-    for place, member in enumerate(first.members):
-        other = next((index for index in free if _same_chunk(member, second.members[index])), None)
-        if other is not None:
-            free.remove(other)
-            pairs.append((place, other))
-    return pairs
-
-
-def _same_chunk(first: Member, second: Member) -> bool:
-    unknown = None in (first.content, second.content)
-    return first.id == second.id and (unknown or first.content == second.content)
-
-
-def _discordant(pairs: list[tuple[int, int]]) -> float:
-    """Returns the share of pairs of pairs whose order is reversed."""
-    count = len(pairs)
-    if count < 2:
-        return 0.0
-    reversed_pairs = sum(pairs[i][1] > pairs[j][1] for j in range(count) for i in range(j))
-    return reversed_pairs / math.comb(count, 2)
-
-
-def _vectors(antecedent: Antecedent, pooled: Pooled) -> list[np.ndarray | None]:
-    found = []
+def _mean_vector(antecedent: Antecedent, pooled: Pooled) -> np.ndarray | None:
+    """Averages the vectors of an antecedent's chunks, float64 [D]; None where one of them is unknown."""
+    vectors = []
     for member in antecedent.members:
+        # By content, which tells chunks of one id apart, and only then by id.
         vector = pooled.get(member.id) if member.content is None else pooled.get(member.content, pooled.get(member.id))
-        found.append(None if vector is None else np.asarray(vector, np.float64))
-    return found
-
-
-def _mean(vectors: list[np.ndarray | None]) -> np.ndarray | None:
-    known = [vector for vector in vectors if vector is not None]
-    return np.mean(known, axis=0) if len(known) == len(vectors) else None
-
-
-def _cosine_divergence(first: np.ndarray, second: np.ndarray) -> float:
-    if first.shape != second.shape:
-        raise ShapeError(f"divergence: pooled vectors of shape {second.shape}; expected {first.shape}")
-    norms = float(np.linalg.norm(first) * np.linalg.norm(second))
-    return float(np.clip(1 - (first @ second) / norms, 0, 1)) if norms else 0.0
+        if vector is None:
+            return None
+        vectors.append(np.asarray(vector, np.float64))
+    return np.mean(vectors, axis=0)
 
 
 def pooled_canonical(chunk: Chunk) -> Float[np.ndarray, " D"]:
@@ -138,7 +125,7 @@ def pooled_canonical(chunk: Chunk) -> Float[np.ndarray, " D"]:
       ShapeError: a batch of chunks.
     """
     if chunk.batch is not None:
-        raise ShapeError(f"pooled: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk")
+        raise ShapeError(f"pooled: got chunk {chunk.id!r}, a batch of {chunk.batch}; expected one chunk")
     names = [channel.name for channel in chunk.layout.channels if not channel.rotates]
     kv = jax.device_get({name: chunk.kv[name] for name in names})
     means = [np.asarray(kv[name], np.float32)[:, : chunk.length].mean(axis=1).ravel() for name in names]
@@ -168,7 +155,7 @@ class ReuseCurve(NamedTuple):
           InputError: a share that is not above 0 and at most 1.
         """
         if not 0 < coverage <= 1:
-            raise InputError(f"gate: coverage {coverage}; expected above 0 and at most 1")
+            raise InputError(f"gate: got coverage {coverage}; expected above 0 and at most 1")
         return float(self.false_reuse[self.coverage >= coverage].min())
 
 
@@ -184,10 +171,11 @@ def reuse_curve(divergences: Sequence[float], losses: Sequence[float], bound: fl
     """
     apart, lost = np.asarray(divergences, np.float64), np.asarray(losses, np.float64)
     if apart.ndim != 1 or apart.shape != lost.shape or not apart.size:
-        raise InputError(f"gate: divergences {apart.shape} and losses {lost.shape}; expected as many, at least one")
+        raise InputError(f"gate: got divergences {apart.shape} and losses {lost.shape}; expected as many, at least one")
     if not (np.isfinite(apart).all() and np.isfinite(lost).all()):
-        raise InputError("gate: divergences or losses that are not finite; expected finite numbers")
+        raise InputError("gate: got divergences or losses that are not finite; expected finite numbers")
 
+    # A gate can only stop at a divergence that occurs.
     wrong = lost > bound
     threshold = np.unique(apart)
     reused = np.array([(apart <= value).sum() for value in threshold])

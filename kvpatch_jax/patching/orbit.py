@@ -72,30 +72,27 @@ def accumulate(
         total = {name: jnp.zeros(value.shape, jnp.float32) for name, value in chunk.kv.items()}
         acc = Accumulated(total, 0, chunk, members)
     else:
-        _check_same_chunk(acc.chunk, chunk)
+        # What one of the two chunks does not know, but for the lead, differs from nothing.
+        for word in ("id", "backbone", "layout", "length", "content", "lead"):
+            found, expected = getattr(chunk, word), getattr(acc.chunk, word)
+            known = word == "lead" or None not in (found, expected)
+            if known and found != expected:
+                what = "chunk" if word == "id" else f"chunk {acc.chunk.id!r}: {word}"
+                raise PatchMismatchError(f"accumulate: got {what} {found!r}; expected {expected!r}")
+        if (chunk.tokens, chunk.batch) != (acc.chunk.tokens, acc.chunk.batch):
+            raise ShapeError(
+                f"accumulate: got {chunk.tokens} tokens, batch {chunk.batch}; expected {acc.chunk.tokens} and "
+                f"{acc.chunk.batch} as of the chunk before"
+            )
 
+    # The sums are kept sorted, so that every order of one set is equal.
     if members != acc.antecedent:
         raise PatchMismatchError(
-            f"accumulate: antecedent {_format_set(members)}; expected an ordering of {_format_set(acc.antecedent)}"
+            f"accumulate: got antecedent {_format_set(members)}; expected an ordering of {_format_set(acc.antecedent)}"
         )
 
     total = ops.jitted_accumulate(dict(acc.total), arrays_of(conditioned), arrays_of(chunk.kv), jnp.int32(chunk.length))
     return Accumulated(total, acc.count + 1, acc.chunk, members)
-
-
-def _check_same_chunk(first: Chunk, second: Chunk) -> None:
-    """Raises where two chunks differ; what one of them does not know, but for the lead, differs from nothing."""
-    for word in ("id", "backbone", "layout", "length", "content", "lead"):
-        found, expected = getattr(second, word), getattr(first, word)
-        known = word == "lead" or None not in (found, expected)
-        if known and found != expected:
-            what = "chunk" if word == "id" else f"chunk {first.id!r}: {word}"
-            raise PatchMismatchError(f"accumulate: {what} {found!r}; expected {expected!r}")
-
-    if first.tokens != second.tokens:
-        raise ShapeError(f"accumulate: {second.tokens} tokens; expected the {first.tokens} of the chunk before")
-    if first.batch != second.batch:
-        raise ShapeError(f"accumulate: a batch of {second.batch}; expected {first.batch} as of the chunk before")
 
 
 def orbit_patch(acc: Accumulated, rank: Rank, antecedent: AntecedentLike | None = None, **options: Any) -> Patch:
@@ -114,13 +111,14 @@ def orbit_patch(acc: Accumulated, rank: Rank, antecedent: AntecedentLike | None 
     members = None if antecedent is None else antecedent_of(antecedent).sorted()
     if members is not None and acc.antecedent is not None and members != acc.antecedent:
         raise PatchMismatchError(
-            f"orbit_patch: antecedent {_format_set(members)}; expected {_format_set(acc.antecedent)}"
+            f"orbit_patch: got antecedent {_format_set(members)}; expected {_format_set(acc.antecedent)}"
         )
 
     members = acc.antecedent if members is None else members
     if members is None:
-        raise InputError("orbit_patch: antecedent None; expected the ids of the set, here or in accumulate")
+        raise InputError("orbit_patch: got antecedent None; expected the ids of the set, here or in accumulate")
 
+    # The mean minimises the summed squared error over the orders.
     mean = {name: jnp.asarray(value) / acc.count for name, value in acc.total.items()}
     metadata = metadata_of(acc.chunk, "canonical", members, orbit=True)
     return from_deficit(acc.chunk, mean, rank, metadata, Factorisation(**options))
@@ -141,13 +139,13 @@ def orders_of(count: int, most: int = 24, *, seed: int = 0, hold_out: Iterable[S
     wrong = next((order for order in held if sorted(order) != list(range(count))), None)
     if count < 1 or most < 1 or wrong is not None:
         raise InputError(
-            f"orders: {count} chunks, at most {most} orders, {wrong} held out; expected at least 1 each, and orders of "
-            f"0 to {count - 1}"
+            f"orders: got {count} chunks, at most {most} orders, {wrong} held out; expected at least 1 each, and "
+            f"orders of 0 to {count - 1}"
         )
 
     left = math.factorial(count) - len(held)
     if left < 1:
-        raise InputError(f"orders: all {len(held)} orders of {count} chunks are held out; expected one that is not")
+        raise InputError(f"orders: got all {len(held)} orders of {count} chunks held out; expected one that is not")
     if left <= most:
         return [order for order in itertools.permutations(range(count)) if order not in held]
 
@@ -189,7 +187,7 @@ def form_orbit(
         in_order = Antecedent(tuple(members[place] for place in order))
         acc = accumulate(acc, condition(order), chunk, in_order)
     if acc is None:
-        raise InputError("form_orbit: no orders; expected at least one, as orders_of lists them")
+        raise InputError("form_orbit: got no orders; expected at least one, as orders_of lists them")
     return orbit_patch(acc, rank, **options)
 
 

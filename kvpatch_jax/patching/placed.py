@@ -1,12 +1,13 @@
-"""A chunk placed at a position: what `apply_patch` and every splice take, checked once."""
+"""Placing a chunk at a position: `Placed`, which is checked once, and `apply_patch`, which computes its KV."""
 
 import dataclasses
 from typing import Any
 
 from jaxtyping import Array
 
-from ..cache import AntecedentLike, Chunk, Patch, antecedent_of, check_applies, check_is_chunk
-from ..core import Angles, Factors, KVLayout, Start, check_extent, chunk_start
+from ..cache import AntecedentLike, Chunk, Patch, antecedent_of, check_applies, check_finite
+from ..core import Angles, EngineKV, Factors, KVLayout, Start, check_extent, chunk_start, ops, rotate_kv
+from ..utils.kinds import expect_kind
 from .factors import KVArrays, arrays_of, check_alike
 
 
@@ -56,10 +57,10 @@ class Placed:
 
     def __post_init__(self) -> None:
         chunk, patch, base = self.chunk, self.patch, self.base
-        check_is_chunk(chunk)
+        expect_kind(chunk, Chunk, "chunk", "a Chunk")
         antecedent = antecedent_of(self.antecedent)
         base_antecedent = antecedent_of(self.base_antecedent, "base_antecedent")
-        layout = chunk.layout.with_angles(self.angles)
+        layout = chunk.layout if self.angles is None else chunk.layout.with_angles(self.angles)
         start = chunk_start(layout.rope, self.start, chunk.batch, "placed")
         check_extent(layout.rope, chunk.extent, start)
         if base is not None:
@@ -79,3 +80,25 @@ class Placed:
         made = {"kv": arrays_of(chunk.kv if base is None else base), "factors": factors, "options": options}
         for name, value in (checked | made).items():
             object.__setattr__(self, name, value)
+
+
+def apply_patch(placed: Placed) -> EngineKV:
+    """Computes R(start + local) · (KV + u v): a placed chunk in the engine frame, as its antecedent would have made it.
+
+    Kamera eq. 1, with the patch added before the rotation.
+
+    Returns:
+      {channel: [L, T, K, H]}, or [L, B, T, K, H] of a batch, in the engine frame and the chunk's dtype.
+
+    Raises:
+      NotFiniteError: a base with NaN or infinity. InputError: not a `Placed`.
+    """
+    expect_kind(placed, Placed, "apply_patch", "a Placed: a chunk, its patch, a start and an antecedent")
+    if placed.base is not None:
+        check_finite(placed.base, f"base of chunk {placed.chunk.id!r}")
+
+    # Blind reuse rotates the keys alone and returns the values as they are, without a copy.
+    layout, kv, local, start = placed.layout, placed.kv, placed.chunk.local, placed.start
+    if not placed.factors:
+        return EngineKV(rotate_kv(layout, kv, local, start))
+    return EngineKV(ops.jitted_apply(layout, kv, placed.factors, local, start, **placed.options))

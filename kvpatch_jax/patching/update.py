@@ -15,12 +15,11 @@ from ..cache import (
     PatchMetadata,
     antecedent_of,
     check_chunk,
-    check_factor_shapes,
-    check_is_patch,
     patch_digest,
 )
 from ..core import ChannelFactors, is_low_rank, ops, value_of
 from ..errors import PatchMismatchError, RankError
+from ..utils.kinds import expect_kind
 from .compress import Rank, quantise
 from .factors import Factorisation, KVArrays, check_conditioned, deficit_of, from_deficit, metadata_of
 
@@ -44,8 +43,8 @@ def correction_patch(
     check_conditioned(chunk, conditioned)
     check_chunk(patch, chunk, "canonical")
     _check_updatable(patch.metadata, "correction_patch")
-    check_factor_shapes(patch, chunk)
 
+    # What the stored patch already corrects is taken off; the rest is thin where the antecedent changed little.
     have = ops.correction(chunk.layout, dict(patch.factors), layers=patch.metadata.layers, heads=patch.metadata.heads)
     delta = deficit_of(conditioned, chunk.kv, chunk)
     delta = {name: value - have.get(name, 0.0) for name, value in delta.items()}
@@ -62,9 +61,9 @@ def _check_updatable(metadata: PatchMetadata, what: str) -> None:
         return
 
     raise PatchMismatchError(
-        f"{what}: patch with base {metadata.base!r}, frame {metadata.frame!r}, heads {metadata.heads!r}, "
-        f"layers {metadata.layers}, shared_left {metadata.shared_left}; expected 'canonical', 'phase_free', 'joint', "
-        f"all {metadata.layout.layers} layers, no shared left factor"
+        f"{what}: got patch with base {metadata.base!r}, frame {metadata.frame!r}, heads {metadata.heads!r}, layers "
+        f"{metadata.layers}, shared_left {metadata.shared_left}; expected 'canonical', 'phase_free', 'joint', all "
+        f"{metadata.layout.layers} layers, no shared left factor"
     )
 
 
@@ -83,22 +82,22 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
       PatchMismatchError: the correction is of another patch. RankError: a rank beyond the two patches' ranks together.
       LayoutError: a rank for an unknown channel.
     """
-    check_is_patch(patch)
-    check_is_patch(correction)
+    expect_kind(patch, Patch, "patch", "a Patch")
+    expect_kind(correction, Patch, "correction", "a Patch")
     old, new = patch.metadata, correction.metadata
     _check_updatable(old, "update_patch")
     digest = patch_digest(patch)
     if new.base != "patched" or new.chunk != old.chunk or new.corrects != digest:
         raise PatchMismatchError(
-            f"update_patch: correction of chunk {new.chunk!r}, base {new.base!r}, of the patch {new.corrects}; "
+            f"update_patch: got correction of chunk {new.chunk!r}, base {new.base!r}, of the patch {new.corrects}; "
             f"expected {old.chunk!r}, 'patched', {digest}, which this patch has"
         )
 
     for name in rank if isinstance(rank, Mapping) else ():
         old.layout.channel(name)
 
+    # A channel that only one of the two corrects keeps its factors.
     factors: dict[str, ChannelFactors] = {}
-
     for name in old.layout.names:
         own, other = patch.factors.get(name), correction.factors.get(name)
         if own is not None and other is not None:
@@ -106,6 +105,7 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
         elif own is not None or other is not None:
             factors[name] = other if own is None else own  # pyright: ignore[reportArgumentType]
 
+    # The result serves the changed antecedent in one order, and its directions are no longer those of a basis.
     metadata = dataclasses.replace(
         old, antecedent=new.antecedent, members=new.members, orbit=False, layout=new.layout, asked=None, basis=None
     )
@@ -121,7 +121,7 @@ def _merge(first: ChannelFactors, second: ChannelFactors, rank: int | None, name
         rank = u1.shape[-1] if rank is None else rank
         limit = min(u1.shape[-1] + u2.shape[-1], u1.shape[-2], v1.shape[-1])
         if not 1 <= rank <= limit:
-            raise RankError(f"update: rank {rank} for channel {name!r}; expected 1 to {limit}")
+            raise RankError(f"update: got rank {rank} for channel {name!r}; expected 1 to {limit}")
         u, v = ops.jitted_merge((u1, v1), (u2, v2), rank)
         return u, v
 

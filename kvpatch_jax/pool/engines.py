@@ -39,7 +39,7 @@ def _made(layout: KVLayout, pool: Pool, padded: bool) -> dict[str, Array]:
 
 def _need(layout: KVLayout, names: tuple[str, ...], what: str) -> None:
     if layout.names != names:
-        raise LayoutError(f"{what}: channels {layout.names}; expected {names}")
+        raise LayoutError(f"{what}: got channels {layout.names}; expected {names}")
 
 
 def to_paged_attention(layout: KVLayout, pool: Pool) -> tuple[Float[Array, "L K P O H"], Float[Array, "L K P O H"]]:
@@ -89,7 +89,7 @@ def to_ragged_paged_attention(
 def _packed(vectors: Array, packing: int, what: str) -> Array:
     """Heads on an axis before the last as [N, packing], filled up with zeros."""
     if packing not in (1, 2, 4, 8):
-        raise ShapeError(f"{what}: packing {packing}; expected 1, 2, 4 or 8")
+        raise ShapeError(f"{what}: got packing {packing}; expected 1, 2, 4 or 8")
     heads = vectors.shape[-2]
     full = -(-heads // packing) * packing
     vectors = jnp.pad(vectors, [(0, 0)] * (vectors.ndim - 2) + [(0, full - heads), (0, 0)])
@@ -115,7 +115,7 @@ def from_ragged_paged_attention(
     whole = _unpacked(pages, 2 * heads) if packed else pages
     if whole.ndim != 5 or whole.shape[-2] != 2 * heads or whole.shape[-1] < width:
         raise ShapeError(
-            f"from_ragged_paged_attention: pages {pages.shape}; expected {2 * heads} heads of {width} or more"
+            f"from_ragged_paged_attention: got pages {pages.shape}; expected {2 * heads} heads of {width} or more"
         )
     pairs = whole.reshape(*whole.shape[:-2], heads, 2, whole.shape[-1])
     pool = {"k": pairs[..., 0, :width], "v": pairs[..., 1, :width]}
@@ -148,7 +148,7 @@ def from_joined_heads(
     heads, width = layout.channel("k").heads, layout.channel("k").width
     whole = _unpacked(pages, heads)
     if whole.shape[-2:] != (heads, 2 * width):
-        raise ShapeError(f"from_joined_heads: pages {pages.shape}; expected {heads} heads of {width} + {width}")
+        raise ShapeError(f"from_joined_heads: got pages {pages.shape}; expected {heads} heads of {width} + {width}")
     return _made(layout, {"k": whole[..., :width], "v": whole[..., width:]}, padded)
 
 
@@ -169,7 +169,7 @@ def to_latent_rows(
     page_size = rows.shape[2]
     packing = 4 // rows.dtype.itemsize if packing is None else packing
     if page_size % packing:
-        raise ShapeError(f"to_latent_rows: packing {packing}; expected a divisor of the page size {page_size}")
+        raise ShapeError(f"to_latent_rows: got packing {packing}; expected a divisor of the page size {page_size}")
     return rows.reshape(*rows.shape[:2], page_size // packing, packing, rows.shape[-1])
 
 
@@ -186,7 +186,7 @@ def from_latent_rows(
     offset = padded_width(latent, lanes)
     if rows.shape[-1] != offset + padded_width(rope, lanes):
         raise ShapeError(
-            f"from_latent_rows: rows of {rows.shape[-1]}; expected {offset} + {padded_width(rope, lanes)} numbers"
+            f"from_latent_rows: got rows of {rows.shape[-1]}; expected {offset} + {padded_width(rope, lanes)} numbers"
         )
     flat = rows.reshape(*rows.shape[:2], rows.shape[2] * rows.shape[3], 1, rows.shape[-1])
     pool = {"ckv": flat[..., :latent], "kpe": flat[..., offset : offset + rope]}

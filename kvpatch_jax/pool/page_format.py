@@ -5,6 +5,7 @@ split over devices the result lies as they did, and only what is read goes betwe
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,8 @@ from ..utils.kinds import expect_kind
 from .page_layout import PageLayout, Pages, checked_pages, interleaved_layout, joined_layout, latent_layout
 
 
-def _splice(
+@functools.partial(jax.jit, static_argnames=("form", "layers", "heads", "frame"), donate_argnames="pages")
+def jitted_splice(
     form: PageLayout,
     pages: tuple[Array, ...],
     slots: Array,
@@ -41,19 +43,20 @@ def _splice(
     local: Array,
     start: Array,
     length: Array,
-    *,
-    layers: tuple[int, ...] | None = None,
-    heads: ops.Heads = "joint",
-    frame: ops.PatchFrame = "phase_free",
+    **options: Any,
 ) -> tuple[Array, ...]:
-    rows = form.rows(ops.apply(form.layout, kv, factors, local, start, layers=layers, heads=heads, frame=frame))
-    each = [rows] if form.lead(pages[0]) else list(rows)
-    return tuple(form.written(page, slots, own, length) for page, own in zip(pages, each, strict=True))
+    """Writes `ops.apply` of kv into pages. Compiled once per form, layer set and shapes; the pages are donated."""
+    rows = form.rows(ops.apply(form.layout, kv, factors, local, start, **options))
+    # Pages of all layers take all rows at once; an array per layer takes its own.
+    parts = [rows] if form.lead(pages[0]) else list(rows)
+    return tuple(form.written(page, slots, part, length) for page, part in zip(pages, parts, strict=True))
 
 
-def _rotate(
+@functools.partial(jax.jit, static_argnames="form", donate_argnames="pages")
+def jitted_rotate(
     form: PageLayout, pages: tuple[Array, ...], slots: Array, offset: Array, length: Array
 ) -> tuple[Array, ...]:
+    """Rotates keys in pages. Compiled once per form, bucket of slots and shape of the pages, which are donated."""
     cos, sin = relocation_tables(form.layout.rope, jnp.zeros_like(offset), offset)
     rotated = []
     for page in pages:
@@ -62,10 +65,12 @@ def _rotate(
     return tuple(rotated)
 
 
-jitted_splice = jax.jit(_splice, static_argnames=("form", "layers", "heads", "frame"), donate_argnames="pages")
-"""Compiled once per form, layer set, padded shape and shape of the pages, which are donated."""
-jitted_rotate = jax.jit(_rotate, static_argnames="form", donate_argnames="pages")
-"""Compiled once per form, bucket of slots and shape of the pages, which are donated."""
+@functools.partial(jax.jit, static_argnames="form")
+def jitted_read(form: PageLayout, pages: tuple[Array, ...], slots: Array) -> dict[str, Array]:
+    """Reads slots of pages. Compiled once per form, bucket of slots and shape of the pages, which stay."""
+    found = [page.at[form.at(page, slots)].get(mode="clip") for page in pages]
+    kv = form.kv(found[0] if form.lead(pages[0]) else jnp.stack(found))
+    return kv if form.split.sharding is None else jax.lax.with_sharding_constraint(kv, form.split.over())
 
 
 def check_dtype(what: str, channel: Channel, found: np.dtype, pages: np.dtype) -> None:
@@ -77,17 +82,7 @@ def check_dtype(what: str, channel: Channel, found: np.dtype, pages: np.dtype) -
     if found == pages or (channel.rotates and found == jnp.float32 and jnp.dtype(pages).itemsize < 4):
         return
     more = " or float32" if channel.rotates else ""
-    raise DtypeError(f"{what}: {channel.name!r} of dtype {found}; expected the pages' {pages}{more}")
-
-
-def _read(form: PageLayout, pages: tuple[Array, ...], slots: Array) -> dict[str, Array]:
-    found = [page.at[form.at(page, slots)].get(mode="clip") for page in pages]
-    kv = form.kv(found[0] if form.lead(pages[0]) else jnp.stack(found))
-    return kv if form.split.sharding is None else jax.lax.with_sharding_constraint(kv, form.split.over())
-
-
-jitted_read = jax.jit(_read, static_argnames="form")
-"""Compiled once per form, bucket of slots and shape of the pages, which stay."""
+    raise DtypeError(f"{what}: got {channel.name!r} of dtype {found}; expected the pages' {pages}{more}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,21 +118,25 @@ class PageFormat:
         expect_kind(placed, Placed, what, "a Placed: a chunk, its patch, a start and an antecedent")
         chunk = placed.chunk
         if chunk.batch is not None:
-            raise ShapeError(f"{what}: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk")
+            raise ShapeError(f"{what}: got chunk {chunk.id!r}, a batch of {chunk.batch}; expected one chunk")
+
         form, arrays = checked_pages(chunk.layout, pages, self.describe, what)
         for channel in chunk.layout.channels:
             check_dtype(what, channel, placed.kv[channel.name].dtype, arrays[0].dtype)
+
         slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
         if slots.shape != (chunk.tokens,):
-            raise ShapeError(f"{what}: slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
+            raise ShapeError(f"{what}: got slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
         if not 0 <= first < chunk.length:
-            raise InputError(f"{what}: first token {first}; expected 0 to {chunk.length - 1}")
+            raise InputError(f"{what}: got first token {first}; expected 0 to {chunk.length - 1}")
         total = form.slots_of(arrays[0])
         check_slots(slots[first:], total, chunk.length - first)
 
         if first:
             # Beyond the last slot nothing is written, and tokens from the length on take the places after these.
             slots = np.concatenate([total + np.arange(first), np.asarray(slots)[first:]])
+
+        # The layout of the chunk as it is placed, whose rope computes angles as the caller wants them.
         form, slots = dataclasses.replace(form, layout=placed.layout), slots.astype(np.int32)
         others = (slots, placed.factors, chunk.local, placed.start, np.int32(chunk.length))
         kv, (slots, *others) = form.split.placed(placed.kv, others)

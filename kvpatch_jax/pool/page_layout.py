@@ -263,7 +263,7 @@ def joined_layout(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: s
 
 def _need_kv(layout: KVLayout, what: str) -> None:
     if layout.names != ("k", "v"):
-        raise LayoutError(f"{what}: channels {layout.names}; expected ('k', 'v')")
+        raise LayoutError(f"{what}: got channels {layout.names}; expected ('k', 'v')")
 
 
 def _holds(form: HeadLayout) -> bool:
@@ -281,8 +281,8 @@ def _holds(form: HeadLayout) -> bool:
 def _refusal(what: str, pages: Sequence[Any], split: Split, expected: str) -> str:
     shape = pages[0].shape
     if split.devices == 1:
-        return f"{what}: pages {shape}; expected {expected}"
-    over = f"{what}: pages {shape} over {split.devices} devices"
+        return f"{what}: got pages {shape}; expected {expected}"
+    over = f"{what}: got pages {shape} over {split.devices} devices"
     return f"{over}; expected {expected}, shared or repeated evenly, and filled up to the packing on each"
 
 
@@ -301,7 +301,7 @@ def _split_of(page: Any, axis: int | None, what: str) -> Split:
     if not named or not sharding.is_fully_addressable or math.prod(parts) != devices:
         along = "no axis" if axis is None else f"axis {axis} alone"
         raise LayoutError(
-            f"{what}: pages {page.shape} lie in {parts} parts as {sharding}; expected them split along {along}, over a "
+            f"{what}: got pages {page.shape} in {parts} parts as {sharding}; expected them split along {along}, over a "
             "mesh of Auto axes in one process"
         )
     return Split(devices, sharding, None if devices == 1 else sharding.spec[axis])
@@ -310,11 +310,11 @@ def _split_of(page: Any, axis: int | None, what: str) -> Split:
 def latent_layout(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> PageLayout:
     """Describes pages of latent rows. Raises as `interleaved_layout`."""
     if layout.names != ("ckv", "kpe"):
-        raise LayoutError(f"{what}: channels {layout.names}; expected ('ckv', 'kpe')")
+        raise LayoutError(f"{what}: got channels {layout.names}; expected ('ckv', 'kpe')")
     latent, rope = (padded_width(layout.channel(name).width) for name in layout.names)
     shape = pages[0].shape
     if len(shape) != 4 + stacked or shape[-1] != latent + rope:
-        raise ShapeError(f"{what}: rows {shape}; expected [P, N, packing, {latent} + {rope}]")
+        raise ShapeError(f"{what}: got rows {shape}; expected [P, N, packing, {latent} + {rope}]")
     return LatentLayout(layout, (shape[-1],), shape[-2], _split_of(pages[0], None, what))
 
 
@@ -334,7 +334,7 @@ def checked_pages(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple
         return page.shape, getattr(page, "sharding", None) if form.split.sharding else None
 
     if layers != layout.layers or any(placement(page) != placement(arrays[0]) for page in arrays):
-        raise ShapeError(f"{what}: pages of {layers} layers; expected {layout.layers}, all alike")
+        raise ShapeError(f"{what}: got pages of {layers} layers; expected {layout.layers}, all alike")
     if not all(jnp.issubdtype(page.dtype, jnp.floating) and page.dtype == arrays[0].dtype for page in arrays):
-        raise DtypeError(f"{what}: pages of dtype {arrays[0].dtype}; expected one floating-point dtype")
+        raise DtypeError(f"{what}: got pages of dtype {arrays[0].dtype}; expected one floating-point dtype")
     return form, tuple(on_device(page) for page in arrays)

@@ -4,6 +4,7 @@ A pool is a bare pytree {channel: [L, P, O, K, H]}: P pages of O slots, in the e
 page · O + offset. `SlotAllocator` counts owners of slots on the host; `page_format` has other engines' pages.
 """
 
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import splice as splice_kernel
-from pallas_kernels.splice import check_slots
+from pallas_kernels.splice import check_slots, padded_width
 
 from ..core import (
     AnyArray,
@@ -27,7 +28,6 @@ from ..core import (
     held_arrays,
     ops,
     padded_slots,
-    pool_widths,
     relocation_tables,
     rope_tables,
     token_offsets,
@@ -52,11 +52,12 @@ def make_pool(
       PoolError: no pages, or an empty page.
     """
     if pages < 1 or page_size < 1:
-        raise PoolError(f"pool: pages {pages}, page_size {page_size}; expected at least 1 of each")
-    return {
-        channel.name: jnp.zeros((layout.layers, pages, page_size, channel.heads, pool_widths(channel)[padded]), dtype)
-        for channel in layout.channels
-    }
+        raise PoolError(f"pool: got pages {pages}, page_size {page_size}; expected at least 1 of each")
+    pool = {}
+    for channel in layout.channels:
+        width = padded_width(channel.width) if padded else channel.width
+        pool[channel.name] = jnp.zeros((layout.layers, pages, page_size, channel.heads, width), dtype)
+    return pool
 
 
 def splice(
@@ -82,25 +83,30 @@ def splice(
     expect_kind(placed, Placed, "splice", "a Placed: a chunk, its patch, a start and an antecedent")
     chunk = placed.chunk
     if chunk.batch is not None:
-        raise ShapeError(f"splice: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk")
+        raise ShapeError(f"splice: got chunk {chunk.id!r}, a batch of {chunk.batch}; expected one chunk")
+
     pages, page_size = check_pool(chunk.layout, pool)
     for name, value in (chunk.kv if placed.base is None else placed.base).items():
         if value.dtype != pool[name].dtype:
-            raise DtypeError(f"splice: {name!r} of dtype {value.dtype}; expected the pool's {pool[name].dtype}")
+            raise DtypeError(f"splice: got {name!r} of dtype {value.dtype}; expected the pool's {pool[name].dtype}")
+
+    # Tokens from the length on are padding, whose slots are not looked at.
     slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
     if slots.dtype.kind in "iu" and slots.shape != (chunk.tokens,):
-        raise ShapeError(f"splice: slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
+        raise ShapeError(f"splice: got slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
     check_slots(slots, pages * page_size, chunk.length)
     if allocator is not None:
         allocator.check_sole_owner(slots[: chunk.length], pool)
 
+    # All is checked: the program donates the pool, so an error after this would leave none.
     own = held_arrays(chunk.layout, pool)
     slots, length = slots.astype(np.int32, copy=False), np.int32(chunk.length)
     arrays = (slots, placed.kv, placed.factors, chunk.local, placed.start, length)
     return jitted_splice(placed.layout, own, *arrays, **placed.options)
 
 
-def _splice(
+@functools.partial(jax.jit, static_argnames=("layout", "layers", "heads", "frame"), donate_argnames=("pool",))
+def jitted_splice(
     layout: KVLayout,
     pool: dict[str, Array],
     slots: Array,
@@ -114,19 +120,20 @@ def _splice(
     heads: ops.Heads = "joint",
     frame: ops.PatchFrame = "phase_free",
 ) -> dict[str, Array]:
+    """Does what `splice` does, without its checks.
+
+    Compiled once per layout, layer set, padded shape and pool shape. Donates the pool.
+    """
+    # The paper's order adds after the rotation, which the kernel does not, so all is computed before it is written.
     if frame == "engine":
         kv = ops.apply(layout, kv, factors, local, start, layers=layers, heads=heads, frame=frame)
         return {name: splice_kernel(pool[name], slots, kv[name], length=length) for name in pool}
-    given = ops.operator_arguments(layout, factors, local, start, layers, heads)
-    cached = layout.rope.cached
-    return {
-        name: splice_kernel(pool[name], slots, kv[name], layout=cached, length=length, **arguments)
-        for name, arguments in given.items()
-    }
 
-
-jitted_splice = jax.jit(_splice, static_argnames=("layout", "layers", "heads", "frame"), donate_argnames=("pool",))
-"""`splice` without its checks; compiled once per layout, layer set, padded shape and pool shape. Donates the pool."""
+    spliced = {}
+    for name, arguments in ops.operator_arguments(layout, factors, local, start, layers, heads).items():
+        how = {"layout": layout.rope.cached, "length": length}
+        spliced[name] = splice_kernel(pool[name], slots, kv[name], **how, **arguments)
+    return spliced
 
 
 @jax.jit
@@ -164,11 +171,13 @@ def move_slots(pool: Pool, old: Slots, new: Slots) -> dict[str, Float[Array, "L 
     shape = next(iter(pool.values())).shape
     total = shape[1] * shape[2]
     if old.shape != new.shape:
-        raise ShapeError(f"move_slots: {old.shape[0]} slots to {new.shape[0]}; expected as many")
+        raise ShapeError(f"move_slots: got {old.shape[0]} slots to {new.shape[0]}; expected as many")
     check_slots(new, total)
     check_slots(np.unique(np.asarray(old)), total)
     if not old.shape[0]:
         return {name: jnp.asarray(value) for name, value in pool.items()}
+
+    # Padding reads slot 0 and is written nowhere.
     padding = (0, (1 << (old.shape[0] - 1).bit_length()) - old.shape[0])
     sources = np.pad(np.asarray(old, np.int32), padding)
     targets = np.pad(np.asarray(new, np.int32), padding)
@@ -176,11 +185,9 @@ def move_slots(pool: Pool, old: Slots, new: Slots) -> dict[str, Float[Array, "L 
     return _jitted_move(own, sources, targets, np.int32(old.shape[0]))
 
 
-def _move(pool, old, new, length):
+@functools.partial(jax.jit, donate_argnames=("pool",))
+def _jitted_move(pool, old, new, length):
     return {name: splice_kernel(value, new, flat(value)[:, old], length=length) for name, value in pool.items()}
-
-
-_jitted_move = jax.jit(_move, donate_argnames=("pool",))
 
 
 def rotate_slots(
@@ -209,48 +216,44 @@ def rotate_slots(
     pages, page_size = check_pool(layout, pool)
     slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
     check_slots(slots, pages * page_size)
+
+    # Offsets are differences, which are whole; with a source they are positions, which may be fractional.
     padded, length = padded_slots(slots)
-    offsets = token_offsets(
-        layout.rope, offset, int(length), len(padded), "rotate_slots", "iu" if source is None else "iuf"
-    )
-    own = held_arrays(layout, pool)
-    rotating, kept = [channel for channel in layout.channels if channel.rotates], None
-    if source is not None:
-        kept = {}
-        for channel in rotating:
-            value, expected = source.get(channel.name), (layout.layers, int(length), channel.heads, channel.width)
-            if value is None or value.shape != expected:
-                found = None if value is None else value.shape
-                raise ShapeError(f"rotate_slots: source[{channel.name!r}] of shape {found}; expected {expected}")
-            room = ((0, 0), (0, len(padded) - int(length)), (0, 0), (0, 0))
-            kept[channel.name] = jnp.pad(value, room)
-    return _jitted_rotate(layout, own, padded, kept, offsets, length)
+    kinds = "iu" if source is None else "iuf"
+    offsets = token_offsets(layout.rope, offset, int(length), len(padded), "rotate_slots", kinds)
+
+    kept = None if source is None else {}
+    for channel in layout.channels:
+        if source is None or kept is None or not channel.rotates:
+            continue
+        value, expected = source.get(channel.name), (layout.layers, int(length), channel.heads, channel.width)
+        if value is None or value.shape != expected:
+            found = None if value is None else value.shape
+            raise ShapeError(f"rotate_slots: got source[{channel.name!r}] of shape {found}; expected {expected}")
+        kept[channel.name] = jnp.pad(value, ((0, 0), (0, len(padded) - int(length)), (0, 0), (0, 0)))
+
+    return _jitted_rotate(layout, held_arrays(layout, pool), padded, kept, offsets, length)
 
 
-def _rotate(layout, pool, slots, source, offset, length):
+@functools.partial(jax.jit, static_argnames="layout", donate_argnames="pool")
+def _jitted_rotate(layout, pool, slots, source, offset, length):
     if source is None:
+        # Keys in the pool carry the attention scaling already.
         cos, sin = relocation_tables(layout.rope, jnp.zeros_like(offset), offset)
         scale, source = 1.0, {name: flat(value)[:, slots] for name, value in pool.items()}
     else:
         cos, sin = rope_tables(layout.rope, offset)
         scale = layout.rope.attention_scaling
+
     how = {"layout": layout.rope.cached, "scale": scale, "length": length}
-    rotated = {
-        channel.name: splice_kernel(
-            pool[channel.name],
-            slots,
-            source[channel.name].astype(pool[channel.name].dtype),
-            cos,
-            sin,
-            **how,
-        )
-        for channel in layout.channels
-        if channel.rotates
-    }
-    return {**pool, **rotated}
-
-
-_jitted_rotate = jax.jit(_rotate, static_argnames="layout", donate_argnames="pool")
+    rotated = dict(pool)
+    for channel in layout.channels:
+        if channel.rotates:
+            value = pool[channel.name]
+            rotated[channel.name] = splice_kernel(
+                value, slots, source[channel.name].astype(value.dtype), cos, sin, **how
+            )
+    return rotated
 
 
 def pages_of(slots: Slots, page_size: int) -> Int[np.ndarray, " N"]:
@@ -268,7 +271,9 @@ def pages_of(slots: Slots, page_size: int) -> Int[np.ndarray, " N"]:
     wrong = np.flatnonzero(slots != wanted)
     if wrong.size:
         token = int(wrong[0])
-        raise PoolError(f"slots: token {token} at slot {int(slots[token])}; a page table expects {int(wanted[token])}")
+        raise PoolError(
+            f"slots: got token {token} at slot {int(slots[token])}; expected slot {int(wanted[token])} for a page table"
+        )
     return pages
 
 
@@ -292,9 +297,10 @@ class SlotAllocator:
           PoolError: no pages, or an empty page.
         """
         whole = is_whole(pages, 1) and is_whole(page_size, 1)
-        if not whole or int(pages) * int(page_size) >= 2**31:  # slots are int32
+        # Slots are int32.
+        if not whole or int(pages) * int(page_size) >= 2**31:
             raise PoolError(
-                f"pool: pages {pages!r:.40}, page_size {page_size!r:.40}; expected whole numbers from 1, and fewer "
+                f"pool: got pages {pages!r:.40}, page_size {page_size!r:.40}; expected whole numbers from 1, and fewer "
                 "than 2**31 slots"
             )
         self.pages, self.page_size = pages, page_size
@@ -314,7 +320,7 @@ class SlotAllocator:
           PoolError: fewer pages than there are.
         """
         if pages < self.pages:
-            raise PoolError(f"pool: {pages} pages in place of {self.pages}; expected no fewer")
+            raise PoolError(f"pool: got {pages} pages in place of {self.pages}; expected no fewer")
         other = SlotAllocator(pages, self.page_size)
         other._count[: self._count.size], other._aligned[: self.pages] = self._count, self._aligned
         return other
@@ -339,9 +345,11 @@ class SlotAllocator:
         return int((self._by_page() == 0).all(1).sum())
 
     def _by_page(self) -> np.ndarray:
+        """Returns the owners of each slot as [P, O], a view."""
         return self._count.reshape(self.pages, self.page_size)
 
     def _open(self) -> np.ndarray:
+        """Marks slots without owners that are not the masked tail of an aligned page."""
         return (self._count == 0) & ~np.repeat(self._aligned, self.page_size)
 
     def allocate(self, tokens: int, *, aligned: bool = False) -> Int[np.ndarray, " T"]:
@@ -354,13 +362,25 @@ class SlotAllocator:
           PoolError: fewer free slots (or pages) than requested; nothing is allocated.
         """
         if tokens < 1:
-            raise PoolError(f"allocate: {tokens} tokens; expected at least 1")
+            raise PoolError(f"allocate: got {tokens} tokens; expected at least 1")
         if aligned:
-            slots = self._whole_pages(tokens)
+            needed = -(-tokens // self.page_size)
+            empty = np.flatnonzero((self._by_page() == 0).all(1))
+            if empty.size < needed:
+                raise PoolError(
+                    f"allocate: got {needed} whole pages; expected at most the {empty.size} of {self.pages} that are "
+                    "free"
+                )
+            # The slots of the last page that stay empty are masked by this mark, not by an owner.
+            self._aligned[empty[:needed]] = True
+            slots = (empty[:needed, None] * self.page_size + np.arange(self.page_size)).ravel()[:tokens]
         else:
             free = np.flatnonzero(self._open())
             if free.size < tokens:
-                raise PoolError(f"allocate: {tokens} slots; {free.size} of {self._count.size} are free")
+                raise PoolError(
+                    f"allocate: got {tokens} slots; expected at most the {free.size} of {self._count.size} that are "
+                    "free"
+                )
 
             # A run is contiguous where its last slot is `tokens - 1` after its first.
             runs = np.flatnonzero(free[tokens - 1 :] - free[: free.size - tokens + 1] == tokens - 1)
@@ -369,14 +389,6 @@ class SlotAllocator:
 
         self._count[slots] = 1
         return slots.astype(np.int32)
-
-    def _whole_pages(self, tokens: int) -> np.ndarray:
-        needed = -(-tokens // self.page_size)
-        empty = np.flatnonzero((self._by_page() == 0).all(1))
-        if empty.size < needed:
-            raise PoolError(f"allocate: {needed} whole pages; {empty.size} of {self.pages} are free")
-        self._aligned[empty[:needed]] = True
-        return (empty[:needed, None] * self.page_size + np.arange(self.page_size)).ravel()[:tokens]
 
     def share(self, slots: Slots) -> None:
         """Adds one owner to each slot.
@@ -393,6 +405,7 @@ class SlotAllocator:
           PoolError: as `share`.
         """
         self._count[self._owned(slots, "release")] -= 1
+        # A page's tail is masked as long as one of its slots has an owner.
         self._aligned &= (self._by_page() > 0).any(1)
 
     def check_sole_owner(self, slots: Slots, pool: Pool) -> None:
@@ -404,28 +417,30 @@ class SlotAllocator:
         pages = next(iter(pool.values())).shape[1:3]
         if pages != (self.pages, self.page_size):
             raise PoolError(
-                f"pool: {pages[0]} pages of {pages[1]}, unlike its books; expected {self.pages} pages of "
-                f"{self.page_size}"
+                f"pool: got {pages[0]} pages of {pages[1]}; expected {self.pages} pages of {self.page_size}"
             )
         slots = np.asarray(slots)
         wrong = slots[self._count[slots] != 1]
         if wrong.size:
             owners = int(self._count[wrong[0]])
-            raise PoolError(f"splice: slot {int(wrong[0])} has {owners} owners; expected 1, the chunk's own")
+            raise PoolError(f"splice: got slot {int(wrong[0])} with {owners} owners; expected 1, the chunk's own")
 
     def _owned(self, slots: Slots, word: str) -> np.ndarray:
+        """Returns slots as an array after checking that they are distinct and in use."""
         slots = np.asarray(slots)
+        # NumPy makes an empty list an array of floats.
         if not slots.size:
             return slots.astype(np.int32)
         if slots.dtype.kind not in "iu" or slots.ndim != 1:
             raise PoolError(
-                f"{word}: slots of dtype {slots.dtype} and shape {slots.shape}; expected distinct integers in one row"
+                f"{word}: got slots of dtype {slots.dtype} and shape {slots.shape}; expected distinct integers in one "
+                "row"
             )
         if np.unique(slots).size != slots.size or ((slots < 0) | (slots >= self._count.size)).any():
-            raise PoolError(f"{word}: slots {slots}; expected distinct numbers from 0 to {self._count.size - 1}")
+            raise PoolError(f"{word}: got slots {slots}; expected distinct numbers from 0 to {self._count.size - 1}")
         bare = slots[self._count[slots] == 0]
         if bare.size:
-            raise PoolError(f"{word}: slot {int(bare[0])} has no owner; expected slots in use")
+            raise PoolError(f"{word}: got slot {int(bare[0])} without an owner; expected slots in use")
         return slots
 
     def compact(self) -> Int[np.ndarray, " S"]:
@@ -435,12 +450,15 @@ class SlotAllocator:
         moves the vectors (`move_slots(pool, *compaction_moves(mapping))`) and maps its own slots (`mapping[slots]`).
         """
         mapping = np.full(self._count.size, -1, np.int32)
+
+        # Aligned pages keep their offsets, masked tails included; the other slots follow the last of them.
         aligned = np.flatnonzero(self._aligned)
         within = np.arange(self.page_size)
         used = np.flatnonzero((self._count > 0) & ~np.repeat(self._aligned, self.page_size))
         mapping[(aligned[:, None] * self.page_size + within).ravel()] = np.arange(aligned.size * self.page_size)
         mapping[used] = aligned.size * self.page_size + np.arange(used.size)
         mapping[self._count == 0] = -1
+
         count = np.zeros_like(self._count)
         count[mapping[mapping >= 0]] = self._count[mapping >= 0]
         self._count = count

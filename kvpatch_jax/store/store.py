@@ -10,7 +10,7 @@ from typing import get_args
 
 import numpy as np
 
-from ..cache import Chunk, Patch, PatchMetadata, check_is_chunk
+from ..cache import Chunk, Patch, PatchMetadata
 from ..core import AnyArray, KVLayout
 from ..errors import InputError, StoreReadOnlyError
 from ..patching import Basis
@@ -428,7 +428,7 @@ class ChunkStore:
         self, chunk: Chunk, encoding: Encoding | None, ttl: Seconds | None
     ) -> list[tuple[Name, Callable[[], Blob], int]]:
         """Returns name, encoder and bytes of a chunk's objects: the canonical comes last, and implies the others."""
-        check_is_chunk(chunk)
+        expect_kind(chunk, Chunk, "chunk", "a Chunk")
         expires = self._expiry(ttl)
 
         for value in chunk.kv.values():

@@ -18,7 +18,7 @@ def path_of(given: Any, what: str, refused: type[KVPatchError], kind: str = "a f
     """
     name = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if not isinstance(name, str) or not name or "\0" in name:
-        raise refused(f"{what} {given!r:.80}; expected {kind}, a str or pathlib.Path")
+        raise refused(f"{what}: got {given!r:.80}; expected {kind}, a str or pathlib.Path")
     return Path(os.path.expanduser(name))
 
 

@@ -27,7 +27,7 @@ def all_of[T](kind: type[T], values: Iterable[T], what: str) -> list[T]:
     """
     word = kind.__name__
     if isinstance(values, kind) or not isinstance(values, Iterable):
-        raise InputError(f"{what}: a {type(values).__name__}; expected a sequence, each a {word}")
+        raise InputError(f"{what}: got a {type(values).__name__}; expected a sequence, each a {word}")
 
     result = list(values)
     for value in result:

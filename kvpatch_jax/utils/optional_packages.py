@@ -21,5 +21,5 @@ def require(module: str, package: str, extra: str = "models") -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingExtraError(
-            f"{package} is not installed ({error}); expected it for this: pip install 'kvpatch_jax[{extra}]'"
+            f"{package}: got {error!r}; expected it to be installed: pip install 'kvpatch_jax[{extra}]'"
         ) from error

@@ -64,7 +64,15 @@ def blockwise(
         return jnp.zeros((B, T, N, value.shape[-1]), query.dtype)
 
     blocks = AttentionBlocks(min(blocks.queries, T), min(blocks.keys, S))
-    keys = _blocks_of_keys(key, value, mask, blocks.keys)
+
+    def heads(x: Array) -> Array:
+        return _cut(_padded(x, (1, blocks.keys)), blocks.keys).transpose(1, 0, 3, 2, 4)  # [blocks, B, K, size, H]
+
+    def numbers(x: Array, fill: int) -> Array:
+        return _cut(_padded(x, (1, blocks.keys), fill=fill), blocks.keys).transpose(1, 0, 2)
+
+    segments = None if mask.key_segments is None else numbers(jnp.asarray(mask.key_segments), -1)
+    keys = _Keys(heads(key), heads(value), numbers(mask.places_of_keys(S), NOWHERE), segments)
     allowed = None
     if mask.allowed is not None:
         allowed = _padded(jnp.asarray(mask.allowed), (2, blocks.queries), (3, blocks.keys))
@@ -93,10 +101,18 @@ def _attend(block: _Queries, keys: _Keys, mask: Mask, allowed: Array | None, sca
         mixed, total, top = carry
         at = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), keys)
         scores = jnp.einsum("BKRH,BKSH->BKRS", block.query, at.key, preferred_element_type=jnp.float32) * scale
-        seen = _seen(block, at, mask, allowed, index * size)
+
+        # The mask between these two blocks; padding behind the last key is nowhere.
+        seen = mask.sees_places(block.places, at.places)
+        if block.segments is not None and at.segments is not None:
+            seen = seen & sees_segments(block.segments, at.segments)
+        if allowed is not None:
+            extent = (allowed.shape[0], 1, block.places.shape[1], at.places.shape[1])
+            seen = seen & jax.lax.dynamic_slice(allowed, (0, 0, block.first, index * size), extent)[:, 0]
         scores = scores.reshape(B, K, groups, rows // groups, size)
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf).reshape(B, K, rows, size)
 
+        # What was summed so far is rescaled to the new maximum.
         highest = jnp.maximum(top, jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
         weights, kept = jnp.exp(scores - highest), jnp.exp(top - highest)
         total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)
@@ -112,28 +128,6 @@ def _attend(block: _Queries, keys: _Keys, mask: Mask, allowed: Array | None, sca
     )
     (mixed, total, _), _ = jax.lax.scan(step, start, jnp.arange(keys.key.shape[0]))
     return mixed / jnp.maximum(total, 1e-30)
-
-
-def _seen(block: _Queries, at: _Keys, mask: Mask, allowed: Array | None, start: Array) -> Bool[Array, "#B #T S"]:
-    """Returns the mask between one block of queries and one of keys."""
-    seen = mask.sees_places(block.places, at.places)  # padding behind the last key is nowhere
-    if block.segments is not None and at.segments is not None:
-        seen = seen & sees_segments(block.segments, at.segments)
-    if allowed is not None:
-        size = (allowed.shape[0], 1, block.places.shape[1], at.places.shape[1])
-        seen = seen & jax.lax.dynamic_slice(allowed, (0, 0, block.first, start), size)[:, 0]
-    return seen
-
-
-def _blocks_of_keys(key: Array, value: Array, mask: Mask, size: int) -> _Keys:
-    def heads(x):
-        return _cut(_padded(x, (1, size)), size).transpose(1, 0, 3, 2, 4)  # [blocks, B, K, size, H]
-
-    def numbers(x, fill):
-        return _cut(_padded(x, (1, size), fill=fill), size).transpose(1, 0, 2)
-
-    segments = None if mask.key_segments is None else numbers(jnp.asarray(mask.key_segments), -1)
-    return _Keys(heads(key), heads(value), numbers(mask.places_of_keys(key.shape[1]), NOWHERE), segments)
 
 
 def _blocks_of_queries(

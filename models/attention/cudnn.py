@@ -34,11 +34,9 @@ def unsupported(query: Any, key: Any, value: Any, mask: Mask) -> str | None:
         return f"types {query.dtype}, {key.dtype} and {value.dtype}; expected one of 16 bits"
     if query.shape[-1] != value.shape[-1] or query.shape[-1] > WIDEST or query.shape[-1] % EIGHTH:
         return f"widths {query.shape[-1]} and {value.shape[-1]}; expected one multiple of {EIGHTH} up to {WIDEST}"
-    return _no_cudnn()
 
-
-def _no_cudnn() -> str | None:
-    try:  # jax tells the version of cuDNN nowhere else
+    # jax tells the version of cuDNN nowhere else.
+    try:
         importlib.import_module("jax._src.cudnn.fused_attention_stablehlo").check_cudnn_version()
     except Exception as error:
         return f"cuDNN cannot be used: {error}"

@@ -54,7 +54,7 @@ def using(*implementations: str) -> Iterator[None]:
     """
     for name in implementations:
         if name not in IMPLEMENTATIONS:
-            raise KernelUnavailableError(f"attention by {name!r}; expected one of {IMPLEMENTATIONS}")
+            raise KernelUnavailableError(f"attention: got {name!r}; expected one of {IMPLEMENTATIONS}")
     token = _USED.set(implementations or None)
     try:
         yield
@@ -88,66 +88,12 @@ def attention(
     chosen = what_runs(query, key, value, mask, implementation)
     if chosen in KERNELS.values():
         return _by_kernel(chosen, scale, query, key, value, mask)
-    function = _dense if chosen == "dense" else blockwise
-    return _rows_in_turns(function, query, key, value, mask, scale)
 
-
-def what_runs(query: Any, key: Any, value: Any, mask: Mask, implementation: str | Sequence[str] | None = None) -> str:
-    """Names what `attention` would run for these arrays (or their shapes): one of `IMPLEMENTATIONS` but "xla".
-
-    Raises:
-      KernelUnavailableError: as `attention`.
-    """
-    asked = (implementation,) if isinstance(implementation, str) else tuple(implementation or _unasked())
-    refused = []
-    for name in asked:
-        reason = _reason(name, query, key, value, mask)
-        if reason is None:
-            return _by_size(query, key) if name == "xla" else name
-        refused.append(f"{name!r}: {reason}")
-    raise KernelUnavailableError(f"attention: no implementation of {asked} can run here: {'; '.join(refused)}")
-
-
-def _unasked() -> tuple[str, ...]:
-    if used := _USED.get():
-        return used
-    names = preferred()
-    if names is None and target() is not None:
-        names = (platform(), "xla")
-    return tuple(KERNELS.get(name, "xla") for name in names or ("xla",))
-
-
-def _reason(name: str, query: Any, key: Any, value: Any, mask: Mask) -> str | None:
-    """Returns why an implementation cannot run; None if it can."""
-    if name not in IMPLEMENTATIONS:
-        return f"unknown; expected one of {IMPLEMENTATIONS}"
-    if name not in KERNELS.values():
-        return None
-    if KERNELS.get(platform()) != name:
-        return f"the platform is {platform()!r}"
-    return _kernel_module(name).unsupported(query, key, value, mask)
-
-
-def _by_size(query: Any, key: Any) -> str:
-    return "dense" if query.shape[1] * key.shape[1] <= DENSE_SCORES else "blockwise"
-
-
-def _kernel_module(name: str) -> Any:
-    """Imports a kernel's module when it is asked for, because Pallas takes long to import."""
-    return importlib.import_module(f".{name}", __package__)
-
-
-def _dense(query: Array, key: Array, value: Array, mask: Mask, scale: float) -> Array:
-    return dense(query, key, value, mask.dense(query.shape[1], key.shape[1]), scale)
-
-
-def _rows_in_turns(function: Any, query: Array, key: Array, value: Array, mask: Mask, scale: float) -> Array:
-    """Returns `function` over as many rows of the batch at a time as `DENSE_BYTES` allows."""
-    B, T, N, _ = query.shape
-    scores = 4 * N * min(T * key.shape[1], DENSE_SCORES)
-    rows = next(
-        size for size in range(max(B, 1), 0, -1) if B % size == 0 and (size * scores <= DENSE_BYTES or size == 1)
-    )
+    # As many rows of the batch at a time as `DENSE_BYTES` allows, a divisor of their number.
+    function, (B, T, N, _) = _dense if chosen == "dense" else blockwise, query.shape
+    scores, rows = 4 * N * min(T * key.shape[1], DENSE_SCORES), max(B, 1)
+    while rows > 1 and (B % rows or rows * scores > DENSE_BYTES):
+        rows -= 1
     if rows >= B:
         return function(query, key, value, mask, scale)
 
@@ -157,8 +103,55 @@ def _rows_in_turns(function: Any, query: Array, key: Array, value: Array, mask: 
 
         return function(cut(query), cut(key), cut(value), mask.take_rows(start, rows), scale)
 
+    # Derivatives compute each turn again, or the scores of all would be held after all.
     mixed = jax.lax.map(jax.checkpoint(turn), jax.numpy.arange(0, B, rows))
     return mixed.reshape(B, T, N, value.shape[-1])
+
+
+def what_runs(query: Any, key: Any, value: Any, mask: Mask, implementation: str | Sequence[str] | None = None) -> str:
+    """Names what `attention` would run for these arrays (or their shapes): one of `IMPLEMENTATIONS` but "xla".
+
+    Raises:
+      KernelUnavailableError: as `attention`.
+    """
+    if isinstance(implementation, str):
+        implementation = (implementation,)
+
+    # Unasked: what `using` says, else what the kernels of this platform are asked for by, else plain XLA.
+    asked = tuple(implementation or _USED.get() or ())
+    if not asked:
+        names = preferred()
+        if names is None and target() is not None:
+            names = (platform(), "xla")
+        asked = tuple(KERNELS.get(name, "xla") for name in names or ("xla",))
+
+    refused = []
+    for name in asked:
+        if name == "xla":
+            return "dense" if query.shape[1] * key.shape[1] <= DENSE_SCORES else "blockwise"
+        if name not in IMPLEMENTATIONS:
+            reason = f"unknown; expected one of {IMPLEMENTATIONS}"
+        elif name not in KERNELS.values():
+            return name
+        elif KERNELS.get(platform()) != name:
+            reason = f"the platform is {platform()!r}"
+        else:
+            reason = _kernel_module(name).unsupported(query, key, value, mask)
+            if reason is None:
+                return name
+        refused.append(f"{name!r}: {reason}")
+    raise KernelUnavailableError(
+        f"attention: got {asked}; expected an implementation that can run here ({'; '.join(refused)})"
+    )
+
+
+def _kernel_module(name: str) -> Any:
+    """Imports a kernel's module when it is asked for, because Pallas takes long to import."""
+    return importlib.import_module(f".{name}", __package__)
+
+
+def _dense(query: Array, key: Array, value: Array, mask: Mask, scale: float) -> Array:
+    return dense(query, key, value, mask.dense(query.shape[1], key.shape[1]), scale)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

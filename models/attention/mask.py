@@ -55,9 +55,9 @@ class Mask:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise ShapeError(f"window of {self.window} places; expected at least 1")
+            raise ShapeError(f"window: got {self.window} places; expected at least 1")
         if (self.query_segments is None) != (self.key_segments is None):
-            raise ShapeError("segments of queries alone or keys alone; expected both or neither")
+            raise ShapeError("segments: got those of queries alone or of keys alone; expected both or neither")
 
     def check(self, rows: int, queries: int, keys: int) -> None:
         """Refuses a mask that was not made for [rows, queries] over [rows, keys].
@@ -75,7 +75,7 @@ class Mask:
         for name, rest in expected.items():
             array = getattr(self, name)
             if array is not None and (array.shape[1:] != rest or array.shape[0] not in (1, rows)):
-                raise ShapeError(f"mask: {name} of shape {tuple(array.shape)}; expected {(rows, *rest)}")
+                raise ShapeError(f"mask: got {name} of shape {tuple(array.shape)}; expected {(rows, *rest)}")
 
     def places_of_queries(self, queries: int) -> Int[Array, "B T"]:
         """Places of the queries, [1,T] or [B,T]."""

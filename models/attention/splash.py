@@ -55,14 +55,23 @@ def kernel(
     """Attends as `attention` says; sequences are padded to blocks and widths to 128, which changes nothing."""
     (B, T, N, _), S, W = query.shape, key.shape[1], value.shape[-1]
     query, key, value = (_heads_first(x) for x in ((query.astype(jnp.float32) * scale).astype(query.dtype), key, value))
+
+    # The mask as the kernel knows it: made block by block, never whole.
+    shape = (query.shape[2], key.shape[2])
+    if mask.window is not None:
+        structure = LocalMask(shape, (mask.window - 1, 0), offset=mask.offset)
+    else:
+        structure = CausalMask(shape, offset=mask.offset) if mask.causal else FullMask(shape)
     run = make_splash_mha_single_device(
-        MultiHeadMask([_structure(mask, query.shape[2], key.shape[2])] * N),
+        MultiHeadMask([structure] * N),
         block_sizes=BlockSizes(block_q=BLOCK, block_kv=BLOCK, block_kv_compute=BLOCK),
         save_residuals=True,
         interpret=bool(interpretation()),
     )
     segments = _segments(mask, B, T, S)
     mixed, (seen,) = jax.vmap(run, in_axes=(0, 0, 0, None if segments is None else 0))(query, key, value, segments)
+
+    # The kernel leaves anything in rows that see no key; `attention` has zeros there.
     mixed = jnp.where(seen[..., None] > UNSEEN, mixed, 0)
     return jnp.swapaxes(mixed, 1, 2)[:, :T, :, :W].astype(query.dtype)
 
@@ -71,14 +80,6 @@ def _heads_first(x: Array) -> Array:
     """Transposes [B,T,N,H] to [B,N,T',H'], padded with zeros to whole blocks and lanes."""
     room = ((0, 0), (0, -x.shape[1] % BLOCK), (0, 0), (0, -x.shape[3] % LANES))
     return jnp.swapaxes(jnp.pad(x, room), 1, 2)
-
-
-def _structure(mask: Mask, queries: int, keys: int) -> Any:
-    """Returns the mask as the kernel knows it: made block by block, never whole."""
-    shape = (queries, keys)
-    if mask.window is not None:
-        return LocalMask(shape, (mask.window - 1, 0), offset=mask.offset)
-    return CausalMask(shape, offset=mask.offset) if mask.causal else FullMask(shape)
 
 
 def _segments(mask: Mask, rows: int, queries: int, keys: int) -> SegmentIds | None:

@@ -74,11 +74,21 @@ class LoRASource:
 
     def __init__(self, inner: TensorSource, directory: str | os.PathLike[str], translate: Callable[[str], str | None]):
         self._inner, self._directory = inner, Path(directory)
-        self.unused = inner.unused
         self.origin = f"{inner.origin} with the adapter {self._directory}"
         self.unused = inner.unused
         config = read_adapter_config(self._directory)
-        self._file = _open(self._directory / ADAPTER_FILE)
+        path = self._directory / ADAPTER_FILE
+        try:
+            self._file: Any = safe_open(path, framework="numpy")
+        except FileNotFoundError as error:
+            others = sorted(file.name for file in self._directory.glob("adapter_model*"))
+            raise WeightsError(
+                f"{path}: got no such file (found {others}); expected the adapter as safetensors"
+            ) from error
+        except (SafetensorError, OSError, ValueError) as error:
+            raise WeightsError(
+                f"{path}: got a damaged or truncated file ({error}); expected a safetensors file"
+            ) from error
         self._infos = _infos(self._file)
 
         self._changes = self._read_changes(config, translate)
@@ -86,10 +96,22 @@ class LoRASource:
         self.tensors: dict[str, TensorInfo] = dict(inner.tensors)
 
         for name, change in self._changes.items():
-            info = self._base_info(name, change)
+            info = inner.tensors[name] if change.replaced is None else self._infos[change.replaced]
+            # Sums are float32, whatever the base's type; a tensor that is only replaced keeps its own.
             added = change.up is not None or change.bias is not None
             self.tensors[name] = TensorInfo(info.shape, "F32") if added else info
-            self._check_fit(name, change, info.shape)
+
+            # The product of the factors; an embedding's are the other way round, as its rows are looked up.
+            found = None
+            if change.up is not None and change.down is not None:
+                up, down = self._infos[change.up].shape, self._infos[change.down].shape
+                found = (down[1], up[0]) if change.embedding else (up[0], down[1])
+            elif change.bias is not None:
+                found = self._infos[change.bias].shape
+            if found is not None and found != info.shape:
+                raise WeightsError(
+                    f"{self._directory}: got a change of {name!r} of shape {found}; expected {info.shape}"
+                )
 
     def read(self, name: str, region: Slices | None = None) -> np.ndarray:
         """Reads a tensor or a region of it, merged. Raises WeightsError where data cannot be read."""
@@ -126,10 +148,9 @@ class LoRASource:
         try:
             return self._file.get_tensor(name)
         except (SafetensorError, OSError, ValueError) as error:
-            raise WeightsError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
-
-    def _base_info(self, name: str, change: _Change) -> TensorInfo:
-        return self._inner.tensors[name] if change.replaced is None else self._infos[change.replaced]
+            raise WeightsError(
+                f"{self._directory}: got tensor {name!r} that cannot be read ({error}); expected a whole file"
+            ) from error
 
     def _read_changes(self, config: Mapping[str, Any], translate: Callable[[str], str | None]) -> dict[str, _Change]:
         """Returns what is done to which tensor, by the base's names."""
@@ -141,26 +162,26 @@ class LoRASource:
             if target is None or (target not in self._inner.tensors and not replaces):
                 absent = "" if target is None else f" ({target!r} is not: it is tied to another, or stored otherwise)"
                 raise WeightsError(
-                    f"{self._directory}: tensor {name!r} matches none of {self._inner.origin}; expected an adapter of "
-                    f"tensors that are there{absent}"
+                    f"{self._directory}: got tensor {name!r}, which matches none of {self._inner.origin}; expected an "
+                    f"adapter of tensors that are there{absent}"
                 )
 
             change = changes.get(target, _Change())
             if getattr(change, field) is not None:
-                raise WeightsError(f"{self._directory}: tensor {name!r} is there twice; expected one for {target!r}")
+                raise WeightsError(f"{self._directory}: got tensor {name!r} twice; expected one for {target!r}")
 
             scale = change.scale if replaces else self._scale(config, name, module)
             embedding = change.embedding or "lora_embedding" in name
             changes[target] = dataclasses.replace(change, **{field: name}, scale=scale, embedding=embedding)
 
         if not changes:
-            raise WeightsError(f"{self._directory / ADAPTER_FILE} holds no tensors; expected an adapter's")
+            raise WeightsError(f"{self._directory / ADAPTER_FILE}: got no tensors; expected an adapter's")
 
         for target, change in changes.items():
             if (change.up is None) != (change.down is None):
                 raise WeightsError(
-                    f"{self._directory}: of the factors of {target!r} there is only {change.up or change.down!r}; "
-                    "expected two"
+                    f"{self._directory}: got only {change.up or change.down!r} of the factors of {target!r}; expected "
+                    "two"
                 )
 
         return changes
@@ -173,20 +194,10 @@ class LoRASource:
         side = {"down": 0, "up": 1}.get(part)
         if side is not None and (len(shape) != 2 or shape[side] != rank):
             raise WeightsError(
-                f"{self._directory}: tensor {name!r} has shape {shape}; expected a matrix with the rank, {rank}, on "
+                f"{self._directory}: got tensor {name!r} of shape {shape}; expected a matrix with the rank, {rank}, on "
                 f"axis {side}"
             )
         return alpha / (rank**0.5 if config.get("use_rslora") else rank)
-
-    def _check_fit(self, name: str, change: _Change, shape: tuple[int, ...]) -> None:
-        found = None
-        if change.up is not None and change.down is not None:
-            up, down = self._infos[change.up].shape, self._infos[change.down].shape
-            found = (down[1], up[0]) if change.embedding else (up[0], down[1])
-        elif change.bias is not None:
-            found = self._infos[change.bias].shape
-        if found is not None and found != shape:
-            raise WeightsError(f"{self._directory}: what is added to {name!r} has shape {found}; expected {shape}")
 
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
@@ -198,33 +209,32 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     path = directory / ADAPTER_CONFIG
     config = read_table(path, "an adapter's directory, as peft saves it")
     if config.get("peft_type") != "LORA":
-        raise ConfigError(f"{path}: peft_type {config.get('peft_type')!r} is not built; expected 'LORA'")
+        raise ConfigError(f"{path}: got peft_type {config.get('peft_type')!r}, which is not built; expected 'LORA'")
 
     for key, value in config.items():
         if key not in _READ | _INERT and value not in (None, False, {}, []):
-            raise ConfigError(f"{path}: {key} {value!r} is not built or not known; expected a plain LoRA without it")
+            raise ConfigError(
+                f"{path}: got {key} {value!r}, which is not built or not known; expected a plain LoRA without it"
+            )
 
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
         raise ConfigError(
-            f"{path}: init_lora_weights {config['init_lora_weights']!r} changes the base model; expected one of "
-            f"{_PLAIN_STARTS}, as peft writes when it saves with path_initial_model_for_weight_conversion"
+            f"{path}: got init_lora_weights {config['init_lora_weights']!r}, which changes the base model; expected "
+            f"one of {_PLAIN_STARTS}, as peft writes when it saves with path_initial_model_for_weight_conversion"
         )
-    _check_sizes(path, config)
-    return config
 
-
-def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a rank or an alpha, also in a pattern, that is not a positive number."""
+    # Ranks and alphas, also those of patterns.
     numbers = {key: config.get(key) for key in ("r", "lora_alpha")}
     for key in ("rank_pattern", "alpha_pattern"):
         table = config.get(key) or {}
         if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {key} is {table!r}; expected a table")
+            raise ConfigError(f"{path}: got {key} {table!r}; expected a table")
         numbers |= {f"{key} of {pattern!r}": value for pattern, value in table.items()}
 
     for key, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ConfigError(f"{path}: {key} is {value!r}; expected a positive number")
+            raise ConfigError(f"{path}: got {key} {value!r}; expected a positive number")
+    return config
 
 
 def _parts(name: str) -> tuple[str, str, str]:
@@ -233,7 +243,8 @@ def _parts(name: str) -> tuple[str, str, str]:
     """
     bare = name.removeprefix(_PREFIX)
     match = _NAME.fullmatch(bare)
-    if match is None:  # the whole of a module that was trained, or what LoRA wraps
+    # The whole of a module that was trained, or what LoRA wraps.
+    if match is None:
         module, _, kind = bare.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".").rpartition(".")
         return module, "replaced", kind
 
@@ -249,16 +260,6 @@ def _of_pattern(patterns: Mapping[str, Any] | None, module: str, default: int | 
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return default
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="numpy")
-    except FileNotFoundError as error:
-        others = sorted(file.name for file in path.parent.glob("adapter_model*"))
-        raise WeightsError(f"{path} is not there (found {others}); expected the adapter as safetensors") from error
-    except (SafetensorError, OSError, ValueError) as error:
-        raise WeightsError(f"{path} is damaged, cut short or not a safetensors file: {error}") from error
 
 
 def _infos(file: Any) -> dict[str, TensorInfo]:

@@ -156,4 +156,4 @@ def check_finite(name: str, values: np.ndarray, start: tuple[int, ...] = ()) -> 
     mask = bits.dtype.type(exponent)
     place = tuple(int(index) for index in np.argwhere((bits & mask) == mask)[0])
     shifted = [at + first for at, first in zip(place, start or (0,) * len(place), strict=True)]
-    raise WeightsError(f"tensor {name!r} holds {float(values[place])} at {shifted}; expected finite numbers")
+    raise WeightsError(f"tensor {name!r}: got {float(values[place])} at {shifted}; expected finite numbers")

@@ -22,10 +22,10 @@ def read_table(path: Path, missing: str | None = None) -> dict[str, Any]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{path} is not there; expected {missing}") from error
+        raise ConfigError(f"{path}: got no such file; expected {missing}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+        raise ConfigError(f"{path}: got a file that is not JSON ({error}); expected JSON") from error
 
     if not isinstance(table, dict):
-        raise ConfigError(f"{path} holds a {type(table).__name__}; expected a table")
+        raise ConfigError(f"{path}: got a {type(table).__name__}; expected a table")
     return table

@@ -63,7 +63,7 @@ def choose_naming(origin: str, names: Iterable[str], namings: Sequence[Naming], 
 
     if not claims:
         kinds = "; ".join(f"{naming.who}: {_examples(naming)}" for naming in namings)
-        raise WeightsError(f"{origin}: no tensor of it is known ({_first(names)}); expected names {kinds}")
+        raise WeightsError(f"{origin}: got no known tensor ({_first(names)}); expected names {kinds}")
 
     for naming in namings:
         if all(naming in found for found in claims.values()):
@@ -73,8 +73,8 @@ def choose_naming(origin: str, names: Iterable[str], namings: Sequence[Naming], 
     other, others = next((name, found) for name, found in claims.items() if most not in found)
     first = next(name for name, found in claims.items() if most in found and others[0] not in found)
     raise WeightsError(
-        f"{origin} mixes two ways of naming: tensor {first!r} is named {most.who}, {other!r} {others[0].who}; "
-        "expected one of them throughout"
+        f"{origin}: got two kinds of names, tensor {first!r} named {most.who}, {other!r} {others[0].who}; expected one "
+        "of them throughout"
     )
 
 

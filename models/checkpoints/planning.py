@@ -15,7 +15,7 @@ import numpy as np
 
 from kvpatch_jax.errors import WeightsError
 
-from .entries import Expected, ParamPath, Part, TensorEntry
+from .entries import Expected, ParamPath, TensorEntry
 from .source import TensorInfo, TensorSource
 
 _FLOATING = ("F64", "F32", "F16", "BF16")
@@ -41,62 +41,65 @@ def plan(entries: Sequence[TensorEntry], expected: Expected) -> list[PlannedTens
     """Returns every tensor that must be in the file. Raises WeightsError where entries and parameters do not match."""
     tensors: list[PlannedTensor] = []
     filled: set[ParamPath] = set()
+    braces = re.compile(r"\\\{(\w+)\\\}")
     for entry in entries:
-        for path, numbers in _targets(entry, expected):
+        # A part of the path in braces stands for any number, so that the entry fills a parameter for each.
+        rules = [re.compile(braces.sub(r"(?P<\1>\\d+)", re.escape(part))) for part in entry.path]
+        found = False
+        for path in expected:
+            matches = [rule.fullmatch(part) for rule, part in zip(rules, path, strict=False)]
+            if len(path) != len(rules) or not all(matches):
+                continue
             if path in filled:
-                raise WeightsError(f"two entries fill the parameter {'.'.join(path)}; second: {entry.pattern!r}")
+                raise WeightsError(f"parameter {'.'.join(path)}: got a second entry {entry.pattern!r}; expected one")
+
+            found = True
             filled.add(path)
+            numbers: dict[str, int] = {}
+            for match in matches:
+                if match:
+                    numbers |= {field: int(number) for field, number in match.groupdict().items()}
             tensors += _tensors_of(entry, path, expected[path], numbers)
+
+        if not found:
+            raise WeightsError(
+                f"entry {entry.pattern!r}: got {'.'.join(entry.path)}; expected a parameter that the model has"
+            )
 
     unfilled = sorted(set(expected) - filled)
     if unfilled:
-        raise WeightsError(f"no entry fills the parameter {'.'.join(unfilled[0])} ({len(unfilled)} in all)")
+        raise WeightsError(
+            f"parameter {'.'.join(unfilled[0])}: got no entry ({len(unfilled)} such in all); expected one that fills it"
+        )
     return tensors
-
-
-def _targets(entry: TensorEntry, expected: Expected) -> Iterator[tuple[ParamPath, dict[str, int]]]:
-    """Yields parameters an entry fills, with the numbers in their paths: one, or one per number where the path has
-    braces.
-    """
-    braces = re.compile(r"\\\{(\w+)\\\}")
-    rules = [re.compile(braces.sub(r"(?P<\1>\\d+)", re.escape(part))) for part in entry.path]
-    found = False
-
-    for path in expected:
-        matches = [rule.fullmatch(part) for rule, part in zip(rules, path, strict=False)]
-        if len(path) == len(rules) and all(matches):
-            found = True
-            yield path, {field: int(n) for match in matches if match for field, n in match.groupdict().items()}
-
-    if not found:
-        raise WeightsError(f"entry {entry.pattern!r} fills {'.'.join(entry.path)}, which the model does not have")
 
 
 def _tensors_of(
     entry: TensorEntry, path: ParamPath, leaf: jax.ShapeDtypeStruct, numbers: dict[str, int]
 ) -> Iterator[PlannedTensor]:
+    """Yields the file's tensors that a parameter is made of, one for each slot of its stack."""
     depth = len(entry.fields) if entry.stack else 0
     lead, inner = leaf.shape[:depth], leaf.shape[depth:]
     fits = len(lead) == depth and len(entry.permute or ()) in (0, len(entry.file_shape or inner))
     piece = tuple(entry.file_shape or (unpermuted(inner, entry.permute) if fits else ()))
-    file_shape = _whole(piece, entry.part)
-    if not fits or file_shape is None or math.prod(piece) != math.prod(inner):
-        raise WeightsError(f"entry {entry.pattern!r} does not fit the parameter {'.'.join(path)} of shape {leaf.shape}")
+
+    # The shape of the file's tensor that the piece is cut from.
+    part, file_shape = entry.part, piece
+    if part is not None:
+        fits = fits and part.axis < len(piece) and part.stop <= part.size
+        fits = fits and piece[part.axis] == part.stop - part.start
+        file_shape = (*piece[: part.axis], part.size, *piece[part.axis + 1 :])
+    if not fits or math.prod(piece) != math.prod(inner):
+        raise WeightsError(
+            f"entry {entry.pattern!r}: got a shape that does not fit; expected {leaf.shape} for the parameter "
+            f"{'.'.join(path)}"
+        )
 
     for slot in itertools.product(*map(range, lead)):
         if entry.stack:
             named = (slot[0] + entry.offset, *slot[1:]) if slot else slot
             numbers = dict(zip(entry.fields, named, strict=True))
         yield PlannedTensor(entry.pattern.format(**numbers), file_shape, piece, entry, path, slot)
-
-
-def _whole(piece: tuple[int, ...], part: Part | None) -> tuple[int, ...] | None:
-    """Returns shape of the file's tensor that a piece is cut from; None where the piece does not fit its part."""
-    if part is None:
-        return piece
-    if part.axis >= len(piece) or piece[part.axis] != part.stop - part.start or part.stop > part.size:
-        return None
-    return (*piece[: part.axis], part.size, *piece[part.axis + 1 :])
 
 
 def unpermuted[T](axes: Sequence[T], permute: tuple[int, ...] | None) -> tuple[T, ...]:
@@ -106,12 +109,12 @@ def unpermuted[T](axes: Sequence[T], permute: tuple[int, ...] | None) -> tuple[T
 
 def resolve_ties(tensors: Sequence[PlannedTensor], present: Mapping[str, TensorInfo]) -> list[PlannedTensor]:
     """Returns the same tensors, those that are absent and tied to another under that one's name."""
-    return [
-        dataclasses.replace(tensor, name=tensor.entry.tied_to)
-        if tensor.name not in present and tensor.entry.tied_to is not None
-        else tensor
-        for tensor in tensors
-    ]
+    resolved = []
+    for tensor in tensors:
+        if tensor.name not in present and tensor.entry.tied_to is not None:
+            tensor = dataclasses.replace(tensor, name=tensor.entry.tied_to)
+        resolved.append(tensor)
+    return resolved
 
 
 def check_tensors(
@@ -122,13 +125,13 @@ def check_tensors(
         place = ".".join(tensor.path)
         if tensor.name not in source.tensors:
             raise WeightsError(
-                f"{source.origin}: tensor {tensor.name!r} is missing; expected shape {tensor.file_shape} for {place}"
+                f"{source.origin}: got no tensor {tensor.name!r}; expected shape {tensor.file_shape} for {place}"
             )
 
         found = source.tensors[tensor.name]
         if found.shape != tensor.file_shape:
             raise WeightsError(
-                f"{source.origin}: tensor {tensor.name!r} has shape {found.shape}; expected {tensor.file_shape} for "
+                f"{source.origin}: got tensor {tensor.name!r} of shape {found.shape}; expected {tensor.file_shape} for "
                 f"{place}"
             )
 
@@ -136,7 +139,8 @@ def check_tensors(
         allowed = _FLOATING if floating else _INTEGER
         if found.dtype not in allowed:
             raise WeightsError(
-                f"{source.origin}: tensor {tensor.name!r} has type {found.dtype}; expected one of {', '.join(allowed)}"
+                f"{source.origin}: got tensor {tensor.name!r} of type {found.dtype}; expected one of "
+                f"{', '.join(allowed)}"
             )
 
     known = {tensor.name for tensor in tensors}
@@ -146,6 +150,6 @@ def check_tensors(
     )
     if extra:
         raise WeightsError(
-            f"{source.origin}: tensor {extra[0]!r} is unexpected ({len(extra)} in all); this model has no such "
-            "parameter"
+            f"{source.origin}: got tensor {extra[0]!r} ({len(extra)} such in all); expected only parameters that this "
+            "model has"
         )

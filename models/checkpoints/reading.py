@@ -21,11 +21,16 @@ from .planning import PlannedTensor, check_tensors, plan, resolve_ties, unpermut
 from .progress import Advance, Progress, progress_bar
 from .source import TensorSource, stored_tensor
 
-_COMPARED = 1 << 22  # values read at once where two tensors are compared
-_JOB = 8 << 20  # bytes of a parameter that one thread fills at a time
-_BLOCK = 128  # rows; scales of quantised tensors and pieces of whole rows are of as many, or of a divisor
-_ALIGNMENT = 64  # bytes; XLA's CPU client takes host memory that begins on a multiple of it as it stands
-_THREADS = 16  # more do not make memory any faster
+_COMPARED = 1 << 22
+"""Values read at once where two tensors are compared."""
+_JOB = 8 << 20
+"""Bytes of a parameter that one thread fills at a time."""
+_BLOCK = 128
+"""Rows: scales of quantised tensors and pieces of whole rows are of as many, or of a divisor."""
+_ALIGNMENT = 64
+"""Bytes: XLA's CPU client takes host memory that begins on a multiple of it as it stands."""
+_THREADS = 16
+"""More do not make memory any faster."""
 
 Job = tuple[int, Callable[[], None]]
 """Bytes of the parameter that it fills, and what fills them."""
@@ -99,18 +104,25 @@ def load_weights(
     source = as_source(source)
     tensors = resolve_ties(plan(entries, expected), source.tensors)
     check_tensors(source, tensors, expected, ignore)
-    types = {path: _type_of(leaf, dtype) for path, leaf in expected.items()}
-    over = shardings or dict.fromkeys(expected)
-    regions = {path: _regions(leaf.shape, over[path]) for path, leaf in expected.items()}
-    total = sum(_bytes(region, types[path]) for path, devices in regions.items() for region in devices)
+
+    # Only floating parameters follow `dtype`; shards that several devices hold are read once.
+    types: dict[ParamPath, np.dtype] = {}
+    regions: dict[ParamPath, dict[Spans, list[Any]]] = {}
+    total = 0
+    for path, leaf in expected.items():
+        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        types[path] = jnp.dtype(dtype) if floating and dtype is not None else leaf.dtype
+        regions[path] = _regions(leaf.shape, None if shardings is None else shardings[path])
+        for region in regions[path]:
+            total += math.prod(stop - start for start, stop in region) * types[path].itemsize
 
     params: Params = {}
     previous = None
-
     with ThreadPoolExecutor(_threads()) as pool, progress_bar(total, progress) as advance:
         for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
             read = functools.partial(_filled, pool, advance, source, list(group), expected[path].shape, types[path])
             if shardings is None:
+                # The parameter before this one is waited for, so that the host holds two at most.
                 (region,) = regions[path]
                 value = jax.device_put(read(region))
                 jax.block_until_ready(previous)
@@ -118,24 +130,21 @@ def load_weights(
             else:
                 value = _placed(expected[path].shape, shardings[path], regions[path], read)
 
-            _put(params, path, value)
+            inner = params
+            for part in path[:-1]:
+                inner = inner.setdefault(part, {})
+            inner[path[-1]] = value
 
-    _check_unchanged(source, tensors)
+    # Of a file that was written to while it was read, old and new numbers may be mixed.
+    stored = [stored_tensor(source, name) for name in {tensor.name for tensor in tensors}]
+    for file in {tensor.file for tensor in stored if tensor is not None}:
+        file.check_unchanged()
     return params
-
-
-def _type_of(leaf: jax.ShapeDtypeStruct, dtype: DTypeLike | None) -> np.dtype:
-    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-    return jnp.dtype(dtype) if floating and dtype is not None else leaf.dtype
 
 
 def _threads() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _THREADS)
-
-
-def _bytes(region: Spans, dtype: np.dtype) -> int:
-    return math.prod(stop - start for start, stop in region) * dtype.itemsize
 
 
 def _regions(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> dict[Spans, list[Any]]:
@@ -166,8 +175,10 @@ def _placed(
 
     shards: list[jax.Array] = []
     for region, devices in holders.items():
-        shards += put(read(region), devices)  # no name for what was read, which would keep it during the next read
-        gc.collect(0)  # jax may let go of what it has copied only when Python collects (0.11.2: dozens of shards later)
+        # No name for what was read, which would keep it during the next read. jax may free what it has copied only
+        # when Python collects (0.11.2: dozens of shards later).
+        shards += put(read(region), devices)
+        gc.collect(0)
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
@@ -189,7 +200,8 @@ def _filled(
             slot = tuple(number - start for number, (start, _) in zip(tensor.slot, region, strict=False))
             jobs += _jobs(source, tensor, shape[depth:], region[depth:], value[(*slot, ...)])
 
-    if value.nbytes < _JOB:  # not worth a thread
+    # A small parameter is not worth a thread.
+    if value.nbytes < _JOB:
         for _, job in jobs:
             job()
         advance(value.nbytes)
@@ -201,16 +213,15 @@ def _filled(
             future.result()
             advance(size)
     finally:
-        for future in futures:  # those behind one that failed
+        # Those behind one that failed.
+        for future in futures:
             future.cancel()
 
     return value
 
 
 def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Returns zeros at an address that XLA's CPU client makes an array of without a copy. The system gives them as
-    they are.
-    """
+    """Returns zeros at an address that XLA's CPU client makes an array of without a copy."""
     size = math.prod(shape) * dtype.itemsize
     room = np.zeros(size + _ALIGNMENT, np.uint8)
     start = -room.ctypes.data % _ALIGNMENT
@@ -279,16 +290,3 @@ def _in_file(tensor: PlannedTensor, spans: Spans) -> Spans:
     if part is not None:
         starts[part.axis] = part.start
     return tuple((start + first, start + last) for start, (first, last) in zip(starts, spans, strict=True))
-
-
-def _check_unchanged(source: TensorSource, tensors: Sequence[PlannedTensor]) -> None:
-    """Raises WeightsError where a file was written to while it was read: old and new numbers may be mixed."""
-    stored = [stored_tensor(source, name) for name in {tensor.name for tensor in tensors}]
-    for file in {tensor.file for tensor in stored if tensor is not None}:
-        file.check_unchanged()
-
-
-def _put(params: Params, path: ParamPath, value: jax.Array) -> None:
-    for part in path[:-1]:
-        params = params.setdefault(part, {})
-    params[path[-1]] = value

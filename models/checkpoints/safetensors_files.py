@@ -61,7 +61,7 @@ class SafetensorsSource:
         """Returns where a tensor's bytes lie. Raises WeightsError for a type whose elements do not fill whole bytes."""
         found = self._stored[name]
         if found.info.dtype not in NUMPY_TYPES:
-            raise WeightsError(f"tensor {name!r} has type {found.info.dtype}; expected one of {sorted(NUMPY_TYPES)}")
+            raise WeightsError(f"tensor {name!r}: got type {found.info.dtype}; expected one of {sorted(NUMPY_TYPES)}")
         return StoredTensor(found.file, found.start, found.info.shape, NUMPY_TYPES[found.info.dtype])
 
     def check_unchanged(self) -> None:
@@ -81,7 +81,7 @@ def weight_index(directory: str | os.PathLike[str]) -> dict[str, Path]:
 
 def _stored_tensors(root: Path) -> dict[str, _Stored]:
     if not root.is_dir():
-        raise WeightsError(f"{root} is not a directory; expected one with {SINGLE_FILE} or {INDEX_FILE}")
+        raise WeightsError(f"{root}: got no directory; expected one with {SINGLE_FILE} or {INDEX_FILE}")
     if (root / INDEX_FILE).is_file():
         return _sharded(root)
     if (root / SINGLE_FILE).is_file():
@@ -89,7 +89,7 @@ def _stored_tensors(root: Path) -> dict[str, _Stored]:
 
     others = sorted(path.name for path in root.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
     found = f"found {', '.join(others)}, which is not read" if others else "found no weights"
-    raise WeightsError(f"{root}: {found}; expected {SINGLE_FILE} or {INDEX_FILE}")
+    raise WeightsError(f"{root}: got {found}; expected {SINGLE_FILE} or {INDEX_FILE}")
 
 
 def _sharded(root: Path) -> dict[str, _Stored]:
@@ -98,19 +98,22 @@ def _sharded(root: Path) -> dict[str, _Stored]:
         entries = json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
         index = {str(name): root / str(file) for name, file in entries}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f'{path} is not an index: expected JSON with "weight_map": {error}') from error
+        raise WeightsError(
+            f'{path}: got a file that is not an index ({error}); expected JSON with "weight_map"'
+        ) from error
 
+    # An index may name files beside it alone, so that a checkpoint reads nothing else.
     present: dict[str, _Stored] = {}
     for file in sorted(set(index.values())):
         if file.parent != root or file.name in ("", ".", ".."):
-            raise WeightsError(f"{path} names the file {str(file)!r}; expected a plain file name beside it")
+            raise WeightsError(f"{path}: got the file {str(file)!r}; expected a plain file name beside it")
         if not file.is_file():
-            raise WeightsError(f"{path} names {file.name}, which is not in {root}")
+            raise WeightsError(f"{path}: got {file.name}, which is not in {root}; expected a file that is there")
         present |= _header(file)
 
     for name, file in index.items():
         if name not in present or Path(present[name].file.path) != file:
-            raise WeightsError(f"{path} says tensor {name!r} is in {file.name}; it is not there")
+            raise WeightsError(f"{path}: got tensor {name!r}; expected it in {file.name}, which lacks it")
     return present
 
 
@@ -120,7 +123,7 @@ def _header(path: Path) -> dict[str, _Stored]:
         file = OpenFile(path)
         return _parsed(file)
     except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(f"{path} is damaged, cut short or not a safetensors file: {error}") from error
+        raise WeightsError(f"{path}: got a damaged or truncated file ({error}); expected a safetensors file") from error
 
 
 def _parsed(file: OpenFile) -> dict[str, _Stored]:
@@ -144,6 +147,7 @@ def _parsed(file: OpenFile) -> dict[str, _Stored]:
     spans = {name: _span(name, entry) for name, entry in table.items()}
     end = 0
 
+    # Tensors lie without gaps or overlaps, in whatever order the header lists them.
     for name, (_, start, stop) in sorted(spans.items(), key=lambda item: item[1][1:]):
         if start != end:
             raise ValueError(f"tensor {name!r} starts at {start}; expected {end}, where the one before it ends")

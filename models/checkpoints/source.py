@@ -106,26 +106,31 @@ class OpenFile:
         left = memoryview(out.reshape(-1).view(np.uint8))
         try:
             while left:
-                count = self._read(left, start)
+                if hasattr(os, "preadv"):
+                    count = os.preadv(self._file, [left], start)
+                else:
+                    # Windows has one place per file.
+                    with self._lock:
+                        os.lseek(self._file, start, os.SEEK_SET)
+                        found = os.read(self._file, len(left))
+                    left[: len(found)] = found
+                    count = len(found)
                 if not count:
-                    raise WeightsError(f"{self.path} ends too early; expected {len(left)} bytes from byte {start} on")
+                    raise WeightsError(
+                        f"{self.path}: got the end of the file; expected {len(left)} bytes from byte {start} on"
+                    )
                 left, start = left[count:], start + count
         except OSError as error:
-            raise WeightsError(f"{self.path} cannot be read: {error}") from error
-
-    def _read(self, out: memoryview, start: int) -> int:
-        if hasattr(os, "preadv"):
-            return os.preadv(self._file, [out], start)
-        with self._lock:  # Windows has one place per file
-            os.lseek(self._file, start, os.SEEK_SET)
-            found = os.read(self._file, len(out))
-        out[: len(found)] = found
-        return len(found)
+            raise WeightsError(
+                f"{self.path}: got a file that cannot be read ({error}); expected a readable one"
+            ) from error
 
     def check_unchanged(self) -> None:
         """Raises WeightsError where the file was written to, or has another size, since it was opened."""
         if self._state() != (self.size, self._written):
-            raise WeightsError(f"{self.path} was written to while it was read; expected a file that stays as it is")
+            raise WeightsError(
+                f"{self.path}: got a file that was written to while it was read; expected a file that stays as it is"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,25 +174,24 @@ class RenamedSource:
 
     def __init__(self, inner: TensorSource, rename: Mapping[str, str] | Callable[[str], str | None]):
         self.origin, self._inner = inner.origin, inner
-        self._names = dict(rename) if isinstance(rename, Mapping) else self._renamed(rename)
+        self._names: dict[str, str] = {}
+        if isinstance(rename, Mapping):
+            self._names |= rename
+        else:
+            for old in inner.tensors:
+                new = rename(old)
+                if new in self._names:
+                    raise WeightsError(
+                        f"{self.origin}: got tensors {self._names[new]!r} and {old!r} for {new!r}; expected one of them"
+                    )
+                if new is not None:
+                    self._names[new] = old
+
         absent = sorted(old for old in self._names.values() if old not in inner.tensors)
         if absent:
-            raise WeightsError(f"{self.origin}: tensor {absent[0]!r} is missing ({len(absent)} in all)")
+            raise WeightsError(f"{self.origin}: got no tensor {absent[0]!r}; expected it ({len(absent)} such in all)")
         self.tensors = {new: inner.tensors[old] for new, old in self._names.items()}
         self.unused = frozenset(new for new, old in self._names.items() if old in inner.unused)
-
-    def _renamed(self, rename: Callable[[str], str | None]) -> dict[str, str]:
-        names: dict[str, str] = {}
-        for old in self._inner.tensors:
-            new = rename(old)
-            if new in names:
-                raise WeightsError(
-                    f"{self.origin}: tensors {names[new]!r} and {old!r} are both {new!r}; expected one of them"
-                )
-            if new is not None:
-                names[new] = old
-
-        return names
 
     def read(self, name: str, region: Slices | None = None) -> np.ndarray:
         """Reads a tensor or a region of it, by its new name."""

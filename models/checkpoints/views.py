@@ -43,7 +43,7 @@ def split_rows(**rows: int) -> dict[str, TensorSelection]:
 
 
 def split_groups(groups: int, **rows: int) -> dict[str, TensorSelection]:
-    """Returns the same, repeated in every one of `groups`; each piece takes its rows of all of them."""
+    """Returns pieces that repeat, one behind the other, in each of `groups`; a piece takes its rows of all of them."""
     period, start, pieces = sum(rows.values()), 0, dict[str, TensorSelection]()
     for name, count in rows.items():
         runs = tuple((group * period + start, group * period + start + count) for group in range(groups))
@@ -66,7 +66,7 @@ class ViewSource:
             for target, piece in _targets(rules, name).items():
                 if target in self._views:
                     both = self._views[target][0], name
-                    raise WeightsError(f"{inner.origin}: tensors {both} are both {target!r}; expected one of them")
+                    raise WeightsError(f"{inner.origin}: got tensors {both} for {target!r}; expected one of them")
                 self._views[target] = name, piece
 
         self.tensors = {target: self._info(*view) for target, view in self._views.items()}
@@ -75,13 +75,13 @@ class ViewSource:
     def _info(self, name: str, piece: TensorSelection) -> TensorInfo:
         info = self._inner.tensors[name]
         if piece.lead and info.shape[:1] != (1,):
-            raise WeightsError(f"{self.origin}: tensor {name!r} has shape {info.shape}; expected a first axis of 1")
+            raise WeightsError(f"{self.origin}: got tensor {name!r} of shape {info.shape}; expected a first axis of 1")
         if piece.lead:
             return TensorInfo(info.shape[1:], info.dtype)
         if piece.rows is None:
             return info
         if info.shape[:1] != (piece.size,):
-            raise WeightsError(f"{self.origin}: tensor {name!r} has shape {info.shape}; expected {piece.size} rows")
+            raise WeightsError(f"{self.origin}: got tensor {name!r} of shape {info.shape}; expected {piece.size} rows")
         return TensorInfo((sum(stop - start for start, stop in piece.rows), *info.shape[1:]), info.dtype)
 
     def read(self, name: str, region: Slices | None = None) -> np.ndarray:
@@ -92,6 +92,7 @@ class ViewSource:
         if piece.rows is None:
             return self._inner.read(stored, region)
 
+        # Rows are counted over the piece's runs, which need not lie together in the file.
         rows, *others = region or (slice(None),)
         first, last, _ = rows.indices(self.tensors[name].shape[0])
         found, passed = [self._inner.read(stored, (slice(0, 0), *others))], 0

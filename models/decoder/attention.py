@@ -43,6 +43,7 @@ class GroupedAttention(nnx.Module):
 
     def project(self, x: Float[Array, "B T D"]) -> tuple[dict[str, Array], dict[str, Array]]:
         """Returns queries {"turning": [B,T,N,H]} and KV {"k", "v": [B,T,K,H]}, all without position."""
+        # The norm on each head comes before the rotation, so phase-free keys have it.
         query, key, value = (
             linear(x).reshape(*x.shape[:2], -1, self.head_dim) for linear in (self.query, self.key, self.value)
         )
@@ -51,7 +52,7 @@ class GroupedAttention(nnx.Module):
         return {"turning": query}, {"k": key, "v": value}
 
     def mix(self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask) -> Float[Array, "B T D"]:
-        """Attends with turned queries over engine-frame KV, and project out."""
+        """Attends with rotated queries over engine-frame KV, and projects out."""
         mixed = attention(query["turning"], kv["k"], kv["v"], mask, scale=self.head_dim**-0.5)
         return self.output(mixed.reshape(*mixed.shape[:2], -1))
 
@@ -81,6 +82,7 @@ class LatentAttention(nnx.Module):
         inner = x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
         query = self.query(inner).reshape(*x.shape[:2], self.heads, latent.plain_dim + latent.rope_dim)
         plain, turning = query[..., : latent.plain_dim], query[..., latent.plain_dim :]
+        # A head's plain key is the latent times `up`, so its query is multiplied by `up` instead, once per token.
         up = self._up(x.dtype)[..., : latent.plain_dim]
         absorbed = jnp.einsum("BTNU,CNU->BTNC", plain, up, preferred_element_type=jnp.float32).astype(x.dtype)
         down = self.down(x)[:, :, None]
@@ -90,9 +92,10 @@ class LatentAttention(nnx.Module):
         return {"latent": absorbed, "turning": turning}, {"ckv": ckv, "kpe": kpe}
 
     def mix(self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask) -> Float[Array, "B T D"]:
-        """Attends with absorbed and turned queries over the cached latent, and project out."""
+        """Attends with absorbed and rotated queries over the cached latent, and projects out."""
         queries = jnp.concatenate([query["latent"], query["turning"]], axis=-1)
         keys = jnp.concatenate([kv["ckv"], kv["kpe"]], axis=-1)
+        # The latent is key and value of one head that all query heads share.
         mixed = attention(queries, keys, kv["ckv"], mask, scale=self.latent.scale)
         up = self._up(mixed.dtype)[..., self.latent.plain_dim :]
         values = jnp.einsum("BTNC,CNW->BTNW", mixed, up, preferred_element_type=jnp.float32).astype(mixed.dtype)

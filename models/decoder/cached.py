@@ -40,6 +40,7 @@ def written_into(
         whole = cache[name]
         own = whole[layer] if isinstance(whole, tuple) else whole
         size = own.shape[-3]
+        # One past the last slot is where writing is dropped.
         places = slots if kept is None else jnp.where(kept, slots, size)
         at = (jnp.arange(slots.shape[0])[:, None], places)
         new_values = new.astype(own.dtype)
@@ -105,6 +106,7 @@ def read_pages(paged: Paged, layout: KVLayout, layer: Int[Array, "..."] | int) -
     for channel in layout.channels:
         value = jnp.asarray(paged.pool[channel.name])
         layers, pages, size, heads, width = value.shape
+        # Padding of a table (-1) reads page 0, which is zeroed below with all that does not count.
         at = layer[..., None, None] * pages + jnp.maximum(paged.table, 0)
         taken = value.reshape(layers * pages, size, heads, width).at[at].get(mode="clip")
         # Else a compiler for TPUs gives the pool the layout that attention likes, and copies all of it.

@@ -67,11 +67,11 @@ class ExpertConfig:
 
     def __post_init__(self) -> None:
         if self.router not in ("softmax", "sigmoid"):
-            raise ConfigError(f"router {self.router!r} is not known; expected 'softmax' or 'sigmoid'")
+            raise ConfigError(f"router: got {self.router!r}; expected 'softmax' or 'sigmoid'")
         if not 0 < self.chosen <= self.experts or self.experts % self.groups:
             raise ConfigError(
-                f"{self.chosen} of {self.experts} experts in {self.groups} groups; expected groups of equal size and "
-                "at most all experts"
+                f"experts: got {self.chosen} of {self.experts} in {self.groups} groups; expected groups of equal size "
+                "and at most all experts"
             )
 
 
@@ -114,22 +114,19 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         if self.attention not in ("gqa", "mla"):
-            raise ConfigError(
-                f"attention kind {self.attention!r} keeps no KV or is not built; this decoder knows 'gqa' (MHA "
-                "included) and 'mla'"
-            )
+            raise ConfigError(f"attention: got {self.attention!r}; expected 'gqa' (MHA included) or 'mla'")
         if (self.attention == "mla") != (self.latent is not None):
-            raise ConfigError(f"attention {self.attention!r} with latent {self.latent}; expected both for 'mla'")
+            raise ConfigError(f"attention {self.attention!r}: got latent {self.latent}; expected both for 'mla'")
 
         for name in ("vocabulary", "width", "layers", "heads", "kv_heads", "head_dim", "intermediate"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; expected a positive whole number")
+                raise ConfigError(f"{name}: got {value!r}; expected a positive whole number")
 
         if self.heads % self.kv_heads:
-            raise ConfigError(f"query heads {self.heads} are not a multiple of KV heads {self.kv_heads}")
+            raise ConfigError(f"query heads: got {self.heads}; expected a multiple of the {self.kv_heads} KV heads")
         if self.activation not in ACTIVATIONS:
-            raise ConfigError(f"activation {self.activation!r} is not known; expected one of {sorted(ACTIVATIONS)}")
+            raise ConfigError(f"activation: got {self.activation!r}; expected one of {sorted(ACTIVATIONS)}")
 
     @property
     def layout(self) -> KVLayout:

@@ -11,36 +11,34 @@ def forward_costs(config: DecoderConfig) -> ForwardCosts:
     Norms, activations, rotations and softmax are not counted. Experts count as a token takes them, latent attention in
     absorbed form, as it is computed.
     """
-    layers = range(config.layers)
-    token, pair = _attention(config)
-    return ForwardCosts(
-        token=tuple(2 * (token + _mlp(config, layer)) for layer in layers),
-        pair=(2 * pair,) * config.layers,
-        window=tuple((config.window or 0) if config.slides(layer) else 0 for layer in layers),
-        logit=2 * config.width * config.vocabulary,
-    )
+    width, heads, latent, experts = config.width, config.heads, config.latent, config.experts
 
-
-def _attention(config: DecoderConfig) -> tuple[int, int]:
-    """Multiplications of one layer's attention: per token, and per query and key."""
-    width, heads, latent = config.width, config.heads, config.latent
+    # Multiplications of one layer's attention: per token, and per query and key.
     if latent is None:
         own, shared = heads * config.head_dim, config.kv_heads * config.head_dim
-        return width * (2 * own + 2 * shared), 2 * own
+        token, pair = width * (2 * own + 2 * shared), 2 * own
+    else:
+        queries = heads * (latent.plain_dim + latent.rope_dim)
+        rank = latent.query_rank
+        query = width * queries if rank is None else (width + queries) * rank
+        down = width * (latent.latent + latent.rope_dim)
+        absorbed = heads * latent.latent * (latent.plain_dim + latent.value_dim)
+        output = heads * latent.value_dim * width
+        token, pair = query + down + absorbed + output, heads * (2 * latent.latent + latent.rope_dim)
 
-    queries = heads * (latent.plain_dim + latent.rope_dim)
-    rank = latent.query_rank
-    query = width * queries if rank is None else (width + queries) * rank
-    down = width * (latent.latent + latent.rope_dim)
-    absorbed = heads * latent.latent * (latent.plain_dim + latent.value_dim)
-    output = heads * latent.value_dim * width
-    return query + down + absorbed + output, heads * (2 * latent.latent + latent.rope_dim)
+    tokens, windows = [], []
+    for layer in range(config.layers):
+        mlp = 3 * width * config.intermediate
+        # The router, the experts that a token takes (gate, up and down), and their weighted sum.
+        if experts is not None and layer >= config.dense_layers:
+            inner = experts.chosen * experts.intermediate + experts.shared
+            mlp = width * (experts.experts + 3 * inner + experts.chosen)
+        tokens.append(2 * (token + mlp))
+        windows.append((config.window or 0) if config.slides(layer) else 0)
 
-
-def _mlp(config: DecoderConfig, layer: int) -> int:
-    """Multiplications per token of one layer's MLP, or of its router, of the experts it takes and of their sum."""
-    experts = config.experts
-    if experts is None or layer < config.dense_layers:
-        return 3 * config.width * config.intermediate
-    inner = experts.chosen * experts.intermediate + experts.shared
-    return config.width * (experts.experts + 3 * inner + experts.chosen)
+    return ForwardCosts(
+        token=tuple(tokens),
+        pair=(2 * pair,) * config.layers,
+        window=tuple(windows),
+        logit=2 * width * config.vocabulary,
+    )

@@ -12,7 +12,7 @@ Axis letters: B batch, T tokens, S keys, L layers, N query heads, K KV heads, H 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -110,10 +110,8 @@ class Decoder(nnx.Module):
         self.layers = DecoderLayer(config, rngs, lead=(config.layers - dense,), dense=config.experts is None)
         self.norm = RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)
 
-        def own_head():
-            return Linear(config.width, config.vocabulary, bias=False, rngs=rngs, dtype=dtype)
-
-        self.head = None if config.tied_embeddings else own_head()
+        linear: dict[str, Any] = {"bias": False, "rngs": rngs, "dtype": dtype}
+        self.head = None if config.tied_embeddings else Linear(config.width, config.vocabulary, **linear)
         self.config = config
 
     def embed(self, input_ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -166,10 +164,13 @@ class Decoder(nnx.Module):
         """
         stop = self.config.layers if stop_layer is None else stop_layer
         if not 0 <= start_layer <= stop <= self.config.layers:
-            raise ShapeError(f"layers {start_layer}…{stop} are outside this decoder's 0…{self.config.layers}")
+            raise ShapeError(
+                f"layers: got {start_layer}…{stop}; expected layers of this decoder, 0…{self.config.layers}"
+            )
         if any(not start_layer <= tap <= stop for tap in hidden_at):
-            raise ShapeError(f"hidden_at {hidden_at} asks for layers outside {start_layer}…{stop}")
+            raise ShapeError(f"hidden_at: got {hidden_at}; expected layers of {start_layer}…{stop}")
 
+        # Made once for all layers. A prompt that is run in stretches rotates its keys all together.
         cos, sin = rope_tables(self.config.rope, positions)
         whole = None if earlier is None else (*rope_tables(self.config.rope, earlier.positions), earlier.start)
         paged = context if isinstance(context, Paged) else None
@@ -182,7 +183,10 @@ class Decoder(nnx.Module):
         front, edges = None if earlier is None else earlier.kv, (self.config.dense_layers, deep)
         pieces, loads, owns = [], [], []
 
-        for first, last in _segments(start_layer, stop, hidden_at, (*edges, *self.config.window_edges)):
+        # One scan goes through layers of one kind: it ends at taps and where the kind changes.
+        inner = (edge for edge in (*edges, *self.config.window_edges) if start_layer < edge < stop)
+        bounds = sorted({start_layer, stop, *hidden_at, *inner})
+        for first, last in itertools.pairwise(bounds):
             own = step._replace(mask=sliding) if self.config.slides(first) else step
             per_layer = (cached, keep, deepstack if first < deep else None, front)
             hidden, cache, (kv, load, turned) = self._run_layers((hidden, cache), own, per_layer, first, last)
@@ -213,6 +217,7 @@ class Decoder(nnx.Module):
             hidden = hidden if added is None else hidden + added.astype(hidden.dtype)
             return (hidden, None if carry[1] is None else cache), (*out, cache if carry[1] is None else None)
 
+        # Parameters in an array per layer: a loop that is unrolled, for steps on a CPU (`stacks`).
         if any(isinstance(leaf, tuple) for leaf in jax.tree.leaves(state, is_leaf=_unstacked)):
             pieces = []
             for layer in range(first, last):
@@ -251,11 +256,15 @@ class Decoder(nnx.Module):
     def _layer(
         self, layer: Any, number: Array | None, hidden: Array, step: _Step, gather: Callable[[KV, KV], tuple[KV, Any]]
     ):
+        """Runs one layer; returns its residual, the cache, and the tokens' phase-free KV with the experts' load."""
         query, kv = layer.attention.project(layer.input_norm(hidden))
+
+        # Keys leave the layer phase-free, and are attended over in the engine frame.
         turned = self._turn({**kv, "query": query["turning"]}, (step.cos, step.sin))
         turning = turned.pop("query")
         keys, cache = gather(kv, turned)
         mixed = layer.attention.mix({**query, "turning": turning}, keys, step.mask)
+        # GLM-4-0414 norms what attention and MLP add as well.
         if layer.attention_post_norm is not None:
             mixed = layer.attention_post_norm(mixed)
         hidden = hidden + mixed
@@ -292,12 +301,6 @@ class Decoder(nnx.Module):
 
         whole = {name: write(name, new) for name, new in kv.items()}
         return behind(cached, whole, self._turn(whole, tables))
-
-
-def _segments(start: int, stop: int, taps: tuple[int, ...], edges: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Runs of layers [first, last) that one scan goes through: they end at taps and where the kind of layer changes."""
-    bounds = {start, stop, *taps, *(edge for edge in edges if start < edge < stop)}
-    return itertools.pairwise(sorted(bounds))
 
 
 def _unstacked(leaf: Any) -> bool:

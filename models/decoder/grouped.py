@@ -52,6 +52,19 @@ class ExpertWeights(NamedTuple):
     down: Array
 
 
+class _LayerExperts(NamedTuple):
+    """One layer's experts where they lie, in a stack of all layers'.
+
+    flat: the stack with layers and experts on one axis. experts: how many a layer has. first: index of the layer's
+    first expert, may be traced.
+    """
+
+    flat: ExpertWeights
+    activation: Callable[[Array], Array]
+    experts: int
+    first: Array | int
+
+
 class ExpertBlocks(NamedTuple):
     """Pairs laid out in blocks of one expert each.
 
@@ -118,18 +131,34 @@ def mix_experts(
     if implementation is None:
         implementation = choose_implementation(pairs, experts, index.shape[1], x, stack)
     if implementation not in IMPLEMENTATIONS:
-        raise KernelUnavailableError(f"experts: implementation {implementation!r}; expected one of {IMPLEMENTATIONS}")
+        raise KernelUnavailableError(
+            f"experts: got implementation {implementation!r}; expected one of {IMPLEMENTATIONS}"
+        )
     if implementation == "dense":
         one = stack if layer is None else ExpertWeights(*(_pick(part, layer) for part in stack))
         return _dense(x, index, weights, one, activation)
 
+    # A reshape of leading axes copies nothing, so that experts of all layers are one stack.
     flat = ExpertWeights(*(part.reshape(-1, *part.shape[-2:]) for part in stack))
-    first = 0 if layer is None else layer * experts
-    if implementation == "ragged":
-        return _in_parts(_ragged, x, index, weights, flat, activation, experts, first)
-    if implementation == "hopper":
-        return _in_parts(_by_kernel, x, index, weights, flat, activation, experts, first)
-    return _blockwise(x, index, weights, flat, activation, experts, first, skip)
+    own = _LayerExperts(flat, activation, experts, 0 if layer is None else layer * experts)
+    if implementation == "blockwise":
+        return _blockwise(x, index, weights, own, skip)
+
+    mix: Callable[..., Array] = _ragged if implementation == "ragged" else _by_kernel
+    T = x.shape[0]
+    if T <= PART_TOKENS:
+        return mix(x, index, weights, own)
+
+    # Stretches of tokens one after the other; the padding of the last one chooses no expert.
+    parts = -(-T // PART_TOKENS)
+
+    def cut(array: Array, fill: int) -> Array:
+        padded = jnp.pad(array, ((0, parts * PART_TOKENS - T), (0, 0)), constant_values=fill)
+        return padded.reshape(parts, PART_TOKENS, -1)
+
+    cuts = (cut(x, 0), cut(index, experts), cut(weights, 0))
+    mixed = jax.lax.map(lambda part: mix(*part, own), cuts)
+    return mixed.reshape(-1, x.shape[1])[:T]
 
 
 def spread(index: Int[Array, "*lead X"], weights: Float[Array, "*lead X"], experts: int) -> Float[Array, "*lead E"]:
@@ -140,34 +169,6 @@ def spread(index: Int[Array, "*lead X"], weights: Float[Array, "*lead X"], exper
 def expert_load(index: Int[Array, "T X"], experts: int) -> Int[Array, " E"]:
     """Returns how many tokens chose each expert, int32; numbers outside 0 … E-1 are not counted."""
     return jnp.sum(index.reshape(-1)[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
-
-
-def _in_parts(
-    mix: Callable[..., Array],
-    x: Array,
-    index: Array,
-    weights: Array,
-    flat: ExpertWeights,
-    activation: Callable[[Array], Array],
-    experts: int,
-    first: Array | int,
-) -> Float[Array, "T D"]:
-    """Returns `mix` of at most `PART_TOKENS` tokens after the other."""
-    T = x.shape[0]
-    if T <= PART_TOKENS:
-        return mix(x, index, weights, flat, activation, experts, first)
-
-    parts = -(-T // PART_TOKENS)
-
-    def cut(part, fill):
-        return jnp.pad(part, ((0, parts * PART_TOKENS - T), (0, 0)), constant_values=fill).reshape(
-            parts, PART_TOKENS, -1
-        )
-
-    mixed = jax.lax.map(
-        lambda part: mix(*part, flat, activation, experts, first), (cut(x, 0), cut(index, experts), cut(weights, 0))
-    )
-    return mixed.reshape(-1, x.shape[1])[:T]
 
 
 def _sort_pairs(index: Array, experts: int) -> tuple[Array, Array, Array]:
@@ -183,6 +184,8 @@ def _sort_pairs(index: Array, experts: int) -> tuple[Array, Array, Array]:
 def _dense(
     x: Array, index: Array, weights: Array, one: ExpertWeights, activation: Callable[[Array], Array]
 ) -> Float[Array, "T D"]:
+    """Computes every expert for every token; the unchosen ones are weighted with zero."""
+
     def product(string, *parts):
         return jnp.einsum(string, *parts, preferred_element_type=jnp.float32)
 
@@ -217,6 +220,7 @@ def lay_out_blocks(index: Int[Array, "T X"], weights: Float[Array, "T X"], exper
     T, X = index.shape
     count = block_count(T * X, experts, rows)
     pairs, order, sizes = _sort_pairs(index, experts)
+    # Blocks up to each expert's last, and by how many rows its pairs move behind the padding of those before it.
     ends = jnp.cumsum(-(-sizes // rows))
     shift = (ends - -(-sizes // rows)) * rows - (jnp.cumsum(sizes) - sizes)
     sort = pairs[order]
@@ -233,23 +237,14 @@ def lay_out_blocks(index: Int[Array, "T X"], weights: Float[Array, "T X"], exper
     return ExpertBlocks(tokens, scale, jnp.minimum(expert, experts - 1), ends[-1], places)
 
 
-def _blockwise(
-    x: Array,
-    index: Array,
-    weights: Array,
-    flat: ExpertWeights,
-    activation: Callable[[Array], Array],
-    experts: int,
-    first: Array | int,
-    skip: bool,
-) -> Float[Array, "T D"]:
-    rows = block_rows(index.size, experts)
-    blocks = lay_out_blocks(index, weights, experts, rows)
+def _blockwise(x: Array, index: Array, weights: Array, own: _LayerExperts, skip: bool) -> Float[Array, "T D"]:
+    """Adds up blocks in a loop, each of which reads the weights of its one expert."""
+    blocks = lay_out_blocks(index, weights, own.experts, block_rows(index.size, own.experts))
 
     def add(mixed: Array, tokens: Array, scale: Array, expert: Array) -> Array:
         inside = x.at[tokens].get(mode="fill", fill_value=0)
-        gate, up, down = (_pick(part, first + expert).astype(x.dtype) for part in flat)
-        inner = activation(_product(inside, gate).astype(x.dtype)) * _product(inside, up).astype(x.dtype)
+        gate, up, down = (_pick(part, own.first + expert).astype(x.dtype) for part in own.flat)
+        inner = own.activation(_product(inside, gate).astype(x.dtype)) * _product(inside, up).astype(x.dtype)
         out = _product(inner, down) * scale[:, None]
         # A token is in a block once, and so is every number that stands for none.
         return mixed.at[tokens].add(out, mode="drop", unique_indices=True)
@@ -275,25 +270,18 @@ def _product(x: Array, weight: Array) -> Array:
 # -------------------------------------------------------------------------------------------------------- ragged
 
 
-def _ragged(
-    x: Array,
-    index: Array,
-    weights: Array,
-    flat: ExpertWeights,
-    activation: Callable[[Array], Array],
-    experts: int,
-    first: Array | int,
-) -> Float[Array, "T D"]:
-    T, X = index.shape
-    _, order, sizes = _sort_pairs(index, experts)
+def _ragged(x: Array, index: Array, weights: Array, own: _LayerExperts) -> Float[Array, "T D"]:
+    """Multiplies the sorted pairs by `jax.lax.ragged_dot`, and puts them back in order."""
+    (T, X), flat = index.shape, own.flat
+    _, order, sizes = _sort_pairs(index, own.experts)
     # Experts of other layers are groups without rows.
-    groups = jax.lax.dynamic_update_slice(jnp.zeros(len(flat.gate), jnp.int32), sizes, (first,))
+    groups = jax.lax.dynamic_update_slice(jnp.zeros(len(flat.gate), jnp.int32), sizes, (own.first,))
 
     def product(x, part):
         return jax.lax.ragged_dot(x, part.astype(x.dtype), groups, preferred_element_type=jnp.float32)
 
     inside = x[order // X]
-    inner = activation(product(inside, flat.gate).astype(x.dtype)) * product(inside, flat.up).astype(x.dtype)
+    inner = own.activation(product(inside, flat.gate).astype(x.dtype)) * product(inside, flat.up).astype(x.dtype)
     out = product(inner, flat.down).astype(x.dtype)
     # Rows behind the last group are whatever the kernel left there.
     out = jnp.where((jnp.arange(T * X) < jnp.sum(sizes))[:, None], out, 0)
@@ -309,23 +297,17 @@ def kernel_rows(pairs: int, experts: int) -> int:
     return min(max(block_rows(pairs, experts), KERNEL_ROWS[0]), KERNEL_ROWS[-1])
 
 
-def _by_kernel(
-    x: Array,
-    index: Array,
-    weights: Array,
-    flat: ExpertWeights,
-    activation: Callable[[Array], Array],
-    experts: int,
-    first: Array | int,
-) -> Float[Array, "T D"]:
-    blocks = lay_out_blocks(index, weights, experts, kernel_rows(index.size, experts))
-    which = (first + blocks.expert).astype(jnp.int32)
+def _by_kernel(x: Array, index: Array, weights: Array, own: _LayerExperts) -> Float[Array, "T D"]:
+    """Multiplies all blocks at once by a kernel, and gathers each token's rows."""
+    flat = own.flat
+    blocks = lay_out_blocks(index, weights, own.experts, kernel_rows(index.size, own.experts))
+    which = (own.first + blocks.expert).astype(jnp.int32)
 
     def product(x, part):
         return block_product(x, part, which, blocks.used.astype(jnp.int32), implementation="gpu")
 
     inside = x.at[blocks.tokens.reshape(-1)].get(mode="fill", fill_value=0)
-    inner = activation(product(inside, flat.gate)) * product(inside, flat.up)
+    inner = own.activation(product(inside, flat.gate)) * product(inside, flat.up)
     out = product(inner, flat.down)
     # Rows of blocks that hold nothing are anything; no pair's place is there.
     out = out.at[blocks.places].get(mode="fill", fill_value=0)

@@ -42,7 +42,9 @@ def need(raw: Raw, *names: str) -> Any:
     for name in names:
         if raw.get(name) is not None:
             return raw[name]
-    raise ConfigError(f"config.json has no {' or '.join(map(repr, names))}; expected it for {raw.get('architectures')}")
+    raise ConfigError(
+        f"config.json: got no {' or '.join(map(repr, names))}; expected it for {raw.get('architectures')}"
+    )
 
 
 def read_rope(
@@ -73,9 +75,10 @@ def read_rope(
     table = rope_table(raw)
     share = table.get("partial_rotary_factor", raw.get("partial_rotary_factor", partial))
     rotary = int(dim * (partial if share is None else share))
+    # `rope_parameters` has the base inside, `rope_scaling` of released files beside it.
     base = table.get("rope_theta") or raw.get("rope_theta") or theta
     if base is None:
-        raise ConfigError(f"config.json has no 'rope_theta'; expected it for {raw.get('architectures')}")
+        raise ConfigError(f"config.json: got no 'rope_theta'; expected it for {raw.get('architectures')}")
 
     found = table.get("mrope_section", sections)
     return Rope(
@@ -101,30 +104,26 @@ def rope_table(raw: Raw) -> Raw:
         if table is None or table == {}:
             continue
         if not isinstance(table, Mapping):
-            raise ConfigError(f"{name} is {table!r}; expected a table")
+            raise ConfigError(f"{name}: got {table!r}; expected a table")
+
+        # JSON has one type for all numbers, and true and false are whole numbers to Python.
         for key, value in table.items():
-            _check_rope_entry(name, key, value)
+            if key in ("mrope_section", "short_factor", "long_factor"):
+                fits, wanted = isinstance(value, list | tuple) and all(map(_is_number, value)), "a list of numbers"
+            elif key in ("rope_type", "type"):
+                fits, wanted = isinstance(value, str), "a text"
+            elif key in ("truncate", "mrope_interleaved"):
+                fits, wanted = isinstance(value, bool), "true or false"
+            else:
+                fits, wanted = value is None or _is_number(value), "a number"
+            if not fits:
+                raise ConfigError(f"{name}: got {key} {value!r}; expected {wanted}")
         return table
     return {}
 
 
-def _check_rope_entry(name: str, key: str, value: Any) -> None:
-    lists, words = ("mrope_section", "short_factor", "long_factor"), ("rope_type", "type")
-
-    def number(entry):
-        return isinstance(entry, int | float) and not isinstance(entry, bool) and math.isfinite(entry)
-
-    if key in lists:
-        fits, wanted = isinstance(value, list | tuple) and all(map(number, value)), "a list of numbers"
-    elif key in words:
-        fits, wanted = isinstance(value, str), "a text"
-    elif key in ("truncate", "mrope_interleaved"):
-        fits, wanted = isinstance(value, bool), "true or false"
-    else:
-        fits, wanted = value is None or number(value), "a number"
-
-    if not fits:
-        raise ConfigError(f"{name}: {key} is {value!r}; expected {wanted}")
+def _is_number(entry: Any) -> bool:
+    return isinstance(entry, int | float) and not isinstance(entry, bool) and math.isfinite(entry)
 
 
 def read_axial_theta(raw: Raw) -> float:
@@ -137,7 +136,7 @@ def read_axial_theta(raw: Raw) -> float:
     kind = table.get("rope_type", table.get("type", "axial"))
     others = sorted(set(table) - {"rope_type", "type", "rope_theta"})
     if kind not in ("axial", "default") or others:
-        raise ConfigError(f"vision rope of type {kind!r} with {others}; expected 'axial' with 'rope_theta' alone")
+        raise ConfigError(f"vision rope: got type {kind!r} with {others}; expected 'axial' with 'rope_theta' alone")
     return float(table.get("rope_theta") or raw["rope_theta"])
 
 
@@ -151,97 +150,63 @@ def read_scaling(raw: Raw, table: Raw, regime: Regime) -> Scaling | None:
     name = table.get("rope_type", table.get("type", "default"))
     kind = _KINDS.get(name, name)
     if kind not in _SCALING_KEYS:
-        raise ConfigError(
-            f"rope type {name!r} is not known; expected default, linear, llama3, yarn, longrope or dynamic"
-        )
+        raise ConfigError(f"rope type: got {name!r}; expected default, linear, llama3, yarn, longrope or dynamic")
     if regime is not None and kind not in ("longrope", "dynamic"):
-        raise ConfigError(f"regime {regime!r} for rope type {name!r}, which has one; expected None")
-    _check_scaling_keys(table, name, _SCALING_KEYS[kind])
-    return None if kind is None else _SCALING_READERS[kind](raw, table, regime)
+        raise ConfigError(f"regime: got {regime!r} for rope type {name!r}, which has one; expected None")
 
+    # What may change the frequencies and is not read is refused. A null says nothing; other kinds' keys do nothing.
+    every = _ROPE_KEYS | _AXES | {"original_max_position_embeddings"} | frozenset().union(*_SCALING_KEYS.values())
+    for key, value in table.items():
+        if key not in every and value is not None:
+            raise ConfigError(
+                f"rope type {name!r}: got {key!r}: {value!r}, which is not known; expected one of "
+                f"{', '.join(sorted(_SCALING_KEYS[kind] | _ROPE_KEYS))}"
+            )
+    if kind is None:
+        return None
 
-def _read_linear(raw: Raw, table: Raw, regime: Regime) -> Scaling:
-    return Scaling("linear", _factor(table))
+    # transformers derives a factor of YaRN that is null, and fails on one that is absent; of longrope it derives both.
+    factor, longest = table.get("factor"), raw.get("max_position_embeddings")
+    derived = kind == "longrope" or (kind == "yarn" and "factor" in table)
+    name_of_original = "original_max_position_embeddings"
+    original = raw.get(name_of_original) or table.get(name_of_original) or longest
+    if factor is None and not derived:
+        raise ConfigError(f"rope type {name!r}: got no 'factor'; expected a number")
+    if factor is None:
+        factor = longest / original if longest and original else 1.0
 
+    if kind == "linear":
+        return Scaling("linear", factor)
+    if kind == "dynamic":
+        if isinstance(regime, str):
+            raise ConfigError(f"regime: got {regime!r} for a dynamic rope; expected a sequence length")
+        # Of this kind alone the original length is the longest that the model was trained on.
+        return Scaling("dynamic", factor, longest, length=regime or longest)
+    if kind == "llama3":
+        bands = {band: need(table, band) for band in ("low_freq_factor", "high_freq_factor")}
+        return Scaling("llama3", factor, original, **bands)
+    if kind == "yarn":
+        return Scaling(
+            "yarn",
+            factor,
+            original,
+            attention_factor=table.get("attention_factor"),
+            beta_fast=float(table.get("beta_fast") or 32),
+            beta_slow=float(table.get("beta_slow") or 1),
+            **{field: table[field] for field in ("mscale", "mscale_all_dim", "truncate") if field in table},
+        )
 
-def _read_dynamic(raw: Raw, table: Raw, regime: Regime) -> Scaling:
-    if isinstance(regime, str):
-        raise ConfigError(f"regime {regime!r} for a dynamic rope; expected a sequence length")
-    longest = raw.get("max_position_embeddings")
-    return Scaling("dynamic", _factor(table), longest, length=regime or longest)
-
-
-def _read_llama3(raw: Raw, table: Raw, regime: Regime) -> Scaling:
-    bands = {name: need(table, name) for name in ("low_freq_factor", "high_freq_factor")}
-    return Scaling("llama3", _factor(table), _original_length(raw, table), **bands)
-
-
-def _read_yarn(raw: Raw, table: Raw, regime: Regime) -> Scaling:
-    # transformers derives a factor that is null, and fails on one that is absent.
-    factor = _derived_factor(raw, table) if "factor" in table else _factor(table)
-    return Scaling(
-        "yarn",
-        factor,
-        _original_length(raw, table),
-        attention_factor=table.get("attention_factor"),
-        beta_fast=float(table.get("beta_fast") or 32),
-        beta_slow=float(table.get("beta_slow") or 1),
-        **{name: table[name] for name in ("mscale", "mscale_all_dim", "truncate") if name in table},
-    )
-
-
-def _read_longrope(raw: Raw, table: Raw, regime: Regime) -> Scaling:
     if regime not in (None, "short", "long"):
-        raise ConfigError(f"regime {regime!r} for longrope; expected 'short' or 'long'")
+        raise ConfigError(f"regime: got {regime!r} for longrope; expected 'short' or 'long'")
     return Scaling(
         "longrope",
-        _derived_factor(raw, table),
-        _original_length(raw, table),
+        factor,
+        original,
         attention_factor=table.get("attention_factor"),
         short_factor=tuple(need(table, "short_factor")),
         long_factor=tuple(need(table, "long_factor")),
         regime="long" if regime == "long" else "short",
     )
-
-
-_SCALING_READERS = {
-    "linear": _read_linear,
-    "dynamic": _read_dynamic,
-    "llama3": _read_llama3,
-    "yarn": _read_yarn,
-    "longrope": _read_longrope,
-}
-
-
-def _factor(table: Raw) -> float | int:
-    if table.get("factor") is None:
-        raise ConfigError(f"rope type {table.get('rope_type', table.get('type'))!r} has no 'factor'; expected a number")
-    return table["factor"]
-
-
-def _original_length(raw: Raw, table: Raw) -> int | None:
-    """Returns positions that the model was trained on before its rope was scaled."""
-    name = "original_max_position_embeddings"
-    return raw.get(name) or table.get(name) or raw.get("max_position_embeddings")
-
-
-def _derived_factor(raw: Raw, table: Raw) -> float | int:
-    """Returns the factor, or (YaRN, longrope) what the longest position is of the original one."""
-    if table.get("factor") is not None:
-        return table["factor"]
-    longest, original = raw.get("max_position_embeddings"), _original_length(raw, table)
-    return longest / original if longest and original else 1.0
-
-
-def _check_scaling_keys(table: Raw, name: str, known: frozenset[str]) -> None:
-    """Refuses what may change the frequencies and is not read. A null says nothing; other kinds' keys do nothing."""
-    every = _ROPE_KEYS | _AXES | {"original_max_position_embeddings"} | frozenset().union(*_SCALING_KEYS.values())
-    for key, value in table.items():
-        if key not in every and value is not None:
-            raise ConfigError(
-                f"rope type {name!r} has {key!r}: {value!r}, which is not known; expected one of "
-                f"{', '.join(sorted(known | _ROPE_KEYS))}"
-            )
 
 
 def check_layer_kinds(raw: Raw) -> None:
@@ -254,13 +219,13 @@ def check_layer_kinds(raw: Raw) -> None:
         kinds = raw.get(key) or ()
         for layer, kind in enumerate(kinds):
             if kind not in (*_WITH_KV, "attention"):
-                raise ConfigError(f"layer {layer} is {kind!r}, which keeps no KV; expected one of {_WITH_KV}")
+                raise ConfigError(f"layer {layer}: got {kind!r}, which keeps no KV; expected one of {_WITH_KV}")
         if kinds and len(kinds) != need(raw, "num_hidden_layers"):
             raise ConfigError(
-                f"{key} names {len(kinds)} layers; expected num_hidden_layers = {raw['num_hidden_layers']}"
+                f"{key}: got {len(kinds)} layers; expected num_hidden_layers = {raw['num_hidden_layers']}"
             )
     if raw.get("linear_attn_config"):
-        raise ConfigError("config.json has 'linear_attn_config': linear attention keeps no KV; expected none")
+        raise ConfigError("config.json: got 'linear_attn_config', and linear attention keeps no KV; expected none")
 
 
 def read_window(raw: Raw, every_layer: bool = False) -> dict[str, Any]:
@@ -277,7 +242,7 @@ def read_window(raw: Raw, every_layer: bool = False) -> dict[str, Any]:
     window = raw.get("sliding_window") if switched else None
     if "sliding_attention" in kinds and not switched:
         raise ConfigError(
-            f"layer_types has 'sliding_attention' and use_sliding_window is {switched!r}; expected true, or "
+            f"layer_types: got 'sliding_attention' with use_sliding_window {switched!r}; expected true, or "
             "'full_attention' in every layer"
         )
     if window is None or every_layer or "use_sliding_window" not in raw:
@@ -307,6 +272,7 @@ def read_decoder(raw: Raw, rope: Rope, **switches: Any) -> DecoderConfig:
         "width": width,
         "layers": need(raw, "num_hidden_layers"),
         "heads": heads,
+        # Released files of multi-head attention leave both out.
         "kv_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim") or width // heads,
         "intermediate": need(raw, "intermediate_size"),
@@ -347,8 +313,8 @@ def read_softmax_experts(raw: Raw) -> ExpertConfig:
     """
     if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
         raise ConfigError(
-            f"mlp_only_layers {raw.get('mlp_only_layers')!r}, decoder_sparse_step {raw.get('decoder_sparse_step')!r}: "
-            "expected experts in every layer"
+            f"config.json: got mlp_only_layers {raw.get('mlp_only_layers')!r}, decoder_sparse_step "
+            f"{raw.get('decoder_sparse_step')!r}; expected experts in every layer"
         )
     return ExpertConfig(
         experts=need(raw, "num_experts"),
@@ -369,18 +335,20 @@ def read_deepseek_experts(raw: Raw, router: str) -> ExpertConfig | None:
     if not raw.get("n_routed_experts"):
         return None
 
+    # Only group-limited routing reads the groups; the files of others name them all the same.
     limited = router == "sigmoid" or raw.get("topk_method") == "group_limited_greedy"
     if raw.get("moe_layer_freq", 1) != 1 or (router == "softmax" and raw.get("norm_topk_prob")):
         raise ConfigError(
-            f"moe_layer_freq {raw.get('moe_layer_freq')!r}, norm_topk_prob {raw.get('norm_topk_prob')!r}: expected "
-            "experts in every layer from first_k_dense_replace on, and softmax weights as they are"
+            f"config.json: got moe_layer_freq {raw.get('moe_layer_freq')!r}, norm_topk_prob "
+            f"{raw.get('norm_topk_prob')!r}; expected experts in every layer from first_k_dense_replace on, and "
+            "softmax weights as they are"
         )
     if raw.get("scoring_func") not in (None, router):
-        raise ConfigError(f"scoring_func {raw['scoring_func']!r}; expected {router!r}")
+        raise ConfigError(f"scoring_func: got {raw['scoring_func']!r}; expected {router!r}")
 
     methods = ("noaux_tc",) if router == "sigmoid" else ("greedy", "group_limited_greedy")
     if raw.get("topk_method") not in (None, *methods):
-        raise ConfigError(f"topk_method {raw['topk_method']!r} is not built; expected one of {methods}")
+        raise ConfigError(f"topk_method: got {raw['topk_method']!r}; expected one of {methods}")
 
     inner = need(raw, "moe_intermediate_size")
     return ExpertConfig(

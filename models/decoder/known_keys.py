@@ -419,7 +419,7 @@ ALIASES = {"num_local_experts": "num_experts", "image_token_id": "image_token_in
 
 
 def complete(raw: Any, kind: str, place: str = "config.json", drop: Collection[str] | None = None) -> dict[str, Any]:
-    """Checks a table of `config.json` and fill in what it leaves out.
+    """Checks a table of `config.json` and fills in what it leaves out.
 
     Args:
       raw: the table.
@@ -431,14 +431,16 @@ def complete(raw: Any, kind: str, place: str = "config.json", drop: Collection[s
       ConfigError: not a table; a key that this library does not know, or whose value is of another kind or not built.
     """
     if not isinstance(raw, Mapping):
-        raise ConfigError(f"{place} is {_short(raw)}; expected a table")
+        raise ConfigError(f"{place}: got {_short(raw)}; expected a table")
 
     known, only, found = DEFAULTS[kind], ONLY.get(kind, {}), dict[str, Any]()
     for given, value in raw.items():
         key = given if given in known else ALIASES.get(given, given)
         if key in only:
             if value != only[key] and value is not None:
-                raise ConfigError(f"{place}: {key} {_short(value)} is not built for {kind}; expected {only[key]!r}")
+                raise ConfigError(
+                    f"{place}: got {key} {_short(value)}, which is not built for {kind}; expected {only[key]!r}"
+                )
         elif key in known:
             _check(place, key, value)
             found[key] = value
@@ -446,7 +448,7 @@ def complete(raw: Any, kind: str, place: str = "config.json", drop: Collection[s
             found[given] = value
         else:
             raise ConfigError(
-                f"{place} has {given!r}: {_short(value)}, which this library does not know for {kind} and which may "
+                f"{place}: got {given!r}: {_short(value)}, which this library does not know for {kind} and which may "
                 f"change what the model computes; expected one of {', '.join(sorted(known))}. If it changes nothing, "
                 "take it out of the file"
             )
@@ -459,7 +461,7 @@ def _check(place: str, key: str, value: Any) -> None:
     if kind is None or (value is None and key in _NULL):
         return
     if not _is(kind, value):
-        raise ConfigError(f"{place}: {key} is {_short(value)}; expected {kind}")
+        raise ConfigError(f"{place}: got {key} {_short(value)}; expected {kind}")
 
 
 def _is(kind: str, value: Any) -> bool:

@@ -38,6 +38,7 @@ def product(
 
     if x.dtype != jnp.bfloat16 or x.size != x.shape[-1] or platform() != "cpu":
         return multiply(x)
+    # A step of one token on a CPU: padded to where XLA makes no float32 copy of the whole matrix.
     rows = jnp.pad(x.reshape(1, -1), ((0, CPU_ROWS - 1), (0, 0)))
     return multiply(rows.reshape(CPU_ROWS, *x.shape[1:]))[:1]
 

@@ -37,21 +37,20 @@ def choose_experts(
     scores = jax.nn.softmax(logits, axis=-1) if config.router == "softmax" else jax.nn.sigmoid(logits)
     choice = scores if correction is None else scores + correction.astype(jnp.float32)
     if config.groups > 1:
-        choice = _best_groups(config, choice)
+        # Experts outside the best groups cannot be chosen. A group is as good as its best expert (DeepSeek-V2), or as
+        # the sum of its best two (V3).
+        grouped = choice.reshape(*choice.shape[:-1], config.groups, -1)
+        best, _ = jax.lax.top_k(grouped, 1 if config.router == "softmax" else 2)
+        _, groups = jax.lax.top_k(jnp.sum(best, axis=-1), config.chosen_groups)
+        kept = jnp.any(jax.nn.one_hot(groups, config.groups, dtype=bool), axis=-2)
+        choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
+
+    # The correction bias decides which experts are chosen, and does not enter their weights.
     _, index = jax.lax.top_k(choice, config.chosen)
     weights = jnp.take_along_axis(scores, index, axis=-1)
     if config.renormalise:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return index, weights * config.scaling
-
-
-def _best_groups(config: ExpertConfig, choice: Array) -> Array:
-    """Sets the logits of experts outside the best groups to -inf."""
-    grouped = choice.reshape(*choice.shape[:-1], config.groups, -1)
-    best, _ = jax.lax.top_k(grouped, 1 if config.router == "softmax" else 2)
-    _, index = jax.lax.top_k(jnp.sum(best, axis=-1), config.chosen_groups)
-    kept = jnp.any(jax.nn.one_hot(index, config.groups, dtype=bool), axis=-2)
-    return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
 
 
 class Experts(nnx.Module):
@@ -130,10 +129,13 @@ class Experts(nnx.Module):
         if implementation is None:
             implementation = choose_implementation(index.size, experts, self.config.chosen, x, stack)
         mix = functools.partial(mix_experts, activation=activation, implementation=implementation)
-        devices = _devices()
-        if devices == 1 or experts % devices or implementation == "dense":  # which the compiler spreads by itself
+        # Devices of the mesh that is set, where the compiler finds its shardings. It spreads "dense" by itself.
+        mesh = jax.sharding.get_abstract_mesh()
+        devices = mesh.shape[TENSOR] if TENSOR in mesh.auto_axes else 1
+        if devices == 1 or experts % devices or implementation == "dense":
             return mix(x, index, weights, stack, layer=layer)
 
+        # Numbers of other devices' experts fall outside 0 … E-1 and are left out; most blocks then hold nothing.
         def own(x: Array, index: Array, weights: Array, stack: ExpertWeights, layer: Array | None) -> Array:
             first = jax.lax.axis_index(TENSOR) * (experts // devices)
             x = jax.lax.pcast(x, TENSOR, to="varying")
@@ -143,11 +145,3 @@ class Experts(nnx.Module):
         places = (P(), P(), P(), ExpertWeights(over, over, over), P())
         spread_out = jax.shard_map(own, in_specs=places, out_specs=P(), axis_names={TENSOR})
         return spread_out(x, index, weights, stack, layer)
-
-
-def _devices() -> int:
-    """Returns how many devices experts lie over: those of the mesh that is set, where the compiler finds its
-    shardings.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.shape[TENSOR] if TENSOR in mesh.auto_axes else 1

@@ -162,15 +162,15 @@ def check_parameters(
     for path, leaf in parameters.items():
         place = ".".join(path)
         if leaf.dtype != expected[path].dtype:
-            raise WeightsError(f"parameter {place} has type {leaf.dtype}; expected {expected[path].dtype}")
+            raise WeightsError(f"parameter {place}: got type {leaf.dtype}; expected {expected[path].dtype}")
         if shardings is not None and not leaf.sharding.is_equivalent_to(shardings[path], leaf.ndim):
-            raise WeightsError(f"parameter {place} lies as {leaf.sharding}; expected {shardings[path]}")
+            raise WeightsError(f"parameter {place}: got sharding {leaf.sharding}; expected {shardings[path]}")
 
 
 def _devices(mesh: Mesh | AbstractMesh) -> int:
     """Returns how many devices lie along the tensor axis."""
     if TENSOR not in mesh.axis_names:
-        raise ConfigError(f"mesh with axes {tuple(mesh.axis_names)}; expected one called {TENSOR!r}")
+        raise ConfigError(f"mesh: got axes {tuple(mesh.axis_names)}; expected one called {TENSOR!r}")
     return mesh.shape[TENSOR]
 
 
@@ -193,7 +193,9 @@ def _axes(path: ParamPath, shape: tuple[int, ...]) -> tuple[str, ...]:
     name = ".".join(path[2 if stacked else 1 :])
     axes = (*(("layers",) if stacked else ()), *PARAMETERS.get(name, ()))
     if name not in PARAMETERS or len(axes) != len(shape):
-        raise ConfigError(f"parameter {'.'.join(path)} of shape {shape}; expected one with axes in the sharding table")
+        raise ConfigError(
+            f"parameter {'.'.join(path)}: got shape {shape}; expected one with axes in the sharding table"
+        )
     return axes
 
 
@@ -207,6 +209,6 @@ def _mesh_axis(axis: str, sizes: Mapping[str, int], count: int) -> Any:
         return None
 
     raise ConfigError(
-        f"{sizes[axis]} {axis} over {count} devices of mesh axis {TENSOR!r}; expected a number of devices that "
+        f"mesh: got {sizes[axis]} {axis} over {count} devices of axis {TENSOR!r}; expected a number of devices that "
         f"divides {sizes[axis]}"
     )

@@ -31,27 +31,31 @@ def unstacked(state: Any) -> Any:
       accelerators, over several devices, for small stacks, and while parameters are traced.
     """
     found, tree = jax.tree_util.tree_flatten_with_path(state)
-    stacks = [leaf for path, leaf in found if _in_stack(path)]
-    if not all(_on_one_cpu(leaf) for leaf in stacks) or sum(leaf.nbytes for leaf in stacks) < LEAST_BYTES:
+    size = 0
+    for path, leaf in found:
+        if not _in_stack(path):
+            continue
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+            return state
+        if [device.platform for device in leaf.devices()] != ["cpu"]:
+            return state
+        size += leaf.nbytes
+    if size < LEAST_BYTES:
         return state
-    return jax.tree.unflatten(tree, [_layers_of(leaf) if _in_stack(path) else leaf for path, leaf in found])
+
+    leaves = []
+    for path, leaf in found:
+        if _in_stack(path):
+            # On a CPU the host array is a view of the stack, and so are its layers.
+            (device,) = leaf.devices()
+            leaf = tuple(jax.device_put(layer, device, may_alias=True) for layer in np.asarray(leaf))
+        leaves.append(leaf)
+    return jax.tree.unflatten(tree, leaves)
 
 
 def _in_stack(path: tuple[Any, ...]) -> bool:
     names = [getattr(key, "key", getattr(key, "name", None)) for key in path[:2]]
     return names[0] == "decoder" and names[1] in STACKS
-
-
-def _on_one_cpu(leaf: Any) -> bool:
-    return (
-        isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and [d.platform for d in leaf.devices()] == ["cpu"]
-    )
-
-
-def _layers_of(stack: jax.Array) -> tuple[jax.Array, ...]:
-    host = np.asarray(stack)  # a view
-    (device,) = stack.devices()
-    return tuple(jax.device_put(layer, device, may_alias=True) for layer in host)
 
 
 COPIED_BYTES = 2**28

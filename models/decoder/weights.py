@@ -64,15 +64,17 @@ def decoder_entries(
         TensorEntry(f"{prefix}norm.weight", (*root, "norm", "weight")),
     ]
     below = config.dense_layers
+    norms = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if config.post_norms:
+        norms |= dict(zip(("attention_post_norm", "mlp_post_norm"), post_norms, strict=True))
 
+    # Layers of the upper stack are counted from its first one; `offset` is what the file counts below it.
     for name, offset in (("dense_layers", 0),) * bool(below) + (("layers", below),):
         layer, path = f"{prefix}layers.{{layer}}", (*root, name)
-        entries += _norms(config, layer, path, post_norms, offset)
+        entries += [norm_entry(f"{layer}.{theirs}", (*path, ours), offset) for ours, theirs in norms.items()]
         attention = _grouped if config.latent is None else _latent
         entries += attention(config, f"{layer}.self_attn", (*path, "attention"), fused, offset)
-        dense = config.experts is None or name == "dense_layers"
-
-        if dense:
+        if config.experts is None or name == "dense_layers":
             entries += _mlp(config, f"{layer}.mlp", (*path, "mlp"), config.intermediate, fused, offset)
         else:
             entries += _experts(config, f"{layer}.mlp", (*path, "mlp"), fused_experts, offset)
@@ -114,10 +116,10 @@ def expert_layout(
         if gate_up is None or down is None:
             found |= {layer: "no"} if single in shapes else {}
         elif single in shapes:
-            raise WeightsError(f"{name}.gate_up_proj and {single} are both there; expected the experts once")
+            raise WeightsError(f"{name}: got gate_up_proj and {single}; expected the experts once")
         elif (gate_up, down) not in layouts:
             expected = " or ".join(f"{first} and {second}" for first, second in layouts)
-            raise WeightsError(f"{name}: gate_up_proj {gate_up} and down_proj {down}; expected {expected}")
+            raise WeightsError(f"{name}: got gate_up_proj {gate_up} and down_proj {down}; expected {expected}")
         else:
             found[layer] = layouts[gate_up, down]
 
@@ -125,19 +127,10 @@ def expert_layout(
     other = next((item for item in found.items() if item[1] != (first or item)[1]), None)
     if first is not None and other is not None:
         raise WeightsError(
-            f"{prefix}layers.{first[0]} has its experts {_LAYOUTS[first[1]]}, layer {other[0]} {_LAYOUTS[other[1]]}; "
+            f"{prefix}layers.{first[0]}: got experts {_LAYOUTS[first[1]]}, layer {other[0]} {_LAYOUTS[other[1]]}; "
             "expected all layers alike"
         )
     return default if first is None else first[1]
-
-
-def _norms(
-    config: DecoderConfig, layer: str, path: ParamPath, post_norms: tuple[str, str], offset: int
-) -> list[TensorEntry]:
-    names = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    if config.post_norms:
-        names |= dict(zip(("attention_post_norm", "mlp_post_norm"), post_norms, strict=True))
-    return [norm_entry(f"{layer}.{theirs}", (*path, ours), offset) for ours, theirs in names.items()]
 
 
 def _grouped(
@@ -147,6 +140,7 @@ def _grouped(
     widths = {"query": config.heads, "key": config.kv_heads, "value": config.kv_heads}
     rows = {part: heads * config.head_dim for part, heads in widths.items()}
 
+    # The order of the rows in a fused tensor is that of `rows`.
     if "qkv" in fused:
         entries = fused_entries(f"{name}.qkv_proj", path, rows, bias=bias, offset=offset)
     else:
@@ -213,6 +207,7 @@ def _experts(config: DecoderConfig, name: str, path: ParamPath, fused: FusedExpe
 
         return entries + [each(part) for part in ("gate", "up", "down")]
 
+    # Gate and up are one tensor, one behind the other: by rows as transformers writes them, or by columns as released.
     inner, axis = experts.intermediate, 1 if fused == "rows" else 2
     permute = (0, 2, 1) if fused == "rows" else None
     for number, part in enumerate(("gate", "up")):

@@ -64,4 +64,4 @@ def expect(raw: Raw, place: str, **values: Any) -> None:
     for key, allowed in values.items():
         choices = allowed if isinstance(allowed, tuple) else (allowed,)
         if raw.get(key) not in choices:
-            raise ConfigError(f"{place}: {key} is {raw.get(key)!r}; expected {' or '.join(map(repr, choices))}")
+            raise ConfigError(f"{place}: got {key} {raw.get(key)!r}; expected {' or '.join(map(repr, choices))}")

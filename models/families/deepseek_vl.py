@@ -24,7 +24,8 @@ ARCHITECTURE = "DeepseekVLForConditionalGeneration"
 
 def read_siglip(vision: Mapping[str, Any], dtype: str) -> ViTConfig:
     """Reads SigLIP's tower (also SmolVLM's), from its part of `config.json` or a table of the same keys."""
-    if "layer_norm_eps" not in vision:  # not gone through `vision_part`
+    # A table that has not gone through `vision_part`.
+    if "layer_norm_eps" not in vision:
         vision = complete(vision, "siglip_vision_model", "the tower")
     return read_vit(vision, final_norm="applied", dtype=dtype)
 

@@ -122,8 +122,8 @@ class Family:
         head, embedding = self._head_names(config)
         if config.text.tied_embeddings and embedding in merged.changed and head not in merged.changed:
             raise WeightsError(
-                f"{os.fspath(adapter)} changes {embedding!r}, which is the output head too; expected an adapter that "
-                f"leaves it, or one that holds {head!r} as well"
+                f"{os.fspath(adapter)}: got a change of {embedding!r}, which is the output head too; expected an "
+                f"adapter that leaves it, or one that holds {head!r} as well"
             )
         return merged
 

@@ -4,16 +4,35 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.errors import ConfigError, InputError
 
 from ..decoder.config import DecoderConfig
-from ..decoder.hf_config import need
+from ..decoder.decoder import Decoder
+from ..decoder.hf_config import need, read_axial_theta
 from ..decoder.known_keys import complete
 
 _DTYPES = ("dtype", "torch_dtype")
+
+
+class TowerModel(nnx.Module):
+    """Tower (with its projector, where it has one) and decoder with their parameters."""
+
+    def __init__(self, tower: Callable[[Any, nnx.Rngs], Any], config: Any, rngs: nnx.Rngs):
+        self.visual = tower(config.vision, rngs)
+        self.decoder = Decoder(config.text, rngs)
+        self.config = config
+
+    def encode(self, pixel_values: Float[Array, " P *patch"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
+        """Returns image features and, behind them, those of each deepstack layer where the tower has such."""
+        features = self.visual(pixel_values, **plan)
+        if isinstance(features, tuple):
+            return jnp.concatenate([features[0][None], features[1]])
+        return features[None]
 
 
 def whole(raw: Mapping[str, Any], kind: str, flat: Collection[str] = ()) -> dict[str, Any]:
@@ -45,12 +64,13 @@ def text_part(raw: Mapping[str, Any], given: Mapping[str, Any], kinds: Sequence[
     """
     part = raw.get("text_config") or raw.get("language_config")
     if not isinstance(part, Mapping):
-        raise ConfigError(f"config.json has text_config {part!r}; expected a table for {raw.get('architectures')}")
+        raise ConfigError(f"config.json: got text_config {part!r}; expected a table for {raw.get('architectures')}")
 
     kind = part.get("model_type", kinds[0] if kinds else None)
     if kinds and kind not in kinds:
-        raise ConfigError(f"text_config is of type {kind!r}; expected one of {sorted(kinds)}")
+        raise ConfigError(f"text_config: got type {kind!r}; expected one of {sorted(kinds)}")
 
+    # Only where the top level names no dtype do the part's own count.
     top = {name: raw[name] for name in _DTYPES if raw.get(name) is not None}
     own = {name: value for name, value in part.items() if not (top and name in _DTYPES)}
     text = own | top | {"model_type": kind, "architectures": raw.get("architectures")}
@@ -69,10 +89,10 @@ def vision_part(raw: Mapping[str, Any], kind: str, *others: str) -> dict[str, An
     """
     part = need(raw, "vision_config")
     if not isinstance(part, Mapping):
-        raise ConfigError(f"config.json has vision_config {part!r}; expected a table")
+        raise ConfigError(f"config.json: got vision_config {part!r}; expected a table")
     found = part.get("model_type", kind)
     if found not in (kind, *others):
-        raise ConfigError(f"vision_config is of type {found!r}; expected {kind!r}")
+        raise ConfigError(f"vision_config: got type {found!r}; expected {kind!r}")
     return complete(part, kind, "vision_config")
 
 
@@ -85,7 +105,7 @@ def one_size(raw: Mapping[str, Any], name: str) -> int:
     value = need(raw, name)
     sides = value if isinstance(value, list | tuple) else [value]
     if len(set(sides)) != 1 or not isinstance(sides[0], int) or isinstance(sides[0], bool):
-        raise ConfigError(f"{name} is {value!r}; expected equal sides")
+        raise ConfigError(f"{name}: got {value!r}; expected equal sides")
     return int(sides[0])
 
 
@@ -111,7 +131,7 @@ def one_kind_of_grid(arrays: Mapping[str, Any]) -> np.ndarray | None:
     """
     grids = [np.asarray(arrays[name]) for name in ("image_grid_thw", "video_grid_thw") if len(arrays.get(name, ()))]
     if len(grids) == 2:
-        raise InputError("images and videos in one call: expected one kind; embed them one after the other")
+        raise InputError("images and videos: got both in one call; expected one kind (embed them one after the other)")
     return grids[0] if grids else None
 
 
@@ -137,10 +157,27 @@ def packed_plan(
     return plan
 
 
-def check_output_width(width: int, text: DecoderConfig) -> None:
-    """Raises ConfigError where a tower's output is not as wide as the decoder."""
+def qwen_tower_sizes(raw: Mapping[str, Any], text: DecoderConfig) -> dict[str, Any]:
+    """Reads the fields that the towers of Qwen2.5-VL and Qwen3-VL share from the vision part of `config.json`.
+
+    Raises:
+      ConfigError: a field that is missing, or an output that is not as wide as the decoder.
+    """
+    width = need(raw, "out_hidden_size")
     if width != text.width:
-        raise ConfigError(f"vision out_hidden_size {width}; expected the text width {text.width}")
+        raise ConfigError(f"vision out_hidden_size: got {width}; expected the text width {text.width}")
+    return {
+        "depth": need(raw, "depth"),
+        "width": need(raw, "hidden_size"),
+        "heads": need(raw, "num_heads"),
+        "intermediate": need(raw, "intermediate_size"),
+        "output_width": width,
+        "merge": need(raw, "spatial_merge_size"),
+        "temporal": one_size(raw, "temporal_patch_size"),
+        "activation": need(raw, "hidden_act"),
+        "theta": read_axial_theta(raw),
+        "dtype": text.dtype,
+    }
 
 
 def pads_between_ends(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
@@ -158,7 +195,7 @@ def check_placeholders(
     """
     found = None if pixel_values is None else tuple(pixel_values.shape)
     if found is None or len(found) != len(shape) or any(b not in (None, a) for a, b in zip(found, shape, strict=True)):
-        raise InputError(f"pixel_values of shape {found}; expected {shape}")
+        raise InputError(f"pixel_values: got shape {found}; expected {shape}")
     count = int(np.isin(input_ids, pads).sum())
     if count != expected:
-        raise InputError(f"{count} image placeholders in input_ids; expected {expected} for the images given")
+        raise InputError(f"input_ids: got {count} image placeholders; expected {expected} for the images given")

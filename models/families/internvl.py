@@ -38,8 +38,11 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig
         dtype=text.dtype,
     )
     if not tower.drop_class:
-        raise ConfigError("vision_feature_select_strategy 'full' is not built for InternVL; expected 'default'")
+        raise ConfigError(
+            "vision_feature_select_strategy: got 'full', which is not built for InternVL; expected 'default'"
+        )
 
+    # The configuration has the side's factor (½), here it is the square's side. The norm's epsilon is nowhere in it.
     shuffle = round(1 / model["downsample_ratio"])
     glue = GlueConfig(shuffle=shuffle, activation=model["projector_hidden_act"], norm_epsilon=1e-5)
     return ViTModelConfig(FAMILY, text, tower, glue, need(model, "image_token_id"), freeze(raw))
@@ -57,7 +60,9 @@ def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
 def _plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
     plan, counts = tile_plan(config, input_ids, arrays), arrays.get("num_patches")
     if plan is not None and counts is not None and int(np.sum(counts)) != len(arrays["pixel_values"]):
-        raise InputError(f"num_patches {np.asarray(counts).tolist()}; expected {len(arrays['pixel_values'])} in all")
+        raise InputError(
+            f"num_patches: got {np.asarray(counts).tolist()}; expected {len(arrays['pixel_values'])} in all"
+        )
     return plan
 
 

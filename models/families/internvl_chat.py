@@ -37,14 +37,16 @@ _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.
 def _config(raw: Raw, root: Path) -> dict[str, Any]:
     model = complete(raw, "internvl_chat")
     expect(model, "config.json", ps_version="v2", pad2square=(False, None), image_fold=None)
-    expect(model, "config.json", use_backbone_lora=(0, None), use_llm_lora=(0, None))  # adapters that are not merged
+    # Adapters that are not merged into the weights.
+    expect(model, "config.json", use_backbone_lora=(0, None), use_llm_lora=(0, None))
     vision = _vision(need(model, "vision_config"))
     expect(model, "config.json", force_image_size=(None, vision["image_size"]))
     image = token_id(root, CONTEXT) if model["img_context_token_id"] is None else model["img_context_token_id"]
     if image is None:
         raise ConfigError(
-            f"{root}: no tokenizer file names {CONTEXT}, the token in whose place image features are put; expected it "
-            "in added_tokens.json, tokenizer_config.json or tokenizer.json, or img_context_token_id in config.json"
+            f"{root}: got no tokenizer file that names {CONTEXT}, the token in whose place image features are put; "
+            "expected it in added_tokens.json, tokenizer_config.json or tokenizer.json, or img_context_token_id in "
+            "config.json"
         )
 
     return {
@@ -72,11 +74,11 @@ def _vision(raw: Any) -> dict[str, Any]:
 
 def _text(raw: Any) -> dict[str, Any]:
     if not isinstance(raw, dict):
-        raise ConfigError(f"llm_config is {raw!r}; expected a table")
+        raise ConfigError(f"llm_config: got {raw!r}; expected a table")
 
     (name, *_) = raw.get("architectures") or [None]
     if name not in TEXTS:
-        raise ConfigError(f"llm_config is of architecture {name!r}; expected one of {sorted(TEXTS)}")
+        raise ConfigError(f"llm_config: got architecture {name!r}; expected one of {sorted(TEXTS)}")
 
     text = dict(raw)
     if name == INTERNLM2:
@@ -111,6 +113,7 @@ def _rules(config: ViTModelConfig, raw: Raw) -> Sequence[Rule]:
 def _internlm2_rules(config: ViTModelConfig) -> list[Rule]:
     text, layer = config.text, r"language_model\.model\.layers\.(\d+)"
     ours = r"language_model.model.layers.\1"
+    # `wqkv` lies by KV head: its query heads, then its key, then its value.
     heads = {"q": text.heads // text.kv_heads, "k": 1, "v": 1}
     groups = split_groups(text.kv_heads, **{part: count * text.head_dim for part, count in heads.items()})
     names: dict[str, tuple[str, TensorSelection]] = {
@@ -134,7 +137,8 @@ def _settings(raw: Raw, root: Path) -> PictureConfig:
     """Returns the tiles of `dynamic_preprocess` in the authors' examples, with the number of tiles of `config.json`."""
     model, side = complete(raw, "internvl_chat"), _vision(raw["vision_config"])["image_size"]
     tiles = model["max_dynamic_patch"] if model["dynamic_image_size"] else 1
-    if tiles > 1:  # the whole image behind its tiles
+    # The whole image follows its tiles.
+    if tiles > 1:
         expect(model, "config.json", use_thumbnail=True)
     options = {"size": {"height": side, "width": side}, "crop_to_patches": tiles > 1, "resample": 3}
     options |= {"min_patches": model["min_dynamic_patch"], "max_patches": tiles, **_IMAGENET}

@@ -7,25 +7,23 @@ transformers' Kimi_K25ForConditionalGeneration.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Float
 
 from kvpatch_jax.errors import ConfigError, InputError
 
 from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
-from ..decoder.decoder import Decoder
 from ..decoder.hf_config import Regime, need, read_axial_theta
 from ..decoder.weights import decoder_entries, expert_layout
 from ..inputs.images import HALVES, KIMI_SIDE, PictureConfig, process_kimi
 from ..towers.moonvit import MoonViT, MoonViTConfig, plan_patches
 from ..towers.weights import moonvit_entries
 from .family import Family, Shapes, Vision
-from .image_family import check_placeholders, freeze, one_size, text_part, thaw, vision_part, whole
+from .image_family import TowerModel, check_placeholders, freeze, one_size, text_part, thaw, vision_part, whole
 from .text_families import read_deepseek
 
 RELEASED = "KimiVLForConditionalGeneration"
@@ -96,13 +94,24 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
     part = text_part(model, raw, ("deepseek_v3", "kimi_k2"))
     for name in _NO_DEFAULT if form.released else ():
         need(part, name)
+
     text = read_deepseek(part, angles, regime)
     vision = vision_part(model, *form.towers)
     if architecture == RELEASED_K25:
-        vision = _unprefixed(vision, text.width)
+        # Kimi-K2.5's tower and projector are one table; the keys of the tower get the names of Kimi-VL's.
+        width = vision["vt_hidden_size"]
+        if vision["mm_hidden_size"] not in (None, width):
+            raise ConfigError(f"mm_hidden_size: got {vision['mm_hidden_size']}; expected the tower's width {width}")
+        if vision["text_hidden_size"] not in (None, text.width):
+            raise ConfigError(
+                f"text_hidden_size: got {vision['text_hidden_size']}; expected the text width {text.width}"
+            )
+        fixed = {"hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e4}
+        vision = fixed | {key.removeprefix("vt_"): value for key, value in vision.items()}
+
     side = need(vision, "init_pos_emb_height", "pos_emb_height")
     if need(vision, "init_pos_emb_width", "pos_emb_width") != side:
-        raise ConfigError(f"learned positions of {side} rows; expected a square")
+        raise ConfigError(f"learned positions: got {side} rows; expected a square")
 
     tower = MoonViTConfig(
         depth=need(vision, "num_hidden_layers"),
@@ -116,6 +125,7 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
         activation=vision["hidden_act"],
         theta=read_axial_theta(vision),
         projector_epsilon=model.get("projection_layer_norm_eps", vision.get("projector_ln_eps", 1e-5)),
+        # Released files keep query, key and value in one matrix, transformers' in three.
         fused=form.released,
         dtype=text.dtype,
     )
@@ -124,38 +134,10 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
     return KimiVLConfig(architecture, text, tower, image, *ends, raw=freeze(raw))
 
 
-def _unprefixed(vision: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """Renames Kimi-K2.5's tower and projector, which are one table, to the keys of Kimi-VL's tower.
-
-    Raises:
-      ConfigError: a projector from another width than the tower's, or to another than the text's.
-    """
-    tower = vision["vt_hidden_size"]
-    if vision["mm_hidden_size"] not in (None, tower):
-        raise ConfigError(f"mm_hidden_size {vision['mm_hidden_size']}; expected the tower's width {tower}")
-    if vision["text_hidden_size"] not in (None, width):
-        raise ConfigError(f"text_hidden_size {vision['text_hidden_size']}; expected the text width {width}")
-    fixed = {"hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e4}
-    return fixed | {key.removeprefix("vt_"): value for key, value in vision.items()}
-
-
-class KimiVL(nnx.Module):
-    """Tower (with its projector) and decoder with their parameters."""
-
-    def __init__(self, config: KimiVLConfig, rngs: nnx.Rngs):
-        self.visual = MoonViT(config.vision, rngs)
-        self.decoder = Decoder(config.text, rngs)
-        self.config = config
-
-    def encode(self, pixel_values: Float[Array, "P C y x"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
-        """Returns image features, n = 1."""
-        return self.visual(pixel_values, **plan)[None]
-
-
 def _plan(config: KimiVLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
     grids = arrays.get("image_grid_thw")
     if arrays.get("video_grid_thw") is not None:
-        raise InputError("Kimi-VL's video is not built; expected images")
+        raise InputError("Kimi-VL: got a video, which is not built; expected images")
     if grids is None or not len(grids):
         return None
 
@@ -210,7 +192,7 @@ def _family(architecture: str) -> Family:
     return Family(
         architecture=architecture,
         config=lambda raw, angles, regime: _read(architecture, raw, angles, regime),
-        module=KimiVL,
+        module=functools.partial(TowerModel, MoonViT),
         entries=_entries,
         vision=Vision(settings, process_kimi, _tokens, _plan, fills=lambda config: {"images": 1}),
         ignore=(r".*\.rotary_emb\.inv_freq",),

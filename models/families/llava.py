@@ -51,8 +51,9 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
     text, vision = read_text(model, raw, angles, regime), vision_part(model, "clip_vision_model")
     layer = model["vision_feature_layer"]
     if not isinstance(layer, int):
-        raise ConfigError(f"vision_feature_layer {layer!r}; expected one layer")
+        raise ConfigError(f"vision_feature_layer: got {layer!r}; expected one layer")
 
+    # The last norm is in the files, and is not applied: features are taken below it.
     tower = read_vit(
         vision,
         class_token=True,
@@ -67,19 +68,20 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
 
     if architecture == NEXT:
         if not tower.drop_class:
-            raise ConfigError("vision_feature_select_strategy 'full' is not built for LLaVA-NeXT; expected 'default'")
-        tiles = TileConfig(tower.image, tower.side, tuple(map(_pinpoint, need(model, "image_grid_pinpoints"))))
+            raise ConfigError(
+                "vision_feature_select_strategy: got 'full', which is not built for LLaVA-NeXT; expected 'default'"
+            )
+        pinpoints = []
+        for point in need(model, "image_grid_pinpoints"):
+            if not isinstance(point, list | tuple) or len(point) != 2 or any(type(side) is not int for side in point):
+                raise ConfigError(f"image_grid_pinpoints: got {point!r}; expected a height and a width")
+            pinpoints.append((point[0], point[1]))
+        tiles = TileConfig(tower.image, tower.side, tuple(pinpoints))
 
     bias = model["multimodal_projector_bias"]
     glue = GlueConfig(activation=model["projector_hidden_act"], bias=bias, tiles=tiles)
     image = need(model, "image_token_index")
     return ViTModelConfig(FAMILIES[architecture], text, tower, glue, image, freeze(raw))
-
-
-def _pinpoint(point: Any) -> tuple[int, int]:
-    if not isinstance(point, list | tuple) or len(point) != 2 or any(type(side) is not int for side in point):
-        raise ConfigError(f"image_grid_pinpoints has {point!r}; expected a height and a width")
-    return point[0], point[1]
 
 
 def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
@@ -99,7 +101,12 @@ def _next_plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[st
     assert tiles is not None
     most = arrays["pixel_values"].shape[1]
     order = packing_index(tiles, sizes)
-    counts = [_tile_count(tiles, *size) for size in sizes.tolist()]
+    counts = []
+    for height, width in sizes.tolist():
+        rows, columns = best_resolution(height, width, tiles.pinpoints)
+        counts.append(1 + (rows // tiles.image) * (columns // tiles.image))
+
+    # `packing_index` counts real tiles alone; here each image has room for as many as the largest has.
     real = np.concatenate([image * most + np.arange(count) for image, count in enumerate(counts)])
     size = config.tile_tokens
     newline = len(sizes) * most * size
@@ -107,11 +114,6 @@ def _next_plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[st
     shape = (len(sizes), max(counts), config.vision.channels, config.vision.image, config.vision.image)
     check_placeholders(input_ids, (config.image_token,), number.size, arrays["pixel_values"], shape)
     return {"order": number}
-
-
-def _tile_count(tiles: TileConfig, height: int, width: int) -> int:
-    rows, columns = best_resolution(height, width, tiles.pinpoints)
-    return 1 + (rows // tiles.image) * (columns // tiles.image)
 
 
 def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:

@@ -58,12 +58,14 @@ def _vision(params: Any) -> dict[str, Any]:
     1e-6.
     """
     if not isinstance(params, dict):
-        raise ConfigError(f"vision_config has params {params!r}; expected a table")
+        raise ConfigError(f"vision_config: got params {params!r}; expected a table")
 
     known = {"model_name", "image_size", "select_feature", "select_layer", "ckpt_path", "select_layers"}
     unknown = sorted(key for key in set(params) - known if params[key] is not None)
     if unknown:
-        raise ConfigError(f"vision_config: {unknown[0]} {params[unknown[0]]!r} is not built; expected {sorted(known)}")
+        raise ConfigError(
+            f"vision_config: got {unknown[0]} {params[unknown[0]]!r}, which is not built; expected {sorted(known)}"
+        )
 
     expect(params, "vision_config", model_name=tuple(TOWERS), select_layer=-1, select_layers=None)
     width, inner, depth, heads, patch = TOWERS[params["model_name"]]
@@ -93,7 +95,8 @@ def _rules(config: ViTModelConfig, raw: Raw) -> Sequence[Rule]:
         (rf"{theirs}\.pos_embed", {f"{tower}.embeddings.position_embedding.weight": TensorSelection(lead=True)}),
         (rf"{theirs}\.patch_embed\.proj\.(\w+)", {rf"{tower}.embeddings.patch_embedding.\1": WHOLE}),
         (rf"{theirs}\.norm\.(\w+)", {rf"{tower}.post_layernorm.\1": WHOLE}),
-        (rf"{theirs}\.attn_pool\..*", {}),  # which the authors' forward leaves out too
+        # The authors' forward leaves the pooling head out too.
+        (rf"{theirs}\.attn_pool\..*", {}),
         (r"aligner\.layers\.0\.(\w+)", {r"model.aligner.linear1.\1": WHOLE}),
         (r"aligner\.layers\.2\.(\w+)", {r"model.aligner.linear2.\1": WHOLE}),
         (r"language_model\.model\.(.*)", {r"model.language_model.\1": WHOLE}),

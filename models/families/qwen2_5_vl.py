@@ -4,20 +4,17 @@ Source: transformers' Qwen2_5_VLForConditionalGeneration, whose released and new
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Float
 
 from kvpatch_jax.core import Rope
 from kvpatch_jax.errors import ConfigError
 
-from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
-from ..decoder.decoder import Decoder
-from ..decoder.hf_config import Regime, need, read_axial_theta, read_decoder, read_rope, read_window
+from ..decoder.hf_config import Regime, need, read_decoder, read_rope, read_window
 from ..decoder.known_keys import DEFAULTS, ONLY, complete
 from ..decoder.weights import decoder_entries
 from ..inputs.positions import PositionConfig, get_rope_positions
@@ -25,8 +22,17 @@ from ..inputs.qwen_images import ImageConfig, preprocess_images
 from ..towers.qwen2_5 import Qwen25VisionConfig, Qwen25VisionTower, plan_patches
 from ..towers.weights import qwen2_5_vision_entries
 from . import namings
-from .family import Family, Shapes, Vision
-from .image_family import check_output_width, one_size, packed_plan, pads_between_ends, text_part, vision_part, whole
+from .family import Family, Vision
+from .image_family import (
+    TowerModel,
+    one_size,
+    packed_plan,
+    pads_between_ends,
+    qwen_tower_sizes,
+    text_part,
+    vision_part,
+    whole,
+)
 from .text_families import TEXT_TABLE, read_head_dim
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
@@ -66,19 +72,35 @@ class Qwen25VLConfig:
         part = text_part(model if nested else {**model, "text_config": raw}, raw, kinds)
         text = complete(part, TEXT, TEXT_TABLE, drop=DEFAULTS["qwen2_5_vl"])
         if need(text, "hidden_act") != "silu":
-            raise ConfigError(f"hidden_act {text['hidden_act']!r} is not known for Qwen2.5-VL; expected 'silu'")
+            raise ConfigError(f"hidden_act: got {text['hidden_act']!r} for Qwen2.5-VL; expected 'silu'")
 
         rope = read_rope(text, read_head_dim(text), angles=angles, regime=regime, sections=SECTIONS)
         decoder = read_decoder(text, rope, attention_bias=True, **read_window(text))
+
+        # Released files call the patch `spatial_patch_size` and the channels `in_chans`.
         vision = vision_part(model, "qwen2_5_vl_vision", "qwen2_5_vl")
+        patch = vision.get("spatial_patch_size") if vision.get("patch_size") is None else vision["patch_size"]
+        tower = Qwen25VisionConfig(
+            **qwen_tower_sizes(vision, decoder),
+            patch=one_size({"patch_size": patch}, "patch_size"),
+            window=need(vision, "window_size"),
+            full_layers=tuple(need(vision, "fullatt_block_indexes")),
+            channels=vision.get("in_chans") or vision["in_channels"],
+        )
+
+        # One token, several, or none.
+        end = text.get("eos_token_id")
+        end_tokens = tuple(end) if isinstance(end, list | tuple) else () if end is None else (end,)
+        if any(type(token) is not int for token in end_tokens):
+            raise ConfigError(f"eos_token_id: got {end!r}; expected a token id or a list of them")
         return cls(
             text=decoder,
-            vision=_vision(vision, decoder),
+            vision=tower,
             image_token=need(model, "image_token_id"),
             video_token=need(model, "video_token_id"),
             vision_start_token=need(model, "vision_start_token_id"),
             vision_end_token=need(model, "vision_end_token_id"),
-            end_tokens=_end_tokens(text.get("eos_token_id")),
+            end_tokens=end_tokens,
             tokens_per_second=need(vision, "tokens_per_second"),
         )
 
@@ -150,14 +172,6 @@ class Qwen25VLConfig:
         return found
 
 
-def _end_tokens(given: Any) -> tuple[int, ...]:
-    """Returns what `eos_token_id` names: a token, several, or none."""
-    tokens = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
-    if any(type(token) is not int for token in tokens):
-        raise ConfigError(f"eos_token_id is {given!r}; expected a token id or a list of them")
-    return tokens
-
-
 def _rope_entry(rope: Rope) -> dict[str, Any]:
     """Returns `rope_scaling` as `read_rope` reads it back."""
     table: dict[str, Any] = {"type": "mrope", "mrope_section": list(rope.sections or ())}
@@ -173,56 +187,17 @@ def _rope_entry(rope: Rope) -> dict[str, Any]:
     )
 
 
-def _vision(raw: Mapping[str, Any], text: DecoderConfig) -> Qwen25VisionConfig:
-    patch = raw.get("spatial_patch_size") if raw.get("patch_size") is None else raw["patch_size"]
-    config = Qwen25VisionConfig(
-        depth=need(raw, "depth"),
-        width=need(raw, "hidden_size"),
-        heads=need(raw, "num_heads"),
-        intermediate=need(raw, "intermediate_size"),
-        output_width=need(raw, "out_hidden_size"),
-        patch=one_size({"patch_size": patch}, "patch_size"),
-        merge=need(raw, "spatial_merge_size"),
-        temporal=one_size(raw, "temporal_patch_size"),
-        window=need(raw, "window_size"),
-        full_layers=tuple(need(raw, "fullatt_block_indexes")),
-        channels=raw.get("in_chans") or raw["in_channels"],
-        activation=need(raw, "hidden_act"),
-        theta=read_axial_theta(raw),
-        dtype=text.dtype,
-    )
-    check_output_width(config.output_width, text)
-    return config
-
-
-class Qwen25VL(nnx.Module):
-    """Tower and decoder with their parameters."""
-
-    def __init__(self, config: Qwen25VLConfig, rngs: nnx.Rngs):
-        self.visual = Qwen25VisionTower(config.vision, rngs)
-        self.decoder = Decoder(config.text, rngs)
-        self.config = config
-
-    def encode(self, pixel_values: Float[Array, "P F"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
-        """Returns image features, n = 1."""
-        return self.visual(pixel_values, **plan)[None]
-
-
 def _positions(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
     rule = PositionConfig(config.image_token, config.video_token, config.vision.merge, config.tokens_per_second)
     grids = (arrays.get("image_grid_thw"), arrays.get("video_grid_thw"))
     return get_rope_positions(input_ids, *grids, arrays.get("second_per_grid_ts"), rule)[0]
 
 
-def _entries(config: Qwen25VLConfig, shapes: Shapes) -> list[TensorEntry]:
-    return decoder_entries(config.text) + qwen2_5_vision_entries(config.vision, "visual")
-
-
 FAMILY = Family(
     architecture=ARCHITECTURE,
     config=Qwen25VLConfig.from_dict,
-    module=Qwen25VL,
-    entries=_entries,
+    module=functools.partial(TowerModel, Qwen25VisionTower),
+    entries=lambda config, shapes: decoder_entries(config.text) + qwen2_5_vision_entries(config.vision, "visual"),
     positions=_positions,
     vision=Vision(
         ImageConfig.from_directory,

@@ -4,20 +4,18 @@ Source: transformers' Qwen3VLForConditionalGeneration and Qwen3VLMoeForCondition
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Int, Int32
 
 from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
-from ..decoder.decoder import Decoder
-from ..decoder.hf_config import Regime, need, read_axial_theta
+from ..decoder.hf_config import Regime, need
 from ..decoder.weights import decoder_entries, expert_layout
 from ..inputs.positions import PositionConfig, get_rope_positions
 from ..inputs.qwen_images import ImageConfig, preprocess_images
@@ -25,11 +23,12 @@ from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
 from ..towers.weights import qwen3_vision_entries
 from .family import Family, Shapes, Vision
 from .image_family import (
-    check_output_width,
+    TowerModel,
     freeze,
     one_size,
     packed_plan,
     pads_between_ends,
+    qwen_tower_sizes,
     text_part,
     thaw,
     vision_part,
@@ -71,58 +70,34 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
     model, kind = whole(raw, family), f"{family}_text"
     text = text_part(model, raw, (kind, family))
 
-    if architecture == MIXTURE:  # whose router renormalises whatever the configuration says
+    # The mixture's router renormalises whatever the configuration says.
+    if architecture == MIXTURE:
         decoder = read_qwen3_moe({**text, "norm_topk_prob": True}, angles, regime, kind, SECTIONS)
     else:
         decoder = read_qwen3(text, angles, regime, kind, SECTIONS)
 
+    vision = vision_part(model, "qwen3_vl_vision", "qwen3_vl_moe_vision", family)
+    deepstack = tuple(need(vision, "deepstack_visual_indexes"))
+    # Features of the s-th are added behind language layer s.
+    if len(deepstack) > decoder.layers:
+        raise ConfigError(f"deepstack layers: got {len(deepstack)}; expected at most {decoder.layers}")
+    tower = Qwen3VisionConfig(
+        **qwen_tower_sizes(vision, decoder),
+        patch=one_size(vision, "patch_size"),
+        positions=need(vision, "num_position_embeddings"),
+        deepstack_layers=deepstack,
+        channels=vision["in_channels"],
+    )
     return Qwen3VLConfig(
         architecture,
         decoder,
-        _read_vision(vision_part(model, "qwen3_vl_vision", "qwen3_vl_moe_vision", family), decoder),
+        tower,
         image_token=need(model, "image_token_id"),
         video_token=need(model, "video_token_id"),
         vision_start_token=need(model, "vision_start_token_id"),
         vision_end_token=need(model, "vision_end_token_id"),
         raw=freeze(raw),
     )
-
-
-def _read_vision(raw: Mapping[str, Any], text: DecoderConfig) -> Qwen3VisionConfig:
-    config = Qwen3VisionConfig(
-        depth=need(raw, "depth"),
-        width=need(raw, "hidden_size"),
-        heads=need(raw, "num_heads"),
-        intermediate=need(raw, "intermediate_size"),
-        output_width=need(raw, "out_hidden_size"),
-        patch=one_size(raw, "patch_size"),
-        merge=need(raw, "spatial_merge_size"),
-        temporal=one_size(raw, "temporal_patch_size"),
-        positions=need(raw, "num_position_embeddings"),
-        deepstack_layers=tuple(need(raw, "deepstack_visual_indexes")),
-        channels=raw["in_channels"],
-        activation=raw["hidden_act"],
-        theta=read_axial_theta(raw),
-        dtype=text.dtype,
-    )
-    check_output_width(config.output_width, text)
-    if len(config.deepstack_layers) > text.layers:
-        raise ConfigError(f"{len(config.deepstack_layers)} deepstack layers; expected at most {text.layers}")
-    return config
-
-
-class Qwen3VL(nnx.Module):
-    """Tower and decoder with their parameters."""
-
-    def __init__(self, config: Qwen3VLConfig, rngs: nnx.Rngs):
-        self.visual = Qwen3VisionTower(config.vision, rngs)
-        self.decoder = Decoder(config.text, rngs)
-        self.config = config
-
-    def encode(self, pixel_values: Float[Array, "P F"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
-        """Returns image features, then those of each deepstack layer."""
-        features, deepstack = self.visual(pixel_values, **plan)
-        return jnp.concatenate([features[None], deepstack])
 
 
 def frame_grids(video_grid_thw: Int[np.ndarray, "videos 3"] | None) -> Int32[np.ndarray, "frames 3"] | None:
@@ -150,7 +125,7 @@ def _family(architecture: str, model_type: str) -> Family:
     return Family(
         architecture=architecture,
         config=lambda raw, angles, regime: _read(architecture, raw, angles, regime),
-        module=Qwen3VL,
+        module=functools.partial(TowerModel, Qwen3VisionTower),
         entries=_entries,
         positions=_positions,
         vision=Vision(

@@ -49,10 +49,11 @@ def _plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, An
     real = np.flatnonzero((flat != 0).any(axis=(1, 2, 3)))
     mask = arrays.get("pixel_attention_mask")
     if mask is not None and not np.asarray(mask).reshape(len(flat), -1)[real].all():
-        raise InputError("pixel_attention_mask leaves out parts of a tile; expected whole tiles")
+        raise InputError("pixel_attention_mask: got one that leaves out parts of a tile; expected whole tiles")
 
     plan = tile_plan(config, input_ids, arrays, real)
     assert plan is not None
+    # By the fraction of the grid, as transformers buckets them, and not by the patches' own order.
     positions = bucket_positions(config.vision.side, config.vision.side, config.vision.side)
     return {**plan, "positions": np.tile(positions, (len(flat), 1))}
 
@@ -69,6 +70,7 @@ def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, token
     def encode(text):
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
+    # The text around tiles is the processor's, to the newline.
     for row in range(rows):
         for column in range(columns):
             newline = "\n" if row and not column else ""

@@ -67,13 +67,14 @@ def read_head_dim(raw: Raw) -> int:
     """Returns the width of a head, from the configuration or the model's width."""
     width = raw.get("head_dim") or need(raw, "hidden_size") // need(raw, "num_attention_heads")
     if width < 1:
-        raise ConfigError(f"head_dim is {width}; expected a positive whole number: hidden_size / num_attention_heads")
+        raise ConfigError(f"head_dim: got {width}; expected a positive whole number: hidden_size / num_attention_heads")
     return width
 
 
 def read_llama(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
     """Reads Llama 2 and 3.1 (also the text towers of LLaVA, DeepSeek-VL and SmolVLM)."""
     raw = complete(raw, "llama", TEXT_TABLE)
+    # One switch for query, key, value and output.
     bias = raw["attention_bias"]
     rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime)
     return read_decoder(raw, rope, attention_bias=bias, output_bias=bias, mlp_bias=raw["mlp_bias"])
@@ -128,6 +129,7 @@ def read_phi3(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
     """Reads Phi-3: fused projections; longrope, which early files call "su" or "yarn"."""
     raw = complete(raw, "phi3", TEXT_TABLE)
     table = rope_table(raw)
+    # Their "yarn" has longrope's two lists of factors.
     if table.get("rope_type", table.get("type")) == "yarn":
         raw = {**raw, "rope_scaling": None, "rope_parameters": {**table, "rope_type": "longrope"}}
     rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime)
@@ -137,6 +139,8 @@ def read_phi3(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
 def read_deepseek(raw: Raw, angles: str, regime: Regime = None, version: int = 3) -> DecoderConfig:
     """Reads DeepSeek-V2 (caches rotary pairs side by side), V3 and Kimi (read pairs, cache halves)."""
     raw = complete(raw, f"deepseek_v{version}", TEXT_TABLE)
+    # A trap: both versions read pairs that lie side by side. V3 writes all first members, then all second ones, so its
+    # cached keys rotate in halves. A wrong choice shows only where a key moves.
     cached = "pairs" if version == 2 else "half"
     rope = read_rope(raw, need(raw, "qk_rope_head_dim"), angles=angles, regime=regime, cached=cached)
     bias = raw["attention_bias"]
@@ -160,11 +164,10 @@ def text_family(architecture: str, model_type: str, read: ReadText, **options: A
     def entries(config: TextConfig, shapes: Shapes) -> list[TensorEntry]:
         return decoder_entries(config.text, fused_experts=expert_layout(config.text, shapes, "model."), **options)
 
-    ignore = (
-        (r".*\.rotary_emb\.inv_freq", r"model\.layers\.61\..*")
-        if model_type == "deepseek_v3"
-        else (r".*\.rotary_emb\.inv_freq",)
-    )
+    # DeepSeek-V3's files have one layer more than the model, which is not run.
+    ignore = (r".*\.rotary_emb\.inv_freq",)
+    if model_type == "deepseek_v3":
+        ignore = (*ignore, r"model\.layers\.61\..*")
     return Family(architecture, config, TextModel, entries, ignore=ignore, model_type=model_type)
 
 

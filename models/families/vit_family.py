@@ -44,10 +44,10 @@ class GlueConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in ("mlp", "linear"):
-            raise ConfigError(f"projector {self.kind!r}; expected 'mlp' or 'linear'")
+            raise ConfigError(f"projector: got {self.kind!r}; expected 'mlp' or 'linear'")
         if self.shuffle < 1:
             raise ConfigError(
-                f"pixel shuffle of {self.shuffle}; expected a square of at least 1 (downsample_ratio ≤ 1)"
+                f"pixel shuffle: got {self.shuffle}; expected a square of at least 1 (downsample_ratio ≤ 1)"
             )
 
 
@@ -84,7 +84,9 @@ class ViTModelConfig:
 
     def __post_init__(self) -> None:
         if self.vision.side % self.glue.shuffle:
-            raise ConfigError(f"{self.vision.side} patches a side; expected a multiple of {self.glue.shuffle}")
+            raise ConfigError(
+                f"vision tower: got {self.vision.side} patches a side; expected a multiple of {self.glue.shuffle}"
+            )
 
     @property
     def tile_tokens(self) -> int:
@@ -142,7 +144,7 @@ def drops_class(model: Mapping[str, Any]) -> bool:
     """
     strategy = model["vision_feature_select_strategy"]
     if strategy not in ("default", "full"):
-        raise ConfigError(f"vision_feature_select_strategy {strategy!r} is not known; expected 'default' or 'full'")
+        raise ConfigError(f"vision_feature_select_strategy: got {strategy!r}; expected 'default' or 'full'")
     return strategy == "default"
 
 
@@ -162,7 +164,7 @@ def tile_plan(
 
     shape = np.shape(pixel_values)
     if len(shape) < 4:
-        raise InputError(f"pixel_values of shape {shape}; expected [images, channels, height, width]")
+        raise InputError(f"pixel_values: got shape {shape}; expected [images, channels, height, width]")
 
     tiles = np.arange(int(np.prod(shape[:-3]))) if tiles is None else tiles
     order = (tiles[:, None] * config.tile_tokens + np.arange(config.tile_tokens)).reshape(-1).astype(np.int32)

@@ -77,9 +77,13 @@ class ChatTemplate:
             template = _compiled(self.source)
             return template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **given)
         except _Refused as error:
-            raise InputError(f"chat template {self.name} refuses the messages: {error}") from error
+            raise InputError(
+                f"chat template {self.name}: got messages that it refuses ({error}); expected others"
+            ) from error
         except jinja2.TemplateError as error:
-            raise ConfigError(f"chat template {self.name} cannot be used: {error}") from error
+            raise ConfigError(
+                f"chat template {self.name}: got one that cannot be used ({error}); expected another"
+            ) from error
 
     def starts(self, text: str) -> bool:
         """Returns whether a rendered text begins with the tokenizer's start token."""
@@ -116,7 +120,7 @@ def _default(found: Any, path: Path) -> str:
         return found
     named = {entry["name"]: entry["template"] for entry in found} if isinstance(found, list) else {}
     if "default" not in named:
-        raise ConfigError(f"{path} has chat templates {sorted(named)}; expected one named 'default'")
+        raise ConfigError(f"{path}: got chat templates {sorted(named)}; expected one named 'default'")
     return named["default"]
 
 
@@ -167,16 +171,18 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
         without what its type says; a user's content that is a str and looks like a file (see `content.check_text`).
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
-        raise InputError(f"chat: messages of type {type(messages).__name__}; expected a list of {{'role', 'content'}}")
+        raise InputError(
+            f"chat: got messages of type {type(messages).__name__}; expected a list of {{'role', 'content'}}"
+        )
 
     found = []
     for message in messages:
         if not isinstance(message, Mapping):
-            raise InputError(f"chat: a message of type {type(message).__name__}; expected {{'role', 'content'}}")
+            raise InputError(f"chat: got a message of type {type(message).__name__}; expected {{'role', 'content'}}")
 
         content = message.get("content")
         if content is not None and not isinstance(content, str | list | tuple):
-            raise InputError(f"chat: content of type {type(content).__name__}; expected text or a list of entries")
+            raise InputError(f"chat: got content of type {type(content).__name__}; expected text or a list of entries")
 
         if isinstance(content, str) and message.get("role") == "user":  # an assistant may answer with a file's name
             check_text(content, "chat: content")
@@ -193,14 +199,16 @@ def _images_in(entry: Any) -> list[Any]:
         return []
     if kind != "image":
         raise InputError(
-            f"chat: a content entry of type {kind!r}" + (" without its text" if kind == "text" else "") + "; expected "
+            f"chat: got a content entry of type {kind!r}"
+            + (" without its text" if kind == "text" else "")
+            + "; expected "
             "{'type': 'text', 'text': …} or {'type': 'image', 'image': a path, array or PIL image}"
         )
 
     image = entry.get("image", entry.get("path"))
     image = file_of(image, "chat: image") if isinstance(image, str) else image
     if image is None or sort_of(image, "chat") != "image":
-        raise InputError(f"image entry with {sorted(entry)}; expected 'image' (a path, array or PIL image)")
+        raise InputError(f"image entry: got {sorted(entry)}; expected 'image' (a path, array or PIL image)")
     return [image]
 
 
@@ -215,7 +223,7 @@ def expand_images(ids: Sequence[int], image_token: int, expansions: Sequence[Seq
     """
     places = [place for place, token in enumerate(ids) if token == image_token]
     if len(places) != len(expansions):
-        raise InputError(f"{len(places)} image placeholders in the rendered messages; expected {len(expansions)}")
+        raise InputError(f"rendered messages: got {len(places)} image placeholders; expected {len(expansions)}")
 
     out: list[int] = []
     cursor = 0

@@ -14,7 +14,8 @@ from kvpatch_jax.utils.optional_packages import require
 from .chat import ChatTemplate
 
 _UNKNOWN, _CONTROL, _USER = 2, 3, 4
-_LONGEST = 256  # characters of a token that may be put together of two
+_LONGEST = 256
+"""Characters of a token that may be put together of two."""
 _SPACE = "▁"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -54,7 +55,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], vocabulary: int) -> Any:
     kinds = metadata.get("tokenizer.ggml.token_type", [])
     if len(tokens) > vocabulary or len(set(tokens)) != len(tokens) or len(kinds) not in (0, len(tokens)):
         raise ConfigError(
-            f"tokenizer.ggml.tokens has {len(tokens)} texts, {len(set(tokens))} of them different, and token_type "
+            f"tokenizer.ggml.tokens: got {len(tokens)} texts, {len(set(tokens))} of them different, and token_type "
             f"{len(kinds)} numbers; expected up to {vocabulary} different ones, and as many numbers"
         )
 
@@ -64,7 +65,9 @@ def gguf_tokenizer(metadata: Mapping[str, Any], vocabulary: int) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"tokenizer.ggml.merges do not make a tokenizer of the file's tokens: {error}") from error
+        raise ConfigError(
+            f"tokenizer.ggml.merges: got {error}; expected merges that make a tokenizer of the file's tokens"
+        ) from error
 
     special = [token for token, kind in zip(tokens, kinds, strict=False) if kind in (_UNKNOWN, _CONTROL)]
     added = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER]
@@ -86,7 +89,15 @@ def _byte_level(tokenizers: Any, metadata: Mapping[str, Any], tokens: list[str])
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, merges, ignore_merges=split == "llama-bpe"))
     if split == "qwen2":
         tokenizer.normalizer = tokenizers.normalizers.NFC()
-    tokenizer.pre_tokenizer = _pre_tokenizer(tokenizers.pre_tokenizers, tokenizers.Regex, split)
+
+    # Without a pattern GPT-2's own split is used, which `ByteLevel` has; SmolLM2 cuts off every digit first.
+    pattern, pre = _SPLITS[split], tokenizers.pre_tokenizers
+    steps = [pre.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
+    if pattern is not None:
+        steps = [pre.Split(tokenizers.Regex(pattern), behavior="isolated"), *steps]
+    elif split == "smollm":
+        steps = [pre.Digits(individual_digits=True), *steps]
+    tokenizer.pre_tokenizer = pre.Sequence(steps) if len(steps) > 1 else steps[0]
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     return tokenizer
 
@@ -98,7 +109,7 @@ def _sentencepiece(tokenizers: Any, metadata: Mapping[str, Any], tokens: list[st
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         found = len(scores) if isinstance(scores, list) else scores
-        raise ConfigError(f"tokenizer.ggml.scores has {found!r} numbers; expected {len(tokens)}, as there are tokens")
+        raise ConfigError(f"tokenizer.ggml.scores: got {found!r} numbers; expected {len(tokens)}, as there are tokens")
 
     numbers = {token: number for number, token in enumerate(tokens)}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
@@ -146,16 +157,6 @@ def gguf_chat_template(metadata: Mapping[str, Any], name: str) -> ChatTemplate |
     return ChatTemplate(source, tuple(found), name)
 
 
-def _pre_tokenizer(pre_tokenizers: Any, regex: Any, split: str) -> Any:
-    pattern = _SPLITS[split]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    if pattern is not None:
-        return pre_tokenizers.Sequence([pre_tokenizers.Split(regex(pattern), behavior="isolated"), byte_level])
-    if split == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    return byte_level
-
-
 def _add_start(tokenizers: Any, tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str]) -> None:
     """Has the tokenizer put its start token before a text, where the file says so (Llama's: unless it says not)."""
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
@@ -165,7 +166,7 @@ def _add_start(tokenizers: Any, tokenizer: Any, metadata: Mapping[str, Any], tok
 
     number = metadata.get("tokenizer.ggml.bos_token_id")
     if not isinstance(number, int) or not 0 <= number < len(tokens):
-        raise ConfigError(f"tokenizer.ggml.bos_token_id is {number!r}; expected 0 … {len(tokens) - 1}")
+        raise ConfigError(f"tokenizer.ggml.bos_token_id: got {number!r}; expected 0 … {len(tokens) - 1}")
 
     start = tokens[number]
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
@@ -176,5 +177,5 @@ def _add_start(tokenizers: Any, tokenizer: Any, metadata: Mapping[str, Any], tok
 def _texts(metadata: Mapping[str, Any], name: str) -> list[str]:
     found = metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise ConfigError(f"tokenizer.ggml.{name} is a {type(found).__name__}; expected a list of texts")
+        raise ConfigError(f"tokenizer.ggml.{name}: got a {type(found).__name__}; expected a list of texts")
     return found

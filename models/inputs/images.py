@@ -5,6 +5,7 @@ SmolVLM), so the result is equal to theirs bit for bit. Kimi-VL's follows transf
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -19,13 +20,24 @@ from kvpatch_jax.errors import ConfigError, ImageError, InputError
 from kvpatch_jax.utils.optional_packages import require
 
 from ..towers.projectors import best_resolution
-from .qwen_images import CONFIG_FILE, MAX_ASPECT_RATIO, ImageConfig, ImageSource, normalise, read_image, read_settings
+from .qwen_images import (
+    CONFIG_FILE,
+    MAX_ASPECT_RATIO,
+    ImageConfig,
+    ImageSource,
+    name_of,
+    normalise,
+    read_image,
+    read_settings,
+)
 
 Pixels = UInt8[np.ndarray, "H W 3"]
 CLIP_MEAN, CLIP_STD = ImageConfig.image_mean, ImageConfig.image_std
 HALVES = (0.5, 0.5, 0.5)
-LONGEST_SIDE = 4096  # SmolVLM's bound on any resized image
-KIMI_SIDE = 512  # patches per side that MoonViT's rotary table holds
+LONGEST_SIDE = 4096
+"""SmolVLM's bound on any resized image."""
+KIMI_SIDE = 512
+"""Patches per side that MoonViT's rotary table holds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +58,7 @@ class PictureConfig:
         """
         options = json.loads(self.options)
         if options.get(name) is None:
-            raise ConfigError(f"{CONFIG_FILE} has no {name!r}")
+            raise ConfigError(f"{CONFIG_FILE}: got no {name!r}; expected it")
         return options[name]
 
     def option(self, name: str, default: Any) -> Any:
@@ -60,7 +72,7 @@ class PictureConfig:
         values = set(value.values()) if isinstance(value, Mapping) else {value}
         values.discard(None)
         if len(values) != 1:
-            raise ConfigError(f"{CONFIG_FILE} has {name} {value!r}; expected one length")
+            raise ConfigError(f"{CONFIG_FILE}: got {name} {value!r}; expected one length")
         return int(values.pop())
 
     @classmethod
@@ -85,13 +97,15 @@ class PictureConfig:
             options = read_settings(directory)
             inner = options.get(table, {}) if table else {}
             if not isinstance(inner, Mapping):
-                raise ConfigError(f"{CONFIG_FILE}: {table} is {inner!r}; expected a table")
+                raise ConfigError(f"{CONFIG_FILE}: got {table} {inner!r}; expected a table")
 
             options = {**options, **inner}
             options |= {ours: options[name] for name, ours in (names or {}).items() if options.get(name) is not None}
             for name, value in (only or {}).items():
                 if options.get(name) not in (None, value):
-                    raise ConfigError(f"{CONFIG_FILE}: {name} {options[name]!r} is not built; expected {value!r}")
+                    raise ConfigError(
+                        f"{CONFIG_FILE}: got {name} {options[name]!r}, which is not built; expected {value!r}"
+                    )
             return cls.from_dict(defaults | options)
 
         return read
@@ -122,10 +136,6 @@ def resize(image: Pixels, height: int, width: int, config: PictureConfig) -> UIn
     return np.array(Image.fromarray(image).resize((width, height), Image.Resampling(config.pixels.resample)))
 
 
-def _name(source: ImageSource, number: int) -> str:
-    return os.fspath(source) if isinstance(source, str | os.PathLike) else f"image {number}"
-
-
 def _all(images: Sequence[ImageSource]) -> list[np.ndarray]:
     """Returns the images as arrays.
 
@@ -133,15 +143,17 @@ def _all(images: Sequence[ImageSource]) -> list[np.ndarray]:
       InputError: none at all. ImageError: one that cannot be read, or is more than 200 times longer than wide.
     """
     if not len(images):
-        raise InputError("no images; expected at least one")
+        raise InputError("images: got none; expected at least one")
 
     found = []
     for number, source in enumerate(images):
-        name = _name(source, number)
+        name = name_of(source, number)
         found.append(read_image(source, name))
         height, width = found[-1].shape[:2]
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-            raise ImageError(f"{name} is {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
+            raise ImageError(
+                f"{name}: got {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}"
+            )
 
     return found
 
@@ -169,33 +181,29 @@ def process_clip(images: Sequence[ImageSource], config: PictureConfig) -> dict[s
         if square:
             image = _padded_square(image, max(image.shape[:2]), config)
         if config.option("do_resize", True):
-            image = resize(image, *_clip_size(*_size(image), config), config)
+            target = _both_sides(config["size"])
+            if target is None:
+                # The shortest edge's length; the other one is cut off, as transformers does.
+                (height, width), short = _size(image), config.side()
+                long = int(short * max(height, width) / min(height, width))
+                target = (long, short) if width <= height else (short, long)
+            image = resize(image, *target, config)
         if config.option("do_center_crop", True):
-            image = _centre(image, *_height_and_width(config, "crop_size"))
+            crop = _both_sides(config["crop_size"])
+            image = _centre(image, *(crop or (config.side("crop_size"),) * 2))
         out.append(_channels_first(image, config))
 
     sizes = {image.shape for image in out}
     if len(sizes) > 1:
-        raise ImageError(f"images come out in sizes {sorted(sizes)} without a centre crop; expected one size")
+        raise ImageError(f"images: got sizes {sorted(sizes)} without a centre crop; expected one size")
     return {"pixel_values": np.stack(out)}
 
 
-def _height_and_width(config: PictureConfig, name: str) -> tuple[int, int]:
-    value = config[name]
+def _both_sides(value: Any) -> tuple[int, int] | None:
+    """Returns a size that is given as height and width; None of one that is not."""
     if isinstance(value, Mapping) and value.get("height") and value.get("width"):
         return int(value["height"]), int(value["width"])
-    side = config.side(name)
-    return side, side
-
-
-def _clip_size(height: int, width: int, config: PictureConfig) -> tuple[int, int]:
-    """Returns `size` as (height, width): the shortest edge's length, or both."""
-    value = config["size"]
-    if isinstance(value, Mapping) and value.get("height") and value.get("width"):
-        return int(value["height"]), int(value["width"])
-    size = config.side()
-    long = int(size * max(height, width) / min(height, width))
-    return (long, size) if width <= height else (size, long)
+    return None
 
 
 def _centre(image: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -248,7 +256,7 @@ def process_llava_next(images: Sequence[ImageSource], config: PictureConfig) -> 
     """
     side, points = config.side("crop_size"), [tuple(point) for point in config["image_grid_pinpoints"]]
     if config.side() != side:
-        raise ConfigError(f"{CONFIG_FILE} has size {config['size']!r}; expected the crop_size, {side}")
+        raise ConfigError(f"{CONFIG_FILE}: got size {config['size']!r}; expected the crop_size, {side}")
 
     stacks, sizes = [], []
     for image in _all(images):
@@ -256,6 +264,7 @@ def process_llava_next(images: Sequence[ImageSource], config: PictureConfig) -> 
         rows, columns = best_resolution(height, width, points)
         across, down = columns / width, rows / height
 
+        # The side that fits tightly fills the canvas; the other is rounded up, as transformers does.
         if across < down:
             inner = (min(math.ceil(height * across), rows), columns)
         else:
@@ -268,12 +277,9 @@ def process_llava_next(images: Sequence[ImageSource], config: PictureConfig) -> 
         stacks.append(np.stack([_channels_first(tile, config) for tile in tiles]))
         sizes.append((height, width))
 
-    return {"pixel_values": _pad_tiles(stacks), "image_sizes": np.array(sizes, np.int32)}
-
-
-def _pad_tiles(stacks: list[np.ndarray]) -> Float32[np.ndarray, "n tiles 3 H W"]:
     most = max(len(stack) for stack in stacks)
-    return np.stack([np.pad(stack, ((0, most - len(stack)), *[(0, 0)] * 3)) for stack in stacks])
+    padded = [np.pad(stack, ((0, most - len(stack)), *[(0, 0)] * 3)) for stack in stacks]
+    return {"pixel_values": np.stack(padded), "image_sizes": np.array(sizes, np.int32)}
 
 
 def tile_canvas(height: int, width: int, side: int, fewest: int, most: int) -> tuple[int, int]:
@@ -317,7 +323,12 @@ def process_smolvlm(images: Sequence[ImageSource], config: PictureConfig) -> dic
         image = resize(image, *_longest_side(*_size(image), config.side()), config)
         tiles, grid = [image], (0, 0)
         if config["do_image_splitting"]:
-            image = resize(image, *_up_to_tiles(*_size(image), side), config)
+            # The longer side goes up to whole tiles, the other by the aspect ratio of before, and up in turn.
+            (height, width), up = _size(image), functools.partial(_up_to, side)
+            if width >= height:
+                image = resize(image, up(int(up(width) / (width / height))), up(width), config)
+            else:
+                image = resize(image, up(height), up(int(up(height) * (width / height))), config)
             if max(image.shape[:2]) > side:
                 tiles, grid = cut(image, side), (image.shape[0] // side, image.shape[1] // side)
                 tiles.append(resize(image, side, side, config))
@@ -350,11 +361,8 @@ def _longest_side(height: int, width: int, longest: int) -> tuple[int, int]:
     return max(height, 1), max(width, 1)
 
 
-def _up_to_tiles(height: int, width: int, side: int) -> tuple[int, int]:
-    ratio, up = width / height, lambda edge: math.ceil(edge / side) * side
-    if width >= height:
-        return up(int(up(width) / ratio)), up(width)
-    return up(height), up(int(up(height) * ratio))
+def _up_to(side: int, edge: int) -> int:
+    return math.ceil(edge / side) * side
 
 
 def kimi_size(height: int, width: int, patch: int, merge: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:

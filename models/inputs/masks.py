@@ -67,10 +67,10 @@ def paged_mask(length: int, context: Paged, mask: Any, window: int | None) -> Ma
 def check_mask(mask: Any) -> None:
     """Raises DtypeError for a mask that is not bool: taken for one, a mask to add to scores would mean the opposite."""
     if mask is not None and not hasattr(mask, "dtype"):
-        raise DtypeError(f"mask is a {type(mask).__name__}; expected an array of bool")
+        raise DtypeError(f"mask: got a {type(mask).__name__}; expected an array of bool")
     if mask is not None and mask.dtype != bool:
         raise DtypeError(
-            f"mask is {mask.dtype}; expected bool, True where a token may attend (of a mask that is added to the "
+            f"mask: got {mask.dtype}; expected bool, True where a token may attend (of a mask that is added to the "
             "scores: mask == 0)"
         )
 
@@ -84,8 +84,8 @@ def check_mask_over(mask: Any, shape: tuple[int, int, int], what: str) -> None:
     rows, *rest = shape
     if mask is not None and (mask.ndim != 4 or mask.shape[0] not in (1, rows) or mask.shape[1:] != (1, *rest)):
         raise ShapeError(
-            f"{what}: mask of shape {mask.shape}; expected {(rows, 1, *rest)}, over all keys of a table's pages, and "
-            "in front of tokens over these"
+            f"{what}: got mask of shape {mask.shape}; expected {(rows, 1, *rest)}, over all keys of a table's pages, "
+            "and in front of tokens over these"
         )
 
 
@@ -98,7 +98,7 @@ def check_chunk(chunk: int | None, mask: Any, keys: int) -> None:
     if chunk is None:
         return
     if type(chunk) is not int or chunk < 1:
-        raise InputError(f"chunk {chunk!r}; expected a number of tokens, at least 1, or None")
+        raise InputError(f"chunk: got {chunk!r}; expected a number of tokens, at least 1, or None")
     if mask is None or isinstance(mask, Tracer):
         return
 
@@ -108,6 +108,6 @@ def check_chunk(chunk: int | None, mask: Any, keys: int) -> None:
         if ahead.any():
             _, token, key = np.argwhere(ahead)[0] + (0, start, start + chunk)
             raise InputError(
-                f"mask: token {token} sees token {key}, which is in a later chunk of {chunk}; expected masks that look "
-                "back where a prefill goes chunk by chunk"
+                f"mask: got one by which token {token} sees token {key}, which is in a later chunk of {chunk}; "
+                "expected masks that look back where a prefill goes chunk by chunk"
             )

@@ -43,7 +43,7 @@ class PositionConfig:
         """
         vision = config.get("vision_config")
         if not isinstance(vision, Mapping):
-            raise ConfigError(f"config.json has vision_config {vision!r}; expected a table")
+            raise ConfigError(f"config.json: got vision_config {vision!r}; expected a table")
 
         return cls(
             image_token_id=config.get("image_token_id", cls.image_token_id),
@@ -81,10 +81,13 @@ def get_rope_positions(
       InputError: pads and grids do not match, or a grid is not a multiple of the merge size.
     """
     if video_rule not in ("max", "hf5"):
-        raise InputError(f"video_rule is {video_rule!r}; expected 'max' or 'hf5'")
+        raise InputError(f"video_rule: got {video_rule!r}; expected 'max' or 'hf5'")
 
     images, videos = _rows(image_grid_thw), _rows(video_grid_thw)
-    seconds = iter(_seconds(second_per_grid_ts, len(videos)))
+    seconds = np.ones(len(videos), np.float32) if second_per_grid_ts is None else second_per_grid_ts
+    if len(seconds) != len(videos):
+        raise InputError(f"second_per_grid_ts: got {len(seconds)} values; expected one per video ({len(videos)})")
+    each_second, rate = iter(np.asarray(seconds, np.float32)), np.float32(config.tokens_per_second)
     pieces, place = [np.zeros((0, 3), np.int32)], 0
 
     for kind, part in _segments(input_ids, images, videos, config):
@@ -92,8 +95,14 @@ def get_rope_positions(
             pieces.append(_text(part) + place)
             place += part
             continue
-        steps = _time_steps(part[0], next(seconds), config, video_rule) if kind == "video" else np.arange(part[0])
+
+        steps = np.arange(part[0])
+        if kind == "video":
+            # Rounded in float32 as torch does, in the order in which each version multiplies; then truncated.
+            count, second = np.arange(part[0], dtype=np.float32), next(each_second)
+            steps = (count * second * rate if video_rule == "max" else count * (rate * second)).astype(np.int32)
         pieces.append(_grid_positions(part, config.merge_size, steps) + place)
+        # An image moves the counter by its largest extent; a video by its time axis too, in the authors' rule.
         by_time = kind == "video" and video_rule == "max"
         place = int(pieces[-1].max()) + 1 if by_time else place + max(part[1:]) // config.merge_size
 
@@ -137,14 +146,6 @@ def _rows(grids: np.ndarray | None) -> list[Grid]:
     return [] if grids is None else [(int(t), int(h), int(w)) for t, h, w in np.asarray(grids).tolist()]
 
 
-def _seconds(second_per_grid: np.ndarray | None, videos: int) -> np.ndarray:
-    if second_per_grid is None:
-        return np.ones(videos, np.float32)
-    if len(second_per_grid) != videos:
-        raise InputError(f"second_per_grid_ts has {len(second_per_grid)} values; expected one per video ({videos})")
-    return np.asarray(second_per_grid, np.float32)
-
-
 def _segments(
     input_ids: np.ndarray, images: list[Grid], videos: list[Grid], config: PositionConfig
 ) -> Iterator[tuple[str, int | Grid]]:
@@ -166,37 +167,29 @@ def _segments(
         token = int(input_ids[cursor])
         kind, grids = kinds[token]
         if used[token] == len(grids):
-            raise InputError(f"the prompt has pads for {kind} {used[token]}; only {len(grids)} {kind} grids were given")
+            raise InputError(
+                f"prompt: got pads for {kind} {used[token]}; expected as many as the {len(grids)} {kind} grids"
+            )
 
         grid = grids[used[token]]
         count = grid[0] * grid[1] * grid[2] // config.merge_size**2
-        _check_pads(input_ids[cursor : cursor + count], cursor, count, token, grid)
+        run = input_ids[cursor : cursor + count]
+        if len(run) < count or not np.all(run == token):
+            found = int(np.argmax(np.append(run, -1) != token))
+            raise InputError(f"grid {grid}: got {found} pad tokens {token} from index {cursor}; expected {count}")
         yield kind, grid
         used[token], cursor = used[token] + 1, cursor + max(count, 1)
 
     for token, (kind, grids) in kinds.items():
         if used[token] != len(grids):
-            raise InputError(f"{len(grids)} {kind} grids were given; the prompt has pads for {used[token]}")
-
-
-def _check_pads(run: np.ndarray, cursor: int, count: int, token: int, grid: Grid) -> None:
-    if len(run) < count or not np.all(run == token):
-        found = int(np.argmax(np.append(run, -1) != token))
-        raise InputError(f"grid {grid} needs {count} pad tokens {token} from index {cursor}; found {found}")
-
-
-def _time_steps(length: int, seconds: np.float32, config: PositionConfig, rule: VideoRule) -> np.ndarray:
-    """Returns time positions of a video's temporal patches, rounded in float32 as torch does, then truncated."""
-    count, rate = np.arange(length, dtype=np.float32), np.float32(config.tokens_per_second)
-    scaled = count * seconds * rate if rule == "max" else count * (rate * seconds)
-    return scaled.astype(np.int32)
+            raise InputError(f"{kind} grids: got {len(grids)}; expected {used[token]}, for which the prompt has pads")
 
 
 def _grid_positions(grid: Grid, merge: int, steps: np.ndarray) -> np.ndarray:
     """Returns positions [t·h·w, 3] of merged patches in raster order, from 0."""
     height, width = grid[1:]
     if min(grid) <= 0 or height % merge or width % merge:
-        raise InputError(f"grid {grid} is not a positive multiple of the merge size {merge}")
+        raise InputError(f"grid: got {grid}; expected a positive multiple of the merge size {merge}")
     axes = np.meshgrid(steps, np.arange(height // merge), np.arange(width // merge), indexing="ij")
     return np.stack(axes, axis=-1).reshape(-1, 3).astype(np.int32)
 

@@ -70,11 +70,11 @@ class ImageConfig:
     def __post_init__(self) -> None:
         for name in ("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected a positive whole number")
+                raise ConfigError(f"{name}: got {getattr(self, name)}; expected a positive whole number")
         if self.min_pixels > self.max_pixels:
-            raise ConfigError(f"min_pixels {self.min_pixels} is above max_pixels {self.max_pixels}")
+            raise ConfigError(f"min_pixels: got {self.min_pixels}; expected at most max_pixels, {self.max_pixels}")
         if min(self.image_std) <= 0:
-            raise ConfigError(f"image_std is {self.image_std!r}; expected positive numbers")
+            raise ConfigError(f"image_std: got {self.image_std!r}; expected positive numbers")
 
     @property
     def factor(self) -> int:
@@ -97,7 +97,7 @@ class ImageConfig:
         for name, value in known.items():
             wanted = bool if name in _SWITCHES else int
             if type(value) is not wanted:
-                raise ConfigError(f"{name} is {value!r}; expected a {wanted.__name__}")
+                raise ConfigError(f"{name}: got {value!r}; expected a {wanted.__name__}")
 
         if "rescale_factor" in fields:
             known["rescale_factor"] = _floats("rescale_factor", [fields["rescale_factor"]])[0]
@@ -106,7 +106,7 @@ class ImageConfig:
                 value = fields[name]
                 known[name] = _floats(name, value if isinstance(value, list | tuple) else [value] * 3)
                 if len(known[name]) != 3:
-                    raise ConfigError(f"{name} is {value!r}; expected three numbers")
+                    raise ConfigError(f"{name}: got {value!r}; expected three numbers")
 
         return cls(**known)
 
@@ -131,7 +131,7 @@ class ImageConfig:
 
 def _floats(name: str, values: Sequence[Any]) -> tuple[float, ...]:
     if not all(isinstance(value, int | float) for value in values):
-        raise ConfigError(f"{name} is {values!r}; expected numbers")
+        raise ConfigError(f"{name}: got {values!r}; expected numbers")
     return tuple(float(value) for value in values)
 
 
@@ -155,7 +155,7 @@ def preprocess_images(
     """
     pixels, grids = [np.zeros((0, 3 * config.temporal_patch_size * config.patch_size**2), np.float32)], []
     for number, source in enumerate(images):
-        name = _name(source, number)
+        name = name_of(source, number)
         image = _resize(read_image(source, name), config, name)
         pixels.append(patchify(normalise(image, config)[None], config)[0])
         grids.append((1, image.shape[0] // config.patch_size, image.shape[1] // config.patch_size))
@@ -173,7 +173,7 @@ def patchify(images: Float[Array | np.ndarray, "B H W 3"], config: ImageConfig) 
     """
     height, width = images.shape[1:3]
     if height % config.factor or width % config.factor:
-        raise ImageError(f"images of {height}×{width} pixels; expected multiples of {config.factor} (patch × merge)")
+        raise ImageError(f"images: got {height}×{width} pixels; expected multiples of {config.factor} (patch × merge)")
 
     return repeat(
         images,
@@ -205,9 +205,9 @@ def smart_resize(height: int, width: int, config: ImageConfig) -> tuple[int, int
       ImageError: an empty image, or one more than 200 times longer than wide.
     """
     if min(height, width) < 1:
-        raise ImageError(f"image is empty: {height}×{width} pixels")
+        raise ImageError(f"image: got {height}×{width} pixels; expected one that is not empty")
     if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
-        raise ImageError(f"image of {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
+        raise ImageError(f"image: got {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
 
     factor = config.factor
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
@@ -231,7 +231,8 @@ def read_image(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H
     return over_white(decoded(source, name))
 
 
-def _name(source: ImageSource, number: int) -> str:
+def name_of(source: ImageSource, number: int) -> str:
+    """Returns what errors call an image: its path, or its number."""
     return os.fspath(source) if isinstance(source, str | os.PathLike) else f"image {number}"
 
 
@@ -239,7 +240,10 @@ def _resize(image: np.ndarray, config: ImageConfig, name: str) -> np.ndarray:
     height, width = image.shape[:2]
     if not config.do_resize:
         if height % config.factor or width % config.factor:
-            raise ImageError(f"{name} is {height}×{width} pixels; without resizing, multiples of {config.factor}")
+            raise ImageError(
+                f"{name}: got {height}×{width} pixels; expected multiples of {config.factor} where images are not "
+                "resized"
+            )
         return image
 
     try:

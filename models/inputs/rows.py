@@ -17,14 +17,16 @@ def logit_rows(tokens: Tokens, logits: Logits, what: str) -> np.ndarray | Array 
     batch, length, _ = tokens.embeddings.shape
     if isinstance(logits, str):
         if logits not in ("last", "all"):
-            raise InputError(f"{what}: logits {logits!r}; expected 'last', 'all' or indices [B, n]")
+            raise InputError(f"{what}: got logits {logits!r}; expected 'last', 'all' or indices [B, n]")
         return np.full((batch, 1), length - 1, np.int32) if logits == "last" else None
     if logits is None or np.ndim(logits) != 2 or len(logits) != batch:
-        raise InputError(f"{what}: logits of shape {np.shape(logits)}; expected 'last', 'all' or indices [{batch}, n]")
+        raise InputError(
+            f"{what}: got logits of shape {np.shape(logits)}; expected 'last', 'all' or indices [{batch}, n]"
+        )
     if isinstance(logits, jax.Array):
         return logits
 
     rows = np.asarray(logits)
     if rows.dtype.kind not in "iu" or (rows.size and not 0 <= rows.min() <= rows.max() < length):
-        raise InputError(f"{what}: logits of tokens {rows.tolist()}; expected indices from 0 to {length - 1}")
+        raise InputError(f"{what}: got logits of tokens {rows.tolist()}; expected indices from 0 to {length - 1}")
     return rows.astype(np.int32)

@@ -32,7 +32,7 @@ def read_stop_tokens(root: Path, tokenizer: Any) -> tuple[int, ...]:
             continue
         numbers = found if isinstance(found, list) else [found]
         if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
-            raise ConfigError(f"{root}: eos_token_id is {found!r}; expected a token id or a list of them")
+            raise ConfigError(f"{root}: got eos_token_id {found!r}; expected a token id or a list of them")
         return tuple(numbers)
 
     token = read_table(root / TOKENIZER_CONFIG_FILE).get("eos_token")
@@ -49,7 +49,7 @@ def read_answer_tokens(root: Path) -> int | None:
     """
     found = read_table(root / GENERATION_FILE).get("max_new_tokens")
     if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
-        raise ConfigError(f"{root}: max_new_tokens is {found!r:.80}; expected a number of tokens, 1 or more")
+        raise ConfigError(f"{root}: got max_new_tokens {found!r:.80}; expected a number of tokens, 1 or more")
     return found
 
 

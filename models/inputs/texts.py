@@ -27,7 +27,7 @@ def read_tokenizer(root: Path) -> Any:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:
-        raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
+        raise ConfigError(f"{path}: got {error}; expected a tokenizer") from error
 
 
 def check_ids(input_ids: Any, vocabulary: int, pads: tuple[int, ...]) -> Int32[np.ndarray, "B T"]:
@@ -38,10 +38,10 @@ def check_ids(input_ids: Any, vocabulary: int, pads: tuple[int, ...]) -> Int32[n
     """
     ids = np.asarray(input_ids)
     if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
-        raise InputError(f"input_ids of {ids.dtype} {list(ids.shape)}; expected whole numbers [rows, tokens]")
+        raise InputError(f"input_ids: got {ids.dtype} {list(ids.shape)}; expected whole numbers [rows, tokens]")
     wrong = ids[((ids < 0) | (ids >= vocabulary)) & ~np.isin(ids, pads)]
     if wrong.size:
-        raise InputError(f"token id {int(wrong[0])} is outside the vocabulary; expected 0 … {vocabulary - 1}")
+        raise InputError(f"token ids: got {int(wrong[0])}; expected 0 … {vocabulary - 1}")
     return ids.astype(np.int32)
 
 
@@ -70,7 +70,8 @@ def ids_of_text(tokenizer: Any, text: str, unknown: str | None, own: bool = Fals
         part = text[start:stop].strip()
         if token == number and stop > start and part != unknown:
             raise InputError(
-                f"text {text[:60]!r}: {part[:40]!r} is not in the tokenizer's vocabulary; expected text that it knows"
+                f"text {text[:60]!r}: got {part[:40]!r}, which is not in the tokenizer's vocabulary; expected text "
+                "that it knows"
             )
 
     return list(encoding.ids)

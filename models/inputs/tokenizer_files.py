@@ -67,15 +67,14 @@ def token_id(root: Path, token: str) -> int | None:
     for name in ("added_tokens.json", TOKENIZER_CONFIG_FILE, TOKENIZER_FILE):
         table = read_table(root / name)
         found = table if name == "added_tokens.json" else {}
-        found |= {str(entry.get("content")): int(number) for number, entry in _entries(table, "added_tokens_decoder")}
-        found |= {str(entry.get("content")): int(entry["id"]) for entry in table.get("added_tokens") or ()}
+        # `tokenizer_config.json` keys them by id, `tokenizer.json` lists them.
+        for number, entry in (table.get("added_tokens_decoder") or {}).items():
+            found[str(entry.get("content"))] = int(number)
+        for entry in table.get("added_tokens") or ():
+            found[str(entry.get("content"))] = int(entry["id"])
         if token in found:
             return int(found[token])
     return None
-
-
-def _entries(table: Mapping[str, Any], key: str) -> list[tuple[str, Mapping[str, Any]]]:
-    return list((table.get(key) or {}).items())
 
 
 def _tiktoken(root: Path) -> Any:
@@ -91,14 +90,16 @@ def _tiktoken(root: Path) -> Any:
     outside = sorted(set(given) - set(numbers))
     if outside:
         raise ConfigError(
-            f"{root / TOKENIZER_CONFIG_FILE}: special token {given[outside[0]]!r} has the id {outside[0]}; expected "
-            f"{numbers.start} … {numbers.stop - 1}, behind {TIKTOKEN_FILE}"
+            f"{root / TOKENIZER_CONFIG_FILE}: got special token {given[outside[0]]!r} with the id {outside[0]}; "
+            f"expected {numbers.start} … {numbers.stop - 1}, behind {TIKTOKEN_FILE}"
         )
 
     names = [given.get(number, f"<|reserved_token_{number}|>") for number in numbers]
     tokenizer.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
     if any(tokenizer.token_to_id(name) != number for number, name in zip(numbers, names, strict=True)):
-        raise ConfigError(f"{root / TOKENIZER_CONFIG_FILE}: special tokens that are there twice; expected each once")
+        raise ConfigError(
+            f"{root / TOKENIZER_CONFIG_FILE}: got special tokens that are there twice; expected each once"
+        )
     return tokenizer
 
 
@@ -108,20 +109,22 @@ def _qwen2(root: Path) -> Any:
     try:
         model = tokenizers.models.BPE.from_file(str(root / VOCABULARY_FILE), str(root / MERGES_FILE))
     except Exception as error:
-        raise ConfigError(f"{root / VOCABULARY_FILE} and {MERGES_FILE} cannot be read: {error}") from error
+        raise ConfigError(
+            f"{root / VOCABULARY_FILE} and {MERGES_FILE}: got files that cannot be read ({error}); expected a "
+            "vocabulary and merges"
+        ) from error
 
     tokenizer = _byte_level(tokenizers, model, _QWEN2)
     tokenizer.normalizer = tokenizers.normalizers.NFC()
     added = {int(number): entry for number, entry in (config.get("added_tokens_decoder") or {}).items()}
 
+    # `tokenizers` numbers added tokens in the order in which they come.
     for number, entry in sorted(added.items()):
-        flags = {
-            name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")
-        }
+        flags = {name: bool(entry.get(name, False)) for name in _FLAGS}
         tokenizer.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
         if tokenizer.token_to_id(entry["content"]) != number:
             raise ConfigError(
-                f"{root / TOKENIZER_CONFIG_FILE}: {entry['content']!r} has the id {number}; expected "
+                f"{root / TOKENIZER_CONFIG_FILE}: got {entry['content']!r} with the id {number}; expected "
                 f"{tokenizer.token_to_id(entry['content'])}, the next behind {VOCABULARY_FILE}"
             )
 
@@ -132,7 +135,7 @@ def _config(root: Path, file: str, known: tuple[str, ...]) -> dict[str, Any]:
     config = read_table(root / TOKENIZER_CONFIG_FILE)
     if config.get("tokenizer_class") not in known:
         raise ConfigError(
-            f"{root / TOKENIZER_CONFIG_FILE}: tokenizer_class is {config.get('tokenizer_class')!r}, beside {file}; "
+            f"{root / TOKENIZER_CONFIG_FILE}: got tokenizer_class {config.get('tokenizer_class')!r}, beside {file}; "
             f"expected {' or '.join(known)}, or a tokenizer.json"
         )
     return config
@@ -161,17 +164,17 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error) as error:
             raise ConfigError(
-                f"{path}: line {number + 1} is {line[:40]!r}; expected a token in base64 and a rank"
+                f"{path}: got line {number + 1}, {line[:40]!r}; expected a token in base64 and a rank"
             ) from error
 
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ConfigError(
-            f"{path} holds {len(ranks)} tokens whose ranks are not 0 … {len(ranks) - 1}; expected each once"
+            f"{path}: got {len(ranks)} tokens whose ranks are not 0 … {len(ranks) - 1}; expected each once"
         )
 
     absent = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if absent:
-        raise ConfigError(f"{path}: no token stands for the byte {absent[0]}; expected all 256")
+        raise ConfigError(f"{path}: got no token for the byte {absent[0]}; expected all 256")
     return ranks
 
 

@@ -33,7 +33,7 @@ def check_heads(width: int, heads: int, multiple: int = 1) -> None:
     """Raises ConfigError where a tower's width is not `heads` heads of a multiple of `multiple` channels each."""
     if width < 1 or heads < 1 or width % heads or (width // heads) % multiple:
         raise ConfigError(
-            f"tower of width {width} with {heads} heads; expected heads of equal width, a multiple of {multiple}"
+            f"tower: got width {width} with {heads} heads; expected heads of equal width, a multiple of {multiple}"
         )
 
 
@@ -74,9 +74,11 @@ class BlockConfig:
 
     def __post_init__(self) -> None:
         if self.activation not in VISION_ACTIVATIONS:
-            raise ConfigError(f"vision activation {self.activation!r}; expected one of {sorted(VISION_ACTIVATIONS)}")
+            raise ConfigError(
+                f"vision activation: got {self.activation!r}; expected one of {sorted(VISION_ACTIVATIONS)}"
+            )
         if self.width % self.heads:
-            raise ConfigError(f"vision width {self.width} is not a multiple of its {self.heads} heads")
+            raise ConfigError(f"vision width: got {self.width}; expected a multiple of its {self.heads} heads")
 
 
 class PlainMLP(nnx.Module):
@@ -130,16 +132,12 @@ class PlainBlock(nnx.Module):
     def project(self, hidden: Float[Array, "*lead D"]) -> tuple[Array, Array, Array]:
         """Computes query, key and value [..., N, H] of the normalised input."""
         x = self.attention_norm(hidden)
+        shape = (*x.shape[:-1], self.config.heads, -1)
         if self.config.fused:
-            parts = tuple(jnp.moveaxis(self.qkv(x).reshape(*x.shape[:-1], 3, self.config.heads, -1), -3, 0))
-        else:
-            parts = (linear(x).reshape(*x.shape[:-1], self.config.heads, -1) for linear in self._split)
-        query, key, value = parts
-        return query, key, value
-
-    @property
-    def _split(self) -> tuple[Linear, Linear, Linear]:
-        return self.query, self.key, self.value
+            # The matrix has all queries first, then all keys, then all values.
+            query, key, value = jnp.moveaxis(self.qkv(x).reshape(*x.shape[:-1], 3, *shape[-2:]), -3, 0)
+            return query, key, value
+        return self.query(x).reshape(shape), self.key(x).reshape(shape), self.value(x).reshape(shape)
 
     def update(self, hidden: Float[Array, "*lead D"], mixed: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
         """Returns the residual after this block, given what its attention read."""
@@ -173,6 +171,7 @@ def attend_segments(
     def gather(x):
         return jnp.take(x, segments, axis=0, mode="fill", fill_value=0)
 
+    # Padding is in a segment of its own, which nothing sees.
     numbers = jnp.where(segments < patches, 0, -1)
     mask = Mask(query_segments=numbers, key_segments=numbers)
     mixed = attention(gather(query), gather(key), gather(value), mask, scale=head_dim**-0.5)
@@ -201,7 +200,9 @@ def patch_places(height: int, width: int, block: int) -> tuple[np.ndarray, np.nd
       ShapeError: a frame that is not a multiple of the block.
     """
     if height < 1 or width < 1 or height % block or width % block:
-        raise ShapeError(f"image grid {height}×{width} patches is not a positive multiple of the merge size {block}")
+        raise ShapeError(
+            f"image grid: got {height}×{width} patches; expected a positive multiple of the merge size {block}"
+        )
     row, column = np.meshgrid(np.arange(height, dtype=np.int32), np.arange(width, dtype=np.int32), indexing="ij")
 
     def order(x):
@@ -222,9 +223,29 @@ def resample_taps(
     "bilinear" is with align_corners=True (Qwen3-VL), "bicubic" with a = −0.75 and align_corners=False (MoonViT). Taps
     are 4 or 16 places in the flattened table. Computed in float32 in torch's order of operations.
     """
-    (row_taps, row_weights), (column_taps, column_weights) = (
-        _axis_taps(place, size, side, mode) for place, size in zip((rows, columns), grid, strict=True)
-    )
+    one = np.float32
+
+    def axis_taps(place: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        place = place.astype(np.float32)
+        if mode == "bilinear":
+            source, offsets = place * one(side - 1) / one(max(size - 1, 1)), np.arange(2)
+        else:
+            source, offsets = (place + one(0.5)) * one(side) / one(size) - one(0.5), np.arange(-1, 3)
+
+        # Taps beyond the table repeat its edge, with the weight that they would have there.
+        floor = np.floor(source)
+        taps = (floor.astype(np.int64)[:, None] + offsets).clip(0, side - 1)
+        distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
+        if mode == "bilinear":
+            return taps, np.maximum(one(1) - distance, one(0))
+
+        a = one(-0.75)
+        near = ((a + one(2)) * distance - (a + one(3))) * distance * distance + one(1)
+        far = ((a * distance - one(5) * a) * distance + one(8) * a) * distance - one(4) * a
+        return taps, np.where(distance <= 1, near, far)
+
+    row_taps, row_weights = axis_taps(rows, grid[0])
+    column_taps, column_weights = axis_taps(columns, grid[1])
     taps = row_taps[:, :, None] * side + column_taps[:, None, :]
     weights = row_weights[:, :, None] * column_weights[:, None, :]
     return taps.reshape(len(rows), -1).astype(np.int32), weights.reshape(len(rows), -1).astype(np.float32)
@@ -253,29 +274,11 @@ def add_positions(
     if len(taps) <= BLOCK_TOKENS:
         return hidden + mix(taps, weights)
 
+    # Many patches in blocks: each gathers up to 16 rows of the table in float32.
     def one(at):
         return mix(at[0][None], at[1][None])[0]
 
     return hidden + jax.lax.map(one, (taps, weights), batch_size=BLOCK_TOKENS)
-
-
-def _axis_taps(place: np.ndarray, size: int, side: int, mode: str) -> tuple[np.ndarray, np.ndarray]:
-    place, one = place.astype(np.float32), np.float32
-    if mode == "bilinear":
-        source, offsets = place * one(side - 1) / one(max(size - 1, 1)), np.arange(2)
-    else:
-        source, offsets = (place + one(0.5)) * one(side) / one(size) - one(0.5), np.arange(-1, 3)
-
-    floor = np.floor(source)
-    taps = floor.astype(np.int64)[:, None] + offsets
-    distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
-    if mode == "bilinear":
-        return taps.clip(0, side - 1), np.maximum(one(1) - distance, one(0))
-
-    a = one(-0.75)
-    near = ((a + one(2)) * distance - (a + one(3))) * distance * distance + one(1)
-    far = ((a * distance - one(5) * a) * distance + one(8) * a) * distance - one(4) * a
-    return taps.clip(0, side - 1), np.where(distance <= 1, near, far)
 
 
 def axial_tables(

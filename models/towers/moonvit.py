@@ -98,7 +98,8 @@ def plan_patches(config: MoonViTConfig, grids: Int[np.ndarray, "images axes"]) -
     parts, sizes, merged = [], [], []
     for *frames, height, width in np.asarray(grids).tolist():
         if frames not in ([], [1]):
-            raise ShapeError(f"grid {(*frames, height, width)}: expected one frame; MoonViT's video is not built")
+            raise ShapeError(f"grid: got {(*frames, height, width)}; expected one frame (MoonViT's video is not built)")
+        # Patches lie in raster order, and the squares that become one token are gathered at the end.
         block_rows, block_columns = patch_places(height, width, config.merge)
         merged.append((sum(sizes) + block_rows * width + block_columns).reshape(-1, config.merge**2))
         rows, columns = patch_places(height, width, 1)
@@ -136,6 +137,7 @@ class MoonViT(nnx.Module):
         flat = pixel_values.reshape(pixel_values.shape[0], -1).astype(jnp.dtype(config.dtype))
         hidden = self.patch_embedding(flat)
         hidden = add_positions(hidden, self.position_embedding, taps, weights)
+        # Width comes first in MoonViT's rotary pairs, height second.
         tables = axial_tables(columns, rows, config.width // config.heads, config.theta, alternate=True)
 
         def step(block: PlainBlock, hidden: Array) -> Array:

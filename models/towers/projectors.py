@@ -28,7 +28,9 @@ def pixel_shuffle(features: Float[Array, "B E D"], factor: int) -> Float[Array, 
     """
     side = round(features.shape[1] ** 0.5)
     if side**2 != features.shape[1] or side % factor:
-        raise ShapeError(f"{features.shape[1]} features per image; expected a square with a side multiple of {factor}")
+        raise ShapeError(
+            f"features: got {features.shape[1]} per image; expected a square with a side multiple of {factor}"
+        )
     return rearrange(features, "B (h y w x) D -> B (h w) (y x D)", h=side // factor, y=factor, x=factor)
 
 
@@ -68,7 +70,7 @@ class TileConfig:
 
     def __post_init__(self) -> None:
         if not self.pinpoints or any(len(point) != 2 or min(point) < 1 for point in self.pinpoints):
-            raise ConfigError(f"image_grid_pinpoints {self.pinpoints!r}; expected pairs of heights and widths")
+            raise ConfigError(f"image_grid_pinpoints: got {self.pinpoints!r}; expected pairs of heights and widths")
 
 
 def best_resolution(height: int, width: int, pinpoints: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -92,28 +94,32 @@ def packing_index(config: TileConfig, image_sizes: Int[np.ndarray, "images 2"]) 
     rows or columns that only padding made, a newline after each row.
     """
     size, first, parts = config.side**2, 0, []
-    sizes = [(int(height), int(width)) for height, width in np.asarray(image_sizes).tolist()]
-    grids = [tuple(edge // config.image for edge in best_resolution(*size_, config.pinpoints)) for size_ in sizes]
+    sizes, grids = [], []
+    for height, width in np.asarray(image_sizes).astype(int).tolist():
+        tall, wide = best_resolution(height, width, config.pinpoints)
+        sizes.append((height, width))
+        grids.append((tall // config.image, wide // config.image))
     newline = size * sum(1 + rows * columns for rows, columns in grids)
 
+    # The grid's tiles follow the small whole image, in raster order.
     for (height, width), (rows, columns) in zip(sizes, grids, strict=True):
         count = size * rows * columns
         grid = first + size + np.arange(count).reshape(rows, columns, config.side, config.side)
-        grid = _unpad(grid.transpose(0, 2, 1, 3).reshape(rows * config.side, -1), height, width)
+        grid = grid.transpose(0, 2, 1, 3).reshape(rows * config.side, -1)
+
+        # Features that only padding made are cut off along one side; the margin is rounded as transformers does it.
+        tall, wide = grid.shape
+        if width / height > wide / tall:
+            margin = (tall - int(round(height * (wide / width), 7))) // 2
+            grid = grid[margin : tall - margin]
+        else:
+            margin = (wide - int(round(width * (tall / height), 7))) // 2
+            grid = grid[:, margin : wide - margin]
         lines = np.concatenate([grid, np.full((len(grid), 1), newline)], axis=1)
         parts += [np.arange(first, first + size), lines.reshape(-1)]
         first += size + count
 
     return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
-
-
-def _unpad(grid: np.ndarray, height: int, width: int) -> np.ndarray:
-    rows, columns = grid.shape
-    if width / height > columns / rows:
-        margin = (rows - int(round(height * (columns / width), 7))) // 2
-        return grid[margin : rows - margin]
-    margin = (columns - int(round(width * (rows / height), 7))) // 2
-    return grid[:, margin : columns - margin]
 
 
 def pack_tiles(

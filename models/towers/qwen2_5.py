@@ -68,6 +68,7 @@ def plan_patches(config: Qwen25VisionConfig, grids: Int[np.ndarray, "images 3"])
         across = -(-(width // merge) // reach)
         window = (row // merge // reach) * across + column // merge // reach
         inside = [np.flatnonzero(window == number) for number in np.unique(window)]
+        # Attention never crosses the frames of a video.
         for _ in range(time):
             windows += [sum(sizes) + patches for patches in inside]
             places.append((row, column))
@@ -118,27 +119,19 @@ class Qwen25VisionTower(nnx.Module):
         head_dim = self.config.width // self.config.heads
         tables = axial_tables(rows, columns, head_dim, self.config.theta, alternate=False)
 
-        for first, last, full in _runs(self.config.depth, self.config.full_layers):
-            segments = frames if full else windows
+        # One scan goes through maximal runs of layers that attend alike.
+        depth, whole = self.config.depth, set(self.config.full_layers)
+        edges = [layer for layer in range(1, depth) if (layer in whole) != (layer - 1 in whole)]
+        for first, last in itertools.pairwise([0, *edges, depth]):
+            segments = frames if first in whole else windows
 
-            def step(block, hidden, segments=segments):
-                return self._block(block, hidden, tables, segments)
+            def step(block: Qwen25VisionBlock, hidden: Array, segments: Array = segments) -> Array:
+                qkv = block.qkv(block.attention_norm(hidden)).reshape(hidden.shape[0], 3, self.config.heads, -1)
+                query, key = (rotate(qkv[:, part], *tables, "half") for part in (0, 1))
+                hidden = hidden + block.output(attend_segments(query, key, qkv[:, 2], segments))
+                return hidden + in_blocks(block.mlp, block.mlp_norm(hidden))
 
             hidden = scan_blocks(self.blocks, step, hidden, first, last)
 
         merged = self.merger_norm(hidden).reshape(-1, self.config.width * self.config.merge**2)
         return self.merger_out(ACTIVATIONS["gelu"](self.merger_in(merged)))
-
-    def _block(self, block: Qwen25VisionBlock, hidden: Array, tables: tuple[Array, Array], segments: Array) -> Array:
-        heads = self.config.heads
-        qkv = block.qkv(block.attention_norm(hidden)).reshape(hidden.shape[0], 3, heads, -1)
-        query, key = (rotate(qkv[:, part], *tables, "half") for part in (0, 1))
-        hidden = hidden + block.output(attend_segments(query, key, qkv[:, 2], segments))
-        return hidden + in_blocks(block.mlp, block.mlp_norm(hidden))
-
-
-def _runs(depth: int, full_layers: tuple[int, ...]) -> list[tuple[int, int, bool]]:
-    """Returns maximal runs of layers of one kind: [(first, last, attends over the whole frame)]."""
-    kinds = [layer in full_layers for layer in range(depth)]
-    edges = [0, *[layer for layer in range(1, depth) if kinds[layer] != kinds[layer - 1]], depth]
-    return [(first, last, kinds[first]) for first, last in itertools.pairwise(edges)]

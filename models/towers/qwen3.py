@@ -63,10 +63,12 @@ class Qwen3VisionConfig:
     def __post_init__(self) -> None:
         check_heads(self.width, self.heads, 4)
         if self.side**2 != self.positions:
-            raise ConfigError(f"num_position_embeddings {self.positions}; expected a square")
+            raise ConfigError(f"num_position_embeddings: got {self.positions}; expected a square")
         inside = {layer for layer in self.deepstack_layers if type(layer) is int and 0 <= layer < self.depth}
         if list(self.deepstack_layers) != sorted(inside):
-            raise ConfigError(f"deepstack layers {self.deepstack_layers}; expected rising layers below {self.depth}")
+            raise ConfigError(
+                f"deepstack layers: got {self.deepstack_layers}; expected rising layers below {self.depth}"
+            )
 
     @property
     def features(self) -> int:
@@ -145,6 +147,7 @@ class Qwen3VisionTower(nnx.Module):
             query, key = (rotate(x, *tables, "half") for x in (query, key))
             return block.update(hidden, attend_segments(query, key, value, frames))
 
+        # Deepstack features are the residual that leaves these blocks.
         stops, taken = [layer + 1 for layer in config.deepstack_layers], []
         for first, last in itertools.pairwise(sorted({0, *stops, config.depth})):
             hidden = scan_blocks(self.blocks, step, hidden, first, last)
@@ -154,14 +157,13 @@ class Qwen3VisionTower(nnx.Module):
         features = self.merger(self.merger_norm(hidden).reshape(-1, square))
         if not taken:
             return features, jnp.zeros((0, *features.shape), features.dtype)
-        stacked = jnp.stack(taken).reshape(len(taken), -1, square)
-        return features, self._merge_deepstack(stacked)
 
-    def _merge_deepstack(self, stacked: Float[Array, "S E M"]) -> Float[Array, "S E D"]:
+        # The main merger norms patches before it joins four of them; those of deepstack norm what was joined.
         graph, state = nnx.split((self.deepstack_norm, self.deepstack))
 
         def body(carry: None, item: tuple) -> tuple[None, Array]:
             norm, mlp = nnx.merge(graph, item[0])
             return carry, mlp(norm(item[1]))
 
-        return jax.lax.scan(body, None, (state, stacked))[1]
+        stacked = jnp.stack(taken).reshape(len(taken), -1, square)
+        return features, jax.lax.scan(body, None, (state, stacked))[1]

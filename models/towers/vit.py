@@ -57,11 +57,13 @@ class ViTConfig:
     def __post_init__(self) -> None:
         check_heads(self.width, self.heads)
         if not isinstance(self.feature_layer, int):
-            raise ConfigError(f"vision_feature_layer {self.feature_layer!r}; expected one layer")
+            raise ConfigError(f"vision_feature_layer: got {self.feature_layer!r}; expected one layer")
         if self.final_norm not in ("applied", "kept", "none"):
-            raise ConfigError(f"final_norm {self.final_norm!r}; expected 'applied', 'kept' or 'none'")
+            raise ConfigError(f"final_norm: got {self.final_norm!r}; expected 'applied', 'kept' or 'none'")
         if not -self.depth - 1 <= self.feature_layer <= self.depth:
-            raise ConfigError(f"vision_feature_layer {self.feature_layer} is outside a tower of {self.depth} layers")
+            raise ConfigError(
+                f"vision_feature_layer: got {self.feature_layer}; expected a layer of the tower's {self.depth}"
+            )
 
     @property
     def side(self) -> int:
@@ -101,13 +103,12 @@ def bucket_positions(height: int, width: int, side: int) -> Int32[np.ndarray, " 
     """
     step = 1 / side
     boundaries = (step + step * np.arange(math.ceil((1 - step) / step))).astype(np.float32)
-    row, column = (np.searchsorted(boundaries, _shares(count), side="right") for count in (height, width))
-    return (row[:, None] * side + column).reshape(-1).astype(np.int32)
 
+    def buckets(count: int) -> np.ndarray:
+        shares = np.arange(count, dtype=np.float32) * (np.float32(1) / np.float32(count))
+        return np.searchsorted(boundaries, np.minimum(shares, np.float32(1 - 1e-6)), side="right")
 
-def _shares(count: int) -> np.ndarray:
-    shares = np.arange(count, dtype=np.float32) * (np.float32(1) / np.float32(count))
-    return np.minimum(shares, np.float32(1 - 1e-6))
+    return (buckets(height)[:, None] * side + buckets(width)).reshape(-1).astype(np.int32)
 
 
 class ViT(nnx.Module):
@@ -150,25 +151,25 @@ class ViT(nnx.Module):
             x=config.patch,
         )
         if positions is None and pixel_values.shape[2:] != (config.image, config.image):
-            raise ShapeError(f"images of {pixel_values.shape[2:]} pixels; expected {config.image}×{config.image}")
+            raise ShapeError(f"images: got {pixel_values.shape[2:]} pixels; expected {config.image}×{config.image}")
 
-        hidden = self._embed(patches, positions)
+        hidden = self.patch_embedding(patches)
+        table = self.position_embedding[...].astype(hidden.dtype)
+        if self.class_embedding is not None:
+            # In front, where the learned positions have it.
+            first = jnp.broadcast_to(self.class_embedding[...].astype(hidden.dtype), (len(hidden), 1, hidden.shape[-1]))
+            hidden = jnp.concatenate([first, hidden], axis=1)
+        hidden = hidden + (table if positions is None else table[positions])
+        if self.pre_norm is not None:
+            hidden = self.pre_norm(hidden)
         scale = (config.width // config.heads) ** -0.5
 
         def step(block: PlainBlock, hidden: Array) -> Array:
             mixed = attention(*block.project(hidden), Mask(), scale=scale)
             return block.update(hidden, mixed.reshape(hidden.shape))
 
+        # LLaVA takes the hidden state before the last, so the blocks above it are not run.
         hidden = scan_blocks(self.blocks, step, hidden, 0, config.layers_run)
         if config.final_norm == "applied" and self.final_norm is not None:
             hidden = self.final_norm(hidden)
         return hidden[:, 1:] if config.class_token and config.drop_class else hidden
-
-    def _embed(self, patches: Float[Array, "B P F"], positions: Int[Array, "B P"] | None) -> Float[Array, "B T D"]:
-        hidden = self.patch_embedding(patches)
-        table = self.position_embedding[...].astype(hidden.dtype)
-        if self.class_embedding is not None:
-            first = jnp.broadcast_to(self.class_embedding[...].astype(hidden.dtype), (len(hidden), 1, hidden.shape[-1]))
-            hidden = jnp.concatenate([first, hidden], axis=1)
-        hidden = hidden + (table if positions is None else table[positions])
-        return hidden if self.pre_norm is None else self.pre_norm(hidden)

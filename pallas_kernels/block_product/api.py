@@ -38,11 +38,13 @@ def block_product(
       KernelUnavailableError: none of the implementations asked for can run; says why of each.
     """
     if not len(which) or len(x) % len(which):
-        raise KernelShapeError(f"block_product: {len(x)} rows in {len(which)} blocks; expected blocks of one size")
+        raise KernelShapeError(f"block_product: got {len(x)} rows in {len(which)} blocks; expected blocks of one size")
     if x.shape[1] != stack.shape[1]:
-        raise KernelShapeError(f"block_product: rows of {x.shape[1]}; expected {stack.shape[1]}, as the matrices have")
+        raise KernelShapeError(
+            f"block_product: got rows of {x.shape[1]}; expected {stack.shape[1]}, as the matrices have"
+        )
     if x.dtype != stack.dtype:
-        raise KernelDtypeError(f"block_product: rows of {x.dtype}; expected {stack.dtype}, as the matrices are")
+        raise KernelDtypeError(f"block_product: got rows of {x.dtype}; expected {stack.dtype}, as the matrices are")
     if what_runs(len(x) // len(which), x.dtype, stack, implementation) == "xla":
         return reference.block_product(x, stack, which)
     return _by_kernel(interpretation(), x, stack, which, used)

@@ -51,16 +51,18 @@ def factorise(
     """
     choose("factorise", implementation)
     if method not in METHODS:
-        raise KernelShapeError(f"factorise: method {method!r}; expected one of {METHODS}")
+        raise KernelShapeError(f"factorise: got method {method!r}; expected one of {METHODS}")
 
     limit = min(matrix.shape[-2:])
     if not 1 <= rank <= limit:
-        raise KernelShapeError(f"factorise: rank {rank}; expected 1 to {limit} for a matrix of shape {matrix.shape}")
+        raise KernelShapeError(
+            f"factorise: got rank {rank}; expected 1 to {limit} for a matrix of shape {matrix.shape}"
+        )
 
     if orthonormal is None:
         orthonormal = "cholesky" if platform() == "gpu" else "qr"
     if orthonormal not in ORTHONORMAL:
-        raise KernelShapeError(f"factorise: orthonormal {orthonormal!r}; expected one of {ORTHONORMAL}")
+        raise KernelShapeError(f"factorise: got orthonormal {orthonormal!r}; expected one of {ORTHONORMAL}")
 
     key = jax.random.key(0) if key is None else key
     if method == "exact":
@@ -105,10 +107,10 @@ def factorise_sharded(
       KernelShapeError: rank out of range, or an unknown side.
     """
     if sharded not in SIDES:
-        raise KernelShapeError(f"factorise_sharded: sharded {sharded!r}; expected one of {SIDES}")
+        raise KernelShapeError(f"factorise_sharded: got sharded {sharded!r}; expected one of {SIDES}")
     limit = matrix.shape[-1 if sharded == "tokens" else -2]
     if not 1 <= rank <= limit:
-        raise KernelShapeError(f"factorise_sharded: rank {rank}; expected 1 to {limit} for a part {matrix.shape}")
+        raise KernelShapeError(f"factorise_sharded: got rank {rank}; expected 1 to {limit} for a part {matrix.shape}")
     key = jax.random.key(0) if key is None else key
     return reference.gram(matrix.astype(jnp.float32), rank, key, oversample, iterations, axis_name, sharded)
 
@@ -125,7 +127,7 @@ def merge(
     """
     limit = min(first[0].shape[-1] + second[0].shape[-1], first[0].shape[-2], first[1].shape[-1])
     if not 1 <= rank <= limit:
-        raise KernelShapeError(f"merge: rank {rank}; expected 1 to {limit}")
+        raise KernelShapeError(f"merge: got rank {rank}; expected 1 to {limit}")
     return reference.merge(first, second, rank)
 
 

@@ -79,10 +79,10 @@ def rotate_patch(
 def _out_dtype(x: Array, x_scale: Array | None, out_dtype: jax.typing.DTypeLike | None) -> str:
     """Returns the result's dtype by name; that of x where nothing else is asked for."""
     if out_dtype is None and (x_scale is not None or x.dtype == jnp.int8):
-        raise KernelDtypeError(f"rotate_patch: x of dtype {x.dtype} with a scale; expected an out_dtype")
+        raise KernelDtypeError(f"rotate_patch: got x of dtype {x.dtype} with a scale; expected an out_dtype")
     out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if not jnp.issubdtype(out, jnp.floating):
-        raise KernelDtypeError(f"rotate_patch: out_dtype {out}; expected a floating-point dtype")
+        raise KernelDtypeError(f"rotate_patch: got out_dtype {out}; expected a floating-point dtype")
     return out.name
 
 

@@ -115,7 +115,7 @@ def check_slots(slots: Slots, total: int, length: Length = None) -> None:
       KernelSlotError, KernelDtypeError: see `splice`.
     """
     if not jnp.issubdtype(slots.dtype, jnp.integer):
-        raise KernelDtypeError(f"splice: slots of dtype {slots.dtype}; expected int32")
+        raise KernelDtypeError(f"splice: got slots of dtype {slots.dtype}; expected int32")
     if isinstance(slots, Tracer):
         return
 
@@ -124,11 +124,11 @@ def check_slots(slots: Slots, total: int, length: Length = None) -> None:
     rising = np.sort(named)
     if named.size and (rising[0] < 0 or rising[-1] >= total):
         outside = named[(named < 0) | (named >= total)]
-        raise KernelSlotError(f"splice: slot {int(outside[0])}; expected 0 to {total - 1}")
+        raise KernelSlotError(f"splice: got slot {int(outside[0])}; expected 0 to {total - 1}")
 
     twice = rising[1:][rising[1:] == rising[:-1]]
     if twice.size:
-        raise KernelSlotError(f"splice: slot {int(twice[0])} is named twice; expected distinct slots")
+        raise KernelSlotError(f"splice: got slot {int(twice[0])} named twice; expected distinct slots")
 
 
 def _check_pool(pool: Array, slots: Slots, operands: Operands) -> None:
@@ -139,10 +139,10 @@ def _check_pool(pool: Array, slots: Slots, operands: Operands) -> None:
     fits = pool.ndim == x.ndim + 1 and pool.shape[:-4] == leading and pool.shape[-2] == heads
     if not fits or pool.shape[-1] not in (width, padded_width(width)):
         wanted = f"{[*leading, 'P', 'O', heads, width]}, or {padded_width(width)} wide with padding"
-        raise KernelShapeError(f"splice: pool {pool.shape}; expected {wanted}")
+        raise KernelShapeError(f"splice: got pool {pool.shape}; expected {wanted}")
     if slots.shape != (tokens,):
-        raise KernelShapeError(f"splice: slots of shape {slots.shape}; expected [{tokens}]")
+        raise KernelShapeError(f"splice: got slots of shape {slots.shape}; expected [{tokens}]")
     if operands.x_scale is None and x.dtype != pool.dtype:
-        raise KernelDtypeError(f"splice: x of dtype {x.dtype}; expected the pool's {pool.dtype}")
+        raise KernelDtypeError(f"splice: got x of dtype {x.dtype}; expected the pool's {pool.dtype}")
     if v is not None and v.shape[-2] > v.shape[-1]:
-        raise KernelShapeError(f"splice: rank {v.shape[-2]}; expected at most the width {v.shape[-1]}")
+        raise KernelShapeError(f"splice: got rank {v.shape[-2]}; expected at most the width {v.shape[-1]}")

@@ -29,22 +29,6 @@ def test_equals_direct_resampling():
     assert got.n == len(values)
 
 
-def test_median_equals_direct_resampling():
-    values, cluster = draw(3)
-    blind, arm = np.exp(values), np.exp(values[::-1])
-    control = np.where(np.arange(len(values)) % 3 == 0, blind, 0.0)
-    keep = blind > 10 * control
-    counts = np.random.default_rng(1).multinomial(40, np.full(40, 1 / 40), 200)
-    direct = []
-    for count in counts:
-        weight = count[cluster.astype(int)][keep]
-        direct.append(np.median(np.repeat(1 - arm[keep] / blind[keep], weight)))
-    got = intervals.median_eta(arm, blind, control, cluster, seed=1, draws=200)
-    assert got.n == keep.sum()
-    np.testing.assert_allclose(got.value, np.median(1 - arm[keep] / blind[keep]))
-    np.testing.assert_allclose(got[1:3], np.percentile(direct, [2.5, 97.5]), atol=1e-12)
-
-
 def test_coverage_of_a_clustered_binomial():
     """95 % intervals hold the truth about 95 % of the time; ignoring the clusters they would not."""
     rng = np.random.default_rng(5)
@@ -107,7 +91,6 @@ def test_what_cannot_be_said_is_nan():
     assert math.isnan(intervals.eta(zeros + 1, zeros, cluster).value)
     assert math.isnan(intervals.eta(zeros, zeros + np.inf, cluster).value)
     assert intervals.eta(np.array([np.inf, 0, 0, 0]), zeros + 1, cluster).value == -math.inf
-    assert intervals.median_eta(zeros, zeros, zeros, cluster) == pytest.approx(intervals.UNDEFINED, nan_ok=True)
     assert math.isnan(intervals.mean(np.array([1.0, np.nan]), np.arange(2)).value)
 
 

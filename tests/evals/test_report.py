@@ -150,7 +150,7 @@ def test_example_shows_every_answer(tmp_path):
     seen = (marks, example.swatches())
     path = example.example_figure(legends, page, questions, answers, tmp_path / "e.png", ["red", "blue"], *seen)
     assert is_png(path)
-    with pytest.raises(ValueError, match="'blind' has 1 answers to 2 questions"):
+    with pytest.raises(ValueError, match="'blind': got 1; expected 2"):
         example.example_figure(legends, page, questions, {"blind": ["red"]}, path)
 
 

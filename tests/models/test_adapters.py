@@ -163,19 +163,19 @@ def test_a_head_that_was_trained_is_no_longer_tied(base, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"peft_type": "LOKR"}, "peft_type 'LOKR' is not built; expected 'LORA'"),
+        ({"peft_type": "LOKR"}, "peft_type 'LOKR', which is not built; expected 'LORA'"),
         ({"peft_type": "LOHA"}, "peft_type 'LOHA'"),
         ({"peft_type": None}, "peft_type None"),
-        ({"use_dora": True}, "use_dora True is not built"),
+        ({"use_dora": True}, "use_dora True, which is not built"),
         ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"use_something_new": 1}, "use_something_new 1"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the base"),
-        ({"r": 0}, "r is 0; expected a positive number"),
-        ({"lora_alpha": "8"}, "lora_alpha is '8'"),
-        ({"alpha_pattern": {"q_proj": -1}}, "alpha_pattern of 'q_proj' is -1; expected a positive number"),
-        ({"rank_pattern": [3]}, r"rank_pattern is \[3\]; expected a table"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa', which changes the base"),
+        ({"r": 0}, "r 0; expected a positive number"),
+        ({"lora_alpha": "8"}, "lora_alpha '8'"),
+        ({"alpha_pattern": {"q_proj": -1}}, "alpha_pattern of 'q_proj' -1; expected a positive number"),
+        ({"rank_pattern": [3]}, r"rank_pattern \[3\]; expected a table"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused_by_name(config, message, base, tmp_path):
@@ -211,15 +211,15 @@ def changed(change: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("half", r"there is only .*lora_A\.weight'; expected two"),
-        ("rank", r"lora_A\.weight' has shape \(3, 64\); expected a matrix with the rank, 2, on axis 0"),
-        ("shape", r"added to .*q_proj\.weight' has shape \(32, 64\); expected \(64, 64\)"),
+        ("half", r"got only .*lora_A\.weight' of the factors of .*; expected two"),
+        ("rank", r"lora_A\.weight' of shape \(3, 64\); expected a matrix with the rank, 2, on axis 0"),
+        ("shape", r"change of .*q_proj\.weight' of shape \(32, 64\); expected \(64, 64\)"),
         ("convolution", r"\(2, 3, 4, 4\); expected a matrix"),
-        ("other layer", r"layers\.3\.self_attn\.q_proj\.lora_A\.weight' matches none"),
-        ("magnitude", r"lora_magnitude_vector' matches none"),
-        ("twice", "is there twice"),
-        ("head", r"lm_head\.lora_A\.weight' matches none.*'lm_head\.weight' is not: it is tied"),
-        ("empty", "holds no tensors"),
+        ("other layer", r"layers\.3\.self_attn\.q_proj\.lora_A\.weight', which matches none"),
+        ("magnitude", "lora_magnitude_vector', which matches none"),
+        ("twice", "' twice; expected one"),
+        ("head", r"lm_head\.lora_A\.weight', which matches none.*'lm_head\.weight' is not: it is tied"),
+        ("empty", "got no tensors"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(change, message, base, tmp_path):
@@ -232,18 +232,20 @@ def test_tensors_that_do_not_fit_are_refused(change, message, base, tmp_path):
 
 def test_a_replaced_tensor_of_another_shape_is_refused(base, tmp_path):
     tensors = factors(QUERY) | {"base_model.model.model.embed_tokens.weight": np.zeros((302, 64), np.float32)}
-    with pytest.raises(WeightsError, match=r"embed_tokens\.weight' has shape \(302, 64\); expected \(300, 64\)"):
+    with pytest.raises(WeightsError, match=r"embed_tokens\.weight' of shape \(302, 64\); expected \(300, 64\)"):
         models.load(base("qwen2"), adapter=write_adapter(tmp_path / "a", tensors, modules_to_save=["embed_tokens"]))
 
 
 def test_directories_that_hold_no_adapter(base, tmp_path):
-    with pytest.raises(ConfigError, match=r"adapter_config\.json is not there; expected an adapter's directory"):
+    with pytest.raises(ConfigError, match=r"adapter_config\.json: got no such file; expected an adapter's directory"):
         models.load(base("qwen2"), adapter=tmp_path)
     adapter = write_adapter(tmp_path / "a", factors(QUERY))
-    with pytest.raises(ConfigError, match=r"holds an adapter .* and no model; expected the model's directory"):
+    with pytest.raises(ConfigError, match=r"got an adapter .* and no model; expected the model's directory"):
         models.load(adapter)
     (adapter / WEIGHTS).rename(adapter / "adapter_model.bin")
-    with pytest.raises(WeightsError, match=r"adapter_model\.safetensors is not there \(found \['adapter_model\.bin'\]"):
+    with pytest.raises(
+        WeightsError, match=r"adapter_model\.safetensors: got no such file \(found \['adapter_model\.bin'\]"
+    ):
         models.load(base("qwen2"), adapter=adapter)
     (adapter / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
     with pytest.raises(WeightsError, match="damaged"):

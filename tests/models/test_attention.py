@@ -248,9 +248,9 @@ def test_masks_that_do_not_fit_are_refused():
     arrays = drawn((2, 5, 7), HEADS["gqa"])
     for name, shape in {"query_places": (2, 7), "key_places": (3, 7), "allowed": (2, 1, 7, 5)}.items():
         given: Any = {name: np.zeros(shape, bool if name == "allowed" else np.int32)}
-        with pytest.raises(ShapeError, match=f"mask: {name} of shape"):
+        with pytest.raises(ShapeError, match=f"mask: got {name} of shape"):
             attention(*arrays, Mask(**given), scale=SCALE)
-    with pytest.raises(ShapeError, match="segments of queries alone or keys alone"):
+    with pytest.raises(ShapeError, match="segments: got those of queries alone or of keys alone"):
         Mask(query_segments=np.zeros((1, 5), np.int32))
-    with pytest.raises(ShapeError, match="window of 0 places"):
+    with pytest.raises(ShapeError, match="window: got 0 places"):
         Mask(window=0)

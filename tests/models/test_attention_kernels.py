@@ -62,5 +62,5 @@ def test_kernels_are_taken_where_they_can_be():
             what_runs(*shapes, Mask(causal=True, offset=1), "cudnn")
     with preferring("tpu"):  # but this is no TPU
         assert what_runs(*shapes, causal) == "blockwise"
-    with pytest.raises(KernelUnavailableError, match="attention by 'flash'; expected one of"), using("flash"):
+    with pytest.raises(KernelUnavailableError, match="attention: got 'flash'; expected one of"), using("flash"):
         pass

@@ -155,9 +155,9 @@ def test_resuming_at_a_layer_equals_prefill(backbone, prefilled, layer):
 
 def test_layers_that_are_not_there(backbone, prefilled):
     tokens, _, _ = prefilled
-    with pytest.raises(ShapeError, match="layers 4…3 are outside this decoder's 0…3"):
+    with pytest.raises(ShapeError, match="layers: got 4…3; expected layers of this decoder, 0…3"):
         backbone.prefill(tokens, start_layer=4)
-    with pytest.raises(ShapeError, match=r"hidden_at \(5,\)"):
+    with pytest.raises(ShapeError, match=r"hidden_at: got \(5,\)"):
         backbone.prefill(tokens, hidden_at=(5,))
 
 
@@ -287,7 +287,7 @@ def test_prepare_reads_files_and_pil_images_alike(backbone, gold, tmp_path):
 
 
 def test_prepare_refuses(backbone, gold, tmp_path):
-    with pytest.raises(InputError, match=r"'which page\?'.*tokenizer.json; expected token ids"):
+    with pytest.raises(InputError, match=r"'which page\?'.*tokenizer.json\); expected token ids"):
         backbone.prepare(["which page?"])
     for item in (3.5, {"image": "page.png"}, None, ["one", "two"]):
         with pytest.raises(InputError, match=f"type {type(item).__name__}; expected text, token ids or an image"):
@@ -295,15 +295,15 @@ def test_prepare_refuses(backbone, gold, tmp_path):
     half = tmp_path / "half.jpeg"
     Image.fromarray(gold["image.0"]).resize((200, 200)).save(half)
     half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
-    with pytest.raises(ImageError, match=r"half.jpeg is damaged or cut short"):
+    with pytest.raises(ImageError, match=r"half\.jpeg: got a damaged or truncated file"):
         backbone.prepare([[1], half])
 
 
 def test_embed_refuses_what_does_not_match(backbone, gold):
     ids, places, grid = gold["input_ids"][None], gold["position_ids"][None], gold["image_grid_thw"]
-    with pytest.raises(InputError, match=r"pixel_values of shape \(96, 96\); expected \(100, 96\)"):
+    with pytest.raises(InputError, match=r"pixel_values: got shape \(96, 96\); expected \(100, 96\)"):
         backbone.embed(ids, places, gold["pixel_values"][4:], grid)
-    with pytest.raises(InputError, match="25 image placeholders in input_ids; expected 15"):
+    with pytest.raises(InputError, match="input_ids: got 25 image placeholders; expected 15"):
         backbone.embed(ids, places, gold["pixel_values"][:60], grid[:1])
     with pytest.raises(InputError, match="2 rows without position_ids"):
         backbone.embed(np.concatenate([ids, ids]))
@@ -348,9 +348,9 @@ def missing(tensors, name):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (missing, "is missing"),
-        (lambda tensors, name: tensors | {name: tensors[name][:-1]}, r"has shape \(31, 64\); expected \(32, 64\)"),
-        (lambda tensors, name: missing(tensors, name) | {name: tensors[name].astype(np.int32)}, "has type I32"),
+        (missing, r"; expected shape \(32, 64\)"),
+        (lambda tensors, name: tensors | {name: tensors[name][:-1]}, r"of shape \(31, 64\); expected \(32, 64\)"),
+        (lambda tensors, name: missing(tensors, name) | {name: tensors[name].astype(np.int32)}, "of type I32"),
     ],
 )
 def test_a_damaged_tensor_is_named(checkpoint, damage, message):
@@ -359,14 +359,14 @@ def test_a_damaged_tensor_is_named(checkpoint, damage, message):
     tensors = load_file(directory / WEIGHTS)
     name = next(full for full in tensors if full.endswith(name))
     save_file(damage(tensors, name), directory / WEIGHTS)
-    with pytest.raises(WeightsError, match=f"{name}' {message}"):
+    with pytest.raises(WeightsError, match=f"{name}' ?{message}"):
         load(directory)
 
 
 def test_an_unexpected_tensor_is_named(checkpoint):
     directory = checkpoint(FAMILY)
     save_file(load_file(directory / WEIGHTS) | {"adapter.weight": np.zeros(3, np.float32)}, directory / WEIGHTS)
-    with pytest.raises(WeightsError, match=r"'adapter\.weight' is unexpected"):
+    with pytest.raises(WeightsError, match=r"'adapter\.weight' \(1 such in all\)"):
         load(directory)
 
 
@@ -375,7 +375,7 @@ def test_a_directory_without_weights_or_configuration(checkpoint, tmp_path):
     (directory / WEIGHTS).unlink()
     with pytest.raises(WeightsError, match=WEIGHTS):
         load(directory)
-    with pytest.raises(ConfigError, match=r"config\.json is not there"):
+    with pytest.raises(ConfigError, match=r"config\.json: got no such file"):
         load(tmp_path)
 
 
@@ -383,5 +383,6 @@ def test_an_unknown_architecture_lists_the_known_ones(checkpoint):
     directory = checkpoint(FAMILY)
     raw = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(raw | {"architectures": ["OtherForCausalLM"]}))
-    with pytest.raises(ConfigError, match=r"OtherForCausalLM.*knows \[.*'Qwen2_5_VLForConditionalGeneration'"):
+    message = r"OtherForCausalLM.*expected one of \[.*'Qwen2_5_VLForConditionalGeneration'"
+    with pytest.raises(ConfigError, match=message):
         load(directory)

@@ -77,23 +77,23 @@ def test_no_value_of_any_key_gives_an_untyped_error(name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_hidden_layers": 2.5}, r"num_hidden_layers is 2\.5; expected a positive whole number"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers is -1; expected a positive whole number"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0; expected a positive whole number"),
+        ({"num_hidden_layers": 2.5}, r"num_hidden_layers 2\.5; expected a positive whole number"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers -1; expected a positive whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0; expected a positive whole number"),
         (
             {"num_attention_heads": 65, "num_key_value_heads": 65, "head_dim": None},
-            "head_dim is 0; expected a positive whole number",
+            "head_dim: got 0; expected a positive whole number",
         ),
-        ({"rope_parameters": None, "rope_scaling": "yarn"}, "rope_scaling is 'yarn'; expected a table"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor is '2'; expected a number"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' has no 'factor'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' has no 'factor'"),
-        ({"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral' is not known"),
-        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers; expected num_hidden_layers = 3"),
-        ({"attention_sinks": 4}, r"has 'attention_sinks': 4, which this library does not know for llama.*take it out"),
-        ({"quantization_config": {"bits": 4}}, "has 'quantization_config'"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),
-        ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'; expected a list of names"),
+        ({"rope_parameters": None, "rope_scaling": "yarn"}, "rope_scaling 'yarn'; expected a table"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor '2'; expected a number"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear': got no 'factor'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn': got no 'factor'"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope type: got 'spiral'"),
+        ({"layer_types": ["full_attention"]}, "layer_types: got 1 layers; expected num_hidden_layers = 3"),
+        ({"attention_sinks": 4}, "got 'attention_sinks': 4, which this library does not know for llama.*take it out"),
+        ({"quantization_config": {"bits": 4}}, "got 'quantization_config'"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings 'yes'; expected true or false"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures 'LlamaForCausalLM'; expected a list of names"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, change, message):
@@ -126,7 +126,7 @@ def test_every_shipped_and_small_model_is_read():
         assert instance(name).config.text.layers > 0
 
 
-@pytest.mark.parametrize(("text", "message"), [("[]", "holds a list"), ("3", "holds a int"), ("{", "is not JSON")])
+@pytest.mark.parametrize(("text", "message"), [("[]", "got a list"), ("3", "got a int"), ("{", "is not JSON")])
 def test_a_configuration_that_is_no_table(tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -135,12 +135,12 @@ def test_a_configuration_that_is_no_table(tmp_path, text, message):
 
 def test_names_of_the_hub_are_not_fetched(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"'Qwen/Qwen2.5-VL-3B-Instruct' is not there; expected.*directory.*not fetched"
+        ConfigError, match=r"'Qwen/Qwen2\.5-VL-3B-Instruct': got no such file; expected.*directory.*not fetched"
     ):
         load("Qwen/Qwen2.5-VL-3B-Instruct")
     (tmp_path / "file").write_text("")
     for place in (tmp_path, tmp_path / "file"):
-        with pytest.raises(ConfigError, match=r"config\.json is not there"):
+        with pytest.raises(ConfigError, match=r"config\.json: got no such file"):
             load(place)
 
 
@@ -158,7 +158,7 @@ def test_layers_that_slide_must_have_the_window_switched_on(name):
     plain = {"layer_types": None, "sliding_window": 8, "use_sliding_window": False, "max_window_layers": 1}
     for off in (False, None):
         given = {key: value for key, value in plain.items() if off is False or key != "use_sliding_window"}
-        with pytest.raises(ConfigError, match="'sliding_attention' and use_sliding_window is False; expected true"):
+        with pytest.raises(ConfigError, match="'sliding_attention' with use_sliding_window False; expected true"):
             read(text(given | {"layer_types": SLIDING}), "exact", None)
     assert read(text(plain), "exact", None).text.window is None
     on = plain | {"use_sliding_window": True}

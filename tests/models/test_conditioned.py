@@ -76,6 +76,6 @@ def test_a_chunk_is_made_from_a_towers_kept_output(backbone, tmp_path):
     for name, value in chunk.kv.items():
         assert np.array_equal(kept.kv[name], value)
         assert np.array_equal(again.kv[name], value)
-    with pytest.raises(InputError, match="features of shape"):
+    with pytest.raises(InputError, match="features: got shape"):
         kvp.make_chunk(backbone, [image(3), image(4)], encoder=features)
     assert kvp.make_chunk(backbone, [[3, 1]], keep_encoder=True).encoder is None

@@ -153,17 +153,17 @@ def test_fused_experts_and_projections_are_cut_and_put_together(tmp_path, fused)
         assert np.array_equal(found, columns if fused == "columns" else columns.transpose(0, 2, 1))
     save_file(file | {"model.layers.0.mlp.gate_up_proj.weight": np.zeros((39, 16), np.float32)}, tmp_path / "x")
     (tmp_path / "x").rename(tmp_path / "model.safetensors")
-    with pytest.raises(Exception, match=r"gate_up_proj.weight' has shape \(39, 16\); expected \(40, 16\)"):
+    with pytest.raises(Exception, match=r"gate_up_proj.weight' of shape \(39, 16\); expected \(40, 16\)"):
         load_weights(tmp_path, entries, expected)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attention": "linear_attention"}, "'linear_attention' keeps no KV"),
+        ({"attention": "linear_attention"}, "attention: got 'linear_attention'"),
         ({"attention": "mla"}, "expected both for 'mla'"),
-        ({"kv_heads": 3}, "not a multiple of KV heads 3"),
-        ({"activation": "relu"}, "activation 'relu' is not known"),
+        ({"kv_heads": 3}, "expected a multiple of the 3 KV heads"),
+        ({"activation": "relu"}, "activation: got 'relu'"),
     ],
 )
 def test_a_configuration_refuses(change, message):

@@ -35,7 +35,7 @@ def test_embedding_kept_features_is_bit_equal(family, tmp_path):
         np.testing.assert_array_equal(found.deepstack, expected.deepstack)
     assert backbone.programs.encode._cache_size() == ran
 
-    with pytest.raises(InputError, match=rf"features of shape .*; expected \({1 + len(deep)}, {pads}, "):
+    with pytest.raises(InputError, match=rf"features: got shape .*; expected \({1 + len(deep)}, {pads}, "):
         backbone.embed(**without_pixels, features=features[:, 1:])
 
 
@@ -44,5 +44,5 @@ def test_prompts_without_images_have_no_features(tmp_path):
     prompt = backbone.prepare([[1, 2, 3]])
     assert backbone.encode(**prompt) is None
     assert backbone.embed(**prompt, features=backbone.encode(**prompt)).embeddings.shape[:2] == (1, 3)
-    with pytest.raises(InputError, match="features for LlamaForCausalLM, which takes no images"):
+    with pytest.raises(InputError, match="features: got some for LlamaForCausalLM, which takes no images"):
         backbone.embed(**prompt, features=np.zeros((1, 2, 4), np.float32))

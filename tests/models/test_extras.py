@@ -32,7 +32,7 @@ def test_an_image_file_without_pillow_names_the_extra(tmp_path, hidden):
     backbone = load(write_checkpoint("qwen2_5_vl", tmp_path))
     (tmp_path / "page.png").write_bytes(b"\x89PNG")
     hidden("PIL", "PIL.Image", "PIL.ImageOps")
-    with pytest.raises(MissingExtraError, match=f"Pillow is not installed.*{COMMAND}"):
+    with pytest.raises(MissingExtraError, match=f"Pillow: got .*{COMMAND}"):
         backbone.prepare([tmp_path / "page.png"])
 
 
@@ -51,13 +51,13 @@ def test_a_tokenizer_without_its_package_names_the_extra(tmp_path, hidden):
     directory = write_checkpoint("qwen2_5_vl", tmp_path)
     (directory / "tokenizer.json").write_text("{}")
     hidden("tokenizers")
-    with pytest.raises(MissingExtraError, match=f"tokenizers is not installed.*{COMMAND}"):
+    with pytest.raises(MissingExtraError, match=f"tokenizers: got .*{COMMAND}"):
         load(directory)
 
 
 def test_a_chat_template_without_jinja2_names_the_extra(hidden):
     hidden("jinja2")
-    with pytest.raises(MissingExtraError, match=f"jinja2 is not installed.*{COMMAND}"):
+    with pytest.raises(MissingExtraError, match=f"jinja2: got .*{COMMAND}"):
         ChatTemplate("{{ messages }}").render([])
 
 

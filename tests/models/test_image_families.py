@@ -247,9 +247,9 @@ def test_prompt_has_one_placeholder_per_feature(backbone, family):
     prompt = backbone.prepare([[5, 6], image, [7], image[:, :17], [8]])
     ids, plan = prompt["input_ids"], backbone.family.vision.plan
     assert plan(backbone.config, ids, prompt) is not None  # it counts placeholders and pixels
-    with pytest.raises(InputError, match="image placeholders in input_ids"):
+    with pytest.raises(InputError, match="input_ids: got"):
         plan(backbone.config, np.delete(ids, np.flatnonzero(ids[0] == 301)[0], axis=1), prompt)
-    with pytest.raises(InputError, match="pixel_values of shape"):
+    with pytest.raises(InputError, match="pixel_values: got shape"):
         plan(backbone.config, ids, prompt | {"pixel_values": prompt["pixel_values"][..., 1:]})
 
 
@@ -266,11 +266,11 @@ def test_kimi_sizes():
     ("family", "change", "message"),
     [
         ("llava", {"vision_feature_layer": [1, 2]}, "expected one layer"),
-        ("llava", {"text_config": {"model_type": "bloom"}}, "text_config is of type 'bloom'"),
+        ("llava", {"text_config": {"model_type": "bloom"}}, "text_config: got type 'bloom'"),
         ("llava", {"text_config": None}, "text_config None"),
         ("llava_next", {"image_grid_pinpoints": []}, "image_grid_pinpoints"),
-        ("internvl", {"vision_config": {"norm_type": "rms_norm"}}, "norm_type 'rms_norm' is not built"),
-        ("deepseek_vl", {"vision_config": {"model_type": "clip_vision_model"}}, "vision_config is of type"),
+        ("internvl", {"vision_config": {"norm_type": "rms_norm"}}, "norm_type 'rms_norm', which is not built"),
+        ("deepseek_vl", {"vision_config": {"model_type": "clip_vision_model"}}, "vision_config: got type"),
         ("smolvlm", {"scale_factor": 4}, "expected a multiple of 4"),
         ("qwen3_vl", {"vision_config": {"out_hidden_size": 8}}, "expected the text width 64"),
         ("kimi_vl", {"vision_config": {"pos_emb_width": 7}}, "expected a square"),

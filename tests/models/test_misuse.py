@@ -171,7 +171,7 @@ def test_a_question_that_was_not_moved_is_refused(backbone, prefilled):
                 with pytest.raises(PositionError, match=rf"row 0.*position 0.*{T} tokens; expected.*shift\("):
                     call()
     one = rows._replace(positions=np.stack([rows.positions[0] + T, rows.positions[1]]))
-    with pytest.raises(PositionError, match="row 1 begins at position 0"):
+    with pytest.raises(PositionError, match="row 1 at position 0"):
         backbone.prefill(one, two)
 
 
@@ -226,7 +226,7 @@ def test_moving_takes_a_start_for_all_for_each_axis_and_for_each_row(backbone):
     flat = Tokens(rows.embeddings, was[..., 0])
     assert np.array_equal(flat.shift(np.array([5, 6])).positions, was[..., 0] + np.array([[5], [6]]))
     for tokens, start in ((rows, 1.5), (rows, np.array([1, 2])), (flat, np.arange(T)), (flat, np.array([[1, 2, 3]]))):
-        with pytest.raises(PositionError, match=r"shift: start.*expected"):
+        with pytest.raises(PositionError, match=r"shift: got start.*expected"):
             tokens.shift(start)
 
 

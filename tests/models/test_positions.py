@@ -92,11 +92,11 @@ def test_local_positions_of_an_image() -> None:
 @pytest.mark.parametrize(
     ("ids", "images", "videos", "message"),
     [
-        ([1, 301, 301], [], [], "pads for image 0; only 0 image grids"),
-        ([1, 301, 301], [(1, 4, 4)], [], "needs 4 pad tokens 301 from index 1; found 2"),
-        ([1, 301, 1, 301, 301], [(1, 4, 4)], [], "found 1"),
-        ([1, 2], [(1, 2, 2)], [], "1 image grids were given; the prompt has pads for 0"),
-        ([302, 302], [], [(1, 2, 5)], "not a positive multiple of the merge size 2"),
+        ([1, 301, 301], [], [], "pads for image 0; expected as many as the 0 image grids"),
+        ([1, 301, 301], [(1, 4, 4)], [], "got 2 pad tokens 301 from index 1; expected 4"),
+        ([1, 301, 1, 301, 301], [(1, 4, 4)], [], "got 1 pad tokens 301 from index 1; expected 4"),
+        ([1, 2], [(1, 2, 2)], [], "image grids: got 1; expected 0"),
+        ([302, 302], [], [(1, 2, 5)], "expected a positive multiple of the merge size 2"),
     ],
 )
 def test_pads_and_grids_must_match(ids: list, images: list, videos: list, message: str) -> None:
@@ -108,11 +108,11 @@ def test_pads_and_grids_must_match(ids: list, images: list, videos: list, messag
 @pytest.mark.usefixtures("unchecked")
 def test_other_bad_input() -> None:
     ids, grid = np.array([302], np.int32), np.array([[1, 2, 2]], np.int32)
-    with pytest.raises(InputError, match="second_per_grid_ts has 2 values"):
+    with pytest.raises(InputError, match="second_per_grid_ts: got 2 values"):
         get_rope_positions(ids, None, grid, np.ones(2, np.float32), CONFIG)
-    with pytest.raises(InputError, match="video_rule is 'other'"):
+    with pytest.raises(InputError, match="video_rule: got 'other'"):
         get_rope_positions(ids, None, grid, None, CONFIG, "other")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InputError, match="not a positive multiple"):
+    with pytest.raises(InputError, match="expected a positive multiple"):
         image_local_positions((1, 0, 2), 2)
     with pytest.raises(ConfigError, match="vision_config None"):
         PositionConfig.from_config({})

@@ -68,14 +68,14 @@ def test_chunks_behind_a_context(family, tmp_path):
 
 def test_what_cannot_be_asked_for(unchecked, backbone, tokens):
     for logits, message in {
-        "first": "prefill: logits 'first'; expected 'last', 'all' or indices [B, n]",
-        (3,): "prefill: logits of shape (1,); expected 'last', 'all' or indices [1, n]",
-        ((14,),): "prefill: logits of tokens ((14,),); expected indices from 0 to 13",
+        "first": "prefill: got logits 'first'; expected 'last', 'all' or indices [B, n]",
+        (3,): "prefill: got logits of shape (1,); expected 'last', 'all' or indices [1, n]",
+        ((14,),): "prefill: got logits of tokens ((14,),); expected indices from 0 to 13",
     }.items():
         given = logits if isinstance(logits, str) else np.array(logits)
         with pytest.raises(InputError, match=re.escape(message.replace("((14,),)", "[[14]]"))):
             backbone.prefill(tokens, logits=given)
-    with pytest.raises(InputError, match="chunk 0; expected a number of tokens, at least 1"):
+    with pytest.raises(InputError, match="chunk: got 0; expected a number of tokens, at least 1"):
         backbone.prefill(tokens, chunk=0)
     ahead = np.tri(14, dtype=bool)[None, None]
     ahead[..., 2, 9] = True

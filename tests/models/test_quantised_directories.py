@@ -123,7 +123,7 @@ def test_a_sharded_load_takes_its_regions(tmp_path: Path) -> None:
 def test_older_releases_say_it_in_a_file_of_their_own(tmp_path: Path) -> None:
     stored, meant, _ = quantise_projections("awq")
     directory = write_directory(tmp_path, stored)
-    with pytest.raises(WeightsError, match=r"belongs to quantised weights; config\.json has no quantization_config"):
+    with pytest.raises(WeightsError, match=r"of quantised weights; .*config\.json has no quantization_config"):
         open_source(directory)
     older = {"zero_point": True, "q_group_size": 8, "w_bit": 4, "version": "GEMM"}
     (directory / "quant_config.json").write_text(json.dumps(older))
@@ -144,5 +144,5 @@ def test_a_refused_release_is_refused_before_its_weights_are_looked_for(tmp_path
 def test_a_scale_of_nan_is_told(tmp_path: Path) -> None:
     stored, _, table = quantise_projections("fp8")
     stored["model.layers.1.mlp.up_proj.weight_scale_inv"][2, 1] = np.nan
-    with pytest.raises(WeightsError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' holds nan at \[8, 3\]"):
+    with pytest.raises(WeightsError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight': got nan at \[8, 3\]"):
         load(write_directory(tmp_path, stored, quantization_config=table))

@@ -154,7 +154,7 @@ def test_a_switch_that_is_on_is_refused_by_name(name, part, key, tmp_path):
     table = raw if part is None else raw[part]
     assert table[key] is False
     table[key] = True
-    with pytest.raises(ConfigError, match=f"has '{key}': True, which this library does not know"):
+    with pytest.raises(ConfigError, match=f"got '{key}': True, which this library does not know"):
         load(written(tmp_path / name, raw))
 
 
@@ -219,7 +219,7 @@ def test_kimi_k25_released_files_are_transformers_model(tmp_path):
     directory = tiny_kimi_k25(tmp_path)
     backbone = load(directory, angles="float32")
     check_forward(backbone, golden_arrays("kimi_vl", "one_image"))
-    with pytest.raises(InputError, match="video is not built"):
+    with pytest.raises(InputError, match="video, which is not built"):
         backbone.embed(np.array([[3, 4]]), video_grid_thw=np.array([[4, 2, 2]]))
 
     again = load(save(backbone, tmp_path / "saved"), angles="float32")
@@ -268,13 +268,13 @@ def test_kimi_k25_images_stand_between_its_own_marks(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pos_emb_type": "learned"}, "pos_emb_type 'learned' is not built"),
-        ({"merge_type": "sd4"}, "merge_type 'sd4' is not built"),
-        ({"video_attn_type": "temporal"}, "video_attn_type 'temporal' is not built"),
-        ({"mm_projector_type": "patchmergerv2"}, "mm_projector_type 'patchmergerv2' is not built"),
-        ({"text_hidden_size": 4096}, "text_hidden_size 4096; expected the text width 7168"),
-        ({"mm_hidden_size": 1024}, "mm_hidden_size 1024; expected the tower's width 1152"),
-        ({"vt_layer_scale": 0.5}, "has 'vt_layer_scale': 0.5"),
+        ({"pos_emb_type": "learned"}, "pos_emb_type 'learned', which is not built"),
+        ({"merge_type": "sd4"}, "merge_type 'sd4', which is not built"),
+        ({"video_attn_type": "temporal"}, "video_attn_type 'temporal', which is not built"),
+        ({"mm_projector_type": "patchmergerv2"}, "mm_projector_type 'patchmergerv2', which is not built"),
+        ({"text_hidden_size": 4096}, "text_hidden_size: got 4096; expected the text width 7168"),
+        ({"mm_hidden_size": 1024}, "mm_hidden_size: got 1024; expected the tower's width 1152"),
+        ({"vt_layer_scale": 0.5}, "got 'vt_layer_scale': 0.5"),
     ],
 )
 def test_what_kimi_k25_has_not_built_is_refused_by_name(change, message, tmp_path):

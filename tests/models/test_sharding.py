@@ -134,7 +134,7 @@ def test_documented_table_is_the_one_in_the_code():
             "qwen2",
             4,
             {},
-            r"2 kv_heads over 4 devices of mesh axis 'tensor'; expected a number of devices that divides 2",
+            "mesh: got 2 kv_heads over 4 devices of axis 'tensor'; expected a number of devices that divides 2",
         ),
         ("llama2", 3, {}, "4 kv_heads over 3 devices"),
         ("deepseek_v3", 8, {}, "4 heads over 8 devices"),
@@ -156,10 +156,10 @@ def test_caches_that_do_not_divide_are_refused():
 def test_parameter_unknown_to_the_table_is_refused():
     config = config_of("qwen3")
     shapes = {("decoder", "layers", "attention", "gate", "kernel"): jax.ShapeDtypeStruct((3, 64, 64), np.float32)}
-    with pytest.raises(ConfigError, match=r"decoder\.layers\.attention\.gate\.kernel of shape \(3, 64, 64\)"):
+    with pytest.raises(ConfigError, match=r"decoder\.layers\.attention\.gate\.kernel: got shape \(3, 64, 64\)"):
         partition_specs(config.text, shapes, AbstractMesh((2,), ("tensor",)))
     shapes = {("decoder", "embedding"): jax.ShapeDtypeStruct((3, 64, 64), np.float32)}
-    with pytest.raises(ConfigError, match=r"decoder\.embedding of shape \(3, 64, 64\)"):
+    with pytest.raises(ConfigError, match=r"decoder\.embedding: got shape \(3, 64, 64\)"):
         partition_specs(config.text, shapes, AbstractMesh((2,), ("tensor",)))
 
 
@@ -169,7 +169,7 @@ def test_mesh_without_the_axis_is_refused_before_anything_is_read(tmp_path, monk
 
     monkeypatch.setattr(models.directory, "load_weights", never)
     directory = write_text_checkpoint("qwen3", tmp_path / "qwen3")
-    with pytest.raises(ConfigError, match=r"mesh with axes \('model',\); expected one called 'tensor'"):
+    with pytest.raises(ConfigError, match=r"mesh: got axes \('model',\); expected one called 'tensor'"):
         load(directory, mesh=Mesh(np.array(jax.devices()[:1]), ("model",)))
 
 
@@ -190,7 +190,7 @@ def test_wrong_type_after_loading_is_refused(tmp_path, monkeypatch):
     directory = write_text_checkpoint("qwen3", tmp_path / "qwen3")
     read = models.directory.load_weights
     monkeypatch.setattr(models.directory, "load_weights", lambda *args, **rest: read(*args, dtype="float16", **rest))
-    with pytest.raises(WeightsError, match=r"decoder\.\S+ has type float16; expected float32"):
+    with pytest.raises(WeightsError, match=r"decoder\.\S+: got type float16; expected float32"):
         load(directory)
 
 
@@ -340,5 +340,7 @@ def test_host_holds_one_shard_at_a_time(facts):
 def test_parameter_left_whole_or_in_another_type_is_refused(facts):
     said = facts["violations"]
     assert said["right"] == ""
-    assert re.match(r"parameter decoder\.layers\.attention\.key\.kernel lies as .*; expected .*'tensor'", said["whole"])
-    assert "has type bfloat16; expected float32" in said["typed"]
+    assert re.match(
+        r"parameter decoder\.layers\.attention\.key\.kernel: got sharding .*; expected .*'tensor'", said["whole"]
+    )
+    assert "got type bfloat16; expected float32" in said["typed"]

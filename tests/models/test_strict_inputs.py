@@ -79,20 +79,20 @@ def test_a_mask_that_is_added_to_scores_is_refused(backbone, unchecked):
             lambda mask=mask: backbone.recompute(tokens, cache, np.arange(6)[None], mask=mask),
             lambda mask=mask: backbone.decode(last, cache, np.array([[5]]), mask[..., -1:, :]),
         ):
-            with pytest.raises(DtypeError, match=f"mask is {mask.dtype}; expected bool"):
+            with pytest.raises(DtypeError, match=f"mask: got {mask.dtype}; expected bool"):
                 call()
 
 
 @pytest.mark.parametrize("wrong", [-1, 300, 2**31, -(2**40)])
 def test_ids_outside_the_vocabulary_are_refused(backbone, wrong, unchecked):
-    with pytest.raises(InputError, match=f"token id {wrong} is outside the vocabulary; expected 0 … 299"):
+    with pytest.raises(InputError, match=f"token ids: got {wrong}; expected 0 … 299"):
         backbone.embed(np.array([[1, 2, wrong]], np.int64))
 
 
 def test_ids_that_are_no_whole_numbers_are_refused(backbone, unchecked):
-    with pytest.raises(InputError, match="input_ids of float32"):
+    with pytest.raises(InputError, match="input_ids: got float32"):
         backbone.embed(np.array([[1.5]], np.float32))
-    with pytest.raises(InputError, match=r"input_ids of int\d+ \[3\]; expected whole numbers \[rows, tokens\]"):
+    with pytest.raises(InputError, match=r"input_ids: got int\d+ \[3\]; expected whole numbers \[rows, tokens\]"):
         backbone.embed(np.array([1, 2, 3]))
 
 
@@ -110,7 +110,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, value, kind):
         return held
 
     directory = rewritten(write_text_checkpoint("llama2", tmp_path), spoil)
-    with pytest.raises(WeightsError, match=rf"tensor '{name}' holds .*(nan|inf) at \[5, 7\]; expected finite numbers"):
+    with pytest.raises(WeightsError, match=rf"tensor '{name}': got .*(nan|inf) at \[5, 7\]; expected finite numbers"):
         load(directory, dtype="float32")
 
 
@@ -152,9 +152,9 @@ def test_video_seconds_move_the_positions(tmp_path):
 
 def test_video_seconds_without_a_video_are_refused(tmp_path, backbone):
     vision = load(qwen(tmp_path, {}))
-    with pytest.raises(InputError, match=r"second_per_grid_ts has 1 values; expected one per video \(0\)"):
+    with pytest.raises(InputError, match=r"second_per_grid_ts: got 1 values; expected one per video \(0\)"):
         vision.prepare([[1, 2]], second_per_grid_ts=[1.0])
-    with pytest.raises(InputError, match="second_per_grid_ts for LlamaForCausalLM"):
+    with pytest.raises(InputError, match="second_per_grid_ts: got some for LlamaForCausalLM"):
         backbone.prepare([[1, 2]], second_per_grid_ts=[1.0])
 
 

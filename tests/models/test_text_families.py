@@ -253,7 +253,7 @@ def test_regimes(tmp_path):
             load(directory, regime=regime)
     with pytest.raises(ConfigError, match="expected a sequence length"):
         load(write_text_checkpoint("llama_dynamic", tmp_path / "dynamic"), regime="long")
-    with pytest.raises(ConfigError, match="regime 'long' for rope type 'default'"):
+    with pytest.raises(ConfigError, match="regime: got 'long' for rope type 'default'"):
         load(write_text_checkpoint("llama2", tmp_path / "llama"), regime="long")
 
 
@@ -273,9 +273,9 @@ def test_released_keys_mean_the_same(tmp_path):
 
 def test_a_layer_without_kv_is_named(tmp_path):
     kinds = ["full_attention", "linear_attention", "full_attention"]
-    with pytest.raises(ConfigError, match="layer 1 is 'linear_attention', which keeps no KV"):
+    with pytest.raises(ConfigError, match="layer 1: got 'linear_attention', which keeps no KV"):
         load(write_text_checkpoint("qwen3", tmp_path / "qwen3", layer_types=kinds))
-    with pytest.raises(ConfigError, match="rope type 'spiral' is not known"):
+    with pytest.raises(ConfigError, match="rope type: got 'spiral'"):
         load(write_text_checkpoint("llama2", tmp_path / "llama", rope_parameters={"rope_type": "spiral"}))
 
 
@@ -290,5 +290,5 @@ def test_text_families_take_no_images_and_ties_are_read(loaded, tmp_path):
     assert np.array_equal(prepared["position_ids"], [[0, 1, 2]])
     assert backbone.embed(np.ones((3, 4), np.int32)).positions.shape == (3, 4)
     directory = write_text_checkpoint("kimi_vl_text", tmp_path / "kimi", n_routed_experts=16)
-    with pytest.raises(WeightsError, match=r"mlp\.gate\.weight' has shape \(8, 64\); expected \(16, 64\)"):
+    with pytest.raises(WeightsError, match=r"mlp\.gate\.weight' of shape \(8, 64\); expected \(16, 64\)"):
         load(directory)

@@ -72,10 +72,10 @@ def test_qwen2s_files_give_transformers_ids(tmp_path):
             {"tokenizer_class": "QWenTokenizer"},
             "'QWenTokenizer', beside tiktoken.model; expected TikTok",
         ),
-        ({"lines": ["IQ== 0", "nonsense"]}, r"line 2 is b'nonsense'; expected a token in base64 and a rank"),
+        ({"lines": ["IQ== 0", "nonsense"]}, "line 2, b'nonsense'; expected a token in base64 and a rank"),
         ({"lines": ["IQ== 0", "Ig== 2"]}, r"2 tokens whose ranks are not 0 … 1"),
-        ({"lines": ["IQ== 0"]}, "no token stands for the byte 0"),
-        ({"added_tokens_decoder": {"3": {"content": "[X]"}}}, r"'\[X\]' has the id 3; expected 400 … 657"),
+        ({"lines": ["IQ== 0"]}, "no token for the byte 0"),
+        ({"added_tokens_decoder": {"3": {"content": "[X]"}}}, r"'\[X\]' with the id 3; expected 400 … 657"),
         (
             {"added_tokens_decoder": {"400": {"content": "[X]"}, "401": {"content": "[X]"}}},
             "special tokens that are there twice",
@@ -91,7 +91,7 @@ def test_other_slow_tokenizers_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"'GPT2Tokenizer', beside vocab\.json; expected Qwen2Tokenizer"):
         read_tokenizer(write_qwen2(tmp_path, tokenizer_class="GPT2Tokenizer"))
     wrong = {"7": {"content": "<|im_start|>"}}
-    with pytest.raises(ConfigError, match=r"'<\|im_start\|>' has the id 7; expected 400, the next"):
+    with pytest.raises(ConfigError, match=r"'<\|im_start\|>' with the id 7; expected 400, the next"):
         read_tokenizer(write_qwen2(tmp_path, added_tokens_decoder=wrong))
     (tmp_path / "merges.txt").write_text("a b c\n")
     with pytest.raises(ConfigError, match="cannot be read"):

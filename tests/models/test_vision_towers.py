@@ -117,7 +117,7 @@ def test_qwen3_plan_of_other_images_does_not_recompile(qwen3):
 
 
 def test_qwen3_refuses():
-    with pytest.raises(ShapeError, match="3×4 patches is not a positive multiple of the merge size 2"):
+    with pytest.raises(ShapeError, match="3×4 patches; expected a positive multiple of the merge size 2"):
         qwen3_tower.plan_patches(QWEN3, np.array([[1, 3, 4]]))
     with pytest.raises(ConfigError, match="expected a square"):
         Qwen3VisionConfig(1, 32, 2, 48, 64, 4, 2, 2, 24, ())
@@ -223,11 +223,11 @@ def test_rows_that_make_no_whole_patch_are_left_out():
 
 
 def test_vit_refuses():
-    with pytest.raises(ConfigError, match="final_norm 'maybe'"):
+    with pytest.raises(ConfigError, match="final_norm: got 'maybe'"):
         dataclasses.replace(CLIP, final_norm="maybe")
-    with pytest.raises(ConfigError, match="vision_feature_layer -5 is outside a tower of 3 layers"):
+    with pytest.raises(ConfigError, match="vision_feature_layer: got -5; expected a layer of the tower's 3"):
         dataclasses.replace(CLIP, feature_layer=-5)
-    with pytest.raises(ConfigError, match="vision activation 'relu'"):
+    with pytest.raises(ConfigError, match="vision activation: got 'relu'"):
         ViT(dataclasses.replace(CLIP, activation="relu"), nnx.Rngs(0))
     with pytest.raises(ShapeError, match="expected 16×16"):
         jax.eval_shape(lambda: ViT(CLIP, nnx.Rngs(0))(jnp.zeros((1, 3, 8, 8))))

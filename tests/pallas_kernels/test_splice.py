@@ -213,7 +213,7 @@ def test_moving_a_chunk_compiles_nothing():
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"slots": np.arange(12, dtype=np.int32) % 11}, KernelSlotError, "slot 0 is named twice"),
+        ({"slots": np.arange(12, dtype=np.int32) % 11}, KernelSlotError, "slot 0 named twice"),
         ({"slots": np.arange(12, dtype=np.int32) + 9}, KernelSlotError, "slot 20; expected 0 to 19"),
         ({"slots": np.arange(12, dtype=np.int32) - 1}, KernelSlotError, "slot -1"),
         ({"slots": np.arange(12, dtype=np.float32)}, KernelDtypeError, "slots of dtype float32"),

@@ -147,7 +147,7 @@ def test_tuning_checks_each_candidate_against_the_xla_path(operation: str, monke
     monkeypatch.setattr(tune, "candidates", lambda *given: iter([xla, same]))
     assert set(tune.tune_case(operation, shape, rank, "gpu", 1)["seconds"]) == {"xla", "gpu"}
     monkeypatch.setattr(tune, "candidates", lambda *given: iter([xla, wrong]))
-    with pytest.raises(KernelError, match=f"{operation} .* gpu: off by 0.0"):
+    with pytest.raises(KernelError, match=f"{operation} .* gpu: got a result off by 0.0"):
         tune.tune_case(operation, shape, rank, "gpu", 1)
 
 

@@ -19,7 +19,6 @@ from jaxtyping import Float
 from ...cache import (
     Chunk,
     Text,
-    check_is_chunk,
     check_text,
     chunk_id,
     content_digest,
@@ -30,6 +29,7 @@ from ...cache import (
 )
 from ...core import AnyArray
 from ...errors import InputError, NotFiniteError, StoreCorruptError, StoreVersionError
+from ...utils.kinds import expect_kind
 from ..disk.version_floor import number_of
 from ..format.compatibility import expect_known
 from ..format.header import MALFORMED, Header
@@ -173,7 +173,7 @@ def named_content(name: str, content: Any, chunk: Chunk | None, kind: Kind | Non
       InputError: as `as_content` and `check_name`.
     """
     if chunk is not None:
-        check_is_chunk(chunk)
+        expect_kind(chunk, Chunk, "chunk", "a Chunk")
     content = None if content is None else as_content(content, kind)
     if kind is None:
         kind = "IMAGE" if content is None else kind_of(content)

@@ -54,7 +54,7 @@ def block_type(kind: int, where: str) -> BlockType:
     known = {int(member): member for member in constants.GGMLQuantizationType}
     if kind not in known:
         raise WeightsError(
-            f"{where} is of type {kind}; expected one of {', '.join(kind.name for kind in known.values())}"
+            f"{where}: got type {kind}; expected one of {', '.join(kind.name for kind in known.values())}"
         )
 
     values, size = constants.GGML_QUANT_SIZES[known[kind]]
@@ -63,7 +63,7 @@ def block_type(kind: int, where: str) -> BlockType:
         unpack(np.zeros((1, size), np.uint8))
     except NotImplementedError as error:
         raise WeightsError(
-            f"{where} is of type {known[kind].name}, which the package gguf does not dequantise"
+            f"{where}: got type {known[kind].name}; expected one that the package gguf dequantises"
         ) from error
 
     return BlockType(known[kind].name, False, values, size, unpack)

@@ -61,7 +61,7 @@ def find_gguf(checkpoint: Path) -> Path | None:
     found = sorted(checkpoint.glob("*.gguf"))
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
-        raise WeightsError(f"{checkpoint} holds {len(found)} GGUF files ({names}); expected the name of one of them")
+        raise WeightsError(f"{checkpoint}: got {len(found)} GGUF files ({names}); expected the name of one of them")
     return found[0] if found else None
 
 
@@ -74,20 +74,21 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
     path = Path(path)
     try:
         if path.stat().st_size == 0:
-            raise WeightsError(f"{path} is empty; expected a GGUF file")
+            raise WeightsError(f"{path}: got an empty file; expected a GGUF file")
         data = memoryview(np.memmap(path, np.uint8, "r")).toreadonly()
     except OSError as error:
-        raise WeightsError(f"{path} cannot be opened: {error}") from error
+        raise WeightsError(f"{path}: got a file that cannot be opened ({error}); expected a GGUF file") from error
 
     if bytes(data[:4]) != _MAGIC:
         raise WeightsError(
-            f"{path} begins with {bytes(data[:4])!r}; expected a GGUF file, which begins with {_MAGIC!r}"
+            f"{path}: got a file that begins with {bytes(data[:4])!r}; expected a GGUF file, which begins with "
+            f"{_MAGIC!r}"
         )
 
     try:
         return _Reader(path, data).header()
     except (struct.error, UnicodeDecodeError) as error:
-        raise WeightsError(f"{path} is damaged or cut short: {error}") from error
+        raise WeightsError(f"{path}: got a damaged or truncated file ({error}); expected a GGUF file") from error
 
 
 class _Reader:
@@ -100,46 +101,42 @@ class _Reader:
         version = self._number("I")
         if version not in _VERSIONS:
             swapped = " (its bytes are swapped)" if version & 0xFFFF == 0 else ""
-            raise WeightsError(f"{self._path} is GGUF version {version}{swapped}; expected 2 or 3, little-endian")
+            raise WeightsError(f"{self._path}: got GGUF version {version}{swapped}; expected 2 or 3, little-endian")
 
         count, entries = self._number("Q"), self._number("Q")
         self._afford(count, 24, "tensors")
         self._afford(entries, 12, "metadata entries")
 
         metadata: dict[str, Any] = {}
-
         for _ in range(entries):
             key = self._text(_LONGEST_NAME)
             if key in metadata:
-                raise WeightsError(f"{self._path} has metadata {key!r} twice; expected it once")
+                raise WeightsError(f"{self._path}: got metadata {key!r} twice; expected it once")
             metadata[key] = self._value(key)
 
-        found = [self._tensor() for _ in range(count)]
-        return GgufHeader(self._path, metadata, self._placed(metadata, found))
+        # Tensors are listed before it is known where their data begins.
+        found: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for _ in range(count):
+            name = self._text(_LONGEST_NAME)
+            axes = self._number("I")
+            if axes > _MOST_AXES:
+                raise WeightsError(f"{self._path}: got tensor {name!r} with {axes} axes; expected {_MOST_AXES} at most")
+            shape = tuple(self._number("Q") for _ in range(axes))
+            if math.prod(shape) > _MOST_VALUES * len(self._data):
+                raise WeightsError(
+                    f"{self._path}: got tensor {name!r} of shape {shape}; expected at most what the file has room for"
+                )
+            if name in found:
+                raise WeightsError(f"{self._path}: got tensor {name!r} twice; expected it once")
+            # ggml lists the fastest axis first.
+            found[name] = shape[::-1], self._number("I"), self._number("Q")
 
-    def _placed(self, metadata: Mapping[str, Any], found: list[tuple[str, tuple[int, ...], int, int]]) -> Any:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise WeightsError(f"{self._path}: general.alignment is {alignment!r}; expected a power of two")
-
+            raise WeightsError(f"{self._path}: got general.alignment {alignment!r}; expected a power of two")
         start = -(-self._at // alignment) * alignment
-        tensors: dict[str, GgufTensor] = {}
-        for name, shape, kind, offset in found:
-            if name in tensors:
-                raise WeightsError(f"{self._path} has tensor {name!r} twice; expected it once")
-            tensors[name] = GgufTensor(shape, kind, start + offset)
-
-        return tensors
-
-    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._text(_LONGEST_NAME)
-        axes = self._number("I")
-        if axes > _MOST_AXES:
-            raise WeightsError(f"{self._path}: tensor {name!r} has {axes} axes; expected {_MOST_AXES} at most")
-        shape = tuple(self._number("Q") for _ in range(axes))
-        if math.prod(shape) > _MOST_VALUES * len(self._data):
-            raise WeightsError(f"{self._path}: tensor {name!r} has shape {shape}, more than the file has room for")
-        return name, shape[::-1], self._number("I"), self._number("Q")
+        tensors = {name: GgufTensor(shape, kind, start + offset) for name, (shape, kind, offset) in found.items()}
+        return GgufHeader(self._path, metadata, tensors)
 
     def _value(self, key: str) -> Any:
         kind = self._number("I")
@@ -162,7 +159,7 @@ class _Reader:
 
     def _scalar(self, key: str, kind: int) -> str:
         if kind not in _SCALARS:
-            raise WeightsError(f"{self._path}: metadata {key!r} is of type {kind}; expected 0 … 12, no lists of lists")
+            raise WeightsError(f"{self._path}: got metadata {key!r} of type {kind}; expected 0 … 12, no lists of lists")
         return _SCALARS[kind]
 
     def _number(self, form: str) -> Any:
@@ -174,8 +171,8 @@ class _Reader:
         length = self._number("Q")
         if length > min(longest, len(self._data) - self._at):
             raise WeightsError(
-                f"{self._path} is damaged or cut short: a text of {length} bytes at byte {self._at} of "
-                f"{len(self._data)}"
+                f"{self._path}: got a damaged or truncated file; expected a text of {length} bytes at byte {self._at} "
+                f"of {len(self._data)}"
             )
 
         text = bytes(self._data[self._at : self._at + length]).decode("utf-8")
@@ -186,6 +183,6 @@ class _Reader:
         """Refuses a count of things that the rest of the file has no room for."""
         if count * size > len(self._data) - self._at:
             raise WeightsError(
-                f"{self._path} is damaged or cut short: it announces {count} {what} with {len(self._data) - self._at} "
-                "bytes left"
+                f"{self._path}: got a damaged or truncated file; expected {count} {what} with "
+                f"{len(self._data) - self._at} bytes left"
             )

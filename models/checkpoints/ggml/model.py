@@ -79,12 +79,12 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     name = values.get("general.architecture")
     if name not in ARCHITECTURES:
         raise ConfigError(
-            f"{header.path} is of architecture {name!r}; expected one of {', '.join(ARCHITECTURES)}. Vision towers, "
+            f"{header.path}: got architecture {name!r}; expected one of {', '.join(ARCHITECTURES)}. Vision towers, "
             "which llama.cpp keeps in a second file, are not read"
         )
     if values.get("split.count", 1) != 1:
         raise ConfigError(
-            f"{header.path} is one of {values['split.count']} files; expected a whole one, as `llama-gguf-split "
+            f"{header.path}: got one of {values['split.count']} files; expected a whole one, as `llama-gguf-split "
             "--merge` makes it"
         )
 
@@ -94,7 +94,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     architecture, model_type = ARCHITECTURES[name]
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise WeightsError(f"{header.path}: tensor 'token_embd.weight' is missing or no matrix; expected the embedding")
+        raise WeightsError(f"{header.path}: got no matrix 'token_embd.weight'; expected the embedding")
 
     config: dict[str, Any] = {
         "architectures": [architecture],
@@ -112,6 +112,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     table.expect("vocab_size", config["vocab_size"])
     if name == "qwen3moe":
         config |= {theirs: table.whole(ours) for ours, theirs in _EXPERT_SIZES.items()} | {"norm_topk_prob": True}
+    # Qwen2 has the biases always, and says nothing of them.
     if name != "qwen2":
         config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     _check_sizes(header, config)
@@ -135,12 +136,12 @@ def _check_sizes(header: GgufHeader, config: Mapping[str, Any]) -> None:
     for name, shape in wanted.items():
         found = header.tensors.get(name)
         if found is None or found.shape != shape:
-            what = "is missing" if found is None else f"has shape {found.shape}"
-            raise WeightsError(f"{header.path}: tensor {name!r} {what}; expected shape {shape}, as the metadata say")
+            shown = f"no tensor {name!r}" if found is None else f"tensor {name!r} of shape {found.shape}"
+            raise WeightsError(f"{header.path}: got {shown}; expected shape {shape}, as the metadata say")
 
     last = f"blk.{config['num_hidden_layers'] - 1}.attn_norm.weight"
     if last not in header.tensors:
-        raise WeightsError(f"{header.path}: tensor {last!r} is missing; expected it in the last layer, by block_count")
+        raise WeightsError(f"{header.path}: got no tensor {last!r}; expected it in the last layer, by block_count")
 
 
 class _Table:
@@ -161,21 +162,21 @@ class _Table:
         for key, value in self._values.items():
             if key not in known and value not in (0, False, 0.0):
                 raise ConfigError(
-                    f"{self._path} has {self._name}.{key} = {value!r}, which this library does not know and which may "
+                    f"{self._path}: got {self._name}.{key} = {value!r}, which this library does not know and which may "
                     f"change what the model computes; expected one of {', '.join(sorted(known))}"
                 )
 
     def whole(self, key: str) -> int:
         found = self._values.get(key)
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-            raise ConfigError(f"{self._path}: {self._name}.{key} is {found!r}; expected a positive whole number")
+            raise ConfigError(f"{self._path}: got {self._name}.{key} {found!r}; expected a positive whole number")
         return found
 
     def number(self, key: str, absent: float | None = None) -> float:
         """Returns a number, as the shortest decimal that is the file's float32."""
         found = self._values.get(key, absent)
         if not isinstance(found, int | float) or isinstance(found, bool) or not np.isfinite(found) or found <= 0:
-            raise ConfigError(f"{self._path}: {self._name}.{key} is {found!r}; expected a positive number")
+            raise ConfigError(f"{self._path}: got {self._name}.{key} {found!r}; expected a positive number")
         return float(str(np.float32(found)))
 
     def expect(self, key: str, value: int) -> None:
@@ -183,7 +184,7 @@ class _Table:
         found = self._values.get(key, value)
         if found != value:
             raise ConfigError(
-                f"{self._path}: {self._name}.{key} is {found!r}; expected {value}, as its other sizes say"
+                f"{self._path}: got {self._name}.{key} {found!r}; expected {value}, as its other sizes say"
             )
 
 
@@ -192,16 +193,16 @@ def _scaling(header: GgufHeader, table: _Table, config: Mapping[str, Any]) -> di
     kind = table.get("rope.scaling.type") or "none"
     if _FACTORS in header.tensors:
         if kind != "none":
-            raise ConfigError(f"{header.path} has rope scaling {kind!r} and {_FACTORS!r}; expected one of them")
+            raise ConfigError(f"{header.path}: got rope scaling {kind!r} and {_FACTORS!r}; expected one of them")
         return _factor_scaling(header, config)
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
-        raise ConfigError(f"{header.path}: rope scaling {kind!r} is not read; expected none, linear or yarn")
+        raise ConfigError(f"{header.path}: got rope scaling {kind!r}, which is not read; expected none, linear or yarn")
 
     scaling = {"rope_type": kind, "factor": table.number("rope.scaling.factor")}
     if table.has("rope.scaling.attn_factor") and table.number("rope.scaling.attn_factor") != 1:
-        raise ConfigError(f"{header.path}: rope.scaling.attn_factor is not read; expected 1")
+        raise ConfigError(f"{header.path}: got rope.scaling.attn_factor, which is not read; expected 1")
 
     if kind == "yarn" and table.has("rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = table.whole("rope.scaling.original_context_length")
@@ -214,38 +215,39 @@ def _factor_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, 
     """
     stored, half = header.tensors[_FACTORS], config["head_dim"] // 2
     if stored.kind != 0 or stored.shape != (half,):
-        raise WeightsError(f"{header.path}: tensor {_FACTORS!r} has shape {stored.shape}; expected F32 ({half},)")
+        raise WeightsError(f"{header.path}: got tensor {_FACTORS!r} of shape {stored.shape}; expected F32 ({half},)")
 
     data = np.empty(half, np.float32)
     OpenFile(header.path).read_into(data, stored.start)
     factors = data.astype(np.float64)
     if not np.isfinite(factors).all() or factors.min() <= 0:
-        raise WeightsError(f"{header.path}: tensor {_FACTORS!r} holds {factors.min()}; expected positive numbers")
+        raise WeightsError(
+            f"{header.path}: got tensor {_FACTORS!r} that holds {factors.min()}; expected positive numbers"
+        )
     if np.allclose(factors, 1, rtol=1e-6):
         return {"rope_type": "default"}
 
+    # What Llama 3.1 and 3.2 divide their frequencies by: 1 for short waves, the factor for long ones.
     largest = float(str(np.float32(factors.max())))
-    if np.allclose(factors, _llama3_factors(config["rope_theta"], 2 * half, largest), rtol=1e-5):
+    low, high, original = _LLAMA3.values()
+    waves = 2 * np.pi * config["rope_theta"] ** (np.arange(0, 2 * half, 2) / (2 * half))
+    between = (original / waves - low) / (high - low)
+    smooth = 1 / ((1 - between) / largest + between)
+    llama3 = np.where(waves < original / high, 1.0, np.where(waves > original / low, largest, smooth))
+    if np.allclose(factors, llama3, rtol=1e-5):
         return {"rope_type": "llama3", "factor": largest, **_LLAMA3}
 
+    # Any other factors are a longrope whose two sets are alike, so that no regime changes them.
     longest = config["max_position_embeddings"]
     same = {"short_factor": factors.tolist(), "long_factor": factors.tolist(), "attention_factor": 1.0}
     return {"rope_type": "longrope", "factor": 1.0, "original_max_position_embeddings": longest, **same}
 
 
-def _llama3_factors(theta: float, width: int, factor: float) -> np.ndarray:
-    """Returns what Llama 3.1 and 3.2 divide their frequencies by: 1 for short waves, `factor` for long ones."""
-    low, high, original = _LLAMA3.values()
-    waves = 2 * np.pi * theta ** (np.arange(0, width, 2) / width)
-    between = (original / waves - low) / (high - low)
-    smooth = 1 / ((1 - between) / factor + between)
-    return np.where(waves < original / high, 1.0, np.where(waves > original / low, factor, smooth))
-
-
 def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, TensorLocation]:
     """Maps Hugging Face's names to where a file's tensors lie. Unknown names stay, to be reported."""
     pairs = {}
-    if config["model_type"] == "llama":  # llama.cpp rotates neighbours there
+    # llama.cpp rotates neighbours in this architecture, and its files have the rows in that order.
+    if config["model_type"] == "llama":
         heads = config["num_attention_heads"]
         pairs = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}
 

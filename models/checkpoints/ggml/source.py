@@ -14,7 +14,8 @@ from ..source import NUMPY_TYPES, OpenFile, Slices, StoredTensor, TensorInfo, wh
 from .blocks import BlockType, block_type
 from .header import GgufHeader, GgufTensor
 
-_PIECE = 1 << 18  # values dequantised at once
+_PIECE = 1 << 18
+"""Values dequantised at once."""
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -50,12 +51,36 @@ class GgufSource:
         self.origin, self._header, self._places = str(header.path), header, dict(places)
         self._file = OpenFile(header.path)
         self._dtype = np.dtype(jnp.dtype(dtype))
-        kinds = {tensor.kind for tensor in header.tensors.values()}
-        first = {kind: next(name for name, found in header.tensors.items() if found.kind == kind) for kind in kinds}
-        self._types = {kind: block_type(kind, f"{self.origin}: tensor {name!r}") for kind, name in first.items()}
+        self._types: dict[int, BlockType] = {}
         for name, tensor in header.tensors.items():
-            self._check(name, tensor)
-        self.tensors = {name: self._info(place) for name, place in self._places.items()}
+            if tensor.kind not in self._types:
+                self._types[tensor.kind] = block_type(tensor.kind, f"{self.origin}: tensor {name!r}")
+
+            # Blocks do not reach from one row into the next.
+            form, width = self._types[tensor.kind], tensor.shape[-1] if tensor.shape else 1
+            if 0 in tensor.shape or width % form.values:
+                raise WeightsError(
+                    f"{self.origin}: got tensor {name!r} of shape {tensor.shape}; expected rows of whole blocks of "
+                    f"{form.values} values, as {form.name} has them"
+                )
+            stop = tensor.start + math.prod(tensor.shape) // form.values * form.size
+            if stop > self._file.size:
+                raise WeightsError(
+                    f"{self.origin}: got a damaged or truncated file; expected tensor {name!r} up to byte {stop} of "
+                    f"{self._file.size}"
+                )
+
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, place in self._places.items():
+            stored = header.tensors[place.name]
+            shape = stored.shape if place.index is None else stored.shape[1:]
+            if place.heads and (not shape or shape[0] % (2 * place.heads)):
+                raise WeightsError(
+                    f"{self.origin}: got tensor {place.name!r} of shape {shape}; expected rows of {place.heads} heads "
+                    "of pairs"
+                )
+            form = self._types[stored.kind]
+            self.tensors[name] = TensorInfo(shape, form.name if form.plain else _NAMES[self._dtype.name])
 
     def read(self, name: str, region: Slices | None = None) -> np.ndarray:
         """Reads a tensor or a region of it; of quantised ones whole blocks are taken from the file."""
@@ -64,7 +89,9 @@ class GgufSource:
         form = self._types[stored.kind]
         span = whole_region(shape, region)
         if len(shape) < 2:
-            return self._vector(stored, form, place.heads)[span]
+            width = stored.shape[-1] if stored.shape else 1
+            values = self._columns(stored, form, np.arange(1), slice(0, width)).reshape(stored.shape)
+            return (values[_pairs_to_halves(width, place.heads)] if place.heads else values)[span]
 
         *leading, columns = span
         numbers = np.arange(math.prod(shape[:-1])).reshape(shape[:-1])[tuple(leading)].reshape(-1)
@@ -85,11 +112,6 @@ class GgufSource:
         start = found.start + (place.index or 0) * math.prod(shape) * form.size
         return StoredTensor(self._file, start, shape, NUMPY_TYPES[form.name])
 
-    def _vector(self, stored: GgufTensor, form: BlockType, heads: int) -> np.ndarray:
-        width = stored.shape[-1] if stored.shape else 1
-        values = self._columns(stored, form, np.arange(1), slice(0, width)).reshape(stored.shape)
-        return values[_pairs_to_halves(width, heads)] if heads else values
-
     def _columns(self, stored: GgufTensor, form: BlockType, rows: np.ndarray, columns: slice) -> np.ndarray:
         """Returns some columns of some rows, a piece of the rows at a time (and those between rows that are out of
         order).
@@ -108,35 +130,11 @@ class GgufSource:
             data = np.empty((int(part.max()) + 1 - first, size), np.uint8)
             self._file.read_into(data, stored.start + first * size)
             chosen = np.ascontiguousarray(data[part - first, blocks.start * form.size : blocks.stop * form.size])
-            with np.errstate(all="ignore"):  # what is not finite is told by whoever reads
+            # Numbers that are not finite are refused by the reader, which knows their tensor.
+            with np.errstate(all="ignore"):
                 out[start : start + step] = form.unpack(chosen)[:, cut]
 
         return out
-
-    def _check(self, name: str, tensor: GgufTensor) -> None:
-        form = self._types[tensor.kind]
-        width = tensor.shape[-1] if tensor.shape else 1
-        if 0 in tensor.shape or width % form.values:
-            raise WeightsError(
-                f"{self.origin}: tensor {name!r} has shape {tensor.shape}; expected rows of whole blocks of "
-                f"{form.values} values, as {form.name} has them"
-            )
-
-        stop = tensor.start + math.prod(tensor.shape) // form.values * form.size
-        if stop > self._file.size:
-            raise WeightsError(
-                f"{self.origin} is damaged or cut short: tensor {name!r} ends at byte {stop} of {self._file.size}"
-            )
-
-    def _info(self, place: TensorLocation) -> TensorInfo:
-        stored = self._header.tensors[place.name]
-        shape = stored.shape if place.index is None else stored.shape[1:]
-        if place.heads and (not shape or shape[0] % (2 * place.heads)):
-            raise WeightsError(
-                f"{self.origin}: tensor {place.name!r} has shape {shape}; expected rows of {place.heads} heads of pairs"
-            )
-        form = self._types[stored.kind]
-        return TensorInfo(shape, form.name if form.plain else _NAMES[self._dtype.name])
 
 
 def _pairs_to_halves(rows: int, heads: int) -> np.ndarray:

@@ -158,7 +158,7 @@ def find_quantisation(root: Path) -> Quantisation | None:
     try:
         raw = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+        raise ConfigError(f"{path}: got a file that is not JSON ({error}); expected JSON") from error
     return split_config(raw if isinstance(raw, dict) else {}, root)[1]
 
 
@@ -169,11 +169,17 @@ def read_quantisation(table: Any, place: str = "quantization_config") -> Quantis
       ConfigError: see `split_config`.
     """
     if not isinstance(table, Mapping):
-        raise ConfigError(f"{place} is {table!r}; expected a table")
+        raise ConfigError(f"{place}: got {table!r}; expected a table")
 
-    method = _method(table)
-    if method is None:
-        raise ConfigError(f"config.json has {place!r} without a quant_method; expected one of {_READ}")
+    # Releases name the method in either of two keys, or not at all.
+    given = table.get("quant_method", table.get("quantization_method"))
+    if given is None and (table.get("load_in_4bit") or table.get("load_in_8bit")):
+        given = "bitsandbytes"
+    elif given is None and "config_groups" in table:
+        given = "compressed-tensors"
+    if given is None:
+        raise ConfigError(f"config.json: got {place!r} without a quant_method; expected one of {_READ}")
+    method = str(given).lower().replace("compressed_tensors", "compressed-tensors").replace("auto_round", "auto-round")
 
     readers = {
         "fp8": _read_fp8,
@@ -185,62 +191,49 @@ def read_quantisation(table: Any, place: str = "quantization_config") -> Quantis
     if method not in readers:
         about = f" ({_KNOWN_REFUSED[method]})" if method in _KNOWN_REFUSED else ""
         raise ConfigError(
-            f"{place}: weights quantised by {method!r}{about} are not read; expected one of {_READ}, or a checkpoint "
-            "with plain weights"
+            f"{place}: got weights quantised by {method!r}{about}, which are not read; expected one of {_READ}, or a "
+            "checkpoint with plain weights"
         )
 
+    # Keys that may change what the weights are.
     for key, value in table.items():
-        _check(place, method, key, value)
+        if value is None or value is False or value == {} or value == []:
+            continue
+        if key in _ONLY:
+            if value not in _ONLY[key]:
+                one_of = ", ".join(map(str, _ONLY[key]))
+                raise ConfigError(f"{place}: got {key} {value!r}, which is not read; expected one of {one_of}")
+        elif key == "sparsity_config":
+            if not isinstance(value, Mapping) or value.get("format", "dense") != "dense":
+                raise ConfigError(f"{place}: got sparse weights ({value!r}), which are not read; expected dense ones")
+        elif key not in _INERT:
+            raise ConfigError(
+                f"{place}: got {key!r}: {value!r}; expected settings that are known for {method}, because others may "
+                "change what the weights are (if it changes nothing, take it out of the file)"
+            )
+
+    # A list where a table belongs, and the like.
     try:
         return readers[method](table, place)
-    except (TypeError, AttributeError) as error:  # a list where a table belongs, and the like
-        raise ConfigError(f"{place} of {method} cannot be read: {error}") from error
-
-
-def _method(table: Raw) -> str | None:
-    given = table.get("quant_method", table.get("quantization_method"))
-    if given is None and (table.get("load_in_4bit") or table.get("load_in_8bit")):
-        return "bitsandbytes"
-    if given is None and "config_groups" in table:
-        return "compressed-tensors"
-
-    return (
-        None
-        if given is None
-        else str(given).lower().replace("compressed_tensors", "compressed-tensors").replace("auto_round", "auto-round")
-    )
-
-
-def _check(place: str, method: str, key: str, value: Any) -> None:
-    """Refuses a key that may change what the weights are."""
-    if value is None or value is False or value == {} or value == []:
-        return
-    if key in _ONLY:
-        if value not in _ONLY[key]:
-            raise ConfigError(
-                f"{place}: {key} {value!r} is not read; expected one of {', '.join(map(str, _ONLY[key]))}"
-            )
-    elif key == "sparsity_config":
-        if not isinstance(value, Mapping) or value.get("format", "dense") != "dense":
-            raise ConfigError(f"{place}: sparse weights ({value!r}) are not read; expected dense ones")
-    elif key not in _INERT:
+    except (TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{place} has {key!r}: {value!r}, which is not known for {method} and may change what the weights are. "
-            "If it changes nothing, take it out of the file"
-        )
+            f"{place}: got settings of {method} that cannot be read ({error}); expected whole ones"
+        ) from error
 
 
 def _read_fp8(table: Raw, place: str) -> Quantisation:
     block = table.get("weight_block_size")
     if block is not None and not _sizes(block, 2):
-        raise ConfigError(f"{place}: weight_block_size is {block!r}; expected two positive whole numbers")
+        raise ConfigError(f"{place}: got weight_block_size {block!r}; expected two positive whole numbers")
     return Quantisation("fp8", place, block=None if block is None else (block[0], block[1]), plain=_plain(table, place))
 
 
 def _read_gptq(table: Raw, place: str) -> Quantisation:
     form = str(table.get("checkpoint_format", table.get("format")) or "gptq").lower()
     if form not in ("gptq", "gptq_v2"):
-        raise ConfigError(f"{place}: GPTQ weights in format {form!r} are not read; expected 'gptq' or 'gptq_v2'")
+        raise ConfigError(
+            f"{place}: got GPTQ weights in format {form!r}, which are not read; expected 'gptq' or 'gptq_v2'"
+        )
 
     makers = (table.get("meta") or {}).get("quantizer") or []
     makers = [makers] if isinstance(makers, str) else makers
@@ -281,7 +274,7 @@ def _changes(rules: Raw, found: Quantisation, place: str) -> tuple[tuple[str, Qu
 def _read_awq(table: Raw, place: str) -> Quantisation:
     version = str(table.get("version", table.get("format")) or "gemm").lower()
     if version != "gemm":
-        raise ConfigError(f"{place}: AWQ weights of version {version!r} are not read; expected 'gemm'")
+        raise ConfigError(f"{place}: got AWQ weights of version {version!r}, which are not read; expected 'gemm'")
     bits, group_size = _bits(table, place, (4,)), _group_size(table, place)
     return Quantisation("awq", place, bits=bits, group_size=group_size, plain=_plain(table, place))
 
@@ -292,36 +285,43 @@ _COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "p
 def _read_compressed(table: Raw, place: str) -> Quantisation:
     groups = table.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise ConfigError(f"{place}: config_groups is {groups!r}; expected a table of groups")
+        raise ConfigError(f"{place}: got config_groups {groups!r}; expected a table of groups")
 
     sizes, blocks, bits = set[Any](), set[Any](), set[int]()
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
-            raise ConfigError(f"{place}: group {name!r} has weights {weights!r}; expected a table")
+            raise ConfigError(f"{place}: got group {name!r} with weights {weights!r}; expected a table")
 
         form = str(group.get("format") or table.get("format") or "dense")
         if form not in _COMPRESSED_FORMATS:
             raise ConfigError(
-                f"{place}: weights in compressed-tensors' format {form!r} are not read; expected one of "
+                f"{place}: got weights in compressed-tensors' format {form!r}, which are not read; expected one of "
                 f"{', '.join(_COMPRESSED_FORMATS)}"
             )
 
         kind = (weights.get("type", "int"), weights.get("num_bits", 8))
         if kind not in (("float", 8), ("int", 8), ("int", 4)):
             raise ConfigError(
-                f"{place}: weights of type {kind[0]!r} and {kind[1]} bits are not read; expected float 8, "
+                f"{place}: got weights of type {kind[0]!r} and {kind[1]} bits, which are not read; expected float 8, "
                 "int 8 or int 4"
             )
 
         bits.add(kind[1])
         sizes.add(weights.get("group_size") if weights.get("strategy") == "group" else None)
-        blocks.add(_block(weights.get("block_structure"), place))
+        block = weights.get("block_structure")
+        if block is not None:
+            # Written as a list or as "128x128".
+            sides = [int(size) for size in re.findall(r"\d+", block)] if isinstance(block, str) else block
+            if not _sizes(sides, 2):
+                raise ConfigError(f"{place}: got block_structure {block!r}; expected two positive whole numbers")
+            blocks.add((sides[0], sides[1]))
 
     sizes.discard(None)
-    blocks.discard(None)
     if len(sizes) > 1 or len(blocks) > 1:
-        raise ConfigError(f"{place}: groups of sizes {sorted(sizes)} and blocks {sorted(blocks)}; expected one of each")
+        raise ConfigError(
+            f"{place}: got groups of sizes {sorted(sizes)} and blocks {sorted(blocks)}; expected one of each"
+        )
 
     return Quantisation(
         "compressed-tensors",
@@ -333,20 +333,10 @@ def _read_compressed(table: Raw, place: str) -> Quantisation:
     )
 
 
-def _block(given: Any, place: str) -> tuple[int, int] | None:
-    if given is None:
-        return None
-    if isinstance(given, str):
-        given = [int(size) for size in re.findall(r"\d+", given)]
-    if not _sizes(given, 2):
-        raise ConfigError(f"{place}: block_structure is {given!r}; expected two positive whole numbers")
-    return given[0], given[1]
-
-
 def _bits(table: Raw, place: str, known: tuple[int, ...]) -> int:
     bits = table.get("bits", table.get("w_bit", 4))
     if bits not in known or isinstance(bits, bool):
-        raise ConfigError(f"{place}: {bits!r} bits are not read; expected {' or '.join(map(str, known))}")
+        raise ConfigError(f"{place}: got {bits!r} bits, which are not read; expected {' or '.join(map(str, known))}")
     return bits
 
 
@@ -355,7 +345,7 @@ def _group_size(table: Raw, place: str) -> int | None:
     if size is None or size == -1:
         return None
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigError(f"{place}: group_size is {size!r}; expected a positive whole number, or -1")
+        raise ConfigError(f"{place}: got group_size {size!r}; expected a positive whole number, or -1")
     return size
 
 
@@ -365,7 +355,7 @@ def _plain(table: Raw, place: str) -> tuple[str, ...]:
         if given is None:
             continue
         if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
-            raise ConfigError(f"{place}: {key} is {given!r}; expected a list of names")
+            raise ConfigError(f"{place}: got {key} {given!r}; expected a list of names")
 
         for name in given:
             if name.startswith("re:"):
@@ -378,7 +368,7 @@ def _compile(pattern: str, place: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"{place} has {pattern!r}, which is no regular expression: {error}") from error
+        raise ConfigError(f"{place}: got {pattern!r} ({error}); expected a regular expression") from error
 
 
 def _sizes(value: Any, count: int) -> bool:

@@ -59,7 +59,7 @@ class DequantisedSource:
         }
         twice = sorted(set(self._quantised) & set(self.tensors))
         if twice:
-            raise WeightsError(f"{self.origin}: tensor {twice[0]!r} is there and quantised too; expected one of them")
+            raise WeightsError(f"{self.origin}: got tensor {twice[0]!r} plain and quantised; expected one of them")
 
         check_plain_tensors(self.origin, self.tensors, f"{quantisation.place} says {quantisation.method!r}")
         kind = _NAMES[self._dtype.name]
@@ -97,7 +97,7 @@ class DequantisedSource:
             if indexed:
                 self._expect(f"{prefix}.g_idx", ("I32", "I64"), (inputs,))
             elif not found.ordered:
-                raise WeightsError(f"{self.origin}: tensor '{prefix}.g_idx' is missing; expected it with desc_act")
+                raise WeightsError(f"{self.origin}: got no tensor '{prefix}.g_idx'; expected it with desc_act")
 
             yield (
                 f"{prefix}.weight",
@@ -131,7 +131,7 @@ class DequantisedSource:
         if not fitting or shape[1] < 1:
             wanted = f"{found.bits} bits" if found.bits else "4 or 8 bits"
             raise WeightsError(
-                f"{self.origin}: tensor '{prefix}_packed' has shape {(outputs, words)}; expected that of {shape} in "
+                f"{self.origin}: got tensor '{prefix}_packed' of shape {(outputs, words)}; expected that of {shape} in "
                 f"{wanted}, as '{prefix}_shape' says"
             )
 
@@ -152,12 +152,12 @@ class DequantisedSource:
         )
         if scale is None:
             raise WeightsError(
-                f"{self.origin}: tensor {name!r} is {info.dtype} without scales; expected '{name}_scale_inv' or "
+                f"{self.origin}: got tensor {name!r} of {info.dtype} without scales; expected '{name}_scale_inv' or "
                 f"'{name}_scale'"
             )
         if len(info.shape) < 2:
             raise WeightsError(
-                f"{self.origin}: tensor {name!r} is {info.dtype} {info.shape}; expected two axes or more"
+                f"{self.origin}: got tensor {name!r} of {info.dtype} {info.shape}; expected two axes or more"
             )
 
         kinds = (*_FLOATS, "F8_E8M0", "U8") if info.dtype in _FLOAT8 else _FLOATS
@@ -181,7 +181,7 @@ class DequantisedSource:
             return rows, columns
         if found not in fitting:
             raise WeightsError(
-                f"{self.origin}: tensor {scale!r} has shape {found}; expected one of {sorted(fitting)} for {name!r} "
+                f"{self.origin}: got tensor {scale!r} of shape {found}; expected one of {sorted(fitting)} for {name!r} "
                 f"of shape {shape}"
             )
         return fitting[found]
@@ -201,16 +201,16 @@ class DequantisedSource:
         info = self._inner.tensors.get(name)
         if info is None:
             raise WeightsError(
-                f"{self.origin}: tensor {name!r} is missing; expected it beside the others of its module, which "
+                f"{self.origin}: got no tensor {name!r}; expected it beside the others of its module, which "
                 f"{self._quantisation.place} says is quantised by {self._quantisation.method!r}"
             )
         if info.dtype not in kinds:
             raise WeightsError(
-                f"{self.origin}: tensor {name!r} has type {info.dtype}; expected one of {', '.join(kinds)}"
+                f"{self.origin}: got tensor {name!r} of type {info.dtype}; expected one of {', '.join(kinds)}"
             )
         if axes is not None and (len(info.shape) != axes or 0 in info.shape):
             raise WeightsError(
-                f"{self.origin}: tensor {name!r} has shape {info.shape}; expected {axes} axes, none empty"
+                f"{self.origin}: got tensor {name!r} of shape {info.shape}; expected {axes} axes, none empty"
             )
         return info.shape
 
@@ -218,7 +218,7 @@ class DequantisedSource:
         found = self._info(name, kinds, None)
         if found != shape:
             raise WeightsError(
-                f"{self.origin}: tensor {name!r} has shape {found}; expected {shape}, as the rest of its module and "
+                f"{self.origin}: got tensor {name!r} of shape {found}; expected {shape}, as the rest of its module and "
                 f"{self._quantisation.place} say"
             )
 
@@ -228,8 +228,8 @@ class DequantisedSource:
             module = name.removesuffix(".weight")
             if self._quantisation.of_module(module) is None:
                 raise WeightsError(
-                    f"{self.origin}: tensor {tensor.parts[0]!r} is quantised, and {self._quantisation.place} says that "
-                    f"{module!r} is not; expected a plain {name!r}"
+                    f"{self.origin}: got tensor {tensor.parts[0]!r} quantised, where {self._quantisation.place} says "
+                    f"that {module!r} is not; expected a plain {name!r}"
                 )
 
     def _zero_biases(self) -> Iterator[str]:
@@ -249,6 +249,6 @@ def check_plain_tensors(origin: str, tensors: Mapping[str, TensorInfo], why: str
     for name, info in tensors.items():
         if info.dtype.startswith("F8") or _MARKS.fullmatch(name):
             raise WeightsError(
-                f"{origin}: tensor {name!r} ({info.dtype} {info.shape}) belongs to quantised weights; {why}, which "
-                "does not account for it"
+                f"{origin}: got tensor {name!r} ({info.dtype} {info.shape}) of quantised weights; expected settings "
+                f"that account for it ({why})"
             )

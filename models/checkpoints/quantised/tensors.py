@@ -136,13 +136,13 @@ class GptqTensor:
         found, count = source.read(name, (inputs,)), -(-self.shape[1] // self.group_size)
         if self.ordered and not np.array_equal(found, in_order):
             raise WeightsError(
-                f"{source.origin}: tensor {name!r} is out of order where desc_act is false; expected groups of "
+                f"{source.origin}: got tensor {name!r} out of order where desc_act is false; expected groups of "
                 f"{self.group_size} inputs side by side"
             )
         if found.size and not 0 <= found.min() <= found.max() < count:
             raise WeightsError(
-                f"{source.origin}: tensor {name!r} names group {int(found.min())} … {int(found.max())}; "
-                f"expected 0 … {count - 1}"
+                f"{source.origin}: got tensor {name!r} with groups {int(found.min())} … {int(found.max())}; expected 0 "
+                f"… {count - 1}"
             )
         return found
 
@@ -240,8 +240,8 @@ class PackedTensor:
             return in_order
         if not 0 <= found.min() <= found.max() < count:
             raise WeightsError(
-                f"{source.origin}: tensor {name!r} names group {int(found.min())} … {int(found.max())}; "
-                f"expected 0 … {count - 1}"
+                f"{source.origin}: got tensor {name!r} with groups {int(found.min())} … {int(found.max())}; expected 0 "
+                f"… {count - 1}"
             )
         return found
 

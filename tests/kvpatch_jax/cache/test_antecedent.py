@@ -145,7 +145,7 @@ def test_a_removal_patch_says_how_its_base_was_served():
     apply(kept)
     for wrong, words in ((["A", "B"], "'A' as it was served"), (kept[::-1], "the order")):
         for allow in (False, True):
-            with pytest.raises(StalePatchError, match=rf"its base was conditioned on {words}.*expected"):
+            with pytest.raises(StalePatchError, match=rf"got a base conditioned on {words}.*expected"):
                 apply(wrong, allow_stale=allow)
 
 

@@ -67,7 +67,17 @@ TEXTS = (
     *("and/or", "km/h", "he/she/they", "1/2", "24/7", "2024/05/01", "12.5/100", "和/或", "I/O", "image/png"),
     *("one\nshot.png", "The words of this line are more than any name has: shot.png", "3.14", "v1.2", "U.S.", "e.g."),
     *("", "w5 w6", "...", "wait...what", ".", "..", "/", "//", "~", "</think>", "<|im_end|>", "print(x.shape)"),
-    *("IMAGE#LOUVRE2025", "\\alpha", "data:", "file: it", "C:", "你好", "a" * 5000, "x" * 5000 + ".png", "nul\0inside"),
+    *(
+        "IMAGE#LOUVRE2025",
+        "\\alpha",
+        "data:",
+        r"file \(it",
+        "C:",
+        "你好",
+        "a" * 5000,
+        "x" * 5000 + ".png",
+        "nul\0inside",
+    ),
 )
 
 

@@ -101,10 +101,10 @@ def test_another_basis_is_refused(basis):
     moved = {name: (u, -v) for name, (u, v) in patch.factors.items()}
     with pytest.raises(PatchMismatchError, match="directions of 'k'"):
         check_in_basis(kvp.Patch(moved, patch.metadata), basis)
-    with pytest.raises(PatchMismatchError, match="basis: backbone"):
+    with pytest.raises(PatchMismatchError, match="basis: got backbone"):
         kvp.form_patch(dataclasses.replace(CHUNK, backbone="other"), behind(17), 4, ["A"], basis=basis)
     deep = chunk_of("blocked")
-    with pytest.raises(PatchMismatchError, match="basis: layout"):
+    with pytest.raises(PatchMismatchError, match="basis: got layout"):
         kvp.form_patch(deep, conditioned_of(deep), 4, ["A"], basis=basis)
 
 

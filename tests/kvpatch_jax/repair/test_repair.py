@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Backbone
@@ -30,7 +31,7 @@ from kvpatch_jax.repair import (
 )
 from models.backbone import ModelBackbone
 from models.families.family import parameters
-from models.families.qwen2_5_vl import Qwen25VL, Qwen25VLConfig, nnx
+from models.families.qwen2_5_vl import Qwen25VLConfig
 from models.inputs.qwen_images import ImageConfig
 
 CONFIG = Path(__file__).parents[2] / "goldens" / "qwen2_5_vl" / "config.json"
@@ -48,7 +49,8 @@ def _highest_precision():
 def backbone() -> ModelBackbone:
     config = Qwen25VLConfig.from_dict(json.loads(CONFIG.read_text()), "exact")
     config = dataclasses.replace(config, text=dataclasses.replace(config.text, layers=LAYERS))
-    return ModelBackbone(config, parameters(Qwen25VL(config, nnx.Rngs(0))), ImageConfig())
+    model = config.family.module(config, nnx.Rngs(0))
+    return ModelBackbone(config, parameters(model), ImageConfig())
 
 
 def make_splice(backbone: ModelBackbone, seed: int = 0) -> tuple[SplicedCache, dict[str, np.ndarray]]:

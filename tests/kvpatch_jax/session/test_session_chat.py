@@ -85,7 +85,7 @@ def test_chat_templates_that_change_images_are_refused(backbone, unchecked, tmp_
     with pytest.raises(InputError, match=r"'\\n' between two images"):
         kvp.Session(checkpoint("llava", tmp_path), chat=True)
     plain = reader()
-    with pytest.raises(InputError, match="no chat template"):
+    with pytest.raises(InputError, match="without a chat template"):
         kvp.Session(plain, chat=True)
     plain.chat_template = ChatTemplate("{{ messages[0].content }}")
     with pytest.raises(InputError, match="chat template"):

@@ -19,8 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 from store_cases import AXES, LAYOUT, MLA, chunk_of, patch_of, same, same_chunk
 
-from kvpatch_jax.core import Quantised
-from kvpatch_jax.core.ops import quantise_int8
+from kvpatch_jax.core import Quantised, ops
 from kvpatch_jax.errors import DtypeError, InputError, StoreCorruptError, StoreVersionError
 from kvpatch_jax.store import Budget, ChunkStore
 from kvpatch_jax.store.format import objects
@@ -75,7 +74,9 @@ def test_smaller_encodings_keep_their_codes_bit_for_bit(encoding):
 def test_patches_come_back_bit_for_bit(form):
     patch = patch_of(chunk_of())
     if form == "int8":
-        quantised = {n: tuple(quantise_int8(jnp.asarray(leaf), -1) for leaf in f) for n, f in patch.factors.items()}
+        quantised = {
+            n: tuple(ops.stored(jnp.asarray(leaf), "int8", -1) for leaf in f) for n, f in patch.factors.items()
+        }
         patch = type(patch)(quantised, patch.metadata)  # pyright: ignore[reportArgumentType]
     if form == "dense":
         patch = type(patch)({"k": jnp.ones((3, 9, 2, 16))}, patch.metadata)  # pyright: ignore

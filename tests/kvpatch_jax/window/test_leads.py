@@ -80,9 +80,9 @@ def test_the_lead_is_part_of_a_chunks_identity(backbone):
     again = kvp.make_chunk(backbone, UNIT, lead=tokens)
     assert (again.id, again.lead) == (behind.id, behind.lead)
     assert behind.pad(9).lead == behind.lead
-    with pytest.raises(ShapeError, match="lead: 2 rows; expected one"):
+    with pytest.raises(ShapeError, match="lead: got 2 rows; expected one"):
         kvp.make_chunk(backbone, UNIT, lead=Tokens(*(np.repeat(part, 2, axis=0) for part in tokens[:2])))
-    with pytest.raises(InputError, match="lead: no items; expected"):
+    with pytest.raises(InputError, match="lead: got no items; expected"):
         kvp.make_chunk(backbone, UNIT, lead=[])
     with pytest.raises(InputError, match="lead ''; expected"):
         chunk_of("gqa", lead="")
