@@ -50,7 +50,8 @@ def main(arguments: list[str]) -> None:
         kinds = _kinds()
         recorded = None if _TRACE.value is None else load_trace(Path(_TRACE.value))
         path = shipped(_MODEL.value)
-        if recorded is None:  # what is drawn is asked in the small task's words
+        # What is drawn is asked in the small task's words; a recorded trace brings its own.
+        if recorded is None:
             check_language(path, VOCABULARY.names, "small", shipped_names())
 
     use_compilation_cache()
@@ -76,14 +77,16 @@ def _kinds() -> tuple[str, ...]:
     names = tuple(_KIND.value)
     unknown = [name for name in names if name not in (*KINDS, "all")]
     if unknown or not names:
-        raise InputError(f"--kind names {unknown or 'none'}; expected all, or some of {', '.join(KINDS)}")
+        raise InputError(f"--kind: got {unknown or 'no kind'}; expected all, or some of {', '.join(KINDS)}")
     return KINDS if "all" in names else names
 
 
 def write_pages(out: Path) -> None:
     """Writes tables and figures of all that the folder has results of."""
     results: dict[str, Any] = {}
-    for path in sorted(out.glob("replay_*.json"), key=lambda path: _place(path.stem.removeprefix("replay_"))):
+    # Kinds in the order in which they are listed, then those of recorded traces by name.
+    order = {f"replay_{kind}": number for number, kind in enumerate(KINDS)}
+    for path in sorted(out.glob("replay_*.json"), key=lambda path: (order.get(path.stem, len(KINDS)), path.stem)):
         found = json.loads(path.read_text())
         results[found["kind"]] = found
 
@@ -93,10 +96,6 @@ def write_pages(out: Path) -> None:
     (out / "replay.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     figures = draw(results, out)
     print(f"{out / 'replay.md'}, {', '.join(path.name for path in figures)}")
-
-
-def _place(kind: str) -> tuple[int, str]:
-    return (KINDS.index(kind) if kind in KINDS else len(KINDS), kind)
 
 
 if __name__ == "__main__":

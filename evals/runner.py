@@ -7,6 +7,7 @@ seeds the headline is the mean, with its spread; the control, which was trained 
 """
 
 import fnmatch
+import itertools
 import json
 import shlex
 import sys
@@ -103,6 +104,7 @@ def measure(
         clusters = number * sizes.batch + np.arange(sizes.batch)
         answers = read_arms(table, reader, arms)
 
+        # Arms that choose tokens by the question were read in the first probe alone.
         for name in reader.probes:
             items = table.items(name)
             items.kinds = reader.kinds
@@ -166,7 +168,7 @@ def run(name: str, seed: int, folder: Path, dataset: PackedDataset, *, quick: bo
     controls = [path.name for path in paths if path.name.endswith(NO_WINDOW) and len(paths) > 1]
     sizes, file = RunSizes(seed, contexts), folder / PARTS
     tables = {path.name: measure_instance(path, sizes, dataset, file, control=path.name in controls) for path in paths}
-    rows = [row for table in tables.values() for row in table]
+    rows = list(itertools.chain.from_iterable(tables.values()))
     seeds = {model: table for model, table in tables.items() if model not in controls}
     if len(seeds) > 1:
         rows += headline_rows(seeds, "mean")

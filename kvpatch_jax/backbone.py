@@ -346,19 +346,17 @@ def joined(*parts: KV) -> EngineKV:
         expect_frame(part, "joined", "engine")
         if set(part) != set(parts[0]):
             raise LayoutError(f"joined: got channels {sorted(part)}; expected {sorted(parts[0])}")
-    return EngineKV({name: _joined([part[name] for part in parts], name) for name in parts[0]})
 
-
-def _joined(values: list[AnyArray], name: str) -> Array:
-    """Concatenates one channel's arrays along tokens, after checking that all other axes are equal."""
-
-    def shape_without_tokens(value: AnyArray) -> tuple[int, ...]:
-        return (*value.shape[:2], *value.shape[3:])
-
-    with_batch = [value[:, None] if value.ndim == 4 else value for value in values]
-    expected = shape_without_tokens(with_batch[0])
-    for original, batched in zip(values, with_batch, strict=True):
-        if batched.ndim != 5 or shape_without_tokens(batched) != expected:
-            shape = original.shape
-            raise ShapeError(f"joined[{name!r}]: got shape {shape}; expected to go with {values[0].shape}, but for T")
-    return jnp.concatenate(with_batch, axis=2)
+    result = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        with_batch = [value[:, None] if value.ndim == 4 else value for value in values]
+        first = with_batch[0].shape
+        for original, batched in zip(values, with_batch, strict=True):
+            # All axes are equal but that of the tokens, along which parts are joined.
+            if batched.ndim != 5 or (*batched.shape[:2], *batched.shape[3:]) != (*first[:2], *first[3:]):
+                raise ShapeError(
+                    f"joined[{name!r}]: got shape {original.shape}; expected to go with {values[0].shape}, but for T"
+                )
+        result[name] = jnp.concatenate(with_batch, axis=2)
+    return EngineKV(result)

@@ -21,6 +21,7 @@ from .arm import AlternativeArm, ArmFactory, ArmMaker
 def patch_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
     """Lists the patches: all ranks; at one rank the deeper half, each channel, and of every chunk; rotated."""
     arms = RULES.arms
+    # All ranks are slices of one SVD, so a rank costs an application and no factorising.
     makers: dict[str, ArmMaker] = {}
     for rank in arms.ranks:
         makers[f"patch.rank={rank}"] = functools.partial(make_patch, rank=rank)

@@ -47,6 +47,7 @@ def make_repaired(factory: ArmFactory, method: str, share: float = 0.0, rank: in
     else:
         count = fraction_to_count(share, tokens)
 
+    # What the check layer finds does not depend on the count: computed once for all budgets.
     if method == "cacheblend":
         repaired = cacheblend(backbone, splice, count, checked=factory.checked)
     else:

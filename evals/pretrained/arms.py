@@ -338,4 +338,6 @@ def shares_by_layer(batches: Sequence[Passages]) -> tuple[float, ...]:
         needs += layer_sensitivity(layout, of.page.splice(), counts, loss, blocks=size)
 
     found = layer_counts(needs, counts, int(BUDGET * length * blocks), spend=True)
-    return tuple(LAYER_BUDGETS[counts.index(count)] for count in found for _ in range(size))
+    shares = [LAYER_BUDGETS[counts.index(count)] for count in found]
+    # Every layer of a block has the block's share.
+    return tuple(np.repeat(shares, size).tolist())

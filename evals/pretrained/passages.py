@@ -141,8 +141,11 @@ def scores(
     reference: Float[Array, "B n V"], logits: Float[Array, "B n V"], ids: Int[np.ndarray, "B n"]
 ) -> list[dict[str, float]]:
     """Averages over a row's n tokens: KL(reference‖logits), flips of the best token, loss on the tokens that follow."""
-    columns = {name: np.asarray(value) for name, value in _scores(reference, logits, jnp.asarray(ids)).items()}
-    return [{name: float(value[row]) for name, value in columns.items()} for row in range(len(ids))]
+    columns = jax.tree.map(np.asarray, _scores(reference, logits, jnp.asarray(ids)))
+    rows = []
+    for row in range(len(ids)):
+        rows.append({name: float(value[row]) for name, value in columns.items()})
+    return rows
 
 
 @jax.jit

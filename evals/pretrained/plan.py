@@ -104,8 +104,10 @@ def parts(plan: SuitePlan) -> list[SuitePart]:
             share = (number + 0.5) / count
             found.extend(SuitePart(kind, group, number, share, tokens) for group in groups)
 
+    # A share below 0 puts it first: other parts need what it finds.
     if plan.fitted:
         found.append(SuitePart("fit", "layers", 0, -1.0, 30 * plan.fitted * len(DOMAINS) * scored))
+    # Tokens that a part runs: prefills of passages and antecedents, then every arm's reading of the scored text.
     base = (2 * plan.passages + 1) * size + 9 * plan.passages * scored + plan.passages * size // 2
 
     for number in range(plan.documents):

@@ -283,7 +283,7 @@ def _draw_by_layer(rows: Rows, path: Path, metric: str, label: str) -> list[Path
     for place, (channel, points) in enumerate(lines.items()):
         points.sort(key=lambda point: point[0])
         layers = [layer for layer, _ in points]
-        value, low, high = (np.array([point[1][end] for point in points]) for end in range(3))
+        value, low, high, _ = np.array([interval for _, interval in points]).T
         axes.plot(layers, value, color=f"C{place}", label=channel)
         axes.fill_between(layers, low, high, color=f"C{place}", alpha=0.2)
 

@@ -1,5 +1,6 @@
 """Rows of results.json from the records of finished parts: every interval is over documents."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -50,13 +51,15 @@ def _statistics(by_kind: Mapping[str, Sequence[Record]]) -> Found:
     yield from _costs(scored)
     yield from means("greedy", everything, ("greedy_tokens", "greedy_all"))
     profiled = [record for record in everything if "profile" in record]
-    for metric in dict.fromkeys(metric for record in profiled for metric in record["profile"]):
+    # Wide documents have more metrics of it than others.
+    for metric in dict.fromkeys(itertools.chain.from_iterable(record["profile"] for record in profiled)):
         yield from _by_layer(metric, [record for record in profiled if metric in record["profile"]])
 
     windows = by_kind["window"]
     yield from means("reorder", windows, ("relative_order_effect",))
-    reorder, drift = ([own for own in windows if "kl" in own and own["probe"] == name] for name in ("reorder", "drift"))
-    yield from _compared("reorder", reorder)
+    compared = [record for record in windows if "kl" in record]
+    yield from _compared("reorder", [record for record in compared if record["probe"] == "reorder"])
+    drift = [record for record in compared if record["probe"] == "drift"]
     for case in dict.fromkeys(record["case"] for record in drift):
         yield from _compared(f"drift.{case}", [record for record in drift if record["case"] == case])
     yield from _compared("slide", by_kind["slide"])
@@ -99,7 +102,7 @@ def _compared(probe: str, scored: Sequence[Record], metrics: Sequence[str] = MET
     """
     if len({(_key(record), record["arm"]) for record in scored}) != len(scored):
         raise ValueError(
-            f"{probe}: an item and arm were measured twice; expected items that differ in domain, document or passage"
+            f"{probe}: got an item and arm measured twice; expected items that differ in domain, document or passage"
         )
 
     reference = {_key(record): record for record in scored if record["arm"] == "re-prefill"}

@@ -5,6 +5,7 @@ A part's contexts are passages of documents, or questions over two chunks; the s
 
 import dataclasses
 import functools
+import itertools
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,16 +91,20 @@ class SuiteTexts:
 
     def in_turn(self, least: int = 0) -> list[texts.Document]:
         """Lists the measured documents that have so many tokens, domains in turn."""
-        fitting = [[own for own in self.measured(domain) if len(own.ids) >= least] for domain in DOMAINS]
+        fitting = []
+        for domain in DOMAINS:
+            fitting.append([own for own in self.measured(domain) if len(own.ids) >= least])
+
+        # A domain with fewer of them is passed over once they are used up.
         listed = []
-        for place in range(max(map(len, fitting))):
-            listed += [documents[place] for documents in fitting if place < len(documents)]
+        for documents in itertools.zip_longest(*fitting):
+            listed += [document for document in documents if document is not None]
         return listed
 
     @property
     def all(self) -> list[texts.Document]:
         """Every document that is measured, domain by domain."""
-        return [document for domain in DOMAINS for document in self.measured(domain)]
+        return list(itertools.chain.from_iterable(map(self.measured, DOMAINS)))
 
 
 def dataset(backbone: ModelBackbone, plan: SuitePlan, corpus: SuiteTexts, file: Path) -> RecordedDataset:
@@ -115,8 +120,11 @@ def dataset(backbone: ModelBackbone, plan: SuitePlan, corpus: SuiteTexts, file: 
     }
 
     def measure(part: SuitePart, finished: Sequence[Mapping[str, Any]]) -> Iterator[Record]:
-        fits = [record[FITTED] for line in finished for record in line["records"] if FITTED in record]
-        return records_of(backbone, plan, corpus, part, fits[0] if fits else None)
+        by_layer = None
+        for line in finished:
+            for record in line["records"]:
+                by_layer = record.get(FITTED, by_layer)
+        return records_of(backbone, plan, corpus, part, by_layer)
 
     planned = [PlannedPart(part.name, functools.partial(measure, part), part.tokens) for part in parts(plan)]
     # Lists in place of tuples, as the file of parts has them.

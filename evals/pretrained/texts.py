@@ -9,6 +9,7 @@ import ast
 import doctest
 import hashlib
 import importlib.util
+import itertools
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -174,7 +175,8 @@ def _transcripts() -> Source:
         for name, path in _modules(package):
             text = _read(path)
             if text.count(">>>") >= LEAST_EXAMPLES:
-                yield name, "\n".join(line for docstring in _docstrings(text) for line in _session(docstring))
+                sessions = map(_session, _docstrings(text))
+                yield name, "\n".join(itertools.chain.from_iterable(sessions))
 
 
 def _session(docstring: str) -> list[str]:

@@ -64,16 +64,23 @@ class ProbeItems:
         """Reads one of kind, cluster, answer over all batches, [items]."""
         return np.concatenate(self.asked[name])
 
+    def by_kind(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields the kinds of question that were asked, each with which items are of it, bool [items]."""
+        numbers = self.column("kind")
+        for number, name in enumerate(self.kinds):
+            of_kind = numbers == number
+            if of_kind.any():
+                yield name, of_kind
+
     def arm(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Reads an arm's predicted token ids and its KL from the reference in nats, over all batches, [items] each."""
         return np.concatenate(self.predicted[name]), np.concatenate(self.divergence[name])
 
-    def metrics(self, arm: str, kind: int, wanted: Collection[str] = PER_ITEM) -> dict[str, intervals.Interval]:
-        """Estimates accuracy, its difference from the reference, KL, η and flips of an arm for one kind.
+    def metrics(self, arm: str, here: np.ndarray, wanted: Collection[str] = PER_ITEM) -> dict[str, intervals.Interval]:
+        """Estimates accuracy, its difference from the reference, KL, η and flips of an arm over some items.
 
         η and flips are against the blind arm, which need not be there where they are not wanted.
         """
-        here = self.column("kind") == kind
         cluster, answer = self.column("cluster")[here], self.column("answer")[here]
         predicted, divergence = (values[here] for values in self.arm(arm))
         right = (predicted == answer).astype(float)
@@ -84,6 +91,7 @@ class ProbeItems:
         blind_predicted, blind_divergence = (values[here] for values in self.arm(self.blind))
         reference_predicted = self.arm(self.reference)[0][here]
 
+        # Where blind reuse loses next to nothing, η would be a quotient of roundings.
         harmed = len(blind_divergence) > 0 and blind_divergence.mean() >= DAMAGE
         eta = intervals.eta(divergence, blind_divergence, cluster) if harmed else intervals.UNDEFINED
         reference_right = (reference_predicted == answer).astype(float)
@@ -169,6 +177,7 @@ class ResultsTable:
                 for name, batches in getattr(items, column).items():
                     getattr(own, column).setdefault(name, []).extend(batches)
 
+        # Samples of both are pooled; of a maximum only the larger counts.
         for name, batches in other.samples.items():
             self.samples.setdefault(name, []).extend(batches)
         for name, (value, count) in other.maxima.items():
@@ -178,10 +187,9 @@ class ResultsTable:
         """Makes every row, long-form; what is undefined is NaN."""
         rows = []
         for items in self.probes.values():
-            kinds = set(items.column("kind").tolist())
-            for number, kind in enumerate(items.kinds):
-                for arm in items.predicted if number in kinds else ():
-                    for metric, interval in items.metrics(arm, number, self.metrics).items():
+            for kind, of_kind in items.by_kind():
+                for arm in items.predicted:
+                    for metric, interval in items.metrics(arm, of_kind, self.metrics).items():
                         rows.append(measured_row(items.label, self.model, arm, f"{metric}.{kind}", interval))
 
         rows += [measured_row(*key[:1], self.model, *key[1:], share) for key, share in self.costs.items()]

@@ -48,6 +48,7 @@ def records(
     graph, state = nnx.split(tower)
     ids = np.asarray(pieces.ids)
     everything, own = jnp.asarray(table), jnp.asarray(table[ids])
+    # Distances are shares of it: 1 is what the mean embedding would miss.
     spread = float(jnp.square(own - own.mean(0)).sum(-1).mean())
 
     @jax.jit
@@ -62,6 +63,7 @@ def records(
         for file in files:
             ink = pages.cells(pages.glyphs(str(file), SIZE), pieces.letters)
             found = []
+            # The last batch is padded to the others' size, so that one program reads all.
             for first in range(0, len(ids), BATCH):
                 part, right = ink[first : first + BATCH], ids[first : first + BATCH]
                 room = BATCH - len(part)

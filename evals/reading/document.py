@@ -6,7 +6,7 @@ from them. A test compares the page with that file.
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +78,10 @@ def _pieces(rows: Rows) -> Iterator[str]:
 def _against_tokens(rows: Rows) -> Iterator[str]:
     n = rows.get("as tokens", "image", "kl").n
     yield filled(f"Against the same pages as tokens, {n} pages:")
-    lines = [
-        [what, *(show(rows.get("as tokens", arm, metric)) for metric in AGAINST)]
-        for arm, what in READ.items()
-        if rows.get("as tokens", arm, "loss").n
-    ]
+    lines = []
+    for arm, what in READ.items():
+        if rows.get("as tokens", arm, "loss").n:
+            lines.append([what, *_shown(rows, "as tokens", arm, AGAINST)])
     yield markdown_table(["", *AGAINST.values()], lines)
     loss = {arm: rows.get("as tokens", arm, "loss").value for arm in READ}
     yield filled(
@@ -98,8 +97,13 @@ def _arms(rows: Rows) -> Iterator[str]:
     arms.sort(key=lambda arm: -rows.get("text", arm, "eta").value)
     n = rows.get("text", "blind", "kl").n
     yield filled(f"Pages as images, reused, against a re-prefill of the images, {n} pages, what removes most first:")
-    lines = [[f"`{arm}`", *(show(rows.get("text", arm, metric)) for metric in ARMS)] for arm in arms]
+    lines = [[f"`{arm}`", *_shown(rows, "text", arm, ARMS)] for arm in arms]
     yield markdown_table(["arm", *ARMS.values()], lines)
+
+
+def _shown(rows: Rows, probe: str, arm: str, metrics: Iterable[str]) -> list[str]:
+    """Formats an arm's metrics with their intervals."""
+    return [show(rows.get(probe, arm, metric)) for metric in metrics]
 
 
 def _answers(rows: Rows) -> Iterator[str]:

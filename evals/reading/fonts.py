@@ -94,18 +94,23 @@ def find(families: Families, more: Sequence[str | os.PathLike[str]] = (), every:
       InputError: missing files, with Debian's packages that have them.
     """
     known = _files(folders(more))
-    missing = {family for family, stems in families.items() if any(stem not in known for stem in stems)}
+    missing = {family for family, stems in families.items() if not set(stems) <= known.keys()}
     if every and missing:
         packages = " ".join(f"fonts-{family}" for family in sorted(missing))
         raise InputError(
-            f"fonts of {len(missing)} families are not there; expected them installed (apt install {packages})"
+            f"fonts: got no files of {len(missing)} families; expected them installed (apt install {packages})"
         )
-    found = {family: [known[stem] for stem in stems if stem in known] for family, stems in families.items()}
-    return {family: files for family, files in found.items() if files}
+
+    found = {}
+    for family, stems in families.items():
+        if files := [known[stem] for stem in stems if stem in known]:
+            found[family] = files
+    return found
 
 
 def _files(places: Iterable[Path]) -> dict[str, Path]:
     found: dict[str, Path] = {}
+    # The first folder that has a face wins, so that matplotlib's own are the same on every machine.
     for place in places:
         for path in sorted(place.rglob("*.[to]tf")):
             found.setdefault(path.stem, path)

@@ -47,12 +47,13 @@ def glyphs(font: str | os.PathLike[str], size: int) -> UInt8[np.ndarray, "V S S"
         face = ImageFont.truetype(os.fspath(font), size)
     except OSError as error:
         raise InputError(
-            f"{os.fspath(font)} is not read as a font: {error}; expected a TrueType or OpenType file"
+            f"font: got {os.fspath(font)!r}, which is not read ({error}); expected a TrueType or OpenType file"
         ) from error
 
     sheet = np.zeros((len(GLYPHS), SLOT, SLOT), np.uint8)
     for number, letter in enumerate(GLYPHS):
         image = Image.new("L", (SLOT, SLOT))
+        # "ls": the left end of the baseline. The middle of the letter's own box comes to the middle of the slot.
         left, _, right, _ = face.getbbox(letter, anchor="ls")
         ImageDraw.Draw(image).text(((SLOT - right - left) / 2, BASELINE), letter, fill=255, font=face, anchor="ls")
         sheet[number] = np.asarray(image)

@@ -57,6 +57,7 @@ class Pieces:
             raise ConfigError(f"tokenizer: got type {model['type']!r}; expected byte-level BPE with its merges")
 
         vocabulary, halves = model["vocab"], {}
+        # A piece may be merged in two ways; the first merge is the one that the tokenizer applies.
         for left, right in model["merges"]:
             halves.setdefault(vocabulary[left + right], (vocabulary[left], vocabulary[right]))
         special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
@@ -86,6 +87,7 @@ class Pieces:
         """Writes a text's token ids in the pieces that are drawn; bytes of other characters are left out."""
         written: list[int] = []
         waiting = [int(number) for number in reversed(ids)]
+        # A stack: a piece that is not drawn is replaced by its halves, the left one on top.
         while waiting:
             number = waiting.pop()
             if number in self.places:
@@ -104,5 +106,5 @@ class Pieces:
         """
         unknown = [int(number) for number in ids if int(number) not in self.places]
         if unknown:
-            raise InputError(f"token {unknown[0]} is not drawn; expected pieces that `split` gives")
+            raise InputError(f"token ids: got {unknown[0]}, which is not drawn; expected pieces that `split` gives")
         return np.array([self.places[int(number)] for number in ids], np.int32)

@@ -7,6 +7,7 @@ shows what the tower loses.
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -59,7 +60,7 @@ def dataset(reader: PageReadingModel, plan: SuitePlan, folders: Sequence[str] = 
         "model": "reading",
         "fingerprint": reader.model.fingerprint,
         "plan": dataclasses.asdict(plan),
-        "text_digest": texts.digest([document for domain in documents.values() for document in domain]),
+        "text_digest": texts.digest([*itertools.chain.from_iterable(documents.values())]),
     }
 
     planned = []
@@ -90,7 +91,8 @@ def parts(plan: SuitePlan) -> list[SuitePart]:
 
 def styles(first: int, count: int) -> list[Style]:
     """Returns styles in black on white, in unseen faces by turns."""
-    faces = {path.stem: path for files in fonts.find(fonts.UNSEEN, every=False).values() for path in files}
+    found = itertools.chain.from_iterable(fonts.find(fonts.UNSEEN, every=False).values())
+    faces = {path.stem: path for path in found}
     return [Style(str(faces[PAGE_FACES[(first + place) % len(PAGE_FACES)]])) for place in range(count)]
 
 
@@ -103,7 +105,7 @@ def records_of(
         other = of_domain[(part.number + 1) % len(of_domain)]
         yield from compare(reader, plan, of_domain[part.number], other, part.number)
     else:
-        every = [document for of_domain in documents.values() for document in of_domain]
+        every = [*itertools.chain.from_iterable(documents.values())]
         yield from ask(reader, plan, part.group, part.number, every)
 
 

@@ -106,6 +106,7 @@ def save_tower(directory: str | os.PathLike[str], parameters: Mapping[str, Any],
         if value.ndim < 2 or min(value.shape[-2:]) < LEAST_ROWS:
             arrays[name] = value
             continue
+        # A scale per output, so that an output with small weights keeps its precision.
         scale = np.maximum(np.abs(value).max(-2, keepdims=True) / 127, 1e-12)
         arrays[name] = np.round(value / scale).astype(np.int8)
         arrays[f"{name}.scale"] = scale
@@ -124,10 +125,10 @@ def load_tower(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[
     root = Path(directory)
     if not (root / CONFIG).is_file():
         raise ConfigError(
-            f"tower: {root} has no {CONFIG}; expected a folder that `python -m evals.reading.train` wrote"
+            f"tower: got {root}, which has no {CONFIG}; expected a folder that `python -m evals.reading.train` wrote"
         )
     if not (root / WEIGHTS).is_file():
-        raise WeightsError(f"tower: {root} has no {WEIGHTS}; expected it beside {CONFIG}")
+        raise WeightsError(f"tower: got {root}, which has no {WEIGHTS}; expected it beside {CONFIG}")
 
     stored, nested = load_file(root / WEIGHTS), dict[str, Any]()
     for name, value in stored.items():

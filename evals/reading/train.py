@@ -7,6 +7,7 @@ tower.safetensors) and DIR/curve.jsonl. About half an hour on one core.
 from .. import extra as extra  # isort: split
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +49,7 @@ def stages(recipe: TowerRecipe, path: Path, folders: list[str]) -> Stages:
     table = np.asarray(decoder.parameters["decoder"]["embedding"])
     vision = vision_config(recipe.width, recipe.depth, recipe.heads, recipe.intermediate)
     config = model_config(decoder.config.to_dict(), vision)
-    faces = [face for files in fonts.find(fonts.SEEN, folders).values() for face in files]
+    faces = [*itertools.chain.from_iterable(fonts.find(fonts.SEEN, folders).values())]
     newline = int(decoder.tokenizer.encode(THUMBNAIL).ids[0])
     return Stages(recipe, config, pieces, Slots(recipe, pieces, faces), table, newline)
 

@@ -107,6 +107,7 @@ class Antecedent:
         """Digest of ids, contents and states in their order: 32 hexadecimal digits, equal where all of them are."""
         fields = [b"antecedent"]
         for member in self.members:
+            # An unknown content is another field than any content, the empty one included.
             content = [b""] if member.content is None else [b"content", encoded(member.content)]
             fields += [b"member", encoded(member.id), *content, encoded(member.state)]
         return digest_of(fields, size=16)
@@ -141,6 +142,7 @@ class Antecedent:
           A clause of an error's message: what this is, and what was expected.
         """
         ids, others = self.ids, wanted.ids
+        # A wrong order is told from other chunks, because it calls for another remedy: an orbit patch.
         if ids != others:
             same_set = Counter(ids) == Counter(others)
             if not orbit or not same_set:

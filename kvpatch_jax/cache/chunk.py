@@ -160,6 +160,7 @@ class Chunk:
             widths[axis] = (0, more)
             return jnp.pad(jnp.asarray(value), widths)
 
+        # Padding changes neither the content nor whether it is finite, so nothing is examined again.
         hidden = None if self.hidden is None else {layer: grow(value, -2) for layer, value in self.hidden.items()}
         kv = {name: grow(value, -3) for name, value in self.kv.items()}
         return trusted(self, kv=PhaseFreeKV(kv), local=grow(self.local, 0), hidden=hidden)

@@ -94,6 +94,7 @@ def looks_like_a_file(text: str) -> bool:
     words = len(line.split())
     if words > 1:
         return words <= _MOST_WORDS and _MEDIA_FILE.fullmatch(line) is not None
+    # Of a single word from here on, for which these patterns are made.
     if _ADDRESS.match(line) or _PATH_START.match(line) or _MEDIA_FILE.fullmatch(line) or _ANY_FILE.fullmatch(line):
         return True
     return _SEPARATED.fullmatch(line) is not None and _WORDS_OR_NUMBERS.fullmatch(line) is None
@@ -136,6 +137,7 @@ def items_of(items: Iterable[Any], what: str) -> list[Any]:
     Raises:
       InputError: `items` is a single item, or empty.
     """
+    # Each of these is iterable, and would be taken apart into letters, rows or keys.
     is_single = isinstance(items, str | bytes | os.PathLike | np.ndarray | jax.Array | Mapping)
     if is_single or not isinstance(items, Iterable):
         shown = repr(items[:40]) if isinstance(items, str) else f"a {type(items).__name__}"

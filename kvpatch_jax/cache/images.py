@@ -123,6 +123,7 @@ def _unreadable(Image: Any) -> tuple[type[BaseException], ...]:
 
 def _of_file(file: Any, name: str) -> np.ndarray:
     Image, ImageOps = require("PIL.Image", "Pillow"), require("PIL.ImageOps", "Pillow")
+    # `open` reads the header alone; a truncated file shows only in `load`.
     try:
         with Image.open(file) as image:
             image.load()
@@ -148,6 +149,7 @@ def _of_pil(source: Any, name: str) -> np.ndarray:
         raise ImageError(f"{name}: got mode {source.mode}; expected at most 8 bits a value (rescale it first)")
 
     try:
+        # A palette may have a transparent colour without a channel of its own.
         alpha = "A" in source.getbands() or source.info.get("transparency") is not None
         return np.array(source.convert("RGBA" if alpha else "RGB"))
     except (OSError, SyntaxError, ValueError) as error:

@@ -79,6 +79,7 @@ class PatchMetadata:
             if members is None:
                 continue
 
+            # The ids are kept beside the members: metadata of earlier versions has only them.
             expect_kind(members, tuple | list, f"patch: {word}", "a tuple, each a Member")
             known = Antecedent(tuple(members))
             if known.ids != ids:
@@ -326,6 +327,7 @@ def patch_digest(patch: Patch) -> str:
         if fields[word] is None:
             del fields[word]
 
+    # `examine` takes tokens on the second axis of every array; the longest one bounds them all.
     leaves = {}
     for name, factors in patch.factors.items():
         leaves |= {f"{name}.{place}": leaf for place, leaf in enumerate(jax.tree.leaves(factors))}
@@ -344,6 +346,7 @@ def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
       than the chunk. InputError: not a patch.
     """
     expect_kind(patch, Patch, "patch", "a Patch")
+    # Cheap comparisons first; the digest of positions last.
     metadata = patch.metadata
     for word, found, expected in (
         ("chunk", metadata.chunk, chunk.id),
@@ -402,6 +405,7 @@ def check_applies(
         if found != metadata.start:
             raise PatchMismatchError(f"patch: got one formed in the engine frame at {metadata.start}; expected {found}")
 
+    # A removal patch is added to conditioned KV, so what that was conditioned on counts as well.
     if base_antecedent is not None:
         formed = metadata.base_behind
         difference = f"None; expected {base_antecedent.ids}" if formed is None else formed.difference(base_antecedent)

@@ -125,6 +125,7 @@ class KVLayout:
 
     def with_angles(self, angles: Angles | None) -> "KVLayout":
         """Replaces the rope's `angles` ("exact" or "float32"); None leaves them as they are."""
+        # The same object where nothing changes: layouts are compared and hashed by every jitted call.
         if angles is None or angles == self.rope.angles:
             return self
         return dataclasses.replace(self, rope=dataclasses.replace(self.rope, angles=angles))
@@ -198,6 +199,7 @@ def chunk_start(rope: Rope, start: Start, batch: int | None, what: str) -> Int[A
     Raises:
       PositionError: as `as_start`, or the number of starts differs.
     """
+    # `as_start` lets any leading axes pass, which would broadcast over tokens or layers.
     array = as_start(rope, start)
     one = () if rope.axes is None else (rope.axes,)
     if array.shape == one or (batch is not None and array.shape == (batch, *one)):
@@ -232,7 +234,9 @@ def check_places(layout: KVLayout, kv: KV, local: Positions, start: Int[AnyArray
             )
 
 
-def _rotate(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, back: bool) -> dict[str, Array]:
+@functools.partial(jax.jit, static_argnames=("layout", "back"))
+def jitted_rotate(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, back: bool) -> dict[str, Array]:
+    """Rotates the channels that carry phase; one program per layout and shape, so that rounding is the same."""
     cos, sin = rope_tables(layout.rope, local, start)
     scale = layout.rope.attention_scaling
     # The inverse turns the other way, and takes the attention scaling out again.
@@ -241,17 +245,11 @@ def _rotate(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, 
     return {name: rotate(value, cos, sin, layout.rope.cached, scale) for name, value in kv.items()}
 
 
-jitted_rotate = jax.jit(_rotate, static_argnames=("layout", "back"))
-"""Rotation of the channels that carry phase; one program per layout and shape, so that rounding is the same."""
-
-
-def _relocate(layout: KVLayout, kv: dict[str, Array], old: Array, new: Array) -> dict[str, Array]:
+@functools.partial(jax.jit, static_argnames=("layout",))
+def jitted_relocate(layout: KVLayout, kv: dict[str, Array], old: Array, new: Array) -> dict[str, Array]:
+    """Rotates the channels that carry phase once, from old to new positions; compiled once per layout and shape."""
     cos, sin = relocation_tables(layout.rope, old, new)
     return {name: rotate(value, cos, sin, layout.rope.cached) for name, value in kv.items()}
-
-
-jitted_relocate = jax.jit(_relocate, static_argnames=("layout",))
-"""One rotation from old to new positions of the channels that carry phase, compiled once per layout and shape."""
 
 
 def on_device(value: AnyArray) -> Array:
@@ -272,6 +270,7 @@ def _merge_channels(layout: KVLayout, rotated: dict[str, Array], kv: KV) -> dict
 
 def rotate_kv(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool = False) -> dict[str, Array]:
     """Rotates keys as `to_engine` (with `back`, `to_phase_free`) without checks; `start` comes from `as_start`."""
+    # Only the channels that rotate enter the program; the others are returned as they are, without a copy.
     rotated = jitted_rotate(layout, _rotating(layout, kv), local, start, back=back)
     return _merge_channels(layout, rotated, kv)
 

@@ -152,6 +152,7 @@ def factorise_deficit(
             factors[name] = stored(u, plan.dtype, -2), stored(part, plan.dtype, -1)
         return factors
 
+    # Each channel draws a random matrix of its own.
     for index, (name, rank) in enumerate(low_rank):
         channel_key = jax.random.fold_in(key, index)
         if plan.heads == "separate":
@@ -188,6 +189,7 @@ def form(
 
 def _spread(value: Array, layers: tuple[int, ...] | None, total: int) -> Array:
     """Scatters the rows of the kept layers into zeros for all `total` layers."""
+    # Kernels run over all layers in one launch; zeros correct nothing.
     if layers is None or len(layers) == total:
         return value
     return jnp.zeros((total, *value.shape[1:]), value.dtype).at[np.asarray(layers)].set(value)
@@ -270,6 +272,7 @@ def operator_arguments(
     heads: Heads,
 ) -> dict[str, dict[str, Any]]:
     """Returns the kernels' keyword arguments for every channel: its factors, and cos and sin tables if it rotates."""
+    # One table for all channels and layers, because they rotate by the same angles.
     cos, sin = rope_tables(layout.rope, local, start)
     result = {}
     for channel in layout.channels:

@@ -67,11 +67,14 @@ class Paged(NamedTuple):
         """
         check_held(pool)
         pages, size = next(iter(pool.values())).shape[1:3]
+
+        # Within a row slots are distinct; rows may share them, as forks of one context do.
         rows = _rows_of(slots)
         for row in rows:
             check_slots(row, pages * size)
 
         row_pages = [_pages_in_order(row // size) for row in rows]
+        # All rows have the table of the longest one; unused columns are `NO_PAGE`.
         count = _padded_page_count(max(map(len, row_pages)), size, buckets)
         table = np.full((len(rows), count), NO_PAGE, np.int32)
         seen, places = np.zeros((len(rows), count * size), bool), np.zeros((len(rows), count * size), np.int32)
@@ -353,6 +356,8 @@ def token_offsets(
         )
 
     check_positions(rope, array, np.zeros((), np.int32))
+
+    # Padding is rotated by zero and written nowhere.
     dtype = np.float32 if array.dtype.kind == "f" else np.int32
     offsets = np.broadcast_to(array.astype(dtype), (tokens, *axes))
     return np.pad(offsets, [(0, room - tokens)] + [(0, 0)] * len(axes))

@@ -145,6 +145,7 @@ def _inverse_frequencies(rope: Rope, dtype: type) -> np.ndarray:
     if rope.scaling is not None:
         plain = rope.scaling.apply(plain, rope.theta, rope.dim)
     plain = np.asarray(plain, dtype)
+    # The array is cached, and handed to every caller.
     plain.flags.writeable = False
     return plain
 
@@ -153,6 +154,7 @@ def _inverse_frequencies(rope: Rope, dtype: type) -> np.ndarray:
 def _fixed_point(rope: Rope) -> tuple[np.ndarray, np.ndarray]:
     """Returns revolutions per position as a 64-bit fraction: high and low words, uint32 [R/2]."""
     revolutions = _inverse_frequencies(rope, np.float64) / _REVOLUTION
+    # Whole revolutions change no angle. Scaling by a power of two is exact, and Python's integers hold 64 bits.
     fractions = [int((float(value) % 1.0) * 2.0**64) for value in revolutions]
     high = np.array([fraction >> 32 for fraction in fractions], np.uint32)
     low = np.array([fraction & 0xFFFFFFFF for fraction in fractions], np.uint32)
@@ -161,6 +163,7 @@ def _fixed_point(rope: Rope) -> tuple[np.ndarray, np.ndarray]:
 
 def _whole_and_fraction(local: Num[Array, "..."], start: Int[Array, "..."]) -> tuple[Array, Array | None]:
     """Splits start + local into an int32 and a fraction, float32 in [0, 1); the fraction of integers is None."""
+    # The sum stays an integer, because a float32 holds no odd ones beyond 2²⁴.
     if jnp.issubdtype(local.dtype, jnp.integer):
         return start.astype(jnp.int32) + local.astype(jnp.int32), None
     local = local.astype(jnp.float32)
@@ -252,6 +255,7 @@ def rope_tables(
     Raises:
       PositionError: shapes do not match the rope, or integers exceed int32.
     """
+    # NumPy on the host, so that a start costs no transfer of its own.
     start = start if isinstance(start, jax.Array) else np.asarray(start, np.int32)
     return _tables(rope, _device_positions(positions), start)
 
@@ -323,6 +327,7 @@ def relocation_tables(
         cos_new, sin_new = _engine_cos_sin(rope, new.astype(jnp.float32))
         return _compute_once(cos_new * cos_old + sin_new * sin_old, sin_new * cos_old - cos_new * sin_old)
 
+    # Phases wrap at one revolution, so their difference is exact however far both positions are.
     whole_old, fraction_old = _whole_and_fraction(old, zero)
     whole_new, fraction_new = _whole_and_fraction(new, zero)
     phase = _phase(rope, _by_frequency(rope, whole_new)) - _phase(rope, _by_frequency(rope, whole_old))

@@ -58,6 +58,8 @@ class Scaling:
         if self.kind != "linear" and (self.original is None or self.original < 1):
             raise LayoutError(f"rope scaling {self.kind!r}: got original {self.original}; expected a positive length")
 
+        # Engines choose the frequencies of these two kinds by the length of the sequence that they prefill. Keys of two
+        # choices cannot be related by a rotation, so one is pinned.
         if self.kind == "longrope":
             if self.regime not in ("short", "long"):
                 raise RopeRegimeError(
@@ -104,6 +106,7 @@ class Scaling:
         """Returns the base of the frequencies, which only "dynamic" changes."""
         if self.kind != "dynamic" or self.length is None or self.length <= self._original:
             return theta
+        # NTK: the base grows with the length, which stretches low frequencies and leaves the highest as it is.
         grown = self.factor * self.length / self._original - (self.factor - 1)
         return theta * grown ** (dim / (dim - 2))
 
@@ -122,6 +125,7 @@ class Scaling:
     def _llama3(self, plain: np.ndarray) -> np.ndarray:
         """Divides low frequencies by the factor, keeps high ones, and interpolates in between."""
         original = self._original
+        # Wavelengths in positions, compared with fractions of the original context.
         wavelength = 2 * math.pi / plain
         smooth = (original / wavelength - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         blended = (1 - smooth) * plain / self.factor + smooth * plain

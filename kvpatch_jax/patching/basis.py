@@ -61,6 +61,7 @@ class Basis:
     @functools.cached_property
     def digest(self) -> str:
         """Digest over the bits of the directions and the backbone, 32 hexadecimal digits, which patches name."""
+        # Directions of another backbone are another basis, even if their numbers were equal.
         fields = [self.backbone]
         for name, value in sorted(self.directions.items()):
             fields.append(f"{name}\0{examine({name: value}, value.shape[1])[0]}")
@@ -95,6 +96,7 @@ def fit_basis(
         check_conditioned(chunk, conditioned)
         first = first or chunk
         _check_same_model(first.backbone, first.layout, chunk)
+        # Summed as they come, so that one deficit is held at a time.
         delta = deficit_of(conditioned, chunk.kv, chunk)
         for name, value in delta.items():
             sums[name] = sums.get(name, 0.0) + _jitted_gram(value)

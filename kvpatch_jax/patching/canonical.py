@@ -52,6 +52,7 @@ def make_chunk(
     if digest is not None:
         content = digest_of([b"chunk behind a lead", encoded(content), encoded(digest)])
 
+    # The tower runs once at most: its output is passed on where it is given, or is to be kept.
     prompt = backbone.prepare(items)
     if encoder is None and keep_encoder:
         encoder = backbone.encode(**prompt)
@@ -79,6 +80,7 @@ def lead_digest(backbone: str, tokens: Tokens) -> str:
       backbone: the fingerprint.
       tokens: of the lead, one row.
     """
+    # Positions as float32, the form in which chunks keep them.
     deepstack = [] if tokens.deepstack is None else [np.asarray(tokens.deepstack)]
     fields = [b"lead", encoded(backbone), np.asarray(tokens.positions, np.float32).tobytes()]
     for value in (np.asarray(tokens.embeddings), *deepstack):
@@ -126,6 +128,7 @@ def conditioned(
     if not embedded:
         raise InputError("conditioned: got no units; expected at least one")
 
+    # They are joined along the tokens, so every unit has the same rows.
     rows = len(embedded[0].embeddings)
     for tokens in embedded:
         if len(tokens.embeddings) != rows:

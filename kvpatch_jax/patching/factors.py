@@ -98,6 +98,7 @@ def choose_ranks(
       RankError: a rank below 1, or unequal ranks for a shared left factor. LayoutError: an unknown channel.
     """
     layout = chunk.layout
+    # A mapping leaves channels out, or gives them rank 0.
     check_whole_ranks(rank, "patch")
     if isinstance(rank, Mapping):
         for name in rank:
@@ -171,6 +172,7 @@ def from_deficit(
     Raises:
       RankError, LayoutError: as `choose_ranks`. NotFiniteError: factors beyond the dtype's range.
     """
+    # No key means a fixed one: the same deficit gives the same patch.
     ranks, asked = choose_ranks(chunk, rank)
     plan = FormPlan(ranks=ranks, method=how.method, dtype=factor_dtype(chunk, how.dtype))
     key = jax.random.key(0) if how.key is None else how.key

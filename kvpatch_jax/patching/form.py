@@ -120,6 +120,7 @@ def form_patch(chunk: Chunk, conditioned: KVArrays, rank: Rank, antecedent: Ante
         ranks=ranks,
         heads=chosen.heads,
         method=chosen.method,
+        # None for all layers, so that such plans share one compiled program.
         layers=None if len(layers) == layout.layers else layers,
         shared_left=chosen.shared_left,
         frame=chosen.frame,
@@ -170,6 +171,7 @@ def removal_patch(
     Raises:
       As `form_patch`.
     """
+    # Both are conditioned: the canonical plays no part in the difference.
     check_conditioned(chunk, target, "target KV")
     check_conditioned(chunk, conditioned)
     delta = deficit_of(target, conditioned, chunk)

@@ -127,6 +127,7 @@ def pooled_canonical(chunk: Chunk) -> Float[np.ndarray, " D"]:
     if chunk.batch is not None:
         raise ShapeError(f"pooled: got chunk {chunk.id!r}, a batch of {chunk.batch}; expected one chunk")
     names = [channel.name for channel in chunk.layout.channels if not channel.rotates]
+    # One transfer for all channels. Padding behind the chunk's length does not count.
     kv = jax.device_get({name: chunk.kv[name] for name in names})
     means = [np.asarray(kv[name], np.float32)[:, : chunk.length].mean(axis=1).ravel() for name in names]
     return np.concatenate(means)

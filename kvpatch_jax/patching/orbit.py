@@ -143,6 +143,7 @@ def orders_of(count: int, most: int = 24, *, seed: int = 0, hold_out: Iterable[S
             f"orders of 0 to {count - 1}"
         )
 
+    # Counted, not listed: 12 chunks have 479 001 600 orders.
     left = math.factorial(count) - len(held)
     if left < 1:
         raise InputError(f"orders: got all {len(held)} orders of {count} chunks held out; expected one that is not")
@@ -207,6 +208,7 @@ def prefilled_orders(
       unit: the chunk.
       lead: what precedes all of it.
     """
+    # The tower and the embedding do not depend on the order.
     embedded = [unit_tokens(backbone, own) for own in units]
     last = unit_tokens(backbone, unit)
     first = None if lead is None else unit_tokens(backbone, lead)

@@ -81,6 +81,7 @@ def to_ragged_paged_attention(
     """
     _need(layout, ("k", "v"), "to_ragged_paged_attention")
     k, v = (_pad(value, lanes) for value in _channels(layout, pool))
+    # K0 V0 K1 V1 …: the key and the value of a head are neighbours.
     both = jnp.stack([k, v], axis=-2)
     both = both.reshape(*k.shape[:-2], 2 * k.shape[-2], k.shape[-1])
     return both if packing is None else _packed(both, packing, "to_ragged_paged_attention")
@@ -112,6 +113,7 @@ def from_ragged_paged_attention(
     """
     _need(layout, ("k", "v"), "from_ragged_paged_attention")
     heads, width = layout.channel("k").heads, layout.channel("k").width
+    # Packing fills heads up with zeros, which are dropped here.
     whole = _unpacked(pages, 2 * heads) if packed else pages
     if whole.ndim != 5 or whole.shape[-2] != 2 * heads or whole.shape[-1] < width:
         raise ShapeError(
@@ -183,6 +185,7 @@ def from_latent_rows(
     """
     _need(layout, ("ckv", "kpe"), "from_latent_rows")
     latent, rope = (layout.channel(name).width for name in layout.names)
+    # The rope key begins where the padded latent ends.
     offset = padded_width(latent, lanes)
     if rows.shape[-1] != offset + padded_width(rope, lanes):
         raise ShapeError(

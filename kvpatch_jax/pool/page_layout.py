@@ -162,6 +162,7 @@ class HeadLayout(PageLayout):
         result = {}
         for channel, heads in zip(self.layout.channels, (keys, values), strict=True):
             flat = heads.reshape(*rows.shape[:2], -1, heads.shape[-1])
+            # Copies of a head lie side by side; the first one is as good as any.
             result[channel.name] = flat[..., :: self.repeat, : channel.width]
         return result
 
@@ -241,49 +242,39 @@ def _widened(vectors: Array, width: int) -> Array:
 
 def interleaved_layout(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> PageLayout:
     """Describes pages of interleaved heads. Raises LayoutError or ShapeError if they do not have this layout."""
-    _need_kv(layout, what)
-    heads, width = 2 * layout.channel("k").heads, layout.channel("k").width
-    row, split = tuple(pages[0].shape[2 + stacked :]), _split_of(pages[0], 2 + stacked, what)
-    form = InterleavedLayout(layout, row, split=split)
-    if len(row) not in (2, 3) or not _holds(form) or row[-1] < width:
-        raise ShapeError(_refusal(what, pages, split, f"{heads} heads of {width} or more to a slot"))
-    return form
+    return _layout_of_heads(InterleavedLayout, layout, pages, stacked, what)
 
 
 def joined_layout(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> PageLayout:
     """Describes pages of joined heads. Raises as `interleaved_layout`."""
-    _need_kv(layout, what)
-    heads, width = layout.channel("k").heads, layout.channel("k").width
-    row, split = tuple(pages[0].shape[2 + stacked :]), _split_of(pages[0], 2 + stacked, what)
-    form = JoinedLayout(layout, row, split=split)
-    if len(row) != 3 or not _holds(form) or row[-1] != 2 * width:
-        raise ShapeError(_refusal(what, pages, split, f"{heads} heads of {width} + {width} to a slot"))
-    return form
+    return _layout_of_heads(JoinedLayout, layout, pages, stacked, what)
 
 
-def _need_kv(layout: KVLayout, what: str) -> None:
+def _layout_of_heads(
+    kind: type[HeadLayout], layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str
+) -> HeadLayout:
+    """Describes pages whose rows consist of heads, after checking their shape and their placement on devices."""
     if layout.names != ("k", "v"):
         raise LayoutError(f"{what}: got channels {layout.names}; expected ('k', 'v')")
 
+    shape, heads, width = pages[0].shape, layout.channel("k").heads, layout.channel("k").width
+    row, split = tuple(shape[2 + stacked :]), _split_of(pages[0], 2 + stacked, what)
+    form, joined = kind(layout, row, split=split), kind is JoinedLayout
 
-def _holds(form: HeadLayout) -> bool:
-    """Whether the heads of a device, padded to the packing, fill its part; a row that is not packed has no padding.
-
-    Heads must divide evenly over devices, or devices over heads.
-    """
-    heads, devices = form.layout.channels[0].heads, form.split.devices
-    if heads % devices and devices % heads:
-        return False
-    packing = 1 if len(form.row) == 2 else max(form.row[1], 1)
-    return form.row[0] == devices * -(-form.vectors // packing)
-
-
-def _refusal(what: str, pages: Sequence[Any], split: Split, expected: str) -> str:
-    shape = pages[0].shape
-    if split.devices == 1:
-        return f"{what}: got pages {shape}; expected {expected}"
-    over = f"{what}: got pages {shape} over {split.devices} devices"
-    return f"{over}; expected {expected}, shared or repeated evenly, and filled up to the packing on each"
+    # Heads divide evenly over devices, or devices over heads.
+    fits = len(row) in ((3,) if joined else (2, 3)) and 0 in (heads % split.devices, split.devices % heads)
+    if fits:
+        # The heads of a device, padded to the packing, fill its part; a row that is not packed has no padding.
+        packing = 1 if len(row) == 2 else max(row[1], 1)
+        fits = row[0] == split.devices * -(-form.vectors // packing)
+    if not fits or (row[-1] != 2 * width if joined else row[-1] < width):
+        expected = f"{heads} heads of {width} + {width}" if joined else f"{2 * heads} heads of {width} or more"
+        over, evenly = "", ""
+        if split.devices > 1:
+            over = f" over {split.devices} devices"
+            evenly = ", shared or repeated evenly, and filled up to the packing on each"
+        raise ShapeError(f"{what}: got pages {shape}{over}; expected {expected} to a slot{evenly}")
+    return form
 
 
 def _split_of(page: Any, axis: int | None, what: str) -> Split:
@@ -330,6 +321,7 @@ def checked_pages(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple
     form = find(layout, arrays, stacked, what)
     layers = arrays[0].shape[0] if stacked else len(arrays)
 
+    # Shardings count only where pages are split: an array per layer on one device may have any.
     def placement(page: Any) -> tuple[Any, Any]:
         return page.shape, getattr(page, "sharding", None) if form.split.sharding else None
 

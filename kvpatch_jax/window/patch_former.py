@@ -186,13 +186,14 @@ class PatchFormer:
 
     def __call__(self, window: Window, id: str, tokens: Tokens, length: int, kv: Mapping[str, Array]) -> None:
         """Queues a prefill. Returns at once and raises nothing."""
-        if self._queue.closed or id not in window:
+        index = window.places.get(id)
+        if self._queue.closed or index is None:
             return
         try:
-            piece = window.piece(id)
+            piece = window.pieces[index]
             # The front must be the one that the forward saw, or the stamp would be wrong.
             seen = piece.state.kind == "conditioned" and piece.state.behind == piece.front
-            needed = self.rank or not window.index(id)
+            needed = self.rank or not index
             if piece.entry.kind != "chunk" or not seen or not needed or len(tokens.embeddings) != 1:
                 self._count("skipped")
             else:

@@ -78,6 +78,7 @@ def blockwise(
         allowed = _padded(jnp.asarray(mask.allowed), (2, blocks.queries), (3, blocks.keys))
     queries = _blocks_of_queries(query, mask, keys, allowed, blocks)
 
+    # Derivatives compute a block of queries again, or all scores would be held.
     @jax.checkpoint
     def row(block: _Queries) -> Array:
         return _attend(block, keys, mask, allowed, scale, N // K).astype(query.dtype)
@@ -155,6 +156,7 @@ def _needed(
     """Returns which blocks of keys a block of queries looks at: False only where no query of it sees any key of
     them.
     """
+    # Bounds of places and of segments decide: a block may be looked at in vain, never passed over wrongly.
     low, high = (reduce(places, axis=2)[:, None] for reduce in (jnp.min, jnp.max))  # [queries, 1, B]
     first = jnp.min(keys.places, axis=2)[None]  # [1, keys, B]
     last = jnp.max(jnp.where(keys.places == NOWHERE, -1, keys.places), axis=2)[None]

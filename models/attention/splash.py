@@ -87,6 +87,7 @@ def _segments(mask: Mask, rows: int, queries: int, keys: int) -> SegmentIds | No
     if mask.query_segments is None and queries % BLOCK == keys % BLOCK == 0:
         return None
 
+    # Negative segments see nothing; queries and keys get different ones, so that they do not see each other.
     def padded(given: Any, length: int, nobody: int) -> Array:
         numbers = jnp.zeros((1, length), jnp.int32) if given is None else jnp.asarray(given)
         numbers = jnp.where(numbers < 0, nobody, numbers)

@@ -113,14 +113,33 @@ def partition_specs(
       ConfigError: a mesh without the axis "tensor"; heads, KV heads, MLP widths or experts that its devices do not
         divide (in whole heads and experts); or a parameter of the decoder that the table does not know.
     """
-    count, sizes = _devices(mesh), _sizes(config)
+    count, experts = _devices(mesh), config.experts
 
-    def spec(path: ParamPath, shape: tuple[int, ...]) -> PartitionSpec:
-        return PartitionSpec(*(_mesh_axis(axis, sizes, count) for axis in _axes(path, shape)))
-
-    return {
-        path: spec(path, leaf.shape) if path[0] == DECODER else PartitionSpec() for path, leaf in parameters.items()
+    # Whole pieces of each logical axis: heads and experts are not cut.
+    sizes = {
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "intermediate": config.intermediate,
+        "shared": 0 if experts is None else experts.shared,
+        "experts": 0 if experts is None else experts.experts,
+        "vocabulary": config.vocabulary,
     }
+
+    specs: dict[ParamPath, PartitionSpec] = {}
+    for path, leaf in parameters.items():
+        if path[0] != DECODER:
+            specs[path] = PartitionSpec()
+            continue
+
+        stacked = path[1] in STACKS
+        name = ".".join(path[2 if stacked else 1 :])
+        axes = (*(("layers",) if stacked else ()), *PARAMETERS.get(name, ()))
+        if name not in PARAMETERS or len(axes) != len(leaf.shape):
+            raise ConfigError(
+                f"parameter {'.'.join(path)}: got shape {leaf.shape}; expected one with axes in the sharding table"
+            )
+        specs[path] = PartitionSpec(*(_mesh_axis(axis, sizes, count) for axis in axes))
+    return specs
 
 
 def parameter_shardings(config: DecoderConfig, parameters: Expected, mesh: Mesh) -> dict[ParamPath, NamedSharding]:
@@ -172,31 +191,6 @@ def _devices(mesh: Mesh | AbstractMesh) -> int:
     if TENSOR not in mesh.axis_names:
         raise ConfigError(f"mesh: got axes {tuple(mesh.axis_names)}; expected one called {TENSOR!r}")
     return mesh.shape[TENSOR]
-
-
-def _sizes(config: DecoderConfig) -> dict[str, int]:
-    """Returns logical axis to how many whole pieces of it there are (heads and experts are not cut)."""
-    experts = config.experts
-    return {
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "intermediate": config.intermediate,
-        "shared": 0 if experts is None else experts.shared,
-        "experts": 0 if experts is None else experts.experts,
-        "vocabulary": config.vocabulary,
-    }
-
-
-def _axes(path: ParamPath, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Returns logical axes of a decoder's parameter."""
-    stacked = path[1] in STACKS
-    name = ".".join(path[2 if stacked else 1 :])
-    axes = (*(("layers",) if stacked else ()), *PARAMETERS.get(name, ()))
-    if name not in PARAMETERS or len(axes) != len(shape):
-        raise ConfigError(
-            f"parameter {'.'.join(path)}: got shape {shape}; expected one with axes in the sharding table"
-        )
-    return axes
 
 
 def _mesh_axis(axis: str, sizes: Mapping[str, int], count: int) -> Any:

@@ -131,6 +131,7 @@ class Family:
         """Returns a function that says whether a name is one of the model's, whatever its numbers and however
         experts lie.
         """
+        # Untied, so that the output head is among them whether this configuration ties it or not.
         patterns = [entry.pattern for entry in self.entries(with_tie(config, False), {})]
         names = {_without_numbers(pattern) for pattern in patterns}
         experts = tuple({name.partition(_EXPERTS)[0] + _EXPERTS for name in names if _EXPERTS in name})
@@ -161,6 +162,7 @@ class Family:
           config: as it was read. shapes: of the file's tensors. equal: whether two of them hold the same.
         """
         head, embedding = self._head_names(config)
+        # What the file holds decides: several classes tie by default where their releases do not.
         if config.text.tied_embeddings:
             own = head in shapes and embedding in shapes and not equal(head, embedding)
             return with_tie(config, False) if own else config

@@ -149,6 +149,7 @@ def packed_plan(
         if grids is None:
             return None
         vision, found = config.vision, plan_patches(config.vision, grids)
+        # A Qwen tower's processor hands patches over flat, merge block by merge block.
         patches, pads = found["rows"].size, (config.image_token, config.video_token)
         shape = (patches, vision.features)
         check_placeholders(input_ids, pads, patches // vision.merge**2, arrays.get("pixel_values"), shape)
@@ -182,6 +183,7 @@ def qwen_tower_sizes(raw: Mapping[str, Any], text: DecoderConfig) -> dict[str, A
 
 def pads_between_ends(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
     """Returns token ids that stand for image `index` in the Qwen families: start, one pad per merged patch, end."""
+    # The start and end tokens belong to the image's chunk.
     pads = int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2
     return [config.vision_start_token, *[config.image_token] * pads, config.vision_end_token]
 

@@ -129,6 +129,7 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
         fused=form.released,
         dtype=text.dtype,
     )
+    # transformers names the placeholder otherwise.
     image = need(model, "media_placeholder_token_id", "image_token_id")
     ends = (model.get("vision_start_token_id"), model.get("vision_end_token_id"))
     return KimiVLConfig(architecture, text, tower, image, *ends, raw=freeze(raw))
@@ -154,6 +155,7 @@ def _tokens(config: KimiVLConfig, arrays: Mapping[str, Any], index: int, tokeniz
 
     Kimi-K2.5 calls the first `<|media_begin|>`.
     """
+    # A square of patches becomes one token.
     pads = [config.image_token] * (int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2)
     for start in ("<|media_start|>", "<|media_begin|>"):
         if tokenizer is not None and tokenizer.token_to_id(start) is not None:

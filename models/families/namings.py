@@ -17,7 +17,8 @@ def _split(*own: str) -> tuple[Naming, ...]:
     parts = ("language_model.", "vision_tower.", "multi_modal_projector.", *own)
     modules = {f"model.{part}": part for part in parts}
     modules |= {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
-    tower, inner = "vision_tower.", "vision_tower.vision_model."  # transformers 5 leaves the second word out
+    # transformers 5 leaves the second word of the tower's names out.
+    tower, inner = "vision_tower.", "vision_tower.vision_model."
     return (
         same("as transformers 5 saves them", *parts),
         Naming(RELEASED, (*((part, part) for part in parts), (inner, tower))),

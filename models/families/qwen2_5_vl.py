@@ -66,6 +66,7 @@ class Qwen25VLConfig:
         Raises:
           ConfigError: a key that is not known, or has a value this port does not know.
         """
+        # Flat text fields may stand at the top level, which is then the text part as well.
         model = whole(raw, "qwen2_5_vl", DEFAULTS[TEXT] | ONLY[TEXT])
         nested = raw.get("text_config") is not None
         kinds = (TEXT, "qwen2_5_vl") if nested else ()
@@ -178,6 +179,7 @@ def _rope_entry(rope: Rope) -> dict[str, Any]:
     if rope.scaling is None:
         return table
 
+    # The original length of a dynamic rope is the model's own, which `_lengths` writes beside the table.
     kept = {name: value for name, value in dataclasses.asdict(rope.scaling).items() if name in _SCALING_FIELDS}
     more = {} if rope.scaling.kind == "dynamic" else {"original_max_position_embeddings": rope.scaling.original}
     return (

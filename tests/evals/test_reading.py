@@ -49,7 +49,7 @@ def test_every_text_is_written_in_the_pieces_that_are_drawn(tokenizer):
         assert set(pieces.split(ids).tolist()) <= set(pieces.ids)
     assert len(few.split(ids)) > len(whole.split(ids)) == len(ids)
     assert tokenizer.decode(whole.split(tokenizer.encode("naïve").ids).tolist()) == "nave"
-    with pytest.raises(InputError, match="token 0 is not drawn"):
+    with pytest.raises(InputError, match="got 0, which is not drawn"):
         whole.rows(np.array([0]))
     assert (drawn("  \n"), drawn(" a"), drawn("ten letters"), drawn("·"), drawn("")) == ("··¶", " a", None, None, None)
 
@@ -67,7 +67,7 @@ def test_a_page_is_cut_into_its_cells_by_the_real_preprocessing(tokenizer, face,
     np.testing.assert_array_equal(pages.slots_of(ink)[5], pages.glyphs(str(face), style.size)[pieces.letters[5]])
     with pytest.raises(InputError, match="17 pieces; expected 1 to 16 lines"):
         pages.draw_page(pieces.letters[chosen[:17]], style)
-    with pytest.raises(InputError, match="is not read as a font"):
+    with pytest.raises(InputError, match="which is not read"):
         pages.glyphs(str(tmp_path / "page.png"), 13)
 
 

@@ -103,7 +103,9 @@ def measure_drift(
     conditioned = before.prefill()
     stored = patch_of(stock.page, conditioned[-1], before.antecedent(len(before) - 1))
     listed = changes(stock)
-    room = max(sum(image.size for image in [*stock.front(True), *change.images]) for change in listed)
+    # Room for the lead in both settings: what is prefilled behind a window runs one program in both.
+    lines = [ImageSequence(backbone, [*stock.front(True), *change.images]) for change in listed]
+    room = max(line.size for line in lines)
     known = {id(image): kv for image, kv in zip(before.images[:-1], conditioned[:-1], strict=True)}
 
     for change in listed:
@@ -220,7 +222,8 @@ def antecedent_divergence(before: ImageSequence, now: ImageSequence) -> np.ndarr
 
     Each image is one vector, its canonical's channels without phase averaged over tokens.
     """
-    pooled = {image.chunk.id: pooled_rows(image) for line in (before, now) for image in line.images[:-1]}
+    ahead = (*before.images[:-1], *now.images[:-1])
+    pooled = {image.chunk.id: pooled_rows(image) for image in ahead}
     ids = [line.antecedent(len(line) - 1) for line in (before, now)]
     rows = len(before.tokens.embeddings)
     return np.array(

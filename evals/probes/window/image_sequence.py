@@ -302,7 +302,7 @@ class AgentLoop:
 
         line = self.line
         if line.size > self.room:
-            raise ValueError(f"a window of {line.size} tokens; expected at most the room of {self.room}")
+            raise ValueError(f"window: got {line.size} tokens; expected at most the room of {self.room}")
 
         held = {name: filled(kv, self.room, 2) for name, kv in joined(self.parts).items()}
         places = filled(line.tokens.positions, self.room, 1)

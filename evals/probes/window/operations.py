@@ -133,13 +133,11 @@ def orbit_against_exact(table: ResultsTable) -> None:
     if items is None:
         return
 
-    kind, cluster, answer = (items.column(name) for name in ("kind", "cluster", "answer"))
+    cluster, answer = items.column("cluster"), items.column("answer")
     orbit, exact = ((items.arm(name)[0] == answer).astype(float) for name in ("orbit", "exact"))
-    for number, name in enumerate(items.kinds):
-        here = kind == number
-        if here.any():
-            interval = intervals.paired_difference(orbit[here], exact[here], cluster[here])
-            table.row("reorder", "orbit", f"orbit_minus_exact.{name}", interval)
+    for name, here in items.by_kind():
+        interval = intervals.paired_difference(orbit[here], exact[here], cluster[here])
+        table.row("reorder", "orbit", f"orbit_minus_exact.{name}", interval)
 
 
 # ------------------------------------------------------------------------------------------------------------ slide
@@ -394,8 +392,9 @@ def measure_many(
 
     earlier = images_in_front(count // 2, 1 + len(others) // len(own))
     history = [*earlier, *others, *own]
+    # Room for the largest window of the history, so that every append runs one program.
     windows = [history[max(0, last - count) : last] for last in range(1, len(history) + 1)]
-    room = max(sum(image.size for image in [*front, *window]) for window in windows)
+    room = max(ImageSequence(stock.backbone, [*front, *window]).size for window in windows)
     loop = AgentLoop(stock.backbone, room, stock.lead if lead else None).slid(history, count, len(front))
     blind = loop.only(range(len(loop.held) - 1))
     blind.held = [(image, image.canonical) for image, _ in blind.held]

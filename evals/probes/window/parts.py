@@ -49,7 +49,6 @@ class ProbeParts:
         wanted = json.loads(json.dumps({"version": VERSION, **config}))
         about = self.folder / "config.json"
         if not about.exists():
-            # Renamed when it is whole, as every part is: a run that is stopped leaves no half of a file.
             new = about.with_suffix(".new")
             new.write_text(json.dumps(wanted, indent=1) + "\n")
             os.replace(new, about)
@@ -78,6 +77,7 @@ class ProbeParts:
         if self.folder is None:
             return
         file = self._file(name)
+        # Written beside it and renamed: a run that is stopped leaves no half of a part.
         new = file.with_suffix(".new")
         with new.open("wb") as stream:
             np.savez_compressed(stream, **_arrays(part))

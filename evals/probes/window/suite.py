@@ -143,6 +143,7 @@ def measure_window(
                 probe.run(found.table, stock, rng=rng, step=step, **gate)
                 parts.keep(probe.name, found)
 
+            # Parts are merged in the planned order, whether they were just measured or read.
             table.take(found.table)
             safety.take(found.safety)
 
@@ -162,11 +163,9 @@ def work_of(sizes: WindowSizes) -> int:
 
 def _flips(table: ResultsTable, items: ProbeItems) -> None:
     """Adds rows flips.<kind>: the share of decisions that differ from the reference's."""
-    kind, cluster = items.column("kind"), items.column("cluster")
-    reference = items.arm(items.reference)[0]
-    for number, name in enumerate(items.kinds):
-        here = kind == number
-        for arm in items.predicted if here.any() else ():
+    cluster, reference = items.column("cluster"), items.arm(items.reference)[0]
+    for name, here in items.by_kind():
+        for arm in items.predicted:
             flipped = (items.arm(arm)[0] != reference)[here]
             table.row(items.label, arm, f"flips.{name}", intervals.mean(flipped.astype(float), cluster[here]))
 
@@ -177,13 +176,11 @@ def _paired(table: ResultsTable, items: ProbeItems, part: str) -> None:
     if f"{first}.{part}" not in items.predicted:
         return
 
-    kind, cluster, answer = (items.column(name) for name in ("kind", "cluster", "answer"))
+    cluster, answer = items.column("cluster"), items.column("answer")
     (said, kl), (other_said, other_kl) = items.arm(f"{first}.{part}"), items.arm(f"{second}.{part}")
     right, other_right = (said == answer).astype(float), (other_said == answer).astype(float)
 
-    for number, name in enumerate(items.kinds):
-        here = kind == number
-        if here.any():
-            for metric, a, b in (("kl", kl, other_kl), ("accuracy", right, other_right)):
-                interval = intervals.paired_difference(a[here], b[here], cluster[here])
-                table.row(items.label, f"{first}.{part}", f"{metric}_minus_{second}.{name}", interval)
+    for name, here in items.by_kind():
+        for metric, a, b in (("kl", kl, other_kl), ("accuracy", right, other_right)):
+            interval = intervals.paired_difference(a[here], b[here], cluster[here])
+            table.row(items.label, f"{first}.{part}", f"{metric}_minus_{second}.{name}", interval)

@@ -90,6 +90,7 @@ class DequantisedSource:
             inputs = rows * WORD // found.bits
             size = found.group_size or inputs
             groups = -(-inputs // size)
+            # Weights are packed along the inputs, zeros along the outputs.
             self._expect(f"{prefix}.qzeros", ("I32",), (groups, -(-outputs * found.bits // WORD)))
             self._expect(f"{prefix}.scales", _FLOATS, (groups, outputs))
             indexed = f"{prefix}.g_idx" in self._inner.tensors
@@ -106,6 +107,7 @@ class DequantisedSource:
 
     def _awq(self) -> Iterator[tuple[str, QuantisedTensor]]:
         for prefix, found in self._modules("qweight"):
+            # Eight values of 4 bits to a word, packed along the outputs.
             inputs, words = self._info(f"{prefix}.qweight", ("I32",), 2)
             size = found.group_size or inputs
             groups = -(-inputs // size)
@@ -125,6 +127,7 @@ class DequantisedSource:
         outputs, words = self._info(f"{prefix}_packed", ("I32",), 2)
         self._expect(f"{prefix}_shape", ("I32", "I64"), (2,))
         shape = [int(size) for size in self._inner.read(f"{prefix}_shape")]
+        # Groups of several widths may be in one file, so the words say which width a tensor has.
         fitting = [bits for bits in (4, 8) if shape == [outputs, shape[1]] and -(-shape[1] * bits // WORD) == words]
         if found.bits is not None:
             fitting = [bits for bits in fitting if bits == found.bits]
