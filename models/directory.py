@@ -67,7 +67,7 @@ def load(
       MissingExtraError: a tokenizer.json where `tokenizers` is not installed, or `progress=True` without `tqdm`.
         (Pillow and jinja2 are asked for when an image or a chat template is first used.)
     """
-    root = path_of(directory, "load:", ConfigError, "a checkpoint's directory or GGUF file")
+    root = path_of(directory, "load", ConfigError, "a checkpoint's directory or GGUF file")
     adapter = None if adapter is None else path_of(adapter, "load: adapter", ConfigError, "an adapter's directory")
     if dtype is not None and dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"load: got dtype {dtype!r:.80}; expected 'float32', 'bfloat16' or None")

@@ -108,7 +108,7 @@ def save(path: str | os.PathLike[str], registry: PieceRegistry, keep: int | None
     content = safetensors.numpy.save({**arrays, "end": np.zeros(1, np.uint8)}, meta)
 
     try:
-        replace(path_of(path, "session:", SessionError), content)
+        replace(path_of(path, "session", SessionError), content)
     except OSError as error:
         message = f"session: got {str(path)!r:.200}, which cannot be written: {error}; expected a file's place"
         raise SessionError(message) from error
@@ -120,7 +120,7 @@ def read(path: str | os.PathLike[str]) -> SavedSession:
     Raises:
       SessionError: no such file, no session, another version, or damage.
     """
-    path = path_of(path, "session:", SessionError)
+    path = path_of(path, "session", SessionError)
     found = f"session: got {str(path)!r:.200}"
     if not os.path.isfile(path):
         raise SessionError(f"{found}, which is no file; expected what Session.save wrote")

@@ -273,7 +273,7 @@ class Recorder:
         if not callable(clock):
             raise TraceError(f"recorder.clock: got {clock!r:.80}; expected a function that returns seconds")
 
-        self.path = path_of(path, "recorder:", TraceError)
+        self.path = path_of(path, "recorder", TraceError)
         self.error: Exception | None = None
         self._payloads, self._clock, self._began = payloads, clock, clock()
         self._lock, self._last = threading.Lock(), 0.0
