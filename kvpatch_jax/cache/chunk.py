@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
 
-from ..core import AnyArray, KVLayout, PhaseFreeKV, check_positions, expect_frame, extent
+from ..core import AnyArray, KVLayout, PhaseFreeKV, check_extent, expect_frame, extent
 from ..errors import InputError, NotFiniteError, PositionError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 from .checksum import examine
@@ -92,7 +92,7 @@ class Chunk:
         if not is_whole(self.span, 0):
             raise PositionError(f"chunk {self.id!r}: got span {self.span!r:.80}; expected a whole number from 0")
 
-        check_positions(self.layout.rope, self.local, np.zeros((), np.int32))
+        check_extent(self.layout.rope, self.extent, np.zeros((), np.int32))
         if "" in (self.content, self.lead):
             raise InputError(
                 f"chunk {self.id!r}: got content {self.content!r}, lead {self.lead!r}; expected a digest each, or None"

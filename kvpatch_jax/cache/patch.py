@@ -14,7 +14,7 @@ from jaxtyping import Array
 from ..core import ChannelFactors, Heads, KVLayout, Leaf, PatchFrame, Quantised, Rope, is_low_rank
 from ..errors import InputError, PatchMismatchError, ShapeError, StalePatchError
 from ..utils.kinds import expect_kind
-from .antecedent import Antecedent, Member
+from .antecedent import Antecedent, Member, antecedent_of
 from .checksum import examine
 from .chunk import Chunk, brief
 from .content import names_of
@@ -91,14 +91,14 @@ class PatchMetadata:
     @functools.cached_property
     def behind(self) -> Antecedent:
         """The antecedent with all that is known of it."""
-        return Antecedent.of(*self.antecedent) if self.members is None else Antecedent(self.members)
+        return antecedent_of(self.antecedent if self.members is None else self.members)
 
     @functools.cached_property
     def base_behind(self) -> Antecedent | None:
         """The base's antecedent with all that is known of it; None for the canonical."""
-        if self.base_members is not None:
-            return Antecedent(self.base_members)
-        return None if self.base_antecedent is None else Antecedent.of(*self.base_antecedent)
+        if self.base_antecedent is None:
+            return None
+        return antecedent_of(self.base_antecedent if self.base_members is None else self.base_members)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -111,6 +111,10 @@ class Patch:
     u carries the singular values and v's rows are orthonormal (until quantised). A channel without factors gets no
     correction.
 
+    Attributes:
+      tokens: padded number of tokens; None of a patch without factors.
+      batch: number of chunks B that the patch is of; None without a batch axis, and of a patch without factors.
+
     Raises:
       ShapeError: factors of other layers, heads or features than the metadata says, or that do not fit each other.
       LayoutError: a channel that the layout does not have. InputError: layers that the layout does not have.
@@ -118,9 +122,13 @@ class Patch:
 
     factors: Mapping[str, ChannelFactors]
     metadata: PatchMetadata
+    tokens: int | None = dataclasses.field(init=False)
+    batch: int | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        check_factors(self.factors, self.metadata)
+        tokens, batch = check_factors(self.factors, self.metadata)
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "batch", batch)
 
     def __repr__(self) -> str:
         metadata, asked = self.metadata, dict(self.metadata.asked or ())
@@ -135,21 +143,6 @@ class Patch:
         served = "" if metadata.behind.exact else ", not served exactly"
         formed = f"{brief(metadata.chunk)!r} after {tuple(map(brief, metadata.antecedent))}{served}"
         return f"Patch({formed}: {', '.join(ranks)}, {layers}, {kind}, {self.nbytes} bytes)"
-
-    @functools.cached_property
-    def tokens(self) -> int | None:
-        """Padded number of tokens; None of a patch without factors."""
-        for factors in self.factors.values():
-            if is_low_rank(factors):
-                return _shape(factors[0])[-2]  # pyright: ignore[reportIndexIssue]
-            return _shape(factors)[-3]
-        return None
-
-    @functools.cached_property
-    def batch(self) -> int | None:
-        """Number of chunks B that the patch is of; None without a batch axis, and of a patch without factors."""
-        batch = _batch_axes(self.factors, self.metadata.heads)
-        return batch[0] if batch else None
 
     def pad(self, tokens: int) -> "Patch":
         """Pads the patch for its chunk padded to `tokens`, as `Chunk.pad` does: padding gets no correction.
@@ -224,20 +217,16 @@ def _padded(leaf: Leaf, axis: int, more: int) -> Leaf:
     return Quantised(pad(leaf.values, more), pad(leaf.scale, more if leaf.scale.shape[axis] != 1 else 0))
 
 
-def _batch_axes(factors: Mapping[str, Any], heads: Heads) -> tuple[int, ...]:
-    """Returns the sizes of the batch axes of the first channel's factors."""
-    for own in factors.values():
-        if is_low_rank(own):
-            return _shape(own[0])[1 : -3 if heads == "separate" else -2]
-        return _shape(own)[1:-3]
-    return ()
-
-
-def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batched: bool = True) -> None:
+def check_factors(
+    factors: Mapping[str, Any], metadata: PatchMetadata, *, batched: bool = True
+) -> tuple[int | None, int | None]:
     """Refuses factors, on the host or on devices, that do not fit their metadata, by their shapes alone.
 
     Args:
       batched: whether they may have a batch axis.
+
+    Returns:
+      Their padded number of tokens and their batch, None each of no factors; and None for the batch without its axis.
 
     Raises:
       As `Patch`.
@@ -248,17 +237,18 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batche
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= layout.layers:
         raise InputError(f"patch: got layers {layers}; expected some of 0 to {layout.layers - 1}, ascending")
 
-    # More axes than are allowed are left out here, so that the comparison of shapes below refuses them.
-    batch = _batch_axes(factors, metadata.heads)
-    if len(batch) > batched:
-        batch = ()
-
+    batch: tuple[int, ...] | None = None
     lefts, tokens, per_head = set(), set(), metadata.heads == "separate"
 
     for name, own in factors.items():
-        channel = layout.channel(name)
+        channel, low_rank = layout.channel(name), is_low_rank(own)
+        # The first channel's batch counts. More axes than are allowed are left out, so that its shape is refused below.
+        if batch is None:
+            axes = _shape(own[0])[1 : -3 if per_head else -2] if low_rank else _shape(own)[1:-3]
+            batch = axes if len(axes) <= batched else ()
+
         leading = (len(layers), *batch, channel.heads) if per_head else (len(layers), *batch)
-        if is_low_rank(own):
+        if low_rank:
             u, v = map(_shape, own)
             side = channel.width if per_head else channel.features
             _check_shape(u, (*leading, None, None), f"u of {name!r}", "layers, tokens, rank")
@@ -271,7 +261,7 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batche
             _check_shape(dense, expected, f"{name!r}", "layers, tokens, heads")
             tokens.add(dense[-3])
 
-        for leaf in own if is_low_rank(own) else (own,):
+        for leaf in own if low_rank else (own,):
             if not isinstance(leaf, Quantised):
                 continue
             # A scale is shared along an axis, or there is one for each of its places.
@@ -289,6 +279,8 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batche
         raise ShapeError(
             f"patch of chunk {metadata.chunk!r}: got shapes {sorted(lefts)} of u; expected one left factor"
         )
+
+    return next(iter(tokens), None), batch[0] if batch else None
 
 
 def _check_shape(found: tuple[int, ...], expected: tuple[int | None, ...], what: str, axes: str) -> None:

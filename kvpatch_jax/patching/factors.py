@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from ..cache import Antecedent, Base, Chunk, Patch, PatchMetadata, check_finite, content_of
-from ..core import AnyArray, FormPlan, Heads, expect_frame, ops
+from ..core import AnyArray, FormPlan, Heads, arrays_of, expect_frame, ops
 from ..errors import InputError, RankError, ShapeError
 from ..utils.kinds import expect_kind
 from .compress import Rank, check_whole_ranks, finite_factors
@@ -31,12 +31,6 @@ class Factorisation:
     method: Method = "randomised"
     key: Key[Array, ""] | None = None
     dtype: jax.typing.DTypeLike | None = None
-
-
-def arrays_of(kv: KVArrays) -> dict[str, Array]:
-    """Returns KV as a plain dictionary of jax arrays."""
-    # `jnp.asarray` takes 30 µs to return a jax array as it is.
-    return {name: value if isinstance(value, jax.Array) else jnp.asarray(value) for name, value in kv.items()}
 
 
 def check_alike(chunk: Chunk, kv: KVArrays, what: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from ..cache import AntecedentLike, Chunk, Patch, antecedent_of
-from ..core import Angles, FormPlan, Heads, PatchFrame, Start, as_start, chunk_start, ops
+from ..core import Angles, FormPlan, Heads, PatchFrame, Start, arrays_of, as_start, ops
 from ..errors import InputError
 from .basis import Basis, form_in_basis
 from .compress import Rank, finite_factors
@@ -22,7 +22,6 @@ from .factors import (
     Factorisation,
     KVArrays,
     Method,
-    arrays_of,
     check_conditioned,
     check_layers,
     choose_ranks,
@@ -112,7 +111,7 @@ def form_patch(chunk: Chunk, conditioned: KVArrays, rank: Rank, antecedent: Ante
     antecedent = antecedent_of(antecedent)
     layout = chunk.layout.with_angles(chosen.angles)
     # In the phase-free frame the start has no effect, but the program takes one.
-    start = as_start(layout.rope, 0) if chosen.start is None else chunk_start(layout.rope, chosen.start, None, "patch")
+    start = as_start(layout.rope, 0 if chosen.start is None else chosen.start, (), "patch")
     layers = check_layers(chosen.layers, layout.layers)
     ranks, asked = choose_ranks(chunk, rank, chosen.heads, chosen.shared_left, chosen.dense)
 

@@ -12,13 +12,13 @@ from jaxtyping import Float
 
 from ..backbone import Backbone, Tokens
 from ..cache import Antecedent, AntecedentLike, Chunk, Patch, antecedent_of
-from ..core import AnyArray, PhaseFreeKV, ops
+from ..core import AnyArray, PhaseFreeKV, arrays_of, ops
 from ..errors import InputError, PatchMismatchError, ShapeError
 from ..utils.kinds import expect_kind
 from .canonical import conditioned as conditioned_kv
 from .canonical import unit_tokens
 from .compress import Rank
-from .factors import Factorisation, KVArrays, arrays_of, check_conditioned, from_deficit, metadata_of
+from .factors import Factorisation, KVArrays, check_conditioned, from_deficit, metadata_of
 
 Order = tuple[int, ...]
 """An ordering of an antecedent set: indices of its members, the first one first."""

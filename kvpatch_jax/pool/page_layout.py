@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import rotate_patch
 from pallas_kernels.splice import padded_width
 
-from ..core import AnyArray, KVLayout, check_held, on_device
+from ..core import AnyArray, KVLayout, arrays_of, check_held
 from ..errors import DtypeError, LayoutError, ShapeError
 
 Pages = Float[AnyArray, "..."] | Sequence[Float[AnyArray, "..."]]
@@ -317,7 +317,8 @@ def checked_pages(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple
     """
     stacked = not isinstance(pages, Sequence)
     arrays = (pages,) if stacked else tuple(pages)
-    check_held({f"layer {number}": page for number, page in enumerate(arrays)})
+    named = {f"layer {number}": page for number, page in enumerate(arrays)}
+    check_held(named)
     form = find(layout, arrays, stacked, what)
     layers = arrays[0].shape[0] if stacked else len(arrays)
 
@@ -329,4 +330,4 @@ def checked_pages(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple
         raise ShapeError(f"{what}: got pages of {layers} layers; expected {layout.layers}, all alike")
     if not all(jnp.issubdtype(page.dtype, jnp.floating) and page.dtype == arrays[0].dtype for page in arrays):
         raise DtypeError(f"{what}: got pages of dtype {arrays[0].dtype}; expected one floating-point dtype")
-    return form, tuple(on_device(page) for page in arrays)
+    return form, tuple(arrays_of(named).values())

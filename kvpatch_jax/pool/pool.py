@@ -22,10 +22,10 @@ from ..core import (
     Positions,
     Slots,
     Start,
+    arrays_of,
     check_held,
     check_pool,
     flat,
-    held_arrays,
     ops,
     padded_slots,
     relocation_tables,
@@ -99,7 +99,7 @@ def splice(
         allocator.check_sole_owner(slots[: chunk.length], pool)
 
     # All is checked: the program donates the pool, so an error after this would leave none.
-    own = held_arrays(chunk.layout, pool)
+    own = arrays_of(pool)
     slots, length = slots.astype(np.int32, copy=False), np.int32(chunk.length)
     arrays = (slots, placed.kv, placed.factors, chunk.local, placed.start, length)
     return jitted_splice(placed.layout, own, *arrays, **placed.options)
@@ -232,7 +232,7 @@ def rotate_slots(
             raise ShapeError(f"rotate_slots: got source[{channel.name!r}] of shape {found}; expected {expected}")
         kept[channel.name] = jnp.pad(value, ((0, 0), (0, len(padded) - int(length)), (0, 0), (0, 0)))
 
-    return _jitted_rotate(layout, held_arrays(layout, pool), padded, kept, offsets, length)
+    return _jitted_rotate(layout, arrays_of(pool), padded, kept, offsets, length)
 
 
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames="pool")
