@@ -155,15 +155,17 @@ class Chunk:
         if more < 0:
             raise ShapeError(f"chunk {self.id!r}: got tokens={tokens}; expected at least {self.tokens}")
 
-        def grow(value: AnyArray, axis: int) -> Array:
-            widths = [(0, 0)] * value.ndim
-            widths[axis] = (0, more)
-            return jnp.pad(jnp.asarray(value), widths)
-
         # Padding changes neither the content nor whether it is finite, so nothing is examined again.
-        hidden = None if self.hidden is None else {layer: grow(value, -2) for layer, value in self.hidden.items()}
-        kv = {name: grow(value, -3) for name, value in self.kv.items()}
-        return trusted(self, kv=PhaseFreeKV(kv), local=grow(self.local, 0), hidden=hidden)
+        hidden = None if self.hidden is None else {layer: pad(value, -2, more) for layer, value in self.hidden.items()}
+        kv = {name: pad(value, -3, more) for name, value in self.kv.items()}
+        return trusted(self, kv=PhaseFreeKV(kv), local=pad(self.local, 0, more), hidden=hidden)
+
+
+def pad(value: AnyArray, axis: int, more: int) -> Array:
+    """Appends `more` zeros along an axis."""
+    widths = [(0, 0)] * value.ndim
+    widths[axis] = (0, more)
+    return jnp.pad(jnp.asarray(value), widths)
 
 
 def _kept(value: Any) -> Any:

@@ -7,16 +7,14 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from ..core import ChannelFactors, Heads, KVLayout, Leaf, PatchFrame, Quantised, Rope, is_low_rank
 from ..errors import InputError, PatchMismatchError, ShapeError, StalePatchError
 from ..utils.kinds import expect_kind
 from .antecedent import Antecedent, Member, antecedent_of
 from .checksum import examine
-from .chunk import Chunk, brief
+from .chunk import Chunk, brief, pad
 from .content import names_of
 
 Base = Literal["canonical", "conditioned", "patched"]
@@ -206,15 +204,9 @@ def _nbytes(factors: Any) -> int:
 
 def _padded(leaf: Leaf, axis: int, more: int) -> Leaf:
     """Appends `more` zeros along a token axis. A scale is shared by whole directions, or belongs to one token."""
-
-    def pad(value: Array, count: int) -> Array:
-        widths = [(0, 0)] * value.ndim
-        widths[axis] = (0, count)
-        return jnp.pad(value, widths)
-
     if not isinstance(leaf, Quantised):
-        return pad(leaf, more)
-    return Quantised(pad(leaf.values, more), pad(leaf.scale, more if leaf.scale.shape[axis] != 1 else 0))
+        return pad(leaf, axis, more)
+    return Quantised(pad(leaf.values, axis, more), pad(leaf.scale, axis, more if leaf.scale.shape[axis] != 1 else 0))
 
 
 def check_factors(

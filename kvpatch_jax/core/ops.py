@@ -73,7 +73,7 @@ def is_low_rank(factors: ChannelFactors | tuple | np.ndarray) -> bool:
     return isinstance(factors, tuple) and not isinstance(factors, Quantised)
 
 
-def _token_mask(x: Array, length: Array | int, axis: int) -> Array:
+def token_mask(x: Array, length: Array | int, axis: int) -> Array:
     """Marks tokens below `length` (a scalar, or one per batch), shaped to broadcast over x with tokens at `axis`."""
     length = jnp.asarray(length)
     tokens = x.shape[axis]
@@ -96,7 +96,7 @@ def deficit(
     for name in base:
         # In float32, because the difference of two close 16-bit numbers has few bits left.
         value = conditioned[name].astype(jnp.float32) - base[name].astype(jnp.float32)
-        delta[name] = value if length is None else jnp.where(_token_mask(value, length, -3), value, 0.0)
+        delta[name] = value if length is None else jnp.where(token_mask(value, length, -3), value, 0.0)
     return delta
 
 
@@ -126,7 +126,7 @@ def _factorise_masked(
 
     if length is not None:
         length = jnp.asarray(length)
-        u = jnp.where(_token_mask(u, length[..., None] if heads else length, -2), u, 0.0)
+        u = jnp.where(token_mask(u, length[..., None] if heads else length, -2), u, 0.0)
     return u, v
 
 

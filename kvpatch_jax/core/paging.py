@@ -322,10 +322,15 @@ def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
             raise PoolError(f"{what}: got page {int(twice[0])} named twice in row {number}; expected it once")
 
 
-def padded_slots(slots: Slots) -> tuple[Int[np.ndarray, " N"], np.int32]:
-    """Pads slots to a bucket, so that few programs are compiled; returns them and the number that is not padding."""
-    array = np.asarray(slots, np.int32)
-    return np.pad(array, (0, DEFAULT.round_up(array.size) - array.size)), np.int32(array.size)
+def padded_slots(slots: Slots, total: int) -> tuple[Int[np.ndarray, " N"], np.int32]:
+    """Pads slots to a bucket, so that few programs are compiled; returns them and the number that is not padding.
+
+    Raises:
+      KernelSlotError: a slot that is not among the `total` of the pool, or is named twice.
+    """
+    array = np.asarray(slots)
+    check_slots(array, total)
+    return np.pad(array.astype(np.int32), (0, DEFAULT.round_up(array.size) - array.size)), np.int32(array.size)
 
 
 def token_offsets(

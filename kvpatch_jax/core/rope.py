@@ -288,14 +288,9 @@ def _compute_once(cos: Array, sin: Array) -> tuple[Array, Array]:
     Without it, XLA for CPUs fuses their computation into the loop over layers and heads that reads them, and computes
     every cosine once per layer and head. Programs for other platforms do not change.
     """
-
-    def barrier(cos: Array, sin: Array) -> tuple[Array, Array]:
-        return jax.lax.optimization_barrier((cos, sin))
-
-    def unchanged(cos: Array, sin: Array) -> tuple[Array, Array]:
-        return cos, sin
-
-    return jax.lax.platform_dependent(cos, sin, cpu=barrier, default=unchanged)
+    return jax.lax.platform_dependent(
+        cos, sin, cpu=lambda *tables: jax.lax.optimization_barrier(tables), default=lambda *tables: tables
+    )
 
 
 def _radians(rope: Rope, fraction: Array) -> Array:

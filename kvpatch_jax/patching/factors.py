@@ -12,7 +12,7 @@ from ..cache import Antecedent, Base, Chunk, Patch, PatchMetadata, check_finite,
 from ..core import AnyArray, FormPlan, Heads, arrays_of, expect_frame, ops
 from ..errors import InputError, RankError, ShapeError
 from ..utils.kinds import expect_kind
-from .compress import Rank, check_whole_ranks, finite_factors
+from .compress import Rank, finite_factors, rank_by_channel
 
 Method = Literal["randomised", "exact"]
 KVArrays = Mapping[str, Float[AnyArray, "L *B T _ _"]]
@@ -92,14 +92,9 @@ def choose_ranks(
       RankError: a rank below 1, or unequal ranks for a shared left factor. LayoutError: an unknown channel.
     """
     layout = chunk.layout
-    # A mapping leaves channels out, or gives them rank 0.
-    check_whole_ranks(rank, "patch")
-    if isinstance(rank, Mapping):
-        for name in rank:
-            layout.channel(name)
-        wanted = {name: int(rank[name]) for name in layout.names if rank.get(name, 0) != 0}
-    else:
-        wanted = dict.fromkeys(layout.names, int(rank))
+    # A mapping leaves channels out, or gives them rank 0; one rank of 0 for all is refused below.
+    ranks = rank_by_channel(layout, rank, "patch")
+    wanted = {name: int(size) for name, size in ranks.items() if size != 0 or not isinstance(rank, Mapping)}
 
     if shared_left and (heads == "separate" or len(set(wanted.values())) > 1):
         raise RankError(

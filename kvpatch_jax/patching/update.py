@@ -1,7 +1,6 @@
 """Updating a stored patch when its antecedent changes: a correction to ship, and folding it in. Kamera App. D."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from ..cache import (
 from ..core import ChannelFactors, is_low_rank, ops, value_of
 from ..errors import PatchMismatchError, RankError
 from ..utils.kinds import expect_kind
-from .compress import Rank, quantise
+from .compress import Rank, quantise, rank_by_channel
 from .factors import Factorisation, KVArrays, check_conditioned, deficit_of, from_deficit, metadata_of
 
 
@@ -93,15 +92,13 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
             f"expected {old.chunk!r}, 'patched', {digest}, which this patch has"
         )
 
-    for name in rank if isinstance(rank, Mapping) else ():
-        old.layout.channel(name)
-
     # A channel that only one of the two corrects keeps its factors.
+    ranks = rank_by_channel(old.layout, rank, "update_patch", keep=True)
     factors: dict[str, ChannelFactors] = {}
     for name in old.layout.names:
         own, other = patch.factors.get(name), correction.factors.get(name)
         if own is not None and other is not None:
-            factors[name] = _merge(own, other, rank.get(name) if isinstance(rank, Mapping) else rank, name)
+            factors[name] = _merge(own, other, ranks[name], name)
         elif own is not None or other is not None:
             factors[name] = other if own is None else own  # pyright: ignore[reportArgumentType]
 

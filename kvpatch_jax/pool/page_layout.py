@@ -85,6 +85,20 @@ class PageLayout(abc.ABC):
     packing: int | None = None
     split: Split = ON_ONE_DEVICE
 
+    @classmethod
+    @abc.abstractmethod
+    def describe(cls, layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> "PageLayout":
+        """Finds the layout of pages that hold a layout's tokens in this format.
+
+        Args:
+          pages: one array of all layers, or one per layer.
+          stacked: whether the layers are the arrays' first axis.
+          what: begins messages.
+
+        Raises:
+          LayoutError, ShapeError: pages of another format, or that are split over devices in another way.
+        """
+
     @abc.abstractmethod
     def rows(self, kv: Mapping[str, Array]) -> Float[Array, "L T *row"]:
         """Converts engine-frame KV {channel: [L,T,K,H]} to rows; padding is zero."""
@@ -135,6 +149,31 @@ class HeadLayout(PageLayout):
     @abc.abstractmethod
     def separated(self, vectors: Array) -> tuple[Array, Array]:
         """Splits the vectors of a part into keys and values [..., K, H]; inverts `combined`."""
+
+    @classmethod
+    def describe(cls, layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> "HeadLayout":
+        """Describes pages whose rows consist of heads, after checking their shape and their placement on devices."""
+        if layout.names != ("k", "v"):
+            raise LayoutError(f"{what}: got channels {layout.names}; expected ('k', 'v')")
+
+        shape, heads, width = pages[0].shape, layout.channel("k").heads, layout.channel("k").width
+        row, split = tuple(shape[2 + stacked :]), _split_of(pages[0], 2 + stacked, what)
+        form, joined = cls(layout, row, split=split), cls.vectors_per_head == 1
+
+        # Heads divide evenly over devices, or devices over heads.
+        fits = len(row) in ((3,) if joined else (2, 3)) and 0 in (heads % split.devices, split.devices % heads)
+        if fits:
+            # The heads of a device, padded to the packing, fill its part; a row that is not packed has no padding.
+            packing = 1 if len(row) == 2 else max(row[1], 1)
+            fits = row[0] == split.devices * -(-form.vectors // packing)
+        if not fits or (row[-1] != 2 * width if joined else row[-1] < width):
+            expected = f"{heads} heads of {width} + {width}" if joined else f"{2 * heads} heads of {width} or more"
+            over, evenly = "", ""
+            if split.devices > 1:
+                over = f" over {split.devices} devices"
+                evenly = ", shared or repeated evenly, and filled up to the packing on each"
+            raise ShapeError(f"{what}: got pages {shape}{over}; expected {expected} to a slot{evenly}")
+        return form
 
     @property
     def repeat(self) -> int:
@@ -189,7 +228,7 @@ class InterleavedLayout(HeadLayout):
 
     def combined(self, keys: Array, values: Array) -> Array:
         """Stacks keys and values: [..., K, 2, H']."""
-        return jnp.stack([_widened(keys, self.row[-1]), _widened(values, self.row[-1])], axis=-2)
+        return jnp.stack([widened(keys, self.row[-1]), widened(values, self.row[-1])], axis=-2)
 
     def separated(self, vectors: Array) -> tuple[Array, Array]:
         """Takes every other vector; both keep the padding of lanes."""
@@ -215,11 +254,22 @@ class JoinedLayout(HeadLayout):
 class LatentLayout(PageLayout):
     """Layout of rows of a latent and a decoupled key, each padded to whole lanes."""
 
+    @classmethod
+    def describe(cls, layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> "LatentLayout":
+        """Describes pages of latent rows, which are whole on each device."""
+        if layout.names != ("ckv", "kpe"):
+            raise LayoutError(f"{what}: got channels {layout.names}; expected ('ckv', 'kpe')")
+        latent, rope = (padded_width(layout.channel(name).width) for name in layout.names)
+        shape = pages[0].shape
+        if len(shape) != 4 + stacked or shape[-1] != latent + rope:
+            raise ShapeError(f"{what}: got rows {shape}; expected [P, N, packing, {latent} + {rope}]")
+        return cls(layout, (shape[-1],), shape[-2], _split_of(pages[0], None, what))
+
     def rows(self, kv: Mapping[str, Array]) -> Float[Array, "L T *row"]:
         """Concatenates the latent and the key."""
         latent, key = (kv[name][..., 0, :] for name in self.layout.names)
-        latent = _widened(latent, padded_width(latent.shape[-1]))
-        return jnp.concatenate([latent, _widened(key, self.row[-1] - latent.shape[-1])], axis=-1)
+        latent = widened(latent, padded_width(latent.shape[-1]))
+        return jnp.concatenate([latent, widened(key, self.row[-1] - latent.shape[-1])], axis=-1)
 
     def kv(self, rows: Float[Array, "L T *row"]) -> dict[str, Float[Array, "L T _ _"]]:
         """Cuts out the latent and the key, without padding."""
@@ -234,47 +284,10 @@ class LatentLayout(PageLayout):
         return jnp.concatenate([rows[..., :start], keys[..., 0, :]], axis=-1)
 
 
-def _widened(vectors: Array, width: int) -> Array:
+def widened(vectors: Array, width: int) -> Array:
     """Pads vectors with zeros to a width."""
     more = width - vectors.shape[-1]
     return vectors if more == 0 else jnp.pad(vectors, [(0, 0)] * (vectors.ndim - 1) + [(0, more)])
-
-
-def interleaved_layout(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> PageLayout:
-    """Describes pages of interleaved heads. Raises LayoutError or ShapeError if they do not have this layout."""
-    return _layout_of_heads(InterleavedLayout, layout, pages, stacked, what)
-
-
-def joined_layout(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> PageLayout:
-    """Describes pages of joined heads. Raises as `interleaved_layout`."""
-    return _layout_of_heads(JoinedLayout, layout, pages, stacked, what)
-
-
-def _layout_of_heads(
-    kind: type[HeadLayout], layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str
-) -> HeadLayout:
-    """Describes pages whose rows consist of heads, after checking their shape and their placement on devices."""
-    if layout.names != ("k", "v"):
-        raise LayoutError(f"{what}: got channels {layout.names}; expected ('k', 'v')")
-
-    shape, heads, width = pages[0].shape, layout.channel("k").heads, layout.channel("k").width
-    row, split = tuple(shape[2 + stacked :]), _split_of(pages[0], 2 + stacked, what)
-    form, joined = kind(layout, row, split=split), kind is JoinedLayout
-
-    # Heads divide evenly over devices, or devices over heads.
-    fits = len(row) in ((3,) if joined else (2, 3)) and 0 in (heads % split.devices, split.devices % heads)
-    if fits:
-        # The heads of a device, padded to the packing, fill its part; a row that is not packed has no padding.
-        packing = 1 if len(row) == 2 else max(row[1], 1)
-        fits = row[0] == split.devices * -(-form.vectors // packing)
-    if not fits or (row[-1] != 2 * width if joined else row[-1] < width):
-        expected = f"{heads} heads of {width} + {width}" if joined else f"{2 * heads} heads of {width} or more"
-        over, evenly = "", ""
-        if split.devices > 1:
-            over = f" over {split.devices} devices"
-            evenly = ", shared or repeated evenly, and filled up to the packing on each"
-        raise ShapeError(f"{what}: got pages {shape}{over}; expected {expected} to a slot{evenly}")
-    return form
 
 
 def _split_of(page: Any, axis: int | None, what: str) -> Split:
@@ -298,19 +311,10 @@ def _split_of(page: Any, axis: int | None, what: str) -> Split:
     return Split(devices, sharding, None if devices == 1 else sharding.spec[axis])
 
 
-def latent_layout(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> PageLayout:
-    """Describes pages of latent rows. Raises as `interleaved_layout`."""
-    if layout.names != ("ckv", "kpe"):
-        raise LayoutError(f"{what}: got channels {layout.names}; expected ('ckv', 'kpe')")
-    latent, rope = (padded_width(layout.channel(name).width) for name in layout.names)
-    shape = pages[0].shape
-    if len(shape) != 4 + stacked or shape[-1] != latent + rope:
-        raise ShapeError(f"{what}: got rows {shape}; expected [P, N, packing, {latent} + {rope}]")
-    return LatentLayout(layout, (shape[-1],), shape[-2], _split_of(pages[0], None, what))
-
-
-def checked_pages(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple[PageLayout, tuple[Array, ...]]:
-    """Returns the layout of pages, which one of the `…_layout` functions (`find`) describes, and the arrays.
+def checked_pages(
+    layout: KVLayout, pages: Pages, kind: type[PageLayout], what: str
+) -> tuple[PageLayout, tuple[Array, ...]]:
+    """Returns the layout of pages, as their kind describes it, and the arrays.
 
     Raises:
       LayoutError, ShapeError, DtypeError: the pages have another layout. PoolError: the pages were donated.
@@ -319,7 +323,7 @@ def checked_pages(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple
     arrays = (pages,) if stacked else tuple(pages)
     named = {f"layer {number}": page for number, page in enumerate(arrays)}
     check_held(named)
-    form = find(layout, arrays, stacked, what)
+    form = kind.describe(layout, arrays, stacked, what)
     layers = arrays[0].shape[0] if stacked else len(arrays)
 
     # Shardings count only where pages are split: an array per layer on one device may have any.

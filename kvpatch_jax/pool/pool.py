@@ -214,11 +214,9 @@ def rotate_slots(
       PoolError: a pool that was donated.
     """
     pages, page_size = check_pool(layout, pool)
-    slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
-    check_slots(slots, pages * page_size)
+    padded, length = padded_slots(slots, pages * page_size)
 
     # Offsets are differences, which are whole; with a source they are positions, which may be fractional.
-    padded, length = padded_slots(slots)
     kinds = "iu" if source is None else "iuf"
     offsets = token_offsets(layout.rope, offset, int(length), len(padded), "rotate_slots", kinds)
 
