@@ -9,13 +9,12 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from ..core import ChannelFactors, Heads, KVLayout, Leaf, PatchFrame, Quantised, Rope, is_low_rank
+from ..core import ChannelFactors, Heads, KVLayout, Leaf, PatchFrame, Quantised, is_low_rank
 from ..errors import InputError, PatchMismatchError, ShapeError, StalePatchError
-from ..utils.kinds import expect_kind
+from ..utils.kinds import all_of, expect_kind
 from .antecedent import Antecedent, Member, antecedent_of
 from .checksum import examine
 from .chunk import Chunk, brief, pad
-from .content import names_of
 
 Base = Literal["canonical", "conditioned", "patched"]
 
@@ -73,7 +72,7 @@ class PatchMetadata:
 
     def __post_init__(self) -> None:
         for word, ids in (("members", self.antecedent), ("base_members", self.base_antecedent or ())):
-            ids, members = names_of(ids, word.replace("members", "antecedent")), getattr(self, word)
+            ids, members = tuple(all_of(str, ids, word.replace("members", "antecedent"))), getattr(self, word)
             if members is None:
                 continue
 
@@ -178,28 +177,21 @@ class Patch:
         At rank m a channel takes m·(T + F) numbers where its KV takes T·F: rank 16 of a 480-token chunk at width 512 is
         as much as 31 of its 480 tokens.
         """
-        total, lefts = 0, 0
-        for factors in self.factors.values():
-            if not is_low_rank(factors):
-                total += 0 if self.metadata.basis is not None else _nbytes(factors)
-                continue
-
-            u, v = factors  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
-            if not (self.metadata.shared_left and lefts):
-                total += _nbytes(u)
+        counted, lefts = [], 0
+        for own in self.factors.values():
+            if is_low_rank(own):
+                if not (self.metadata.shared_left and lefts):
+                    counted.append(own[0])  # pyright: ignore[reportIndexIssue]
+                lefts += 1
+                own = own[1]  # pyright: ignore[reportIndexIssue]
             if self.metadata.basis is None:
-                total += _nbytes(v)
-            lefts += 1
+                counted.append(own)
 
-        return total
+        return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(counted))
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
     return (leaf.values if isinstance(leaf, Quantised) else leaf).shape
-
-
-def _nbytes(factors: Any) -> int:
-    return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(factors))
 
 
 def _padded(leaf: Leaf, axis: int, more: int) -> Leaf:
@@ -282,17 +274,10 @@ def _check_shape(found: tuple[int, ...], expected: tuple[int | None, ...], what:
         raise ShapeError(f"patch: got {what} of shape {found}; expected [{sizes}] ({axes}, …)")
 
 
-# Of a rope all but how its angles are computed: that changes no phase-free number.
-_STORED = tuple(field.name for field in dataclasses.fields(Rope) if field.name != "angles")
-
-
 def same_storage(first: KVLayout, second: KVLayout) -> bool:
     """Compares two layouts by the phase-free KV they describe: all but how angles are computed."""
-    if first is second:
-        return True
-    if (first.kind, first.layers, first.channels) != (second.kind, second.layers, second.channels):
-        return False
-    return all(getattr(first.rope, name) == getattr(second.rope, name) for name in _STORED)
+    # Angles change no phase-free number.
+    return first is second or first.with_angles(second.rope.angles) == second
 
 
 def patch_digest(patch: Patch) -> str:
@@ -343,16 +328,18 @@ def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
 
     if metadata.layout is not chunk.layout and not same_storage(metadata.layout, chunk.layout):
         raise PatchMismatchError(f"patch: got layout {metadata.layout}; expected {chunk.layout}")
-    if None not in (metadata.content, chunk.content) and metadata.content != chunk.content:
-        raise PatchMismatchError(
-            f"patch: got one formed of chunk {chunk.id!r} with content {metadata.content!r}; expected "
-            f"{chunk.content!r}, which this chunk of the same id has"
-        )
-    if metadata.local is not None and metadata.local != chunk.places:
-        raise PatchMismatchError(
-            f"patch: got one formed of chunk {chunk.id!r} with local positions {metadata.local}; expected "
-            f"{chunk.places}, which this chunk has"
-        )
+
+    # What one of the two does not know differs from nothing; the digest of positions is computed once for a chunk.
+    places = None if metadata.local is None else chunk.places
+    for word, found, expected in (
+        ("content", metadata.content, chunk.content),
+        ("local positions", metadata.local, places),
+    ):
+        if None not in (found, expected) and found != expected:
+            raise PatchMismatchError(
+                f"patch: got one formed of chunk {chunk.id!r} with {word} {found!r}; expected {expected!r}, which this "
+                "chunk of the same id has"
+            )
 
     if patch.tokens not in (None, chunk.tokens):
         raise ShapeError(

@@ -173,7 +173,7 @@ def as_start(
 
     Args:
       batch: shape of a batch: one start for all of it, or one for each; () for a single sequence. None: any leading
-        axes, for callers that compare them with the KV's (`check_places`).
+        axes, for callers that compare them with the KV's.
       what: begins the message about a start of another shape.
 
     Raises:
@@ -205,30 +205,6 @@ def as_start(
             f"{what}: got start of shape {start.shape}; expected a scalar, or one per axis of the rope{several}"
         )
     return start.astype(jnp.int32)
-
-
-def check_places(layout: KVLayout, kv: KV, local: Positions, start: Int[AnyArray, "..."]) -> None:
-    """Checks that there is one position per token and at most one start per sequence of kv [L, ..., T, K, H].
-
-    Without this check, jax would broadcast them over tokens or layers.
-
-    Raises:
-      PositionError: the number of positions or starts differs.
-    """
-    if not hasattr(local, "shape"):
-        raise PositionError(f"local positions: got a {type(local).__name__}; expected an array, such as `chunk.local`")
-
-    shape, axes = kv[layout.names[0]].shape, layout.rope.axes
-    batch, tokens = shape[1:-3], shape[-3]
-    places = local.shape if axes is None else local.shape[:-1]
-    if not places or places[-1] != tokens:
-        raise PositionError(f"local positions: got shape {local.shape}; expected one for each of {tokens} tokens")
-
-    for what, found in (("start", start.shape if axes is None else start.shape[:-1]), ("local", places[:-1])):
-        if len(found) > len(batch):
-            raise PositionError(
-                f"{what}: got shape {found}; expected one for each of {batch} sequences, or one for all"
-            )
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "back"))
@@ -271,11 +247,26 @@ def _rotate_channels(
 
 
 def _checked_rotation(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool) -> dict[str, Array]:
-    """Does what `rotate_kv` does, after checking its arguments."""
+    """Does what `rotate_kv` does, after checking its arguments as `to_engine` says."""
     expect_kind(layout, KVLayout, "layout", "a KVLayout, such as `chunk.layout`", LayoutError)
     layout.check(kv)
     start = as_start(layout.rope, start)
-    check_places(layout, kv, local, start)
+    if not hasattr(local, "shape"):
+        raise PositionError(f"local positions: got a {type(local).__name__}; expected an array, such as `chunk.local`")
+
+    # kv is [L, ..., T, K, H]. Positions or starts of another number would broadcast over tokens or layers.
+    shape, axes = kv[layout.names[0]].shape, layout.rope.axes
+    batch, tokens = shape[1:-3], shape[-3]
+    places = local.shape if axes is None else local.shape[:-1]
+    if not places or places[-1] != tokens:
+        raise PositionError(f"local positions: got shape {local.shape}; expected one for each of {tokens} tokens")
+
+    for what, found in (("start", start.shape if axes is None else start.shape[:-1]), ("local", places[:-1])):
+        if len(found) > len(batch):
+            raise PositionError(
+                f"{what}: got shape {found}; expected one for each of {batch} sequences, or one for all"
+            )
+
     check_positions(layout.rope, local, start)
     return rotate_kv(layout, kv, local, start, back)
 

@@ -282,13 +282,14 @@ def operator_arguments(
     return result
 
 
+@jax.jit
 def accumulate(
     total: dict[str, Float[Array, "L *B T _ _"]],
     conditioned: dict[str, Float[Array, "L *B T _ _"]],
     base: dict[str, Float[Array, "L *B T _ _"]],
     length: Int[Array, "..."] | int,
 ) -> dict[str, Float[Array, "L *B T _ _"]]:
-    """Adds conditioned − base to a running float32 sum, from which an orbit patch is formed."""
+    """Adds conditioned − base to a running float32 sum, from which an orbit patch is formed; one program per shape."""
     delta = deficit(conditioned, base, length)
     return {name: total[name] + delta[name] for name in delta}
 
@@ -325,9 +326,6 @@ jitted_factorise = jax.jit(factorise_deficit, static_argnames=("plan",))
 
 jitted_apply = jax.jit(apply, static_argnames=("layout", "layers", "heads", "frame"))
 """`apply`, compiled once per layout, layer set and padded shape; another chunk or start does not compile again."""
-
-jitted_accumulate = jax.jit(accumulate)
-"""`accumulate`, compiled once per padded shape."""
 
 jitted_merge = jax.jit(merge_factors, static_argnames=("rank",))
 """`merge_factors` (the kernels' `merge`), compiled once per rank and padded shape."""

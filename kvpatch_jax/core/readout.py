@@ -108,7 +108,7 @@ def merge_readouts(*readouts: Readout) -> tuple[Float[Array, "..."], Float[Array
                 f"merge_readouts: got readouts {readouts!r:.80}; expected at least one pair (o, lse) of arrays"
             )
 
-    for o, lse in readouts:
+        o, lse = readout
         if o.shape != readouts[0][0].shape or lse.shape != o.shape[:-1]:
             raise ShapeError(
                 f"merge_readouts: got o {o.shape} with lse {lse.shape}; expected {readouts[0][0].shape} and "

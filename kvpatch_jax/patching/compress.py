@@ -1,7 +1,6 @@
 """Smaller patches: fewer directions, fewer layers, fewer bits."""
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from ..cache import Patch, check_finite
-from ..core import ChannelFactors, KVLayout, Quantised, is_low_rank, ops, value_of
+from ..core import ChannelFactors, KVLayout, is_low_rank, ops, value_of
 from ..errors import InputError, RankError
 from ..utils.kinds import expect_kind, is_whole
 
@@ -18,11 +17,8 @@ Rank = int | Mapping[str, int]
 
 
 def _rank_slice(leaf: ops.Leaf, rank: int, axis: int) -> ops.Leaf:
-    """Returns the first `rank` directions along a negative axis."""
-    cut = functools.partial(jax.lax.slice_in_dim, start_index=0, limit_index=rank)
-    if isinstance(leaf, Quantised):
-        return Quantised(cut(leaf.values, axis=leaf.values.ndim + axis), cut(leaf.scale, axis=leaf.scale.ndim + axis))
-    return cut(leaf, axis=leaf.ndim + axis)
+    """Returns the first `rank` directions along a negative axis, of values and scales alike."""
+    return jax.tree.map(lambda part: jax.lax.slice_in_dim(part, 0, rank, axis=part.ndim + axis), leaf)
 
 
 def rank_by_channel(layout: KVLayout, rank: Rank | None, what: str, *, keep: bool = False) -> dict[str, int | None]:

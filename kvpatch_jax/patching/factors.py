@@ -18,21 +18,6 @@ Method = Literal["randomised", "exact"]
 KVArrays = Mapping[str, Float[AnyArray, "L *B T _ _"]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Factorisation:
-    """Options of a factorisation.
-
-    Attributes:
-      method: "randomised" (deterministic by `key`) or "exact".
-      key: a typed PRNG key; None is `jax.random.key(0)`.
-      dtype: of the factors; None is the chunk's.
-    """
-
-    method: Method = "randomised"
-    key: Key[Array, ""] | None = None
-    dtype: jax.typing.DTypeLike | None = None
-
-
 def check_alike(chunk: Chunk, kv: KVArrays, what: str) -> None:
     """Checks that KV has a chunk's frame, layout and shapes; reads no values.
 
@@ -154,17 +139,25 @@ def from_deficit(
     delta: Mapping[str, Float[Array, "L *B T _ _"]],
     rank: Rank,
     metadata: PatchMetadata,
-    how: Factorisation,
+    *,
+    method: Method = "randomised",
+    key: Key[Array, ""] | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> Patch:
     """Forms a joint-head, phase-free patch of a deficit.
+
+    Args:
+      method: "randomised" (deterministic by `key`) or "exact".
+      key: a typed PRNG key; None is `jax.random.key(0)`.
+      dtype: of the factors; None is the chunk's.
 
     Raises:
       RankError, LayoutError: as `choose_ranks`. NotFiniteError: factors beyond the dtype's range.
     """
     # No key means a fixed one: the same deficit gives the same patch.
     ranks, asked = choose_ranks(chunk, rank)
-    plan = FormPlan(ranks=ranks, method=how.method, dtype=factor_dtype(chunk, how.dtype))
-    key = jax.random.key(0) if how.key is None else how.key
+    plan = FormPlan(ranks=ranks, method=method, dtype=factor_dtype(chunk, dtype))
+    key = jax.random.key(0) if key is None else key
     factors = ops.jitted_factorise(dict(delta), key, jnp.int32(chunk.length), plan=plan)
     factors = finite_factors(factors, f"factors of chunk {metadata.chunk!r} in {plan.dtype}")
     return Patch(factors, dataclasses.replace(metadata, asked=asked))

@@ -19,7 +19,6 @@ from ..errors import InputError
 from .basis import Basis, form_in_basis
 from .compress import Rank, finite_factors
 from .factors import (
-    Factorisation,
     KVArrays,
     Method,
     check_conditioned,
@@ -165,7 +164,7 @@ def removal_patch(
       rank: as in `form_patch`.
       antecedent: the chunks that precede C afterwards (B).
       base_antecedent: what the base was conditioned on (A, B).
-      options: fields of `Factorisation`: method, key, dtype.
+      options: keywords of `from_deficit`: method, key, dtype.
 
     Raises:
       As `form_patch`.
@@ -176,4 +175,4 @@ def removal_patch(
     delta = deficit_of(target, conditioned, chunk)
     before = antecedent_of(base_antecedent, "base_antecedent")
     metadata = metadata_of(chunk, "conditioned", antecedent_of(antecedent), before)
-    return from_deficit(chunk, delta, rank, metadata, Factorisation(**options))
+    return from_deficit(chunk, delta, rank, metadata, **options)

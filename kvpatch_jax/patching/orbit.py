@@ -18,7 +18,7 @@ from ..utils.kinds import expect_kind
 from .canonical import conditioned as conditioned_kv
 from .canonical import unit_tokens
 from .compress import Rank
-from .factors import Factorisation, KVArrays, check_conditioned, from_deficit, metadata_of
+from .factors import KVArrays, check_conditioned, from_deficit, metadata_of
 
 Order = tuple[int, ...]
 """An ordering of an antecedent set: indices of its members, the first one first."""
@@ -91,7 +91,7 @@ def accumulate(
             f"accumulate: got antecedent {_format_set(members)}; expected an ordering of {_format_set(acc.antecedent)}"
         )
 
-    total = ops.jitted_accumulate(dict(acc.total), arrays_of(conditioned), arrays_of(chunk.kv), jnp.int32(chunk.length))
+    total = ops.accumulate(dict(acc.total), arrays_of(conditioned), arrays_of(chunk.kv), jnp.int32(chunk.length))
     return Accumulated(total, acc.count + 1, acc.chunk, members)
 
 
@@ -102,7 +102,7 @@ def orbit_patch(acc: Accumulated, rank: Rank, antecedent: AntecedentLike | None 
       acc: from `accumulate`.
       rank: as in `form_patch`.
       antecedent: the set, where `accumulate` got none.
-      options: fields of `Factorisation`: method, key, dtype.
+      options: keywords of `from_deficit`: method, key, dtype.
 
     Raises:
       RankError: as in `form_patch`. PatchMismatchError: another set than was accumulated. InputError: no set known.
@@ -121,7 +121,7 @@ def orbit_patch(acc: Accumulated, rank: Rank, antecedent: AntecedentLike | None 
     # The mean minimises the summed squared error over the orders.
     mean = {name: jnp.asarray(value) / acc.count for name, value in acc.total.items()}
     metadata = metadata_of(acc.chunk, "canonical", members, orbit=True)
-    return from_deficit(acc.chunk, mean, rank, metadata, Factorisation(**options))
+    return from_deficit(acc.chunk, mean, rank, metadata, **options)
 
 
 def orders_of(count: int, most: int = 24, *, seed: int = 0, hold_out: Iterable[Sequence[int]] = ()) -> list[Order]:
@@ -177,7 +177,7 @@ def form_orbit(
         for each order.
       rank: as in `form_patch`.
       orders: as `orders_of` lists them; None for its default.
-      options: fields of `Factorisation`: method, key, dtype.
+      options: keywords of `from_deficit`: method, key, dtype.
 
     Raises:
       InputError: no order. Else as `accumulate` and `orbit_patch`.

@@ -76,9 +76,9 @@ class Placed:
             layers = None if len(metadata.layers) == layout.layers else metadata.layers
             options = {"layers": layers, "heads": metadata.heads, "frame": metadata.frame}
 
-        checked = {"start": start, "antecedent": antecedent, "base_antecedent": base_antecedent, "layout": layout}
-        made = {"kv": arrays_of(chunk.kv if base is None else base), "factors": factors, "options": options}
-        for name, value in (checked | made).items():
+        kv = arrays_of(chunk.kv if base is None else base)
+        made = {"start": start, "antecedent": antecedent, "base_antecedent": base_antecedent, "layout": layout}
+        for name, value in (made | {"kv": kv, "factors": factors, "options": options}).items():
             object.__setattr__(self, name, value)
 
 

@@ -7,20 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..cache import (
-    AntecedentLike,
-    Chunk,
-    Patch,
-    PatchMetadata,
-    antecedent_of,
-    check_chunk,
-    patch_digest,
-)
+from ..cache import AntecedentLike, Chunk, Patch, PatchMetadata, antecedent_of, check_chunk, patch_digest
 from ..core import ChannelFactors, is_low_rank, ops, value_of
 from ..errors import PatchMismatchError, RankError
 from ..utils.kinds import expect_kind
 from .compress import Rank, quantise, rank_by_channel
-from .factors import Factorisation, KVArrays, check_conditioned, deficit_of, from_deficit, metadata_of
+from .factors import KVArrays, check_conditioned, deficit_of, from_deficit, metadata_of
 
 
 def correction_patch(
@@ -33,7 +25,7 @@ def correction_patch(
     Args:
       chunk, conditioned, rank, antecedent: as in `form_patch`, after the changed antecedent A′.
       patch: the stored patch.
-      options: fields of `Factorisation`: method, key, dtype.
+      options: keywords of `from_deficit`: method, key, dtype.
 
     Raises:
       PatchMismatchError: `patch` is of another chunk or layout, or one that `update_patch` does not take. Else as
@@ -49,7 +41,7 @@ def correction_patch(
     delta = {name: value - have.get(name, 0.0) for name, value in delta.items()}
     after, digest = antecedent_of(antecedent), patch_digest(patch)
     metadata = metadata_of(chunk, "patched", after, patch.metadata.behind, corrects=digest)
-    return from_deficit(chunk, delta, rank, metadata, Factorisation(**options))
+    return from_deficit(chunk, delta, rank, metadata, **options)
 
 
 def _check_updatable(metadata: PatchMetadata, what: str) -> None:
