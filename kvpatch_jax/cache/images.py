@@ -81,6 +81,7 @@ def expect_small(source: ImageSource, most: int, name: str = "image") -> None:
       ImageError: the image is too large, a path is not a regular file, or the size cannot be read.
     """
     file: Any = None
+    size = 0
     if isinstance(source, os.PathLike):
         name, file = os.fspath(source), source
         try:
@@ -95,15 +96,15 @@ def expect_small(source: ImageSource, most: int, name: str = "image") -> None:
     elif isinstance(source, bytes):
         file = io.BytesIO(source)
         _expect_bytes(len(source), most, name, "of its file")
+    elif hasattr(source, "getbands"):
+        size = source.width * source.height * 3
+    elif hasattr(source, "nbytes"):
+        size = source.nbytes
 
     # Opening reads the header alone, which says how many bytes the pixels take as RGB.
     if file is not None:
         with _opened(file, name) as image:
             size = image.width * image.height * 3
-    elif hasattr(source, "getbands"):
-        size = source.width * source.height * 3
-    else:
-        size = getattr(source, "nbytes", 0)
     _expect_bytes(size, most, name, "of its pixels")
 
 

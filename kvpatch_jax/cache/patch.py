@@ -330,11 +330,9 @@ def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
         raise PatchMismatchError(f"patch: got layout {metadata.layout}; expected {chunk.layout}")
 
     # What one of the two does not know differs from nothing; the digest of positions is computed once for a chunk.
-    places = None if metadata.local is None else chunk.places
-    for word, found, expected in (
-        ("content", metadata.content, chunk.content),
-        ("local positions", metadata.local, places),
-    ):
+    contents = ("content", metadata.content, chunk.content)
+    places = ("local positions", metadata.local, None if metadata.local is None else chunk.places)
+    for word, found, expected in (contents, places):
         if None not in (found, expected) and found != expected:
             raise PatchMismatchError(
                 f"patch: got one formed of chunk {chunk.id!r} with {word} {found!r}; expected {expected!r}, which this "

@@ -99,6 +99,7 @@ def _packed(vectors: Array, packing: int, what: str) -> Array:
 
 def _unpacked(pages: Array, heads: int) -> Array:
     """Inverts `_packed`, where the pages hold these heads; else all that they hold, to be refused."""
+    # Only what is less than a packing is filling; more vectors are other heads.
     whole = pages.reshape(*pages.shape[:-3], -1, pages.shape[-1])
     return whole[..., :heads, :] if whole.shape[-2] - heads in range(pages.shape[-2]) else whole
 
@@ -134,6 +135,7 @@ def to_joined_heads(layout: KVLayout, pool: Pool, *, packing: int | None = None)
       LayoutError: not a layout of k and v. ShapeError, DtypeError: another pool, or a packing that is no power of two.
     """
     both = jnp.concatenate(_channels(layout, pool, ("k", "v"), "to_joined_heads"), axis=-1)
+    # As many heads as fill 32 bits, the unit of a TPU's registers.
     return _packed(both, 4 // both.dtype.itemsize if packing is None else packing, "to_joined_heads")
 
 
@@ -167,6 +169,8 @@ def to_latent_rows(
     """
     latent, key = _channels(layout, pool, ("ckv", "kpe"), "to_latent_rows", lanes)
     rows = jnp.concatenate([latent[..., 0, :], key[..., 0, :]], axis=-1)
+
+    # Tokens of a page are packed among themselves, so that a page stays in one piece.
     page_size = rows.shape[2]
     packing = 4 // rows.dtype.itemsize if packing is None else packing
     if page_size % packing:

@@ -120,6 +120,7 @@ class PageFormat:
         if chunk.batch is not None:
             raise ShapeError(f"{what}: got chunk {chunk.id!r}, a batch of {chunk.batch}; expected one chunk")
 
+        # All is checked before the program, which donates the pages.
         form, arrays = checked_pages(chunk.layout, pages, self.kind, what)
         for channel in chunk.layout.channels:
             check_dtype(what, channel, placed.kv[channel.name].dtype, arrays[0].dtype)
@@ -183,6 +184,8 @@ class PageFormat:
         """
         form, arrays = checked_pages(layout, pages, self.kind, f"{self.name}.read")
         padded, length = padded_slots(slots, form.slots_of(arrays[0]))
+
+        # The rows of padding are cut off outside of the program, which does not depend on their number.
         found = jitted_read(form, arrays, padded)
         return EngineKV({name: value[:, : int(length)] for name, value in found.items()})
 

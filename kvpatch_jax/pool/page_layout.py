@@ -209,6 +209,7 @@ class HeadLayout(PageLayout):
         """Rotates the keys of all heads."""
         keys, values, padding = self._parted(rows)
         flat = keys.reshape(*rows.shape[: rows.ndim - len(self.row)], -1, keys.shape[-1])
+        # Without an attention scaling, which keys in pages carry already.
         keys = rotate_patch(flat, cos, sin, layout=self.layout.rope.cached).reshape(keys.shape)
         vectors = self.combined(keys, values).reshape(*keys.shape[:-2], self.vectors, self.row[-1])
         return jnp.concatenate([vectors, padding], axis=-2).reshape(rows.shape)
@@ -267,6 +268,7 @@ class LatentLayout(PageLayout):
 
     def rows(self, kv: Mapping[str, Array]) -> Float[Array, "L T *row"]:
         """Concatenates the latent and the key."""
+        # Latent attention has one head.
         latent, key = (kv[name][..., 0, :] for name in self.layout.names)
         latent = widened(latent, padded_width(latent.shape[-1]))
         return jnp.concatenate([latent, widened(key, self.row[-1] - latent.shape[-1])], axis=-1)
@@ -280,6 +282,7 @@ class LatentLayout(PageLayout):
     def rotated(self, rows: Array, cos: Array, sin: Array) -> Array:
         """Rotates the key of each row."""
         start = padded_width(self.layout.channels[0].width)
+        # The key comes with its padding, which lies behind the channels that rotate.
         keys = rotate_patch(rows[..., None, start:], cos, sin, layout=self.layout.rope.cached)
         return jnp.concatenate([rows[..., :start], keys[..., 0, :]], axis=-1)
 
@@ -297,8 +300,10 @@ def _split_of(page: Any, axis: int | None, what: str) -> Split:
       LayoutError: pages are split along another axis, over processes, or over a mesh of Explicit axes.
     """
     sharding = None if isinstance(page, Tracer) else getattr(page, "sharding", None)
+    # Pages on one device need no constraint, even if they lie on a mesh.
     if sharding is None or len(sharding.device_set) == 1:
         return ON_ONE_DEVICE
+
     parts = [whole // own for whole, own in zip(page.shape, sharding.shard_shape(page.shape), strict=True)]
     devices = 1 if axis is None or axis >= len(parts) else parts[axis]
     named = isinstance(sharding, NamedSharding) and not sharding.mesh.explicit_axes
@@ -327,10 +332,8 @@ def checked_pages(
     layers = arrays[0].shape[0] if stacked else len(arrays)
 
     # Shardings count only where pages are split: an array per layer on one device may have any.
-    def placement(page: Any) -> tuple[Any, Any]:
-        return page.shape, getattr(page, "sharding", None) if form.split.sharding else None
-
-    if layers != layout.layers or any(placement(page) != placement(arrays[0]) for page in arrays):
+    placements = [(page.shape, getattr(page, "sharding", None) if form.split.sharding else None) for page in arrays]
+    if layers != layout.layers or any(placement != placements[0] for placement in placements):
         raise ShapeError(f"{what}: got pages of {layers} layers; expected {layout.layers}, all alike")
     if not all(jnp.issubdtype(page.dtype, jnp.floating) and page.dtype == arrays[0].dtype for page in arrays):
         raise DtypeError(f"{what}: got pages of dtype {arrays[0].dtype}; expected one floating-point dtype")

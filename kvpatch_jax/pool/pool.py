@@ -90,7 +90,8 @@ def splice(
         if value.dtype != pool[name].dtype:
             raise DtypeError(f"splice: got {name!r} of dtype {value.dtype}; expected the pool's {pool[name].dtype}")
 
-    # Tokens from the length on are padding, whose slots are not looked at.
+    # Tokens from the length on are padding, whose slots are not looked at. Slots that are no integers are refused by
+    # `check_slots`, whatever their shape.
     slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
     if slots.dtype.kind in "iu" and slots.shape != (chunk.tokens,):
         raise ShapeError(f"splice: got slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
@@ -172,6 +173,8 @@ def move_slots(pool: Pool, old: Slots, new: Slots) -> dict[str, Float[Array, "L 
     total = shape[1] * shape[2]
     if old.shape != new.shape:
         raise ShapeError(f"move_slots: got {old.shape[0]} slots to {new.shape[0]}; expected as many")
+
+    # A vector may be copied to several slots, so sources are checked for their range alone.
     check_slots(new, total)
     check_slots(np.unique(np.asarray(old)), total)
     if not old.shape[0]:
@@ -220,17 +223,20 @@ def rotate_slots(
     kinds = "iu" if source is None else "iuf"
     offsets = token_offsets(layout.rope, offset, int(length), len(padded), "rotate_slots", kinds)
 
-    kept = None if source is None else {}
-    for channel in layout.channels:
-        if source is None or kept is None or not channel.rotates:
-            continue
-        value, expected = source.get(channel.name), (layout.layers, int(length), channel.heads, channel.width)
-        if value is None or value.shape != expected:
-            found = None if value is None else value.shape
-            raise ShapeError(f"rotate_slots: got source[{channel.name!r}] of shape {found}; expected {expected}")
-        kept[channel.name] = jnp.pad(value, ((0, 0), (0, len(padded) - int(length)), (0, 0), (0, 0)))
+    keys = None
+    if source is not None:
+        keys = {}
+        # Channels without phase stay as they are, so a source need not have them.
+        for channel in layout.channels:
+            if not channel.rotates:
+                continue
+            value, expected = source.get(channel.name), (layout.layers, int(length), channel.heads, channel.width)
+            if value is None or value.shape != expected:
+                found = None if value is None else value.shape
+                raise ShapeError(f"rotate_slots: got source[{channel.name!r}] of shape {found}; expected {expected}")
+            keys[channel.name] = jnp.pad(value, ((0, 0), (0, len(padded) - int(length)), (0, 0), (0, 0)))
 
-    return _jitted_rotate(layout, arrays_of(pool), padded, kept, offsets, length)
+    return _jitted_rotate(layout, arrays_of(pool), padded, keys, offsets, length)
 
 
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames="pool")
@@ -307,9 +313,7 @@ class SlotAllocator:
 
     def copy(self) -> "SlotAllocator":
         """Returns an independent copy."""
-        other = SlotAllocator(self.pages, self.page_size)
-        other._count, other._aligned = self._count.copy(), self._aligned.copy()
-        return other
+        return self.enlarged(self.pages)
 
     def enlarged(self, pages: int) -> "SlotAllocator":
         """Returns an allocator of this many pages, the present ones first with their owners.
@@ -319,6 +323,8 @@ class SlotAllocator:
         """
         if pages < self.pages:
             raise PoolError(f"pool: got {pages} pages in place of {self.pages}; expected no fewer")
+
+        # Pages are added behind the present ones, so that slots keep their numbers.
         other = SlotAllocator(pages, self.page_size)
         other._count[: self._count.size], other._aligned[: self.pages] = self._count, self._aligned
         return other
@@ -417,6 +423,8 @@ class SlotAllocator:
             raise PoolError(
                 f"pool: got {pages[0]} pages of {pages[1]}; expected {self.pages} pages of {self.page_size}"
             )
+
+        # A slot of several owners holds a token of forks, which a splice would overwrite.
         slots = np.asarray(slots)
         wrong = slots[self._count[slots] != 1]
         if wrong.size:
