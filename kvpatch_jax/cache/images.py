@@ -131,6 +131,7 @@ def _opened(file: Any, name: str) -> Iterator[Any]:
 
 
 def _of_pil(source: Any, name: str) -> np.ndarray:
+    """Converts a PIL image to pixels, RGB or RGBA."""
     # As `content.sort_of` recognises a PIL image, without Pillow.
     if not hasattr(source, "getbands"):
         raise ImageError(f"{name}: got a {type(source).__name__}; expected a path, a PIL image or a uint8 array")

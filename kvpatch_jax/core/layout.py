@@ -263,9 +263,7 @@ def _checked_rotation(layout: KVLayout, kv: KV, local: Positions, start: Start, 
 
     for what, found in (("start", start.shape if axes is None else start.shape[:-1]), ("local", places[:-1])):
         if len(found) > len(batch):
-            raise PositionError(
-                f"{what}: got shape {found}; expected one for each of {batch} sequences, or one for all"
-            )
+            raise PositionError(f"{what}: got shape {found}; expected one for each of {batch} sequences, or for all")
 
     check_positions(layout.rope, local, start)
     return rotate_kv(layout, kv, local, start, back)

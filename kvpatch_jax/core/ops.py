@@ -297,6 +297,7 @@ def accumulate(
 # Inlined in a traced caller. Called eagerly, it is one program in place of one per operation.
 @functools.partial(jax.jit, static_argnames=("target", "axis"), inline=True)
 def _scaled(value: Array, target: np.dtype, axis: int) -> tuple[Array, Array]:
+    """Converts values to an 8-bit dtype; returns them and their scale."""
     largest = 127.0 if target == jnp.int8 else float(jnp.finfo(target).max)
     value = value.astype(jnp.float32)
     scale = jnp.max(jnp.abs(value), axis=axis, keepdims=True) / largest

@@ -90,10 +90,8 @@ class Rope:
             # A list of a configuration file becomes a tuple, which can be hashed.
             object.__setattr__(self, "sections", tuple(int(section) for section in self.sections))
             if sum(self.sections) != self.dim // 2 or min(self.sections) < 0:
-                raise LayoutError(
-                    f"rope: got sections {self.sections}, whose sum is {sum(self.sections)}; expected dim // 2 = "
-                    f"{self.dim // 2}"
-                )
+                total, half = sum(self.sections), self.dim // 2
+                raise LayoutError(f"rope: got sections {self.sections} of sum {total}; expected dim // 2 = {half}")
 
         if self.scaling is not None:
             expect_kind(self.scaling, Scaling, "rope: scaling", "a Scaling, or None", LayoutError)

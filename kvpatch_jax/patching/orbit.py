@@ -135,7 +135,7 @@ def orders_of(count: int, most: int = 24, *, seed: int = 0, hold_out: Iterable[S
     Raises:
       InputError: no chunks, `most` below 1, held-out orders that are not orders of `count` chunks, or no order left.
     """
-    held = {tuple(int(place) for place in order) for order in hold_out}
+    held = {tuple(map(int, order)) for order in hold_out}
     wrong = next((order for order in held if sorted(order) != list(range(count))), None)
     if count < 1 or most < 1 or wrong is not None:
         raise InputError(

@@ -106,7 +106,7 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
 def _merge(first: ChannelFactors, second: ChannelFactors, rank: int | None, name: str) -> ChannelFactors:
     """Adds two corrections of one channel: low-rank ones at `rank`, others densely."""
     if is_low_rank(first) and is_low_rank(second):
-        (u1, v1), (u2, v2) = (tuple(value_of(leaf) for leaf in factors) for factors in (first, second))
+        (u1, v1), (u2, v2) = map(value_of, first), map(value_of, second)  # pyright: ignore[reportArgumentType]
         rank = u1.shape[-1] if rank is None else rank
         limit = min(u1.shape[-1] + u2.shape[-1], u1.shape[-2], v1.shape[-1])
         if not 1 <= rank <= limit:

@@ -139,6 +139,7 @@ def jitted_splice(
 
 @jax.jit
 def _rows_at(pool: Pool, slots: Slots) -> dict[str, Float[Array, "L T _ _"]]:
+    """Reads whole rows, padding included."""
     return {name: flat(jnp.asarray(value))[:, slots] for name, value in pool.items()}
 
 
@@ -190,6 +191,7 @@ def move_slots(pool: Pool, old: Slots, new: Slots) -> dict[str, Float[Array, "L 
 
 @functools.partial(jax.jit, donate_argnames=("pool",))
 def _jitted_move(pool, old, new, length):
+    """Does what `move_slots` does for the first `length` slots."""
     return {name: splice_kernel(value, new, flat(value)[:, old], length=length) for name, value in pool.items()}
 
 
@@ -241,6 +243,7 @@ def rotate_slots(
 
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames="pool")
 def _jitted_rotate(layout, pool, slots, source, offset, length):
+    """Does what `rotate_slots` does; `offset` has one row per slot, and tokens from `length` on are padding."""
     if source is None:
         # Keys in the pool carry the attention scaling already.
         cos, sin = relocation_tables(layout.rope, jnp.zeros_like(offset), offset)
