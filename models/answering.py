@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from kvpatch_jax.answers import AnswerRows, Draws
 from kvpatch_jax.backbone import Tokens, check_cached, check_tokens
-from kvpatch_jax.core import KVLayout, Paged, held_arrays
+from kvpatch_jax.core import KVLayout, Paged, arrays_of
 from kvpatch_jax.errors import InputError, ShapeError
 from kvpatch_jax.sampling import Sampling, TextPiece
 from pallas_kernels.splice import check_slots
@@ -97,7 +97,7 @@ class Answering:
         room = ((0, 0), (0, size - length))
         written = np.pad(keys, room, constant_values=after.key_count), np.pad(places, room)
         padded = np.pad(given[None], room, constant_values=total)
-        pool = held_arrays(self.layout, context.pool)
+        pool = arrays_of(context.pool)
         state, last = self.programs.state_for(size), np.array([[length - 1]], np.int32)
         return self.programs.first_in_pages(state, tokens, pool, after._replace(pool={}), padded, written, last, draws)
 
@@ -116,7 +116,7 @@ class Answering:
           The rows, each a token further: what the next step takes; and the pool.
         """
         state = self.programs.state_for(len(rows.token))
-        moved, pool = self.programs.next_in_pages(state, held_arrays(self.layout, pool), rows, draws)
+        moved, pool = self.programs.next_in_pages(state, arrays_of(pool), rows, draws)
         token, place, position, index = moved
         return rows._replace(token=token, place=place, position=position, index=index), pool
 

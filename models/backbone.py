@@ -461,7 +461,7 @@ class ModelBackbone(Generating, Writing, Answering):
             check_mask_over(mask, (len(tokens.embeddings), length, context.key_count + length), what)
 
         check_behind(tokens, context, mask, what)
-        return in_pages(self.layout, self.config.text.window, context) if isinstance(context, Paged) else dict(context)
+        return in_pages(self.config.text.window, context) if isinstance(context, Paged) else dict(context)
 
     def _read_of(
         self, tokens: Tokens, context: Context | None, mask: Any, steps: int

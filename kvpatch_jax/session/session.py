@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..backbone import Backbone
-from ..cache import brief, names_of
+from ..cache import brief
 from ..errors import SessionError
 from ..plan import Plan
 from ..sampling import Sampling
 from ..utils.argument_names import with_our_names
+from ..utils.kinds import all_of
 from ..window import Costs, Fidelity, Kind, PatchStore, Promise, Window
 from . import session_file
 from .answers import Answer
@@ -297,7 +298,7 @@ class Session:
         registry = self._registry
         with registry.lock:
             registry.check_open()
-            records = [registry.find(id) for id in names_of(ids, "reorder")]
+            records = [registry.find(id) for id in all_of(str, ids, "reorder")]
             registry.run(*registry.window.reorder([record.entry.id for record in records]))
             registry.notify("reorder", order=tuple(record.name for record in records))
 

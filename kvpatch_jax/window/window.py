@@ -5,8 +5,9 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 from ..backbone import Backbone
-from ..cache import Patch, brief, names_of
+from ..cache import Patch, brief
 from ..errors import WindowError
+from ..utils.kinds import all_of
 from . import window_json
 from .costs import Costs
 from .edits import Compact, Copy, Drop, Edit, Edits, Recompute, in_order
@@ -256,7 +257,7 @@ class Window(WindowState):
           WindowError: a piece that would move and is no order-free chunk, or is named twice; a patch of a piece that is
           not named. StalePatchError, PatchMismatchError: as `append`.
         """
-        ids = names_of(order, "order")
+        ids = all_of(str, order, "order")
         places = [self.index(id) for id in ids]
         if len(set(ids)) != len(ids):
             raise WindowError(f"reorder.order: got {tuple(map(brief, ids))}; expected each once")

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from ...cache import Chunk, fingerprint_of, names_of
+from ...cache import Chunk, fingerprint_of
 from ...core import AnyArray
 from ...errors import InputError
+from ...utils.kinds import all_of
 from ...utils.sizes import Size, size_of
 from ..disk.tenant_disk import TenantStore
 from ..format.expiry import Seconds, checked_ttl, expires_at
@@ -117,7 +118,7 @@ class StaticLibrary[Store: TenantStore]:
         Raises:
           StoreReadOnlyError, StoreIOError: it could not be deleted.
         """
-        own, wanted = self._folder.name(*check_name(kind, name)), names_of(backbones, "library: backbones")
+        own, wanted = self._folder.name(*check_name(kind, name)), all_of(str, backbones, "library: backbones")
         for backbone in wanted:
             fingerprint_of(backbone, "library: backbones")
         with self._folder.changing():

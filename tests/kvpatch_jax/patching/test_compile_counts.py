@@ -26,7 +26,7 @@ def test_forming_and_applying_compile_once():
 
 
 def test_orbit_and_update_compile_once():
-    ops.jitted_accumulate.clear_cache()
+    ops.accumulate.clear_cache()
     ops.jitted_merge.clear_cache()
     for seed in range(2):
         chunk = chunk_of("gqa", seed=seed)
@@ -36,5 +36,5 @@ def test_orbit_and_update_compile_once():
         patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
         correction = kvp.correction_patch(chunk, patch, conditioned_of(chunk, seed=3), 4, ("C",))
         kvp.update_patch(patch, correction)
-    assert ops.jitted_accumulate._cache_size() == 1
+    assert ops.accumulate._cache_size() == 1
     assert ops.jitted_merge._cache_size() == 1
