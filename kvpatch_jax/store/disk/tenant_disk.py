@@ -44,6 +44,7 @@ class TenantDisk:
       names: names of the tenant's objects.
       budget: budgets of the tiers.
       counters: counts of this object's reads and writes.
+      clock: returns seconds since the epoch.
       closed: whether `close` was called.
 
     Raises:
@@ -69,6 +70,7 @@ class TenantDisk:
         buffers = Buffers(wipe=key is not None if wipe is None else wipe)
         encryption = Plain() if key is None else AesGcm(key, tenant, buffers)
         self.disk = Disk(os.fspath(root), self.counters, buffers, clock, encryption, self.budget.quarantine)
+        self.clock = clock
         self.names = ObjectNames(tenant, names_secret(self.disk.root, secret))
         check_key(self.disk.root, self.names.space, encryption.check)
 
@@ -97,10 +99,6 @@ class TenantDisk:
         """Raises StoreClosedError after `close`."""
         if self.closed:
             raise StoreClosedError(f"store {self.disk.root}: got a call after close; expected an open store")
-
-    def clock(self) -> float:
-        """Returns seconds since the epoch."""
-        return self.disk.clock()
 
     def exists(self, name: Name) -> bool:
         """Returns whether the disk has a file of that name, without opening it."""
@@ -152,7 +150,7 @@ class TenantDisk:
                 floors.admit(group, noted)
                 yield [(name, self.sealed(name, item) if isinstance(item, Blob) else item) for name, item in group]
 
-        added = self.disk.add_all(coming(), copy)
+        added = self.disk.writer.add_all(coming(), copy)
         self._note_written(need)
         return added
 

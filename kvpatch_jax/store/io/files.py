@@ -113,23 +113,21 @@ def folder(root: str, path: str = "", *, make: bool = False) -> Iterator[int]:
             if make:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, 0o700, dir_fd=fd)
-                os.fsync(fd)
-            outer, fd = fd, _inner(fd, part)
+                os.fsync(fd)  # also of an existing directory: its maker may not have synced its name yet
+
+            outer = fd
+            try:
+                fd = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=outer)
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                    raise
+                raise NotADirectoryError(errno.ENOTDIR, f"{part} is a link or a file, not a directory") from None
             with contextlib.suppress(OSError):
                 os.close(outer)
         yield fd
     finally:
         with contextlib.suppress(OSError):
             os.close(fd)
-
-
-def _inner(fd: int, part: str) -> int:
-    try:
-        return os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
-            raise
-        raise NotADirectoryError(errno.ENOTDIR, f"{part} is a link or a file, not a directory") from None
 
 
 @contextlib.contextmanager
@@ -144,35 +142,21 @@ def open_regular(root: str, path: str, flags: int = os.O_RDONLY, *, noatime: boo
       OSError: as `folder`, or another error.
     """
     above, _, name = path.rpartition("/")
-    with folder(root, above) as parent:
-        fd = _opened_regular(parent, name, flags, noatime)
-    with _closed_after(fd):
+    with contextlib.ExitStack() as stack:
+        # The folder is closed before the file is used, so that an open object takes one descriptor.
+        with folder(root, above) as parent:
+            fd = stack.enter_context(open_regular_in(parent, name, flags, noatime=noatime))
         yield fd
 
 
 @contextlib.contextmanager
 def open_regular_in(parent: int, name: str, flags: int = os.O_RDONLY, *, noatime: bool = False) -> Iterator[int]:
     """Opens a regular file in an open directory, as `open_regular`."""
-    fd = _opened_regular(parent, name, flags, noatime)
-    with _closed_after(fd):
-        yield fd
-
-
-@contextlib.contextmanager
-def _closed_after(fd: int) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-
-
-def _opened_regular(parent: int, name: str, flags: int, noatime: bool) -> int:
     quiet = getattr(os, "O_NOATIME", 0) if noatime else 0
     try:
         try:
             fd = os.open(name, flags | _REGULAR | quiet, 0o600, dir_fd=parent)
-        except PermissionError:
+        except PermissionError:  # only the owner of a file may keep its access time
             if not quiet:
                 raise
             fd = os.open(name, flags | _REGULAR, 0o600, dir_fd=parent)
@@ -182,13 +166,13 @@ def _opened_regular(parent: int, name: str, flags: int, noatime: bool) -> int:
         raise NotRegularError(error.errno, "a link, a FIFO, a directory or the like", name) from None
 
     try:
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-        raise NotRegularError(errno.EINVAL, "a FIFO, a directory or the like", name)
-    except OSError:
+        # Some FIFOs and devices can be opened: what was opened is examined, and not the path, which may change.
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise NotRegularError(errno.EINVAL, "a FIFO, a directory or the like", name)
+        yield fd
+    finally:
         with contextlib.suppress(OSError):
             os.close(fd)
-        raise
 
 
 def read_small(root: str, path: str, most: int, *, noatime: bool = False) -> bytes:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Shaped, UInt32
 from ...cache import Chunk, bits_of, mixed
 from ...core import AnyArray
 from ...errors import StoreCorruptError, StoreVersionError
-from ..format.codec import CHUNK_FIELDS, chunk_body, content_in, decode, layout_of, lead_in, unchecked_chunk
+from ..format.codec import CHUNK_FIELDS, chunk_body, decode, digest_in, layout_of, unchecked_chunk
 from ..format.compatibility import expect_known
 from ..format.header import DTYPES, LARGEST_ARRAY, MALFORMED, check_depth, dtype_word
 from ..format.naming import Encoding, encoding_in
@@ -225,7 +225,8 @@ def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:
         hidden = None if body["hidden"] is None else {layer: arrays[f"hidden.{layer}"] for layer in body["hidden"]}
         fields = {word: body[word] for word in ("span", "length", "id", "backbone")}
         local = np.asarray(arrays["local"])
-        fields |= {"encoder": None, "hidden": hidden, "content": content_in(body), "lead": lead_in(body)}
+        digests = {"content": digest_in(body, "content"), "lead": digest_in(body, "lead")}
+        fields |= {"encoder": None, "hidden": hidden} | digests
         chunk = unchecked_chunk(kv=kv, local=local, layout=layout, **fields)
     except StoreVersionError:
         raise

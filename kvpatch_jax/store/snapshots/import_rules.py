@@ -18,7 +18,7 @@ from ..disk.disk import Disk
 from ..disk.key_check import check_key
 from ..disk.object_writer import LinkSource
 from ..disk.tenant_disk import TenantDisk
-from ..format.codec import lead_in, patch_of, patch_parts
+from ..format.codec import digest_in, patch_of, patch_parts
 from ..format.compatibility import expect_known
 from ..format.header import MALFORMED
 from ..format.naming import ENCODINGS, Name, ObjectNames, encoding_in
@@ -191,7 +191,7 @@ def name_of(
         if kind == "kv":
             if encoding_in(part) is not None:
                 expect_known("canonical of encoding", [encoding_in(part)], ENCODINGS)
-            return names.canonical(body["backbone"], body["id"], encoding_in(part), lead_in(body))
+            return names.canonical(body["backbone"], body["id"], encoding_in(part), digest_in(body, "lead"))
         if kind == "encoder":
             return names.encoder(body["backbone"], body["id"])
         return names.patch(patch_of(patch_parts(body, arrays)))

@@ -15,7 +15,7 @@ from jaxtyping import Num
 from ...cache import Chunk
 from ...core import AnyArray, KVLayout
 from ...errors import InputError, StoreCorruptError
-from ..format.codec import chunk_layout, content_in, layer_names, layer_of, lead_in, unchecked_chunk
+from ..format.codec import chunk_layout, digest_in, layer_names, layer_of, unchecked_chunk
 from ..format.header import Header
 
 Target = jax.sharding.Sharding | jax.Device
@@ -151,8 +151,8 @@ class LayerStream:
             backbone=self._header.body["backbone"],
             encoder=None,
             hidden=None if kept is None else {layer: arrays[f"hidden.{layer}"] for layer in kept},
-            content=content_in(self._header.body),
-            lead=lead_in(self._header.body),
+            content=digest_in(self._header.body, "content"),
+            lead=digest_in(self._header.body, "lead"),
         )
 
     def close(self) -> None:
