@@ -44,7 +44,6 @@ class TenantDisk:
       names: names of the tenant's objects.
       budget: budgets of the tiers.
       counters: counts of this object's reads and writes.
-      clock: returns seconds since the epoch.
       closed: whether `close` was called.
 
     Raises:
@@ -70,7 +69,6 @@ class TenantDisk:
         buffers = Buffers(wipe=key is not None if wipe is None else wipe)
         encryption = Plain() if key is None else AesGcm(key, tenant, buffers)
         self.disk = Disk(os.fspath(root), self.counters, buffers, clock, encryption, self.budget.quarantine)
-        self.clock = clock
         self.names = ObjectNames(tenant, names_secret(self.disk.root, secret))
         check_key(self.disk.root, self.names.space, encryption.check)
 
@@ -99,6 +97,10 @@ class TenantDisk:
         """Raises StoreClosedError after `close`."""
         if self.closed:
             raise StoreClosedError(f"store {self.disk.root}: got a call after close; expected an open store")
+
+    def clock(self) -> float:
+        """Returns seconds since the epoch."""
+        return self.disk.clock()
 
     def exists(self, name: Name) -> bool:
         """Returns whether the disk has a file of that name, without opening it."""

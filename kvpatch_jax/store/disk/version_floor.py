@@ -142,7 +142,7 @@ class Floors:
             body["number"] = floor.next
         raised = self._raised(floor, {**floor.numbers, name.chunk: number_of(body)}, floor.base)
         items = [(name, dataclasses.replace(blob, body=body)), (_floor_name(name.folder), _blob(raised))]
-        self._disk.put_group([(own, self._disk.encryption.sealed(each, own.file)) for own, each in items])
+        self._disk.put_group([(own, self._disk.encryption.sealed(content, own.file)) for own, content in items])
         self._seen[name.folder] = raised
 
     def removed(self, paths: Iterable[str]) -> None:

@@ -78,7 +78,13 @@ class Buffers:
           OSError: ENOMEM, there is not enough memory.
         """
         room = -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
-        block = self._take(room)
+        block: np.ndarray | None = None
+        with self._lock:
+            if idle := self._idle.get(room):
+                self._bytes -= room
+                block = idle.pop()
+                if not idle:
+                    del self._idle[room]
 
         if block is None:
             expect_memory(room)
@@ -94,19 +100,8 @@ class Buffers:
         weakref.finalize(leased, self._give, block).atexit = False
         return leased
 
-    def _take(self, room: int) -> np.ndarray | None:
-        with self._lock:
-            idle = self._idle.get(room)
-            if not idle:
-                return None
-            self._bytes -= room
-            block = idle.pop()
-            if not idle:
-                del self._idle[room]
-            return block
-
     def _give(self, block: np.ndarray) -> None:
-        if self._wipe:
+        if self._wipe:  # before it is idle, so that no other reader gets its content
             block.fill(0)
         with self._lock:
             self._idle.setdefault(len(block), []).append(block)

@@ -275,11 +275,11 @@ def _leaves(inside: Sequence[Any], header: Header) -> tuple[dict[str, Leaf], _Pi
         nbytes = math.prod(shape) * dtype.itemsize
         pieces[name] = {outside: _Piece(number, name)}
         if outside not in header.leaves:
-            count = sum(each.startswith(f"{outside}.") for each in header.leaves)
+            count = sum(leaf.startswith(f"{outside}.") for leaf in header.leaves)
             pieces[name] = {f"{outside}.{piece}": _Piece(number, name, piece, count) for piece in range(count)}
-        outer = [header.leaves.get(each) for each in pieces[name]]
-        found = sum(-1 if each is None or each.dtype != np.uint8 else each.nbytes - _TAG for each in outer)
-        if not outer or found != nbytes or min(each.nbytes if each else 0 for each in outer) < _TAG:
+        outer = [header.leaves.get(piece) for piece in pieces[name]]
+        found = sum(-1 if leaf is None or leaf.dtype != np.uint8 else leaf.nbytes - _TAG for leaf in outer)
+        if not outer or found != nbytes or min(leaf.nbytes if leaf else 0 for leaf in outer) < _TAG:
             raise StoreCorruptError(
                 f"object: got no valid leaf {number}; expected {nbytes} bytes, and {_TAG} for each piece"
             )

@@ -37,8 +37,8 @@ class StaticLibrary[Store: TenantStore]:
         quota = store.tenant_disk.budget.library if quota is None else quota
         if quota is None:
             raise InputError(
-                "static library: no quota, and its store has no Budget(library=...); expected quota=BYTES, or a store "
-                "with that budget"
+                "static library: got no quota, and a store without Budget(library=...); expected quota=BYTES, or a "
+                "store with that budget"
             )
         self.store, self.quota = store, size_of(quota, "static library: quota", 1)
         self._ttl = checked_ttl(ttl, "static library")

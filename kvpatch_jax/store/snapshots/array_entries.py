@@ -113,7 +113,9 @@ def entry_of_chunk(chunk: Chunk) -> ArrayEntry:
     arrays: dict[str, AnyArray] = {"local": np.asarray(chunk.local)}
     arrays |= {f"layers.{name}": chunk.kv[name] for name in names}
     arrays |= {f"hidden.{layer}": hidden[layer] for layer in sorted(hidden)}
-    leaves = ["local", *(f"layer.{layer}.{name}" for layer in range(chunk.layout.layers) for name in names)]
+    leaves = ["local"]
+    for layer in range(chunk.layout.layers):
+        leaves += [f"layer.{layer}.{name}" for name in names]
     return _described(
         "kv", "kv", chunk_body(chunk), None, leaves + [name for name in arrays if "hidden" in name], arrays
     )

@@ -7,6 +7,7 @@ changes the current version of a reference, and never mixes two histories.
 
 import contextlib
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -77,7 +78,8 @@ def import_objects(
       LibraryFullError: static entries exceed `Budget.library`. StoreError: as `TenantDisk.add`. Nothing was added.
     """
     disk = tenant_disk.disk
-    with _changing_libraries(disk, [item.name for batch in batches for item in batch]) as has_reference:
+    names = [item.name for item in itertools.chain.from_iterable(batches)]
+    with _changing_libraries(disk, names) as has_reference:
         coming: list[ImportCandidate] = []
         for batch in batches:
             chunks = [item for item in batch if item.name.kind != "entry"]
