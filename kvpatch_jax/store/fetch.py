@@ -411,20 +411,17 @@ class _Round:
     def _save(self) -> None:
         """Queues the puts of computed chunks, after the loads, which need the cores and for which the caller waits."""
         for request, chunk in self._unsaved.items() if self.keep else ():
-            ack = self._put(request, chunk)
+            ttl = None if request.expires is None else request.expires - self.store.tenant_disk.clock()
+            if ttl is not None and ttl <= 0:
+                continue
+
+            try:
+                ack = self.store.put_async(chunk, encoding=request.encoding, ttl=ttl)
+            except (StoreError, ValueError) as error:  # the chunk can be used nevertheless
+                ack = concurrent.futures.Future()
+                ack.set_exception(error)
             if request in self.got:
                 self.got[request] = self.got[request]._replace(ack=ack)
-
-    def _put(self, request: Request, chunk: Chunk) -> Ack | None:
-        ttl = None if request.expires is None else request.expires - self.store.tenant_disk.clock()
-        if ttl is not None and ttl <= 0:
-            return None
-        try:
-            return self.store.put_async(chunk, encoding=request.encoding, ttl=ttl)
-        except (StoreError, ValueError) as error:  # the chunk can be used nevertheless
-            failed: Ack = concurrent.futures.Future()
-            failed.set_exception(error)
-            return failed
 
     # ---------------------------------------------------------------------------------------------------- ending
 

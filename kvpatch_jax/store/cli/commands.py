@@ -127,7 +127,7 @@ def _about_tenant(command: Callable[[Options], Outcome]) -> Callable[[Options], 
     """Wraps a command to warn if the root has nothing of its tenant, whose name may be misspelt."""
 
     def checked(options: Options) -> Outcome:
-        known = _has_tenant(options, _disk(options))
+        known = _has_tenant(options, _disk(options))  # before the command, which may delete all of it
         outcome = command(options)
         return outcome if known else dataclasses.replace(outcome, good=False, remarks=(_unknown(options),))
 

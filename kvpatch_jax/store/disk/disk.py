@@ -156,6 +156,7 @@ class Disk:
                 return None
             self._touch(fd)
             self.counters.add("get_bytes", header.size)
+            # The identity is taken last, because the access time has just changed it.
             return VerifiedObject(header, arrays, identity_of(fd))
 
     @contextlib.contextmanager
@@ -191,6 +192,7 @@ class Disk:
         What does not verify is read twice.
         """
         with contextlib.ExitStack() as stack:
+            # The file stays open as long as the caller reads its leaves.
             fd, opening = -1, None
             try:
                 fd = stack.enter_context(open_regular(self.root, name.path, noatime=noatime))
@@ -411,7 +413,7 @@ class Disk:
         """
         path = f"{self.root}/{name.path}"
         try:
-            stat = os.lstat(path)
+            stat = os.lstat(path)  # a link is another file, whatever it leads to
             due = self.recent_use.note(name.path, time.time(), stat.st_atime)
             if identity(stat) == known.file and not due:  # the common case: one system call
                 return known

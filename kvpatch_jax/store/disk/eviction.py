@@ -110,6 +110,7 @@ def _take(disk: Disk, units: Iterable[_Unit], gone: set[str]) -> list[tuple[_Uni
             still = disk.has_expired if unit.turn == 0 else same_file(first.file)
             if not removal.is_there(first.path, still):
                 continue
+            # Patches first: a canonical stays as long as one of its patches does.
             went = [entry for entry in along if removal.remove(entry.path, same_file(entry.file))]
             if not any(removal.is_there(entry.path) for entry in along) and removal.remove(first.path, still):
                 went.append(first)

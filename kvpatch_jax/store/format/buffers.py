@@ -34,6 +34,8 @@ def available_memory() -> int:
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     lines = _text("/proc/meminfo").splitlines()
     free = min([free, *(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))])
+
+    # A control group may allow less than the machine has.
     groups = [line[3:] for line in _text("/proc/self/cgroup").splitlines() if line.startswith("0::")]
     for group in groups:
         most, used = (_text(f"/sys/fs/cgroup{group}/memory.{word}").strip() for word in ("max", "current"))

@@ -59,7 +59,7 @@ def _layout_of_text(text: str) -> KVLayout:
     expect_fields("scaling", body["rope"]["scaling"], Scaling)
     for channel in body["channels"]:
         expect_fields("channel", channel, Channel)
-    if type(body["layers"]) is not int:
+    if type(body["layers"]) is not int:  # `isinstance` would accept true
         raise StoreCorruptError(f"object: got {str(body['layers'])[:40]} layers; expected a number")
 
     rope = dict(body["rope"])

@@ -163,8 +163,10 @@ class AesGcm:
         expect_known("encryption with a field", header.body, ("sealed", "check", "salt"))
         if header.body["sealed"] != 1:
             raise StoreVersionError(f"object: got encryption version {str(header.body['sealed'])[:20]}; expected 1")
+        # Another key is no damage, so it is recognised before anything is decrypted.
         if header.body.get("check") != self.check:
             raise StoreKeyError("object: got one encrypted with another key; expected the key that it was put with")
+
         cipher = _Cipher(self._key, _salt(header.body), [header.name, header.kind, repr(header.expires)])
         outer = header.leaves.get(_INSIDE)
         if outer is None or outer.nbytes < _TAG or outer.dtype != np.uint8:
@@ -172,6 +174,7 @@ class AesGcm:
         room = self._buffers.lease(outer.nbytes - _TAG)
         cipher.decrypt(_Piece(0, _INSIDE), read([_INSIDE])[_INSIDE], room)
         inside = json.loads(room.tobytes())  # authenticated, so `sealed` wrote it, in this version or a later one
+
         expect_known("encrypted header with a field", inside, ("body", "leaves"))
         expect_known("encrypted leaf of dtype", [leaf[1] for leaf in inside["leaves"]], DTYPES)
         leaves, pieces = _leaves(inside["leaves"], header)

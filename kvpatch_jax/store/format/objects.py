@@ -156,7 +156,7 @@ def write_blob(fd: int, blob: Blob, name: str) -> Header:
         raw, header = describe(crcs.result())
         write_all(fd, [raw], 0)
 
-    now = time.time_ns()
+    now = time.time_ns()  # after the last write, which sets the time itself
     os.utime(fd, ns=(now, expiry_mtime(blob.expires, now)))
     return header
 
@@ -208,7 +208,7 @@ def read_leaves(
     places, room = arranged({leaf.name: leaf.nbytes for leaf in leaves})
     data = buffers.lease(room)
     rooms = [(leaf, data[places[leaf.name] : places[leaf.name] + padded(leaf.nbytes)]) for leaf in leaves]
-    data.flags.writeable = False
+    data.flags.writeable = False  # the views made before stay writable, to be read into
 
     # Group adjacent leaves into runs of `_RUN` bytes or more.
     runs: list[list[_Room]] = [[]]
@@ -266,7 +266,7 @@ def padded(size: int) -> int:
 
 def _verified(leaf: Leaf, room: np.ndarray) -> np.ndarray:
     """Verifies a leaf and its padding. Returns a read-only view of the leaf."""
-    room.flags.writeable = False
+    room.flags.writeable = False  # first, so that nothing changes what is verified
     content, padding = room[: leaf.nbytes], room[leaf.nbytes :]
     crc = crc32(content)
     if crc != leaf.crc:

@@ -23,9 +23,9 @@ from ...errors import StoreCorruptError, StoreError, StoreFullError, StoreIOErro
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _MOST_BUFFERS = 512
-_RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
+_RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE, which Python's `os` does not name
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_REGULAR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_REGULAR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO would wait for its other end
 _IRREGULAR = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP)
 """Errors of the system for links, FIFOs and sockets, directories and devices that are opened in this way."""
 
@@ -185,6 +185,8 @@ def read_small(root: str, path: str, most: int, *, noatime: bool = False) -> byt
         size = os.fstat(fd).st_size
         if size > most:
             raise StoreCorruptError(f"{root}/{path}: got {size} bytes; expected at most {most}")
+
+        # To the end and not to the size, because the file may grow in the meantime.
         parts: list[bytes] = []
         while part := os.pread(fd, 1 << 20, sum(map(len, parts))):
             parts.append(part)
@@ -197,6 +199,7 @@ def write_all(fd: int, parts: Sequence[bytes | np.ndarray], offset: int) -> None
     """Writes all parts consecutively from `offset`, without joining them."""
     waiting = [memoryview(part) for part in parts if len(part)]
     while waiting:
+        # The system limits the buffers per call, and may write less than it was given.
         written = os.pwritev(fd, waiting[:_MOST_BUFFERS], offset)
         offset += written
         waiting = _behind(waiting, written)
@@ -221,6 +224,7 @@ ReadInto = Callable[[int, Sequence[np.ndarray], int], None]
 """`read_into` or `read_again`."""
 
 _APART, _BEFORE = 4093, 37
+"""Bytes per call of `read_again`, and bytes before the first: neither is a multiple of a page or of a leaf."""
 
 
 def read_again(fd: int, targets: Sequence[np.ndarray], offset: int) -> None:
@@ -265,6 +269,7 @@ def reserve(fd: int, size: int) -> None:
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
+        # A file system that cannot reserve fails at a write instead.
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
 
@@ -309,6 +314,8 @@ def make_root(path: str) -> None:
     while path != os.path.dirname(path) and not os.path.isdir(path):
         new.append(path)
         path = os.path.dirname(path)
+
+    # Parents first. A new directory is durable once the one that holds its name is synced.
     for directory in reversed(new):
         with contextlib.suppress(FileExistsError):
             os.mkdir(directory, 0o700)
@@ -328,7 +335,8 @@ def publish_once(root: str, path: str, text: bytes, temporary: str) -> None:
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX)
                     write_all(fd, [text], 0)
-                    os.fsync(fd)
+                    os.fsync(fd)  # before it has its name, so that a crash leaves no short file under it
+                    # A link does not replace, unlike a rename: the first writer wins.
                     with contextlib.suppress(FileExistsError):
                         os.link(own, name, src_dir_fd=source, dst_dir_fd=target)
                     os.fsync(target)
@@ -351,7 +359,7 @@ def replace_file(root: str, path: str, text: bytes, temporary: str) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)  # shows sweeps that the writer is alive
             write_all(fd, [text], 0)
-            os.fsync(fd)
+            os.fsync(fd)  # as in `publish_once`
             rename(source, own, target, name)
             os.fsync(target)
         finally:
@@ -395,6 +403,7 @@ def link(source: int, name: str, target: int, new: str) -> bool:
     try:
         os.link(name, new, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
     except OSError as error:
+        # Another file system, one without links, a protected file, or too many links: callers copy then.
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
         return False
@@ -410,12 +419,14 @@ def copy_into(fd: int, root: str, path: str) -> None:
     """Copies content and times of a regular file below a root into an empty file."""
     with open_regular(root, path, noatime=True) as whole:
         found = os.fstat(whole)
-        reserve(fd, found.st_size) if found.st_size else None
+        if found.st_size:  # the system refuses to reserve nothing
+            reserve(fd, found.st_size)
+
         offset = 0
         while part := os.pread(whole, 4 << 20, offset):
             write_all(fd, [part], offset)
             offset += len(part)
-        os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns))
+        os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns))  # last, because writes change it
 
 
 def sync_files(fds: Sequence[int]) -> None:

@@ -84,10 +84,11 @@ class StaticLibrary[Store: TenantStore]:
             before, used = self._folder.room(own)
             need = file_size(blob, own.file) + (0 if chunk is None else chunk.nbytes)
             check_quota(str(reference), need, used, self.quota)
-            if chunk is not None:
+
+            if chunk is not None:  # before its entry: nobody may find an entry without its chunk
                 self.store.put(chunk, ttl=ttl)
             self._folder.put(own, blob)
-            if before is not None:
+            if before is not None:  # after the new entry, which may have the same chunk
                 self._folder.delete_unused_chunk(before.chunk, self.store)
         return reference
 
@@ -120,12 +121,13 @@ class StaticLibrary[Store: TenantStore]:
         own, wanted = self._folder.name(*check_name(kind, name)), names_of(backbones, "library: backbones")
         for backbone in wanted:
             fingerprint_of(backbone, "library: backbones")
+
         with self._folder.changing():
             self._folder.purge(own)
             listed = self._folder.at(own)
             if listed is None:
                 return False
-            resource = self._folder.read(own) if backbones else None
+            resource = self._folder.read(own) if backbones else None  # while it is there: its content names the chunks
             gone = self._folder.remove(listed, self.store)
             if resource is not None and resource.content is not None:
                 for backbone in wanted:

@@ -36,6 +36,7 @@ _PART = re.compile(r"(?:kv|enc|p|entry|v[0-9]{9})(?:\.[a-z0-9_]{1,40}){0,2}")
 
 @jax.jit
 def _device_sum(value: Array) -> UInt32[Array, ""]:
+    # Each element is mixed with its index in the whole array, so that a permutation changes the sum.
     index = jnp.zeros(value.shape, jnp.uint32)
     for axis, size in enumerate(value.shape):
         index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, value.shape, axis)

@@ -113,7 +113,7 @@ def _made_private(path: str) -> Iterator[str]:
 
     try:
         with together.agreeing(f"export {path}"), typed_errors(f"export {path}: write"):
-            if os.path.lexists(path):
+            if os.path.lexists(path):  # also a link that leads nowhere
                 raise InputError(f"export {path}: got an existing path; expected a name that is free")
             if first:
                 os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)

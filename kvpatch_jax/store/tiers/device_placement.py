@@ -113,6 +113,7 @@ class LayerStream:
             yield from self._layers()
 
     def _layers(self) -> Iterator[tuple[int, dict[str, Num[AnyArray, "..."]]]]:
+        # One thread, because the file is read in order.
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvpatch-stream") as reader:
             coming = [reader.submit(self.layer, layer) for layer in range(min(self._ahead, self.layout.layers))]
             try:
