@@ -15,6 +15,7 @@ pieces.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import secrets
@@ -77,7 +78,8 @@ def open_object(
     fd: int, header: Header, encryption: Encryption, buffers: Buffers, read_bytes: ReadInto = read_into
 ) -> tuple[Header, Read] | None:
     """Returns the plain header of an object's file and a reader of its leaves, as `Encryption.opened`."""
-    return encryption.opened(header, lambda names: read_leaves(fd, header, names, buffers, read_bytes))
+    read = functools.partial(read_leaves, fd, header, buffers=buffers, read_bytes=read_bytes)
+    return encryption.opened(header, read)
 
 
 def decrypted(header: Header, arrays: Arrays, encryption: Encryption) -> tuple[Header, Arrays]:

@@ -86,7 +86,8 @@ class WriteOrder:
         """
         last = {write.name.path: write for write in writes}
         with self._changed:
-            self._changed.wait_for(lambda: not any(self._is_taken(path) for path in last))
+            while any(map(self._is_taken, last)):
+                self._changed.wait()
             self._busy |= last.keys()
         made = False
         try:
