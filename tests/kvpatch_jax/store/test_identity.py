@@ -20,8 +20,8 @@ from store_cases import (
 )
 
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot, save_snapshot
-from kvpatch_jax.store.disk.disk import LinkSource
 from kvpatch_jax.store.disk.eviction import collect, make_room
+from kvpatch_jax.store.disk.object_writer import LinkSource
 
 NO_MEMORY = Budget(host=0)
 
