@@ -56,7 +56,6 @@ ROOT_PAGES = {
     "CHANGELOG": "project/changelog",
 }
 SECTION = re.compile(r"(Args|Arguments|Attributes|Example|Examples|Note|Raises|Returns|Yields|Warning):\n")
-COLUMNS = re.compile(r"(\S.*?)(?: {3,}(\S.*))?")  # names, and what they are
 PACKAGES = ("kvpatch_jax", "pallas_kernels", "models")
 TUPLE_FIELD = type(NamedTuple("OneField", [("field", int)]).field)
 """What autodoc would call "Alias for field number 0", a second time."""
@@ -133,11 +132,11 @@ def as_rst(app, what, name, obj, options, lines):
         # Code is indented by four and may have empty lines: such blocks are one.
         continued, code = code, all(line.startswith("    ") for line in block.split("\n"))
         if code:
-            blocks[index] = block if continued else f".. code-block:: python\n\n{block}"
+            blocks[index] = block if continued else f".. code-block:: python\n    :force:\n\n{block}"  # some have "…"
             continue
 
         if "\n  " in block and not block.startswith(" ") and not SECTION.match(block):
-            heading, *rows = block.split("\n")
+            heading, *rows = block.rstrip("\n").split("\n")
             if heading.endswith(":") and all(re.match(r"  \S", row) for row in rows):
                 block = "\n".join([heading, "", *map(as_item, rows)])
             else:
@@ -153,9 +152,8 @@ def as_rst(app, what, name, obj, options, lines):
 
 def as_item(row):
     """Returns an item of a list: names, and after three spaces or more what they are."""
-    names, meaning = COLUMNS.fullmatch(row.strip()).groups()
-    item = "- " + ", ".join(f"`{name}`" for name in names.split(", "))
-    return f"{item}: {meaning}" if meaning else item
+    names, *meaning = re.split(r" {3,}", row.strip())
+    return ": ".join(["- " + ", ".join(f"`{name}`" for name in names.split(", ")), *meaning])
 
 
 def as_inline(text):
