@@ -63,10 +63,12 @@ def _kept_as(request: Request) -> dict[str, Any]:
 class Miss:
     """A request whose chunk no store has, as the input of `compute`.
 
-    def compute(misses):
-        return [
-            kvp.make_chunk(backbone, [miss.item], id=miss.request.id, encoder=miss.encoder()) for miss in misses
-        ]
+        def compute(misses):
+            return [
+                kvp.make_chunk(backbone, [miss.item], id=miss.request.id, encoder=miss.encoder()) for miss in misses
+            ]
+
+    The chunks are returned in the order of the misses.
     """
 
     request: Request
