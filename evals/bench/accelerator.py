@@ -8,6 +8,7 @@ number was right.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -65,7 +66,9 @@ def _run_process(name: str, out: Path, tiny: bool, deadline: float) -> str | Non
     """Runs one process until it ends, hangs or the time is over; returns how it ended, None where as it should."""
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with (out / "log.txt").open("ab") as log:
-        process = subprocess.Popen(_command(name, out, tiny), env=environment, stdout=log, stderr=log)
+        command = [sys.executable, "-m", "evals.bench.accelerator", f"--out={out}", f"--alone={name}"]
+        command += ["--tiny"] * tiny
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     # A process is alive as long as its file of rows grows: a kernel that hangs writes none.
     size, moved = -1, time.monotonic()
@@ -81,10 +84,6 @@ def _run_process(name: str, out: Path, tiny: bool, deadline: float) -> str | Non
             return "out of time" if now > deadline else f"no new row for {PARTS[name].limit:.0f} seconds, killed"
 
     return None if process.returncode == 0 else f"the process ended with status {process.returncode}"
-
-
-def _command(name: str, out: Path, tiny: bool) -> list[str]:
-    return [sys.executable, "-m", "evals.bench.accelerator", f"--out={out}", f"--alone={name}"] + ["--tiny"] * tiny
 
 
 # ----------------------------------------------------------------------------------------------------------- report
@@ -148,8 +147,11 @@ def report(results: Mapping[str, Mapping[str, Any]], wrong: Sequence[str]) -> st
         rows = result["rows"]
 
         if rows:
-            columns = list(dict.fromkeys(key for row in rows for key in row if key not in ("key", "seconds")))
-            cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+            keys = dict.fromkeys(itertools.chain.from_iterable(rows))
+            columns = [key for key in keys if key not in ("key", "seconds")]
+            cells = []
+            for row in rows:
+                cells.append([_cell(row.get(column)) for column in columns])
             lines += [markdown_table(columns, cells), ""]
 
         lines += [f"- {note}" for note in result.get("notes", [])] + [""] * bool(result.get("notes"))

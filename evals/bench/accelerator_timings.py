@@ -15,7 +15,7 @@ from pallas_kernels._kernel_wins import shape_word
 from pallas_kernels._timing import OverSets, ThroughPool, median_seconds, seconds_of
 from pallas_kernels.rotate_patch import reference
 
-from .accelerator_tasks import PAGE_SIZE, KernelCase, Row, Task, cases, draw, implementation
+from .accelerator_tasks import PAGE_SIZE, KernelCase, Row, Task, cases, draw, implementation, spread
 
 LEAST_TOKENS = 2048
 REPEATS = 30
@@ -92,10 +92,12 @@ def _timed(case: KernelCase, operation: str, name: str, call: Callable[..., Arra
     count = max(2, min(tune.SETS, tune.MEMORY // moved_bytes(case)))
     sets = [draw(case, key) for key in jax.random.split(jax.random.key(0), count)]
     program = _through_pool(case, call, sets) if operation == "splice" else OverSets(call, sets)
-    seconds = seconds_of(program, count, repeats)
-    copied = copy_bandwidth(moved_bytes(case), count, repeats)
+    seconds, size = seconds_of(program, count, repeats), moved_bytes(case)
+    achieved, copied = size / statistics.median(seconds), copy_bandwidth(size, count, repeats)
+
     row = {"operation": operation, "implementation": name, "case": case.name, "calls in one program": count}
-    return row | _rates(seconds, moved_bytes(case), copied)
+    rates = {"bytes": size, "GB/s": achieved / 1e9, "copy GB/s": copied / 1e9, "share of copy": achieved / copied}
+    return row | spread(seconds) | rates
 
 
 def _through_pool(case: KernelCase, call: Callable[[Array, Drawn], Array], sets: Sequence[Drawn]) -> ThroughPool:
@@ -116,24 +118,6 @@ NOTES = [
 ]
 
 
-def _spread(seconds: Sequence[float]) -> Row:
-    return {
-        "microseconds": statistics.median(seconds) * 1e6,
-        "fastest": min(seconds) * 1e6,
-        "slowest": max(seconds) * 1e6,
-    }
-
-
-def _rates(seconds: Sequence[float], size: int, copied: float) -> Row:
-    bandwidth = size / statistics.median(seconds)
-    return _spread(seconds) | {
-        "bytes": size,
-        "GB/s": bandwidth / 1e9,
-        "copy GB/s": copied / 1e9,
-        "share of copy": bandwidth / copied,
-    }
-
-
 def factorisation(tiny: bool, which: str) -> Iterator[Task]:
     """Yields a 1024-token chunk of a 7B model, keys and values of 28 layers at rank 32: ours, and a batched SVD."""
     del which
@@ -151,7 +135,7 @@ def _factorised(case: str, name: str, run: Callable[[Array], Any], sizes: tuple[
     decay = jnp.exp(-jnp.arange(sizes[-1]) / (sizes[-1] / 5))
     matrix = jax.random.normal(jax.random.key(0), sizes) * decay
     seconds = seconds_of(functools.partial(jax.jit(run), matrix), 1, repeats)
-    return {"operation": "factorise", "case": case, "matrices": name} | _spread(seconds)
+    return {"operation": "factorise", "case": case, "matrices": name} | spread(seconds)
 
 
 def wins(tiny: bool, which: str) -> Iterator[Task]:
@@ -160,9 +144,6 @@ def wins(tiny: bool, which: str) -> Iterator[Task]:
     backend = jax.default_backend()
     for operation, shape, rank in tune.cases(tune.OPERATIONS, tiny):
         word = shape_word(shape.heads, shape.width, rank, 2)
+        labels = {"operation": operation, "case": word}
         run = functools.partial(tune.tune_case, operation, shape, rank, backend, 3 if tiny else 20)
-        yield Task(f"{operation} {word}", functools.partial(_won, operation, word, run))
-
-
-def _won(operation: str, word: str, run: Callable[[], Row]) -> Row:
-    return {"operation": operation, "case": word} | run()
+        yield Task(f"{operation} {word}", lambda labels=labels, run=run: labels | run())

@@ -83,7 +83,10 @@ def task_images(contexts: int, seed: int = 77) -> list[np.ndarray]:
     """Renders held-out legends and pages of the small task, four images per context."""
     drawn = small_task.sample_contexts(np.random.default_rng(seed), contexts)
     legends, pages = small_task.render(drawn)
-    return [image for index in range(contexts) for image in (*legends[index], pages[index])]
+    images = []
+    for index in range(contexts):
+        images += [*legends[index], pages[index]]
+    return images
 
 
 def clustered(count: int, width: int = 128, clusters: int = 300, seed: int = 0) -> Float[np.ndarray, "n D"]:

@@ -317,11 +317,11 @@ def measure(
 ) -> list[Record]:
     """Returns all records: those of parts that the folder has, and of at most `limit` further ones."""
     finished = [] if folder is None else finished_parts(folder / PARTS, config)
-    records = [record for part in finished for record in part["records"]]
+    records = list(itertools.chain.from_iterable(part["records"] for part in finished))
     done = {tuple(part["part"]) for part in finished}
     names, rows = list(streams), config["rows"]
-    todo = [(front, first) for first in range(0, len(names), rows) for front in ("pinned lead", "no lead")]
-    todo = [part for part in todo if part not in done]
+    parts = itertools.product(range(0, len(names), rows), ("pinned lead", "no lead"))
+    todo = [(front, first) for first, front in parts if (front, first) not in done]
 
     for front, first in todo[: limit or None]:
         chosen = names[first : first + rows]
