@@ -66,9 +66,7 @@ def _run_process(name: str, out: Path, tiny: bool, deadline: float) -> str | Non
     """Runs one process until it ends, hangs or the time is over; returns how it ended, None where as it should."""
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with (out / "log.txt").open("ab") as log:
-        command = [sys.executable, "-m", "evals.bench.accelerator", f"--out={out}", f"--alone={name}"]
-        command += ["--tiny"] * tiny
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(_command(name, out, tiny), env=environment, stdout=log, stderr=log)
 
     # A process is alive as long as its file of rows grows: a kernel that hangs writes none.
     size, moved = -1, time.monotonic()
@@ -84,6 +82,10 @@ def _run_process(name: str, out: Path, tiny: bool, deadline: float) -> str | Non
             return "out of time" if now > deadline else f"no new row for {PARTS[name].limit:.0f} seconds, killed"
 
     return None if process.returncode == 0 else f"the process ended with status {process.returncode}"
+
+
+def _command(name: str, out: Path, tiny: bool) -> list[str]:
+    return [sys.executable, "-m", "evals.bench.accelerator", f"--out={out}", f"--alone={name}"] + ["--tiny"] * tiny
 
 
 # ----------------------------------------------------------------------------------------------------------- report

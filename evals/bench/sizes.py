@@ -204,11 +204,7 @@ def _images(config: Any) -> dict[str, tuple[tuple[int, ...], dict[str, np.ndarra
 
     images = {}
     for size in MEGAPIXELS:
-        # Rows and columns of merged patches of an image with sides as 3 to 4.
-        pixels, step = size * 1e6, tower.patch * tower.merge
-        height = max(int(math.sqrt(pixels * 3 / 4) / step), 1)
-        width = max(int(pixels / step**2 / height), 1)
-
+        height, width = _grid(size * 1e6, tower.patch * tower.merge)
         grid = np.array([[1, height * tower.merge, width * tower.merge]])
         patches = int(np.prod(grid))
         shape: tuple[int, ...] = (patches, tower.channels, tower.patch, tower.patch)
@@ -217,6 +213,12 @@ def _images(config: Any) -> dict[str, tuple[tuple[int, ...], dict[str, np.ndarra
         images[f"{size} Mpx"] = (shape, {"image_grid_thw": grid}, height * width)
 
     return images
+
+
+def _grid(pixels: float, step: int) -> tuple[int, int]:
+    """Returns rows and columns of merged patches of an image with sides as 3 to 4."""
+    height = max(int(math.sqrt(pixels * 3 / 4) / step), 1)
+    return height, max(int(pixels / step**2 / height), 1)
 
 
 def _temporaries(compiler: Callable[..., jax.stages.Compiled], function: Callable[..., Any], arguments: Any) -> Any:

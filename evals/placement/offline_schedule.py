@@ -98,7 +98,9 @@ class _Search:
 
     def __init__(self, requests: Sequence[WindowRequest], terms: Terms):
         self.requests, self.terms = requests, terms
-        often = Counter(entry.id for request in requests for entry in request.pieces if entry.kind == "chunk")
+        often: Counter[str] = Counter()
+        for request in requests:
+            often.update(entry.id for entry in request.pieces if entry.kind == "chunk")
         self.chunks = [id for id, _ in often.most_common()]
         self._costs: dict[_Choice, Cost] = {}
 
@@ -264,7 +266,7 @@ def optimum(requests: Sequence[WindowRequest], terms: Terms, states: int = STATE
                 layer[state] = cost
 
         if len(layer) > states:
-            raise InputError(f"optimum: {len(layer)} states behind request {at}; expected at most {states}")
+            raise InputError(f"optimum: got {len(layer)} states behind request {at}; expected at most {states}")
 
     return min(layer.values())
 
@@ -310,7 +312,7 @@ def _steps(
 def _useful(item: StoredItem, later: Sequence[WindowRequest]) -> bool:
     """Returns whether some later request has the chunk and all that the item was formed behind."""
     wanted = {item[0], *item[1]}
-    return any(wanted <= {entry.id for entry in request.pieces} for request in later)
+    return any(wanted.issubset(request.ids) for request in later)
 
 
 def _fitting(

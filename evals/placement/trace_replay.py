@@ -39,6 +39,11 @@ class WindowRequest(NamedTuple):
         return next((at for at, entry in enumerate(self.pieces) if entry.kind == "chunk"), len(self.pieces))
 
     @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids of the pieces."""
+        return tuple(entry.id for entry in self.pieces)
+
+    @property
     def free(self) -> tuple[bool, ...]:
         """Which pieces may move."""
         return tuple(entry.order_free for entry in self.pieces)
@@ -46,7 +51,12 @@ class WindowRequest(NamedTuple):
     @property
     def lead_ids(self) -> tuple[str, ...]:
         """Ids of these texts: what canonicals are formed behind."""
-        return tuple(entry.id for entry in self.pieces[: self.lead])
+        return self.ids[: self.lead]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all pieces."""
+        return sum(entry.tokens for entry in self.pieces)
 
     @property
     def lead_tokens(self) -> int:

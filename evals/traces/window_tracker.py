@@ -141,7 +141,8 @@ def moments(trace: Trace, contents: TraceContents, costs: Costs) -> Iterator[Mom
                 entry = contents.entry(event) if event.op in ("add", "replace") else None
                 windows[event.session] = changed(with_room(window, event), event, entry)
             except ValueError as error:
-                raise TraceError(f"replay: event {place}, {event.op} of {event.session!r:.40}: {error}") from error
+                what = f"event {place}, {event.op} of {event.session!r:.40}"
+                raise TraceError(f"replay: got {what}: {error}; expected one that the window takes") from error
 
 
 def with_room(window: Window, event: Event) -> Window:
