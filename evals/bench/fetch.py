@@ -8,9 +8,7 @@ from the page cache, checksums and all.
 """
 
 import itertools
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -132,6 +130,3 @@ def _delay_reads(store: ChunkStore, seconds: float) -> None:
 
 
 BENCHMARK = Benchmark("fetch", run, ("against",))
-
-if __name__ == "__main__":
-    print(json.dumps(list(ratio_rows(int(sys.argv[1]) if len(sys.argv) > 1 else 7)), indent=2))

@@ -4,9 +4,7 @@ Vectors are a trained small backbone's tower outputs for held-out images of the 
 as they are, one per image token; and clustered synthetic ones, which are many. Queries are not among what is stored.
 """
 
-import json
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,6 +96,3 @@ def clustered(count: int, width: int = 128, clusters: int = 300, seed: int = 0) 
 
 
 BENCHMARK = Benchmark("retrieval", run, ("arm",))
-
-if __name__ == "__main__":
-    print(json.dumps(rows(*(int(word) for word in sys.argv[1:])), indent=2))

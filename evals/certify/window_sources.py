@@ -7,7 +7,7 @@ All windows of a batch have the same shape.
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -119,6 +119,15 @@ def halves(count: int) -> tuple[int, int]:
     return (count + 1) // 2, count // 2
 
 
+def batches_of(count: int, batch: int) -> Iterator[tuple[int, int, Int[np.ndarray, " B"]]]:
+    """Yields every batch of `count` windows: its half, its first window's number there, the numbers of its windows."""
+    first = 0
+    for side, windows in enumerate(halves(count)):
+        for start in range(0, windows, batch):
+            yield side, start, first + np.arange(start, min(start + batch, windows))
+        first += windows
+
+
 # ---------------------------------------------------------------------------------------------------- small task
 
 
@@ -129,12 +138,9 @@ class DrawnImageSource(WindowSource):
     @classmethod
     def of(cls, count: int, batch: int, seed: int) -> "DrawnImageSource":
         """Plans windows. Each context is drawn for one window alone."""
-        specs, first = [], 0
-        for side, windows in enumerate(halves(count)):
-            for start in range(0, windows, batch):
-                rows = min(batch, windows - start)
-                specs.append(WindowSpec([seed, side, start], first + np.arange(rows), bool(side)))
-                first += rows
+        specs = []
+        for side, start, clusters in batches_of(count, batch):
+            specs.append(WindowSpec([seed, side, start], clusters, bool(side)))
         content = f"images drawn by the small task, seed {seed}"
         return cls(content, sequences.CHUNKS, halves(count), True, tuple(specs))
 
@@ -363,12 +369,9 @@ class TextSource(WindowSource):
             where = folder or "the standard library's documentation"
             raise InputError(f"certify: got {len(documents)} texts of {size} tokens in {where}; expected 4 or more")
 
-        specs, first = [], 0
-        for side, windows in enumerate(halves(len(documents))):
-            for start in range(0, windows, batch):
-                clusters = first + np.arange(start, min(start + batch, windows))
-                specs.append(WindowSpec(np.stack([documents[own] for own in clusters]), clusters, bool(side)))
-            first += windows
+        specs = []
+        for side, _, clusters in batches_of(len(documents), batch):
+            specs.append(WindowSpec(np.stack([documents[own] for own in clusters]), clusters, bool(side)))
 
         digest = hashlib.blake2b(np.stack(documents).tobytes(), digest_size=8).hexdigest()
         where = "the standard library's documentation" if folder is None else folder.name or str(folder)
