@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.patching import one_behind_the_other
 from kvpatch_jax.session import Sessions
 from kvpatch_jax.window import Costs, Edits, Entry, Window
 
@@ -31,7 +30,7 @@ from ..compilation import Compilations
 from ..results.environment import environment
 from .benchmark import Benchmark, Row, measured_row
 from .checkpoints import tiny_config
-from .loop_workload import LoopWorkload, length_of, random_workload, shipped_workload, span
+from .loop_workload import LoopWorkload, join_pieces, length_of, random_workload, shipped_workload
 
 BACKBONE = "qwen2_5_vl"
 PAGE = 16
@@ -175,11 +174,8 @@ class AgentViews:
         """Joins images, from position 0 on."""
         with self._lock:
             if images not in self._joined:
-                placed, start = [], 0
-                for number in images:
-                    placed.append(self.workload.images[number].shift(start))
-                    start += span(self.workload.images[number])
-                self._joined[images] = one_behind_the_other(placed)
+                pieces = [(str(number), self.workload.images[number]) for number in images]
+                self._joined[images] = join_pieces(pieces)[1]
             return self._joined[images]
 
     def pages(self) -> int:
