@@ -126,7 +126,7 @@ class DecodeLoop:
                         self._end(row.request, None)
             except Exception as error:
                 # A launch failed. It may have taken the pool along, which was donated to it.
-                if self.executor.lost:
+                if self.executor.pool.lost:
                     self._on_pool_loss(error)
                 else:
                     failed = [row.request for row in self.batch.rows] or list(self.requests)
@@ -155,7 +155,7 @@ class DecodeLoop:
             except PoolError as error:
                 # The answer and its context may be larger than the whole pool. Waiting would be in vain.
                 allocator = self.executor.books.allocator
-                lengths = [request.slots, *(piece.length for piece in self.executor.pieces(request.branch))]
+                lengths = [request.slots, *(piece.length for piece in self.executor.books.ordered(request.branch))]
                 if sum(-(-length // allocator.page_size) for length in lengths) > allocator.pages:
                     self._end(request, error)
                 elif time.monotonic() < request.deadline:
@@ -170,7 +170,7 @@ class DecodeLoop:
             try:
                 row = self.batch.begin(request)
             except Exception as error:
-                self.executor.check_pool(error)
+                self.executor.pool.check(error)
                 self._end(request, error)
                 continue
 

@@ -208,10 +208,10 @@ class PrivateRuntime:
     def reprefill(self, window: Window) -> Window:
         """Implements `Runtime.reprefill`."""
         with self._lock:
-            if self.executor.lost:
+            if self.executor.pool.lost:
                 self.executor.renew()
             # Another call may have done it meanwhile.
-            if self.executor.current(window.branch) == window.pieces:
+            if self.executor.current.get(window.branch, ()) == window.pieces:
                 return window
             again, edits = window.anew()
             self.run(again, edits)

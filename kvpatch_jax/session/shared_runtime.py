@@ -169,7 +169,7 @@ class SharedRuntime:
         """
         self.check_open()
         with self.locked():
-            if self.executor.lost:
+            if self.executor.pool.lost:
                 self._renew_pool(None)
             if self._pool_of.get(window.branch) == self.renewed:
                 return window
@@ -216,7 +216,7 @@ class SharedRuntime:
           PoolLostError.
         """
         # A forward outside of `run`, such as that of an audit, may have lost the pool.
-        if self.executor.lost:
+        if self.executor.pool.lost:
             self._renew_pool(None)
         branch = window.branch
         if branch not in self._pool_of and "/" in branch:
@@ -270,7 +270,7 @@ class SharedRuntime:
                 ticket = ticket or queue.enter()
                 loop.wake()
                 self._wait(queue, ticket, deadline, f"room for {window.tokens} tokens")
-                if self.executor.lost:
+                if self.executor.pool.lost:
                     self._renew_pool(None)
                 # While it waited, the KV that the edits start from was lost with another pool.
                 if self.renewed != renewed:

@@ -5,7 +5,7 @@ They take a `WindowState` and return one of the same class, because `Window`, wh
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, TypedDict, get_args
 
 from ..cache import Patch, brief
 from ..errors import PatchMismatchError, StalePatchError, WindowError
@@ -155,21 +155,36 @@ def without[W: WindowState](window: W, indices: Sequence[int]) -> tuple[W, list[
 # ---------------------------------------------------------------------------------------------------- new pieces
 
 
+class PatchOptions(TypedDict, total=False):
+    """Options of the operations that place an entry.
+
+    Attributes:
+      fetched: canonical and patch are available without a `Fetch`.
+      allow_stale: accepts a patch that was formed behind something else.
+    """
+
+    fetched: bool
+    allow_stale: bool
+
+
 def with_new_piece[W: WindowState](
     window: W,
     index: int,
     entry: Entry,
     how: How | None,
     patch: Patch | PatchNote | None,
-    fetched: bool,
-    allow_stale: bool,
     before: PlacedPiece | None = None,
+    /,
+    *,
+    fetched: bool = False,
+    allow_stale: bool = False,
 ) -> tuple[W, list[Edit]]:
     """Places an entry at an index. Returns the window and the edits that place it, without the moves of others.
 
     Args:
-      how, patch, fetched, allow_stale: see `Window.append`.
+      how, patch: see `Window.append`.
       before: the piece that it was, or that it replaces.
+      fetched, allow_stale: see `PatchOptions`.
     """
     note = None if patch is None else PatchNote.of(patch)
     state = _new_state(entry, how, note)
