@@ -193,8 +193,8 @@ class DecodeBatch:
         # The first token came with the question, which `begin` has metered.
         if row.count > 1:
             keys = row.behind if row.where is None else row.where.key_count
-            decoded = row.count - 1
-            self.executor.meter.asked(self.executor.pool.vectors.engine, (decoded, decoded), (row.behind, keys), decoded)
+            decoded, vectors = row.count - 1, self.executor.pool.vectors.engine
+            self.executor.meter.asked(vectors, (decoded, decoded), (row.behind, keys), decoded)
 
     def moved(self) -> None:
         """Forgets where the rows are, because slots were compacted."""

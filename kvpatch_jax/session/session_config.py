@@ -111,8 +111,8 @@ class SessionConfig:
 
     def private_runtime(self, backbone: Backbone, store: PatchStore | None) -> PrivateRuntime:
         """Returns a new runtime for one session, with a pool of these options."""
-        pool: dict[str, Any] = {"pages": self.pages, "page_size": self.page_size, "dtype": self.dtype}
-        return PrivateRuntime(backbone, store, rank=self.rank, **pool)
+        pages, page_size = self.pages, self.page_size
+        return PrivateRuntime(backbone, store, pages=pages, page_size=page_size, dtype=self.dtype, rank=self.rank)
 
     def check_backbone(self, fingerprint: str) -> None:
         """Refuses a certificate or a linker of other weights.

@@ -11,7 +11,7 @@ from ..cache import Patch, brief
 from ..errors import PatchMismatchError, StalePatchError, WindowError
 from .costs import Costs
 from .edits import ApplyPatch, Copy, Drop, Edit, Edits, Fetch, Prefill, Rotate, in_order, new_edit
-from .entry import BARE, FRESH, LIMIT, Entry, How, PatchNote, PieceState, PlacedPiece, tuple_of
+from .entry import BARE, FRESH, LIMIT, Entry, How, PatchNote, PieceState, PlacedPiece, contents_differ, tuple_of
 from .provenance_chain import chain_digest, linked
 from .window_state import WindowState, recallable
 
@@ -286,7 +286,7 @@ def check_patch(window: WindowState, note: PatchNote, piece: PlacedPiece, allow_
     entry = piece.entry
     if note.chunk != entry.id:
         raise PatchMismatchError(f"patch: got one of chunk {note.chunk!r}; expected {entry.id!r}")
-    if None not in (note.content, entry.content) and note.content != entry.content:
+    if contents_differ(note.content, entry.content):
         raise PatchMismatchError(
             f"patch: got one of chunk {shown(entry.id)} with content {note.content!r}; expected {entry.content!r}"
         )
