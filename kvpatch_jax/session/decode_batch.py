@@ -26,6 +26,7 @@ INVALID_TOKEN = -1
 
 def row_bucket(count: int, most: int) -> int:
     """Returns the number of rows to run for so many answers: 1, 4, 16, ..., at most `most`."""
+    # Each size compiles a program, so there are few; padding costs little, for decoding reads the weights once.
     size = 1
     while size < count:
         size *= 4
@@ -123,6 +124,7 @@ class DecodeBatch:
           PoolError: no room. Nothing is allocated.
         """
         executor, count = self.executor, request.slots
+        # The books are replaced, never changed, because other threads read them without the lock.
         books = executor.books.copy()
         label = f"question of {request.length} tokens, answer of {request.steps}"
         slots = books.allocate(count, executor.aligned, label)
@@ -173,6 +175,7 @@ class DecodeBatch:
 
         for row, token in zip(self.rows, np.asarray(rows.token).tolist(), strict=False):
             row.token, row.count = token, row.count + 1
+            # Logits that are not finite end their own answer and no other.
             try:
                 self._deliver(row)
             except NotFiniteError as error:
@@ -242,6 +245,7 @@ class DecodeBatch:
             rows.append(AnswerRows(token, place, position, index, *keys))
             draws.append(row.request.draws)
 
+        # Rows of padding take the likeliest token, whatever the first answer does: that needs no draw.
         padding = row_bucket(len(rows), self.size) - len(rows)
         rows += [no_row(rows[0])] * padding
         draws += [draws[0]._replace(temperature=np.zeros(1, np.float32))] * padding

@@ -61,7 +61,8 @@ class DecodeLoop:
           RuntimeError: no thread can be started. Nothing is queued.
         """
         if self._thread is None:
-            # It waits for the lock, which the caller holds, and so finds the request.
+            # Sessions that never ask have no thread. It waits for the lock, which the caller holds, and so finds the
+            # request.
             self._thread = start_thread(self._run, self._stop_at_exit, "sessions")
         self.requests.append(request)
         self._wake.set()
@@ -129,6 +130,7 @@ class DecodeLoop:
                 if self.executor.pool.lost:
                     self._on_pool_loss(error)
                 else:
+                    # Which answer it was is unknown, so all under way end; without any, it was a question's.
                     failed = [row.request for row in self.batch.rows] or list(self.requests)
                     for request in failed:
                         self._end(request, error)
@@ -244,6 +246,7 @@ class TokenStream:
         """
         if os.getpid() != self._process:
             raise SessionClosedError("answer: got read in a process that was forked off; expected the one that asked")
+        # What was decoded after the cancellation is not read.
         if self._request.cancelled:
             return None
 

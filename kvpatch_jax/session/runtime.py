@@ -214,12 +214,14 @@ class PrivateRuntime(ExecutorRuntime):
                 return False
             allocator = self.executor.books.allocator
             more = sum(-(-piece.entry.tokens // allocator.page_size) for piece in window.pieces)
+            # Doubled at least, because programs are compiled again for every size.
             self.executor.enlarge(max(2 * allocator.pages, allocator.pages + more))
             return True
 
     def reprefill(self, window: Window) -> Window:
         """Implements `Runtime.reprefill`."""
         with self._lock:
+            # The first of several branches renews the pool for all of them.
             if self.executor.pool.lost:
                 self.executor.renew()
             # Another call may have done it meanwhile.

@@ -98,10 +98,12 @@ class Session:
         # A list is several inputs, unless it is token ids.
         several = isinstance(lead, list | tuple) and not all(isinstance(item, int) for item in lead)
         first = [] if lead is None or isinstance(lead, int) else list(lead) if several else [lead]
+        # 0 pins nothing, not even the first chunk; None lets the window settle its lead with that chunk.
         pinned = lead if isinstance(lead, int) else len(first) or None
 
         # The pool is allocated last, when nothing can be invalid any more.
         dtype = dtype_of(backbone) if config.dtype is None else config.dtype
+        # Costs count bytes of the pool that the KV is in, whatever this session would have chosen.
         if runtime is not None:
             dtype = runtime.executor.dtype
         window = Window.empty(Costs.of(backbone, dtype), lead=pinned, promise=promise, branch=branch)
@@ -113,6 +115,7 @@ class Session:
             for item in first:
                 self.add(item)
         except BaseException:
+            # The caller has no session to close, and a private runtime has a pool and a thread.
             self.close()
             raise
 
@@ -164,6 +167,7 @@ class Session:
         return len(self.window)
 
     def __bool__(self) -> bool:
+        # An empty session is a session: without this its length would make it false.
         return True
 
     def __contains__(self, id: object) -> bool:
@@ -198,6 +202,7 @@ class Session:
         read = registry.read(item)
 
         with registry.lock:
+            # Once more, because another thread may have closed it meanwhile.
             registry.check_open()
             evicted = registry.find_evicted(read.content, id)
             if evicted is not None:
@@ -315,6 +320,7 @@ class Session:
         with self._registry.lock:
             self._registry.check_open()
             branch, pieces = self._fork(self.keep if keep is None else keep)
+            # Copied here and not in `_fork`: what happens on branches of questions is no event of the agent.
             pieces.watchers.extend(self._registry.watchers)
             self._registry.notify("fork", branch=branch.name)
             return branch
@@ -391,6 +397,7 @@ class Session:
             # Held weakly: an answer that nobody reads any more ends by itself.
             self._answers.add(answer)
             registry.counters["asked"] += 1
+            # Only texts can be written to a trace and asked again from it.
             if isinstance(question, str):
                 registry.notify("ask", text=str(question), steps=options.steps)
             return answer
@@ -482,6 +489,7 @@ class Session:
           SessionError: no session, damage, another version, or a runtime whose pool has another dtype. WindowError: a
           session of another backbone. PoolError: no room. Nothing is held then.
         """
+        # Not by the constructor, which would open a session that shows only its lead.
         session = cls.__new__(cls)
         session._compose(*session_file.restore(path, backbone, store, runtime, branch, options))
         return session
@@ -493,5 +501,6 @@ class Session:
         pieces = self._registry.fork()
         branch = Session.__new__(Session)
         branch._compose(pieces, keep)
+        # Its pieces are those of this session, so what plans know of them holds there too.
         branch._planner.known = self._planner.known
         return branch, pieces
