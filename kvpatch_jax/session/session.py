@@ -107,9 +107,8 @@ class Session:
         if runtime is not None:
             dtype = runtime.executor.dtype
         window = Window.empty(Costs.of(backbone, dtype), lead=pinned, promise=promise, branch=branch)
-        users = RuntimeRefCount(
-            config.private_runtime(backbone, store) if runtime is None else runtime, runtime is None
-        )
+        opened = config.private_runtime(backbone, store) if runtime is None else runtime
+        users = RuntimeRefCount(opened, private=runtime is None)
         self._compose(PieceRegistry(name or branch or secrets.token_hex(8), users, window, config), keep)
         try:
             for item in first:
@@ -198,11 +197,10 @@ class Session:
         """
         registry = self._registry
         registry.check_open()
-        # Decoding an image takes long and needs no lock.
+        # Decoding an image takes long and needs no lock; another thread may close the session meanwhile.
         read = registry.read(item)
 
         with registry.lock:
-            # Once more, because another thread may have closed it meanwhile.
             registry.check_open()
             evicted = registry.find_evicted(read.content, id)
             if evicted is not None:
@@ -320,7 +318,6 @@ class Session:
         with self._registry.lock:
             self._registry.check_open()
             branch, pieces = self._fork(self.keep if keep is None else keep)
-            # Copied here and not in `_fork`: what happens on branches of questions is no event of the agent.
             pieces.watchers.extend(self._registry.watchers)
             self._registry.notify("fork", branch=branch.name)
             return branch
@@ -489,15 +486,12 @@ class Session:
           SessionError: no session, damage, another version, or a runtime whose pool has another dtype. WindowError: a
           session of another backbone. PoolError: no room. Nothing is held then.
         """
-        # Not by the constructor, which would open a session that shows only its lead.
         session = cls.__new__(cls)
         session._compose(*session_file.restore(path, backbone, store, runtime, branch, options))
         return session
 
-    # -------------------------------------------------------------------------------------------------- inside
-
     def _fork(self, keep: int | None = None) -> "tuple[Session, PieceRegistry]":
-        """Returns a session on a branch, without watchers, and its registry."""
+        """Returns a session on a branch and its registry, without watchers: questions are answered there, too."""
         pieces = self._registry.fork()
         branch = Session.__new__(Session)
         branch._compose(pieces, keep)
