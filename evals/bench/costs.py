@@ -213,7 +213,7 @@ class _EditTimer:
     def _run(self, window: Window, edits: Edits) -> float:
         begin = self._clock()
         self.executor.run(window, edits)
-        jax.block_until_ready(self.executor.pools)
+        jax.block_until_ready(self.executor.pool.vectors)
         return self._clock() - begin
 
     def _provide(self, id: str, size: int) -> Tokens:

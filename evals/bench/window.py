@@ -240,7 +240,7 @@ def measure_break_even(workload: LoopWorkload, size: int, repeats: int, rank: in
     def recall(**options: Any) -> object:
         recalled, edits = without.recall(id, fetched=True, **options)
         executor.run(recalled, edits)
-        return executor.pools
+        return executor.pool.vectors
 
     calls: dict[str, Callable[[], object]] = {
         "prefill in the window": lambda: recall(how="prefill"),
@@ -252,7 +252,7 @@ def measure_break_even(workload: LoopWorkload, size: int, repeats: int, rank: in
     for _ in range(repeats + 1):
         for name, call in calls.items():
             samples[name].append(timed(call)[1])
-            if id in [piece.id for piece in executor.pieces("")]:
+            if id in [piece.id for piece in executor.books.ordered("")]:
                 executor.run(without, eviction)
 
     medians = {name: statistics.median(seconds[1:]) for name, seconds in samples.items()}

@@ -119,7 +119,7 @@ class AgentWindow:
         def slide() -> object:
             self.window, edits = self.window.slide(self.size - 1)
             executor.run(self.window, edits)
-            return executor.pools
+            return executor.pool.vectors
 
         slide_seconds = timed(slide)[1]
         slid = executor.ledger - before
@@ -148,7 +148,7 @@ class AgentWindow:
     def _ask(self, edits: Edits, question: Tokens) -> Logits:
         logits = np.asarray(self.executor.ask(self.window, edits, question))[0, -1]
         # Writes into the pool belong to the step, though no answer waits for them.
-        jax.block_until_ready(self.executor.pools)
+        jax.block_until_ready(self.executor.pool.vectors)
         return logits
 
 

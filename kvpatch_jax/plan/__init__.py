@@ -28,5 +28,4 @@ __all__ = [
     "Way",
     "plan",
 ]
-from .certified_rows import Promise as Promise
 from .goal import DEFAULT_KL as DEFAULT_KL

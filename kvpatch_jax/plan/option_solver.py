@@ -15,8 +15,8 @@ from typing import Literal
 
 import numpy as np
 
+from ..window import Promise
 from .certificate import Certificate
-from .certified_rows import Promise
 from .operating_points import UNKNOWN, Way
 from .serving_options import ServingOption
 

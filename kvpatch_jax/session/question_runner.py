@@ -170,6 +170,7 @@ class QuestionRunner:
                 else:
                     parts.append((str(segment.reference), segment.resource.item))
 
+        # Texts between references may be spaces alone, which have no token.
         parts.append(("text", after))
         kept = []
         for name, item in parts:
@@ -194,6 +195,7 @@ class QuestionRunner:
             if parts is None:
                 items = self.items(question)
             else:
+                # The texts around the question are parts of it already.
                 for _, item in parts[:-1]:
                     branch.add(item)
                 items = self.items(parts[-1][1], framed=False)
@@ -243,6 +245,7 @@ class QuestionRunner:
 
         served = served_logits(runtime, window, whole, asked.length, places)
         prompt = [(pieces.provide_tokens(pieces.records[piece.entry.id]), piece.start) for piece in window.pieces]
+        # Starts are those of the window: gaps that evicted chunks left stay, so that only reuse differs.
         truth = prefilled_logits(runtime.backbone, prompt, whole, window.next_start, asked.length, places)
         pieces.counters["questions"] += 2
         kl, flipped = compared(truth, served)

@@ -62,6 +62,7 @@ class ReusePlanner:
                 kind = "text" if read.textual else "chunk"
                 entries.append(registry.embed(read).entry(piece_id, read, kind, False))
 
+        # Chunks leave in this plan as they would one after the other in `place`.
         chunks = sum(entry.kind == "chunk" for entry in entries)
         if self.keep is not None and chunks and window.lead_settled:
             window, _ = window.slide(max(self.keep - chunks, 0))
@@ -82,6 +83,7 @@ class ReusePlanner:
             stay, sliding = stay.slide(self.keep - 1)
         choice = self._choose(stay, entry)
 
+        # At most twice: the second choice is a prefill, which fetches nothing.
         while True:
             if isinstance(choice, Plan):
                 window, edits = choice.window, choice.edits
@@ -131,6 +133,7 @@ class ReusePlanner:
 
         # Without certificate and goal, a plan comes to one of these two. Planning would take longer than the choice.
         if not config.uncertified and config.certificate is None and config.goal is None:
+            # A canonical that was made behind nothing is the prefill of a chunk at the front.
             alone = not len(stay) and entry.kind == "chunk" and runtime.executor.lead is None
             if alone and self._is_stored(entry):
                 return "leading", None
@@ -153,6 +156,7 @@ class ReusePlanner:
     def _plan(self, stay: Window, entries: list[Entry]) -> Plan:
         """Plans the pieces that stay and the entries after them."""
         config, runtime = self._registry.config, self._registry.runtime
+        # With a certificate every option has a bound by which it is compared; without one, ranks are all there is.
         certified = config.certificate is not None
         inventory = LargestPatchInventory if config.uncertified and not certified else PatchInventory
         return plan(

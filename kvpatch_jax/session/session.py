@@ -99,21 +99,23 @@ class Session:
         # A list is several inputs, unless it is token ids.
         several = isinstance(lead, list | tuple) and not all(isinstance(item, int) for item in lead)
         first = [] if lead is None or isinstance(lead, int) else list(lead) if several else [lead]
+        # 0 pins nothing, not even the first chunk; None lets the window settle its lead with that chunk.
         pinned = lead if isinstance(lead, int) else len(first) or None
 
         # The pool is allocated last, when nothing can be invalid any more.
         dtype = dtype_of(backbone) if config.dtype is None else config.dtype
+        # Costs count bytes of the pool that the KV is in, whatever this session would have chosen.
         if runtime is not None:
             dtype = runtime.executor.dtype
         window = Window.empty(Costs.of(backbone, dtype), lead=pinned, promise=promise, branch=branch)
-        users = RuntimeRefCount(
-            config.private_runtime(backbone, store) if runtime is None else runtime, runtime is None
-        )
+        opened = config.private_runtime(backbone, store) if runtime is None else runtime
+        users = RuntimeRefCount(opened, private=runtime is None)
         self._compose(PieceRegistry(name or branch or secrets.token_hex(8), users, window, config), keep)
         try:
             for item in first:
                 self.add(item)
         except BaseException:
+            # The caller has no session to close, and a private runtime has a pool and a thread.
             self.close()
             raise
 
@@ -165,6 +167,7 @@ class Session:
         return len(self.window)
 
     def __bool__(self) -> bool:
+        # An empty session is a session: without this its length would make it false.
         return True
 
     def __contains__(self, id: object) -> bool:
@@ -195,7 +198,7 @@ class Session:
         """
         registry = self._registry
         registry.check_open()
-        # Decoding an image takes long and needs no lock.
+        # Decoding an image takes long and needs no lock; another thread may close the session meanwhile.
         read = registry.read(item)
 
         with registry.lock:
@@ -392,6 +395,7 @@ class Session:
             # Held weakly: an answer that nobody reads any more ends by itself.
             self._answers.add(answer)
             registry.counters["asked"] += 1
+            # Only texts can be written to a trace and asked again from it.
             if isinstance(question, str):
                 registry.notify("ask", text=str(question), steps=options.steps)
             return answer
@@ -487,12 +491,11 @@ class Session:
         session._compose(*session_file.restore(path, backbone, store, runtime, branch, options))
         return session
 
-    # -------------------------------------------------------------------------------------------------- inside
-
     def _fork(self, keep: int | None = None) -> "tuple[Session, PieceRegistry]":
-        """Returns a session on a branch, without watchers, and its registry."""
+        """Returns a session on a branch and its registry, without watchers: questions are answered there, too."""
         pieces = self._registry.fork()
         branch = Session.__new__(Session)
         branch._compose(pieces, keep)
+        # Its pieces are those of this session, so what plans know of them holds there too.
         branch._planner.known = self._planner.known
         return branch, pieces

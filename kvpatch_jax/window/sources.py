@@ -17,6 +17,7 @@ from ..cache import Antecedent, Chunk, Patch, PatchMetadata, brief, content_of, 
 from ..core import AnyArray, Buckets, KVLayout, PhaseFreeKV, Quantised, is_low_rank
 from ..errors import InputError, PatchMismatchError, ShapeError
 from .edits import Fetch
+from .entry import contents_differ
 from .window import Window
 
 Lead = Sequence[Any] | Tokens | None
@@ -289,8 +290,7 @@ class PieceSources:
             raise InputError(
                 f"piece {brief(id)!r}: got no canonical; expected provide({brief(id)!r}, chunk=…), or a store"
             )
-        # Unknown contents are taken on trust, as everywhere.
-        if None not in (content, chunk.content) and content != chunk.content:
+        if contents_differ(content, chunk.content):
             raise PatchMismatchError(f"piece {brief(id)!r}: got content {chunk.content!r}; expected {content!r}")
         return chunk
 

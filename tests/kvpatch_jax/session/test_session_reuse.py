@@ -8,7 +8,7 @@ from typing import Any
 import jax.monitoring
 import numpy as np
 import pytest
-from session_cases import QUESTION, image_of, reader
+from session_cases import QUESTION, image_of
 from window_oracle import tiny
 
 import kvpatch_jax as kvp
@@ -21,11 +21,6 @@ from kvpatch_jax.store.libraries.static import StaticLibrary
 from kvpatch_jax.store.linker import Linker
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Any:
-    return reader()
 
 
 @pytest.fixture(scope="module")

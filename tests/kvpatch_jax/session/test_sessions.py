@@ -472,7 +472,7 @@ def test_sessions_share_pool_and_store_and_outlive_a_lost_pool(backbone, tmp_pat
             kvp.Session(backbone, ChunkStore(tmp_path / "other"), runtime=sessions.shared)
 
         executor, fork = sessions.shared.executor, first.fork()
-        for value in jax.tree.leaves(executor.pools):
+        for value in jax.tree.leaves(executor.pool.vectors):
             value.delete()
         assert [len(fork.ask(question, steps=3, stop=()).ids) for _ in range(2)] == [3, 3]  # its parent is not there
         first.add(shots[3], kind="chunk")
