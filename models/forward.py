@@ -224,17 +224,15 @@ class Forward:
         Returns:
           Token, place, position and index of each row, one further; and the pool.
         """
-        decoder, size = nnx.merge(self.graph, state).decoder, next(iter(pool.values())).shape[2]
-        at, total = jnp.asarray(rows.place)[:, None], next(iter(pool.values())).shape[1] * size
+        decoder, at = nnx.merge(self.graph, state).decoder, jnp.asarray(rows.place)[:, None]
+        _, pages, size, *_ = next(iter(pool.values())).shape
         stand = jnp.where(rows.owned & (rows.places <= at), rows.places, NOWHERE)
         # The key whose place is that of the token to write; a row that stands for none has no page, and writes nowhere.
         key = jnp.argmax(stand == at, axis=1, keepdims=True).astype(jnp.int32)
         page = jnp.take_along_axis(rows.table, key // size, axis=1)
-        slots = jnp.where(page < 0, total, page * size + key % size)
+        slots = jnp.where(page < 0, pages * size, page * size + key % size)
 
-        axes = () if self.layout.rope.axes is None else (self.layout.rope.axes,)
-        positions = rows.position.reshape(-1, 1, *(1 for _ in axes))
-        positions = jnp.broadcast_to(positions, (len(positions), 1, *axes))
+        positions = self._on_all_axes(rows.position)
         mask = Mask(causal=True, query_places=at, key_places=stand)
         held = self._spread(pool)
         context = Paged(held, rows.table, stand != NOWHERE, rows.places)
@@ -360,13 +358,11 @@ class Forward:
         self, decoder: Any, now: Continuation, cache: Any, draw: Draw, written: Array
     ) -> tuple[Continuation, Any]:
         """Writes each row's last token and chooses the next one; rows that are done keep theirs."""
-        B, axes = len(now.token), () if self.layout.rope.axes is None else (self.layout.rope.axes,)
         # The token that is written now was chosen by the step before.
         slot = written + now.count - 1
         seen = now.seen | (jnp.arange(now.seen.shape[-1]) == slot)
-        place = now.place + (now.count - 1).astype(now.place.dtype)
-        positions = jnp.broadcast_to(place.reshape(B, 1, *(1 for _ in axes)), (B, 1, *axes))
-        slots = jnp.full((B, 1), slot, jnp.int32)
+        positions = self._on_all_axes(now.place + (now.count - 1).astype(now.place.dtype))
+        slots = jnp.full((len(now.token), 1), slot, jnp.int32)
         at = jax.lax.dynamic_slice_in_dim(now.places, slot, 1, axis=1)
         mask = Mask(query_places=at, key_places=now.places, allowed=seen)
         run = decoder.run(decoder.embed(now.token[:, None]), positions, mask, context=cache, slots=slots)
@@ -375,6 +371,11 @@ class Forward:
         token = jnp.where(now.done, now.token, token)
         now = now._replace(token=token, count=now.count + 1, done=now.done | _stopped(token, draw), seen=seen)
         return now, run.cache
+
+    def _on_all_axes(self, place: Array) -> Array:
+        """Returns positions [B,1] or [B,1,A] of one text token per row: text advances on all axes of M-RoPE alike."""
+        axes = () if self.layout.rope.axes is None else (self.layout.rope.axes,)
+        return jnp.broadcast_to(place.reshape(-1, 1, *(1 for _ in axes)), (len(place), 1, *axes))
 
     def _spread(self, kv: Any) -> Any:
         """Returns a KV pytree laid over the mesh, where there is one (and None where there is no KV)."""

@@ -89,7 +89,8 @@ class LoRASource:
             raise WeightsError(
                 f"{path}: got a damaged or truncated file ({error}); expected a safetensors file"
             ) from error
-        self._infos = _infos(self._file)
+        slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118  (not a dict)
+        self._infos = {name: TensorInfo(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
 
         self._changes = self._read_changes(config, translate)
         self.changed = frozenset(self._changes)
@@ -260,8 +261,3 @@ def _of_pattern(patterns: Mapping[str, Any] | None, module: str, default: int | 
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return default
-
-
-def _infos(file: Any) -> dict[str, TensorInfo]:
-    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-    return {name: TensorInfo(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}

@@ -442,7 +442,10 @@ def complete(raw: Any, kind: str, place: str = "config.json", drop: Collection[s
                     f"{place}: got {key} {_short(value)}, which is not built for {kind}; expected {only[key]!r}"
                 )
         elif key in known:
-            _check(place, key, value)
+            wanted = _KIND.get(key)
+            absent = value is None and key in _NULL
+            if wanted is not None and not absent and not _is(wanted, value):
+                raise ConfigError(f"{place}: got {key} {_short(value)}; expected {wanted}")
             found[key] = value
         elif given in INERT or given in (drop or ()) or value is None or (given in OFF and not value):
             found[given] = value
@@ -454,14 +457,6 @@ def complete(raw: Any, kind: str, place: str = "config.json", drop: Collection[s
             )
 
     return known | found
-
-
-def _check(place: str, key: str, value: Any) -> None:
-    kind = _KIND.get(key)
-    if kind is None or (value is None and key in _NULL):
-        return
-    if not _is(kind, value):
-        raise ConfigError(f"{place}: got {key} {_short(value)}; expected {kind}")
 
 
 def _is(kind: str, value: Any) -> bool:

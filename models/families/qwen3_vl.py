@@ -18,17 +18,15 @@ from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import Regime, need
 from ..decoder.weights import decoder_entries, expert_layout
 from ..inputs.positions import PositionConfig, get_rope_positions
-from ..inputs.qwen_images import ImageConfig, preprocess_images
 from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
 from ..towers.weights import qwen3_vision_entries
-from .family import Family, Shapes, Vision
+from .family import Family, Shapes
 from .image_family import (
     TowerModel,
     freeze,
     one_size,
-    packed_plan,
-    pads_between_ends,
     qwen_tower_sizes,
+    qwen_vision,
     text_part,
     thaw,
     vision_part,
@@ -128,13 +126,7 @@ def _family(architecture: str, model_type: str) -> Family:
         module=functools.partial(TowerModel, Qwen3VisionTower),
         entries=_entries,
         positions=_positions,
-        vision=Vision(
-            ImageConfig.from_directory,
-            preprocess_images,
-            pads_between_ends,
-            packed_plan(plan_patches),
-            fills=lambda config: {"frames": 1},
-        ),
+        vision=qwen_vision(plan_patches, "frames"),
         model_type=model_type,
     )
 

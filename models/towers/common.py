@@ -16,6 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from kvpatch_jax.core import rotate
 from kvpatch_jax.errors import ConfigError, ShapeError
 
 from ..attention import Mask, attention
@@ -47,6 +48,7 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
         """Normalises [..., D]."""
+        # The variance as the mean of squared differences: E[x²] − E[x]² cancels where a channel's mean is large.
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
@@ -138,6 +140,20 @@ class PlainBlock(nnx.Module):
             query, key, value = jnp.moveaxis(self.qkv(x).reshape(*x.shape[:-1], 3, *shape[-2:]), -3, 0)
             return query, key, value
         return self.query(x).reshape(shape), self.key(x).reshape(shape), self.value(x).reshape(shape)
+
+    def attend(
+        self, hidden: Float[Array, "P D"], tables: tuple[Array, Array], pairing: str, segments: Int[Array, "Y Z"]
+    ) -> Float[Array, "P D"]:
+        """Runs the block over packed patches with rotary positions, full attention inside each segment.
+
+        Args:
+          tables: cosines and sines, as `axial_tables` makes them.
+          pairing: which channels rotate together, "half" or "pairs".
+          segments: as `attend_segments` takes them.
+        """
+        query, key, value = self.project(hidden)
+        query, key = (rotate(x, *tables, pairing) for x in (query, key))
+        return self.update(hidden, attend_segments(query, key, value, segments))
 
     def update(self, hidden: Float[Array, "*lead D"], mixed: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
         """Returns the residual after this block, given what its attention read."""

@@ -11,7 +11,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kvpatch_jax.core import rotate
 from kvpatch_jax.errors import ShapeError
 
 from ..decoder.layers import Linear
@@ -21,7 +20,6 @@ from .common import (
     PlainBlock,
     PlainMLP,
     add_positions,
-    attend_segments,
     axial_tables,
     check_heads,
     join_places,
@@ -135,15 +133,14 @@ class MoonViT(nnx.Module):
         """Embeds packed patches [P, channels, patch, patch] (or flat); the index arrays come from `plan_patches`."""
         config = self.config
         flat = pixel_values.reshape(pixel_values.shape[0], -1).astype(jnp.dtype(config.dtype))
-        hidden = self.patch_embedding(flat)
-        hidden = add_positions(hidden, self.position_embedding, taps, weights)
+        hidden = add_positions(self.patch_embedding(flat), self.position_embedding, taps, weights)
+
         # Width comes first in MoonViT's rotary pairs, height second.
         tables = axial_tables(columns, rows, config.width // config.heads, config.theta, alternate=True)
 
         def step(block: PlainBlock, hidden: Array) -> Array:
-            query, key, value = block.project(hidden)
-            query, key = (rotate(x, *tables, "pairs" if config.fused else "half") for x in (query, key))
-            return block.update(hidden, attend_segments(query, key, value, images))
+            return block.attend(hidden, tables, config.rotary, images)
 
+        # The last norm is the tower's, the one over it the projector's: both are in the files.
         hidden = self.merger_norm(self.final_norm(scan_blocks(self.blocks, step, hidden, 0, config.depth)))
         return self.merger(hidden[merged].reshape(merged.shape[0], -1))
