@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -20,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.answers import AnswerRows, Draws
 from kvpatch_jax.backbone import KV, Context, Output, Step, Tokens
-from kvpatch_jax.core import KVLayout, Paged, to_engine
+from kvpatch_jax.core import Buckets, KVLayout, Paged, to_engine
 
 from .attention import Mask, as_mask
 from .attention.mask import NOWHERE
@@ -385,6 +386,29 @@ class Forward:
             return kv._replace(pool=self._spread(kv.pool))
         lay = jax.lax.with_sharding_constraint
         return {name: lay(value, self.kv_shardings[name]) for name, value in kv.items()}
+
+
+class LoadedModel:
+    """What the parts of a backbone (`Generating`, `Writing`, `Answering`) find in it.
+
+    Attributes:
+      config, layout, buckets, programs, stop_tokens: as in `ModelBackbone`.
+    """
+
+    config: Any
+    layout: KVLayout
+    buckets: Buckets | None
+    programs: Forward
+    stop_tokens: tuple[int, ...]
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of `tokenizers`, or None."""
+        raise NotImplementedError
+
+    def _check_regime(self, positions: Array | np.ndarray, ahead: int = 0) -> None:
+        """Refuses positions (and as many more) that the rope does not serve."""
+        raise NotImplementedError
 
 
 def key_count(context: Context | None) -> int:

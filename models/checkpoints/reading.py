@@ -118,8 +118,7 @@ def load_weights(
 
     params: Params = {}
     previous = None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(min(cores, _THREADS)) as pool, progress_bar(total, progress) as advance:
+    with ThreadPoolExecutor(_threads()) as pool, progress_bar(total, progress) as advance:
         for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
             read = functools.partial(_filled, pool, advance, source, list(group), expected[path].shape, types[path])
             if shardings is None:
@@ -141,6 +140,11 @@ def load_weights(
     for file in {tensor.file for tensor in stored if tensor is not None}:
         file.check_unchanged()
     return params
+
+
+def _threads() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _THREADS)
 
 
 def _regions(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> dict[Spans, list[Any]]:

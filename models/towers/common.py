@@ -20,7 +20,7 @@ from kvpatch_jax.core import rotate
 from kvpatch_jax.errors import ConfigError, ShapeError
 
 from ..attention import Mask, attention
-from ..decoder.layers import ACTIVATIONS, BLOCK_TOKENS, Linear, in_blocks
+from ..decoder.layers import ACTIVATIONS, BLOCK_TOKENS, TABLE_SCALE, Linear, in_blocks, normal
 from ..decoder.stacks import layers_to_scan
 
 VISION_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -273,9 +273,9 @@ def join_places(images: Iterable[tuple[np.ndarray, ...]]) -> dict[str, np.ndarra
     return {name: np.concatenate(arrays) for name, arrays in zip(names, zip(*images, strict=True), strict=True)}
 
 
-def learned_positions(count: int, width: int, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.Param:
-    """Draws a table of learned positions, [count, width]."""
-    return nnx.Param((0.02 * jax.random.normal(rngs.params(), (count, width), jnp.float32)).astype(dtype))
+def learned(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:
+    """Draws learned positions, or what else is added to patches."""
+    return nnx.Param(normal(rngs, shape, TABLE_SCALE, dtype))
 
 
 def add_positions(

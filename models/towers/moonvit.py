@@ -23,7 +23,7 @@ from .common import (
     axial_tables,
     check_heads,
     join_places,
-    learned_positions,
+    learned,
     patch_places,
     resample_taps,
     scan_blocks,
@@ -113,7 +113,7 @@ class MoonViT(nnx.Module):
     def __init__(self, config: MoonViTConfig, rngs: nnx.Rngs):
         dtype, merged = jnp.dtype(config.dtype), config.width * config.merge**2
         self.patch_embedding = Linear(config.features, config.width, bias=True, rngs=rngs, dtype=dtype)
-        self.position_embedding = learned_positions(config.positions**2, config.width, rngs, dtype)
+        self.position_embedding = learned(rngs, (config.positions**2, config.width), dtype)
         self.blocks = PlainBlock(config.block, rngs, (config.depth,))
         self.final_norm = LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)
         self.merger_norm = LayerNorm(config.width, epsilon=config.projector_epsilon, dtype=dtype)

@@ -27,7 +27,7 @@ from .common import (
     axial_tables,
     check_heads,
     join_places,
-    learned_positions,
+    learned,
     patch_places,
     resample_taps,
     scan_blocks,
@@ -112,7 +112,7 @@ class Qwen3VisionTower(nnx.Module):
     def __init__(self, config: Qwen3VisionConfig, rngs: nnx.Rngs):
         dtype, merged = jnp.dtype(config.dtype), config.width * config.merge**2
         self.patch_embedding = Linear(config.features, config.width, bias=True, rngs=rngs, dtype=dtype)
-        self.position_embedding = learned_positions(config.positions, config.width, rngs, dtype)
+        self.position_embedding = learned(rngs, (config.positions, config.width), dtype)
         self.blocks = PlainBlock(config.block, rngs, (config.depth,))
         self.merger_norm = LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)
         mlp = {"activation": "gelu", "rngs": rngs, "dtype": dtype}
