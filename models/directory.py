@@ -83,8 +83,10 @@ def load(
     dtype = dtype or files.dtype()
     config = config if dtype is None else with_dtype(config, dtype)
 
+    # Under an adapter quantised weights stay float32, so that the sum is rounded once.
     source = files.source(config.text.dtype if adapter is None else "float32")
 
+    # A family's adapter names what the renamed file names; an authors' adapter is of the authors' own modules.
     if authors is None:
         source = family.renamed(config, source)
         source = source if adapter is None else family.merged(config, source, adapter)
@@ -92,6 +94,7 @@ def load(
         source = source if adapter is None else authors.merged(source, adapter)
         source = authors.source(config, files.config, source)
 
+    # Whether the output head is the embedding is settled by the file, before its parameters are counted.
     shapes = tensor_shapes(source)
     silent = raw.get("tie_word_embeddings") is None
     config = family.settle_ties(config, shapes, functools.partial(same_tensors, source), silent)

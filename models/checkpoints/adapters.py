@@ -134,6 +134,7 @@ class LoRASource:
             merged += np.float32(change.scale) * self._get(change.bias).astype(np.float32)[region]
 
         if change.up is not None and change.down is not None:
+            # Of the product only what the region asks for.
             up, down = (self._get(part).astype(np.float32) for part in (change.up, change.down))
             first, second = (down.T, up.T) if change.embedding else (up, down)
             rows, columns = (*region, *[slice(None)] * (2 - len(region)))

@@ -73,6 +73,7 @@ def choose_naming(origin: str, names: Iterable[str], namings: Sequence[Naming], 
         if all(naming in found for found in claims.values()):
             return naming
 
+    # Names of two kinds: the one that explains most, and a tensor that only another explains.
     most = max(namings, key=lambda naming: sum(naming in found for found in claims.values()))
     other, others = next((name, found) for name, found in claims.items() if most not in found)
     first = next(name for name, found in claims.items() if most in found and others[0] not in found)

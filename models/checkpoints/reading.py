@@ -136,8 +136,8 @@ def load_weights(
             inner[path[-1]] = value
 
     # Of a file that was written to while it was read, old and new numbers may be mixed.
-    stored = [stored_tensor(source, name) for name in {tensor.name for tensor in tensors}]
-    for file in {tensor.file for tensor in stored if tensor is not None}:
+    places = [stored_tensor(source, tensor.name) for tensor in tensors]
+    for file in {place.file for place in places if place is not None}:
         file.check_unchanged()
     return params
 
@@ -262,6 +262,7 @@ def _jobs(
         yield out.nbytes, functools.partial(copy, spans, out)
         return
 
+    # Whole blocks of rows, so that no block of a quantised tensor is dequantised twice.
     (first, last), *inner = spans
     rows = max(1, len(out) * _JOB // out.nbytes)
     step = rows - rows % _BLOCK or rows

@@ -34,7 +34,7 @@ Rule = tuple[str, Mapping[str, TensorSelection]]
 
 
 def split_rows(**rows: int) -> dict[str, TensorSelection]:
-    """Pieces that lie one behind the other on the first axis: name → rows."""
+    """Returns pieces that lie one behind the other on the first axis: name → rows."""
     size, start, pieces = sum(rows.values()), 0, dict[str, TensorSelection]()
     for name, count in rows.items():
         pieces[name] = TensorSelection(((start, start + count),), size)
@@ -95,8 +95,9 @@ class ViewSource:
         # Rows are counted over the piece's runs, which need not lie together in the file.
         rows, *others = region or (slice(None),)
         first, last, _ = rows.indices(self.tensors[name].shape[0])
-        found, passed = [self._inner.read(stored, (slice(0, 0), *others))], 0
 
+        # A read of no rows comes first, so that an empty region has the type and the other axes all the same.
+        found, passed = [self._inner.read(stored, (slice(0, 0), *others))], 0
         for start, stop in piece.rows:
             low, high = max(first - passed, 0), min(last - passed, stop - start)
             if low < high:

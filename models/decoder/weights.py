@@ -138,6 +138,7 @@ def expert_layout(
 def _grouped(
     config: DecoderConfig, name: str, path: ParamPath, fused: tuple[str, ...], offset: int
 ) -> list[TensorEntry]:
+    """Returns the entries of grouped-query or multi-head attention."""
     bias = config.attention_bias
     widths = {"query": config.heads, "key": config.kv_heads, "value": config.kv_heads}
     rows = {part: heads * config.head_dim for part, heads in widths.items()}
@@ -159,6 +160,7 @@ def _grouped(
 def _latent(
     config: DecoderConfig, name: str, path: ParamPath, fused: tuple[str, ...], offset: int
 ) -> list[TensorEntry]:
+    """Returns the entries of latent attention; only its downward projections may have biases."""
     assert config.latent is not None
 
     def down(theirs, ours):
@@ -193,6 +195,7 @@ def _mlp(
 
 
 def _experts(config: DecoderConfig, name: str, path: ParamPath, fused: FusedExperts, offset: int) -> list[TensorEntry]:
+    """Returns the entries of a mixture: its router, its experts and those that every token takes."""
     experts = config.experts
     assert experts is not None
     entries = linear_entries(f"{name}.gate", (*path, "router"), bias=False, stack=True, offset=offset)

@@ -26,6 +26,7 @@ ARCHITECTURE = "InternVLForConditionalGeneration"
 
 
 def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
+    """Reads `config.json` of a `-hf` checkpoint."""
     model = whole(raw, "internvl")
     text, vision = read_text(model, raw, angles, regime, "qwen2"), vision_part(model, "internvl_vision")
     tower = read_vit(

@@ -35,6 +35,7 @@ _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.
 
 
 def _config(raw: Raw, root: Path) -> dict[str, Any]:
+    """Turns the authors' `config.json` into that of transformers' InternVL."""
     model = complete(raw, "internvl_chat")
     expect(model, "config.json", ps_version="v2", pad2square=(False, None), image_fold=None)
     # Adapters that are not merged into the weights.
@@ -87,6 +88,7 @@ def _text(raw: Any) -> dict[str, Any]:
 
 
 def _rules(config: ViTModelConfig, raw: Raw) -> Sequence[Rule]:
+    """Returns what the authors' tensors become; a Qwen or Llama text tower's have transformers' names already."""
     ours, theirs = r"vision_tower.encoder.layer.\1", r"vision_model\.encoder\.layers\.(\d+)"
     width, attention = config.vision.width, rf"{ours}.attention"
     qkv = split_rows(**{part: width for part in "qkv"})
@@ -111,6 +113,7 @@ def _rules(config: ViTModelConfig, raw: Raw) -> Sequence[Rule]:
 
 
 def _internlm2_rules(config: ViTModelConfig) -> list[Rule]:
+    """Returns what InternLM2's tensors become as Llama's."""
     text, layer = config.text, r"language_model\.model\.layers\.(\d+)"
     ours = r"language_model.model.layers.\1"
     # `wqkv` lies by KV head: its query heads, then its key, then its value.
@@ -135,6 +138,7 @@ def _internlm2_rules(config: ViTModelConfig) -> list[Rule]:
 
 def _settings(raw: Raw, root: Path) -> PictureConfig:
     """Returns the tiles of `dynamic_preprocess` in the authors' examples, with the number of tiles of `config.json`."""
+    # The mean and deviation are ImageNet's, unlike transformers' processor, which has CLIP's.
     model, side = complete(raw, "internvl_chat"), _vision(raw["vision_config"])["image_size"]
     tiles = model["max_dynamic_patch"] if model["dynamic_image_size"] else 1
     # The whole image follows its tiles.

@@ -89,6 +89,7 @@ class KimiVLConfig:
 
 
 def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> KimiVLConfig:
+    """Reads `config.json` of any of the three forms."""
     form = FORMS[architecture]
     model = whole(raw, form.model, {"ignore_index"})
     part = text_part(model, raw, ("deepseek_v3", "kimi_k2"))

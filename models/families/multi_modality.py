@@ -31,6 +31,7 @@ TOWERS = {
 
 
 def _config(raw: Raw, root: Path) -> dict[str, Any]:
+    """Turns the authors' `config.json` into that of transformers' DeepSeek-VL."""
     model = complete(raw, "multi_modality")
     parts = {name: need(model, name) for name in ("vision_config", "aligner_config", "language_config")}
     expect(parts["vision_config"], "vision_config", cls="CLIPVisionTower")
@@ -84,6 +85,7 @@ def _vision(params: Any) -> dict[str, Any]:
 
 
 def _rules(config: ViTModelConfig, raw: Raw) -> Sequence[Rule]:
+    """Returns what the authors' tensors become."""
     theirs, tower = r"vision_model\.vision_tower", "model.vision_model"
     block, ours = rf"{theirs}\.blocks\.(\d+)", rf"{tower}.encoder.layers.\1"
     qkv = split_rows(**{part: config.vision.width for part in "qkv"})

@@ -64,6 +64,7 @@ class Qwen3VLConfig:
 
 
 def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> Qwen3VLConfig:
+    """Reads `config.json` of either architecture."""
     family = "qwen3_vl_moe" if architecture == MIXTURE else "qwen3_vl"
     model, kind = whole(raw, family), f"{family}_text"
     text = text_part(model, raw, (kind, family))
@@ -99,15 +100,16 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
 
 
 def frame_grids(video_grid_thw: Int[np.ndarray, "videos 3"] | None) -> Int32[np.ndarray, "frames 3"] | None:
-    """Grids of single frames: Qwen3-VL writes each frame as its own run of placeholders behind a timestamp."""
+    """Returns grids of single frames: Qwen3-VL writes each frame as its own run of placeholders behind a timestamp."""
     if video_grid_thw is None:
         return None
-    frames = [(1, height, width) for time, height, width in np.asarray(video_grid_thw).tolist() for _ in range(time)]
-    return np.array(frames, np.int32).reshape(-1, 3)
+    times, *sides = np.asarray(video_grid_thw, np.int32).reshape(-1, 3).T
+    return np.stack([np.ones_like(times), *sides], axis=1).repeat(times, axis=0)
 
 
 def _positions(config: Qwen3VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
     rule = PositionConfig(config.image_token, config.video_token, config.vision.merge)
+    # The text between a video's frames tells their times, so that the frames count as images of their own.
     images, videos = arrays.get("image_grid_thw"), frame_grids(arrays.get("video_grid_thw"))
     return get_rope_positions(input_ids, images, videos, None, rule)[0]
 

@@ -40,7 +40,7 @@ def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
 
 
 def _plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Tiles that are all zero only fill up a batch; the others must be whole."""
+    """Plans tiles; those that are all zero only fill up a batch, and the others must be whole."""
     pixel_values = arrays.get("pixel_values")
     if pixel_values is None:
         return None
@@ -60,7 +60,7 @@ def _plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, An
 
 
 def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
-    """Tiles row by row behind their names, then the whole image; without a tokenizer the placeholders alone."""
+    """Returns tiles row by row behind their names, then the whole image; without a tokenizer the placeholders alone."""
     rows, columns = (int(arrays[name][index]) for name in ("tile_rows", "tile_columns"))
     pads = [config.image_token] * config.tile_tokens
     if tokenizer is None:

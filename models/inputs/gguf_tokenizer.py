@@ -82,10 +82,12 @@ def gguf_tokenizer(metadata: Mapping[str, Any], vocabulary: int) -> Any:
 
 
 def _byte_level(tokenizers: Any, metadata: Mapping[str, Any], tokens: list[str]) -> Any:
+    """Builds byte-level BPE with the split that the file names."""
     merges = [tuple(merge.split(" ")) for merge in _texts(metadata, "merges")]
     named = str(metadata["tokenizer.ggml.pre"])
     split = _SAME.get(named, named)
     numbers = {token: number for number, token in enumerate(tokens)}
+    # Llama 3 takes a piece that is a token as it is, whatever its merges would make of it.
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, merges, ignore_merges=split == "llama-bpe"))
     if split == "qwen2":
         tokenizer.normalizer = tokenizers.normalizers.NFC()
@@ -137,6 +139,7 @@ def _merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
         for cut in range(1, len(token) if len(token) <= _LONGEST else 0):
             if token[:cut] in known and token[cut:] in known:
                 found.append((score, token[:cut], token[cut:]))
+    # A stable sort: of equal scores the token that the file lists first is made first.
     found.sort(key=lambda merge: -merge[0])
     return [(left, right) for _, left, right in found]
 

@@ -5,6 +5,7 @@ SmolVLM), so the result is equal to theirs bit for bit. Kimi-VL's follows transf
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -236,9 +237,9 @@ def process_deepseek(images: Sequence[ImageSource], config: PictureConfig) -> di
 
 
 def cut(image: UInt8[np.ndarray, "H W 3"], side: int) -> list[np.ndarray]:
-    """Squares of a resized image, in raster order."""
-    rows, columns = range(0, image.shape[0], side), range(0, image.shape[1], side)
-    return [image[row : row + side, column : column + side] for row in rows for column in columns]
+    """Cuts a resized image into squares, in raster order."""
+    places = itertools.product(range(0, image.shape[0], side), range(0, image.shape[1], side))
+    return [image[row : row + side, column : column + side] for row, column in places]
 
 
 def process_llava_next(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
@@ -277,10 +278,11 @@ def process_llava_next(images: Sequence[ImageSource], config: PictureConfig) -> 
 
 def tile_canvas(height: int, width: int, side: int, fewest: int, most: int) -> tuple[int, int]:
     """Chooses InternVL's (rows, columns) of tiles: the aspect ratio closest to the image's, larger for large images."""
-    grids = [(c, r) for c in range(1, most + 1) for r in range(1, most + 1) if fewest <= c * r <= most]
+    sides = range(1, most + 1)
+    grids = [grid for grid in itertools.product(sides, sides) if fewest <= math.prod(grid) <= most]
     best, least = (1, 1), float("inf")
     # From few tiles to many: of equal ratios a larger grid wins only where the image fills more than half of it.
-    for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+    for columns, rows in sorted(grids, key=math.prod):
         difference = abs(width / height - columns / rows)
         roomy = difference == least and width * height > 0.5 * side * side * columns * rows
         if difference < least or roomy:

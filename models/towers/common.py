@@ -187,7 +187,7 @@ def attend_segments(
     def gather(x):
         return jnp.take(x, segments, axis=0, mode="fill", fill_value=0)
 
-    # Padding is in a segment of its own, which nothing sees.
+    # Padding is in a segment of its own, which nothing sees; on the way back it is out of range and dropped.
     numbers = jnp.where(segments < patches, 0, -1)
     mask = Mask(query_segments=numbers, key_segments=numbers)
     mixed = attention(gather(query), gather(key), gather(value), mask, scale=head_dim**-0.5)
@@ -252,6 +252,8 @@ def resample_taps(
         floor = np.floor(source)
         taps = (floor.astype(np.int64)[:, None] + offsets).clip(0, side - 1)
         distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
+
+        # Linear, or Keys' cubic in Horner's form.
         if mode == "bilinear":
             return taps, np.maximum(one(1) - distance, one(0))
 
@@ -300,10 +302,11 @@ def add_positions(
 def axial_tables(
     first: Int[Array, " P"], second: Int[Array, " P"], head_dim: int, theta: float, *, alternate: bool
 ) -> tuple[Float[Array, "P R"], Float[Array, "P R"]]:
-    """Cosines and sines of two-dimensional rotary positions, head_dim/4 frequencies per axis.
+    """Computes cosines and sines of two-dimensional rotary positions, head_dim/4 frequencies per axis.
 
     The axes' frequencies stand one after the other (Qwen3-VL), or take turns, `first` first (MoonViT).
     """
+    # In float32 from the first step, as torch makes them: the goldens' angles carry these roundings.
     quarter = head_dim // 4
     exponents = np.arange(0, head_dim // 2, 2, dtype=np.float32) / np.float32(head_dim // 2)
     frequencies = np.float32(1) / np.float32(theta) ** exponents

@@ -105,6 +105,7 @@ def bucket_positions(height: int, width: int, side: int) -> Int32[np.ndarray, " 
 
     def buckets(count: int) -> np.ndarray:
         shares = np.arange(count, dtype=np.float32) * (np.float32(1) / np.float32(count))
+        # Kept below 1, as transformers does, so that no share falls behind the last bucket.
         return np.searchsorted(boundaries, np.minimum(shares, np.float32(1 - 1e-6)), side="right")
 
     return (buckets(height)[:, None] * side + buckets(width)).reshape(-1).astype(np.int32)

@@ -98,6 +98,7 @@ class _Reader:
         self._path, self._data, self._at = path, data, len(_MAGIC)
 
     def header(self) -> GgufHeader:
+        """Reads the header from behind the magic number on."""
         version = self._number("I")
         if version not in _VERSIONS:
             swapped = " (its bytes are swapped)" if version & 0xFFFF == 0 else ""
@@ -139,6 +140,7 @@ class _Reader:
         return GgufHeader(self._path, metadata, tensors)
 
     def _value(self, key: str) -> Any:
+        """Reads a value of any type; lists of lists are refused."""
         kind = self._number("I")
         if kind == _STRING:
             return self._text(len(self._data))

@@ -105,6 +105,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
     optional = ("attention.key_length", "attention.head_count_kv")
+    # Head width and KV heads may be absent, and then follow from the others; every other size is needed.
     config |= {theirs: table.whole(ours) for ours, theirs in _SIZES.items() if ours not in optional or table.has(ours)}
     config["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     table.expect("attention.value_length", config["head_dim"])

@@ -12,6 +12,7 @@ from ..source import TensorSource
 from .arithmetic import WORD, float8_values, scale_columns, scale_rows, unpack_columns, unpack_rows
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Column of its word that each field is, from the lowest bits on, as AutoAWQ packs for its kernels."""
 
 
 @runtime_checkable
@@ -79,9 +80,10 @@ class ScaledTensor:
         scale_columns(stored, scales, row, column, out, None if self.kind == "I8" else self.kind, zeros)
 
     def _factors(self, source: TensorSource, name: str, place: tuple[slice, ...], blocks: list[slice]) -> np.ndarray:
-        """Scales or zeros of some blocks, float32 [r, c]. A single one may be stored without axes."""
+        """Reads scales or zeros of some blocks, float32 [r, c]. A single one may be stored without axes."""
         info = source.tensors[name]
         found = source.read(name, None if math.prod(info.shape) == 1 else (*place, *blocks))
+        # A U8 scale is an exponent alone (MX): float8_e8m0 in all but name.
         if info.dtype == "U8" or info.dtype.startswith("F8"):
             table = float8_values("F8_E8M0" if info.dtype == "U8" else info.dtype)
             found = table[np.atleast_1d(found).view(np.uint8)]
