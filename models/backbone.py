@@ -342,6 +342,8 @@ class ModelBackbone(Generating, Writing, Answering):
         pixels, plan = arrays["pixel_values"], dict(plan)
         if self.buckets is not None:
             pixels, plan = pad_images(self.buckets, np.asarray(pixels), plan, vision.fills(self.config))
+
+        # Padding makes features too, behind those that count.
         features = self.programs.encode(self.programs.state, pixels, plan)
         count = self._feature_count(input_ids)
         return features if features.shape[1] == count else features[:, :count]
@@ -447,6 +449,8 @@ class ModelBackbone(Generating, Writing, Answering):
         self._check_regime(tokens.positions)
         batch, length, _ = tokens.embeddings.shape
         tokens, context, mask = self._pad_read(tokens, context, mask)
+
+        # Of what runs, only the tokens as they were given count: padding chooses experts as well.
         counted = np.broadcast_to(np.arange(tokens.embeddings.shape[1]) < length, (batch, tokens.embeddings.shape[1]))
         return self.programs.router_load(self.programs.state, tokens, context, mask, jnp.asarray(counted))
 

@@ -75,11 +75,14 @@ def load(
         raise ConfigError(f"load: got mesh {mesh!r:.80}; expected a jax.sharding.Mesh, or None")
 
     files = open_files(root)
+
+    # The authors' own formats are read as the family that transformers made of them.
     name = _architecture(files.config, files.name)
     authors = AUTHORS.get(name)
     family = FAMILIES[name] if authors is None else authors.family
     raw = files.config if authors is None else authors.config(files.config, root)
     config = family.config(raw, angles, regime)
+
     dtype = dtype or files.dtype()
     config = config if dtype is None else with_dtype(config, dtype)
 
@@ -108,6 +111,7 @@ def load(
     shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
     ignore = (*family.ignored(config), *map(re.escape, source.unused))
     values = load_weights(source, entries, expected, ignore=ignore, shardings=shardings, progress=progress)
+
     tokenizer, without = files.tokenizer()
     backbone = ModelBackbone(
         config,

@@ -71,15 +71,20 @@ class Forward:
         self.window = model.decoder.config.window
         self.mesh = mesh
         self.kv_shardings = {} if mesh is None else cache_shardings(layout, auto_mesh(mesh))
+
+        # Over a mesh KV comes back as it lies, everything else whole on each device.
         kv: Any = {name: sharding.spec for name, sharding in self.kv_shardings.items()}
+        whole: Any = P()
         self.encode = self._program(self._encode, P())
         self.embed = self._program(self._embed, P())
-        whole: Any = P()
         self.prefill = self._program(self._prefill, Output(whole, kv, whole), "start_layer", "hidden_at", "chunk")
         self.recompute = self._program(self._recompute, Step(whole, kv))
+
+        # What is written in place is donated: the pool that came in is gone with the call.
         self.recompute_in_pages = self._program(self._recompute_in_pages, Step(whole, kv), donate="pool")
         self.first_in_pages = self._program(self._first_in_pages, (whole, kv), donate="pool")
         self.next_in_pages = self._program(self._next_in_pages, (whole, kv), donate="pool")
+
         self.router_load = self._program(self._router_load, P())
         self.first = self._program(self._first, whole)
         self.begin = self._program(self._begin, (whole, kv), "room", "apart")

@@ -161,6 +161,8 @@ def _needed(
     low, high = (reduce(places, axis=2)[:, None] for reduce in (jnp.min, jnp.max))  # [queries, 1, B]
     first = jnp.min(keys.places, axis=2)[None]  # [1, keys, B]
     last = jnp.max(jnp.where(keys.places == NOWHERE, -1, keys.places), axis=2)[None]
+
+    # Blocks of padding alone are passed over, then those above the diagonal and those behind every query's window.
     needed = first != NOWHERE
     if mask.causal:
         needed = needed & (first <= high)

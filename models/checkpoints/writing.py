@@ -31,6 +31,7 @@ def save_weights(directory: str | os.PathLike[str], params: Mapping[str, Any], e
         leaf = np.asarray(flat[path])
         for tensor in group:
             part = tensor.entry.part
+            # Pieces of a fused tensor come one by one, each with an entry of its own.
             if part is not None:
                 fused = values.setdefault(tensor.name, np.zeros(tensor.file_shape, leaf.dtype))
                 cut = (*[slice(None)] * part.axis, slice(part.start, part.stop))

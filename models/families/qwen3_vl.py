@@ -77,9 +77,11 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
 
     vision = vision_part(model, "qwen3_vl_vision", "qwen3_vl_moe_vision", family)
     deepstack = tuple(need(vision, "deepstack_visual_indexes"))
+
     # Features of the s-th are added behind language layer s.
     if len(deepstack) > decoder.layers:
         raise ConfigError(f"deepstack layers: got {len(deepstack)}; expected at most {decoder.layers}")
+
     tower = Qwen3VisionConfig(
         **qwen_tower_sizes(vision, decoder),
         patch=one_size(vision, "patch_size"),
@@ -87,6 +89,7 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
         deepstack_layers=deepstack,
         channels=vision["in_channels"],
     )
+
     return Qwen3VLConfig(
         architecture,
         decoder,
@@ -103,8 +106,10 @@ def frame_grids(video_grid_thw: Int[np.ndarray, "videos 3"] | None) -> Int32[np.
     """Returns grids of single frames: Qwen3-VL writes each frame as its own run of placeholders behind a timestamp."""
     if video_grid_thw is None:
         return None
-    times, *sides = np.asarray(video_grid_thw, np.int32).reshape(-1, 3).T
-    return np.stack([np.ones_like(times), *sides], axis=1).repeat(times, axis=0)
+    frames: list[tuple[int, int, int]] = []
+    for time, height, width in np.asarray(video_grid_thw).tolist():
+        frames += [(1, height, width)] * time
+    return np.array(frames, np.int32).reshape(-1, 3)
 
 
 def _positions(config: Qwen3VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:

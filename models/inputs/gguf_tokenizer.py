@@ -69,6 +69,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], vocabulary: int) -> Any:
             f"tokenizer.ggml.merges: got {error}; expected merges that make a tokenizer of the file's tokens"
         ) from error
 
+    # Control tokens are left out where text is decoded without special tokens; those that somebody added stay.
     special = [token for token, kind in zip(tokens, kinds, strict=False) if kind in (_UNKNOWN, _CONTROL)]
     added = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER]
 
@@ -119,10 +120,13 @@ def _sentencepiece(tokenizers: Any, metadata: Mapping[str, Any], tokens: list[st
     model = tokenizers.models.BPE(
         numbers, _merges(tokens, scores), unk_token=unknown, fuse_unk=True, byte_fallback="<0x00>" in numbers
     )
+
+    # Decoding goes the way back: spaces, then bytes that make characters, then the space that was put in front.
     tokenizer = tokenizers.Tokenizer(model)
     prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
     prepend = [tokenizers.normalizers.Prepend(_SPACE)] if prefixed else []
     tokenizer.normalizer = tokenizers.normalizers.Sequence([*prepend, tokenizers.normalizers.Replace(" ", _SPACE)])
+
     decoders = tokenizers.decoders
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
     tokenizer.decoder = decoders.Sequence(

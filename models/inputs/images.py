@@ -171,6 +171,7 @@ def process_clip(images: Sequence[ImageSource], config: PictureConfig) -> dict[s
     for image in _all(images):
         if square:
             image = _padded_square(image, max(image.shape[:2]), config)
+
         if config.option("do_resize", True):
             target = _both_sides(config["size"])
             if target is None:
@@ -179,6 +180,7 @@ def process_clip(images: Sequence[ImageSource], config: PictureConfig) -> dict[s
                 long = int(short * max(height, width) / min(height, width))
                 target = (long, short) if width <= height else (short, long)
             image = resize(image, *target, config.pixels)
+
         if config.option("do_center_crop", True):
             crop = _both_sides(config["crop_size"])
             image = _centre(image, *(crop or (config.side("crop_size"),) * 2))

@@ -123,6 +123,8 @@ def clip_entries(config: ViTConfig, prefix: str, path: ParamPath = ("visual",)) 
         TensorEntry(f"{embeddings}.position_embedding.weight", (*path, "position_embedding")),
         *block_entries(f"{prefix}.encoder.layers.{{layer}}", (*path, "blocks"), CLIP_NAMES),
     ]
+
+    # What CLIP has and SigLIP has not, and the reverse.
     if config.patch_bias:
         entries.append(TensorEntry(f"{embeddings}.patch_embedding.bias", (*path, "patch_embedding", "bias")))
     if config.class_token:

@@ -104,6 +104,7 @@ class _Reader:
             swapped = " (its bytes are swapped)" if version & 0xFFFF == 0 else ""
             raise WeightsError(f"{self._path}: got GGUF version {version}{swapped}; expected 2 or 3, little-endian")
 
+        # The least that they take: a tensor its name's length, axes, type and place, an entry a length and a type.
         count, entries = self._number("Q"), self._number("Q")
         self._afford(count, 24, "tensors")
         self._afford(entries, 12, "metadata entries")

@@ -91,6 +91,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     own = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
     table = _Table(str(header.path), str(name), own)
     table.check_known()
+
     architecture, model_type = ARCHITECTURES[name]
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -111,11 +112,13 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     table.expect("attention.value_length", config["head_dim"])
     table.expect("rope.dimension_count", config["head_dim"])
     table.expect("vocab_size", config["vocab_size"])
+
     if name == "qwen3moe":
         config |= {theirs: table.whole(ours) for ours, theirs in _EXPERT_SIZES.items()} | {"norm_topk_prob": True}
     # Qwen2 has the biases always, and says nothing of them.
     if name != "qwen2":
         config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+
     _check_sizes(header, config)
     config["rope_scaling"] = _scaling(header, table, config)
     for ours in ("bos", "eos"):
@@ -198,6 +201,7 @@ def _scaling(header: GgufHeader, table: _Table, config: Mapping[str, Any]) -> di
         return _factor_scaling(header, config)
     if kind == "none":
         return None
+
     if kind not in ("linear", "yarn"):
         raise ConfigError(f"{header.path}: got rope scaling {kind!r}, which is not read; expected none, linear or yarn")
 

@@ -231,6 +231,7 @@ def _read_gptq(table: Raw, place: str) -> Quantisation:
             f"{place}: got GPTQ weights in format {form!r}, which are not read; expected 'gptq' or 'gptq_v2'"
         )
 
+    # Both take 1 from the zeros of the first format, AutoGPTQ field by field, GPTQModel from whole words.
     makers = (table.get("meta") or {}).get("quantizer") or []
     makers = [makers] if isinstance(makers, str) else makers
     offset = "words" if any(str(maker).startswith("gptqmodel") for maker in makers) else "fields"

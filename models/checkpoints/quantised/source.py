@@ -52,6 +52,7 @@ class DequantisedSource:
         find = {"gptq": self._gptq, "awq": self._awq}.get(quantisation.method, self._scaled)
         self._quantised: dict[str, QuantisedTensor] = dict(find())
 
+        # A plain checkpoint has neither the parts of quantised weights nor scales of activations.
         self._check_plain()
         parts = set[str]().union(*(tensor.parts for tensor in self._quantised.values()))
         self.tensors: dict[str, TensorInfo] = {
@@ -185,6 +186,7 @@ class DequantisedSource:
         # Where two ways make scales of one shape, the first of `known` counts: what the configuration says.
         fitting: dict[tuple[int, ...], tuple[int, int]]
         fitting = {(*leading, -(-rows // block[0]), -(-columns // block[1])): block for block in reversed(known)}
+        # A single scale may have any number of axes, none included.
         if math.prod(found) == 1 and not leading:
             return rows, columns
         if found not in fitting:
