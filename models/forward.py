@@ -378,7 +378,7 @@ class Forward:
         now = now._replace(token=token, count=now.count + 1, done=now.done | _stopped(token, draw), seen=seen)
         return now, run.cache
 
-    def _on_all_axes(self, place: Array) -> Array:
+    def _on_all_axes(self, place: Array | np.ndarray) -> Array:
         """Returns positions [B,1] or [B,1,A] of one text token per row: text advances on all axes of M-RoPE alike."""
         axes = () if self.layout.rope.axes is None else (self.layout.rope.axes,)
         return jnp.broadcast_to(place.reshape(-1, 1, *(1 for _ in axes)), (len(place), 1, *axes))

@@ -142,7 +142,11 @@ class PlainBlock(nnx.Module):
         return self.query(x).reshape(shape), self.key(x).reshape(shape), self.value(x).reshape(shape)
 
     def attend(
-        self, hidden: Float[Array, "P D"], tables: tuple[Array, Array], pairing: str, segments: Int[Array, "Y Z"]
+        self,
+        hidden: Float[Array, "P D"],
+        tables: tuple[Array, Array],
+        pairing: Literal["half", "pairs"],
+        segments: Int[Array, "Y Z"],
     ) -> Float[Array, "P D"]:
         """Runs the block over packed patches with rotary positions, full attention inside each segment.
 

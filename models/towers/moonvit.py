@@ -5,6 +5,7 @@ Axis letters: P patches, Y images, Z patches per image (padded), E merged tokens
 """
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +60,7 @@ class MoonViTConfig:
         check_heads(self.width, self.heads, 4)
 
     @property
-    def rotary(self) -> str:
+    def rotary(self) -> Literal["half", "pairs"]:
         """Which channels turn together: "pairs" or "half"."""
         return "pairs" if self.fused else "half"
 

@@ -78,5 +78,5 @@ def padded_rank(rank: int, u_dtype, v_dtype, pieces: int, scaled: bool = False) 
     wide = [dtype == jnp.float32 for dtype in (u_dtype, v_dtype)]
     if scaled:
         wide["uv".index(_scaled_side(u_dtype, v_dtype))] = True
-    counts = [pieces if each else 1 for each in wide]
-    return -(-rank * len(_kept_products(*counts, pieces)) // RANK_STEP) * RANK_STEP
+    left, right = (pieces if each else 1 for each in wide)
+    return -(-rank * len(_kept_products(left, right, pieces)) // RANK_STEP) * RANK_STEP
