@@ -9,26 +9,18 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from kvpatch_jax.backbone import Context, Logits, Step, Tokens, check_cached, check_tokens
-from kvpatch_jax.core import DEFAULT, Buckets, EngineKV, KVLayout, Paged, arrays_of
+from kvpatch_jax.core import DEFAULT, EngineKV, KVLayout, Paged, arrays_of
 from kvpatch_jax.errors import ShapeError
 from pallas_kernels.splice import check_slots
 
-from .forward import Forward, key_count
+from .forward import LoadedModel, key_count
 from .inputs.buckets import pad_slots, pad_tokens
 from .inputs.masks import check_mask, check_mask_over
 from .inputs.rows import logit_rows
 
 
-class Writing:
+class Writing(LoadedModel):
     """What a backbone gets from its programs and a check of positions: `recompute` and `decode`."""
-
-    layout: KVLayout
-    buckets: Buckets | None
-    programs: Forward
-
-    def _check_regime(self, positions: Array | np.ndarray, ahead: int = 0) -> None:
-        """Refuses positions that the rope does not serve."""
-        raise NotImplementedError
 
     def recompute(
         self,

@@ -152,7 +152,7 @@ def test_files_that_are_no_images(tmp_path: Path) -> None:
         (np.zeros((0, 8, 3), np.uint8), "image 0: got 0×8 pixels"),
         (np.zeros((0, 8, 4), np.uint8), "image 0: got 0×8 pixels"),
         (Image.new("RGB", (0, 8)), "image 0: got 8×0 pixels"),
-        (np.zeros((2, 402, 3), np.uint8), "image 0: image: got 2×402 pixels; expected sides within a ratio of 200"),
+        (np.zeros((2, 402, 3), np.uint8), "image 0: got 2×402 pixels; expected sides within a ratio of 200"),
         (np.zeros((8, 8, 3), np.float32), r"image 0: got float32 \[8, 8, 3\]; expected uint8"),
         (np.zeros((3, 8, 8), np.uint8), r"image 0: got uint8 \[3, 8, 8\]; expected uint8"),
         (7, "image 0: got a int; expected a path, a PIL image or a uint8 array"),

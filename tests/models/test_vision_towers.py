@@ -12,6 +12,7 @@ from flax import nnx
 from kvpatch_jax.errors import ConfigError, ShapeError
 from models.checkpoints import flatten_params, load_weights
 from models.decoder.layers import Linear
+from models.decoder.weights import linear_entries
 from models.towers import moonvit as moonvit_tower
 from models.towers import qwen3 as qwen3_tower
 from models.towers.moonvit import MoonViT, MoonViTConfig
@@ -21,7 +22,6 @@ from models.towers.vit import ViT, ViTConfig, bucket_positions
 from models.towers.weights import (
     clip_entries,
     intern_vit_entries,
-    linear_entries,
     moonvit_entries,
     projector_entries,
     qwen3_vision_entries,
