@@ -9,7 +9,7 @@ import numpy as np
 
 from ..results import intervals
 from ..results.intervals import Interval
-from ..results.rows import Row, measured_row
+from ..results.rows import Row, measured_rows
 from .arms import COSTS
 from .plan import TASKS
 
@@ -29,7 +29,7 @@ def rows_of(parts: Sequence[Record], model: str) -> list[Row]:
         kind, group, _ = (*part["part"].split(", "), "", "")[:3]
         for record in part["records"]:
             by_kind[kind].append({**record, "group": group})
-    return [measured_row(probe, model, arm, metric, interval) for probe, arm, metric, interval in _statistics(by_kind)]
+    return measured_rows(_statistics(by_kind), model)
 
 
 def _statistics(by_kind: Mapping[str, Sequence[Record]]) -> Found:

@@ -6,7 +6,6 @@ A part's contexts are passages of documents, or questions over two chunks; the s
 import dataclasses
 import functools
 import itertools
-import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -127,8 +126,6 @@ def dataset(backbone: ModelBackbone, plan: SuitePlan, corpus: SuiteTexts, file: 
         return records_of(backbone, plan, corpus, part, by_layer)
 
     planned = [PlannedPart(part.name, functools.partial(measure, part), part.tokens) for part in parts(plan)]
-    # Lists in place of tuples, as the file of parts has them.
-    config = json.loads(json.dumps(config))
     return RecordedDataset(config, planned, functools.partial(rows_of, model=file.stem), PACKAGES)
 
 

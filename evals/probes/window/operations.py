@@ -75,7 +75,9 @@ def measure_reorder(
     part, label = ("", "reorder") if small else (setting(k=count, lead=lead), "window.reorder")
     front, images = stock.front(lead), [*stock.legends, *stock.distractors][:count]
     orders = orders_of(count, most)
-    lines = [ImageSequence(stock.backbone, [*front, *(images[i] for i in order), stock.page]) for order in orders]
+    lines = []
+    for order in orders:
+        lines.append(ImageSequence(stock.backbone, [*front, *(images[place] for place in order), stock.page]))
     conditioned = [line.prefill() for line in lines]
     pages, place = [parts[-1] for parts in conditioned], len(lines[0]) - 1
     total = None

@@ -157,8 +157,10 @@ def measure_window(
 
 def work_of(sizes: WindowSizes) -> int:
     """Adds up the work that a run of the suite tells of."""
-    batches = range(-(-sizes.contexts // sizes.batch))
-    return sum(probe.steps * probe.work for number in batches for probe in planned(sizes, number))
+    work = 0
+    for number in range(-(-sizes.contexts // sizes.batch)):
+        work += sum(probe.steps * probe.work for probe in planned(sizes, number))
+    return work
 
 
 def _flips(table: ResultsTable, items: ProbeItems) -> None:
