@@ -182,14 +182,14 @@ def asked_suites(names: Sequence[str]) -> tuple[str, ...]:
     expected = ", ".join((*SUITES, WINDOW))
     if PRETRAINED in names:
         if len(names) > 1:
-            raise app.UsageError(f"--suite names {', '.join(names)}; expected pretrained alone, or none of it")
+            raise app.UsageError(f"--suite: got {', '.join(names)}; expected pretrained alone, or none of it")
         return (PRETRAINED,)
     if not names:
-        raise app.UsageError(f"--suite names nothing; expected all, or some of {expected}")
+        raise app.UsageError(f"--suite: got nothing; expected all, or some of {expected}")
 
     unknown = [name for name in names if name not in (*SUITES, WINDOW, "all")]
     if unknown:
-        raise app.UsageError(f"--suite names {unknown[0]!r}; expected all, or some of {expected}")
+        raise app.UsageError(f"--suite: got {unknown[0]!r}; expected all, or some of {expected}")
     if "all" in names:
         return (*SUITES, *([WINDOW] if WINDOW in names else []))
     return tuple(names)

@@ -108,12 +108,15 @@ class SuiteTexts:
 
 def dataset(backbone: ModelBackbone, plan: SuitePlan, corpus: SuiteTexts, file: Path) -> RecordedDataset:
     """Describes the parts of a plan, and what they depend on: plan, model, text and its licences."""
+    names = {}
+    for domain, own in corpus.by_domain.items():
+        names[domain] = [document.name for document in own]
     config = {
         "model": file.stem,
         "fingerprint": backbone.fingerprint,
         "plan": dataclasses.asdict(plan),
         "text_digest": texts.digest(corpus.all),
-        "documents": {domain: [document.name for document in own] for domain, own in corpus.by_domain.items()},
+        "documents": names,
         "licences": {document.name.partition("/")[0]: document.licence for document in corpus.all},
         "python": platform.python_version(),
     }

@@ -35,8 +35,6 @@ GUIDES = {
 }
 KEPT = {kind: Path(f"docs/{kind}-results.json") for kind in KINDS}
 PICTURES = ("hero", "pareto_kept_1", "pareto_kept_16", "pareto_serving_flops")
-
-
 MAIN_ARMS = (
     "re-prefill",
     "blind",
