@@ -15,7 +15,6 @@ import kvpatch_jax as kvp
 from kvpatch_jax.patching import Accumulated, orders_of
 
 from ... import small_task
-from ...results import intervals
 from ...small_task import KINDS, LEGENDS, VOCABULARY, Contexts, Questions, scenes
 from ...small_task.scenes import Scene
 from ..results_table import ResultsTable
@@ -135,11 +134,9 @@ def orbit_against_exact(table: ResultsTable) -> None:
     if items is None:
         return
 
-    cluster, answer = items.column("cluster"), items.column("answer")
-    orbit, exact = ((items.arm(name)[0] == answer).astype(float) for name in ("orbit", "exact"))
-    for name, here in items.by_kind():
-        interval = intervals.paired_difference(orbit[here], exact[here], cluster[here])
-        table.row("reorder", "orbit", f"orbit_minus_exact.{name}", interval)
+    for kind, metric, interval in items.paired("orbit", "exact"):
+        if metric == "accuracy":
+            table.row("reorder", "orbit", f"orbit_minus_exact.{kind}", interval)
 
 
 # ------------------------------------------------------------------------------------------------------------ slide
