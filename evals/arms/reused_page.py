@@ -185,8 +185,8 @@ def chunk_of(
     )
 
 
-def cut(kv: Mapping[str, Any], where: slice) -> KV:
-    """Cuts some tokens out of KV {channel: [L, B, T, K, H]}."""
+def cut(kv: Mapping[str, Any], where: slice) -> dict[str, Any]:
+    """Cuts some tokens out of KV {channel: [L, B, T, K, H]}, on the host or on a device."""
     return {name: value[:, :, where] for name, value in kv.items()}
 
 

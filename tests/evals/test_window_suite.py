@@ -400,7 +400,7 @@ def test_parts_of_another_run_are_refused(stubbed: Callable[..., tuple[ResultsTa
     with pytest.raises(InputError, match=r"version 0 \(now 1\)"):
         stubbed(tmp_path)
     about.write_text(about.read_text()[:9])
-    with pytest.raises(InputError, match=r"config\.json .*delete"):
+    with pytest.raises(InputError, match=r"config\.json, .*delete"):
         stubbed(tmp_path)
     for out in (about, about / "below"):
         with pytest.raises(InputError, match="is or lies below a file"):
