@@ -74,7 +74,7 @@ class SuiteTexts:
     def __init__(self, backbone: Any, plan: SuitePlan):
         """Reads documents with room for the longest passage of the plan."""
         self.plan = plan
-        least = plan.passages * plan.chunk + plan.scored
+        least = behaviour.document_tokens(plan)
         most = max([least, *(plan.chunk + length + plan.scored for length, _ in plan.long)])
         count = max(plan.documents, plan.windows + 1, 2) + (1 if plan.fitted else 0)
         self.by_domain = {domain: texts.documents(backbone, domain, count, least, most) for domain in DOMAINS}

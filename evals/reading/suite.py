@@ -53,7 +53,7 @@ def dataset(reader: PageReadingModel, plan: SuitePlan, folders: Sequence[str] = 
     Args:
       folders: looked through for fonts beside the system's.
     """
-    least = max(plan.passages * plan.chunk + plan.scored, 2 * plan.facts + behaviour.COPIED)
+    least = behaviour.document_tokens(plan)
     documents = {domain: texts.documents(reader, domain, max(plan.documents, 2), least, least) for domain in DOMAINS}
     config = {
         "model": "reading",
