@@ -17,6 +17,7 @@ from kvpatch_jax.cache import chunk as chunk_module
 from kvpatch_jax.cache import same_storage
 from kvpatch_jax.pool.pool import jitted_splice
 from tests.arrays import placed
+from tests.compilations import compilations
 
 LAYERS, TOKENS, HEADS, WIDTH, RANK = 3, 64, 2, 32, 4
 LAYOUT = kvp.KVLayout.gqa(LAYERS, HEADS, WIDTH, kvp.Rope(1e6, WIDTH))
@@ -104,15 +105,10 @@ def test_relocating_compiles_one_program():
     kv, local = kv_of(layout, 20), local_of(layout, 20)
     engine = kvp.to_engine(layout, kv, local, 3)
     jax.block_until_ready(engine)
-    compilations = []
-    listen = lambda name, *_, **__: compilations.append(name) if name.endswith("backend_compile_duration") else None
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with compilations() as compiled:
         for old, new in ((3, 900), (900, 4), (np.int32(4), np.int64(70_000))):
             kvp.relocate(layout, engine, old, new)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert len(compilations) <= 1
+    assert len(compiled) <= 1
 
 
 def test_a_chunks_positions_are_looked_at_once(monkeypatch):
