@@ -18,7 +18,7 @@ import pytest
 from absl import app
 
 from evals import pictured_context, probes, run, scene_jobs, small_task
-from evals.probes.results_table import ResultsTable
+from evals.probes import ResultsTable
 from evals.report import coverage, side_by_side
 from evals.report.drawing import draw_all
 from evals.report.notes import NOTES

@@ -13,8 +13,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax.backbone import Backbone, Tokens
-from kvpatch_jax.core import to_engine
-from kvpatch_jax.core.layout import relocate
+from kvpatch_jax.core import relocate, to_engine
 from kvpatch_jax.errors import ConfigError, ImageError, InputError, ShapeError, WeightsError
 from models import load, save
 from models.checkpoints import flatten_params
@@ -329,7 +328,7 @@ def test_the_fingerprint_follows_a_weight(backbone):
     assert backbone.replaced(backbone.parameters).fingerprint == backbone.fingerprint
 
 
-def test_bfloat16(qwen2_5_vl_directory, gold, tmp_path):
+def test_bfloat16_stays_near_float32_and_logits_are_float32(qwen2_5_vl_directory, gold, tmp_path):
     half = load(qwen2_5_vl_directory, dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(half.parameters)} == {jnp.dtype("bfloat16")}
     out = half.prefill(tokens_of(half, gold), logits="all")

@@ -141,7 +141,7 @@ def test_steps_write_into_the_pool_in_place(backbone):
 
 
 @pytest.mark.slow
-def test_generating_behind_pages(backbone):
+def test_generating_behind_pages_equals_a_contiguous_context(backbone):
     case = PagingCase(backbone)
     expected = backbone.generate(case.rest, 6, case.context, stop=())
     paged = case.paged()
@@ -243,7 +243,7 @@ def test_in_buckets_and_in_chunks_and_under_masks(backbone, folder):
 
 
 @pytest.mark.slow
-def test_recomputing_in_pages(backbone):
+def test_recomputing_in_pages_equals_a_contiguous_cache(backbone):
     """Some tokens of the context again, nested sets of them per layer: as side by side, and the others bit-equal."""
     case = PagingCase(backbone)
     ids = np.random.default_rng(5).integers(3, 290, (2, 3))
@@ -264,7 +264,7 @@ def test_recomputing_in_pages(backbone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_in_bfloat16(dtype, folder):
+def test_pages_in_bfloat16_stay_near_a_contiguous_context(dtype, folder):
     """A model in bf16 over pages in bf16 and in float32."""
     backbone = load(write_text_checkpoint("qwen3", folder / "bf16"), dtype="bfloat16")
     case = PagingCase(backbone, dtype=dtype)
@@ -277,7 +277,7 @@ def test_in_bfloat16(dtype, folder):
 
 
 @pytest.mark.slow
-def test_without_any_key(folder):
+def test_rows_without_a_context_begin_at_position_0(folder):
     """Rows without a context beside rows with one: those begin at position 0."""
     backbone = backbone_of("qwen3", folder)
     case = PagingCase(backbone)

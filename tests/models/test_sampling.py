@@ -71,7 +71,7 @@ def test_draws_have_the_shares_of_the_distribution(sampling):
     assert (np.abs(found - expected) <= 4.5 * np.sqrt(expected * (1 - expected) / count)).all()
 
 
-def test_edges():
+def test_ties_stay_and_the_least_settings_are_greedy():
     logits = np.array([[0.0, 3.0, 3.0, -np.inf], [5.0, -1.0, 2.0, 4.9]], np.float32)
     assert chosen(logits).tolist() == [1, 0]  # greedy: the first of ties
     for sampling in (Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-9), Sampling(1e-6), Sampling(1e-38)):

@@ -104,7 +104,7 @@ def test_specs_of_latent_attention_and_experts():
     assert specs["decoder.layers.mlp.correction"] == P(None, None)
 
 
-def test_specs_of_caches():
+def test_caches_lie_over_heads_and_latent_ones_replicate():
     mesh = AbstractMesh((2,), ("tensor",))
     assert cache_specs(config_of("qwen2").text.layout, mesh) == dict.fromkeys("kv", P(None, None, None, "tensor"))
     assert cache_specs(config_of("deepseek_v3").text.layout, mesh) == {"ckv": P(), "kpe": P()}
@@ -164,10 +164,10 @@ def test_parameter_unknown_to_the_table_is_refused():
 
 
 def test_mesh_without_the_axis_is_refused_before_anything_is_read(tmp_path, monkeypatch):
-    def never(*_, **__):
+    def never(*_):
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(models.directory, "load_weights", never)
+    monkeypatch.setattr(os, "preadv", never)
     directory = write_text_checkpoint("qwen3", tmp_path / "qwen3")
     with pytest.raises(ConfigError, match=r"mesh: got axes \('model',\); expected one called 'tensor'"):
         load(directory, mesh=Mesh(np.array(jax.devices()[:1]), ("model",)))

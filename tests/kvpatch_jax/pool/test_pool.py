@@ -140,7 +140,7 @@ def test_refuses_before_it_writes(unchecked, change, error, words):
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_books_balance(data):
+def test_owners_of_slots_are_counted_through_any_operations(data):
     """Any order of allocate, share, release, compact: counts are what a dictionary of owners says, vectors follow."""
     books = kvp.pool.SlotAllocator(PAGES, PAGE_SIZE)
     content = np.full(PAGES * PAGE_SIZE, -1)
@@ -188,7 +188,7 @@ def test_books_balance(data):
         assert (books.counts == counts).all()
 
 
-def test_books_refuse():
+def test_slots_that_are_not_owned_are_refused():
     books = kvp.pool.SlotAllocator(2, 4)
     slots = books.allocate(3)
     for bad, words in (
@@ -343,7 +343,7 @@ def test_round_trip_of_latent_rows_keeps_every_bit(latent: int, rope: int, dtype
         assert (bits(back[name]) == bits(pool[name])).all()
 
 
-def test_engine_layouts_refuse(unchecked):
+def test_pools_that_do_not_fit_an_engine_are_refused(unchecked):
     gqa, mla = LAYOUTS["gqa"], LAYOUTS["mla"]
     with pytest.raises(LayoutError, match="to_paged_attention"):
         kvp.engines.to_paged_attention(mla, pool_of(mla))

@@ -28,7 +28,7 @@ from kvpatch_jax.repair import (
     oracle_delta,
     vlcache,
 )
-from models.backbone import ModelBackbone
+from models import ModelBackbone
 from models.families.family import parameters
 from models.families.qwen2_5_vl import Qwen25VLConfig
 from models.inputs.qwen_images import ImageConfig
@@ -358,7 +358,7 @@ def test_splices_that_do_not_fit(backbone, spliced):
         cacheblend(backbone, splice, 2, check_layer=LAYERS)
 
 
-def test_budgets():
+def test_equal_bytes_buy_the_papers_counts_of_tokens():
     paper = kvp.KVLayout.gqa(layers=28, kv_heads=4, head_dim=128, rope=kvp.Rope(theta=1e6, dim=128))
     assert count_of_equal_bytes(paper, 16, 480) == 31
     assert count_of_equal_bytes(paper, 64, 480) == 124

@@ -10,7 +10,7 @@ from window_drill import backbone_of as backbone_of
 from window_oracle import tokens_of
 
 from kvpatch_jax.sampling import Sampling
-from kvpatch_jax.session.sessions import Sessions
+from kvpatch_jax.session import Sessions
 from kvpatch_jax.session.shared_runtime import SharedRuntime
 from kvpatch_jax.window import Costs, Entry, Window
 

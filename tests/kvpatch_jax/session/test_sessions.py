@@ -37,7 +37,6 @@ from kvpatch_jax.errors import (
 )
 from kvpatch_jax.sampling import Sampling
 from kvpatch_jax.session import SharedConfig
-from kvpatch_jax.session.decode_batch import row_bucket
 from kvpatch_jax.session.fair_lock import FairLock, WaitQueue
 from kvpatch_jax.store import ChunkStore
 from kvpatch_jax.window import Entry, ResidentPiece
@@ -395,7 +394,6 @@ def test_the_lock_is_handed_on_in_the_order_of_requests():
             line.wait(place, time.monotonic(), "tea")
         line.leave(place)
         assert len(line) == 0
-    assert [row_bucket(count, 8) for count in (1, 2, 4, 5, 8)] == [1, 4, 4, 8, 8]
 
 
 # ---------------------------------------------------------------------------------------------- under load
