@@ -15,6 +15,7 @@ from store_cases import BACKBONE, chunk_of, file_of, same, same_chunk
 
 from kvpatch_jax.errors import FetchError, InputError, StoreClosedError, StoreIOError
 from kvpatch_jax.store import Budget, ChunkStore, Request, fetch
+from kvpatch_jax.store.cli.main import main
 
 IDS = [f"c{number}" for number in range(6)]
 REQUESTS = [Request(id, BACKBONE) for id in IDS]
@@ -352,9 +353,7 @@ def test_a_canonical_dropped_for_its_encoder_output(store):
     output = np.arange(24, dtype=np.float32).reshape(4, 6)
     store.put(chunk_of("c0", 0, encoder=output))
     size = file_of(store, made("c0")).stat().st_size
-    from kvpatch_jax.store.disk.eviction import make_room
-
-    make_room(store.disk, size + 5000, 5000, lambda chunk: False)
+    assert main(["gc", f"--root={store.disk.root}", f"--budget={size}"]) == 0
     assert not store.contains("c0", BACKBONE)
     given = []
 

@@ -12,6 +12,7 @@ from store_cases import BACKBONE, ManualClock, chunk_of, file_of, patch_of, same
 
 from kvpatch_jax.errors import InputError, StoreFullError
 from kvpatch_jax.store import Budget, ChunkStore
+from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.tiers.memory import CANONICAL, DERIVED, CacheEntry, MemoryTier, Policy
 
 ONE = 4096 + 64 + 6 * 9 * 2 * 16 * 4  # bytes of chunk_of's file: header, positions, three layers of k and v
@@ -183,11 +184,9 @@ def test_order_of_eviction_on_the_disk(tmp_path: Path):
         store.put(chunk_of("brief", 3), ttl=5)
         clock.now += 6
         states = [_shown(store)]
-        from kvpatch_jax.store.disk.eviction import make_room
-
         while any(states[-1]):
             total = sum(entry.size for entry in store.disk.scan())
-            make_room(store.disk, int(total * 0.99), 0, lambda chunk: False)
+            assert main(["gc", f"--root={tmp_path}", f"--budget={int(total * 0.99)}"]) == 0
             states.append(_shown(store))
         gone = [sum(state) for state in states]
         assert gone == sorted(gone, reverse=True)
