@@ -14,7 +14,7 @@ def compilations() -> Iterator[list[str]]:
     """Yields a list that receives the name of every program compiled inside the block, such as `jit(apply)`."""
     names: list[str] = []
 
-    def heard(event: str, duration: float, **about: object) -> None:
+    def heard(event: str, duration_secs: float, **about: object) -> None:
         if event == COMPILED:
             names.append(str(about["fun_name"]))
 

@@ -223,6 +223,7 @@ def test_a_recipe_says_what_a_step_draws():
     first, again = draw_batch(recipe, 0), draw_batch(recipe, 0)
     jax.tree.map(np.testing.assert_array_equal, first.batch, again.batch)
     assert len(first.batch["answer"]) == 2 * training.MORE_CONTEXTS["tiny"]
+    assert first.sees is not None
     assert first.sees[:, first.kinds == KINDS.index("sheet")].all()
     assert not first.sees[:, first.kinds == KINDS.index("chain")].all()
 

@@ -12,7 +12,7 @@ from kernel_cases import INTERPRET, arrays, expected
 
 from pallas_kernels import rotate_patch, splice, targeting
 from pallas_kernels.rotate_patch.shapes import RotateShape
-from pallas_kernels.splice import LANES
+from pallas_kernels.splice.shapes import LANES
 from tests.arrays import placed
 
 EXAMPLES = {"xla": 6, "tpu": 2}

@@ -11,8 +11,8 @@ from kernel_cases import INTERPRET, arrays, narrow_arrays
 
 from pallas_kernels import KernelUnavailableError, splice, targeting
 from pallas_kernels._operands import Operands
-from pallas_kernels.splice import LANES, tpu
-from pallas_kernels.splice.shapes import SMALL, SpliceShape
+from pallas_kernels.splice import tpu
+from pallas_kernels.splice.shapes import LANES, SMALL, SpliceShape
 from pallas_kernels.tpu.prepare import Tile
 from tests.arrays import placed
 
