@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from kvpatch_jax.backbone import Context, Logits, Step, Tokens, check_cached, check_tokens
-from kvpatch_jax.core import DEFAULT, EngineKV, KVLayout, Paged, arrays_of
+from kvpatch_jax.core import DEFAULT, EngineKV, Paged, arrays_of
 from kvpatch_jax.errors import ShapeError
 from pallas_kernels.splice import check_slots
 

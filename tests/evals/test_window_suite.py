@@ -16,7 +16,7 @@ from scipy.stats import spearmanr
 
 import kvpatch_jax as kvp
 from evals import run, small_task
-from evals.probes.results_table import ResultsTable
+from evals.probes import ResultsTable
 from evals.probes.window import QUICK, parts, suite, work_of
 from evals.probes.window.common import add
 from evals.probes.window.drift import Safety, gate_rows, kept_is_exact, pooled_rows, rank_correlation, resampled

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from window_oracle import counting_of
 
 import kvpatch_jax as kvp
 from evals import small_task
@@ -76,19 +77,6 @@ class MemoryPatchStore:
         if self.full:
             raise StoreFullError("no room; expected some")
         self.patches += patches
-
-
-def counting_of(backbone: ModelBackbone) -> Any:
-    """The same backbone, counting its forwards of chunks."""
-    counting = copy.copy(backbone)
-    counting.forwards = 0
-
-    def prefill(*args, **options):
-        counting.forwards += 1
-        return backbone.prefill(*args, **options)
-
-    counting.prefill = prefill
-    return counting
 
 
 def answers(path: Path) -> list[dict]:

@@ -1,4 +1,4 @@
-"""Shared by the tests of sessions."""
+"""A session of two chunks on a tiny backbone; files that need others define their own."""
 
 from typing import Any
 
