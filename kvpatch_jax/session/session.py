@@ -45,9 +45,8 @@ class Session:
             print("recalled", session.ask("fill? b3"))
 
     A session is a window with the images that it shows and the runtime that holds its KV. Pieces that stay are rotated,
-    not computed again, and what can be reused later is stored in the background. Several threads may use a session, one
-    call at a time. A call that raises leaves the session as it was. Closing a session stores what is still to be
-    formed. Without that, the process takes a few seconds for it at its end and drops the rest.
+    not computed again, and what can be reused later is stored in the background, at the latest by `close`. Several
+    threads may use a session, one call at a time. A call that raises leaves the session as it was.
 
     Attributes:
       backbone, store, runtime: what the session runs on.
