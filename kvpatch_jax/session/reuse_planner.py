@@ -1,19 +1,38 @@
 """Choice of how a chunk enters a window: by a forward, by a stored patch, or as a plan says."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..cache import Antecedent
 from ..errors import InputError, PatchMismatchError, ShapeError
 from ..plan import DEFAULT_KL, AvailablePatch, Goal, PatchInventory, Plan, Way, plan
-from ..window import Entry, Fetch, PatchNote, Prefill, Recompute, Window, chain_digest
+from ..window import (
+    Entry,
+    Fetch,
+    Likeness,
+    PatchNote,
+    Prefill,
+    Recompute,
+    StoredPrefills,
+    Window,
+    chain_digest,
+    likeness_keys,
+)
 from .piece_registry import PieceRecord, PieceRegistry
 from .session_input import SessionInput
 
 DEFAULT_GOAL = Goal(kl=DEFAULT_KL)
 """The goal of a session with a certificate, unless it has its own."""
-Method = Literal["leading", "prefill", "patch"]
+Method = Literal["leading", "prefill", "patch", "restored"]
 """How an entry is placed without a plan, as `Window.append` takes it."""
+
+
+class Entrance(NamedTuple):
+    """How an entry enters a window without a plan, as `Window.append` takes it."""
+
+    method: Method
+    patch: PatchNote | None = None
+    behind: str | None = None
 
 
 class LargestPatchInventory(PatchInventory):
@@ -86,8 +105,11 @@ class ReusePlanner:
             if isinstance(choice, Plan):
                 window, edits = choice.window, choice.edits
             else:
-                method, note = choice
-                enter = stay.recall(entry.id, method, note) if evicted else stay.append(entry, method, note)
+                method, note, behind = choice
+                if evicted:
+                    enter = stay.recall(entry.id, method, note, behind=behind)
+                else:
+                    enter = stay.append(entry, method, note, behind=behind)
                 window, edits = enter[0], (*sliding, *enter[1])
             try:
                 # Only forwards read tokens. A chunk whose content was discarded can still be served by a patch.
@@ -98,9 +120,9 @@ class ReusePlanner:
                 break
             except (InputError, PatchMismatchError, ShapeError):
                 # What the choice would fetch may have been deleted from the store since.
-                if choice == ("prefill", None) or not any(isinstance(edit, Fetch) for edit in edits):
+                if choice == Entrance("prefill") or not any(isinstance(edit, Fetch) for edit in edits):
                     raise
-                choice = "prefill", None
+                choice = Entrance("prefill")
 
         # Counted last: a call that raises has counted nothing.
         if isinstance(choice, Plan):
@@ -125,17 +147,29 @@ class ReusePlanner:
 
     # -------------------------------------------------------------------------------------------------- inside
 
-    def _choose(self, stay: Window, entry: Entry) -> Plan | tuple[Method, PatchNote | None]:
-        """Returns how an entry enters after the pieces that stay: a method with a patch, or a plan."""
+    def _choose(self, stay: Window, entry: Entry) -> Plan | Entrance:
+        """Returns how an entry enters after the pieces that stay."""
         config, runtime = self._registry.config, self._registry.runtime
+
+        # Behind the very pieces that precede it a stored prefill is what a forward would compute, so no plan is better.
+        prefills, keys = self._prefills(), dict[Likeness, str]()
+        if prefills is not None and entry.kind == "chunk" and len(stay):
+            evicted = entry.id in stay.evicted_by_id
+            placed, _ = stay.recall(entry.id, "prefill") if evicted else stay.append(entry, "prefill")
+            piece, keys = placed.pieces[-1], likeness_keys(placed.pieces, len(stay), placed.lead)
+
+            # Behind approximate pieces it is approximate as a forward is: a plan may prefer to run those again.
+            unplanned = config.uncertified and config.certificate is None
+            if (stay.as_promised or unplanned) and prefills.contains(entry.id, piece.front):
+                return Entrance("restored")
 
         # Without certificate and goal, a plan comes to one of these two. Planning would take longer than the choice.
         if not config.uncertified and config.certificate is None and config.goal is None:
             alone = not len(stay) and entry.kind == "chunk" and runtime.executor.lead is None
             if alone and self._is_stored(entry):
-                return "leading", None
+                return Entrance("leading")
             if stay.promise == "remember":
-                return "prefill", None
+                return Entrance("prefill")
 
         # A patch for the very antecedent is what a plan would choose without a certificate.
         if config.uncertified and config.certificate is None and runtime.store is not None and entry.kind == "chunk":
@@ -146,7 +180,12 @@ class ReusePlanner:
                 inventory = LargestPatchInventory.of(runtime.store, backbone)
                 for patch in inventory.serving(entry, digest, lambda: target):
                     if patch.note.base == "canonical":
-                        return "patch", patch.note
+                        return Entrance("patch", patch.note)
+
+                # Without a patch for them, what was computed behind the same lead and the same nearest piece.
+                behind = prefills.front_alike(entry.id, keys["near"]) if prefills is not None and keys else None
+                if behind is not None:
+                    return Entrance("restored", behind=behind)
 
         return self._plan(stay, [entry])
 
@@ -166,6 +205,13 @@ class ReusePlanner:
             forming=runtime.former is not None and bool(runtime.former.rank),
             known=self.known,
         )
+
+    def _prefills(self) -> StoredPrefills | None:
+        """Returns the stored prefills that this session may read; None without a store that keeps them."""
+        runtime = self._registry.runtime
+        if not StoredPrefills.supports(runtime.store):
+            return None
+        return StoredPrefills(runtime.store, runtime.backbone.fingerprint, runtime.executor.dtype)
 
     def _is_stored(self, entry: Entry) -> bool:
         """Returns whether the store has an entry, as far as it can say without reading."""

@@ -14,7 +14,7 @@ from ..plan import Certificate, DeviceCosts, Goal
 from ..utils.sizes import Size, size_of
 from ..window import PatchStore
 from .argument_checks import float_dtype
-from .runtime import PAGE_SIZE, PrivateRuntime, Runtime
+from .runtime import PAGE_SIZE, PREFILLS, PrivateRuntime, Runtime
 
 LARGEST_IMAGE = 64 << 20
 """Bytes of an image, as a file and as pixels."""
@@ -44,6 +44,8 @@ class SessionConfig:
         discarded first.
       rank: of the patches that are formed in the background; 0 forms none. None: 16 where the session may serve them,
         otherwise none.
+      prefills: bytes of prefills that the session may add to its store, as they are. Behind the very same pieces a
+        chunk is served by one without a forward, bit for bit. 0 stores none.
       pages, page_size, dtype: of the pool; see `PrivateRuntime`.
 
     Raises:
@@ -62,6 +64,7 @@ class SessionConfig:
     largest_image: Size = LARGEST_IMAGE
     memory: Size = MEMORY
     rank: Rank | None = None
+    prefills: Size = PREFILLS
     pages: int | None = None
     page_size: int = PAGE_SIZE
     dtype: jax.typing.DTypeLike | None = None
@@ -94,7 +97,7 @@ class SessionConfig:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", float_dtype(self.dtype, "session"))
         # Sizes may be texts such as "64 MiB". From here on they are whole numbers.
-        for name in ("largest_image", "memory"):
+        for name in ("largest_image", "memory", "prefills"):
             size = size_of(getattr(self, name), f"session.{name}", refused=SessionError)
             object.__setattr__(self, name, size)
 
@@ -112,7 +115,7 @@ class SessionConfig:
     def private_runtime(self, backbone: Backbone, store: PatchStore | None) -> PrivateRuntime:
         """Returns a new runtime for one session, with a pool of these options."""
         pool: dict[str, Any] = {"pages": self.pages, "page_size": self.page_size, "dtype": self.dtype}
-        return PrivateRuntime(backbone, store, rank=self.rank, **pool)
+        return PrivateRuntime(backbone, store, rank=self.rank, prefills=int(self.prefills), **pool)
 
     def check_backbone(self, fingerprint: str) -> None:
         """Refuses a certificate or a linker of other weights.

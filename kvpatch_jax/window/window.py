@@ -109,23 +109,27 @@ class Window(WindowState):
         *,
         fetched: bool = False,
         allow_stale: bool = False,
+        behind: str | None = None,
     ) -> "tuple[Window, Edits]":
         """Places an entry behind all others.
 
         Args:
           how: "prefill" runs it behind what precedes it; "patch" places its canonical with a patch; "bare" places the
-            canonical alone; "leading" does so at the front of the window, where the canonical is the prefill. None:
-            "patch" if one is given, else "prefill".
+            canonical alone; "leading" does so at the front of the window, where the canonical is the prefill; "restored"
+            places a stored prefill (`StoredPrefills`). None: "patch" if one is given, else "prefill".
           patch: formed behind `target()`.
           fetched: canonical and patch are available without a `Fetch`.
           allow_stale: accepts a patch that was formed behind something else.
+          behind: chain digest of what a restored prefill was computed behind. None: behind these very pieces, served as
+            they are, so that it is what a forward would compute. Otherwise the piece is approximate.
 
         Raises:
           WindowError: an id that is in the window or was evicted (`recall` brings it back), a text that is not
           prefilled, or positions beyond 2**30. StalePatchError, PatchMismatchError: a patch that does not belong here.
         """
         check_new(self, entry)
-        there, placing = with_new_piece(self, len(self.pieces), entry, how, patch, fetched, allow_stale)
+        index = len(self.pieces)
+        there, placing = with_new_piece(self, index, entry, how, patch, fetched, allow_stale, behind=behind)
         return there, with_moves(self, there, placing)
 
     def insert(
@@ -158,6 +162,7 @@ class Window(WindowState):
         before: str | None = None,
         fetched: bool = False,
         allow_stale: bool = False,
+        behind: str | None = None,
     ) -> "tuple[Window, Edits]":
         """Brings an evicted chunk back, behind all others or in front of one, else as `append`.
 
@@ -175,7 +180,7 @@ class Window(WindowState):
                 f"recall.id: got {shown(id)}, which is {found}; expected an evicted one, such as {evicted}"
             )
         index = len(self.pieces) if before is None else movable_index(self, before, "recall")
-        there, placing = with_new_piece(self, index, gone.entry, how, patch, fetched, allow_stale, gone)
+        there, placing = with_new_piece(self, index, gone.entry, how, patch, fetched, allow_stale, gone, behind)
         return there, with_moves(self, there, placing)
 
     def replace(
