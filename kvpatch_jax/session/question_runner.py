@@ -95,10 +95,15 @@ class AnswerOptions:
 
 
 class QuestionRunner:
-    """Runner of questions after a session's window."""
+    """Runner of questions after a session's window.
+
+    Attributes:
+      asked: called with each question that was answered after the window itself, embedded; or None.
+    """
 
     def __init__(self, registry: PieceRegistry):
         self._registry, self._config = registry, registry.config
+        self.asked: Callable[[EmbeddedInput], None] | None = None
 
     def ask(self, question: Any, options: AnswerOptions, fork: Callable[[], tuple[Any, PieceRegistry]]) -> Answer:
         """Answers a question. The window stays as it is.
@@ -119,6 +124,8 @@ class QuestionRunner:
         registry.counters["questions"] += 1
         if options.audit:
             answer.audit = self._audit(registry, items, asked, answer.ids)
+        if self.asked is not None:
+            self.asked(asked)
         return answer
 
     def items(self, question: Any, framed: bool = True) -> list[Any]:

@@ -198,7 +198,7 @@ class ReusePlanner:
             self._registry.window,
             [*(piece.entry for piece in stay.pieces), *entries],
             DEFAULT_GOAL if config.goal is None and certified else config.goal,
-            stored=inventory.of(runtime.store, runtime.backbone),
+            stored=inventory.of(runtime.store, runtime.backbone, dtype=runtime.executor.dtype),
             certificate=config.certificate,
             costs=config.costs,
             uncertified=config.uncertified,

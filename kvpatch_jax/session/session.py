@@ -1,5 +1,6 @@
 """`Session`: an agent's window, and what it takes to add, recall, slide, fork and ask it."""
 
+import dataclasses
 import os
 import secrets
 import weakref
@@ -9,11 +10,12 @@ from typing import Any
 from ..backbone import Backbone
 from ..cache import brief, names_of
 from ..errors import SessionError
-from ..plan import Plan
+from ..plan import OnlineCertificate, Plan
 from ..sampling import Sampling
 from ..utils.argument_names import with_our_names
 from ..window import Costs, Fidelity, Kind, PatchStore, Promise, Window
 from . import session_file
+from .answer_auditor import AnswerAuditor, shared_certificate
 from .answers import Answer
 from .disposability import UNCHANGED, DisposabilityProbe, DisposabilityReport
 from .piece_registry import PieceRegistry, RuntimeRefCount, retry_after_pool_loss
@@ -21,7 +23,7 @@ from .question_runner import AnswerOptions, QuestionRunner, Stop
 from .reuse_planner import ReusePlanner
 from .runtime import RANK, Runtime, dtype_of
 from .session_config import SessionConfig, check_arguments, check_keep, with_chat_template
-from .session_input import embedded
+from .session_input import EmbeddedInput, embedded
 from .stats import Stats
 
 
@@ -118,6 +120,11 @@ class Session:
 
     def _compose(self, registry: PieceRegistry, keep: int | None) -> None:
         """Sets all attributes. New, forked and restored sessions are composed alike."""
+        if registry.config.certificate == "online":
+            certificate = OnlineCertificate(registry.runtime.backbone.fingerprint, writer=secrets.token_hex(8))
+            shared_certificate(certificate, registry.runtime.store)
+            registry.config = dataclasses.replace(registry.config, certificate=certificate)
+
         self.name, self.watchers = registry.name, registry.watchers
         self.config, self.runtime = registry.config, registry.runtime
         self.backbone, self.store = registry.runtime.backbone, registry.runtime.store
@@ -126,10 +133,21 @@ class Session:
         self._questions = QuestionRunner(registry)
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
 
+        # An online certificate learns from the answers of every session that serves by it.
+        self._auditor: AnswerAuditor | None = None
+        certificate = self.config.certificate
+        if isinstance(certificate, OnlineCertificate):
+            self._auditor = AnswerAuditor(registry, certificate)
+            self._questions.asked = self._audit_answer
+
         # A runtime forms no patches by default until one of its sessions may serve them.
         former = registry.runtime.former
         if former is not None and (self.config.certificate is not None or self.config.uncertified):
             former.form_patches(RANK)
+
+    def _audit_answer(self, asked: EmbeddedInput) -> None:
+        if self._auditor is not None:
+            self._auditor.after_answer(self._planner.known, asked)
 
     @property
     def keep(self) -> int | None:
@@ -331,6 +349,10 @@ class Session:
             registry.notify("close")
             for answer in list(self._answers):
                 answer.close()
+
+            # Audits run on forks, which need the runtime.
+            if self._auditor is not None:
+                self._auditor.close()
             registry.release()
 
     def __enter__(self) -> "Session":

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -10,7 +10,7 @@ from ..backbone import Backbone
 from ..cache import check_text
 from ..errors import CertificateError, SessionError
 from ..patching import Rank
-from ..plan import Certificate, DeviceCosts, Goal
+from ..plan import AnyCertificate, DeviceCosts, Goal
 from ..utils.sizes import Size, size_of
 from ..window import PatchStore
 from .argument_checks import float_dtype
@@ -28,7 +28,9 @@ class SessionConfig:
 
     Attributes:
       certificate: the measured loss of each reuse method on this backbone. With one, a returning chunk is served by a
-        stored patch where that keeps to the goal. Without one, it is prefilled.
+        stored patch where that keeps to the goal. Without one, it is prefilled, unless a prefill behind the very same
+        pieces is stored. "online": an `OnlineCertificate`, which starts from what the store has of earlier audits, and
+        learns from a share of this session's answers.
       goal: bounds on the loss of an answer, or on bytes or seconds. None: 0.05 nats with a certificate, otherwise
         exactly what the window promises.
       costs: of this device, for plans. None: assumed.
@@ -53,7 +55,7 @@ class SessionConfig:
       other options of the pool.
     """
 
-    certificate: Certificate | None = None
+    certificate: AnyCertificate | Literal["online"] | None = None
     goal: Goal | None = None
     costs: DeviceCosts | None = None
     uncertified: bool = False
@@ -71,7 +73,6 @@ class SessionConfig:
 
     def __post_init__(self) -> None:
         for name, kind, expected in (
-            ("certificate", Certificate, "Certificate.read(...), or None"),
             ("goal", Goal, "a kvpatch_jax.plan.Goal, or None"),
             ("costs", DeviceCosts, "DeviceCosts.read(...), or None"),
         ):
@@ -79,6 +80,10 @@ class SessionConfig:
             if value is not None and not isinstance(value, kind):
                 raise SessionError(f"session.{name}: got {value!r:.80}; expected {expected}")
 
+        if not isinstance(self.certificate, AnyCertificate | None) and self.certificate != "online":
+            raise SessionError(
+                f"session.certificate: got {self.certificate!r:.80}; expected Certificate.read(...), 'online', or None"
+            )
         if self.retriever is not None and not callable(self.retriever) and not hasattr(self.retriever, "search"):
             raise SessionError(
                 f"session.retriever: got {self.retriever!r:.80}; expected a function, an object with `search`, or None"
@@ -123,10 +128,11 @@ class SessionConfig:
         Raises:
           CertificateError, SessionError: either.
         """
-        if self.certificate is not None and self.certificate.backbone != fingerprint:
+        certificate = self.certificate
+        if isinstance(certificate, AnyCertificate) and certificate.backbone != fingerprint:
             raise CertificateError(
-                f"session.certificate: got one of {self.certificate.model!r:.80}, backbone "
-                f"{self.certificate.backbone[:16]!r}; expected backbone {fingerprint[:16]!r}"
+                f"session.certificate: got one of {certificate.model!r:.80}, backbone "
+                f"{certificate.backbone[:16]!r}; expected backbone {fingerprint[:16]!r}"
             )
         if self.linker is not None:
             found = getattr(self.linker, "backbone", None)
