@@ -31,7 +31,7 @@ VERSION = 1
 LADDER = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 """Bounds, in nats, that are tried for every way. The smallest one that is admitted is the way's bound."""
 STAKE = 0.75
-"""Share of the wealth that one miss costs: without a miss a bound is admitted after 38 audits, by the default policy."""
+"""Share of the wealth that one miss costs. By the default policy a bound is admitted after 38 audits without one."""
 LARGEST_ALARM = 50.0
 """Where the logarithm of the detector stays, far above every threshold."""
 MOST_SHARDS = 64
@@ -183,9 +183,7 @@ class OnlineCertificate:
                     record.alarm = min(math.log1p(math.exp(record.alarm) * ratio), LARGEST_ALARM)
                 self._decide(way)
 
-    def _extend_support(
-        self, others: int, tokens: int, chunks: Sequence[tuple[int | None, str | None]]
-    ) -> None:
+    def _extend_support(self, others: int, tokens: int, chunks: Sequence[tuple[int | None, str | None]]) -> None:
         support = self._support
         support.tokens, support.chunks = max(support.tokens, tokens), max(support.chunks, len(chunks))
         support.others = max(support.others, others)
@@ -328,7 +326,9 @@ class OnlineCertificate:
         return json.dumps(body, separators=(",", ":"), allow_nan=False)
 
     def _drop_smallest_shards(self) -> None:
-        others = sorted((writer for writer in self._shards if writer != self.writer), key=lambda own: _audits(self._shards[own]))
+        others = sorted(
+            (writer for writer in self._shards if writer != self.writer), key=lambda own: _audits(self._shards[own])
+        )
         for writer in others[: max(len(self._shards) - MOST_SHARDS, 0)]:
             del self._shards[writer]
 
@@ -405,7 +405,7 @@ def _shard_of(rows: Any, what: str) -> Shard:
         check_integer(audits, f"{what}.audits", 0)
         check_integer(misses, f"{what}.misses", 0)
         # No more can be won than by as many audits without a miss.
-        check_float(wealth, f"{what}.wealth", -1e9, audits)
+        check_float(wealth, f"{what}.wealth", -1e9, float(audits))
         check_float(alarm, f"{what}.alarm", 0.0, LARGEST_ALARM)
         shard[(point, rank), bound] = BoundRecord(audits, misses, wealth, alarm)
     return shard

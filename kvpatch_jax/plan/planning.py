@@ -11,8 +11,8 @@ from ..window import AtHand, Edits, Entry, Executor, Fidelity, Rotate, Window, a
 from .device_costs import DeviceCosts
 from .goal import Goal
 from .inventory import PatchInventory
-from .operating_points import MEANING, UNKNOWN, Point, Way
 from .online_certificate import AnyCertificate
+from .operating_points import MEANING, UNKNOWN, Point, Way
 from .option_solver import CertifiedBounds, OptionSelection, OptionSolver, Uncertified
 from .serving_options import REPAIRED_PERCENT, EditPricing, OptionTable, PlanOptions, ServingOption, kept_point
 

@@ -250,7 +250,7 @@ class OptionTable:
 
         restored = self._restored(index, entry)
         if skip_patches:
-            return [*restored[:1], ServingOption(point, PREFILL, *forward, None, True)]
+            return [*(own for own in restored if own.way is None), ServingOption(point, PREFILL, *forward, None, True)]
 
         # A forward of a chunk that has no valid patch yet lets the former make one.
         patched = self._patched(index, entry)
@@ -339,14 +339,16 @@ class OptionTable:
         taken = nbytes + rotation[0], flops + rotation[1], seconds + rotation[2]
         again = tuple_of(ServingOption, ("prefill", PREFILL, *taken, None, True, None))
         restorable = piece.state.kind == "bare" and self._is_as_promised(index, piece, set_aside=True)
+        # What a forward there would compute may be stored.
+        stored = [own for own in self._restored(index, entry) if own.way is None] if entry.kind == "chunk" else []
         if skip_patches and not restorable:
-            return [again]
+            return [*stored, again]
 
         keep = ServingOption(kept_point(piece), KEEP, *rotation, self._way_of_kept(index, piece))
         if entry.kind == "text":
             return [again, keep]
 
-        options = [again, keep, *self._patched(index, entry, piece)]
+        options = [*stored, again, keep, *self._patched(index, entry, piece)]
         if piece.state.kind != "bare" and self.inventory.canonical(entry):
             options.append(self._canonical_alone(entry))
         if restorable:

@@ -127,8 +127,8 @@ class ReusePlanner:
         # Counted last: a call that raises has counted nothing.
         if isinstance(choice, Plan):
             self.known = choice.known
-        if entry.kind == "chunk" and seen_before:
-            missed = any(isinstance(edit, Prefill) and edit.id == entry.id for edit in edits)
+        missed = any(isinstance(edit, Prefill) and edit.id == entry.id for edit in edits)
+        if entry.kind == "chunk" and (seen_before or not missed):
             registry.counters["misses" if missed else "hits"] += 1
             patch_count = getattr(registry.runtime.store, "patch_count", None)
             if missed and patch_count is not None and patch_count(entry.id, registry.runtime.backbone.fingerprint):
@@ -163,13 +163,15 @@ class ReusePlanner:
             if (stay.as_promised or unplanned) and prefills.contains(entry.id, piece.front):
                 return Entrance("restored")
 
-        # Without certificate and goal, a plan comes to one of these two. Planning would take longer than the choice.
-        if not config.uncertified and config.certificate is None and config.goal is None:
-            alone = not len(stay) and entry.kind == "chunk" and runtime.executor.lead is None
-            if alone and self._is_stored(entry):
-                return Entrance("leading")
-            if stay.promise == "remember":
-                return Entrance("prefill")
+        # The same is true of a canonical at the front of a window.
+        alone = not len(stay) and entry.kind == "chunk" and runtime.executor.lead is None
+        if alone and self._is_stored(entry):
+            return Entrance("leading")
+
+        # Without certificate and goal, a plan comes to a forward. Planning would take longer than the choice.
+        undemanding = not config.uncertified and config.certificate is None and config.goal is None
+        if undemanding and stay.promise == "remember":
+            return Entrance("prefill")
 
         # A patch for the very antecedent is what a plan would choose without a certificate.
         if config.uncertified and config.certificate is None and runtime.store is not None and entry.kind == "chunk":
@@ -182,10 +184,10 @@ class ReusePlanner:
                     if patch.note.base == "canonical":
                         return Entrance("patch", patch.note)
 
-                # Without a patch for them, what was computed behind the same lead and the same nearest piece.
-                behind = prefills.front_alike(entry.id, keys["near"]) if prefills is not None and keys else None
-                if behind is not None:
-                    return Entrance("restored", behind=behind)
+            # Without a patch for them, what was computed behind the same lead and the same nearest piece.
+            behind = prefills.front_alike(entry.id, keys["near"]) if prefills is not None and keys else None
+            if behind is not None:
+                return Entrance("restored", behind=behind)
 
         return self._plan(stay, [entry])
 

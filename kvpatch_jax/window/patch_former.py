@@ -38,7 +38,6 @@ class Executor(Protocol):
     backbone: Backbone
     sources: PieceSources
     lead: str | None
-    dtype: Any
     formers: list[PrefillObserver]
 
     def provide(
@@ -213,8 +212,9 @@ class PatchFormer:
         if executor.lead != self.lead:
             raise InputError(f"former.executor: got one of lead {executor.lead}; expected {self.lead}, the former's")
 
-        if self._prefill_bytes:
-            self._prefills = StoredPrefills(self.store, self.backbone.fingerprint, executor.dtype)
+        dtype = getattr(executor, "dtype", None)
+        if self._prefill_bytes and dtype is not None:
+            self._prefills = StoredPrefills(self.store, self.backbone.fingerprint, dtype)
         executor.formers.append(self)
 
     def __call__(self, window: Window, id: str, tokens: Tokens, length: int, kv: Mapping[str, Array]) -> None:
@@ -232,9 +232,7 @@ class PatchFormer:
             else:
                 likeness = likeness_keys(window.pieces, index, window.lead)
                 antecedent = window.antecedent(id)
-                self._enqueue(
-                    PrefillRecord(piece.entry, antecedent, tokens, length, dict(kv), piece.front, likeness)
-                )
+                self._enqueue(PrefillRecord(piece.entry, antecedent, tokens, length, dict(kv), piece.front, likeness))
         except Exception as error:
             self._report(error)
 
@@ -403,9 +401,7 @@ class PatchFormer:
             return conditioned(self.backbone, [tokens], lead=self._lead_tokens)[0]
         return self.backbone.prefill(tokens, logits=np.array([[length - 1]], np.int32)).kv
 
-    def _chunk_of(
-        self, kv: Mapping[str, Array], tokens: Tokens, length: int, entry: Entry, lead: str | None
-    ) -> Chunk:
+    def _chunk_of(self, kv: Mapping[str, Array], tokens: Tokens, length: int, entry: Entry, lead: str | None) -> Chunk:
         size = next(iter(kv.values())).shape[2]
         return Chunk(
             kv={name: value[:, 0] for name, value in kv.items()},

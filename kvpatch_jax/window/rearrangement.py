@@ -108,15 +108,21 @@ class Rearrangement:
                 pieces[index] = pieces[index].run_again(clock)
             else:
                 pieces[index] = _with_service(pieces[index], kept, service, self.targets.digests[index])
+                # Another KV than those behind it have seen, as after a forward.
+                if service.how == "restored" and kept:
+                    again, clock = True, max(clock, self.before.clock + 1)
+                    pieces[index] = pieces[index]._replace(born=clock, placed=clock)
 
         if changed:
             # So far all counted as prefilled, and `born` was raised where everything in front was exact then. Behind
             # the first that is patched or bare nothing is.
             own, places = self.before.pieces, self.before.places
-            first = next((index for index in changed if services[index].how in ("patch", "bare", "restored")), len(pieces))
+            first = next(
+                (index for index in changed if services[index].how in ("patch", "bare", "restored")), len(pieces)
+            )
             for index in range(first + 1, len(pieces)):
                 piece = pieces[index]
-                if self.kept[index] and services[index].how != "prefill":
+                if self.kept[index] and services[index].how not in ("prefill", "restored"):
                     born = own[places[piece.entry.id]].born
                     pieces[index] = piece if piece.born == born else piece._replace(born=born)
 

@@ -1,10 +1,11 @@
 """Stored prefills: the KV that a forward of a chunk left behind other pieces, kept to serve the chunk again.
 
-A store keeps it as a chunk of its own, whose lead is everything that preceded it. Behind the very same pieces, served in
-the same way, it is what a forward would compute, bit for bit. Behind the same *nearest* piece it is close to that,
+A store keeps it as a chunk of its own, whose lead is everything that preceded it. Behind the very same pieces, served
+in the same way, it is what a forward would compute, bit for bit. Behind the same *nearest* piece it is close to that,
 because the nearest antecedent carries most of the deficit; then the chunk is approximate.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ def likeness_keys(pieces: Sequence[PlacedPiece], index: int, lead: int) -> dict[
       it: there a chunk is read at another distance.
     """
     front = pieces[: index + 1]
-    if not index or any(after.start != before.end for before, after in zip(front, front[1:], strict=False)):
+    if not index or any(after.start != before.end for before, after in itertools.pairwise(front)):
         return {}
 
     # Where the lead itself is nearest, there is nothing else to differ in.

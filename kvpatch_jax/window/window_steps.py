@@ -110,9 +110,7 @@ def restoring_edits(costs: Costs, piece: PlacedPiece) -> list[Edit]:
     return [fetch, Copy(id, "prefill", None, **costs.copy(tokens))]
 
 
-def serving_edits(
-    window: WindowState, index: int, fetched: bool, how: How | None = None
-) -> list[Edit]:
+def serving_edits(window: WindowState, index: int, fetched: bool, how: How | None = None) -> list[Edit]:
     """Returns the edits that place a piece in its state.
 
     Args:
