@@ -46,6 +46,8 @@ napoleon_attr_annotations = False
 html_theme = "furo"
 html_title = "kvpatch_jax"
 html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["narrow.css"]
 
 ROOT_PAGES = {
     "README": "index",
@@ -54,7 +56,6 @@ ROOT_PAGES = {
     "CHANGELOG": "project/changelog",
 }
 SECTION = re.compile(r"(Args|Arguments|Attributes|Example|Examples|Note|Raises|Returns|Yields|Warning):\n")
-VERBATIM = re.compile(r"\n  .*\S {3,}\S|^ *(def|for|with) .*:\n")  # columns, or code
 PACKAGES = ("kvpatch_jax", "pallas_kernels", "models")
 TUPLE_FIELD = type(NamedTuple("OneField", [("field", int)]).field)
 """What autodoc would call "Alias for field number 0", a second time."""
@@ -125,21 +126,45 @@ def from_elsewhere(app, what, name, obj, skip, options):
 
 
 def as_rst(app, what, name, obj, options, lines):
-    """Makes reStructuredText of a docstring: code spans in single backticks, fields listed one a line, plain stars."""
-    blocks = re.split(r"\n{2,}", "\n".join(lines))
+    """Makes reStructuredText of a docstring: code, code spans in single backticks, lists, plain stars."""
+    blocks, code = re.split(r"\n{2,}", "\n".join(lines)), False
     for index, block in enumerate(blocks):
-        if VERBATIM.search(block):
-            blocks[index] = "::\n\n" + re.sub(r"(?m)^", "    ", block)
-        elif "\n  " in block and not block.startswith(" ") and not SECTION.match(block):
-            blocks[index] = re.sub(r"(?m)^(?=\S)", "- ", block)  # fields, with their next lines indented
+        # Code is indented by four and may have empty lines: such blocks are one.
+        continued, code = code, all(line.startswith("    ") for line in block.split("\n"))
+        if code:
+            blocks[index] = block if continued else f".. code-block:: python\n    :force:\n\n{block}"  # some have "…"
+            continue
 
-    parts = re.split(r"(`[^`]+`)", "\n\n".join(blocks))
+        if "\n  " in block and not block.startswith(" ") and not SECTION.match(block):
+            heading, *rows = block.rstrip("\n").split("\n")
+            if heading.endswith(":") and all(re.match(r"  \S", row) for row in rows):
+                block = "\n".join([heading, "", *map(as_item, rows)])
+            else:
+                block = re.sub(r"(?m)^(?=\S)", "- ", block)  # fields, with their next lines indented
+        blocks[index] = as_inline(block)
+    lines[:] = "\n\n".join(blocks).split("\n")
+
+    # Napoleon takes what precedes a colon in the first line of a property or a field for its type. A line that shows
+    # nothing goes before it.
+    if what in {"attribute", "data", "property"}:
+        lines.insert(0, "\\")
+
+
+def as_item(row):
+    """Returns an item of a list: names, and after three spaces or more what they are."""
+    names, *meaning = re.split(r" {3,}", row.strip())
+    return ": ".join(["- " + ", ".join(f"`{name}`" for name in names.split(", ")), *meaning])
+
+
+def as_inline(text):
+    """Returns text with double backticks around code, and plain stars, bars and underscores."""
+    parts = re.split(r"(`[^`]+`)", text)
     for index, part in enumerate(parts):
         if index % 2:
             parts[index] = f"`{part}`" + ("\\ " if parts[index + 1][:1].isalnum() else "")
         else:
             parts[index] = re.sub(r"(?<=\w)_(?!\w)", r"\\_", re.sub(r"([*|])", r"\\\1", part))
-    lines[:] = "".join(parts).split("\n")
+    return "".join(parts)
 
 
 def between_root_pages(app, doctree):

@@ -152,7 +152,7 @@ class RecordedDataset:
     """Contexts and questions that are measured part by part, every part kept when it is done.
 
     Attributes:
-      config: what the parts depend on, "model" among it, of JSON's types.
+      config: what the parts depend on, "model" among it; JSON can hold it.
       parts: all of them, in the order in which they are measured; each yields records.
       rows: the scorer: makes rows of all finished parts.
       packages: whose versions the results name.

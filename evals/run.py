@@ -12,7 +12,6 @@ from . import extra as extra  # isort: split
 
 import dataclasses
 import itertools
-import json
 import shlex
 import sys
 import time
@@ -46,7 +45,7 @@ from .report.window_paper import write_windows
 from .results.environment import environment
 from .results.headline import headline_results
 from .results.parts import make_out
-from .results.rows import without_nan
+from .results.rows import write_rows
 from .rules import RULES
 from .scene_jobs import SUITES, WINDOW, RunConfig, arms_of, measure, planned_ticks
 from .task_language import check_language
@@ -161,9 +160,8 @@ def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
 
 
 def write_results(results: dict[str, Any], tables: list[ResultsTable], folder: Path) -> None:
-    """Writes results.json (NaN as null) and items.jsonl; removes a table that an earlier run left there."""
-    rows = without_nan(results["rows"])
-    (folder / "results.json").write_text(json.dumps({**results, "rows": rows}, indent=1) + "\n")
+    """Writes results.json and items.jsonl; removes a table that an earlier run left there."""
+    write_rows(results, folder)
     items = folder / "items.jsonl"
     items.unlink(missing_ok=True)
     # Not every suite writes a table.
@@ -184,14 +182,14 @@ def asked_suites(names: Sequence[str]) -> tuple[str, ...]:
     expected = ", ".join((*SUITES, WINDOW))
     if PRETRAINED in names:
         if len(names) > 1:
-            raise app.UsageError(f"--suite names {', '.join(names)}; expected pretrained alone, or none of it")
+            raise app.UsageError(f"--suite: got {', '.join(names)}; expected pretrained alone, or none of it")
         return (PRETRAINED,)
     if not names:
-        raise app.UsageError(f"--suite names nothing; expected all, or some of {expected}")
+        raise app.UsageError(f"--suite: got nothing; expected all, or some of {expected}")
 
     unknown = [name for name in names if name not in (*SUITES, WINDOW, "all")]
     if unknown:
-        raise app.UsageError(f"--suite names {unknown[0]!r}; expected all, or some of {expected}")
+        raise app.UsageError(f"--suite: got {unknown[0]!r}; expected all, or some of {expected}")
     if "all" in names:
         return (*SUITES, *([WINDOW] if WINDOW in names else []))
     return tuple(names)

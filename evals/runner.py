@@ -30,7 +30,7 @@ from .results.costs import METRICS
 from .results.environment import environment
 from .results.headline import headline_rows
 from .results.parts import add_part, finished_parts, make_out, measure_parts
-from .results.rows import Row, without_nan
+from .results.rows import Row, without_nan, write_rows
 from .rules import RULES
 from .sheets_task.reader import class_shares, energy_ranks
 from .task_language import check_language
@@ -191,7 +191,7 @@ def run(name: str, seed: int, folder: Path, dataset: PackedDataset, *, quick: bo
         "environment": environment(),
         "rows": rows,
     }
-    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_rows(results, folder)
     print(write_report(results, folder))
     print(f"results: {folder / 'results.json'}; report: {folder / 'report.html'}", flush=True)
     return results
@@ -206,14 +206,14 @@ def run_recorded(dataset: RecordedDataset, out: Path, limit: int = 0) -> dict[st
     Raises:
       InputError: the folder holds parts of another configuration.
     """
-    file, config = out / PARTS, dataset.config
+    # Lists in place of tuples, as the file of parts has them.
+    file, config = out / PARTS, json.loads(json.dumps(dataset.config))
     measure_parts(file, config, dataset.parts[: dataset.unlimited])
     finished = measure_parts(file, config, dataset.parts, limit)
     results = {
         "config": {**config, **dataset.shown, "parts_done": len(finished), "parts": len(dataset.parts)},
         "environment": environment(dataset.packages),
         "cpu_seconds": sum(part["cpu_seconds"] for part in finished),
-        "rows": without_nan(dataset.rows(finished)),
+        "rows": dataset.rows(finished),
     }
-    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    return results
+    return write_rows(results, out)

@@ -168,16 +168,14 @@ def _count(tally: Tally, parts: dict[str, Array], drawn: TrainingBatch, kinds: S
 
 def draw_curve(folder: Path, kinds: Sequence[str] = SMALL_TRAINING.recipe.kinds) -> Path:
     """Draws DIR/curve.jsonl: accuracy by kind and the losses."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     lines = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
     # A resumed run writes some steps twice; the later line counts.
     lines = list({line["step"]: line for line in lines}.values())
     steps = [line["step"] for line in lines]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for name in kinds:
         left.plot(steps, [line.get(name, np.nan) for line in lines], label=name)
     for name in lines[-1]:
@@ -189,7 +187,6 @@ def draw_curve(folder: Path, kinds: Sequence[str] = SMALL_TRAINING.recipe.kinds)
     for axis in (left, right):
         axis.legend(frameon=False, fontsize=8)
     figure.savefig(folder / "curve.png", dpi=110)
-    plt.close(figure)
     return folder / "curve.png"
 
 

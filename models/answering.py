@@ -4,7 +4,6 @@ An answer's tokens depend on its own context, question, sampling and key, and on
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,32 +11,18 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from kvpatch_jax.answers import AnswerRows, Draws
 from kvpatch_jax.backbone import Tokens, check_cached, check_tokens
-from kvpatch_jax.core import KVLayout, Paged, held_arrays
+from kvpatch_jax.core import Paged, arrays_of
 from kvpatch_jax.errors import InputError, ShapeError
 from kvpatch_jax.sampling import Sampling, TextPiece
 from pallas_kernels.splice import check_slots
 
-from .forward import Forward
+from .forward import LoadedModel
 from .generation import check_stop, pieces_of
 from .sampling import draw_of
 
 
-class Answering:
+class Answering(LoadedModel):
     """What a backbone gets from its programs and a check of positions: questions and steps of answers in pages."""
-
-    config: Any
-    layout: KVLayout
-    programs: Forward
-    stop_tokens: tuple[int, ...]
-
-    @property
-    def tokenizer(self) -> Any:
-        """Of `tokenizers`, or None."""
-        raise NotImplementedError
-
-    def _check_regime(self, positions: Array | np.ndarray, ahead: int = 0) -> None:
-        """Refuses positions that the rope does not serve."""
-        raise NotImplementedError
 
     def answer_choices(
         self, sampling: Sampling | None, key: PRNGKeyArray | int | None, stop: Sequence[int] | None
@@ -93,11 +78,13 @@ class Answering:
 
         total = int(np.prod(next(iter(context.pool.values())).shape[1:3]))
         check_slots(given, total)
+
+        # Padding is written at no key and at no slot: one past the last of each.
         after, (keys, places) = context.extended(given[None]).written(given[None])
         room = ((0, 0), (0, size - length))
         written = np.pad(keys, room, constant_values=after.key_count), np.pad(places, room)
         padded = np.pad(given[None], room, constant_values=total)
-        pool = held_arrays(self.layout, context.pool)
+        pool = arrays_of(context.pool)
         state, last = self.programs.state_for(size), np.array([[length - 1]], np.int32)
         return self.programs.first_in_pages(state, tokens, pool, after._replace(pool={}), padded, written, last, draws)
 
@@ -116,7 +103,7 @@ class Answering:
           The rows, each a token further: what the next step takes; and the pool.
         """
         state = self.programs.state_for(len(rows.token))
-        moved, pool = self.programs.next_in_pages(state, held_arrays(self.layout, pool), rows, draws)
+        moved, pool = self.programs.next_in_pages(state, arrays_of(pool), rows, draws)
         token, place, position, index = moved
         return rows._replace(token=token, place=place, position=position, index=index), pool
 

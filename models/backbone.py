@@ -4,6 +4,7 @@ Prompts are made by `prompts.py`, arrays computed by the jitted programs of `for
 checks on the host, before anything is traced, and padding to buckets.
 """
 
+import copy
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
@@ -147,11 +149,9 @@ class ModelBackbone(Generating, Writing, Answering):
 
         Both run the same programs, each compiled once for the two.
         """
-        kept: dict[str, Any] = {"buckets": self.buckets, "chat_template": self.chat_template, "mesh": self.mesh}
-        kept["without_tokenizer"] = self._without
-        kept["stop_tokens"], kept["answer_tokens"] = self.stop_tokens, self.answer_tokens
-        other = ModelBackbone(self.config, parameters, self.image_config, self.tokenizer, **kept)
-        other.programs = self.programs.holding(other.programs.state)
+        _, state = nnx.split(with_parameters(self.config, dict(parameters)))
+        other = copy.copy(self)
+        other.programs, other._fingerprint = self.programs.holding(state), None
         return other
 
     # --------------------------------------------------------------------------------------------- prompts
@@ -314,7 +314,11 @@ class ModelBackbone(Generating, Writing, Answering):
             features = pad_features(features, input_ids.size)
 
         embeddings, deepstack = self.programs.embed(self.programs.state, input_ids, features)
-        positions = _host_positions(position_ids)
+        # Positions of the host stay there, in 32 bits as a device would have them.
+        positions = position_ids
+        if not isinstance(positions, jax.Array):
+            positions = np.asarray(positions)
+            positions = positions.astype(np.float32 if positions.dtype.kind == "f" else np.int32)
         if input_ids.shape[1] != length:
             room = [(0, input_ids.shape[1] - length if axis == 1 else 0) for axis in range(positions.ndim)]
             positions = np.pad(np.asarray(positions), room)
@@ -338,6 +342,8 @@ class ModelBackbone(Generating, Writing, Answering):
         pixels, plan = arrays["pixel_values"], dict(plan)
         if self.buckets is not None:
             pixels, plan = pad_images(self.buckets, np.asarray(pixels), plan, vision.fills(self.config))
+
+        # Padding makes features too, behind those that count.
         features = self.programs.encode(self.programs.state, pixels, plan)
         count = self._feature_count(input_ids)
         return features if features.shape[1] == count else features[:, :count]
@@ -443,6 +449,8 @@ class ModelBackbone(Generating, Writing, Answering):
         self._check_regime(tokens.positions)
         batch, length, _ = tokens.embeddings.shape
         tokens, context, mask = self._pad_read(tokens, context, mask)
+
+        # Of what runs, only the tokens as they were given count: padding chooses experts as well.
         counted = np.broadcast_to(np.arange(tokens.embeddings.shape[1]) < length, (batch, tokens.embeddings.shape[1]))
         return self.programs.router_load(self.programs.state, tokens, context, mask, jnp.asarray(counted))
 
@@ -461,7 +469,7 @@ class ModelBackbone(Generating, Writing, Answering):
             check_mask_over(mask, (len(tokens.embeddings), length, context.key_count + length), what)
 
         check_behind(tokens, context, mask, what)
-        return in_pages(self.layout, self.config.text.window, context) if isinstance(context, Paged) else dict(context)
+        return in_pages(self.config.text.window, context) if isinstance(context, Paged) else dict(context)
 
     def _read_of(
         self, tokens: Tokens, context: Context | None, mask: Any, steps: int
@@ -479,11 +487,3 @@ class ModelBackbone(Generating, Writing, Answering):
             return pad_tokens(self.buckets, tokens), context, pad_own_mask(self.buckets, mask, length)
         mask = pad_mask(self.buckets, length, key_count(context), mask, window)
         return pad_tokens(self.buckets, tokens), pad_context(self.buckets, context), mask
-
-
-def _host_positions(positions: Array | np.ndarray) -> Array | np.ndarray:
-    """Returns positions where they are, those of the host in 32 bits as a device would have them."""
-    if isinstance(positions, jax.Array):
-        return positions
-    given = np.asarray(positions)
-    return given.astype(np.float32 if given.dtype.kind == "f" else np.int32)

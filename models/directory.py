@@ -75,16 +75,21 @@ def load(
         raise ConfigError(f"load: got mesh {mesh!r:.80}; expected a jax.sharding.Mesh, or None")
 
     files = open_files(root)
+
+    # The authors' own formats are read as the family that transformers made of them.
     name = _architecture(files.config, files.name)
     authors = AUTHORS.get(name)
     family = FAMILIES[name] if authors is None else authors.family
     raw = files.config if authors is None else authors.config(files.config, root)
     config = family.config(raw, angles, regime)
+
     dtype = dtype or files.dtype()
     config = config if dtype is None else with_dtype(config, dtype)
 
+    # Under an adapter quantised weights stay float32, so that the sum is rounded once.
     source = files.source(config.text.dtype if adapter is None else "float32")
 
+    # A family's adapter names what the renamed file names; an authors' adapter is of the authors' own modules.
     if authors is None:
         source = family.renamed(config, source)
         source = source if adapter is None else family.merged(config, source, adapter)
@@ -92,6 +97,7 @@ def load(
         source = source if adapter is None else authors.merged(source, adapter)
         source = authors.source(config, files.config, source)
 
+    # Whether the output head is the embedding is settled by the file, before its parameters are counted.
     shapes = tensor_shapes(source)
     silent = raw.get("tie_word_embeddings") is None
     config = family.settle_ties(config, shapes, functools.partial(same_tensors, source), silent)
@@ -105,6 +111,7 @@ def load(
     shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
     ignore = (*family.ignored(config), *map(re.escape, source.unused))
     values = load_weights(source, entries, expected, ignore=ignore, shardings=shardings, progress=progress)
+
     tokenizer, without = files.tokenizer()
     backbone = ModelBackbone(
         config,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -20,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.answers import AnswerRows, Draws
 from kvpatch_jax.backbone import KV, Context, Output, Step, Tokens
-from kvpatch_jax.core import KVLayout, Paged, to_engine
+from kvpatch_jax.core import Buckets, KVLayout, Paged, to_engine
 
 from .attention import Mask, as_mask
 from .attention.mask import NOWHERE
@@ -70,15 +71,20 @@ class Forward:
         self.window = model.decoder.config.window
         self.mesh = mesh
         self.kv_shardings = {} if mesh is None else cache_shardings(layout, auto_mesh(mesh))
+
+        # Over a mesh KV comes back as it lies, everything else whole on each device.
         kv: Any = {name: sharding.spec for name, sharding in self.kv_shardings.items()}
+        whole: Any = P()
         self.encode = self._program(self._encode, P())
         self.embed = self._program(self._embed, P())
-        whole: Any = P()
         self.prefill = self._program(self._prefill, Output(whole, kv, whole), "start_layer", "hidden_at", "chunk")
         self.recompute = self._program(self._recompute, Step(whole, kv))
+
+        # What is written in place is donated: the pool that came in is gone with the call.
         self.recompute_in_pages = self._program(self._recompute_in_pages, Step(whole, kv), donate="pool")
         self.first_in_pages = self._program(self._first_in_pages, (whole, kv), donate="pool")
         self.next_in_pages = self._program(self._next_in_pages, (whole, kv), donate="pool")
+
         self.router_load = self._program(self._router_load, P())
         self.first = self._program(self._first, whole)
         self.begin = self._program(self._begin, (whole, kv), "room", "apart")
@@ -224,17 +230,15 @@ class Forward:
         Returns:
           Token, place, position and index of each row, one further; and the pool.
         """
-        decoder, size = nnx.merge(self.graph, state).decoder, next(iter(pool.values())).shape[2]
-        at, total = jnp.asarray(rows.place)[:, None], next(iter(pool.values())).shape[1] * size
+        decoder, at = nnx.merge(self.graph, state).decoder, jnp.asarray(rows.place)[:, None]
+        _, pages, size, *_ = next(iter(pool.values())).shape
         stand = jnp.where(rows.owned & (rows.places <= at), rows.places, NOWHERE)
         # The key whose place is that of the token to write; a row that stands for none has no page, and writes nowhere.
         key = jnp.argmax(stand == at, axis=1, keepdims=True).astype(jnp.int32)
         page = jnp.take_along_axis(rows.table, key // size, axis=1)
-        slots = jnp.where(page < 0, total, page * size + key % size)
+        slots = jnp.where(page < 0, pages * size, page * size + key % size)
 
-        axes = () if self.layout.rope.axes is None else (self.layout.rope.axes,)
-        positions = rows.position.reshape(-1, 1, *(1 for _ in axes))
-        positions = jnp.broadcast_to(positions, (len(positions), 1, *axes))
+        positions = self._on_all_axes(rows.position)
         mask = Mask(causal=True, query_places=at, key_places=stand)
         held = self._spread(pool)
         context = Paged(held, rows.table, stand != NOWHERE, rows.places)
@@ -360,13 +364,11 @@ class Forward:
         self, decoder: Any, now: Continuation, cache: Any, draw: Draw, written: Array
     ) -> tuple[Continuation, Any]:
         """Writes each row's last token and chooses the next one; rows that are done keep theirs."""
-        B, axes = len(now.token), () if self.layout.rope.axes is None else (self.layout.rope.axes,)
         # The token that is written now was chosen by the step before.
         slot = written + now.count - 1
         seen = now.seen | (jnp.arange(now.seen.shape[-1]) == slot)
-        place = now.place + (now.count - 1).astype(now.place.dtype)
-        positions = jnp.broadcast_to(place.reshape(B, 1, *(1 for _ in axes)), (B, 1, *axes))
-        slots = jnp.full((B, 1), slot, jnp.int32)
+        positions = self._on_all_axes(now.place + (now.count - 1).astype(now.place.dtype))
+        slots = jnp.full((len(now.token), 1), slot, jnp.int32)
         at = jax.lax.dynamic_slice_in_dim(now.places, slot, 1, axis=1)
         mask = Mask(query_places=at, key_places=now.places, allowed=seen)
         run = decoder.run(decoder.embed(now.token[:, None]), positions, mask, context=cache, slots=slots)
@@ -376,6 +378,11 @@ class Forward:
         now = now._replace(token=token, count=now.count + 1, done=now.done | _stopped(token, draw), seen=seen)
         return now, run.cache
 
+    def _on_all_axes(self, place: Array | np.ndarray) -> Array:
+        """Returns positions [B,1] or [B,1,A] of one text token per row: text advances on all axes of M-RoPE alike."""
+        axes = () if self.layout.rope.axes is None else (self.layout.rope.axes,)
+        return jnp.broadcast_to(place.reshape(-1, 1, *(1 for _ in axes)), (len(place), 1, *axes))
+
     def _spread(self, kv: Any) -> Any:
         """Returns a KV pytree laid over the mesh, where there is one (and None where there is no KV)."""
         if kv is None or not self.kv_shardings:
@@ -384,6 +391,29 @@ class Forward:
             return kv._replace(pool=self._spread(kv.pool))
         lay = jax.lax.with_sharding_constraint
         return {name: lay(value, self.kv_shardings[name]) for name, value in kv.items()}
+
+
+class LoadedModel:
+    """What the parts of a backbone (`Generating`, `Writing`, `Answering`) find in it.
+
+    Attributes:
+      config, layout, buckets, programs, stop_tokens: as in `ModelBackbone`.
+    """
+
+    config: Any
+    layout: KVLayout
+    buckets: Buckets | None
+    programs: Forward
+    stop_tokens: tuple[int, ...]
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of `tokenizers`, or None."""
+        raise NotImplementedError
+
+    def _check_regime(self, positions: Array | np.ndarray, ahead: int = 0) -> None:
+        """Refuses positions (and as many more) that the rope does not serve."""
+        raise NotImplementedError
 
 
 def key_count(context: Context | None) -> int:

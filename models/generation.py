@@ -16,7 +16,7 @@ from kvpatch_jax.errors import InputError, NotFiniteError, ShapeError
 from kvpatch_jax.sampling import Sampling, TextPiece, check_steps
 from kvpatch_jax.utils.argument_names import with_our_names
 
-from .forward import BLOCK, Forward, key_count
+from .forward import BLOCK, Forward, LoadedModel, key_count
 from .sampling import REFUSED, Draw, draw_of
 
 LEAST_ROOM = 64
@@ -116,7 +116,6 @@ def make_blocks(
     written, stops = np.int32(key_count(context) + length), np.asarray(draw.stop)
 
     ids, count, left, made = now.token[:, None], 1, steps - 1, 0
-
     while True:
         # The next block is dispatched before this one is read, so that the device does not wait for the host.
         following = None
@@ -149,17 +148,8 @@ def _check_chosen(ids: Int[np.ndarray, "B n"], made: int) -> None:
         )
 
 
-class Generating:
+class Generating(LoadedModel):
     """What a backbone gets from its programs, its tokenizer and a check of what it reads: `generate` and `stream`."""
-
-    config: Any
-    programs: Forward
-    stop_tokens: tuple[int, ...]
-
-    @property
-    def tokenizer(self) -> Any:
-        """Of `tokenizers`, or None."""
-        raise NotImplementedError
 
     def _read_of(
         self, tokens: Tokens, context: Context | None, mask: Any, steps: int
@@ -286,10 +276,9 @@ def pad_rows(prompts: Sequence[Tokens]) -> tuple[Tokens, Int[np.ndarray, " B"]]:
     def behind(x, fill):
         return fill(x, [(0, longest - x.shape[1] if axis == 1 else 0) for axis in range(x.ndim)])
 
+    # A prompt without images has no deepstack features: zeros where another one has some.
     deep = next((prompt.deepstack for prompt in prompts if prompt.deepstack is not None), None)
-
     embeddings, positions, deepstack = [], [], []
-
     for prompt in prompts:
         embeddings.append(behind(prompt.embeddings, jnp.pad))
         positions.append(behind(np.asarray(prompt.positions), np.pad))

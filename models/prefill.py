@@ -94,12 +94,15 @@ def _in_chunks(
     room, layers_of = {}, decoder.config.layers
     for channel in decoder.config.layout.channels:
         room[channel.name] = jnp.zeros((layers_of, B, T, channel.heads, channel.width), tokens.embeddings.dtype)
+
     shapes = jax.eval_shape(run, jnp.int32(0), room)
     wanted = T if rows is None else rows.shape[1]
     hidden = jnp.zeros((B, wanted, shapes.hidden.shape[-1]), shapes.hidden.dtype)
     taps = {}
     for layer, leaf in shapes.taps.items():
         taps[layer] = jnp.zeros((B, T, *leaf.shape[2:]), leaf.dtype)
+
+    # All chunks have one shape: the last one runs some tokens again rather than fewer.
     begin = Prefilled(hidden, room, taps)
     starts = jnp.minimum(jnp.arange(0, T, chunk, dtype=jnp.int32), T - chunk)
     whole, _ = jax.lax.scan(step, begin, starts)

@@ -71,6 +71,7 @@ class Prompts:
                     f"second_per_grid_ts: got some for {name}, whose positions count no seconds; expected None"
                 )
 
+            # What is no list of numbers becomes a scalar, which has one axis too few.
             try:
                 seconds = np.asarray(second_per_grid_ts, np.float32)
             except (TypeError, ValueError, OverflowError):
@@ -175,7 +176,7 @@ class Prompts:
         array = np.asarray(token_ids)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or (array.size and array.min() < 0):
             raise InputError(f"text: got {token_ids!r:.80}; expected token ids [T]")
-        return self.tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=False)
+        return self.tokenizer.decode(array.tolist(), skip_special_tokens=False)
 
     def _prompt(self, ids: list[int], arrays: Mapping[str, Any]) -> dict[str, Any]:
         input_ids = np.array(ids, np.int32)
@@ -188,6 +189,7 @@ class Prompts:
 
     def _own_special_tokens(self) -> tuple[list[int], list[int]]:
         """Returns ids that the tokenizer itself puts before and behind a text (a start token, mostly)."""
+        # What stands around a text does not depend on the text, so any will do.
         bare, whole = (list(self.tokenizer.encode("a", add_special_tokens=flag).ids) for flag in (False, True))
         places = range(len(whole) - len(bare) + 1)
         first = next((place for place in places if whole[place : place + len(bare)] == bare), 0)

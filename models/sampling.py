@@ -127,6 +127,7 @@ def choose_rows(logits: Float[Array, "B V"], draws: Draws, index: Int[Array, " B
         def fold(key, at):
             return jax.random.fold_in(jax.random.fold_in(key, 0), at)
 
+        # Row 0 of `choose`'s keys, so that an answer in company has the tokens that it has alone.
         keys = jax.vmap(fold)(jax.random.wrap_key_data(jnp.asarray(draws.key)), index)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:]))(keys)
         return jnp.where(warm[:, 0], jnp.argmax(jnp.where(among, scaled, -jnp.inf) + noise, axis=-1), greedy)

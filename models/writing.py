@@ -9,26 +9,18 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from kvpatch_jax.backbone import Context, Logits, Step, Tokens, check_cached, check_tokens
-from kvpatch_jax.core import DEFAULT, Buckets, EngineKV, KVLayout, Paged, held_arrays
+from kvpatch_jax.core import DEFAULT, EngineKV, Paged, arrays_of
 from kvpatch_jax.errors import ShapeError
 from pallas_kernels.splice import check_slots
 
-from .forward import Forward, key_count
+from .forward import LoadedModel, key_count
 from .inputs.buckets import pad_slots, pad_tokens
 from .inputs.masks import check_mask, check_mask_over
 from .inputs.rows import logit_rows
 
 
-class Writing:
+class Writing(LoadedModel):
     """What a backbone gets from its programs and a check of positions: `recompute` and `decode`."""
-
-    layout: KVLayout
-    buckets: Buckets | None
-    programs: Forward
-
-    def _check_regime(self, positions: Array | np.ndarray, ahead: int = 0) -> None:
-        """Refuses positions that the rope does not serve."""
-        raise NotImplementedError
 
     def recompute(
         self,
@@ -98,7 +90,7 @@ class Writing:
         cache = cache.extended(slots, self.buckets or DEFAULT)
         check_mask_over(mask, (*slots.shape, cache.key_count), what)
         after, written = cache.written(slots)
-        pool = held_arrays(self.layout, cache.pool)
+        pool = arrays_of(cache.pool)
 
         if self.buckets is not None:
             # Padding is written at no key and at no slot.
@@ -115,7 +107,7 @@ class Writing:
         return Step(step.logits, after._replace(pool=step.cache))
 
 
-def in_pages(layout: KVLayout, window: int | None, context: Paged) -> Paged:
-    """Returns a paged context as one kind of pytree: the layout's channels, and places only where layers slide."""
-    pool = held_arrays(layout, context.pool)
+def in_pages(window: int | None, context: Paged) -> Paged:
+    """Returns a paged context as one kind of pytree: jax arrays by channel, and places only where layers slide."""
+    pool = arrays_of(context.pool)
     return Paged(pool, context.table, context.seen, None if window is None else context.places_of_keys())

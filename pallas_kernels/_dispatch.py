@@ -83,41 +83,32 @@ def choose(
     platform = jax.default_backend() if aimed is None else aimed.platform
     if implementation is None:
         implementation = preferred()
+
+    # Nobody asked: the platform's kernel where calls are aimed at it, or where it won this shape on this kind of
+    # device. XLA cannot partition a kernel over several.
     if implementation is None:
-        implementation = (*_unasked(operation, shape, platform, aimed is not None), "xla")
+        taken = platform in ("gpu", "tpu")
+        if taken and aimed is None:
+            taken = jax.device_count() == 1 and winner(jax.devices()[0].device_kind, operation, shape) == platform
+        implementation = (platform, "xla") if taken else "xla"
 
     asked = (implementation,) if isinstance(implementation, str) else tuple(implementation)
-    refused = []
-
+    kernels, refused = unsupported or {}, []
     for name in asked:
-        reason = _reason(name, platform, unsupported or {})
-        if reason is None:
+        if name == "xla":
             return name
+        if name not in IMPLEMENTATIONS:
+            reason = f"unknown; expected one of {IMPLEMENTATIONS}"
+        elif name not in kernels:
+            reason = "the operation has no such kernel"
+        elif name != platform:
+            reason = f"the platform is {platform!r}"
+        else:
+            reason = kernels[name]()
+            if reason is None:
+                return name
         refused.append(f"{name!r}: {reason}")
 
     raise KernelUnavailableError(
         f"{operation}: got {asked}; expected an implementation that can run here ({'; '.join(refused)})"
     )
-
-
-def _unasked(operation: str, shape: str, platform: str, aimed: bool) -> tuple[str, ...]:
-    """Returns the kernel that is taken though nobody asked for one: at most one name."""
-    if platform not in ("gpu", "tpu"):
-        return ()
-    if aimed:
-        return (platform,)
-    won = winner(jax.devices()[0].device_kind, operation, shape) if jax.device_count() == 1 else None
-    return (platform,) if won == platform else ()
-
-
-def _reason(name: str, platform: str, unsupported: Unsupported) -> str | None:
-    """Returns why an implementation cannot run; None if it can."""
-    if name == "xla":
-        return None
-    if name not in IMPLEMENTATIONS:
-        return f"unknown; expected one of {IMPLEMENTATIONS}"
-    if name not in unsupported:
-        return "the operation has no such kernel"
-    if name != platform:
-        return f"the platform is {platform!r}"
-    return unsupported[name]()

@@ -73,7 +73,7 @@ def _check(body: Any, path: str | Path) -> None:
     operations = body.get("operations") if isinstance(body, dict) else None
     if not isinstance(operations, dict):
         raise KernelShapeError(
-            f"table {str(path)!r}: got something else; expected an object with 'device' and 'operations'"
+            f"table {str(path)!r}: got {str(body)[:80]!r}; expected an object with 'device' and 'operations'"
         )
 
     for operation, rows in operations.items():

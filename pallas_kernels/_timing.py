@@ -56,6 +56,7 @@ def seconds_of(program: Callable[[], Any], calls: int, repeats: int) -> list[flo
       calls: how many calls one run makes.
       repeats: rounds that are counted.
     """
+    # The first round compiles; the second finds caches and clocks as those that count do.
     taken = []
     for _ in range(repeats + 2):
         begin = time.perf_counter()

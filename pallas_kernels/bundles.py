@@ -9,6 +9,7 @@ the copies in and out. The code of a loop counts once: clearing blocks past the 
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -76,6 +77,7 @@ def bundles_of(
         arguments = (SPEC((*POOL, heads, WIDTH), wide), SPEC((TOKENS,), jnp.int32), *arguments)
         function, donate = functools.partial(splice_tpu.kernel, layout="half"), (0,)
 
+    # Only this kernel's dumps are to be there.
     for path in directory.iterdir():
         path.unlink()
     with mock.patch.object(block, "by_pairs", return_value=False) if whole else contextlib.nullcontext():
@@ -121,17 +123,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
 
     with dumping() as directory:
-        for operation in flags.op:
-            for topology in flags.topology:
-                for dtype in flags.dtype:
-                    for rank in flags.rank:
-                        for heads in flags.heads:
-                            case = {"operation": operation, "topology": topology, "heads": heads}
-                            case |= {"rank": rank, "dtype": dtype}
-                            count = bundles_of(directory, **case, whole=flags.whole)
-                            rows.append(case | {"bundles": count})
-                            if flags.json:
-                                print(json.dumps(rows[-1]), flush=True)
+        for case in itertools.product(flags.op, flags.topology, flags.dtype, flags.rank, flags.heads):
+            operation, topology, dtype, rank, heads = case
+            row = {"operation": operation, "topology": topology, "heads": heads, "rank": rank, "dtype": dtype}
+            rows.append(row | {"bundles": bundles_of(directory, **row, whole=flags.whole)})
+            if flags.json:
+                print(json.dumps(rows[-1]), flush=True)
 
     if not flags.json:
         print(table(rows))

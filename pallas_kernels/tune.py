@@ -100,7 +100,9 @@ def tune_case(operation: str, shape: RotateShape, rank: int, platform: str, repe
     for candidate in candidates(operation, shape, rank, platform):
         what = f"{operation} {shape.name} rank {rank} {candidate.name}"
         try:
-            found = _first(operation, candidate, shape, sets)
+            # The first set alone, for the comparison.
+            found = _program(operation, candidate, shape, sets[:1])()
+            found = found[0] if operation == "rotate_patch" else found
             expected = found if expected is None else expected  # the XLA path comes first
             _check(found, expected, what)
             seconds[candidate.name] = median_seconds(_program(operation, candidate, shape, sets), len(sets), repeats)
@@ -138,14 +140,16 @@ def candidates(operation: str, shape: RotateShape, rank: int, platform: str) -> 
     yield TuningCandidate("xla", "xla", None, public("xla"))
     if platform == "gpu":
         yield TuningCandidate("gpu", "gpu", None, public("gpu"))
-    if platform == "tpu" and (operation == "rotate_patch" or _spliced_by_tpu(shape, rank)):
-        for tokens in CANDIDATES:
-            yield TuningCandidate(str(tokens), "tpu", tokens, blocked(tokens))
+    if platform != "tpu":
+        return
 
-
-def _spliced_by_tpu(shape: RotateShape, rank: int) -> bool:
-    given, pool = jax.eval_shape(lambda: (_draw(shape, rank, 0, 1), make_pool(shape, 1)))
-    return splice_tpu.unsupported(pool, _operands(given), False, shape.layout) is None
+    # Asked by shapes alone, before anything of this size is drawn.
+    if operation == "splice":
+        given, pool = jax.eval_shape(lambda: (_draw(shape, rank, 0, 1), make_pool(shape, 1)))
+        if splice_tpu.unsupported(pool, _operands(given), False, shape.layout) is not None:
+            return
+    for tokens in CANDIDATES:
+        yield TuningCandidate(str(tokens), "tpu", tokens, blocked(tokens))
 
 
 def _operands(given: Given) -> Operands:
@@ -198,12 +202,6 @@ def _program(
     if operation == "rotate_patch":
         return OverSets(candidate.call, [_without_slots(given) for given in sets])
     return ThroughPool(candidate.call, lambda: make_pool(shape, len(sets)), sets)
-
-
-def _first(operation: str, candidate: TuningCandidate, shape: RotateShape, sets: Sequence[Given]) -> Array:
-    """Returns the result for the first set alone."""
-    program = _program(operation, candidate, shape, sets[:1])
-    return program()[0] if operation == "rotate_patch" else program()
 
 
 def _check(found: Array, expected: Array, what: str) -> None:

@@ -54,3 +54,11 @@ def assert_within(found: Any, expected: Any, bound: Any, what: object = "") -> N
             f"{what}: {int(beyond.sum())} of {error.size} elements are beyond their bound; at "
             f"{[int(place) for place in worst]} got {one}; expected {other} within {most:.1e}, off by {off:.1e}"
         )
+
+
+def assert_close_to_largest(found: Any, expected: Any, what: object = "", *, bar: float) -> None:
+    """Asserts that no element is further from `expected` than this share of the largest magnitude in it."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape, what
+    error = np.abs(found - expected).max() / np.abs(expected).max()
+    assert error <= bar, f"{what}: off by {error:.2e} of the largest magnitude"

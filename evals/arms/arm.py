@@ -97,10 +97,10 @@ ArmMaker = Callable[[ArmFactory], AlternativeArm]
 
 
 def make_reprefill(factory: ArmFactory) -> AlternativeArm:
-    """Re-prefill: the reference."""
+    """Makes re-prefill, the reference."""
     return AlternativeArm(factory.costs.of_reprefill(), factory.page.reference, 1.0)
 
 
 def make_blind(factory: ArmFactory) -> AlternativeArm:
-    """Blind reuse: the canonical, rotated to its place."""
+    """Makes blind reuse: the canonical, rotated to its place."""
     return AlternativeArm(factory.costs.of_blind(), factory.page.cache(), 0.0)

@@ -55,6 +55,7 @@ def compressed_patch_makers() -> dict[str, ArmMaker]:
 def make_patch(
     factory: ArmFactory, rank: int, *, rotated: bool = False, part: Callable[[kvp.Patch], kvp.Patch] | None = None
 ) -> AlternativeArm:
+    """Makes the canonical with a patch of it, or with the part of that patch that `part` leaves."""
     page = factory.page
     patch = page.patch(rank, rotated=rotated)
     if part is not None:

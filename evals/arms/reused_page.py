@@ -169,14 +169,33 @@ def _join_page(prefix: KV, page: KV, start: int) -> KV:
     return {name: jnp.concatenate([value[:, :, :start], page[name]], axis=2) for name, value in prefix.items()}
 
 
-def cut(kv: Mapping[str, Any], where: slice) -> KV:
-    """Cuts some tokens out of KV {channel: [L, B, T, K, H]}."""
+def chunk_of(
+    backbone: Any, kv: Mapping[str, AnyArray], local: np.ndarray, id: str, content: str | None = None
+) -> kvp.Chunk:
+    """Makes a chunk, or a batch of chunks, of phase-free KV whose tokens stand at `local`, counted from its start."""
+    return kvp.Chunk(
+        kv=dict(kv),
+        local=local,
+        span=int(local.max()) + 1,
+        length=len(local),
+        id=id,
+        layout=backbone.layout,
+        backbone=backbone.fingerprint,
+        content=content,
+    )
+
+
+def cut(kv: Mapping[str, Any], where: slice) -> dict[str, Any]:
+    """Cuts some tokens out of KV {channel: [L, B, T, K, H]}, on the host or on a device."""
     return {name: value[:, :, where] for name, value in kv.items()}
 
 
 def joined(pieces: list[KV]) -> KV:
     """Joins pieces of KV behind one another, along their tokens."""
-    return {name: jnp.concatenate([piece[name] for piece in pieces], axis=2) for name in pieces[0]}
+    whole = {}
+    for name in pieces[0]:
+        whole[name] = jnp.concatenate([piece[name] for piece in pieces], axis=2)
+    return whole
 
 
 def difference(first: Mapping[str, AnyArray], second: Mapping[str, AnyArray]) -> KV:

@@ -1,4 +1,25 @@
-"""Runs one benchmark, prints its table and, with --out, writes its files. See `python -m evals.bench --help`."""
+"""Runs one benchmark: `python -m evals.bench --suite=NAME --out=DIR`.
+
+Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where there is a figure, bench_NAME.png.
+--quick is a preview of a minute or less, where a suite has one. Of the code:
+
+  kernels            apply_patch, splice and relocate over x · 2, their checks, the kernels' XLA path, factorisation
+  patch              the factorisation alone, with the energy captured of real deficits
+  store              put, get, patches, opening, eviction and fetch, beside raw files, safetensors and Orbax
+  fetch              one fetch that loads half and computes half
+  retrieval          nearest-neighbour search: recall@10 and seconds
+  costs              every kind of edit of a window on this device; planning of 32, 256 and 1024 chunks
+  window             steps of an agent's loop, break-even of a patch, computing the edits of up to 256 chunks
+  sessions           many agents at once: adding an image and asking, tokens per second
+  backbones          prefill and decode of every family, beside transformers with --torch-python
+
+Of answers, and of what follows from configurations alone:
+
+  window_pretrained  the sliding window on SmolLM2-135M, in parts
+  needs              what Session.needs reports of a chunk, beside prefilling the window without it
+  placement          orders of chunks and patches to keep, over whole traces
+  sizes              memory and least time of released checkpoints
+"""
 
 from .. import extra as extra  # isort: split
 
@@ -44,7 +65,7 @@ BENCHMARKS = {
     )
 }
 
-_SUITE = flags.DEFINE_enum("suite", "patch", list(BENCHMARKS), "Which benchmark to run.")
+_SUITE = flags.DEFINE_enum("suite", "patch", list(BENCHMARKS), "Which benchmark to run; see above.")
 _OUT = flags.DEFINE_string("out", None, "Directory to write bench_<suite>.json to; store: its disk is measured.")
 flags.DEFINE_string(
     "deficits", None, "patch: an .npz of real deficits, each [L, T, F] or [L, T, K, H]; their energy ratio is reported."
@@ -94,18 +115,15 @@ def main(argv: list[str]) -> None:
     quiet_backends(own=True)
 
     benchmark = BENCHMARKS[_SUITE.value]
-    options = {name: flags.FLAGS[_flag(name)].value for name in inspect.signature(benchmark.run).parameters}
+    parameters = inspect.signature(benchmark.run).parameters
+    # Flags of two words are spelt with a hyphen, which a parameter cannot have.
+    options = {name: flags.FLAGS[name.replace("_", "-")].value for name in parameters}
     with errors_as_one_line():
         result = benchmark.run(**options)
 
     print(benchmark.format(result))
     if _OUT.value:
         benchmark.write(result, Path(_OUT.value))
-
-
-def _flag(parameter: str) -> str:
-    # The one flag of two words is spelt with a hyphen, which a parameter cannot have.
-    return "torch-python" if parameter == "torch_python" else parameter
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ number was right.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -148,8 +149,11 @@ def report(results: Mapping[str, Mapping[str, Any]], wrong: Sequence[str]) -> st
         rows = result["rows"]
 
         if rows:
-            columns = list(dict.fromkeys(key for row in rows for key in row if key not in ("key", "seconds")))
-            cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+            keys = dict.fromkeys(itertools.chain.from_iterable(rows))
+            columns = [key for key in keys if key not in ("key", "seconds")]
+            cells = []
+            for row in rows:
+                cells.append([_cell(row.get(column)) for column in columns])
             lines += [markdown_table(columns, cells), ""]
 
         lines += [f"- {note}" for note in result.get("notes", [])] + [""] * bool(result.get("notes"))

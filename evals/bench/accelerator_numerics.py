@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ from pallas_kernels.rotate_patch.shapes import PRODUCTION, SMALL
 from .accelerator_tasks import PAGE_SIZE, KernelCase, Row, Task, cases, draw, implementation
 
 NARROW = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+CONSECUTIVE, SCATTERED = "splice", "splice, scattered"
+"""Splices to slots that follow one another, and to slots in no order."""
 FACTORISE_ENERGY = 0.99
 LIMITS = {"bfloat16": 1.0, "float32": 2.0**-9}
 """The largest error that passes, by dtype of the result, in the units that `NOTES` describes."""
@@ -26,14 +28,15 @@ def scattered(tiny: bool, which: str) -> Iterator[Task]:
     name = implementation(which)
     for column in (False, True):
         yield Task(f"single rows by {'column' if column else 'token'}", functools.partial(_single_rows, name, column))
-    yield from _tasks(tiny, name, lambda check: check[2] is _scattered)
+    yield from _tasks(tiny, name, (SCATTERED,))
 
 
 def numerics(tiny: bool, which: str) -> Iterator[Task]:
     """Yields errors of an implementation, in units in the last place of a row's largest bfloat16 value."""
     name = implementation(which)
     # Scattered splices of the kernel are a part of their own, which runs first.
-    yield from _tasks(tiny, name, lambda check: which == "xla" or check[2] is not _scattered)
+    operations = ("rotate_patch", CONSECUTIVE)
+    yield from _tasks(tiny, name, (*operations, SCATTERED) if which == "xla" else operations)
     for rows in (64, 128):
         yield Task(f"block_product {name} {rows}", functools.partial(_multiplied, tiny, name, rows, _fresh_seed()))
     if which == "xla":
@@ -69,25 +72,22 @@ def _single_rows(name: str, column: bool) -> Row:
     return row
 
 
-Check = tuple[str, str, Callable[..., float]]
-"""What is done with a chunk: the operation, the result's dtype, the function that measures its error."""
-
-
-def cases_of_numbers(tiny: bool) -> list[KernelCase]:
-    """Lists `cases`, and the rope key of latent attention in pairs, for numerics alone."""
+def _tasks(tiny: bool, name: str, operations: Sequence[str]) -> Iterator[Task]:
+    """Yields checks of the operations at every case and dtype."""
+    # The rope key of latent attention in pairs is for numerics alone.
     pairs = [shape._replace(name=f"{shape.name}_pairs", layout="pairs") for shape in PRODUCTION if shape.width == 64]
     shapes = SMALL[2:3] if tiny else pairs
-    return cases(tiny) + [KernelCase(shape, shape.tokens, 4 if tiny else 16) for shape in shapes]
 
-
-def _tasks(tiny: bool, name: str, chosen: Callable[[Check], bool]) -> Iterator[Task]:
-    """Yields the chosen checks at every case and dtype."""
-    for case in cases_of_numbers(tiny):
+    for case in cases(tiny) + [KernelCase(shape, shape.tokens, 4 if tiny else 16) for shape in shapes]:
         narrow = NARROW if case.rank in (4, 16) else ()
         for dtype in ("bfloat16", *narrow):
-            for operation, result, check in filter(chosen, _checks(dtype)):
+            results = [(operation, "bfloat16") for operation in operations]
+            if dtype == "int8" and "rotate_patch" in operations:
+                results.append(("rotate_patch", "float32"))
+
+            for operation, result in results:
                 key = f"{operation} {name} {case.name} {dtype} to {result}"
-                yield Task(key, functools.partial(_row, case, name, dtype, operation, result, check))
+                yield Task(key, functools.partial(_row, case, name, dtype, operation, result))
 
 
 def _fresh_seed() -> int:
@@ -95,27 +95,25 @@ def _fresh_seed() -> int:
     return int.from_bytes(os.urandom(4), "little")
 
 
-def _row(case: KernelCase, name: str, dtype: str, operation: str, result: str, check: Callable[..., float]) -> Row:
+def _row(case: KernelCase, name: str, dtype: str, operation: str, result: str) -> Row:
+    """Measures the error of an operation whose result is of the dtype `result`."""
     seed = _fresh_seed()
     chunk = draw(case, jax.random.key(seed), "float32" if dtype in NARROW else dtype)
     if dtype in NARROW:
         chunk = _narrowed(chunk, dtype)
     layers = sorted({0, case.sizes[0] // 2, case.sizes[0] - 1})
-    error = check(case, chunk, expected(chunk, layers, case.shape.layout), layers, name)
+    exact = expected(chunk, layers, case.shape.layout)
+
+    if operation == "rotate_patch":
+        error = _rotated(case, chunk, exact, layers, name, result)
+    else:
+        total = -(-2 * case.tokens // PAGE_SIZE) * PAGE_SIZE
+        consecutive = (np.arange(total) + total // 7) % total
+        order = np.random.default_rng().permutation(total) if operation == SCATTERED else consecutive
+        error = _spliced(case, chunk, exact, layers, name, order)
 
     row = {"operation": operation, "implementation": name, "case": case.name, "dtype": dtype, "result": result}
     return row | {"seed": seed, "error": error, "verdict": "pass" if error <= LIMITS[result] else "FAIL"}
-
-
-def _checks(dtype: str) -> list[Check]:
-    """Lists what is done with a chunk of this dtype."""
-    checks = [
-        ("rotate_patch", "bfloat16", _rotated),
-        ("splice", "bfloat16", _consecutive),
-        ("splice, scattered", "bfloat16", _scattered),
-    ]
-    wide = functools.partial(_rotated, result="float32")
-    return checks + [("rotate_patch", "float32", wide)] * (dtype == "int8")
 
 
 def _narrowed(wide: Mapping[str, Array], dtype: str) -> dict[str, Any]:
@@ -163,12 +161,8 @@ def units(found: Float[np.ndarray, "..."], exact: Float[np.ndarray, "..."]) -> f
     return float(np.nan_to_num(error, nan=np.inf).max())
 
 
-def _poison(sizes: tuple[int, ...]) -> None:
-    """Leaves NaN in the memory that the allocator is likely to give next."""
-    jax.block_until_ready([jnp.full(sizes, jnp.nan, jnp.bfloat16) for _ in range(2)])
-
-
-def _rotated(case: KernelCase, chunk, exact, layers: list[int], implementation: str, result: str = "bfloat16") -> float:
+def _rotated(case: KernelCase, chunk, exact, layers: list[int], implementation: str, result: str) -> float:
+    """Measures the error of `rotate_patch` on a padded chunk; infinite where the padding is not zero."""
     length = case.tokens - 3
     run = jax.jit(
         lambda chunk, length: rotate_patch(
@@ -180,25 +174,13 @@ def _rotated(case: KernelCase, chunk, exact, layers: list[int], implementation: 
         )
     )
     compiled = run.lower(chunk, jnp.int32(length)).compile()
-    # What a kernel leaves unwritten is NaN then, and not by chance what an earlier call left there.
-    _poison(case.sizes)
+    # The allocator is likely to give this memory next. What a kernel leaves unwritten is NaN then, and not by chance
+    # what an earlier call left there.
+    jax.block_until_ready([jnp.full(case.sizes, jnp.nan, jnp.bfloat16) for _ in range(2)])
     found = np.asarray(compiled(chunk, jnp.int32(length))[np.asarray(layers)].astype(jnp.float32))
     wanted = exact.copy()
     wanted[:, length:] = 0
     return max(units(found[:, :length], wanted[:, :length]), 0.0 if (found[:, length:] == 0).all() else np.inf)
-
-
-def _consecutive(case: KernelCase, chunk, exact, layers: list[int], implementation: str) -> float:
-    total = _slots(case)
-    return _spliced(case, chunk, exact, layers, implementation, (np.arange(total) + total // 7) % total)
-
-
-def _scattered(case: KernelCase, chunk, exact, layers: list[int], implementation: str) -> float:
-    return _spliced(case, chunk, exact, layers, implementation, np.random.default_rng().permutation(_slots(case)))
-
-
-def _slots(case: KernelCase) -> int:
-    return -(-2 * case.tokens // PAGE_SIZE) * PAGE_SIZE
 
 
 def _spliced(case: KernelCase, chunk, exact, layers: list[int], implementation: str, order: np.ndarray) -> float:
@@ -228,10 +210,8 @@ def _multiplied(tiny: bool, name: str, rows: int, seed: int) -> Row:
     experts, depth, width, blocks = (5, 64, 192, 8) if tiny else (128, 2048, 768, 640)
     used = blocks * 3 // 4
     keys = jax.random.split(jax.random.key(seed), 3)
-    x, stack = (
-        jax.random.normal(key, sizes, jnp.float32).astype(jnp.bfloat16)
-        for key, sizes in ((keys[0], (blocks * rows, depth)), (keys[1], (experts, depth, width)))
-    )
+    x = jax.random.normal(keys[0], (blocks * rows, depth), jnp.float32).astype(jnp.bfloat16)
+    stack = jax.random.normal(keys[1], (experts, depth, width), jnp.float32).astype(jnp.bfloat16)
     which = jax.random.randint(keys[2], (blocks,), 0, experts, jnp.int32)
     found = jax.jit(functools.partial(block_product, implementation=name))(x, stack, which, jnp.int32(used))
     error = 0.0
@@ -243,12 +223,8 @@ def _multiplied(tiny: bool, name: str, rows: int, seed: int) -> Row:
 
     case = f"{blocks} × {rows} × {depth} · {depth} × {width} of {experts}"
     row: Row = {"operation": "block_product", "implementation": name, "case": case, "dtype": "bfloat16"}
-    return row | {
-        "result": "bfloat16",
-        "seed": seed,
-        "error": error,
-        "verdict": "pass" if error <= LIMITS["bfloat16"] else "FAIL",
-    }
+    verdict = "pass" if error <= LIMITS["bfloat16"] else "FAIL"
+    return row | {"result": "bfloat16", "seed": seed, "error": error, "verdict": verdict}
 
 
 def _factorised(tiny: bool, seed: int) -> dict[str, Any]:

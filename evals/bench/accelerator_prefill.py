@@ -3,16 +3,14 @@
 import functools
 import importlib.util
 import itertools
-import statistics
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels._timing import seconds_of
 
-from .accelerator_tasks import Row, Task
+from .accelerator_tasks import Row, Task, spread
 
 TOKENS = 1024
 NEEDED = 24 * 2**30
@@ -40,7 +38,7 @@ def _prefilled(tiny: bool) -> Row:
     from models import FAMILIES
     from models.families.family import with_dtype
 
-    from .checkpoints import SEVEN_BILLION, filled_backbone, qwen2_config
+    from .checkpoints import SEVEN_BILLION, filled_backbone, prompt, qwen2_config
 
     raw = (
         qwen2_config(32, 64, heads=4, layers=2, kv_heads=2, vocabulary=320, tie_word_embeddings=False)
@@ -53,8 +51,6 @@ def _prefilled(tiny: bool) -> Row:
     backbone = filled_backbone(config, lambda name, shape: drawn(jax.random.key(next(numbers)), shape))
 
     tokens = 16 if tiny else TOKENS
-    ids = ((np.arange(tokens, dtype=np.int32) * 37 + 11) % 290 + 3)[None]
-    embedded = backbone.embed(ids)
-    micros = [seconds * 1e6 for seconds in seconds_of(lambda: backbone.prefill(embedded), 1, 3 if tiny else 10)]
-    row = {"case": f"{tokens} tokens", "microseconds": statistics.median(micros)}
-    return row | {"fastest": min(micros), "slowest": max(micros)}
+    embedded = backbone.embed(prompt(tokens))
+    seconds = seconds_of(lambda: backbone.prefill(embedded), 1, 3 if tiny else 10)
+    return {"case": f"{tokens} tokens"} | spread(seconds)

@@ -8,6 +8,7 @@ that a fault or a hang costs one row, and the report names it.
 import importlib
 import json
 import os
+import statistics
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -118,6 +119,15 @@ def work(name: str, out: Path, tiny: bool) -> None:
             append(out, {"part": name, "key": task.key} | make_row(task))
 
     append(out, {"part": name, "finished": True})
+
+
+def spread(seconds: Sequence[float]) -> Row:
+    """Makes the part of a row that says how long a call took: median, fastest and slowest, in microseconds."""
+    return {
+        "microseconds": statistics.median(seconds) * 1e6,
+        "fastest": min(seconds) * 1e6,
+        "slowest": max(seconds) * 1e6,
+    }
 
 
 def make_row(task: Task) -> Row:

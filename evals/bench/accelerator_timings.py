@@ -3,7 +3,7 @@
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from pallas_kernels._kernel_wins import shape_word
 from pallas_kernels._timing import OverSets, ThroughPool, median_seconds, seconds_of
 from pallas_kernels.rotate_patch import reference
 
-from .accelerator_tasks import PAGE_SIZE, KernelCase, Row, Task, cases, draw, implementation
+from .accelerator_tasks import PAGE_SIZE, KernelCase, Row, Task, cases, draw, implementation, spread
 
 LEAST_TOKENS = 2048
 REPEATS = 30
@@ -63,48 +63,43 @@ def bandwidth(tiny: bool, which: str) -> Iterator[Task]:
     """Yields achieved bandwidths as a share of a copy's of the same size, of the kernel or of the XLA paths."""
     name = implementation(which)
     for case in cases(tiny, LEAST_TOKENS):
-        calls = {
-            "rotate_patch": functools.partial(_rotation, case, name),
-            "splice": functools.partial(_splice, case, name),
-        }
-
-        if case.rank and case.shape.rotary:
-            calls["rotate_patch, two kernels"] = functools.partial(
-                separate, layout=case.shape.layout, implementation=name
-            )
-
-        if which == "xla":
-            calls["rotate_patch, unfused"] = functools.partial(unfused, layout=case.shape.layout)
-        for operation, call in calls.items():
-            yield Task(f"{operation} {name} {case.name}", functools.partial(_timed, case, operation, name, call, tiny))
+        operations = ["rotate_patch", "splice"]
+        operations += ["rotate_patch, two kernels"] * bool(case.rank and case.shape.rotary)
+        operations += ["rotate_patch, unfused"] * (which == "xla")
+        for operation in operations:
+            yield Task(f"{operation} {name} {case.name}", functools.partial(_timed, case, operation, name, tiny))
 
 
-def _rotation(case: KernelCase, name: str, chunk: Drawn) -> Array:
-    return rotate_patch(**chunk, layout=case.shape.layout, implementation=name)
-
-
-def _splice(case: KernelCase, name: str, pool: Array, chunk: Drawn) -> Array:
-    return splice(pool, **chunk, layout=case.shape.layout, implementation=name)
-
-
-def _timed(case: KernelCase, operation: str, name: str, call: Callable[..., Array], tiny: bool) -> Row:
-    repeats = 3 if tiny else REPEATS
-    count = max(2, min(tune.SETS, tune.MEMORY // moved_bytes(case)))
+def _timed(case: KernelCase, operation: str, name: str, tiny: bool) -> Row:
+    """Times one operation on as many sets of inputs as memory allows, and a copy of as many bytes."""
+    size, layout, repeats = moved_bytes(case), case.shape.layout, 3 if tiny else REPEATS
+    count = max(2, min(tune.SETS, tune.MEMORY // size))
     sets = [draw(case, key) for key in jax.random.split(jax.random.key(0), count)]
-    program = _through_pool(case, call, sets) if operation == "splice" else OverSets(call, sets)
-    seconds = seconds_of(program, count, repeats)
-    copied = copy_bandwidth(moved_bytes(case), count, repeats)
+
+    if operation == "splice":
+        # Every set goes into one pool at slots of its own, beginning in the middle of a page.
+        pages = -(-(count * case.tokens + PAGE_SIZE) // PAGE_SIZE)
+        sizes = (case.sizes[0], pages, PAGE_SIZE, *case.sizes[-2:])
+        first = jnp.arange(case.tokens, dtype=jnp.int32) + PAGE_SIZE // 2
+        placed = [chunk | {"slots": first + index * case.tokens} for index, chunk in enumerate(sets)]
+        program = ThroughPool(
+            lambda pool, chunk: splice(pool, **chunk, layout=layout, implementation=name),
+            lambda: jnp.zeros(sizes, jnp.bfloat16),
+            placed,
+        )
+    else:
+        calls: dict[str, Callable[[Drawn], Array]] = {
+            "rotate_patch": lambda chunk: rotate_patch(**chunk, layout=layout, implementation=name),
+            "rotate_patch, two kernels": lambda chunk: separate(chunk, layout, name),
+            "rotate_patch, unfused": lambda chunk: unfused(chunk, layout),
+        }
+        program = OverSets(calls[operation], sets)
+
+    seconds, copied = seconds_of(program, count, repeats), copy_bandwidth(size, count, repeats)
+    achieved = size / statistics.median(seconds)
     row = {"operation": operation, "implementation": name, "case": case.name, "calls in one program": count}
-    return row | _rates(seconds, moved_bytes(case), copied)
-
-
-def _through_pool(case: KernelCase, call: Callable[[Array, Drawn], Array], sets: Sequence[Drawn]) -> ThroughPool:
-    """Splices every set into one pool at slots of its own, beginning in the middle of a page."""
-    pages = -(-(len(sets) * case.tokens + PAGE_SIZE) // PAGE_SIZE)
-    sizes = (case.sizes[0], pages, PAGE_SIZE, *case.sizes[-2:])
-    first = jnp.arange(case.tokens, dtype=jnp.int32) + PAGE_SIZE // 2
-    placed = [dict(chunk) | {"slots": first + index * case.tokens} for index, chunk in enumerate(sets)]
-    return ThroughPool(call, lambda: jnp.zeros(sizes, jnp.bfloat16), placed)
+    rates = {"bytes": size, "GB/s": achieved / 1e9, "copy GB/s": copied / 1e9, "share of copy": achieved / copied}
+    return row | spread(seconds) | rates
 
 
 NOTES = [
@@ -114,24 +109,6 @@ NOTES = [
     "unfused: the XLA path with its steps kept apart; two kernels: patch and rotation apart. xla over it: the XLA "
     "path's seconds over this row's. Above 1 this row is faster.",
 ]
-
-
-def _spread(seconds: Sequence[float]) -> Row:
-    return {
-        "microseconds": statistics.median(seconds) * 1e6,
-        "fastest": min(seconds) * 1e6,
-        "slowest": max(seconds) * 1e6,
-    }
-
-
-def _rates(seconds: Sequence[float], size: int, copied: float) -> Row:
-    bandwidth = size / statistics.median(seconds)
-    return _spread(seconds) | {
-        "bytes": size,
-        "GB/s": bandwidth / 1e9,
-        "copy GB/s": copied / 1e9,
-        "share of copy": bandwidth / copied,
-    }
 
 
 def factorisation(tiny: bool, which: str) -> Iterator[Task]:
@@ -151,7 +128,7 @@ def _factorised(case: str, name: str, run: Callable[[Array], Any], sizes: tuple[
     decay = jnp.exp(-jnp.arange(sizes[-1]) / (sizes[-1] / 5))
     matrix = jax.random.normal(jax.random.key(0), sizes) * decay
     seconds = seconds_of(functools.partial(jax.jit(run), matrix), 1, repeats)
-    return {"operation": "factorise", "case": case, "matrices": name} | _spread(seconds)
+    return {"operation": "factorise", "case": case, "matrices": name} | spread(seconds)
 
 
 def wins(tiny: bool, which: str) -> Iterator[Task]:
@@ -160,9 +137,6 @@ def wins(tiny: bool, which: str) -> Iterator[Task]:
     backend = jax.default_backend()
     for operation, shape, rank in tune.cases(tune.OPERATIONS, tiny):
         word = shape_word(shape.heads, shape.width, rank, 2)
+        labels = {"operation": operation, "case": word}
         run = functools.partial(tune.tune_case, operation, shape, rank, backend, 3 if tiny else 20)
-        yield Task(f"{operation} {word}", functools.partial(_won, operation, word, run))
-
-
-def _won(operation: str, word: str, run: Callable[[], Row]) -> Row:
-    return {"operation": operation, "case": word} | run()
+        yield Task(f"{operation} {word}", lambda labels=labels, run=run: labels | run())

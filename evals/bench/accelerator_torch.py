@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .accelerator_tasks import KernelCase, Row, Task, cases
+from .accelerator_tasks import KernelCase, Row, Task, cases, spread
 from .accelerator_timings import LEAST_TOKENS, REPEATS
 
 SETS = 4
@@ -29,17 +29,6 @@ def compiled(tiny: bool, which: str) -> Iterator[Task]:
     del which
     for case in cases(tiny, LEAST_TOKENS):
         yield Task(case.name, functools.partial(_compiled, case, 3 if tiny else REPEATS))
-
-
-def _compiled(case: KernelCase, repeats: int) -> Row:
-    if importlib.util.find_spec("torch") is None:
-        return {"skipped": "torch is not installed"}
-    import torch as library  # pyright: ignore[reportMissingImports]
-
-    if not library.cuda.is_available():
-        return {"skipped": "torch finds no GPU"}
-    library.set_grad_enabled(False)
-    return _row(library, case, repeats)
 
 
 NOTES = [
@@ -69,7 +58,16 @@ def operator(library: Any, x: Any, cos: Any, sin: Any, u: Any, v: Any, layout: s
     return value.to(x.dtype)
 
 
-def _row(library: Any, case: KernelCase, repeats: int) -> Row:
+def _compiled(case: KernelCase, repeats: int) -> Row:
+    """Times one case; skipped without torch or a GPU that it can use."""
+    if importlib.util.find_spec("torch") is None:
+        return {"skipped": "torch is not installed"}
+    import torch as library  # pyright: ignore[reportMissingImports]
+
+    if not library.cuda.is_available():
+        return {"skipped": "torch finds no GPU"}
+    library.set_grad_enabled(False)
+
     def normal(*sizes: int) -> Any:
         return library.randn(*sizes, device="cuda", dtype=library.bfloat16)
 
@@ -96,9 +94,7 @@ def _row(library: Any, case: KernelCase, repeats: int) -> Row:
     return {
         "operation": "rotate_patch",
         "case": case.name,
-        "microseconds": statistics.median(seconds) * 1e6,
-        "fastest": min(seconds) * 1e6,
-        "slowest": max(seconds) * 1e6,
+        **spread(seconds),
         "clone of x GB/s": moved / statistics.median(clone) / 1e9,
         "seconds in all": time.perf_counter() - begin,
     }

@@ -202,15 +202,16 @@ class OurSide:
         out = self.backbone.prefill(tokens)
         cache = pad_cache(to_engine(self.backbone.layout, out.kv, tokens.positions, 0), self.new_tokens)
         logits, cache = jax.block_until_ready((out.logits[:, -1:], cache))
-        return stopwatch(lambda: self._steps(logits, cache))
-
-    def _steps(self, logits: Array, cache: dict[str, Array]) -> None:
         shape = (1, 1) if self.backbone.layout.rope.axes is None else (1, 1, self.backbone.layout.rope.axes)
-        for position in range(self.ids.shape[1], self.ids.shape[1] + self.new_tokens):
-            token = np.asarray(jnp.argmax(logits, axis=-1))
-            tokens: Tokens = self.backbone.embed(token, np.full(shape, position, np.int32))
-            logits, cache = self.backbone.decode(tokens, cache, np.array([[position]], np.int32))
-        jax.block_until_ready(logits)
+
+        def steps(logits: Array = logits, cache: dict[str, Array] = cache) -> None:
+            for position in range(self.ids.shape[1], self.ids.shape[1] + self.new_tokens):
+                token = np.asarray(jnp.argmax(logits, axis=-1))
+                embedded: Tokens = self.backbone.embed(token, np.full(shape, position, np.int32))
+                logits, cache = self.backbone.decode(embedded, cache, np.array([[position]], np.int32))
+            jax.block_until_ready(logits)
+
+        return stopwatch(steps)
 
     def embed(self) -> float:
         """Times the tower, its projector, and putting the features among the embeddings."""

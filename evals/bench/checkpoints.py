@@ -102,7 +102,7 @@ def tiny_config(architecture: str) -> dict[str, Any]:
     text, image = GOLDENS / "text" / f"{name}.json", GOLDENS / name / "config.json"
     if not GOLDENS.is_dir():
         raise ConfigError(
-            f"tiny models: {GOLDENS} is missing; expected a checkout of the repository, whose configurations it uses"
+            f"tiny models: got no folder {GOLDENS}; expected a checkout of the repository, whose configurations it uses"
         )
     raw = json.loads(text.read_text())["config"] if text.exists() else json.loads(image.read_text())
     return raw | {"architectures": [architecture]}

@@ -91,10 +91,12 @@ def run(
     tokens, fronts = (TOKENS[:3], FRONTS[:1]) if quick else (TOKENS, FRONTS)
     with tempfile.TemporaryDirectory() as folder, ChunkStore(folder, tenant="costs") as store:
         timer = _EditTimer(backbone, store, max(tokens), max(fronts), repeats, seed, busy)
-        timed = [edits for size, front in itertools.product(tokens, fronts) for edits in timer.runs(size, front)]
+        timed: list[TimedEdits] = []
+        for size, front in itertools.product(tokens, fronts):
+            timed += timer.runs(size, front)
 
     fitted, held_out = split(timed, seed)
-    kinds = {kind: fit([edits for edits in fitted if edits.kind == kind]) for kind in KINDS}
+    kinds = {kind: fit(edits) for kind, edits in _by_kind(fitted).items()}
     device = str(jax.devices()[0].device_kind)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     source = f"{name}, {len(fitted)} runs, median of {repeats}{', CPU seconds' if busy else ''}"
@@ -111,7 +113,7 @@ def run(
         "environment": environment(),
         "device": device,
         "kinds": {kind: list(rates) for kind, rates in kinds.items()},
-        "errors": {kind: errors(devices, [edits for edits in held_out if edits.kind == kind]) for kind in KINDS},
+        "errors": {kind: errors(devices, edits) for kind, edits in _by_kind(held_out).items()},
         "runs": [edits._asdict() | {"held_out": edits in held_out} for edits in timed],
         "planning": planning,
     }
@@ -211,7 +213,7 @@ class _EditTimer:
     def _run(self, window: Window, edits: Edits) -> float:
         begin = self._clock()
         self.executor.run(window, edits)
-        jax.block_until_ready(self.executor.pools)
+        jax.block_until_ready(self.executor.pool.vectors)
         return self._clock() - begin
 
     def _provide(self, id: str, size: int) -> Tokens:
@@ -224,12 +226,19 @@ class _EditTimer:
 def split(timed: Sequence[TimedEdits], seed: int) -> tuple[list[TimedEdits], list[TimedEdits]]:
     """Draws half of the sizes of each kind to fit, and the other half to hold out."""
     generator, fitted, held_out = np.random.default_rng([seed, 6]), [], []
-    for kind in KINDS:
-        of_kind = [edits for edits in timed if edits.kind == kind]
+    for of_kind in _by_kind(timed).values():
         order = generator.permutation(len(of_kind))
         for place, index in enumerate(order):
             (fitted if place <= len(of_kind) // 2 else held_out).append(of_kind[index])
     return fitted, held_out
+
+
+def _by_kind(timed: Sequence[TimedEdits]) -> dict[str, list[TimedEdits]]:
+    """Groups runs by their kind, in the order of `KINDS`."""
+    groups: dict[str, list[TimedEdits]] = {kind: [] for kind in KINDS}
+    for edits in timed:
+        groups[edits.kind].append(edits)
+    return groups
 
 
 def fit(timed: Sequence[TimedEdits]) -> Rates:

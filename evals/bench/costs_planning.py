@@ -12,6 +12,7 @@ from kvpatch_jax.plan import Certificate, CertifiedLoss, DeviceCosts, Goal, Patc
 from kvpatch_jax.window import Entry, PatchNote, Window
 
 from .checkpoints import SEVEN_BILLION, shape_costs
+from .timing import cpu_seconds
 
 BACKBONE = "f" * 64
 
@@ -55,7 +56,7 @@ def run(repeats: int, count: int = 256) -> list[dict[str, Any]]:
 
 def _measure(name: str, make: Callable[[], Plan], repeats: int, count: int) -> dict[str, Any]:
     """Times a plan: CPU seconds, and the longest garbage collection, which traverses all that the process holds."""
-    collections, begun, cpu = [0.0], 0.0, []
+    collections, begun = [0.0], 0.0
 
     def observe(phase: str, _: dict[str, int]) -> None:
         nonlocal begun
@@ -67,10 +68,7 @@ def _measure(name: str, make: Callable[[], Plan], repeats: int, count: int) -> d
     make()
     gc.callbacks.append(observe)
     try:
-        for _ in range(repeats):
-            spent = time.process_time()
-            make()
-            cpu.append(time.process_time() - spent)
+        cpu = [cpu_seconds(make) for _ in range(repeats)]
     finally:
         gc.callbacks.remove(observe)
 

@@ -7,12 +7,11 @@ handing the interpreter from thread to thread takes most of what overlap wins. E
 from the page cache, checksums and all.
 """
 
-import json
+import itertools
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,20 +82,26 @@ def _measure(arm: FetchArm, repeats: int, folder: Path | None) -> Samples:
     square = np.random.default_rng(0).standard_normal((arm.size, arm.size)).astype(np.float32)
 
     def refuse(_: Sequence[Miss]) -> list[kvp.Chunk]:
-        raise AssertionError("everything is on the disk")
+        raise AssertionError("fetch: got a miss; expected everything on the disk")
 
     with tempfile.TemporaryDirectory(dir=folder) as root, ChunkStore(root, budget=Budget(host=0)) as store:
         for chunk in chunks[: arm.half]:
             store.put(chunk)
         if arm.latency:
             _delay_reads(store, arm.latency)
-        # Both halves take as long then, which is where overlap has most to win.
-        times = _products_per_chunk(lambda: fetch(store, hits, refuse), lambda: square @ square, arm.half)
+
+        def multiply(count: int) -> None:
+            for _ in range(count):
+                np.matmul(square, square)
+
+        # As many products per chunk as take as long as loading it, which is where overlap has most to win.
+        loading = statistics.median(stopwatch(lambda: fetch(store, hits, refuse)) for _ in range(5)) / arm.half
+        product = statistics.median(stopwatch(lambda: multiply(20)) for _ in range(9)) / 20
+        times = max(1, round(loading / product))
         by_id = {chunk.id: chunk for chunk in chunks}
 
         def compute(missing: Sequence[Miss]) -> list[kvp.Chunk]:
-            for _ in range(times):
-                np.matmul(square, square)
+            multiply(times)
             return [by_id[miss.request.id] for miss in missing]
 
         def timed_fetch(asked: Sequence[Request]) -> float:
@@ -107,7 +112,7 @@ def _measure(arm: FetchArm, repeats: int, folder: Path | None) -> Samples:
                 store.delete(request.id, request.backbone)
             return seconds
 
-        both = [request for pair in zip(hits, misses, strict=True) for request in pair]
+        both = list(itertools.chain.from_iterable(zip(hits, misses, strict=True)))
         kinds = {"hits": hits, "misses": misses, "both": both}
         sides = {name: lambda asked=asked: timed_fetch(asked) for name, asked in kinds.items()}
         return interleave(sides, repeats, warm_ups=1, pause=0.0)
@@ -124,14 +129,4 @@ def _delay_reads(store: ChunkStore, seconds: float) -> None:
     store.disk.get = get  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _products_per_chunk(load: Callable[[], object], product: Callable[[], object], half: int) -> int:
-    """Counts the products per chunk with which computing takes as long as loading."""
-    loading = statistics.median(stopwatch(load) for _ in range(5)) / half
-    one = statistics.median(stopwatch(lambda: [product() for _ in range(20)]) for _ in range(9)) / 20
-    return max(1, round(loading / one))
-
-
 BENCHMARK = Benchmark("fetch", run, ("against",))
-
-if __name__ == "__main__":
-    print(json.dumps(list(ratio_rows(int(sys.argv[1]) if len(sys.argv) > 1 else 7)), indent=2))

@@ -33,7 +33,6 @@ POOL_BAR = 1.2
 LINEAR_BAR = 0.95
 """Share of the variance of splice's seconds that a straight line in tokens explains."""
 REAL_RANKS = (4, 8, 16, 32)
-Deltas = Float[Array | np.ndarray, "*batch T F"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,13 +230,6 @@ def factorise_rows(shape: FactoriseShape, repeats: int, seed: int) -> tuple[list
     return rows, int(np.median(e90))
 
 
-def energy_ratio(deltas: Deltas, rank: int, method: str = "randomised", seed: int = 0) -> Float[np.ndarray, "*batch"]:
-    """Measures the energy that our rank-`rank` factors capture, over the most that any could; 1 where it is zero."""
-    deltas = jnp.asarray(deltas, jnp.float32)
-    u, v = factorise(deltas, rank, method=method, key=jax.random.key(seed))
-    return np.asarray(deficit.energy_ratio(deltas, u, v))
-
-
 def shipped_deficits(contexts: int = 16, seed: int = 4242) -> dict[str, np.ndarray]:
     """Computes real deficits of the shipped backbone's pages after their legends: {channel: [contexts · L, T, F]}."""
     from evals.small_task.scenes import reused_page, scene_at
@@ -268,10 +260,12 @@ def run_factorisation(*, repeats: int = 5, seed: int = 0, deficits: str | None =
             real = {name: archive[name] for name in archive.files}
 
     for name, deltas in real.items():
-        matrices = deltas.reshape(*deltas.shape[:2], -1)
+        matrices = jnp.asarray(deltas.reshape(*deltas.shape[:2], -1), jnp.float32)
         for rank in REAL_RANKS:
             if rank <= min(matrices.shape[-2:]):
-                energy = energy_ratio(matrices, rank).ravel().tolist()
+                # The energy that our factors capture, over the most that any could.
+                u, v = factorise(matrices, rank, method="randomised", key=jax.random.key(0))
+                energy = np.asarray(deficit.energy_ratio(matrices, u, v)).ravel().tolist()
                 arm = f"{name}, rank {rank}"
                 rows.append(measured_row("energy of a real deficit", energy, statistic=statistics.fmean, arm=arm))
 

@@ -198,7 +198,8 @@ def run_ours(call: str, size: LargeSize, folder: Path, seed: int) -> dict[str, A
     command = [sys.executable, "-m", "evals.bench.large_worker", request]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise LargeRunError(f"{call} of the {size.name} model ended with {done.returncode}: {done.stderr[-2000:]!r}")
+        words = done.stderr[-2000:]
+        raise LargeRunError(f"{call} of the {size.name} model: got status {done.returncode}: {words!r}; expected 0")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -232,5 +233,8 @@ def profile_rows(ours: Turns, theirs: Turns, labels: Mapping[str, Any]) -> list[
 
 def _samples(ours: Turns, theirs: Turns, figure: Callable[[Mapping[str, Any]], float]) -> dict[str, list[float]]:
     """Reads a figure of each turn, by side; without a side that did not run."""
-    sides = {"ours": ours, "theirs": theirs}
-    return {side: [figure(turn) for turn in turns] for side, turns in sides.items() if turns}
+    samples = {}
+    for side, turns in (("ours", ours), ("theirs", theirs)):
+        if turns:
+            samples[side] = [figure(turn) for turn in turns]
+    return samples

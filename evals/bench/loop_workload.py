@@ -1,6 +1,7 @@
 """What an agent's loop reads: images as tokens, a question after each, perhaps a lead; and the backbone."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import Buckets
+from kvpatch_jax.patching import one_behind_the_other
 from models import ModelBackbone, load
 
 from .. import small_task
@@ -81,6 +83,20 @@ def random_workload(
     questions = [text(QUESTION_TOKENS) for _ in range(images)]
     name = "Qwen2-0.5B's shape" if sizes is None else "tiny"
     return LoopWorkload(name, with_buckets(plain), plain, embedded, questions, text(LEAD_TOKENS))
+
+
+def join_pieces(pieces: Sequence[tuple[str, Tokens]]) -> tuple[list[tuple[str, int]], Tokens]:
+    """Joins named pieces, from position 0 on.
+
+    Returns:
+      What identifies each token: its piece's name and its number there; and all tokens.
+    """
+    names, placed, start = [], [], 0
+    for name, tokens in pieces:
+        names += [(name, index) for index in range(length_of(tokens))]
+        placed.append(tokens.shift(start))
+        start += span(tokens)
+    return names, one_behind_the_other(placed)
 
 
 def text_tokens(backbone: ModelBackbone, ids: np.ndarray) -> Tokens:

@@ -95,10 +95,10 @@ def _items(count: int, seed: int) -> Sequence[AblationItem]:
                     ablated = bool(flipped[0]) or float(kl[0]) > UNCHANGED
 
                     report = session.needs(names[place], kvp.Text(text), steps=1, erased=True)
-                    answers = {method: getattr(report, method) for method in METHODS}
-                    changed = {
-                        method: answer is not None and answer.changed(UNCHANGED) for method, answer in answers.items()
-                    }
+                    changed = {}
+                    for method in METHODS:
+                        answer = getattr(report, method)
+                        changed[method] = answer is not None and answer.changed(UNCHANGED)
                     items.append(AblationItem(context, place, kind, ablated, changed))
 
     return items

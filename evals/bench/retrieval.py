@@ -4,9 +4,7 @@ Vectors are a trained small backbone's tower outputs for held-out images of the 
 as they are, one per image token; and clustered synthetic ones, which are many. Queries are not among what is stored.
 """
 
-import json
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,7 +81,10 @@ def task_images(contexts: int, seed: int = 77) -> list[np.ndarray]:
     """Renders held-out legends and pages of the small task, four images per context."""
     drawn = small_task.sample_contexts(np.random.default_rng(seed), contexts)
     legends, pages = small_task.render(drawn)
-    return [image for index in range(contexts) for image in (*legends[index], pages[index])]
+    images = []
+    for index in range(contexts):
+        images += [*legends[index], pages[index]]
+    return images
 
 
 def clustered(count: int, width: int = 128, clusters: int = 300, seed: int = 0) -> Float[np.ndarray, "n D"]:
@@ -95,6 +96,3 @@ def clustered(count: int, width: int = 128, clusters: int = 300, seed: int = 0) 
 
 
 BENCHMARK = Benchmark("retrieval", run, ("arm",))
-
-if __name__ == "__main__":
-    print(json.dumps(rows(*(int(word) for word in sys.argv[1:])), indent=2))

@@ -14,15 +14,15 @@ A run of each arm warms up. Arms take turns; times are on the clock, with whatev
 
 import concurrent.futures
 import dataclasses
+import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.patching import one_behind_the_other
 from kvpatch_jax.session import Sessions
 from kvpatch_jax.window import Costs, Edits, Entry, Window
 
@@ -30,7 +30,7 @@ from ..compilation import Compilations
 from ..results.environment import environment
 from .benchmark import Benchmark, Row, measured_row
 from .checkpoints import tiny_config
-from .loop_workload import LoopWorkload, length_of, random_workload, shipped_workload, span
+from .loop_workload import LoopWorkload, join_pieces, length_of, random_workload, shipped_workload
 
 BACKBONE = "qwen2_5_vl"
 PAGE = 16
@@ -128,15 +128,15 @@ def one_run(views: "AgentViews", arm: str, compilations: Compilations) -> dict[s
         seconds, cpu = time.perf_counter() - begun, time.process_time() - spent
         stats, ledger = sessions.stats(), sessions.shared.executor.ledger.total
 
-    tokens = sum(len(answer) for agent in agents for answer in agent.answers)
+    tokens = sum(map(len, itertools.chain.from_iterable(agent.answers for agent in agents)))
     return {
         "seconds": seconds,
         "cpu": cpu,
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
         "tokens_per_cpu_second": tokens / cpu,
-        "first": _quantiles([value for agent in agents for value in agent.first]),
-        "between": _quantiles([value for agent in agents for value in agent.between]),
+        "first": _quantiles(agent.first for agent in agents),
+        "between": _quantiles(agent.between for agent in agents),
         "flops": ledger.flops,
         "padded_flops": ledger.padded_flops,
         "launches": stats.steps,
@@ -146,7 +146,9 @@ def one_run(views: "AgentViews", arm: str, compilations: Compilations) -> dict[s
     }
 
 
-def _quantiles(values: Sequence[float]) -> dict[str, float]:
+def _quantiles(parts: Iterable[Sequence[float]]) -> dict[str, float]:
+    """Computes quantiles of the values of all agents."""
+    values = list(itertools.chain.from_iterable(parts))
     return {f"p{share}": float(np.quantile(values, share / 100)) for share in (50, 99)}
 
 
@@ -172,11 +174,8 @@ class AgentViews:
         """Joins images, from position 0 on."""
         with self._lock:
             if images not in self._joined:
-                placed, start = [], 0
-                for number in images:
-                    placed.append(self.workload.images[number].shift(start))
-                    start += span(self.workload.images[number])
-                self._joined[images] = one_behind_the_other(placed)
+                pieces = [(str(number), self.workload.images[number]) for number in images]
+                self._joined[images] = join_pieces(pieces)[1]
             return self._joined[images]
 
     def pages(self) -> int:
@@ -250,7 +249,7 @@ class LoopAgent:
 
     def _images(self) -> tuple[int, ...]:
         """Returns the images held, in order."""
-        return tuple(image for _, images in self.held for image in images)
+        return tuple(itertools.chain.from_iterable(images for _, images in self.held))
 
 
 BENCHMARK = Benchmark("sessions", run, ("arm",))

@@ -72,7 +72,11 @@ def run(*, device: str = "h200", checkpoints: Sequence[str] | None = None, quick
       checkpoints: their names; None for all of `RELEASED`.
       quick: compiles nothing; only what follows from shapes.
     """
-    compilers = {"h200": compile_for_h200, "v5e": functools.partial(compile_for_tpu, "v5e:2x2"), "cpu": _compile_on_cpu}
+    compilers = {
+        "h200": compile_for_h200,
+        "v5e": functools.partial(compile_for_tpu, "v5e:2x2"),
+        "cpu": lambda function, arguments: jax.jit(function).lower(*arguments).compile(),
+    }
     compiler = None if quick else compilers[device]
     rows = {name: describe(RELEASED[name].config, compiler) for name in checkpoints or RELEASED}
     return {"device": device, "jax": jax.__version__, "checkpoints": rows}
@@ -82,11 +86,11 @@ def describe(raw: dict[str, Any], compiler: Callable[..., jax.stages.Compiled] |
     """Describes one checkpoint, in bytes, operations and seconds."""
     config = with_dtype(FAMILIES[raw["architectures"][0]].config(raw, "exact", None), "bfloat16")
     shapes = parameters(abstract(config))
-    leaves = flatten_params(shapes)
+    leaves, kv_bytes = flatten_params(shapes), config.text.layout.bytes_per_token("bfloat16")
     programs = Forward(with_parameters(config, shapes), placeholders(config), layout=config.text.layout, mesh=None)
     row: dict[str, Any] = {
         "weights": _bytes(leaves),
-        "kv_per_token": config.text.layout.bytes_per_token("bfloat16"),
+        "kv_per_token": kv_bytes,
         "mesh": on_a_mesh(config, leaves),
         "prefill": {},
         "tower": {},
@@ -119,7 +123,7 @@ def describe(raw: dict[str, Any], compiler: Callable[..., jax.stages.Compiled] |
 
 def on_a_mesh(config: Any, leaves: Any) -> dict[str, Any]:
     """Finds the most devices, a power of two up to `LARGEST_MESH`, that hold a checkpoint, and what each then holds."""
-    count = LARGEST_MESH
+    count, kv_bytes = LARGEST_MESH, config.text.layout.bytes_per_token("bfloat16")
     while count > 1:
         mesh = AbstractMesh((count,), ("tensor",))
         try:
@@ -132,13 +136,9 @@ def on_a_mesh(config: Any, leaves: Any) -> dict[str, Any]:
         for path, leaf in leaves.items():
             weights += _bytes({path: leaf}) // (count if "tensor" in specs[path] else 1)
         heads = 1 if config.text.latent is not None else count
-        return {"devices": count, "weights": weights, "kv_per_token": _kv(config) // heads}
+        return {"devices": count, "weights": weights, "kv_per_token": kv_bytes // heads}
 
-    return {"devices": 1, "weights": _bytes(leaves), "kv_per_token": _kv(config)}
-
-
-def _kv(config: Any) -> int:
-    return config.text.layout.bytes_per_token("bfloat16")
+    return {"devices": 1, "weights": _bytes(leaves), "kv_per_token": kv_bytes}
 
 
 def _bytes(leaves: Any) -> int:
@@ -221,10 +221,6 @@ def _grid(pixels: float, step: int) -> tuple[int, int]:
     return height, max(int(pixels / step**2 / height), 1)
 
 
-def _compile_on_cpu(function: Callable[..., Any], arguments: Any) -> jax.stages.Compiled:
-    return jax.jit(function).lower(*arguments).compile()
-
-
 def _temporaries(compiler: Callable[..., jax.stages.Compiled], function: Callable[..., Any], arguments: Any) -> Any:
     """Returns bytes beside arguments and results, or the compiler's refusal in a few words."""
     try:
@@ -239,27 +235,26 @@ def table(result: dict[str, Any]) -> str:
     """Formats the result as a Markdown table."""
     head = ("checkpoint", "weights, GiB", "KV of 1k tokens, MiB", "prefill of 4k / 16k, GiB", "tower, GiB", "mesh, GiB")
     head += ("4k / 16k on an H200, ms", "on the mesh of v5e, ms", "one token on either, ms")
-    return markdown_table(head, [_cells(name, row) for name, row in result["checkpoints"].items()]) + "\n"
+    lines = []
+    for name, row in result["checkpoints"].items():
+        mesh, prefills, tokens = row["mesh"], [], []
+        for device in (H200, V5E):
+            bound = row[device.name]
+            prefill = " / ".join(_milliseconds(seconds) for seconds in bound["prefill"].values())
+            prefills.append(prefill if bound["fits"] else "does not fit")
+            tokens.append(_milliseconds(bound["token"]) if bound["fits"] else "–")
 
+        cells = [
+            f"`{name}`",
+            _size(row["weights"]),
+            f"{row['kv_per_token'] / 2**10:.0f}",
+            " / ".join(_size(call.get("temporaries")) for call in row["prefill"].values()),
+            ", ".join(f"{what}: {_size(call.get('temporaries'))}" for what, call in row["tower"].items()) or "none",
+            f"{mesh['devices']} × {_size(mesh['weights'])}",
+        ]
+        lines.append([*cells, *prefills, " / ".join(tokens)])
 
-def _cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
-    mesh, prefills, tokens = row["mesh"], [], []
-    for device in (H200, V5E):
-        bound = row[device.name]
-        prefill = " / ".join(_milliseconds(seconds) for seconds in bound["prefill"].values())
-        prefills.append(prefill if bound["fits"] else "does not fit")
-        tokens.append(_milliseconds(bound["token"]) if bound["fits"] else "–")
-
-    return (
-        f"`{name}`",
-        _size(row["weights"]),
-        f"{row['kv_per_token'] / 2**10:.0f}",
-        " / ".join(_size(call.get("temporaries")) for call in row["prefill"].values()),
-        ", ".join(f"{what}: {_size(call.get('temporaries'))}" for what, call in row["tower"].items()) or "none",
-        f"{mesh['devices']} × {_size(mesh['weights'])}",
-        *prefills,
-        " / ".join(tokens),
-    )
+    return markdown_table(head, lines) + "\n"
 
 
 def _size(count: Any) -> str:

@@ -91,8 +91,11 @@ def run(*, repeats: int = LEAST_REPEATS, seed: int = 0, out: str | None = None, 
         patches = patches_of(chunk, sizes, seed)
         with ChunkStore(f"{name}/store", budget=Budget(host=0)) as store:
             case = StoreCase(Path(name), store, chunk, patches, sizes, repeats, seed)
-            for section in (put_rows, get_rows, patch_rows, opening_rows, growth_rows, sharded_rows, fetch_rows):
+            for section in (put_rows, get_rows, patch_rows, opening_rows):
                 rows += section(case)
+            rows += store_growth.rows(case.folder, sizes, repeats, seed)
+            rows += sharded_rows(case)
+            rows += fetch.ratio_rows(repeats, case.folder)
 
     config = {"repeats": repeats, "seed": seed, "quick": quick, "file_system": kind, "sizes": dataclasses.asdict(sizes)}
     config |= {"chunk_bytes": chunk.nbytes, "patch_bytes": patches[0].nbytes}
@@ -147,7 +150,7 @@ def timed_write(path: Path, write: Callable[[Path], object]) -> float:
 def expect_hit(value: Any) -> Any:
     """Returns what was read. Raises InputError for a miss, which would be fast."""
     if not value:
-        raise InputError("benchmark: the store misses what was put; expected a hit")
+        raise InputError("benchmark: got a miss of what was put; expected a hit")
     return value
 
 
@@ -272,17 +275,12 @@ def opening_rows(case: StoreCase) -> Iterator[Row]:
 
     def opened() -> None:
         with ChunkStore(root, budget=Budget(disk=1 << 40)) as store:
-            if len(store.disk.scan()) != count:
-                raise InputError(f"benchmark: not all of {count} objects are there; expected what was put")
+            if (size := len(store.disk.scan())) != count:
+                raise InputError(f"benchmark: got a store of {size} objects; expected the {count} that were put")
 
     seconds = interleave({"ours": lambda: stopwatch(opened)}, case.repeats, warm_ups=1)["ours"]
     metric = f"opening {count} objects"
     yield measured_row(metric, seconds, at_most=0.25, against="", unit=" s", seconds={"ours": seconds})
-
-
-def growth_rows(case: StoreCase) -> Iterator[Row]:
-    """Times keeping order among ever more objects, and in a library of many entries."""
-    return store_growth.rows(case.folder, case.sizes, case.repeats, case.seed)
 
 
 def sharded_rows(case: StoreCase) -> Iterator[Row]:
@@ -296,14 +294,10 @@ def sharded_rows(case: StoreCase) -> Iterator[Row]:
 
     done = subprocess.run([*program, str(case.seed)], env=variables, capture_output=True, text=True)
     if done.returncode:
-        raise InputError(f"benchmark: the process on eight devices failed; expected seconds\n{done.stderr[-2000:]}")
+        status, words = done.returncode, done.stderr[-2000:]
+        raise InputError(f"store_sharded: got exit status {status}; expected seconds of both sides\n{words}")
     samples = json.loads(done.stdout.splitlines()[-1])
     yield comparison_row("get over heads on 8 devices", samples, at_least=3.0, against="Orbax, layers stacked")
-
-
-def fetch_rows(case: StoreCase) -> Iterator[Row]:
-    """Times one fetch that loads half and computes half, from the page cache and with simulated latency."""
-    return fetch.ratio_rows(case.repeats, case.folder)
 
 
 BENCHMARK = Benchmark("store", run, ("against",), draw=store_growth.draw)

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import kvpatch_jax as kvp
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary
 from kvpatch_jax.store.cli.audit import listing
@@ -128,18 +126,16 @@ def busy_writer(path: Path) -> Iterator[None]:
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Draws how times grow with the number of objects, with their bars."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
 
     for number, operation in enumerate((EVICTING, COLLECT, LISTED)):
         points = [row for row in result["rows"] if row.get("operation") == operation]
         counts = [row["objects"] for row in points]
-        middle, low, high = (np.array([row[name] for row in points]) for name in ("value", "low", "high"))
-        ends = [middle - low, high - middle]
+        middle = [row["value"] for row in points]
+        ends = [[row["value"] - row["low"] for row in points], [row["high"] - row["value"] for row in points]]
         axes.errorbar(counts, middle, ends, label=operation, marker="o", capsize=3, color=f"C{number}")
         if operation in BARS:
             axes.axhline(BARS[operation], color=f"C{number}", linestyle=":", linewidth=1)
@@ -147,4 +143,3 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     axes.set(xscale="log", yscale="log", xlabel="objects in the root", ylabel="seconds (dotted: the bar)")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=130)
-    plt.close(figure)

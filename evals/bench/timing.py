@@ -49,16 +49,19 @@ def interleave_calls(calls: Mapping[str, Callable[[], object]], repeats: int) ->
 
 
 def interleave_cpu(calls: Mapping[str, Callable[[], object]], repeats: int, times: int = 1) -> Samples:
-    """Measures CPU seconds of calls in turns, after one warm-up each: all threads of the process, mean of `times`."""
-
-    def cpu_seconds(call: Callable[[], object]) -> float:
-        begin = time.process_time()
-        for _ in range(times):
-            jax.block_until_ready(call())
-        return (time.process_time() - begin) / times
-
-    sides = {name: lambda call=call: cpu_seconds(call) for name, call in calls.items()}
+    """Measures CPU seconds of calls of jax in turns until their arrays are there, after one warm-up each."""
+    sides = {}
+    for name, call in calls.items():
+        sides[name] = lambda call=call: cpu_seconds(lambda: jax.block_until_ready(call()), times)
     return interleave(sides, repeats, warm_ups=1, pause=0.0)
+
+
+def cpu_seconds(call: Callable[[], object], times: int = 1) -> float:
+    """Measures the CPU seconds that `call` takes: all threads of the process, mean of `times`."""
+    begin = time.process_time()
+    for _ in range(times):
+        call()
+    return (time.process_time() - begin) / times
 
 
 def timed[Value](call: Callable[[], Value]) -> tuple[Value, float, float]:

@@ -74,7 +74,10 @@ class TransformersSide:
         try:
             answer = json.loads(line)
         except ValueError as error:
-            raise WorkerError(f"{call}: no answer but {line!r}; its last words: {self._last_words()!r}") from error
+            # Read at a place of its own, because the process writes at the file's.
+            file = self._stderr.fileno()
+            words = os.pread(file, 400, max(0, os.fstat(file).st_size - 400)).decode(errors="replace")
+            raise WorkerError(f"{call}: got {line!r}, after {words!r}; expected an answer as JSON") from error
 
         if "error" in answer:
             raise WorkerError(f"{call}: {answer['error']}")
@@ -99,11 +102,6 @@ class TransformersSide:
                 pipe.close()
         self._process.wait(timeout=30)
         self._stderr.close()
-
-    def _last_words(self) -> str:
-        file = self._stderr.fileno()
-        start = max(0, os.fstat(file).st_size - 400)
-        return os.pread(file, 400, start).decode(errors="replace")  # the process writes at the file's own place
 
     def __enter__(self) -> "TransformersSide":
         return self

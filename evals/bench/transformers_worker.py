@@ -66,7 +66,7 @@ class Worker:
         self.model, report = kind.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
         unread = [*report["missing_keys"], *report["unexpected_keys"]]
         if unread:
-            raise ValueError(f"{name}: keys {unread[:4]} are missing or unexpected")
+            raise ValueError(f"{name}: got missing or unexpected keys {unread[:4]}; expected the model's own")
 
         self.model.eval()
         with numpy.load(arrays) as file:

@@ -6,7 +6,6 @@ there. Parts of another seed, number of repeats or size are refused.
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from ..results.parts import add_part, finished_parts
 from .benchmark import Benchmark, Row, measured_row
 from .checkpoints import LARGE, shape_costs, tiny_config
 from .loop_workload import LoopWorkload, largest_shipped, length_of, random_workload, shipped_workload
-from .timing import ratios, timed
+from .timing import cpu_seconds, ratios, timed
 from .window_loop import RANK, AgentWindow, Part, canonical_of, measure_loop
 
 IMAGES, WINDOWS = 40, (4, 16)
@@ -129,7 +128,9 @@ def loop_rows(part: Part) -> list[Row]:
     """Makes the rows of one loop; of steps whose window is full, without the one that warms up."""
     config, first = part["config"], part["config"]["window"]
     flops = {arm: counts[first:] for arm, counts in part["flops"].items()}
-    padded = [sum(entry["padded_flops"] for entry in step["kinds"].values()) for step in part["warm"]["steps"][first:]]
+    padded = []
+    for step in part["warm"]["steps"][first:]:
+        padded.append(sum(entry["padded_flops"] for entry in step["kinds"].values()))
     over_bar = ratios(flops["window"], flops["bar"])
     rows = [
         measured_row("FLOPs over prefilling image and question", over_bar, at_most=FLOPS_BAR, statistic=max),
@@ -143,7 +144,9 @@ def loop_rows(part: Part) -> list[Row]:
         if not entry["warm_up"]:
             times.setdefault(entry["arm"], {})[entry["step"]] = entry["seconds"]
     ours = times["window"]
-    over_ours = {arm: [seconds[step] / ours[step] for step in seconds] for arm, seconds in times.items()}
+    over_ours = {}
+    for arm, seconds in times.items():
+        over_ours[arm] = [seconds[step] / ours[step] for step in seconds]
     over_hit = [ours[step] / seconds for step, seconds in times["prefix hit"].items()]
     faster = FASTER_BAR if first == 16 and "0.5B" in config["backbone"] else None
     rows += [
@@ -237,7 +240,7 @@ def measure_break_even(workload: LoopWorkload, size: int, repeats: int, rank: in
     def recall(**options: Any) -> object:
         recalled, edits = without.recall(id, fetched=True, **options)
         executor.run(recalled, edits)
-        return executor.pools
+        return executor.pool.vectors
 
     calls: dict[str, Callable[[], object]] = {
         "prefill in the window": lambda: recall(how="prefill"),
@@ -249,7 +252,7 @@ def measure_break_even(workload: LoopWorkload, size: int, repeats: int, rank: in
     for _ in range(repeats + 1):
         for name, call in calls.items():
             samples[name].append(timed(call)[1])
-            if id in [piece.id for piece in executor.pieces("")]:
+            if id in [piece.id for piece in executor.books.ordered("")]:
                 executor.run(without, eviction)
 
     medians = {name: statistics.median(seconds[1:]) for name, seconds in samples.items()}
@@ -333,12 +336,7 @@ def operations(count: int, costs: Costs, tokens: int = TOKENS) -> dict[str, tupl
     }
     results = {}
     for name, call in calls.items():
-        seconds, edits = [], ()
-        for _ in range(5):
-            begin = time.process_time()
-            _, edits = call()
-            seconds.append(time.process_time() - begin)
-        results[name] = (min(seconds), edits)
+        results[name] = (min(cpu_seconds(call) for _ in range(5)), call()[1])
     return results
 
 

@@ -28,7 +28,7 @@ from models import ModelBackbone
 
 from ..compilation import Compilations
 from .banded_mask import banded_mask, history
-from .loop_workload import LoopWorkload, length_of, span
+from .loop_workload import LoopWorkload, join_pieces, length_of, span
 from .timing import timed
 
 BLOCK = 16
@@ -119,7 +119,7 @@ class AgentWindow:
         def slide() -> object:
             self.window, edits = self.window.slide(self.size - 1)
             executor.run(self.window, edits)
-            return executor.pools
+            return executor.pool.vectors
 
         slide_seconds = timed(slide)[1]
         slid = executor.ledger - before
@@ -148,7 +148,7 @@ class AgentWindow:
     def _ask(self, edits: Edits, question: Tokens) -> Logits:
         logits = np.asarray(self.executor.ask(self.window, edits, question))[0, -1]
         # Writes into the pool belong to the step, though no answer waits for them.
-        jax.block_until_ready(self.executor.pools)
+        jax.block_until_ready(self.executor.pool.vectors)
         return logits
 
 
@@ -210,12 +210,8 @@ class PromptEngine:
         pieces += [(f"image {image}", workload.images[image]) for image in images]
         pieces.append((f"question {number}", workload.questions[number]))
 
-        placed, names, start = [], [], 0
-        for name, tokens in pieces:
-            placed.append(tokens.shift(start))
-            names += [(name, index) for index in range(length_of(tokens))]
-            start += span(tokens)
-        return one_behind_the_other(placed), self.cache.hit(names)
+        names, tokens = join_pieces(pieces)
+        return tokens, self.cache.hit(names)
 
     def run(self, tokens: Tokens, hit: int = 0) -> LoopStep:
         """Runs what follows the first `hit` tokens, over their KV as a contiguous cache has it.

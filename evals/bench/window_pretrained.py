@@ -18,7 +18,6 @@ import hashlib
 import itertools
 import json
 import platform
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from models import load
 
 from ..arms.reused_page import cut
 from ..pretrained.passages import scores
-from ..pretrained.texts import documentation
+from ..pretrained.texts import LIBRARY, documentation, library_modules
 from ..real_weights import checkpoint as find_checkpoint
 from ..results import intervals
 from ..results.environment import environment
@@ -317,11 +316,11 @@ def measure(
 ) -> list[Record]:
     """Returns all records: those of parts that the folder has, and of at most `limit` further ones."""
     finished = [] if folder is None else finished_parts(folder / PARTS, config)
-    records = [record for part in finished for record in part["records"]]
+    records = list(itertools.chain.from_iterable(part["records"] for part in finished))
     done = {tuple(part["part"]) for part in finished}
     names, rows = list(streams), config["rows"]
-    todo = [(front, first) for first in range(0, len(names), rows) for front in ("pinned lead", "no lead")]
-    todo = [part for part in todo if part not in done]
+    parts = itertools.product(range(0, len(names), rows), ("pinned lead", "no lead"))
+    todo = [(front, first) for first, front in parts if (front, first) not in done]
 
     for front, first in todo[: limit or None]:
         chosen = names[first : first + rows]
@@ -379,23 +378,19 @@ def library_streams(backbone: Any, count: int, tokens: int) -> dict[str, np.ndar
     Raises:
       ValueError: fewer modules than `count` have so many tokens.
     """
-    root = Path(sysconfig.get_path("stdlib"))
     streams: dict[str, np.ndarray] = {}
-    for path in sorted([*root.glob("[a-z]*.py"), *root.glob("[a-z]*/[a-z_]*.py")]):
-        if path.parts[-2] in ("site-packages", "test"):
-            continue
-
+    for path in library_modules():
         text = documentation(path)
         if len(text) < 2 * tokens:  # no tokenizer makes a token of fewer than two characters of prose
             continue
 
         ids = np.asarray(backbone.prepare([text])["input_ids"])[0]
         if len(ids) >= tokens:
-            streams[str(path.relative_to(root))] = ids[:tokens].astype(np.int32)
+            streams[str(path.relative_to(LIBRARY))] = ids[:tokens].astype(np.int32)
         if len(streams) == count:
             return streams
 
-    raise ValueError(f"text: got {len(streams)} modules below {root} with {tokens} tokens; expected {count}")
+    raise ValueError(f"text: got {len(streams)} modules below {LIBRARY} with {tokens} tokens; expected {count}")
 
 
 def digest(streams: Mapping[str, np.ndarray]) -> str:

@@ -57,17 +57,17 @@ _SEED = flags.DEFINE_integer("seed", SEED, "of what is drawn; the default was fi
 def check_flags() -> tuple[int, ...]:
     """Refuses contradicting flags before anything is loaded, and returns the ranks, ascending."""
     if _IMAGES.value is not None and _TEXTS.value is not None:
-        raise InputError("--images and --texts; expected one of them, or neither")
+        raise InputError("--images, --texts: got both; expected one of them, or neither")
 
     least = least_windows(_LEVEL.value)
     if (_NUMBER.value + 1) // 2 < least:
-        raise InputError(f"--n={_NUMBER.value}; expected {2 * least} or more for --level={_LEVEL.value:g}")
+        raise InputError(f"--n: got {_NUMBER.value}; expected {2 * least} or more for --level={_LEVEL.value:g}")
 
     out = Path(_OUT.value or "")
     if out.is_dir() or not out.absolute().parent.is_dir():
-        raise InputError(f"--out={out} is a folder, or lies in none; expected a file's name")
+        raise InputError(f"--out: got {out}, which is a folder, or lies in none; expected a file's name")
     if not all(rank.isdigit() and int(rank) >= 1 for rank in _RANKS.value) or not _RANKS.value:
-        raise InputError(f"--ranks={','.join(_RANKS.value)}; expected numbers from 1")
+        raise InputError(f"--ranks: got {','.join(_RANKS.value)!r}; expected integers >= 1")
     return tuple(sorted({int(rank) for rank in _RANKS.value}))
 
 
@@ -82,10 +82,10 @@ def source_of(backbone: ModelBackbone) -> WindowSource:
     if _QUESTIONS.value is not None:
         path = Path(_QUESTIONS.value)
         if not path.is_file():
-            raise InputError(f"--questions={path} is no file; expected one with a question a line")
+            raise InputError(f"--questions: got {path}, which is no file; expected one with a question a line")
         questions = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
         if not questions:
-            raise InputError(f"--questions={path} is empty; expected a question a line")
+            raise InputError(f"--questions: got {path}, which is empty; expected a question a line")
 
     if _IMAGES.value is not None:
         source = OwnImageSource.of(backbone, Path(_IMAGES.value), count, batch, seed, chunks, questions)
@@ -100,7 +100,7 @@ def source_of(backbone: ModelBackbone) -> WindowSource:
     least = least_windows(_LEVEL.value)
     if calibration < least:
         raise InputError(
-            f"{calibration} calibration windows of {source.content}; expected {least} or more for "
+            f"certify: got {calibration} calibration windows of {source.content}; expected {least} or more for "
             f"--level={_LEVEL.value:g}"
         )
     print(f"{source.content}: {calibration} windows for calibration, {held_out} held out", flush=True)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpatch_jax.plan import Certificate, CertifiedLoss
+from kvpatch_jax.plan import Certificate
 
 from ..probes.window.image_sequence import read_behind
 from ..results.tables import aligned_table
@@ -121,7 +121,15 @@ HEAD = ("promise", "way", "others", "rank", "KL, mean", "bound", "held-out withi
 
 def table(certificate: Certificate) -> str:
     """Returns a certificate as text: a line for each row and for each plan."""
-    lines = [aligned_table(HEAD, [_cells(row) for row in certificate.rows])]
+    cells = []
+    for row in certificate.rows:
+        rank = f"{row.rank} %" if row.point == "repair" else str(row.rank or "–")
+        share = f"{row.coverage:.1%} [{row.coverage_low:.1%}, {row.coverage_high:.1%}]"
+        eta = "–" if row.eta is None else f"{row.eta:.3f}"
+        losses = [f"{row.kl:.2e}", f"{row.kl_bound:.2e}", share, eta, f"{row.flips:.2%}"]
+        cells.append([row.promise, row.point, str(row.behind), rank, *losses])
+
+    lines = [aligned_table(HEAD, cells)]
     for plan in certificate.plans:
         share = f"{plan.coverage:.1%} [{plan.coverage_low:.1%}, {plan.coverage_high:.1%}]"
         lines.append(
@@ -129,11 +137,3 @@ def table(certificate: Certificate) -> str:
             f"{plan.approximate:.0%} of the chunks approximate"
         )
     return "\n".join(lines)
-
-
-def _cells(row: CertifiedLoss) -> list[str]:
-    rank = f"{row.rank} %" if row.point == "repair" else str(row.rank or "–")
-    share = f"{row.coverage:.1%} [{row.coverage_low:.1%}, {row.coverage_high:.1%}]"
-    eta = "–" if row.eta is None else f"{row.eta:.3f}"
-    losses = [f"{row.kl:.2e}", f"{row.kl_bound:.2e}", share, eta, f"{row.flips:.2%}"]
-    return [row.promise, row.point, str(row.behind), rank, *losses]

@@ -75,7 +75,14 @@ def _executed(
     line = ImageSequence(windows.backbone, [windows.lead, *windows.pieces])
     target = line.prefill()
     executor = HostExecutor(windows.backbone)
-    window = _window_of_lead(windows, executor)
+
+    # The lead alone is in the window and runs; what chunks come in by is planned.
+    lead = windows.lead
+    window = Window.empty(Costs.of(windows.backbone, "float32"), promise="forget")
+    window, edits = window.append(Entry.of_tokens(LEAD, lead.tokens, lead.chunk.content))
+    executor.provide(LEAD, tokens=lead.tokens, content=lead.chunk.content)
+    executor.run(window, edits)
+
     inventory = _drawn_inventory(windows, target, run.ranks, rng, executor)
     wanted = [Entry.of(piece.chunk, modality=run.source.modality) for piece in windows.pieces]
     planned = plan(window, wanted, Goal(kl=goal), stored=inventory, certificate=certificate, costs=FORWARDS)
@@ -89,16 +96,6 @@ def _executed(
     kl = questions.scored(served.divergence_from(promised))[questions.valid]
     approximate = np.mean([chunk.fidelity == "approximate" for chunk in planned.chunks[1:]])
     return kl, questions.of_valid(windows.clusters), float(approximate)
-
-
-def _window_of_lead(windows: WindowBatch, executor: HostExecutor) -> Window:
-    """Returns a window with the lead alone, run on the executor."""
-    lead = windows.lead
-    window = Window.empty(Costs.of(windows.backbone, "float32"), promise="forget")
-    window, edits = window.append(Entry.of_tokens(LEAD, lead.tokens, lead.chunk.content))
-    executor.provide(LEAD, tokens=lead.tokens, content=lead.chunk.content)
-    executor.run(window, edits)
-    return window
 
 
 def _drawn_inventory(

@@ -64,7 +64,9 @@ class Scores:
         """Returns JSON values that restore the scores bit by bit."""
         written: dict[str, Any] = {}
         for name, table in (("kl", self.kl), ("flips", self.flips)):
-            written[name] = [[*key, [part.tolist() for part in values]] for key, values in table.items()]
+            written[name] = []
+            for key, values in table.items():
+                written[name].append([*key, [part.tolist() for part in values]])
         for name, parts in (("cluster", self.cluster), ("held_out", self.held_out)):
             written[name] = [part.tolist() for part in parts]
         return written
@@ -99,8 +101,9 @@ def conformal_bound(values: Values, cluster: Clusters, level: float) -> float:
     windows, where, counts = np.unique(cluster, return_inverse=True, return_counts=True)
     wanted = level * (len(windows) + 1)
     if wanted > len(windows):
+        least = least_windows(level)
         raise InputError(
-            f"certify: {len(windows)} calibration windows for level {level:g}; expected {least_windows(level)} or more"
+            f"certify: got {len(windows)} calibration windows for level {level:g}; expected {least} or more"
         )
 
     order = np.argsort(values, kind="stable")

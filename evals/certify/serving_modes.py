@@ -14,8 +14,8 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax import ops
 from kvpatch_jax.patching import Accumulated, orders_of
-from kvpatch_jax.plan import Promise
 from kvpatch_jax.repair import SplicedCache, cacheblend, fraction_to_count
+from kvpatch_jax.window import Promise
 
 from ..arms import leading
 from ..probes.window.image_sequence import KV, AgentLoop, Image, ImageSequence, bucket, cut, filled, on_host

@@ -7,7 +7,7 @@ All windows of a batch have the same shape.
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,7 +22,7 @@ from kvpatch_jax.errors import ImageError, InputError
 from models import ModelBackbone
 
 from .. import small_task
-from ..pretrained.texts import LIBRARY, documentation
+from ..pretrained.texts import documentation, library_modules
 from ..probes.window.image_sequence import Image, bucket, filled
 from ..probes.window.probe_images import lead_image, of_ids, of_tokens
 from ..small_task import VOCABULARY, scenes, sequences
@@ -119,6 +119,15 @@ def halves(count: int) -> tuple[int, int]:
     return (count + 1) // 2, count // 2
 
 
+def batches_of(count: int, batch: int) -> Iterator[tuple[int, int, Int[np.ndarray, " B"]]]:
+    """Yields every batch of `count` windows: its half, its first window's number there, the numbers of its windows."""
+    first = 0
+    for side, windows in enumerate(halves(count)):
+        for start in range(0, windows, batch):
+            yield side, start, first + np.arange(start, min(start + batch, windows))
+        first += windows
+
+
 # ---------------------------------------------------------------------------------------------------- small task
 
 
@@ -129,12 +138,9 @@ class DrawnImageSource(WindowSource):
     @classmethod
     def of(cls, count: int, batch: int, seed: int) -> "DrawnImageSource":
         """Plans windows. Each context is drawn for one window alone."""
-        specs, first = [], 0
-        for side, windows in enumerate(halves(count)):
-            for start in range(0, windows, batch):
-                rows = min(batch, windows - start)
-                specs.append(WindowSpec([seed, side, start], first + np.arange(rows), bool(side)))
-                first += rows
+        specs = []
+        for side, start, clusters in batches_of(count, batch):
+            specs.append(WindowSpec([seed, side, start], clusters, bool(side)))
         content = f"images drawn by the small task, seed {seed}"
         return cls(content, sequences.CHUNKS, halves(count), True, tuple(specs))
 
@@ -213,14 +219,14 @@ class OwnImageSource(WindowSource):
         pools = order[: (len(paths) + 1) // 2], order[(len(paths) + 1) // 2 :]
         if len(pools[1]) < chunks + 1:
             raise InputError(
-                f"certify: {len(paths)} images in {folder}; expected {2 * chunks + 2} or more, for windows of "
+                f"certify: got {len(paths)} images in {folder}; expected {2 * chunks + 2} or more, for windows of "
                 f"{chunks} in two halves"
             )
 
         embedded = {int(image): backbone.embed(**backbone.prepare([paths[image]])) for image in order}
         specs, disjoint, first = [], True, 0
         for side, (pool, windows) in enumerate(zip(pools, halves(count), strict=True)):
-            sizes = {image: _size_key(embedded[image]) for image in pool.tolist()}
+            sizes = {image: _shape_key(embedded[image]) for image in pool.tolist()}
             dealt, apart = deal(pool, windows, 2 * chunks, rng, sizes)
             disjoint &= apart
 
@@ -306,12 +312,8 @@ def roomy_image(image: Image, backbone: ModelBackbone) -> Image:
     return Image(image.tokens, dataclasses.replace(chunk, kv=kv, local=filled(chunk.local, room, 0)))
 
 
-def _size_key(tokens: Tokens) -> tuple[int, bytes]:
-    """Sort key that puts images of one shape next to one another, in order of their tokens."""
-    return tokens.embeddings.shape[1], np.asarray(tokens.positions).tobytes()
-
-
 def _shape_key(tokens: Tokens) -> tuple[Any, ...]:
+    """Sort key that puts images of one shape next to one another, in order of their tokens."""
     return tokens.embeddings.shape, np.asarray(tokens.positions).tobytes()
 
 
@@ -348,7 +350,7 @@ class TextSource(WindowSource):
           InputError: too few documents that are long enough.
         """
         size = 2 * chunks * PIECE + CONTINUED
-        paths = files_in(folder, "texts") if folder is not None else _library()
+        paths = files_in(folder, "texts") if folder is not None else library_modules()
         rng, documents = np.random.default_rng(seed), []
 
         for place in rng.permutation(len(paths)):
@@ -365,14 +367,11 @@ class TextSource(WindowSource):
 
         if len(documents) < 4:
             where = folder or "the standard library's documentation"
-            raise InputError(f"certify: {len(documents)} texts of {size} tokens in {where}; expected 4 or more")
+            raise InputError(f"certify: got {len(documents)} texts of {size} tokens in {where}; expected 4 or more")
 
-        specs, first = [], 0
-        for side, windows in enumerate(halves(len(documents))):
-            for start in range(0, windows, batch):
-                clusters = first + np.arange(start, min(start + batch, windows))
-                specs.append(WindowSpec(np.stack([documents[own] for own in clusters]), clusters, bool(side)))
-            first += windows
+        specs = []
+        for side, _, clusters in batches_of(len(documents), batch):
+            specs.append(WindowSpec(np.stack([documents[own] for own in clusters]), clusters, bool(side)))
 
         digest = hashlib.blake2b(np.stack(documents).tobytes(), digest_size=8).hexdigest()
         where = "the standard library's documentation" if folder is None else folder.name or str(folder)
@@ -411,11 +410,6 @@ class TextSource(WindowSource):
         return self.chunks * PIECE
 
 
-def _library() -> list[Path]:
-    paths = [*LIBRARY.glob("[a-z]*.py"), *LIBRARY.glob("[a-z]*/[a-z_]*.py")]
-    return sorted(path for path in paths if path.parts[-2] not in ("site-packages", "test"))
-
-
 # ---------------------------------------------------------------------------------------------------- common
 
 
@@ -440,7 +434,7 @@ def files_in(folder: Path, kind: str) -> list[Path]:
     if not paths:
         reason = "is no folder" if not folder.is_dir() else f"holds no {kind}"
         suffixes = ", ".join(sorted(SUFFIXES[kind]))
-        raise InputError(f"--{kind}={folder} {reason}; expected a folder with files {suffixes}")
+        raise InputError(f"--{kind}: got {folder}, which {reason}; expected a folder with files {suffixes}")
     return paths
 
 

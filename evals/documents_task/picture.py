@@ -37,15 +37,12 @@ def draw(
     Args:
       said: the tokens answered behind every token of the questions, by arm.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
+    from PIL import Image
 
     count = len(documents)
-    figure, axes = plt.subplots(
-        2, count, figsize=(4.4 * count, 6.6), layout="constrained", squeeze=False, height_ratios=(2.9, 1)
-    )
+    figure = Figure(figsize=(4.4 * count, 6.6), layout="constrained")
+    axes = figure.subplots(2, count, squeeze=False, height_ratios=(2.9, 1))
     drawn, pages = render(documents)
 
     for index in range(count):
@@ -60,8 +57,11 @@ def draw(
 
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
-    _fewer_colours(path)
+
+    # In few colours, so that the picture stays small.
+    with Image.open(path) as image:
+        few = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
     return path
 
 
@@ -125,12 +125,3 @@ def _short(arm: str) -> str:
     if "budget" in choice:
         return f"{name} {float(choice.partition('=')[2]):.0%}"
     return f"{name} {choice.partition('=')[2]}".strip()
-
-
-def _fewer_colours(path: Path) -> None:
-    """Keeps the picture in few colours, so that it stays small."""
-    from PIL import Image
-
-    with Image.open(path) as image:
-        few = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-    few.save(path, optimize=True)

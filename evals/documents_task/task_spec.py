@@ -4,13 +4,11 @@ import functools
 
 import numpy as np
 
-from models.towers.qwen2_5 import Qwen25VisionConfig
-
 from ..sheets_task import task as sheets
 from ..sheets_task.instances import LAYERS
 from ..sheets_task.task_spec import Named, TaskSpec
 from ..sheets_task.training import training_of
-from ..small_task.instances import WIDTH, Instance, pixels, qwen2_5_vl
+from ..small_task.instances import Instance, cell_tower, pixels, qwen2_5_vl
 from . import task
 from .drawing import CELL, LINE, render
 from .task import VOCABULARY, Documents
@@ -22,18 +20,7 @@ PAPER, CONTRAST = 0.93, 0.25
 @functools.cache
 def instance() -> Instance:
     """Makes configuration and image settings: the sheets task's decoder; a cell's four patches see each other."""
-    vision = Qwen25VisionConfig(
-        depth=2,
-        width=128,
-        heads=4,
-        intermediate=256,
-        output_width=WIDTH,
-        patch=LINE,
-        merge=2,
-        temporal=1,
-        window=CELL,
-        full_layers=(),
-    )
+    vision = cell_tower(width=128, heads=4, patch=LINE, merge=2, temporal=1)
     images = pixels(LINE, 2, PAPER, CONTRAST, temporal_patch_size=1, min_pixels=LINE**2)
     return Instance(qwen2_5_vl(vision, LAYERS, VOCABULARY), images)
 

@@ -9,9 +9,19 @@ from jaxtyping import Array, Float
 
 from kvpatch_jax.backbone import Backbone, Output, Tokens, joined
 from kvpatch_jax.cache import Patch, brief
-from kvpatch_jax.core import AnyArray, EngineKV, KVLayout, PhaseFreeKV, as_start, check_positions, ops, rotate_kv
+from kvpatch_jax.core import (
+    AnyArray,
+    EngineKV,
+    KVLayout,
+    PhaseFreeKV,
+    arrays_of,
+    as_start,
+    check_positions,
+    ops,
+    rotate_kv,
+)
 from kvpatch_jax.errors import NotFiniteError, WindowError
-from kvpatch_jax.patching import Placed, arrays_of
+from kvpatch_jax.patching import Placed
 from kvpatch_jax.window import (
     ApplyPatch,
     Compact,

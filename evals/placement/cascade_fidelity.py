@@ -2,8 +2,8 @@
 
 A window of three legends and three pages; the first legend is replaced. The five pieces behind it still have the KV
 that the old one gave them. Rebuilding a piece places its patch of rank 32, formed of a prefill of the window as it is
-now. Every subset is read, so that the best order is known. Losses that the cascade
-orders by were measured on other contexts: of each piece, what is lost where it alone is not rebuilt.
+now. Every subset is read, so that the best order is known. Losses that the cascade orders by were measured on other
+contexts: of each piece, what is lost where it alone is not rebuilt.
 """
 
 import itertools
@@ -60,16 +60,19 @@ def measure(seed: int = 0, contexts: int = CONTEXTS) -> dict[str, Any]:
     cluster = np.repeat(np.arange(contexts), kl[whole].shape[1])
     flat = {subset: values.ravel() for subset, values in kl.items()}
     area = {name: np.sum(_curve(flat, order), axis=0) for name, order in orders.items()}
-    predicted = [sum(lost[place] for place in orders["cascade"][count:]) for count in counts]
+    predicted, over_best = [], {}
+    for count in counts:
+        predicted.append(sum(lost[place] for place in orders["cascade"][count:]))
+    for name in orders:
+        over_best[name] = list(ratio(area[name], area["best order"], cluster)[:3])
+
     return {
         "contexts": contexts,
         "pieces": ["legend", "legend", "page", "another page", "another page"],
         "orders": {name: list(order) for name, order in orders.items()},
-        "curves": {name: [float(value) for value in curve] for name, curve in curves.items()},
+        "curves": {name: np.asarray(curve, float).tolist() for name, curve in curves.items()},
         "predicted": predicted,
-        "area over the best order's": {
-            name: list(ratio(area[name], area["best order"], cluster)[:3]) for name in orders
-        },
+        "area over the best order's": over_best,
     }
 
 
@@ -86,7 +89,7 @@ def _curve(kl: Mapping[Subset, Any], order: Sequence[int]) -> list[Any]:
 
 
 def _losses(backbone: ModelBackbone, seed: int, count: int, folder: Path) -> tuple[dict[Subset, np.ndarray], list[int]]:
-    """KL to re-prefill of every subset of pieces that could be rebuilt, [B, Q] each; tokens of the pieces."""
+    """Measures KL to re-prefill of every subset of pieces that could be rebuilt, [B, Q] each; tokens of the pieces."""
     rng = np.random.default_rng([seed, 16])
     contexts = small_task.sample_contexts(rng, count)
     images = load_probe_images(backbone, contexts, np.arange(count), seed, folder)
@@ -119,7 +122,7 @@ def _losses(backbone: ModelBackbone, seed: int, count: int, folder: Path) -> tup
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """KL by the number of pieces rebuilt, of every order."""
+    """Formats KL by the number of pieces rebuilt, of every order."""
     counts = range(len(result["predicted"]))
     lines = []
     for name, curve in result["curves"].items():

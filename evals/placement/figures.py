@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 COLOURS = {
     "arrival": "#8a8a8a",
     "LRU": "#5f5f5f",
@@ -22,11 +24,9 @@ def draw(result: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _forming(rows: list[dict[str, Any]], path: Path) -> Path:
-    import matplotlib.pyplot as plt
-
-    plt.switch_backend("agg")
     budgets = list(dict.fromkeys(row["budget"] for row in rows))
-    figure, axes = plt.subplots(1, len(budgets), figsize=(6.2 * len(budgets), 3.8), layout="constrained", sharey=True)
+    figure = Figure(figsize=(6.2 * len(budgets), 3.8), layout="constrained")
+    axes = figure.subplots(1, len(budgets), sharey=True)
 
     for axis, budget in zip(axes, budgets, strict=True):
         shown = [row for row in rows if row["budget"] == budget]
@@ -47,15 +47,12 @@ def _forming(rows: list[dict[str, Any]], path: Path) -> Path:
     axes[0].set_ylabel("forming FLOPs over re-prefill's")
     axes[0].legend(fontsize=8, ncol=2)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
     return path
 
 
 def _rebuilding(cascade: dict[str, Any], path: Path) -> Path:
-    import matplotlib.pyplot as plt
-
-    plt.switch_backend("agg")
-    figure, axis = plt.subplots(figsize=(6.2, 3.8), layout="constrained")
+    figure = Figure(figsize=(6.2, 3.8), layout="constrained")
+    axis = figure.subplots()
     for name, curve in cascade["curves"].items():
         style = {"cascade": "-o", "best order": "--", "any": "-."}.get(name, "-")
         axis.plot(range(len(curve)), curve, style, markersize=4, linewidth=1.4, label=name)
@@ -64,5 +61,4 @@ def _rebuilding(cascade: dict[str, Any], path: Path) -> Path:
     axis.set_xticks(range(len(cascade["predicted"])))
     axis.legend(fontsize=8)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
     return path

@@ -98,7 +98,9 @@ class _Search:
 
     def __init__(self, requests: Sequence[WindowRequest], terms: Terms):
         self.requests, self.terms = requests, terms
-        often = Counter(entry.id for request in requests for entry in request.pieces if entry.kind == "chunk")
+        often: Counter[str] = Counter()
+        for request in requests:
+            often.update(entry.id for entry in request.pieces if entry.kind == "chunk")
         self.chunks = [id for id, _ in often.most_common()]
         self._costs: dict[_Choice, Cost] = {}
 
@@ -115,7 +117,7 @@ class _Search:
 
     def starts(self) -> list[_Choice]:
         """Lists schedules to start from: orders of arrival, of online replays, and one order of all chunks."""
-        arrival = tuple(tuple(range(len(request.pieces))) for request in self.requests)
+        arrival = tuple(request.arrival for request in self.requests)
         every, found = list[tuple[Front, ...]](), list[_Choice]()
         for front in FRONTS:
             fronts: tuple[Front, ...] = (front,) * len(self.requests)
@@ -162,16 +164,15 @@ class _Search:
         for order in _other_orders(self.requests, orders, at):
             yield choice._replace(orders=(*orders[:at], order, *orders[at + 1 :]))
 
-        names = {entry.id for entry in self.requests[at].pieces if entry.order_free}
+        names = set(self.requests[at].ids_of(self.requests[at].movable(orders[at])))
         for near in range(at + 1, min(at + 1 + NEAR, len(orders))):
-            shared = names & {entry.id for entry in self.requests[near].pieces}
+            shared = names.intersection(self.requests[near].ids)
             common = [id for id in self.chunks if id in shared]
             if len(common) > 1:
                 moved = list(orders)
                 for place in (at, near):
                     request = self.requests[place]
-                    rest = [request.pieces[piece].id for piece in orders[place]]
-                    moved[place] = _following(request, [*common, *rest])
+                    moved[place] = _following(request, [*common, *request.ids_of(orders[place])])
                 yield choice._replace(orders=tuple(moved))
 
     def shaken(self, choice: _Choice, random: np.random.Generator) -> _Choice:
@@ -180,8 +181,9 @@ class _Search:
         fronts: list[Front] = list(choice.fronts)
         for _ in range(max(2, len(orders) // 4)):
             at = int(random.integers(len(orders)))
-            free = [piece for piece in orders[at] if self.requests[at].pieces[piece].order_free]
-            orders[at] = filled(self.requests[at].free, [free[int(place)] for place in random.permutation(len(free))])
+            request = self.requests[at]
+            free = request.movable(orders[at])
+            orders[at] = filled(request.free, [free[int(place)] for place in random.permutation(len(free))])
             fronts[at] = FRONTS[int(random.integers(2))]
 
         refused = frozenset(id for id in choice.refused if random.random() < 0.5)
@@ -193,14 +195,14 @@ def _following(request: WindowRequest, line: Sequence[str]) -> Order:
     rank: dict[str, int] = {}
     for place, id in enumerate(line):
         rank.setdefault(id, place)
-    free = [place for place, entry in enumerate(request.pieces) if entry.order_free]
+    free = request.movable(request.arrival)
     return filled(request.free, sorted(free, key=lambda place: rank.get(request.pieces[place].id, len(line))))
 
 
 def _other_orders(requests: Sequence[WindowRequest], orders: Sequence[Order], at: int) -> Iterator[Order]:
     """Yields other orders of one request: all where few may move; else as other requests have their common pieces."""
     request = requests[at]
-    free = [piece for piece in orders[at] if request.pieces[piece].order_free]
+    free = request.movable(orders[at])
     if len(free) < 2:
         return
     if len(free) <= ALL_ORDERS:
@@ -210,13 +212,12 @@ def _other_orders(requests: Sequence[WindowRequest], orders: Sequence[Order], at
     number = {request.pieces[piece].id: piece for piece in free}
 
     def distance(other: int) -> tuple[int, int]:
-        shared = sum(entry.id in number for entry in requests[other].pieces)
+        shared = sum(id in number for id in requests[other].ids)
         return -shared, abs(other - at)
 
     tried = {tuple(free)}
     for other in sorted((other for other in range(len(requests)) if other != at), key=distance)[:NEAR]:
-        ids = [requests[other].pieces[piece].id for piece in orders[other]]
-        common = [number[id] for id in ids if id in number]
+        common = [number[id] for id in requests[other].ids_of(orders[other]) if id in number]
         moved = (*common, *(piece for piece in free if piece not in common))
         if moved not in tried:
             tried.add(moved)
@@ -264,7 +265,7 @@ def optimum(requests: Sequence[WindowRequest], terms: Terms, states: int = STATE
                 layer[state] = cost
 
         if len(layer) > states:
-            raise InputError(f"optimum: {len(layer)} states behind request {at}; expected at most {states}")
+            raise InputError(f"optimum: got {len(layer)} states behind request {at}; expected at most {states}")
 
     return min(layer.values())
 
@@ -279,13 +280,13 @@ def _steps(
     for id, front in state.items:
         known.setdefault(id, {})[front] = 0
     bases = {id for id, front in state.items if front == lead}
-    entries, sessions = {entry.id: entry for entry in request.pieces}, set[str | None]()
+    entries, sessions = request.by_id, set[str | None]()
     for following in later:
-        entries |= {entry.id: entry for entry in following.pieces}
+        entries |= following.by_id
         sessions |= {following.session, following.parent}
 
-    free = [place for place, entry in enumerate(request.pieces) if entry.order_free]
-    orders = [filled(request.free, moved) for moved in itertools.permutations(free)]
+    movable = request.movable(request.arrival)
+    orders = [filled(request.free, moved) for moved in itertools.permutations(movable)]
     for order, front in itertools.product(orders, FRONTS):
         laid = walk(order_problem(request, resident, terms, known, order), order, terms.forward, front)
         held = residents | {request.session: after(request, laid, resident)}
@@ -310,7 +311,7 @@ def _steps(
 def _useful(item: StoredItem, later: Sequence[WindowRequest]) -> bool:
     """Returns whether some later request has the chunk and all that the item was formed behind."""
     wanted = {item[0], *item[1]}
-    return any(wanted <= {entry.id for entry in request.pieces} for request in later)
+    return any(wanted.issubset(request.ids) for request in later)
 
 
 def _fitting(

@@ -74,7 +74,7 @@ class OrderProblem:
     @functools.cached_property
     def masks(self) -> frozenset[int]:
         """All sets that some orbit patch was formed behind."""
-        return frozenset(mask for known in self.sets for mask in known)
+        return frozenset(itertools.chain.from_iterable(self.sets))
 
 
 class PartialPlacement(NamedTuple):
@@ -213,7 +213,8 @@ def cheapest(
         following: dict[object, list[PartialPlacement]] = {}
         choices = movable if problem.free[place] else 1 << place
         for placed in itertools.chain.from_iterable(layer.values()):
-            left = _bits(choices & ~placed.mask)
+            rest = choices & ~placed.mask
+            left = [piece for piece in range(count) if rest >> piece & 1]
             for piece in left:
                 inversions = sum(rank[other] < rank[piece] for other in left)
                 grown = extended(problem, placed, piece, forward, front, inversions)
@@ -224,7 +225,10 @@ def cheapest(
 
                 for candidate in candidates:
                     if _lower_bound(problem, candidate, front) <= best.cost:
-                        _keep(following.setdefault(_state_key(problem, candidate), []), candidate)
+                        # What the cost of the remaining pieces depends on.
+                        order = candidate.order if candidate.order in problem.fronts else None
+                        key = candidate.mask, order, candidate.holding, candidate.exact
+                        _keep(following.setdefault(key, []), candidate)
 
         layer = following if follow_all else _beam(problem, following, forward, front, beam)
 
@@ -252,12 +256,6 @@ def filled(free: Sequence[bool], order: Iterable[int]) -> Order:
     """Fills the places of movable pieces (`free`) in this order; the others keep theirs."""
     movable = iter(order)
     return tuple(next(movable) if moves else place for place, moves in enumerate(free))
-
-
-def _state_key(problem: OrderProblem, placed: PartialPlacement) -> object:
-    """Returns what the cost of the remaining pieces depends on."""
-    order = placed.order if placed.order in problem.fronts else None
-    return placed.mask, order, placed.holding, placed.exact
 
 
 def _keep(states: list[PartialPlacement], placed: PartialPlacement) -> None:
@@ -301,13 +299,3 @@ def _beam(
 
     chosen = sorted(layer, key=lambda key: promise(layer[key]))[:width]
     return {key: layer[key] for key in chosen}
-
-
-def _bits(mask: int) -> list[int]:
-    """Returns the numbers of a set, ascending."""
-    numbers = []
-    while mask:
-        low = mask & -mask
-        numbers.append(low.bit_length() - 1)
-        mask ^= low
-    return numbers

@@ -24,7 +24,7 @@ def serve_by_prefix(
     took = []
 
     for at, request in enumerate(requests):
-        order = _furthest(request, tree, seen) if ordered else tuple(range(len(request.pieces)))
+        order = _furthest(request, tree, seen) if ordered else request.arrival
         path: Path = ()
         behind, cost, hit = 0, 0.0, True
 
@@ -55,13 +55,13 @@ def serve_by_prefix(
 def _furthest(request: WindowRequest, tree: dict[Path, int], seen: Counter[str]) -> tuple[int, ...]:
     """Returns the order that finds most tokens in the tree."""
     count = len(request.pieces)
-    often = sorted(range(count), key=lambda piece: (-seen[request.pieces[piece].id], piece))
+    often = sorted(request.arrival, key=lambda piece: (-seen[request.pieces[piece].id], piece))
 
     def choices(order: tuple[int, ...]) -> list[int]:
         place = len(order)
         if not request.pieces[place].order_free:
             return [place]
-        return [piece for piece in often if request.pieces[piece].order_free and piece not in order]
+        return [piece for piece in request.movable(often) if piece not in order]
 
     best, found = (-1, ()), [()]
     while found:
@@ -69,7 +69,7 @@ def _furthest(request: WindowRequest, tree: dict[Path, int], seen: Counter[str])
         tokens = sum(request.pieces[piece].tokens for piece in order)
         best = max(best, (tokens, order), key=lambda known: known[0])
         if len(order) < count:
-            path = tuple(request.pieces[piece].id for piece in order)
+            path = request.ids_of(order)
             found += [(*order, piece) for piece in choices(order) if (*path, request.pieces[piece].id) in tree]
 
     order = best[1]

@@ -12,7 +12,7 @@ from kvpatch_jax.errors import InputError, StalePatchError
 from kvpatch_jax.window import Entry, PatchNote, PlacedPiece, Recompute, Window
 
 from .piece_order import Cost, Front
-from .window_placement import NOTHING, Price, StoredPatches, flops_of, placing
+from .window_placement import NOTHING, Price, StoredPatches, contents_differ, flops_of, placing
 
 NODES = 50_000
 """Choices of stored patches that are examined; beyond, the best one so far is used."""
@@ -153,8 +153,9 @@ def _fits(window: Window, piece: PlacedPiece, stored: StoredPatches) -> bool:
 
 
 def _serves(window: Window, note: PatchNote, entry: Entry) -> bool:
-    other = None not in (note.content, entry.content) and note.content != entry.content
-    return not other and note.antecedent.difference(window.target(entry.id), note.orbit) is None
+    """Returns whether a patch is valid for a piece where it stands."""
+    same = not contents_differ(note.content, entry.content)
+    return same and note.antecedent.difference(window.target(entry.id), note.orbit) is None
 
 
 def rebuild(pieces: Sequence[Dependent], bound: Cost = 0, front: Front = "exact") -> Cascade:
@@ -173,22 +174,25 @@ def rebuild(pieces: Sequence[Dependent], bound: Cost = 0, front: Front = "exact"
         if not isinstance(number, int | float) or isinstance(number, bool) or not number >= 0:
             raise InputError(f"cascade: got {number!r:.80}; expected bound, losses and costs >= 0")
 
-    best: tuple[tuple[Cost, int], list[Step]] | None = None
+    best: tuple[tuple[Cost, int], list[RebuildChoice]] | None = None
     minimal, loss = True, sum(piece.loss for piece in pieces)
     slack = ROUNDING * loss
     for last in range(-1, len(pieces)) if front == "exact" else [-1]:
         if last >= 0 and not pieces[last].loss:
             continue
 
-        run = [Step(piece, "formed" if piece.loss else "run", piece.form) for piece in pieces[: last + 1] if piece.form]
+        run = []
+        for piece in pieces[: last + 1]:
+            if piece.form:
+                run.append(RebuildChoice(piece, "formed" if piece.loss else "run", piece.form))
 
         # Behind the last one, what each piece takes by itself; what nothing brings right keeps its loss.
-        choices, room = list[Step](), bound
+        choices, room = list[RebuildChoice](), bound
         for piece in pieces[last + 1 :]:
             if piece.place is not None and (front == "exact" or piece.place <= piece.form) and piece.loss:
-                choices.append(Step(piece, "stored", piece.place))
+                choices.append(RebuildChoice(piece, "stored", piece.place))
             elif front == "served" and piece.loss:
-                choices.append(Step(piece, "formed", piece.form))
+                choices.append(RebuildChoice(piece, "formed", piece.form))
             else:
                 room -= piece.loss
 
@@ -208,7 +212,7 @@ def rebuild(pieces: Sequence[Dependent], bound: Cost = 0, front: Front = "exact"
     return Cascade(_in_turn(in_place, loss), loss, left, minimal)
 
 
-class Step(NamedTuple):
+class RebuildChoice(NamedTuple):
     """One piece that is rebuilt, before steps have an order."""
 
     piece: Dependent
@@ -216,7 +220,7 @@ class Step(NamedTuple):
     cost: Cost
 
 
-def _cover(choices: Sequence[Step], room: Cost, slack: Cost) -> tuple[list[Step] | None, bool]:
+def _cover(choices: Sequence[RebuildChoice], room: Cost, slack: Cost) -> tuple[list[RebuildChoice] | None, bool]:
     """Returns the cheapest steps without which at most `room` of loss is left, fewest first; None if none reach it.
 
     Branch and bound: by loss for cost, with the fraction of the first that is not taken whole as its bound.
@@ -226,7 +230,7 @@ def _cover(choices: Sequence[Step], room: Cost, slack: Cost) -> tuple[list[Step]
 
     ordered = sorted(choices, key=lambda step: -step.piece.loss / step.cost if step.cost else -math.inf)
     need = sum(step.piece.loss for step in ordered) - room
-    best: tuple[tuple[Cost, int], list[Step]] = (math.inf, 0), []
+    best: tuple[tuple[Cost, int], list[RebuildChoice]] = (math.inf, 0), []
     nodes = 0
 
     def least(at: int, missing: Cost) -> Cost:
@@ -238,7 +242,7 @@ def _cover(choices: Sequence[Step], room: Cost, slack: Cost) -> tuple[list[Step]
             missing -= step.piece.loss
         return cost if missing <= slack else math.inf
 
-    def grow(at: int, taken: list[Step], cost: Cost, missing: Cost) -> None:
+    def grow(at: int, taken: list[RebuildChoice], cost: Cost, missing: Cost) -> None:
         nonlocal nodes, best
         nodes += 1
         if missing <= slack:
@@ -252,19 +256,19 @@ def _cover(choices: Sequence[Step], room: Cost, slack: Cost) -> tuple[list[Step]
     return (None if best[0][0] == math.inf else best[1]), nodes <= NODES
 
 
-def _in_turn(steps: Sequence[Step], loss: Cost) -> tuple[Rebuild, ...]:
+def _in_turn(steps: Sequence[RebuildChoice], loss: Cost) -> tuple[Rebuild, ...]:
     """Orders steps so that stopping early loses least: those that remove most loss per cost first.
 
     Forwards, and the patches that they read, have to be done from the front: of these, the prefix that removes most.
     """
 
-    def gain(steps: Sequence[Step]) -> float:
+    def gain(steps: Sequence[RebuildChoice]) -> float:
         cost = sum(step.cost for step in steps)
         return sum(step.piece.loss for step in steps) / cost if cost else math.inf
 
     last = max((at for at, step in enumerate(steps) if step.how != "stored"), default=-1)
     chain, single = list(steps[: last + 1]), sorted(steps[last + 1 :], key=lambda step: -gain([step]))
-    turn: list[Step] = []
+    turn: list[RebuildChoice] = []
     while chain or single:
         beginnings = [chain[: length + 1] for length in range(len(chain))]
         first = max(beginnings, key=gain, default=[])
@@ -295,7 +299,7 @@ def carried_out(window: Window, cascade: Cascade, steps: int | None = None) -> t
     for step in cascade.steps[:steps]:
         if step.how == "stored":
             if step.patch is None:
-                raise StalePatchError(f"cascade: no patch of {step.id!r:.80}; expected the one that was found stored")
+                raise StalePatchError(f"cascade: got no patch of {step.id!r:.80}; expected the one found stored")
             window, more = window.condition(step.id, step.patch)
         else:
             window, more = window.recompute(step.id)

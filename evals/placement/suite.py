@@ -87,14 +87,15 @@ def compared(kind: str, traces: Sequence[Trace]) -> list[Row]:
                 "offline": list(schedule(requests, terms).served),
             }
             # A prefix cache holds the window that is read; ours has the pool for that, beside the store.
-            sizes = [sum(entry.tokens for entry in request.pieces) for request in requests]
+            sizes = [request.tokens for request in requests]
             tree = None if store is None else store + costs.kv_bytes * max(sizes)
-            values = {name: [window.forming for window in windows] for name, windows in served.items()}
-            values |= {
+            values = {
                 "prefix cache": serve_by_prefix(requests, terms, budget=tree),
                 "prefix cache, ordered": serve_by_prefix(requests, terms, budget=tree, ordered=True),
                 "re-prefill": [terms.forward(size, 0) for size in sizes],
             }
+            for name, windows in served.items():
+                values[name] = [window.forming for window in windows]
             for name, taken in values.items():
                 forming.setdefault(name, []).extend(taken)
 

@@ -62,8 +62,8 @@ def screenshots(trace: SyntheticTrace, steps: int) -> None:
     for step in range(steps):
         trace.record("agent", "slide", keep=3)
         held = held[-3:]
-        gone = [name for name in (f"screen {number}" for number in range(step)) if name not in held]
-        name = f"screen {step}"
+        name, screens = f"screen {step}", [f"screen {number}" for number in range(step)]
+        gone = [screen for screen in screens if screen not in held]
         if gone and trace.random.random() < 0.25:
             name = str(trace.random.choice(gone[-8:]))
 
@@ -165,20 +165,20 @@ def tree(trace: SyntheticTrace, steps: int) -> None:
         search += 1
 
 
-_PROMISES = {"screenshots": "remember", "video": "remember", "pages": "forget", "tree": "remember"}
-KINDS: dict[str, Callable[[SyntheticTrace, int], None]] = {
-    "screenshots": screenshots,
-    "video": video,
-    "pages": pages,
-    "tree": tree,
+KINDS: dict[str, tuple[Callable[[SyntheticTrace, int], None], str]] = {
+    "screenshots": (screenshots, "remember"),
+    "video": (video, "remember"),
+    "pages": (pages, "forget"),
+    "tree": (tree, "remember"),
 }
+"""By kind: what draws its events, and what its windows promise."""
 
 
 def synthetic_trace(kind: str, seed: int, steps: int = STEPS) -> Trace:
     """Generates a trace, a function of kind, seed and steps."""
-    trace = SyntheticTrace(seed, kind)
-    KINDS[kind](trace, steps)
-    parameters = {"seed": seed, "steps": steps, "promise": _PROMISES[kind], "lead": None}
+    trace, (draw, promise) = SyntheticTrace(seed, kind), KINDS[kind]
+    draw(trace, steps)
+    parameters = {"seed": seed, "steps": steps, "promise": promise, "lead": None}
     return Trace(tuple(trace.events), kind, parameters)
 
 
@@ -207,19 +207,15 @@ def requests_of(trace: Trace, costs: Costs, tokens: int = 576) -> list[WindowReq
         else:
             window = with_room(window, event)
             returned = event.op == "recall" and event.chunk in window  # sessions record that too
-            window = window if returned else changed(window, event, _entry(event, tokens))
+            entry, size = None, event.tokens or tokens
+            if event.op in ("add", "replace"):
+                span = event.span or size
+                entry = Entry(event.chunk or "", event.content, size, span, event.kind, event.order_free)
+            window = window if returned else changed(window, event, entry)
 
         windows[event.session] = window
 
     return requests
-
-
-def _entry(event: Event, tokens: int) -> Entry | None:
-    """Returns the entry that an event places, if it places one."""
-    if event.op not in ("add", "replace"):
-        return None
-    size = event.tokens or tokens
-    return Entry(event.chunk or "", event.content, size, event.span or size, event.kind, event.order_free)
 
 
 def canonical_bytes(requests: Sequence[WindowRequest], costs: Costs) -> int:

@@ -39,6 +39,29 @@ class WindowRequest(NamedTuple):
         return next((at for at, entry in enumerate(self.pieces) if entry.kind == "chunk"), len(self.pieces))
 
     @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids of the pieces."""
+        return tuple(entry.id for entry in self.pieces)
+
+    @property
+    def by_id(self) -> dict[str, Entry]:
+        """The pieces by their ids."""
+        return {entry.id: entry for entry in self.pieces}
+
+    @property
+    def arrival(self) -> Order:
+        """The order in which they arrived."""
+        return tuple(range(len(self.pieces)))
+
+    def ids_of(self, order: Sequence[int]) -> tuple[str, ...]:
+        """Returns the ids of pieces in an order, or of some of them."""
+        return tuple(self.pieces[piece].id for piece in order)
+
+    def movable(self, order: Sequence[int]) -> list[int]:
+        """Returns which pieces of an order may move, as they stand in it."""
+        return [piece for piece in order if self.pieces[piece].order_free]
+
+    @property
     def free(self) -> tuple[bool, ...]:
         """Which pieces may move."""
         return tuple(entry.order_free for entry in self.pieces)
@@ -46,7 +69,12 @@ class WindowRequest(NamedTuple):
     @property
     def lead_ids(self) -> tuple[str, ...]:
         """Ids of these texts: what canonicals are formed behind."""
-        return tuple(entry.id for entry in self.pieces[: self.lead])
+        return self.ids[: self.lead]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all pieces."""
+        return sum(entry.tokens for entry in self.pieces)
 
     @property
     def lead_tokens(self) -> int:
@@ -201,8 +229,7 @@ class SimulatedStore:
         """Returns whether items of a request, with their canonicals, fit without removing anything."""
         if self.terms.budget is None:
             return True
-        lead, size = request.lead_ids, 0
-        entries = {entry.id: entry for entry in request.pieces}
+        lead, size, entries = request.lead_ids, 0, request.by_id
         for id, front in items | {(id, lead) for id, _ in items}:
             if front not in self.items.get(id, {}):
                 size += self.terms.bytes_of((id, front), entries[id], lead)
@@ -216,9 +243,9 @@ class RequestForecast:
         """Indexes the orders."""
         self.uses: dict[StoredItem, list[int]] = {}
         for at, (request, order) in enumerate(zip(requests, orders, strict=True)):
-            ids = [request.pieces[piece].id for piece in order]
+            ids = request.ids_of(order)
             for place, id in enumerate(ids):
-                self.uses.setdefault((id, tuple(ids[:place])), []).append(at)
+                self.uses.setdefault((id, ids[:place]), []).append(at)
 
     def next(self, item: StoredItem, at: int) -> Cost:
         """Returns the next request after `at` that uses an item; infinity without one."""
@@ -273,7 +300,7 @@ class _ReplayState:
         """Serves a request, and stores what the policy admits."""
         terms, pool = self.terms, held_by(request, self.pools)
         placed, front = self._placed(request, pool, order, front)
-        ids = tuple(request.pieces[piece].id for piece in placed.order)
+        ids = request.ids_of(placed.order)
         pooled = self.pools[request.session] = after(request, placed, pool)
 
         # Store, then record uses, then evict: what this request used is the last to leave.
@@ -313,9 +340,9 @@ class _ReplayState:
         """Returns the request's pieces in order, and what those that run find in front of them."""
         policy, terms = self.policy, self.terms
         if order is None and policy.order == "arrival":
-            order = tuple(range(len(request.pieces)))
+            order = request.arrival
         problem = order_problem(request, pool, terms, self.store.items, order)
-        by_use = sorted(range(len(request.pieces)), key=lambda piece: (-self.seen[request.pieces[piece].id], piece))
+        by_use = sorted(request.arrival, key=lambda piece: (-self.seen[request.pieces[piece].id], piece))
 
         def placed(front: Front) -> PartialPlacement:
             if order is not None:
@@ -343,11 +370,10 @@ class _ReplayState:
         elif admit == "again" or (admit == "room" and not self.store.has_room(request, items)):
             items = {item for item in items if self.together[item[0], frozenset(item[1])]}
 
-        lead, cost = request.lead_ids, 0.0
-        entries = {entry.id: entry for entry in request.pieces}
+        lead, cost, entries = request.lead_ids, 0.0, request.by_id
         # What ran right behind the lead is a canonical already.
         leading = placed.order[request.lead : request.lead + 1] if placed.ran > request.lead else ()
-        formed = {request.pieces[piece].id for piece in leading}
+        formed = request.ids_of(leading)
 
         for id, front in sorted(items, key=lambda item: len(item[1])):
             if id in refused:
@@ -393,7 +419,7 @@ def order_problem(
     number = {entry.id: place for place, entry in enumerate(entries)}
     ordered: list[dict[Order, Cost]] = [{} for _ in entries]
     leading: dict[int, Cost] = {}
-    ids = None if order is None else [entries[piece].id for piece in order]
+    ids = None if order is None else request.ids_of(order)
 
     for place in range(len(entries)):
         piece = place if order is None else order[place]
@@ -401,7 +427,7 @@ def order_problem(
         if of_chunk is None or lead not in of_chunk:
             continue
 
-        fronts = list(of_chunk) if ids is None else [tuple(ids[:place])]
+        fronts = list(of_chunk) if ids is None else [ids[:place]]
         for front in fronts:
             if front not in of_chunk:
                 continue
@@ -430,16 +456,15 @@ def held_by(request: WindowRequest, pools: Mapping[str, PoolContents]) -> PoolCo
 
 def after(request: WindowRequest, placed: PartialPlacement, pool: PoolContents) -> PoolContents:
     """Returns what the pool holds after a request: all pieces from the front until a patch serves one."""
-    ids = tuple(request.pieces[piece].id for piece in placed.order[: placed.ran])
+    ids = request.ids_of(placed.order[: placed.ran])
     exact = next((at for at, (id, was) in enumerate(zip(ids, pool.ids, strict=False)) if id != was), len(ids))
     return PoolContents(ids, len(ids) if placed.exact else min(exact, pool.exact))
 
 
 def at_hand(request: WindowRequest, placed: PartialPlacement) -> set[StoredItem]:
     """Returns items that could be stored now: of chunks whose exact KV is there."""
-    ids = tuple(request.pieces[piece].id for piece in placed.order[: placed.ran if placed.exact else 0])
-    chunks = {entry.id for entry in request.pieces if entry.kind == "chunk"}
-    return {(id, ids[:place]) for place, id in enumerate(ids) if id in chunks}
+    ids, entries = request.ids_of(placed.order[: placed.ran if placed.exact else 0]), request.by_id
+    return {(id, ids[:place]) for place, id in enumerate(ids) if entries[id].kind == "chunk"}
 
 
 def total(served: Sequence[ServedWindow]) -> Cost:

@@ -338,15 +338,15 @@ def _front(
 ) -> tuple[int, ...] | None:
     """Returns the numbers of a patch's antecedent; None if contents differ, or a member is not wanted."""
     members = note.antecedent.members
-    if _differ(note.content, entry.content) or any(member.id not in number for member in members):
+    if contents_differ(note.content, entry.content) or any(member.id not in number for member in members):
         return None
-    if any(_differ(member.content, entries[number[member.id]].content) for member in members):
+    if any(contents_differ(member.content, entries[number[member.id]].content) for member in members):
         return None
     return tuple(number[member.id] for member in members)
 
 
-def _differ(first: str | None, second: str | None) -> bool:
-    # An unknown content contradicts nothing.
+def contents_differ(first: str | None, second: str | None) -> bool:
+    """Returns whether two contents contradict each other; an unknown one contradicts nothing."""
     return None not in (first, second) and first != second
 
 

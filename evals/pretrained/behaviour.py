@@ -90,6 +90,11 @@ def draw_question(task: str, rng: np.random.Generator) -> TextQuestion:
     return TextQuestion(facts if in_front else "", "" if in_front else facts, asked, answer)
 
 
+def document_tokens(plan: SuitePlan) -> int:
+    """Counts the tokens of a document that a plan needs: its passages and what is read, or what fills two chunks."""
+    return max(plan.passages * plan.chunk + plan.scored, 2 * plan.facts + COPIED)
+
+
 def items(backbone: Any, plan: SuitePlan, task: str, number: int, documents: Sequence[Document]) -> list[QuestionItem]:
     """Draws a batch of a task's items; the same number gives the same items."""
     rng = np.random.default_rng([TASKS.index(task), number])

@@ -164,11 +164,11 @@ def vary_antecedents(backbone: Any, plan: SuitePlan, document: Document, other: 
     new = [other.ids[place * size : (place + 1) * size] for place in range(3)]
     passage = document.ids[3 * size : 3 * size + chunk]
     behind = document.ids[3 * size + chunk : 3 * size + chunk + plan.scored]
-    orders = [np.concatenate([old[int(place)] for place in order]) for order in ORDERS]
+    orders = np.stack(old)[np.array([list(map(int, order)) for order in ORDERS])].reshape(len(ORDERS), -1)
     drifts = [[old[0], old[0], old[2]], [new[0], old[1], old[2]], [new[0], new[1], old[2]], new]
-    drifted = [np.concatenate(pieces) for pieces in drifts]
+    drifted = np.array(drifts).reshape(len(DRIFTS), -1)
 
-    ordered = _of_antecedents(backbone, np.stack(orders), passage, behind)
+    ordered = _of_antecedents(backbone, orders, passage, behind)
     rank = min(RANK, ordered.most)
     first = {name: value[:, :1] for name, value in ordered.conditioned.items()}
     transferred = {name: jnp.repeat(value, len(ORDERS), axis=1) for name, value in first.items()}
@@ -189,7 +189,7 @@ def vary_antecedents(backbone: Any, plan: SuitePlan, document: Document, other: 
         moved = sum(_energy(value[:, place] - value[:, 0]) for value in ordered.conditioned.values())
         yield {"probe": "reorder", "case": order, "arm": "order", "relative_order_effect": (moved / whole) ** 0.5}
 
-    drifting = _of_antecedents(backbone, np.stack(drifted), passage, behind)
+    drifting = _of_antecedents(backbone, drifted, passage, behind)
     stored = {name: jnp.repeat(value, len(DRIFTS), axis=1) for name, value in first.items()}
     patches = {"blind": None, f"stored.rank={RANK}": drifting.patch(rank, stored)}
     patches[f"oracle.rank={RANK}"] = drifting.patch(rank)

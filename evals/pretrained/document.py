@@ -5,6 +5,7 @@
 keeps the rows that the page shows in docs/pretrained.json, draws its figures, and writes the page from these rows.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -53,8 +54,8 @@ def kept_rows(results: Mapping[str, Any], metrics: Mapping[str, Collection[str]]
     rows = []
     for row in results["rows"]:
         if row["metric"] in metrics.get(row["probe"], ()):
-            ends = {name: row[name] for name in ("value", "low", "high")}
-            rows.append({**row, **{name: None if end is None else round(end, 5) for name, end in ends.items()}})
+            numbers = {name: row[name] for name in ("value", "low", "high") if row[name] is not None}
+            rows.append({**row, **{name: round(number, 5) for name, number in numbers.items()}})
     return rows
 
 
@@ -105,15 +106,15 @@ def page(found: Mapping[str, Any]) -> str:
     return "\n\n".join(part if part.startswith(as_is) else filled(part) for part in blocks) + "\n"
 
 
-def ordered(rows: Rows) -> list[str]:
-    """Lists the arms, those that remove most of blind reuse's KL first."""
-    arms = [arm for arm in rows.arms(EVERY_ARM) if arm != "re-prefill" and rows.get(EVERY_ARM, arm, "eta").n]
-    return sorted(arms, key=lambda arm: -rows.get(EVERY_ARM, arm, "eta").value)
+def ordered(rows: Rows, probe: str) -> list[str]:
+    """Lists the arms of a probe, those that remove most of blind reuse's KL first."""
+    arms = [arm for arm in rows.arms(probe) if arm != "re-prefill" and rows.get(probe, arm, "eta").n]
+    return sorted(arms, key=lambda arm: -rows.get(probe, arm, "eta").value)
 
 
 def _arms(rows: Rows) -> Iterator[str]:
     """Shows what every arm removes and costs, and the patch beside what removes more or keeps fewer bytes."""
-    arms = ordered(rows)
+    arms = ordered(rows, EVERY_ARM)
     documents = rows.get(EVERY_ARM, "blind", "documents").n
     yield "## Every arm, what removes most first"
     yield f"All arms were measured on {counted(rows)}. Intervals resample these few documents, so they are rough."
@@ -215,9 +216,9 @@ def _answers(rows: Rows) -> Iterator[str]:
 
     if run:
         # Items of each probe; said once where all have as many.
-        counts = {
-            probe: max(rows.get(probe, "re-prefill", metric).n for metric in METRICS) for probe, _ in run.values()
-        }
+        counts = {}
+        for probe, _ in run.values():
+            counts[probe] = max(rows.get(probe, "re-prefill", metric).n for metric in METRICS)
         said = [f"{probe}: n = {count}" for probe, count in counts.items()]
         if len(set(counts.values())) == 1:
             said = [f"n = {next(iter(counts.values()))} of each"]
@@ -228,15 +229,15 @@ def _answers(rows: Rows) -> Iterator[str]:
         )
 
         lines = []
-        for arm in dict.fromkeys(arm for probe in counts for arm in rows.arms(probe)):
+        for arm in dict.fromkeys(itertools.chain.from_iterable(map(rows.arms, counts))):
             found = [rows.get(probe, arm, metric) for probe, metric in run.values()]
             lines.append([arm, *(f"{interval.value:.2f}" if interval.n else "" for interval in found)])
         yield markdown_table(["arm", *run], lines)
 
-    missing = [probe for probe in ("greedy", *(f"behaviour.{task}" for task in TASKS)) if not rows.arms(probe)]
+    probes = {"greedy": "greedy continuations", **{f"behaviour.{task}": f"behaviour: {task}" for task in TASKS}}
+    missing = [name for probe, name in probes.items() if not rows.arms(probe)]
     if missing:
-        names = "; ".join(probe.replace("greedy", "greedy continuations").replace(".", ": ") for probe in missing)
-        yield f"Not among the parts that were run: {names}."
+        yield f"Not among the parts that were run: {'; '.join(missing)}."
 
 
 def write(out: Path, docs: Path = DOCS) -> Path:

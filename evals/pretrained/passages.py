@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 
-from ..arms.reused_page import KV, ReusedPage, cut, joined
+from ..arms.reused_page import KV, ReusedPage, chunk_of, cut, joined
 from ..small_task.prefix import Prefix
 
 CHECK_LAYER = 1
@@ -83,7 +83,11 @@ class Passages:
             backbone=backbone,
             contexts=self,
             form=Prefix(locals_, locals_, image_token=-1),
-            chunks=(self._chunk(front, "in front"), self._chunk(canonical, "passage")),
+            # Every row has its own text, so that all rows of a batch go by one name.
+            chunks=(
+                chunk_of(backbone, front, locals_[0], "in front"),
+                chunk_of(backbone, canonical, locals_[1], "passage"),
+            ),
             starts=(np.int32(0), np.int32(self.start)),
             tokens=prefix,
             alone=placed(own, 0),
@@ -94,19 +98,6 @@ class Passages:
 
     def __len__(self) -> int:
         return self.rows
-
-    def _chunk(self, kv: KV, name: str) -> kvp.Chunk:
-        """Makes a batch of chunks of this KV; every row has its own text, so that all go by one name."""
-        length = next(iter(kv.values())).shape[2]
-        return kvp.Chunk(
-            kv=dict(kv),
-            local=np.arange(length, dtype=np.int32),
-            span=length,
-            length=length,
-            id=name,
-            layout=self.backbone.layout,
-            backbone=self.backbone.fingerprint,
-        )
 
     @property
     def chunk(self) -> kvp.Chunk:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -16,7 +15,6 @@ from ..results.rows import Rows
 from ..results.tables import markdown_table
 from .rows import EVERY_ARM
 
-matplotlib.use("Agg")
 Results = Mapping[str, Any]
 Table = tuple[list[str], list[list[str]]]
 """A table's head and lines, as text."""
@@ -175,12 +173,11 @@ def all_tables(rows: Rows) -> dict[str, Table]:
 
 def probe_table(rows: Rows, probe: str) -> Table:
     """Makes the table of a probe: a line per arm, a column per metric that it has, and the number of items."""
-    arms = [arm for arm in rows.arms(probe) if any(rows.get(probe, arm, metric).n for metric in METRICS)]
-    used = [name for name in METRICS if any(np.isfinite(rows.get(probe, arm, name).value) for arm in arms)]
-    lines = []
-    for arm in arms:
-        count = max(rows.get(probe, arm, metric).n for metric in used)
-        lines.append([arm, *cells(rows, probe, arm, used), str(count)])
+    used, lines = [name for name in METRICS if rows.measured(probe, rows.arms(probe), name)], []
+    for arm in rows.arms(probe):
+        counts = [rows.get(probe, arm, metric).n for metric in used]
+        if any(counts):
+            lines.append([arm, *cells(rows, probe, arm, used), str(max(counts))])
     return ["arm", *titles(used), "n"], lines
 
 

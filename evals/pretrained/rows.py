@@ -9,7 +9,7 @@ import numpy as np
 
 from ..results import intervals
 from ..results.intervals import Interval
-from ..results.rows import Row, measured_row
+from ..results.rows import Row, measured_rows
 from .arms import COSTS
 from .plan import TASKS
 
@@ -29,7 +29,7 @@ def rows_of(parts: Sequence[Record], model: str) -> list[Row]:
         kind, group, _ = (*part["part"].split(", "), "", "")[:3]
         for record in part["records"]:
             by_kind[kind].append({**record, "group": group})
-    return [measured_row(probe, model, arm, metric, interval) for probe, arm, metric, interval in _statistics(by_kind)]
+    return measured_rows(_statistics(by_kind), model)
 
 
 def _statistics(by_kind: Mapping[str, Sequence[Record]]) -> Found:
@@ -44,8 +44,7 @@ def _statistics(by_kind: Mapping[str, Sequence[Record]]) -> Found:
     yield EVERY_ARM, "blind", "documents", Interval(documents, documents, documents, int(documents))
 
     for group in GROUPS:
-        for value in dict.fromkeys(record[group] for record in scored):
-            chosen = [record for record in scored if record[group] == value]
+        for value, chosen in _by(group, scored).items():
             yield from _compared(f"text.{group}={value}", chosen, ("eta", "kl", "flips", "loss_difference"))
 
     yield from _costs(scored)
@@ -60,12 +59,13 @@ def _statistics(by_kind: Mapping[str, Sequence[Record]]) -> Found:
     compared = [record for record in windows if "kl" in record]
     yield from _compared("reorder", [record for record in compared if record["probe"] == "reorder"])
     drift = [record for record in compared if record["probe"] == "drift"]
-    for case in dict.fromkeys(record["case"] for record in drift):
-        yield from _compared(f"drift.{case}", [record for record in drift if record["case"] == case])
+    for case, chosen in _by("case", drift).items():
+        yield from _compared(f"drift.{case}", chosen)
     yield from _compared("slide", by_kind["slide"])
 
+    by_task = _by("group", by_kind["behaviour"])
     for task in TASKS:
-        answers = [record for record in by_kind["behaviour"] if record["group"] == task]
+        answers = by_task.get(task, [])
         yield from means(f"behaviour.{task}", answers, ("right", "tokens", "agrees", "kl", "chosen"), "row")
         yield from _against_reference(f"behaviour.{task}", answers, ("right", "chosen"))
 
@@ -80,9 +80,16 @@ def means(
     """
     for metric in metrics:
         having = [record for record in records if metric in record]
-        for name in dict.fromkeys(record[arm] for record in having):
-            of_arm = [record for record in having if record[arm] == name]
+        for name, of_arm in _by(arm, having).items():
             yield probe, name, metric, intervals.mean(_column(of_arm, metric), _column(of_arm, cluster))
+
+
+def _by(column: str, records: Iterable[Record]) -> dict[Any, list[Record]]:
+    """Groups records by what a column of theirs says, in order of appearance."""
+    groups: dict[Any, list[Record]] = defaultdict(list)
+    for record in records:
+        groups[record[column]].append(record)
+    return groups
 
 
 def _column(records: Sequence[Record], name: str) -> np.ndarray:
@@ -107,8 +114,7 @@ def _compared(probe: str, scored: Sequence[Record], metrics: Sequence[str] = MET
 
     reference = {_key(record): record for record in scored if record["arm"] == "re-prefill"}
     blind = {_key(record): record for record in scored if record["arm"] == "blind"}
-    for arm in dict.fromkeys(record["arm"] for record in scored):
-        of_arm = [record for record in scored if record["arm"] == arm]
+    for arm, of_arm in _by("arm", scored).items():
         cluster = _column(of_arm, "document")
 
         for metric in metrics:
@@ -158,8 +164,7 @@ def _by_layer(metric: str, profiled: Sequence[Record]) -> Found:
 def _against_reference(probe: str, records: Sequence[Record], metrics: Iterable[str]) -> Found:
     """Yields each arm's difference from re-prefill, question by question."""
     reference = {record["row"]: record for record in records if record["arm"] == "re-prefill"}
-    for arm in dict.fromkeys(record["arm"] for record in records):
-        of_arm = [record for record in records if record["arm"] == arm]
+    for arm, of_arm in _by("arm", records).items():
         paired, cluster = [reference[record["row"]] for record in of_arm], _column(of_arm, "row")
         for metric in metrics:
             if metric in of_arm[0]:

@@ -6,7 +6,6 @@ A part's contexts are passages of documents, or questions over two chunks; the s
 import dataclasses
 import functools
 import itertools
-import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -75,7 +74,7 @@ class SuiteTexts:
     def __init__(self, backbone: Any, plan: SuitePlan):
         """Reads documents with room for the longest passage of the plan."""
         self.plan = plan
-        least = plan.passages * plan.chunk + plan.scored
+        least = behaviour.document_tokens(plan)
         most = max([least, *(plan.chunk + length + plan.scored for length, _ in plan.long)])
         count = max(plan.documents, plan.windows + 1, 2) + (1 if plan.fitted else 0)
         self.by_domain = {domain: texts.documents(backbone, domain, count, least, most) for domain in DOMAINS}
@@ -109,12 +108,15 @@ class SuiteTexts:
 
 def dataset(backbone: ModelBackbone, plan: SuitePlan, corpus: SuiteTexts, file: Path) -> RecordedDataset:
     """Describes the parts of a plan, and what they depend on: plan, model, text and its licences."""
+    names = {}
+    for domain, own in corpus.by_domain.items():
+        names[domain] = [document.name for document in own]
     config = {
         "model": file.stem,
         "fingerprint": backbone.fingerprint,
         "plan": dataclasses.asdict(plan),
         "text_digest": texts.digest(corpus.all),
-        "documents": {domain: [document.name for document in own] for domain, own in corpus.by_domain.items()},
+        "documents": names,
         "licences": {document.name.partition("/")[0]: document.licence for document in corpus.all},
         "python": platform.python_version(),
     }
@@ -127,8 +129,6 @@ def dataset(backbone: ModelBackbone, plan: SuitePlan, corpus: SuiteTexts, file: 
         return records_of(backbone, plan, corpus, part, by_layer)
 
     planned = [PlannedPart(part.name, functools.partial(measure, part), part.tokens) for part in parts(plan)]
-    # Lists in place of tuples, as the file of parts has them.
-    config = json.loads(json.dumps(config))
     return RecordedDataset(config, planned, functools.partial(rows_of, model=file.stem), PACKAGES)
 
 

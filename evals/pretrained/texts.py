@@ -112,6 +112,12 @@ def _modules(package: str) -> Iterator[tuple[str, Path]]:
         yield name, names[name]
 
 
+def library_modules() -> list[Path]:
+    """Lists the standard library's modules of two levels, by name, without its tests."""
+    paths = [*LIBRARY.glob("[a-z]*.py"), *LIBRARY.glob("[a-z]*/[a-z_]*.py")]
+    return sorted(path for path in paths if path.parts[-2] not in ("site-packages", "test"))
+
+
 def documentation(path: Path) -> str:
     """Joins the documentation strings of a module, its classes and functions, blank lines between them."""
     return "\n\n".join(text for text in _docstrings(_read(path)) if len(text) > LEAST_CHARACTERS)

@@ -60,8 +60,11 @@ def all_arms(layout: kvp.KVLayout) -> list[str]:
 
 def main_arms(layout: kvp.KVLayout) -> list[str]:
     """Names those of them that a run tries unless it is asked for all."""
-    dear = RULES.arms.only_among_all
-    return [name for name in all_arms(layout) if not any(fnmatch.fnmatchcase(name, pattern) for pattern in dear)]
+    names = []
+    for name in all_arms(layout):
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in RULES.arms.only_among_all):
+            names.append(name)
+    return names
 
 
 def compare_repairs(

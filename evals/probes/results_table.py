@@ -102,6 +102,15 @@ class ProbeItems:
             "flip_recover": intervals.flip_recover(reference_predicted, blind_predicted, predicted, cluster),
         }
 
+    def paired(self, first: str, second: str) -> Iterator[tuple[str, str, intervals.Interval]]:
+        """Yields kind, metric and the first arm's KL and accuracy minus the second's, question by question."""
+        cluster, answer = self.column("cluster"), self.column("answer")
+        (said, kl), (other_said, other_kl) = self.arm(first), self.arm(second)
+        right, other_right = (said == answer).astype(float), (other_said == answer).astype(float)
+        for kind, here in self.by_kind():
+            yield kind, "kl", intervals.paired_difference(kl[here], other_kl[here], cluster[here])
+            yield kind, "accuracy", intervals.paired_difference(right[here], other_right[here], cluster[here])
+
     def lines(self) -> Iterator[dict[str, object]]:
         """Yields every question: context, kind, right answer, and per arm [prediction, KL]."""
         arms = {name: self.arm(name) for name in self.predicted}

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from ..pretrained.rows import means
-from ..results.rows import Row, measured_row
+from ..results.rows import Row, measured_rows
 from . import fonts, pages
 from .pieces import Pieces
 from .tower import PageReadingModel, Tower
@@ -85,5 +85,4 @@ def rows(found: Sequence[Mapping[str, Any]], group: str, model: str) -> list[Row
     """Makes rows of the mean over faces with its interval over families, and of every family over its faces."""
     records = [{**record, "group": group, "arm": f"{group}.{record['family']}"} for record in found]
     every = means("pieces", records, METRICS, "family", "group")
-    by_family = means("pieces", records, METRICS, "face")
-    return [measured_row(probe, model, arm, metric, interval) for probe, arm, metric, interval in (*every, *by_family)]
+    return measured_rows([*every, *means("pieces", records, METRICS, "face")], model)

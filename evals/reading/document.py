@@ -4,13 +4,14 @@ Keeps the rows that the page shows in docs/reading.json and writes its tables, a
 from them. A test compares the page with that file.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..pretrained.document import kept_rows, write_kept
+from ..pretrained.document import kept_rows, ordered, write_kept
 from ..pretrained.report import show
 from ..report.documents import ROOT, block, filled
 from ..results.rows import Rows, without_nan
@@ -93,11 +94,9 @@ def _against_tokens(rows: Rows) -> Iterator[str]:
 
 
 def _arms(rows: Rows) -> Iterator[str]:
-    arms = [arm for arm in rows.arms("text") if arm != "re-prefill" and rows.get("text", arm, "eta").n]
-    arms.sort(key=lambda arm: -rows.get("text", arm, "eta").value)
     n = rows.get("text", "blind", "kl").n
     yield filled(f"Pages as images, reused, against a re-prefill of the images, {n} pages, what removes most first:")
-    lines = [[f"`{arm}`", *_shown(rows, "text", arm, ARMS)] for arm in arms]
+    lines = [[f"`{arm}`", *_shown(rows, "text", arm, ARMS)] for arm in ordered(rows, "text")]
     yield markdown_table(["arm", *ARMS.values()], lines)
 
 
@@ -112,24 +111,24 @@ def _answers(rows: Rows) -> Iterator[str]:
     if not tasks:
         return
 
-    counts = [str(rows.get(f"behaviour.{task}", "blind", "right").n) for task in tasks]
+    probes = [f"behaviour.{task}" for task in tasks]
+    counts = [str(rows.get(probe, "blind", "right").n) for probe in probes]
     yield filled(
         f"Questions over two pages ({', '.join(counts)}): shares of answers that are right, of their tokens that are, "
         "and of answers equal to re-prefill's."
     )
     lines = []
-
-    for arm in dict.fromkeys(arm for task in tasks for arm in rows.arms(f"behaviour.{task}")):
+    for arm in dict.fromkeys(itertools.chain.from_iterable(map(rows.arms, probes))):
         cells = []
-        for task in tasks:
-            for metric in ANSWERED:
-                interval = rows.get(f"behaviour.{task}", arm, metric)
-                # Tokens have another reference than images.
-                missing = (arm, metric) == (TOKENS, "agrees") or not interval.n
-                cells.append("–" if missing else f"{interval.value:.2f}")
+        for probe, metric in itertools.product(probes, ANSWERED):
+            interval = rows.get(probe, arm, metric)
+            # Tokens have another reference than images.
+            missing = (arm, metric) == (TOKENS, "agrees") or not interval.n
+            cells.append("–" if missing else f"{interval.value:.2f}")
         lines.append([f"`{arm}`", *cells])
 
-    yield markdown_table(["arm", *(f"{task}: {title}" for task in tasks for title in ANSWERED.values())], lines)
+    columns = itertools.product(tasks, ANSWERED.values())
+    yield markdown_table(["arm", *(f"{task}: {title}" for task, title in columns)], lines)
 
 
 def write(results: Mapping[str, Any], root: Path = ROOT) -> None:

@@ -72,8 +72,6 @@ UNSEEN: Families = {
     "play": ("Play-Regular", "Play-Bold"),
     "sil-andika": ("Andika-Regular", "Andika-Bold"),
 }
-SHIPPED = ("DejaVu", "STIX")
-"""Families that are wherever matplotlib is."""
 
 
 def folders(more: Sequence[str | os.PathLike[str]] = ()) -> list[Path]:

@@ -5,7 +5,6 @@ Axis letters: n cells, V glyphs, S pixels of a slot's side.
 
 import functools
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -98,11 +97,3 @@ def draw_page(letters: UInt8[np.ndarray, "n slots"], style: Style) -> UInt8[np.n
     if len(letters) != lines * COLUMNS or not 1 <= lines <= COLUMNS:
         raise InputError(f"page: got {len(letters)} pieces; expected 1 to {COLUMNS} lines of {COLUMNS}")
     return coloured(laid_out(cells(glyphs(style.font, style.size), letters)), style)
-
-
-def save_png(page: UInt8[np.ndarray, "H W 3"], path: str | os.PathLike[str]) -> Path:
-    """Writes a page as a PNG file. Returns its path."""
-    from PIL import Image
-
-    Image.fromarray(page).save(path)
-    return Path(path)

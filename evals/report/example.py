@@ -170,14 +170,9 @@ def _draw_mark(panel: Axes, mark: Mark) -> None:
         edge: dict[str, Any] = {"edgecolor": colour, "linewidth": width, "clip_on": False}
         panel.add_patch(Rectangle(corner, mark.width, mark.height, fill=False, **edge))
     if mark.word:
-        box: dict[str, Any] = {
-            "boxstyle": "round,pad=0.15",
-            "facecolor": "white",
-            "edgecolor": "black",
-            "linewidth": 0.8,
-        }
+        box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "black", "linewidth": 0.8}
         style: dict[str, Any] = {"fontsize": 7.5, "fontweight": "bold", "ha": "right", "va": "bottom", "zorder": 5}
-        panel.text(*corner, mark.word, bbox={**box, "edgecolor": "black"}, **style)
+        panel.text(*corner, mark.word, bbox=box, **style)
 
 
 def _answer_table(

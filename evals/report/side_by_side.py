@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from ..results.headline import headline_arms, headline_results, seeds_of
 from ..results.rows import VISIBLE, Rows, without_nan
 from ..results.tables import markdown_table
@@ -83,17 +85,10 @@ def write(results: Mapping[str, Results], folder: Path) -> Path:
 
 def draw(results: Mapping[str, Results], path: Path) -> Path:
     """Draws accuracy by question kind: re-prefill, a patch of rank 8 and blind reuse, one panel per backbone."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     arms = {"re-prefill": "#222222", f"patch.rank={RANK}": "#0072B2", "blind": "#D55E00"}
-    figure, axes = plt.subplots(
-        1, len(results), figsize=(2.1 * len(results) + 1, 3.2), sharey=True, layout="constrained", squeeze=False
-    )
-
-    for axis, (name, each) in zip(axes[0], results.items(), strict=True):
+    figure = Figure(figsize=(2.1 * len(results) + 1, 3.2), layout="constrained")
+    axes = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
+    for axis, (name, each) in zip(axes, results.items(), strict=True):
         rows = Rows(each)
         for shift, (arm, colour) in zip((-0.2, 0.0, 0.2), arms.items(), strict=True):
             got = [rows.accuracy(arm, kind) for kind in KINDS]
@@ -106,10 +101,9 @@ def draw(results: Mapping[str, Results], path: Path) -> Path:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", color="#e6e6e6")
 
-    handles, labels = axes[0][0].get_legend_handles_labels()
+    handles, labels = axes[0].get_legend_handles_labels()
     labels = ["re-prefill", f"patch, rank {RANK}", "blind reuse"][: len(labels)]
     figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
     figure.supxlabel("accuracy (95 % intervals)", fontsize=9)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
     return path

@@ -11,7 +11,7 @@ from ..rules import RULES
 from .comparison import smallest_rank
 from .figures import KINDS, MULTI_HOP, Results, arm_label, byte_share
 from .window import window_lines
-from .wording import measured_line, number, spread
+from .wording import blind_losses, measured_line, number, spread
 
 NO_WINDOW = "_no_window"
 TOKEN_METHODS = ("first_k", "cacheblend", "oracle_delta")
@@ -102,11 +102,7 @@ def _small_window_lines(results: Results, rows: Rows) -> list[str]:
     if math.isfinite(apart):
         lines.append(f"Control: a mask that hides the legends answers as blind reuse does, within {number(apart)}.")
     if (control := control_of(results)) is not None:
-        shown = []
-        for kind in MULTI_HOP:
-            whole, blind = (number(control.accuracy(arm, kind).value) for arm in ("re-prefill", "blind"))
-            shown.append(f"{kind} {whole} → {blind}")
-        lines.append(f"Trained without a window, re-prefill → blind: {', '.join(shown)}.")
+        lines.append(f"Trained without a window, re-prefill → blind: {blind_losses(control, MULTI_HOP)}.")
     return lines
 
 

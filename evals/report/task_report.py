@@ -24,7 +24,7 @@ from .page import picture, template
 from .summary import NO_WINDOW
 from .table import ProbeTable
 from .verdict import COSTS, first_arms, verdict
-from .wording import number, share
+from .wording import blind_losses, number, share
 
 KINDS = ("sheets", "sheets_qwen3_vl", "documents")
 """Folders of instances that ship; each kind has a guide of its own."""
@@ -35,8 +35,6 @@ GUIDES = {
 }
 KEPT = {kind: Path(f"docs/{kind}-results.json") for kind in KINDS}
 PICTURES = ("hero", "pareto_kept_1", "pareto_kept_16", "pareto_serving_flops")
-
-
 MAIN_ARMS = (
     "re-prefill",
     "blind",
@@ -173,12 +171,9 @@ def _caveats(results: Results) -> list[str]:
 
     lost = []
     for model in [*config.get("seeds", []), *(x for x in Rows(results).models if x.endswith(NO_WINDOW))]:
-        rows, said = Rows(of_probe(results, model=model)), []
-        for kind in MULTI_HOP:
-            whole, blind = (number(rows.accuracy(arm, kind).value) for arm in ("re-prefill", "blind"))
-            said.append(f"{kind} {whole} → {blind}")
+        losses = blind_losses(Rows(of_probe(results, model=model)), MULTI_HOP)
         control = " (control, trained without a sliding window)" if model.endswith(NO_WINDOW) else ""
-        lost.append(f"{model}{control}: {', '.join(said)}")
+        lost.append(f"{model}{control}: {losses}")
 
     if len(lost) < 2:
         return [about]

@@ -89,11 +89,6 @@ def split_arm(arm: str) -> tuple[str, str, str]:
     return name, varied, lead
 
 
-def window_probes(rows: Rows) -> list[str]:
-    """Lists the window suite's probes that were run."""
-    return list(dict.fromkeys(probe for probe, _, _ in rows.table if probe.startswith(PREFIX)))
-
-
 def window_figures(results: Results, out: Path) -> list[Path]:
     """Draws a figure for every window probe that was run, and one of the gate."""
     rows = Rows(results)
@@ -211,7 +206,8 @@ SHOWN = ("accuracy", "kl", "eta", "flips")
 
 def window_tables(rows: Rows) -> list[ProbeTable]:
     """Makes a table of every window probe: all arms, accuracy, KL, η and flips by kind, paired differences."""
-    return [_table(rows, probe) for probe in window_probes(rows)]
+    probes = dict.fromkeys(probe for probe, _, _ in rows.table if probe.startswith(PREFIX))
+    return [_table(rows, probe) for probe in probes]
 
 
 def _table(rows: Rows, probe: str) -> ProbeTable:

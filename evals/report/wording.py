@@ -1,7 +1,7 @@
 """Rows in words: numbers as they are shown, lines of summaries, and verdicts on published directions."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..results.intervals import Interval
 from ..results.rows import Rows
@@ -42,6 +42,15 @@ def share(value: float) -> str:
         return "–"
     per_cent = 100 * value
     return f"{per_cent:.0f} %" if per_cent == 0 or per_cent >= 1.95 else f"{per_cent:.1f} %"
+
+
+def blind_losses(rows: Rows, kinds: Sequence[str]) -> str:
+    """Formats by kind the accuracy of re-prefill and of blind reuse: "chain 0.977 → 0.227, aggregate 1.000 → 0.194"."""
+    shown = []
+    for kind in kinds:
+        whole, blind = (number(rows.accuracy(arm, kind).value) for arm in ("re-prefill", "blind"))
+        shown.append(f"{kind} {whole} → {blind}")
+    return ", ".join(shown)
 
 
 def measured_line(rows: Rows, title: str, probe: str, metric: str, arms: Mapping[str, str]) -> list[str]:

@@ -165,11 +165,11 @@ class ChunkCosts:
     # ------------------------------------------------------------------------------------------- kinds of arms
 
     def of_reprefill(self) -> ArmCost:
-        """Re-prefill: nothing of the chunk is kept but what goes into the decoder."""
+        """Returns re-prefill's cost: nothing of the chunk is kept but what goes into the decoder."""
         return ArmCost(canonical=0.0, inputs=self.tokens, serving=self.prefill)
 
     def of_blind(self) -> ArmCost:
-        """Returns the canonical, turned."""
+        """Returns the cost of the canonical, rotated."""
         return ArmCost(serving=self.rotation, forming=self.alone)
 
     def of_patch(self, patch: Patch, others: Sequence[tuple[Patch, int]] = ()) -> ArmCost:

@@ -1,8 +1,10 @@
 """The rows of results.json, long-form: probe, model, arm, metric, value, low, high, n."""
 
 import itertools
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .intervals import UNDEFINED, Interval
@@ -16,6 +18,11 @@ Row = dict[str, Any]
 def measured_row(probe: str, model: str, arm: str, metric: str, interval: Interval) -> Row:
     """Makes one row; what is undefined is NaN (`without_nan` makes null of it)."""
     return {"probe": probe, "model": model, "arm": arm, "metric": metric, **interval._asdict()}
+
+
+def measured_rows(found: Iterable[tuple[str, str, str, Interval]], model: str) -> list[Row]:
+    """Makes rows of statistics, each with its probe, arm and metric."""
+    return [measured_row(probe, model, arm, metric, interval) for probe, arm, metric, interval in found]
 
 
 def as_row(probe: str, model: str, arm: str, metric: str, interval: Interval | float) -> Row:
@@ -35,6 +42,13 @@ def without_nan(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
         undefined = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
         cleaned.append({**row, **dict.fromkeys(undefined)})
     return cleaned
+
+
+def write_rows(results: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Writes results.json as strict JSON; returns what it holds, with None for what is not finite in rows."""
+    written = {**results, "rows": without_nan(results["rows"])}
+    (folder / "results.json").write_text(json.dumps(written, indent=1) + "\n")
+    return written
 
 
 def rounded_row(row: Mapping[str, Any]) -> Row:

@@ -3,10 +3,9 @@
 import functools
 
 from models import FAMILIES
-from models.towers.qwen2_5 import Qwen25VisionConfig
 
 from ..small_task import instances as small
-from ..small_task.instances import WIDTH, Instance
+from ..small_task.instances import Instance
 from . import task
 from .task import VOCABULARY
 
@@ -17,18 +16,7 @@ LAYERS = 4
 def qwen2_5_vl() -> Instance:
     """Makes configuration and image settings: four layers of width 128, K and V of 2 × 64 each."""
     # One patch is one cell, and attends to itself alone.
-    vision = Qwen25VisionConfig(
-        depth=2,
-        width=96,
-        heads=2,
-        intermediate=192,
-        output_width=WIDTH,
-        patch=task.CELL_PIXELS,
-        merge=1,
-        temporal=task.TEMPORAL,
-        window=task.CELL_PIXELS,
-        full_layers=(),
-    )
+    vision = small.cell_tower(width=96, heads=2, patch=task.CELL_PIXELS, merge=1, temporal=task.TEMPORAL)
     return Instance(small.qwen2_5_vl(vision, LAYERS, VOCABULARY), small.pixels(task.CELL_PIXELS, 1))
 
 

@@ -8,7 +8,6 @@ tokens of all of them, T tokens of the page, n chosen ones, C classes, S keys, L
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -21,9 +20,10 @@ from kvpatch_jax.repair import SplicedCache, repair_everywhere
 from models import ModelBackbone
 
 from ..arms.query_aware import marks_of
-from ..arms.reused_page import KV, ReusedPage, joined
+from ..arms.reused_page import KV, ReusedPage, chunk_of, joined
 from ..small_task.prefix import positions_behind, prefix_positions, within_own
 from ..small_task.reader import received_attention
+from ..small_task.scenes import divergence, log_probabilities
 from .task import KINDS, SheetsContexts, SheetsQuestions
 from .task_spec import SHEETS, TaskSpec
 
@@ -40,26 +40,14 @@ def move_page(backbone: ModelBackbone, contexts: SheetsContexts, spec: TaskSpec 
     at_zero = backbone.embed(np.tile(form.ids, (count, 1)), positions, **images)
 
     chunks, alone = [], at_zero
-
     for place, where in enumerate(form.slices):
         local = np.broadcast_to(form.chunk_local[place], (count, *form.chunk_local[place].shape))
         # The features that a tower adds to deeper layers (Qwen3-VL's DeepStack) belong to the chunk as well.
         alone = at_zero.take(where.start, where.stop)._replace(positions=jnp.asarray(local))
         name = f"{place}:" + "-".join(map(str, contexts.ink_seed[:2].tolist()))
-        chunk = kvp.Chunk(
-            kv=backbone.prefill(alone).kv,
-            local=form.chunk_local[place],
-            span=form.spans[place],
-            length=form.sizes[place],
-            id=name,
-            layout=backbone.layout,
-            backbone=backbone.fingerprint,
-            content=name,
-        )
-        chunks.append(chunk)
+        chunks.append(chunk_of(backbone, backbone.prefill(alone).kv, form.chunk_local[place], name, name))
 
     conditioned = dict(backbone.prefill(at_zero).kv)
-
     moved, _ = prefix_positions(form, shown, np.full(count, MOVED))
     page = ReusedPage(
         backbone=backbone,
@@ -103,9 +91,7 @@ class PackedAnswers:
 
     def divergence_from(self, reference: "PackedAnswers") -> Float[np.ndarray, "B Q"]:
         """Computes KL(reference ‖ this) per question, in nats."""
-        # In float64: differences of log-probabilities near 0 would vanish in float32.
-        wide = reference.log_probabilities.astype(np.float64)
-        by_token = np.sum(np.exp(wide) * (wide - self.log_probabilities), axis=-1)
+        by_token = divergence(reference.log_probabilities, self.log_probabilities)
         by_token = np.where(self.questions.answer >= 0, by_token, 0.0)
         return np.stack([by_token[:, own].sum(axis=1) for own in self._spans()], axis=1)
 
@@ -143,9 +129,8 @@ class PackedReader:
         tokens = self.backbone.embed(ids, self.behind)
         own = np.broadcast_to(within_own(self.questions.own), (len(ids), *[ids.shape[1]] * 2))
         mask = np.concatenate([np.ones((*ids.shape, prefix), bool), own], axis=2)[:, None]
-        return PackedAnswers(
-            _log_softmax(self.backbone.prefill(tokens, cache, mask, logits="all").logits), self.questions
-        )
+        logits = self.backbone.prefill(tokens, cache, mask, logits="all").logits
+        return PackedAnswers(log_probabilities(logits), self.questions)
 
     def asked(self, probe: str) -> QuestionItems:
         """Returns the questions as items."""
@@ -168,7 +153,7 @@ class PackedReader:
         """Reads every question over the sheets and its own entries of the page alone; nothing is run again."""
         tokens, mask = self._asking(group)
         mask[:, 0, :, self.form.page] = np.repeat(marks_of(index, self.page.page.tokens), group.shape[1], axis=1)
-        return _log_softmax(self.backbone.prefill(tokens, cache, mask, logits="all").logits)
+        return log_probabilities(self.backbone.prefill(tokens, cache, mask, logits="all").logits)
 
     def read_recomputed(
         self, group: Int[np.ndarray, "Q N"], cache: KV, index: Int[np.ndarray, "B Q n"]
@@ -194,7 +179,7 @@ class PackedReader:
             for value in (self.questions.ids, self.behind)
         )
         logits = self.backbone.prefill(self.backbone.embed(ids, positions), repaired, logits="all").logits
-        return _log_softmax(logits).reshape(rows, count * length, -1)
+        return log_probabilities(logits).reshape(rows, count * length, -1)
 
     def joined_answers(self, parts: Sequence[np.ndarray]) -> PackedAnswers:
         """Puts the answers of all groups into the order of the questions' tokens."""
@@ -216,10 +201,6 @@ class PackedReader:
         own = np.kron(np.eye(count, dtype=bool), np.tri(length, dtype=bool))
         mask = np.concatenate([np.ones((len(flat), self.form.prefix_tokens), bool), own], axis=1)
         return tokens, np.array(np.broadcast_to(mask, (len(self.page), 1, *mask.shape)))
-
-
-def _log_softmax(logits: Array) -> np.ndarray:
-    return np.asarray(jax.nn.log_softmax(logits, axis=-1))
 
 
 # ------------------------------------------------------------------------------------------------- the deficit

@@ -163,7 +163,7 @@ def _sample(rng: np.random.Generator, size: ContextSize) -> tuple[np.ndarray, ..
 
 
 def _deal(rng: np.random.Generator, known: np.ndarray, size: ContextSize) -> np.ndarray:
-    """Addresses [sheets, entries]: all that are known, and some a second time on another sheet."""
+    """Deals addresses [sheets, entries]: all that are known, and some a second time on another sheet."""
     dealt = np.concatenate([known, rng.permutation(known)[: size.entries - len(known)]])
     while True:
         table = rng.permutation(dealt).reshape(size.sheets, -1)
@@ -222,7 +222,7 @@ def render(contexts: SheetsContexts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _frames(address: np.ndarray) -> np.ndarray:
-    """Dark cells [..., 10, 10, 3] inside their address frames."""
+    """Draws dark cells [..., 10, 10, 3] inside their address frames."""
     cells = np.full((*address.shape, CELL_PIXELS, CELL_PIXELS, 3), 15.0, np.float32)
     row = PALETTE[address // COLUMN_MARKS][..., None, :]
     column = PALETTE[address % COLUMN_MARKS][..., None, :]

@@ -42,6 +42,22 @@ def pixels(patch: int, merge: int, mean: float = 0.5, deviation: float = 0.5, **
     )
 
 
+def cell_tower(width: int, heads: int, patch: int, merge: int, temporal: int) -> Qwen25VisionConfig:
+    """Makes the configuration of Qwen2.5-VL's tower of two layers in which the patches of one token see each other."""
+    return Qwen25VisionConfig(
+        depth=2,
+        width=width,
+        heads=heads,
+        intermediate=2 * width,
+        output_width=WIDTH,
+        patch=patch,
+        merge=merge,
+        temporal=temporal,
+        window=patch * merge,
+        full_layers=(),
+    )
+
+
 def qwen2_5_vl(vision: Qwen25VisionConfig, layers: int, vocabulary: Any = VOCABULARY) -> Qwen25VLConfig:
     """Makes the configuration of a small Qwen2.5-VL: grouped-query attention, M-RoPE in blocks."""
     text = DecoderConfig(
@@ -68,18 +84,7 @@ def qwen2_5_vl(vision: Qwen25VisionConfig, layers: int, vocabulary: Any = VOCABU
 
 def _qwen2_5_vl() -> Instance:
     """Returns Qwen2.5-VL; its tower merges four patches to a cell, one cell at a time."""
-    vision = Qwen25VisionConfig(
-        depth=2,
-        width=64,
-        heads=2,
-        intermediate=128,
-        output_width=WIDTH,
-        patch=task.PATCH,
-        merge=task.MERGE,
-        temporal=task.TEMPORAL,
-        window=task.CELL_PIXELS,
-        full_layers=(),
-    )
+    vision = cell_tower(width=64, heads=2, patch=task.PATCH, merge=task.MERGE, temporal=task.TEMPORAL)
     return Instance(qwen2_5_vl(vision, LAYERS), pixels(task.PATCH, task.MERGE))
 
 

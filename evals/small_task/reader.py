@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -84,7 +83,7 @@ class SceneReader:
         # Every layer's residual too, as `attention` asks for, so that one program serves both.
         depth, wanted = tuple(range(backbone.layout.layers)), np.broadcast_to(asked, (len(ids), len(asked)))
         logits = backbone.prefill(tokens, cache, mask, hidden_at=depth, logits=wanted).logits
-        return np.asarray(jax.nn.log_softmax(logits, axis=-1))
+        return scenes.log_probabilities(logits)
 
     def read_recomputed(self, group: None, cache: KV, index: Int[np.ndarray, "B Q N"]) -> Float[np.ndarray, "B Q V"]:
         """Asks every question over the cache with its own chosen tokens run again in context."""
@@ -103,7 +102,7 @@ class SceneReader:
             tokens = _joined_tokens(own, asking, chosen, numbers)
             wanted = np.broadcast_to(length * (np.arange(size) + 1) - 1, (len(ids), size))
             logits = backbone.prefill(tokens, cache, _group_mask(chosen, page, length), logits=wanted).logits
-            answers.append(np.asarray(jax.nn.log_softmax(logits, axis=-1))[:, : count - first])
+            answers.append(scenes.log_probabilities(logits)[:, : count - first])
 
         return np.concatenate(answers, axis=1)
 

@@ -17,10 +17,11 @@ from jaxtyping import Bool, Float
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.core import AnyArray
 from models import ModelBackbone
 
 from ..arms.reused_page import KV as KV
-from ..arms.reused_page import ReusedPage, cut
+from ..arms.reused_page import ReusedPage, chunk_of, cut
 from ..arms.reused_page import joined as joined
 from . import sequences, task
 from .prefix import prefix_positions
@@ -40,9 +41,21 @@ class Answers(NamedTuple):
 
     def divergence_from(self, reference: "Answers") -> np.ndarray:
         """Computes KL(reference ‖ this) per question, [B,Q], in nats."""
-        # In float64: differences of log-probabilities near 0 would vanish in float32.
-        p = reference.log_probabilities.astype(np.float64)
-        return np.sum(np.exp(p) * (p - self.log_probabilities), axis=-1)
+        return divergence(reference.log_probabilities, self.log_probabilities)
+
+
+def log_probabilities(logits: Float[AnyArray, "*lead V"]) -> Float[np.ndarray, "*lead V"]:
+    """Computes log-probabilities, and brings them to the host."""
+    return np.asarray(jax.nn.log_softmax(logits, axis=-1))
+
+
+def divergence(
+    expected: Float[np.ndarray, "*lead V"], found: Float[np.ndarray, "*lead V"]
+) -> Float[np.ndarray, "*lead"]:
+    """Computes KL(expected ‖ found) of log-probabilities, in nats."""
+    # In float64: differences of log-probabilities near 0 would vanish in float32.
+    wide = expected.astype(np.float64)
+    return np.sum(np.exp(wide) * (wide - found), axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +123,7 @@ class Scene:
         deepstack = None
         if page.deepstack is not None:
             deepstack = whole([image.deepstack for image in legends], page.deepstack)
-        here = np.ones((len(self), sequences.CHUNKS), bool)
-        if shown is not None:
-            here[:, :-1] = shown
-        positions, _ = prefix_positions(self.form, here, np.zeros(len(self), int))
+        positions, _ = prefix_positions(self.form, _chunks_shown(len(self), shown), np.zeros(len(self), int))
         return Tokens(embeddings, jnp.asarray(positions), deepstack)
 
     def start_of(self, tokens: Tokens, place: int) -> np.ndarray:
@@ -176,17 +186,8 @@ def load_scene(backbone: ModelBackbone, contexts: Contexts, folder: Path, known:
         batch = jax.tree.map(lambda *arrays: np.concatenate(arrays), *prompts)
         tokens = backbone.embed(**batch)
         images.append(tokens)
-        chunk = kvp.Chunk(
-            kv=backbone.prefill(tokens).kv,
-            local=np.asarray(tokens.positions)[0],
-            span=form.spans[number],
-            length=form.sizes[number],
-            id=name,
-            layout=backbone.layout,
-            backbone=backbone.fingerprint,
-            content=shown,
-        )
-        chunks.append(chunk)
+        local = np.asarray(tokens.positions)[0]
+        chunks.append(chunk_of(backbone, backbone.prefill(tokens).kv, local, name, shown))
 
     return Scene(backbone, contexts, tuple(images), tuple(chunks))
 
@@ -257,7 +258,7 @@ def read(
     # All questions of a context in one prefill: the mask keeps them apart.
     wanted = np.broadcast_to(asked, (len(ids), len(asked)))
     logits = scene.backbone.prefill(tokens, cache, mask, logits=wanted).logits
-    return Answers(np.asarray(jax.nn.log_softmax(logits, axis=-1)))
+    return Answers(log_probabilities(logits))
 
 
 def question_arrays(
@@ -273,9 +274,7 @@ def question_arrays(
     in_common: questions that begin alike share their first token, so that there are fewer (`sequences.in_common`).
     """
     count = len(questions.answer)
-    here = np.ones((count, sequences.CHUNKS), bool)
-    if shown is not None:
-        here[:, :-1] = shown
+    here = _chunks_shown(count, shown)
     _, behind = prefix_positions(scene.form, here, np.zeros(count, int))
     tail = (sequences.in_common if in_common else sequences.question_tokens)(scene.form, questions, behind)
     looks = here & ((np.arange(sequences.CHUNKS) == task.LEGENDS) | sees_legends)
@@ -294,10 +293,16 @@ def prefix_mask(
     scene: Scene, shown: Bool[np.ndarray, "B legends"] | None = None, page_sees_legends: bool = True
 ) -> np.ndarray:
     """Makes a causal mask [B,1,T,T] over the prefix, without legends not shown, or with the page blind to all."""
-    here = np.ones((len(scene), sequences.CHUNKS), bool)
-    if shown is not None:
-        here[:, :-1] = shown
-    mask = np.tri(scene.form.prefix_tokens, dtype=bool)[None] & here[:, scene.form.owner][:, None]
+    owner = scene.form.owner
+    mask = np.tri(len(owner), dtype=bool)[None] & _chunks_shown(len(scene), shown)[:, None, owner]
     if not page_sees_legends:
         mask[:, scene.page, : scene.page.start] = False
     return mask[:, None]
+
+
+def _chunks_shown(count: int, legends: Bool[np.ndarray, "B legends"] | None) -> Bool[np.ndarray, "B chunks"]:
+    """Marks the chunks that are there, by place: the page always, legends as given, all of them when None."""
+    shown = np.ones((count, sequences.CHUNKS), bool)
+    if legends is not None:
+        shown[:, :-1] = legends
+    return shown

@@ -139,7 +139,7 @@ def recolour(contexts: Contexts, rng: np.random.Generator, count: int) -> Contex
 
 
 def _deal_legends(rng: np.random.Generator, glyphs: np.ndarray, double: np.ndarray) -> np.ndarray:
-    """Legend rows: each doubly defined glyph in two different legends, every other glyph in one."""
+    """Deals glyphs to the rows of legends: each doubly defined one to two different legends, every other to one."""
     table = np.empty((len(glyphs), LEGENDS, LEGEND_ROWS), np.int64)
     for index, (all_glyphs, twice) in enumerate(zip(glyphs, double, strict=True)):
         # Which legend leaves a doubly defined glyph out goes round, so that no pair of legends is favoured.
@@ -161,21 +161,17 @@ def _deal_legends(rng: np.random.Generator, glyphs: np.ndarray, double: np.ndarr
 
 
 def _draw_colours(rng: np.random.Generator, legend_glyph: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Fill (from five active colours) and stripe (from all) per definition; two definitions of a glyph differ."""
+    """Draws fill (of five active colours) and stripe (of all) per definition; two definitions of a glyph differ."""
     count = len(legend_glyph)
     active = rng.permuted(np.tile(np.arange(COLOURS), (count, 1)), axis=1)[:, :ACTIVE_FILLS]
     fill = np.empty_like(legend_glyph)
     stripe = np.empty_like(legend_glyph)
     rows = np.arange(count)[:, None]
     # A second definition is the first one shifted by one colour or more, so that the two always differ.
-    first_fill, second_shift = (
-        rng.integers(0, ACTIVE_FILLS, (count, GLYPHS)),
-        rng.integers(1, ACTIVE_FILLS, (count, GLYPHS)),
-    )
-    first_stripe, stripe_shift = rng.integers(0, COLOURS, (count, GLYPHS)), rng.integers(1, COLOURS, (count, GLYPHS))
+    first_fill, second_shift = (rng.integers(least, ACTIVE_FILLS, (count, GLYPHS)) for least in (0, 1))
+    first_stripe, stripe_shift = (rng.integers(least, COLOURS, (count, GLYPHS)) for least in (0, 1))
 
     seen = np.zeros((count, GLYPHS), np.int64)
-
     for legend in range(LEGENDS):
         glyph = legend_glyph[:, legend]
         again = seen[rows, glyph]
@@ -201,7 +197,7 @@ def latest_colours(legend_glyph: np.ndarray, colour: np.ndarray, order: np.ndarr
 
 
 def _draw_page(rng: np.random.Generator, single: np.ndarray, double: np.ndarray, fill_of: np.ndarray):
-    """Page glyphs [B, rows, cells]: in clean rows one fill leads by two or more where a few draws can make it so."""
+    """Draws page glyphs [B, rows, cells]; one fill of a clean row leads by two or more where a few draws make it so."""
     # Twelve draws of every row; the first whose leading fill is clear is taken, or the first of all.
     count, tries = len(single), 12
     clean = np.argsort(rng.random((count, ROWS)), axis=1) < CLEAN_ROWS

@@ -29,7 +29,7 @@ def draw(results: Results, out: Path) -> list[Path]:
     """Draws every figure that the results allow; returns the files."""
     out.mkdir(parents=True, exist_ok=True)
     found = [work(results, out / "replay_work.png"), ranks(results, out / "replay_ranks.png")]
-    if any("unpinned" in each for each in results.values()):
+    if any("unpinned" in record for record in results.values()):
         found.append(slide(results, out / "replay_slide.png"))
     return found
 
@@ -39,8 +39,18 @@ def _panels(count: int, width: float = 3.6) -> tuple[Figure, Sequence[Any]]:
     return figure, np.atleast_1d(figure.subplots(1, count)).ravel().tolist()
 
 
+def _save(figure: Figure, panels: Sequence[Any], label: str, path: Path, **legend: Any) -> Path:
+    """Adds grids, the label of the y axis and the legend to panels, and writes the figure."""
+    for axis in panels:
+        axis.grid(alpha=0.3)
+    panels[0].set_ylabel(label)
+    panels[0].legend(fontsize=7, **legend)
+    figure.savefig(path, dpi=90)
+    return path
+
+
 def work(results: Results, path: Path) -> Path:
-    """Returns FLOPs until each question, summed, by mode; a panel for each kind."""
+    """Draws FLOPs until each question, summed, by mode; a panel for each kind."""
     figure, panels = _panels(len(results))
     for axis, (kind, found) in zip(panels, results.items(), strict=True):
         for name, (colour, line) in STYLES.items():
@@ -48,16 +58,12 @@ def work(results: Results, path: Path) -> Path:
             axis.plot(np.arange(1, len(spent) + 1), spent, color=colour, linestyle=line, label=name)
         axis.set(title=f"{kind} ({found['promise']})", xlabel="question")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.grid(alpha=0.3)
 
-    panels[0].set_ylabel("GFLOP so far")
-    panels[0].legend(fontsize=7)
-    figure.savefig(path, dpi=90)
-    return path
+    return _save(figure, panels, "GFLOP so far", path)
 
 
 def ranks(results: Results, path: Path) -> Path:
-    """KL against the rank of the patches; a panel for each kind, with blind reuse and what patches are held against."""
+    """Draws KL against the rank of the patches, with blind reuse; a panel for each kind."""
     figure, panels = _panels(len(results))
     for axis, (kind, found) in zip(panels, results.items(), strict=True):
         rows = found["ranks"]
@@ -71,16 +77,12 @@ def ranks(results: Results, path: Path) -> Path:
         axis.set(title=kind, xlabel="rank", xscale="log", yscale="log")
         axis.set_xticks([row["rank"] for row in rows], [str(row["rank"]) for row in rows])
         axis.minorticks_off()
-        axis.grid(alpha=0.3)
 
-    panels[0].set_ylabel("KL to what is promised, nats")
-    panels[0].legend(fontsize=7)
-    figure.savefig(path, dpi=90)
-    return path
+    return _save(figure, panels, "KL to what is promised, nats", path)
 
 
 def slide(results: Results, path: Path) -> Path:
-    """KL of a sliding window, question by question: to what it promises, and to a re-prefill of what is left."""
+    """Draws KL of a sliding window, question by question: to what it promises, and to a re-prefill of what is left."""
     sliding = {kind: found for kind, found in results.items() if "unpinned" in found}
     figure, panels = _panels(len(sliding), 5.0)
     for axis, (kind, found) in zip(panels, sliding.items(), strict=True):
@@ -95,9 +97,5 @@ def slide(results: Results, path: Path) -> Path:
         # Room for the legend above all lines.
         axis.set(title=kind, xlabel="question", yscale="log", ylim=(FLOOR / 3, 1e3))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.grid(alpha=0.3)
 
-    panels[0].set_ylabel("KL, nats")
-    panels[0].legend(fontsize=7, loc="upper left")
-    figure.savefig(path, dpi=90)
-    return path
+    return _save(figure, panels, "KL, nats", path, loc="upper left")

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.cache import Antecedent, Member
-from kvpatch_jax.patching import one_behind_the_other
 from kvpatch_jax.window import (
     KEEP,
     PREFILL,
@@ -30,6 +29,7 @@ from kvpatch_jax.window import (
 )
 from models import ModelBackbone
 
+from ..bench.loop_workload import join_pieces
 from ..bench.window_loop import PrefixCache, canonical_of
 from ..oracles import HostExecutor
 from .window_tracker import Moment, TraceConfig, TraceContents, TracedClose, TracedFork, TracedQuestion
@@ -71,16 +71,8 @@ class PromptReplay:
 
     def prompt(self, question: TracedQuestion) -> tuple[list[tuple[str, int]], Tokens]:
         """Returns what identifies each token of a prompt, and the tokens at their positions."""
-        parts, keys, start = [], [], 0
-        for entry in question.pieces:
-            parts.append(self.contents.pieces[entry.content or ""].shift(start))
-            keys += [(entry.content or "", place) for place in range(entry.tokens)]
-            start += entry.span
-
-        asked = self.contents.questions[question.text]
-        parts.append(asked.shift(start))
-        keys += [(f"question {question.text}", place) for place in range(asked.embeddings.shape[1])]
-        return keys, one_behind_the_other(parts)
+        pieces = [(entry.content or "", self.contents.pieces[entry.content or ""]) for entry in question.pieces]
+        return join_pieces([*pieces, (f"question {question.text}", self.contents.questions[question.text])])
 
     def step(self, logits: Any, tokens: int, preceding: int) -> ReplayStep:
         """Returns the answer of one forward with one token's logits."""

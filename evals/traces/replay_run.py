@@ -182,16 +182,21 @@ def summary(result: ReplayResult, promised: ReplayResult, forget: ReplayResult) 
         row |= {f"{prefix}kl": interval.value, f"{prefix}kl_low": interval.low, f"{prefix}kl_high": interval.high}
         row |= {f"{prefix}flips": statistics.fmean(flips), f"{prefix}kls": kls}
 
-    row["each"] = {field: [getattr(step, field) for step in result.steps] for field in ("forwards", "flops", "bytes")}
+    row["each"] = {}
+    for field in ("forwards", "flops", "bytes"):
+        row["each"][field] = [getattr(step, field) for step in result.steps]
     return row
 
 
 def window_sizes(seen: Sequence[Moment]) -> Record:
     """Returns tokens and pieces of the windows that were asked."""
-    questions = [moment for moment in seen if isinstance(moment, TracedQuestion)]
-    tokens = [sum(entry.tokens for entry in question.pieces) for question in questions]
+    pieces, tokens = [], []
+    for moment in seen:
+        if isinstance(moment, TracedQuestion):
+            pieces.append(len(moment.pieces))
+            tokens.append(sum(entry.tokens for entry in moment.pieces))
     return {
-        "pieces": statistics.fmean(len(question.pieces) for question in questions),
+        "pieces": statistics.fmean(pieces),
         "tokens": statistics.fmean(tokens),
         "largest": max(tokens),
     }

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import TraceError
 from kvpatch_jax.traces import Event, Trace
@@ -55,10 +53,10 @@ class TraceContents:
 
     def entry(self, event: Event) -> Entry:
         """Returns the entry that an event places, in this backbone's tokens."""
-        tokens = self.pieces[content_key(event)]
         assert event.chunk is not None
-        span = int(np.asarray(tokens.positions).max()) + 1
-        return Entry(event.chunk, content_key(event), tokens.embeddings.shape[1], span, event.kind, event.order_free)
+        content = content_key(event)
+        tokens = self.pieces[content]
+        return Entry.of_tokens(event.chunk, tokens, content, kind=event.kind, order_free=event.order_free)
 
 
 def content_key(event: Event) -> str:
@@ -141,7 +139,8 @@ def moments(trace: Trace, contents: TraceContents, costs: Costs) -> Iterator[Mom
                 entry = contents.entry(event) if event.op in ("add", "replace") else None
                 windows[event.session] = changed(with_room(window, event), event, entry)
             except ValueError as error:
-                raise TraceError(f"replay: event {place}, {event.op} of {event.session!r:.40}: {error}") from error
+                what = f"event {place}, {event.op} of {event.session!r:.40}"
+                raise TraceError(f"replay: got {what}: {error}; expected one that the window takes") from error
 
 
 def with_room(window: Window, event: Event) -> Window:

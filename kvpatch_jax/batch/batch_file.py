@@ -71,18 +71,19 @@ class AnswerFile:
 
         lines = whole.split(b"\n")[:-1]
         if lines:
-            found = _parsed(lines[0], self.path, 1)
+            found = strict_json.object_of(lines[0], f"answers: {str(self.path)!r:.200}, line 1", InputError)
             if found != header:
                 mismatch = _difference(found, header)
                 raise InputError(f"answers: got {str(self.path)!r:.200}, which {mismatch}; expected another out")
 
         for number, text in enumerate(lines[1:], 2):
-            line = _parsed(text, self.path, number)
+            where = f"answers: {str(self.path)!r:.200}, line {number}"
+            line = strict_json.object_of(text, where, InputError)
             index, digest = line.get("item"), line.get("digest")
             if not isinstance(index, int) or digests.get(index) != digest or index in self.done:
                 raise InputError(
-                    f"{str(self.path)!r:.200}, line {number}: item {index!r:.40} of digest {digest!r:.40}; "
-                    "expected each of this shard's items once, as it is now"
+                    f"{where}: got item {index!r:.40} of digest {digest!r:.40}; expected each of this shard's items "
+                    "once, as it is now"
                 )
             self.done[index] = line
 
@@ -129,22 +130,9 @@ def _lock(file: Any, path: Path) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise InputError(f"{str(path)!r:.200} is being written by another run; expected one alone") from None
-
-
-def _parsed(line: bytes, path: Path, number: int) -> Line:
-    """Returns the object of a line.
-
-    Raises:
-      InputError: no JSON object.
-    """
-    try:
-        found = strict_json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{str(path)!r:.200}, line {number}: no JSON ({error!s:.80}); expected answers") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{str(path)!r:.200}, line {number}: got a {type(found).__name__}; expected an object")
-    return found
+            raise InputError(
+                f"answers: got {str(path)!r:.200}, which another run is writing; expected one run alone"
+            ) from None
 
 
 def _difference(found: Mapping[str, Any], header: Mapping[str, Any]) -> str:
@@ -176,11 +164,14 @@ def read_answers(*paths: str | os.PathLike[str]) -> list[Line]:
             found = f"{str(path)!r:.200}, which cannot be read: {error}"
             raise InputError(f"answers: got {found}; expected a file of answers") from error
 
-        found = [_parsed(line, path, number) for number, line in enumerate(content.split(b"\n")[:-1], 1)]
+        found = []
+        for number, line in enumerate(content.split(b"\n")[:-1], 1):
+            found.append(strict_json.object_of(line, f"answers: {str(path)!r:.200}, line {number}", InputError))
         if not found or found[0].get("format") != FORMAT or found[0].get("version") != VERSION:
             raise InputError(f"answers: got {str(path)!r:.200}; expected a file of answers, version {VERSION}")
         if headers and any(found[0].get(name) != headers[0].get(name) for name in _SHARED):
-            raise InputError(f"{str(path)!r:.200} {_difference(found[0], headers[0])}; expected shards of one batch")
+            mismatch = _difference(found[0], headers[0])
+            raise InputError(f"answers: got {str(path)!r:.200}, which {mismatch}; expected shards of one batch")
 
         headers.append(found[0])
         for line in found[1:]:

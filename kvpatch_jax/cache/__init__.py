@@ -23,7 +23,6 @@ from .content import check_text as check_text
 from .content import file_of as file_of
 from .content import fingerprint_of as fingerprint_of
 from .content import items_of as items_of
-from .content import names_of as names_of
 from .content import one_form as one_form
 from .content import sort_of as sort_of
 from .images import ImageSource as ImageSource

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
 
-from ..core import AnyArray, KVLayout, PhaseFreeKV, check_positions, expect_frame, extent
+from ..core import AnyArray, KVLayout, PhaseFreeKV, check_extent, expect_frame, extent
 from ..errors import InputError, NotFiniteError, PositionError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 from .checksum import examine
@@ -92,7 +92,7 @@ class Chunk:
         if not is_whole(self.span, 0):
             raise PositionError(f"chunk {self.id!r}: got span {self.span!r:.80}; expected a whole number from 0")
 
-        check_positions(self.layout.rope, self.local, np.zeros((), np.int32))
+        check_extent(self.layout.rope, self.extent, np.zeros((), np.int32))
         if "" in (self.content, self.lead):
             raise InputError(
                 f"chunk {self.id!r}: got content {self.content!r}, lead {self.lead!r}; expected a digest each, or None"
@@ -155,15 +155,17 @@ class Chunk:
         if more < 0:
             raise ShapeError(f"chunk {self.id!r}: got tokens={tokens}; expected at least {self.tokens}")
 
-        def grow(value: AnyArray, axis: int) -> Array:
-            widths = [(0, 0)] * value.ndim
-            widths[axis] = (0, more)
-            return jnp.pad(jnp.asarray(value), widths)
-
         # Padding changes neither the content nor whether it is finite, so nothing is examined again.
-        hidden = None if self.hidden is None else {layer: grow(value, -2) for layer, value in self.hidden.items()}
-        kv = {name: grow(value, -3) for name, value in self.kv.items()}
-        return trusted(self, kv=PhaseFreeKV(kv), local=grow(self.local, 0), hidden=hidden)
+        hidden = None if self.hidden is None else {layer: pad(value, -2, more) for layer, value in self.hidden.items()}
+        kv = {name: pad(value, -3, more) for name, value in self.kv.items()}
+        return trusted(self, kv=PhaseFreeKV(kv), local=pad(self.local, 0, more), hidden=hidden)
+
+
+def pad(value: AnyArray, axis: int, more: int) -> Array:
+    """Appends `more` zeros along an axis."""
+    widths = [(0, 0)] * value.ndim
+    widths[axis] = (0, more)
+    return jnp.pad(jnp.asarray(value), widths)
 
 
 def _kept(value: Any) -> Any:

@@ -149,25 +149,6 @@ def items_of(items: Iterable[Any], what: str) -> list[Any]:
     return result
 
 
-def names_of(names: Iterable[str], what: str) -> tuple[str, ...]:
-    """Lists the strings of a sequence of names, in order.
-
-    Raises:
-      InputError: `names` is a bare str, whose letters would be taken for names, or contains something else than a str.
-    """
-    if isinstance(names, str | bytes):
-        raise InputError(f"{what}: got {names[:40]!r}; expected a sequence of names, such as [{names[:40]!r}]")
-    if not isinstance(names, Iterable):
-        raise InputError(f"{what}: got a {type(names).__name__}; expected a sequence of names")
-
-    # An iterator is read once.
-    result = tuple(names)
-    for name in result:
-        if not isinstance(name, str):
-            raise InputError(f"{what}: got a {type(name).__name__} among the names; expected every one as a str")
-    return result
-
-
 def fingerprint_of(backbone: str, what: str) -> str:
     """Checks that a backbone is given by its fingerprint, and returns it.
 

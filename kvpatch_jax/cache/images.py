@@ -4,10 +4,12 @@ Ids are computed from this form and preprocessing starts with it, so that a file
 pixels are the same image.
 """
 
+import contextlib
 import io
 import os
 import stat
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +58,12 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
             image = image[..., None]
         if image.shape[-1] == 1:
             image = np.repeat(image, 3, axis=-1)
-    elif isinstance(source, bytes):
-        image = _of_file(io.BytesIO(source), name)
-    elif isinstance(source, str | os.PathLike):
-        image = _of_file(Path(source), name)
     else:
+        if isinstance(source, bytes | str | os.PathLike):
+            with _opened(io.BytesIO(source) if isinstance(source, bytes) else Path(source), name) as file:
+                # `open` reads the header alone; a truncated file shows only here.
+                file.load()
+                source = require("PIL.ImageOps", "Pillow").exif_transpose(file)
         image = _of_pil(source, name)
 
     if image.size == 0:
@@ -77,8 +80,10 @@ def expect_small(source: ImageSource, most: int, name: str = "image") -> None:
     Raises:
       ImageError: the image is too large, a path is not a regular file, or the size cannot be read.
     """
+    file: Any = None
+    size = 0
     if isinstance(source, os.PathLike):
-        name = os.fspath(source)
+        name, file = os.fspath(source), source
         try:
             status = os.stat(source)
         except (OSError, ValueError) as error:
@@ -88,14 +93,19 @@ def expect_small(source: ImageSource, most: int, name: str = "image") -> None:
         if not stat.S_ISREG(status.st_mode):
             raise ImageError(f"{name!r:.300}: got no regular file; expected an image file")
         _expect_bytes(status.st_size, most, name, "of its file")
-        _expect_bytes(_pixel_bytes(source, name), most, name, "of its pixels")
     elif isinstance(source, bytes):
+        file = io.BytesIO(source)
         _expect_bytes(len(source), most, name, "of its file")
-        _expect_bytes(_pixel_bytes(io.BytesIO(source), name), most, name, "of its pixels")
     elif hasattr(source, "getbands"):
-        _expect_bytes(source.width * source.height * 3, most, name, "of its pixels")
+        size = source.width * source.height * 3
     elif hasattr(source, "nbytes"):
-        _expect_bytes(source.nbytes, most, name, "of its pixels")
+        size = source.nbytes
+
+    # Opening reads the header alone, which says how many bytes the pixels take as RGB.
+    if file is not None:
+        with _opened(file, name) as image:
+            size = image.width * image.height * 3
+    _expect_bytes(size, most, name, "of its pixels")
 
 
 def _expect_bytes(found: int, most: int, name: str, what: str) -> None:
@@ -103,42 +113,25 @@ def _expect_bytes(found: int, most: int, name: str, what: str) -> None:
         raise ImageError(f"{name!r:.300}: got {found} bytes {what}; expected at most {most}")
 
 
-def _pixel_bytes(file: Any, name: str) -> int:
-    """Reads from a file's header how many bytes its pixels take as RGB."""
+@contextlib.contextmanager
+def _opened(file: Any, name: str) -> Iterator[Any]:
+    """Opens an image with Pillow; whatever that or the body raises about the file becomes an ImageError."""
     Image = require("PIL.Image", "Pillow")
-    try:
-        with Image.open(file) as image:
-            return image.width * image.height * 3
-    except Image.UnidentifiedImageError as error:
-        raise ImageError(f"{name!r:.300}: got a file that Pillow does not know; expected an image file") from error
-    except _unreadable(Image) as error:
-        raise ImageError(f"{name!r:.300}: got a damaged or truncated file ({error}); expected an image file") from error
-
-
-def _unreadable(Image: Any) -> tuple[type[BaseException], ...]:
-    """Returns the exceptions that Pillow raises for damaged files, including warnings that were made errors."""
+    # Warnings about large images, which a program may have made errors.
     bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
-    return (OSError, SyntaxError, ValueError, EOFError, struct.error, *bombs)
-
-
-def _of_file(file: Any, name: str) -> np.ndarray:
-    Image, ImageOps = require("PIL.Image", "Pillow"), require("PIL.ImageOps", "Pillow")
-    # `open` reads the header alone; a truncated file shows only in `load`.
     try:
         with Image.open(file) as image:
-            image.load()
-            upright = ImageOps.exif_transpose(image)
+            yield image
     except FileNotFoundError as error:
         raise ImageError(f"{name}: got no such file; expected an image file") from error
     except Image.UnidentifiedImageError as error:
         raise ImageError(f"{name}: got a file that Pillow does not know; expected an image file") from error
-    except _unreadable(Image) as error:
+    except (OSError, SyntaxError, ValueError, EOFError, struct.error, *bombs) as error:
         raise ImageError(f"{name}: got a damaged or truncated file ({error}); expected an image file") from error
-
-    return _of_pil(upright, name)
 
 
 def _of_pil(source: Any, name: str) -> np.ndarray:
+    """Converts a PIL image to pixels, RGB or RGBA."""
     # As `content.sort_of` recognises a PIL image, without Pillow.
     if not hasattr(source, "getbands"):
         raise ImageError(f"{name}: got a {type(source).__name__}; expected a path, a PIL image or a uint8 array")

@@ -7,17 +7,14 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
-from ..core import ChannelFactors, Heads, KVLayout, Leaf, PatchFrame, Quantised, Rope, is_low_rank
+from ..core import ChannelFactors, Heads, KVLayout, Leaf, PatchFrame, Quantised, is_low_rank
 from ..errors import InputError, PatchMismatchError, ShapeError, StalePatchError
-from ..utils.kinds import expect_kind
-from .antecedent import Antecedent, Member
+from ..utils.kinds import all_of, expect_kind
+from .antecedent import Antecedent, Member, antecedent_of
 from .checksum import examine
-from .chunk import Chunk, brief
-from .content import names_of
+from .chunk import Chunk, brief, pad
 
 Base = Literal["canonical", "conditioned", "patched"]
 
@@ -75,7 +72,7 @@ class PatchMetadata:
 
     def __post_init__(self) -> None:
         for word, ids in (("members", self.antecedent), ("base_members", self.base_antecedent or ())):
-            ids, members = names_of(ids, word.replace("members", "antecedent")), getattr(self, word)
+            ids, members = tuple(all_of(str, ids, word.replace("members", "antecedent"))), getattr(self, word)
             if members is None:
                 continue
 
@@ -91,14 +88,14 @@ class PatchMetadata:
     @functools.cached_property
     def behind(self) -> Antecedent:
         """The antecedent with all that is known of it."""
-        return Antecedent.of(*self.antecedent) if self.members is None else Antecedent(self.members)
+        return antecedent_of(self.antecedent if self.members is None else self.members)
 
     @functools.cached_property
     def base_behind(self) -> Antecedent | None:
         """The base's antecedent with all that is known of it; None for the canonical."""
-        if self.base_members is not None:
-            return Antecedent(self.base_members)
-        return None if self.base_antecedent is None else Antecedent.of(*self.base_antecedent)
+        if self.base_antecedent is None:
+            return None
+        return antecedent_of(self.base_antecedent if self.base_members is None else self.base_members)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -111,6 +108,10 @@ class Patch:
     u carries the singular values and v's rows are orthonormal (until quantised). A channel without factors gets no
     correction.
 
+    Attributes:
+      tokens: padded number of tokens; None of a patch without factors.
+      batch: number of chunks B that the patch is of; None without a batch axis, and of a patch without factors.
+
     Raises:
       ShapeError: factors of other layers, heads or features than the metadata says, or that do not fit each other.
       LayoutError: a channel that the layout does not have. InputError: layers that the layout does not have.
@@ -118,9 +119,13 @@ class Patch:
 
     factors: Mapping[str, ChannelFactors]
     metadata: PatchMetadata
+    tokens: int | None = dataclasses.field(init=False)
+    batch: int | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        check_factors(self.factors, self.metadata)
+        tokens, batch = check_factors(self.factors, self.metadata)
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "batch", batch)
 
     def __repr__(self) -> str:
         metadata, asked = self.metadata, dict(self.metadata.asked or ())
@@ -135,21 +140,6 @@ class Patch:
         served = "" if metadata.behind.exact else ", not served exactly"
         formed = f"{brief(metadata.chunk)!r} after {tuple(map(brief, metadata.antecedent))}{served}"
         return f"Patch({formed}: {', '.join(ranks)}, {layers}, {kind}, {self.nbytes} bytes)"
-
-    @functools.cached_property
-    def tokens(self) -> int | None:
-        """Padded number of tokens; None of a patch without factors."""
-        for factors in self.factors.values():
-            if is_low_rank(factors):
-                return _shape(factors[0])[-2]  # pyright: ignore[reportIndexIssue]
-            return _shape(factors)[-3]
-        return None
-
-    @functools.cached_property
-    def batch(self) -> int | None:
-        """Number of chunks B that the patch is of; None without a batch axis, and of a patch without factors."""
-        batch = _batch_axes(self.factors, self.metadata.heads)
-        return batch[0] if batch else None
 
     def pad(self, tokens: int) -> "Patch":
         """Pads the patch for its chunk padded to `tokens`, as `Chunk.pad` does: padding gets no correction.
@@ -187,57 +177,40 @@ class Patch:
         At rank m a channel takes m·(T + F) numbers where its KV takes T·F: rank 16 of a 480-token chunk at width 512 is
         as much as 31 of its 480 tokens.
         """
-        total, lefts = 0, 0
-        for factors in self.factors.values():
-            if not is_low_rank(factors):
-                total += 0 if self.metadata.basis is not None else _nbytes(factors)
-                continue
-
-            u, v = factors  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
-            if not (self.metadata.shared_left and lefts):
-                total += _nbytes(u)
+        counted, lefts = [], 0
+        for own in self.factors.values():
+            if is_low_rank(own):
+                if not (self.metadata.shared_left and lefts):
+                    counted.append(own[0])  # pyright: ignore[reportIndexIssue]
+                lefts += 1
+                own = own[1]  # pyright: ignore[reportIndexIssue]
             if self.metadata.basis is None:
-                total += _nbytes(v)
-            lefts += 1
+                counted.append(own)
 
-        return total
+        return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(counted))
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
     return (leaf.values if isinstance(leaf, Quantised) else leaf).shape
 
 
-def _nbytes(factors: Any) -> int:
-    return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(factors))
-
-
 def _padded(leaf: Leaf, axis: int, more: int) -> Leaf:
     """Appends `more` zeros along a token axis. A scale is shared by whole directions, or belongs to one token."""
-
-    def pad(value: Array, count: int) -> Array:
-        widths = [(0, 0)] * value.ndim
-        widths[axis] = (0, count)
-        return jnp.pad(value, widths)
-
     if not isinstance(leaf, Quantised):
-        return pad(leaf, more)
-    return Quantised(pad(leaf.values, more), pad(leaf.scale, more if leaf.scale.shape[axis] != 1 else 0))
+        return pad(leaf, axis, more)
+    return Quantised(pad(leaf.values, axis, more), pad(leaf.scale, axis, more if leaf.scale.shape[axis] != 1 else 0))
 
 
-def _batch_axes(factors: Mapping[str, Any], heads: Heads) -> tuple[int, ...]:
-    """Returns the sizes of the batch axes of the first channel's factors."""
-    for own in factors.values():
-        if is_low_rank(own):
-            return _shape(own[0])[1 : -3 if heads == "separate" else -2]
-        return _shape(own)[1:-3]
-    return ()
-
-
-def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batched: bool = True) -> None:
+def check_factors(
+    factors: Mapping[str, Any], metadata: PatchMetadata, *, batched: bool = True
+) -> tuple[int | None, int | None]:
     """Refuses factors, on the host or on devices, that do not fit their metadata, by their shapes alone.
 
     Args:
       batched: whether they may have a batch axis.
+
+    Returns:
+      Their padded number of tokens and their batch, None each of no factors; and None for the batch without its axis.
 
     Raises:
       As `Patch`.
@@ -248,17 +221,18 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batche
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= layout.layers:
         raise InputError(f"patch: got layers {layers}; expected some of 0 to {layout.layers - 1}, ascending")
 
-    # More axes than are allowed are left out here, so that the comparison of shapes below refuses them.
-    batch = _batch_axes(factors, metadata.heads)
-    if len(batch) > batched:
-        batch = ()
-
+    batch: tuple[int, ...] | None = None
     lefts, tokens, per_head = set(), set(), metadata.heads == "separate"
 
     for name, own in factors.items():
-        channel = layout.channel(name)
+        channel, low_rank = layout.channel(name), is_low_rank(own)
+        # The first channel's batch counts. More axes than are allowed are left out, so that its shape is refused below.
+        if batch is None:
+            axes = _shape(own[0])[1 : -3 if per_head else -2] if low_rank else _shape(own)[1:-3]
+            batch = axes if len(axes) <= batched else ()
+
         leading = (len(layers), *batch, channel.heads) if per_head else (len(layers), *batch)
-        if is_low_rank(own):
+        if low_rank:
             u, v = map(_shape, own)
             side = channel.width if per_head else channel.features
             _check_shape(u, (*leading, None, None), f"u of {name!r}", "layers, tokens, rank")
@@ -271,7 +245,7 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batche
             _check_shape(dense, expected, f"{name!r}", "layers, tokens, heads")
             tokens.add(dense[-3])
 
-        for leaf in own if is_low_rank(own) else (own,):
+        for leaf in own if low_rank else (own,):
             if not isinstance(leaf, Quantised):
                 continue
             # A scale is shared along an axis, or there is one for each of its places.
@@ -290,6 +264,8 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batche
             f"patch of chunk {metadata.chunk!r}: got shapes {sorted(lefts)} of u; expected one left factor"
         )
 
+    return next(iter(tokens), None), batch[0] if batch else None
+
 
 def _check_shape(found: tuple[int, ...], expected: tuple[int | None, ...], what: str, axes: str) -> None:
     """Raises ShapeError where sizes differ; None in `expected` is any size."""
@@ -298,17 +274,10 @@ def _check_shape(found: tuple[int, ...], expected: tuple[int | None, ...], what:
         raise ShapeError(f"patch: got {what} of shape {found}; expected [{sizes}] ({axes}, …)")
 
 
-# Of a rope all but how its angles are computed: that changes no phase-free number.
-_STORED = tuple(field.name for field in dataclasses.fields(Rope) if field.name != "angles")
-
-
 def same_storage(first: KVLayout, second: KVLayout) -> bool:
     """Compares two layouts by the phase-free KV they describe: all but how angles are computed."""
-    if first is second:
-        return True
-    if (first.kind, first.layers, first.channels) != (second.kind, second.layers, second.channels):
-        return False
-    return all(getattr(first.rope, name) == getattr(second.rope, name) for name in _STORED)
+    # Angles change no phase-free number.
+    return first is second or first.with_angles(second.rope.angles) == second
 
 
 def patch_digest(patch: Patch) -> str:
@@ -359,16 +328,16 @@ def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
 
     if metadata.layout is not chunk.layout and not same_storage(metadata.layout, chunk.layout):
         raise PatchMismatchError(f"patch: got layout {metadata.layout}; expected {chunk.layout}")
-    if None not in (metadata.content, chunk.content) and metadata.content != chunk.content:
-        raise PatchMismatchError(
-            f"patch: got one formed of chunk {chunk.id!r} with content {metadata.content!r}; expected "
-            f"{chunk.content!r}, which this chunk of the same id has"
-        )
-    if metadata.local is not None and metadata.local != chunk.places:
-        raise PatchMismatchError(
-            f"patch: got one formed of chunk {chunk.id!r} with local positions {metadata.local}; expected "
-            f"{chunk.places}, which this chunk has"
-        )
+
+    # What one of the two does not know differs from nothing; the digest of positions is computed once for a chunk.
+    contents = ("content", metadata.content, chunk.content)
+    places = ("local positions", metadata.local, None if metadata.local is None else chunk.places)
+    for word, found, expected in (contents, places):
+        if None not in (found, expected) and found != expected:
+            raise PatchMismatchError(
+                f"patch: got one formed of chunk {chunk.id!r} with {word} {found!r}; expected {expected!r}, which this "
+                "chunk of the same id has"
+            )
 
     if patch.tokens not in (None, chunk.tokens):
         raise ShapeError(

@@ -14,9 +14,8 @@ from .layout import Channel as Channel
 from .layout import KVLayout as KVLayout
 from .layout import Positions as Positions
 from .layout import Start as Start
+from .layout import arrays_of as arrays_of
 from .layout import as_start as as_start
-from .layout import chunk_start as chunk_start
-from .layout import on_device as on_device
 from .layout import relocate as relocate
 from .layout import rotate_kv as rotate_kv
 from .layout import to_engine as to_engine
@@ -41,7 +40,6 @@ from .paging import check_held as check_held
 from .paging import check_paged as check_paged
 from .paging import check_pool as check_pool
 from .paging import flat as flat
-from .paging import held_arrays as held_arrays
 from .paging import padded_slots as padded_slots
 from .paging import token_offsets as token_offsets
 from .paging import trimmed as trimmed

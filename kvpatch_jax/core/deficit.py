@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .ops import flatten_heads
+from .ops import flatten_heads, token_mask
 
 Delta = Mapping[str, Float[Array, "L T _ _"]]
 Length = Int[Array, ""] | int | None
@@ -21,9 +21,7 @@ def _masked(delta: Delta, length: Length) -> dict[str, Array]:
     result = {}
     for name, value in delta.items():
         value = jnp.asarray(value).astype(jnp.float32)
-        if length is not None:
-            value = jnp.where((jnp.arange(value.shape[1]) < length)[:, None, None], value, 0.0)
-        result[name] = value
+        result[name] = value if length is None else jnp.where(token_mask(value, length, -3), value, 0.0)
     return result
 
 
@@ -34,12 +32,12 @@ def _share(part: Array, total: Array) -> Array:
 
 def relative_norm(delta: Delta, reference: Delta, length: Length = None) -> dict[str, Float[Array, " L"]]:
     """Computes the depth profile ‖Δ‖ / ‖reference‖ by layer (Frobenius); 0 where the reference is 0."""
-
-    def layer_norms(value: Array) -> Array:
-        return jnp.sqrt(jnp.square(value).sum((1, 2, 3)))
-
     part, whole = _masked(delta, length), _masked(reference, length)
-    return {name: _share(layer_norms(part[name]), layer_norms(whole[name])) for name in part}
+    profile = {}
+    for name, value in part.items():
+        norms = [jnp.sqrt(jnp.square(own).sum((1, 2, 3))) for own in (value, whole[name])]
+        profile[name] = _share(*norms)
+    return profile
 
 
 def energy_curve(delta: Delta, length: Length = None) -> dict[str, Float[Array, "L _"]]:

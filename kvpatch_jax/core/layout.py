@@ -7,8 +7,8 @@ the channels that rotate. Kamera §3, "one mechanism for MLA, GQA and MHA".
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -166,11 +166,19 @@ class KVLayout:
             middle = shape[1:-2]
 
 
-def as_start(rope: Rope, start: Start) -> Int[AnyArray, "..."]:
+def as_start(
+    rope: Rope, start: Start, batch: tuple[int, ...] | None = None, what: str = "start"
+) -> Int[AnyArray, "..."]:
     """Converts a start to an int32 array: a scalar, or [..., A] with sections (a scalar is broadcast over axes).
 
+    Args:
+      batch: shape of a batch: one start for all of it, or one for each; () for a single sequence. None: any leading
+        axes, for callers that compare them with the KV's.
+      what: begins the message about a start of another shape.
+
     Raises:
-      PositionError: the start is not an integer, is too large, or does not have one entry per axis.
+      PositionError: the start is not an integer, is too large, or does not have one entry per axis; another number of
+      starts than the batch has.
     """
     if not isinstance(start, jax.Array):
         array = np.asarray(start)
@@ -184,54 +192,19 @@ def as_start(rope: Rope, start: Start) -> Int[AnyArray, "..."]:
         # Conversion to int32 would wrap larger numbers.
         check_positions(rope, start, np.zeros((), np.int32))
 
+    one = () if rope.axes is None else (rope.axes,)
     if rope.axes is not None and start.ndim == 0:
-        return (np if isinstance(start, np.ndarray) else jnp).broadcast_to(start, (rope.axes,)).astype(jnp.int32)
+        start = (np if isinstance(start, np.ndarray) else jnp).broadcast_to(start, one)
     if rope.axes is not None and start.shape[-1] != rope.axes:
         raise PositionError(f"start: got shape {start.shape}; expected a scalar or [..., {rope.axes}]")
+
+    # Other leading axes would broadcast over tokens or layers.
+    if batch is not None and start.shape not in (one, (*batch, *one)):
+        several = f", or the same for each of {batch[0]} chunks" if batch else ""
+        raise PositionError(
+            f"{what}: got start of shape {start.shape}; expected a scalar, or one per axis of the rope{several}"
+        )
     return start.astype(jnp.int32)
-
-
-def chunk_start(rope: Rope, start: Start, batch: int | None, what: str) -> Int[AnyArray, "..."]:
-    """Converts the start of a chunk, or of a batch of chunks, to an int32 array.
-
-    One start is a scalar, or [A] with sections. A batch takes one for all chunks, or one for each ([B] or [B, A]).
-
-    Raises:
-      PositionError: as `as_start`, or the number of starts differs.
-    """
-    # `as_start` lets any leading axes pass, which would broadcast over tokens or layers.
-    array = as_start(rope, start)
-    one = () if rope.axes is None else (rope.axes,)
-    if array.shape == one or (batch is not None and array.shape == (batch, *one)):
-        return array
-    several = "" if batch is None else f", or the same for each of {batch} chunks"
-    raise PositionError(
-        f"{what}: got start of shape {array.shape}; expected a scalar, or one per axis of the rope{several}"
-    )
-
-
-def check_places(layout: KVLayout, kv: KV, local: Positions, start: Int[AnyArray, "..."]) -> None:
-    """Checks that there is one position per token and at most one start per sequence of kv [L, ..., T, K, H].
-
-    Without this check, jax would broadcast them over tokens or layers.
-
-    Raises:
-      PositionError: the number of positions or starts differs.
-    """
-    if not hasattr(local, "shape"):
-        raise PositionError(f"local positions: got a {type(local).__name__}; expected an array, such as `chunk.local`")
-
-    shape, axes = kv[layout.names[0]].shape, layout.rope.axes
-    batch, tokens = shape[1:-3], shape[-3]
-    places = local.shape if axes is None else local.shape[:-1]
-    if not places or places[-1] != tokens:
-        raise PositionError(f"local positions: got shape {local.shape}; expected one for each of {tokens} tokens")
-
-    for what, found in (("start", start.shape if axes is None else start.shape[:-1]), ("local", places[:-1])):
-        if len(found) > len(batch):
-            raise PositionError(
-                f"{what}: got shape {found}; expected one for each of {batch} sequences, or one for all"
-            )
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "back"))
@@ -252,34 +225,46 @@ def jitted_relocate(layout: KVLayout, kv: dict[str, Array], old: Array, new: Arr
     return {name: rotate(value, cos, sin, layout.rope.cached) for name, value in kv.items()}
 
 
-def on_device(value: AnyArray) -> Array:
-    """Converts a NumPy array to a jax array."""
+def arrays_of(kv: Mapping[str, AnyArray]) -> dict[str, Array]:
+    """Returns arrays by channel, such as KV or a pool, as a plain dictionary of jax arrays."""
     # `jnp.asarray` takes 30 µs to return a jax array unchanged.
-    return value if isinstance(value, jax.Array) else jnp.asarray(value)
-
-
-def _rotating(layout: KVLayout, kv: KV) -> dict[str, Array]:
-    """Returns the channels that carry rotary phase, on the device."""
-    return {channel.name: on_device(kv[channel.name]) for channel in layout.channels if channel.rotates}
-
-
-def _merge_channels(layout: KVLayout, rotated: dict[str, Array], kv: KV) -> dict[str, Array]:
-    """Returns all channels in order: the rotated ones, and the others unchanged."""
-    return {name: rotated[name] if name in rotated else on_device(kv[name]) for name in layout.names}
+    return {name: value if isinstance(value, jax.Array) else jnp.asarray(value) for name, value in kv.items()}
 
 
 def rotate_kv(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool = False) -> dict[str, Array]:
     """Rotates keys as `to_engine` (with `back`, `to_phase_free`) without checks; `start` comes from `as_start`."""
+    return _rotate_channels(layout, kv, jitted_rotate, local, start, back)
+
+
+def _rotate_channels(
+    layout: KVLayout, kv: KV, program: Callable[..., dict[str, Array]], *arguments: Any
+) -> dict[str, Array]:
+    """Returns all channels in the layout's order, those that carry rotary phase as a jitted program rotates them."""
     # Only the channels that rotate enter the program; the others are returned as they are, without a copy.
-    rotated = jitted_rotate(layout, _rotating(layout, kv), local, start, back=back)
-    return _merge_channels(layout, rotated, kv)
+    arrays = arrays_of({name: kv[name] for name in layout.names})
+    rotating = {channel.name: arrays[channel.name] for channel in layout.channels if channel.rotates}
+    return arrays | program(layout, rotating, *arguments)
 
 
-def _checked(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool) -> dict[str, Array]:
+def _checked_rotation(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool) -> dict[str, Array]:
+    """Does what `rotate_kv` does, after checking its arguments as `to_engine` says."""
     expect_kind(layout, KVLayout, "layout", "a KVLayout, such as `chunk.layout`", LayoutError)
     layout.check(kv)
     start = as_start(layout.rope, start)
-    check_places(layout, kv, local, start)
+    if not hasattr(local, "shape"):
+        raise PositionError(f"local positions: got a {type(local).__name__}; expected an array, such as `chunk.local`")
+
+    # kv is [L, ..., T, K, H]. Positions or starts of another number would broadcast over tokens or layers.
+    shape, axes = kv[layout.names[0]].shape, layout.rope.axes
+    batch, tokens = shape[1:-3], shape[-3]
+    places = local.shape if axes is None else local.shape[:-1]
+    if not places or places[-1] != tokens:
+        raise PositionError(f"local positions: got shape {local.shape}; expected one for each of {tokens} tokens")
+
+    for what, found in (("start", start.shape if axes is None else start.shape[:-1]), ("local", places[:-1])):
+        if len(found) > len(batch):
+            raise PositionError(f"{what}: got shape {found}; expected one for each of {batch} sequences, or for all")
+
     check_positions(layout.rope, local, start)
     return rotate_kv(layout, kv, local, start, back)
 
@@ -301,7 +286,7 @@ def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> Engin
       FrameError: the keys are rotated already.
     """
     expect_frame(kv, "to_engine", "phase_free")
-    return EngineKV(_checked(layout, kv, local, start, False))
+    return EngineKV(_checked_rotation(layout, kv, local, start, False))
 
 
 def to_local(layout: KVLayout, kv: KV, local: Positions) -> LocalKV:
@@ -319,7 +304,7 @@ def to_phase_free(layout: KVLayout, kv: KV, local: Positions, start: Start = 0) 
       As `to_engine`. FrameError: the keys are phase-free already.
     """
     expect_frame(kv, "to_phase_free", "engine", "local")
-    return PhaseFreeKV(_checked(layout, kv, local, start, True))
+    return PhaseFreeKV(_checked_rotation(layout, kv, local, start, True))
 
 
 def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | Start) -> EngineKV:
@@ -341,8 +326,8 @@ def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | 
     expect_kind(layout, KVLayout, "layout", "a KVLayout, such as `backbone.layout`", LayoutError)
     expect_frame(kv, "relocate", "engine", "local")
     layout.check(kv)
-    rotated = jitted_relocate(layout, _rotating(layout, kv), _side(layout.rope, old), _side(layout.rope, new))
-    return EngineKV(_merge_channels(layout, rotated, kv))
+    old, new = _side(layout.rope, old), _side(layout.rope, new)
+    return EngineKV(_rotate_channels(layout, kv, jitted_relocate, old, new))
 
 
 def _side(rope: Rope, positions: Positions | Start) -> AnyArray:

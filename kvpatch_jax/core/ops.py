@@ -73,7 +73,7 @@ def is_low_rank(factors: ChannelFactors | tuple | np.ndarray) -> bool:
     return isinstance(factors, tuple) and not isinstance(factors, Quantised)
 
 
-def _token_mask(x: Array, length: Array | int, axis: int) -> Array:
+def token_mask(x: Array, length: Array | int, axis: int) -> Array:
     """Marks tokens below `length` (a scalar, or one per batch), shaped to broadcast over x with tokens at `axis`."""
     length = jnp.asarray(length)
     tokens = x.shape[axis]
@@ -96,7 +96,7 @@ def deficit(
     for name in base:
         # In float32, because the difference of two close 16-bit numbers has few bits left.
         value = conditioned[name].astype(jnp.float32) - base[name].astype(jnp.float32)
-        delta[name] = value if length is None else jnp.where(_token_mask(value, length, -3), value, 0.0)
+        delta[name] = value if length is None else jnp.where(token_mask(value, length, -3), value, 0.0)
     return delta
 
 
@@ -126,7 +126,7 @@ def _factorise_masked(
 
     if length is not None:
         length = jnp.asarray(length)
-        u = jnp.where(_token_mask(u, length[..., None] if heads else length, -2), u, 0.0)
+        u = jnp.where(token_mask(u, length[..., None] if heads else length, -2), u, 0.0)
     return u, v
 
 
@@ -282,13 +282,14 @@ def operator_arguments(
     return result
 
 
+@jax.jit
 def accumulate(
     total: dict[str, Float[Array, "L *B T _ _"]],
     conditioned: dict[str, Float[Array, "L *B T _ _"]],
     base: dict[str, Float[Array, "L *B T _ _"]],
     length: Int[Array, "..."] | int,
 ) -> dict[str, Float[Array, "L *B T _ _"]]:
-    """Adds conditioned − base to a running float32 sum, from which an orbit patch is formed."""
+    """Adds conditioned − base to a running float32 sum, from which an orbit patch is formed; one program per shape."""
     delta = deficit(conditioned, base, length)
     return {name: total[name] + delta[name] for name in delta}
 
@@ -296,6 +297,7 @@ def accumulate(
 # Inlined in a traced caller. Called eagerly, it is one program in place of one per operation.
 @functools.partial(jax.jit, static_argnames=("target", "axis"), inline=True)
 def _scaled(value: Array, target: np.dtype, axis: int) -> tuple[Array, Array]:
+    """Converts values to an 8-bit dtype; returns them and their scale."""
     largest = 127.0 if target == jnp.int8 else float(jnp.finfo(target).max)
     value = value.astype(jnp.float32)
     scale = jnp.max(jnp.abs(value), axis=axis, keepdims=True) / largest
@@ -325,9 +327,6 @@ jitted_factorise = jax.jit(factorise_deficit, static_argnames=("plan",))
 
 jitted_apply = jax.jit(apply, static_argnames=("layout", "layers", "heads", "frame"))
 """`apply`, compiled once per layout, layer set and padded shape; another chunk or start does not compile again."""
-
-jitted_accumulate = jax.jit(accumulate)
-"""`accumulate`, compiled once per padded shape."""
 
 jitted_merge = jax.jit(merge_factors, static_argnames=("rank",))
 """`merge_factors` (the kernels' `merge`), compiled once per rank and padded shape."""

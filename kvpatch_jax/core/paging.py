@@ -243,8 +243,9 @@ def check_pool(layout: KVLayout, pool: Pool, *, padded: bool = True) -> tuple[in
             raise DtypeError(f"pool[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
 
         shape = value.shape
-        widths = {channel.width, padded_width(channel.width)} if padded else {channel.width}
-        if len(shape) != 5 or shape[0] != layout.layers or shape[3] != channel.heads or shape[4] not in widths:
+        fits = len(shape) == 5 and shape[0] == layout.layers and shape[3] == channel.heads
+        if not fits or (shape[4] != channel.width and not (padded and shape[4] == padded_width(channel.width))):
+            widths = {channel.width, padded_width(channel.width)} if padded else {channel.width}
             raise ShapeError(
                 f"pool[{channel.name!r}]: got shape {shape}; expected [{layout.layers}, P, O, {channel.heads}, "
                 f"{' or '.join(map(str, sorted(widths)))}]"
@@ -275,16 +276,6 @@ def check_held(pool: Mapping[str, Any]) -> None:
             raise PoolError(
                 f"pool[{name!r}]: got an array that was donated; expected the pool that the last operation gave"
             )
-
-
-def held_arrays(layout: KVLayout, pool: Pool) -> dict[str, Float[Array, "L P O _ _"]]:
-    """Converts a pool to a plain dictionary of jax arrays in the layout's order, so programs see one pytree type."""
-    arrays = {}
-    for name in layout.names:
-        value = pool[name]
-        # `jnp.asarray` takes 30 µs to return a jax array unchanged.
-        arrays[name] = value if isinstance(value, jax.Array) else jnp.asarray(value)
-    return arrays
 
 
 def flat(value: Float[Array, "L P O K H"]) -> Float[Array, "L S K H"]:
@@ -331,10 +322,15 @@ def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
             raise PoolError(f"{what}: got page {int(twice[0])} named twice in row {number}; expected it once")
 
 
-def padded_slots(slots: Slots) -> tuple[Int[np.ndarray, " N"], np.int32]:
-    """Pads slots to a bucket, so that few programs are compiled; returns them and the number that is not padding."""
-    array = np.asarray(slots, np.int32)
-    return np.pad(array, (0, DEFAULT.round_up(array.size) - array.size)), np.int32(array.size)
+def padded_slots(slots: Slots, total: int) -> tuple[Int[np.ndarray, " N"], np.int32]:
+    """Pads slots to a bucket, so that few programs are compiled; returns them and the number that is not padding.
+
+    Raises:
+      KernelSlotError: a slot that is not among the `total` of the pool, or is named twice.
+    """
+    array = np.asarray(slots)
+    check_slots(array, total)
+    return np.pad(array.astype(np.int32), (0, DEFAULT.round_up(array.size) - array.size)), np.int32(array.size)
 
 
 def token_offsets(

@@ -46,6 +46,7 @@ def attention_with_lse(
 # Inlined in a traced caller. Called eagerly, it is one program in place of one per operation.
 @functools.partial(jax.jit, inline=True)
 def _attention(q: Array, k: Array, v: Array, mask: Array | None, factor: Array | float) -> tuple[Array, Array]:
+    """Does what `attention_with_lse` does; `factor` scales the scores."""
     kv_heads, heads = k.shape[-2], q.shape[-2]
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     reads_nan = None
@@ -108,7 +109,7 @@ def merge_readouts(*readouts: Readout) -> tuple[Float[Array, "..."], Float[Array
                 f"merge_readouts: got readouts {readouts!r:.80}; expected at least one pair (o, lse) of arrays"
             )
 
-    for o, lse in readouts:
+        o, lse = readout
         if o.shape != readouts[0][0].shape or lse.shape != o.shape[:-1]:
             raise ShapeError(
                 f"merge_readouts: got o {o.shape} with lse {lse.shape}; expected {readouts[0][0].shape} and "
@@ -120,6 +121,7 @@ def merge_readouts(*readouts: Readout) -> tuple[Float[Array, "..."], Float[Array
 
 @functools.partial(jax.jit, inline=True)
 def _merged(readouts: tuple[Readout, ...]) -> tuple[Array, Array]:
+    """Does what `merge_readouts` does."""
     outputs = jnp.stack([o.astype(jnp.float32) for o, _ in readouts])
     masses = jnp.stack([lse.astype(jnp.float32) for _, lse in readouts])
 

@@ -90,10 +90,8 @@ class Rope:
             # A list of a configuration file becomes a tuple, which can be hashed.
             object.__setattr__(self, "sections", tuple(int(section) for section in self.sections))
             if sum(self.sections) != self.dim // 2 or min(self.sections) < 0:
-                raise LayoutError(
-                    f"rope: got sections {self.sections}, whose sum is {sum(self.sections)}; expected dim // 2 = "
-                    f"{self.dim // 2}"
-                )
+                total, half = sum(self.sections), self.dim // 2
+                raise LayoutError(f"rope: got sections {self.sections} of sum {total}; expected dim // 2 = {half}")
 
         if self.scaling is not None:
             expect_kind(self.scaling, Scaling, "rope: scaling", "a Scaling, or None", LayoutError)
@@ -200,14 +198,16 @@ def _phase(rope: Rope, whole: Int[Array, "..."]) -> Array:
     return jnp.where(whole < 0, jnp.uint32(0) - phase, phase)
 
 
-def _cos_sin_of_phase(phase: Array, extra: Array | None) -> tuple[Array, Array]:
-    """Computes cosine and sine of a uint32 phase plus `extra` radians, after reduction to ±1/8 of a revolution."""
+def _cos_sin_of_phase(rope: Rope, phase: Array, fraction: Array | None) -> tuple[Array, Array]:
+    """Computes cosine and sine of a uint32 phase and a fraction of a position, reduced to ±1/8 of a revolution."""
     # Rounded to the nearest quarter, so that the remainder is small, where float32 cosines are most accurate.
     quadrant = (phase + jnp.uint32(1 << 29)) >> 30
     remainder = (phase - (quadrant << 30)).astype(jnp.int32)
     angle = remainder.astype(jnp.float32) * np.float32(_REVOLUTION * 2.0**-32)
-    if extra is not None:
-        angle = angle + extra
+    # A fraction turns by less than one frequency, so float32 is exact enough.
+    if fraction is not None:
+        frequencies = _inverse_frequencies(rope, np.float64).astype(np.float32)
+        angle = angle + _by_frequency(rope, fraction) * jnp.asarray(frequencies)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
 
     # Quadrants 1 and 3 swap the two; quadrants 2 and 3 negate them.
@@ -269,8 +269,7 @@ def _tables(rope: Rope, positions: Num[Array, "..."], start: Int[Array, "..."]) 
         return _compute_once(*_engine_cos_sin(rope, absolute))
 
     whole, fraction = _whole_and_fraction(local, start)
-    extra = None if fraction is None else _radians(rope, fraction)
-    return _compute_once(*_cos_sin_of_phase(_phase(rope, _by_frequency(rope, whole)), extra))
+    return _compute_once(*_cos_sin_of_phase(rope, _phase(rope, _by_frequency(rope, whole)), fraction))
 
 
 def _device_positions(positions: Num[Array | np.ndarray, "..."]) -> Array:
@@ -288,19 +287,9 @@ def _compute_once(cos: Array, sin: Array) -> tuple[Array, Array]:
     Without it, XLA for CPUs fuses their computation into the loop over layers and heads that reads them, and computes
     every cosine once per layer and head. Programs for other platforms do not change.
     """
-
-    def barrier(cos: Array, sin: Array) -> tuple[Array, Array]:
-        return jax.lax.optimization_barrier((cos, sin))
-
-    def unchanged(cos: Array, sin: Array) -> tuple[Array, Array]:
-        return cos, sin
-
-    return jax.lax.platform_dependent(cos, sin, cpu=barrier, default=unchanged)
-
-
-def _radians(rope: Rope, fraction: Array) -> Array:
-    """Computes the angle of a fraction of a position; it is below one frequency, so float32 is exact enough."""
-    return _by_frequency(rope, fraction) * jnp.asarray(_inverse_frequencies(rope, np.float64).astype(np.float32))
+    return jax.lax.platform_dependent(
+        cos, sin, cpu=lambda *tables: jax.lax.optimization_barrier(tables), default=lambda *tables: tables
+    )
 
 
 def _engine_cos_sin(rope: Rope, absolute: Array) -> tuple[Array, Array]:
@@ -332,10 +321,10 @@ def relocation_tables(
     whole_new, fraction_new = _whole_and_fraction(new, zero)
     phase = _phase(rope, _by_frequency(rope, whole_new)) - _phase(rope, _by_frequency(rope, whole_old))
     if fraction_old is None and fraction_new is None:
-        return _compute_once(*_cos_sin_of_phase(phase, None))
+        return _compute_once(*_cos_sin_of_phase(rope, phase, None))
 
     difference = (0.0 if fraction_new is None else fraction_new) - (0.0 if fraction_old is None else fraction_old)
-    return _compute_once(*_cos_sin_of_phase(phase, _radians(rope, jnp.asarray(difference))))
+    return _compute_once(*_cos_sin_of_phase(rope, phase, jnp.asarray(difference)))
 
 
 def rotate(

@@ -14,9 +14,7 @@ from .compress import Rank as Rank
 from .compress import keep_layers as keep_layers
 from .compress import quantise as quantise
 from .compress import truncate as truncate
-from .factors import Factorisation as Factorisation
 from .factors import Method as Method
-from .factors import arrays_of as arrays_of
 from .factors import choose_ranks as choose_ranks
 from .factors import factor_dtype as factor_dtype
 from .form import FormOptions as FormOptions

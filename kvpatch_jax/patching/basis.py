@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from ..cache import AntecedentLike, Chunk, Patch, PatchMetadata, antecedent_of, examine, fingerprint_of, same_storage
 from ..core import AnyArray, Factors, KVLayout, is_low_rank, ops, value_of
 from ..errors import InputError, PatchMismatchError, RankError, ShapeError
-from .compress import Rank, finite_factors
+from .compress import Rank, finite_factors, rank_by_channel
 from .factors import KVArrays, check_conditioned, check_layers, deficit_of, factor_dtype, metadata_of
 
 
@@ -104,15 +104,10 @@ def fit_basis(
     if first is None:
         raise InputError("basis: got no deficits; expected some chunks, each with its conditioned KV")
 
-    # Refuses names of other channels.
-    for name in rank if isinstance(rank, Mapping) else ():
-        first.layout.channel(name)
-
     directions = {}
-    for channel in first.layout.channels:
-        name, features = channel.name, channel.features
-        size = int(rank.get(name, 0) if isinstance(rank, Mapping) else rank)
-        if isinstance(rank, Mapping) and size == 0:
+    for name, size in rank_by_channel(first.layout, rank, "basis").items():
+        features = first.layout.channel(name).features
+        if size == 0 and isinstance(rank, Mapping):
             continue
         if not 1 <= size <= features:
             raise RankError(f"basis: got rank {size} for channel {name!r}; expected 1 to {features}")

@@ -94,12 +94,10 @@ def lead_tokens(backbone: Backbone, lead: Sequence[Any] | Tokens) -> Tokens:
     Raises:
       ImageError, InputError: as `prepare`. ShapeError: no tokens, or not one row.
     """
-    if not isinstance(lead, Tokens):
-        lead = backbone.embed(**backbone.prepare(items_of(lead, "lead")))
-    check_tokens(lead, "lead")
-    if len(lead.embeddings) != 1:
-        raise ShapeError(f"lead: got {len(lead.embeddings)} rows; expected one, which precedes every chunk")
-    return lead
+    tokens = unit_tokens(backbone, lead, "lead")
+    if len(tokens.embeddings) != 1:
+        raise ShapeError(f"lead: got {len(tokens.embeddings)} rows; expected one, which precedes every chunk")
+    return tokens
 
 
 def conditioned(
@@ -167,16 +165,14 @@ def conditioned(
     return result
 
 
-def unit_tokens(backbone: Backbone, unit: Sequence[Any] | Tokens) -> Tokens:
-    """Embeds the items of one unit; `Tokens` are returned as they are.
+def unit_tokens(backbone: Backbone, unit: Sequence[Any] | Tokens, what: str = "conditioned") -> Tokens:
+    """Embeds the items of one unit; `Tokens` are returned as they are. Messages begin with `what`.
 
     Raises:
       ImageError, InputError: as `prepare`. ShapeError: tokens without a batch axis, or none.
     """
-    tokens = unit
-    if not isinstance(tokens, Tokens):
-        tokens = backbone.embed(**backbone.prepare(items_of(tokens, "conditioned")))
-    check_tokens(tokens, "conditioned")
+    tokens = unit if isinstance(unit, Tokens) else backbone.embed(**backbone.prepare(items_of(unit, what)))
+    check_tokens(tokens, what)
     return tokens
 
 

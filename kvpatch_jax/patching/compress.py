@@ -1,7 +1,6 @@
 """Smaller patches: fewer directions, fewer layers, fewer bits."""
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from ..cache import Patch, check_finite
-from ..core import ChannelFactors, Quantised, is_low_rank, ops, value_of
+from ..core import ChannelFactors, KVLayout, is_low_rank, ops, value_of
 from ..errors import InputError, RankError
 from ..utils.kinds import expect_kind, is_whole
 
@@ -19,26 +18,30 @@ Rank = int | Mapping[str, int]
 
 
 def _rank_slice(leaf: ops.Leaf, rank: int, axis: int) -> ops.Leaf:
-    """Returns the first `rank` directions along a negative axis."""
-    cut = functools.partial(jax.lax.slice_in_dim, start_index=0, limit_index=rank)
-    if isinstance(leaf, Quantised):
-        return Quantised(cut(leaf.values, axis=leaf.values.ndim + axis), cut(leaf.scale, axis=leaf.scale.ndim + axis))
-    return cut(leaf, axis=leaf.ndim + axis)
+    """Returns the first `rank` directions along a negative axis, of values and scales alike."""
+    return jax.tree.map(lambda part: jax.lax.slice_in_dim(part, 0, rank, axis=part.ndim + axis), leaf)
 
 
-def check_whole_ranks(rank: Any, what: str, *, dense: bool = False) -> None:
-    """Checks that ranks are whole numbers; their bounds depend on the operation.
+def rank_by_channel(layout: KVLayout, rank: Rank | None, what: str, *, keep: bool = False) -> dict[str, Any]:
+    """Returns the rank of every channel of a layout; its bounds depend on the operation.
 
     Args:
-      rank: one, or one for each channel.
-      dense: accept None, for a channel that has no factors.
+      rank: one for all channels, or one per channel; a channel that a mapping leaves out gets 0.
+      what: begins messages.
+      keep: accept None for a channel that stays as it is, and give it to those that a mapping leaves out.
 
     Raises:
-      RankError: `what` begins the message.
+      RankError: not whole numbers. LayoutError: an unknown channel.
     """
     for number in rank.values() if isinstance(rank, Mapping) else [rank]:
-        if not (dense and number is None) and not is_whole(number, -(1 << 62)):
+        if not (keep and number is None) and not is_whole(number, -(1 << 62)):
             raise RankError(f"{what}: got rank {rank!r:.80}; expected a whole number from 1, or one for each channel")
+    if not isinstance(rank, Mapping):
+        return dict.fromkeys(layout.names, rank)
+
+    for name in rank:
+        layout.channel(name)
+    return {name: rank.get(name, None if keep else 0) for name in layout.names}
 
 
 def truncate(patch: Patch, rank: Rank) -> Patch:
@@ -52,20 +55,17 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
       an unknown channel.
     """
     expect_kind(patch, Patch, "patch", "a Patch")
-    check_whole_ranks(rank, "truncate", dense=True)
-    for name in rank if isinstance(rank, Mapping) else ():
-        patch.metadata.layout.channel(name)
+    ranks = rank_by_channel(patch.metadata.layout, rank, "truncate", keep=True)
 
     # One left factor has one number of columns.
-    if patch.metadata.shared_left and isinstance(rank, Mapping):
-        left = {name: rank.get(name, have) for name, have in patch.ranks.items() if have}
+    if patch.metadata.shared_left:
+        left = {name: have if ranks[name] is None else ranks[name] for name, have in patch.ranks.items() if have}
         if len(set(left.values())) > 1:
             raise RankError(f"truncate: got ranks {left} with a shared left factor; expected one rank for all of them")
 
     factors: dict[str, ChannelFactors] = {}
     for name, own in patch.factors.items():
-        wanted = rank.get(name) if isinstance(rank, Mapping) else rank
-        have = patch.ranks[name]
+        wanted, have = ranks[name], patch.ranks[name]
         if wanted is None or have is None:
             factors[name] = own
             continue

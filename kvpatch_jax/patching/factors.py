@@ -9,34 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from ..cache import Antecedent, Base, Chunk, Patch, PatchMetadata, check_finite, content_of
-from ..core import AnyArray, FormPlan, Heads, expect_frame, ops
+from ..core import AnyArray, FormPlan, Heads, arrays_of, expect_frame, ops
 from ..errors import InputError, RankError, ShapeError
 from ..utils.kinds import expect_kind
-from .compress import Rank, check_whole_ranks, finite_factors
+from .compress import Rank, finite_factors, rank_by_channel
 
 Method = Literal["randomised", "exact"]
 KVArrays = Mapping[str, Float[AnyArray, "L *B T _ _"]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Factorisation:
-    """Options of a factorisation.
-
-    Attributes:
-      method: "randomised" (deterministic by `key`) or "exact".
-      key: a typed PRNG key; None is `jax.random.key(0)`.
-      dtype: of the factors; None is the chunk's.
-    """
-
-    method: Method = "randomised"
-    key: Key[Array, ""] | None = None
-    dtype: jax.typing.DTypeLike | None = None
-
-
-def arrays_of(kv: KVArrays) -> dict[str, Array]:
-    """Returns KV as a plain dictionary of jax arrays."""
-    # `jnp.asarray` takes 30 µs to return a jax array as it is.
-    return {name: value if isinstance(value, jax.Array) else jnp.asarray(value) for name, value in kv.items()}
 
 
 def check_alike(chunk: Chunk, kv: KVArrays, what: str) -> None:
@@ -98,14 +77,9 @@ def choose_ranks(
       RankError: a rank below 1, or unequal ranks for a shared left factor. LayoutError: an unknown channel.
     """
     layout = chunk.layout
-    # A mapping leaves channels out, or gives them rank 0.
-    check_whole_ranks(rank, "patch")
-    if isinstance(rank, Mapping):
-        for name in rank:
-            layout.channel(name)
-        wanted = {name: int(rank[name]) for name in layout.names if rank.get(name, 0) != 0}
-    else:
-        wanted = dict.fromkeys(layout.names, int(rank))
+    # A mapping leaves channels out, or gives them rank 0; one rank of 0 for all is refused below.
+    ranks = rank_by_channel(layout, rank, "patch")
+    wanted = {name: int(size) for name, size in ranks.items() if size != 0 or not isinstance(rank, Mapping)}
 
     if shared_left and (heads == "separate" or len(set(wanted.values())) > 1):
         raise RankError(
@@ -165,17 +139,25 @@ def from_deficit(
     delta: Mapping[str, Float[Array, "L *B T _ _"]],
     rank: Rank,
     metadata: PatchMetadata,
-    how: Factorisation,
+    *,
+    method: Method = "randomised",
+    key: Key[Array, ""] | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> Patch:
     """Forms a joint-head, phase-free patch of a deficit.
+
+    Args:
+      method: "randomised" (deterministic by `key`) or "exact".
+      key: a typed PRNG key; None is `jax.random.key(0)`.
+      dtype: of the factors; None is the chunk's.
 
     Raises:
       RankError, LayoutError: as `choose_ranks`. NotFiniteError: factors beyond the dtype's range.
     """
     # No key means a fixed one: the same deficit gives the same patch.
     ranks, asked = choose_ranks(chunk, rank)
-    plan = FormPlan(ranks=ranks, method=how.method, dtype=factor_dtype(chunk, how.dtype))
-    key = jax.random.key(0) if how.key is None else how.key
+    plan = FormPlan(ranks=ranks, method=method, dtype=factor_dtype(chunk, dtype))
+    key = jax.random.key(0) if key is None else key
     factors = ops.jitted_factorise(dict(delta), key, jnp.int32(chunk.length), plan=plan)
     factors = finite_factors(factors, f"factors of chunk {metadata.chunk!r} in {plan.dtype}")
     return Patch(factors, dataclasses.replace(metadata, asked=asked))

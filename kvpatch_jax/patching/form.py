@@ -14,15 +14,13 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from ..cache import AntecedentLike, Chunk, Patch, antecedent_of
-from ..core import Angles, FormPlan, Heads, PatchFrame, Start, as_start, chunk_start, ops
+from ..core import Angles, FormPlan, Heads, PatchFrame, Start, arrays_of, as_start, ops
 from ..errors import InputError
 from .basis import Basis, form_in_basis
 from .compress import Rank, finite_factors
 from .factors import (
-    Factorisation,
     KVArrays,
     Method,
-    arrays_of,
     check_conditioned,
     check_layers,
     choose_ranks,
@@ -112,7 +110,7 @@ def form_patch(chunk: Chunk, conditioned: KVArrays, rank: Rank, antecedent: Ante
     antecedent = antecedent_of(antecedent)
     layout = chunk.layout.with_angles(chosen.angles)
     # In the phase-free frame the start has no effect, but the program takes one.
-    start = as_start(layout.rope, 0) if chosen.start is None else chunk_start(layout.rope, chosen.start, None, "patch")
+    start = as_start(layout.rope, 0 if chosen.start is None else chosen.start, (), "patch")
     layers = check_layers(chosen.layers, layout.layers)
     ranks, asked = choose_ranks(chunk, rank, chosen.heads, chosen.shared_left, chosen.dense)
 
@@ -166,7 +164,7 @@ def removal_patch(
       rank: as in `form_patch`.
       antecedent: the chunks that precede C afterwards (B).
       base_antecedent: what the base was conditioned on (A, B).
-      options: fields of `Factorisation`: method, key, dtype.
+      options: keywords of `from_deficit`: method, key, dtype.
 
     Raises:
       As `form_patch`.
@@ -177,4 +175,4 @@ def removal_patch(
     delta = deficit_of(target, conditioned, chunk)
     before = antecedent_of(base_antecedent, "base_antecedent")
     metadata = metadata_of(chunk, "conditioned", antecedent_of(antecedent), before)
-    return from_deficit(chunk, delta, rank, metadata, Factorisation(**options))
+    return from_deficit(chunk, delta, rank, metadata, **options)

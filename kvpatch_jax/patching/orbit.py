@@ -12,13 +12,13 @@ from jaxtyping import Float
 
 from ..backbone import Backbone, Tokens
 from ..cache import Antecedent, AntecedentLike, Chunk, Patch, antecedent_of
-from ..core import AnyArray, PhaseFreeKV, ops
+from ..core import AnyArray, PhaseFreeKV, arrays_of, ops
 from ..errors import InputError, PatchMismatchError, ShapeError
 from ..utils.kinds import expect_kind
 from .canonical import conditioned as conditioned_kv
 from .canonical import unit_tokens
 from .compress import Rank
-from .factors import Factorisation, KVArrays, arrays_of, check_conditioned, from_deficit, metadata_of
+from .factors import KVArrays, check_conditioned, from_deficit, metadata_of
 
 Order = tuple[int, ...]
 """An ordering of an antecedent set: indices of its members, the first one first."""
@@ -91,7 +91,7 @@ def accumulate(
             f"accumulate: got antecedent {_format_set(members)}; expected an ordering of {_format_set(acc.antecedent)}"
         )
 
-    total = ops.jitted_accumulate(dict(acc.total), arrays_of(conditioned), arrays_of(chunk.kv), jnp.int32(chunk.length))
+    total = ops.accumulate(dict(acc.total), arrays_of(conditioned), arrays_of(chunk.kv), jnp.int32(chunk.length))
     return Accumulated(total, acc.count + 1, acc.chunk, members)
 
 
@@ -102,7 +102,7 @@ def orbit_patch(acc: Accumulated, rank: Rank, antecedent: AntecedentLike | None 
       acc: from `accumulate`.
       rank: as in `form_patch`.
       antecedent: the set, where `accumulate` got none.
-      options: fields of `Factorisation`: method, key, dtype.
+      options: keywords of `from_deficit`: method, key, dtype.
 
     Raises:
       RankError: as in `form_patch`. PatchMismatchError: another set than was accumulated. InputError: no set known.
@@ -121,7 +121,7 @@ def orbit_patch(acc: Accumulated, rank: Rank, antecedent: AntecedentLike | None 
     # The mean minimises the summed squared error over the orders.
     mean = {name: jnp.asarray(value) / acc.count for name, value in acc.total.items()}
     metadata = metadata_of(acc.chunk, "canonical", members, orbit=True)
-    return from_deficit(acc.chunk, mean, rank, metadata, Factorisation(**options))
+    return from_deficit(acc.chunk, mean, rank, metadata, **options)
 
 
 def orders_of(count: int, most: int = 24, *, seed: int = 0, hold_out: Iterable[Sequence[int]] = ()) -> list[Order]:
@@ -135,7 +135,7 @@ def orders_of(count: int, most: int = 24, *, seed: int = 0, hold_out: Iterable[S
     Raises:
       InputError: no chunks, `most` below 1, held-out orders that are not orders of `count` chunks, or no order left.
     """
-    held = {tuple(int(place) for place in order) for order in hold_out}
+    held = {tuple(map(int, order)) for order in hold_out}
     wrong = next((order for order in held if sorted(order) != list(range(count))), None)
     if count < 1 or most < 1 or wrong is not None:
         raise InputError(
@@ -177,7 +177,7 @@ def form_orbit(
         for each order.
       rank: as in `form_patch`.
       orders: as `orders_of` lists them; None for its default.
-      options: fields of `Factorisation`: method, key, dtype.
+      options: keywords of `from_deficit`: method, key, dtype.
 
     Raises:
       InputError: no order. Else as `accumulate` and `orbit_patch`.

@@ -6,9 +6,9 @@ from typing import Any
 from jaxtyping import Array
 
 from ..cache import AntecedentLike, Chunk, Patch, antecedent_of, check_applies, check_finite
-from ..core import Angles, EngineKV, Factors, KVLayout, Start, check_extent, chunk_start, ops, rotate_kv
+from ..core import Angles, EngineKV, Factors, KVLayout, Start, arrays_of, as_start, check_extent, ops, rotate_kv
 from ..utils.kinds import expect_kind
-from .factors import KVArrays, arrays_of, check_alike
+from .factors import KVArrays, check_alike
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -61,7 +61,7 @@ class Placed:
         antecedent = antecedent_of(self.antecedent)
         base_antecedent = antecedent_of(self.base_antecedent, "base_antecedent")
         layout = chunk.layout if self.angles is None else chunk.layout.with_angles(self.angles)
-        start = chunk_start(layout.rope, self.start, chunk.batch, "placed")
+        start = as_start(layout.rope, self.start, () if chunk.batch is None else (chunk.batch,), "placed")
         check_extent(layout.rope, chunk.extent, start)
         if base is not None:
             # Its values are checked by `apply_patch`; a splice only moves them.
@@ -76,9 +76,9 @@ class Placed:
             layers = None if len(metadata.layers) == layout.layers else metadata.layers
             options = {"layers": layers, "heads": metadata.heads, "frame": metadata.frame}
 
-        checked = {"start": start, "antecedent": antecedent, "base_antecedent": base_antecedent, "layout": layout}
-        made = {"kv": arrays_of(chunk.kv if base is None else base), "factors": factors, "options": options}
-        for name, value in (checked | made).items():
+        kv = arrays_of(chunk.kv if base is None else base)
+        made = {"start": start, "antecedent": antecedent, "base_antecedent": base_antecedent, "layout": layout}
+        for name, value in (made | {"kv": kv, "factors": factors, "options": options}).items():
             object.__setattr__(self, name, value)
 
 

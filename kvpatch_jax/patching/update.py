@@ -1,27 +1,18 @@
 """Updating a stored patch when its antecedent changes: a correction to ship, and folding it in. Kamera App. D."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..cache import (
-    AntecedentLike,
-    Chunk,
-    Patch,
-    PatchMetadata,
-    antecedent_of,
-    check_chunk,
-    patch_digest,
-)
+from ..cache import AntecedentLike, Chunk, Patch, PatchMetadata, antecedent_of, check_chunk, patch_digest
 from ..core import ChannelFactors, is_low_rank, ops, value_of
 from ..errors import PatchMismatchError, RankError
 from ..utils.kinds import expect_kind
-from .compress import Rank, quantise
-from .factors import Factorisation, KVArrays, check_conditioned, deficit_of, from_deficit, metadata_of
+from .compress import Rank, quantise, rank_by_channel
+from .factors import KVArrays, check_conditioned, deficit_of, from_deficit, metadata_of
 
 
 def correction_patch(
@@ -34,7 +25,7 @@ def correction_patch(
     Args:
       chunk, conditioned, rank, antecedent: as in `form_patch`, after the changed antecedent A′.
       patch: the stored patch.
-      options: fields of `Factorisation`: method, key, dtype.
+      options: keywords of `from_deficit`: method, key, dtype.
 
     Raises:
       PatchMismatchError: `patch` is of another chunk or layout, or one that `update_patch` does not take. Else as
@@ -50,7 +41,7 @@ def correction_patch(
     delta = {name: value - have.get(name, 0.0) for name, value in delta.items()}
     after, digest = antecedent_of(antecedent), patch_digest(patch)
     metadata = metadata_of(chunk, "patched", after, patch.metadata.behind, corrects=digest)
-    return from_deficit(chunk, delta, rank, metadata, Factorisation(**options))
+    return from_deficit(chunk, delta, rank, metadata, **options)
 
 
 def _check_updatable(metadata: PatchMetadata, what: str) -> None:
@@ -93,15 +84,13 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
             f"expected {old.chunk!r}, 'patched', {digest}, which this patch has"
         )
 
-    for name in rank if isinstance(rank, Mapping) else ():
-        old.layout.channel(name)
-
     # A channel that only one of the two corrects keeps its factors.
+    ranks = rank_by_channel(old.layout, rank, "update_patch", keep=True)
     factors: dict[str, ChannelFactors] = {}
     for name in old.layout.names:
         own, other = patch.factors.get(name), correction.factors.get(name)
         if own is not None and other is not None:
-            factors[name] = _merge(own, other, rank.get(name) if isinstance(rank, Mapping) else rank, name)
+            factors[name] = _merge(own, other, ranks[name], name)
         elif own is not None or other is not None:
             factors[name] = other if own is None else own  # pyright: ignore[reportArgumentType]
 
@@ -117,7 +106,7 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
 def _merge(first: ChannelFactors, second: ChannelFactors, rank: int | None, name: str) -> ChannelFactors:
     """Adds two corrections of one channel: low-rank ones at `rank`, others densely."""
     if is_low_rank(first) and is_low_rank(second):
-        (u1, v1), (u2, v2) = (tuple(value_of(leaf) for leaf in factors) for factors in (first, second))
+        (u1, v1), (u2, v2) = map(value_of, first), map(value_of, second)  # pyright: ignore[reportArgumentType]
         rank = u1.shape[-1] if rank is None else rank
         limit = min(u1.shape[-1] + u2.shape[-1], u1.shape[-2], v1.shape[-1])
         if not 1 <= rank <= limit:

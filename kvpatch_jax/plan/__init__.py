@@ -31,6 +31,5 @@ __all__ = [
     "Way",
     "plan",
 ]
-from .certified_rows import Promise as Promise
 from .goal import DEFAULT_KL as DEFAULT_KL
 from .online_certificate import AnyCertificate as AnyCertificate

@@ -20,10 +20,10 @@ from ..backbone import Backbone
 from ..errors import CertificateError
 from ..utils import strict_json
 from ..utils.atomic_files import path_of, replace
+from ..window import Promise
 from .certified_rows import (
     CertifiedLoss,
     CertifiedPlan,
-    Promise,
     RankChoice,
     check_float,
     check_integer,

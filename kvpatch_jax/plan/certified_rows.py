@@ -3,12 +3,12 @@
 import dataclasses
 import itertools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import CertificateError
+from ..window import Promise
 from .operating_points import EXACT_POINTS, MEASURED_POINTS
 
-Promise = Literal["remember", "forget"]
 MAX_LETTERS = 2000
 
 

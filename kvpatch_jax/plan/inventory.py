@@ -11,7 +11,17 @@ from ..cache import Antecedent, Chunk, Patch, content_of
 from ..core import KVLayout
 from ..errors import PlanError
 from ..patching import update_patch
-from ..window import Entry, PatchNote, PatchStore, StoredPrefills, asked_behind, chain_digest, chain_of, stored
+from ..window import (
+    Entry,
+    PatchNote,
+    PatchStore,
+    StoredPrefills,
+    asked_behind,
+    chain_digest,
+    chain_of,
+    contents_differ,
+    stored,
+)
 from .operating_points import Point
 
 
@@ -170,7 +180,7 @@ class PatchInventory:
         if contains is not None:
             return contains(entry.id, self.backbone, lead=self._lead)
         chunk = stored(self._store, entry.id, self.backbone, self._lead)
-        return chunk is not None and (None in (entry.content, chunk.content) or entry.content == chunk.content)
+        return chunk is not None and not contents_differ(entry.content, chunk.content)
 
     def note(self, id: str, digest: str) -> AvailablePatch | None:
         """Returns a chunk's patch of this digest, if it was added or looked up before."""
@@ -212,8 +222,7 @@ class PatchInventory:
             if not patches and self._misses is not None:
                 self._misses.add((entry.id, target))
 
-        content = entry.content
-        return [patch for patch in patches if None in (content, patch.note.content) or patch.note.content == content]
+        return [patch for patch in patches if not contents_differ(entry.content, patch.note.content)]
 
     def stale(self, entry: Entry, target: str) -> list[AvailablePatch]:
         """Returns an entry's known patches of its canonical that were formed behind another chain."""

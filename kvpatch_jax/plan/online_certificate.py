@@ -22,8 +22,9 @@ from typing import Any, Literal
 
 from ..errors import CertificateError
 from ..utils import strict_json
+from ..window import Promise
 from .certificate import Certificate
-from .certified_rows import Promise, check_float, check_integer, check_text, shortened
+from .certified_rows import check_float, check_integer, check_text, shortened
 from .operating_points import EXACT_POINTS, MEASURED_POINTS, Way
 
 FORMAT = "kvpatch online certificate"

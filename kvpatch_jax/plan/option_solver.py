@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from .certified_rows import Promise
+from ..window import Promise
 from .online_certificate import AnyCertificate
 from .operating_points import UNKNOWN, Way
 from .serving_options import ServingOption

@@ -374,8 +374,7 @@ def _at_hand(window: Window, inventory: PatchInventory, executor: Executor | Non
         source = executor.sources[id]
         if digest is not None:
             return digest in source.patches
-        content = window.pieces[places[id]].entry.content
-        return source.chunk is not None and content in (None, source.chunk.content)
+        return source.has_canonical(window.pieces[places[id]].entry.content)
 
     return at_hand
 

@@ -15,29 +15,30 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.splice import LANES, padded_width
 
-from ..core import KVLayout, Pool, check_pool, trimmed
+from ..core import KVLayout, Pool, arrays_of, check_pool, trimmed
 from ..errors import LayoutError, ShapeError
+from .page_layout import widened
 
 
-def _pad(value: Array, lanes: int) -> Array:
-    width = value.shape[-1]
-    return jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, padded_width(width, lanes) - width)])
-
-
-def _channels(layout: KVLayout, pool: Pool) -> tuple[Array, Array]:
-    """A pool's two channels, checked, without padding."""
+def _channels(
+    layout: KVLayout, pool: Pool, names: tuple[str, str], what: str, lanes: int = 1
+) -> tuple[Float[Array, "L P O K _"], Float[Array, "L P O K _"]]:
+    """Returns a pool's two channels, each padded to a multiple of `lanes`, after checking that they are these."""
+    _check_names(layout, names, what)
     check_pool(layout, pool)
-    first, second = trimmed(layout, pool).values()
+    # A padded pool may have other lanes than are asked for, so its padding is removed first.
+    first, second = (widened(value, padded_width(value.shape[-1], lanes)) for value in trimmed(layout, pool).values())
     return first, second
 
 
-def _made(layout: KVLayout, pool: Pool, padded: bool) -> dict[str, Array]:
-    """A pool from an engine's pages, checked; `padded` as in `make_pool`."""
+def _made_pool(layout: KVLayout, pool: Pool, padded: bool) -> dict[str, Array]:
+    """Returns a pool made of an engine's pages, after checking it; `padded` as in `make_pool`."""
     check_pool(layout, pool, padded=False)
-    return {name: _pad(jnp.asarray(value), LANES) if padded else jnp.asarray(value) for name, value in pool.items()}
+    lanes = LANES if padded else 1
+    return {name: widened(value, padded_width(value.shape[-1], lanes)) for name, value in arrays_of(pool).items()}
 
 
-def _need(layout: KVLayout, names: tuple[str, ...], what: str) -> None:
+def _check_names(layout: KVLayout, names: tuple[str, ...], what: str) -> None:
     if layout.names != names:
         raise LayoutError(f"{what}: got channels {layout.names}; expected {names}")
 
@@ -48,9 +49,9 @@ def to_paged_attention(layout: KVLayout, pool: Pool) -> tuple[Float[Array, "L K 
     Raises:
       LayoutError: not a layout of k and v. ShapeError, DtypeError: another pool than the layout's.
     """
-    _need(layout, ("k", "v"), "to_paged_attention")
-    k, v = (jnp.transpose(value, (0, 3, 1, 2, 4)) for value in _channels(layout, pool))
-    return k, v
+    # Heads outermost.
+    k, v = _channels(layout, pool, ("k", "v"), "to_paged_attention")
+    return jnp.transpose(k, (0, 3, 1, 2, 4)), jnp.transpose(v, (0, 3, 1, 2, 4))
 
 
 def from_paged_attention(
@@ -61,9 +62,9 @@ def from_paged_attention(
     Raises:
       As `to_paged_attention`.
     """
-    _need(layout, ("k", "v"), "from_paged_attention")
+    _check_names(layout, ("k", "v"), "from_paged_attention")
     pool = {"k": jnp.transpose(k_pages, (0, 2, 3, 1, 4)), "v": jnp.transpose(v_pages, (0, 2, 3, 1, 4))}
-    return _made(layout, pool, padded)
+    return _made_pool(layout, pool, padded)
 
 
 def to_ragged_paged_attention(
@@ -79,8 +80,7 @@ def to_ragged_paged_attention(
     Raises:
       LayoutError: not a layout of k and v. ShapeError, DtypeError: another pool, or a packing that is no power of two.
     """
-    _need(layout, ("k", "v"), "to_ragged_paged_attention")
-    k, v = (_pad(value, lanes) for value in _channels(layout, pool))
+    k, v = _channels(layout, pool, ("k", "v"), "to_ragged_paged_attention", lanes)
     # K0 V0 K1 V1 …: the key and the value of a head are neighbours.
     both = jnp.stack([k, v], axis=-2)
     both = both.reshape(*k.shape[:-2], 2 * k.shape[-2], k.shape[-1])
@@ -99,6 +99,7 @@ def _packed(vectors: Array, packing: int, what: str) -> Array:
 
 def _unpacked(pages: Array, heads: int) -> Array:
     """Inverts `_packed`, where the pages hold these heads; else all that they hold, to be refused."""
+    # Only what is less than a packing is filling; more vectors are other heads.
     whole = pages.reshape(*pages.shape[:-3], -1, pages.shape[-1])
     return whole[..., :heads, :] if whole.shape[-2] - heads in range(pages.shape[-2]) else whole
 
@@ -111,7 +112,7 @@ def from_ragged_paged_attention(
     Raises:
       As `to_ragged_paged_attention`.
     """
-    _need(layout, ("k", "v"), "from_ragged_paged_attention")
+    _check_names(layout, ("k", "v"), "from_ragged_paged_attention")
     heads, width = layout.channel("k").heads, layout.channel("k").width
     # Packing fills heads up with zeros, which are dropped here.
     whole = _unpacked(pages, 2 * heads) if packed else pages
@@ -121,7 +122,7 @@ def from_ragged_paged_attention(
         )
     pairs = whole.reshape(*whole.shape[:-2], heads, 2, whole.shape[-1])
     pool = {"k": pairs[..., 0, :width], "v": pairs[..., 1, :width]}
-    return _made(layout, pool, padded)
+    return _made_pool(layout, pool, padded)
 
 
 def to_joined_heads(layout: KVLayout, pool: Pool, *, packing: int | None = None) -> Float[Array, "L P O N packing F"]:
@@ -133,8 +134,8 @@ def to_joined_heads(layout: KVLayout, pool: Pool, *, packing: int | None = None)
     Raises:
       LayoutError: not a layout of k and v. ShapeError, DtypeError: another pool, or a packing that is no power of two.
     """
-    _need(layout, ("k", "v"), "to_joined_heads")
-    both = jnp.concatenate(_channels(layout, pool), axis=-1)
+    both = jnp.concatenate(_channels(layout, pool, ("k", "v"), "to_joined_heads"), axis=-1)
+    # As many heads as fill 32 bits, the unit of a TPU's registers.
     return _packed(both, 4 // both.dtype.itemsize if packing is None else packing, "to_joined_heads")
 
 
@@ -146,12 +147,12 @@ def from_joined_heads(
     Raises:
       As `to_joined_heads`.
     """
-    _need(layout, ("k", "v"), "from_joined_heads")
+    _check_names(layout, ("k", "v"), "from_joined_heads")
     heads, width = layout.channel("k").heads, layout.channel("k").width
     whole = _unpacked(pages, heads)
     if whole.shape[-2:] != (heads, 2 * width):
         raise ShapeError(f"from_joined_heads: got pages {pages.shape}; expected {heads} heads of {width} + {width}")
-    return _made(layout, {"k": whole[..., :width], "v": whole[..., width:]}, padded)
+    return _made_pool(layout, {"k": whole[..., :width], "v": whole[..., width:]}, padded)
 
 
 def to_latent_rows(
@@ -166,8 +167,10 @@ def to_latent_rows(
     Raises:
       LayoutError: not a latent layout. ShapeError, DtypeError: another pool, or a page that does not pack.
     """
-    _need(layout, ("ckv", "kpe"), "to_latent_rows")
-    rows = jnp.concatenate([_pad(value[..., 0, :], lanes) for value in _channels(layout, pool)], axis=-1)
+    latent, key = _channels(layout, pool, ("ckv", "kpe"), "to_latent_rows", lanes)
+    rows = jnp.concatenate([latent[..., 0, :], key[..., 0, :]], axis=-1)
+
+    # Tokens of a page are packed among themselves, so that a page stays in one piece.
     page_size = rows.shape[2]
     packing = 4 // rows.dtype.itemsize if packing is None else packing
     if page_size % packing:
@@ -183,7 +186,7 @@ def from_latent_rows(
     Raises:
       As `to_latent_rows`.
     """
-    _need(layout, ("ckv", "kpe"), "from_latent_rows")
+    _check_names(layout, ("ckv", "kpe"), "from_latent_rows")
     latent, rope = (layout.channel(name).width for name in layout.names)
     # The rope key begins where the padded latent ends.
     offset = padded_width(latent, lanes)
@@ -193,4 +196,4 @@ def from_latent_rows(
         )
     flat = rows.reshape(*rows.shape[:2], rows.shape[2] * rows.shape[3], 1, rows.shape[-1])
     pool = {"ckv": flat[..., :latent], "kpe": flat[..., offset : offset + rope]}
-    return _made(layout, pool, padded)
+    return _made_pool(layout, pool, padded)

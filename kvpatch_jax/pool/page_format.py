@@ -6,7 +6,7 @@ split over devices the result lies as they did, and only what is read goes betwe
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ from ..core import (
 from ..errors import DtypeError, InputError, ShapeError
 from ..patching import Placed
 from ..utils.kinds import expect_kind
-from .page_layout import PageLayout, Pages, checked_pages, interleaved_layout, joined_layout, latent_layout
+from .page_layout import InterleavedLayout, JoinedLayout, LatentLayout, PageLayout, Pages, checked_pages
 
 
 @functools.partial(jax.jit, static_argnames=("form", "layers", "heads", "frame"), donate_argnames="pages")
@@ -91,11 +91,11 @@ class PageFormat:
 
     Attributes:
       name: for messages.
-      describe: finds the `PageLayout` of pages that hold a layout's tokens in this format.
+      kind: describes how pages of this format hold a layout's tokens.
     """
 
     name: str
-    describe: Callable[[KVLayout, Sequence[Any], bool, str], PageLayout]
+    kind: type[PageLayout]
 
     def splice(self, pages: Pages, slots: Slots, placed: Placed, first: int = 0) -> Any:
         """Writes R(start + local) · (KV + u v) into pages, in place: `pool.splice` into an engine's own format.
@@ -120,7 +120,8 @@ class PageFormat:
         if chunk.batch is not None:
             raise ShapeError(f"{what}: got chunk {chunk.id!r}, a batch of {chunk.batch}; expected one chunk")
 
-        form, arrays = checked_pages(chunk.layout, pages, self.describe, what)
+        # All is checked before the program, which donates the pages.
+        form, arrays = checked_pages(chunk.layout, pages, self.kind, what)
         for channel in chunk.layout.channels:
             check_dtype(what, channel, placed.kv[channel.name].dtype, arrays[0].dtype)
 
@@ -162,9 +163,8 @@ class PageFormat:
           donated.
         """
         what = f"{self.name}.rotate"
-        form, arrays = checked_pages(layout, pages, self.describe, what)
-        check_slots(slots if isinstance(slots, jax.Array) else np.asarray(slots), form.slots_of(arrays[0]))
-        padded, length = padded_slots(slots)
+        form, arrays = checked_pages(layout, pages, self.kind, what)
+        padded, length = padded_slots(slots, form.slots_of(arrays[0]))
         offsets = token_offsets(layout.rope, offset, int(length), len(padded), what)
         made = jitted_rotate(form, arrays, padded, offsets, length)
         return list(made) if isinstance(pages, Sequence) else made[0]
@@ -182,17 +182,18 @@ class PageFormat:
           KernelSlotError: slots out of range, or named twice. LayoutError, ShapeError, DtypeError: not pages of this
           layout. PoolError: pages that were donated.
         """
-        form, arrays = checked_pages(layout, pages, self.describe, f"{self.name}.read")
-        check_slots(slots if isinstance(slots, jax.Array) else np.asarray(slots), form.slots_of(arrays[0]))
-        padded, length = padded_slots(slots)
+        form, arrays = checked_pages(layout, pages, self.kind, f"{self.name}.read")
+        padded, length = padded_slots(slots, form.slots_of(arrays[0]))
+
+        # The rows of padding are cut off outside of the program, which does not depend on their number.
         found = jitted_read(form, arrays, padded)
         return EngineKV({name: value[:, : int(length)] for name, value in found.items()})
 
 
-RAGGED = PageFormat("ragged", interleaved_layout)
+RAGGED = PageFormat("ragged", InterleavedLayout)
 """Interleaved heads, [L, P, O, 2·K, H'] or packed [L, P, O, 2·K / packing, packing, H'], as
 `to_ragged_paged_attention` makes them."""
-JOINED = PageFormat("joined", joined_layout)
+JOINED = PageFormat("joined", JoinedLayout)
 """k and v of a head in one row, [L, P, O, K / packing, packing, 2·H], as `to_joined_heads` makes them."""
-LATENT = PageFormat("latent", latent_layout)
+LATENT = PageFormat("latent", LatentLayout)
 """Latent rows, [L, P, O / packing, packing, C' + R'], as `to_latent_rows` makes them."""

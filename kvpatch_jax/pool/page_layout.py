@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import rotate_patch
 from pallas_kernels.splice import padded_width
 
-from ..core import AnyArray, KVLayout, check_held, on_device
+from ..core import AnyArray, KVLayout, arrays_of, check_held
 from ..errors import DtypeError, LayoutError, ShapeError
 
 Pages = Float[AnyArray, "..."] | Sequence[Float[AnyArray, "..."]]
@@ -85,6 +85,20 @@ class PageLayout(abc.ABC):
     packing: int | None = None
     split: Split = ON_ONE_DEVICE
 
+    @classmethod
+    @abc.abstractmethod
+    def describe(cls, layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> "PageLayout":
+        """Finds the layout of pages that hold a layout's tokens in this format.
+
+        Args:
+          pages: one array of all layers, or one per layer.
+          stacked: whether the layers are the arrays' first axis.
+          what: begins messages.
+
+        Raises:
+          LayoutError, ShapeError: pages of another format, or that are split over devices in another way.
+        """
+
     @abc.abstractmethod
     def rows(self, kv: Mapping[str, Array]) -> Float[Array, "L T *row"]:
         """Converts engine-frame KV {channel: [L,T,K,H]} to rows; padding is zero."""
@@ -136,6 +150,31 @@ class HeadLayout(PageLayout):
     def separated(self, vectors: Array) -> tuple[Array, Array]:
         """Splits the vectors of a part into keys and values [..., K, H]; inverts `combined`."""
 
+    @classmethod
+    def describe(cls, layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> "HeadLayout":
+        """Describes pages whose rows consist of heads, after checking their shape and their placement on devices."""
+        if layout.names != ("k", "v"):
+            raise LayoutError(f"{what}: got channels {layout.names}; expected ('k', 'v')")
+
+        shape, heads, width = pages[0].shape, layout.channel("k").heads, layout.channel("k").width
+        row, split = tuple(shape[2 + stacked :]), _split_of(pages[0], 2 + stacked, what)
+        form, joined = cls(layout, row, split=split), cls.vectors_per_head == 1
+
+        # Heads divide evenly over devices, or devices over heads.
+        fits = len(row) in ((3,) if joined else (2, 3)) and 0 in (heads % split.devices, split.devices % heads)
+        if fits:
+            # The heads of a device, padded to the packing, fill its part; a row that is not packed has no padding.
+            packing = 1 if len(row) == 2 else max(row[1], 1)
+            fits = row[0] == split.devices * -(-form.vectors // packing)
+        if not fits or (row[-1] != 2 * width if joined else row[-1] < width):
+            expected = f"{heads} heads of {width} + {width}" if joined else f"{2 * heads} heads of {width} or more"
+            over, evenly = "", ""
+            if split.devices > 1:
+                over = f" over {split.devices} devices"
+                evenly = ", shared or repeated evenly, and filled up to the packing on each"
+            raise ShapeError(f"{what}: got pages {shape}{over}; expected {expected} to a slot{evenly}")
+        return form
+
     @property
     def repeat(self) -> int:
         """Copies of each head in a row: more than one if more devices than heads share it."""
@@ -170,6 +209,7 @@ class HeadLayout(PageLayout):
         """Rotates the keys of all heads."""
         keys, values, padding = self._parted(rows)
         flat = keys.reshape(*rows.shape[: rows.ndim - len(self.row)], -1, keys.shape[-1])
+        # Without an attention scaling, which keys in pages carry already.
         keys = rotate_patch(flat, cos, sin, layout=self.layout.rope.cached).reshape(keys.shape)
         vectors = self.combined(keys, values).reshape(*keys.shape[:-2], self.vectors, self.row[-1])
         return jnp.concatenate([vectors, padding], axis=-2).reshape(rows.shape)
@@ -189,7 +229,7 @@ class InterleavedLayout(HeadLayout):
 
     def combined(self, keys: Array, values: Array) -> Array:
         """Stacks keys and values: [..., K, 2, H']."""
-        return jnp.stack([_widened(keys, self.row[-1]), _widened(values, self.row[-1])], axis=-2)
+        return jnp.stack([widened(keys, self.row[-1]), widened(values, self.row[-1])], axis=-2)
 
     def separated(self, vectors: Array) -> tuple[Array, Array]:
         """Takes every other vector; both keep the padding of lanes."""
@@ -215,11 +255,23 @@ class JoinedLayout(HeadLayout):
 class LatentLayout(PageLayout):
     """Layout of rows of a latent and a decoupled key, each padded to whole lanes."""
 
+    @classmethod
+    def describe(cls, layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> "LatentLayout":
+        """Describes pages of latent rows, which are whole on each device."""
+        if layout.names != ("ckv", "kpe"):
+            raise LayoutError(f"{what}: got channels {layout.names}; expected ('ckv', 'kpe')")
+        latent, rope = (padded_width(layout.channel(name).width) for name in layout.names)
+        shape = pages[0].shape
+        if len(shape) != 4 + stacked or shape[-1] != latent + rope:
+            raise ShapeError(f"{what}: got rows {shape}; expected [P, N, packing, {latent} + {rope}]")
+        return cls(layout, (shape[-1],), shape[-2], _split_of(pages[0], None, what))
+
     def rows(self, kv: Mapping[str, Array]) -> Float[Array, "L T *row"]:
         """Concatenates the latent and the key."""
+        # Latent attention has one head.
         latent, key = (kv[name][..., 0, :] for name in self.layout.names)
-        latent = _widened(latent, padded_width(latent.shape[-1]))
-        return jnp.concatenate([latent, _widened(key, self.row[-1] - latent.shape[-1])], axis=-1)
+        latent = widened(latent, padded_width(latent.shape[-1]))
+        return jnp.concatenate([latent, widened(key, self.row[-1] - latent.shape[-1])], axis=-1)
 
     def kv(self, rows: Float[Array, "L T *row"]) -> dict[str, Float[Array, "L T _ _"]]:
         """Cuts out the latent and the key, without padding."""
@@ -230,51 +282,15 @@ class LatentLayout(PageLayout):
     def rotated(self, rows: Array, cos: Array, sin: Array) -> Array:
         """Rotates the key of each row."""
         start = padded_width(self.layout.channels[0].width)
+        # The key comes with its padding, which lies behind the channels that rotate.
         keys = rotate_patch(rows[..., None, start:], cos, sin, layout=self.layout.rope.cached)
         return jnp.concatenate([rows[..., :start], keys[..., 0, :]], axis=-1)
 
 
-def _widened(vectors: Array, width: int) -> Array:
+def widened(vectors: Array, width: int) -> Array:
     """Pads vectors with zeros to a width."""
     more = width - vectors.shape[-1]
     return vectors if more == 0 else jnp.pad(vectors, [(0, 0)] * (vectors.ndim - 1) + [(0, more)])
-
-
-def interleaved_layout(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> PageLayout:
-    """Describes pages of interleaved heads. Raises LayoutError or ShapeError if they do not have this layout."""
-    return _layout_of_heads(InterleavedLayout, layout, pages, stacked, what)
-
-
-def joined_layout(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> PageLayout:
-    """Describes pages of joined heads. Raises as `interleaved_layout`."""
-    return _layout_of_heads(JoinedLayout, layout, pages, stacked, what)
-
-
-def _layout_of_heads(
-    kind: type[HeadLayout], layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str
-) -> HeadLayout:
-    """Describes pages whose rows consist of heads, after checking their shape and their placement on devices."""
-    if layout.names != ("k", "v"):
-        raise LayoutError(f"{what}: got channels {layout.names}; expected ('k', 'v')")
-
-    shape, heads, width = pages[0].shape, layout.channel("k").heads, layout.channel("k").width
-    row, split = tuple(shape[2 + stacked :]), _split_of(pages[0], 2 + stacked, what)
-    form, joined = kind(layout, row, split=split), kind is JoinedLayout
-
-    # Heads divide evenly over devices, or devices over heads.
-    fits = len(row) in ((3,) if joined else (2, 3)) and 0 in (heads % split.devices, split.devices % heads)
-    if fits:
-        # The heads of a device, padded to the packing, fill its part; a row that is not packed has no padding.
-        packing = 1 if len(row) == 2 else max(row[1], 1)
-        fits = row[0] == split.devices * -(-form.vectors // packing)
-    if not fits or (row[-1] != 2 * width if joined else row[-1] < width):
-        expected = f"{heads} heads of {width} + {width}" if joined else f"{2 * heads} heads of {width} or more"
-        over, evenly = "", ""
-        if split.devices > 1:
-            over = f" over {split.devices} devices"
-            evenly = ", shared or repeated evenly, and filled up to the packing on each"
-        raise ShapeError(f"{what}: got pages {shape}{over}; expected {expected} to a slot{evenly}")
-    return form
 
 
 def _split_of(page: Any, axis: int | None, what: str) -> Split:
@@ -284,8 +300,10 @@ def _split_of(page: Any, axis: int | None, what: str) -> Split:
       LayoutError: pages are split along another axis, over processes, or over a mesh of Explicit axes.
     """
     sharding = None if isinstance(page, Tracer) else getattr(page, "sharding", None)
+    # Pages on one device need no constraint, even if they lie on a mesh.
     if sharding is None or len(sharding.device_set) == 1:
         return ON_ONE_DEVICE
+
     parts = [whole // own for whole, own in zip(page.shape, sharding.shard_shape(page.shape), strict=True)]
     devices = 1 if axis is None or axis >= len(parts) else parts[axis]
     named = isinstance(sharding, NamedSharding) and not sharding.mesh.explicit_axes
@@ -298,35 +316,25 @@ def _split_of(page: Any, axis: int | None, what: str) -> Split:
     return Split(devices, sharding, None if devices == 1 else sharding.spec[axis])
 
 
-def latent_layout(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> PageLayout:
-    """Describes pages of latent rows. Raises as `interleaved_layout`."""
-    if layout.names != ("ckv", "kpe"):
-        raise LayoutError(f"{what}: got channels {layout.names}; expected ('ckv', 'kpe')")
-    latent, rope = (padded_width(layout.channel(name).width) for name in layout.names)
-    shape = pages[0].shape
-    if len(shape) != 4 + stacked or shape[-1] != latent + rope:
-        raise ShapeError(f"{what}: got rows {shape}; expected [P, N, packing, {latent} + {rope}]")
-    return LatentLayout(layout, (shape[-1],), shape[-2], _split_of(pages[0], None, what))
-
-
-def checked_pages(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple[PageLayout, tuple[Array, ...]]:
-    """Returns the layout of pages, which one of the `…_layout` functions (`find`) describes, and the arrays.
+def checked_pages(
+    layout: KVLayout, pages: Pages, kind: type[PageLayout], what: str
+) -> tuple[PageLayout, tuple[Array, ...]]:
+    """Returns the layout of pages, as their kind describes it, and the arrays.
 
     Raises:
       LayoutError, ShapeError, DtypeError: the pages have another layout. PoolError: the pages were donated.
     """
     stacked = not isinstance(pages, Sequence)
     arrays = (pages,) if stacked else tuple(pages)
-    check_held({f"layer {number}": page for number, page in enumerate(arrays)})
-    form = find(layout, arrays, stacked, what)
+    named = {f"layer {number}": page for number, page in enumerate(arrays)}
+    check_held(named)
+    form = kind.describe(layout, arrays, stacked, what)
     layers = arrays[0].shape[0] if stacked else len(arrays)
 
     # Shardings count only where pages are split: an array per layer on one device may have any.
-    def placement(page: Any) -> tuple[Any, Any]:
-        return page.shape, getattr(page, "sharding", None) if form.split.sharding else None
-
-    if layers != layout.layers or any(placement(page) != placement(arrays[0]) for page in arrays):
+    placements = [(page.shape, getattr(page, "sharding", None) if form.split.sharding else None) for page in arrays]
+    if layers != layout.layers or any(placement != placements[0] for placement in placements):
         raise ShapeError(f"{what}: got pages of {layers} layers; expected {layout.layers}, all alike")
     if not all(jnp.issubdtype(page.dtype, jnp.floating) and page.dtype == arrays[0].dtype for page in arrays):
         raise DtypeError(f"{what}: got pages of dtype {arrays[0].dtype}; expected one floating-point dtype")
-    return form, tuple(on_device(page) for page in arrays)
+    return form, tuple(arrays_of(named).values())

@@ -22,10 +22,10 @@ from ..core import (
     Positions,
     Slots,
     Start,
+    arrays_of,
     check_held,
     check_pool,
     flat,
-    held_arrays,
     ops,
     padded_slots,
     relocation_tables,
@@ -90,7 +90,8 @@ def splice(
         if value.dtype != pool[name].dtype:
             raise DtypeError(f"splice: got {name!r} of dtype {value.dtype}; expected the pool's {pool[name].dtype}")
 
-    # Tokens from the length on are padding, whose slots are not looked at.
+    # Tokens from the length on are padding, whose slots are not looked at. Slots that are no integers are refused by
+    # `check_slots`, whatever their shape.
     slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
     if slots.dtype.kind in "iu" and slots.shape != (chunk.tokens,):
         raise ShapeError(f"splice: got slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
@@ -99,7 +100,7 @@ def splice(
         allocator.check_sole_owner(slots[: chunk.length], pool)
 
     # All is checked: the program donates the pool, so an error after this would leave none.
-    own = held_arrays(chunk.layout, pool)
+    own = arrays_of(pool)
     slots, length = slots.astype(np.int32, copy=False), np.int32(chunk.length)
     arrays = (slots, placed.kv, placed.factors, chunk.local, placed.start, length)
     return jitted_splice(placed.layout, own, *arrays, **placed.options)
@@ -138,6 +139,7 @@ def jitted_splice(
 
 @jax.jit
 def _rows_at(pool: Pool, slots: Slots) -> dict[str, Float[Array, "L T _ _"]]:
+    """Reads whole rows, padding included."""
     return {name: flat(jnp.asarray(value))[:, slots] for name, value in pool.items()}
 
 
@@ -172,6 +174,8 @@ def move_slots(pool: Pool, old: Slots, new: Slots) -> dict[str, Float[Array, "L 
     total = shape[1] * shape[2]
     if old.shape != new.shape:
         raise ShapeError(f"move_slots: got {old.shape[0]} slots to {new.shape[0]}; expected as many")
+
+    # A vector may be copied to several slots, so sources are checked for their range alone.
     check_slots(new, total)
     check_slots(np.unique(np.asarray(old)), total)
     if not old.shape[0]:
@@ -187,6 +191,7 @@ def move_slots(pool: Pool, old: Slots, new: Slots) -> dict[str, Float[Array, "L 
 
 @functools.partial(jax.jit, donate_argnames=("pool",))
 def _jitted_move(pool, old, new, length):
+    """Does what `move_slots` does for the first `length` slots."""
     return {name: splice_kernel(value, new, flat(value)[:, old], length=length) for name, value in pool.items()}
 
 
@@ -214,29 +219,31 @@ def rotate_slots(
       PoolError: a pool that was donated.
     """
     pages, page_size = check_pool(layout, pool)
-    slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
-    check_slots(slots, pages * page_size)
+    padded, length = padded_slots(slots, pages * page_size)
 
     # Offsets are differences, which are whole; with a source they are positions, which may be fractional.
-    padded, length = padded_slots(slots)
     kinds = "iu" if source is None else "iuf"
     offsets = token_offsets(layout.rope, offset, int(length), len(padded), "rotate_slots", kinds)
 
-    kept = None if source is None else {}
-    for channel in layout.channels:
-        if source is None or kept is None or not channel.rotates:
-            continue
-        value, expected = source.get(channel.name), (layout.layers, int(length), channel.heads, channel.width)
-        if value is None or value.shape != expected:
-            found = None if value is None else value.shape
-            raise ShapeError(f"rotate_slots: got source[{channel.name!r}] of shape {found}; expected {expected}")
-        kept[channel.name] = jnp.pad(value, ((0, 0), (0, len(padded) - int(length)), (0, 0), (0, 0)))
+    keys = None
+    if source is not None:
+        keys = {}
+        # Channels without phase stay as they are, so a source need not have them.
+        for channel in layout.channels:
+            if not channel.rotates:
+                continue
+            value, expected = source.get(channel.name), (layout.layers, int(length), channel.heads, channel.width)
+            if value is None or value.shape != expected:
+                found = None if value is None else value.shape
+                raise ShapeError(f"rotate_slots: got source[{channel.name!r}] of shape {found}; expected {expected}")
+            keys[channel.name] = jnp.pad(value, ((0, 0), (0, len(padded) - int(length)), (0, 0), (0, 0)))
 
-    return _jitted_rotate(layout, held_arrays(layout, pool), padded, kept, offsets, length)
+    return _jitted_rotate(layout, arrays_of(pool), padded, keys, offsets, length)
 
 
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames="pool")
 def _jitted_rotate(layout, pool, slots, source, offset, length):
+    """Does what `rotate_slots` does; `offset` has one row per slot, and tokens from `length` on are padding."""
     if source is None:
         # Keys in the pool carry the attention scaling already.
         cos, sin = relocation_tables(layout.rope, jnp.zeros_like(offset), offset)
@@ -309,9 +316,7 @@ class SlotAllocator:
 
     def copy(self) -> "SlotAllocator":
         """Returns an independent copy."""
-        other = SlotAllocator(self.pages, self.page_size)
-        other._count, other._aligned = self._count.copy(), self._aligned.copy()
-        return other
+        return self.enlarged(self.pages)
 
     def enlarged(self, pages: int) -> "SlotAllocator":
         """Returns an allocator of this many pages, the present ones first with their owners.
@@ -321,6 +326,8 @@ class SlotAllocator:
         """
         if pages < self.pages:
             raise PoolError(f"pool: got {pages} pages in place of {self.pages}; expected no fewer")
+
+        # Pages are added behind the present ones, so that slots keep their numbers.
         other = SlotAllocator(pages, self.page_size)
         other._count[: self._count.size], other._aligned[: self.pages] = self._count, self._aligned
         return other
@@ -419,6 +426,8 @@ class SlotAllocator:
             raise PoolError(
                 f"pool: got {pages[0]} pages of {pages[1]}; expected {self.pages} pages of {self.page_size}"
             )
+
+        # A slot of several owners holds a token of forks, which a splice would overwrite.
         slots = np.asarray(slots)
         wrong = slots[self._count[slots] != 1]
         if wrong.size:

@@ -210,13 +210,9 @@ def largest(score: Float[Array, "B T"], count: int) -> Int[Array, "B count"]:
     return jnp.sort(jax.lax.top_k(score, count)[1], axis=-1)
 
 
-def mark(splice: SplicedCache, index: Int[Array, "B count"]) -> Bool[Array, "B T"]:
-    """Converts indices of chosen tokens to a mask, which excludes padding."""
-    return _marked(index, live_tokens(splice))
-
-
 @jax.jit
-def _marked(index: Int[Array, "B count"], live: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
+def mark(index: Int[Array, "B count"], live: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Converts indices of chosen tokens to a mask, which excludes padding; `live` is as of `live_tokens`."""
     rows = jnp.arange(index.shape[0])[:, None]
     return jnp.zeros(live.shape, bool).at[rows, index].set(True) & live
 
@@ -236,27 +232,30 @@ def recompute_tokens(
       written: layers at which each of the chunk's tokens is written, as nested sets; None: all, except padding.
     """
     # Whatever their number, tokens are computed in groups: a repeated one is written twice with the same values.
-    index = _filled(index, min(splice.slots.shape[1], -(-index.shape[1] // AT_ONCE) * AT_ONCE))
+    size = min(splice.slots.shape[1], -(-index.shape[1] // AT_ONCE) * AT_ONCE)
+    index = _filled(index, size)
     if written is None and splice.length is not None:
         written = live_tokens(splice)[None]
-    tokens, slots, keep, mask = _taken(splice.tokens, splice.slots, written, splice.mask, index, backbone.layout.layers)
+    arrays = (splice.tokens, splice.slots, written, splice.mask, index)
+    tokens, slots, keep, mask = _gathered(*arrays, backbone.layout.layers)
     return backbone.recompute(tokens, splice.cache, slots, keep, mask).cache
 
 
+# Apart from `_gathered`, which is so compiled for few sizes whatever the counts.
 @functools.partial(jax.jit, static_argnames=("size",))
 def _filled(index: Int[Array, "B count"], size: int) -> Int[Array, "B size"]:
     return jnp.pad(index, ((0, 0), (0, size - index.shape[1])), mode="edge")
 
 
 @functools.partial(jax.jit, static_argnames=("layers",))
-def _taken(
+def _gathered(
     tokens: Tokens,
     slots: Int[AnyArray, "B T"],
     written: Bool[Array, "n B T"] | None,
     mask: Bool[AnyArray, "B 1 T S"] | None,
-    index: Int[Array, "B count"],
+    index: Int[Array, "B size"],
     layers: int,
-) -> tuple[Tokens, Int[Array, "B count"], Bool[Array, "L B count"] | None, Bool[Array, "B 1 count S"] | None]:
+) -> tuple[Tokens, Int[Array, "B size"], Bool[Array, "L B size"] | None, Bool[Array, "B 1 size S"] | None]:
     """Gathers the arguments of `recompute` at `index`, in one program in place of one per array."""
 
     # Of arrays [B,T,…], whatever their trailing axes.
@@ -272,5 +271,5 @@ def _taken(
 
 def repair_everywhere(backbone: Backbone, splice: SplicedCache, index: Int[Array, "B count"]) -> Repaired:
     """Recomputes one token set at every layer."""
-    chosen = jnp.broadcast_to(mark(splice, index), (backbone.layout.layers, *splice.slots.shape))
+    chosen = jnp.broadcast_to(mark(index, live_tokens(splice)), (backbone.layout.layers, *splice.slots.shape))
     return Repaired(recompute_tokens(backbone, splice, index), chosen)

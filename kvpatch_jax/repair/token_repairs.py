@@ -122,7 +122,7 @@ def cacheblend(
 
     # The chosen tokens start from the embeddings again. In the recomputed lower layers they get the same KV as before.
     cache = recompute_tokens(backbone, splice._replace(cache=checked.cache), index)
-    return Repaired(cache, checked.rewritten | mark(splice, index))
+    return Repaired(cache, checked.rewritten | mark(index, live_tokens(splice)))
 
 
 def oracle_delta(backbone: Backbone, splice: SplicedCache, count: int) -> Repaired:

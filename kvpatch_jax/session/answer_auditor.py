@@ -6,6 +6,7 @@ Where a window is approximate, an audit runs its approximate pieces again on a f
 """
 
 import contextlib
+import dataclasses
 import random
 import secrets
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from ..utils.background import JobQueue
 from ..window import KEEP, ServingChoice, StoredPrefills, arrange, likeness_keys
 from .logit_comparison import compared
 from .piece_registry import PieceRegistry
+from .reuse_planner import ReusePlanner
 from .session_input import EmbeddedInput
 
 PENDING = 2
@@ -27,6 +29,8 @@ SAVE_EVERY = 8
 """Audits between two writes of the certificate to the store."""
 MOST_TRIALS = 200
 """Audits of a way after which it is tried no more often than served answers are audited."""
+MOST_ALIKE = 0.8
+"""Share of trials in which a chunk is served by the stored prefill that is most alike."""
 STATE_NAME = "online certificate"
 
 
@@ -38,7 +42,7 @@ class AuditJob(NamedTuple):
     asked: EmbeddedInput
 
 
-def shared_certificate(certificate: OnlineCertificate, store: Any) -> None:
+def merge_stored(certificate: OnlineCertificate, store: Any) -> None:
     """Adds the audits that a store has from other sessions of the same weights. What is no certificate is ignored."""
     if hasattr(store, "get_encoder"):
         saved = store.get_encoder(STATE_NAME, certificate.backbone)
@@ -57,22 +61,27 @@ class AnswerAuditor:
         could not be.
     """
 
-    def __init__(self, registry: PieceRegistry, certificate: OnlineCertificate):
+    def __init__(self, registry: PieceRegistry, planner: ReusePlanner, certificate: OnlineCertificate):
         """Starts no thread before the first audit."""
-        self._registry, self.certificate = registry, certificate
+        self._registry, self._planner, self.certificate = registry, planner, certificate
         self.audits = self.skipped = self.failed = 0
         self._random = random.Random(secrets.randbits(64))
         self._flops = 0
         self._queue = JobQueue(self._run, PENDING, "auditor", drop=lambda job: job.fork.release())
 
-    def after_answer(self, ways: Mapping[str, Way], asked: EmbeddedInput) -> None:
-        """Queues an audit of the question asked last, if it is to be audited. The caller holds the session's lock.
+    @classmethod
+    def of(cls, registry: PieceRegistry, planner: ReusePlanner) -> "AnswerAuditor | None":
+        """Returns the auditor of a session with an online certificate, which it is given if it asked for one."""
+        certificate, runtime = registry.config.certificate, registry.runtime
+        if certificate == "online":
+            certificate = OnlineCertificate(runtime.backbone.fingerprint, writer=secrets.token_hex(8))
+            merge_stored(certificate, runtime.store)
+            registry.config = dataclasses.replace(registry.config, certificate=certificate)
+        return cls(registry, planner, certificate) if isinstance(certificate, OnlineCertificate) else None
 
-        Args:
-          ways: how approximate pieces of the window are served, by the digest of their state (`Plan.known`).
-          asked: the question.
-        """
-        window = self._registry.window
+    def after_answer(self, asked: EmbeddedInput) -> None:
+        """Queues an audit of the question asked last, if it is to be audited. The caller holds the session's lock."""
+        window, ways = self._registry.window, self._planner.known
         approximate = [piece for piece in window.pieces if piece.fidelity == "approximate"]
         known = [ways.get(piece.state.digest) for piece in approximate]
         settled = [self._is_settled(way) for way in (known or [("near", 0), ("seen", 0)]) if way is not None]
@@ -164,7 +173,8 @@ class AnswerAuditor:
                 if front not in (None, piece.state.behind):
                     found.append((point, front))
             if found and (not ways or self._random.random() < odds):
-                point, front = self._random.choice(found)
+                # What is most alike comes first, and is what a plan would choose.
+                point, front = found[0] if self._random.random() < MOST_ALIKE else self._random.choice(found)
                 choices[index] = ServingChoice("restored", behind=front)
                 ways.append((point, 0))
 
@@ -185,6 +195,6 @@ class AnswerAuditor:
         store: Any = self._registry.runtime.store
         if self.audits and hasattr(store, "put_encoder"):
             # A lost write loses the audits since the last one, no more: each writer's are replaced as a whole.
-            shared_certificate(self.certificate, store)
+            merge_stored(self.certificate, store)
             state = np.frombuffer(self.certificate.to_json().encode(), np.uint8)
             store.put_encoder(STATE_NAME, self.certificate.backbone, state)

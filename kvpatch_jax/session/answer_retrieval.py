@@ -70,6 +70,7 @@ class AnswerRetrieval:
         ids, text, stream = list[int](), "", None
 
         while len(ids) < options.steps:
+            # Question and answer so far, which is what a retriever looks at and what runs again behind new chunks.
             tokens = embedded(backbone, items, ids) if ids else asked
             placed = self._place(self._search(items, ids, text, tokens))
             if placed or stream is None:
@@ -88,6 +89,7 @@ class AnswerRetrieval:
                 ids.append(int(piece.ids[0]))
                 text += piece.text
                 yield piece
+                # A stop token may be the last of its part, and nothing is retrieved behind the end.
                 if ids[-1] in stops:
                     return
 

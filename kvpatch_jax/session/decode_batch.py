@@ -15,7 +15,7 @@ from ..answers import AnswerRows, Draws, no_row
 from ..backbone import Tokens
 from ..core import NO_PAGE, Buckets, Paged
 from ..errors import NotFiniteError
-from ..window import PagedExecutor, ResidentPiece, all_slots, programs
+from ..window import PagedExecutor, ResidentPiece, all_slots
 
 TABLES = Buckets(smallest=64, steps=1)
 """Keys of a row are rounded up to powers of two, so that a batch has few programs, whatever its contexts."""
@@ -26,6 +26,7 @@ INVALID_TOKEN = -1
 
 def row_bucket(count: int, most: int) -> int:
     """Returns the number of rows to run for so many answers: 1, 4, 16, ..., at most `most`."""
+    # Each size compiles a program, so there are few; padding costs little, for decoding reads the weights once.
     size = 1
     while size < count:
         size *= 4
@@ -123,6 +124,7 @@ class DecodeBatch:
           PoolError: no room. Nothing is allocated.
         """
         executor, count = self.executor, request.slots
+        # The books are replaced, never changed, because other threads read them without the lock.
         books = executor.books.copy()
         label = f"question of {request.length} tokens, answer of {request.steps}"
         slots = books.allocate(count, executor.aligned, label)
@@ -144,11 +146,11 @@ class DecodeBatch:
         context = where._replace(seen=where.seen & (where.places_of_keys() < behind))
         question = request.tokens, request.length, context, slots, request.draws, request.steps
         first, pool = self.backbone.begin_answer(*question)
-        executor.pools = programs.Pools(dict(pool), executor.pools.source)
+        executor.pool.vectors = executor.pool.vectors._replace(engine=dict(pool))
 
         size = request.tokens.embeddings.shape[1]
         self.shapes.add(("question", size, where.table.shape[1]))
-        executor.meter.asked(executor.pools.engine, (request.length, size), (behind, where.key_count), 1)
+        executor.meter.asked(executor.pool.vectors.engine, (request.length, size), (behind, where.key_count), 1)
 
         position = np.asarray(request.tokens.positions)[0, : request.length].max() + 1
         row = DecodeRow(request, behind + request.length, position.item(), int(np.asarray(first)[0]), where=where)
@@ -162,8 +164,8 @@ class DecodeBatch:
         """Decodes the next token of every row. Returns the rows that ended, which leave."""
         executor = self.executor
         rows, draws = self._gather() if self._arrays is None else self._arrays
-        rows, pool = self.backbone.advance_answers(executor.pools.engine, rows, draws)
-        executor.pools = programs.Pools(dict(pool), executor.pools.source)
+        rows, pool = self.backbone.advance_answers(executor.pool.vectors.engine, rows, draws)
+        executor.pool.vectors = executor.pool.vectors._replace(engine=dict(pool))
         self._arrays = rows, draws
         self.steps += 1
         self.shapes.add(("answers", *rows.table.shape))
@@ -173,6 +175,7 @@ class DecodeBatch:
 
         for row, token in zip(self.rows, np.asarray(rows.token).tolist(), strict=False):
             row.token, row.count = token, row.count + 1
+            # Logits that are not finite end their own answer and no other.
             try:
                 self._deliver(row)
             except NotFiniteError as error:
@@ -193,8 +196,8 @@ class DecodeBatch:
         # The first token came with the question, which `begin` has metered.
         if row.count > 1:
             keys = row.behind if row.where is None else row.where.key_count
-            decoded = row.count - 1
-            self.executor.meter.asked(self.executor.pools.engine, (decoded, decoded), (row.behind, keys), decoded)
+            decoded, vectors = row.count - 1, self.executor.pool.vectors.engine
+            self.executor.meter.asked(vectors, (decoded, decoded), (row.behind, keys), decoded)
 
     def moved(self) -> None:
         """Forgets where the rows are, because slots were compacted."""
@@ -218,7 +221,7 @@ class DecodeBatch:
     def _locate(self, request: DecodeRequest) -> tuple[Paged, int]:
         """Returns the pages of an answer's context, question and tokens, and the number of tokens of the context."""
         pieces = self.executor.books.ordered(request.branch)
-        where = Paged.of(self.executor.pools.engine, all_slots(pieces), TABLES)
+        where = Paged.of(self.executor.pool.vectors.engine, all_slots(pieces), TABLES)
         where = _widened(where, -(-LEAST_KEYS // where.page_size))
         return where, sum(piece.length for piece in pieces if piece.id)
 
@@ -242,6 +245,7 @@ class DecodeBatch:
             rows.append(AnswerRows(token, place, position, index, *keys))
             draws.append(row.request.draws)
 
+        # Rows of padding take the likeliest token, whatever the first answer does: that needs no draw.
         padding = row_bucket(len(rows), self.size) - len(rows)
         rows += [no_row(rows[0])] * padding
         draws += [draws[0]._replace(temperature=np.zeros(1, np.float32))] * padding

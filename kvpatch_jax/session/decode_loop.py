@@ -61,7 +61,8 @@ class DecodeLoop:
           RuntimeError: no thread can be started. Nothing is queued.
         """
         if self._thread is None:
-            # It waits for the lock, which the caller holds, and so finds the request.
+            # Sessions that never ask have no thread. It waits for the lock, which the caller holds, and so finds the
+            # request.
             self._thread = start_thread(self._run, self._stop_at_exit, "sessions")
         self.requests.append(request)
         self._wake.set()
@@ -126,9 +127,10 @@ class DecodeLoop:
                         self._end(row.request, None)
             except Exception as error:
                 # A launch failed. It may have taken the pool along, which was donated to it.
-                if self.executor.lost:
+                if self.executor.pool.lost:
                     self._on_pool_loss(error)
                 else:
+                    # Which answer it was is unknown, so all under way end; without any, it was a question's.
                     failed = [row.request for row in self.batch.rows] or list(self.requests)
                     for request in failed:
                         self._end(request, error)
@@ -155,7 +157,7 @@ class DecodeLoop:
             except PoolError as error:
                 # The answer and its context may be larger than the whole pool. Waiting would be in vain.
                 allocator = self.executor.books.allocator
-                lengths = [request.slots, *(piece.length for piece in self.executor.pieces(request.branch))]
+                lengths = [request.slots, *(piece.length for piece in self.executor.books.ordered(request.branch))]
                 if sum(-(-length // allocator.page_size) for length in lengths) > allocator.pages:
                     self._end(request, error)
                 elif time.monotonic() < request.deadline:
@@ -170,7 +172,7 @@ class DecodeLoop:
             try:
                 row = self.batch.begin(request)
             except Exception as error:
-                self.executor.check_pool(error)
+                self.executor.pool.check(error)
                 self._end(request, error)
                 continue
 
@@ -244,6 +246,7 @@ class TokenStream:
         """
         if os.getpid() != self._process:
             raise SessionClosedError("answer: got read in a process that was forked off; expected the one that asked")
+        # What was decoded after the cancellation is not read.
         if self._request.cancelled:
             return None
 

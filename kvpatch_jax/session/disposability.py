@@ -112,6 +112,7 @@ class DisposabilityProbe:
         served = self._logits(window, whole, places)
 
         def ablate(change: Callable[[Window], tuple[Window, Edits]]) -> AblatedAnswer:
+            # The fork's KV is the window's own until it is changed, so nothing is prefilled.
             fork, sharing = window.fork()
             try:
                 registry.runtime.run(fork, sharing)
@@ -177,6 +178,7 @@ class DisposabilityProbe:
 
         forwards = 0
         chunk = stored(runtime.store, id, backbone.fingerprint, lead)
+        # Callers of a store choose ids, so what it has under this one may show another content.
         if chunk is None or chunk.content not in (None, record.entry.content):
             tokens, forwards = registry.provide_tokens(record), 1
             out = backbone.prefill(tokens.tokens, logits=np.array([[tokens.length - 1]], np.int32))

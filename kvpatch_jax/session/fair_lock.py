@@ -60,6 +60,7 @@ class FairLock:
             if self._holder is None:
                 self._holder, self._depth = request.thread, depth
                 return
+            # The holder hands the lock on to the first of the queue, so that no third thread can take it in between.
             (self._queue.appendleft if first else self._queue.append)(request)
 
         try:
@@ -163,6 +164,7 @@ class WaitQueue:
         Raises:
           SessionBusyError: the deadline has passed.
         """
+        # Noted before the lock is released, so that no later news is missed.
         ticket.tried = self.news
         depth = self._lock.pause()
         try:

@@ -291,13 +291,14 @@ class PieceRegistry:
         """Forgets evicted pieces that cannot be recalled, and discards contents of evicted chunks beyond `memory`."""
         window = self.window
         for id in [id for id in self.records if id not in window and id not in window.evicted_by_id]:
+            # Its name stays in `used_names`, so that it is not given to another piece.
             record = self.records.pop(id)
             self.ids.pop(record.name, None)
             self.release_tokens(record)
 
         evicted = [self.records[piece.entry.id] for piece in window.evicted if piece.entry.id in self.records]
         size, most = sum(record.nbytes for record in evicted), int(self.config.memory)
-        # Tokens go first, because they can be embedded again from the input.
+        # The oldest are discarded first. Tokens go first, because they can be embedded again from the input.
         for discard_inputs in (False, True):
             for record in evicted:
                 if size <= most:
@@ -333,6 +334,7 @@ class PieceRegistry:
 
     def evict(self, op: Op, window: Window, edits: Edits, **fields: Any) -> tuple[str, ...]:
         """Executes edits by which pieces leave, and returns the names of the chunks that left."""
+        # Texts leave too, but only chunks have names that can be recalled.
         before = set(self.window.gone)
         # Nothing may have left; then nothing is executed, and the event is still one.
         if edits:
@@ -345,6 +347,7 @@ class PieceRegistry:
     def stats(self) -> Stats:
         """Returns the counts so far, with those of the window and the pool."""
         window, former = self.window, self.runtime.former
+        # Both numbers are of one moment, although other sessions may run edits.
         with self.runtime.locked():
             allocator = self.runtime.executor.books.allocator
             pages, free = allocator.pages, allocator.free_pages
@@ -373,6 +376,7 @@ class PieceRegistry:
         if not self.watchers:
             return
 
+        # A trace has what it takes to replay an event: contents by digest, texts in full.
         if record is not None:
             fields["chunk"] = record.name
             if op in ("add", "replace"):
@@ -398,6 +402,8 @@ def retry_after_pool_loss[**Given, Result](method: Callable[Given, Result]) -> C
         except PoolLostError:
             session: Any = args[0]
             session._registry.reprefill()
+
+        # Outside of the handler, so that the lost pool is not the context of an error of the second call.
         return method(*args, **options)
 
     return retried

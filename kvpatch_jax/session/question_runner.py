@@ -12,10 +12,12 @@ from ..cache import Text, check_text
 from ..errors import InputError, SessionError
 from ..sampling import Sampling, TextPiece, check_steps
 from ..window import Window
+from .answer_auditor import AnswerAuditor
 from .answer_retrieval import AnswerRetrieval
 from .answers import Answer, Audit
 from .logit_comparison import compared, prefilled_logits, served_logits, with_answer
 from .piece_registry import PieceRegistry
+from .reuse_planner import ReusePlanner
 from .runtime import Runtime, TokenIterator
 from .session_input import EmbeddedInput, embedded
 
@@ -95,15 +97,16 @@ class AnswerOptions:
 
 
 class QuestionRunner:
-    """Runner of questions after a session's window.
+    """Runner of questions after a session's window, whose answers it has audited for an online certificate."""
 
-    Attributes:
-      asked: called with each question that was answered after the window itself, embedded; or None.
-    """
-
-    def __init__(self, registry: PieceRegistry):
+    def __init__(self, registry: PieceRegistry, planner: ReusePlanner):
+        self._auditor = AnswerAuditor.of(registry, planner)
         self._registry, self._config = registry, registry.config
-        self.asked: Callable[[EmbeddedInput], None] | None = None
+
+    def close(self) -> None:
+        """Ends audits, which run on forks and so need the runtime."""
+        if self._auditor is not None:
+            self._auditor.close()
 
     def ask(self, question: Any, options: AnswerOptions, fork: Callable[[], tuple[Any, PieceRegistry]]) -> Answer:
         """Answers a question. The window stays as it is.
@@ -124,8 +127,8 @@ class QuestionRunner:
         registry.counters["questions"] += 1
         if options.audit:
             answer.audit = self._audit(registry, items, asked, answer.ids)
-        if self.asked is not None:
-            self.asked(asked)
+        if self._auditor is not None:
+            self._auditor.after_answer(asked)
         return answer
 
     def items(self, question: Any, framed: bool = True) -> list[Any]:
@@ -177,6 +180,7 @@ class QuestionRunner:
                 else:
                     parts.append((str(segment.reference), segment.resource.item))
 
+        # Texts between references may be spaces alone, which have no token.
         parts.append(("text", after))
         kept = []
         for name, item in parts:
@@ -201,6 +205,7 @@ class QuestionRunner:
             if parts is None:
                 items = self.items(question)
             else:
+                # The texts around the question are parts of it already.
                 for _, item in parts[:-1]:
                     branch.add(item)
                 items = self.items(parts[-1][1], framed=False)
@@ -250,6 +255,7 @@ class QuestionRunner:
 
         served = served_logits(runtime, window, whole, asked.length, places)
         prompt = [(pieces.provide_tokens(pieces.records[piece.entry.id]), piece.start) for piece in window.pieces]
+        # Starts are those of the window: gaps that evicted chunks left stay, so that only reuse differs.
         truth = prefilled_logits(runtime.backbone, prompt, whole, window.next_start, asked.length, places)
         pieces.counters["questions"] += 2
         kl, flipped = compared(truth, served)

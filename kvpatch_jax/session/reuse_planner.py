@@ -81,6 +81,7 @@ class ReusePlanner:
                 kind = "text" if read.textual else "chunk"
                 entries.append(registry.embed(read).entry(piece_id, read, kind, False))
 
+        # Chunks leave in this plan as they would one after the other in `place`.
         chunks = sum(entry.kind == "chunk" for entry in entries)
         if self.keep is not None and chunks and window.lead_settled:
             window, _ = window.slide(max(self.keep - chunks, 0))
@@ -101,6 +102,7 @@ class ReusePlanner:
             stay, sliding = stay.slide(self.keep - 1)
         choice = self._choose(stay, entry)
 
+        # At most twice: the second choice is a prefill, which fetches nothing.
         while True:
             if isinstance(choice, Plan):
                 window, edits = choice.window, choice.edits
@@ -194,6 +196,7 @@ class ReusePlanner:
     def _plan(self, stay: Window, entries: list[Entry]) -> Plan:
         """Plans the pieces that stay and the entries after them."""
         config, runtime = self._registry.config, self._registry.runtime
+        # With a certificate every option has a bound by which it is compared; without one, ranks are all there is.
         certified = config.certificate is not None
         inventory = LargestPatchInventory if config.uncertified and not certified else PatchInventory
         return plan(

@@ -123,12 +123,42 @@ class Runtime(Protocol):
         ...
 
 
-class PrivateRuntime:
-    """Runtime of one session and its forks. Everything runs at once, on the calling thread.
+class ExecutorRuntime:
+    """What both runtimes have: an executor, and how often each piece's tokens were provided.
 
     Attributes:
       backbone, executor, store, former: as of `Runtime`.
     """
+
+    def __init__(self, executor: PagedExecutor, former: PatchFormer | None):
+        self.executor, self.former = executor, former
+        self.backbone: Backbone = executor.backbone
+        self.store: PatchStore | None = executor.store
+        self._providers: collections.Counter[str] = collections.Counter()
+
+    def locked(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns the lock of the executor."""
+        raise NotImplementedError
+
+    def provide(self, id: str, tokens: Tokens, length: int, content: str | None) -> None:
+        """Implements `Runtime.provide`."""
+        # A session and its forks provide the same tokens; the executor keeps them until the last one lets go.
+        with self.locked():
+            if not self._providers[id]:
+                self.executor.provide(id, tokens=tokens, length=length, content=content)
+            self._providers[id] += 1
+
+    def forget(self, id: str) -> None:
+        """Implements `Runtime.forget`."""
+        with self.locked():
+            self._providers[id] -= 1
+            if self._providers[id] <= 0:
+                del self._providers[id]
+                self.executor.forget(id)
+
+
+class PrivateRuntime(ExecutorRuntime):
+    """Runtime of one session and its forks. Everything runs at once, on the calling thread."""
 
     def __init__(
         self,
@@ -152,35 +182,18 @@ class PrivateRuntime:
           prefills: bytes of prefills that may be added to the store (`SessionConfig.prefills`).
           options: of `PagedExecutor`.
         """
-        self.backbone, self.store = backbone, store
-        self._lock = threading.RLock()
-        self._grows = pages is None
-        self._providers: collections.Counter[str] = collections.Counter()
         dtype = float_dtype(dtype_of(backbone) if dtype is None else dtype, "session")
-        self.executor = PagedExecutor(backbone, pages or FIRST_PAGES, page_size, dtype, store=store, **options)
-        self.former: PatchFormer | None = None
-        if store is not None:
-            self.former = PatchFormer(backbone, store, rank, prefill_bytes=prefills)
-            self.former.watch(self.executor)
+        executor = PagedExecutor(backbone, pages or FIRST_PAGES, page_size, dtype, store=store, **options)
+        former = None if store is None else PatchFormer(backbone, store, rank, prefill_bytes=prefills)
+        super().__init__(executor, former)
+        if self.former is not None:
+            self.former.watch(executor)
+        self._lock, self._grows = threading.RLock(), pages is None
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns the lock of the executor."""
+        """Implements `Runtime.locked`."""
+        # Re-entrant: `reprefill` runs edits while it holds the lock.
         return self._lock
-
-    def provide(self, id: str, tokens: Tokens, length: int, content: str | None) -> None:
-        """Implements `Runtime.provide`."""
-        with self._lock:
-            if not self._providers[id]:
-                self.executor.provide(id, tokens=tokens, length=length, content=content)
-            self._providers[id] += 1
-
-    def forget(self, id: str) -> None:
-        """Implements `Runtime.forget`."""
-        with self._lock:
-            self._providers[id] -= 1
-            if self._providers[id] <= 0:
-                del self._providers[id]
-                self.executor.forget(id)
 
     def run(self, window: Window, edits: Sequence[Edit]) -> Ledger:
         """Implements `Runtime.run`."""
@@ -206,16 +219,18 @@ class PrivateRuntime:
                 return False
             allocator = self.executor.books.allocator
             more = sum(-(-piece.entry.tokens // allocator.page_size) for piece in window.pieces)
+            # Doubled at least, because programs are compiled again for every size.
             self.executor.enlarge(max(2 * allocator.pages, allocator.pages + more))
             return True
 
     def reprefill(self, window: Window) -> Window:
         """Implements `Runtime.reprefill`."""
         with self._lock:
-            if self.executor.lost:
+            # The first of several branches renews the pool for all of them.
+            if self.executor.pool.lost:
                 self.executor.renew()
             # Another call may have done it meanwhile.
-            if self.executor.current(window.branch) == window.pieces:
+            if self.executor.current.get(window.branch, ()) == window.pieces:
                 return window
             again, edits = window.anew()
             self.run(again, edits)

@@ -1,6 +1,5 @@
 """`Session`: an agent's window, and what it takes to add, recall, slide, fork and ask it."""
 
-import dataclasses
 import os
 import secrets
 import weakref
@@ -8,14 +7,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..backbone import Backbone
-from ..cache import brief, names_of
+from ..cache import brief
 from ..errors import SessionError
-from ..plan import OnlineCertificate, Plan
+from ..plan import Plan
 from ..sampling import Sampling
 from ..utils.argument_names import with_our_names
+from ..utils.kinds import all_of
 from ..window import Costs, Fidelity, Kind, PatchStore, Promise, Window
 from . import session_file
-from .answer_auditor import AnswerAuditor, shared_certificate
 from .answers import Answer
 from .disposability import UNCHANGED, DisposabilityProbe, DisposabilityReport
 from .piece_registry import PieceRegistry, RuntimeRefCount, retry_after_pool_loss
@@ -23,7 +22,7 @@ from .question_runner import AnswerOptions, QuestionRunner, Stop
 from .reuse_planner import ReusePlanner
 from .runtime import RANK, Runtime, dtype_of
 from .session_config import SessionConfig, check_arguments, check_keep, with_chat_template
-from .session_input import EmbeddedInput, embedded
+from .session_input import embedded
 from .stats import Stats
 
 
@@ -46,9 +45,8 @@ class Session:
             print("recalled", session.ask("fill? b3"))
 
     A session is a window with the images that it shows and the runtime that holds its KV. Pieces that stay are rotated,
-    not computed again, and what can be reused later is stored in the background. Several threads may use a session, one
-    call at a time. A call that raises leaves the session as it was. Closing a session stores what is still to be
-    formed. Without that, the process takes a few seconds for it at its end and drops the rest.
+    not computed again, and what can be reused later is stored in the background, at the latest by `close`. Several
+    threads may use a session, one call at a time. A call that raises leaves the session as it was.
 
     Attributes:
       backbone, store, runtime: what the session runs on.
@@ -75,9 +73,8 @@ class Session:
 
         Args:
           backbone: of `models.load`.
-          store: a `ChunkStore`. Exact data is always read from it: canonicals of leading chunks, and outputs of the
-            vision tower. Patches are formed in the background and stored if they may be served: with a certificate,
-            with `uncertified`, or with a `rank`.
+          store: a `ChunkStore`. Exact data is always read from it: prefills behind the very same pieces, and outputs of
+            the vision tower. Patches are formed if they may be served: by a certificate, or `uncertified`; or by `rank`.
           keep: the number of chunks that stay after the lead; when another one enters, the oldest leaves. None: all.
           lead: pinned at the front: a text or image, a list of them, or 0 for nothing. None: the texts that are added
             before the first chunk, or without such texts, that chunk.
@@ -100,54 +97,39 @@ class Session:
         # A list is several inputs, unless it is token ids.
         several = isinstance(lead, list | tuple) and not all(isinstance(item, int) for item in lead)
         first = [] if lead is None or isinstance(lead, int) else list(lead) if several else [lead]
+        # 0 pins nothing, not even the first chunk; None lets the window settle its lead with that chunk.
         pinned = lead if isinstance(lead, int) else len(first) or None
 
         # The pool is allocated last, when nothing can be invalid any more.
         dtype = dtype_of(backbone) if config.dtype is None else config.dtype
+        # Costs count bytes of the pool that the KV is in, whatever this session would have chosen.
         if runtime is not None:
             dtype = runtime.executor.dtype
         window = Window.empty(Costs.of(backbone, dtype), lead=pinned, promise=promise, branch=branch)
-        users = RuntimeRefCount(
-            config.private_runtime(backbone, store) if runtime is None else runtime, runtime is None
-        )
+        opened = config.private_runtime(backbone, store) if runtime is None else runtime
+        users = RuntimeRefCount(opened, private=runtime is None)
         self._compose(PieceRegistry(name or branch or secrets.token_hex(8), users, window, config), keep)
         try:
             for item in first:
                 self.add(item)
         except BaseException:
+            # The caller has no session to close, and a runtime has a pool and a thread.
             self.close()
             raise
 
     def _compose(self, registry: PieceRegistry, keep: int | None) -> None:
         """Sets all attributes. New, forked and restored sessions are composed alike."""
-        if registry.config.certificate == "online":
-            certificate = OnlineCertificate(registry.runtime.backbone.fingerprint, writer=secrets.token_hex(8))
-            shared_certificate(certificate, registry.runtime.store)
-            registry.config = dataclasses.replace(registry.config, certificate=certificate)
-
+        self._registry, self._planner = registry, ReusePlanner(registry, keep)
+        self._questions = QuestionRunner(registry, self._planner)  # makes an online certificate of the config's word
+        self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
         self.name, self.watchers = registry.name, registry.watchers
         self.config, self.runtime = registry.config, registry.runtime
         self.backbone, self.store = registry.runtime.backbone, registry.runtime.store
-        self._registry = registry
-        self._planner = ReusePlanner(registry, keep)
-        self._questions = QuestionRunner(registry)
-        self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
-
-        # An online certificate learns from the answers of every session that serves by it.
-        self._auditor: AnswerAuditor | None = None
-        certificate = self.config.certificate
-        if isinstance(certificate, OnlineCertificate):
-            self._auditor = AnswerAuditor(registry, certificate)
-            self._questions.asked = self._audit_answer
 
         # A runtime forms no patches by default until one of its sessions may serve them.
         former = registry.runtime.former
         if former is not None and (self.config.certificate is not None or self.config.uncertified):
             former.form_patches(RANK)
-
-    def _audit_answer(self, asked: EmbeddedInput) -> None:
-        if self._auditor is not None:
-            self._auditor.after_answer(self._planner.known, asked)
 
     @property
     def keep(self) -> int | None:
@@ -182,6 +164,7 @@ class Session:
         return len(self.window)
 
     def __bool__(self) -> bool:
+        # An empty session is a session: without this its length would make it false.
         return True
 
     def __contains__(self, id: object) -> bool:
@@ -212,7 +195,7 @@ class Session:
         """
         registry = self._registry
         registry.check_open()
-        # Decoding an image takes long and needs no lock.
+        # Decoding an image takes long and needs no lock; another thread may close the session meanwhile.
         read = registry.read(item)
 
         with registry.lock:
@@ -315,7 +298,7 @@ class Session:
         registry = self._registry
         with registry.lock:
             registry.check_open()
-            records = [registry.find(id) for id in names_of(ids, "reorder")]
+            records = [registry.find(id) for id in all_of(str, ids, "reorder")]
             registry.run(*registry.window.reorder([record.entry.id for record in records]))
             registry.notify("reorder", order=tuple(record.name for record in records))
 
@@ -350,9 +333,7 @@ class Session:
             for answer in list(self._answers):
                 answer.close()
 
-            # Audits run on forks, which need the runtime.
-            if self._auditor is not None:
-                self._auditor.close()
+            self._questions.close()
             registry.release()
 
     def __enter__(self) -> "Session":
@@ -413,6 +394,7 @@ class Session:
             # Held weakly: an answer that nobody reads any more ends by itself.
             self._answers.add(answer)
             registry.counters["asked"] += 1
+            # Only texts can be written to a trace and asked again from it.
             if isinstance(question, str):
                 registry.notify("ask", text=str(question), steps=options.steps)
             return answer
@@ -508,12 +490,11 @@ class Session:
         session._compose(*session_file.restore(path, backbone, store, runtime, branch, options))
         return session
 
-    # -------------------------------------------------------------------------------------------------- inside
-
     def _fork(self, keep: int | None = None) -> "tuple[Session, PieceRegistry]":
-        """Returns a session on a branch, without watchers, and its registry."""
+        """Returns a session on a branch and its registry, without watchers: questions are answered there, too."""
         pieces = self._registry.fork()
         branch = Session.__new__(Session)
         branch._compose(pieces, keep)
+        # Its pieces are those of this session, so what plans know of them holds there too.
         branch._planner.known = self._planner.known
         return branch, pieces

@@ -99,6 +99,7 @@ class SessionConfig:
             if not isinstance(getattr(self, name), bool):
                 raise SessionError(f"session.{name}: got {getattr(self, name)!r:.80}; expected True or False")
 
+        # By name or as a type; equal options have equal values from here on. Frozen fields are set through `object`.
         if self.dtype is not None:
             object.__setattr__(self, "dtype", float_dtype(self.dtype, "session"))
         # Sizes may be texts such as "64 MiB". From here on they are whole numbers.
@@ -119,7 +120,8 @@ class SessionConfig:
 
     def private_runtime(self, backbone: Backbone, store: PatchStore | None) -> PrivateRuntime:
         """Returns a new runtime for one session, with a pool of these options."""
-        pool: dict[str, Any] = {"pages": self.pages, "page_size": self.page_size, "dtype": self.dtype}
+        pages, page_size = self.pages, self.page_size
+        pool: dict[str, Any] = {"pages": pages, "page_size": page_size, "dtype": self.dtype}
         return PrivateRuntime(backbone, store, rank=self.rank, prefills=int(self.prefills), **pool)
 
     def check_backbone(self, fingerprint: str) -> None:
@@ -196,5 +198,6 @@ def with_chat_template(backbone: Any, lead: Any, config: SessionConfig) -> tuple
     if not all(hasattr(backbone, name) for name in ("chat_frame", "ids")):
         raise SessionError(f"session.chat: got a {type(backbone).__name__}; expected a backbone of models.load")
 
+    # Without a token in front of the first image, the window pins that image instead.
     frame = backbone.chat_frame(None if lead is None else str(lead))
     return list(frame.front) or None, dataclasses.replace(config, around=(frame.before, frame.behind))

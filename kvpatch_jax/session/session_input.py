@@ -60,6 +60,7 @@ def read_input(backbone: Backbone, item: Any, largest_image: int) -> SessionInpu
             raise InputError(
                 f"session: got an empty {type(item).__name__}; expected an image, frames, a text or a path"
             )
+        # A list that is no kind of item by itself has several, each of which is checked below.
         try:
             several = sort_of(item) != "tokens"
         except InputError:

@@ -4,7 +4,6 @@ Edits run on the thread that requests them. Answers are decoded on the thread of
 between two edits. What finds no room in the pool waits in a queue, and is tried again when something is released.
 """
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -15,7 +14,7 @@ from typing import Any
 
 import jax
 
-from ..backbone import Backbone, Tokens
+from ..backbone import Tokens
 from ..cache import brief
 from ..errors import InputError, PoolError, PoolLostError, SessionBusyError, SessionClosedError
 from ..patching import Rank
@@ -30,7 +29,6 @@ from ..window import (
     Ledger,
     PagedExecutor,
     PatchFormer,
-    PatchStore,
     Prefill,
     Window,
 )
@@ -38,7 +36,7 @@ from .argument_checks import check_rank, float_dtype
 from .decode_batch import DecodeRequest
 from .decode_loop import DecodeLoop
 from .fair_lock import FairLock, WaitQueue, WaitTicket, arrival
-from .runtime import PAGE_SIZE, PREFILLS, TokenIterator
+from .runtime import PAGE_SIZE, PREFILLS, ExecutorRuntime, TokenIterator
 
 LOST = -1
 """Pool number of a branch whose KV was lost, and which is not prefilled again yet."""
@@ -87,7 +85,7 @@ class SharedConfig:
             object.__setattr__(self, "dtype", float_dtype(self.dtype, "sessions"))
 
 
-class SharedRuntime:
+class SharedRuntime(ExecutorRuntime):
     """One executor, and the order in which sessions access it.
 
     Attributes:
@@ -101,15 +99,12 @@ class SharedRuntime:
 
     def __init__(self, executor: PagedExecutor, former: PatchFormer | None, config: SharedConfig):
         """Starts without sessions, on an executor of the same config."""
-        self.executor, self.former = executor, former
-        self.backbone: Backbone = executor.backbone
-        self.store: PatchStore | None = executor.store
+        super().__init__(executor, former)
         self.waiting, self.timeout = config.waiting, config.timeout
         self.lock = FairLock()
         self.decode_loop = DecodeLoop(executor, self.lock, config.batch, self._renew_pool)
         self.renewed, self.closed = 0, False
         self._process = os.getpid()
-        self._providers: collections.Counter[str] = collections.Counter()
         self._answer_numbers = itertools.count()
         # By branch, the number of pools that had been lost when its KV was last written.
         self._pool_of: dict[str, int] = {}
@@ -135,20 +130,9 @@ class SharedRuntime:
             raise SessionClosedError("sessions: got used after they were closed; expected them open")
 
     def provide(self, id: str, tokens: Tokens, length: int, content: str | None) -> None:
-        """Implements `Runtime.provide`."""
+        """Implements `Runtime.provide`. Raises SessionClosedError after `close`."""
         self.check_open()
-        with self.locked():
-            if not self._providers[id]:
-                self.executor.provide(id, tokens=tokens, length=length, content=content)
-            self._providers[id] += 1
-
-    def forget(self, id: str) -> None:
-        """Implements `Runtime.forget`."""
-        with self.locked():
-            self._providers[id] -= 1
-            if self._providers[id] <= 0:
-                del self._providers[id]
-                self.executor.forget(id)
+        super().provide(id, tokens, length, content)
 
     # ------------------------------------------------------------------------------------------------- edits
 
@@ -173,7 +157,7 @@ class SharedRuntime:
         """
         self.check_open()
         with self.locked():
-            if self.executor.lost:
+            if self.executor.pool.lost:
                 self._renew_pool(None)
             if self._pool_of.get(window.branch) == self.renewed:
                 return window
@@ -220,7 +204,7 @@ class SharedRuntime:
           PoolLostError.
         """
         # A forward outside of `run`, such as that of an audit, may have lost the pool.
-        if self.executor.lost:
+        if self.executor.pool.lost:
             self._renew_pool(None)
         branch = window.branch
         if branch not in self._pool_of and "/" in branch:
@@ -274,7 +258,7 @@ class SharedRuntime:
                 ticket = ticket or queue.enter()
                 loop.wake()
                 self._wait(queue, ticket, deadline, f"room for {window.tokens} tokens")
-                if self.executor.lost:
+                if self.executor.pool.lost:
                     self._renew_pool(None)
                 # While it waited, the KV that the edits start from was lost with another pool.
                 if self.renewed != renewed:

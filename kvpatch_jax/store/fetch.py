@@ -8,6 +8,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import os
 import threading
 import time
@@ -22,6 +23,7 @@ from ..errors import FetchError, InputError, StoreClosedError, StoreError
 from .format.naming import Encoding
 from .store import Ack, ChunkStore
 from .tiers.device_placement import Placement, place_chunk, placement_key
+from .tiers.write_order import Write, WriteOrder
 
 Source = Literal["store", "shared", "computed", "joined"]
 """Origin of a chunk: the store, the request's shared store, computation, or another thread's fetch."""
@@ -61,10 +63,12 @@ def _kept_as(request: Request) -> dict[str, Any]:
 class Miss:
     """A request whose chunk no store has, as the input of `compute`.
 
-    def compute(misses):
-        return [
-            kvp.make_chunk(backbone, [miss.item], id=miss.request.id, encoder=miss.encoder()) for miss in misses
-        ]
+        def compute(misses):
+            return [
+                kvp.make_chunk(backbone, [miss.item], id=miss.request.id, encoder=miss.encoder()) for miss in misses
+            ]
+
+    The chunks are returned in the order of the misses.
     """
 
     request: Request
@@ -153,11 +157,12 @@ class _Flight:
 
     def __init__(self, store: ChunkStore, request: Request) -> None:
         self.owner = threading.get_ident()
-        self._copies = [
-            (each.order, each.order.copy(each.names.canonical(request.backbone, request.id, **_kept_as(request))))
-            for each in (store, request.shared)
-            if each is not None
-        ]
+        # Registered as copies, which any write or deletion of the name outdates.
+        self._copies: list[tuple[WriteOrder, Write]] = []
+        for source in (store, request.shared):
+            if source is not None:
+                name = source.names.canonical(request.backbone, request.id, **_kept_as(request))
+                self._copies.append((source.order, source.order.copy(name)))
         self.landed: concurrent.futures.Future[Chunk | None] = concurrent.futures.Future()
         self.computing = False
 
@@ -176,6 +181,7 @@ class _Flight:
         """Waits for the chunk; None if its thread failed, or still loads it at the deadline."""
         with contextlib.suppress(TimeoutError):
             return self.landed.result(_left(deadline))
+        # A load may hang, so it is given up. A computation ends, and to repeat it would take longer than to wait.
         return self.landed.result() if self.computing else None
 
 
@@ -237,7 +243,18 @@ class _Round:
                 self._save()
             finally:
                 self._end(pool)
-        return self._wait_for(others)
+
+        # Others are waited for last: what this thread leads is done by then, so that two threads cannot wait for each
+        # other.
+        again: list[Request] = []
+        for request, flight in others.items():
+            chunk = flight.wait(self.deadline)
+            if chunk is None:
+                again.append(request)
+            else:
+                self._show(request, chunk)
+                self.got[request] = Fetched(chunk, "joined")
+        return again
 
     # --------------------------------------------------------------------------------------------- single flight
 
@@ -264,21 +281,10 @@ class _Round:
         flight = self._led.pop(request, None)
         if flight is None:
             return
-        with _flights_lock:
+        with _flights_lock:  # another thread may have replaced it, because it was outdated or hung
             if _flights.get(self._key(request)) is flight:
                 del _flights[self._key(request)]
         flight.land(chunk)
-
-    def _wait_for(self, others: dict[Request, _Flight]) -> list[Request]:
-        again: list[Request] = []
-        for request, flight in others.items():
-            chunk = flight.wait(self.deadline)
-            if chunk is None:
-                again.append(request)
-            else:
-                self._show(request, chunk)
-                self.got[request] = Fetched(chunk, "joined")
-        return again
 
     # --------------------------------------------------------------------------------------------------- loading
 
@@ -302,7 +308,13 @@ class _Round:
         """Loads a chunk, in a loading thread; None if no store can provide it."""
         for store, source in self._stores(request):
             try:
-                chunk = self._whole(store, request) if self.on_layer is None else self._streamed(store, request)
+                named = (request.id, request.backbone)
+                if self.on_layer is None:
+                    chunk = store.get(*named, placement=self.placement, **_kept_as(request))
+                else:
+                    stream = store.stream(*named, placement=self.placement, **_kept_as(request))
+                    show = functools.partial(self._call, request)
+                    chunk = None if stream is None else stream.chunk(show)
             except StoreClosedError:
                 raise
             except (StoreError, OSError):
@@ -312,19 +324,15 @@ class _Round:
                 return chunk, source
         return None
 
-    def _whole(self, store: ChunkStore, request: Request) -> Chunk | None:
-        return store.get(request.id, request.backbone, placement=self.placement, **_kept_as(request))
-
-    def _streamed(self, store: ChunkStore, request: Request) -> Chunk | None:
-        stream = store.stream(request.id, request.backbone, placement=self.placement, **_kept_as(request))
-        return None if stream is None else stream.chunk(lambda *layer: self._call(request, *layer))
-
     def _call(self, request: Request, layer: int, values: Mapping[str, AnyArray]) -> None:
         assert self.on_layer is not None
         try:
             self.on_layer(request, layer, values)
         except (StoreError, OSError) as error:  # the callback's error must not count as a failed load
-            raise FetchError(f"fetch: on_layer failed at layer {layer}; expected it to accept every layer") from error
+            kind = type(error).__name__
+            raise FetchError(
+                f"fetch: got {kind}, because on_layer failed at layer {layer}; expected it to accept every layer"
+            ) from error
 
     def _show(self, request: Request, chunk: Chunk) -> None:
         """Calls `on_layer` for the layers of a chunk that was not streamed."""
@@ -385,8 +393,10 @@ class _Round:
         try:
             chunks = list(self.compute(misses))
         except Exception as error:
-            what = f"fetch: computing {len(misses)} of the chunks raised {type(error).__name__}"
-            raise FetchError(f"{what} (the cause); expected chunks") from error
+            kind = type(error).__name__
+            raise FetchError(
+                f"fetch: got an error: computing {len(misses)} of the chunks raised {kind} (the cause); expected chunks"
+            ) from error
 
         wanted = [(miss.request.id, miss.request.backbone, miss.request.lead) for miss in misses]
         found = [
@@ -396,27 +406,24 @@ class _Round:
         if found != wanted:  # the message contains no ids, because it may be logged
             right = sum(pair[0] == pair[1] for pair in zip(found, wanted, strict=False))
             raise FetchError(
-                f"fetch: computing gave {len(found)} chunks, {right} of them as requested; expected {len(wanted)}"
+                f"fetch: got {len(found)} computed chunks, {right} of them as requested; expected {len(wanted)}"
             )
         return chunks
 
     def _save(self) -> None:
         """Queues the puts of computed chunks, after the loads, which need the cores and for which the caller waits."""
         for request, chunk in self._unsaved.items() if self.keep else ():
-            ack = self._put(request, chunk)
+            ttl = None if request.expires is None else request.expires - self.store.tenant_disk.clock()
+            if ttl is not None and ttl <= 0:
+                continue
+
+            try:
+                ack = self.store.put_async(chunk, encoding=request.encoding, ttl=ttl)
+            except (StoreError, ValueError) as error:  # the chunk can be used nevertheless
+                ack = concurrent.futures.Future()
+                ack.set_exception(error)
             if request in self.got:
                 self.got[request] = self.got[request]._replace(ack=ack)
-
-    def _put(self, request: Request, chunk: Chunk) -> Ack | None:
-        ttl = None if request.expires is None else request.expires - self.store.tenant_disk.clock()
-        if ttl is not None and ttl <= 0:
-            return None
-        try:
-            return self.store.put_async(chunk, encoding=request.encoding, ttl=ttl)
-        except (StoreError, ValueError) as error:  # the chunk can be used nevertheless
-            failed: Ack = concurrent.futures.Future()
-            failed.set_exception(error)
-            return failed
 
     # ---------------------------------------------------------------------------------------------------- ending
 

@@ -138,14 +138,13 @@ class Linker:
 
         held = None if self.dynamic is None else self.dynamic.open(reference.kind, reference.name, reference.version)
         if held is None or self.dynamic is None:
-            raise UnknownReferenceError(self._unknown(reference))
+            # Of the operator's library nothing is suggested: its names are not for every tenant.
+            own = [] if self.static is None else [str(entry.reference) for entry in self.static.entries()]
+            near = difflib.get_close_matches(str(dataclasses.replace(reference, version=None)), own, n=3)
+            hint = f"one of {', '.join(near)}, or another that is there" if near else "a reference that is there"
+            raise UnknownReferenceError(f"{reference}: no library has it; expected {hint}")
+
         resource = stack.enter_context(held)
         id = resource.chunk_id(self.backbone)
         stack.enter_context(self.dynamic.store.pin(id, self.backbone))
         return LinkedChunk(reference, "dynamic", resource, id, self.backbone, self.dynamic.store)
-
-    def _unknown(self, reference: Reference) -> str:
-        own = [] if self.static is None else [str(entry.reference) for entry in self.static.entries()]
-        near = difflib.get_close_matches(str(dataclasses.replace(reference, version=None)), own, n=3)
-        hint = f"one of {', '.join(near)}, or another that is there" if near else "a reference that is there"
-        return f"{reference}: no library has it; expected {hint}"

@@ -73,7 +73,9 @@ class StatisticsCollector:
         """Returns the metrics, one `prometheus_client.Metric` per name."""
         make, metrics = _prometheus().Metric, {}
         for statistics, labels in self._read():
-            _check_labels(labels)
+            wrong = [name for name in labels if not _LABEL.fullmatch(name) or name.startswith("__") or name in _TAKEN]
+            if wrong:
+                raise InputError(f"prometheus: got labels {wrong}; expected words other than {_TAKEN}")
             for sample in _samples(statistics):
                 metric = metrics.setdefault(sample.family, make(sample.family, sample.text, sample.kind))
                 metric.add_sample(f"{sample.family}{sample.ending}", {**labels, **sample.labels}, sample.value)
@@ -103,12 +105,6 @@ def _prometheus() -> Any:
     except ImportError as error:
         raise ImportError("metrics: got no `prometheus_client`; expected the extra `operate`") from error
     return prometheus_client
-
-
-def _check_labels(labels: Mapping[str, str]) -> None:
-    wrong = [name for name in labels if not _LABEL.fullmatch(name) or name.startswith("__") or name in _TAKEN]
-    if wrong:
-        raise InputError(f"prometheus: got labels {wrong}; expected words other than {_TAKEN}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,6 +90,7 @@ class ChunkStore:
         queue_bytes, budgets = size_of(queue, "store: queue"), budget_of(budget, "store: budget")
         path = path_of(root, "store: root", InputError, "a directory's name")
 
+        # Nothing was created so far: an invalid argument leaves no directory.
         self.tenant_disk = TenantDisk(path, tenant, budget=budgets, secret=secret, key=key, wipe=wipe, clock=clock)
         self.disk, self.names = self.tenant_disk.disk, self.tenant_disk.names
         self.budget, self.counters = self.tenant_disk.budget, self.tenant_disk.counters
@@ -127,6 +128,7 @@ class ChunkStore:
         """
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
+            # All are encoded before the first is written, so that an invalid one leaves nothing.
             blobs = []
             for chunk in all_of(Chunk, chunks, "store"):
                 blobs += [(name, make()) for name, make, _ in self._jobs_of(chunk, encoding, ttl)]
@@ -385,7 +387,7 @@ class ChunkStore:
         self.tenant_disk.expect_open()
         try:
             self._writer.flush()
-        finally:
+        finally:  # also after a failed put: its error is raised once the tenant is deleted
             self._reader.clear()
             self.tenant_disk.forget_usage()
             prefix = f"{self.names.space}/"
@@ -406,7 +408,7 @@ class ChunkStore:
 
     def close(self) -> None:
         """Writes queued puts and frees memory. Idempotent. Raises as `flush`."""
-        self.tenant_disk.close()
+        self.tenant_disk.close()  # first, so that no call fills memory or the queue again
         self._reader.clear()
         self._writer.close()
 
@@ -462,6 +464,8 @@ class ChunkStore:
                     items.append((write.name, self.disk.encryption.sealed(blob, write.name.file)))
             if not items:
                 return
+
+            # The disk comes first: neither memory nor the remote store may have what it lacks.
             self.tenant_disk.put(items)
             for name, _ in items:
                 self._reader.replaced(name)

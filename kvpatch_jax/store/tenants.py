@@ -46,7 +46,7 @@ def delete_tenant(disk: Disk, names: ObjectNames, remote: RemoteStore | None = N
     finally:
         entries = [*disk.scan(names.space), *disk.scan(names.libraries)]
         with typed_errors("store: delete a tenant"):
-            for space in (names.libraries, names.space):
+            for space in (names.libraries, names.space):  # nobody may find an entry whose chunk is gone
                 _rename_away(disk, space, tenant)
             quarantined = len(purge(disk.root, tenant))
         disk.sweep(f"{tenant}.")
@@ -64,7 +64,7 @@ def _rename_away(disk: Disk, space: str, tenant: str) -> None:
         contextlib.suppress(FileNotFoundError),
         folder(disk.root, above) as source,
     ):
-        note_deletion(lock)
+        note_deletion(lock)  # before the name is free: a copy that was read earlier must not be written to it
         rename(source, name, target, f"{tenant}.{os.getpid()}-{time.time_ns()}")
         os.fsync(source)
         os.fsync(target)

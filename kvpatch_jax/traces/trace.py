@@ -198,14 +198,7 @@ def _fields(line: bytes, where: str) -> dict[str, Any]:
             f"{where}: got one cut off after {len(line)} bytes; expected a whole one (`torn=True` leaves it out)"
         )
 
-    try:
-        found = strict_json.loads(line)
-    except ValueError as error:
-        raise TraceError(f"{where}: got no JSON of this kind ({error!s:.80}); expected one object") from None
-
-    if not isinstance(found, dict):
-        raise TraceError(f"{where}: got a {type(found).__name__}; expected an object")
-    return found
+    return strict_json.object_of(line, where, TraceError)
 
 
 def _check_frame(head: dict[str, Any], where: str) -> None:

@@ -186,26 +186,21 @@ class JobQueue[Job]:
         self._changed.notify_all()
 
     def _work(self) -> None:
-        while self._run_next():
-            pass
-
-    def _run_next(self) -> bool:
-        """Runs the next job; returns False if there will be no more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self.closed)
-            if self.expired:
-                self._drop_waiting()
-            if not self._jobs:
-                return False
-            job, self._running = self._jobs.popleft(), True
-
-        try:
-            self._run(job)
-        finally:
-            # Free its arrays before the next job is taken.
-            del job
+        """Runs jobs in order, until there will be no more."""
+        while True:
             with self._changed:
-                self._running = False
-                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._jobs or self.closed)
+                if self.expired:
+                    self._drop_waiting()
+                if not self._jobs:
+                    return
+                job, self._running = self._jobs.popleft(), True
 
-        return True
+            try:
+                self._run(job)
+            finally:
+                # Free its arrays before the next job is waited for.
+                del job
+                with self._changed:
+                    self._running = False
+                    self._changed.notify_all()

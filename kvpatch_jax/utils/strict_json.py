@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import KVPatchError
+
 
 def loads(text: str | bytes, parse_float: Callable[[str], Any] | None = None) -> Any:
     """Parses JSON whose objects have distinct names.
@@ -19,6 +21,21 @@ def loads(text: str | bytes, parse_float: Callable[[str], Any] | None = None) ->
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=parse_float)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def object_of(text: str | bytes, what: str, refused: type[KVPatchError]) -> dict[str, Any]:
+    """Parses one JSON object, as `loads` does.
+
+    Raises:
+      `refused`: the text is no such JSON, or another value than an object. The message begins with `what`.
+    """
+    try:
+        found = loads(text)
+    except ValueError as error:
+        raise refused(f"{what}: got no JSON of this kind ({error!s:.80}); expected one object") from None
+    if not isinstance(found, dict):
+        raise refused(f"{what}: got a {type(found).__name__}; expected an object")
+    return found
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

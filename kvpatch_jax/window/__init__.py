@@ -46,6 +46,7 @@ from .edit_run import PrefillObserver as PrefillObserver
 from .entry import LIMIT as LIMIT
 from .entry import Fidelity as Fidelity
 from .entry import Kind as Kind
+from .entry import contents_differ as contents_differ
 from .entry import tuple_of as tuple_of
 from .kv_snapshot import SIDES as SIDES
 from .kv_snapshot import PieceSnapshot as PieceSnapshot

@@ -17,7 +17,7 @@ from ..errors import InputError, WindowError
 from ..patching import Placed
 from ..pool import compaction_moves
 from .edits import ApplyPatch, Compact, Copy, Drop, Edit, Fetch, Prefill, Recompute, Rotate
-from .entry import PlacedPiece
+from .entry import PlacedPiece, contents_differ
 from .paged_pool import KeyRotation, PagedPool
 from .slot_table import ResidentPiece, SlotTable, StashedKV
 from .sources import PatchStore, PieceSources
@@ -277,8 +277,7 @@ class EditPlan:
     def _prefill(self, id: str, resolved: ResolvedEdit) -> None:
         """Plans a forward of a piece behind those in front of its start, into fresh slots."""
         content, given = resolved.content, self.sources[id].content
-        # Unknown contents are taken on trust, as everywhere.
-        if None not in (content, given) and content != given:
+        if contents_differ(content, given):
             raise InputError(f"prefill: got tokens of {brief(id)!r} that show {given!r}; expected {content!r}")
 
         start = resolved.start

@@ -36,6 +36,11 @@ def short_digest(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
+def contents_differ(first: str | None, second: str | None) -> bool:
+    """Returns whether two digests are of different contents. An unknown one (None) is taken on trust."""
+    return first is not None and second is not None and first != second
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """What is placed in a window: a chunk, which has a canonical, or a segment of text, which has none.

@@ -21,7 +21,6 @@ from .edits import Compact, Edit
 from .entry import PlacedPiece
 from .paged_pool import PagedPool, PoolOptions, key_count
 from .precompilation import Precompiler, samples
-from .programs import Pools
 from .slot_table import DecodedAnswer, ResidentPiece, SlotTable, all_slots
 from .sources import Lead, PatchStore, PieceSources, bucket, padded_tokens
 from .window import Window
@@ -47,6 +46,7 @@ class PagedExecutor:
       meter: counts everything executed.
       pool: the vectors.
       books: which piece of which branch occupies which slots. A run works on a copy, which replaces it at the end.
+      current: by branch, the pieces of the window whose edits it ran last.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PagedExecutor:
         self.pool = PagedPool(self.layout, self.meter, self.buckets, options)
         self.books = SlotTable(SlotAllocator(pages, page_size))
         self.pool.allocate(pages, page_size, self.dtype)
-        self._current: dict[str, tuple[PlacedPiece, ...]] = {}
+        self.current: dict[str, tuple[PlacedPiece, ...]] = {}
 
     # ----------------------------------------------------------------------------------------------------- edits
 
@@ -177,7 +177,7 @@ class PagedExecutor:
 
         # Everything that can be refused is refused by the plan, before anything is written.
         plan = EditPlan(window, self.books.copy(), self.sources, self.pool)
-        plan.add(edits, self._current.get(window.branch, ()), self.store)
+        plan.add(edits, self.current.get(window.branch, ()), self.store)
 
         # The books are replaced only after every launch has succeeded.
         alive = self.books.allocator.counts > 0
@@ -194,7 +194,7 @@ class PagedExecutor:
         # Forks of it that were joined are forgotten with it, so that their names are free again.
         books.joined = {other for other in books.joined if not other.startswith(f"{branch}/")}
         self.books = books
-        self._current.pop(branch, None)
+        self.current.pop(branch, None)
 
     @property
     def ledger(self) -> Ledger:
@@ -289,7 +289,7 @@ class PagedExecutor:
           WindowError: this executor does not hold the window: its edits were not run, or others since.
         """
         self.check_current(window)
-        return self.pool.context_of(self.pieces(window.branch))
+        return self.pool.context_of(self.books.ordered(window.branch))
 
     def decode(self, window: Window, tokens: Tokens, id: str = "answer") -> Float[Array, "1 1 V"]:
         """Runs tokens behind a window and behind what was decoded there before, and keeps their KV in the pool. Returns
@@ -328,8 +328,8 @@ class PagedExecutor:
         offset = 0 if before is None else int(np.floor(before.local.max())) + 1
         books, count = self.books.copy(), tokens.embeddings.shape[1]
         slots = books.allocate(count, False, f"decode of {brief(id)!r}")
-        front = [*self.pieces(window.branch), *([] if before is None else [before])]
-        cache = Paged.of(self.pools.engine, all_slots(front), self.buckets)
+        front = [*self.books.ordered(window.branch), *([] if before is None else [before])]
+        cache = Paged.of(self.pool.vectors.engine, all_slots(front), self.buckets)
         backbone: Any = self.backbone  # backbones that decode in pages are a richer protocol
         step = backbone.decode(tokens.shift(window.next_start + offset), cache, slots[None])
 
@@ -339,10 +339,10 @@ class PagedExecutor:
             slots, local = np.concatenate([before.slots, slots]), np.concatenate([before.local, local])
         piece = ResidentPiece(id, None, slots, local, window.next_start)
         books.answers[window.branch] = DecodedAnswer(piece, window.pieces)
-        self.pools = Pools(dict(step.cache.pool), self.pools.source)
+        self.pool.vectors = self.pool.vectors._replace(engine=dict(step.cache.pool))
         self.books = books
         keys = sum(piece.length for piece in front), cache.key_count
-        self.meter.asked(self.pools.engine, (count, bucket(self.buckets, count)), keys, 1)
+        self.meter.asked(self.pool.vectors.engine, (count, bucket(self.buckets, count)), keys, 1)
         return step.logits
 
     def discard(self, window: Window) -> None:
@@ -353,13 +353,9 @@ class PagedExecutor:
 
     # -------------------------------------------------------------------------------------------------- inspection
 
-    def pieces(self, branch: str) -> list[ResidentPiece]:
-        """Returns the pieces of a branch, in order."""
-        return self.books.ordered(branch)
-
     def rotations(self, window: Window) -> dict[str, int]:
         """Returns how often each piece's keys were rotated in place; 0 with a phase-free source."""
-        return {piece.id: piece.rotations for piece in self.pieces(window.branch)}
+        return {piece.id: piece.rotations for piece in self.books.ordered(window.branch)}
 
     def read(self, window: Window, id: str) -> PhaseFreeKV:
         """Copies a piece's phase-free KV out of the pool, {channel: [L,T,K,H]}.
@@ -371,17 +367,13 @@ class PagedExecutor:
         kv = self.pool.phase_free(piece, bucket(self.buckets, piece.length))
         return PhaseFreeKV({name: value[:, : piece.length] for name, value in kv.items()})
 
-    def current(self, branch: str) -> tuple[PlacedPiece, ...]:
-        """Returns the pieces of the window whose edits a branch ran last."""
-        return self._current.get(branch, ())
-
     def settle(self, window: Window) -> None:
         """Records that a window's edits were run."""
         # A joined branch is gone, unless another of its name began since.
         for branch in window.joined:
             if branch not in self.books.branches:
-                self._current.pop(branch, None)
-        self._current[window.branch] = window.pieces
+                self.current.pop(branch, None)
+        self.current[window.branch] = window.pieces
 
     def check_current(self, window: Window) -> None:
         """Refuses a window that is not the one whose edits its branch ran last.
@@ -390,9 +382,9 @@ class PagedExecutor:
           WindowError: another one, or one of another backbone.
         """
         self.check_backbone(window)
-        if window.pieces != self.current(window.branch):
+        if window.pieces != self.current.get(window.branch, ()):
             # Name the first piece that differs; if none does, their states do.
-            check_pieces(self.pieces(window.branch), window)
+            check_pieces(self.books.ordered(window.branch), window)
             raise WindowError(
                 f"executor: got a window with pieces in other states than in branch {window.branch!r}; expected one "
                 "whose edits were run, and no other's since"
@@ -406,24 +398,6 @@ class PagedExecutor:
 
     # -------------------------------------------------------------------------------------------------- the pool
 
-    @property
-    def pools(self) -> Pools:
-        """The vectors: the pool and its phase-free source."""
-        return self.pool.vectors
-
-    @pools.setter
-    def pools(self, vectors: Pools) -> None:
-        self.pool.vectors = vectors
-
-    @property
-    def lost(self) -> bool:
-        """Whether a launch failed after the pool was donated to it."""
-        return self.pool.lost
-
-    def check_pool(self, cause: BaseException | None = None) -> None:
-        """Raises PoolLostError if the pool is lost."""
-        self.pool.check(cause)
-
     def renew(self) -> None:
         """Allocates the pool again and releases every branch and answer; what was provided stays.
 
@@ -434,7 +408,7 @@ class PagedExecutor:
         # Books and vectors go together: neither says anything about the other's former contents.
         allocator = self.books.allocator
         self.books = SlotTable(SlotAllocator(allocator.pages, allocator.page_size))
-        self._current.clear()
+        self.current.clear()
         self.pool.allocate(allocator.pages, allocator.page_size, self.dtype)
 
     def enlarge(self, pages: int) -> None:
@@ -457,7 +431,7 @@ class PagedExecutor:
           steps: tokens that will be decoded behind the windows as they are.
         """
         moved = self.books.slots_worth_moving(steps)
-        return Compact(moved, bytes=2 * row_bytes(self.pools.engine, self.layout) * moved) if moved else None
+        return Compact(moved, bytes=2 * row_bytes(self.pool.vectors.engine, self.layout) * moved) if moved else None
 
     def warm_up(
         self,

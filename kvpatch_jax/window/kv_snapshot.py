@@ -49,7 +49,7 @@ def taken(executor: PagedExecutor, window: Window) -> list[PieceSnapshot]:
     executor.check_current(window)
 
     found = []
-    for piece in executor.pieces(window.branch):
+    for piece in executor.books.ordered(window.branch):
         rows, aside, stash = _on_host(executor.pool.read(piece.slots), piece.length), None, piece.stash
         if stash is not None and stash.rows is not None:
             aside = stash.start, stash.rotations, stash.patch, _on_host(stash.rows, piece.length)
@@ -67,7 +67,7 @@ def placed(executor: PagedExecutor, window: Window, kept: list[PieceSnapshot]) -
     """
     # A lost pool would take the rows and lose them with the next launch.
     executor.check_backbone(window)
-    executor.check_pool()
+    executor.pool.check()
     books = executor.books.copy()
     held = len(books.branches.get(window.branch, ()))
     if held or len(kept) != len(window.pieces):
@@ -121,7 +121,7 @@ def _check(executor: PagedExecutor, rows: HostRows, local: np.ndarray, length: i
     wanted: dict[str, Any] = {"local": (length,) if axes is None else (length, axes)}
     found: dict[str, Any] = {"local": local.shape}
 
-    for side, vectors in zip(SIDES, executor.pools, strict=True):
+    for side, vectors in zip(SIDES, executor.pool.vectors, strict=True):
         for name, value in vectors.items():
             wanted[f"{side}.{name}"] = ((value.shape[0], length, *value.shape[3:]), str(value.dtype))
         for name, value in rows.get(side, {}).items():

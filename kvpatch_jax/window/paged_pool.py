@@ -197,9 +197,9 @@ class PagedPool:
         # One start per token, and per axis where positions have axes.
         lengths = [move.new.length for move in moves]
         starts = np.array([(move.old.start, move.new.start) for move in moves], np.int32)
-        old, new = (column.repeat(lengths) for column in starts.T)
+        old, new = np.repeat(starts, lengths, axis=0).T
         if local.ndim > 1:
-            old, new = (np.repeat(column[:, None], local.shape[1], axis=1) for column in (old, new))
+            old, new = (np.broadcast_to(column[:, None], local.shape) for column in (old, new))
 
         # Programs are compiled per bucket, so lengths are rounded up before the launch.
         size = bucket(self.buckets, len(read))

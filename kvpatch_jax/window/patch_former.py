@@ -19,7 +19,7 @@ from ..utils.background import JobQueue
 from .costs import Ledger
 from .edit_run import PrefillObserver
 from .edits import Edit
-from .entry import Entry
+from .entry import Entry, contents_differ
 from .precompilation import samples
 from .sources import Lead, PatchStore, PieceSources, asked_behind, padded_chunk, stored, zero_padded
 from .stored_prefill import Likeness, StoredPrefills, likeness_keys
@@ -374,9 +374,7 @@ class PatchFormer:
         entry, size = job.entry, next(iter(job.kv.values())).shape[2]
         found = stored(self.store, entry.id, self.backbone.fingerprint, self.lead)
         if found is not None:
-            # Unknown contents are taken on trust, as everywhere.
-            other = None not in (entry.content, found.content) and entry.content != found.content
-            if other or found.length != job.length:
+            if contents_differ(entry.content, found.content) or found.length != job.length:
                 raise PatchMismatchError(
                     f"former: got {brief(entry.id)!r} from the store with content {found.content!r} and {found.length} "
                     f"tokens; expected {entry.content!r} and {job.length}"

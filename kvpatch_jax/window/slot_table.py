@@ -1,6 +1,7 @@
 """State of a paged executor on the host: which piece of which branch occupies which slots, and in what form."""
 
 import dataclasses
+import operator
 from collections.abc import Iterable
 
 import numpy as np
@@ -100,7 +101,7 @@ class SlotTable:
     def ordered(self, branch: str, before: int | None = None) -> list[ResidentPiece]:
         """Returns the pieces of a branch in the order of their starts; with `before`, those that start below it."""
         # Entries keep the order in which they came, which inserts and reorders do not follow.
-        pieces = sorted(self.branches.get(branch, {}).values(), key=lambda piece: piece.start)
+        pieces = sorted(self.branches.get(branch, {}).values(), key=operator.attrgetter("start"))
         return pieces if before is None else [piece for piece in pieces if piece.start < before]
 
     def put(self, branch: str, piece: ResidentPiece) -> None:

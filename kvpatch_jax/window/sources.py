@@ -15,9 +15,10 @@ from jaxtyping import Array, Float, Num
 
 from ..backbone import Backbone, Tokens, check_tokens
 from ..cache import Antecedent, Chunk, Patch, PatchMetadata, brief, content_of, patch_digest, trusted
-from ..core import AnyArray, Buckets, KVLayout, PhaseFreeKV, Quantised, is_low_rank, on_device
+from ..core import AnyArray, Buckets, KVLayout, PhaseFreeKV, Quantised, is_low_rank
 from ..errors import InputError, PatchMismatchError, ShapeError
 from .edits import Fetch
+from .entry import contents_differ
 from .stored_prefill import StoredPrefills
 from .window import Window
 
@@ -94,9 +95,9 @@ def zero_padded(value: AnyArray, axis: int, size: int) -> AnyArray:
 
 def padded_tokens(tokens: Tokens, size: int) -> Tokens:
     """Pads tokens with zeros to [B,size]."""
-    deepstack = None if tokens.deepstack is None else on_device(zero_padded(tokens.deepstack, 1, size))
+    deepstack = None if tokens.deepstack is None else jnp.asarray(zero_padded(tokens.deepstack, 1, size))
     positions = np.asarray(zero_padded(np.asarray(tokens.positions), 1, size))
-    return Tokens(on_device(zero_padded(tokens.embeddings, 1, size)), positions, deepstack)
+    return Tokens(jnp.asarray(zero_padded(tokens.embeddings, 1, size)), positions, deepstack)
 
 
 def padded_chunk(chunk: Chunk, size: int) -> Chunk:
@@ -303,8 +304,7 @@ class PieceSources:
             raise InputError(
                 f"piece {brief(id)!r}: got no canonical; expected provide({brief(id)!r}, chunk=…), or a store"
             )
-        # Unknown contents are taken on trust, as everywhere.
-        if None not in (content, chunk.content) and content != chunk.content:
+        if contents_differ(content, chunk.content):
             raise PatchMismatchError(f"piece {brief(id)!r}: got content {chunk.content!r}; expected {content!r}")
         return chunk
 

@@ -3,16 +3,19 @@
 import dataclasses
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import Unpack
 
 from ..backbone import Backbone
-from ..cache import Patch, brief, names_of
+from ..cache import Patch, brief
 from ..errors import WindowError
+from ..utils.kinds import all_of
 from . import window_json
 from .costs import Costs
 from .edits import Compact, Copy, Drop, Edit, Edits, Recompute, in_order
 from .entry import BARE, FRESH, Entry, How, PatchNote, PieceState, short_digest
 from .window_state import Gaps, Promise, WindowState
 from .window_steps import (
+    PatchOptions,
     check_base,
     check_new,
     check_patch,
@@ -106,10 +109,7 @@ class Window(WindowState):
         entry: Entry,
         how: How | None = None,
         patch: Patch | PatchNote | None = None,
-        *,
-        fetched: bool = False,
-        allow_stale: bool = False,
-        behind: str | None = None,
+        **options: Unpack[PatchOptions],
     ) -> "tuple[Window, Edits]":
         """Places an entry behind all others.
 
@@ -118,18 +118,14 @@ class Window(WindowState):
             canonical alone; "leading" does so at the front of the window, where the canonical is the prefill;
             "restored" places a stored prefill (`StoredPrefills`). None: "patch" if one is given, else "prefill".
           patch: formed behind `target()`.
-          fetched: canonical and patch are available without a `Fetch`.
-          allow_stale: accepts a patch that was formed behind something else.
-          behind: chain digest of what a restored prefill was computed behind. None: behind these very pieces, served as
-            they are, so that it is what a forward would compute. Otherwise the piece is approximate.
+          options: see `PatchOptions`.
 
         Raises:
           WindowError: an id that is in the window or was evicted (`recall` brings it back), a text that is not
           prefilled, or positions beyond 2**30. StalePatchError, PatchMismatchError: a patch that does not belong here.
         """
         check_new(self, entry)
-        index = len(self.pieces)
-        there, placing = with_new_piece(self, index, entry, how, patch, fetched, allow_stale, behind=behind)
+        there, placing = with_new_piece(self, len(self.pieces), entry, how, patch, **options)
         return there, with_moves(self, there, placing)
 
     def insert(
@@ -138,9 +134,7 @@ class Window(WindowState):
         before: str,
         how: How | None = None,
         patch: Patch | PatchNote | None = None,
-        *,
-        fetched: bool = False,
-        allow_stale: bool = False,
+        **options: Unpack[PatchOptions],
     ) -> "tuple[Window, Edits]":
         """Places an entry in front of another, else as `append`. What follows moves if there is no room, and has not
         seen it.
@@ -150,7 +144,7 @@ class Window(WindowState):
         """
         check_new(self, entry)
         index = movable_index(self, before, "insert")
-        there, placing = with_new_piece(self, index, entry, how, patch, fetched, allow_stale)
+        there, placing = with_new_piece(self, index, entry, how, patch, **options)
         return there, with_moves(self, there, placing)
 
     def recall(
@@ -160,9 +154,7 @@ class Window(WindowState):
         patch: Patch | PatchNote | None = None,
         *,
         before: str | None = None,
-        fetched: bool = False,
-        allow_stale: bool = False,
-        behind: str | None = None,
+        **options: Unpack[PatchOptions],
     ) -> "tuple[Window, Edits]":
         """Brings an evicted chunk back, behind all others or in front of one, else as `append`.
 
@@ -180,7 +172,7 @@ class Window(WindowState):
                 f"recall.id: got {shown(id)}, which is {found}; expected an evicted one, such as {evicted}"
             )
         index = len(self.pieces) if before is None else movable_index(self, before, "recall")
-        there, placing = with_new_piece(self, index, gone.entry, how, patch, fetched, allow_stale, gone, behind)
+        there, placing = with_new_piece(self, index, gone.entry, how, patch, gone, **options)
         return there, with_moves(self, there, placing)
 
     def replace(
@@ -189,9 +181,7 @@ class Window(WindowState):
         entry: Entry,
         how: How | None = None,
         patch: Patch | PatchNote | None = None,
-        *,
-        fetched: bool = False,
-        allow_stale: bool = False,
+        **options: Unpack[PatchOptions],
     ) -> "tuple[Window, Edits]":
         """Puts an entry in the place of another, which leaves, else as `append`. What follows has not seen it.
 
@@ -204,7 +194,7 @@ class Window(WindowState):
 
         # The old piece leaves first, and the entry gets its start if it fits there.
         left, drops = without(self, [index])
-        there, placing = with_new_piece(left, index, entry, how, patch, fetched, allow_stale, self.pieces[index])
+        there, placing = with_new_piece(left, index, entry, how, patch, self.pieces[index], **options)
         return there, with_moves(self, there, [*drops, *placing])
 
     def evict(self, *ids: str) -> "tuple[Window, Edits]":
@@ -256,12 +246,13 @@ class Window(WindowState):
           order: ids: the places of those that are named are filled in this order.
           patches: by id, what moved chunks are served by from now on, such as their orbit patch; formed behind their
             `target`.
+          fetched, allow_stale: see `PatchOptions`.
 
         Raises:
           WindowError: a piece that would move and is no order-free chunk, or is named twice; a patch of a piece that is
           not named. StalePatchError, PatchMismatchError: as `append`.
         """
-        ids = names_of(order, "order")
+        ids = all_of(str, order, "order")
         places = [self.index(id) for id in ids]
         if len(set(ids)) != len(ids):
             raise WindowError(f"reorder.order: got {tuple(map(brief, ids))}; expected each once")
@@ -339,7 +330,7 @@ class Window(WindowState):
         Args:
           patch: formed behind the chunk's `target`: of its canonical, or a removal patch of the conditioned KV that the
             window serves it by.
-          fetched, allow_stale: as `append`.
+          fetched, allow_stale: see `PatchOptions`.
 
         Raises:
           WindowError: a text, or a bare chunk that was never conditioned, without a patch. StalePatchError,

@@ -5,13 +5,13 @@ They take a `WindowState` and return one of the same class, because `Window`, wh
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, TypedDict, get_args
 
 from ..cache import Patch, brief
 from ..errors import PatchMismatchError, StalePatchError, WindowError
 from .costs import Costs
 from .edits import ApplyPatch, Copy, Drop, Edit, Edits, Fetch, Prefill, Rotate, in_order, new_edit
-from .entry import BARE, FRESH, LIMIT, Entry, How, PatchNote, PieceState, PlacedPiece, tuple_of
+from .entry import BARE, FRESH, LIMIT, Entry, How, PatchNote, PieceState, PlacedPiece, contents_differ, tuple_of
 from .provenance_chain import chain_digest, linked
 from .window_state import WindowState, recallable
 
@@ -164,22 +164,40 @@ def without[W: WindowState](window: W, indices: Sequence[int]) -> tuple[W, list[
 # ---------------------------------------------------------------------------------------------------- new pieces
 
 
+class PatchOptions(TypedDict, total=False):
+    """Options of the operations that place an entry.
+
+    Attributes:
+      fetched: canonical and patch are available without a `Fetch`.
+      allow_stale: accepts a patch that was formed behind something else.
+      behind: chain digest of what a restored prefill was computed behind. None: behind these very pieces, served as
+        they are, so that it is what a forward would compute. Otherwise the piece is approximate.
+    """
+
+    fetched: bool
+    allow_stale: bool
+    behind: str | None
+
+
 def with_new_piece[W: WindowState](
     window: W,
     index: int,
     entry: Entry,
     how: How | None,
     patch: Patch | PatchNote | None,
-    fetched: bool,
-    allow_stale: bool,
     before: PlacedPiece | None = None,
+    /,
+    *,
+    fetched: bool = False,
+    allow_stale: bool = False,
     behind: str | None = None,
 ) -> tuple[W, list[Edit]]:
     """Places an entry at an index. Returns the window and the edits that place it, without the moves of others.
 
     Args:
-      how, patch, fetched, allow_stale, behind: see `Window.append`.
+      how, patch: see `Window.append`.
       before: the piece that it was, or that it replaces.
+      fetched, allow_stale, behind: see `PatchOptions`.
     """
     note = None if patch is None else PatchNote.of(patch)
     state = _new_state(entry, how, note, behind)
@@ -285,7 +303,7 @@ def check_patch(window: WindowState, note: PatchNote, piece: PlacedPiece, allow_
     entry = piece.entry
     if note.chunk != entry.id:
         raise PatchMismatchError(f"patch: got one of chunk {note.chunk!r}; expected {entry.id!r}")
-    if None not in (note.content, entry.content) and note.content != entry.content:
+    if contents_differ(note.content, entry.content):
         raise PatchMismatchError(
             f"patch: got one of chunk {shown(entry.id)} with content {note.content!r}; expected {entry.content!r}"
         )

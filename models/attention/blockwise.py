@@ -134,6 +134,7 @@ def _attend(block: _Queries, keys: _Keys, mask: Mask, allowed: Array | None, sca
 def _blocks_of_queries(
     query: Array, mask: Mask, keys: _Keys, allowed: Array | None, blocks: AttentionBlocks
 ) -> _Queries:
+    """Cuts queries, and what the mask says of them, into blocks, each with the blocks of keys that it looks at."""
     B, T, N, H = query.shape
     kv_heads, size = keys.key.shape[2], blocks.queries
 
@@ -160,6 +161,8 @@ def _needed(
     low, high = (reduce(places, axis=2)[:, None] for reduce in (jnp.min, jnp.max))  # [queries, 1, B]
     first = jnp.min(keys.places, axis=2)[None]  # [1, keys, B]
     last = jnp.max(jnp.where(keys.places == NOWHERE, -1, keys.places), axis=2)[None]
+
+    # Blocks of padding alone are passed over, then those above the diagonal and those behind every query's window.
     needed = first != NOWHERE
     if mask.causal:
         needed = needed & (first <= high)
@@ -194,5 +197,5 @@ def _padded(x: Array, *axes: tuple[int, int], fill: int = 0, edge: bool = False)
 
 
 def _cut(x: Int[Array, "*shape"] | Array, size: int) -> Array:
-    """Axis 1 as blocks of `size`: [B, blocks, size, …]."""
+    """Cuts axis 1 into blocks of `size`: [B, blocks, size, …]."""
     return x.reshape(x.shape[0], -1, size, *x.shape[2:])

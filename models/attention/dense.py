@@ -21,6 +21,8 @@ def dense(
     grouped = query.reshape(B, T, K, N // K, H)
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(mask[:, :, None], scores, -jnp.inf)
+    # The floor of the maximum keeps a row that sees nothing at exp(−∞) = 0, where −∞ − −∞ would be NaN. Softmax does
+    # not depend on what is taken off, so nothing is differentiated through it.
     top = jnp.max(scores, axis=-1, keepdims=True, initial=-1e30)
     weights = jnp.exp(scores - jax.lax.stop_gradient(top))
     weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)

@@ -78,13 +78,13 @@ class Mask:
                 raise ShapeError(f"mask: got {name} of shape {tuple(array.shape)}; expected {(rows, *rest)}")
 
     def places_of_queries(self, queries: int) -> Int[Array, "B T"]:
-        """Places of the queries, [1,T] or [B,T]."""
+        """Returns places of the queries, [1,T] or [B,T]."""
         if self.query_places is None:
             return (jnp.arange(queries, dtype=jnp.int32) + self.offset)[None]
         return jnp.asarray(self.query_places, jnp.int32)
 
     def places_of_keys(self, keys: int) -> Int[Array, "B S"]:
-        """Places of the keys, [1,S] or [B,S]."""
+        """Returns places of the keys, [1,S] or [B,S]."""
         if self.key_places is None:
             return jnp.arange(keys, dtype=jnp.int32)[None]
         return jnp.asarray(self.key_places, jnp.int32)

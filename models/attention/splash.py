@@ -83,7 +83,7 @@ def _heads_first(x: Array) -> Array:
 
 
 def _segments(mask: Mask, rows: int, queries: int, keys: int) -> SegmentIds | None:
-    """Segments of queries and keys; what sees nothing, and padding, is in one that no other side has."""
+    """Returns segments of queries and keys; what sees nothing, and padding, is in one that no other side has."""
     if mask.query_segments is None and queries % BLOCK == keys % BLOCK == 0:
         return None
 

@@ -36,6 +36,5 @@ from .views import WHOLE as WHOLE
 from .views import Rule as Rule
 from .views import TensorSelection as TensorSelection
 from .views import ViewSource as ViewSource
-from .views import split_groups as split_groups
 from .views import split_rows as split_rows
 from .writing import save_weights as save_weights

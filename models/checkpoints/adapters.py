@@ -89,7 +89,8 @@ class LoRASource:
             raise WeightsError(
                 f"{path}: got a damaged or truncated file ({error}); expected a safetensors file"
             ) from error
-        self._infos = _infos(self._file)
+        slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118  (not a dict)
+        self._infos = {name: TensorInfo(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
 
         self._changes = self._read_changes(config, translate)
         self.changed = frozenset(self._changes)
@@ -133,6 +134,7 @@ class LoRASource:
             merged += np.float32(change.scale) * self._get(change.bias).astype(np.float32)[region]
 
         if change.up is not None and change.down is not None:
+            # Of the product only what the region asks for.
             up, down = (self._get(part).astype(np.float32) for part in (change.up, change.down))
             first, second = (down.T, up.T) if change.embedding else (up, down)
             rows, columns = (*region, *[slice(None)] * (2 - len(region)))
@@ -260,8 +262,3 @@ def _of_pattern(patterns: Mapping[str, Any] | None, module: str, default: int | 
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return default
-
-
-def _infos(file: Any) -> dict[str, TensorInfo]:
-    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-    return {name: TensorInfo(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}

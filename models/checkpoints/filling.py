@@ -51,7 +51,7 @@ def fill(name: str, stored: StoredTensor, spans: Spans, out: np.ndarray, check: 
 def _pieces(
     stored: StoredTensor, spans: Spans, out: np.ndarray
 ) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray | None]]:
-    """Pieces of the region as they are read: place in the region, values, and the part of `out` they are for.
+    """Yields pieces of the region as they are read: place in the region, values, and the part of `out` they are for.
 
     That part is None where they were read into `out` itself. Values are there until the next piece is asked for.
     """
@@ -108,6 +108,7 @@ class _Rows:
                     each, begin + index * self._stride + self._skip * self._stored.dtype.itemsize
                 )
         else:
+            # Short runs close together: whole rows are read, and what lies between is thrown away.
             count = max(1, PIECE // self._stride)
             for index in range(0, len(out), count):
                 part = out[index : index + count]

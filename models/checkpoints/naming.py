@@ -62,13 +62,18 @@ def choose_naming(origin: str, names: Iterable[str], namings: Sequence[Naming], 
             claims[name] = found
 
     if not claims:
-        kinds = "; ".join(f"{naming.who}: {_examples(naming)}" for naming in namings)
-        raise WeightsError(f"{origin}: got no known tensor ({_first(names)}); expected names {kinds}")
+        listed = sorted(names)
+        found = f"first of {len(listed)}: {listed[0]!r}" if listed else "it holds none"
+        kinds = []
+        for naming in namings:
+            kinds.append(f"{naming.who}: {', '.join(f'{theirs}*' for theirs, _ in naming.prefixes)}")
+        raise WeightsError(f"{origin}: got no known tensor ({found}); expected names {'; '.join(kinds)}")
 
     for naming in namings:
         if all(naming in found for found in claims.values()):
             return naming
 
+    # Names of two kinds: the one that explains most, and a tensor that only another explains.
     most = max(namings, key=lambda naming: sum(naming in found for found in claims.values()))
     other, others = next((name, found) for name, found in claims.items() if most not in found)
     first = next(name for name, found in claims.items() if most in found and others[0] not in found)
@@ -103,12 +108,3 @@ def rename(source: TensorSource, namings: Sequence[Naming], known: Known) -> Ten
 def same(who: str, *prefixes: str) -> Naming:
     """Returns the names of the family's entries themselves, by what they begin with."""
     return Naming(who, tuple((prefix, prefix) for prefix in prefixes))
-
-
-def _examples(naming: Naming) -> str:
-    return ", ".join(f"{theirs}*" for theirs, _ in naming.prefixes)
-
-
-def _first(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return f"first of {len(listed)}: {listed[0]!r}" if listed else "it holds none"

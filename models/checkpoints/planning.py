@@ -144,10 +144,10 @@ def check_tensors(
             )
 
     known = {tensor.name for tensor in tensors}
-    skip = [re.compile(pattern) for pattern in ignore]
-    extra = sorted(
-        name for name in source.tensors if name not in known and not any(rule.fullmatch(name) for rule in skip)
-    )
+    rest = source.tensors.keys() - known
+    for pattern in ignore:
+        rest = {name for name in rest if not re.fullmatch(pattern, name)}
+    extra = sorted(rest)
     if extra:
         raise WeightsError(
             f"{source.origin}: got tensor {extra[0]!r} ({len(extra)} such in all); expected only parameters that this "

@@ -136,8 +136,8 @@ def load_weights(
             inner[path[-1]] = value
 
     # Of a file that was written to while it was read, old and new numbers may be mixed.
-    stored = [stored_tensor(source, name) for name in {tensor.name for tensor in tensors}]
-    for file in {tensor.file for tensor in stored if tensor is not None}:
+    places = [stored_tensor(source, tensor.name) for tensor in tensors]
+    for file in {place.file for place in places if place is not None}:
         file.check_unchanged()
     return params
 
@@ -237,19 +237,32 @@ def _jobs(
     Except where the parameter has axes of the file flattened together: then no region of it is one of the file's
     tensor, and all of what it needs is read.
     """
-    permute = tensor.entry.permute
+    permute, name = tensor.entry.permute, tensor.name
     if tensor.entry.file_shape is not None:
-        yield out.nbytes, functools.partial(_fill_flattened, source, tensor, shape, region, out)
+
+        def fill_flattened() -> None:
+            value = _read_finite(source, name, _in_file(tensor, tuple((0, size) for size in tensor.piece)))
+            value = value if permute is None else value.transpose(permute)
+            convert(value.reshape(shape)[tuple(slice(*span) for span in region)], out)
+
+        yield out.nbytes, fill_flattened
         return
 
     spans = _in_file(tensor, unpermuted(region, permute))
     out = out if permute is None else out.transpose(np.argsort(permute))
-    stored = stored_tensor(source, tensor.name)
-    copy = functools.partial(_fill_computed, source) if stored is None else functools.partial(fill, stored=stored)
+    stored = stored_tensor(source, name)
+
+    def copy(spans: Spans, out: np.ndarray) -> None:
+        if stored is None:
+            convert(_read_finite(source, name, spans), out)
+        else:
+            fill(name, stored, spans, out)
+
     if not spans or out.nbytes <= _JOB:
-        yield out.nbytes, functools.partial(copy, tensor.name, spans=spans, out=out)
+        yield out.nbytes, functools.partial(copy, spans, out)
         return
 
+    # Whole blocks of rows, so that no block of a quantised tensor is dequantised twice.
     (first, last), *inner = spans
     rows = max(1, len(out) * _JOB // out.nbytes)
     step = rows - rows % _BLOCK or rows
@@ -257,31 +270,15 @@ def _jobs(
     for start in range(first, last, step):
         part = out[start - first : start - first + step]
         span = (start, min(start + step, last))
-        yield part.nbytes, functools.partial(copy, tensor.name, spans=(span, *inner), out=part)
+        yield part.nbytes, functools.partial(copy, (span, *inner), part)
 
 
-def _fill_computed(source: TensorSource, name: str, spans: Spans, out: np.ndarray) -> None:
-    """Fills `out` with a region of a tensor that the source computes."""
-    value = source.read(name, _slices(source, name, spans))
-    check_finite(name, value, tuple(start for start, _ in spans))
-    convert(value, out)
-
-
-def _fill_flattened(
-    source: TensorSource, tensor: PlannedTensor, shape: tuple[int, ...], region: Spans, out: np.ndarray
-) -> None:
-    spans = _in_file(tensor, tuple((0, size) for size in tensor.piece))
-    value = source.read(tensor.name, _slices(source, tensor.name, spans))
-    check_finite(tensor.name, value, tuple(start for start, _ in spans))
-    permute = tensor.entry.permute
-    value = value if permute is None else value.transpose(permute)
-    convert(value.reshape(shape)[tuple(slice(*span) for span in region)], out)
-
-
-def _slices(source: TensorSource, name: str, spans: Spans) -> tuple[slice, ...] | None:
-    """Returns a region as `read` takes it; None for all of the tensor."""
+def _read_finite(source: TensorSource, name: str, spans: Spans) -> np.ndarray:
+    """Reads a region of a tensor through its source, which may compute it. Raises WeightsError for NaN and infinity."""
     whole = spans == tuple((0, size) for size in source.tensors[name].shape)
-    return None if whole else tuple(slice(*span) for span in spans)
+    value = source.read(name, None if whole else tuple(slice(*span) for span in spans))
+    check_finite(name, value, tuple(start for start, _ in spans))
+    return value
 
 
 def _in_file(tensor: PlannedTensor, spans: Spans) -> Spans:

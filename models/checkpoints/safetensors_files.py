@@ -15,7 +15,7 @@ import numpy as np
 from kvpatch_jax.errors import WeightsError
 
 from .filling import fill
-from .source import NUMPY_TYPES, OpenFile, Slices, StoredTensor, TensorInfo
+from .source import NUMPY_TYPES, OpenFile, Slices, StoredTensor, TensorInfo, whole_region
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -50,9 +50,7 @@ class SafetensorsSource:
     def read(self, name: str, region: Slices | None = None) -> np.ndarray:
         """Reads a tensor or a region of it. Raises WeightsError where the data cannot be read."""
         stored = self.stored(name)
-        given = region or ()
-        whole = (*given, *[slice(None)] * (len(stored.shape) - len(given)))
-        spans = tuple(part.indices(size)[:2] for part, size in zip(whole, stored.shape, strict=True))
+        spans = tuple((part.start, part.stop) for part in whole_region(stored.shape, region))
         out = np.empty([max(0, stop - start) for start, stop in spans], stored.dtype)
         fill(name, stored, spans, out, check=False)
         return out
@@ -131,17 +129,17 @@ def _parsed(file: OpenFile) -> dict[str, _Stored]:
     length = np.zeros(1, "<u8")
     file.read_into(length, 0)
     if not 2 <= length[0] <= min(_LONGEST_HEADER, file.size - 8):
-        raise ValueError(f"a header of {length[0]} bytes in a file of {file.size}")
+        raise ValueError(f"header: got {length[0]} bytes in a file of {file.size}; expected a length that fits")
 
     text = np.empty(int(length[0]), np.uint8)
     file.read_into(text, 8)
     table = json.loads(text.tobytes().decode("utf-8"), object_pairs_hook=_table_of)
     if not isinstance(table, dict):
-        raise ValueError(f"a header that is a {type(table).__name__}; expected a table")
+        raise ValueError(f"header: got a {type(table).__name__}; expected a table")
 
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("__metadata__ that is no table of texts")
+        raise ValueError(f"__metadata__: got {metadata!r:.80}; expected a table of texts")
 
     first = 8 + len(text)
     spans = {name: _span(name, entry) for name, entry in table.items()}
@@ -150,37 +148,40 @@ def _parsed(file: OpenFile) -> dict[str, _Stored]:
     # Tensors lie without gaps or overlaps, in whatever order the header lists them.
     for name, (_, start, stop) in sorted(spans.items(), key=lambda item: item[1][1:]):
         if start != end:
-            raise ValueError(f"tensor {name!r} starts at {start}; expected {end}, where the one before it ends")
+            raise ValueError(f"tensor {name!r}: got start {start}; expected {end}, where the one before it ends")
         end = stop
 
     if first + end != file.size:
-        raise ValueError(f"data of {end} bytes; expected {file.size - first}, to the end of the file")
+        raise ValueError(f"data: got {end} bytes; expected {file.size - first}, to the end of the file")
     return {name: _Stored(info, file, first + start) for name, (info, start, _) in spans.items()}
 
 
 def _table_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Python's reader keeps the last of two alike, and another reader may keep the first.
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("a name that is there twice")
+        raise ValueError(f"header: got {len(pairs)} names, {len(table)} of them different; expected each once")
     return table
 
 
 def _span(name: str, entry: Any) -> tuple[TensorInfo, int, int]:
     """Returns what a header says of one tensor, with the first byte of its data and the one behind its last."""
     if not isinstance(entry, dict):
-        raise ValueError(f"tensor {name!r} is a {type(entry).__name__}; expected a table")
+        raise ValueError(f"tensor {name!r}: got a {type(entry).__name__}; expected a table")
 
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise ValueError(f"tensor {name!r} has type {dtype!r}; expected one of {sorted(_BITS)}")
+        raise ValueError(f"tensor {name!r}: got type {dtype!r}; expected one of {sorted(_BITS)}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}; expected sizes")
+        raise ValueError(f"tensor {name!r}: got shape {shape!r} and data_offsets {offsets!r}; expected sizes")
 
-    start, stop = offsets
-    if 8 * (stop - start) != math.prod(shape) * _BITS[dtype]:
-        raise ValueError(f"tensor {name!r} of shape {shape} and type {dtype} has {stop - start} bytes")
+    # In bits: elements of some types fill no whole bytes.
+    (start, stop), bits = offsets, math.prod(shape) * _BITS[dtype]
+    if 8 * (stop - start) != bits:
+        raise ValueError(f"tensor {name!r}: got {stop - start} bytes; expected {bits} bits, as {shape} of {dtype} has")
     return TensorInfo(tuple(shape), dtype), start, stop
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    # By type: true and false are whole numbers to Python.
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)

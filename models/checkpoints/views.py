@@ -33,17 +33,12 @@ Rule = tuple[str, Mapping[str, TensorSelection]]
 """A regular expression of names in the file, and what each becomes: replacement → piece; nothing where it is unread."""
 
 
-def split_rows(**rows: int) -> dict[str, TensorSelection]:
-    """Pieces that lie one behind the other on the first axis: name → rows."""
-    size, start, pieces = sum(rows.values()), 0, dict[str, TensorSelection]()
-    for name, count in rows.items():
-        pieces[name] = TensorSelection(((start, start + count),), size)
-        start += count
-    return pieces
+def split_rows(groups: int = 1, **rows: int) -> dict[str, TensorSelection]:
+    """Returns pieces that lie one behind the other on the first axis: name → rows.
 
-
-def split_groups(groups: int, **rows: int) -> dict[str, TensorSelection]:
-    """Returns pieces that repeat, one behind the other, in each of `groups`; a piece takes its rows of all of them."""
+    They may repeat so in each of several `groups` (InternLM2: the query, key and value of each KV head); a piece takes
+    its rows of all of them.
+    """
     period, start, pieces = sum(rows.values()), 0, dict[str, TensorSelection]()
     for name, count in rows.items():
         runs = tuple((group * period + start, group * period + start + count) for group in range(groups))
@@ -95,8 +90,9 @@ class ViewSource:
         # Rows are counted over the piece's runs, which need not lie together in the file.
         rows, *others = region or (slice(None),)
         first, last, _ = rows.indices(self.tensors[name].shape[0])
-        found, passed = [self._inner.read(stored, (slice(0, 0), *others))], 0
 
+        # A read of no rows comes first, so that an empty region has the type and the other axes all the same.
+        found, passed = [self._inner.read(stored, (slice(0, 0), *others))], 0
         for start, stop in piece.rows:
             low, high = max(first - passed, 0), min(last - passed, stop - start)
             if low < high:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from .entries import Part, TensorEntry, flatten_params
+from .entries import TensorEntry, flatten_params
 from .planning import PlannedTensor, plan
 from .safetensors_files import SINGLE_FILE
 
@@ -31,9 +31,11 @@ def save_weights(directory: str | os.PathLike[str], params: Mapping[str, Any], e
         leaf = np.asarray(flat[path])
         for tensor in group:
             part = tensor.entry.part
+            # Pieces of a fused tensor come one by one, each with an entry of its own.
             if part is not None:
                 fused = values.setdefault(tensor.name, np.zeros(tensor.file_shape, leaf.dtype))
-                fused[_cut(part)] = _to_file(leaf[tensor.slot], tensor)
+                cut = (*[slice(None)] * part.axis, slice(part.start, part.stop))
+                fused[cut] = _to_file(leaf[tensor.slot], tensor)
             elif tensor.entry.tied_to is None:
                 values[tensor.name] = _to_file(leaf[tensor.slot], tensor)
 
@@ -48,10 +50,6 @@ def save_weights(directory: str | os.PathLike[str], params: Mapping[str, Any], e
         partial.unlink(missing_ok=True)
 
     return root / SINGLE_FILE
-
-
-def _cut(part: Part) -> tuple[slice, ...]:
-    return (*[slice(None)] * part.axis, slice(part.start, part.stop))
 
 
 def _to_file(value: np.ndarray, tensor: PlannedTensor) -> np.ndarray:

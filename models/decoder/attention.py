@@ -82,9 +82,12 @@ class LatentAttention(nnx.Module):
         inner = x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
         query = self.query(inner).reshape(*x.shape[:2], self.heads, latent.plain_dim + latent.rope_dim)
         plain, turning = query[..., : latent.plain_dim], query[..., latent.plain_dim :]
+
         # A head's plain key is the latent times `up`, so its query is multiplied by `up` instead, once per token.
         up = self._up(x.dtype)[..., : latent.plain_dim]
         absorbed = jnp.einsum("BTNU,CNU->BTNC", plain, up, preferred_element_type=jnp.float32).astype(x.dtype)
+
+        # One latent and one rotary key for all heads: an axis of a single KV head.
         down = self.down(x)[:, :, None]
         ckv, kpe = self.latent_norm(down[..., : latent.latent]), down[..., latent.latent :]
         if latent.reads_pairs:

@@ -24,6 +24,7 @@ def forward_costs(config: DecoderConfig) -> ForwardCosts:
         down = width * (latent.latent + latent.rope_dim)
         absorbed = heads * latent.latent * (latent.plain_dim + latent.value_dim)
         output = heads * latent.value_dim * width
+        # A head's query meets the latent and the rotary key, and its weights meet the latent again.
         token, pair = query + down + absorbed + output, heads * (2 * latent.latent + latent.rope_dim)
 
     tokens, windows = [], []

@@ -27,7 +27,7 @@ from ..attention import Mask, as_mask
 from .attention import GroupedAttention, LatentAttention
 from .cached import KV, behind, read_pages, written_into, written_into_keys
 from .config import DecoderConfig
-from .layers import GatedMLP, Linear, RMSNorm, in_blocks, product
+from .layers import TABLE_SCALE, GatedMLP, Linear, RMSNorm, in_blocks, normal, product
 from .moe import ExpertParam, Experts
 from .stacks import layers_to_scan
 
@@ -103,8 +103,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
-        table = 0.02 * jax.random.normal(rngs.params(), (config.vocabulary, config.width), jnp.float32)
-        self.embedding = nnx.Param(table.astype(dtype))
+        self.embedding = nnx.Param(normal(rngs, (config.vocabulary, config.width), TABLE_SCALE, dtype))
         dense = config.dense_layers
         self.dense_layers = DecoderLayer(config, rngs, lead=(dense,)) if dense else None
         self.layers = DecoderLayer(config, rngs, lead=(config.layers - dense,), dense=config.experts is None)

@@ -178,6 +178,12 @@ def _sort_pairs(index: Array, experts: int) -> tuple[Array, Array, Array]:
     return pairs, jnp.argsort(pairs, stable=True), expert_load(index, experts)
 
 
+def _gated(product: Callable[[Array, Array], Array], x: Array, parts: ExpertWeights, activation: Any) -> Array:
+    """Returns down(activation(gate(x)) · up(x)) by this product; what is multiplied is rounded to the type of `x`."""
+    inner = activation(product(x, parts.gate).astype(x.dtype)) * product(x, parts.up).astype(x.dtype)
+    return product(inner, parts.down)
+
+
 # --------------------------------------------------------------------------------------------------------- dense
 
 
@@ -243,9 +249,8 @@ def _blockwise(x: Array, index: Array, weights: Array, own: _LayerExperts, skip:
 
     def add(mixed: Array, tokens: Array, scale: Array, expert: Array) -> Array:
         inside = x.at[tokens].get(mode="fill", fill_value=0)
-        gate, up, down = (_pick(part, own.first + expert).astype(x.dtype) for part in own.flat)
-        inner = own.activation(_product(inside, gate).astype(x.dtype)) * _product(inside, up).astype(x.dtype)
-        out = _product(inner, down) * scale[:, None]
+        one = ExpertWeights(*(_pick(part, own.first + expert).astype(x.dtype) for part in own.flat))
+        out = _gated(_product, inside, one, own.activation) * scale[:, None]
         # A token is in a block once, and so is every number that stands for none.
         return mixed.at[tokens].add(out, mode="drop", unique_indices=True)
 
@@ -280,9 +285,7 @@ def _ragged(x: Array, index: Array, weights: Array, own: _LayerExperts) -> Float
     def product(x, part):
         return jax.lax.ragged_dot(x, part.astype(x.dtype), groups, preferred_element_type=jnp.float32)
 
-    inside = x[order // X]
-    inner = own.activation(product(inside, flat.gate).astype(x.dtype)) * product(inside, flat.up).astype(x.dtype)
-    out = product(inner, flat.down).astype(x.dtype)
+    out = _gated(product, x[order // X], flat, own.activation).astype(x.dtype)
     # Rows behind the last group are whatever the kernel left there.
     out = jnp.where((jnp.arange(T * X) < jnp.sum(sizes))[:, None], out, 0)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(T * X), unique_indices=True)
@@ -299,7 +302,6 @@ def kernel_rows(pairs: int, experts: int) -> int:
 
 def _by_kernel(x: Array, index: Array, weights: Array, own: _LayerExperts) -> Float[Array, "T D"]:
     """Multiplies all blocks at once by a kernel, and gathers each token's rows."""
-    flat = own.flat
     blocks = lay_out_blocks(index, weights, own.experts, kernel_rows(index.size, own.experts))
     which = (own.first + blocks.expert).astype(jnp.int32)
 
@@ -307,8 +309,7 @@ def _by_kernel(x: Array, index: Array, weights: Array, own: _LayerExperts) -> Fl
         return block_product(x, part, which, blocks.used.astype(jnp.int32), implementation="gpu")
 
     inside = x.at[blocks.tokens.reshape(-1)].get(mode="fill", fill_value=0)
-    inner = own.activation(product(inside, flat.gate)) * product(inside, flat.up)
-    out = product(inner, flat.down)
+    out = _gated(product, inside, own.flat, own.activation)
     # Rows of blocks that hold nothing are anything; no pair's place is there.
     out = out.at[blocks.places].get(mode="fill", fill_value=0)
     return jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=1)

@@ -170,11 +170,13 @@ def read_scaling(raw: Raw, table: Raw, regime: Regime) -> Scaling | None:
     derived = kind == "longrope" or (kind == "yarn" and "factor" in table)
     name_of_original = "original_max_position_embeddings"
     original = raw.get(name_of_original) or table.get(name_of_original) or longest
+
     if factor is None and not derived:
         raise ConfigError(f"rope type {name!r}: got no 'factor'; expected a number")
     if factor is None:
         factor = longest / original if longest and original else 1.0
 
+    # Each kind has the fields that its formula reads, and no others.
     if kind == "linear":
         return Scaling("linear", factor)
     if kind == "dynamic":
@@ -182,9 +184,11 @@ def read_scaling(raw: Raw, table: Raw, regime: Regime) -> Scaling | None:
             raise ConfigError(f"regime: got {regime!r} for a dynamic rope; expected a sequence length")
         # Of this kind alone the original length is the longest that the model was trained on.
         return Scaling("dynamic", factor, longest, length=regime or longest)
+
     if kind == "llama3":
         bands = {band: need(table, band) for band in ("low_freq_factor", "high_freq_factor")}
         return Scaling("llama3", factor, original, **bands)
+
     if kind == "yarn":
         return Scaling(
             "yarn",

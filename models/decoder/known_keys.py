@@ -79,7 +79,9 @@ _KINDS = {
     "a positive whole number or a list": "image_size patch_size temporal_patch_size merge_kernel_size",
     "a whole number or a list": "vision_feature_layer",
 }
-_KIND = {key: kind for kind, keys in _KINDS.items() for key in _words(keys)}
+_KIND: dict[str, str] = {}
+for _kind, _keys in _KINDS.items():
+    _KIND |= dict.fromkeys(_words(_keys), _kind)
 _NULL = _words(
     """
     num_key_value_heads head_dim sliding_window q_lora_rank rope_scaling rope_parameters layer_types layers_block_type
@@ -102,6 +104,7 @@ _ROPE: dict[str, Any] = {
 
 
 def _sizes(vocabulary: int, width: int, inner: int, layers: int, heads: int, length: int) -> dict[str, Any]:
+    """Returns a text tower's keys with the sizes that its class has by default."""
     return _ROPE | {
         "vocab_size": vocabulary,
         "hidden_size": width,
@@ -442,7 +445,10 @@ def complete(raw: Any, kind: str, place: str = "config.json", drop: Collection[s
                     f"{place}: got {key} {_short(value)}, which is not built for {kind}; expected {only[key]!r}"
                 )
         elif key in known:
-            _check(place, key, value)
+            wanted = _KIND.get(key)
+            absent = value is None and key in _NULL
+            if wanted is not None and not absent and not _is(wanted, value):
+                raise ConfigError(f"{place}: got {key} {_short(value)}; expected {wanted}")
             found[key] = value
         elif given in INERT or given in (drop or ()) or value is None or (given in OFF and not value):
             found[given] = value
@@ -456,15 +462,9 @@ def complete(raw: Any, kind: str, place: str = "config.json", drop: Collection[s
     return known | found
 
 
-def _check(place: str, key: str, value: Any) -> None:
-    kind = _KIND.get(key)
-    if kind is None or (value is None and key in _NULL):
-        return
-    if not _is(kind, value):
-        raise ConfigError(f"{place}: got {key} {_short(value)}; expected {kind}")
-
-
 def _is(kind: str, value: Any) -> bool:
+    """Returns whether a value of JSON is of a kind of `_KINDS`."""
+    # true and false are whole numbers to Python.
     whole = isinstance(value, int) and not isinstance(value, bool)
     if kind == "a positive whole number":
         return whole and value > 0

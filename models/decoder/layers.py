@@ -18,6 +18,10 @@ BLOCK_TOKENS = 4096
 """Tokens that an MLP takes at a time: its inner width is several times the model's."""
 
 
+TABLE_SCALE = 0.02
+"""Standard deviation of drawn embeddings and learned positions."""
+
+
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: DTypeLike) -> Array:
     """Returns normal values of one standard deviation, drawn in float32."""
     return (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)

@@ -49,6 +49,7 @@ def choose_experts(
     _, index = jax.lax.top_k(choice, config.chosen)
     weights = jnp.take_along_axis(scores, index, axis=-1)
     if config.renormalise:
+        # As DeepSeek's own code has it; sigmoid scores may all round to zero.
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return index, weights * config.scaling
 

@@ -173,7 +173,7 @@ def check_parameters(
     expected: Expected,
     shardings: Mapping[ParamPath, NamedSharding] | None = None,
 ) -> None:
-    """Asserts the type of every parameter and, where given, how it lies over its mesh.
+    """Checks the type of every parameter and, where given, how it lies over its mesh.
 
     Raises:
       WeightsError: a parameter of another type or sharding, which it names beside what was expected.

@@ -14,7 +14,9 @@ FusedExperts = Literal["no", "rows", "columns"]
 _LAYOUTS = {"no": "one tensor per expert", "rows": "fused as [E, 2I, D]", "columns": "fused as [E, D, 2I]"}
 
 
-def linear_entries(name: str, path: ParamPath, *, bias: bool, stack: bool = True, offset: int = 0) -> list[TensorEntry]:
+def linear_entries(
+    name: str, path: ParamPath, *, bias: bool = True, stack: bool = False, offset: int = 0
+) -> list[TensorEntry]:
     """Returns the kernel (and bias) of a linear map called `name`; in the file kernels are [out, in]."""
     entries = [TensorEntry(f"{name}.weight", (*path, "kernel"), permute=TRANSPOSE, stack=stack, offset=offset)]
     return [*entries, TensorEntry(f"{name}.bias", (*path, "bias"), stack=stack, offset=offset)] if bias else entries
@@ -81,7 +83,7 @@ def decoder_entries(
 
     if config.tied_embeddings:
         return entries
-    return entries + linear_entries(head, (*root, "head"), bias=False, stack=False)
+    return entries + linear_entries(head, (*root, "head"), bias=False)
 
 
 def expert_layout(
@@ -136,6 +138,7 @@ def expert_layout(
 def _grouped(
     config: DecoderConfig, name: str, path: ParamPath, fused: tuple[str, ...], offset: int
 ) -> list[TensorEntry]:
+    """Returns the entries of grouped-query or multi-head attention."""
     bias = config.attention_bias
     widths = {"query": config.heads, "key": config.kv_heads, "value": config.kv_heads}
     rows = {part: heads * config.head_dim for part, heads in widths.items()}
@@ -146,9 +149,9 @@ def _grouped(
     else:
         entries = []
         for part in rows:
-            entries += linear_entries(f"{name}.{part[0]}_proj", (*path, part), bias=bias, offset=offset)
+            entries += linear_entries(f"{name}.{part[0]}_proj", (*path, part), bias=bias, stack=True, offset=offset)
 
-    entries += linear_entries(f"{name}.o_proj", (*path, "output"), bias=config.output_bias, offset=offset)
+    entries += linear_entries(f"{name}.o_proj", (*path, "output"), bias=config.output_bias, stack=True, offset=offset)
     if config.qk_norm:
         entries += [norm_entry(f"{name}.{part[0]}_norm", (*path, f"{part}_norm"), offset) for part in ("query", "key")]
     return entries
@@ -157,13 +160,14 @@ def _grouped(
 def _latent(
     config: DecoderConfig, name: str, path: ParamPath, fused: tuple[str, ...], offset: int
 ) -> list[TensorEntry]:
+    """Returns the entries of latent attention; only its downward projections may have biases."""
     assert config.latent is not None
 
     def down(theirs, ours):
-        return linear_entries(f"{name}.{theirs}", (*path, ours), bias=config.attention_bias, offset=offset)
+        return linear_entries(f"{name}.{theirs}", (*path, ours), bias=config.attention_bias, stack=True, offset=offset)
 
     def plain(theirs, ours):
-        return linear_entries(f"{name}.{theirs}", (*path, ours), bias=False, offset=offset)
+        return linear_entries(f"{name}.{theirs}", (*path, ours), bias=False, stack=True, offset=offset)
 
     if config.latent.query_rank is None:
         entries = plain("q_proj", "query")
@@ -173,7 +177,8 @@ def _latent(
 
     entries += down("kv_a_proj_with_mqa", "down") + plain("kv_b_proj", "up")
     entries.append(norm_entry(f"{name}.kv_a_layernorm", (*path, "latent_norm"), offset))
-    return entries + linear_entries(f"{name}.o_proj", (*path, "output"), bias=config.output_bias, offset=offset)
+    bias = config.output_bias
+    return entries + linear_entries(f"{name}.o_proj", (*path, "output"), bias=bias, stack=True, offset=offset)
 
 
 def _mlp(
@@ -185,14 +190,15 @@ def _mlp(
         entries = fused_entries(f"{name}.gate_up_proj", path, {"gate": inner, "up": inner}, bias=bias, offset=offset)
         parts = ("down",)
     for part in parts:
-        entries += linear_entries(f"{name}.{part}_proj", (*path, part), bias=bias, offset=offset)
+        entries += linear_entries(f"{name}.{part}_proj", (*path, part), bias=bias, stack=True, offset=offset)
     return entries
 
 
 def _experts(config: DecoderConfig, name: str, path: ParamPath, fused: FusedExperts, offset: int) -> list[TensorEntry]:
+    """Returns the entries of a mixture: its router, its experts and those that every token takes."""
     experts = config.experts
     assert experts is not None
-    entries = linear_entries(f"{name}.gate", (*path, "router"), bias=False, offset=offset)
+    entries = linear_entries(f"{name}.gate", (*path, "router"), bias=False, stack=True, offset=offset)
     if experts.router == "sigmoid":
         correction = (*path, "correction")
         entries.append(TensorEntry(f"{name}.gate.e_score_correction_bias", correction, stack=True, offset=offset))

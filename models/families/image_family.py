@@ -1,4 +1,4 @@
-"""What families with images share: reading the parts of a configuration, and placing features among embeddings."""
+"""What families with images share: the parts of a configuration, the model, what Qwen's families do with images."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,6 +15,8 @@ from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import need, read_axial_theta
 from ..decoder.known_keys import complete
+from ..inputs.qwen_images import ImageConfig, preprocess_images
+from .family import Vision
 
 _DTYPES = ("dtype", "torch_dtype")
 
@@ -135,13 +137,14 @@ def one_kind_of_grid(arrays: Mapping[str, Any]) -> np.ndarray | None:
     return grids[0] if grids else None
 
 
-def packed_plan(
-    plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]],
-) -> Callable[[Any, np.ndarray, Mapping[str, Any]], dict[str, np.ndarray] | None]:
-    """Returns a Qwen family's `Vision.plan`: its tower's own plan of the grids, held against ids and pixels.
+def qwen_vision(plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]], *tables: str) -> Vision:
+    """Returns what a Qwen family does with images.
 
-    Raises:
-      InputError: placeholders or patches that do not match the grids, or images and videos in one call.
+    Its plan is the tower's own plan of the grids, held against ids and pixels: it raises InputError for placeholders or
+    patches that do not match the grids, and for images and videos in one call.
+
+    Args:
+      plan_patches: of the tower. tables: those of its index arrays that hold patch numbers.
     """
 
     def plan(config: Any, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
@@ -155,7 +158,13 @@ def packed_plan(
         check_placeholders(input_ids, pads, patches // vision.merge**2, arrays.get("pixel_values"), shape)
         return found
 
-    return plan
+    def tokens(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+        # The start and end tokens belong to the image's chunk.
+        pads = int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2
+        return [config.vision_start_token, *[config.image_token] * pads, config.vision_end_token]
+
+    settings = ImageConfig.from_directory
+    return Vision(settings, preprocess_images, tokens, plan, fills=lambda config: dict.fromkeys(tables, 1))
 
 
 def qwen_tower_sizes(raw: Mapping[str, Any], text: DecoderConfig) -> dict[str, Any]:
@@ -179,13 +188,6 @@ def qwen_tower_sizes(raw: Mapping[str, Any], text: DecoderConfig) -> dict[str, A
         "theta": read_axial_theta(raw),
         "dtype": text.dtype,
     }
-
-
-def pads_between_ends(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
-    """Returns token ids that stand for image `index` in the Qwen families: start, one pad per merged patch, end."""
-    # The start and end tokens belong to the image's chunk.
-    pads = int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2
-    return [config.vision_start_token, *[config.image_token] * pads, config.vision_end_token]
 
 
 def check_placeholders(

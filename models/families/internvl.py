@@ -26,6 +26,7 @@ ARCHITECTURE = "InternVLForConditionalGeneration"
 
 
 def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
+    """Reads `config.json` of a `-hf` checkpoint."""
     model = whole(raw, "internvl")
     text, vision = read_text(model, raw, angles, regime, "qwen2"), vision_part(model, "internvl_vision")
     tower = read_vit(
@@ -37,6 +38,8 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig
         feature_layer=model["vision_feature_layer"],
         dtype=text.dtype,
     )
+
+    # With the class token a tile's features are no square, which the pixel shuffle needs.
     if not tower.drop_class:
         raise ConfigError(
             "vision_feature_select_strategy: got 'full', which is not built for InternVL; expected 'default'"

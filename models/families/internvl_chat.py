@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpatch_jax.errors import ConfigError
 
-from ..checkpoints import WHOLE, Rule, TensorSelection, read_table, split_groups, split_rows
+from ..checkpoints import WHOLE, Rule, TensorSelection, read_table, split_rows
 from ..decoder.hf_config import need
 from ..decoder.known_keys import complete
 from ..inputs.images import PictureConfig
@@ -35,12 +35,16 @@ _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.
 
 
 def _config(raw: Raw, root: Path) -> dict[str, Any]:
+    """Turns the authors' `config.json` into that of transformers' InternVL."""
     model = complete(raw, "internvl_chat")
     expect(model, "config.json", ps_version="v2", pad2square=(False, None), image_fold=None)
     # Adapters that are not merged into the weights.
     expect(model, "config.json", use_backbone_lora=(0, None), use_llm_lora=(0, None))
+
     vision = _vision(need(model, "vision_config"))
     expect(model, "config.json", force_image_size=(None, vision["image_size"]))
+
+    # Where the configuration does not name the placeholder, the tokenizer's files do.
     image = token_id(root, CONTEXT) if model["img_context_token_id"] is None else model["img_context_token_id"]
     if image is None:
         raise ConfigError(
@@ -87,6 +91,7 @@ def _text(raw: Any) -> dict[str, Any]:
 
 
 def _rules(config: ViTModelConfig, raw: Raw) -> Sequence[Rule]:
+    """Returns what the authors' tensors become; a Qwen or Llama text tower's have transformers' names already."""
     ours, theirs = r"vision_tower.encoder.layer.\1", r"vision_model\.encoder\.layers\.(\d+)"
     width, attention = config.vision.width, rf"{ours}.attention"
     qkv = split_rows(**{part: width for part in "qkv"})
@@ -111,11 +116,13 @@ def _rules(config: ViTModelConfig, raw: Raw) -> Sequence[Rule]:
 
 
 def _internlm2_rules(config: ViTModelConfig) -> list[Rule]:
+    """Returns what InternLM2's tensors become as Llama's."""
     text, layer = config.text, r"language_model\.model\.layers\.(\d+)"
     ours = r"language_model.model.layers.\1"
+
     # `wqkv` lies by KV head: its query heads, then its key, then its value.
     heads = {"q": text.heads // text.kv_heads, "k": 1, "v": 1}
-    groups = split_groups(text.kv_heads, **{part: count * text.head_dim for part, count in heads.items()})
+    groups = split_rows(text.kv_heads, **{part: count * text.head_dim for part, count in heads.items()})
     names: dict[str, tuple[str, TensorSelection]] = {
         r"attention\.wo\.(\w+)": (r"self_attn.o_proj.\2", WHOLE),
         r"feed_forward\.w1\.(\w+)": (r"mlp.gate_proj.\2", WHOLE),
@@ -135,6 +142,7 @@ def _internlm2_rules(config: ViTModelConfig) -> list[Rule]:
 
 def _settings(raw: Raw, root: Path) -> PictureConfig:
     """Returns the tiles of `dynamic_preprocess` in the authors' examples, with the number of tiles of `config.json`."""
+    # The mean and deviation are ImageNet's, unlike transformers' processor, which has CLIP's.
     model, side = complete(raw, "internvl_chat"), _vision(raw["vision_config"])["image_size"]
     tiles = model["max_dynamic_patch"] if model["dynamic_image_size"] else 1
     # The whole image follows its tiles.

@@ -89,6 +89,7 @@ class KimiVLConfig:
 
 
 def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> KimiVLConfig:
+    """Reads `config.json` of any of the three forms."""
     form = FORMS[architecture]
     model = whole(raw, form.model, {"ignore_index"})
     part = text_part(model, raw, ("deepseek_v3", "kimi_k2"))
@@ -129,6 +130,7 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
         fused=form.released,
         dtype=text.dtype,
     )
+
     # transformers names the placeholder otherwise.
     image = need(model, "media_placeholder_token_id", "image_token_id")
     ends = (model.get("vision_start_token_id"), model.get("vision_end_token_id"))

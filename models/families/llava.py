@@ -47,6 +47,7 @@ def read_text(
 
 
 def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
+    """Reads `config.json` of LLaVA or LLaVA-NeXT."""
     model = whole(raw, "llava" if architecture == LLAVA else "llava_next")
     text, vision = read_text(model, raw, angles, regime), vision_part(model, "clip_vision_model")
     layer = model["vision_feature_layer"]
@@ -93,7 +94,7 @@ def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
 
 
 def _next_plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Tiles [images,most tiles,…] of which each image has as many as its size asks for."""
+    """Plans tiles [images,most tiles,…], of which each image has as many as its size asks for."""
     if arrays.get("pixel_values") is None:
         return None
 

@@ -31,8 +31,11 @@ TOWERS = {
 
 
 def _config(raw: Raw, root: Path) -> dict[str, Any]:
+    """Turns the authors' `config.json` into that of transformers' DeepSeek-VL."""
     model = complete(raw, "multi_modality")
     parts = {name: need(model, name) for name in ("vision_config", "aligner_config", "language_config")}
+
+    # The parts name the authors' classes: others are other models.
     expect(parts["vision_config"], "vision_config", cls="CLIPVisionTower")
     expect(parts["aligner_config"], "aligner_config", cls="MlpProjector")
     vision = _vision(need(parts["vision_config"], "params"))
@@ -41,6 +44,8 @@ def _config(raw: Raw, root: Path) -> dict[str, Any]:
     glue = need(parts["aligner_config"], "params")
     expect(glue, "aligner_config", projector_type="mlp_gelu", depth=2, input_dim=(vision["hidden_size"], None))
     expect(glue, "aligner_config", n_embed=(text.get("hidden_size", 4096), None))
+
+    # Where no file names the placeholder, transformers' default for this model holds.
     found = token_id(root, PLACEHOLDER)
     return {
         "architectures": [deepseek_vl.ARCHITECTURE],
@@ -84,6 +89,7 @@ def _vision(params: Any) -> dict[str, Any]:
 
 
 def _rules(config: ViTModelConfig, raw: Raw) -> Sequence[Rule]:
+    """Returns what the authors' tensors become."""
     theirs, tower = r"vision_model\.vision_tower", "model.vision_model"
     block, ours = rf"{theirs}\.blocks\.(\d+)", rf"{tower}.encoder.layers.\1"
     qkv = split_rows(**{part: config.vision.width for part in "qkv"})

@@ -18,21 +18,11 @@ from ..decoder.hf_config import Regime, need, read_decoder, read_rope, read_wind
 from ..decoder.known_keys import DEFAULTS, ONLY, complete
 from ..decoder.weights import decoder_entries
 from ..inputs.positions import PositionConfig, get_rope_positions
-from ..inputs.qwen_images import ImageConfig, preprocess_images
 from ..towers.qwen2_5 import Qwen25VisionConfig, Qwen25VisionTower, plan_patches
 from ..towers.weights import qwen2_5_vision_entries
 from . import namings
-from .family import Family, Vision
-from .image_family import (
-    TowerModel,
-    one_size,
-    packed_plan,
-    pads_between_ends,
-    qwen_tower_sizes,
-    text_part,
-    vision_part,
-    whole,
-)
+from .family import Family
+from .image_family import TowerModel, one_size, qwen_tower_sizes, qwen_vision, text_part, vision_part, whole
 from .text_families import TEXT_TABLE, read_head_dim
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
@@ -201,13 +191,7 @@ FAMILY = Family(
     module=functools.partial(TowerModel, Qwen25VisionTower),
     entries=lambda config, shapes: decoder_entries(config.text) + qwen2_5_vision_entries(config.vision, "visual"),
     positions=_positions,
-    vision=Vision(
-        ImageConfig.from_directory,
-        preprocess_images,
-        pads_between_ends,
-        packed_plan(plan_patches),
-        fills=lambda config: {"windows": 1, "frames": 1},
-    ),
+    vision=qwen_vision(plan_patches, "windows", "frames"),
     model_type="qwen2_5_vl",
     namings=namings.QWEN2_5_VL,
 )

@@ -18,17 +18,15 @@ from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import Regime, need
 from ..decoder.weights import decoder_entries, expert_layout
 from ..inputs.positions import PositionConfig, get_rope_positions
-from ..inputs.qwen_images import ImageConfig, preprocess_images
 from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
 from ..towers.weights import qwen3_vision_entries
-from .family import Family, Shapes, Vision
+from .family import Family, Shapes
 from .image_family import (
     TowerModel,
     freeze,
     one_size,
-    packed_plan,
-    pads_between_ends,
     qwen_tower_sizes,
+    qwen_vision,
     text_part,
     thaw,
     vision_part,
@@ -66,6 +64,7 @@ class Qwen3VLConfig:
 
 
 def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> Qwen3VLConfig:
+    """Reads `config.json` of either architecture."""
     family = "qwen3_vl_moe" if architecture == MIXTURE else "qwen3_vl"
     model, kind = whole(raw, family), f"{family}_text"
     text = text_part(model, raw, (kind, family))
@@ -78,9 +77,11 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
 
     vision = vision_part(model, "qwen3_vl_vision", "qwen3_vl_moe_vision", family)
     deepstack = tuple(need(vision, "deepstack_visual_indexes"))
+
     # Features of the s-th are added behind language layer s.
     if len(deepstack) > decoder.layers:
         raise ConfigError(f"deepstack layers: got {len(deepstack)}; expected at most {decoder.layers}")
+
     tower = Qwen3VisionConfig(
         **qwen_tower_sizes(vision, decoder),
         patch=one_size(vision, "patch_size"),
@@ -88,6 +89,7 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
         deepstack_layers=deepstack,
         channels=vision["in_channels"],
     )
+
     return Qwen3VLConfig(
         architecture,
         decoder,
@@ -101,15 +103,18 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
 
 
 def frame_grids(video_grid_thw: Int[np.ndarray, "videos 3"] | None) -> Int32[np.ndarray, "frames 3"] | None:
-    """Grids of single frames: Qwen3-VL writes each frame as its own run of placeholders behind a timestamp."""
+    """Returns grids of single frames: Qwen3-VL writes each frame as its own run of placeholders behind a timestamp."""
     if video_grid_thw is None:
         return None
-    frames = [(1, height, width) for time, height, width in np.asarray(video_grid_thw).tolist() for _ in range(time)]
+    frames: list[tuple[int, int, int]] = []
+    for time, height, width in np.asarray(video_grid_thw).tolist():
+        frames += [(1, height, width)] * time
     return np.array(frames, np.int32).reshape(-1, 3)
 
 
 def _positions(config: Qwen3VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
     rule = PositionConfig(config.image_token, config.video_token, config.vision.merge)
+    # The text between a video's frames tells their times, so that the frames count as images of their own.
     images, videos = arrays.get("image_grid_thw"), frame_grids(arrays.get("video_grid_thw"))
     return get_rope_positions(input_ids, images, videos, None, rule)[0]
 
@@ -128,13 +133,7 @@ def _family(architecture: str, model_type: str) -> Family:
         module=functools.partial(TowerModel, Qwen3VisionTower),
         entries=_entries,
         positions=_positions,
-        vision=Vision(
-            ImageConfig.from_directory,
-            preprocess_images,
-            pads_between_ends,
-            packed_plan(plan_patches),
-            fills=lambda config: {"frames": 1},
-        ),
+        vision=qwen_vision(plan_patches, "frames"),
         model_type=model_type,
     )
 

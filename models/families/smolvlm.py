@@ -12,10 +12,10 @@ from kvpatch_jax.errors import InputError
 
 from ..checkpoints import TensorEntry
 from ..decoder.hf_config import Regime, need
-from ..decoder.weights import decoder_entries
+from ..decoder.weights import decoder_entries, linear_entries
 from ..inputs.images import HALVES, PictureConfig, process_smolvlm
 from ..towers.vit import bucket_positions
-from ..towers.weights import clip_entries, linear_entries
+from ..towers.weights import clip_entries
 from .deepseek_vl import read_siglip
 from .family import Family, Shapes, Vision
 from .image_family import freeze, text_part, vision_part, whole
@@ -40,11 +40,12 @@ def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
 
 
 def _plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Tiles that are all zero only fill up a batch; the others must be whole."""
+    """Plans tiles; those that are all zero only fill up a batch, and the others must be whole."""
     pixel_values = arrays.get("pixel_values")
     if pixel_values is None:
         return None
 
+    # No pixel of an image is zero: with means of one half it would be the value 127.5.
     flat = np.asarray(pixel_values).reshape(-1, *np.shape(pixel_values)[-3:])
     real = np.flatnonzero((flat != 0).any(axis=(1, 2, 3)))
     mask = arrays.get("pixel_attention_mask")
@@ -59,7 +60,7 @@ def _plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, An
 
 
 def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
-    """Tiles row by row behind their names, then the whole image; without a tokenizer the placeholders alone."""
+    """Returns tiles row by row behind their names, then the whole image; without a tokenizer the placeholders alone."""
     rows, columns = (int(arrays[name][index]) for name in ("tile_rows", "tile_columns"))
     pads = [config.image_token] * config.tile_tokens
     if tokenizer is None:

@@ -106,7 +106,6 @@ class ViTModel(nnx.Module):
         dtype, glue = jnp.dtype(config.vision.dtype), config.glue
         inputs, width = config.vision.width * glue.shuffle**2, config.text.width
         self.visual = ViT(config.vision, rngs)
-
         if glue.kind == "linear":
             self.projector = Linear(inputs, width, bias=False, rngs=rngs, dtype=dtype)
         else:
@@ -167,6 +166,7 @@ def tile_plan(
     if len(shape) < 4:
         raise InputError(f"pixel_values: got shape {shape}; expected [images, channels, height, width]")
 
+    # Features lie tile by tile, each tile's one behind the other.
     tiles = np.arange(int(np.prod(shape[:-3]))) if tiles is None else tiles
     order = (tiles[:, None] * config.tile_tokens + np.arange(config.tile_tokens)).reshape(-1).astype(np.int32)
     image = (*shape[:-3], config.vision.channels, config.vision.image, config.vision.image)

@@ -30,6 +30,7 @@ def pad_images(
       fills: the plan's tables of numbers, of patches (1 per row of pixels) or features (as many as a tile has): the
         number one past the last stands for none. Other tables are padded with zeros along their first axis.
     """
+    # Tiles of all images on one axis: a plan counts them through.
     if pixels.ndim > 4:
         pixels = pixels.reshape(-1, *pixels.shape[-3:])
     rows, padded = len(pixels), buckets.round_up(len(pixels))
@@ -38,6 +39,7 @@ def pad_images(
     for name, given in plan.items():
         table = np.asarray(given)
         if name in fills:
+            # What stood for none stands for a row of padding now, so it moves behind that.
             fill = padded * fills[name]
             table = np.where(table == rows * fills[name], fill, table).astype(table.dtype)
             tables[name] = _grown(table, [buckets.round_up(size) for size in table.shape], fill)

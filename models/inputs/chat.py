@@ -92,6 +92,7 @@ class ChatTemplate:
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Writes the template, and the special tokens beside it. Returns the template's path."""
+        # The template names special tokens by their parts (`bos_token`), of which `tokenizer.json` says nothing.
         root = Path(directory)
         (root / TEMPLATE_FILE).write_text(self.source, encoding="utf-8")
         if self.special_tokens:
@@ -141,6 +142,7 @@ def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
 
 @functools.lru_cache(maxsize=32)
 def _compiled(source: str) -> Any:
+    """Compiles a template in a sandbox: it came with a checkpoint, from whoever wrote that."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -228,6 +230,7 @@ def expand_images(ids: Sequence[int], image_token: int, expansions: Sequence[Seq
     out: list[int] = []
     cursor = 0
     for place, expansion in zip(places, expansions, strict=True):
+        # Start and end tokens that the template wrote itself are in the expansion too, and must not be there twice.
         first = list(expansion).index(image_token)
         behind = list(reversed(expansion)).index(image_token)
         before, after = list(expansion[:first]), list(expansion[len(expansion) - behind :])

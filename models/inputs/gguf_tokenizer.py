@@ -69,6 +69,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], vocabulary: int) -> Any:
             f"tokenizer.ggml.merges: got {error}; expected merges that make a tokenizer of the file's tokens"
         ) from error
 
+    # Control tokens are left out where text is decoded without special tokens; those that somebody added stay.
     special = [token for token, kind in zip(tokens, kinds, strict=False) if kind in (_UNKNOWN, _CONTROL)]
     added = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER]
 
@@ -82,10 +83,12 @@ def gguf_tokenizer(metadata: Mapping[str, Any], vocabulary: int) -> Any:
 
 
 def _byte_level(tokenizers: Any, metadata: Mapping[str, Any], tokens: list[str]) -> Any:
+    """Builds byte-level BPE with the split that the file names."""
     merges = [tuple(merge.split(" ")) for merge in _texts(metadata, "merges")]
     named = str(metadata["tokenizer.ggml.pre"])
     split = _SAME.get(named, named)
     numbers = {token: number for number, token in enumerate(tokens)}
+    # Llama 3 takes a piece that is a token as it is, whatever its merges would make of it.
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, merges, ignore_merges=split == "llama-bpe"))
     if split == "qwen2":
         tokenizer.normalizer = tokenizers.normalizers.NFC()
@@ -117,10 +120,13 @@ def _sentencepiece(tokenizers: Any, metadata: Mapping[str, Any], tokens: list[st
     model = tokenizers.models.BPE(
         numbers, _merges(tokens, scores), unk_token=unknown, fuse_unk=True, byte_fallback="<0x00>" in numbers
     )
+
+    # Decoding goes the way back: spaces, then bytes that make characters, then the space that was put in front.
     tokenizer = tokenizers.Tokenizer(model)
     prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
     prepend = [tokenizers.normalizers.Prepend(_SPACE)] if prefixed else []
     tokenizer.normalizer = tokenizers.normalizers.Sequence([*prepend, tokenizers.normalizers.Replace(" ", _SPACE)])
+
     decoders = tokenizers.decoders
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
     tokenizer.decoder = decoders.Sequence(
@@ -137,6 +143,7 @@ def _merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
         for cut in range(1, len(token) if len(token) <= _LONGEST else 0):
             if token[:cut] in known and token[cut:] in known:
                 found.append((score, token[:cut], token[cut:]))
+    # A stable sort: of equal scores the token that the file lists first is made first.
     found.sort(key=lambda merge: -merge[0])
     return [(left, right) for _, left, right in found]
 

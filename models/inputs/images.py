@@ -5,7 +5,7 @@ SmolVLM), so the result is equal to theirs bit for bit. Kimi-VL's follows transf
 """
 
 import dataclasses
-import functools
+import itertools
 import json
 import math
 import os
@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
 from kvpatch_jax.errors import ConfigError, ImageError, InputError
-from kvpatch_jax.utils.optional_packages import require
 
 from ..towers.projectors import best_resolution
 from .qwen_images import (
@@ -29,9 +28,9 @@ from .qwen_images import (
     normalise,
     read_image,
     read_settings,
+    resize,
 )
 
-Pixels = UInt8[np.ndarray, "H W 3"]
 CLIP_MEAN, CLIP_STD = ImageConfig.image_mean, ImageConfig.image_std
 HALVES = (0.5, 0.5, 0.5)
 LONGEST_SIDE = 4096
@@ -128,14 +127,6 @@ class PictureConfig:
         return path
 
 
-def resize(image: Pixels, height: int, width: int, config: PictureConfig) -> UInt8[np.ndarray, "rows columns 3"]:
-    """Resizes with the settings' Pillow filter."""
-    if image.shape[:2] == (height, width):
-        return image
-    Image = require("PIL.Image", "Pillow")
-    return np.array(Image.fromarray(image).resize((width, height), Image.Resampling(config.pixels.resample)))
-
-
 def _all(images: Sequence[ImageSource]) -> list[np.ndarray]:
     """Returns the images as arrays.
 
@@ -180,6 +171,7 @@ def process_clip(images: Sequence[ImageSource], config: PictureConfig) -> dict[s
     for image in _all(images):
         if square:
             image = _padded_square(image, max(image.shape[:2]), config)
+
         if config.option("do_resize", True):
             target = _both_sides(config["size"])
             if target is None:
@@ -187,7 +179,8 @@ def process_clip(images: Sequence[ImageSource], config: PictureConfig) -> dict[s
                 (height, width), short = _size(image), config.side()
                 long = int(short * max(height, width) / min(height, width))
                 target = (long, short) if width <= height else (short, long)
-            image = resize(image, *target, config)
+            image = resize(image, *target, config.pixels)
+
         if config.option("do_center_crop", True):
             crop = _both_sides(config["crop_size"])
             image = _centre(image, *(crop or (config.side("crop_size"),) * 2))
@@ -219,6 +212,7 @@ def _centre(image: np.ndarray, height: int, width: int) -> np.ndarray:
 def _padded_square(image: np.ndarray, side: int, config: PictureConfig) -> np.ndarray:
     """Returns an image in the middle of a square of the mean colour."""
     square = np.empty((side, side, 3), np.uint8)
+    # Cut off and not rounded, as transformers takes the mean colour.
     square[:] = [int(value * 255) for value in config.pixels.image_mean]
     height, width = image.shape[:2]
     top, left = (side - height) // 2, (side - width) // 2
@@ -238,16 +232,16 @@ def process_deepseek(images: Sequence[ImageSource], config: PictureConfig) -> di
         sizes = [int(edge / longest * side) if down else round(edge * scale) for edge in image.shape[:2]]
         height, width = (max(size, config["min_size"]) for size in sizes)
         # Padded with the mean colour, which is about zero after the normalisation.
-        square = _padded_square(resize(image, height, width, config), max(height, width), config)
+        square = _padded_square(resize(image, height, width, config.pixels), max(height, width), config)
         out.append(_channels_first(square, config))
 
     return {"pixel_values": np.stack(out)}
 
 
-def cut(image: Pixels, side: int) -> list[np.ndarray]:
-    """Squares of a resized image, in raster order."""
-    rows, columns = range(0, image.shape[0], side), range(0, image.shape[1], side)
-    return [image[row : row + side, column : column + side] for row in rows for column in columns]
+def cut(image: UInt8[np.ndarray, "H W 3"], side: int) -> list[np.ndarray]:
+    """Cuts a resized image into squares, in raster order."""
+    places = itertools.product(range(0, image.shape[0], side), range(0, image.shape[1], side))
+    return [image[row : row + side, column : column + side] for row, column in places]
 
 
 def process_llava_next(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
@@ -273,11 +267,12 @@ def process_llava_next(images: Sequence[ImageSource], config: PictureConfig) -> 
 
         canvas = np.zeros((rows, columns, 3), np.uint8)
         top, left = (rows - inner[0]) // 2, (columns - inner[1]) // 2
-        canvas[top : top + inner[0], left : left + inner[1]] = resize(image, *inner, config)
-        tiles = [resize(image, side, side, config), *cut(canvas, side)]
+        canvas[top : top + inner[0], left : left + inner[1]] = resize(image, *inner, config.pixels)
+        tiles = [resize(image, side, side, config.pixels), *cut(canvas, side)]
         stacks.append(np.stack([_channels_first(tile, config) for tile in tiles]))
         sizes.append((height, width))
 
+    # Images have unequal numbers of tiles; the family's plan leaves those of padding out.
     most = max(len(stack) for stack in stacks)
     padded = [np.pad(stack, ((0, most - len(stack)), *[(0, 0)] * 3)) for stack in stacks]
     return {"pixel_values": np.stack(padded), "image_sizes": np.array(sizes, np.int32)}
@@ -285,10 +280,11 @@ def process_llava_next(images: Sequence[ImageSource], config: PictureConfig) -> 
 
 def tile_canvas(height: int, width: int, side: int, fewest: int, most: int) -> tuple[int, int]:
     """Chooses InternVL's (rows, columns) of tiles: the aspect ratio closest to the image's, larger for large images."""
-    grids = [(c, r) for c in range(1, most + 1) for r in range(1, most + 1) if fewest <= c * r <= most]
+    sides = range(1, most + 1)
+    grids = [grid for grid in itertools.product(sides, sides) if fewest <= math.prod(grid) <= most]
     best, least = (1, 1), float("inf")
     # From few tiles to many: of equal ratios a larger grid wins only where the image fills more than half of it.
-    for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+    for columns, rows in sorted(grids, key=math.prod):
         difference = abs(width / height - columns / rows)
         roomy = difference == least and width * height > 0.5 * side * side * columns * rows
         if difference < least or roomy:
@@ -306,8 +302,9 @@ def process_internvl(images: Sequence[ImageSource], config: PictureConfig) -> di
         rows, columns = 1, 1
         if config["crop_to_patches"] and config["max_patches"] > 1:
             rows, columns = tile_canvas(*_size(image), side, config["min_patches"], config["max_patches"])
-        tiles = cut(resize(image, rows * side, columns * side, config), side)
-        tiles += [resize(image, side, side, config)] if len(tiles) > 1 else []
+        tiles = cut(resize(image, rows * side, columns * side, config.pixels), side)
+        # A single tile is the whole image already.
+        tiles += [resize(image, side, side, config.pixels)] if len(tiles) > 1 else []
         out += [_channels_first(tile, config) for tile in tiles]
         counts.append(len(tiles))
 
@@ -321,23 +318,27 @@ def process_smolvlm(images: Sequence[ImageSource], config: PictureConfig) -> dic
     Returns pixel_values [1,tiles of all images,3,S,S], tile_rows and tile_columns [n] (0 where there is one tile).
     """
     side, out, grids = config.side("max_image_size"), [], []
+
+    def up(edge):
+        return math.ceil(edge / side) * side
+
     for image in _all(images):
-        image = resize(image, *_longest_side(*_size(image), config.side()), config)
-        tiles, grid = [image], (0, 0)
+        image = resize(image, *_longest_side(*_size(image), config.side()), config.pixels)
         if config["do_image_splitting"]:
             # The longer side goes up to whole tiles, the other by the aspect ratio of before, and up in turn.
-            (height, width), up = _size(image), functools.partial(_up_to, side)
+            height, width = _size(image)
             if width >= height:
-                image = resize(image, up(int(up(width) / (width / height))), up(width), config)
+                image = resize(image, up(int(up(width) / (width / height))), up(width), config.pixels)
             else:
-                image = resize(image, up(height), up(int(up(height) * (width / height))), config)
-            if max(image.shape[:2]) > side:
-                tiles, grid = cut(image, side), (image.shape[0] // side, image.shape[1] // side)
-                tiles.append(resize(image, side, side, config))
-            else:
-                tiles = [image]
+                image = resize(image, up(height), up(int(up(height) * (width / height))), config.pixels)
         else:
-            tiles = [resize(image, side, side, config)]
+            image = resize(image, side, side, config.pixels)
+
+        # An image of one tile is that tile: no rows and columns are named, and no smaller one follows.
+        tiles, grid = [image], (0, 0)
+        if max(image.shape[:2]) > side:
+            tiles, grid = cut(image, side), (image.shape[0] // side, image.shape[1] // side)
+            tiles.append(resize(image, side, side, config.pixels))
 
         out += [_channels_first(tile, config) for tile in tiles]
         grids.append(grid)
@@ -347,6 +348,7 @@ def process_smolvlm(images: Sequence[ImageSource], config: PictureConfig) -> dic
 
 
 def _longest_side(height: int, width: int, longest: int) -> tuple[int, int]:
+    """Returns SmolVLM's size with this longest side: the other even, and none beyond `LONGEST_SIDE`."""
     ratio = width / height
     if width >= height:
         width, height = longest, int(longest / ratio)
@@ -361,10 +363,6 @@ def _longest_side(height: int, width: int, longest: int) -> tuple[int, int]:
         wide = width >= height
         height, width = (int(LONGEST_SIDE / ratio), LONGEST_SIDE) if wide else (LONGEST_SIDE, int(LONGEST_SIDE * ratio))
     return max(height, 1), max(width, 1)
-
-
-def _up_to(side: int, edge: int) -> int:
-    return math.ceil(edge / side) * side
 
 
 def kimi_size(height: int, width: int, patch: int, merge: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -393,8 +391,9 @@ def process_kimi(
     merge = merge[0] if isinstance(merge, list | tuple) else merge
     for image in _all(images):
         inner, (height, width) = kimi_size(*_size(image), patch, merge, config["in_token_limit"])
+        # Black before the normalisation, below and to the right: the image's own patches keep their places.
         canvas = np.zeros((height, width, 3), np.uint8)
-        canvas[: inner[0], : inner[1]] = resize(image, *inner, config)
+        canvas[: inner[0], : inner[1]] = resize(image, *inner, config.pixels)
         cells = _channels_first(canvas, config).reshape(3, height // patch, patch, width // patch, patch)
         out.append(cells.transpose(1, 3, 0, 2, 4).reshape(-1, 3, patch, patch))
         grids.append((1, height // patch, width // patch))

@@ -51,6 +51,7 @@ def paged_mask(length: int, context: Paged, mask: Any, window: int | None) -> Ma
     made = Mask(causal=mask is None, offset=keys)
 
     if window is not None:
+        # Tokens behind a table of which nothing counts stand from place 0 on.
         places = jnp.where(seen, context.places_of_keys(), NOWHERE)
         queries = jnp.max(places, axis=1, where=seen, initial=-1)[:, None] + 1 + own
         made = dataclasses.replace(made, query_places=queries, key_places=jnp.concatenate([places, queries], axis=1))

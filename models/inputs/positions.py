@@ -171,6 +171,7 @@ def _segments(
                 f"prompt: got pads for {kind} {used[token]}; expected as many as the {len(grids)} {kind} grids"
             )
 
+        # The pads of a grid stand side by side. The −1 below is no token, so that a run cut short is counted too.
         grid = grids[used[token]]
         count = grid[0] * grid[1] * grid[2] // config.merge_size**2
         run = input_ids[cursor : cursor + count]
@@ -178,6 +179,7 @@ def _segments(
             found = int(np.argmax(np.append(run, -1) != token))
             raise InputError(f"grid {grid}: got {found} pad tokens {token} from index {cursor}; expected {count}")
         yield kind, grid
+        # A grid below one merged patch has no pads, and is refused by who counts it: here the walk only has to end.
         used[token], cursor = used[token] + 1, cursor + max(count, 1)
 
     for token, (kind, grids) in kinds.items():

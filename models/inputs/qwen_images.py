@@ -94,6 +94,7 @@ class ImageConfig:
             given = [value for value in (fields.get(name), size.get(name), size.get(edge)) if value is not None]
             known |= {name: given[0]} if given else {}
 
+        # By type and not by `isinstance`: true and false are whole numbers to Python.
         for name, value in known.items():
             wanted = bool if name in _SWITCHES else int
             if type(value) is not wanted:
@@ -153,10 +154,19 @@ def preprocess_images(
       ImageError: an image that cannot be read, is empty, or is more than 200 times longer than wide. It names the
         image.
     """
+    # An array without rows in front, so that no images are no rows and no error.
     pixels, grids = [np.zeros((0, 3 * config.temporal_patch_size * config.patch_size**2), np.float32)], []
     for number, source in enumerate(images):
         name = name_of(source, number)
-        image = _resize(read_image(source, name), config, name)
+        image = read_image(source, name)
+        height, width = image.shape[:2]
+        if config.do_resize:
+            image = resize(image, *smart_resize(height, width, config, name), config)
+        elif height % config.factor or width % config.factor:
+            raise ImageError(
+                f"{name}: got {height}×{width} pixels; expected multiples of {config.factor} where images are not "
+                "resized"
+            )
         pixels.append(patchify(normalise(image, config)[None], config)[0])
         grids.append((1, image.shape[0] // config.patch_size, image.shape[1] // config.patch_size))
     return {"pixel_values": np.concatenate(pixels), "image_grid_thw": np.array(grids, np.int32).reshape(-1, 3)}
@@ -190,6 +200,7 @@ def normalise(images: UInt8[np.ndarray, "*batch H W 3"], config: ImageConfig) ->
     """Rescales and normalises stored values [..., H, W, 3]: one table look-up per value, rounded as transformers
     does.
     """
+    # transformers rescales in float64 and rounds, then subtracts and divides in float32.
     values = np.arange(256, dtype=np.float64)
     table = (values * config.rescale_factor if config.do_rescale else values).astype(np.float32)[:, None]
     table = np.repeat(table, 3, axis=1)
@@ -198,16 +209,18 @@ def normalise(images: UInt8[np.ndarray, "*batch H W 3"], config: ImageConfig) ->
     return table[images, np.arange(3)]
 
 
-def smart_resize(height: int, width: int, config: ImageConfig) -> tuple[int, int]:
+def smart_resize(height: int, width: int, config: ImageConfig, name: str = "image") -> tuple[int, int]:
     """Returns size to resize to: multiples of patch × merge, area within [min_pixels, max_pixels], aspect about kept.
+
+    `name` is what errors call the image.
 
     Raises:
       ImageError: an empty image, or one more than 200 times longer than wide.
     """
     if min(height, width) < 1:
-        raise ImageError(f"image: got {height}×{width} pixels; expected one that is not empty")
+        raise ImageError(f"{name}: got {height}×{width} pixels; expected one that is not empty")
     if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
-        raise ImageError(f"image: got {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
+        raise ImageError(f"{name}: got {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
 
     # Sides are rounded first and scaled only where the area is out of bounds, as transformers does.
     factor = config.factor
@@ -223,6 +236,18 @@ def smart_resize(height: int, width: int, config: ImageConfig) -> tuple[int, int
     return rows, columns
 
 
+def resize(image: UInt8[np.ndarray, "H W 3"], height: int, width: int, config: ImageConfig) -> np.ndarray:
+    """Resizes with the settings' Pillow filter; an image of this size stays as it is, whether there is Pillow or not.
+
+    Raises:
+      MissingExtraError: another size where Pillow is not installed.
+    """
+    if image.shape[:2] == (height, width):
+        return image
+    Image = require("PIL.Image", "Pillow")
+    return np.array(Image.fromarray(image).resize((width, height), Image.Resampling(config.resample)))
+
+
 def read_image(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 3"]:
     """Returns one image as uint8 RGB [H, W, 3]; transparency is laid over white. `name` is what errors call it.
 
@@ -235,24 +260,3 @@ def read_image(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H
 def name_of(source: ImageSource, number: int) -> str:
     """Returns what errors call an image: its path, or its number."""
     return os.fspath(source) if isinstance(source, str | os.PathLike) else f"image {number}"
-
-
-def _resize(image: np.ndarray, config: ImageConfig, name: str) -> np.ndarray:
-    height, width = image.shape[:2]
-    if not config.do_resize:
-        if height % config.factor or width % config.factor:
-            raise ImageError(
-                f"{name}: got {height}×{width} pixels; expected multiples of {config.factor} where images are not "
-                "resized"
-            )
-        return image
-
-    try:
-        rows, columns = smart_resize(height, width, config)
-    except ImageError as error:
-        raise ImageError(f"{name}: {error}") from error
-
-    if (rows, columns) == (height, width):
-        return image
-    Image = require("PIL.Image", "Pillow")
-    return np.array(Image.fromarray(image).resize((columns, rows), Image.Resampling(config.resample)))

@@ -78,10 +78,12 @@ def token_id(root: Path, token: str) -> int | None:
 
 
 def _tiktoken(root: Path) -> Any:
+    """Reads Kimi's tokenizer: tiktoken's tokens, and special tokens behind them."""
     config = _config(root, TIKTOKEN_FILE, _TIKTOKEN_CLASSES)
     ranks = _read_ranks(root / TIKTOKEN_FILE)
     tokenizers = require("tokenizers", "tokenizers")
     vocabulary = {_as_text(token): rank for token, rank in ranks.items()}
+    # tiktoken looks a whole piece up before it joins anything.
     model = tokenizers.models.BPE(vocabulary, _merges(ranks), ignore_merges=True)
     tokenizer = _byte_level(tokenizers, model, _KIMI)
 
@@ -94,6 +96,7 @@ def _tiktoken(root: Path) -> Any:
             f"expected {numbers.start} … {numbers.stop - 1}, behind {TIKTOKEN_FILE}"
         )
 
+    # Every id of the reserved ones has a token, named or not, so that each of the embedding's last rows stands for one.
     names = [given.get(number, f"<|reserved_token_{number}|>") for number in numbers]
     tokenizer.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
     if any(tokenizer.token_to_id(name) != number for number, name in zip(numbers, names, strict=True)):
@@ -104,6 +107,7 @@ def _tiktoken(root: Path) -> Any:
 
 
 def _qwen2(root: Path) -> Any:
+    """Reads Qwen2's tokenizer from its vocabulary and merges."""
     config = _config(root, VOCABULARY_FILE, _QWEN2_CLASSES)
     tokenizers = require("tokenizers", "tokenizers")
     try:

@@ -16,10 +16,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from kvpatch_jax.core import rotate
 from kvpatch_jax.errors import ConfigError, ShapeError
 
 from ..attention import Mask, attention
-from ..decoder.layers import ACTIVATIONS, BLOCK_TOKENS, Linear, in_blocks
+from ..decoder.layers import ACTIVATIONS, BLOCK_TOKENS, TABLE_SCALE, Linear, in_blocks, normal
 from ..decoder.stacks import layers_to_scan
 
 VISION_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -47,6 +48,7 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
         """Normalises [..., D]."""
+        # The variance as the mean of squared differences: E[x²] − E[x]² cancels where a channel's mean is large.
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
@@ -139,6 +141,24 @@ class PlainBlock(nnx.Module):
             return query, key, value
         return self.query(x).reshape(shape), self.key(x).reshape(shape), self.value(x).reshape(shape)
 
+    def attend(
+        self,
+        hidden: Float[Array, "P D"],
+        tables: tuple[Array, Array],
+        pairing: Literal["half", "pairs"],
+        segments: Int[Array, "Y Z"],
+    ) -> Float[Array, "P D"]:
+        """Runs the block over packed patches with rotary positions, full attention inside each segment.
+
+        Args:
+          tables: cosines and sines, as `axial_tables` makes them.
+          pairing: which channels rotate together, "half" or "pairs".
+          segments: as `attend_segments` takes them.
+        """
+        query, key, value = self.project(hidden)
+        query, key = (rotate(x, *tables, pairing) for x in (query, key))
+        return self.update(hidden, attend_segments(query, key, value, segments))
+
     def update(self, hidden: Float[Array, "*lead D"], mixed: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
         """Returns the residual after this block, given what its attention read."""
 
@@ -171,7 +191,7 @@ def attend_segments(
     def gather(x):
         return jnp.take(x, segments, axis=0, mode="fill", fill_value=0)
 
-    # Padding is in a segment of its own, which nothing sees.
+    # Padding is in a segment of its own, which nothing sees; on the way back it is out of range and dropped.
     numbers = jnp.where(segments < patches, 0, -1)
     mask = Mask(query_segments=numbers, key_segments=numbers)
     mixed = attention(gather(query), gather(key), gather(value), mask, scale=head_dim**-0.5)
@@ -236,6 +256,8 @@ def resample_taps(
         floor = np.floor(source)
         taps = (floor.astype(np.int64)[:, None] + offsets).clip(0, side - 1)
         distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
+
+        # Linear, or Keys' cubic in Horner's form.
         if mode == "bilinear":
             return taps, np.maximum(one(1) - distance, one(0))
 
@@ -257,9 +279,9 @@ def join_places(images: Iterable[tuple[np.ndarray, ...]]) -> dict[str, np.ndarra
     return {name: np.concatenate(arrays) for name, arrays in zip(names, zip(*images, strict=True), strict=True)}
 
 
-def learned_positions(count: int, width: int, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.Param:
-    """Draws a table of learned positions, [count, width]."""
-    return nnx.Param((0.02 * jax.random.normal(rngs.params(), (count, width), jnp.float32)).astype(dtype))
+def learned(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:
+    """Draws learned positions, or what else is added to patches."""
+    return nnx.Param(normal(rngs, shape, TABLE_SCALE, dtype))
 
 
 def add_positions(
@@ -284,10 +306,11 @@ def add_positions(
 def axial_tables(
     first: Int[Array, " P"], second: Int[Array, " P"], head_dim: int, theta: float, *, alternate: bool
 ) -> tuple[Float[Array, "P R"], Float[Array, "P R"]]:
-    """Cosines and sines of two-dimensional rotary positions, head_dim/4 frequencies per axis.
+    """Computes cosines and sines of two-dimensional rotary positions, head_dim/4 frequencies per axis.
 
     The axes' frequencies stand one after the other (Qwen3-VL), or take turns, `first` first (MoonViT).
     """
+    # In float32 from the first step, as torch makes them: the goldens' angles carry these roundings.
     quarter = head_dim // 4
     exponents = np.arange(0, head_dim // 2, 2, dtype=np.float32) / np.float32(head_dim // 2)
     frequencies = np.float32(1) / np.float32(theta) ** exponents

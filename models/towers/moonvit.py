@@ -5,13 +5,13 @@ Axis letters: P patches, Y images, Z patches per image (padded), E merged tokens
 """
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kvpatch_jax.core import rotate
 from kvpatch_jax.errors import ShapeError
 
 from ..decoder.layers import Linear
@@ -21,11 +21,10 @@ from .common import (
     PlainBlock,
     PlainMLP,
     add_positions,
-    attend_segments,
     axial_tables,
     check_heads,
     join_places,
-    learned_positions,
+    learned,
     patch_places,
     resample_taps,
     scan_blocks,
@@ -61,7 +60,7 @@ class MoonViTConfig:
         check_heads(self.width, self.heads, 4)
 
     @property
-    def rotary(self) -> str:
+    def rotary(self) -> Literal["half", "pairs"]:
         """Which channels turn together: "pairs" or "half"."""
         return "pairs" if self.fused else "half"
 
@@ -115,7 +114,7 @@ class MoonViT(nnx.Module):
     def __init__(self, config: MoonViTConfig, rngs: nnx.Rngs):
         dtype, merged = jnp.dtype(config.dtype), config.width * config.merge**2
         self.patch_embedding = Linear(config.features, config.width, bias=True, rngs=rngs, dtype=dtype)
-        self.position_embedding = learned_positions(config.positions**2, config.width, rngs, dtype)
+        self.position_embedding = learned(rngs, (config.positions**2, config.width), dtype)
         self.blocks = PlainBlock(config.block, rngs, (config.depth,))
         self.final_norm = LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)
         self.merger_norm = LayerNorm(config.width, epsilon=config.projector_epsilon, dtype=dtype)
@@ -135,15 +134,14 @@ class MoonViT(nnx.Module):
         """Embeds packed patches [P, channels, patch, patch] (or flat); the index arrays come from `plan_patches`."""
         config = self.config
         flat = pixel_values.reshape(pixel_values.shape[0], -1).astype(jnp.dtype(config.dtype))
-        hidden = self.patch_embedding(flat)
-        hidden = add_positions(hidden, self.position_embedding, taps, weights)
+        hidden = add_positions(self.patch_embedding(flat), self.position_embedding, taps, weights)
+
         # Width comes first in MoonViT's rotary pairs, height second.
         tables = axial_tables(columns, rows, config.width // config.heads, config.theta, alternate=True)
 
         def step(block: PlainBlock, hidden: Array) -> Array:
-            query, key, value = block.project(hidden)
-            query, key = (rotate(x, *tables, "pairs" if config.fused else "half") for x in (query, key))
-            return block.update(hidden, attend_segments(query, key, value, images))
+            return block.attend(hidden, tables, config.rotary, images)
 
+        # The last norm is the tower's, the one over it the projector's: both are in the files.
         hidden = self.merger_norm(self.final_norm(scan_blocks(self.blocks, step, hidden, 0, config.depth)))
         return self.merger(hidden[merged].reshape(merged.shape[0], -1))

@@ -67,6 +67,8 @@ def plan_patches(config: Qwen25VisionConfig, grids: Int[np.ndarray, "images 3"])
         row, column = patch_places(height, width, merge)
         across = -(-(width // merge) // reach)
         window = (row // merge // reach) * across + column // merge // reach
+        # transformers reorders patches by window and back. Here they stay in the processor's order, and a window is a
+        # list of their numbers.
         inside = [np.flatnonzero(window == number) for number in np.unique(window)]
         # Attention never crosses the frames of a video.
         for _ in range(time):

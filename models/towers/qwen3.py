@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kvpatch_jax.core import rotate
 from kvpatch_jax.errors import ConfigError
 
 from ..decoder.layers import Linear
@@ -25,11 +24,10 @@ from .common import (
     PlainBlock,
     PlainMLP,
     add_positions,
-    attend_segments,
     axial_tables,
     check_heads,
     join_places,
-    learned_positions,
+    learned,
     patch_places,
     resample_taps,
     scan_blocks,
@@ -100,6 +98,7 @@ def plan_patches(config: Qwen3VisionConfig, grids: Int[np.ndarray, "images 3"]) 
     """
     parts, sizes = [], []
     for time, height, width in np.asarray(grids).tolist():
+        # The frames of a video are alike: neither positions nor attention know of time.
         rows, columns = patch_places(height, width, config.merge)
         frame = (rows, columns, *resample_taps(rows, columns, (height, width), config.side, "bilinear"))
         parts += [frame] * time
@@ -113,7 +112,7 @@ class Qwen3VisionTower(nnx.Module):
     def __init__(self, config: Qwen3VisionConfig, rngs: nnx.Rngs):
         dtype, merged = jnp.dtype(config.dtype), config.width * config.merge**2
         self.patch_embedding = Linear(config.features, config.width, bias=True, rngs=rngs, dtype=dtype)
-        self.position_embedding = learned_positions(config.positions, config.width, rngs, dtype)
+        self.position_embedding = learned(rngs, (config.positions, config.width), dtype)
         self.blocks = PlainBlock(config.block, rngs, (config.depth,))
         self.merger_norm = LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)
         mlp = {"activation": "gelu", "rngs": rngs, "dtype": dtype}
@@ -138,16 +137,14 @@ class Qwen3VisionTower(nnx.Module):
         are to be added to the residual that leaves language layer s, at the image's tokens.
         """
         config = self.config
-        hidden = self.patch_embedding(pixel_values.astype(jnp.dtype(config.dtype)))
-        hidden = add_positions(hidden, self.position_embedding, taps, weights)
+        embedded = self.patch_embedding(pixel_values.astype(jnp.dtype(config.dtype)))
+        hidden = add_positions(embedded, self.position_embedding, taps, weights)
         tables = axial_tables(rows, columns, config.width // config.heads, config.theta, alternate=False)
 
         def step(block: PlainBlock, hidden: Array) -> Array:
-            query, key, value = block.project(hidden)
-            query, key = (rotate(x, *tables, "half") for x in (query, key))
-            return block.update(hidden, attend_segments(query, key, value, frames))
+            return block.attend(hidden, tables, "half", frames)
 
-        # Deepstack features are the residual that leaves these blocks.
+        # Deepstack features are the residual that leaves these blocks, so a scan ends behind each of them.
         stops, taken = [layer + 1 for layer in config.deepstack_layers], []
         for first, last in itertools.pairwise(sorted({0, *stops, config.depth})):
             hidden = scan_blocks(self.blocks, step, hidden, first, last)

@@ -7,7 +7,6 @@ Axis letters: B images (or tiles), T tokens (class token included), E features p
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
@@ -18,7 +17,7 @@ from kvpatch_jax.errors import ConfigError, ShapeError
 
 from ..attention import Mask, attention
 from ..decoder.layers import Linear
-from .common import BlockConfig, LayerNorm, PlainBlock, check_heads, scan_blocks
+from .common import BlockConfig, LayerNorm, PlainBlock, check_heads, learned, scan_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +105,7 @@ def bucket_positions(height: int, width: int, side: int) -> Int32[np.ndarray, " 
 
     def buckets(count: int) -> np.ndarray:
         shares = np.arange(count, dtype=np.float32) * (np.float32(1) / np.float32(count))
+        # Kept below 1, as transformers does, so that no share falls behind the last bucket.
         return np.searchsorted(boundaries, np.minimum(shares, np.float32(1 - 1e-6)), side="right")
 
     return (buckets(height)[:, None] * side + buckets(width)).reshape(-1).astype(np.int32)
@@ -117,16 +117,13 @@ class ViT(nnx.Module):
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
 
-        def learned(*shape):
-            return nnx.Param((0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype))
-
         def norm(wanted):
             return LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype) if wanted else None
 
         features = config.channels * config.patch**2
         self.patch_embedding = Linear(features, config.width, bias=config.patch_bias, rngs=rngs, dtype=dtype)
-        self.position_embedding = learned(config.tokens, config.width)
-        self.class_embedding = learned(config.width) if config.class_token else None
+        self.position_embedding = learned(rngs, (config.tokens, config.width), dtype)
+        self.class_embedding = learned(rngs, (config.width,), dtype) if config.class_token else None
         self.pre_norm = norm(config.pre_norm)
         self.blocks = PlainBlock(config.block, rngs, (config.depth,))
         self.final_norm = norm(config.final_norm != "none")

@@ -6,11 +6,13 @@
 from collections.abc import Mapping
 
 from ..checkpoints import ParamPath, TensorEntry
+from ..decoder.weights import linear_entries
 from .moonvit import MoonViTConfig
 from .qwen2_5 import Qwen25VisionConfig
 from .qwen3 import Qwen3VisionConfig
 from .vit import ViTConfig
 
+# A convolution whose stride is its kernel is a linear map of flattened patches.
 CONV2D = (1, 2, 3, 0)  # [out, in, row, column] to [in · row · column, out]
 CONV3D = (1, 2, 3, 4, 0)
 NORM = ("weight", "bias")
@@ -38,12 +40,6 @@ INTERN_NAMES = {
     "mlp.outer": "mlp.fc2",
 }
 """Our block's names to InternViT's, as transformers writes them."""
-
-
-def linear_entries(name: str, path: ParamPath, *, bias: bool = True, stack: bool = False) -> list[TensorEntry]:
-    """Returns a linear map's weight (transposed) and bias."""
-    entries = [TensorEntry(f"{name}.weight", (*path, "kernel"), permute=(1, 0), stack=stack)]
-    return [*entries, TensorEntry(f"{name}.bias", (*path, "bias"), stack=stack)] if bias else entries
 
 
 def norm_entries(name: str, path: ParamPath, *, stack: bool = False) -> list[TensorEntry]:
@@ -127,6 +123,8 @@ def clip_entries(config: ViTConfig, prefix: str, path: ParamPath = ("visual",)) 
         TensorEntry(f"{embeddings}.position_embedding.weight", (*path, "position_embedding")),
         *block_entries(f"{prefix}.encoder.layers.{{layer}}", (*path, "blocks"), CLIP_NAMES),
     ]
+
+    # What CLIP has and SigLIP has not, and the reverse.
     if config.patch_bias:
         entries.append(TensorEntry(f"{embeddings}.patch_embedding.bias", (*path, "patch_embedding", "bias")))
     if config.class_token:

@@ -52,11 +52,13 @@ def _tangents(matrix: Array, u: Array, v: Array, change: Array) -> Factors:
     left, right = u * inverse, transposed(v)
     along = product(change, right)
     core = product(transposed(left), along)
+
     # What stays in the span: rotations among the directions that are kept, and the singular values themselves.
     squares = singular**2
     apart = _reciprocal(squares - transposed(squares), NEGLIGIBLE * largest**2)
     turned_left = apart * (core * singular + transposed(singular) * transposed(core))
     turned_right = apart * (transposed(singular) * core + transposed(core) * singular)
+
     # What leaves it, each side driving the other through what was cut off.
     rest = matrix - product(u, v)
     out_left = along - product(left, core)

@@ -117,13 +117,16 @@ def gram(
     basis = jax.random.normal(key, (side, min(rank + oversample, side)), jnp.float32)
     for _ in range(iterations + 1):
         basis = jnp.linalg.qr(_matmul(whole, basis))[0]
+
+    # Of a product that is symmetric but for roundings; eigh's values rise, so the leading ones come last.
     small = _matmul(_transpose(basis), _matmul(whole, basis))
     energy, vectors = jnp.linalg.eigh((small + _transpose(small)) / 2)
-    # eigh rises; the leading ones come last.
     leading = _matmul(basis, vectors[..., ::-1][..., :rank])
     other = _matmul(long, leading)
+
     if sharded == "tokens":
         return other, _transpose(leading)
+    # Rounding may leave an energy of nothing below zero.
     singular = jnp.sqrt(jnp.maximum(energy[..., ::-1][..., None, :rank], 0.0))
     return leading * singular, _transpose(jnp.where(singular > 0, other / singular, 0.0))
 

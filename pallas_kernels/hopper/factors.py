@@ -1,6 +1,7 @@
 """Factors as bfloat16, for tensor cores: float32 ones as sums of pieces, eight-bit ones widened."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +41,9 @@ def bfloat16_factors(
     below the last one are left out. They lie one behind the other along the rank.
     """
     us, vs = _pieces(u, pieces), _pieces(v, pieces)
-    pairs = [(a, b) for i, a in enumerate(us) for j, b in enumerate(vs) if i + j < pieces]
-    u = jnp.concatenate([a for a, _ in pairs], -1)
-    v = jnp.concatenate([b for _, b in pairs], -2)
+    kept = _kept_products(len(us), len(vs), pieces)
+    u = jnp.concatenate([us[i] for i, _ in kept], -1)
+    v = jnp.concatenate([vs[j] for _, j in kept], -2)
 
     ranks, tokens = -u.shape[-1] % RANK_STEP, -u.shape[-2] % TILE_ROWS
 
@@ -50,6 +51,11 @@ def bfloat16_factors(
         return jnp.pad(side, [(0, 0)] * (side.ndim - 2) + [(0, end) for end in ends])
 
     return pad(u, tokens, ranks), pad(v, ranks, 0)
+
+
+def _kept_products(left: int, right: int, pieces: int) -> list[tuple[int, int]]:
+    """Returns which pieces of u and of v are multiplied, by their numbers: those whose product reaches the result."""
+    return [(i, j) for i, j in itertools.product(range(left), range(right)) if i + j < pieces]
 
 
 def _pieces(value: Array, count: int) -> list[Array]:
@@ -72,6 +78,5 @@ def padded_rank(rank: int, u_dtype, v_dtype, pieces: int, scaled: bool = False) 
     wide = [dtype == jnp.float32 for dtype in (u_dtype, v_dtype)]
     if scaled:
         wide["uv".index(_scaled_side(u_dtype, v_dtype))] = True
-    counts = [pieces if each else 1 for each in wide]
-    products = sum(i + j < pieces for i in range(counts[0]) for j in range(counts[1]))
-    return -(-rank * products // RANK_STEP) * RANK_STEP
+    left, right = (pieces if each else 1 for each in wide)
+    return -(-rank * len(_kept_products(left, right, pieces)) // RANK_STEP) * RANK_STEP

@@ -142,7 +142,7 @@ def items_of(row: RowShape, widest: int = SWIZZLE) -> Items | None:
 
 
 def ways_of(row: RowShape, whole_lines: bool = False) -> list[Items]:
-    """Ways to cut rows into items, widest runs first; none where `items_of` finds none.
+    """Returns ways to cut rows into items, widest runs first; none where `items_of` finds none.
 
     Args:
       whole_lines: only runs that travel as exactly 128 bytes; where there are none, runs of 64 bytes joined.

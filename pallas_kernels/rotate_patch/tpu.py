@@ -15,6 +15,7 @@ from ..tpu.prepare import unsupported as unsupported
 
 
 def _body(length_ref, *refs, names: tuple[str, ...], rotary: int, layout: str, interpret) -> None:
+    """Writes one block of tokens of one layer; one of padding alone is cleared without a look at its operands."""
     given, out = dict(zip(names, refs[:-1], strict=True)), refs[-1]
     tokens = out.shape[0]
     start = pl.program_id(0) * tokens
@@ -52,6 +53,8 @@ def kernel(
     block = min(tile.tokens, tokens)
     last = -(-tokens // block) - 1
     shape = arrays["x"].shape
+
+    # Blocks write what no other block reads, so the grid may be gone through in any order.
     body = functools.partial(_body, names=tuple(arrays), rotary=operands.rotary, layout=layout, interpret=interpret)
     run = pl.pallas_call(
         body,
@@ -66,5 +69,6 @@ def kernel(
         interpret=interpret,
         name="rotate_patch",
     )
+
     result = untyped(run, arrays["x"])(reach(tokens if length is None else length, block, last), *arrays.values())
     return result.reshape(x.shape)

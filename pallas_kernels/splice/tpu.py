@@ -205,11 +205,10 @@ def kernel(
 
     blocks = -(-tokens // block)
     unit = block if heads == 1 else min(UNIT, block)
+
     length = jnp.minimum(tokens, jnp.int32(tokens) if length is None else length)
     plan = _plan(slots, total, length, blocks, block, unit, heads == 1)
-
     common = {"names": tuple(arrays), "rotary": operands.rotary, "layout": layout, "interpret": interpret}
-
     if heads == 1:
         flat = pool.reshape(-1, total, width)
         body = functools.partial(_rows_body, **common, group=group)

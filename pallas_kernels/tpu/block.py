@@ -131,6 +131,7 @@ def _write_by_pairs(given, out, rotary: int, layout: str, interpret, count) -> N
 
     for start in range(0, tokens, step):
         at = pl.ds(start, min(step, tokens - start))
+        # Angles and products are of all heads: made once for the tokens, before the heads are gone through.
         cos, sin = (given["cos"][at], given["sin"][at]) if rotary else (None, None)
         delta = product(given["u"][at], given["v"][...], scale) if "u" in given else None
         keep = None if count is None else jax.lax.broadcasted_iota(jnp.int32, (at.size, width), 0) < count - start

@@ -78,7 +78,7 @@ def test_what_choosing_by_the_question_costs(reader: SceneReader):
 
 
 @pytest.mark.slow
-def test_means_of_classes(reader: SceneReader):
+def test_a_class_mean_is_the_mean_of_its_tokens(reader: SceneReader):
     """Every token has the mean of its page's tokens that show the same, summed one by one."""
     page: ReusedPage = reader.page
     classes, means, delta = page_classes(page), class_means(page)["v"], np.asarray(page.delta["v"])
@@ -99,7 +99,7 @@ def test_means_of_classes(reader: SceneReader):
 
 
 @pytest.mark.parametrize("bits", [2, 8])
-def test_few_bits(bits: int):
+def test_few_bits_are_within_half_a_step(bits: int):
     """As many levels as there are, each within half a step; a feature that is constant stays."""
     value = np.random.default_rng(1).normal(size=(2, 1, 40, 2, 3)).astype(np.float32)
     value[0, 0, :, 1, 2] = 0.75

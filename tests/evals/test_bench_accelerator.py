@@ -109,12 +109,12 @@ class LeapingClock:
     """For the task that hangs an hour passes between two looks at the clock; for the others, real time."""
 
     def __init__(self, out: Path) -> None:
-        self.out, self.ahead, self.sleep = out, 0.0, time.sleep
+        self.out, self.ahead, self.real = out, 0.0, time.monotonic
 
     def monotonic(self) -> float:
         if accelerator_tasks.open_task(accelerator_tasks.read(self.out), "numerics") == "c":
             self.ahead += 3600
-        return time.monotonic() + self.ahead
+        return self.real() + self.ahead
 
 
 @pytest.fixture
@@ -122,14 +122,14 @@ def faulty(tmp_path, monkeypatch):
     """The part "numerics" with one task that ends its process, one that hangs and one that raises."""
     (tmp_path / "faulty.py").write_text(FAULTY)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(
-        accelerator, "_command", lambda name, out, tiny: [sys.executable, str(tmp_path / "faulty.py"), str(out)]
-    )
+    start = subprocess.Popen
+    command = [sys.executable, str(tmp_path / "faulty.py"), str(tmp_path / "out")]
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start(command, **options))
     part = accelerator.PARTS["numerics"]
     monkeypatch.setitem(accelerator.PARTS, "numerics", part._replace(limit=600.0))
     out = tmp_path / "out"
     out.mkdir()
-    monkeypatch.setattr(accelerator, "time", LeapingClock(out))
+    monkeypatch.setattr(time, "monotonic", LeapingClock(out).monotonic)
     return out
 
 

@@ -110,7 +110,7 @@ def test_a_run_resumes_its_parts_and_refuses_others(monkeypatch, tmp_path):
         ("window, no lead, remember", "largest KL"): True,
     }
     assert "| kl | window, no lead, forget | blind |" in window_pretrained.BENCHMARK.format(result)
-    with pytest.raises(ValueError, match="choose another --out"):
+    with pytest.raises(ValueError, match="holds parts of another"):
         window_pretrained.measure(*arguments, config | {"model": "another"}, tmp_path, 0)
 
 
@@ -198,13 +198,19 @@ def test_rows_judge_the_worst_flops_and_leave_out_what_warms_up():
 
 
 def test_parts_of_another_configuration_are_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(window, "_parts", lambda *options: {})
-    window.run(out=str(tmp_path), quick=True, repeats=5)
-    window.run(out=str(tmp_path), quick=True, repeats=5)
+    """Before anything is measured."""
+
+    def measured(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(window, "measure_lengths", measured)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            window.run(out=str(tmp_path), quick=True, repeats=5)
     options: dict[str, Any] = {"out": str(tmp_path), "quick": True, "repeats": 5}
     for other in ({"quick": False}, {"seed": 1}, {"repeats": 3}):
         changed: dict[str, Any] = options | other
-        with pytest.raises(InputError, match="choose another --out"):
+        with pytest.raises(InputError, match="holds parts of another"):
             window.run(**changed)
 
 

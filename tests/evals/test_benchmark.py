@@ -87,7 +87,8 @@ import inspect, json
 from absl import flags
 from evals.bench import __main__ as main
 taken = {name: list(inspect.signature(own.run).parameters) for name, own in main.BENCHMARKS.items()}
-assert all(main._flag(flag) in flags.FLAGS for own in taken.values() for flag in own), taken
+assert all(flag.replace("_", "-") in flags.FLAGS for own in taken.values() for flag in own), taken
+assert all(f"  {name} " in main.__doc__ for name in main.BENCHMARKS), main.__doc__
 print(json.dumps(taken))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

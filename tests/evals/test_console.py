@@ -54,5 +54,5 @@ def test_time_left_is_said_from_the_start_and_follows_the_pace(monkeypatch, caps
 @pytest.mark.parametrize(
     ("seconds", "words"), [(4.0, "5 s"), (61.0, "60 s"), (175.0, "3 min"), (5000.0, "83 min"), (7300.0, "2 h 2 min")]
 )
-def test_times_in_words(seconds, words):
+def test_times_are_said_in_words(seconds, words):
     assert console.in_words(seconds) == words

@@ -103,7 +103,7 @@ def test_patches_of_other_chunks_are_counted_too():
     assert CHUNK.of_patch(page, []) == alone
 
 
-def test_questions_and_reuses():
+def test_forming_is_shared_by_the_number_of_reuses():
     cost = ArmCost(serving=10, question=5, forming=90)
     shares = CHUNK.shares(cost)
     assert shares["question_flops"] == pytest.approx(5 / CHUNK.prefill)

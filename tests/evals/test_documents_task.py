@@ -376,7 +376,7 @@ def test_every_chunk_is_reused(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_shipped_instance():
+def test_the_shipped_instance_answers_by_patches_and_not_blind():
     """Chain questions about varied documents: right computed anew, wrong blind, right with a patch though all moved."""
     (path,) = DOCUMENTS_DATASET.instances("qwen2_5_vl")
     rng = np.random.default_rng(11)

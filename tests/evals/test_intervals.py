@@ -58,7 +58,7 @@ def test_seeds_decide_the_draws():
     assert intervals.mean(values, cluster, seed=1).value == intervals.mean(values, cluster, seed=2).value
 
 
-def test_eta_by_hand():
+def test_eta_is_the_share_of_the_blind_loss_that_is_recovered():
     blind, cluster = np.array([1.0, 3.0, 0.0, 4.0]), np.array([0, 0, 1, 1])
     assert intervals.eta(blind, blind, cluster)[:3] == (0, 0, 0)
     assert intervals.eta(0 * blind, blind, cluster)[:3] == (1, 1, 1)

@@ -223,6 +223,13 @@ def test_parts_are_kept_and_refused_where_they_are_of_something_else(tmp_path):
             finished_parts(below / PARTS, config)
 
 
+@pytest.mark.parametrize("sizes", [plan.QUICK, plan.FULL])
+def test_documents_have_room_for_passages_and_for_two_chunks_of_a_question(sizes: plan.SuitePlan):
+    tokens = behaviour.document_tokens(sizes)
+    assert tokens >= sizes.passages * sizes.chunk + sizes.scored
+    assert tokens >= 2 * sizes.facts + behaviour.COPIED
+
+
 def test_parts_are_a_picture_of_the_whole_wherever_one_stops():
     found = plan.parts(plan.FULL)
     assert len({part.name for part in found}) == len(found)

@@ -187,7 +187,7 @@ def test_the_example_says_and_marks_what_a_person_sees():
     assert [text.split(":")[0] for text in asked] == ["page", "legend", "chain", "chain", "aggregate"]
 
 
-def test_labels():
+def test_arms_have_readable_labels_and_shares_of_bytes():
     assert figures.arm_label("patch.deepest_half.rank=16") == "patch, deepest half, rank 16"
     assert figures.arm_label("first_k.budget=0.15") == "first-k, 15 % of tokens"
     assert figures.arm_label("oracle_delta.bytes_of_rank=8") == "oracle Δ, bytes of rank 8"
@@ -197,7 +197,7 @@ def test_labels():
     assert figures.byte_share(rows, "repair.visible", "first_k.budget=0.25") == 0.25
 
 
-def test_smallest_rank(results):
+def test_the_smallest_rank_within_a_tolerance_is_found(results):
     """0.55 · 0.62 · 0.3ⁿ falls below 0.01 first at n = 3, rank 8; nothing comes within 1e-5."""
     assert comparison.smallest_rank(results, "repair.visible") == 8
     assert comparison.smallest_rank(results, "repair.visible", tolerance=0.2) == 2

@@ -12,7 +12,7 @@ from restored_store import ANTECEDENT, TENANT, answers, make_scene
 from evals.small_task import scenes
 from evals.trained import MAIN, shipped
 from kvpatch_jax import form_patch
-from kvpatch_jax.patching.canonical import make_chunk
+from kvpatch_jax.patching import make_chunk
 from kvpatch_jax.store import ChunkStore, save_snapshot
 from models import load
 

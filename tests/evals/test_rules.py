@@ -81,7 +81,7 @@ def test_the_front_of_an_axis():
     assert pareto_front(Rows(results(ARMS)), "serving_flops", "chain") == ["worse", "patch.rank=4", "better"]
 
 
-def test_means_over_seeds():
+def test_means_over_seeds_leave_out_what_a_seed_lacks():
     """Mean, least and largest, of what every seed has; a seed that lacks a statistic leaves it out."""
     tables = {
         name: results({"blind": (0.0, 0.0, chain, 0.2), "re-prefill": ARMS["re-prefill"]}, name)["rows"]

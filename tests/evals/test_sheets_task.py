@@ -69,7 +69,7 @@ def asked_of(questions: SheetsQuestions, number: int, index: int) -> list[tuple[
 
 @few
 @given(seed=seeds, size=sizes)
-def test_what_is_dealt(seed: int, size: str):
+def test_pages_show_no_glyph_twice_and_one_fill_leads(seed: int, size: str):
     """Pages show no glyph or address twice; of an ink on the page one fill leads; few addresses come twice."""
     contexts, _ = draw(seed, size)
     for index in range(len(contexts)):
@@ -121,7 +121,7 @@ def test_pixels_say_what_is_meant(seed: int, size: str):
 
 @few
 @given(seed=seeds, size=st.sampled_from(["4", "8", "16"]), hidden=st.booleans())
-def test_answers(seed: int, size: str, hidden: bool):
+def test_every_answer_follows_from_the_sheets_shown(seed: int, size: str, hidden: bool):
     """Every answer follows from the sheets shown, read one after another, and the page."""
     contexts, rng = draw(seed, size)
     shown = np.ones((2, contexts.sheets), bool)
@@ -167,7 +167,7 @@ def test_answers(seed: int, size: str, hidden: bool):
     assert hidden or set(answered) == set(COUNTS)
 
 
-def test_shares_of_fills():
+def test_shares_of_fills_count_the_inks_cells():
     """Told by hand, at the answer of an aggregate question: how often its ink's cells have each fill; nowhere else."""
     contexts, rng = draw(5, "4", 2)
     questions = sheets_task.ask(contexts, rng, {"chain": 2, "aggregate": 3, "whole": 1})
@@ -180,7 +180,7 @@ def test_shares_of_fills():
     np.testing.assert_allclose(shares[1, 7], np.bincount(fills, minlength=12) / 8)
 
 
-def test_packing():
+def test_packed_questions_see_the_page_and_the_sheets_shown():
     """A question sees itself, the page and, unless they slid out, the sheets shown; what is not shown takes no room."""
     contexts, rng = draw(3, "4")
     questions = sheets_task.ask(contexts, rng, COUNTS)
@@ -223,6 +223,7 @@ def test_a_recipe_says_what_a_step_draws():
     first, again = draw_batch(recipe, 0), draw_batch(recipe, 0)
     jax.tree.map(np.testing.assert_array_equal, first.batch, again.batch)
     assert len(first.batch["answer"]) == 2 * training.MORE_CONTEXTS["tiny"]
+    assert first.sees is not None
     assert first.sees[:, first.kinds == KINDS.index("sheet")].all()
     assert not first.sees[:, first.kinds == KINDS.index("chain")].all()
 
@@ -318,7 +319,7 @@ def test_training_resumes(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_shipped_instance():
+def test_the_shipped_instance_answers_by_patches_and_not_blind():
     """Chain questions: right computed anew, wrong blind, right with a patch though every chunk moved.
 
     Of the three seeds one loses little by blind reuse (the guide has it); this one loses most.

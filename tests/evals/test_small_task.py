@@ -183,7 +183,7 @@ def test_handwriting_is_split():
 
 @few
 @given(seeds)
-def test_deal(seed: int):
+def test_every_glyph_is_defined_and_five_are_defined_twice(seed: int):
     """Every glyph is defined; five twice, by two legends, in different fill and stripe; four are not on the page."""
     contexts, _ = draw(seed)
     for index in range(len(contexts)):
@@ -359,7 +359,7 @@ def bare_scene(contexts: Contexts) -> scenes.Scene:
     return scenes.Scene(fresh("qwen2_5_vl"), contexts, (), ())
 
 
-def test_mask():
+def test_hidden_legends_are_seen_by_nobody_and_questions_see_what_they_are_told():
     """Causal inside the prefix; hidden legends seen by nobody; questions see the page, legends if told, themselves."""
     contexts, rng = draw(8, 4)
     questions = small_task.ask(contexts, rng, {"page": 2, "chain": 3})
@@ -389,7 +389,7 @@ def test_mask():
     np.testing.assert_array_equal(batch["weight"], questions.valid)
 
 
-def test_blind_page_mask():
+def test_a_blind_pages_mask_takes_the_legends_from_the_page_alone():
     """The 4-D-mask control takes the legends from the page and changes nothing else."""
     scene = bare_scene(draw(1, 2)[0])
     usual, blind = scenes.prefix_mask(scene)[:, 0], scenes.prefix_mask(scene, page_sees_legends=False)[:, 0]
@@ -401,7 +401,7 @@ def test_blind_page_mask():
 
 @few
 @given(seeds, st.lists(st.booleans(), min_size=LEGENDS, max_size=LEGENDS))
-def test_cell_labels(seed: int, seen: list[bool]):
+def test_labels_of_cells_equal_those_read_one_by_one(seed: int, seen: list[bool]):
     """Every image token's labels, read one by one."""
     contexts, rng = draw(seed, 2)
     shown = rng.permuted(np.tile(seen, (2, 1)), axis=1)

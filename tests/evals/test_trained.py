@@ -18,7 +18,7 @@ import pytest
 
 from evals import probes, small_task
 from evals.arms import ReusedPage
-from evals.probes.results_table import ResultsTable
+from evals.probes import ResultsTable
 from evals.rules import RULES
 from evals.small_task import CELLS, COLOURS, GLYPHS, KINDS, VOCABULARY, Questions, scenes, sequences
 from evals.small_task.instances import instance
@@ -324,7 +324,7 @@ def recipe_of(name: str) -> SmallTaskRecipe:
 
 
 @pytest.mark.parametrize("name", shipped_names())
-def test_shipped_directory(name: str):
+def test_a_shipped_directory_is_small_and_discloses_its_training(name: str):
     """At most 4 MB, bf16, every training choice beside the weights and no other than its name says."""
     root = shipped(name)
     assert sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) <= 4_000_000

@@ -16,7 +16,7 @@ from scipy.stats import spearmanr
 
 import kvpatch_jax as kvp
 from evals import run, small_task
-from evals.probes.results_table import ResultsTable
+from evals.probes import ResultsTable
 from evals.probes.window import QUICK, parts, suite, work_of
 from evals.probes.window.common import add
 from evals.probes.window.drift import Safety, gate_rows, kept_is_exact, pooled_rows, rank_correlation, resampled
@@ -385,13 +385,13 @@ def test_a_run_that_was_stopped_goes_on(stubbed: Callable[..., tuple[ResultsTabl
 def test_parts_of_another_run_are_refused(stubbed: Callable[..., tuple[ResultsTable, Watched]], tmp_path: Path):
     """Another seed, another version of what is measured, parts and settings that were cut off, a file for a folder."""
     stubbed(tmp_path)
-    with pytest.raises(InputError, match=r"seed 1 \(now 2\); choose another --out"):
+    with pytest.raises(InputError, match=r"seed 1 \(now 2\); expected .* choose another folder"):
         stubbed(tmp_path, seed=2)
     folder = tmp_path / parts.FOLDER
     part, about = folder / "0.1.npz", folder / "config.json"
     for size in (0, 10, part.stat().st_size - 1):
         part.write_bytes(part.read_bytes()[:size])
-        with pytest.raises(InputError, match=r"0\.1\.npz is not a whole part .*delete it"):
+        with pytest.raises(InputError, match=r"0\.1\.npz, which is not a whole part .*delete it"):
             stubbed(tmp_path)
     part.unlink()
     assert stubbed(tmp_path)[1] == {"skipped": 10, "stub": 2}
@@ -400,7 +400,7 @@ def test_parts_of_another_run_are_refused(stubbed: Callable[..., tuple[ResultsTa
     with pytest.raises(InputError, match=r"version 0 \(now 1\)"):
         stubbed(tmp_path)
     about.write_text(about.read_text()[:9])
-    with pytest.raises(InputError, match=r"config\.json .*delete"):
+    with pytest.raises(InputError, match=r"config\.json, .*delete"):
         stubbed(tmp_path)
     for out in (about, about / "below"):
         with pytest.raises(InputError, match="is or lies below a file"):

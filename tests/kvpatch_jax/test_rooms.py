@@ -127,3 +127,13 @@ def test_an_arrow_back_and_a_circle_are_found(tmp_path: Path):
     assert backwards(found, MODELS, "models") == ["models.decoder.one imports models.families.two"]
     assert backwards(found, PACKAGES) == ["kvpatch_jax imports models.families.two"]
     assert circle(found) == ["kvpatch_jax", "models.decoder.one", "models.families.two"]
+
+
+def test_tests_import_no_private_name():
+    """What tests hold on to is what other code may use, so that a private name can change alone."""
+    private = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
+                private += [f"{path.name}: {alias.name}" for alias in node.names if alias.name.startswith("_")]
+    assert not private

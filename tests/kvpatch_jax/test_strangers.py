@@ -21,7 +21,7 @@ from kvpatch_jax.errors import (
     TraceError,
 )
 from kvpatch_jax.plan import Certificate, DeviceCosts
-from kvpatch_jax.pool.pool import SlotAllocator
+from kvpatch_jax.pool import SlotAllocator
 from kvpatch_jax.session import Session, Sessions, session_file
 from kvpatch_jax.traces import Event, Recorder, Trace
 from kvpatch_jax.window import Costs, Entry, Window

@@ -3,6 +3,7 @@
 It knows operations and no edits, pools, slots or books, and works out starts, fronts and patched KV by itself.
 """
 
+import copy
 import dataclasses
 import tempfile
 from pathlib import Path
@@ -34,6 +35,19 @@ def tiny(name: str, buckets: Buckets | None = BUCKETS) -> ModelBackbone:
     with tempfile.TemporaryDirectory() as folder:
         write = write_text_checkpoint if kind == "text" else write_checkpoint
         return load(write(family, Path(folder) / "model"), buckets=buckets)
+
+
+def counting_of(backbone: ModelBackbone) -> Any:
+    """The same backbone, counting its forwards of chunks."""
+    counting: Any = copy.copy(backbone)
+    counting.forwards = 0
+
+    def prefill(*args, **options):
+        counting.forwards += 1
+        return backbone.prefill(*args, **options)
+
+    counting.prefill = prefill
+    return counting
 
 
 def tokens_of(backbone: ModelBackbone, seed: int, length: int) -> Tokens:

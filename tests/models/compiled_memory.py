@@ -56,7 +56,9 @@ def prefill_program(
 
     def run(state: Any, prompt: Tokens, rows: Any) -> Any:
         with using(*implementation):
-            return forward._prefill(state, prompt, None, None, rows, start_layer=0, hidden_at=(), chunk=chunk)
+            return forward.prefill.__wrapped__(
+                state, prompt, None, None, rows, start_layer=0, hidden_at=(), chunk=chunk
+            )
 
     return Program(run, (forward.state, prompt, shape((1, 1), jnp.int32)))
 
@@ -80,10 +82,12 @@ def paged_programs(keys: int, pool_slots: int, *, layers: int, page_size: int = 
     one = shape((1, 1), jnp.int32)
 
     def prefill(state: Any, prompt: Tokens, paged: Paged, rows: Any) -> Any:
-        return forward._prefill(state, prompt, paged, None, rows, start_layer=0, hidden_at=())
+        return forward.prefill.__wrapped__(state, prompt, paged, None, rows, start_layer=0, hidden_at=())
 
     def step(state: Any, prompt: Tokens, pool: Any, paged: Paged, slots: Any) -> Any:
-        return forward._recompute_in_pages(state, prompt, pool, paged, slots, (slots, slots), None, None, None)
+        return forward.recompute_in_pages.__wrapped__(
+            state, prompt, pool, paged, slots, (slots, slots), None, None, None
+        )
 
     return {
         "prefill": Program(prefill, (forward.state, prompt(512), paged, one)),
@@ -99,7 +103,7 @@ def tower_program(name: str, grid: tuple[int, int], implementation: tuple[str, .
 
     def run(state: Any, pixels: Any, plan: Any) -> Any:
         with using(*implementation):
-            return forward._encode(state, pixels, plan)
+            return forward.encode.__wrapped__(state, pixels, plan)
 
     patches, side = grid[0] * grid[1], config.vision.patch
     flat = not name.startswith("moonshotai")

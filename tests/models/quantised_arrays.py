@@ -6,8 +6,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from models.checkpoints import TensorInfo
 from models.checkpoints.quantised import DequantisedSource, read_quantisation
-from models.checkpoints.source import TensorInfo
 
 KINDS = {
     "float32": "F32",

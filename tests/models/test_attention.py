@@ -135,7 +135,7 @@ COMBINED = ("all", "causal", "window", "slots", "places", "any")
 )
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**31))
-def test_every_structure(structure, seed):
+def test_every_mask_structure_equals_its_rules(structure, seed):
     """Two forms of one mask give what the rules say; a row that sees nothing is zero in all three."""
     arrays = drawn((ROWS, QUERIES, KEYS), HEADS["gqa"], seed)
     mask = STRUCTURES[structure](np.random.default_rng(seed))
@@ -158,7 +158,7 @@ def test_every_structure(structure, seed):
         pytest.param("mha", "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_heads_and_types(heads, dtype):
+def test_every_head_layout_and_type_equals_float64(heads, dtype):
     arrays = drawn((ROWS, QUERIES, KEYS), HEADS[heads], 3, dtype)
     mask = Mask(causal=True, offset=KEYS - QUERIES, window=11)
     found, whole = found_blockwise(*arrays, mask), found_dense(*arrays, mask)
@@ -175,7 +175,7 @@ def test_heads_and_types(heads, dtype):
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_every_size(data):
+def test_any_sizes_blocks_and_structures_equal_float64(data):
     """Sizes, blocks, heads and structures drawn together: each a program of its own."""
     size = lambda low, high: data.draw(st.integers(low, high))
     B, T, S, K, G, H, W = size(1, 3), size(1, 40), size(1, 40), size(1, 3), size(1, 3), size(1, 9), size(1, 9)
@@ -229,7 +229,7 @@ def test_rows_of_a_batch_are_taken_in_turns(monkeypatch):
     assert_within(whole, truth, bound)
 
 
-def test_what_runs():
+def test_the_form_of_attention_follows_from_sizes_and_what_is_asked():
     shape = lambda T, S: [
         jax.ShapeDtypeStruct((1, size, heads, 128), jnp.bfloat16) for size, heads in ((T, 28), (S, 4), (S, 4))
     ]

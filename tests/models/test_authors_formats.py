@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import models
 from kvpatch_jax.errors import ConfigError, WeightsError
-from models.checkpoints import SafetensorsSource, TensorInfo, ViewSource, split_groups
+from models.checkpoints import SafetensorsSource, TensorInfo, ViewSource, split_rows
 from models.families import multi_modality
 from models.families.registry import AUTHORS
 from tests.goldens.load import write_checkpoint
@@ -389,7 +389,7 @@ def test_strictness_stays(change, internvl, tmp_path):
 @given(st.integers(1, 4), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.data())
 def test_any_rows_of_a_split_tensor_are_read_as_numpy_cuts_them(groups, sizes, data):
     names = [f"part{number}" for number in range(len(sizes))]
-    pieces = split_groups(groups, **dict(zip(names, sizes, strict=True)))
+    pieces = split_rows(groups, **dict(zip(names, sizes, strict=True)))
     whole = np.arange(groups * sum(sizes) * 2, dtype=np.float32).reshape(-1, 2)
 
     class Source(SafetensorsSource):

@@ -11,10 +11,13 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import ConfigError
 from models import Buckets, load
+from tests.compilations import compilations
 from tests.goldens.load import write_checkpoint
 from tests.goldens.load_text import write_text_checkpoint
 
 BAR = 2e-5
+PROGRAMS = [f"jit(_{name})" for name in ("encode", "embed", "prefill", "recompute", "begin", "advance")]
+"""The model's programs, as jax names them."""
 # Heights and widths in pixels, of images whose patches (or tiles) share a bucket.
 SIZES = {
     "qwen2_5_vl": [(40, 40), (24, 72)],
@@ -66,13 +69,6 @@ def close(found, expected):
     assert np.abs(found - expected).max() <= BAR * np.abs(expected).max()
 
 
-def programs(backbone) -> list[int]:
-    """How many programs each of the model's own calls has compiled."""
-    calls = backbone.programs
-    own = (calls.encode, calls.embed, calls.prefill, calls.recompute, calls.begin, calls.advance)
-    return [call._cache_size() for call in own]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SIZES)
 def test_image_sizes_of_one_bucket_share_programs(family: str, tmp_path):
@@ -85,19 +81,20 @@ def test_image_sizes_of_one_bucket_share_programs(family: str, tmp_path):
         image = rng.integers(0, 256, (height, width, 3), np.uint8)
         prompt = plain.prepare([[1, 2, 3, 4, 5], image, [4, 5, 6, 7, 8][: 2 + number]])
         patches.add((np.shape(prompt["pixel_values"]), prompt["input_ids"].shape))
-        expected, found = plain.embed(**prompt), padded.embed(**prompt)
+        expected = plain.embed(**prompt)
+        with compilations() as compiled:
+            found = padded.embed(**prompt)
+            ours = padded.prefill(found, hidden_at=(1,), logits="all")
+            answer = padded.generate(found, 3)
         close(found.embeddings, expected.embeddings)
         if expected.deepstack is not None:
             close(found.deepstack, expected.deepstack)
-        ours, theirs = (
-            each.prefill(given, hidden_at=(1,), logits="all") for each, given in ((padded, found), (plain, expected))
-        )
-        jax.tree.map(close, ours, theirs)
-        answer = padded.generate(found, 3)
+        jax.tree.map(close, ours, plain.prefill(expected, hidden_at=(1,), logits="all"))
         np.testing.assert_array_equal(answer, plain.generate(expected, 3))
-        counts.append(programs(padded))
+        counts.append([compiled.count(name) for name in PROGRAMS])
     assert len(patches) > 1
-    assert counts == [[1, 1, 1, 0, 1, 1]] * len(counts)
+    assert counts[0] == [1, 1, 1, 0, 1, 1]
+    assert not np.any(counts[1:])
 
 
 @pytest.mark.parametrize(
@@ -125,11 +122,17 @@ def test_lengths_of_one_bucket_share_programs(family: str, whole: bool, tmp_path
         mask = rng.random((2, 1, length, context + length)) < 0.7
         mask[..., context:] &= np.tri(length, dtype=bool)
         mask[..., np.arange(length), context + np.arange(length)] = True
+        compiled: list[str] = []
         for seen in (None, mask) if whole else (mask,):
-            ours, theirs = (each.prefill(tokens, kv, seen, logits="all") for each in (padded, plain))
-            jax.tree.map(close, ours, theirs)
+            with compilations() as names:
+                ours = padded.prefill(tokens, kv, seen, logits="all")
+            compiled += names
+            jax.tree.map(close, ours, plain.prefill(tokens, kv, seen, logits="all"))
         if whole:
-            np.testing.assert_array_equal(padded.generate(tokens, 4, kv, mask), plain.generate(tokens, 4, kv, mask))
+            with compilations() as names:
+                answer = padded.generate(tokens, 4, kv, mask)
+            compiled += names
+            np.testing.assert_array_equal(answer, plain.generate(tokens, 4, kv, mask))
         cache = {
             name: jnp.pad(value, [(0, 0), (0, 0), (0, 100 - context), (0, 0), (0, 0)]) for name, value in kv.items()
         }
@@ -137,8 +140,10 @@ def test_lengths_of_one_bucket_share_programs(family: str, whole: bool, tmp_path
         keep = np.ones((plain.layout.layers, 2, length), bool)
         keep[1:, :, ::2] = False
         for kept in (None, keep) if whole else (keep,):
-            ours, theirs = (each.recompute(tokens, cache, slots, kept, logits="all") for each in (padded, plain))
-            jax.tree.map(close, ours, theirs)
-        counts.append(programs(padded)[2:])
+            with compilations() as names:
+                ours = padded.recompute(tokens, cache, slots, kept, logits="all")
+            compiled += names
+            jax.tree.map(close, ours, plain.recompute(tokens, cache, slots, kept, logits="all"))
+        counts.append([compiled.count(name) for name in PROGRAMS[2:]])
     # A mask of the caller's own is a program of its own.
-    assert counts == [[2, 2, 1, 1] if whole else [1, 1, 0, 0]] * 2
+    assert counts == [[2, 2, 1, 1] if whole else [1, 1, 0, 0], [0, 0, 0, 0]]

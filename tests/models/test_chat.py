@@ -153,7 +153,7 @@ def test_helpers_of_the_environment():
         ("{{ ''.__class__.__mro__ }}", ConfigError, "cannot be used"),
     ],
 )
-def test_bad_templates(source, error, message):
+def test_a_template_that_cannot_be_rendered_is_refused(source, error, message):
     with pytest.raises(error, match=message):
         render(source)
 
@@ -183,7 +183,7 @@ def test_a_backbone_without_a_template(tmp_path):
         ([1, 2], [], [1, 2]),
     ],
 )
-def test_expand_images(ids, expansions, expected):
+def test_each_image_becomes_its_own_placeholders(ids, expansions, expected):
     """Alone or between its own start and end tokens."""
     assert expand_images(ids, 9, expansions) == expected
 

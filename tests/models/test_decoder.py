@@ -56,7 +56,7 @@ def expected_weights(config: ExpertConfig, logits: np.ndarray, correction: np.nd
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize(("groups", "chosen_groups"), [(1, 1), (4, 2)])
-def test_routers(router, renormalise, groups, chosen_groups):
+def test_routers_choose_experts_by_their_definition(router, renormalise, groups, chosen_groups):
     config = ExpertConfig(12, 3, 8, router, renormalise, 2.5, groups, chosen_groups)
     rng = np.random.default_rng(0)
     logits, correction = rng.normal(size=(5, 7, 12)), rng.normal(size=12) * (router == "sigmoid")

@@ -235,7 +235,7 @@ def test_load_counts_tokens():
     assert load.tolist() == [1, 0, 1, 0, 0, 2]
 
 
-def test_what_runs_where():
+def test_the_implementation_follows_from_platform_and_sizes():
     assert choose_implementation(4096 * 8, 128, 8) == "blockwise"
     assert choose_implementation(20, 4, 2) == "dense"
     with targeting("tpu"):

@@ -31,7 +31,7 @@ def temporaries(compiled: Any) -> float:
 
 @pytest.mark.skipif(absent("libtpu"), reason="libtpu is not installed")
 @pytest.mark.parametrize(("tokens", "most"), [(1, 8), (4096, 600), (16384, 800)])
-def test_on_a_v5e(tokens, most):
+def test_a_v5e_copies_no_layers_experts(tokens, most):
     """The compiler counts its own grouped kernel, and of a loop over tokens or blocks one trip."""
     compiled = compile_for_tpu("v5e:2x2", mix_30b, shapes_of_30b(tokens, LAYERS))
     assert temporaries(compiled) <= most
@@ -48,7 +48,7 @@ needs_cuda = pytest.mark.skipif(absent("jax_cuda13_plugin"), reason="jax's CUDA 
 
 @needs_cuda
 @pytest.mark.parametrize(("tokens", "most"), [(1, 20), (4096, 64)])
-def test_on_an_h200(tokens, most):
+def test_an_h200_copies_no_layers_experts(tokens, most):
     """No layer's experts are copied: 1152 MiB."""
     mix = lambda x, index, weights, stack, layer: mix_experts(
         x, index, weights, stack, jax.nn.silu, layer=layer, implementation="blockwise"

@@ -10,7 +10,8 @@ import pytest
 from kvpatch_jax.errors import ConfigError, MissingExtraError
 from models import load
 from models.inputs.chat import ChatTemplate
-from models.inputs.images import HALVES, PictureConfig, resize
+from models.inputs.images import HALVES, PictureConfig
+from models.inputs.qwen_images import resize
 from tests.goldens.load import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -42,9 +43,9 @@ def test_resizing_without_pillow_names_the_extra(tmp_path, hidden):
     settings = reader(tmp_path)
     image = np.zeros((4, 4, 3), np.uint8)
     hidden("PIL", "PIL.Image")
-    assert resize(image, 4, 4, settings) is image
+    assert resize(image, 4, 4, settings.pixels) is image
     with pytest.raises(MissingExtraError, match=COMMAND):
-        resize(image, 2, 2, settings)
+        resize(image, 2, 2, settings.pixels)
 
 
 def test_a_tokenizer_without_its_package_names_the_extra(tmp_path, hidden):

@@ -1,11 +1,11 @@
 """The digest of a backbone's parameters: what changes it, and what must not."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from models import fingerprint
 from models.fingerprint import fingerprint_of
 
 
@@ -38,6 +38,8 @@ def set_at(*place_and_value):
     return change
 
 
+LARGE = np.repeat(np.arange(5, dtype=np.float32), 1 << 21).reshape(5, 1 << 21)
+
 OTHERS = {
     "one unit in the last place": changed(("norm",), set_at(2, np.nextafter(np.float32(1), np.float32(2)))),
     "zero's sign": changed(("norm",), set_at(0, 0.0)),
@@ -54,13 +56,18 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("piece", [1, 16, 1 << 24])
-def test_every_other_content_has_another_fingerprint(monkeypatch, piece):
-    monkeypatch.setattr(fingerprint, "_PIECE", piece)
+def test_every_other_content_has_another_fingerprint():
     found = {name: fingerprint_of([b"settings"], values) for name, values in OTHERS.items()}
     found["itself"] = fingerprint_of([b"settings"], parameters())
     found["other settings"] = fingerprint_of([b"setting", b"s"], parameters())
     assert len(set(found.values())) == len(found)
+
+
+def test_large_parameters_have_other_fingerprints_in_another_order():
+    """Five rows of 8 MiB, whichever of them share a piece of 16 MiB."""
+    orders = ([0, 1, 2, 3, 4], [1, 0, 2, 3, 4], [2, 3, 0, 1, 4], [0, 1, 2, 4, 3], [0, 1, 2, 3])
+    found = {fingerprint_of([], {"large": LARGE[order]}) for order in orders}
+    assert len(found) == len(orders)
 
 
 def test_threads_and_where_it_lies_do_not_change_it(monkeypatch):
@@ -68,7 +75,9 @@ def test_threads_and_where_it_lies_do_not_change_it(monkeypatch):
     assert fingerprint_of([], jax.tree.map(jnp.asarray, parameters())) == expected
     assert fingerprint_of([], changed(("layers", "kernel"), np.asfortranarray)) == expected
     assert fingerprint_of([], dict(reversed(parameters().items()))) == expected
-    monkeypatch.setattr(fingerprint, "_SMALL", 0)
-    assert fingerprint_of([], parameters()) == expected
-    monkeypatch.setattr(fingerprint, "_on_one_cpu", lambda leaf: False)  # as from an accelerator, by pieces
-    assert fingerprint_of([], jax.tree.map(jnp.asarray, parameters())) == expected
+    values = {"large": jax.device_put(LARGE)}
+    expected = fingerprint_of([], {"large": LARGE})
+    assert fingerprint_of([], values) == expected
+    elsewhere = types.SimpleNamespace(platform="gpu")  # from an accelerator it is fetched by pieces
+    monkeypatch.setattr(type(values["large"]), "devices", lambda _: [elsewhere])
+    assert fingerprint_of([], values) == expected

@@ -58,7 +58,9 @@ def program(name: str, tokens: int, behind: int, layers: int):
 
     def run(state: Any, prompt: Tokens, context: Any, rows: Any) -> Any:
         with using("dense"):
-            return forward._prefill(state, prompt, context, None, rows, start_layer=0, hidden_at=(), chunk=None)
+            return forward.prefill.__wrapped__(
+                state, prompt, context, None, rows, start_layer=0, hidden_at=(), chunk=None
+            )
 
     return text, run, (forward.state, prompt, context, spec((1, ROWS), jnp.int32))
 

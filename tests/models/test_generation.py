@@ -20,6 +20,7 @@ from models.forward import BLOCK
 from models.generation import TextPieces
 from models.inputs.stops import read_answer_tokens, read_stop_tokens, save_generation
 from tests.arrays import placed
+from tests.compilations import compilations
 from tests.goldens.load_text import write_text_checkpoint
 
 T, STEPS = 8, BLOCK + 9
@@ -44,17 +45,20 @@ def drawn(backbone, tokens):
 
 def test_a_stream_makes_the_tokens_of_generate(backbone, tokens, drawn):
     """Whatever the block of tokens per program, and without compiling anything for another way of drawing."""
-    calls = (backbone.programs.begin, backbone.programs.advance)
-    sizes = [call._cache_size() for call in calls]
-    pieces = list(backbone.stream(tokens, STEPS, stop=(), **WARM))
+    with compilations() as streamed:
+        pieces = list(backbone.stream(tokens, STEPS, stop=(), **WARM))
+    assert not streamed
     assert all(isinstance(piece, TextPiece) and piece.texts == () and piece.text == "" for piece in pieces)
     assert np.array_equal(np.stack([piece.ids for piece in pieces], axis=1), drawn)
-    assert np.array_equal(backbone.generate(tokens, 12, stop=(), **WARM), drawn[:, :12])  # fewer steps, one key
-    assert not np.array_equal(backbone.generate(tokens, STEPS, stop=(), **WARM | {"key": 12}), drawn)
-    moved = tokens.shift(1000)
-    for sampling in (None, Sampling(0.3), Sampling(1.0, 0.5, 4)):
-        backbone.generate(moved, STEPS - 4, sampling=sampling, key=jax.random.key(5), stop=(7, 8, 9))
-    assert [call._cache_size() for call in calls] == sizes
+    moved, key = tokens.shift(1000), jax.random.key(5)
+    with compilations() as compiled:
+        fewer = backbone.generate(tokens, 12, stop=(), **WARM)
+        other = backbone.generate(tokens, STEPS, stop=(), **WARM | {"key": 12})
+        for sampling in (None, Sampling(0.3), Sampling(1.0, 0.5, 4)):
+            backbone.generate(moved, STEPS - 4, sampling=sampling, key=key, stop=(7, 8, 9))
+    assert not compiled
+    assert np.array_equal(fewer, drawn[:, :12])  # fewer steps, one key
+    assert not np.array_equal(other, drawn)
 
 
 def test_rows_end_at_stop_tokens(backbone, tokens, drawn):

@@ -1,6 +1,7 @@
 """Every family with images against transformers: positions, embeddings, hidden states, caches, logits, pixels."""
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -16,8 +17,10 @@ from models import load, save
 from models.families.registry import IMAGE_FAMILIES
 from models.inputs.images import kimi_size
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
+from tests.tolerances import assert_close_to_largest
 
 BAR = 2e-4
+close = functools.partial(assert_close_to_largest, bar=BAR)
 FAMILIES = ["qwen3_vl", "qwen3_vl_moe", "llava", "llava_next", "deepseek_vl", "internvl", "smolvlm", "kimi_vl"]
 INPUTS = ("pixel_values", "image_grid_thw", "video_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
 
@@ -40,13 +43,6 @@ def backbone(family, tmp_path_factory):
 
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
-
-
-def close(found, expected, what):
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert found.shape == expected.shape, what
-    error = np.abs(found - expected).max() / np.abs(expected).max()
-    assert error <= BAR, f"{what}: off by {error:.2e} of the largest magnitude"
 
 
 def embedded(backbone, gold):
@@ -99,7 +95,7 @@ def test_video_equals_transformers(tmp_path):
 
 
 @pytest.mark.slow
-def test_decode_steps(backbone, family):
+def test_greedy_tokens_equal_transformers(backbone, family):
     gold = golden_arrays(family, "one_image")
     generated = backbone.generate(embedded(backbone, gold), len(gold["decode_tokens"]))
     assert np.array_equal(generated[0], gold["decode_tokens"])
@@ -180,7 +176,7 @@ def kimi_released(tensors):
 
 
 @pytest.mark.slow
-def test_kimi_released_files(tmp_path):
+def test_kimis_released_names_are_the_same_function(tmp_path):
     """Kimi-VL's own names, fused and neighbouring pairs, experts one by one: the same function."""
     directory = rewrite(write_checkpoint("kimi_vl", tmp_path), kimi_released, "kimi_vl/config_release.json")
     backbone = load(directory, angles="float32")
@@ -189,7 +185,7 @@ def test_kimi_released_files(tmp_path):
 
 
 @pytest.mark.slow
-def test_llava_released_prefix(tmp_path):
+def test_llavas_released_names_are_the_same_function(tmp_path):
     longer = lambda tensors: {
         re.sub(r"^vision_tower\.", "vision_tower.vision_model.", name): value for name, value in tensors.items()
     }
@@ -253,7 +249,7 @@ def test_prompt_has_one_placeholder_per_feature(backbone, family):
         plan(backbone.config, ids, prompt | {"pixel_values": prompt["pixel_values"][..., 1:]})
 
 
-def test_kimi_sizes():
+def test_kimi_images_keep_within_their_budget_of_patches():
     """Never up; within the patch budget and 512 patches a side; padded to multiples of 28."""
     assert kimi_size(100, 300, 14, 2, 4096) == ((100, 300), (112, 308))
     inner, outer = kimi_size(2000, 3000, 14, 2, 4096)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.core import to_engine
-from kvpatch_jax.core.layout import relocate
+from kvpatch_jax.core import relocate, to_engine
 from models import load
 from tests.goldens.load import golden_arrays, write_checkpoint
 

@@ -47,7 +47,7 @@ def temporaries_on(device: str, program: Program) -> float:
 
 
 @devices
-def test_prefills(device):
+def test_long_prefills_fit_a_devices_memory(device):
     """16k tokens at once, and 64k in chunks."""
     how = {"layers": LAYERS, "implementation": ("xla",)}
     assert temporaries_on(device, prefill_program(16384, **how)) < 3

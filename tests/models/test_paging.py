@@ -22,6 +22,7 @@ from kvpatch_jax.errors import (
     ShapeError,
 )
 from models import Buckets, load
+from tests.compilations import compilations
 from tests.goldens.load_text import write_text_checkpoint
 
 FAMILIES = {
@@ -140,7 +141,7 @@ def test_steps_write_into_the_pool_in_place(backbone):
 
 
 @pytest.mark.slow
-def test_generating_behind_pages(backbone):
+def test_generating_behind_pages_equals_a_contiguous_context(backbone):
     case = PagingCase(backbone)
     expected = backbone.generate(case.rest, 6, case.context, stop=())
     paged = case.paged()
@@ -154,20 +155,24 @@ def test_generating_behind_pages(backbone):
 def test_other_tables_slots_and_contents_compile_nothing(folder):
     backbone = backbone_of(DEFAULT, folder)
     case = PagingCase(backbone)
-    programs = (backbone.programs.prefill, backbone.programs.recompute_in_pages)
     backbone.prefill(case.rest, case.paged())
     step = backbone.decode(case.rest, case.paged(), case.own)
-    sizes = [program._cache_size() for program in programs]
+    compiled = []
     for seed, first in ((1, 0), (2, 7)):
         other = PagingCase(backbone, seed=seed)
         # Fewer keys, and as many pages of the bucket.
         shorter = Paged.of(other.pool(), [other.slots[0], other.slots[1, first:]])
         assert shorter.table.shape == case.paged().table.shape
-        backbone.prefill(other.rest.shift(9), shorter)
-        step = backbone.decode(other.rest, shorter, other.own)
+        rest = other.rest.shift(9)
+        with compilations() as names:
+            backbone.prefill(rest, shorter)
+            step = backbone.decode(other.rest, shorter, other.own)
+        compiled += names
     again = np.setdiff1d(np.arange(TOTAL), [*other.slots.ravel(), *other.own.ravel()])[: 2 * OWN].reshape(2, OWN)
-    backbone.decode(other.rest.shift(OWN), step.cache, again)
-    assert [program._cache_size() for program in programs] == sizes
+    rest = other.rest.shift(OWN)
+    with compilations() as names:
+        backbone.decode(rest, step.cache, again)
+    assert not compiled + names
 
 
 def test_a_growing_window_falls_into_few_sizes():
@@ -238,7 +243,7 @@ def test_in_buckets_and_in_chunks_and_under_masks(backbone, folder):
 
 
 @pytest.mark.slow
-def test_recomputing_in_pages(backbone):
+def test_recomputing_in_pages_equals_a_contiguous_cache(backbone):
     """Some tokens of the context again, nested sets of them per layer: as side by side, and the others bit-equal."""
     case = PagingCase(backbone)
     ids = np.random.default_rng(5).integers(3, 290, (2, 3))
@@ -259,7 +264,7 @@ def test_recomputing_in_pages(backbone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_in_bfloat16(dtype, folder):
+def test_pages_in_bfloat16_stay_near_a_contiguous_context(dtype, folder):
     """A model in bf16 over pages in bf16 and in float32."""
     backbone = load(write_text_checkpoint("qwen3", folder / "bf16"), dtype="bfloat16")
     case = PagingCase(backbone, dtype=dtype)
@@ -272,7 +277,7 @@ def test_in_bfloat16(dtype, folder):
 
 
 @pytest.mark.slow
-def test_without_any_key(folder):
+def test_rows_without_a_context_begin_at_position_0(folder):
     """Rows without a context beside rows with one: those begin at position 0."""
     backbone = backbone_of("qwen3", folder)
     case = PagingCase(backbone)

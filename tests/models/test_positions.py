@@ -106,7 +106,7 @@ def test_pads_and_grids_must_match(ids: list, images: list, videos: list, messag
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_other_bad_input() -> None:
+def test_grids_rules_and_seconds_that_do_not_fit_are_refused() -> None:
     ids, grid = np.array([302], np.int32), np.array([[1, 2, 2]], np.int32)
     with pytest.raises(InputError, match="second_per_grid_ts: got 2 values"):
         get_rope_positions(ids, None, grid, np.ones(2, np.float32), CONFIG)

@@ -53,7 +53,7 @@ def test_several_images_are_concatenated() -> None:
     assert np.array_equal(out["image_grid_thw"], case["image_grid_thw"])
 
 
-def test_no_images() -> None:
+def test_no_images_give_empty_arrays() -> None:
     out = preprocess_images([], TINY)
     assert out["pixel_values"].shape == (0, 96)
     assert out["image_grid_thw"].shape == (0, 3)
@@ -120,7 +120,7 @@ def test_deep_images_are_refused_rather_than_clipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9])
-def test_png_cut_short(tmp_path: Path, share: float) -> None:
+def test_a_png_that_was_cut_short_is_refused(tmp_path: Path, share: float) -> None:
     stored = ARRAYS["rgb_large.png"].tobytes()
     path = tmp_path / "short.png"
     path.write_bytes(stored[: int(share * len(stored))])
@@ -152,7 +152,7 @@ def test_files_that_are_no_images(tmp_path: Path) -> None:
         (np.zeros((0, 8, 3), np.uint8), "image 0: got 0×8 pixels"),
         (np.zeros((0, 8, 4), np.uint8), "image 0: got 0×8 pixels"),
         (Image.new("RGB", (0, 8)), "image 0: got 8×0 pixels"),
-        (np.zeros((2, 402, 3), np.uint8), "image 0: image: got 2×402 pixels; expected sides within a ratio of 200"),
+        (np.zeros((2, 402, 3), np.uint8), "image 0: got 2×402 pixels; expected sides within a ratio of 200"),
         (np.zeros((8, 8, 3), np.float32), r"image 0: got float32 \[8, 8, 3\]; expected uint8"),
         (np.zeros((3, 8, 8), np.uint8), r"image 0: got uint8 \[3, 8, 8\]; expected uint8"),
         (7, "image 0: got a int; expected a path, a PIL image or a uint8 array"),
@@ -199,13 +199,13 @@ def test_configuration_is_read_and_written(tmp_path: Path) -> None:
         ([], "got a list"),
     ],
 )
-def test_bad_configuration(tmp_path: Path, fields: object, message: str) -> None:
+def test_an_invalid_configuration_is_refused_by_field(tmp_path: Path, fields: object, message: str) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=message):
         ImageConfig.from_directory(tmp_path)
 
 
-def test_absent_configuration(tmp_path: Path) -> None:
+def test_a_folder_without_a_readable_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="got no such file"):
         ImageConfig.from_directory(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text("{")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.checkpoints import TensorInfo
 from models.checkpoints.quantised import DequantisedSource, read_quantisation
-from models.checkpoints.source import TensorInfo
 from tests.models.quantised_arrays import (
     AWQ,
     FP8,

@@ -1,13 +1,16 @@
 """The port against transformers: hidden states, caches and logits to 2e-4 of the largest magnitude."""
 
-import numpy as np
+import functools
+
 import pytest
 
 from kvpatch_jax.core import to_engine
 from models import load
 from tests.goldens.load import golden_arrays, write_checkpoint
+from tests.tolerances import assert_close_to_largest
 
 BAR = 2e-4
+close = functools.partial(assert_close_to_largest, bar=BAR)
 
 
 @pytest.fixture(scope="module")
@@ -17,13 +20,6 @@ def backbone(request, tmp_path_factory):
 
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
-
-
-def close(found, expected, what):
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert found.shape == expected.shape, what
-    error = np.abs(found - expected).max() / np.abs(expected).max()
-    assert error <= BAR, f"{what}: off by {error:.2e} of the largest magnitude"
 
 
 def tokens_of(backbone, gold, position_ids="position_ids"):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvpatch_jax.errors import ConfigError, InputError
 from models import Sampling
 from models.sampling import REFUSED, choose, draw_of, kept
+from tests.compilations import compilations
 
 V, ROWS = 12, 5
 GREEDY = Sampling()
@@ -70,7 +71,7 @@ def test_draws_have_the_shares_of_the_distribution(sampling):
     assert (np.abs(found - expected) <= 4.5 * np.sqrt(expected * (1 - expected) / count)).all()
 
 
-def test_edges():
+def test_ties_stay_and_the_least_settings_are_greedy():
     logits = np.array([[0.0, 3.0, 3.0, -np.inf], [5.0, -1.0, 2.0, 4.9]], np.float32)
     assert chosen(logits).tolist() == [1, 0]  # greedy: the first of ties
     for sampling in (Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-9), Sampling(1e-6), Sampling(1e-38)):
@@ -94,17 +95,18 @@ def test_logits_that_say_nothing_are_refused(temperature):
 def test_a_row_draws_by_itself_and_settings_compile_nothing():
     rows = np.random.default_rng(0).standard_normal((3, V)).astype(np.float32)
     whole = chosen(rows, Sampling(1.0, 0.9), key=3, index=5)
-    size = CHOOSE._cache_size()
     changed = rows.copy()
     changed[0] = 0
-    assert chosen(changed, Sampling(1.0, 0.9), 3, 5)[1:].tolist() == whole[1:].tolist()
+    with compilations() as compiled:
+        drawn_again = chosen(changed, Sampling(1.0, 0.9), 3, 5)
+        for sampling in (Sampling(), Sampling(0.2), Sampling(1.0, 0.3), Sampling(1.0, 1.0, 2)):
+            chosen(rows, sampling)
+    assert not compiled
+    assert drawn_again[1:].tolist() == whole[1:].tolist()
     same = np.broadcast_to(rows[:1], rows.shape)
     drawn = np.stack([chosen(same, Sampling(1.5), key, index) for key in (0, jax.random.key(1)) for index in range(20)])
     assert (drawn[:, 0] != drawn[:, 1]).any()
     assert (drawn[:20] != drawn[20:]).any()
-    for sampling in (Sampling(), Sampling(0.2), Sampling(1.0, 0.3), Sampling(1.0, 1.0, 2)):
-        chosen(rows, sampling)
-    assert CHOOSE._cache_size() == size
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -104,7 +104,7 @@ def test_specs_of_latent_attention_and_experts():
     assert specs["decoder.layers.mlp.correction"] == P(None, None)
 
 
-def test_specs_of_caches():
+def test_caches_lie_over_heads_and_latent_ones_replicate():
     mesh = AbstractMesh((2,), ("tensor",))
     assert cache_specs(config_of("qwen2").text.layout, mesh) == dict.fromkeys("kv", P(None, None, None, "tensor"))
     assert cache_specs(config_of("deepseek_v3").text.layout, mesh) == {"ckv": P(), "kpe": P()}

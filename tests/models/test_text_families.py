@@ -16,8 +16,7 @@ from safetensors.numpy import load_file
 
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.cache import Chunk
-from kvpatch_jax.core import to_engine
-from kvpatch_jax.core.layout import relocate
+from kvpatch_jax.core import relocate, to_engine
 from kvpatch_jax.errors import ConfigError, InputError, PatchMismatchError, RopeRegimeError, WeightsError
 from kvpatch_jax.patching import Placed, apply_patch, form_patch
 from models import load, save
@@ -230,7 +229,7 @@ def test_the_layout_follows_from_the_configuration(loaded, family, kind, channel
     assert layout.rope.cached == ("pairs" if family == "glm" else "half")
 
 
-def test_regimes(tmp_path):
+def test_a_regime_is_part_of_the_backbones_identity(tmp_path):
     directory = write_text_checkpoint("phi3_short", tmp_path / "phi3")
     short, long = load(directory), load(directory, regime="long")
     assert short.layout != long.layout  # what a chunk's metadata compares

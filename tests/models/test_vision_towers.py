@@ -1,6 +1,7 @@
 """Every tower, alone, against transformers: block outputs, features and deepstack features."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 from kvpatch_jax.errors import ConfigError, ShapeError
 from models.checkpoints import flatten_params, load_weights
 from models.decoder.layers import Linear
+from models.decoder.weights import linear_entries
 from models.towers import moonvit as moonvit_tower
 from models.towers import qwen3 as qwen3_tower
 from models.towers.moonvit import MoonViT, MoonViTConfig
@@ -21,7 +23,6 @@ from models.towers.vit import ViT, ViTConfig, bucket_positions
 from models.towers.weights import (
     clip_entries,
     intern_vit_entries,
-    linear_entries,
     moonvit_entries,
     projector_entries,
     qwen3_vision_entries,
@@ -29,19 +30,14 @@ from models.towers.weights import (
 from tests.arrays import placed
 from tests.goldens.load import golden_arrays, write_checkpoint
 from tests.goldens.redraw import redraw
+from tests.tolerances import assert_close_to_largest
 
 BAR = 2e-4
+close = functools.partial(assert_close_to_largest, bar=BAR)
 SLOW = pytest.mark.slow
 
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
-
-
-def close(found, expected, what):
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert found.shape == expected.shape, what
-    error = np.abs(found - expected).max() / np.abs(expected).max()
-    assert error <= BAR, f"{what}: off by {error:.2e} of the largest magnitude"
 
 
 class Holder(nnx.Module):
@@ -92,7 +88,7 @@ def qwen3(tmp_path_factory):
 @pytest.mark.parametrize(
     "case", ["one_image", pytest.param("two_images", marks=SLOW), pytest.param("video", marks=SLOW)]
 )
-def test_qwen3_features(qwen3, case):
+def test_qwen3s_features_equal_transformers(qwen3, case):
     gold = golden_arrays("qwen3_vl", case)
     grids = gold["video_grid_thw"] if case == "video" else gold["image_grid_thw"]
     features, deepstack = run(qwen3, gold["pixel_values"], **qwen3_tower.plan_patches(QWEN3, grids))
@@ -184,7 +180,7 @@ def vit(family, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llava", "llava_next", "deepseek_vl", "smolvlm", "internvl"])
-def test_vit_features(family, tmp_path_factory):
+def test_vits_features_equal_transformers(family, tmp_path_factory):
     tower = vit(family, tmp_path_factory)
     for case in ("one_image", "two_images"):
         gold = golden_arrays(family, case)
@@ -222,7 +218,7 @@ def test_rows_that_make_no_whole_patch_are_left_out():
     np.testing.assert_array_equal(found, expected)
 
 
-def test_vit_refuses():
+def test_vits_of_invalid_configurations_are_refused():
     with pytest.raises(ConfigError, match="final_norm: got 'maybe'"):
         dataclasses.replace(CLIP, final_norm="maybe")
     with pytest.raises(ConfigError, match="vision_feature_layer: got -5; expected a layer of the tower's 3"):
@@ -269,7 +265,7 @@ def moonvit(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", ["one_image", pytest.param("two_images", marks=SLOW)])
-def test_moonvit_features(moonvit, case):
+def test_moonvits_features_equal_transformers(moonvit, case):
     gold = golden_arrays("kimi_vl", case)
     plan = moonvit_tower.plan_patches(MOON, gold["image_grid_thw"])
     close(run(moonvit, gold["pixel_values"], **plan), gold["vision_features"][0][:, 0], case)

@@ -61,7 +61,7 @@ def test_load_permutes_stacks_and_flattens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_round_trip(tmp_path: Path, dtype: jnp.dtype) -> None:
+def test_saved_weights_are_those_that_were_loaded(tmp_path: Path, dtype: jnp.dtype) -> None:
     tensors = {name: value.astype(dtype) for name, value in file_tensors().items()}
     save_file(tensors, tmp_path / "model.safetensors")
     params = load_weights(tmp_path, ENTRIES, EXPECTED, dtype=dtype)
@@ -139,7 +139,7 @@ def test_wrong_tensor_is_named(tmp_path: Path, name: str, value: np.ndarray | No
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 900])
-def test_file_cut_short(tmp_path: Path, keep: int) -> None:
+def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "model.safetensors"
     save_file(file_tensors(), path)
     path.write_bytes(path.read_bytes()[:keep])
@@ -147,7 +147,7 @@ def test_file_cut_short(tmp_path: Path, keep: int) -> None:
         load_weights(tmp_path, ENTRIES, EXPECTED)
 
 
-def test_directory_without_weights(tmp_path: Path) -> None:
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="found no weights"):
         weight_index(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
@@ -157,7 +157,7 @@ def test_directory_without_weights(tmp_path: Path) -> None:
         weight_index(tmp_path / "nowhere")
 
 
-def test_wrong_index(tmp_path: Path) -> None:
+def test_an_index_that_is_wrong_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     write_shards(tmp_path, file_tensors())
     weight_map = json.loads(path.read_text())["weight_map"]

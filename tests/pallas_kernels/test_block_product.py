@@ -101,7 +101,7 @@ def test_the_kernel_says_what_it_cannot_take(rows, shape, dtype, words):
             what_runs(rows, stack.dtype, stack, "gpu")
 
 
-def test_what_runs_where():
+def test_the_implementation_follows_from_platform_and_sizes():
     stack = jax.ShapeDtypeStruct((5, 128, 192), jnp.bfloat16)
     assert what_runs(64, stack.dtype, stack) == "xla"
     with targeting("gpu"):

@@ -83,7 +83,7 @@ def test_low_rank_and_zero_matrices_stay_finite(rank: int):
             np.testing.assert_allclose(u @ v, value, atol=1e-5)
 
 
-def test_refuses(unchecked):
+def test_ranks_and_methods_that_do_not_exist_are_refused(unchecked):
     a = matrix(SMALL[0])
     for rank in (0, 25):
         with pytest.raises(KernelShapeError, match=f"rank {rank}"):

@@ -19,7 +19,7 @@ from trained_program import OPTIONS
 from trained_program import form as form_all
 from trained_task import FRAME, Drawn, prompt_of
 
-from evals.small_task.task import VOCABULARY
+from evals.small_task import VOCABULARY
 
 SEED = 33211
 COUNTS = {"page": 1, "legend": 1, "chain": 4, "aggregate": 2}

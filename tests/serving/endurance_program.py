@@ -16,7 +16,7 @@ import rig_engine
 from engine_program import ENDS, FIRST, PROMPT, QUESTION, SECOND, SMALL, damage, started
 from rig_engine import compared, in_front
 
-from kvpatch_jax.serving.vllm.segments import segments_of
+from kvpatch_jax.serving.vllm import segments_of
 
 REQUESTS, STEPS, SEED = 500, 24, 0
 

@@ -19,9 +19,8 @@ import rig_engine
 import tiny_model
 from rig_engine import Engine, compared
 
-from kvpatch_jax.serving.vllm import request_plan
+from kvpatch_jax.serving.vllm import request_plan, segments_of
 from kvpatch_jax.serving.vllm.messages import slots_of
-from kvpatch_jax.serving.vllm.segments import segments_of
 from kvpatch_jax.serving.vllm.stores import StoreCatalog
 from kvpatch_jax.store import ChunkStore
 

@@ -29,7 +29,7 @@ from trained_task import FRAME, QUESTION, Drawn
 from vllm.benchmarks.datasets import SampleRequest
 from vllm.benchmarks.serve import TaskType, benchmark
 
-from evals.small_task.task import LEGENDS, VOCABULARY
+from evals.small_task import LEGENDS, VOCABULARY
 
 SEED, CONTEXTS, STEPS, RANK = 50117, 8, 8, 16
 REPEATS = 2

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from evals.small_task.task import VOCABULARY
+from evals.small_task import VOCABULARY
 
 HERE = Path(__file__).parent
 TEMPLATE = (

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from evals.small_task.task import VOCABULARY
+from evals.small_task import VOCABULARY
 
 SHIPPED = Path(__file__).parents[2] / "evals" / "trained" / "qwen2_5_vl"
 MOST_PIXELS = 160 * 160

@@ -7,7 +7,7 @@ import numpy as np
 
 from evals import small_task
 from evals.results import intervals
-from evals.small_task.task import KINDS, LEGENDS, VOCABULARY
+from evals.small_task import KINDS, LEGENDS, VOCABULARY
 
 QUESTION = (VOCABULARY.ask_glyph, VOCABULARY.cell)
 """What is asked where only chunks are to be formed."""

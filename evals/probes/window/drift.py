@@ -11,12 +11,13 @@ import kvpatch_jax as kvp
 from kvpatch_jax.patching import divergence, reuse_curve
 
 from ... import small_task
+from ...arms.reused_page import cut
 from ...results import intervals
 from ...small_task import KINDS, LEGENDS, Contexts
 from ...small_task.scenes import Answers
 from ..results_table import ResultsTable
 from .common import RANK, Step, add, patch_of, setting
-from .image_sequence import KV, AgentLoop, Image, ImageSequence, cut, read
+from .image_sequence import KV, AgentLoop, Image, ImageSequence, read
 from .probe_images import ProbeImages, foreign_legends, with_foreign
 
 CORRECTION_RANK = 16
@@ -226,9 +227,10 @@ def antecedent_divergence(before: ImageSequence, now: ImageSequence) -> np.ndarr
     pooled = {image.chunk.id: pooled_rows(image) for image in ahead}
     ids = [line.antecedent(len(line) - 1) for line in (before, now)]
     rows = len(before.tokens.embeddings)
-    return np.array(
-        [divergence(*ids, pooled={name: each[row] for name, each in pooled.items()}) for row in range(rows)]
-    )
+    apart = []
+    for row in range(rows):
+        apart.append(divergence(*ids, pooled={name: vectors[row] for name, vectors in pooled.items()}))
+    return np.array(apart)
 
 
 def pooled_rows(image: Image) -> np.ndarray:

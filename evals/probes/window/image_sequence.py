@@ -21,6 +21,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from models import ModelBackbone
 
+from ...arms.reused_page import cut
 from ...small_task import Questions, scenes, sequences
 from ...small_task.scenes import Answers
 from ...small_task.sequences import QuestionTokens
@@ -34,14 +35,12 @@ def on_host(tree: Any) -> Any:
     return jax.tree.map(np.asarray, tree)
 
 
-def cut(kv: KV, where: slice) -> KV:
-    """Cuts some tokens out."""
-    return {name: value[:, :, where] for name, value in kv.items()}
-
-
 def joined(parts: Sequence[KV]) -> KV:
     """Joins pieces of KV behind one another, along their tokens."""
-    return {name: np.concatenate([np.asarray(part[name]) for part in parts], axis=2) for name in parts[0]}
+    whole = {}
+    for name in parts[0]:
+        whole[name] = np.concatenate([np.asarray(part[name]) for part in parts], axis=2)
+    return whole
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -196,7 +195,8 @@ def read_behind(line: ImageSequence, cache: KV, tail: QuestionTokens, number: in
     held = {channel: jnp.asarray(filled(value, room, 2)) for channel, value in cache.items()}
     tokens = line.backbone.embed(tail.ids, tail.positions)
     asked = np.broadcast_to(tail.asked, (rows, len(tail.asked)))
-    return _answers(line.backbone.prefill(tokens, held, mask, logits=asked).logits, number)
+    logits = line.backbone.prefill(tokens, held, mask, logits=asked).logits
+    return Answers(scenes.log_probabilities(logits)[:, :number])
 
 
 def read_in_one(
@@ -218,9 +218,8 @@ def read_in_one(
     tokens = _one_behind_the_other([line.tokens, line.backbone.embed(tail.ids, tail.positions)])
     none = np.zeros((*mask.shape[:2], line.size, mask.shape[2]), bool)
     whole = np.concatenate([np.concatenate([line.band(band), none], axis=3), mask], axis=2)
-    return _answers(
-        line.backbone.prefill(tokens, mask=whole, logits=line.size + asked).logits, questions.answer.shape[1]
-    )
+    logits = line.backbone.prefill(tokens, mask=whole, logits=line.size + asked).logits
+    return Answers(scenes.log_probabilities(logits)[:, : questions.answer.shape[1]])
 
 
 def _tail(line: ImageSequence, questions: Questions) -> QuestionTokens:
@@ -231,11 +230,6 @@ def _tail(line: ImageSequence, questions: Questions) -> QuestionTokens:
     repeated = jax.tree.map(lambda column: np.pad(column, [(0, 0), (0, more)], mode="edge"), vars(questions))
     form = scenes.form_of(backbone.config, backbone.image_config)
     return sequences.question_tokens(form, Questions(**repeated), np.full(count, line.end))
-
-
-def _answers(logits: Float[Array, "B Q V"], number: int | None) -> Answers:
-    said = np.asarray(jax.nn.log_softmax(logits, axis=-1))
-    return Answers(said[:, :number])
 
 
 def bucket(backbone: ModelBackbone, size: int) -> int:

@@ -15,7 +15,6 @@ import kvpatch_jax as kvp
 from kvpatch_jax.patching import Accumulated, orders_of
 
 from ... import small_task
-from ...results import intervals
 from ...small_task import KINDS, LEGENDS, VOCABULARY, Contexts, Questions, scenes
 from ...small_task.scenes import Scene
 from ..results_table import ResultsTable
@@ -75,7 +74,9 @@ def measure_reorder(
     part, label = ("", "reorder") if small else (setting(k=count, lead=lead), "window.reorder")
     front, images = stock.front(lead), [*stock.legends, *stock.distractors][:count]
     orders = orders_of(count, most)
-    lines = [ImageSequence(stock.backbone, [*front, *(images[i] for i in order), stock.page]) for order in orders]
+    lines = []
+    for order in orders:
+        lines.append(ImageSequence(stock.backbone, [*front, *(images[place] for place in order), stock.page]))
     conditioned = [line.prefill() for line in lines]
     pages, place = [parts[-1] for parts in conditioned], len(lines[0]) - 1
     total = None
@@ -133,11 +134,9 @@ def orbit_against_exact(table: ResultsTable) -> None:
     if items is None:
         return
 
-    cluster, answer = items.column("cluster"), items.column("answer")
-    orbit, exact = ((items.arm(name)[0] == answer).astype(float) for name in ("orbit", "exact"))
-    for name, here in items.by_kind():
-        interval = intervals.paired_difference(orbit[here], exact[here], cluster[here])
-        table.row("reorder", "orbit", f"orbit_minus_exact.{name}", interval)
+    for kind, metric, interval in items.paired("orbit", "exact"):
+        if metric == "accuracy":
+            table.row("reorder", "orbit", f"orbit_minus_exact.{kind}", interval)
 
 
 # ------------------------------------------------------------------------------------------------------------ slide

@@ -58,7 +58,8 @@ class ProbeParts:
             found = json.loads(about.read_bytes())
         except ValueError as error:
             raise InputError(
-                f"{about} is not whole ({error}): delete {self.folder}, or choose another --out"
+                f"--out: got {about}, which is not whole ({error}); expected a whole file: choose another folder, or "
+                f"delete {self.folder}"
             ) from error
 
         if not isinstance(found, dict):
@@ -66,7 +67,10 @@ class ProbeParts:
         if found != wanted:
             apart = [key for key in {**wanted, **found} if found.get(key) != wanted.get(key)]
             said = ", ".join(f"{key} {found.get(key)!r} (now {wanted.get(key)!r})" for key in apart)
-            raise InputError(f"{self.folder} holds parts of another run: {said}; choose another --out, or delete it")
+            raise InputError(
+                f"--out: got {self.folder}, which holds parts of another run: {said}; expected this run's: choose "
+                "another folder, or delete it"
+            )
 
     def has(self, name: str) -> bool:
         """Returns whether a part was finished."""
@@ -94,7 +98,10 @@ class ProbeParts:
             with np.load(file, allow_pickle=False) as arrays:
                 return _part(arrays, model)
         except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
-            raise InputError(f"{file} is not a whole part ({error!r}): delete it, it is then measured again") from error
+            raise InputError(
+                f"--out: got {file}, which is not a whole part ({error!r}); expected a whole one: delete it, and it is "
+                "measured again"
+            ) from error
 
     def _file(self, name: str) -> Path:
         assert self.folder is not None

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
-import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from models import ModelBackbone
 
 from ... import small_task
+from ...arms.reused_page import chunk_of
 from ...small_task import GLYPHS, VOCABULARY, Contexts, scenes
 from ...small_task.scenes import Scene
 from .image_sequence import Image, prefilled
@@ -102,17 +102,7 @@ def of_ids(backbone: ModelBackbone, ids: Int[np.ndarray, "B T"], id: str, conten
 def of_tokens(backbone: ModelBackbone, tokens: Tokens, id: str, content: str) -> Image:
     """Makes what is placed of embedded tokens, whose rows share their positions; prefilled alone."""
     local = np.asarray(tokens.positions)[0]
-    chunk = kvp.Chunk(
-        kv=prefilled(backbone, tokens),
-        local=local,
-        span=int(local.max()) + 1,
-        length=len(local),
-        id=id,
-        layout=backbone.layout,
-        backbone=backbone.fingerprint,
-        content=content,
-    )
-    return Image(tokens, chunk)
+    return Image(tokens, chunk_of(backbone, prefilled(backbone, tokens), local, id, content))
 
 
 def with_foreign(contexts: Contexts, which: np.ndarray, by: int) -> Contexts:

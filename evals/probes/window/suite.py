@@ -29,7 +29,7 @@ PAIRS = {
     "window.drift": ("rebuilt", "stored"),
     "window.many": ("kept", "transfer"),
 }
-"""Arms whose difference, question by question, is a row of its own."""
+"""Arms whose difference, question by question, is rows of its own: kl_minus_<other> and accuracy_minus_<other>."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,15 +150,21 @@ def measure_window(
     for (probe, part), items in list(table.probes.items()):
         if probe.startswith("window."):
             _flips(table, items)
-            _paired(table, items, part)
+            # The pair of arms that the probe is about.
+            first, second = (f"{arm}.{part}" for arm in PAIRS.get(items.label, ("", "")))
+            if first in items.predicted:
+                for kind, metric, interval in items.paired(first, second):
+                    table.row(items.label, first, f"{metric}_minus_{PAIRS[items.label][1]}.{kind}", interval)
 
     gate_rows(table, safety)
 
 
 def work_of(sizes: WindowSizes) -> int:
     """Adds up the work that a run of the suite tells of."""
-    batches = range(-(-sizes.contexts // sizes.batch))
-    return sum(probe.steps * probe.work for number in batches for probe in planned(sizes, number))
+    work = 0
+    for number in range(-(-sizes.contexts // sizes.batch)):
+        work += sum(probe.steps * probe.work for probe in planned(sizes, number))
+    return work
 
 
 def _flips(table: ResultsTable, items: ProbeItems) -> None:
@@ -168,19 +174,3 @@ def _flips(table: ResultsTable, items: ProbeItems) -> None:
         for arm in items.predicted:
             flipped = (items.arm(arm)[0] != reference)[here]
             table.row(items.label, arm, f"flips.{name}", intervals.mean(flipped.astype(float), cluster[here]))
-
-
-def _paired(table: ResultsTable, items: ProbeItems, part: str) -> None:
-    """Adds rows kl_minus_<other>.<kind> and accuracy_minus_<other>.<kind> of the pair that the probe is about."""
-    first, second = PAIRS.get(items.label, (None, None))
-    if f"{first}.{part}" not in items.predicted:
-        return
-
-    cluster, answer = items.column("cluster"), items.column("answer")
-    (said, kl), (other_said, other_kl) = items.arm(f"{first}.{part}"), items.arm(f"{second}.{part}")
-    right, other_right = (said == answer).astype(float), (other_said == answer).astype(float)
-
-    for name, here in items.by_kind():
-        for metric, a, b in (("kl", kl, other_kl), ("accuracy", right, other_right)):
-            interval = intervals.paired_difference(a[here], b[here], cluster[here])
-            table.row(items.label, f"{first}.{part}", f"{metric}_minus_{second}.{name}", interval)

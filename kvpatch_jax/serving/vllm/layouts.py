@@ -42,7 +42,6 @@ def layout_of(text: Mapping[str, Any], architectures: Sequence[str]) -> KVLayout
         raise ConfigError(f"connector: got rope {kind!r} over {partial} of a head; expected one of {ROPES} over all")
 
     theta = table.get("rope_theta") or text.get("rope_theta")
-
     scaling = None
     try:
         layers, heads = int(text["num_hidden_layers"]), int(text["num_attention_heads"])

@@ -133,7 +133,6 @@ def plan_request(
     # Take the longest prefix of the steps whose loss is within the limits.
     blind = options.policy == "blind" and config.uncertified
     max_kl = config.most_kl if options.kl is None else min(options.kl, config.most_kl)
-
     for count in range(len(steps), 0, -1):
         kl, flips = _certified_loss(steps[:count], len(segments), certificate)
         within_kl = kl is not None and kl <= max_kl
@@ -189,7 +188,6 @@ def _certified_loss(
     others = count - exact.index(False) - 1
 
     flips = 0.0
-
     for step in steps:
         if not step.exact:
             bound = certificate.flips(step.point, step.rank, behind=others)

@@ -217,7 +217,6 @@ class SchedulerSide:
             return ()
 
         tenant, ids = state.options.tenant, [segment.id for segment in state.segments]
-
         wanted = []
         try:
             for index, id in enumerate(ids):
@@ -313,7 +312,6 @@ class SchedulerSide:
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
         saves = []
-
         for id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(id)
             if state is None or not state.segments or id not in computed:
@@ -378,15 +376,15 @@ class SchedulerSide:
         id = request.request_id
         self._prefetcher.release(id)
 
+        # What was not sent to the worker yet never will be, so nobody fills these blocks.
         kept = []
-
         for load in self._loads:
             if load.request == id:
                 self._lost |= blocks_from(load.blocks, self.page_size, load.first, load.end)
             else:
                 kept.append(load)
-
         self._loads = kept
+
         state = self._requests.pop(id, None)
         return state is not None and self._set_salt(request, state.own_salt)
 

@@ -92,9 +92,8 @@ class ConnectorConfig:
                 f"{sorted(fields - {'store', 'backbone'})}"
             )
 
-        values = dict(extra_config)
-
         # JSON has neither tuples nor sizes.
+        values = dict(extra_config)
         if isinstance(values.get("image_frame"), list):
             values["image_frame"] = tuple(values["image_frame"])
         if isinstance(values.get("pending_bytes"), str):

@@ -94,7 +94,6 @@ def _tensors(path: str) -> Iterator[tuple[bytes, ...]]:
             raise WeightsError(f"{path}: got a header of {size} bytes; expected at most {_MAX_HEADER}")
 
         header = json.loads(_read(file.fileno(), size, 8))
-
         for name, tensor in header.items():
             if name == "__metadata__":
                 continue

@@ -67,7 +67,10 @@ def listing(disk: Disk, below: Sequence[str] = ALL, progress: ObjectProgress = _
 
 
 def _scan(disk: Disk, below: Sequence[str]) -> list[DirectoryEntry]:
-    return [entry for folder in below for entry in disk.scan(folder)]
+    entries: list[DirectoryEntry] = []
+    for path in below:
+        entries += disk.scan(path)
+    return entries
 
 
 def _listed(disk: Disk, entry: DirectoryEntry) -> ObjectInfo:

@@ -118,16 +118,16 @@ def _has_tenant(options: Options, disk: Disk) -> bool:
         return True
     below = _below(options, disk)
     own = f"{below[0].partition('/')[2]}."
-    return any(os.path.isdir(f"{disk.root}/{each}") for each in below) or any(
-        names_in(disk, each, own) for each in ("quarantine", "deleted", "tmp")
-    )
+    if any(os.path.isdir(f"{disk.root}/{path}") for path in below):
+        return True
+    return any(names_in(disk, path, own) for path in ("quarantine", "deleted", "tmp"))
 
 
 def _about_tenant(command: Callable[[Options], Outcome]) -> Callable[[Options], Outcome]:
     """Wraps a command to warn if the root has nothing of its tenant, whose name may be misspelt."""
 
     def checked(options: Options) -> Outcome:
-        known = _has_tenant(options, _disk(options))
+        known = _has_tenant(options, _disk(options))  # before the command, which may delete all of it
         outcome = command(options)
         return outcome if known else dataclasses.replace(outcome, good=False, remarks=(_unknown(options),))
 

@@ -93,7 +93,7 @@ def _file(path: str | None) -> bytes | None:
         with open(os.path.expanduser(path), "rb") as file:
             return file.read()
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; expected a file that can be read") from error
+        raise InputError(f"{path}: got {error.strerror}; expected a file that can be read") from error
 
 
 def _lines(outcome: Outcome, as_json: bool) -> Iterator[str]:

@@ -78,4 +78,4 @@ class Counters:
         """Returns all latencies by operation and tier."""
         with self._lock:
             copies = {key: list(own) for key, own in sorted(self._latencies.items())}
-        return {key: Histogram(tuple(int(n) for n in own[:-1]), own[-1]) for key, own in copies.items()}
+        return {key: Histogram(tuple(map(int, own[:-1])), own[-1]) for key, own in copies.items()}

@@ -59,6 +59,7 @@ def scan(root: str, below: str) -> list[DirectoryEntry]:
     while waiting:
         current = waiting.pop()
         try:
+            # Opened below the root again, so that a folder that is replaced by a link is not followed.
             with folder(root, current) as fd, os.scandir(fd) as entries:
                 for entry in entries:
                     path = f"{current}/{entry.name}"
@@ -112,7 +113,7 @@ class Removal:
             found = None
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 fd = stack.enter_context(folder(self.root, above))
-                os.stat(file, dir_fd=fd, follow_symlinks=False)
+                os.stat(file, dir_fd=fd, follow_symlinks=False)  # raises if it is gone, also without a test
                 found = (fd, file) if still is None or still(fd, file) else None
             yield found
 
@@ -143,6 +144,8 @@ def removing(root: str) -> Iterator[Removal]:
     with typed_errors("store: delete"):
         with locked(f"{root}/names.lock", shared=False):
             yield removal
+
+        # Without the lock: it is not fair, so syncs under it could delay writers for long.
         for path in sorted(removal.folders):
             with contextlib.suppress(FileNotFoundError), folder(root, path) as fd:  # its tenant may be deleted by now
                 os.fsync(fd)
@@ -166,7 +169,7 @@ class NameState(NamedTuple):
 
 def name_state(root: str, path: str) -> NameState:
     """Returns the state of an object's name."""
-    deletions, file = 0, None
+    deletions, file = 0, None  # no lock file: nothing was ever deleted
     with contextlib.suppress(OSError):
         deletions = os.lstat(f"{root}/names.lock").st_size
     with contextlib.suppress(OSError):

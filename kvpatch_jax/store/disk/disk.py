@@ -15,7 +15,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -48,7 +48,7 @@ from ..io.per_root import shared
 from .counters import Counters
 from .damage_rate import DamageRate
 from .directory import DirectoryEntry, NameState, Still, directory_entry, name_state, note_deletion, removing, scan
-from .object_writer import LinkSource, ObjectWriter
+from .object_writer import ObjectWriter
 from .quarantine import BYTES as QUARANTINE_BYTES
 from .quarantine import keep_within, reason_text
 from .recent_use import RecentUse
@@ -128,10 +128,6 @@ class Disk:
         with typed_errors("store: delete"), locked(f"{self.root}/names.lock", shared=False) as lock:
             note_deletion(lock)
 
-    def add_all(self, groups: Iterable[Sequence[tuple[Name, Blob | LinkSource]]], copy: bool) -> int:
-        """Adds groups of objects under free names, all or none, as `ObjectWriter.add_all`. Returns their number."""
-        return self.writer.add_all(groups, copy)
-
     def sweep(self, tenant: str = "") -> int:
         """Removes files of dead writers from tmp/, as `ObjectWriter.sweep`. Returns their number."""
         return self.writer.sweep(tenant)
@@ -160,6 +156,7 @@ class Disk:
                 return None
             self._touch(fd)
             self.counters.add("get_bytes", header.size)
+            # The identity is taken last, because the access time has just changed it.
             return VerifiedObject(header, arrays, identity_of(fd))
 
     @contextlib.contextmanager
@@ -195,6 +192,7 @@ class Disk:
         What does not verify is read twice.
         """
         with contextlib.ExitStack() as stack:
+            # The file stays open as long as the caller reads its leaves.
             fd, opening = -1, None
             try:
                 fd = stack.enter_context(open_regular(self.root, name.path, noatime=noatime))
@@ -238,6 +236,7 @@ class Disk:
         return opening
 
     def _parse(self, raw: bytes, size: int) -> Header:
+        # A long header is not cached: 256 of them could take a gigabyte.
         return (self._known if len(raw) <= _LARGEST_KNOWN else parse_header)(raw, size)
 
     def forget(self) -> None:
@@ -312,6 +311,7 @@ class Disk:
     def _touch(self, fd: int) -> None:
         """Sets an object's access time, by which it is evicted. Does nothing on a read-only root."""
         with contextlib.suppress(OSError):
+            # The modification time stays, because it encodes when the object expires.
             os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
 
     # --------------------------------------------------------------------------------------------- removing
@@ -340,6 +340,7 @@ class Disk:
             folder(self.root, name.folder) as source,
         ):
             if identity(os.stat(name.file, dir_fd=source, follow_symlinks=False)) == file:
+                # Moved before its reason is written: on a full disk, only the reason is missing.
                 with folder(self.root, "quarantine", make=True) as target:
                     rename(source, name.file, target, aside)
                     moved = True
@@ -412,7 +413,7 @@ class Disk:
         """
         path = f"{self.root}/{name.path}"
         try:
-            stat = os.lstat(path)
+            stat = os.lstat(path)  # a link is another file, whatever it leads to
             due = self.recent_use.note(name.path, time.time(), stat.st_atime)
             if identity(stat) == known.file and not due:  # the common case: one system call
                 return known
@@ -433,7 +434,7 @@ class Disk:
         except StoreVersionError:
             return True
         except (OSError, StoreError):
-            pass
+            pass  # absent, damaged or of another key: no later version is known to have written it
         return False
 
     def of_chunk(self, name: Name) -> list[DirectoryEntry]:
@@ -460,7 +461,7 @@ class Disk:
         if not expiry_test(self.clock())(entry.mtime_ns):
             return entry, False
         above, _, file = entry.path.rpartition("/")
-        expired = False
+        expired = False  # also if it cannot be read: such an object is not deleted as expired
         with contextlib.suppress(OSError), folder(self.root, above) as fd:
             expired = self.has_expired(fd, file)
             entry = directory_entry(entry.path, os.stat(file, dir_fd=fd, follow_symlinks=False))

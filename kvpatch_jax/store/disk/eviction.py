@@ -55,8 +55,9 @@ def make_room(
             if total + need <= budget:
                 return total
             units = sorted(_units(disk, entries, pinned), key=lambda unit: (unit.turn, unit.used))
-            loose = sum(entry.size for entry in {entry for unit in units for entry in unit.entries})
-            if total - loose + need > budget:
+            loose = set[DirectoryEntry]().union(*(unit.entries for unit in units))  # units may share patches
+            kept = total - sum(entry.size for entry in loose)
+            if kept + need > budget:
                 break
             total = _evict(disk, units, total, budget - need, counted)
             if total + need <= budget:
@@ -109,6 +110,7 @@ def _take(disk: Disk, units: Iterable[_Unit], gone: set[str]) -> list[tuple[_Uni
             still = disk.has_expired if unit.turn == 0 else same_file(first.file)
             if not removal.is_there(first.path, still):
                 continue
+            # Patches first: a canonical stays as long as one of its patches does.
             went = [entry for entry in along if removal.remove(entry.path, same_file(entry.file))]
             if not any(removal.is_there(entry.path) for entry in along) and removal.remove(first.path, still):
                 went.append(first)
@@ -118,19 +120,15 @@ def _take(disk: Disk, units: Iterable[_Unit], gone: set[str]) -> list[tuple[_Uni
 
 
 def _units(disk: Disk, entries: Iterable[DirectoryEntry], pinned: Callable[[str], bool]) -> list[_Unit]:
-    units: list[_Unit] = []
-    for chunk, parts in _chunks(entries).items():
-        if not pinned(chunk):
-            units += _units_of(disk, parts)
-    return units
-
-
-def _chunks(entries: Iterable[DirectoryEntry]) -> dict[str, dict[str, DirectoryEntry]]:
-    """Groups objects by chunk, and within it by part."""
     chunks: dict[str, dict[str, DirectoryEntry]] = collections.defaultdict(dict)
     for entry in entries:
         chunks[entry.chunk][entry.part] = entry
-    return chunks
+
+    units: list[_Unit] = []
+    for chunk, parts in chunks.items():
+        if not pinned(chunk):
+            units += _units_of(disk, parts)
+    return units
 
 
 def _units_of(disk: Disk, parts: dict[str, DirectoryEntry]) -> list[_Unit]:

@@ -54,9 +54,10 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
             _publish(root, space, check)
         return
     if known != check:
-        what = "no key" if check is None else "another key"
-        damaged = "" if plain == known and _is_check(known) else f" ({space}/{NAME} is damaged or gone)"
-        raise StoreKeyError(f"store {root}: opened with {what}; expected the one of this tenant's objects{damaged}")
+        given = "no key" if check is None else "another key"
+        intact = plain == known and len(known) == 32 and set(known) <= set("0123456789abcdef")
+        damaged = "" if intact else f" ({space}/{NAME} is damaged or gone)"
+        raise StoreKeyError(f"store {root}: got {given}; expected the one of this tenant's objects{damaged}")
 
     with contextlib.suppress(StoreError):  # a read-only root is used as it is
         if plain != known:
@@ -68,8 +69,9 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
 def _publish(root: str, space: str, check: str) -> None:
     """Writes the files for the first time. Of several writers one wins, and those with other keys fail."""
     publish_setting(root, f"{space}/{NAME}", check.encode())
+    # Read again, because `publish_setting` leaves a file that another process has written first.
     if _read(root, f"{space}/{NAME}") != check:
-        raise StoreKeyError(f"store {root}: opened with another key; expected the one of this tenant's objects")
+        raise StoreKeyError(f"store {root}: got another key; expected the one of this tenant's objects")
     publish_setting(root, f"{space}/{COPY}", _copy_text(check))
 
 
@@ -104,10 +106,6 @@ def _read_copy(root: str, space: str) -> str | None:
 def _copy_text(check: str) -> bytes:
     digest = hashlib.blake2b(check.encode(), digest_size=16, person=b"kvpatch key").hexdigest()
     return json.dumps({"version": 1, "check": check, "digest": digest}).encode()
-
-
-def _is_check(text: str) -> bool:
-    return len(text) == 32 and set(text) <= set("0123456789abcdef")
 
 
 def _stated_by_objects(root: str, space: str, most: int | None) -> str | None:

@@ -103,7 +103,7 @@ class ObjectWriter:
                 place, fd, header = stack.enter_context(temporary)
                 return name, place, fd, header.size
 
-            if len(items) == 1:
+            if len(items) == 1:  # a thread of the pool would gain nothing
                 files = [write(*items[0])]
             else:
                 jobs = [_group.submit(write, name, blob) for name, blob in items]
@@ -127,7 +127,7 @@ class ObjectWriter:
             aside = stack.enter_context(self.temporaries())
             write = functools.partial(write_blob, blob=blob, name=name.file)
             place, fd, header = stack.enter_context(self.written(name, aside, write))
-            sync_files([fd])
+            sync_files([fd])  # before the lock, because it takes long
             with self._naming([(name, blob)], noted=True, before=before) as allowed:
                 if allowed:
                     self._publish(name, place, rename)
@@ -139,7 +139,7 @@ class ObjectWriter:
         try:
             for group in groups:
                 self.add(group, added, copy=copy)
-        except BaseException:
+        except BaseException:  # an interrupt too: all or none
             for path, file in added.items():
                 with contextlib.suppress(StoreError), removing(self.root) as removal:
                     removal.remove(path, was_written(file))
@@ -172,6 +172,7 @@ class ObjectWriter:
                         else:
                             refused.append((name, item))
 
+        # The file system cannot link these. Copies are written like blobs, in a commit of their own.
         if refused:
             self.add(refused, added, copy=True)
 
@@ -266,6 +267,7 @@ class ObjectWriter:
                     open_regular_in(aside, name, os.O_RDWR) as fd,
                 ):
                     dead = try_lock(fd)
+                    # The name may have another file by now, which a live writer has not locked yet.
                     if dead and os.stat(name, dir_fd=aside, follow_symlinks=False).st_ino == os.fstat(fd).st_ino:
                         os.unlink(name, dir_fd=aside)
                         swept += 1

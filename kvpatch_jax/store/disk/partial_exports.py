@@ -53,6 +53,7 @@ def new_directory(directory: str, root: str, tenant: str = WHOLE) -> Iterator[st
     temporary = f"{directory}.unfinished-{token}"
 
     with contextlib.ExitStack() as stack:
+        # Noted before it exists, so that a crash at any point leaves a note of it.
         with contextlib.suppress(OSError):  # a read-only root has no note
             _note(root, f"{tenant}.{token}", temporary, stack)
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
@@ -62,8 +63,10 @@ def new_directory(directory: str, root: str, tenant: str = WHOLE) -> Iterator[st
             with open_regular(temporary, _MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                 write_all(fd, [token.encode()], 0)
             yield temporary
-            make_private(temporary)
+
+            make_private(temporary)  # before others know its name
             os.rename(temporary, directory)
+            # The token goes after the rename: until then a cleanup recognises the directory by it.
             with contextlib.suppress(OSError):
                 os.unlink(f"{directory}/{_MARK}")
             sync_directory(directory)
@@ -107,6 +110,7 @@ def sweep_unfinished(root: str, tenant: str = "") -> int:
                 open_regular_in(above, name, os.O_RDWR) as fd,
             ):
                 if try_lock(fd):
+                    # The note goes last: without it nobody would find the directory.
                     swept += _removed(os.pread(fd, _LONGEST, 0).decode(errors="replace"), name.rpartition(".")[2])
                     os.unlink(name, dir_fd=above)
     return swept

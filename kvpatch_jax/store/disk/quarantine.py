@@ -146,6 +146,8 @@ def _place_of(root: str, one: Quarantined) -> str | None:
     path = _noted(root, one)[1]
     if is_object(path) and path.split("/")[1] == one.tenant and path.endswith(f"/{one.name}"):
         return path
+
+    # Without a note the name has to do. It lacks nothing of an entry's path, and the backbone of an object's.
     part = one.name.partition(".")[2]
     if part == "entry.safetensors" or part.startswith("v"):
         path = f"lib/{one.tenant}/{'static' if part.startswith('entry') else 'dynamic'}/{one.name[:2]}/{one.name}"
@@ -168,6 +170,7 @@ def _put_back(root: str, one: Quarantined, path: str) -> bool:
                     os.stat(name, dir_fd=target, follow_symlinks=False)
                     return False
                 rename(source, file, target, name)
+                # Its note goes last: after a crash in between, the file in quarantine would have no path.
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(f"{file}{_REASON}", dir_fd=source)
             os.fsync(target)

@@ -39,9 +39,11 @@ def secret_of(root: str) -> bytes:
                 "snapshot of the whole store, or the secret itself"
             )
 
-    if secret is None:
-        note_secret(root, secrets.token_bytes(32))
-    return read_secret(root) if secret is None else secret
+    if secret is not None:
+        return secret
+    publish_setting(root, SECRETS[0], secret_text(secrets.token_bytes(32)))
+    find_secret(root)  # writes the second file
+    return read_secret(root)  # perhaps of another process, which has won
 
 
 def names_secret(root: str, given: bytes | None) -> bytes:
@@ -58,12 +60,6 @@ def names_secret(root: str, given: bytes | None) -> bytes:
     if kept is not None and kept != given:
         raise InputError(f"store {root}: secret: got another secret than the root keeps; expected that one, or None")
     return given
-
-
-def note_secret(root: str, secret: bytes) -> None:
-    """Writes the secret of a root, unless it has one. Raises StoreError."""
-    publish_setting(root, SECRETS[0], secret_text(secret))
-    find_secret(root)  # writes the second file
 
 
 def read_secret(root: str) -> bytes:

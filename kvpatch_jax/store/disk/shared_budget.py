@@ -11,7 +11,7 @@ import contextlib
 import os
 
 from ...errors import StoreCorruptError, StoreError
-from ..io.files import folder, read_small, typed_errors
+from ..io.files import folder, make_directories, read_small, typed_errors
 from .root_config import replace_setting
 
 _NAME, _LARGEST = "BUDGET", 64
@@ -27,8 +27,7 @@ def note_budget(root: str, space: str, disk: int | None) -> None:
             with folder(root, space) as fd:
                 os.unlink(_NAME, dir_fd=fd)
         else:
-            with folder(root, space, make=True):
-                pass
+            make_directories(root, space)
             replace_setting(root, path, b"%d\n" % disk)
 
 

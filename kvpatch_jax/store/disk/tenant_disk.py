@@ -143,6 +143,7 @@ class TenantDisk:
           StoreError: as `ChunkStore.put`; nothing was added.
         """
         self.expect_open()
+        # Before anything is evicted: another process may have begun to encrypt since this object was made.
         check_key(self.disk.root, self.names.space, self.disk.encryption.check)
         self.make_room(lambda: need)
         floors, noted = Floors(self.disk), dict[str, int]()
@@ -152,7 +153,7 @@ class TenantDisk:
                 floors.admit(group, noted)
                 yield [(name, self.sealed(name, item) if isinstance(item, Blob) else item) for name, item in group]
 
-        added = self.disk.add_all(coming(), copy)
+        added = self.disk.writer.add_all(coming(), copy)
         self._note_written(need)
         return added
 

@@ -81,6 +81,8 @@ class Floors:
         """
         if not self.kept:
             return None
+
+        # The floor on the disk may have been put back too: the latest one that was seen counts.
         there, seen = self._on_disk(folder), self._seen.get(folder)
         latest = max((floor for floor in (there, seen) if floor is not None), key=lambda f: f.stamp, default=None)
         if latest is not None:
@@ -141,8 +143,10 @@ class Floors:
         if body["version"] is None:
             body["number"] = floor.next
         raised = self._raised(floor, {**floor.numbers, name.chunk: number_of(body)}, floor.base)
+
+        # In this order: a crash between the two names leaves the entry above its floor.
         items = [(name, dataclasses.replace(blob, body=body)), (_floor_name(name.folder), _blob(raised))]
-        self._disk.put_group([(own, self._disk.encryption.sealed(each, own.file)) for own, each in items])
+        self._disk.put_group([(own, self._disk.encryption.sealed(content, own.file)) for own, content in items])
         self._seen[name.folder] = raised
 
     def removed(self, paths: Iterable[str]) -> None:
@@ -191,6 +195,7 @@ class Floors:
         return opened[0].body
 
     def _raised(self, floor: Floor, numbers: Mapping[str, int], base: int) -> Floor:
+        # Above the last one, even if the clock was set back.
         return Floor(max(floor.stamp + 1, time.time_ns()), base, numbers)
 
     def _initial(self, folder: str) -> Floor:

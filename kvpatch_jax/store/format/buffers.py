@@ -34,6 +34,8 @@ def available_memory() -> int:
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     lines = _text("/proc/meminfo").splitlines()
     free = min([free, *(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))])
+
+    # A control group may allow less than the machine has.
     groups = [line[3:] for line in _text("/proc/self/cgroup").splitlines() if line.startswith("0::")]
     for group in groups:
         most, used = (_text(f"/sys/fs/cgroup{group}/memory.{word}").strip() for word in ("max", "current"))
@@ -78,7 +80,13 @@ class Buffers:
           OSError: ENOMEM, there is not enough memory.
         """
         room = -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
-        block = self._take(room)
+        block: np.ndarray | None = None
+        with self._lock:
+            if idle := self._idle.get(room):
+                self._bytes -= room
+                block = idle.pop()
+                if not idle:
+                    del self._idle[room]
 
         if block is None:
             expect_memory(room)
@@ -94,19 +102,8 @@ class Buffers:
         weakref.finalize(leased, self._give, block).atexit = False
         return leased
 
-    def _take(self, room: int) -> np.ndarray | None:
-        with self._lock:
-            idle = self._idle.get(room)
-            if not idle:
-                return None
-            self._bytes -= room
-            block = idle.pop()
-            if not idle:
-                del self._idle[room]
-            return block
-
     def _give(self, block: np.ndarray) -> None:
-        if self._wipe:
+        if self._wipe:  # before it is idle, so that no other reader gets its content
             block.fill(0)
         with self._lock:
             self._idle.setdefault(len(block), []).append(block)

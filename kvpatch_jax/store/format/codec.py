@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def _layout_of_text(text: str) -> KVLayout:
     expect_fields("scaling", body["rope"]["scaling"], Scaling)
     for channel in body["channels"]:
         expect_fields("channel", channel, Channel)
-    if type(body["layers"]) is not int:
+    if type(body["layers"]) is not int:  # `isinstance` would accept true
         raise StoreCorruptError(f"object: got {str(body['layers'])[:40]} layers; expected a number")
 
     rope = dict(body["rope"])
@@ -159,28 +159,17 @@ def chunk_body(chunk: Chunk) -> dict[str, Any]:
     }
 
 
-def content_in(body: Mapping[str, Any]) -> str | None:
-    """Returns the content digest in a canonical's header; None in files of earlier versions.
+def digest_in(body: Mapping[str, Any], field: Literal["content", "lead"]) -> str | None:
+    """Returns a digest from a canonical's header.
+
+    None for the content in files of earlier versions, and for the lead of a canonical that was prefilled alone.
 
     Raises:
       StoreCorruptError: it is not a string.
     """
-    return _digest_in(body, "content")
-
-
-def lead_in(body: Mapping[str, Any]) -> str | None:
-    """Returns the digest of a canonical's lead from its header; None if it was prefilled alone.
-
-    Raises:
-      StoreCorruptError: it is not a string.
-    """
-    return _digest_in(body, "lead")
-
-
-def _digest_in(body: Mapping[str, Any], word: str) -> str | None:
-    digest = body.get(word)
+    digest = body.get(field)
     if digest is not None and (not isinstance(digest, str) or not digest):
-        raise StoreCorruptError(f"object: got {word} of type {type(digest).__name__}; expected a digest")
+        raise StoreCorruptError(f"object: got {field} of type {type(digest).__name__}; expected a digest")
     return digest
 
 
@@ -274,8 +263,8 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
             backbone=body["backbone"],
             encoder=None,
             hidden=None if hidden is None else {layer: rest[f"hidden.{layer}"] for layer in hidden},
-            content=content_in(body),
-            lead=lead_in(body),
+            content=digest_in(body, "content"),
+            lead=digest_in(body, "lead"),
         )
 
 
@@ -414,7 +403,10 @@ def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
                 scale = arrays.get(f"{leaf}.scale")
                 pair.append(arrays[leaf] if scale is None else Quantised(arrays[leaf], scale))  # pyright: ignore
             if fields.get("basis") is not None:
-                pair = [pair[0], _missing_directions(pair[0], fields, name)]
+                # NaN in place of the basis's rows: they take no memory, and spoil any use of the patch without a basis.
+                u = pair[0].values if isinstance(pair[0], Quantised) else pair[0]
+                form = (len(fields["layers"]), u.shape[-1], fields["layout"].channel(name).features)
+                pair = [pair[0], np.broadcast_to(np.float32(np.nan), form)]
             factors[name] = tuple(pair) if len(pair) == 2 else pair[0]
 
         metadata = PatchMetadata(**fields)
@@ -442,12 +434,6 @@ def _metadata_fields(stamp: Mapping[str, Any]) -> dict[str, Any]:
             members.append(Member(*values))
         fields[name] = tuple(members)
     return fields
-
-
-def _missing_directions(u: Any, fields: Mapping[str, Any], name: str) -> np.ndarray:
-    """Returns NaN in place of a channel's rows of a basis. They take no memory, and spoil any use of the patch."""
-    rank, features = (u.values if isinstance(u, Quantised) else u).shape[-1], fields["layout"].channel(name).features
-    return np.broadcast_to(np.float32(np.nan), (len(fields["layers"]), rank, features))
 
 
 def _checked(blob: Blob) -> Blob:

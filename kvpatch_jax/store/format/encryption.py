@@ -15,6 +15,7 @@ pieces.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import secrets
@@ -77,7 +78,8 @@ def open_object(
     fd: int, header: Header, encryption: Encryption, buffers: Buffers, read_bytes: ReadInto = read_into
 ) -> tuple[Header, Read] | None:
     """Returns the plain header of an object's file and a reader of its leaves, as `Encryption.opened`."""
-    return encryption.opened(header, lambda names: read_leaves(fd, header, names, buffers, read_bytes))
+    read = functools.partial(read_leaves, fd, header, buffers=buffers, read_bytes=read_bytes)
+    return encryption.opened(header, read)
 
 
 def decrypted(header: Header, arrays: Arrays, encryption: Encryption) -> tuple[Header, Arrays]:
@@ -163,8 +165,10 @@ class AesGcm:
         expect_known("encryption with a field", header.body, ("sealed", "check", "salt"))
         if header.body["sealed"] != 1:
             raise StoreVersionError(f"object: got encryption version {str(header.body['sealed'])[:20]}; expected 1")
+        # Another key is no damage, so it is recognised before anything is decrypted.
         if header.body.get("check") != self.check:
             raise StoreKeyError("object: got one encrypted with another key; expected the key that it was put with")
+
         cipher = _Cipher(self._key, _salt(header.body), [header.name, header.kind, repr(header.expires)])
         outer = header.leaves.get(_INSIDE)
         if outer is None or outer.nbytes < _TAG or outer.dtype != np.uint8:
@@ -172,6 +176,7 @@ class AesGcm:
         room = self._buffers.lease(outer.nbytes - _TAG)
         cipher.decrypt(_Piece(0, _INSIDE), read([_INSIDE])[_INSIDE], room)
         inside = json.loads(room.tobytes())  # authenticated, so `sealed` wrote it, in this version or a later one
+
         expect_known("encrypted header with a field", inside, ("body", "leaves"))
         expect_known("encrypted leaf of dtype", [leaf[1] for leaf in inside["leaves"]], DTYPES)
         leaves, pieces = _leaves(inside["leaves"], header)
@@ -275,11 +280,11 @@ def _leaves(inside: Sequence[Any], header: Header) -> tuple[dict[str, Leaf], _Pi
         nbytes = math.prod(shape) * dtype.itemsize
         pieces[name] = {outside: _Piece(number, name)}
         if outside not in header.leaves:
-            count = sum(each.startswith(f"{outside}.") for each in header.leaves)
+            count = sum(leaf.startswith(f"{outside}.") for leaf in header.leaves)
             pieces[name] = {f"{outside}.{piece}": _Piece(number, name, piece, count) for piece in range(count)}
-        outer = [header.leaves.get(each) for each in pieces[name]]
-        found = sum(-1 if each is None or each.dtype != np.uint8 else each.nbytes - _TAG for each in outer)
-        if not outer or found != nbytes or min(each.nbytes if each else 0 for each in outer) < _TAG:
+        outer = [header.leaves.get(piece) for piece in pieces[name]]
+        found = sum(-1 if leaf is None or leaf.dtype != np.uint8 else leaf.nbytes - _TAG for leaf in outer)
+        if not outer or found != nbytes or min(leaf.nbytes if leaf else 0 for leaf in outer) < _TAG:
             raise StoreCorruptError(
                 f"object: got no valid leaf {number}; expected {nbytes} bytes, and {_TAG} for each piece"
             )

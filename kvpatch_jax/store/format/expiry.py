@@ -80,6 +80,7 @@ def expiry_mtime(expires: float | None, now: int) -> int:
     if expires is None:
         return now // _MILLISECOND * _MILLISECOND + _NEVER
     shown = max(1, min(int(min(expires, 2.0**34) * _SECOND), _LATEST))
+    # A microsecond earlier where it would be the mark of objects that never expire.
     return shown - 1000 if shown % _MILLISECOND == _NEVER else shown
 
 

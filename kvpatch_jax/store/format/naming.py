@@ -259,9 +259,11 @@ class ObjectNames:
         ids = None if before is None else [member.id for member in before]
         served: list[Any] = [metadata.base, metadata.orbit, [member.id for member in members], ids]
         served += [metadata.frame, metadata.start]
-        states = [[member.state for member in each] for each in (members, before or [])]
-        if any(state != EXACT for each in states for state in each):
-            served.append({"states": states})
+
+        states = [member.state for member in members]
+        base_states = [member.state for member in before or ()]
+        if any(state != EXACT for state in states + base_states):
+            served.append({"states": [states, base_states]})
         if metadata.lead is not None:
             served.append({"lead": metadata.lead})
         own = self._place(metadata.backbone, metadata.chunk, "p", "patch")
@@ -270,17 +272,18 @@ class ObjectNames:
 
 def _form(patch: Patch) -> list:
     metadata = patch.metadata
-    # A patch in a shared basis has no directions of its own.
-    own = {name: each if metadata.basis is None else each[:1] for name, each in patch.factors.items()}  # pyright: ignore
-    dtypes = sorted((name, [str(leaf.dtype) for leaf in jax.tree.leaves(factors)]) for name, factors in own.items())
-    form = [sorted(patch.ranks.items()), metadata.layers, metadata.heads, metadata.shared_left, dtypes]
+    dtypes: list[tuple[str, list[str]]] = []
+    for name, factors in patch.factors.items():
+        # A patch in a shared basis has no directions of its own.
+        own: Any = factors if metadata.basis is None else factors[:1]  # pyright: ignore
+        dtypes.append((name, [str(leaf.dtype) for leaf in jax.tree.leaves(own)]))
+    form = [sorted(patch.ranks.items()), metadata.layers, metadata.heads, metadata.shared_left, sorted(dtypes)]
+
     base = metadata.base_behind
-    contents = [
-        [member.content for member in _members(metadata.behind, metadata.orbit)],
-        [] if base is None else [member.content for member in base.members],
-    ]
-    if any(content is not None for each in contents for content in each):
-        form.append({"contents": contents})
+    contents = [member.content for member in _members(metadata.behind, metadata.orbit)]
+    base_contents = [] if base is None else [member.content for member in base.members]
+    if any(content is not None for content in contents + base_contents):
+        form.append({"contents": [contents, base_contents]})
     if metadata.basis is not None:
         form.append({"basis": metadata.basis})
     return form

@@ -7,7 +7,7 @@ import itertools
 import os
 import string
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -156,7 +156,7 @@ def write_blob(fd: int, blob: Blob, name: str) -> Header:
         raw, header = describe(crcs.result())
         write_all(fd, [raw], 0)
 
-    now = time.time_ns()
+    now = time.time_ns()  # after the last write, which sets the time itself
     os.utime(fd, ns=(now, expiry_mtime(blob.expires, now)))
     return header
 
@@ -204,17 +204,29 @@ def read_leaves(
     leaves = [header.leaves[name] for name in names]
     if not leaves:
         return {}
+
     places, room = arranged({leaf.name: leaf.nbytes for leaf in leaves})
     data = buffers.lease(room)
     rooms = [(leaf, data[places[leaf.name] : places[leaf.name] + padded(leaf.nbytes)]) for leaf in leaves]
-    data.flags.writeable = False
+    data.flags.writeable = False  # the views made before stay writable, to be read into
+
+    # Group adjacent leaves into runs of `_RUN` bytes or more.
+    runs: list[list[_Room]] = [[]]
+    size = 0
+    for leaf, space in rooms:
+        if size >= _RUN:
+            runs.append([])
+            size = 0
+        runs[-1].append((leaf, space))
+        size += len(space)
+
     arrays: dict[str, np.ndarray] = {}
     if room < _SPLIT or _WORKERS == 1:
-        for run in _runs(rooms):
+        for run in runs:
             arrays |= _read_run(fd, run, read_bytes)
         return arrays
 
-    reads = [_helpers.submit(_read_run, fd, run, read_bytes) for run in _runs(rooms)]
+    reads = [_helpers.submit(_read_run, fd, run, read_bytes) for run in runs]
     concurrent.futures.wait(reads)  # all of them: the caller closes the descriptor if one fails
     for read in reads:
         arrays |= read.result()
@@ -242,20 +254,6 @@ type _Room = tuple[Leaf, np.ndarray]
 """A leaf, and the memory for it and its padding."""
 
 
-def _runs(rooms: Sequence[_Room]) -> Iterator[list[_Room]]:
-    """Groups adjacent leaves into runs of `_RUN` bytes or more."""
-    run: list[_Room] = []
-    size = 0
-    for leaf, room in rooms:
-        run.append((leaf, room))
-        size += len(room)
-        if size >= _RUN:
-            yield run
-            run, size = [], 0
-    if run:
-        yield run
-
-
 def _read_run(fd: int, rooms: Sequence[_Room], read_bytes: ReadInto) -> dict[str, np.ndarray]:
     read_bytes(fd, [room for _, room in rooms], rooms[0][0].offset)
     return {leaf.name: _verified(leaf, room) for leaf, room in rooms}
@@ -268,7 +266,7 @@ def padded(size: int) -> int:
 
 def _verified(leaf: Leaf, room: np.ndarray) -> np.ndarray:
     """Verifies a leaf and its padding. Returns a read-only view of the leaf."""
-    room.flags.writeable = False
+    room.flags.writeable = False  # first, so that nothing changes what is verified
     content, padding = room[: leaf.nbytes], room[leaf.nbytes :]
     crc = crc32(content)
     if crc != leaf.crc:

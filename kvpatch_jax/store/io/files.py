@@ -23,9 +23,9 @@ from ...errors import StoreCorruptError, StoreError, StoreFullError, StoreIOErro
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _MOST_BUFFERS = 512
-_RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
+_RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE, which Python's `os` does not name
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_REGULAR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_REGULAR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO would wait for its other end
 _IRREGULAR = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP)
 """Errors of the system for links, FIFOs and sockets, directories and devices that are opened in this way."""
 
@@ -113,23 +113,21 @@ def folder(root: str, path: str = "", *, make: bool = False) -> Iterator[int]:
             if make:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, 0o700, dir_fd=fd)
-                os.fsync(fd)
-            outer, fd = fd, _inner(fd, part)
+                os.fsync(fd)  # also of an existing directory: its maker may not have synced its name yet
+
+            outer = fd
+            try:
+                fd = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=outer)
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                    raise
+                raise NotADirectoryError(errno.ENOTDIR, f"{part} is a link or a file, not a directory") from None
             with contextlib.suppress(OSError):
                 os.close(outer)
         yield fd
     finally:
         with contextlib.suppress(OSError):
             os.close(fd)
-
-
-def _inner(fd: int, part: str) -> int:
-    try:
-        return os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
-            raise
-        raise NotADirectoryError(errno.ENOTDIR, f"{part} is a link or a file, not a directory") from None
 
 
 @contextlib.contextmanager
@@ -144,35 +142,21 @@ def open_regular(root: str, path: str, flags: int = os.O_RDONLY, *, noatime: boo
       OSError: as `folder`, or another error.
     """
     above, _, name = path.rpartition("/")
-    with folder(root, above) as parent:
-        fd = _opened_regular(parent, name, flags, noatime)
-    with _closed_after(fd):
+    with contextlib.ExitStack() as stack:
+        # The folder is closed before the file is used, so that an open object takes one descriptor.
+        with folder(root, above) as parent:
+            fd = stack.enter_context(open_regular_in(parent, name, flags, noatime=noatime))
         yield fd
 
 
 @contextlib.contextmanager
 def open_regular_in(parent: int, name: str, flags: int = os.O_RDONLY, *, noatime: bool = False) -> Iterator[int]:
     """Opens a regular file in an open directory, as `open_regular`."""
-    fd = _opened_regular(parent, name, flags, noatime)
-    with _closed_after(fd):
-        yield fd
-
-
-@contextlib.contextmanager
-def _closed_after(fd: int) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-
-
-def _opened_regular(parent: int, name: str, flags: int, noatime: bool) -> int:
     quiet = getattr(os, "O_NOATIME", 0) if noatime else 0
     try:
         try:
             fd = os.open(name, flags | _REGULAR | quiet, 0o600, dir_fd=parent)
-        except PermissionError:
+        except PermissionError:  # only the owner of a file may keep its access time
             if not quiet:
                 raise
             fd = os.open(name, flags | _REGULAR, 0o600, dir_fd=parent)
@@ -182,13 +166,13 @@ def _opened_regular(parent: int, name: str, flags: int, noatime: bool) -> int:
         raise NotRegularError(error.errno, "a link, a FIFO, a directory or the like", name) from None
 
     try:
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-        raise NotRegularError(errno.EINVAL, "a FIFO, a directory or the like", name)
-    except OSError:
+        # Some FIFOs and devices can be opened: what was opened is examined, and not the path, which may change.
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise NotRegularError(errno.EINVAL, "a FIFO, a directory or the like", name)
+        yield fd
+    finally:
         with contextlib.suppress(OSError):
             os.close(fd)
-        raise
 
 
 def read_small(root: str, path: str, most: int, *, noatime: bool = False) -> bytes:
@@ -201,6 +185,8 @@ def read_small(root: str, path: str, most: int, *, noatime: bool = False) -> byt
         size = os.fstat(fd).st_size
         if size > most:
             raise StoreCorruptError(f"{root}/{path}: got {size} bytes; expected at most {most}")
+
+        # To the end and not to the size, because the file may grow in the meantime.
         parts: list[bytes] = []
         while part := os.pread(fd, 1 << 20, sum(map(len, parts))):
             parts.append(part)
@@ -213,6 +199,7 @@ def write_all(fd: int, parts: Sequence[bytes | np.ndarray], offset: int) -> None
     """Writes all parts consecutively from `offset`, without joining them."""
     waiting = [memoryview(part) for part in parts if len(part)]
     while waiting:
+        # The system limits the buffers per call, and may write less than it was given.
         written = os.pwritev(fd, waiting[:_MOST_BUFFERS], offset)
         offset += written
         waiting = _behind(waiting, written)
@@ -237,6 +224,7 @@ ReadInto = Callable[[int, Sequence[np.ndarray], int], None]
 """`read_into` or `read_again`."""
 
 _APART, _BEFORE = 4093, 37
+"""Bytes per call of `read_again`, and bytes before the first: neither is a multiple of a page or of a leaf."""
 
 
 def read_again(fd: int, targets: Sequence[np.ndarray], offset: int) -> None:
@@ -281,6 +269,7 @@ def reserve(fd: int, size: int) -> None:
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
+        # A file system that cannot reserve fails at a write instead.
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
 
@@ -325,6 +314,8 @@ def make_root(path: str) -> None:
     while path != os.path.dirname(path) and not os.path.isdir(path):
         new.append(path)
         path = os.path.dirname(path)
+
+    # Parents first. A new directory is durable once the one that holds its name is synced.
     for directory in reversed(new):
         with contextlib.suppress(FileExistsError):
             os.mkdir(directory, 0o700)
@@ -344,7 +335,8 @@ def publish_once(root: str, path: str, text: bytes, temporary: str) -> None:
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX)
                     write_all(fd, [text], 0)
-                    os.fsync(fd)
+                    os.fsync(fd)  # before it has its name, so that a crash leaves no short file under it
+                    # A link does not replace, unlike a rename: the first writer wins.
                     with contextlib.suppress(FileExistsError):
                         os.link(own, name, src_dir_fd=source, dst_dir_fd=target)
                     os.fsync(target)
@@ -367,7 +359,7 @@ def replace_file(root: str, path: str, text: bytes, temporary: str) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)  # shows sweeps that the writer is alive
             write_all(fd, [text], 0)
-            os.fsync(fd)
+            os.fsync(fd)  # as in `publish_once`
             rename(source, own, target, name)
             os.fsync(target)
         finally:
@@ -411,6 +403,7 @@ def link(source: int, name: str, target: int, new: str) -> bool:
     try:
         os.link(name, new, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
     except OSError as error:
+        # Another file system, one without links, a protected file, or too many links: callers copy then.
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
         return False
@@ -426,12 +419,14 @@ def copy_into(fd: int, root: str, path: str) -> None:
     """Copies content and times of a regular file below a root into an empty file."""
     with open_regular(root, path, noatime=True) as whole:
         found = os.fstat(whole)
-        reserve(fd, found.st_size) if found.st_size else None
+        if found.st_size:  # the system refuses to reserve nothing
+            reserve(fd, found.st_size)
+
         offset = 0
         while part := os.pread(whole, 4 << 20, offset):
             write_all(fd, [part], offset)
             offset += len(part)
-        os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns))
+        os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns))  # last, because writes change it
 
 
 def sync_files(fds: Sequence[int]) -> None:

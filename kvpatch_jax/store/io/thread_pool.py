@@ -17,7 +17,7 @@ class ForkGuard(Protocol):
         ...
 
 
-_living: weakref.WeakSet[Any] = weakref.WeakSet()
+_living: weakref.WeakSet[Any] = weakref.WeakSet()  # weak, so that a registration keeps nothing alive
 
 
 def register_fork_guard(owner: ForkGuard) -> None:
@@ -43,7 +43,7 @@ class ThreadPool:
 
     def __init__(self, count: int, name: str):
         self._pool = functools.cache(functools.partial(concurrent.futures.ThreadPoolExecutor, count, name))
-        os.register_at_fork(after_in_child=self._pool.cache_clear)
+        os.register_at_fork(after_in_child=self._pool.cache_clear)  # the parent's threads do not exist there
 
     def submit[T](self, function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
         """Calls a function in a thread; in the caller's if the interpreter ends and the pool accepts no more."""

@@ -88,7 +88,7 @@ class DynamicLibrary[Store: TenantStore]:
             version = max([least, *self._folder.versions(bare.kind, bare.name)]) + 1
             reference = Reference(bare.kind, bare.name, version)
             blob = entry_blob(reference, content, chunk, vector, metadata or {}, None)
-            if chunk is not None:
+            if chunk is not None:  # before its entry: nobody may find an entry without its chunk
                 self.store.put(chunk)
             self._folder.put(self._folder.name(bare.kind, bare.name, version), blob)
             self._drop_old(bare.kind, bare.name)
@@ -138,7 +138,12 @@ class DynamicLibrary[Store: TenantStore]:
                 if resource is not None:
                     if resource.chunk is not None:
                         stack.enter_context(self.store.pin(resource.chunk[1], resource.chunk[0]))
-                    return self._held_reference(resource, stack.pop_all())
+
+                    # Closed in reverse order: a version can only be deleted once its lock is released.
+                    held = contextlib.ExitStack()
+                    held.callback(self._release, resource.reference)
+                    held.push(stack.pop_all())
+                    return HeldReference(resource, held)
             if wanted in self._folder.versions(kind, name):
                 return None  # withdrawn, or not readable now; a damaged one is in quarantine, so the next is tried
 
@@ -152,12 +157,6 @@ class DynamicLibrary[Store: TenantStore]:
             return False
         except OSError as error:
             raise typed(error, "library dynamic: open") from error
-
-    def _held_reference(self, resource: Resource, held: contextlib.ExitStack) -> HeldReference:
-        stack = contextlib.ExitStack()
-        stack.callback(self._release, resource.reference)
-        stack.push(held)
-        return HeldReference(resource, stack)
 
     def _release(self, reference: Reference) -> None:
         """Deletes old versions after a release. A reader without write permission leaves that to the operator."""

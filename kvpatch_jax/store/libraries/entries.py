@@ -159,13 +159,6 @@ def kind_of(content: Content) -> Kind:
     return cast(Kind, word.upper())
 
 
-def check_kind(reference: Reference, content: Content) -> None:
-    """Raises InputError if a kind does not match its content. FILE matches any."""
-    wanted = {"TEXT": ("TEXT",), "TOKENS": ("TOKENS",), "IMAGE": ("IMAGE", "FILE")}.get(reference.kind)
-    if wanted is not None and kind_of(content) not in wanted:
-        raise InputError(f"{reference}: got content of kind {kind_of(content)}; expected {' or '.join(wanted)}")
-
-
 def named_content(name: str, content: Any, chunk: Chunk | None, kind: Kind | None) -> tuple[Reference, Content | None]:
     """Returns the reference and the converted content of an entry; the kind is derived from the content by default.
 
@@ -198,14 +191,23 @@ def entry_blob(
     if content is None and chunk is None:
         raise InputError(f"{reference}: got neither content nor a chunk; expected one of them")
 
-    if content is not None:
-        check_kind(reference, content)
+    # An image may also be a file in an encoding that is not recognised; FILE has any content.
+    wanted = {"TEXT": ("TEXT",), "TOKENS": ("TOKENS",), "IMAGE": ("IMAGE", "FILE")}.get(reference.kind)
+    if content is not None and wanted is not None and kind_of(content) not in wanted:
+        raise InputError(f"{reference}: got content of kind {kind_of(content)}; expected {' or '.join(wanted)}")
+
     word, array = _array_of(reference, content)
     arrays = {"content": array}
     if vector is not None:
         arrays["vector"] = as_vector(vector, str(reference)).reshape(-1)
         if not np.isfinite(arrays["vector"]).all():
             raise NotFiniteError(f"{reference}: got a vector with NaN or infinity; expected finite values")
+
+    try:
+        plain = json.loads(json.dumps(dict(metadata), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{reference}: got metadata {str(metadata)[:80]}; expected JSON ({error})") from error
+
     body = {
         "kind": reference.kind,
         "name": reference.name,
@@ -213,7 +215,7 @@ def entry_blob(
         "content": word,
         "digest": "" if content is None else content_digest(content),
         "chunk": None if chunk is None else [chunk.backbone, chunk.id, chunk.nbytes],
-        "metadata": _plain(reference, metadata),
+        "metadata": plain,
         "withdrawn": False,
     }
     return Blob("entry", body, arrays, expires)
@@ -224,13 +226,6 @@ def withdrawn_blob(reference: Reference) -> Blob:
     body = {"kind": reference.kind, "name": reference.name, "version": reference.version, "content": "none"}
     more = {"digest": "", "chunk": None, "metadata": {}, "withdrawn": True}
     return Blob("entry", body | more, {"content": _NOTHING}, None)
-
-
-def _plain(reference: Reference, metadata: Mapping[str, Any]) -> Any:
-    try:
-        return json.loads(json.dumps(dict(metadata), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{reference}: got metadata {str(metadata)[:80]}; expected JSON ({error})") from error
 
 
 def _array_of(reference: Reference, content: Content | None) -> tuple[str, np.ndarray]:
@@ -326,4 +321,4 @@ def check_resource(body: Mapping[str, Any], arrays: Mapping[str, np.ndarray], ex
         raise
     except MALFORMED as error:
         kind = type(error).__name__  # the error's text may contain content
-        raise StoreCorruptError(f"object: the body does not make an entry ({kind}); expected one that does") from None
+        raise StoreCorruptError(f"object: got a body that does not make an entry ({kind}); expected one") from None

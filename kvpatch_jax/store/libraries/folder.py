@@ -68,11 +68,9 @@ class LibraryFolder:
         self._index = FolderIndex(self.disk, self.folder, self._look)
         self._floors = Floors(self.disk)
 
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self) -> contextlib.AbstractContextManager[None]:
         """Locks this library for changes. Raises StoreError."""
-        with changing(self.disk.root, self.folder):
-            yield
+        return changing(self.disk.root, self.folder)
 
     def name(self, kind: str, name: str, version: int | None = None) -> Name:
         """Returns the name of an entry's object."""
@@ -203,7 +201,10 @@ class LibraryFolder:
 
     def delete_unused_chunk(self, chunk: tuple[str, str] | None, store: TenantStore) -> None:
         """Deletes a chunk (backbone, id) of an entry, unless another entry of this library has it."""
-        if chunk is None or (self._index.has_chunk(chunk) and any(each.chunk == chunk for each in self.listed())):
+        if chunk is None:
+            return
+        # The index only counts, which is fast. The list leaves out expired and replayed entries, which keep no chunk.
+        if self._index.has_chunk(chunk) and any(entry.chunk == chunk for entry in self.listed()):
             return
         store.delete(chunk[1], chunk[0])
 

@@ -78,6 +78,7 @@ class FolderIndex:
                 there.add(path)
                 mark, known = (stat.st_ino, stat.st_ctime_ns, stat.st_mtime_ns), self._folders.get(path)
                 if known is None or known.mark != mark or not known.settled:
+                    # Within a tick of its last change, a folder may change again without another time.
                     tick = _TICK if stat.st_mtime_ns % 10**6 else _COARSE
                     self._read(path, mark, now - stat.st_mtime_ns > tick)
 
@@ -102,7 +103,7 @@ class FolderIndex:
         now: dict[str, CachedEntry] = {}
         for entry in self._disk.scan(path):
             seen = before.get(entry.path)
-            if seen is None or seen.file != entry.file or seen.entry is None:
+            if seen is None or seen.file != entry.file or seen.entry is None:  # None: it may be readable by now
                 seen = self._look(entry)
                 self._forget(entry.path)
                 self._note(entry.path, seen)

@@ -121,11 +121,12 @@ class _VectorRows:
         if not count:
             return [], np.empty(0, np.float32)
         bar = np.partition(scores, len(scores) - count)[len(scores) - count]
+
         near = np.flatnonzero(scores >= bar - _ROUNDING)
         found = near if rows is None else rows[near]
         # A matrix product rounds a row depending on its position: equal vectors would have unequal scores.
-        each = np.einsum("nd,d->n", self.matrix[found], query, dtype=np.float64)
-        ranked = sorted(zip((-each).tolist(), (self.ids[row] for row in found), strict=True))[:count]
+        exact = np.einsum("nd,d->n", self.matrix[found], query, dtype=np.float64)
+        ranked = sorted(zip((-exact).tolist(), (self.ids[row] for row in found), strict=True))[:count]
         return [id for _, id in ranked], -np.array([score for score, _ in ranked], np.float32)
 
 

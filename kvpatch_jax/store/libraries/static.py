@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from ...cache import Chunk, fingerprint_of, names_of
+from ...cache import Chunk, fingerprint_of
 from ...core import AnyArray
 from ...errors import InputError
+from ...utils.kinds import all_of
 from ...utils.sizes import Size, size_of
 from ..disk.tenant_disk import TenantStore
 from ..format.expiry import Seconds, checked_ttl, expires_at
@@ -37,8 +38,8 @@ class StaticLibrary[Store: TenantStore]:
         quota = store.tenant_disk.budget.library if quota is None else quota
         if quota is None:
             raise InputError(
-                "static library: no quota, and its store has no Budget(library=...); expected quota=BYTES, or a store "
-                "with that budget"
+                "static library: got no quota, and a store without Budget(library=...); expected quota=BYTES, or a "
+                "store with that budget"
             )
         self.store, self.quota = store, size_of(quota, "static library: quota", 1)
         self._ttl = checked_ttl(ttl, "static library")
@@ -84,10 +85,11 @@ class StaticLibrary[Store: TenantStore]:
             before, used = self._folder.room(own)
             need = file_size(blob, own.file) + (0 if chunk is None else chunk.nbytes)
             check_quota(str(reference), need, used, self.quota)
-            if chunk is not None:
+
+            if chunk is not None:  # before its entry: nobody may find an entry without its chunk
                 self.store.put(chunk, ttl=ttl)
             self._folder.put(own, blob)
-            if before is not None:
+            if before is not None:  # after the new entry, which may have the same chunk
                 self._folder.delete_unused_chunk(before.chunk, self.store)
         return reference
 
@@ -117,15 +119,16 @@ class StaticLibrary[Store: TenantStore]:
         Raises:
           StoreReadOnlyError, StoreIOError: it could not be deleted.
         """
-        own, wanted = self._folder.name(*check_name(kind, name)), names_of(backbones, "library: backbones")
+        own, wanted = self._folder.name(*check_name(kind, name)), all_of(str, backbones, "library: backbones")
         for backbone in wanted:
             fingerprint_of(backbone, "library: backbones")
+
         with self._folder.changing():
             self._folder.purge(own)
             listed = self._folder.at(own)
             if listed is None:
                 return False
-            resource = self._folder.read(own) if backbones else None
+            resource = self._folder.read(own) if backbones else None  # while it is there: its content names the chunks
             gone = self._folder.remove(listed, self.store)
             if resource is not None and resource.content is not None:
                 for backbone in wanted:

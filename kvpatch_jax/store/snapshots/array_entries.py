@@ -18,7 +18,7 @@ from jaxtyping import Array, Shaped, UInt32
 from ...cache import Chunk, bits_of, mixed
 from ...core import AnyArray
 from ...errors import StoreCorruptError, StoreVersionError
-from ..format.codec import CHUNK_FIELDS, chunk_body, content_in, decode, layout_of, lead_in, unchecked_chunk
+from ..format.codec import CHUNK_FIELDS, chunk_body, decode, digest_in, layout_of, unchecked_chunk
 from ..format.compatibility import expect_known
 from ..format.header import DTYPES, LARGEST_ARRAY, MALFORMED, check_depth, dtype_word
 from ..format.naming import Encoding, encoding_in
@@ -36,6 +36,7 @@ _PART = re.compile(r"(?:kv|enc|p|entry|v[0-9]{9})(?:\.[a-z0-9_]{1,40}){0,2}")
 
 @jax.jit
 def _device_sum(value: Array) -> UInt32[Array, ""]:
+    # Each element is mixed with its index in the whole array, so that a permutation changes the sum.
     index = jnp.zeros(value.shape, jnp.uint32)
     for axis, size in enumerate(value.shape):
         index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, value.shape, axis)
@@ -113,7 +114,9 @@ def entry_of_chunk(chunk: Chunk) -> ArrayEntry:
     arrays: dict[str, AnyArray] = {"local": np.asarray(chunk.local)}
     arrays |= {f"layers.{name}": chunk.kv[name] for name in names}
     arrays |= {f"hidden.{layer}": hidden[layer] for layer in sorted(hidden)}
-    leaves = ["local", *(f"layer.{layer}.{name}" for layer in range(chunk.layout.layers) for name in names)]
+    leaves = ["local"]
+    for layer in range(chunk.layout.layers):
+        leaves += [f"layer.{layer}.{name}" for name in names]
     return _described(
         "kv", "kv", chunk_body(chunk), None, leaves + [name for name in arrays if "hidden" in name], arrays
     )
@@ -225,7 +228,8 @@ def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:
         hidden = None if body["hidden"] is None else {layer: arrays[f"hidden.{layer}"] for layer in body["hidden"]}
         fields = {word: body[word] for word in ("span", "length", "id", "backbone")}
         local = np.asarray(arrays["local"])
-        fields |= {"encoder": None, "hidden": hidden, "content": content_in(body), "lead": lead_in(body)}
+        digests = {"content": digest_in(body, "content"), "lead": digest_in(body, "lead")}
+        fields |= {"encoder": None, "hidden": hidden} | digests
         chunk = unchecked_chunk(kv=kv, local=local, layout=layout, **fields)
     except StoreVersionError:
         raise

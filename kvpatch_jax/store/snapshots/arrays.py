@@ -113,7 +113,7 @@ def _made_private(path: str) -> Iterator[str]:
 
     try:
         with together.agreeing(f"export {path}"), typed_errors(f"export {path}: write"):
-            if os.path.lexists(path):
+            if os.path.lexists(path):  # also a link that leads nowhere
                 raise InputError(f"export {path}: got an existing path; expected a name that is free")
             if first:
                 os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
@@ -124,7 +124,7 @@ def _made_private(path: str) -> Iterator[str]:
             if first:
                 make_private(unfinished)
                 os.rename(f"{unfinished}/arrays", path)
-                # before the other processes continue, so that none of them sees the rest
+                # Before the other processes continue, so that none of them sees the rest.
                 shutil.rmtree(unfinished, ignore_errors=True)
                 make_durable(path)
     finally:
@@ -145,7 +145,9 @@ def load_arrays(directory: str | os.PathLike[str], placement: Placement | None =
       StoreSnapshotError: it is no export, or damaged.
       StoreIOError: another process failed.
     """
-    entries = [entry for part in _parts(os.fspath(directory)) for entry in load_entries(part, placement)]
+    entries: list[ArrayEntry] = []
+    for part in _parts(os.fspath(directory)):
+        entries += load_entries(part, placement)
 
     def by_kind(kind):
         return [entry for entry in entries if entry.about["kind"] == kind]
@@ -270,14 +272,14 @@ def import_arrays(
             found += 1
             if about["expires"] is None or store.tenant_disk.clock() < about["expires"]:
                 try:  # names and sizes need no arrays, and the checkpoint may be larger than memory
-                    each = _incoming(store.tenant_disk, outline(about))
+                    candidate = _incoming(store.tenant_disk, outline(about))
                 except (StoreCorruptError, StoreVersionError) as error:
                     raise StoreSnapshotError(f"export {part}: object {index}: {error}", (str(error),)) from error
 
                 def blob(part=part, index=index):
                     return blob_of_entry(load(part)[index])
 
-                batch.append(dataclasses.replace(each, load=blob))
+                batch.append(dataclasses.replace(candidate, load=blob))
         batches.append(batch)
 
     added, nbytes = import_objects(store.tenant_disk, batches, progress=progress)

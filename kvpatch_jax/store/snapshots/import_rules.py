@@ -7,6 +7,7 @@ changes the current version of a reference, and never mixes two histories.
 
 import contextlib
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from ..disk.disk import Disk
 from ..disk.key_check import check_key
 from ..disk.object_writer import LinkSource
 from ..disk.tenant_disk import TenantDisk
-from ..format.codec import lead_in, patch_of, patch_parts
+from ..format.codec import digest_in, patch_of, patch_parts
 from ..format.compatibility import expect_known
 from ..format.header import MALFORMED
 from ..format.naming import ENCODINGS, Name, ObjectNames, encoding_in
@@ -77,7 +78,8 @@ def import_objects(
       LibraryFullError: static entries exceed `Budget.library`. StoreError: as `TenantDisk.add`. Nothing was added.
     """
     disk = tenant_disk.disk
-    with _changing_libraries(disk, [item.name for batch in batches for item in batch]) as has_reference:
+    names = [item.name for item in itertools.chain.from_iterable(batches)]
+    with _changing_libraries(disk, names) as has_reference:
         coming: list[ImportCandidate] = []
         for batch in batches:
             chunks = [item for item in batch if item.name.kind != "entry"]
@@ -191,7 +193,7 @@ def name_of(
         if kind == "kv":
             if encoding_in(part) is not None:
                 expect_known("canonical of encoding", [encoding_in(part)], ENCODINGS)
-            return names.canonical(body["backbone"], body["id"], encoding_in(part), lead_in(body))
+            return names.canonical(body["backbone"], body["id"], encoding_in(part), digest_in(body, "lead"))
         if kind == "encoder":
             return names.encoder(body["backbone"], body["id"])
         return names.patch(patch_of(patch_parts(body, arrays)))

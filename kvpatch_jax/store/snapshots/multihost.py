@@ -24,13 +24,6 @@ TIMEOUT = 1200
 _TOKEN = 16
 
 
-def _barrier(key: str, timeout: float | int) -> None:
-    """Waits, in any thread, until all processes of the job have reached `key`. Raises if they do not."""
-    from orbax.checkpoint import multihost  # it takes a second to import
-
-    multihost.get_barrier_sync_fn()(key=key, timeout_ms=int(1000 * timeout))
-
-
 class ProcessGroup:
     """Joint operation of all processes of a job, which begin it at the same place of the program.
 
@@ -54,20 +47,16 @@ class ProcessGroup:
         if self.count == 1:
             return
         try:
-            _barrier(f"kvpatch_jax/{self._key}/{next(self._steps)}", self._timeout)
+            from orbax.checkpoint import multihost  # it takes a second to import
+
+            # Every process counts the same steps, so each barrier has a key of its own.
+            key = f"kvpatch_jax/{self._key}/{next(self._steps)}"
+            multihost.get_barrier_sync_fn()(key=key, timeout_ms=int(1000 * self._timeout))
         except Exception as error:  # the coordination service raises errors of several kinds
             raise StoreIOError(
                 f"process {self.index}: got no answer of the other processes ({str(error)[:200]}); expected all "
                 f"{self.count} within {self._timeout:g} s"
             ) from error
-
-    def _failed(self, error: Exception | None) -> list[int]:
-        """Returns the processes that have an error."""
-        if self.count == 1:
-            return [] if error is None else [0]
-        self.wait()
-        flags = np.asarray(multihost_utils.process_allgather(np.asarray([error is not None], np.uint8)))
-        return [int(index) for index in np.flatnonzero(flags)]
 
     @contextlib.contextmanager
     def agreeing(self, what: str) -> Iterator[None]:
@@ -83,10 +72,16 @@ class ProcessGroup:
             yield
         except Exception as raised:  # whatever failed, the others must not wait for this process in vain
             error = raised
-        failed = self._failed(error)
+
+        failed = np.empty(0, np.int64)
+        if self.count > 1:
+            self.wait()  # first, because it has a time limit, which the exchange over the devices lacks
+            flags = multihost_utils.process_allgather(np.asarray([error is not None], np.uint8))
+            failed = np.flatnonzero(np.asarray(flags))
+
         if error is not None:
             raise error
-        if failed:
+        if failed.size:
             raise StoreIOError(f"{what}: got a failure in process {failed[0]}, which says why; expected all to succeed")
 
     def expect_one_root(self, root: str) -> None:
@@ -119,6 +114,6 @@ class ProcessGroup:
             )
         if not found.all():
             raise InputError(
-                f"store {root}: process {int(np.flatnonzero(found == 0)[0])} has another root; expected one that all "
-                "share, or StoreItem(..., shared=False)"
+                f"store {root}: got another root in process {int(np.flatnonzero(found == 0)[0])}; expected one that "
+                "all share, or StoreItem(..., shared=False)"
             )

@@ -36,7 +36,12 @@ def save_entries(path: str, entries: Sequence[ArrayEntry], compress: bool) -> No
     """
     tree: dict[str, dict[str, AnyArray]] = {}
     for index, entry in enumerate(entries):
-        arrays = {name: _savable(value) for name, value in entry.arrays.items() if value.size}
+        arrays: dict[str, AnyArray] = {}
+        for name, value in entry.arrays.items():
+            # In a job of several processes, Orbax requires that arrays of one process are on its host.
+            alone = isinstance(value, jax.Array) and value.is_fully_addressable and jax.process_count() > 1
+            if value.size:
+                arrays[name] = np.asarray(value) if alone else value
         if arrays:
             tree[_key(index)] = arrays
     text = json.dumps({"version": 1, "objects": [entry.about for entry in entries]}, separators=(",", ":")).encode()
@@ -118,12 +123,6 @@ def text_digest(text: bytes) -> bytes:
 
 def _key(index: int) -> str:
     return f"{index:06d}"
-
-
-def _savable(value: AnyArray) -> AnyArray:
-    """Moves an array of this process only to the host, as Orbax requires in a job of several processes."""
-    alone = isinstance(value, jax.Array) and value.is_fully_addressable and jax.process_count() > 1
-    return np.asarray(value) if alone else value
 
 
 def _read(path: str, template: Mapping[str, Any]) -> dict[str, Any]:

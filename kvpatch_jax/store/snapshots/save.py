@@ -129,8 +129,12 @@ def write_snapshot(
 def unchanged_libraries(root: str, below: str) -> Iterator[None]:
     """Locks the libraries below a folder against changes. Works on a read-only root too."""
     spaces = [f"{below}/{space}" for space in _listed(root, below)] if below == "lib" else [below]
+    locks: list[str] = []
+    for space in spaces:
+        locks += [f"{space}/{library}/lock" for library in _listed(root, space)]
+
     with contextlib.ExitStack() as held:
-        for path in sorted(f"{space}/{library}/lock" for space in spaces for library in _listed(root, space)):
+        for path in sorted(locks):  # all processes lock in this order, so that none waits for another in a circle
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # the tenant was deleted
                 fcntl.flock(held.enter_context(open_regular(root, path)), fcntl.LOCK_SH)
         yield

@@ -58,7 +58,8 @@ def check_secret(directory: str, manifest: Manifest, root: str, secret: bytes | 
     if found == secret or (found is None and not holds_objects(root)):
         return
     tenants = {name_at(entry.path).tenant for entry in manifest.objects}
-    if found is not None or not any(os.path.isdir(f"{root}/{top}/{t}") for top in ("obj", "lib") for t in tenants):
+    shared = any(os.path.isdir(f"{root}/obj/{tenant}") or os.path.isdir(f"{root}/lib/{tenant}") for tenant in tenants)
+    if found is not None or not shared:
         raise StoreSnapshotError(
             f"snapshot {directory}: got another secret than {root}; expected the same, or a new root, or one tenant "
             "after the other"

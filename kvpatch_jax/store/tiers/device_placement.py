@@ -15,7 +15,7 @@ from jaxtyping import Num
 from ...cache import Chunk
 from ...core import AnyArray, KVLayout
 from ...errors import InputError, StoreCorruptError
-from ..format.codec import chunk_layout, content_in, layer_names, layer_of, lead_in, unchecked_chunk
+from ..format.codec import chunk_layout, digest_in, layer_names, layer_of, unchecked_chunk
 from ..format.header import Header
 
 Target = jax.sharding.Sharding | jax.Device
@@ -113,6 +113,7 @@ class LayerStream:
             yield from self._layers()
 
     def _layers(self) -> Iterator[tuple[int, dict[str, Num[AnyArray, "..."]]]]:
+        # One thread, because the file is read in order.
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvpatch-stream") as reader:
             coming = [reader.submit(self.layer, layer) for layer in range(min(self._ahead, self.layout.layers))]
             try:
@@ -151,8 +152,8 @@ class LayerStream:
             backbone=self._header.body["backbone"],
             encoder=None,
             hidden=None if kept is None else {layer: arrays[f"hidden.{layer}"] for layer in kept},
-            content=content_in(self._header.body),
-            lead=lead_in(self._header.body),
+            content=digest_in(self._header.body, "content"),
+            lead=digest_in(self._header.body, "lead"),
         )
 
     def close(self) -> None:

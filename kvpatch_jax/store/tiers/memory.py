@@ -89,7 +89,7 @@ class MemoryTier[V]:
         return self._bytes
 
     def __len__(self) -> int:
-        return sum(len(segment) for segment in self._segments.values())
+        return sum(map(len, self._segments.values()))
 
     def __contains__(self, key: Hashable) -> bool:
         return self._find(key) is not None
@@ -97,7 +97,13 @@ class MemoryTier[V]:
     def get(self, key: Hashable) -> CacheEntry[V] | None:
         """Returns an entry and makes it the most recently used; None if it is absent or expired."""
         with self._lock:
-            self._note(key)
+            # Requests of absent keys count too, for their admission. All counts are halved at times, so that old ones
+            # fade.
+            self._asked[key] += 1
+            if len(self._asked) > 64 + 8 * len(self):
+                halved = {key: count // 2 for key, count in self._asked.items() if count > 1}
+                self._asked = collections.Counter(halved)
+
             place = self._find(key)
             if place is None:
                 return None
@@ -105,7 +111,20 @@ class MemoryTier[V]:
             if held.expires is not None and self._clock() >= held.expires:
                 self._drop(key, "expired")
                 return None
-            self._promote(place, key)
+
+            rank, protected = place
+            if self.policy == "lru" or protected:
+                self._segments[place].move_to_end(key)
+                return held
+
+            # SLRU protects what is requested again; the least recently used beyond the share lose their protection.
+            upper, lower = self._segments[rank, True], self._segments[rank, False]
+            upper[key] = lower.pop(key)
+            protected_bytes = sum(entry.nbytes for entry in upper.values())
+            while protected_bytes > PROTECTED_SHARE * self.budget and len(upper) > 1:
+                oldest, entry = upper.popitem(last=False)
+                lower[oldest] = entry
+                protected_bytes -= entry.nbytes
             return held
 
     def put(self, key: Hashable, held: CacheEntry[V]) -> bool:
@@ -117,6 +136,7 @@ class MemoryTier[V]:
             if victims is None or not self._admits(key, held, victims):
                 self._counters.add(f"{self.word}_refused")
                 return False
+
             for victim in victims:
                 self._drop(victim, "budget")
             self._segments[held.rank, False][key] = held
@@ -151,25 +171,10 @@ class MemoryTier[V]:
     # ---------------------------------------------------------------------------------------------------- inside
 
     def _find(self, key: Hashable) -> tuple[int, bool] | None:
-        return next((place for place, segment in self._segments.items() if key in segment), None)
-
-    def _note(self, key: Hashable) -> None:
-        """Counts requests of a key. All counts are halved at times, so that old ones fade."""
-        self._asked[key] += 1
-        if len(self._asked) > 64 + 8 * len(self):
-            halved = {key: count // 2 for key, count in self._asked.items() if count > 1}
-            self._asked = collections.Counter(halved)
-
-    def _promote(self, place: tuple[int, bool], key: Hashable) -> None:
-        rank, protected = place
-        if self.policy == "lru" or protected:
-            self._segments[place].move_to_end(key)
-            return
-        upper, lower = self._segments[rank, True], self._segments[rank, False]
-        upper[key] = lower.pop(key)
-        while sum(held.nbytes for held in upper.values()) > PROTECTED_SHARE * self.budget and len(upper) > 1:
-            oldest, held = upper.popitem(last=False)
-            lower[oldest] = held
+        for place, segment in self._segments.items():
+            if key in segment:
+                return place
+        return None
 
     def _drop(self, key: Hashable, reason: str) -> None:
         place = self._find(key)
@@ -207,15 +212,14 @@ class MemoryTier[V]:
                 break
             if key in chosen or self._pinned(held.chunk):
                 continue
-            group = [key, *self._derived(held.chunk)] if held.rank == CANONICAL else [key]
+            group = [key]
+            if held.rank == CANONICAL:  # without it, what is derived from it is of no use
+                group += [other for other in self._chunks[held.chunk] if self._held(other).rank == DERIVED]
             for other in group:
                 if other not in chosen:
                     chosen[other] = None
                     missing -= self._held(other).nbytes
         return None if missing > 0 else list(chosen)
-
-    def _derived(self, chunk: str) -> list[Hashable]:
-        return [key for key in self._chunks[chunk] if self._held(key).rank == DERIVED]
 
     def _held(self, key: Hashable) -> CacheEntry[V]:
         place = self._find(key)
@@ -223,6 +227,7 @@ class MemoryTier[V]:
         return self._segments[place][key]
 
     def _admits(self, key: Hashable, newcomer: CacheEntry[V], victims: list[Hashable]) -> bool:
+        """Returns whether a newcomer was requested as often as the victims of its rank together, as SLRU demands."""
         if self.policy == "lru":
             return True
         rivals = [other for other in victims if self._held(other).rank == newcomer.rank]

@@ -10,7 +10,7 @@ from ...cache import Chunk
 from ...errors import StoreCorruptError, StoreError, StoreVersionError
 from ..disk.directory import NameState
 from ..disk.tenant_disk import TenantDisk
-from ..format.codec import chunk_of, content_in, memory_of
+from ..format.codec import chunk_of, digest_in, memory_of
 from ..format.naming import Name, part_of, unreduced_part
 from ..format.objects import Blob, VerifiedObject, planned_header
 from .device_placement import LayerStream, Placement, place_chunk, placement_key
@@ -24,15 +24,6 @@ type Build[T] = Callable[[Mapping[str, Any], Any], T]
 
 _NOT_A_CHUNK = (StoreError, KeyError, IndexError, TypeError, ValueError, AttributeError)
 """Exceptions of `LayerStream` for a header whose body describes no chunk."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Copy:
-    """A lookup that may copy a remote object to the disk, and the state of its name before the lookup began."""
-
-    write: Write
-    before: NameState
-    remote: RemoteTier
 
 
 class TieredReader:
@@ -107,10 +98,14 @@ class TieredReader:
         if self._remote is None:
             found = self._disk.get(name)
         else:
-            with self._copying(name, self._remote) as copy:
+            with self._copying(name) as (write, before):
                 found = self._disk.get(name)
                 if found is None:
-                    tier, found = "remote", self._from_remote(copy)
+                    tier, pending = "remote", self._remote.open(name)
+                    arrays = None if pending is None else pending.whole()
+                    if pending is not None and arrays is not None:
+                        self._keep(write, before, pending)
+                        found = VerifiedObject(pending.header, arrays)
 
         entry = None if found is None else self._decoded(name, found, build, rank)
         if entry is not None:
@@ -147,13 +142,13 @@ class TieredReader:
                 if not self._has_expired(queued):
                     opened = planned_header(queued, name.file), queued.some
             else:
-                copy = None
-                if self._remote is not None:
-                    copy = stack.enter_context(self._copying(name, self._remote))
+                # The name's state is noted before the disk is read: a write or deletion since then forbids the copy.
+                copy = None if self._remote is None else stack.enter_context(self._copying(name))
                 opened = stack.enter_context(self._disk.reading(name))
-                if opened is None and copy is not None and (pending := copy.remote.open(name)) is not None:
+                pending = None if opened is not None or self._remote is None else self._remote.open(name)
+                if copy is not None and pending is not None:
                     opened, tier = (pending.header, pending.read), "remote"
-                    stack.callback(self._keep, copy, pending)
+                    stack.callback(self._keep, *copy, pending)
             with contextlib.suppress(*_NOT_A_CHUNK):
                 stream = None if opened is None else LayerStream(*opened, placement, owned)
             if stream is not None:
@@ -196,11 +191,11 @@ class TieredReader:
             name = dataclasses.replace(canonical, file=path.rpartition("/")[2])
             queued = self._writer.waiting(name)
             if queued is not None:  # it will replace the disk's
-                digests.add(content_in(queued.body))
+                digests.add(digest_in(queued.body, "content"))
                 continue
             with contextlib.suppress(StoreError), self._disk.reading(name) as opened:
                 if opened is not None:
-                    digests.add(content_in(opened[0].body))
+                    digests.add(digest_in(opened[0].body, "content"))
         return digests
 
     # ---------------------------------------------------------------------------------------------- inside
@@ -242,30 +237,22 @@ class TieredReader:
         return CacheEntry(value, nbytes, rank, name.chunk_key, header.expires, found.version)
 
     @contextlib.contextmanager
-    def _copying(self, name: Name, remote: RemoteTier) -> Iterator[_Copy]:
-        """Registers a lookup of an object that may be copied from the remote store."""
+    def _copying(self, name: Name) -> Iterator[tuple[Write, NameState]]:
+        """Registers a lookup of an object that may be copied from the remote store, and the state of its name."""
         write = self._order.copy(name)
         try:
-            yield _Copy(write, self._disk.name_state(name), remote)
+            yield write, self._disk.name_state(name)
         finally:
             self._order.end(write)
 
-    def _from_remote(self, copy: _Copy) -> VerifiedObject | None:
-        pending = copy.remote.open(copy.write.name)
-        arrays = None if pending is None else pending.whole()
-        if pending is None or arrays is None:
-            return None
-        self._keep(copy, pending)
-        return VerifiedObject(pending.header, arrays)
-
-    def _keep(self, copy: _Copy, pending: PendingObject) -> None:
+    def _keep(self, write: Write, before: NameState, pending: PendingObject) -> None:
         """Copies a remote object to the disk, if it was read whole, there is room, and nothing newer has its name."""
         blob = pending.blob
-        if blob is None or self._disk.is_newer(copy.write.name):  # an object of a later library version stays
+        if blob is None or self._disk.is_newer(write.name):  # an object of a later library version stays
             return
-        with self._order.turn_to_copy(copy.write) as allowed:
+        with self._order.turn_to_copy(write) as allowed:
             if allowed:
                 try:
-                    self._tenant_disk.copy(copy.write.name, blob, copy.before)
-                except StoreError:
+                    self._tenant_disk.copy(write.name, blob, before)
+                except StoreError:  # the read itself has succeeded
                     self._counters.add("promotion_errors")

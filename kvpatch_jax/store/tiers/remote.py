@@ -175,6 +175,8 @@ class KeyValueStore:
         opening = self._ask("get", lambda: self._values.read(name.path, byte_range=slice(0, PAGE)))
         if opening.state != "value":
             return None
+
+        # The rest is read of the same version, because another writer may replace the object in between.
         version, raw = opening.stamp.generation, opening.value
         raw += self._range_of(name.path, version, PAGE, header_length(raw, None))
         header = parse_header(raw, None)
@@ -240,6 +242,6 @@ class KeyValueStore:
 
     def paths(self, prefix: str) -> list[str]:
         """Lists objects whose path begins with a prefix. Raises StoreIOError."""
-        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)  # the first string after all with the prefix
         listed = self._ask("list", lambda: self._values.list(self._range(prefix, end)))
         return sorted(key.decode() for key in listed)

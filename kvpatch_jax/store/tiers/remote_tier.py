@@ -151,14 +151,9 @@ class RemoteTier:
 
         return PendingObject(header, read, found.header, kept)
 
-    @contextlib.contextmanager
-    def _suppressed(self) -> Iterator[None]:
-        with contextlib.suppress(StoreError), self._counted():
-            yield
-
     def paths(self, prefix: str) -> list[str]:
         """Lists objects whose path begins with a prefix; empty if the service fails."""
-        with self._suppressed():
+        with contextlib.suppress(StoreError), self._counted():
             return self.remote.paths(prefix)
         return []
 

@@ -102,7 +102,8 @@ class CircuitBreaker:
                 return
             if self._probing or self._clock() < self._until:
                 raise StoreUnreachableError(
-                    f"remote store: {what}: not asked, for {self._failed} tries in a row failed; expected an answer",
+                    f"remote store: {what}: got no answer (not asked, for {self._failed} tries in a row failed); "
+                    "expected one",
                     asked=False,
                 )
             self._probing = True

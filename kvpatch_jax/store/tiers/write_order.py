@@ -86,7 +86,8 @@ class WriteOrder:
         """
         last = {write.name.path: write for write in writes}
         with self._changed:
-            self._changed.wait_for(lambda: not any(self._is_taken(path) for path in last))
+            while any(map(self._is_taken, last)):
+                self._changed.wait()
             self._busy |= last.keys()
         made = False
         try:
@@ -96,7 +97,7 @@ class WriteOrder:
             with self._changed:
                 self._busy -= last.keys()
                 for path, write in last.items():
-                    self._outdate(path, write.place if made else -1)
+                    self._outdate(path, write.place if made else -1)  # -1: copies alone
                 self._changed.notify_all()
 
     @contextlib.contextmanager
@@ -141,12 +142,13 @@ class WriteOrder:
     def outdate(self, prefix: str, place: int) -> bool:
         """Outdates queued writes with a prefix and an earlier place. Returns whether there were any."""
         with self._changed:
+            # A list, because every path has to be outdated, also behind the first.
             return any([self._outdate(path, place) for path in self._paths(prefix)])
 
     # ---------------------------------------------------------------------------------------------- inside
 
     def _is_taken(self, path: str) -> bool:
-        return path in self._busy or any(path.startswith(prefix) for prefix in self._closed)
+        return path in self._busy or path.startswith(tuple(self._closed))
 
     def _paths(self, prefix: str) -> list[str]:
         return [path for path in self._open if path.startswith(prefix)]

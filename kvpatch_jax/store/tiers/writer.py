@@ -102,7 +102,7 @@ class Writer:
 
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._bytes or self._bytes + nbytes <= self._room)
-            if self._closed:
+            if self._closed:  # perhaps while it waited
                 raise StoreClosedError("store: got a put after close; expected an open store")
             self._jobs.append(job := _Job(self._order.queue(name), make, nbytes, future))
             self._newest[name.path] = job
@@ -140,7 +140,7 @@ class Writer:
         with self._changed:
             for job in jobs:
                 self._order.end(job.write)
-                if self._newest.get(job.write.name.path) is job:
+                if self._newest.get(job.write.name.path) is job:  # a later put of the name may wait
                     del self._newest[job.write.name.path]
 
     def flush(self) -> None:
@@ -150,6 +150,7 @@ class Writer:
           StoreError: the first failure since the last `flush`, even if its future was read; others are in its notes.
         """
         with self._changed:
+            # A callback cannot wait for its own future, which counts as unacknowledged until the callback returns.
             in_callback = threading.current_thread() in self._threads
             self._changed.wait_for(lambda: not (self._jobs or self._busy) and (in_callback or not self._outcomes))
             errors, self._errors = self._errors, []
@@ -164,7 +165,7 @@ class Writer:
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread():  # a callback may close the store
                 thread.join()
         if self._threads:
             atexit.unregister(self.close)
@@ -190,6 +191,8 @@ class Writer:
                 if not self._outcomes:
                     return
                 job, error = self._outcomes[0]
+
+            # Without the lock, because callbacks may use the store; removed after them, because `flush` waits for them.
             job.future.set_result(None) if error is None else job.future.set_exception(error)
             with self._changed:
                 self._outcomes.popleft()
@@ -237,6 +240,7 @@ class Writer:
             self._end(batch)
             return [(batch[0], error)]
 
+        # Readers find it on the disk from now on.
         self._end(batch)
         return [(job, None) for job in batch]
 

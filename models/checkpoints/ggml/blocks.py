@@ -57,6 +57,7 @@ def block_type(kind: int, where: str) -> BlockType:
             f"{where}: got type {kind}; expected one of {', '.join(kind.name for kind in known.values())}"
         )
 
+    # Tried on one block: some types have a size there and no arithmetic.
     values, size = constants.GGML_QUANT_SIZES[known[kind]]
     unpack = functools.partial(quants.dequantize, qtype=known[kind])
     try:

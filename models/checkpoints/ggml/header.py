@@ -98,11 +98,13 @@ class _Reader:
         self._path, self._data, self._at = path, data, len(_MAGIC)
 
     def header(self) -> GgufHeader:
+        """Reads the header from behind the magic number on."""
         version = self._number("I")
         if version not in _VERSIONS:
             swapped = " (its bytes are swapped)" if version & 0xFFFF == 0 else ""
             raise WeightsError(f"{self._path}: got GGUF version {version}{swapped}; expected 2 or 3, little-endian")
 
+        # The least that they take: a tensor its name's length, axes, type and place, an entry a length and a type.
         count, entries = self._number("Q"), self._number("Q")
         self._afford(count, 24, "tensors")
         self._afford(entries, 12, "metadata entries")
@@ -139,6 +141,7 @@ class _Reader:
         return GgufHeader(self._path, metadata, tensors)
 
     def _value(self, key: str) -> Any:
+        """Reads a value of any type; lists of lists are refused."""
         kind = self._number("I")
         if kind == _STRING:
             return self._text(len(self._data))

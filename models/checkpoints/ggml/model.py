@@ -91,6 +91,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     own = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
     table = _Table(str(header.path), str(name), own)
     table.check_known()
+
     architecture, model_type = ARCHITECTURES[name]
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -105,16 +106,21 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
     optional = ("attention.key_length", "attention.head_count_kv")
-    config |= {theirs: table.whole(ours) for ours, theirs in _SIZES.items() if ours not in optional or table.has(ours)}
+    # Head width and KV heads may be absent, and then follow from the others; every other size is needed.
+    config |= {
+        theirs: table.whole(ours) for ours, theirs in _SIZES.items() if ours not in optional or ours in table.values
+    }
     config["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     table.expect("attention.value_length", config["head_dim"])
     table.expect("rope.dimension_count", config["head_dim"])
     table.expect("vocab_size", config["vocab_size"])
+
     if name == "qwen3moe":
         config |= {theirs: table.whole(ours) for ours, theirs in _EXPERT_SIZES.items()} | {"norm_topk_prob": True}
     # Qwen2 has the biases always, and says nothing of them.
     if name != "qwen2":
         config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+
     _check_sizes(header, config)
     config["rope_scaling"] = _scaling(header, table, config)
     for ours in ("bos", "eos"):
@@ -145,21 +151,19 @@ def _check_sizes(header: GgufHeader, config: Mapping[str, Any]) -> None:
 
 
 class _Table:
-    """The metadata of one architecture, checked entry by entry."""
+    """The metadata of one architecture, checked entry by entry.
+
+    Attributes:
+      values: what the file says, by names without the architecture's.
+    """
 
     def __init__(self, path: str, name: str, values: Mapping[str, Any]):
-        self._path, self._name, self._values = path, name, values
-
-    def has(self, key: str) -> bool:
-        return key in self._values
-
-    def get(self, key: str) -> Any:
-        return self._values.get(key)
+        self._path, self._name, self.values = path, name, values
 
     def check_known(self) -> None:
         """Refuses entries that may change what the model computes and are not read."""
         known = _READ | set(_SIZES) | (set(_EXPERT_SIZES) if self._name == "qwen3moe" else set())
-        for key, value in self._values.items():
+        for key, value in self.values.items():
             if key not in known and value not in (0, False, 0.0):
                 raise ConfigError(
                     f"{self._path}: got {self._name}.{key} = {value!r}, which this library does not know and which may "
@@ -167,21 +171,22 @@ class _Table:
                 )
 
     def whole(self, key: str) -> int:
-        found = self._values.get(key)
+        """Returns a positive whole number."""
+        found = self.values.get(key)
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
             raise ConfigError(f"{self._path}: got {self._name}.{key} {found!r}; expected a positive whole number")
         return found
 
     def number(self, key: str, absent: float | None = None) -> float:
         """Returns a number, as the shortest decimal that is the file's float32."""
-        found = self._values.get(key, absent)
+        found = self.values.get(key, absent)
         if not isinstance(found, int | float) or isinstance(found, bool) or not np.isfinite(found) or found <= 0:
             raise ConfigError(f"{self._path}: got {self._name}.{key} {found!r}; expected a positive number")
         return float(str(np.float32(found)))
 
     def expect(self, key: str, value: int) -> None:
         """Refuses another value than this one, where there is any."""
-        found = self._values.get(key, value)
+        found = self.values.get(key, value)
         if found != value:
             raise ConfigError(
                 f"{self._path}: got {self._name}.{key} {found!r}; expected {value}, as its other sizes say"
@@ -190,21 +195,22 @@ class _Table:
 
 def _scaling(header: GgufHeader, table: _Table, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns `rope_scaling`: of the metadata, or what the tensor of factors (Llama 3) was computed from."""
-    kind = table.get("rope.scaling.type") or "none"
+    kind = table.values.get("rope.scaling.type") or "none"
     if _FACTORS in header.tensors:
         if kind != "none":
             raise ConfigError(f"{header.path}: got rope scaling {kind!r} and {_FACTORS!r}; expected one of them")
         return _factor_scaling(header, config)
     if kind == "none":
         return None
+
     if kind not in ("linear", "yarn"):
         raise ConfigError(f"{header.path}: got rope scaling {kind!r}, which is not read; expected none, linear or yarn")
 
     scaling = {"rope_type": kind, "factor": table.number("rope.scaling.factor")}
-    if table.has("rope.scaling.attn_factor") and table.number("rope.scaling.attn_factor") != 1:
+    if "rope.scaling.attn_factor" in table.values and table.number("rope.scaling.attn_factor") != 1:
         raise ConfigError(f"{header.path}: got rope.scaling.attn_factor, which is not read; expected 1")
 
-    if kind == "yarn" and table.has("rope.scaling.original_context_length"):
+    if kind == "yarn" and "rope.scaling.original_context_length" in table.values:
         scaling["original_max_position_embeddings"] = table.whole("rope.scaling.original_context_length")
     return scaling
 

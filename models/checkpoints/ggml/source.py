@@ -93,6 +93,7 @@ class GgufSource:
             values = self._columns(stored, form, np.arange(1), slice(0, width)).reshape(stored.shape)
             return (values[_pairs_to_halves(width, place.heads)] if place.heads else values)[span]
 
+        # Rows are numbered through all leading axes, as they lie in the file.
         *leading, columns = span
         numbers = np.arange(math.prod(shape[:-1])).reshape(shape[:-1])[tuple(leading)].reshape(-1)
         if place.heads:

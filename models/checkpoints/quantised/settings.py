@@ -45,11 +45,7 @@ _KNOWN_REFUSED = {
 }
 
 
-def _words(text):
-    return frozenset(text.split())
-
-
-_INERT = _words(
+_INERT = frozenset(
     """
     quant_method quantization_method activation_scheme dequantize kv_cache_scheme fmt run_compressed version
     batch_size block_name_to_quantize cache_block_outputs damp_percent damp_auto_increment dataset exllama_config
@@ -60,7 +56,7 @@ _INERT = _words(
     ignored_layers modules_to_not_convert ignore modules_to_convert format checkpoint_format bits w_bit group_size
     q_group_size desc_act weight_block_size config_groups dynamic scale_fmt offload_to_disk offload_to_disk_path
     vram_strategy moe failsafe fallback
-    """
+    """.split()  # noqa: SIM905  (a list of this length is harder to read)
 )
 """Keys that are read, or that say how weights were made or are multiplied and not what they are."""
 
@@ -235,6 +231,7 @@ def _read_gptq(table: Raw, place: str) -> Quantisation:
             f"{place}: got GPTQ weights in format {form!r}, which are not read; expected 'gptq' or 'gptq_v2'"
         )
 
+    # Both take 1 from the zeros of the first format, AutoGPTQ field by field, GPTQModel from whole words.
     makers = (table.get("meta") or {}).get("quantizer") or []
     makers = [makers] if isinstance(makers, str) else makers
     offset = "words" if any(str(maker).startswith("gptqmodel") for maker in makers) else "fields"

@@ -52,8 +52,9 @@ class DequantisedSource:
         find = {"gptq": self._gptq, "awq": self._awq}.get(quantisation.method, self._scaled)
         self._quantised: dict[str, QuantisedTensor] = dict(find())
 
+        # A plain checkpoint has neither the parts of quantised weights nor scales of activations.
         self._check_plain()
-        parts = {part for tensor in self._quantised.values() for part in tensor.parts}
+        parts = set[str]().union(*(tensor.parts for tensor in self._quantised.values()))
         self.tensors: dict[str, TensorInfo] = {
             name: info for name, info in inner.tensors.items() if name not in parts and not _ACTIVATIONS.fullmatch(name)
         }
@@ -84,6 +85,7 @@ class DequantisedSource:
     # ------------------------------------------------------------------------------------- what there is
 
     def _gptq(self) -> Iterator[tuple[str, QuantisedTensor]]:
+        """Plans GPTQ's tensors, with each part's shape held against the others'."""
         for prefix, found in self._modules("qweight"):
             assert found.bits is not None
             rows, outputs = self._info(f"{prefix}.qweight", ("I32",), 2)
@@ -106,6 +108,7 @@ class DequantisedSource:
             )
 
     def _awq(self) -> Iterator[tuple[str, QuantisedTensor]]:
+        """Plans AWQ's tensors."""
         for prefix, found in self._modules("qweight"):
             # Eight values of 4 bits to a word, packed along the outputs.
             inputs, words = self._info(f"{prefix}.qweight", ("I32",), 2)
@@ -124,6 +127,7 @@ class DequantisedSource:
                 yield name, self._blocks(name, info)
 
     def _packed(self, prefix: str, found: Quantisation) -> PackedTensor:
+        """Plans a tensor of packed integers."""
         outputs, words = self._info(f"{prefix}_packed", ("I32",), 2)
         self._expect(f"{prefix}_shape", ("I32", "I64"), (2,))
         shape = [int(size) for size in self._inner.read(f"{prefix}_shape")]
@@ -150,6 +154,7 @@ class DequantisedSource:
         return PackedTensor(prefix, bits, (outputs, inputs), size, zeros, indexed)
 
     def _blocks(self, name: str, info: TensorInfo) -> ScaledTensor:
+        """Plans a tensor of bytes with scales."""
         scale = next(
             (f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in self._inner.tensors), None
         )
@@ -178,8 +183,10 @@ class DequantisedSource:
         known = [quantisation.block] if quantisation.block else []
         known += [(1, quantisation.group_size)] if quantisation.group_size else []
         known += [(1, columns), (rows, columns)]
+        # Where two ways make scales of one shape, the first of `known` counts: what the configuration says.
         fitting: dict[tuple[int, ...], tuple[int, int]]
         fitting = {(*leading, -(-rows // block[0]), -(-columns // block[1])): block for block in reversed(known)}
+        # A single scale may have any number of axes, none included.
         if math.prod(found) == 1 and not leading:
             return rows, columns
         if found not in fitting:
@@ -236,7 +243,7 @@ class DequantisedSource:
                 )
 
     def _zero_biases(self) -> Iterator[str]:
-        """Biases that GPTQ's packers give to modules that have none."""
+        """Yields biases that GPTQ's packers give to modules that have none."""
         for name in self._quantised if self._quantisation.method in ("gptq", "awq") else ():
             bias = f"{name.removesuffix('weight')}bias"
             if bias in self.tensors and not self._inner.read(bias).any():

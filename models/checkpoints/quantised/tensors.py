@@ -12,6 +12,7 @@ from ..source import TensorSource
 from .arithmetic import WORD, float8_values, scale_columns, scale_rows, unpack_columns, unpack_rows
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Column of its word that each field is, from the lowest bits on, as AutoAWQ packs for its kernels."""
 
 
 @runtime_checkable
@@ -79,9 +80,10 @@ class ScaledTensor:
         scale_columns(stored, scales, row, column, out, None if self.kind == "I8" else self.kind, zeros)
 
     def _factors(self, source: TensorSource, name: str, place: tuple[slice, ...], blocks: list[slice]) -> np.ndarray:
-        """Scales or zeros of some blocks, float32 [r, c]. A single one may be stored without axes."""
+        """Reads scales or zeros of some blocks, float32 [r, c]. A single one may be stored without axes."""
         info = source.tensors[name]
         found = source.read(name, None if math.prod(info.shape) == 1 else (*place, *blocks))
+        # A U8 scale is an exponent alone (MX): float8_e8m0 in all but name.
         if info.dtype == "U8" or info.dtype.startswith("F8"):
             table = float8_values("F8_E8M0" if info.dtype == "U8" else info.dtype)
             found = table[np.atleast_1d(found).view(np.uint8)]
@@ -116,11 +118,7 @@ class GptqTensor:
     def read(self, source: TensorSource, region: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """See `QuantisedTensor`."""
         outputs, inputs = region
-        packed = _packed(inputs, WORD // self.bits)
-        words = _words(source.read(f"{self.prefix}.qweight", (packed, outputs)))
-        first = packed.start * (WORD // self.bits)
-        fields = unpack_rows(words, self.bits)[inputs.start - first : inputs.stop - first]
-
+        fields = _packed_rows(source, f"{self.prefix}.qweight", inputs, outputs, self.bits)
         groups = self._groups(source, inputs)
         scales = source.read(f"{self.prefix}.scales", (slice(None), outputs)).astype(np.float32)
         out = np.empty(fields.shape, dtype)
@@ -133,28 +131,19 @@ class GptqTensor:
             return in_order
 
         name = f"{self.prefix}.g_idx"
-        found, count = source.read(name, (inputs,)), -(-self.shape[1] // self.group_size)
+        found = source.read(name, (inputs,))
         if self.ordered and not np.array_equal(found, in_order):
             raise WeightsError(
                 f"{source.origin}: got tensor {name!r} out of order where desc_act is false; expected groups of "
                 f"{self.group_size} inputs side by side"
             )
-        if found.size and not 0 <= found.min() <= found.max() < count:
-            raise WeightsError(
-                f"{source.origin}: got tensor {name!r} with groups {int(found.min())} … {int(found.max())}; expected 0 "
-                f"… {count - 1}"
-            )
+        _check_groups(source, name, found, -(-self.shape[1] // self.group_size))
         return found
 
     def _zeros(self, source: TensorSource, outputs: slice) -> np.ndarray:
-        packed = _packed(outputs, WORD // self.bits)
-        words = _words(source.read(f"{self.prefix}.qzeros", (slice(None), packed)))
-        if self.zero_offset == "words":
-            ones = sum(1 << place for place in range(0, WORD, self.bits))
-            words = words + np.uint32(ones)
-
-        first = packed.start * (WORD // self.bits)
-        fields = unpack_columns(words, self.bits)[:, outputs.start - first : outputs.stop - first]
+        # The 1 that was taken from each field comes back as it went: with carries from field to field, or without.
+        ones = sum(1 << place for place in range(0, WORD, self.bits)) if self.zero_offset == "words" else 0
+        fields = _packed_columns(source, f"{self.prefix}.qzeros", slice(None), outputs, self.bits, added=ones)
         if self.zero_offset == "fields":
             fields = (fields + np.uint8(1)) & np.uint8((1 << self.bits) - 1)
         return fields.astype(np.float32)
@@ -180,11 +169,9 @@ class AwqTensor:
         """See `QuantisedTensor`."""
         outputs, inputs = region
         groups = _blocks(inputs, self.group_size)
-        packed = _packed(outputs, 8)
-        cut = slice(outputs.start - 8 * packed.start, outputs.stop - 8 * packed.start)
         weight, zero, scale = self.parts
-        fields = unpack_columns(_words(source.read(weight, (inputs, packed))), 4, _AWQ_ORDER)[:, cut]
-        zeros = unpack_columns(_words(source.read(zero, (groups, packed))), 4, _AWQ_ORDER)[:, cut]
+        fields = _packed_columns(source, weight, inputs, outputs, 4, _AWQ_ORDER)
+        zeros = _packed_columns(source, zero, groups, outputs, 4, _AWQ_ORDER)
         scales = source.read(scale, (groups, outputs)).astype(np.float32)
         out = np.empty(fields.shape, dtype)
         which = np.arange(inputs.start, inputs.stop) // self.group_size - groups.start
@@ -216,11 +203,7 @@ class PackedTensor:
     def read(self, source: TensorSource, region: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """See `QuantisedTensor`."""
         outputs, inputs = region
-        packed = _packed(inputs, WORD // self.bits)
-        words = _words(source.read(f"{self.prefix}_packed", (outputs, packed)))
-        first = packed.start * (WORD // self.bits)
-        fields = unpack_columns(words, self.bits)[:, inputs.start - first : inputs.stop - first]
-
+        fields = _packed_columns(source, f"{self.prefix}_packed", outputs, inputs, self.bits)
         scales = source.read(f"{self.prefix}_scale", (outputs, slice(None))).astype(np.float32)
         out = np.empty(fields.shape, dtype)
         rows = np.arange(len(fields))
@@ -235,24 +218,17 @@ class PackedTensor:
             return in_order
 
         name = f"{self.prefix}_g_idx"
-        found, count = source.read(name, (inputs,)), -(-self.shape[1] // self.group_size)
+        found = source.read(name, (inputs,))
         if (found == -1).all():  # as it was made, before anything was reordered
             return in_order
-        if not 0 <= found.min() <= found.max() < count:
-            raise WeightsError(
-                f"{source.origin}: got tensor {name!r} with groups {int(found.min())} … {int(found.max())}; expected 0 "
-                f"… {count - 1}"
-            )
+        _check_groups(source, name, found, -(-self.shape[1] // self.group_size))
         return found
 
     def _zeros(self, source: TensorSource, outputs: slice, scales: np.ndarray) -> np.ndarray:
         """Returns zeros of the stored fields, which are shifted by half their range to be positive."""
         if not self.zeros:
             return np.full((len(scales), 1), 1 << (self.bits - 1), np.float32)
-        packed = _packed(outputs, WORD // self.bits)
-        words = _words(source.read(f"{self.prefix}_zero_point", (packed, slice(None))))
-        first = packed.start * (WORD // self.bits)
-        return unpack_rows(words, self.bits)[outputs.start - first : outputs.stop - first].astype(np.float32)
+        return _packed_rows(source, f"{self.prefix}_zero_point", outputs, slice(None), self.bits).astype(np.float32)
 
 
 def _blocks(part: slice, size: int) -> slice:
@@ -260,8 +236,35 @@ def _blocks(part: slice, size: int) -> slice:
     return slice(part.start // size, -(-part.stop // size))
 
 
-_packed = _blocks
+def _packed_rows(source: TensorSource, name: str, rows: slice, columns: slice, bits: int) -> np.ndarray:
+    """Reads fields of a tensor whose words hold consecutive rows; of the words only those that have any of them."""
+    count = WORD // bits
+    words = _blocks(rows, count)
+    fields = unpack_rows(np.ascontiguousarray(source.read(name, (words, columns))).view(np.uint32), bits)
+    return fields[rows.start - words.start * count : rows.stop - words.start * count]
 
 
-def _words(values: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(values).view(np.uint32)
+def _packed_columns(
+    source: TensorSource,
+    name: str,
+    rows: slice,
+    columns: slice,
+    bits: int,
+    order: tuple[int, ...] | None = None,
+    added: int = 0,
+) -> np.ndarray:
+    """Reads fields of a tensor whose words hold consecutive columns, `added` to each word; see `_packed_rows`."""
+    count = WORD // bits
+    blocks = _blocks(columns, count)
+    words = np.ascontiguousarray(source.read(name, (rows, blocks))).view(np.uint32)
+    fields = unpack_columns(words + np.uint32(added) if added else words, bits, order)
+    return fields[:, columns.start - blocks.start * count : columns.stop - blocks.start * count]
+
+
+def _check_groups(source: TensorSource, name: str, groups: np.ndarray, count: int) -> None:
+    """Refuses numbers of groups that have no scales."""
+    if groups.size and not 0 <= groups.min() <= groups.max() < count:
+        raise WeightsError(
+            f"{source.origin}: got tensor {name!r} with groups {int(groups.min())} … {int(groups.max())}; expected 0 … "
+            f"{count - 1}"
+        )

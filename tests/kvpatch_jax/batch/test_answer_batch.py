@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from window_oracle import counting_of
 
 import kvpatch_jax as kvp
 from evals import small_task
@@ -76,19 +77,6 @@ class MemoryPatchStore:
         if self.full:
             raise StoreFullError("no room; expected some")
         self.patches += patches
-
-
-def counting_of(backbone: ModelBackbone) -> Any:
-    """The same backbone, counting its forwards of chunks."""
-    counting = copy.copy(backbone)
-    counting.forwards = 0
-
-    def prefill(*args, **options):
-        counting.forwards += 1
-        return backbone.prefill(*args, **options)
-
-    counting.prefill = prefill
-    return counting
 
 
 def answers(path: Path) -> list[dict]:
@@ -236,10 +224,10 @@ def test_another_list_of_items_is_refused(backbone, items, done, change, message
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (lambda lines: [b"{", *lines[1:]], "line 1: no JSON"),
-        (lambda lines: [*lines[:2], b"[" * 9999, *lines[3:]], "line 3: no JSON"),
+        (lambda lines: [b"{", *lines[1:]], "line 1: got no JSON"),
+        (lambda lines: [*lines[:2], b"[" * 9999, *lines[3:]], "line 3: got no JSON"),
         (lambda lines: [*lines, lines[-1]], "expected each of this shard's items once"),
-        (lambda lines: [*lines[:2], lines[2].replace(b'"item": ', b'"item": 4'), *lines[3:]], "line 3: item"),
+        (lambda lines: [*lines[:2], lines[2].replace(b'"item": ', b'"item": 4'), *lines[3:]], "line 3: got item"),
         (lambda lines: [b'{"some": "notes"}', *lines[1:]], "is no file of answers"),
         (lambda lines: [lines[0].replace(b'"rank": 2', b'"rank": 4'), *lines[1:]], "answers of rank 4, not of 2"),
         (lambda lines: [b"a text without an end"], "is no file of answers"),
@@ -366,7 +354,7 @@ def test_two_runs_do_not_write_one_file(backbone, items, tmp_path):
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(InputError, match="by another run"):
+        with pytest.raises(InputError, match="another run is writing"):
             answer_batch(backbone, None, items[:1], out=path)
         other.communicate("")
 

@@ -31,7 +31,7 @@ def test_pads_with_zeros(name: str):
         ({"span": -1}, PositionError, "-1"),
     ],
 )
-def test_refuses(unchecked, change, error, words):
+def test_chunks_of_invalid_parts_are_refused(unchecked, change, error, words):
     with pytest.raises(error, match=words):
         chunk_of("gqa", **change)
 

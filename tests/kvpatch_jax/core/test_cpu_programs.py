@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, local_of
+from operator_cases import LAYOUTS, kv_of, local_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax import ops, rope
-from kvpatch_jax.cache import chunk as chunk_module
+from kvpatch_jax import ops
 from kvpatch_jax.cache import same_storage
 from kvpatch_jax.pool.pool import jitted_splice
 from tests.arrays import placed
+from tests.compilations import compilations
 
 LAYERS, TOKENS, HEADS, WIDTH, RANK = 3, 64, 2, 32, 4
 LAYOUT = kvp.KVLayout.gqa(LAYERS, HEADS, WIDTH, kvp.Rope(1e6, WIDTH))
@@ -104,31 +104,10 @@ def test_relocating_compiles_one_program():
     kv, local = kv_of(layout, 20), local_of(layout, 20)
     engine = kvp.to_engine(layout, kv, local, 3)
     jax.block_until_ready(engine)
-    compilations = []
-    listen = lambda name, *_, **__: compilations.append(name) if name.endswith("backend_compile_duration") else None
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with compilations() as compiled:
         for old, new in ((3, 900), (900, 4), (np.int32(4), np.int64(70_000))):
             kvp.relocate(layout, engine, old, new)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert len(compilations) <= 1
-
-
-def test_a_chunks_positions_are_looked_at_once(monkeypatch):
-    chunk = chunk_of("gqa")
-    patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
-    kvp.apply_patch(kvp.Placed(chunk, patch, 3, ("A",)))
-    looked = []
-    own = rope.extent
-    for module in (rope, chunk_module):
-        monkeypatch.setattr(module, "extent", lambda values: looked.append(np.shape(values)) or own(values))
-    pool = kvp.pool.make_pool(chunk.layout, 2, 32, jnp.float32)
-    for start in (0, 5, np.int32(900)):
-        kvp.apply_patch(kvp.Placed(chunk, patch, start, ("A",)))
-        kvp.apply_patch(kvp.Placed(chunk, None, start))
-        pool = kvp.pool.splice(pool, np.arange(24, dtype=np.int32), kvp.Placed(chunk, patch, start, ("A",)))
-    assert not looked
+    assert len(compiled) <= 1
 
 
 def test_layouts_of_equal_storage_differ_in_angles_only():

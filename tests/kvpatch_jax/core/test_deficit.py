@@ -15,7 +15,7 @@ def known() -> dict:
     return {"k": placed(value)}
 
 
-def test_known_shape():
+def test_depth_rank_and_spread_of_a_known_deficit():
     delta = known()
     assert deficit.e90(delta)["k"].tolist() == [0, 3]
     np.testing.assert_allclose(deficit.energy_curve(delta)["k"][1, :3], [1 / 3, 2 / 3, 1], atol=1e-6)
@@ -34,7 +34,7 @@ def test_length_masks_padding():
     )
 
 
-def test_energy_ratio():
+def test_the_energy_ratio_is_1_for_the_leading_directions_alone():
     matrix = placed(np.random.default_rng(0).standard_normal((12, 8)), jnp.float32)
     u, s, vt = jnp.linalg.svd(matrix, full_matrices=False)
     np.testing.assert_allclose(deficit.energy_ratio(matrix, u[:, :3] * s[:3], vt[:3]), 1.0, atol=1e-5)

@@ -14,7 +14,7 @@ def starts(layout: kvp.KVLayout, base: int):
     return base if layout.rope.axes is None else np.array([base, base + 3, base - 5], np.int32)
 
 
-def test_channels_and_bytes():
+def test_layouts_have_the_papers_bytes_per_token():
     qwen = kvp.KVLayout.gqa(28, 4, 128, kvp.Rope(1e6, 128, sections=(16, 24, 24)))
     kimi = kvp.KVLayout.mla(27, 512, 64, rope=kvp.Rope(8e5, 64))
     assert (qwen.names, qwen.bytes_per_token(jnp.bfloat16)) == (("k", "v"), 57_344)
@@ -111,7 +111,7 @@ def test_bfloat16_moves_within_one_unit_of_recompute():
     assert (np.abs(moved - exact).max(-1) <= np.abs(recompute - exact).max(-1) + ulp).all()
 
 
-def test_refuses(unchecked):
+def test_kv_that_does_not_fit_its_layout_is_refused(unchecked):
     layout = LAYOUTS["gqa"]
     kv, local = kv_of(layout, 6), local_of(layout, 6)
     with pytest.raises(LayoutError, match="channels"):

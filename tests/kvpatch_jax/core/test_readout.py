@@ -60,7 +60,7 @@ def test_a_scale_may_be_traced():
         np.testing.assert_allclose(own, wanted, atol=2e-6)
 
 
-def test_refuses(unchecked):
+def test_readouts_that_do_not_fit_are_refused(unchecked):
     with pytest.raises(ShapeError, match="3 query heads"):
         kvp.attention_with_lse(Q[:, :, :3], K, V)
     with pytest.raises(ShapeError, match="no readouts"):

@@ -102,7 +102,7 @@ def test_grid_of_far_positions():
 
 @settings(deadline=None, max_examples=5)
 @given(first=positions, second=positions)
-def test_group_law(first: int, second: int):
+def test_two_rotations_are_one_and_an_opposite_one_undoes_it(first: int, second: int):
     rope = ROPES["half"]
     x = jnp.asarray(keys(rope, 1))
     turn = lambda x, p: kvp.rope.rotate(x, *kvp.rope.rope_tables(rope, np.array([p], np.int32)))
@@ -129,7 +129,7 @@ def test_float32_relocation_turns_by_the_difference_of_the_engines_angles():
     np.testing.assert_allclose(moved, kvp.rope.rotate(x, *kvp.rope.rope_tables(rope, new)), atol=3e-6)
 
 
-def test_axis_of_frequency():
+def test_frequencies_follow_the_sections_axes():
     blocked = ROPES["blocked"].axis_of_frequency
     assert blocked.tolist() == [0] * 16 + [1] * 24 + [2] * 24
     interleaved = ROPES["interleaved"].axis_of_frequency
@@ -162,7 +162,7 @@ def test_starts_in_a_tuple(unchecked):
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_scalings():
+def test_scaled_frequencies_follow_their_definitions():
     plain = kvp.Rope(1e4, 64).inverse_frequencies
     linear = kvp.Rope(1e4, 64, scaling=kvp.rope.Scaling("linear", factor=2)).inverse_frequencies
     np.testing.assert_allclose(linear, plain / 2)
@@ -194,7 +194,7 @@ def test_refuses_bad_ropes():
         kvp.Rope(1e4, 64, scaling=kvp.rope.Scaling("dynamic", factor=2, original=4096))
 
 
-def test_refuses_bad_positions():
+def test_positions_beyond_a_ropes_reach_are_refused():
     with pytest.raises(PositionError, match="axes"):
         kvp.rope.rope_tables(ROPES["blocked"], np.zeros(5, np.float32))
     with pytest.raises(PositionError, match="2147483640"):

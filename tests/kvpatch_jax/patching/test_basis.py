@@ -15,7 +15,7 @@ from kvpatch_jax.cache import Antecedent, Member, patch_digest
 from kvpatch_jax.errors import InputError, LayoutError, PatchMismatchError, RankError, ShapeError
 from kvpatch_jax.patching import Basis, check_in_basis, coefficients, fit_basis, with_basis
 from kvpatch_jax.store import Budget, ChunkStore, PatchKey
-from kvpatch_jax.store.disk.eviction import make_room
+from kvpatch_jax.store.cli.main import main
 
 CHUNK = chunk_of("gqa", length=20)
 SERVED = PatchKey(CHUNK.id, "tiny", ["A"])
@@ -209,4 +209,4 @@ def test_eviction_takes_patches_before_their_basis(basis, tmp_path):
         while any(entry.part.startswith("p.") for entry in store.disk.scan()):
             assert store.get_basis(basis.digest, CHUNK.layout, "tiny") is not None
             total = sum(entry.size for entry in store.disk.scan())
-            make_room(store.disk, total - 1, 0, lambda _: False)
+            assert main(["gc", f"--root={tmp_path}", f"--budget={total - 1}"]) == 0

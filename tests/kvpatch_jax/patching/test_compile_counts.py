@@ -1,40 +1,47 @@
 """Moving a chunk, another chunk, another patch, another length: nothing compiles again."""
-# pyright: reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
 
 import jax
 import numpy as np
+import pytest
 from operator_cases import LAYOUTS, chunk_of, conditioned_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax import ops
+from tests.compilations import compilations
 
 
-def test_forming_and_applying_compile_once():
-    for name in ("gqa", "mla", "interleaved"):
-        layout = LAYOUTS[name]
-        ops.jitted_form.clear_cache()
-        ops.jitted_apply.clear_cache()
-        for seed, length in ((0, 24), (1, 24), (2, 19)):
-            chunk = chunk_of(name, seed=seed, length=length)
-            for antecedent in (("A",), ("A", "C")):
-                conditioned = conditioned_of(chunk, seed=seed + len(antecedent))
+@pytest.mark.parametrize("name", ["gqa", "mla", "interleaved"])
+def test_forming_and_applying_compile_once(name: str):
+    """One program each for every chunk, length of its bucket, antecedent and place."""
+    layout = LAYOUTS[name]
+    counts = []
+    for seed, length in ((0, 24), (1, 24), (2, 19)):
+        chunk = chunk_of(name, seed=seed, length=length)
+        for antecedent in (("A",), ("A", "C")):
+            conditioned = conditioned_of(chunk, seed=seed + len(antecedent))
+            last = seed + (5 if layout.rope.axes is None else np.array([1, 2, 3]))
+            with compilations() as compiled:
                 patch = kvp.form_patch(chunk, conditioned, 4, antecedent, key=jax.random.key(seed))
-                for start in (0, 7, np.int32(60), 5 if layout.rope.axes is None else np.array([1, 2, 3])):
+                for start in (seed, 7 + seed, np.int32(60 + seed), last):
                     kvp.apply_patch(kvp.Placed(chunk, patch, start, antecedent))
-        assert ops.jitted_form._cache_size() == 1
-        assert ops.jitted_apply._cache_size() == 1
+            counts.append((compiled.count("jit(form)"), compiled.count("jit(apply)"), len(compiled)))
+    assert max(form for form, _, _ in counts) <= 1
+    assert max(apply for _, apply, _ in counts) <= 1
+    assert [total for _, _, total in counts[1:]] == [0] * 5
 
 
 def test_orbit_and_update_compile_once():
-    ops.jitted_accumulate.clear_cache()
-    ops.jitted_merge.clear_cache()
+    totals = []
     for seed in range(2):
         chunk = chunk_of("gqa", seed=seed)
-        acc = None
-        for ordering in range(3):
-            acc = kvp.accumulate(acc, conditioned_of(chunk, seed=ordering), chunk, ("A", "C"))
-        patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
-        correction = kvp.correction_patch(chunk, patch, conditioned_of(chunk, seed=3), 4, ("C",))
-        kvp.update_patch(patch, correction)
-    assert ops.jitted_accumulate._cache_size() == 1
-    assert ops.jitted_merge._cache_size() == 1
+        orders = [conditioned_of(chunk, seed=ordering) for ordering in range(3)]
+        own, other = conditioned_of(chunk), conditioned_of(chunk, seed=3)
+        with compilations() as compiled:
+            acc = None
+            for conditioned in orders:
+                acc = kvp.accumulate(acc, conditioned, chunk, ("A", "C"))
+            patch = kvp.form_patch(chunk, own, 4, ("A",))
+            correction = kvp.correction_patch(chunk, patch, other, 4, ("C",))
+            kvp.update_patch(patch, correction)
+        totals.append(compiled)
+    assert totals[0].count("jit(accumulate)") <= 1  # of three orders
+    assert not totals[1]

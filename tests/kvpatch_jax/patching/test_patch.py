@@ -169,7 +169,7 @@ def test_update_follows_a_changed_antecedent():
         kvp.update_patch(updated, correction)
 
 
-def test_smaller_forms():
+def test_a_truncated_patch_is_the_one_of_lower_rank():
     chunk = chunk_of("gqa")
     conditioned = conditioned_of(chunk)
     patch = kvp.form_patch(chunk, conditioned, 6, A, method="exact")

@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import hashlib
 import pickle
 
 import jax
@@ -100,11 +101,9 @@ def test_content_that_was_given_stays():
 
 def test_content_costs_no_pass_where_it_was_given(monkeypatch):
     """And applying never computes it: what is not known is not asked for."""
-    import kvpatch_jax.cache.chunk as module
-
     chunk = chunk_of("gqa")
     patch = form(chunk)
-    monkeypatch.setattr(module, "examine", lambda *_: pytest.fail("a pass over kv"))
+    monkeypatch.setattr(hashlib, "blake2b", lambda *_, **__: pytest.fail("a digest of kv"))
     kvp.apply_patch(kvp.Placed(chunk, patch, 3, A))
 
 

@@ -11,7 +11,7 @@ from operator_cases import LAYOUTS, chunk_of, conditioned_of
 import kvpatch_jax as kvp
 from kvpatch_jax.core import EngineKV
 from kvpatch_jax.errors import DtypeError, KernelSlotError, LayoutError, PoolError, PositionError, ShapeError
-from kvpatch_jax.pool.page_format import jitted_rotate
+from tests.compilations import compilations
 
 PAGES, PAGE_SIZE = 6, 8
 TOTAL = PAGES * PAGE_SIZE
@@ -112,13 +112,15 @@ def test_an_array_per_layer():
     assert all(layer.is_deleted() for layer in apart)
 
 
-def test_turning_compiles_once_for_a_bucket():
+def test_rotating_compiles_once_for_a_bucket():
     layout = LAYOUTS["gqa"]
     pages = kvp.engines.to_ragged_paged_attention(layout, pool_of(layout))
-    jitted_rotate.clear_cache()
+    counts = []
     for tokens, offset in ((17, 3), (30, -9), (32, np.arange(32))):
-        pages = kvp.pool.RAGGED.rotate(layout, pages, slots_of(tokens, tokens), offset)
-    assert jitted_rotate._cache_size() == 1
+        with compilations() as compiled:
+            pages = kvp.pool.RAGGED.rotate(layout, pages, slots_of(tokens, tokens), offset)
+        counts.append(len(compiled))
+    assert counts[1:] == [0, 0]
 
 
 def test_a_source_is_turned_with_one_rounding():

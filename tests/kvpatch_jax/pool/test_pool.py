@@ -1,8 +1,6 @@
 """The paged pool: splicing, books of slots, compaction, engines' page layouts, and attention over spliced pages."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +26,7 @@ from kvpatch_jax.errors import (
 )
 from pallas_kernels import targeting
 from tests.arrays import placed
+from tests.compilations import compilations
 
 PAGES, PAGE_SIZE = 6, 8
 
@@ -97,17 +96,17 @@ def test_blind_and_kept_layers_and_engine_frame(padded: bool):
 
 
 def test_splicing_compiles_once_and_donates():
-    from kvpatch_jax.pool.pool import jitted_splice
-
-    jitted_splice.clear_cache()
+    counts = []
     for seed, length in ((0, 24), (1, 20)):
         chunk = chunk_of("mla", seed=seed, length=length)
         patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
         for start in (0, 9):
             pool = pool_of(chunk.layout)
-            kvp.pool.splice(pool, slots_of(24, seed + start), kvp.Placed(chunk, patch, start, ("A",)))
+            with compilations() as compiled:
+                kvp.pool.splice(pool, slots_of(24, seed + start), kvp.Placed(chunk, patch, start, ("A",)))
             assert all(value.is_deleted() for value in pool.values())
-    assert jitted_splice._cache_size() == 1
+            counts.append(len(compiled))
+    assert counts[1:] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +140,7 @@ def test_refuses_before_it_writes(unchecked, change, error, words):
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_books_balance(data):
+def test_owners_of_slots_are_counted_through_any_operations(data):
     """Any order of allocate, share, release, compact: counts are what a dictionary of owners says, vectors follow."""
     books = kvp.pool.SlotAllocator(PAGES, PAGE_SIZE)
     content = np.full(PAGES * PAGE_SIZE, -1)
@@ -189,7 +188,7 @@ def test_books_balance(data):
         assert (books.counts == counts).all()
 
 
-def test_books_refuse():
+def test_slots_that_are_not_owned_are_refused():
     books = kvp.pool.SlotAllocator(2, 4)
     slots = books.allocate(3)
     for bad, words in (
@@ -306,34 +305,24 @@ def test_a_padded_pool_gives_the_same_pages_and_comes_back(kind: str):
             assert (bits(value) == bits(padded[name])).all()
 
 
-def latent_pool(layout: kvp.KVLayout) -> dict:
-    """A padded pool of whole tiles, not a number everywhere."""
-    return {name: value * jnp.nan for name, value in kvp.pool.make_pool(layout, 9, 8, jnp.float32, padded=True).items()}
-
-
-@pytest.mark.parametrize("implementation", ["xla", "tpu"])
-def test_a_padded_pool_of_latents_by_every_implementation(implementation: str, monkeypatch):
-    from kvpatch_jax.pool.pool import jitted_splice
-    from pallas_kernels.splice import api
-
-    module, name = ("reference", "splice") if implementation == "tpu" else ("tpu", "kernel")
-    other = importlib.import_module(f"pallas_kernels.splice.{module}")
-    monkeypatch.setattr(other, name, None)  # no falling back
-    api._jitted.clear_cache()
+@pytest.mark.parametrize(("implementation", "pages"), [("xla", 9), ("tpu", 10)])
+def test_a_padded_pool_of_latents_by_every_implementation(implementation: str, pages: int):
+    """A padded pool of whole tiles, not a number everywhere. Each in a shape of its own: programs stay as compiled."""
     chunk = chunk_of("mla", length=19)
     layout = chunk.layout
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
     slots = np.arange(5, 5 + chunk.tokens, dtype=np.int32)
     made = kvp.apply_patch(kvp.Placed(chunk, patch, 11, ("A",)))
     interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    jitted_splice.clear_cache()
+    empty = kvp.pool.make_pool(layout, pages, 8, jnp.float32, padded=True)
+    splice = lambda pool: kvp.pool.splice(pool, slots, kvp.Placed(chunk, patch, 11, ("A",)))
     with targeting(implementation.replace("xla", "cpu"), interpret):
-        pool = kvp.pool.splice(latent_pool(layout), slots, kvp.Placed(chunk, patch, 11, ("A",)))
-    jitted_splice.clear_cache()
+        assert ("pallas_call" in str(jax.make_jaxpr(splice)(empty))) == (implementation == "tpu")
+        pool = splice({name: value * jnp.nan for name, value in empty.items()})
     kept = slots[: chunk.length]
     for name, value in kvp.pool.read_slots(pool, kept, layout).items():
         np.testing.assert_allclose(value, made[name][:, : chunk.length], atol=2e-5)
-    others = np.setdiff1d(np.arange(9 * 8), kept)
+    others = np.setdiff1d(np.arange(pages * 8), kept)
     for name, value in pool.items():
         flat = np.asarray(value).reshape(layout.layers, -1, 128)
         assert not bits(flat[:, kept, layout.channel(name).width :]).any()
@@ -354,7 +343,7 @@ def test_round_trip_of_latent_rows_keeps_every_bit(latent: int, rope: int, dtype
         assert (bits(back[name]) == bits(pool[name])).all()
 
 
-def test_engine_layouts_refuse(unchecked):
+def test_pools_that_do_not_fit_an_engine_are_refused(unchecked):
     gqa, mla = LAYOUTS["gqa"], LAYOUTS["mla"]
     with pytest.raises(LayoutError, match="to_paged_attention"):
         kvp.engines.to_paged_attention(mla, pool_of(mla))

@@ -23,16 +23,16 @@ from kvpatch_jax.repair import (
     deviation,
     first_k,
     fraction_to_count,
-    largest,
     layer_counts,
     layer_sensitivity,
     oracle_delta,
     vlcache,
 )
-from models.backbone import ModelBackbone
+from models import ModelBackbone
 from models.families.family import parameters
 from models.families.qwen2_5_vl import Qwen25VLConfig
 from models.inputs.qwen_images import ImageConfig
+from tests.compilations import compilations
 
 CONFIG = Path(__file__).parents[2] / "goldens" / "qwen2_5_vl" / "config.json"
 LAYERS, ROWS, BEFORE, CHUNK, SPARE = 4, 2, 7, 8, 3
@@ -249,11 +249,11 @@ def test_oracle_needs_the_truth(backbone, spliced):
         oracle_delta(backbone, spliced[0]._replace(conditioned=None), 2)
 
 
-def test_counts_share_a_program(backbone, spliced):
+def test_another_count_of_tokens_compiles_nothing(backbone, spliced):
     first_k(backbone, spliced[0], 2)
-    compiled = backbone.programs.recompute._cache_size()
-    first_k(backbone, spliced[0], 5)
-    assert backbone.programs.recompute._cache_size() == compiled
+    with compilations() as compiled:
+        first_k(backbone, spliced[0], 5)
+    assert not compiled
 
 
 @pytest.mark.parametrize("check_layer", [1, 2])
@@ -313,18 +313,17 @@ def test_a_mask_is_obeyed(backbone, spliced):
             assert error(repaired.cache[channel], value) <= 1e-5
 
 
-def test_jit_and_no_compile_for_another_chunk(backbone, spliced):
+def test_repairs_are_jittable_and_compile_nothing_for_another_chunk(backbone, spliced):
     splice, _ = spliced
     eager = [repair(backbone, splice, 2) for repair in REPAIRS.values()]
-    counted = [backbone.programs.recompute, deviation, largest]
-    sizes = [function._cache_size() for function in counted]
     other, _ = make_splice(backbone, seed=1)
     moved = other._replace(
         tokens=other.tokens._replace(positions=other.tokens.positions + 500), slots=other.slots + SPARE
     )
-    for repair in REPAIRS.values():
-        repair(backbone, moved, 2)
-    assert [function._cache_size() for function in counted] == sizes
+    with compilations() as again:
+        for repair in REPAIRS.values():
+            repair(backbone, moved, 2)
+    assert not again
     compiled = jax.jit(lambda splice: [repair(backbone, splice, 2) for repair in REPAIRS.values()])
     for found, expected in zip(compiled(splice), eager, strict=True):
         assert np.array_equal(found.chosen, expected.chosen)
@@ -359,7 +358,7 @@ def test_splices_that_do_not_fit(backbone, spliced):
         cacheblend(backbone, splice, 2, check_layer=LAYERS)
 
 
-def test_budgets():
+def test_equal_bytes_buy_the_papers_counts_of_tokens():
     paper = kvp.KVLayout.gqa(layers=28, kv_heads=4, head_dim=128, rope=kvp.Rope(theta=1e6, dim=128))
     assert count_of_equal_bytes(paper, 16, 480) == 31
     assert count_of_equal_bytes(paper, 64, 480) == 124

@@ -1,6 +1,7 @@
 """The connector's two sides on a pool, with stand-ins for the engine's objects; each request as an engine serves it."""
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -95,14 +96,37 @@ def matched_of(scheduler, request, computed=0):
     raise AssertionError("its chunks are never read")
 
 
-def served(sides, name, params, tokens=TOKENS, blocks=tuple(range(3, 11)), computed=0):
-    """One request through both sides, as an engine calls them; returns it and the tokens that it was matched."""
+def let_plan(scheduler):
+    """Steps of an engine that has nothing else to do, until what was asked for is planned."""
+    for _ in range(100):
+        assert scheduler.build_commands(output_of({}, {}, {})) == StepCommands()
+
+
+def without_rows(orders, place):
+    """The same orders, but the chunk at a place of each load has lost its last token: it cannot be placed."""
+
+    def broken(load):
+        payloads = list(load.payloads)
+        chunk = payloads[place].chunk
+        payloads[place] = payloads[place]._replace(chunk=dataclasses.replace(chunk, length=chunk.length - 1))
+        return load._replace(payloads=tuple(payloads))
+
+    return dataclasses.replace(orders, loads=tuple(broken(load) for load in orders.loads))
+
+
+def served(sides, name, params, tokens=TOKENS, blocks=tuple(range(3, 11)), computed=0, lacking=None):
+    """One request through both sides, as an engine calls them; returns it and the tokens that it was matched.
+
+    Args:
+      lacking: the place of a chunk that cannot be placed.
+    """
     request = request_of(name, {"kvpatch": params}, tokens)
     sides.scheduler.add_request(request)
     count = matched_of(sides.scheduler, request, computed)
     sides.scheduler.order_load(request, blocks, count)
     scheduled = len(tokens) - computed - count
     orders = sides.scheduler.build_commands(output_of({name: scheduled}, {name: computed + count}, {name: blocks}))
+    orders = orders if lacking is None else without_rows(orders, lacking)
     sides.pool.requests[name] = SimpleNamespace(mrope_positions=None)
     sides.worker.load(orders)
     loaded = sides.pool.rows(blocks, 0, len(tokens))

@@ -12,17 +12,15 @@ import pytest
 from serving_sides import LAYOUT, PAGE, TOKENS, matched_of, output_of, request_of, served, sides_of, true_kv
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import PositionError
-from kvpatch_jax.serving.vllm import ConnectorConfig, segments_of
+from kvpatch_jax.serving.vllm import ChunkStep, ConnectorConfig, PromptSegment, segments_of
 from kvpatch_jax.serving.vllm.messages import (
     ChunkPayload,
     LoadCommand,
     SaveCommand,
     StepCommands,
 )
-from kvpatch_jax.serving.vllm.request_plan import ChunkStep
 from kvpatch_jax.serving.vllm.worker_side import WorkerSide
-from kvpatch_jax.store.format.naming import PatchKey
+from kvpatch_jax.store import PatchKey
 from tests.arrays import placed
 
 
@@ -174,7 +172,7 @@ def test_a_chunk_with_other_positions_than_the_engines_is_not_written(sides):
     assert all((own == np.asarray(now)).all() for own, now in zip(before, sides.pool.kv_caches, strict=True))
 
 
-def test_under_mrope_a_chunk_starts_at_the_engines_positions(tmp_path):
+def test_under_mrope_a_chunk_starts_at_the_engines_positions(tmp_path, caplog):
     """A text token, an image of 2 by 3 patches and a text token, behind five texts and behind another image."""
     rope = kvp.Rope(1e4, 64, sections=(8, 12, 12), angles="float32")
     layout = kvp.KVLayout.gqa(2, 1, 64, rope)
@@ -184,13 +182,27 @@ def test_under_mrope_a_chunk_starts_at_the_engines_positions(tmp_path):
     local = np.array([(0, 0, 0), *grid, (4, 4, 4)], np.float32)
     counted = np.concatenate([np.arange(5)[:, None] * [1, 1, 1], local.astype(int) + 5, [[10] * 3]]).T
     pages = [placed(np.zeros((20, PAGE, 1, 1, 128)), np.float32) for _ in range(2)]
-    worker.register(SimpleNamespace(kv_caches=pages, requests={"own": SimpleNamespace(mrope_positions=counted)}))
-    assert worker._start("own", 5, local).tolist() == [5, 5, 5]
-    with pytest.raises(PositionError, match="other than the engine's"):
-        worker._start("own", 4, local)
-    worker._runner.requests["own"].mrope_positions = None
-    with pytest.raises(PositionError, match="M-RoPE"):
-        worker._start("own", 5, local)
+    runner = SimpleNamespace(kv_caches=pages, requests={"own": SimpleNamespace(mrope_positions=counted)})
+    worker.register(runner)
+    rng, blocks = np.random.default_rng(0), tuple(range(3, 11))
+    kv = {name: rng.standard_normal((2, 8, 1, 64)).astype(np.float32) for name in "kv"}
+    chunk = kvp.Chunk(kv=kv, local=local, span=5, length=8, id="B", layout=layout, backbone="tiny")
+
+    def load(begin):
+        step = ChunkStep(PromptSegment("B", begin, begin + 8), "leading")
+        worker.load(StepCommands((LoadCommand("own", (ChunkPayload(step, chunk),), begin, blocks),)))
+        return worker.take_failed()
+
+    assert load(5) == set()
+    rows = np.concatenate([np.asarray(runner.kv_caches[layer])[None, 3:11, :, 0, 0] for layer in range(2)])
+    expected = kvp.to_engine(layout, kv, local, np.array([5, 5, 5]))
+    expected = np.concatenate([np.asarray(expected[name])[:, :, 0] for name in "kv"], axis=-1)
+    np.testing.assert_allclose(rows.reshape(2, -1, 128)[:, 5:13], expected, rtol=2e-5, atol=2e-5)
+    assert load(4) == {4, 5}
+    assert "positions other than the engine's" in caplog.text
+    runner.requests["own"].mrope_positions = None
+    assert load(5) == {4, 5, 6}
+    assert "got no M-RoPE positions" in caplog.text
 
 
 def rewritten(sides, segment, **changes):
@@ -266,20 +278,19 @@ def test_a_patch_of_another_canonical_counts_as_not_stored(sides):
     assert sides.scheduler.counts["unfit: PatchMismatchError"] == 1
 
 
-def test_a_chunk_that_could_not_be_placed_is_not_planned_again(sides, monkeypatch):
+def test_a_chunk_that_could_not_be_placed_is_not_planned_again(sides):
     """Whatever the reason: one request meets it, and not every one behind it."""
     served(sides, "first", {"segments": [8]})
     served(sides, "second", {"segments": [10]}, TOKENS[8:])
-    ask, write = {"segments": [8, 18], "policy": "blind"}, sides.worker._write
-    monkeypatch.setattr(sides.worker, "_write", lambda load, place: 1 / 0 if place else write(load, place))
-    found = served(sides, "own", ask)
+    ask = {"segments": [8, 18], "policy": "blind"}
+    found = served(sides, "own", ask, lacking=1)
     assert (found.count, found.failed) == (18, {5, 6, 7})
     again = served(sides, "again", ask)
     assert (again.count, again.failed) == (8, set())
     assert sides.scheduler.finish(again.request)["kvpatch"]["why"] == "chunk 2 of 2 is not stored"
 
 
-def test_the_report_of_a_failed_load_states_what_was_served(sides, monkeypatch):
+def test_the_report_of_a_failed_load_states_what_was_served(sides):
     """Chunks in front of the one that could not be placed were, and what the engine computes stands behind them."""
     third = [*TOKENS[18:28], 7]
     for name, tokens, ends in (
@@ -288,9 +299,7 @@ def test_the_report_of_a_failed_load_states_what_was_served(sides, monkeypatch):
         ("third", third, [10]),
     ):
         served(sides, name, {"segments": ends}, tokens)
-    write = sides.worker._write
-    monkeypatch.setattr(sides.worker, "_write", lambda load, place: 1 / 0 if place == 2 else write(load, place))
-    found = served(sides, "own", {"segments": [8, 18, 28], "policy": "blind"})
+    found = served(sides, "own", {"segments": [8, 18, 28], "policy": "blind"}, lacking=2)
     assert (found.count, found.failed) == (28, {7, 8, 9}), "from the block on in which the third begins"
     told = sides.scheduler.finish(found.request)["kvpatch"]
     assert (told["matched"], told["failed"]) == (16, True)

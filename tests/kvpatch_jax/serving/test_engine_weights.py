@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from serving_hooks import ask, engine_of, imported_connector
-from serving_sides import TOKENS, request_of, served, sides_of
+from serving_hooks import BLOCKS, ask, engine_of, imported_connector
+from serving_sides import TOKENS, let_plan, output_of, request_of, served, sides_of
 
 from kvpatch_jax.errors import StoreReadOnlyError, WeightsError
 from kvpatch_jax.serving.vllm.weights import RECORD, SAMPLE, expect_weights, weights_digest
@@ -74,7 +74,12 @@ def test_a_request_that_reads_no_cache_forms_nothing_with_other_weights(tmp_path
         served(sides, "first", LEADING)
     with sides_of(tmp_path, weights=OTHER) as sides:
         request = request_of("own", {"kvpatch": LEADING}, TOKENS[16:], skip_reading_prefix_cache=True)
-        assert sides.scheduler._plan(sides.scheduler._read_request(request)).wanted == ()
+        sides.scheduler.add_request(request)
+        sides.scheduler.order_load(request, BLOCKS, 0)
+        let_plan(sides.scheduler)
+        output = output_of({"own": len(TOKENS[16:])}, {"own": 0}, {"own": BLOCKS})
+        assert not sides.scheduler.build_commands(output).saves
+        assert sides.scheduler.finish(request)["kvpatch"]["why"] == "its chunks are of other weights"
 
 
 def test_engines_with_unknown_weights_share_by_name(tmp_path):

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from serving_hooks import BLOCKS, ask, engine_of, imported_connector
 from serving_sides import TOKENS, output_of, request_of, true_kv
 
+from kvpatch_jax.serving.vllm.messages import StepCommands
+
 
 @pytest.fixture(scope="module")
 def connector():
@@ -17,13 +19,11 @@ def connector():
         yield module
 
 
-def assert_nothing_is_kept(engine):
+def assert_nothing_is_kept(engine, request):
+    """A finished request is unknown, and nothing is promised to the engine."""
     side = engine.scheduler.scheduler_side
-    assert not side._requests
-    assert not side._prefetcher._held
-    assert not side._prefetcher._waiting
-    assert not side._loads
-    assert not side._lost
+    assert side.finish(request) is None
+    assert side.take_promised() == StepCommands()
 
 
 def assert_exact(found):
@@ -37,9 +37,10 @@ def assert_serves(engine):
     found = ask(engine, request_of("leading", {"kvpatch": {"segments": [8], "save": False}}))
     assert (found.count, found.invalid) == (8, set())
     assert_exact(found)
-    plain = ask(engine, request_of("plain", None))
+    request = request_of("plain", None)
+    plain = ask(engine, request)
     assert (plain.count, plain.told, plain.salt) == (0, None, None)
-    assert_nothing_is_kept(engine)
+    assert_nothing_is_kept(engine, request)
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +74,10 @@ def nested(depth):
     ids=lambda params: f"{type(params).__name__}",
 )
 def test_invalid_parameters_are_served_without_stored_chunks(engine, params):
-    found = ask(engine, request_of("fuzzed", params))
+    request = request_of("fuzzed", params)
+    found = ask(engine, request)
     assert (found.count, found.invalid, found.salt) == (0, set(), None)
-    assert_nothing_is_kept(engine)
+    assert_nothing_is_kept(engine, request)
 
 
 SCALARS = st.one_of(
@@ -110,8 +112,10 @@ PARAMS = st.one_of(
 @settings(max_examples=40, deadline=None)
 def test_no_parameters_affect_another_request(engine, params):
     """Whatever it was served: nothing is kept of it, and what others are served stays as it was."""
-    found = ask(engine, request_of("fuzzed", params, TOKENS[:24]))
+    request = request_of("fuzzed", params, TOKENS[:24])
+    found = ask(engine, request)
     assert found.invalid == set()
+    assert_nothing_is_kept(engine, request)
     if found.count and found.told["kvpatch"]["exact"]:
         assert_exact(found)
     assert_serves(engine)
@@ -161,8 +165,9 @@ def test_a_fault_after_salting_restores_the_salt(engine, monkeypatch):
 
     monkeypatch.setattr(side, "match", fails)
     engine.scheduler.on_new_request(request)
+    engine.scheduler.failures.clear()
     counts = []
-    while not counts or request.request_id in side._requests:
+    while not engine.scheduler.failures:
         counts.append(engine.scheduler.get_num_new_matched_tokens(request, 0)[0])
         engine.scheduler.build_connector_meta(output_of({}, {}, {}))
     assert set(counts) == {None}
@@ -173,17 +178,21 @@ def test_a_fault_after_salting_restores_the_salt(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("hook", ["load", "save"])
-def test_a_worker_fault_is_reported_by_its_blocks(engine, hook, monkeypatch):
+def test_a_worker_fault_is_reported_by_its_blocks(connector, tmp_path, hook, monkeypatch):
     """What was promised and may not have been written is not read by any forward."""
     plan = {"kvpatch": {"segments": [8], "save": hook == "save", "tenant": "new" if hook == "save" else "default"}}
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.worker.worker_side, hook, lambda orders: 1 / 0)
-        found = ask(engine, request_of("own", plan))
-    if hook == "load":
-        assert (found.count, found.invalid) == (8, set(BLOCKS[:2]))
-        assert (found.told["kvpatch"]["failed"], found.told["kvpatch"]["served"]) == (True, [])
-        assert engine.scheduler.scheduler_side._unplaced.popitem()[0][0] == "default"
-    else:
-        assert (found.count, found.invalid) == (0, set())
-    assert engine.worker.failures[f"{'start_load_kv' if hook == 'load' else 'wait_for_save'}: ZeroDivisionError"] == 1
-    assert_serves(engine)
+    with engine_of(connector, tmp_path) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.worker.worker_side, hook, lambda orders: 1 / 0)
+            found = ask(engine, request_of("own", plan))
+        if hook == "load":
+            assert (found.count, found.invalid) == (8, set(BLOCKS[:2]))
+            assert (found.told["kvpatch"]["failed"], found.told["kvpatch"]["served"]) == (True, [])
+            assert ask(engine, request_of("again", plan)).count == 0, "that chunk is not planned again"
+            other = {"kvpatch": {"segments": [10], "save": False}}
+            assert ask(engine, request_of("other", other, TOKENS[8:])).count == 10
+        else:
+            assert (found.count, found.invalid) == (0, set())
+            assert_serves(engine)
+        kind = f"{'start_load_kv' if hook == 'load' else 'wait_for_save'}: ZeroDivisionError"
+        assert engine.worker.failures[kind] == 1

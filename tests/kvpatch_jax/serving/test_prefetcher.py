@@ -10,7 +10,6 @@ import weakref
 
 import pytest
 
-from kvpatch_jax.serving.vllm import prefetcher
 from kvpatch_jax.serving.vllm.prefetcher import Prefetcher
 
 
@@ -28,14 +27,14 @@ def test_patience_includes_the_time_in_the_queue(reading, monkeypatch):
     Its thread is none that hangs yet, so that a third one is waited for.
     """
     clock, gates = [0.0], {name: threading.Event() for name in "ab"}
-    monkeypatch.setattr(prefetcher.time, "monotonic", lambda: clock[0])
+    begun = {name: threading.Event() for name in "ab"}
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     for name, gate in gates.items():
-        reading.add(name, lambda gate=gate: gate.wait(60))
+        reading.add(name, lambda name=name, gate=gate: (begun[name].set(), gate.wait(60))[-1])
     clock[0] = 0.4
     assert reading.ready() == []
     gates["a"].set()
-    while reading._waiting:
-        time.sleep(0.001)
+    assert begun["b"].wait(60)
     assert reading.take("a")
     clock[0] = 0.6
     reading.add("c", lambda: "c")
@@ -46,7 +45,7 @@ def test_patience_includes_the_time_in_the_queue(reading, monkeypatch):
     assert reading.stuck
     assert reading.is_ready("c")
     gates["b"].set()
-    while reading._waiting or reading._running:
+    while reading.stuck or not reading.is_ready("c"):
         time.sleep(0.001)
     assert reading.take("c") == "c", "it was read after all"
 
@@ -85,7 +84,10 @@ def test_the_newer_of_two_requests_with_one_id_wins():
     while not reading.ready(1.0):
         pass
     go.set()
-    while reading._running:
+    both = threading.Barrier(2)  # needs both threads, so the older read has ended
+    for name in "xy":
+        reading.add(name, lambda: both.wait(60))
+    while not (reading.is_ready("x") and reading.is_ready("y")):
         time.sleep(0.001)
     assert reading.take("own") == "new"
     reading.close()
@@ -132,7 +134,7 @@ def test_a_thread_that_cannot_be_started_costs_one_request(reading, monkeypatch)
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prefetcher.threading, "Thread", refuses)
+        patch.setattr(threading, "Thread", refuses)
         with pytest.raises(RuntimeError, match="new thread"):
             reading.add("first", lambda: "first")
     reading.release("first")

@@ -10,8 +10,15 @@ from serving_sides import TOKENS
 
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.plan import DEFAULT_KL, Certificate, CertifiedLoss, RankChoice
-from kvpatch_jax.serving.vllm import ConnectorConfig, PromptFeature, RequestOptions, plan_request, segments_of
-from kvpatch_jax.serving.vllm.request_plan import ChunkStep, StockedPatch
+from kvpatch_jax.serving.vllm import (
+    ChunkStep,
+    ConnectorConfig,
+    PromptFeature,
+    RequestOptions,
+    plan_request,
+    segments_of,
+)
+from kvpatch_jax.serving.vllm.request_plan import StockedPatch
 
 ENDS = (8, 18, 24)
 SETTINGS = ConnectorConfig(store="/nowhere", backbone="tiny")

@@ -5,12 +5,13 @@ import threading
 import time
 
 import pytest
-from serving_sides import TOKENS, matched_of, output_of, request_of, served, sides_of
+from serving_sides import TOKENS, let_plan, matched_of, output_of, request_of, served, sides_of
 
 from kvpatch_jax.errors import StoreClosedError, StoreIOError
-from kvpatch_jax.serving.vllm import ConnectorConfig, segments_of, stores
+from kvpatch_jax.serving.vllm import ConnectorConfig, segments_of
 from kvpatch_jax.serving.vllm.messages import StepCommands
-from kvpatch_jax.serving.vllm.stores import StoreCatalog, Stores
+from kvpatch_jax.serving.vllm.stores import MAX_TENANTS, Stores
+from kvpatch_jax.store import ChunkStore
 
 
 @pytest.fixture
@@ -19,14 +20,35 @@ def sides(tmp_path):
         yield made
 
 
+class Gate(threading.Event):
+    """An event that reads wait for, and the threads that came to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.waiting = set()
+
+    def pass_by(self):
+        """Waits for it, for at most a minute."""
+        self.waiting.add(threading.get_ident())
+        assert self.wait(60)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time that requests wait by: it stands still, and `clock[0]` moves it."""
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
 @pytest.fixture
 def held(sides, monkeypatch):
     """A store whose reads wait for `held.set()`; a leading chunk and a patch behind it are in it."""
     served(sides, "first", {"segments": [8]})
     served(sides, "second", {"segments": [10]}, TOKENS[8:])
     served(sides, "patch", {"segments": [8, 18]})
-    gate, read = threading.Event(), StoreCatalog.has_canonical
-    monkeypatch.setattr(StoreCatalog, "has_canonical", lambda self, id: gate.wait(60) and read(self, id))
+    gate, get = Gate(), ChunkStore.get
+    monkeypatch.setattr(ChunkStore, "get", lambda *args, **options: (gate.pass_by(), get(*args, **options))[-1])
     yield gate
     gate.set()
 
@@ -56,23 +78,21 @@ def test_cache_hits_found_without_the_salt_are_not_counted(sides, held):
     scheduler = sides.scheduler
     request = request_of("own", {"kvpatch": {"segments": [8, 18], "policy": "blind"}})
     scheduler.add_request(request)
-    while not scheduler._prefetcher.is_ready("own"):
-        time.sleep(0.001)
-    assert scheduler.match(request, 16) is None, "16 tokens of a plain request are no longer its own"
+    while request.cache_salt is None:
+        assert scheduler.match(request, 16) is None, "16 tokens of a plain request are no longer its own"
     assert scheduler.match(request, 0) == 18
     leading = request_of("leading", {"kvpatch": {"segments": [8, 18]}})
     scheduler.add_request(leading)
-    while not scheduler._prefetcher.is_ready("leading"):
-        time.sleep(0.001)
-    assert scheduler.match(leading, 4) == 4, "no salt: nothing is to be looked up again"
+    assert matched_of(scheduler, leading, 4) == 4
+    assert leading.block_hashes == ["early"], "no salt: nothing is to be looked up again"
 
 
-def test_a_store_that_hangs_costs_only_a_prefill(sides, held):
+def test_a_store_that_hangs_costs_only_a_prefill(sides, held, clock):
     scheduler = sides.scheduler
-    scheduler._prefetcher.patience = 0.05
     request = request_of("late", {"kvpatch": {"segments": [8]}})
     scheduler.add_request(request)
     assert scheduler.match(request, 0) is None
+    clock[0] += scheduler.config.patience
     assert matched_of(scheduler, request) == 0
     assert scheduler.counts["unread"] == 1
     assert request.block_hashes == ["early"]
@@ -81,18 +101,17 @@ def test_a_store_that_hangs_costs_only_a_prefill(sides, held):
     assert scheduler.finish(request)["kvpatch"]["why"] == "its chunks could not be read"
 
 
-def test_no_request_waits_while_every_reader_hangs(sides, held):
+def test_no_request_waits_while_every_reader_hangs(sides, held, clock):
     """The first ones wait for as long as a store may take, those that come then not at all; until it answers again."""
     scheduler = sides.scheduler
     ask = lambda name: request_of(name, {"kvpatch": {"segments": [8]}})
-    patience, scheduler._prefetcher.patience = scheduler._prefetcher.patience, 0.2
     hanging = [ask(str(number)) for number in range(scheduler.config.readers)]
     for request in hanging:
         scheduler.add_request(request)
-    assert [matched_of(scheduler, request) for request in hanging] == [0] * len(hanging)
-    scheduler._prefetcher.patience = patience
-    while not scheduler._prefetcher.stuck:
+    while len(held.waiting) < len(hanging):
         time.sleep(0.001)
+    clock[0] += scheduler.config.patience
+    assert [matched_of(scheduler, request) for request in hanging] == [0] * len(hanging)
     later = [ask(f"later {number}") for number in range(3 * scheduler.config.ahead)]
     for request in later:
         scheduler.add_request(request)
@@ -100,11 +119,14 @@ def test_no_request_waits_while_every_reader_hangs(sides, held):
     assert scheduler.counts["unread"] == len(hanging) + len(later)
     assert scheduler.finish(later[0])["kvpatch"]["why"] == "its chunks could not be read"
     held.set()
-    while scheduler._prefetcher.stuck:
+    for number in range(1000):  # until a thread has ended what it hung at
+        after = ask(f"after {number}")
+        scheduler.add_request(after)
+        if matched_of(scheduler, after) == 8:
+            break
         time.sleep(0.001)
-    after = ask("after")
-    scheduler.add_request(after)
-    assert matched_of(scheduler, after) == 8
+    else:
+        pytest.fail("no request is read again")
 
 
 def test_requests_abandoned_while_read_do_not_block_others(sides, held):
@@ -123,13 +145,13 @@ def test_requests_abandoned_while_read_do_not_block_others(sides, held):
 def test_a_store_that_hangs_while_opening_blocks_no_other(tmp_path, monkeypatch):
     """Neither another tenant's nor closing; what was opened behind that is not used."""
     hang, begun, errors = threading.Event(), threading.Event(), []
-    opened = stores.ChunkStore
+    opened = ChunkStore.__init__
 
-    def opening(root, *, tenant):
+    def opening(self, root, *, tenant, **options):
         if tenant == "bad":
             begun.set()
             hang.wait(60)
-        return opened(root, tenant=tenant)
+        opened(self, root, tenant=tenant, **options)
 
     def asks():
         try:
@@ -137,7 +159,7 @@ def test_a_store_that_hangs_while_opening_blocks_no_other(tmp_path, monkeypatch)
         except StoreClosedError as error:
             errors.append(error)
 
-    monkeypatch.setattr(stores, "ChunkStore", opening)
+    monkeypatch.setattr(ChunkStore, "__init__", opening)
     own = Stores(ConnectorConfig(store=str(tmp_path), backbone="tiny"))
     thread = threading.Thread(target=asks, daemon=True)
     thread.start()
@@ -151,12 +173,12 @@ def test_a_store_that_hangs_while_opening_blocks_no_other(tmp_path, monkeypatch)
         own.of("good")
 
 
-def test_a_store_in_use_is_not_closed_for_other_tenants(tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "MAX_TENANTS", 2)
+def test_a_store_in_use_is_not_closed_for_other_tenants(tmp_path):
     own = Stores(ConnectorConfig(store=str(tmp_path), backbone="tiny"))
     one = own.of("one")
     assert own.of("two") is own.of("two")
-    own.of("three")
+    for number in range(MAX_TENANTS - 1):
+        own.of(f"another {number}")
     assert one.get("0" * 64, "tiny") is None
     assert own.of("one") is not one, "it was let go of"
     own.close()
@@ -205,7 +227,7 @@ def test_the_engines_thread_accesses_no_store(sides, monkeypatch):
     for own in (reads_none, abandoned):
         scheduler.add_request(own)
         scheduler.finish(own)
-    monkeypatch.setattr(StoreCatalog, "has_canonical", lambda self, id: 1 / 0)
+    monkeypatch.setattr(ChunkStore, "get", lambda *_, **__: 1 / 0)
     unread = request_of("unread", {"kvpatch": ask})
     scheduler.add_request(unread)
     assert matched_of(scheduler, unread) == 0
@@ -240,9 +262,7 @@ def test_chunks_are_formed_from_a_request_that_reads_no_cache(sides):
     sides.scheduler.add_request(request)
     assert sides.scheduler.match(request, 0) == 0, "it is not asked again"
     sides.scheduler.order_load(request, blocks, 0)
-    while not sides.scheduler._prefetcher.ready(1.0):
-        pass
-    assert sides.scheduler.build_commands(output_of({}, {}, {})) == StepCommands()
+    let_plan(sides.scheduler)
     sides.pool.prefill("own", TOKENS, blocks)
     (save,) = sides.scheduler.build_commands(output_of({"own": 30}, {"own": 0}, {"own": blocks})).saves
     assert save.wanted == (0,)
@@ -257,11 +277,11 @@ def test_a_finished_request_is_not_salted_later(sides, held):
     held.set()
     assert scheduler.build_commands(output_of({}, {}, {})) == StepCommands()
     assert request.cache_salt is None
-    assert "gone" not in scheduler._requests
+    assert scheduler.finish(request) is None, "it is forgotten"
 
 
 def test_a_request_is_served_without_chunks_whatever_reading_raises(sides, monkeypatch):
-    monkeypatch.setattr(StoreCatalog, "has_canonical", lambda self, id: 1 / 0)
+    monkeypatch.setattr(ChunkStore, "get", lambda *_, **__: 1 / 0)
     request = request_of("own", {"kvpatch": {"segments": [8]}})
     sides.scheduler.add_request(request)
     assert matched_of(sides.scheduler, request) == 0
@@ -291,7 +311,6 @@ def test_the_number_of_requests_with_chunks_in_memory_is_limited(sides, held):
     for request in plain:
         scheduler.add_request(request)
         assert matched_of(scheduler, request) == 0
-    assert sum(len(tracked.planned.payloads) for tracked in scheduler._requests.values()) == most - 1
 
 
 def test_a_preempted_request_is_read_and_salted_again(sides, held):
@@ -303,7 +322,6 @@ def test_a_preempted_request_is_read_and_salted_again(sides, held):
     assert matched_of(scheduler, request) == 18
     salt = request.cache_salt
     scheduler.order_load(request, tuple(range(8)), 18)
-    assert not scheduler._requests["own"].planned.payloads
     assert len(scheduler.build_commands(output_of({}, {}, {})).loads) == 1
     assert scheduler.match(request, 18) == 0, "all of it is in the engine's cache"
     assert scheduler.match(request, 0) is None

@@ -9,8 +9,8 @@ import jax
 import pytest
 from serving_sides import LAYOUT, TOKENS, served, sides_of
 
+from kvpatch_jax.serving.vllm import segments_of
 from kvpatch_jax.serving.vllm.messages import SaveCommand, StepCommands
-from kvpatch_jax.serving.vllm.segments import segments_of
 from kvpatch_jax.store import ChunkStore
 
 TOKEN_BYTES = LAYOUT.bytes_per_token("float32")
@@ -90,14 +90,13 @@ def test_waiting_prefills_stay_within_the_budget(tmp_path, writing):
         assert former.counts == {"over_budget": 1, "canonicals": 3}
 
 
-def test_rows_that_cannot_be_read_release_their_bytes(sides, monkeypatch):
+def test_rows_that_cannot_be_read_release_their_bytes(sides):
     sides.worker.save(saves_of(sides, "alone", [10], (0,), tokens=TOKENS[8:]))
     sides.worker.former.flush()
     orders = saves_of(sides, "own", [8, 18], (0, 1))
-    rows = sides.worker._rows
-    broken = lambda blocks, segment: 1 / 0 if segment.begin == 0 else rows(blocks, segment)
-    monkeypatch.setattr(sides.worker, "_rows", broken)
-    sides.worker.save(orders)
+    [save] = orders.saves
+    missing = save._replace(blocks=(10**6, *save.blocks[1:]))  # the first chunk's, in no pool
+    sides.worker.save(StepCommands(saves=(missing,)))
     sides.worker.former.flush()
     assert sides.worker.former.counts == {"canonicals": 1, "failed": 1, "patches": 1}
     assert sides.worker.former.held_bytes == 0

@@ -10,8 +10,7 @@ from window_drill import backbone_of as backbone_of
 from window_oracle import tokens_of
 
 from kvpatch_jax.sampling import Sampling
-from kvpatch_jax.session.sessions import Sessions
-from kvpatch_jax.session.shared_runtime import SharedRuntime
+from kvpatch_jax.session import Sessions
 from kvpatch_jax.window import Costs, Entry, Window
 
 PAGES, PAGE = 104, 8
@@ -40,7 +39,7 @@ class Agent:
       done: acts. said: what every answer was. first, between: seconds until first tokens, and between tokens.
     """
 
-    shared: SharedRuntime
+    shared: Any
     number: int
     done: int = 0
     said: list[list[int]] = dataclasses.field(default_factory=list)
@@ -125,7 +124,7 @@ def on_threads(works: Any) -> None:
         list(threads.map(lambda work: work(), works))
 
 
-def expect_balanced(shared: SharedRuntime, branches: set[str]) -> None:
+def expect_balanced(shared: Any, branches: set[str]) -> None:
     """Every slot has an owner, and only these branches are left."""
     books = shared.executor.books
     assert (books.owners() == books.allocator.counts).all()

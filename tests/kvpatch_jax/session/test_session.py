@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from session_cases import QUESTION, image_of, logits, reader, state
+from session_cases import QUESTION, image_of, logits, state
 
 import kvpatch_jax as kvp
 from evals.oracles import HostExecutor
@@ -15,17 +15,6 @@ from kvpatch_jax.errors import CertificateError, SessionClosedError, SessionErro
 from kvpatch_jax.window import Costs, Entry, Window, window_state
 
 BAR = 2e-5
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Any:
-    return reader()
-
-
-@pytest.fixture
-def session(backbone):
-    with kvp.Session(backbone, keep=2) as made:
-        yield made
 
 
 def close_to(found: np.ndarray, expected: np.ndarray) -> bool:

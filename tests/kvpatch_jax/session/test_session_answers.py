@@ -6,22 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from session_cases import QUESTION, image_of, logits, reader, state
+from session_cases import QUESTION, image_of, logits, state
 
-import kvpatch_jax as kvp
 from kvpatch_jax.errors import ConfigError, InputError, SessionClosedError
 from kvpatch_jax.session import embedded
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Any:
-    return reader()
-
-
-@pytest.fixture
-def session(backbone):
-    with kvp.Session(backbone, keep=2) as made:
-        yield made
 
 
 def test_an_answer_belongs_to_the_window_that_was_asked(backbone, session):

@@ -4,21 +4,15 @@
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
-from session_cases import QUESTION, image_of, reader
+from session_cases import QUESTION, image_of
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import SessionError
 from kvpatch_jax.session import piece_registry
 
 IMAGES = 3
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Any:
-    return reader()
 
 
 def test_two_threads_on_one_session_take_turns(backbone):

@@ -5,28 +5,16 @@ import io
 import struct
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-from session_cases import QUESTION, image_of, reader, state
+from session_cases import QUESTION, image_of, state
 from window_oracle import tiny
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import ConfigError, ImageError, InputError, KVPatchError, PoolError, SessionError, WindowError
 from kvpatch_jax.session import SessionConfig
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Any:
-    return reader()
-
-
-@pytest.fixture
-def session(backbone):
-    with kvp.Session(backbone, keep=2) as made:
-        yield made
 
 
 def test_ids_come_from_content(backbone, session, tmp_path: Path):

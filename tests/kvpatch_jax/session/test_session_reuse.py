@@ -5,10 +5,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax.monitoring
 import numpy as np
 import pytest
-from session_cases import QUESTION, image_of, reader
+from session_cases import QUESTION, image_of
 from window_oracle import tiny
 
 import kvpatch_jax as kvp
@@ -16,16 +15,8 @@ from kvpatch_jax.cache import chunk_id
 from kvpatch_jax.errors import InputError, SessionError, UnknownReferenceError, WindowError
 from kvpatch_jax.plan import Certificate, CertifiedLoss, DeviceCosts, Goal, RankChoice, Rates
 from kvpatch_jax.session import RetrievalQuery
-from kvpatch_jax.store.libraries.retriever import ExactRetriever
-from kvpatch_jax.store.libraries.static import StaticLibrary
-from kvpatch_jax.store.linker import Linker
-
-COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Any:
-    return reader()
+from kvpatch_jax.store import ExactRetriever, Linker, StaticLibrary
+from tests.compilations import compilations
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +38,12 @@ def store(backbone, tmp_path_factory):
 
 def loop(backbone: Any, store: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, Any, int]:
     """Three images and a question: what the session counted, the answer, and how often the tower ran."""
-    ran, encode = [], type(backbone)._encode
-
-    def counted(self: Any, ids: Any, arrays: Any) -> Any:
-        ran.append(arrays)
-        return encode(self, ids, arrays)
-
-    monkeypatch.setattr(type(backbone), "_encode", counted)
+    ran, encode = [], backbone.programs.encode
+    monkeypatch.setattr(backbone.programs, "encode", lambda *given: (ran.append(given), encode(*given))[1])
     with kvp.Session(backbone, store, keep=2, **options) as session:
         for step in range(3):
             session.add(image_of(step))
-        towers = sum("pixel_values" in arrays for arrays in ran)
+        towers = len(ran)
         answer = session.ask(QUESTION, steps=3, stop=(), audit=True)
         former = session.runtime.former
         assert former is not None
@@ -346,17 +332,10 @@ def _ids(backbone: Any, behind: tuple[int, ...]) -> list[int]:
 
 @pytest.mark.slow
 def test_a_loop_of_many_lengths_compiles_in_its_first_steps_alone(backbone):
-    counted, counting = [0], [True]
-
-    def heard(event: str, duration: float, **_: object) -> None:
-        counted[0] += counting[0] and event == COMPILED
-
-    jax.monitoring.register_event_duration_secs_listener(heard)
     after = []
-    with kvp.Session(backbone, keep=2) as session:
+    with compilations() as compiled, kvp.Session(backbone, keep=2) as session:
         for step in range(20):
             session.add(image_of(step, height=20 + 4 * (step % 3)))
             session.ask(" ".join(f"w{5 + number}" for number in range(3 + step % 5)), steps=3, stop=()).ids  # noqa: B018
-            after.append(counted[0])
-    counting[0] = False
-    assert after[-1] == after[8], np.diff([0, *after]).tolist()
+            after.append(len(compiled))
+    assert after[-1] == after[8], compiled[after[8] :]

@@ -40,7 +40,7 @@ def fill(store: ChunkStore) -> None:
 
 
 def shown(store: ChunkStore) -> dict[str, object]:
-    """All that the libraries show."""
+    """All that the libraries show. What is held is not closed, which would drop old versions, but let go of."""
     files, references = libraries(store)
     found: dict[str, object] = {}
     for entry in files.entries():
@@ -52,8 +52,6 @@ def shown(store: ChunkStore) -> dict[str, object]:
             held = references.open(entry.reference.kind, entry.reference.name, version)
             assert held is not None
             found[str(held.resource.reference)] = plain(held.resource)
-            if version != entry.reference.version:
-                held._stack.pop_all()  # closing would drop it
     return found
 
 

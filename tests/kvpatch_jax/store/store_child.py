@@ -303,16 +303,16 @@ def fork_queue(root: str, **more: object) -> None:
     """Puts asynchronously, holds the writer up so that something waits in the queue, and forks."""
     store = ChunkStore(root, budget=Budget(host=0))
     store.put_async(made("first")).result()
-    gate, put_group = threading.Event(), store.disk.put_group
+    gate, reached, put_group = threading.Event(), threading.Event(), store.disk.put_group
 
     def held(items: Any) -> int:
+        reached.set()
         gate.wait(60)
         return put_group(items)
 
     store.disk.put_group = held
     waiting = [store.put_async(made(id)) for id in ("busy", "queued")]
-    while not store._writer._busy:
-        time.sleep(0.001)
+    assert reached.wait(60)
     store.disk.put_group = put_group
     if os.fork():
         gate.set()

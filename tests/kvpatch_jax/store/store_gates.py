@@ -4,8 +4,10 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import tensorstore
 from store_processes import wait_until
 
@@ -57,6 +59,22 @@ class GatedStore(ChunkStore):
 
     def __enter__(self) -> "GatedStore":
         return self
+
+
+def remote_through[S](make: Callable[[Any], S], spec: Any, **options: Any) -> tuple[S, KeyValueStore]:
+    """Returns a stand-in for TensorStore's key-value store, made of it, and a remote store that calls the stand-in."""
+    opening: concurrent.futures.Future[S] = concurrent.futures.Future()
+    real = tensorstore.KvStore
+
+    def open_through(*arguments: Any, **more: Any) -> concurrent.futures.Future[S]:
+        opening.set_result(make(real.open(*arguments, **more).result()))
+        return opening
+
+    with pytest.MonkeyPatch.context() as patched:
+        service = SimpleNamespace(open=open_through, KeyRange=real.KeyRange, Spec=real.Spec)
+        patched.setattr(tensorstore, "KvStore", service)
+        remote = KeyValueStore(spec, **options)
+    return opening.result(), remote
 
 
 class GatedRemote:

@@ -26,11 +26,10 @@ from store_cases import BACKBONE, chunk_of, patch_of, same, same_chunk
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, StoreCorruptError, StoreFullError, StoreIOError, StoreSnapshotError
-from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, StoreItem
+from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, StoreItem, make_durable
 from kvpatch_jax.store.snapshots import orbax_arrays, orbax_item
 from kvpatch_jax.store.snapshots.arrays import export_arrays, import_arrays, load_arrays, save_arrays
 from kvpatch_jax.store.snapshots.multihost import ProcessGroup
-from kvpatch_jax.store.snapshots.orbax_item import make_durable
 
 INDEX, COUNT, PORT, FOLDER = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
 if COUNT > 1:

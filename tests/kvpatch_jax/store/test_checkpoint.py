@@ -15,10 +15,9 @@ from store_cases import BACKBONE, MLA, PYTHON, child_environment, chunk_of, file
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, StoreFullError, StoreSnapshotError
-from kvpatch_jax.store import Budget, ChunkStore, PatchKey, StoreItem
+from kvpatch_jax.store import Budget, ChunkStore, PatchKey, StoreItem, make_durable
 from kvpatch_jax.store.snapshots.array_entries import array_sum
 from kvpatch_jax.store.snapshots.arrays import export_arrays, import_arrays, load_arrays, save_arrays
-from kvpatch_jax.store.snapshots.orbax_item import make_durable
 
 SERVED = PatchKey("B", BACKBONE, ("A",))
 MODEL = {"weights": np.arange(6, dtype=np.float32).reshape(2, 3)}

@@ -20,8 +20,8 @@ from store_cases import (
 )
 
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot, save_snapshot
-from kvpatch_jax.store.disk.disk import LinkSource
 from kvpatch_jax.store.disk.eviction import collect, make_room
+from kvpatch_jax.store.disk.object_writer import LinkSource
 
 NO_MEMORY = Budget(host=0)
 
@@ -63,7 +63,7 @@ def between_look_and_removal(monkeypatch: pytest.MonkeyPatch, change: Callable[[
 
 
 def entry_file(library: StaticLibrary, name: str) -> Path:
-    return Path(library.store.disk.root, library._folder.name("TEXT", name).path)
+    return Path(library.store.disk.root, library.store.names.entry("static", "TEXT", name).path)
 
 
 def test_a_library_sees_that_an_entry_was_replaced(tmp_path: Path, store: ChunkStore, clock: ManualClock):

@@ -1,7 +1,10 @@
 """Libraries: what is put comes back, quotas, expiry, deletion; versions while they are read; other processes."""
 
+import errno
+import fcntl
 import io
 import itertools
+import os
 import subprocess
 import threading
 from pathlib import Path
@@ -14,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from PIL import Image
 from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, same, same_chunk
 
-from kvpatch_jax.errors import DtypeError, InputError, LibraryFullError, NotFiniteError, StoreReadOnlyError
+from kvpatch_jax.errors import DtypeError, InputError, LibraryFullError, NotFiniteError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, ExactRetriever, HeldReference, StaticLibrary, chunk_id
 from kvpatch_jax.store.libraries.references import check_name
 
@@ -114,9 +117,8 @@ def test_entries_expire_and_give_their_room_back(store):
     assert store.get("B", BACKBONE) is None
     assert library.entries() == []
     library.put("B", b"x" * 12_000, ttl=5)
-    assert [path.name for path in Path(store.disk.root, library._folder.folder).rglob("*.entry.*")] == [
-        library._folder.name("FILE", "B").file
-    ]
+    entry = store.names.entry("static", "FILE", "B")
+    assert [path.name for path in Path(store.disk.root, store.names.libraries).rglob("*.entry.*")] == [entry.file]
     now[0] += 6
     now[0] -= 3  # a clock that jumps back serves what was not yet collected
     assert library.get("FILE", "B") is not None
@@ -145,7 +147,7 @@ def test_chunks_go_with_their_last_entry(store):
 def test_a_damaged_entry_is_a_miss(store):
     library = StaticLibrary(store, quota=1 << 20)
     library.put("A", "text")
-    path = Path(store.disk.root, library._folder.name("TEXT", "A").path)
+    path = Path(store.disk.root, store.names.entry("static", "TEXT", "A").path)
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     assert library.get("TEXT", "A") is None
     assert store.counters["quarantined"] == 1
@@ -184,7 +186,7 @@ def test_contents_that_cannot_be_stored_are_refused(store):
     assert library.put("A", "text", kind="FILE").kind == "FILE"
 
 
-def test_quota_among_threads(store):
+def test_threads_together_never_exceed_the_quota(store):
     """Whoever comes first gets the room; together they never exceed it."""
     library = StaticLibrary(store, quota=5 * 12_288)
     refused = []
@@ -294,7 +296,7 @@ def test_a_damaged_version_is_replaced_by_the_previous_one(store):
     library.publish("A", "one")
     held = opened(library, "TEXT", "A")
     library.publish("A", "two")
-    path = Path(store.disk.root, library._folder.name("TEXT", "A", 2).path)
+    path = Path(store.disk.root, store.names.entry("dynamic", "TEXT", "A", version=2).path)
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with opened(library, "TEXT", "A") as found:
         assert found.content == "one"
@@ -320,11 +322,13 @@ def test_a_store_that_may_only_be_read(store, monkeypatch):
     held = opened(library, "TEXT", "A")
     operator.publish("A", "two")
 
-    def refuse():
-        raise StoreReadOnlyError("read-only")
+    with monkeypatch.context() as patched:
 
-    monkeypatch.setattr(library._folder, "changing", refuse)
-    held.close()
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        patched.setattr(fcntl, "flock", refuse)
+        held.close()
     assert operator.versions("TEXT", "A") == [1, 2]
     assert operator.collect() == 1
     assert operator.versions("TEXT", "A") == [2]

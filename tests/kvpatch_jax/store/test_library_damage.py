@@ -112,7 +112,7 @@ def test_a_forged_entry_cannot_spoil_a_library(tmp_path: Path, word: str):
     with opened(tmp_path / "store") as store:
         libraries(store)[0].put("A", b"\xff\xfe not text")
         (entry,) = store.disk.scan(store.names.libraries)
-        found = store.disk.get(libraries(store)[0]._folder.name("FILE", "A"))
+        found = store.disk.get(store.names.entry("static", "FILE", "A"))
     assert found is not None
     for value in FORGED[word]:
         folder = tmp_path / "snapshot"

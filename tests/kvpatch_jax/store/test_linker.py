@@ -53,7 +53,7 @@ _texts = st.text(st.sampled_from("IMAGETXOKNS#\\@{}_.-a1 é\n"), max_size=60) | 
         (r"C:\dir\#x", [r"C:\dir\#x"]),
     ],
 )
-def test_the_grammar(prompt, expected):
+def test_prompts_are_parsed_by_the_grammar(prompt, expected):
     assert parse_prompt(prompt) == expected
 
 

@@ -1,5 +1,6 @@
 """What did not verify and what was not finished: within a budget, for a while, and gone with what it was of."""
 
+import io
 import json
 import os
 import subprocess
@@ -168,7 +169,7 @@ def test_the_command_line_lists_and_purges_quarantine(tmp_path: Path, capsys):
 def test_purge_requires_a_confirmation(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     with opened(tmp_path) as store:
         damaged(store, "B")
-    monkeypatch.setattr("kvpatch_jax.store.cli.main._ask", lambda question: "no\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("no\n"))
     assert call("quarantine", "purge", f"--root={tmp_path}", capsys=capsys)[0] == 1
     assert len(files(tmp_path)) == 1
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore
-from store_cases import BACKBONE, chunk_of, name_of, patch_of, same, same_chunk
+from store_cases import BACKBONE, ManualClock, chunk_of, name_of, patch_of, same, same_chunk
+from store_gates import remote_through
 
 from kvpatch_jax.errors import InputError, StoreCorruptError, StoreIOError, StoreUnreachableError
 from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, Request, RetryPolicy, fetch
@@ -21,10 +22,21 @@ from kvpatch_jax.store.tiers.retry_policy import CircuitBreaker
 
 
 @pytest.fixture(params=["memory", "file"])
-def remote(request: pytest.FixtureRequest, tmp_path: Path) -> KeyValueStore:
-    if request.param == "memory":
-        return KeyValueStore({"driver": "memory", "path": "store/"}, context=tensorstore.Context())
-    return KeyValueStore({"driver": "file", "path": f"{tmp_path}/remote/"})
+def service(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """What a service is opened by."""
+    path = "store/" if request.param == "memory" else f"{tmp_path}/remote/"
+    return {"spec": {"driver": request.param, "path": path}, "context": tensorstore.Context()}
+
+
+@pytest.fixture
+def remote(service: dict[str, Any]) -> KeyValueStore:
+    return KeyValueStore(**service)
+
+
+@pytest.fixture
+def values(service: dict[str, Any]) -> tensorstore.KvStore:
+    """What is in the service, past the store."""
+    return tensorstore.KvStore.open(service["spec"], context=service["context"]).result()
 
 
 def machine(folder: Path, remote: KeyValueStore, key: bytes | None = None) -> ChunkStore:
@@ -62,13 +74,13 @@ def test_a_damaged_copy_is_replaced_from_beyond(remote: KeyValueStore, tmp_path:
 
 
 @pytest.mark.parametrize("at", [3, 100, 5000])
-def test_a_damaged_remote_object_is_a_miss_and_stays(remote: KeyValueStore, tmp_path: Path, at: int):
+def test_a_damaged_remote_object_is_a_miss_and_stays(remote: KeyValueStore, values, tmp_path: Path, at: int):
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
         one.put(chunk_of())
         name = name_of(one, chunk_of())
-        raw = bytearray(remote._values.read(name.path).result().value)
+        raw = bytearray(values.read(name.path).result().value)
         raw[at] ^= 16
-        remote._values.write(name.path, bytes(raw)).result()
+        values.write(name.path, bytes(raw)).result()
         assert two.get("B", BACKBONE) is None
         assert two.counters["remote_damaged"] == 1
         assert two.collect() == 0
@@ -77,19 +89,35 @@ def test_a_damaged_remote_object_is_a_miss_and_stays(remote: KeyValueStore, tmp_
         assert same_chunk(two.get("B", BACKBONE), chunk_of())
 
 
-def test_expired_objects_and_failing_services(remote: KeyValueStore, tmp_path: Path, monkeypatch):
+class Flaky:
+    """A service that fails calls when it is told to."""
+
+    def __init__(self, values: Any):
+        self._values, self._left, self._word, self.calls = values, 0, "", 0
+
+    def fail(self, count: int, word: str = "UNAVAILABLE: busy") -> None:
+        """Fails the next calls with a word, and counts calls from now on."""
+        self._left, self._word, self.calls = count, word, 0
+
+    def __getattr__(self, name: str):
+        def called(*arguments, **more):
+            self.calls += 1
+            if self._left:
+                self._left -= 1
+                raise ValueError(self._word)
+            return getattr(self._values, name)(*arguments, **more)
+
+        return called
+
+
+def test_expired_objects_and_failing_services(service: dict[str, Any], tmp_path: Path):
+    now = ManualClock()
+    flaky, remote = remote_through(Flaky, **service, clock=now)
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
         one.put(chunk_of(), ttl=5)
-        monkeypatch.setattr(remote, "_clock", lambda: 1e11)
+        now.now = 1e11
         assert two.get("B", BACKBONE) is None
-
-        class Failing:
-            def write(self, *_, **__):
-                raise ValueError("UNAVAILABLE")
-
-            read = list = write
-
-        monkeypatch.setattr(remote, "_values", Failing())
+        flaky.fail(1000, "UNAVAILABLE")
         with pytest.raises(StoreIOError, match="UNAVAILABLE; expected"):
             one.put(chunk_of("C"))
         assert same_chunk(one.get("C", BACKBONE), chunk_of("C"))  # on this disk, though not acknowledged
@@ -133,13 +161,13 @@ def test_a_fetch_that_shows_layers_looks_beyond(remote: KeyValueStore, tmp_path:
         assert two.contains("B", BACKBONE)
 
 
-def test_a_layer_that_was_damaged_beyond_ends_the_stream(remote: KeyValueStore, tmp_path: Path):
+def test_a_layer_that_was_damaged_beyond_ends_the_stream(remote: KeyValueStore, values, tmp_path: Path):
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
         one.put(chunk_of())
         name = name_of(one, chunk_of())
-        raw = bytearray(remote._values.read(name.path).result().value)
+        raw = bytearray(values.read(name.path).result().value)
         raw[-1] ^= 1
-        remote._values.write(name.path, bytes(raw)).result()
+        values.write(name.path, bytes(raw)).result()
         stream = two.stream("B", BACKBONE)
         assert stream is not None
         with pytest.raises(StoreCorruptError), stream:
@@ -150,24 +178,24 @@ def test_a_layer_that_was_damaged_beyond_ends_the_stream(remote: KeyValueStore, 
 
 
 @pytest.mark.parametrize("length", [0, 7, 4095, 4096, -1])
-def test_a_remote_object_that_was_cut_is_a_miss_and_stays(remote: KeyValueStore, tmp_path: Path, length: int):
+def test_a_remote_object_that_was_cut_is_a_miss_and_stays(remote: KeyValueStore, values, tmp_path: Path, length: int):
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
         one.put(chunk_of())
         name = name_of(one, chunk_of())
-        remote._values.write(name.path, remote._values.read(name.path).result().value[:length]).result()
+        values.write(name.path, values.read(name.path).result().value[:length]).result()
         assert two.get("B", BACKBONE) is None
         assert remote.damaged(name) is not None
         assert remote.paths(name.path) == [name.path]
 
 
-def test_expired_remote_objects_are_deleted_on_read_and_by_collect(
-    remote: KeyValueStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_expired_remote_objects_are_deleted_on_read_and_by_collect(service: dict[str, Any], tmp_path: Path):
+    now = ManualClock()
+    remote = KeyValueStore(**service, clock=now)
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
         for number in range(3):
             one.put(chunk_of(f"B{number}", number), ttl=5)
         one.put(chunk_of("kept", 7))
-        monkeypatch.setattr(remote, "_clock", lambda: 1e11)
+        now.now = 1e11
         assert two.get("B0", BACKBONE) is None
         assert len(remote.paths("obj/")) == 3
         assert two.collect() == 2
@@ -265,37 +293,17 @@ def test_a_put_without_an_answer_fails_within_its_time_limit(endpoint: str, tmp_
             store.flush()
 
 
-class Flaky:
-    """A service that fails the next `left` calls."""
-
-    def __init__(self, values, left: int, word: str = "UNAVAILABLE: busy"):
-        self._values, self.left, self.calls, self._word = values, left, 0, word
-
-    def _called(self) -> None:
-        self.calls += 1
-        if self.left:
-            self.left -= 1
-            raise ValueError(self._word)
-
-    def __getattr__(self, name: str):
-        def called(*arguments, **more):
-            self._called()
-            return getattr(self._values, name)(*arguments, **more)
-
-        return called
-
-
 def test_only_transient_errors_are_retried(tmp_path: Path):
-    remote = KeyValueStore({"driver": "memory"}, context=tensorstore.Context(), patience=RetryPolicy(pause=0.001))
-    values = remote._values
+    spec = {"driver": "memory", "path": "store/"}
+    flaky, remote = remote_through(Flaky, spec, context=tensorstore.Context(), patience=RetryPolicy(pause=0.001))
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
-        remote._values = flaky = Flaky(values, 2)
+        flaky.fail(2)
         one.put(chunk_of())
         assert flaky.calls == 3
-        remote._values = Flaky(values, 2)
+        flaky.fail(2)
         assert same_chunk(two.get("B", BACKBONE), chunk_of())
         assert two.counters["remote_errors"] == 0
-        remote._values = flaky = Flaky(values, 1, "PERMISSION_DENIED: not yours")
+        flaky.fail(1, "PERMISSION_DENIED: not yours")
         with pytest.raises(StoreIOError, match="PERMISSION_DENIED"):
             one.put(chunk_of("C"))
         assert flaky.calls == 1

@@ -138,7 +138,7 @@ def test_bad_vectors_are_refused(make):
         ApproximateRetriever(3, probes=0)
 
 
-def test_pooling():
+def test_pooled_vectors_are_unit_means_of_the_true_length():
     output = np.array([[3.0, 0.0], [0.0, 4.0], [9.0, 9.0]], np.float32)
     assert np.allclose(pooled(output, 2), np.array([0.6, 0.8]))
     with pytest.raises(ShapeError):

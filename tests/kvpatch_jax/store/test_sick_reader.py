@@ -1,6 +1,8 @@
 """A reader whose memory or network flips bits: it destroys nothing that others read well."""
 
 import dataclasses
+import functools
+import io
 import json
 import os
 from collections.abc import Callable
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import tensorstore
 from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, same_chunk
+from store_gates import remote_through
 
 from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, StaticLibrary
 from kvpatch_jax.store.cli.main import main
@@ -182,12 +185,12 @@ class Flipping:
     """A tensorstore key-value store whose reads come with a flipped bit: all, or every other one."""
 
     def __init__(self, values: Any, every: bool):
-        self._values, self._every, self._reads = values, every, 0
+        self._values, self._every, self._reads, self.sick = values, every, 0, False
 
     def read(self, *arguments: Any, **more: Any) -> Any:
-        self._reads += 1
+        self._reads += self.sick
         future = self._values.read(*arguments, **more)
-        if not self._every and self._reads % 2 == 0:
+        if not self.sick or (not self._every and self._reads % 2 == 0):
             return future
         return _Flipped(future)
 
@@ -211,19 +214,20 @@ class _Flipped:
 
 
 @pytest.mark.parametrize("every", [True, False], ids=["each read", "every other read"])
-def test_a_reader_that_flips_bits_deletes_nothing_from_the_remote_store(tmp_path: Path, every: bool, monkeypatch):
-    remote = KeyValueStore({"driver": "memory", "path": "store/"}, context=tensorstore.Context())
+def test_a_reader_that_flips_bits_deletes_nothing_from_the_remote_store(tmp_path: Path, every: bool):
+    spec, flipping = {"driver": "memory", "path": "store/"}, functools.partial(Flipping, every=every)
+    service, remote = remote_through(flipping, spec, context=tensorstore.Context())
     more: dict[str, Any] = {"secret": b"shared by the machines", "remote": remote}
     filled(tmp_path / "one", **more)
     there = remote.paths("obj/")
     assert len(there) == 20
     with opened(tmp_path / "two", **more) as sick:
-        with monkeypatch.context() as patched:
-            patched.setattr(remote, "_values", Flipping(remote._values, every))
-            for seed, id in enumerate(IDS):
-                found = sick.get(id, BACKBONE)
-                assert found is None if every else same_chunk(found, chunk_of(id, seed))
-            sick.collect()
+        service.sick = True
+        for seed, id in enumerate(IDS):
+            found = sick.get(id, BACKBONE)
+            assert found is None if every else same_chunk(found, chunk_of(id, seed))
+        sick.collect()
+        service.sick = False
         assert sick.counters["remote_damaged" if every else "unsteady_reads"] >= 20
     assert remote.paths("obj/") == there
     with opened(tmp_path / "three", **more) as sound:
@@ -239,7 +243,7 @@ def test_verify_deletes_damaged_remote_objects_when_that_is_confirmed(tmp_path: 
         bad = name_of(store, chunk_of("B1")).path
     damage(tmp_path / "remote" / bad)
     call = ["verify", f"--root={tmp_path}/one", f"--remote={json.dumps(spec)}", "--json"]
-    monkeypatch.setattr("kvpatch_jax.store.cli.main._ask", lambda question: "no\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("no\n"))
     assert main(call) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["remote_bad"], found["remote_deleted"]) == ([bad], False)

@@ -13,9 +13,8 @@ from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import PatchMismatchError, StoreCorruptError
-from kvpatch_jax.store import ChunkStore
+from kvpatch_jax.store import ChunkStore, PatchKey
 from kvpatch_jax.store.format import codec as codecs
-from kvpatch_jax.store.format.naming import PatchKey
 from kvpatch_jax.store.snapshots.array_entries import blob_of_entry, chunk_of_entry, entry_of, entry_of_chunk
 
 SERVED = PatchKey("B", BACKBONE, ("A",))

@@ -35,6 +35,7 @@ from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.snapshots.restore import load_objects
 from kvpatch_jax.store.snapshots.save import save_objects
 from kvpatch_jax.store.tenants import finish
+from kvpatch_jax.store.tiers.memory import CacheEntry
 
 KEY = b"k" * 32
 SECRET = b"known to the operator alone"
@@ -411,7 +412,7 @@ def provoke(root: Path, key: bytes | None) -> tuple[list[object], list[BaseExcep
         attempt(lambda: store.put_patches([patch]))
         attempt(lambda: list(store.stream("cat.png", "a model of ours") or []))
         assert get() is not None
-        held = next(iter(store._reader.host._segments[2, False].values()))
+        held = next(each for each in gc.get_objects() if type(each) is CacheEntry)
         found = store.disk.get(store.names.canonical("a model of ours", "cat.png"))
         shown += [
             store,

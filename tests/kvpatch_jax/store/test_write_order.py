@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from store_cases import BACKBONE, chunk_of, name_of, patch_of, same, same_chunk
 from store_gates import PATIENCE, GatedRemote, GatedStore, WriteGate, in_a_thread, soon
-from store_processes import wait_until
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import StoreIOError
@@ -142,8 +141,9 @@ def test_puts_queued_before_a_deletion_are_never_written(gated: GatedStore, tmp_
     gated.put_patch_async(patch_of(OLD))
     with ChunkStore(tmp_path) as other:
         if what == "delete_tenant by another object":
-            with in_a_thread(other.delete_tenant):  # which waits for what is being written
-                wait_until(lambda: bool(other.order._closed))
+            with in_a_thread(other.delete_tenant) as deleting:  # which waits for what is being written
+                soon(deleting.done)
+                assert not deleting.done()
                 gated.gate.go.set()
         else:
             assert (gated if what == "delete" else other).delete("c", BACKBONE)

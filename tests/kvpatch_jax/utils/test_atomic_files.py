@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpatch_jax.errors import PlanError
-from kvpatch_jax.plan.device_costs import DeviceCosts
+from kvpatch_jax.plan import DeviceCosts
 from kvpatch_jax.utils import strict_json
 from kvpatch_jax.utils.atomic_files import replace
 

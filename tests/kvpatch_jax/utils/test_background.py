@@ -4,13 +4,11 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from kvpatch_jax.utils import background
-from kvpatch_jax.utils.background import JobQueue, start_thread
+from kvpatch_jax.utils.background import JobQueue
 
 ENDING = Path(__file__).with_name("ending.py")
 
@@ -30,12 +28,6 @@ def test_processes_end_with_their_own_status_while_threads_work(count: int):
         assert ("cut short" in end["said"]) == ("answering" in end["case"]), end
 
 
-@pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps threads of other tests from being ended."""
-    monkeypatch.setattr(background, "_ends", {})
-
-
 class Gate:
     """A job that runs until it is let through."""
 
@@ -48,39 +40,56 @@ class Gate:
         self.jobs.append(job)
 
 
-@pytest.mark.usefixtures("ends")
-@pytest.mark.parametrize(("seconds", "jobs"), [(60.0, [0, 1, 2]), (0.0, [0])])
-def test_at_exit_the_job_that_runs_ends_and_those_that_wait_have_a_limit(monkeypatch, seconds: float, jobs: list[int]):
-    monkeypatch.setattr(background, "EXIT_SECONDS", seconds)
-    gate = Gate()
-    queue = JobQueue(gate.run, 8, "gate")
-    assert all(queue.add(number) for number in range(3))
-    assert gate.begun.wait(60)
-    exits = threading.Thread(target=background._end_threads)
-    exits.start()
+EXITING = """
+import sys, threading
+from kvpatch_jax.utils import background
+
+background.EXIT_SECONDS = float(sys.argv[1])
+begun, opened = threading.Event(), threading.Event()
+
+def run(job):
+    begun.set()
+    assert opened.wait(60)
+    print(job, flush=True)
+
+queue = background.JobQueue(run, 8, "gate")
+assert all(queue.add(number) for number in range(3))
+assert begun.wait(60)
+
+def open_at_exit():
     while not queue.closed:  # until the exit has told the queue
-        time.sleep(0.001)
+        opened.wait(0.001)
     assert not queue.add(3)
-    assert exits.is_alive()
-    gate.open.set()
-    exits.join(60)
-    assert not exits.is_alive()
-    assert gate.jobs == jobs
-    assert not background._ends
-    queue.flush()
-    queue.close()
+    opened.set()
+
+threading.Thread(target=open_at_exit, daemon=True).start()
+"""
+
+HANGING = """
+import threading
+from kvpatch_jax.utils.background import start_thread
+
+start_thread(threading.Event().wait, lambda deadline: print("told", flush=True), "hangs", 0.01)
+"""
 
 
-@pytest.mark.usefixtures("ends")
-def test_a_thread_that_hangs_keeps_no_process_from_ending(caplog: pytest.LogCaptureFixture):
-    hangs, told = threading.Event(), []
-    thread = start_thread(hangs.wait, told.append, "hangs", 0.01)
-    background._end_threads()
-    assert thread.is_alive()
-    assert len(told) == 1
-    assert "'hangs' still runs after 0.01 s" in caplog.text
-    hangs.set()
-    thread.join(60)
+def end_of(program: str, *arguments: str) -> tuple[list[str], str]:
+    """What a program printed until its end, and its errors."""
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split(), done.stderr
+
+
+@pytest.mark.parametrize(("seconds", "jobs"), [("60", ["0", "1", "2"]), ("0", ["0"])])
+def test_at_exit_the_job_that_runs_ends_and_those_that_wait_have_a_limit(seconds: str, jobs: list[str]):
+    assert end_of(EXITING, seconds) == (jobs, "")
+
+
+def test_a_thread_that_hangs_keeps_no_process_from_ending():
+    told, errors = end_of(HANGING)
+    assert told == ["told"]
+    assert "'hangs' still runs after 0.01 s" in errors
 
 
 def test_a_queue_runs_jobs_in_order_and_is_bounded():

@@ -15,7 +15,7 @@ from kvpatch_jax.errors import FetchError, InputError, PatchMismatchError, Shape
 from kvpatch_jax.patching.orbit import prefilled_orders
 from kvpatch_jax.store import Budget, ChunkStore, PatchKey, Request, fetch, load_snapshot, save_snapshot
 from kvpatch_jax.store.cli.audit import totals, verify
-from kvpatch_jax.store.disk.eviction import make_room
+from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.snapshots.array_entries import chunk_of_entry, entry_of_chunk
 from models import load
 
@@ -187,7 +187,8 @@ def test_recomputable_objects_are_evicted_first_for_each_lead(store):
     store.put(behind, encoding="int8")  # nothing to derive it from
     store.put(dataclasses.replace(behind, lead="third"))
     store.put(dataclasses.replace(behind, lead="third"), encoding="int8")
-    make_room(store.disk, totals(store.disk)["bytes"] - 1, 0, lambda _: False)
+    total = sum(entry.size for entry in store.disk.scan())
+    assert main(["gc", f"--root={store.disk.root}", f"--budget={total - 1}"]) == 0
     left = [
         store.contains("page", "tiny", lead=lead, encoding=encoding)
         for lead, encoding in ((None, None), (DIGEST, "int8"), ("third", None), ("third", "int8"))

@@ -37,7 +37,7 @@ class FailingPrefills:
 
 
 def bits(executor) -> dict[str, np.ndarray]:
-    pools = executor.pools
+    pools = executor.pool.vectors
     return {
         f"{side}.{name}": np.asarray(value).copy()
         for side, vectors in zip(("engine", "source"), pools, strict=True)
@@ -100,7 +100,7 @@ def test_edits_that_cannot_run_are_refused_before_anything_is_written(drill: Dri
     unknown = Entry("c9", None, 8, 8)
     blind = Window.empty(Costs.of(backbone_of("gqa"), jnp.float32))
     other = dataclasses.replace(window, costs=dataclasses.replace(window.costs, backbone="f" * 64))
-    before, pools, books = bits(paged), paged.pools, paged.books
+    before, pools, books = bits(paged), paged.pool.vectors, paged.books
 
     full = window
     edits: tuple = ()
@@ -125,7 +125,7 @@ def test_edits_that_cannot_run_are_refused_before_anything_is_written(drill: Dri
     ):
         with pytest.raises(error, match=words):
             paged.run(target, run)
-        assert paged.pools is pools
+        assert paged.pool.vectors is pools
         assert paged.books is books
     assert same(bits(paged), before)
     for stale in (gone, other, blind):

@@ -1,7 +1,6 @@
 """How many programs a loop compiles: none after warming up, however many lengths its chunks have."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,28 +8,10 @@ from window_oracle import tiny
 
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.window import Costs, Entry, PagedExecutor, PatchFormer, Window
+from tests.compilations import compilations
 
-COMPILED = "/jax/core/compile/backend_compile_duration"
 LENGTHS = (9, 10, 11, 12, 13, 14, 15, 16, 17, 18)
 """Buckets of 16 and of 32."""
-
-
-class CompileCounter:
-    """How many programs were compiled while it counts."""
-
-    def __init__(self):
-        self.count, self.counting = 0, True
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
-
-    def _heard(self, event: str, duration: float, **_: object) -> None:
-        self.count += self.counting and event == COMPILED
-
-
-@pytest.fixture
-def programs():
-    made = CompileCounter()
-    yield made
-    made.counting = False
 
 
 class MemoryStore:
@@ -80,7 +61,7 @@ def loop(executor: PagedExecutor, lengths, shelf: MemoryStore, prefix: str = "")
 
 
 @pytest.mark.slow
-def test_ten_lengths_compile_what_their_buckets_do(programs):
+def test_ten_lengths_compile_what_their_buckets_do():
     backbone = tiny("gqa")
     lengths = [length for pair in zip(LENGTHS[:5], reversed(LENGTHS[5:]), strict=True) for length in pair]
     executor = PagedExecutor(backbone, 24, 8, jnp.float32, store=MemoryStore())
@@ -90,35 +71,35 @@ def test_ten_lengths_compile_what_their_buckets_do(programs):
     loop(executor, (16, 17) * 4, executor.store, "first ")
     executor.release("")
     assert before.total.launches == 0
-    counted = programs.count
-    loop(executor, lengths, executor.store)
-    assert programs.count == counted
+    with compilations() as compiled:
+        loop(executor, lengths, executor.store)
+    assert not compiled
     with pytest.raises(InputError, match="expected 0 to 192"):
         executor.warm_up([4], keys=193)
 
 
 @pytest.mark.slow
-def test_asking_compiles_nothing_after_warm_up(programs):
+def test_asking_compiles_nothing_after_warm_up():
     backbone = tiny("gqa")
     executor, window = PagedExecutor(backbone, 24, 8, jnp.float32), Window.empty(Costs.of(backbone, jnp.float32))
     executor.warm_up([16, 32], [4, 8], keys=6 * 16, ask=True)
     given = {length: embedded(backbone, length) for length in (*LENGTHS, *range(3, 8))}
-    counted = programs.count
-    for step, length in enumerate(LENGTHS * 2):
-        window, slid = window.slide(2)
-        window, placed = window.append(Entry(str(step), None, length, length))
-        executor.provide(str(step), tokens=given[length], length=length)
-        executor.ask(window, (*slid, *placed), given[3 + step % 5], 3 + step % 5)
-    assert programs.count == counted
+    with compilations() as compiled:
+        for step, length in enumerate(LENGTHS * 2):
+            window, slid = window.slide(2)
+            window, placed = window.append(Entry(str(step), None, length, length))
+            executor.provide(str(step), tokens=given[length], length=length)
+            executor.ask(window, (*slid, *placed), given[3 + step % 5], 3 + step % 5)
+    assert not compiled
 
 
 @pytest.mark.slow
-def test_lengths_of_one_bucket_share_programs_without_warming_up(programs):
+def test_lengths_of_one_bucket_share_programs_without_warming_up():
     """Ten lengths compile what two of them do."""
     counts = []
     for lengths in ((16, 18) * 5, LENGTHS):
         executor = PagedExecutor(tiny("gqa"), 24, 8, jnp.float32, store=MemoryStore())
-        begun = programs.count
-        loop(executor, lengths, executor.store)
-        counts.append(programs.count - begun)
+        with compilations() as compiled:
+            loop(executor, lengths, executor.store)
+        counts.append(len(compiled))
     assert counts[1] <= counts[0] + 4, counts  # contexts of other sums fall into other buckets

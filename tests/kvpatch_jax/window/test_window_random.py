@@ -172,5 +172,5 @@ def test_a_short_random_loop():
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_long_random_loops(name: str, options: dict):
+def test_long_random_loops_equal_plain_prefills(name: str, options: dict):
     drive(name, 200, 2, **options)

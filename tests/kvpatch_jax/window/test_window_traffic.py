@@ -1,14 +1,13 @@
 """Patches formed of what a loop's prefills leave behind: no forward twice, nothing in the caller's way."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
-import copy
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from window_drill import Drill, backbone_of, canonical
-from window_oracle import rows_of, tokens_of
+from window_oracle import counting_of, rows_of, tokens_of
 
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import PatchMetadata
@@ -39,19 +38,6 @@ class PausableStore:
 
     def put_patches(self, patches):
         self.patches += patches
-
-
-def counting_of(backbone):
-    """The same backbone, counting its forwards."""
-    counting = copy.copy(backbone)
-    counting.forwards = 0
-
-    def prefill(*args, **options):
-        counting.forwards += 1
-        return backbone.prefill(*args, **options)
-
-    counting.prefill = prefill
-    return counting
 
 
 def loop_of(shelf: PausableStore, rank: int = 8, **options) -> tuple[Drill, PatchFormer, Any]:
