@@ -123,6 +123,7 @@ class QuestionRunner:
 
         items = self.items(question)
         asked = embedded(backbone, items)
+        registry.check_text_length(asked.length)
         answer = Answer(options.start(registry.runtime, registry.window, asked), options.key)
         registry.counters["questions"] += 1
         if options.audit:

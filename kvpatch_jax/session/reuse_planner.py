@@ -7,6 +7,7 @@ from ..cache import Antecedent
 from ..errors import InputError, PatchMismatchError, ShapeError
 from ..plan import DEFAULT_KL, AvailablePatch, Goal, PatchInventory, Plan, Way, plan
 from ..window import (
+    Edits,
     Entry,
     Fetch,
     Likeness,
@@ -23,6 +24,8 @@ from .session_input import SessionInput
 
 DEFAULT_GOAL = Goal(kl=DEFAULT_KL)
 """The goal of a session with a certificate, unless it has its own."""
+Keep = int | tuple[int, int] | None
+"""The number of chunks that stay after the lead: one number, or the lowest and the highest. None: all."""
 Method = Literal["leading", "prefill", "patch", "restored"]
 """How an entry is placed without a plan, as `Window.append` takes it."""
 
@@ -55,12 +58,14 @@ class ReusePlanner:
     """Planner of how chunks enter a session's window.
 
     Attributes:
-      keep: the number of chunks that stay after the lead. None: all.
+      keep: the number of chunks that stay after the lead; or as `Session` takes it, a pair. None: all.
+      stayed: the number of chunks that the piece placed last allowed to stay, itself included. None: all.
       known: what earlier plans know of the approximate pieces of the window (`Plan.known`).
     """
 
-    def __init__(self, registry: PieceRegistry, keep: int | None):
+    def __init__(self, registry: PieceRegistry, keep: Keep):
         self._registry, self.keep = registry, keep
+        self.stayed: int | None = None
         self.known: Mapping[str, Way] = {}
 
     def plan(self, items: tuple[Any, ...]) -> Plan:
@@ -82,9 +87,7 @@ class ReusePlanner:
                 entries.append(registry.embed(read).entry(piece_id, read, kind, False))
 
         # Chunks leave in this plan as they would one after the other in `place`.
-        chunks = sum(entry.kind == "chunk" for entry in entries)
-        if self.keep is not None and chunks and window.lead_settled:
-            window, _ = window.slide(max(self.keep - chunks, 0))
+        window, _ = self._make_room(window, sum(entry.kind == "chunk" for entry in entries))
         return self._plan(window, entries)
 
     def place(self, record: PieceRecord) -> None:
@@ -96,10 +99,7 @@ class ReusePlanner:
         evicted = entry.id in registry.window.evicted_by_id
         seen_before = evicted or self._is_stored(entry)
 
-        # The lead is not settled until the first chunk; nothing leaves before that.
-        stay, sliding = registry.window, ()
-        if self.keep is not None and entry.kind != "text" and stay.lead_settled:
-            stay, sliding = stay.slide(self.keep - 1)
+        stay, sliding = self._make_room(registry.window, int(entry.kind != "text"))
         choice = self._choose(stay, entry)
 
         # At most twice: the second choice is a prefill, which fetches nothing.
@@ -144,10 +144,27 @@ class ReusePlanner:
         self.place(record)
         registry.counters["recalled"] += 1
         registry.trim_evicted()
-        registry.notify("recall", record, keep=self.keep)
+        registry.notify("recall", record, keep=self.stayed)
         return record.name
 
     # -------------------------------------------------------------------------------------------------- inside
+
+    def _make_room(self, window: Window, entering: int) -> tuple[Window, Edits]:
+        """Returns a window without the chunks that leave before so many others enter, and the edits of their leaving.
+
+        Of a pair, the oldest leave together, down to the lower number, once there would be more than the higher one.
+        """
+        low, high = self.keep if isinstance(self.keep, tuple) else (self.keep, self.keep)
+        self.stayed = high
+        # The lead is not settled until the first chunk; nothing leaves before that.
+        if low is None or high is None or not entering or not window.lead_settled:
+            return window, ()
+
+        chunks = sum(piece.entry.kind == "chunk" for piece in window.pieces[window.lead :])
+        if chunks + entering <= high:
+            return window, ()
+        self.stayed = low
+        return window.slide(max(low - entering, 0))
 
     def _choose(self, stay: Window, entry: Entry) -> Plan | Entrance:
         """Returns how an entry enters after the pieces that stay."""

@@ -19,7 +19,7 @@ from .answers import Answer
 from .disposability import UNCHANGED, DisposabilityProbe, DisposabilityReport
 from .piece_registry import PieceRegistry, RuntimeRefCount, retry_after_pool_loss
 from .question_runner import AnswerOptions, QuestionRunner, Stop
-from .reuse_planner import ReusePlanner
+from .reuse_planner import Keep, ReusePlanner
 from .runtime import RANK, Runtime, dtype_of
 from .session_config import SessionConfig, check_arguments, check_keep, with_chat_template
 from .session_input import embedded
@@ -59,7 +59,7 @@ class Session:
         self,
         backbone: Backbone,
         store: PatchStore | None = None,
-        keep: int | None = None,
+        keep: Keep = None,
         *,
         lead: Any = None,
         promise: Promise = "remember",
@@ -73,9 +73,10 @@ class Session:
 
         Args:
           backbone: of `models.load`.
-          store: a `ChunkStore`. Exact data is always read from it: prefills behind the very same pieces, and outputs of
-            the vision tower. Patches are formed if they may be served: by a certificate, or `uncertified`; or by `rank`.
-          keep: the number of chunks that stay after the lead; when another one enters, the oldest leaves. None: all.
+          store: a `ChunkStore`. Exact data (prefills, tower outputs) is always read from it. Patches are formed where
+            they may be served: with a certificate, `uncertified`, or a `rank`.
+          keep: the number of chunks that stay after the lead; the oldest leave. A pair: the number down to which they
+            leave together, and the one that makes them leave. None: all.
           lead: pinned at the front: a text or image, a list of them, or 0 for nothing. None: the texts that are added
             before the first chunk, or without such texts, that chunk.
           promise: the reference of the window: "remember" (the model in which a token does not attend to what had left
@@ -117,7 +118,7 @@ class Session:
             self.close()
             raise
 
-    def _compose(self, registry: PieceRegistry, keep: int | None) -> None:
+    def _compose(self, registry: PieceRegistry, keep: Keep) -> None:
         """Sets all attributes. New, forked and restored sessions are composed alike."""
         self._registry, self._planner = registry, ReusePlanner(registry, keep)
         self._questions = QuestionRunner(registry, self._planner)  # makes an online certificate of the config's word
@@ -132,8 +133,8 @@ class Session:
             former.form_patches(RANK)
 
     @property
-    def keep(self) -> int | None:
-        """The number of chunks that stay after the lead. None: all."""
+    def keep(self) -> Keep:
+        """The number of chunks that stay after the lead, or the lowest and the highest. None: all."""
         return self._planner.keep
 
     @property
@@ -206,7 +207,7 @@ class Session:
 
             with registry.admit(read, id, order_free, kind) as record:
                 self._planner.place(record)
-            registry.notify("add", record, read.items, keep=self._planner.keep)
+            registry.notify("add", record, read.items, keep=self._planner.stayed)
             return record.name
 
     @retry_after_pool_loss
@@ -303,7 +304,7 @@ class Session:
             registry.notify("reorder", order=tuple(record.name for record in records))
 
     @retry_after_pool_loss
-    def fork(self, *, keep: int | None = None) -> "Session":
+    def fork(self, *, keep: Keep = None) -> "Session":
         """Opens a session on a branch, which shares all KV with this one until either changes a piece.
 
         Args:
@@ -490,7 +491,7 @@ class Session:
         session._compose(*session_file.restore(path, backbone, store, runtime, branch, options))
         return session
 
-    def _fork(self, keep: int | None = None) -> "tuple[Session, PieceRegistry]":
+    def _fork(self, keep: Keep = None) -> "tuple[Session, PieceRegistry]":
         """Returns a session on a branch and its registry, without watchers: questions are answered there, too."""
         pieces = self._registry.fork()
         branch = Session.__new__(Session)

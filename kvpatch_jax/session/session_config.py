@@ -18,6 +18,8 @@ from .runtime import PAGE_SIZE, PREFILLS, PrivateRuntime, Runtime
 
 LARGEST_IMAGE = 64 << 20
 """Bytes of an image, as a file and as pixels."""
+LARGEST_TEXT = 1 << 15
+"""Tokens of a text. Attention over many more takes minutes and gigabytes, so that a caller has to ask for it."""
 MEMORY = 512 << 20
 """Bytes of tokens and pixels that a session keeps of evicted chunks."""
 
@@ -42,6 +44,7 @@ class SessionConfig:
       chat: lay out the whole window as one user message of the checkpoint's chat template. The text before the first
         image becomes the lead, with a `lead` that is a text as the system prompt; the rest surrounds every question.
       largest_image: bytes that an image may have, as a file and as pixels: a number, or a text such as "64 MiB".
+      largest_text: tokens that a text or a question may have.
       memory: bytes of tokens and pixels to keep of evicted chunks, so that `recall` works by name. The oldest are
         discarded first.
       rank: of the patches that are formed in the background; 0 forms none. None: 16 where the session may serve them,
@@ -64,6 +67,7 @@ class SessionConfig:
     around: tuple[str, str] = ("", "")
     chat: bool = False
     largest_image: Size = LARGEST_IMAGE
+    largest_text: int = LARGEST_TEXT
     memory: Size = MEMORY
     rank: Rank | None = None
     prefills: Size = PREFILLS
@@ -95,6 +99,10 @@ class SessionConfig:
                 f"session.around: got {self.around!r:.80}; expected two texts, before and after questions"
             )
 
+        if not isinstance(self.largest_text, int) or isinstance(self.largest_text, bool) or self.largest_text < 1:
+            raise SessionError(
+                f"session.largest_text: got {self.largest_text!r:.80}; expected a number of tokens, 1 or more"
+            )
         for name in ("chat", "uncertified"):
             if not isinstance(getattr(self, name), bool):
                 raise SessionError(f"session.{name}: got {getattr(self, name)!r:.80}; expected True or False")
@@ -170,8 +178,11 @@ def check_arguments(backbone: Any, store: Any, keep: Any, runtime: Any, name: An
 
 def check_keep(keep: Any) -> None:
     """Raises SessionError for an invalid number of chunks to keep."""
-    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-        raise SessionError(f"session.keep: got {keep!r:.80}; expected a number of chunks, 1 or more, or None")
+    numbers = keep if isinstance(keep, tuple) else (keep, keep)
+    whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
+    if keep is not None and not (whole and len(numbers) == 2 and 1 <= numbers[0] <= numbers[1]):
+        expected = "a number of chunks, 1 or more, a pair of the lowest and the highest number, or None"
+        raise SessionError(f"session.keep: got {keep!r:.80}; expected {expected}")
 
 
 def with_chat_template(backbone: Any, lead: Any, config: SessionConfig) -> tuple[list[int] | None, SessionConfig]:
