@@ -123,9 +123,8 @@ class Session:
         self._registry, self._planner = registry, ReusePlanner(registry, keep)
         self._questions = QuestionRunner(registry, self._planner)  # makes an online certificate of the config's word
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
-        self.name, self.watchers = registry.name, registry.watchers
-        self.config, self.runtime = registry.config, registry.runtime
-        self.backbone, self.store = registry.runtime.backbone, registry.runtime.store
+        self.name, self.watchers, self.runtime = registry.name, registry.watchers, registry.runtime
+        self.config, self.backbone, self.store = registry.config, self.runtime.backbone, self.runtime.store
 
         # A runtime forms no patches by default until one of its sessions may serve them.
         former = registry.runtime.former
