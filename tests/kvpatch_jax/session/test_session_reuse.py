@@ -136,7 +136,7 @@ def test_a_certificate_serves_no_session_beyond_what_was_measured(backbone, stor
         (dataclasses.replace(signed, tokens=4), "prefill", "window of 36 tokens; certified up to 4"),
         (dataclasses.replace(signed, modalities=("text",)), "prefill", "chunk of image; certified of text"),
     ):
-        with kvp.Session(backbone, store, keep=2, rank=0, certificate=certificate, costs=slow) as session:
+        with kvp.Session(backbone, store, 2, rank=0, prefills=0, certificate=certificate, costs=slow) as session:
             session.add(image_of(0))
             planned = session.plan(image_of(1))
             assert (planned.chunks[-1].point, planned.beyond) == (point, said)
