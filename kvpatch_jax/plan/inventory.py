@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
-
 from ..backbone import Backbone
 from ..cache import Antecedent, Chunk, Patch, content_of
 from ..core import KVLayout
@@ -92,14 +90,14 @@ class PatchInventory:
         backbone: Backbone,
         *,
         lead: str | None = None,
-        dtype: jax.typing.DTypeLike | None = None,
+        prefills: StoredPrefills | None = None,
     ) -> "PatchInventory":
         """Returns the inventory of a store for a backbone.
 
         Args:
           store: None: nothing, until something is added.
           lead: digest of what canonicals were prefilled behind (`Executor.lead`).
-          dtype: of the pool, by which stored prefills are named. None: none are offered.
+          prefills: the stored prefills that it offers. None: none.
         """
         if not all(hasattr(backbone, name) for name in ("fingerprint", "layout")):
             raise PlanError(f"inventory.backbone: got {backbone!r:.80}; expected a Backbone, as models.load returns")
@@ -108,8 +106,7 @@ class PatchInventory:
 
         inventory = cls(backbone.fingerprint, store, backbone.layout)
         inventory._lead = lead
-        if dtype is not None and StoredPrefills.supports(store):
-            inventory.prefills = StoredPrefills(store, backbone.fingerprint, dtype)
+        inventory.prefills = prefills
         return inventory
 
     # ------------------------------------------------------------------------------------------------ contents

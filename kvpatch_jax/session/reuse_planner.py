@@ -1,5 +1,6 @@
 """Choice of how a chunk enters a window: by a forward, by a stored patch, or as a plan says."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -171,7 +172,7 @@ class ReusePlanner:
         config, runtime = self._registry.config, self._registry.runtime
 
         # Behind the very pieces that precede it a stored prefill is what a forward would compute, so no plan is better.
-        prefills, keys = self._prefills(), dict[Likeness, str]()
+        prefills, keys = self._prefills, dict[Likeness, str]()
         if prefills is not None and entry.kind == "chunk" and len(stay):
             evicted = entry.id in stay.evicted_by_id
             placed, _ = stay.recall(entry.id, "prefill") if evicted else stay.append(entry, "prefill")
@@ -220,7 +221,7 @@ class ReusePlanner:
             self._registry.window,
             [*(piece.entry for piece in stay.pieces), *entries],
             DEFAULT_GOAL if config.goal is None and certified else config.goal,
-            stored=inventory.of(runtime.store, runtime.backbone, dtype=runtime.executor.dtype),
+            stored=inventory.of(runtime.store, runtime.backbone, prefills=self._prefills),
             certificate=config.certificate,
             costs=config.costs,
             uncertified=config.uncertified,
@@ -228,8 +229,9 @@ class ReusePlanner:
             known=self.known,
         )
 
+    @functools.cached_property
     def _prefills(self) -> StoredPrefills | None:
-        """Returns the stored prefills that this session may read; None without a store that keeps them."""
+        """The stored prefills that this session may read; None without a store that keeps them."""
         runtime = self._registry.runtime
         if not StoredPrefills.supports(runtime.store):
             return None

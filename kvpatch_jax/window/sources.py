@@ -346,16 +346,18 @@ class PieceSources:
 
         raise InputError(f"fetch: got patch {edit.digest} of {brief(id)!r}, which no store has; expected it provided")
 
-    def prefill(self, id: str, front: str) -> Chunk:
-        """Returns a stored prefill behind this front, which was fetched before.
+    def take_prefill(self, id: str, front: str) -> Chunk:
+        """Returns a stored prefill behind this front, which was fetched before, and forgets it.
 
         Raises:
-          InputError: it was not.
+          InputError: it was not fetched.
         """
-        found = self[id].prefill
-        if found is None or found[0] != front:
+        unit = self[id]
+        if unit.prefill is None or unit.prefill[0] != front:
             raise InputError(f"piece {brief(id)!r}: got no stored prefill behind {front}; expected it fetched first")
-        return found[1]
+        # The pool has it from now on; kept here it would take as much memory once more.
+        self._units[id] = dataclasses.replace(unit, prefill=None)
+        return unit.prefill[1]
 
     def _fetch_prefill(self, edit: Fetch, content: str | None, store: Any) -> int:
         """Reads a stored prefill. Returns its bytes, without padding.

@@ -15,6 +15,8 @@ import numpy as np
 from ..cache import Chunk
 from .entry import PlacedPiece, short_digest
 
+TIME_TO_LIVE = 7 * 24 * 3600.0
+"""Seconds that a prefill is kept: histories that nobody repeats would fill a store without a budget."""
 Likeness = Literal["near", "seen"]
 """What a stored prefill has in common with a place: the pinned lead and the nearest piece, or the lead alone."""
 
@@ -87,13 +89,12 @@ class StoredPrefills:
 
     def put(self, chunk: Chunk, front: str, keys: dict[Likeness, str]) -> None:
         """Stores a prefill, `chunk.lead` being `lead(front)`, to be found by its front and by these keys."""
-        self.store.put(chunk)
+        self.store.put(chunk, ttl=TIME_TO_LIVE)
         # The first one stays: what follows was often served by it.
         for key in keys.values():
             if self.front_alike(chunk.id, key) is None:
-                self.store.put_encoder(
-                    self._name(chunk.id, key), self.backbone, np.frombuffer(bytes.fromhex(front), np.uint8)
-                )
+                digest = np.frombuffer(bytes.fromhex(front), np.uint8)
+                self.store.put_encoder(self._name(chunk.id, key), self.backbone, digest, ttl=TIME_TO_LIVE)
                 self._fronts[chunk.id, key] = front
 
     def _name(self, id: str, key: str) -> str:

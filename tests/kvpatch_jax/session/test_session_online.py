@@ -31,15 +31,16 @@ def learnt(backbone, tmp_path_factory):
     """A store, and a certificate that learnt from visits of five images in many orders."""
     certificate = OnlineCertificate(backbone.fingerprint, LENIENT)
     with kvp.ChunkStore(tmp_path_factory.mktemp("store")) as store:
-        for order in itertools.islice(itertools.permutations(range(5)), 0, 120, 6):
+        for order in itertools.islice(itertools.permutations(range(5)), 0, 120, 4):
             visit(backbone, store, order, certificate)
         yield store, certificate
 
 
 def test_a_way_is_admitted_by_audits_and_then_served(backbone, learnt):
     store, certificate = learnt
-    bound = certificate.admitted("near")
-    assert bound is not None
+    # Which of the two is tried is drawn; three audits without a miss admit either.
+    proved = [certificate.admitted(way) for way in ("near", "seen")]
+    bound = max(bound for bound in proved if bound is not None)
     assert bound <= 0.05
     with kvp.Session(backbone, store, keep=4, rank=0, certificate=certificate) as session:
         for number in (4, 0, 2, 1, 3):
@@ -74,12 +75,12 @@ def test_a_session_goes_on_from_what_the_store_has_of_others(backbone, learnt):
         other = session.config.certificate
         assert isinstance(other, OnlineCertificate)
         # Another policy is another certificate: what was learnt under it says nothing here.
-        assert other.audits("near") == 0
+        assert other.audits("near") + other.audits("seen") == 0
     copy = OnlineCertificate(backbone.fingerprint, LENIENT, writer="copy")
     saved = store.get_encoder("online certificate", backbone.fingerprint)
     assert saved is not None
     copy.merge(saved.tobytes())
-    assert copy.audits("near") > 0
+    assert copy.audits("near") + copy.audits("seen") > 0
 
 
 def test_damaged_state_beside_the_chunks_is_ignored(backbone, tmp_path):
