@@ -3,6 +3,7 @@
 Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where there is a figure, bench_NAME.png.
 --quick is a preview of a minute or less, where a suite has one. Of the code:
 
+  calls              one warm call of the public face: CPU time, and functions and files of ours that it enters
   kernels            apply_patch, splice and relocate over x · 2, their checks, the kernels' XLA path, factorisation
   patch              the factorisation alone, with the energy captured of real deficits
   store              put, get, patches, opening, eviction and fetch, beside raw files, safetensors and Orbax
@@ -33,6 +34,7 @@ from ..console import quiet_backends
 from ..placement import suite as placement
 from . import (
     backbones,
+    calls,
     costs,
     fetch,
     kernels,
@@ -50,6 +52,7 @@ BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
         backbones.BENCHMARK,
+        calls.BENCHMARK,
         costs.BENCHMARK,
         fetch.BENCHMARK,
         kernels.BENCHMARK,

@@ -5,6 +5,7 @@ from .certified_rows import CertifiedLoss, CertifiedPlan, RankChoice
 from .device_costs import DeviceCosts, Rates
 from .goal import Goal
 from .inventory import AvailablePatch, PatchInventory
+from .online_certificate import AuditPolicy, OnlineCertificate
 from .operating_points import MEANING, POINTS, Point, Way
 from .planning import Plan, PlannedChunk, plan
 from .serving_options import PlanOptions
@@ -12,12 +13,14 @@ from .serving_options import PlanOptions
 __all__ = [
     "MEANING",
     "POINTS",
+    "AuditPolicy",
     "AvailablePatch",
     "Certificate",
     "CertifiedLoss",
     "CertifiedPlan",
     "DeviceCosts",
     "Goal",
+    "OnlineCertificate",
     "PatchInventory",
     "Plan",
     "PlanOptions",
@@ -29,3 +32,4 @@ __all__ = [
     "plan",
 ]
 from .goal import DEFAULT_KL as DEFAULT_KL
+from .online_certificate import AnyCertificate as AnyCertificate

@@ -9,7 +9,17 @@ from ..cache import Antecedent, Chunk, Patch, content_of
 from ..core import KVLayout
 from ..errors import PlanError
 from ..patching import update_patch
-from ..window import Entry, PatchNote, PatchStore, asked_behind, chain_digest, chain_of, contents_differ, stored
+from ..window import (
+    Entry,
+    PatchNote,
+    PatchStore,
+    StoredPrefills,
+    asked_behind,
+    chain_digest,
+    chain_of,
+    contents_differ,
+    stored,
+)
 from .operating_points import Point
 
 
@@ -40,6 +50,7 @@ class PatchInventory:
     Attributes:
       backbone: its fingerprint.
       chunks: the canonicals that are in memory, by id.
+      prefills: the stored prefills; None without a store that keeps them.
       in_memory: whether anything is in memory, which an executor must be given (`Plan.provide`).
     """
 
@@ -61,6 +72,7 @@ class PatchInventory:
         self._layout = layout
         self._lead: str | None = None
         self.in_memory = False
+        self.prefills: StoredPrefills | None = None
         self.chunks: dict[str, Chunk] = {}
         self._contents: dict[str, set[str | None]] = {}
 
@@ -72,12 +84,20 @@ class PatchInventory:
         self._misses: set[tuple[str, str]] | None = None
 
     @classmethod
-    def of(cls, store: PatchStore | None, backbone: Backbone, *, lead: str | None = None) -> "PatchInventory":
+    def of(
+        cls,
+        store: PatchStore | None,
+        backbone: Backbone,
+        *,
+        lead: str | None = None,
+        prefills: StoredPrefills | None = None,
+    ) -> "PatchInventory":
         """Returns the inventory of a store for a backbone.
 
         Args:
           store: None: nothing, until something is added.
           lead: digest of what canonicals were prefilled behind (`Executor.lead`).
+          prefills: the stored prefills that it offers. None: none.
         """
         if not all(hasattr(backbone, name) for name in ("fingerprint", "layout")):
             raise PlanError(f"inventory.backbone: got {backbone!r:.80}; expected a Backbone, as models.load returns")
@@ -86,6 +106,7 @@ class PatchInventory:
 
         inventory = cls(backbone.fingerprint, store, backbone.layout)
         inventory._lead = lead
+        inventory.prefills = prefills
         return inventory
 
     # ------------------------------------------------------------------------------------------------ contents

@@ -18,6 +18,7 @@ from ..window import (
     ServingChoice,
     Window,
     chain_digest,
+    likeness_keys,
     tuple_of,
 )
 from .device_costs import DeviceCosts, Rates
@@ -136,6 +137,12 @@ class EditPricing:
         fetched = self.costs.kv_bytes * tokens
         return nbytes + fetched, flops, seconds + self._fetch.launch + fetched * self._fetch.byte
 
+    def restored(self, entry: Entry) -> Cost:
+        """Returns the cost of placing a stored prefill, which is always read from the store."""
+        nbytes, flops, seconds = self.bare(entry, set_aside=True)
+        fetched = self.costs.kv_bytes * entry.tokens
+        return nbytes + fetched, flops, seconds + self._fetch.launch + fetched * self._fetch.byte
+
     def patched(self, entry: Entry, patch: AvailablePatch) -> Cost:
         """Returns the cost of placing a base with a patch."""
         note, tokens = patch.note, entry.tokens
@@ -238,8 +245,12 @@ class OptionTable:
         """Returns the options of a piece that was not in the window before."""
         forward = self.pricing.forward(entry, preceding, again=False)
         point: Point = "encoded" if entry.id in self._encoded else "prefill"
-        if skip_patches or entry.kind == "text":
+        if entry.kind == "text":
             return [ServingOption(point, PREFILL, *forward, None, True)]
+
+        restored = self._restored(index, entry)
+        if skip_patches:
+            return [*(own for own in restored if own.way is None), ServingOption(point, PREFILL, *forward, None, True)]
 
         # A forward of a chunk that has no valid patch yet lets the former make one.
         patched = self._patched(index, entry)
@@ -247,8 +258,27 @@ class OptionTable:
         if self._options.forming and index and point == "prefill" and unknown_only:
             point = "fresh"
         options = [tuple_of(ServingOption, (point, PREFILL, *forward, None, True, None)), *patched]
+        # What is as promised comes first, the cheapest in front.
+        cheaper = bool(restored) and restored[0].way is None and restored[0].seconds <= forward[2]
+        options = [*restored, *options] if cheaper else [*options, *restored]
         if self.inventory.canonical(entry):
             options.append(self._canonical_alone(entry))
+        return options
+
+    def _restored(self, index: int, entry: Entry) -> list[ServingOption]:
+        """Returns the options that place a stored prefill; one that is as promised goes first."""
+        prefills = self.inventory.prefills
+        if prefills is None or not index:
+            return []
+
+        options, cost = [], self.pricing.restored(entry)
+        target, window = self.arranged.targets.digests[index], self.arranged.window
+        if prefills.contains(entry.id, target):
+            options.append(ServingOption("restored", ServingChoice("restored", behind=target), *cost))
+        for point, key in likeness_keys(window.pieces, index, window.lead).items():
+            front = prefills.front_alike(entry.id, key)
+            if front not in (None, target):
+                options.append(ServingOption(point, ServingChoice("restored", behind=front), *cost, (point, 0)))
         return options
 
     def _canonical_alone(self, entry: Entry) -> ServingOption:
@@ -276,7 +306,7 @@ class OptionTable:
 
             # Without the checks of a constructor, because a table may have thousands of options.
             nbytes, flops, seconds = self.pricing.patched(entry, patch)
-            way, choice = (patch.point, note.rank), tuple_of(ServingChoice, ("patch", note, False))
+            way, choice = (patch.point, note.rank), tuple_of(ServingChoice, ("patch", note, False, None))
             options.append(tuple_of(ServingOption, (patch.point, choice, nbytes, flops, seconds, way, False, patch)))
 
         if self._options.allow_stale:
@@ -309,14 +339,16 @@ class OptionTable:
         taken = nbytes + rotation[0], flops + rotation[1], seconds + rotation[2]
         again = tuple_of(ServingOption, ("prefill", PREFILL, *taken, None, True, None))
         restorable = piece.state.kind == "bare" and self._is_as_promised(index, piece, set_aside=True)
+        # What a forward there would compute may be stored.
+        stored = [own for own in self._restored(index, entry) if own.way is None] if entry.kind == "chunk" else []
         if skip_patches and not restorable:
-            return [again]
+            return [*stored, again]
 
         keep = ServingOption(kept_point(piece), KEEP, *rotation, self._way_of_kept(index, piece))
         if entry.kind == "text":
             return [again, keep]
 
-        options = [again, keep, *self._patched(index, entry, piece)]
+        options = [*stored, again, keep, *self._patched(index, entry, piece)]
         if piece.state.kind != "bare" and self.inventory.canonical(entry):
             options.append(self._canonical_alone(entry))
         if restorable:

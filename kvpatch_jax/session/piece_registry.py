@@ -221,6 +221,8 @@ class PieceRegistry:
 
         # Provided before it is placed, because edits of the placement read the tokens.
         tokens = self.embed(read)
+        if read.textual:
+            self.check_text_length(tokens.length)
         record = PieceRecord(tokens.entry(piece_id, read, kind, order_free), name, read)
         self.provide_tokens(record, tokens)
 
@@ -238,6 +240,13 @@ class PieceRegistry:
         while len(self.used_names) > MOST_NAMES:
             del self.used_names[next(iter(self.used_names))]
         self.trim_evicted()
+
+    def check_text_length(self, tokens: int) -> None:
+        """Raises InputError for a text, or a question, of more tokens than the session takes."""
+        if tokens > self.config.largest_text:
+            raise InputError(
+                f"session: got a text of {tokens} tokens; expected at most {self.config.largest_text} (largest_text=…)"
+            )
 
     def embed(self, read: SessionInput) -> EmbeddedInput:
         """Embeds an input. The output of the vision tower is read from the store, or computed and stored."""

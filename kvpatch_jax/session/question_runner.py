@@ -12,10 +12,12 @@ from ..cache import Text, check_text
 from ..errors import InputError, SessionError
 from ..sampling import Sampling, TextPiece, check_steps
 from ..window import Window
+from .answer_auditor import AnswerAuditor
 from .answer_retrieval import AnswerRetrieval
 from .answers import Answer, Audit
 from .logit_comparison import compared, prefilled_logits, served_logits, with_answer
 from .piece_registry import PieceRegistry
+from .reuse_planner import ReusePlanner
 from .runtime import Runtime, TokenIterator
 from .session_input import EmbeddedInput, embedded
 
@@ -95,10 +97,16 @@ class AnswerOptions:
 
 
 class QuestionRunner:
-    """Runner of questions after a session's window."""
+    """Runner of questions after a session's window, whose answers it has audited for an online certificate."""
 
-    def __init__(self, registry: PieceRegistry):
+    def __init__(self, registry: PieceRegistry, planner: ReusePlanner):
+        self._auditor = AnswerAuditor.of(registry, planner)
         self._registry, self._config = registry, registry.config
+
+    def close(self) -> None:
+        """Ends audits, which run on forks and so need the runtime."""
+        if self._auditor is not None:
+            self._auditor.close()
 
     def ask(self, question: Any, options: AnswerOptions, fork: Callable[[], tuple[Any, PieceRegistry]]) -> Answer:
         """Answers a question. The window stays as it is.
@@ -115,10 +123,13 @@ class QuestionRunner:
 
         items = self.items(question)
         asked = embedded(backbone, items)
+        registry.check_text_length(asked.length)
         answer = Answer(options.start(registry.runtime, registry.window, asked), options.key)
         registry.counters["questions"] += 1
         if options.audit:
             answer.audit = self._audit(registry, items, asked, answer.ids)
+        if self._auditor is not None:
+            self._auditor.after_answer(asked)
         return answer
 
     def items(self, question: Any, framed: bool = True) -> list[Any]:

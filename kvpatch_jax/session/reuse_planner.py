@@ -1,19 +1,42 @@
 """Choice of how a chunk enters a window: by a forward, by a stored patch, or as a plan says."""
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..cache import Antecedent
 from ..errors import InputError, PatchMismatchError, ShapeError
 from ..plan import DEFAULT_KL, AvailablePatch, Goal, PatchInventory, Plan, Way, plan
-from ..window import Entry, Fetch, PatchNote, Prefill, Recompute, Window, chain_digest
+from ..window import (
+    Edits,
+    Entry,
+    Fetch,
+    Likeness,
+    PatchNote,
+    Prefill,
+    Recompute,
+    StoredPrefills,
+    Window,
+    chain_digest,
+    likeness_keys,
+)
 from .piece_registry import PieceRecord, PieceRegistry
 from .session_input import SessionInput
 
 DEFAULT_GOAL = Goal(kl=DEFAULT_KL)
 """The goal of a session with a certificate, unless it has its own."""
-Method = Literal["leading", "prefill", "patch"]
+Keep = int | tuple[int, int] | None
+"""The number of chunks that stay after the lead: one number, or the lowest and the highest. None: all."""
+Method = Literal["leading", "prefill", "patch", "restored"]
 """How an entry is placed without a plan, as `Window.append` takes it."""
+
+
+class Entrance(NamedTuple):
+    """How an entry enters a window without a plan, as `Window.append` takes it."""
+
+    method: Method
+    patch: PatchNote | None = None
+    behind: str | None = None
 
 
 class LargestPatchInventory(PatchInventory):
@@ -36,12 +59,14 @@ class ReusePlanner:
     """Planner of how chunks enter a session's window.
 
     Attributes:
-      keep: the number of chunks that stay after the lead. None: all.
+      keep: the number of chunks that stay after the lead; or as `Session` takes it, a pair. None: all.
+      stayed: the number of chunks that the piece placed last allowed to stay, itself included. None: all.
       known: what earlier plans know of the approximate pieces of the window (`Plan.known`).
     """
 
-    def __init__(self, registry: PieceRegistry, keep: int | None):
+    def __init__(self, registry: PieceRegistry, keep: Keep):
         self._registry, self.keep = registry, keep
+        self.stayed: int | None = None
         self.known: Mapping[str, Way] = {}
 
     def plan(self, items: tuple[Any, ...]) -> Plan:
@@ -63,9 +88,7 @@ class ReusePlanner:
                 entries.append(registry.embed(read).entry(piece_id, read, kind, False))
 
         # Chunks leave in this plan as they would one after the other in `place`.
-        chunks = sum(entry.kind == "chunk" for entry in entries)
-        if self.keep is not None and chunks and window.lead_settled:
-            window, _ = window.slide(max(self.keep - chunks, 0))
+        window, _ = self._make_room(window, sum(entry.kind == "chunk" for entry in entries))
         return self._plan(window, entries)
 
     def place(self, record: PieceRecord) -> None:
@@ -77,10 +100,7 @@ class ReusePlanner:
         evicted = entry.id in registry.window.evicted_by_id
         seen_before = evicted or self._is_stored(entry)
 
-        # The lead is not settled until the first chunk; nothing leaves before that.
-        stay, sliding = registry.window, ()
-        if self.keep is not None and entry.kind != "text" and stay.lead_settled:
-            stay, sliding = stay.slide(self.keep - 1)
+        stay, sliding = self._make_room(registry.window, int(entry.kind != "text"))
         choice = self._choose(stay, entry)
 
         # At most twice: the second choice is a prefill, which fetches nothing.
@@ -88,8 +108,11 @@ class ReusePlanner:
             if isinstance(choice, Plan):
                 window, edits = choice.window, choice.edits
             else:
-                method, note = choice
-                enter = stay.recall(entry.id, method, note) if evicted else stay.append(entry, method, note)
+                method, note, behind = choice
+                if evicted:
+                    enter = stay.recall(entry.id, method, note, behind=behind)
+                else:
+                    enter = stay.append(entry, method, note, behind=behind)
                 window, edits = enter[0], (*sliding, *enter[1])
             try:
                 # Only forwards read tokens. A chunk whose content was discarded can still be served by a patch.
@@ -100,15 +123,15 @@ class ReusePlanner:
                 break
             except (InputError, PatchMismatchError, ShapeError):
                 # What the choice would fetch may have been deleted from the store since.
-                if choice == ("prefill", None) or not any(isinstance(edit, Fetch) for edit in edits):
+                if choice == Entrance("prefill") or not any(isinstance(edit, Fetch) for edit in edits):
                     raise
-                choice = "prefill", None
+                choice = Entrance("prefill")
 
         # Counted last: a call that raises has counted nothing.
         if isinstance(choice, Plan):
             self.known = choice.known
-        if entry.kind == "chunk" and seen_before:
-            missed = any(isinstance(edit, Prefill) and edit.id == entry.id for edit in edits)
+        missed = any(isinstance(edit, Prefill) and edit.id == entry.id for edit in edits)
+        if entry.kind == "chunk" and (seen_before or not missed):
             registry.counters["misses" if missed else "hits"] += 1
             patch_count = getattr(registry.runtime.store, "patch_count", None)
             if missed and patch_count is not None and patch_count(entry.id, registry.runtime.backbone.fingerprint):
@@ -122,23 +145,53 @@ class ReusePlanner:
         self.place(record)
         registry.counters["recalled"] += 1
         registry.trim_evicted()
-        registry.notify("recall", record, keep=self.keep)
+        registry.notify("recall", record, keep=self.stayed)
         return record.name
 
     # -------------------------------------------------------------------------------------------------- inside
 
-    def _choose(self, stay: Window, entry: Entry) -> Plan | tuple[Method, PatchNote | None]:
-        """Returns how an entry enters after the pieces that stay: a method with a patch, or a plan."""
+    def _make_room(self, window: Window, entering: int) -> tuple[Window, Edits]:
+        """Returns a window without the chunks that leave before so many others enter, and the edits of their leaving.
+
+        Of a pair, the oldest leave together, down to the lower number, once there would be more than the higher one.
+        """
+        low, high = self.keep if isinstance(self.keep, tuple) else (self.keep, self.keep)
+        self.stayed = high
+        # The lead is not settled until the first chunk; nothing leaves before that.
+        if low is None or high is None or not entering or not window.lead_settled:
+            return window, ()
+
+        chunks = sum(piece.entry.kind == "chunk" for piece in window.pieces[window.lead :])
+        if chunks + entering <= high:
+            return window, ()
+        self.stayed = low
+        return window.slide(max(low - entering, 0))
+
+    def _choose(self, stay: Window, entry: Entry) -> Plan | Entrance:
+        """Returns how an entry enters after the pieces that stay."""
         config, runtime = self._registry.config, self._registry.runtime
 
-        # Without certificate and goal, a plan comes to one of these two. Planning would take longer than the choice.
-        if not config.uncertified and config.certificate is None and config.goal is None:
-            # A canonical that was made behind nothing is the prefill of a chunk at the front.
-            alone = not len(stay) and entry.kind == "chunk" and runtime.executor.lead is None
-            if alone and self._is_stored(entry):
-                return "leading", None
-            if stay.promise == "remember":
-                return "prefill", None
+        # Behind the very pieces that precede it a stored prefill is what a forward would compute, so no plan is better.
+        prefills, keys = self._prefills, dict[Likeness, str]()
+        if prefills is not None and entry.kind == "chunk" and len(stay):
+            evicted = entry.id in stay.evicted_by_id
+            placed, _ = stay.recall(entry.id, "prefill") if evicted else stay.append(entry, "prefill")
+            piece, keys = placed.pieces[-1], likeness_keys(placed.pieces, len(stay), placed.lead)
+
+            # Behind approximate pieces it is approximate as a forward is: a plan may prefer to run those again.
+            unplanned = config.uncertified and config.certificate is None
+            if (stay.as_promised or unplanned) and prefills.contains(entry.id, piece.front):
+                return Entrance("restored")
+
+        # The same is true of a canonical at the front of a window.
+        alone = not len(stay) and entry.kind == "chunk" and runtime.executor.lead is None
+        if alone and self._is_stored(entry):
+            return Entrance("leading")
+
+        # Without certificate and goal, a plan comes to a forward. Planning would take longer than the choice.
+        undemanding = not config.uncertified and config.certificate is None and config.goal is None
+        if undemanding and stay.promise == "remember":
+            return Entrance("prefill")
 
         # A patch for the very antecedent is what a plan would choose without a certificate.
         if config.uncertified and config.certificate is None and runtime.store is not None and entry.kind == "chunk":
@@ -149,7 +202,12 @@ class ReusePlanner:
                 inventory = LargestPatchInventory.of(runtime.store, backbone)
                 for patch in inventory.serving(entry, digest, lambda: target):
                     if patch.note.base == "canonical":
-                        return "patch", patch.note
+                        return Entrance("patch", patch.note)
+
+            # Without a patch for them, what was computed behind the same lead and the same nearest piece.
+            behind = prefills.front_alike(entry.id, keys["near"]) if prefills is not None and keys else None
+            if behind is not None:
+                return Entrance("restored", behind=behind)
 
         return self._plan(stay, [entry])
 
@@ -163,13 +221,21 @@ class ReusePlanner:
             self._registry.window,
             [*(piece.entry for piece in stay.pieces), *entries],
             DEFAULT_GOAL if config.goal is None and certified else config.goal,
-            stored=inventory.of(runtime.store, runtime.backbone),
+            stored=inventory.of(runtime.store, runtime.backbone, prefills=self._prefills),
             certificate=config.certificate,
             costs=config.costs,
             uncertified=config.uncertified,
             forming=runtime.former is not None and bool(runtime.former.rank),
             known=self.known,
         )
+
+    @functools.cached_property
+    def _prefills(self) -> StoredPrefills | None:
+        """The stored prefills that this session may read; None without a store that keeps them."""
+        runtime = self._registry.runtime
+        if not StoredPrefills.supports(runtime.store):
+            return None
+        return StoredPrefills(runtime.store, runtime.backbone.fingerprint, runtime.executor.dtype)
 
     def _is_stored(self, entry: Entry) -> bool:
         """Returns whether the store has an entry, as far as it can say without reading."""

@@ -22,6 +22,8 @@ from .argument_checks import float_dtype
 FIRST_PAGES = 256
 """Pages of a new pool without a fixed size."""
 PAGE_SIZE = 16
+PREFILLS = 1 << 30
+"""Bytes of prefills that a session adds to its store, unless it says otherwise."""
 RANK = 16
 """Default rank of patches that are formed in the background."""
 Stops = Sequence[int] | None
@@ -167,6 +169,7 @@ class PrivateRuntime(ExecutorRuntime):
         page_size: int = PAGE_SIZE,
         dtype: jax.typing.DTypeLike | None = None,
         rank: Rank | None = None,
+        prefills: int = 0,
         **options: Any,
     ):
         """Allocates the pool. With a store, patches are formed in the background.
@@ -176,11 +179,13 @@ class PrivateRuntime(ExecutorRuntime):
           page_size: tokens of a page.
           dtype: of the pool. None: the dtype that the backbone computes in.
           rank: of the patches that are formed; 0 forms none. None: 16, from the first session that may serve them.
+          prefills: bytes of prefills that may be added to the store (`SessionConfig.prefills`).
           options: of `PagedExecutor`.
         """
         dtype = float_dtype(dtype_of(backbone) if dtype is None else dtype, "session")
         executor = PagedExecutor(backbone, pages or FIRST_PAGES, page_size, dtype, store=store, **options)
-        super().__init__(executor, None if store is None else PatchFormer(backbone, store, rank))
+        former = None if store is None else PatchFormer(backbone, store, rank, prefill_bytes=prefills)
+        super().__init__(executor, former)
         if self.former is not None:
             self.former.watch(executor)
         self._lock, self._grows = threading.RLock(), pages is None

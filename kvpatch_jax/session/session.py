@@ -19,7 +19,7 @@ from .answers import Answer
 from .disposability import UNCHANGED, DisposabilityProbe, DisposabilityReport
 from .piece_registry import PieceRegistry, RuntimeRefCount, retry_after_pool_loss
 from .question_runner import AnswerOptions, QuestionRunner, Stop
-from .reuse_planner import ReusePlanner
+from .reuse_planner import Keep, ReusePlanner
 from .runtime import RANK, Runtime, dtype_of
 from .session_config import SessionConfig, check_arguments, check_keep, with_chat_template
 from .session_input import embedded
@@ -59,7 +59,7 @@ class Session:
         self,
         backbone: Backbone,
         store: PatchStore | None = None,
-        keep: int | None = None,
+        keep: Keep = None,
         *,
         lead: Any = None,
         promise: Promise = "remember",
@@ -73,10 +73,10 @@ class Session:
 
         Args:
           backbone: of `models.load`.
-          store: a `ChunkStore`. Exact data is always read from it: canonicals of leading chunks, and outputs of the
-            vision tower. Patches are formed in the background and stored if they may be served: with a certificate,
-            with `uncertified`, or with a `rank`.
-          keep: the number of chunks that stay after the lead; when another one enters, the oldest leaves. None: all.
+          store: a `ChunkStore`. Exact data (prefills, tower outputs) is always read from it. Patches are formed where
+            they may be served: with a certificate, `uncertified`, or a `rank`.
+          keep: the number of chunks that stay after the lead; the oldest leave. A pair: the number down to which they
+            leave together, and the one that makes them leave. None: all.
           lead: pinned at the front: a text or image, a list of them, or 0 for nothing. None: the texts that are added
             before the first chunk, or without such texts, that chunk.
           promise: the reference of the window: "remember" (the model in which a token does not attend to what had left
@@ -114,19 +114,17 @@ class Session:
             for item in first:
                 self.add(item)
         except BaseException:
-            # The caller has no session to close, and a private runtime has a pool and a thread.
+            # The caller has no session to close, and a runtime has a pool and a thread.
             self.close()
             raise
 
-    def _compose(self, registry: PieceRegistry, keep: int | None) -> None:
+    def _compose(self, registry: PieceRegistry, keep: Keep) -> None:
         """Sets all attributes. New, forked and restored sessions are composed alike."""
-        self.name, self.watchers = registry.name, registry.watchers
-        self.config, self.runtime = registry.config, registry.runtime
-        self.backbone, self.store = registry.runtime.backbone, registry.runtime.store
-        self._registry = registry
-        self._planner = ReusePlanner(registry, keep)
-        self._questions = QuestionRunner(registry)
+        self._registry, self._planner = registry, ReusePlanner(registry, keep)
+        self._questions = QuestionRunner(registry, self._planner)  # makes an online certificate of the config's word
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
+        self.name, self.watchers, self.runtime = registry.name, registry.watchers, registry.runtime
+        self.config, self.backbone, self.store = registry.config, self.runtime.backbone, self.runtime.store
 
         # A runtime forms no patches by default until one of its sessions may serve them.
         former = registry.runtime.former
@@ -134,8 +132,8 @@ class Session:
             former.form_patches(RANK)
 
     @property
-    def keep(self) -> int | None:
-        """The number of chunks that stay after the lead. None: all."""
+    def keep(self) -> Keep:
+        """The number of chunks that stay after the lead, or the lowest and the highest. None: all."""
         return self._planner.keep
 
     @property
@@ -208,7 +206,7 @@ class Session:
 
             with registry.admit(read, id, order_free, kind) as record:
                 self._planner.place(record)
-            registry.notify("add", record, read.items, keep=self._planner.keep)
+            registry.notify("add", record, read.items, keep=self._planner.stayed)
             return record.name
 
     @retry_after_pool_loss
@@ -305,7 +303,7 @@ class Session:
             registry.notify("reorder", order=tuple(record.name for record in records))
 
     @retry_after_pool_loss
-    def fork(self, *, keep: int | None = None) -> "Session":
+    def fork(self, *, keep: Keep = None) -> "Session":
         """Opens a session on a branch, which shares all KV with this one until either changes a piece.
 
         Args:
@@ -334,6 +332,8 @@ class Session:
             registry.notify("close")
             for answer in list(self._answers):
                 answer.close()
+
+            self._questions.close()
             registry.release()
 
     def __enter__(self) -> "Session":
@@ -490,7 +490,7 @@ class Session:
         session._compose(*session_file.restore(path, backbone, store, runtime, branch, options))
         return session
 
-    def _fork(self, keep: int | None = None) -> "tuple[Session, PieceRegistry]":
+    def _fork(self, keep: Keep = None) -> "tuple[Session, PieceRegistry]":
         """Returns a session on a branch and its registry, without watchers: questions are answered there, too."""
         pieces = self._registry.fork()
         branch = Session.__new__(Session)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -10,14 +10,16 @@ from ..backbone import Backbone
 from ..cache import check_text
 from ..errors import CertificateError, SessionError
 from ..patching import Rank
-from ..plan import Certificate, DeviceCosts, Goal
+from ..plan import AnyCertificate, DeviceCosts, Goal
 from ..utils.sizes import Size, size_of
 from ..window import PatchStore
 from .argument_checks import float_dtype
-from .runtime import PAGE_SIZE, PrivateRuntime, Runtime
+from .runtime import PAGE_SIZE, PREFILLS, PrivateRuntime, Runtime
 
 LARGEST_IMAGE = 64 << 20
 """Bytes of an image, as a file and as pixels."""
+LARGEST_TEXT = 1 << 15
+"""Tokens of a text. Attention over many more takes minutes and gigabytes, so that a caller has to ask for it."""
 MEMORY = 512 << 20
 """Bytes of tokens and pixels that a session keeps of evicted chunks."""
 
@@ -28,7 +30,9 @@ class SessionConfig:
 
     Attributes:
       certificate: the measured loss of each reuse method on this backbone. With one, a returning chunk is served by a
-        stored patch where that keeps to the goal. Without one, it is prefilled.
+        stored patch where that keeps to the goal. Without one, it is prefilled, unless a prefill behind the very same
+        pieces is stored. "online": an `OnlineCertificate`, which starts from what the store has of earlier audits, and
+        learns from a share of this session's answers.
       goal: bounds on the loss of an answer, or on bytes or seconds. None: 0.05 nats with a certificate, otherwise
         exactly what the window promises.
       costs: of this device, for plans. None: assumed.
@@ -40,10 +44,13 @@ class SessionConfig:
       chat: lay out the whole window as one user message of the checkpoint's chat template. The text before the first
         image becomes the lead, with a `lead` that is a text as the system prompt; the rest surrounds every question.
       largest_image: bytes that an image may have, as a file and as pixels: a number, or a text such as "64 MiB".
+      largest_text: tokens that a text or a question may have.
       memory: bytes of tokens and pixels to keep of evicted chunks, so that `recall` works by name. The oldest are
         discarded first.
       rank: of the patches that are formed in the background; 0 forms none. None: 16 where the session may serve them,
         otherwise none.
+      prefills: bytes of prefills that the session may add to its store, as they are. Behind the very same pieces a
+        chunk is served by one without a forward, bit for bit. 0 stores none.
       pages, page_size, dtype: of the pool; see `PrivateRuntime`.
 
     Raises:
@@ -51,7 +58,7 @@ class SessionConfig:
       other options of the pool.
     """
 
-    certificate: Certificate | None = None
+    certificate: AnyCertificate | Literal["online"] | None = None
     goal: Goal | None = None
     costs: DeviceCosts | None = None
     uncertified: bool = False
@@ -60,15 +67,16 @@ class SessionConfig:
     around: tuple[str, str] = ("", "")
     chat: bool = False
     largest_image: Size = LARGEST_IMAGE
+    largest_text: int = LARGEST_TEXT
     memory: Size = MEMORY
     rank: Rank | None = None
+    prefills: Size = PREFILLS
     pages: int | None = None
     page_size: int = PAGE_SIZE
     dtype: jax.typing.DTypeLike | None = None
 
     def __post_init__(self) -> None:
         for name, kind, expected in (
-            ("certificate", Certificate, "Certificate.read(...), or None"),
             ("goal", Goal, "a kvpatch_jax.plan.Goal, or None"),
             ("costs", DeviceCosts, "DeviceCosts.read(...), or None"),
         ):
@@ -76,6 +84,10 @@ class SessionConfig:
             if value is not None and not isinstance(value, kind):
                 raise SessionError(f"session.{name}: got {value!r:.80}; expected {expected}")
 
+        if not isinstance(self.certificate, AnyCertificate | None) and self.certificate != "online":
+            raise SessionError(
+                f"session.certificate: got {self.certificate!r:.80}; expected Certificate.read(...), 'online', or None"
+            )
         if self.retriever is not None and not callable(self.retriever) and not hasattr(self.retriever, "search"):
             raise SessionError(
                 f"session.retriever: got {self.retriever!r:.80}; expected a function, an object with `search`, or None"
@@ -87,6 +99,10 @@ class SessionConfig:
                 f"session.around: got {self.around!r:.80}; expected two texts, before and after questions"
             )
 
+        if not isinstance(self.largest_text, int) or isinstance(self.largest_text, bool) or self.largest_text < 1:
+            raise SessionError(
+                f"session.largest_text: got {self.largest_text!r:.80}; expected a number of tokens, 1 or more"
+            )
         for name in ("chat", "uncertified"):
             if not isinstance(getattr(self, name), bool):
                 raise SessionError(f"session.{name}: got {getattr(self, name)!r:.80}; expected True or False")
@@ -95,7 +111,7 @@ class SessionConfig:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", float_dtype(self.dtype, "session"))
         # Sizes may be texts such as "64 MiB". From here on they are whole numbers.
-        for name in ("largest_image", "memory"):
+        for name in ("largest_image", "memory", "prefills"):
             size = size_of(getattr(self, name), f"session.{name}", refused=SessionError)
             object.__setattr__(self, name, size)
 
@@ -113,7 +129,8 @@ class SessionConfig:
     def private_runtime(self, backbone: Backbone, store: PatchStore | None) -> PrivateRuntime:
         """Returns a new runtime for one session, with a pool of these options."""
         pages, page_size = self.pages, self.page_size
-        return PrivateRuntime(backbone, store, pages=pages, page_size=page_size, dtype=self.dtype, rank=self.rank)
+        pool: dict[str, Any] = {"pages": pages, "page_size": page_size, "dtype": self.dtype}
+        return PrivateRuntime(backbone, store, rank=self.rank, prefills=int(self.prefills), **pool)
 
     def check_backbone(self, fingerprint: str) -> None:
         """Refuses a certificate or a linker of other weights.
@@ -121,10 +138,11 @@ class SessionConfig:
         Raises:
           CertificateError, SessionError: either.
         """
-        if self.certificate is not None and self.certificate.backbone != fingerprint:
+        certificate = self.certificate
+        if isinstance(certificate, AnyCertificate) and certificate.backbone != fingerprint:
             raise CertificateError(
-                f"session.certificate: got one of {self.certificate.model!r:.80}, backbone "
-                f"{self.certificate.backbone[:16]!r}; expected backbone {fingerprint[:16]!r}"
+                f"session.certificate: got one of {certificate.model!r:.80}, backbone "
+                f"{certificate.backbone[:16]!r}; expected backbone {fingerprint[:16]!r}"
             )
         if self.linker is not None:
             found = getattr(self.linker, "backbone", None)
@@ -160,8 +178,11 @@ def check_arguments(backbone: Any, store: Any, keep: Any, runtime: Any, name: An
 
 def check_keep(keep: Any) -> None:
     """Raises SessionError for an invalid number of chunks to keep."""
-    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-        raise SessionError(f"session.keep: got {keep!r:.80}; expected a number of chunks, 1 or more, or None")
+    numbers = keep if isinstance(keep, tuple) else (keep, keep)
+    whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
+    if keep is not None and not (whole and len(numbers) == 2 and 1 <= numbers[0] <= numbers[1]):
+        expected = "a number of chunks, 1 or more, a pair of the lowest and the highest number, or None"
+        raise SessionError(f"session.keep: got {keep!r:.80}; expected {expected}")
 
 
 def with_chat_template(backbone: Any, lead: Any, config: SessionConfig) -> tuple[list[int] | None, SessionConfig]:

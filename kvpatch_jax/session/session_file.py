@@ -21,8 +21,9 @@ from ..errors import PoolError, PoolLostError, SessionError, WindowError
 from ..utils.atomic_files import path_of, replace
 from ..window import SIDES, PatchStore, PieceSnapshot, Window, placed, taken
 from .piece_registry import PieceRecord, PieceRegistry, RuntimeRefCount
+from .reuse_planner import Keep
 from .runtime import Runtime
-from .session_config import SessionConfig
+from .session_config import SessionConfig, check_keep
 from .session_input import SessionInput
 
 FORMAT, VERSION = "kvpatch session", 1
@@ -54,7 +55,7 @@ class SavedSession:
     kept: list[PieceSnapshot] | None
 
 
-def save(path: str | os.PathLike[str], registry: PieceRegistry, keep: int | None, kv: bool) -> None:
+def save(path: str | os.PathLike[str], registry: PieceRegistry, keep: Keep, kv: bool) -> None:
     """Writes a session in place of an existing file, as a whole or not at all.
 
     Args:
@@ -215,7 +216,7 @@ def restore(
     runtime: Runtime | None,
     branch: str,
     options: Mapping[str, Any],
-) -> tuple[PieceRegistry, int | None]:
+) -> tuple[PieceRegistry, Keep]:
     """Returns the registry and `keep` of a saved session.
 
     Args:
@@ -258,7 +259,8 @@ def restore(
         registry.release()
         raise
 
-    return registry, settings.get("keep")
+    keep = settings.get("keep")
+    return registry, tuple(keep) if isinstance(keep, list) else keep
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
@@ -271,7 +273,7 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     around = settings.get("around")
     pair = isinstance(around, list) and len(around) == 2
     valid = {
-        "keep": settings.get("keep") is None or is_count("keep", 1),
+        "keep": _is_keep(settings.get("keep")),
         "chat": isinstance(settings["chat"], bool),
         "around": pair and all(isinstance(text, str) for text in around or ()),
         "uncertified": isinstance(settings.get("uncertified"), bool),
@@ -282,6 +284,15 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     for name, right in valid.items():
         if not right:
             raise SessionError(f"session.{name}: got {settings.get(name)!r:.80}; expected what Session.save wrote")
+
+
+def _is_keep(value: Any) -> bool:
+    """Returns whether a saved `keep` is one; a pair is a list in JSON."""
+    try:
+        check_keep(tuple(value) if isinstance(value, list) else value)
+    except SessionError:
+        return False
+    return True
 
 
 def _restore_pieces(registry: PieceRegistry, window: Window, saved: SavedSession) -> None:

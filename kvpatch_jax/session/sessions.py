@@ -97,7 +97,9 @@ class Sessions:
         executor = PagedExecutor(backbone, config.pages, config.page_size, dtype, store=store, **options)
         self.backbone, self.store = backbone, store
         # The former has a thread, which must not outlive a constructor that raises.
-        former = None if store is None else PatchFormer(backbone, store, config.rank)
+        former = (
+            None if store is None else PatchFormer(backbone, store, config.rank, prefill_bytes=int(config.prefills))
+        )
 
         try:
             self.shared = SharedRuntime(executor, former, config)

@@ -19,6 +19,7 @@ from ..cache import brief
 from ..errors import InputError, PoolError, PoolLostError, SessionBusyError, SessionClosedError
 from ..patching import Rank
 from ..sampling import Sampling, check_steps
+from ..utils.sizes import Size, size_of
 from ..window import (
     ApplyPatch,
     Compact,
@@ -35,7 +36,7 @@ from .argument_checks import check_rank, float_dtype
 from .decode_batch import DecodeRequest
 from .decode_loop import DecodeLoop
 from .fair_lock import FairLock, WaitQueue, WaitTicket, arrival
-from .runtime import PAGE_SIZE, ExecutorRuntime, TokenIterator
+from .runtime import PAGE_SIZE, PREFILLS, ExecutorRuntime, TokenIterator
 
 LOST = -1
 """Pool number of a branch whose KV was lost, and which is not prefilled again yet."""
@@ -53,6 +54,7 @@ class SharedConfig:
       dtype: of the pool. None: the dtype that the backbone computes in.
       rank: of the patches that are formed; 0 forms none. None: 16, from the first session that has a certificate or
         serves without one.
+      prefills: bytes of prefills that may be added to the store, as of `SessionConfig`.
 
     Raises:
       InputError, RankError, DtypeError: an invalid option. `PagedExecutor` checks pages.
@@ -65,6 +67,7 @@ class SharedConfig:
     timeout: float = 60.0
     dtype: jax.typing.DTypeLike | None = None
     rank: Rank | None = None
+    prefills: Size = PREFILLS
 
     def __post_init__(self) -> None:
         for name in ("batch", "waiting"):
@@ -77,6 +80,7 @@ class SharedConfig:
             raise InputError(f"sessions: got timeout {self.timeout!r:.80}; expected seconds, 0 or more")
 
         check_rank(self.rank, "sessions", 0)
+        object.__setattr__(self, "prefills", size_of(self.prefills, "sessions.prefills", refused=InputError))
         if self.dtype is not None:
             object.__setattr__(self, "dtype", float_dtype(self.dtype, "sessions"))
 

@@ -73,4 +73,7 @@ from .sources import padded_tokens as padded_tokens
 from .sources import stored as stored
 from .sources import trimmed_patch as trimmed_patch
 from .sources import zero_padded as zero_padded
+from .stored_prefill import Likeness as Likeness
+from .stored_prefill import StoredPrefills as StoredPrefills
+from .stored_prefill import likeness_keys as likeness_keys
 from .window_state import Promise as Promise

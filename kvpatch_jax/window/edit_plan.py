@@ -330,7 +330,11 @@ class EditPlan:
     def _place(self, edit: Copy | ApplyPatch, resolved: ResolvedEdit) -> None:
         """Plans that a canonical is placed, patched or bare: in fresh slots, or over what the piece has."""
         kind, id, patch, patch_bytes = type(edit).__name__, edit.id, None, 0
-        chunk = self.sources.chunk(id, resolved.content)
+        if isinstance(edit, Copy) and edit.source == "prefill":
+            state = None if resolved.piece is None else resolved.piece.state
+            chunk = self.sources.take_prefill(id, "" if state is None else state.behind)
+        else:
+            chunk = self.sources.chunk(id, resolved.content)
         if isinstance(edit, ApplyPatch):
             patch, patch_bytes = self.sources.patch(id, edit.patch)
         removal = patch is not None and patch.metadata.base == "conditioned"

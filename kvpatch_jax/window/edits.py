@@ -20,10 +20,10 @@ class Drop:
 
 @dataclasses.dataclass(frozen=True)
 class Fetch:
-    """Read of a piece's canonical, or of its patch (`digest`), from a store."""
+    """Read of a piece's canonical, its patch (`digest`) or its stored prefill behind a front (`digest`)."""
 
     id: str
-    what: Literal["canonical", "patch"]
+    what: Literal["canonical", "patch", "prefill"]
     digest: str | None = None
     bytes: int = 0
     flops: int = 0
@@ -42,13 +42,14 @@ class Rotate:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """Placement of available KV at the piece's start: its canonical, its conditioned KV, or what another branch holds.
+    """Placement of available KV at the piece's start: its canonical, its conditioned KV, its stored prefill, or what
+    another branch holds.
 
     `branch` is the branch that holds "shared" KV: no bytes move, slots get one more owner.
     """
 
     id: str
-    source: Literal["canonical", "conditioned", "shared"]
+    source: Literal["canonical", "conditioned", "prefill", "shared"]
     branch: str | None = None
     bytes: int = 0
     flops: int = 0

@@ -19,7 +19,7 @@ from ..errors import WindowError
 from .costs import adding_flops
 
 Kind = Literal["chunk", "text"]
-How = Literal["prefill", "patch", "bare", "leading"]
+How = Literal["prefill", "patch", "bare", "leading", "restored"]
 StateKind = Literal["bare", "patched", "conditioned", "evicted"]
 PatchBase = Literal["canonical", "conditioned"]
 Fidelity = Literal["exact", "survivor", "approximate"]

@@ -80,11 +80,12 @@ class PagedExecutor:
 
         # Canonicals were prefilled behind this lead, and are padded to the buckets of the backbone's prompts.
         self.lead = None if lead is None else lead_digest(backbone.fingerprint, lead_tokens(backbone, lead))
-        self.sources = PieceSources(backbone, buckets=self.buckets, single=True, lead=self.lead)
+        self.dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
+        self.sources = PieceSources(backbone, buckets=self.buckets, single=True, lead=self.lead, dtype=self.dtype)
         self.formers: list[PrefillObserver] = []
 
         # The pool's vectors on the device, and the books of them on the host.
-        self.dtype, self.meter = jnp.dtype(jnp.bfloat16 if dtype is None else dtype), CostMeter(backbone)
+        self.meter = CostMeter(backbone)
         self.pool = PagedPool(self.layout, self.meter, self.buckets, options)
         self.books = SlotTable(SlotAllocator(pages, page_size))
         self.pool.allocate(pages, page_size, self.dtype)

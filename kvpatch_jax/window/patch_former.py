@@ -22,8 +22,11 @@ from .edits import Edit
 from .entry import Entry, contents_differ
 from .precompilation import samples
 from .sources import Lead, PatchStore, PieceSources, asked_behind, padded_chunk, stored, zero_padded
+from .stored_prefill import Likeness, StoredPrefills, likeness_keys
 from .window import Window
 
+PENDING_BYTES = 512 << 20
+"""Bytes of KV that may wait to be stored or formed of: it lies on the device until then."""
 KEPT_ERRORS = 16
 """How many errors a former remembers, the last ones."""
 
@@ -50,13 +53,25 @@ class Executor(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrefillRecord:
-    """What a patch is formed of after a prefill, in arrays that are donated to nothing."""
+    """What a patch is formed of after a prefill, in arrays that are donated to nothing.
+
+    Attributes:
+      front: chain digest of what precedes the piece.
+      likeness: keys under which its prefill is found behind other pieces; empty if it is not to be.
+    """
 
     entry: Entry
     antecedent: Antecedent
     tokens: Tokens
     length: int
     kv: Mapping[str, Array]
+    front: str
+    likeness: dict[Likeness, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the KV, padding included."""
+        return sum(value.nbytes for value in self.kv.values())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,6 +81,11 @@ class EncoderOutput:
     content: str
     output: AnyArray
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the output."""
+        return int(self.output.nbytes)
+
 
 @dataclasses.dataclass(frozen=True)
 class FormerStats:
@@ -73,7 +93,7 @@ class FormerStats:
 
     Attributes:
       patches: formed and stored.
-      canonicals, encoders: stored.
+      prefills, canonicals, encoders: stored.
       forwards: prefills of chunks alone.
       skipped: prefills that need no patch (texts, patches that were formed before or that the store has, all of them
         while no patches are formed) or whose front changed since.
@@ -82,6 +102,7 @@ class FormerStats:
     """
 
     patches: int = 0
+    prefills: int = 0
     canonicals: int = 0
     encoders: int = 0
     forwards: int = 0
@@ -116,7 +137,9 @@ class PatchFormer:
         method: Method = "randomised",
         dtype: jax.typing.DTypeLike | None = None,
         lead: Lead = None,
-        pending: int = 8,
+        pending: int = 64,
+        pending_bytes: int = PENDING_BYTES,
+        prefill_bytes: int = 0,
         on_error: Callable[[Exception], None] | None = None,
     ):
         """Starts no thread before there is something to form.
@@ -126,7 +149,9 @@ class PatchFormer:
             `form_patches` sets one; then only prefills behind nothing are stored, which are canonicals.
           lead: what canonicals are prefilled behind, as `make_chunk` takes it; they are stored with its digest. The
             window's lead is another matter: patches are stamped with everything in front, pinned pieces included.
-          pending: prefills that may wait, whose KV is kept until then; those beyond are dropped and counted.
+          pending, pending_bytes: prefills that may wait, and bytes of their KV; those beyond are dropped and counted.
+          prefill_bytes: how many bytes of prefills behind other pieces are stored as they are (`StoredPrefills`), the
+            first ones; 0 stores none.
           on_error: called with each error, on the former's thread.
 
         Raises:
@@ -142,9 +167,14 @@ class PatchFormer:
         self.lead = None if self._lead_tokens is None else lead_digest(backbone.fingerprint, self._lead_tokens)
         self.errors: collections.deque[Exception] = collections.deque(maxlen=KEPT_ERRORS)
 
+        # Prefills are named by the dtype of the pool that they read, which `watch` brings.
+        self._prefill_bytes = prefill_bytes if StoredPrefills.supports(store) else 0
+        self._prefills: StoredPrefills | None = None
+
         # Counters are written on both threads, what was formed only on the former's.
         self._on_error = on_error
         self._queue = JobQueue(self._run, pending, "former")
+        self._waiting_bytes, self._pending_bytes = 0, pending_bytes
         self._formed: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
@@ -182,6 +212,9 @@ class PatchFormer:
         if executor.lead != self.lead:
             raise InputError(f"former.executor: got one of lead {executor.lead}; expected {self.lead}, the former's")
 
+        dtype = getattr(executor, "dtype", None)
+        if self._prefill_bytes and dtype is not None:
+            self._prefills = StoredPrefills(self.store, self.backbone.fingerprint, dtype)
         executor.formers.append(self)
 
     def __call__(self, window: Window, id: str, tokens: Tokens, length: int, kv: Mapping[str, Array]) -> None:
@@ -193,11 +226,13 @@ class PatchFormer:
             piece = window.pieces[index]
             # The front must be the one that the forward saw, or the stamp would be wrong.
             seen = piece.state.kind == "conditioned" and piece.state.behind == piece.front
-            needed = self.rank or not index
+            needed = self.rank or not index or self._prefills is not None
             if piece.entry.kind != "chunk" or not seen or not needed or len(tokens.embeddings) != 1:
                 self._count("skipped")
             else:
-                self._enqueue(PrefillRecord(piece.entry, window.antecedent(id), tokens, length, dict(kv)))
+                likeness = likeness_keys(window.pieces, index, window.lead)
+                antecedent = window.antecedent(id)
+                self._enqueue(PrefillRecord(piece.entry, antecedent, tokens, length, dict(kv), piece.front, likeness))
         except Exception as error:
             self._report(error)
 
@@ -215,7 +250,7 @@ class PatchFormer:
             length = sample.embeddings.shape[1]
             kv = self._prefill_alone(sample, length)
             span = int(np.asarray(sample.positions).max()) + 1
-            chunk = self._chunk_of(kv, sample, length, Entry("warm-up", None, length, span))
+            chunk = self._chunk_of(kv, sample, length, Entry("warm-up", None, length, span), self.lead)
             rows = {name: value[:, 0] for name, value in kv.items()}
             if self.rank:
                 patch_digest(form_patch(chunk, rows, self.rank, ("before",), **self._form_options))
@@ -235,7 +270,12 @@ class PatchFormer:
         self.close()
 
     def _enqueue(self, job: PrefillRecord | EncoderOutput) -> None:
-        if not self._queue.add(job):
+        with self._lock:
+            fits = self._waiting_bytes + job.nbytes <= self._pending_bytes
+            self._waiting_bytes += job.nbytes if fits else 0
+        if not fits or not self._queue.add(job):
+            with self._lock:
+                self._waiting_bytes -= job.nbytes if fits else 0
             self._count("dropped")
 
     def _count(self, word: str) -> None:
@@ -257,6 +297,8 @@ class PatchFormer:
 
     def _run(self, job: PrefillRecord | EncoderOutput) -> None:
         """Runs a job; whatever goes wrong is reported, because no caller waits for it."""
+        with self._lock:
+            self._waiting_bytes -= job.nbytes
         try:
             if isinstance(job, EncoderOutput):
                 # `PatchStore` does not ask for this method; sessions queue outputs only for stores that have it.
@@ -270,6 +312,11 @@ class PatchFormer:
 
     def _form(self, job: PrefillRecord) -> None:
         """Stores the patch of a prefill and its canonical, unless they are stored."""
+        if job.antecedent.members and self._prefills is not None:
+            self._keep_prefill(job, self._prefills)
+            if not self.rank:
+                return
+
         # A loop may prefill the same chunk behind the same front many times.
         key = job.entry.key, job.antecedent.digest
         if key in self._formed or self._is_stored(job):
@@ -286,6 +333,15 @@ class PatchFormer:
             self._count("patches")
 
         self._formed.add(key)
+
+    def _keep_prefill(self, job: PrefillRecord, prefills: StoredPrefills) -> None:
+        """Stores a prefill as it is, while there are bytes left for it."""
+        if job.nbytes > self._prefill_bytes or prefills.contains(job.entry.id, job.front):
+            return
+        self._prefill_bytes -= job.nbytes
+        chunk = self._chunk_of(job.kv, job.tokens, job.length, job.entry, prefills.lead(job.front))
+        prefills.put(chunk, job.front, job.likeness)
+        self._count("prefills")
 
     def _is_stored(self, job: PrefillRecord) -> bool:
         """Returns whether the store has a patch behind this very antecedent, of no smaller rank in any channel."""
@@ -331,7 +387,7 @@ class PatchFormer:
             kv = self._prefill_alone(job.tokens, job.length)
             self._count("forwards")
 
-        chunk = self._chunk_of(kv, job.tokens, job.length, entry)
+        chunk = self._chunk_of(kv, job.tokens, job.length, entry, self.lead)
         self.store.put(chunk)
         self._count("canonicals")
         return chunk
@@ -343,7 +399,7 @@ class PatchFormer:
             return conditioned(self.backbone, [tokens], lead=self._lead_tokens)[0]
         return self.backbone.prefill(tokens, logits=np.array([[length - 1]], np.int32)).kv
 
-    def _chunk_of(self, kv: Mapping[str, Array], tokens: Tokens, length: int, entry: Entry) -> Chunk:
+    def _chunk_of(self, kv: Mapping[str, Array], tokens: Tokens, length: int, entry: Entry, lead: str | None) -> Chunk:
         size = next(iter(kv.values())).shape[2]
         return Chunk(
             kv={name: value[:, 0] for name, value in kv.items()},
@@ -354,5 +410,5 @@ class PatchFormer:
             layout=self.backbone.layout,
             backbone=self.backbone.fingerprint,
             content=entry.content,
-            lead=self.lead,
+            lead=lead,
         )

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from ..cache import brief
 from ..errors import PatchMismatchError, WindowError
 from .edits import Copy, Drop, Edit, Edits, Prefill, Recompute, Rotate, in_order, new_edit
-from .entry import BARE, FRESH, Entry, PatchNote, PlacedPiece, tuple_of
+from .entry import BARE, FRESH, Entry, PatchNote, PieceState, PlacedPiece, tuple_of
 from .provenance_chain import Targets, chain_of, linked, targets_of
 from .window import Window
 from .window_state import recallable
@@ -23,6 +23,7 @@ from .window_steps import (
     packed,
     placing_edits,
     reordered,
+    restoring_edits,
     room_for,
 )
 
@@ -41,11 +42,13 @@ class ServingChoice(NamedTuple):
         bare, as it was before ("restore").
       note: of the patch; None for the other choices.
       allow_stale: accepts a patch that was formed behind something else.
+      behind: of a stored prefill ("restored"): chain digest of what it was computed behind.
     """
 
-    how: Literal["keep", "prefill", "patch", "bare", "restore"]
+    how: Literal["keep", "prefill", "patch", "bare", "restore", "restored"]
     note: PatchNote | None = None
     allow_stale: bool = False
+    behind: str | None = None
 
 
 PREFILL = ServingChoice("prefill")
@@ -104,16 +107,22 @@ class Rearrangement:
                 again, clock = True, max(clock, self.before.clock + 1)
                 pieces[index] = pieces[index].run_again(clock)
             else:
-                pieces[index] = _with_service(pieces[index], kept, service)
+                pieces[index] = _with_service(pieces[index], kept, service, self.targets.digests[index])
+                # Another KV than those behind it have seen, as after a forward.
+                if service.how == "restored" and kept:
+                    again, clock = True, max(clock, self.before.clock + 1)
+                    pieces[index] = pieces[index]._replace(born=clock, placed=clock)
 
         if changed:
             # So far all counted as prefilled, and `born` was raised where everything in front was exact then. Behind
             # the first that is patched or bare nothing is.
             own, places = self.before.pieces, self.before.places
-            first = next((index for index in changed if services[index].how in ("patch", "bare")), len(pieces))
+            first = next(
+                (index for index in changed if services[index].how in ("patch", "bare", "restored")), len(pieces)
+            )
             for index in range(first + 1, len(pieces)):
                 piece = pieces[index]
-                if self.kept[index] and services[index].how != "prefill":
+                if self.kept[index] and services[index].how not in ("prefill", "restored"):
                     born = own[places[piece.entry.id]].born
                     pieces[index] = piece if piece.born == born else piece._replace(born=born)
 
@@ -167,6 +176,8 @@ class Rearrangement:
                     forwards.append(new_edit(Recompute, id=id, start_layer=0, **fields))
                 else:
                     forwards.append(new_edit(Prefill, id=id, **fields))
+            elif how == "restored":
+                edits += restoring_edits(costs, piece)
             elif not same_kv and state.kind == "conditioned":
                 nbytes, flops = costs.copy_bytes * tokens, costs.copy_flops * tokens
                 edits.append(new_edit(Copy, id=id, source="conditioned", branch=None, bytes=nbytes, flops=flops))
@@ -182,7 +193,7 @@ class Rearrangement:
         return (*in_order(edits), *forwards)
 
 
-def _with_service(piece: PlacedPiece, kept: bool, service: ServingChoice) -> PlacedPiece:
+def _with_service(piece: PlacedPiece, kept: bool, service: ServingChoice, target: str) -> PlacedPiece:
     """Returns a piece in the state that a service other than a forward puts it in."""
     entry, note, how = piece.entry, service.note, service.how
     if (how == "patch") != (note is not None):
@@ -197,6 +208,13 @@ def _with_service(piece: PlacedPiece, kept: bool, service: ServingChoice) -> Pla
         if piece.aside is None:
             raise WindowError(f"arrange: got 'restore' of {brief(entry.id)!r}; expected it bare before")
         return piece._replace(state=piece.aside, aside=None)
+
+    # Behind its target it is what the window promises; otherwise it has seen what no promise speaks of.
+    if how == "restored":
+        if service.behind is None:
+            raise WindowError(f"arrange: got 'restored' of {brief(entry.id)!r}; expected what it was computed behind")
+        state = PieceState.conditioned(service.behind, service.behind == target)
+        return tuple_of(PlacedPiece, (entry, piece.start, state, None, *piece[4:]))
 
     # A new piece has no state to go back to.
     if note is None:

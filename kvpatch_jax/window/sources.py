@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -18,6 +19,7 @@ from ..core import AnyArray, Buckets, KVLayout, PhaseFreeKV, Quantised, is_low_r
 from ..errors import InputError, PatchMismatchError, ShapeError
 from .edits import Fetch
 from .entry import contents_differ
+from .stored_prefill import StoredPrefills
 from .window import Window
 
 Lead = Sequence[Any] | Tokens | None
@@ -152,6 +154,7 @@ class PieceSource:
       content: digest of what it shows, None if unknown.
       patches: by digest, padded as the canonical is, each with the bytes that it had without padding.
       hidden: residuals entering some layers, {layer: [1,T',D]}, padded.
+      prefill: the stored prefill that was read last, padded, with what it was computed behind.
     """
 
     tokens: Tokens | None = None
@@ -160,6 +163,7 @@ class PieceSource:
     content: str | None = None
     patches: Mapping[str, tuple[Patch, int]] = dataclasses.field(default_factory=dict)
     hidden: Mapping[int, Array] = dataclasses.field(default_factory=dict)
+    prefill: tuple[str, Chunk] | None = None
 
     @property
     def local(self) -> Float[np.ndarray, "*positions"] | None:
@@ -178,15 +182,25 @@ class PieceSource:
 class PieceSources:
     """Sources of all pieces of an executor."""
 
-    def __init__(self, backbone: Backbone, *, buckets: Buckets | None, single: bool, lead: str | None = None):
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        buckets: Buckets | None,
+        single: bool,
+        lead: str | None = None,
+        dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    ):
         """Starts without sources.
 
         Args:
           buckets: what inputs are padded to, None for no padding.
           single: refuses batches.
           lead: digest of what canonicals were prefilled behind; None accepts any.
+          dtype: of the KV that forwards read, by which stored prefills are named.
         """
         self._backbone, self._buckets, self._single, self._lead = backbone, buckets, single, lead
+        self._dtype = dtype
         self._units: dict[str, PieceSource] = {}
 
     def __getitem__(self, id: str) -> PieceSource:
@@ -307,6 +321,9 @@ class PieceSources:
         fingerprint = self._backbone.fingerprint
         content = window.piece(id).entry.content if id in window else None
 
+        if edit.what == "prefill":
+            return self._fetch_prefill(edit, content, store)
+
         if edit.what == "canonical":
             if unit.has_canonical(content):
                 return None
@@ -328,6 +345,45 @@ class PieceSources:
                     return patch.nbytes
 
         raise InputError(f"fetch: got patch {edit.digest} of {brief(id)!r}, which no store has; expected it provided")
+
+    def take_prefill(self, id: str, front: str) -> Chunk:
+        """Returns a stored prefill behind this front, which was fetched before, and forgets it.
+
+        Raises:
+          InputError: it was not fetched.
+        """
+        unit = self[id]
+        if unit.prefill is None or unit.prefill[0] != front:
+            raise InputError(f"piece {brief(id)!r}: got no stored prefill behind {front}; expected it fetched first")
+        # The pool has it from now on; kept here it would take as much memory once more.
+        self._units[id] = dataclasses.replace(unit, prefill=None)
+        return unit.prefill[1]
+
+    def _fetch_prefill(self, edit: Fetch, content: str | None, store: Any) -> int:
+        """Reads a stored prefill. Returns its bytes, without padding.
+
+        Raises:
+          InputError: no store has it. PatchMismatchError: it is of another content, layout or length.
+        """
+        id, unit, front = edit.id, self[edit.id], edit.digest
+        chunk = None
+        if front is not None and StoredPrefills.supports(store):
+            chunk = StoredPrefills(store, self._backbone.fingerprint, self._dtype).get(id, front)
+        if chunk is None:
+            raise InputError(f"fetch: got {brief(id)!r}, of which no store has a prefill behind {front}")
+
+        # What is stored may be of anybody's making.
+        other = None not in (content, chunk.content) and content != chunk.content
+        lengths = {chunk.length, unit.length or chunk.length}
+        if other or chunk.layout != self._backbone.layout or chunk.batch is not None or len(lengths) > 1:
+            raise PatchMismatchError(
+                f"fetch: got a prefill of {brief(id)!r} with content {chunk.content!r} and {chunk.length} tokens; "
+                f"expected {content!r} and {unit.length or 'as many as its entry'}"
+            )
+
+        padded = padded_chunk(chunk, bucket(self._buckets, chunk.length))
+        self._units[id] = dataclasses.replace(unit, prefill=(edit.digest or "", padded))
+        return chunk.nbytes * chunk.length // chunk.tokens
 
     def _with_chunk(self, id: str, unit: PieceSource, chunk: Chunk) -> PieceSource:
         fingerprint = self._backbone.fingerprint

@@ -115,8 +115,8 @@ class Window(WindowState):
 
         Args:
           how: "prefill" runs it behind what precedes it; "patch" places its canonical with a patch; "bare" places the
-            canonical alone; "leading" does so at the front of the window, where the canonical is the prefill. None:
-            "patch" if one is given, else "prefill".
+            canonical alone; "leading" does so at the front of the window, where the canonical is the prefill;
+            "restored" places a stored prefill (`StoredPrefills`). None: "patch" if one is given, else "prefill".
           patch: formed behind `target()`.
           options: see `PatchOptions`.
 

@@ -103,14 +103,23 @@ def placing_edits(costs: Costs, piece: PlacedPiece, has_canonical: bool, has_pat
     return edits
 
 
-def serving_edits(window: WindowState, index: int, fetched: bool, leading: bool = False) -> list[Edit]:
+def restoring_edits(costs: Costs, piece: PlacedPiece) -> list[Edit]:
+    """Returns the edits that place a piece's stored prefill, which is always read from the store."""
+    id, tokens = piece.entry.id, piece.entry.tokens
+    fetch = Fetch(id, "prefill", piece.state.behind, **costs.fetch(tokens))
+    return [fetch, Copy(id, "prefill", None, **costs.copy(tokens))]
+
+
+def serving_edits(window: WindowState, index: int, fetched: bool, how: How | None = None) -> list[Edit]:
     """Returns the edits that place a piece in its state.
 
     Args:
       fetched: its canonical and patch are available.
-      leading: its canonical is its prefill.
+      how: "leading": its canonical is its prefill. "restored": its prefill is stored.
     """
-    piece = window.pieces[index]
+    piece, leading = window.pieces[index], how == "leading"
+    if how == "restored":
+        return restoring_edits(window.costs, piece)
     # At the front of a window the canonical is what a prefill would give.
     if piece.state.kind == "conditioned" and not leading:
         tokens, behind = piece.entry.tokens, sum(each.entry.tokens for each in window.pieces[:index])
@@ -161,10 +170,13 @@ class PatchOptions(TypedDict, total=False):
     Attributes:
       fetched: canonical and patch are available without a `Fetch`.
       allow_stale: accepts a patch that was formed behind something else.
+      behind: chain digest of what a restored prefill was computed behind. None: behind these very pieces, served as
+        they are, so that it is what a forward would compute. Otherwise the piece is approximate.
     """
 
     fetched: bool
     allow_stale: bool
+    behind: str | None
 
 
 def with_new_piece[W: WindowState](
@@ -178,16 +190,17 @@ def with_new_piece[W: WindowState](
     *,
     fetched: bool = False,
     allow_stale: bool = False,
+    behind: str | None = None,
 ) -> tuple[W, list[Edit]]:
     """Places an entry at an index. Returns the window and the edits that place it, without the moves of others.
 
     Args:
       how, patch: see `Window.append`.
       before: the piece that it was, or that it replaces.
-      fetched, allow_stale: see `PatchOptions`.
+      fetched, allow_stale, behind: see `PatchOptions`.
     """
     note = None if patch is None else PatchNote.of(patch)
-    state = _new_state(entry, how, note)
+    state = _new_state(entry, how, note, behind)
     if how == "leading" and index:
         raise WindowError(f"window: got {shown(entry.id)} leading behind {index} pieces; expected none in front of it")
 
@@ -221,20 +234,24 @@ def with_new_piece[W: WindowState](
     # Against the new window, in which the piece has its front.
     if note is not None:
         check_patch(after, note, after.pieces[index], allow_stale)
-    return after, serving_edits(after, index, fetched, how == "leading")
+    return after, serving_edits(after, index, fetched, how)
 
 
-def _new_state(entry: Entry, how: How | None, note: PatchNote | None) -> PieceState:
+def _new_state(entry: Entry, how: How | None, note: PatchNote | None, behind: str | None) -> PieceState:
     """Returns the state in which an entry is placed."""
     how = how or ("prefill" if note is None else "patch")
     if how not in get_args(How) or (how == "patch") != (note is not None):
         given = "no patch" if note is None else "a patch"
-        expected = "'prefill', 'bare', 'leading', or 'patch' with a patch"
+        expected = "'prefill', 'bare', 'leading', 'restored', or 'patch' with a patch"
         raise WindowError(f"window.how: got {how!r:.80} with {given}; expected {expected}")
     if entry.kind == "text" and how != "prefill":
         raise WindowError(f"window.how: got {how!r} of {shown(entry.id)}, which is a text; expected it prefilled")
+    if behind is not None and how != "restored":
+        raise WindowError(f"window.behind: got {behind!r:.40} of {shown(entry.id)}, {how}; expected it 'restored'")
     if note is None:
-        return BARE if how == "bare" else FRESH
+        # A prefill behind other pieces than these never counts as pure: it has seen what no promise speaks of.
+        restored = FRESH if behind is None else PieceState("conditioned", behind)
+        return BARE if how == "bare" else restored
 
     # A removal patch is added to conditioned KV, and what comes in has none yet.
     if note.base != "canonical":

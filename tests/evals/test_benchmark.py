@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from evals.bench.benchmark import Benchmark, comparison_row, measured_row, median_interval, rows_table
+from evals.bench.calls import entered
+from kvpatch_jax.errors import InputError
+from kvpatch_jax.utils.sizes import size_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,3 +99,14 @@ print(json.dumps(taken))
     taken = json.loads(done.stdout.splitlines()[-1])
     assert set(taken) >= {"store", "kernels", "patch", "window", "sessions", "backbones", "sizes", "costs", "needs"}
     assert taken["store"] == ["repeats", "seed", "out", "quick"]
+
+
+def test_what_a_call_enters_are_functions_of_ours_and_their_files():
+    def call():
+        assert size_of("1 MiB", "test", refused=InputError) == 1 << 20
+        return json.dumps([1])
+
+    functions, files = entered(call)
+    assert 1 <= functions <= 3
+    assert files == 1
+    assert entered(lambda: json.dumps([1])) == (0, 0)

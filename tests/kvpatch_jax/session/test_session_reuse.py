@@ -21,9 +21,9 @@ from tests.compilations import compilations
 
 @pytest.fixture(scope="module")
 def store(backbone, tmp_path_factory):
-    """What a session of three images left behind."""
+    """What a session of three images left behind, patches and no prefills."""
     with kvp.ChunkStore(tmp_path_factory.mktemp("store")) as made:
-        with kvp.Session(backbone, made, keep=1, rank=4) as session:
+        with kvp.Session(backbone, made, keep=1, rank=4, prefills=0) as session:
             for step in range(3):
                 session.add(image_of(step), id=f"shot {step}")
             assert session.runtime.former is not None
@@ -60,7 +60,7 @@ def test_exact_data_is_read_from_the_store_and_no_unusable_patch_is_formed(backb
     assert (first.formed.patches, first.formed.canonicals, first.formed.forwards) == (0, 1, 0)
     assert (second.formed.patches, second.formed.canonicals, second.formed.forwards) == (0, 0, 0)
     assert (first.hits, first.forwards, towers) == (0, 3, 3)
-    assert (second.hits, second.forwards, again) == (1, 2, 0), "the leading chunk is placed, and no tower runs"
+    assert (second.hits, second.forwards, again) == (3, 0, 0), "all chunks are placed, and no tower runs"
     assert second.flops < first.flops
     assert second.fidelity == first.fidelity == {"exact": 3}
     assert after.ids == before.ids
@@ -82,7 +82,9 @@ def test_a_towers_output_that_does_not_fit_its_image_is_replaced(backbone, tmp_p
 
 def test_stored_patches_are_not_formed_again(backbone, tmp_path, monkeypatch):
     with kvp.ChunkStore(tmp_path / "store") as own:
-        first, second, larger = (loop(backbone, own, monkeypatch, rank=rank)[0].formed for rank in (2, 2, 3))
+        first, second, larger = (
+            loop(backbone, own, monkeypatch, rank=rank, prefills=0)[0].formed for rank in (2, 2, 3)
+        )
     assert (first.patches, first.skipped) == (2, 0)
     assert (second.patches, second.forwards, second.skipped) == (0, 0, 2)
     assert larger.patches == 2, "those of a smaller rank are formed again"
@@ -90,9 +92,9 @@ def test_stored_patches_are_not_formed_again(backbone, tmp_path, monkeypatch):
 
 def test_patches_are_formed_for_sessions_that_may_serve_them(backbone, tmp_path, monkeypatch):
     with kvp.ChunkStore(tmp_path / "store") as own:
-        assert loop(backbone, own, monkeypatch, rank=0, uncertified=True)[0].formed.patches == 0
-        assert loop(backbone, own, monkeypatch, uncertified=True)[0].formed.patches == 2
-    with kvp.ChunkStore(tmp_path / "shared") as own, kvp.Sessions(backbone, own, pages=64) as sessions:
+        assert loop(backbone, own, monkeypatch, rank=0, prefills=0, uncertified=True)[0].formed.patches == 0
+        assert loop(backbone, own, monkeypatch, prefills=0, uncertified=True)[0].formed.patches == 2
+    with kvp.ChunkStore(tmp_path / "shared") as own, kvp.Sessions(backbone, own, pages=64, prefills=0) as sessions:
         former = sessions.shared.former
         assert former is not None
         for options, patches in (({}, 0), ({"uncertified": True}, 1)):
@@ -109,7 +111,7 @@ def test_a_stored_patch_serves_a_returning_chunk_if_uncertified_is_allowed(backb
         session.add(image_of(0))
         name = session.add(image_of(1))  # another session added it after the very same image
         assert session.fidelity(name) == "approximate"
-        assert (session.stats().hits, session.stats().forwards) == (1, 1)
+        assert (session.stats().hits, session.stats().forwards) == (2, 0)
         patched = session.ask(QUESTION, steps=3, stop=(), audit=True)
         assert patched.kl is not None
         assert patched.audit is not None
@@ -120,7 +122,7 @@ def test_a_stored_patch_serves_a_returning_chunk_if_uncertified_is_allowed(backb
         session.slide(0)
         assert name in session.plan(name).window
         session.recall(name)
-        assert session.stats().hits == 2
+        assert session.stats().hits == 3
 
 
 def test_a_certificate_serves_no_session_beyond_what_was_measured(backbone, store):
@@ -134,17 +136,20 @@ def test_a_certificate_serves_no_session_beyond_what_was_measured(backbone, stor
         (dataclasses.replace(signed, tokens=4), "prefill", "window of 36 tokens; certified up to 4"),
         (dataclasses.replace(signed, modalities=("text",)), "prefill", "chunk of image; certified of text"),
     ):
-        with kvp.Session(backbone, store, keep=2, rank=0, certificate=certificate, costs=slow) as session:
+        with kvp.Session(backbone, store, 2, rank=0, prefills=0, certificate=certificate, costs=slow) as session:
             session.add(image_of(0))
             planned = session.plan(image_of(1))
             assert (planned.chunks[-1].point, planned.beyond) == (point, said)
             session.add(image_of(1))
-            assert session.stats().hits == (said is None)
+            assert session.stats().hits == 1 + (said is None)  # the leading chunk, and one by its patch
             assert session.window.as_promised == (said is not None)
 
 
 def test_chunks_deleted_from_the_store_are_prefilled_or_refused(backbone, tmp_path: Path, monkeypatch):
-    with kvp.ChunkStore(tmp_path / "store") as own, kvp.Session(backbone, own, 1, rank=4, uncertified=True) as session:
+    with (
+        kvp.ChunkStore(tmp_path / "store") as own,
+        kvp.Session(backbone, own, 1, rank=4, prefills=0, uncertified=True) as session,
+    ):
         session.add(image_of(0))
         name = session.add(image_of(1))
         assert session.runtime.former is not None
