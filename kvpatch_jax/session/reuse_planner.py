@@ -215,14 +215,16 @@ class ReusePlanner:
         """Plans the pieces that stay and the entries after them."""
         config, runtime = self._registry.config, self._registry.runtime
         # With a certificate every option has a bound by which it is compared; without one, ranks are all there is.
-        certified = config.certificate is not None
+        certificate = config.certificate
+        assert not isinstance(certificate, str)  # the word became a certificate when the session was composed
+        certified = certificate is not None
         inventory = LargestPatchInventory if config.uncertified and not certified else PatchInventory
         return plan(
             self._registry.window,
             [*(piece.entry for piece in stay.pieces), *entries],
             DEFAULT_GOAL if config.goal is None and certified else config.goal,
             stored=inventory.of(runtime.store, runtime.backbone, prefills=self._prefills),
-            certificate=config.certificate,
+            certificate=certificate,
             costs=config.costs,
             uncertified=config.uncertified,
             forming=runtime.former is not None and bool(runtime.former.rank),

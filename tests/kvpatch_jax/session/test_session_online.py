@@ -1,5 +1,5 @@
 """Sessions whose certificate starts from nothing and learns from their own answers."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import itertools
 from typing import Any

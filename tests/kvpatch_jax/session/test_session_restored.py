@@ -1,5 +1,5 @@
 """Sessions over a store without any certificate: the same history is served bit for bit, without a forward."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import random
 from typing import Any
