@@ -4,6 +4,9 @@ A trace is drawn (`--kind`), or was recorded (`--trace=FILE`, as `kvpatch_jax.se
 answered by re-prefill, behind a prefix cache, by a window without patches, with patches at the first meeting and when
 all was met before, and blind. Printed are forwards, FLOPs, bytes of KV, programs compiled, KL and flips against what
 the window promises; `--out` gets them as JSON and Markdown, with figures.
+
+`--revisits` replays sessions over a store instead: an agent that goes back to images, starts again, or comes in another
+order.
 """
 
 from . import extra as extra  # isort: split
@@ -24,7 +27,7 @@ from .results.parts import make_out
 from .results.tables import aligned_table, markdown_table
 from .small_task import VOCABULARY
 from .task_language import check_language
-from .traces import KINDS, STEPS, generate, load_trace
+from .traces import KINDS, STEPS, generate, load_trace, revisits
 from .traces.figures import draw
 from .traces.replay_run import RANK, out_of, rank_table, replay, table
 from .trained import MAIN, shipped, shipped_names
@@ -35,6 +38,7 @@ _MODEL = flags.DEFINE_string("model", MAIN, "a shipped instance (a folder of eva
 _OUT = flags.DEFINE_string("out", "out/replay", "folder for traces, images, results and figures")
 _SEED = flags.DEFINE_integer("seed", 0, "of what is drawn")
 _STEPS = flags.DEFINE_integer("steps", STEPS, "questions of a drawn trace", lower_bound=1)
+_REVISITS = flags.DEFINE_bool("revisits", False, "replay sessions over a store; with --seed, and --steps (30)")
 _RANK = flags.DEFINE_integer("rank", RANK, "of the patches", lower_bound=1)
 
 
@@ -57,6 +61,14 @@ def main(arguments: list[str]) -> None:
     use_compilation_cache()
     with errors_as_one_line():
         backbone = load(path, dtype="float32")
+
+    if _REVISITS.value:
+        steps = _STEPS.value if flags.FLAGS["steps"].present else revisits.STEPS
+        found = revisits.run(backbone, steps=steps, seed=_SEED.value) | {"model": Path(_MODEL.value).name}
+        (out / "revisits.json").write_text(json.dumps(found, indent=1) + "\n")
+        (out / "revisits.md").write_text(markdown_table(*revisits.table(found)) + "\n")
+        print(aligned_table(*revisits.table(found)))
+        return
 
     for kind in kinds if recorded is None else (recorded.kind,):
         trace = recorded
