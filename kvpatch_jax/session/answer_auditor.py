@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import CertificateError, InputError, PoolError, PoolLostError, SessionError
+from ..errors import CertificateError, PoolError, SessionBusyError
 from ..plan import Goal, OnlineCertificate, PatchInventory, Way, plan
 from ..utils.background import JobQueue
 from ..window import KEEP, ServingChoice, StoredPrefills, arrange, likeness_keys
@@ -25,6 +25,8 @@ from .session_input import EmbeddedInput
 
 PENDING = 2
 """Audits that may wait. Each holds a fork, whose pages the pool cannot give to others."""
+CLOSING_SECONDS = 30.0
+"""How long audits that have begun are waited for when a session is closed."""
 SAVE_EVERY = 8
 """Audits between two writes of the certificate to the store."""
 MOST_TRIALS = 200
@@ -93,7 +95,7 @@ class AnswerAuditor:
             return
         try:
             self._queue.add(AuditJob(self._registry.fork(), dict(ways), asked))
-        except PoolError:
+        except (PoolError, SessionBusyError):
             self.skipped += 1
 
     def flush(self) -> None:
@@ -102,7 +104,7 @@ class AnswerAuditor:
 
     def close(self) -> None:
         """Ends waiting audits, and writes what was learnt to the store. Idempotent."""
-        self._queue.close()
+        self._queue.close(CLOSING_SECONDS)
         self._save()
 
     def _is_settled(self, way: Way) -> bool:
@@ -122,7 +124,8 @@ class AnswerAuditor:
         before = executor.ledger.total.flops
         try:
             self._compare(job)
-        except (PoolError, PoolLostError, InputError, SessionError, CertificateError):
+        except Exception:
+            # No room, a pool that was lost, an image that cannot be had again: an audit is nobody's answer.
             self.failed += 1
         finally:
             # Other sessions on the pool may have computed meanwhile: an upper bound of what the audit cost.

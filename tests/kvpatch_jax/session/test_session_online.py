@@ -1,6 +1,7 @@
 """Sessions whose certificate starts from nothing and learns from their own answers."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
+import concurrent.futures
 import itertools
 from typing import Any
 
@@ -96,3 +97,23 @@ def test_damaged_state_beside_the_chunks_is_ignored(backbone, tmp_path):
 def test_what_is_no_certificate_is_refused(backbone, certificate, unchecked):
     with pytest.raises(SessionError, match=r"session\.certificate: got .*; expected Certificate\.read"):
         kvp.Session(backbone, certificate=certificate)
+
+
+def test_sessions_on_one_pool_learn_together(backbone, tmp_path):
+    """Audits of several sessions run beside their answers, and give back every page."""
+    certificate = OnlineCertificate(backbone.fingerprint, LENIENT)
+    with kvp.ChunkStore(tmp_path) as store, kvp.Sessions(backbone, store, pages=96, rank=0) as sessions:
+        free = sessions.shared.executor.books.allocator.counts.tolist()
+
+        def visit_all(first: int) -> list[str]:
+            with sessions.open(keep=3, certificate=certificate) as session:
+                answers = []
+                for number in (first, 4, 2, first + 1, 3):
+                    session.add(image_of(number))
+                    answers.append(str(session.ask(QUESTION, steps=1)))
+                return answers
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            together = list(pool.map(visit_all, (0, 1, 0, 1)))
+        assert sessions.shared.executor.books.allocator.counts.tolist() == free
+    assert all(len(answers) == 5 for answers in together)
