@@ -268,7 +268,9 @@ class PieceRegistry:
                 return tokens
 
         features = backbone.encode(**prompt)
-        former.keep_encoder(read.content, features)
+        # A chunk of token ids that a saved session restored has none.
+        if features is not None:
+            former.keep_encoder(read.content, features)
         return embedded(backbone, read.items, prompt={**prompt, "features": features})
 
     def provide_tokens(self, record: PieceRecord, tokens: EmbeddedInput | None = None) -> EmbeddedInput:

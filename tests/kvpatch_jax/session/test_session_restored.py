@@ -152,3 +152,15 @@ def test_what_follows_an_approximate_chunk_is_approximate(backbone, tmp_path):
             session.slide(1)
             assert session.fidelity(names[-1]) == "approximate"
             assert str(session.ask(QUESTION, steps=1)) is not None
+
+
+def test_a_restored_chunk_of_token_ids_has_no_tower(backbone, tmp_path):
+    with kvp.ChunkStore(tmp_path / "store") as store:
+        with kvp.Session(backbone, store, keep=2) as session:
+            for number in range(3):
+                session.add([5 + number, 9, 11], kind="chunk", id=f"chunk {number}")
+            session.save(tmp_path / "session", kv=False)
+        with kvp.Session.restore(tmp_path / "session", backbone, store) as session:
+            session.recall("chunk 1")
+            session.add([30, 31], kind="chunk")
+            assert len(session) == 3
