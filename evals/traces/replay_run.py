@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ ROUNDING = 1e-9
 Record = dict[str, Any]
 
 
+@runtime_checkable
 class ReplayMode(Protocol):
     """A mode of serving a trace's windows."""
 
