@@ -246,8 +246,9 @@ def _new_state(entry: Entry, how: How | None, note: PatchNote | None, behind: st
         raise WindowError(f"window.how: got {how!r:.80} with {given}; expected {expected}")
     if entry.kind == "text" and how != "prefill":
         raise WindowError(f"window.how: got {how!r} of {shown(entry.id)}, which is a text; expected it prefilled")
-    if behind is not None and how != "restored":
-        raise WindowError(f"window.behind: got {behind!r:.40} of {shown(entry.id)}, {how}; expected it 'restored'")
+    if behind is not None and (how != "restored" or not isinstance(behind, str)):
+        given = f"{behind!r:.40} of {shown(entry.id)}, {how}"
+        raise WindowError(f"window.behind: got {given}; expected a chain digest, of what is 'restored'")
     if note is None:
         # A prefill behind other pieces than these never counts as pure: it has seen what no promise speaks of.
         restored = FRESH if behind is None else PieceState("conditioned", behind)
