@@ -33,13 +33,19 @@ def test_published_rows_lose_nothing_where_nothing_bounds_a_loss():
 
 def test_baselines_prefill_what_their_prefixes_do_not_have():
     visit = revisits.Visit("a", (0, 1, 2, 3, 1), ("",) * 5)
-    rows = {row["way"]: row["tokens"] for row in revisits._baselines(visit, [1, 10, 100, 1000], 2)}
+    caches: dict[str, set[tuple[int, ...]]] = {}
+    rows = {row["way"]: row["tokens"] for row in revisits._baselines(visit, [1, 10, 100, 1000], 2, caches)}
     # (0) (0 1) (0 1 2) (0 2 3) (0 3 1), as a whole each time.
     assert rows["re-prefill"] == 1 + 11 + 111 + 1101 + 1011
     # The pinned image is known; what follows a chunk that left is not.
     assert rows["prefix cache, one leaves at a time"] == 1 + 10 + 100 + 1100 + 1010
     # (0) (0 1) (0 1 2) (0 1 2 3) (0 1 2 3 1): nothing leaves before there are four.
     assert rows["prefix cache, evicting 4 to 2"] == 1 + 10 + 100 + 1000 + 10
+
+    # A cache that outlives the visit knows all of it; one that does not begins anew.
+    again = {row["way"]: row["tokens"] for row in revisits._baselines(visit, [1, 10, 100, 1000], 2, caches)}
+    assert again["the same, kept over visits"] == again["the same evicting 4 to 2, kept over visits"] == 0
+    assert again["prefix cache, one leaves at a time"] == rows["prefix cache, one leaves at a time"]
 
 
 @pytest.mark.slow
