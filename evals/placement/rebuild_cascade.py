@@ -149,7 +149,7 @@ def _fits(window: Window, piece: PlacedPiece, stored: StoredPatches) -> bool:
     for note in stored.of_chunk.get(piece.entry.id, ()):
         if note.digest == piece.state.patch:
             return _serves(window, note, piece.entry)
-    return piece.state.behind == window.target(piece.entry.id).digest
+    return piece.state.behind == piece.target
 
 
 def _serves(window: Window, note: PatchNote, entry: Entry) -> bool:

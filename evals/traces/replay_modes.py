@@ -314,7 +314,7 @@ class WindowReplay:
             return index == 0 or window.pieces[index - 1].latest <= piece.born
         if self.policy.name == "blind" or (by_patches and not index):
             return piece.state.kind == "bare"
-        return by_patches and piece.state.kind == "patched" and piece.state.behind == window.target(piece.id).digest
+        return by_patches and piece.state.kind == "patched" and piece.state.behind == piece.target
 
     def _choice(self, window: Window, entry: Entry, by_patches: bool) -> ServingChoice:
         """Returns how the policy serves a piece that comes in, or that cannot stay as it is."""

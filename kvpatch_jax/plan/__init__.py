@@ -1,12 +1,13 @@
 """Plans: which way of reuse each chunk of a window gets, what that costs, and what it was certified to lose."""
 
+from ..window import Way, Ways
 from .certificate import Certificate
 from .certified_rows import CertifiedLoss, CertifiedPlan, RankChoice
 from .device_costs import DeviceCosts, Rates
 from .goal import Goal
 from .inventory import AvailablePatch, PatchInventory
 from .online_certificate import AuditPolicy, OnlineCertificate
-from .operating_points import MEANING, POINTS, Point, Way
+from .operating_points import MEANING, POINTS, Point
 from .planning import Plan, PlannedChunk, plan
 from .serving_options import PlanOptions
 
@@ -29,6 +30,7 @@ __all__ = [
     "RankChoice",
     "Rates",
     "Way",
+    "Ways",
     "plan",
 ]
 from .goal import DEFAULT_KL as DEFAULT_KL

@@ -14,6 +14,7 @@ from ..window import (
     PatchNote,
     PatchStore,
     StoredPrefills,
+    Ways,
     asked_behind,
     chain_digest,
     chain_of,
@@ -28,13 +29,21 @@ class AvailablePatch(NamedTuple):
 
     Attributes:
       note: what a window needs to know of it.
-      point: "stored", "orbit" or "update".
       patch: the patch itself if it is in memory; None if the executor reads it from its store.
     """
 
     note: PatchNote
-    point: Point
     patch: Patch | None = None
+
+    @property
+    def point(self) -> Point:
+        """Its operating point: "stored", "orbit" or "update"."""
+        return self.note.point
+
+    @property
+    def ways(self) -> Ways:
+        """What it makes of a canonical."""
+        return ((self.note.point, self.note.rank),)
 
 
 class PatchInventory:
@@ -128,7 +137,7 @@ class PatchInventory:
             elif isinstance(item, Patch):
                 self._check_backbone(item.metadata.backbone, f"patch of {item.metadata.chunk!r:.80}")
                 note = PatchNote.of(item)
-                self._index(note, patch=item)
+                self._index(note, item)
             elif isinstance(item, PatchNote):
                 self._index(item)
             else:
@@ -143,7 +152,7 @@ class PatchInventory:
           As `update_patch`.
         """
         updated = update_patch(patch, correction)
-        return self._index(PatchNote.of(updated), "update", updated)
+        return self._index(dataclasses.replace(PatchNote.of(updated), updated=True), updated)
 
     def forget(self, id: str) -> None:
         """Removes everything that is known of a chunk. Its store is asked again."""
@@ -230,9 +239,9 @@ class PatchInventory:
 
     # ------------------------------------------------------------------------------------------------ internals
 
-    def _index(self, note: PatchNote, point: Point | None = None, patch: Patch | None = None) -> AvailablePatch:
+    def _index(self, note: PatchNote, patch: Patch | None = None) -> AvailablePatch:
         """Enters a patch into the indexes, unless one of its digest is there. Returns it."""
-        available = AvailablePatch(note, point or ("orbit" if note.orbit else "stored"), patch)
+        available = AvailablePatch(note, patch)
         of_chunk = self._by_digest.setdefault(note.chunk, {})
         if note.digest not in of_chunk:
             of_chunk[note.digest] = available

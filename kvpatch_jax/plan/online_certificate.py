@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 from ..errors import CertificateError
 from ..utils import strict_json
-from ..window import Promise
+from ..window import Promise, Way
 from .certificate import Certificate
 from .certified_rows import check_float, check_integer, check_text, shortened
-from .operating_points import EXACT_POINTS, MEASURED_POINTS, Way
+from .operating_points import EXACT_POINTS, MEASURED_POINTS
 
 FORMAT = "kvpatch online certificate"
 VERSION = 1

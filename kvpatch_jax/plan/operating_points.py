@@ -41,9 +41,3 @@ MEANING: dict[Point, str] = {
     "prefill": "a forward behind the pieces in front",
     "encoded": "a forward behind the pieces in front, from the vision tower's stored output",
 }
-
-Way = tuple[str, int]
-"""A point and a rank: the key under which a certificate bounds a loss."""
-BARE_WAY: Way = ("bare", 0)
-UNKNOWN: Way = ("", 0)
-"""Key of an approximate piece of unknown origin. Nothing bounds it."""

@@ -15,9 +15,8 @@ from typing import Literal
 
 import numpy as np
 
-from ..window import Promise
+from ..window import UNKNOWN, Promise, Ways
 from .online_certificate import AnyCertificate
-from .operating_points import UNKNOWN, Way
 from .serving_options import ServingOption
 
 Uncertified = Literal["none", "patches", "all"]
@@ -41,21 +40,25 @@ class CertifiedBounds:
         self._promise: Promise = promise
         self._most = most
         self.beyond = beyond
-        self._rows: dict[tuple[str, Way], list[float]] = {}
+        self._rows: dict[tuple[str, Ways], list[float]] = {}
 
-    def kl(self, way: Way, others: int) -> float | None:
+    def kl(self, ways: Ways, others: int) -> float | None:
         """Returns the bound in nats for an answer with so many other approximate pieces; None without a bound."""
-        bounds = self.growing("bound", way)
+        bounds = self.growing("bound", ways)
         return bounds[others] if others < len(bounds) else None
 
-    def growing(self, what: Literal["bound", "flips"], way: Way) -> list[float]:
-        """Returns the bounds with 0, 1, … other approximate pieces, as far as certified. They never decrease."""
-        bounds = self._rows.get((what, way))
+    def growing(self, what: Literal["bound", "flips"], ways: Ways) -> list[float]:
+        """Returns the bounds with 0, 1, … other approximate pieces, as far as certified. They never decrease.
+
+        Of a piece that is approximate in several ways, the worst one's.
+        """
+        bounds = self._rows.get((what, ways))
         if bounds is None:
             bounds = []
-            if self._certificate is not None and way != UNKNOWN:
-                bounds = self._certificate.growing(what, *way, promise=self._promise, most=self._most)
-            self._rows[what, way] = bounds
+            if self._certificate is not None and UNKNOWN not in ways:
+                growing = functools.partial(self._certificate.growing, promise=self._promise, most=self._most)
+                bounds = [max(own) for own in zip(*(growing(what, *way) for way in ways), strict=False)]
+            self._rows[what, ways] = bounds
         return bounds
 
 
@@ -103,19 +106,19 @@ class OptionSolver:
             own = options[place]
             begins.append(len(self._row))
             # Sorting is stable and rarely needed: a second promised option exists only where KV can be restored.
-            promised_first = len(own) == 1 or own[1].way is not None
-            self._row += own if promised_first else sorted(own, key=lambda option: option.way is not None)
+            promised_first = len(own) == 1 or bool(own[1].ways)
+            self._row += own if promised_first else sorted(own, key=lambda option: bool(option.ways))
             ends.append(len(self._row))
             place_of += [number] * len(own)
 
         # One transposition is quicker than attribute access per option: there may be thousands.
         columns = [*zip(*self._row, strict=True)] or [()] * len(ServingOption._fields)
-        _, _, nbytes, _, seconds, way_of, inherits, _ = columns
-        self.ways: list[Way] = sorted(set(way_of) - {None})
-        numbers = {None: -1, **{way: number for number, way in enumerate(self.ways)}}
+        _, _, nbytes, _, seconds, ways_of, inherits, _ = columns
+        self.ways: list[Ways] = sorted(set(ways_of) - {()})
+        numbers = {(): -1, **{ways: number for number, ways in enumerate(self.ways)}}
 
         self._begins, self._ends, self._place = (np.array(column, int) for column in (begins, ends, place_of))
-        self._way = np.array([numbers[way] for way in way_of], int)  # -1: as promised
+        self._way = np.array([numbers[ways] for ways in ways_of], int)  # -1: as promised
         self._counts_as_other = np.array(inherits, bool) | (self._way >= 0)
         self._seconds, self._bytes = np.array(seconds, float), np.array(nbytes, float)
         self._solved: dict[tuple[tuple[int, ...], Uncertified, float], OptionSelection] = {}
@@ -241,7 +244,7 @@ class OptionSolver:
                 allowed = [at for at in own if self._way[at] < 0 or limits[self._way[at]] == count]
                 others = [at for at in own if self._way[at] >= 0]
                 allowed += [at for at in others if self._row[at].choice.how == "keep"]
-                patches = [at for at in others if self._row[at].patch is not None and self._row[at].way != UNKNOWN]
+                patches = [at for at in others if self._row[at].patch is not None and UNKNOWN not in self._row[at].ways]
                 allowed += [max(patches, key=lambda at: self._row[at].rank)] if patches else []
 
             chosen.append(min(allowed, key=costs.__getitem__))

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from ..cache import brief
 from ..errors import CertificateError, PlanError
-from ..window import AtHand, Edits, Entry, Executor, Fidelity, Rotate, Window, arrange
+from ..window import UNKNOWN_WAYS, AtHand, Edits, Entry, Executor, Fidelity, Rotate, Window, arrange
 from .device_costs import DeviceCosts
 from .goal import Goal
 from .inventory import PatchInventory
 from .online_certificate import AnyCertificate
-from .operating_points import MEANING, UNKNOWN, Point, Way
+from .operating_points import MEANING, Point
 from .option_solver import CertifiedBounds, OptionSelection, OptionSolver, Uncertified
 from .serving_options import REPAIRED_PERCENT, EditPricing, OptionTable, PlanOptions, ServingOption, kept_point
 
@@ -93,7 +93,7 @@ class Plan:
     @property
     def as_promised(self) -> bool:
         """Whether every piece's KV is what the window promises."""
-        return self.kl == 0.0 and all(option.way is None for option in self._selection.options)
+        return self.kl == 0.0 and not any(option.ways for option in self._selection.options)
 
     @functools.cached_property
     def seconds(self) -> float:
@@ -117,15 +117,15 @@ class Plan:
         first_rotated = next((edit.id for edit in self.edits if isinstance(edit, Rotate)), None)
         launch = self.devices.rates("Rotate").launch
         options = self._selection.options
-        others = sum(option.inherits or option.way is not None for option in options) - 1
+        others = sum(option.inherits or bool(option.ways) for option in options) - 1
 
         chunks, tainted = [], False
 
         for piece, option in zip(self.window.pieces, options, strict=True):
             # An approximate piece is bounded by its own way; exact ones behind it inherit the bound of the whole.
             kl: float | None = 0.0
-            if option.way is not None:
-                tainted, kl = True, self._bounds.kl(option.way, others) if others >= 0 else None
+            if option.ways:
+                tainted, kl = True, self._bounds.kl(option.ways, others) if others >= 0 else None
             elif tainted and option.inherits:
                 kl = self.kl
 
@@ -136,29 +136,6 @@ class Plan:
             chunks.append(PlannedChunk(piece[0], point, digest, option.rank, *costs, piece.fidelity, kl))
 
         return tuple(chunks)
-
-    @functools.cached_property
-    def known(self) -> dict[str, Way]:
-        """Ways of approximate pieces by the digest of their state, for the `known` of the next plan."""
-        known, worst = {}, None
-        for piece, option in zip(self.window.pieces, self._selection.options, strict=True):
-            if option.way is not None:
-                # The worse of two ways has the larger bound; nothing is known of both if one has none.
-                new = self._bounds.kl(option.way, 0)
-                old = new if worst is None else self._bounds.kl(worst, 0)
-                if worst is None:
-                    worst = option.way
-                elif old is None or new is None:
-                    worst = UNKNOWN
-                else:
-                    worst = worst if old >= new else option.way
-                known[piece.state.digest] = option.way
-            elif worst is not None and option.inherits:
-                known[piece.state.digest] = worst
-
-        # KV that is set aside may be restored by a later plan.
-        aside = [piece.aside.digest for piece in self.window.pieces if piece.aside is not None]
-        return {**{digest: self._table.known[digest] for digest in aside if digest in self._table.known}, **known}
 
     def provide(self, executor: Executor) -> None:
         """Gives an executor the canonicals and patches that the edits need and the inventory has in memory."""
@@ -188,7 +165,7 @@ class Plan:
         lines = []
         for option in self._options[index]:
             mark = "→" if option == self._selection.options[index] else " "
-            loss = "as promised" if option.way is None else f"KL {_format_bound(self._bounds.kl(option.way, 0))}"
+            loss = f"KL {_format_bound(self._bounds.kl(option.ways, 0))}" if option.ways else "as promised"
             lines.append(f"{mark} {_format_point(option)}: {_format_cost(option)}, {loss}")
 
         repair = self._table.repair(index)
@@ -211,10 +188,10 @@ class Plan:
 
             # Why the quickest option was not chosen, unless that one is as promised.
             best = min(self._options[index], key=lambda option: option.seconds)
-            if best.seconds < option.seconds and best.way is not None:
-                if best.way == UNKNOWN:
+            if best.seconds < option.seconds and best.ways:
+                if best.ways == UNKNOWN_WAYS:
                     reason = "stale" if best.choice.allow_stale else "nothing says how far it is off"
-                elif self._bounds.kl(best.way, 0) is None:
+                elif self._bounds.kl(best.ways, 0) is None:
                     reason = f"uncertified ({self.beyond})" if self.beyond else "uncertified"
                 else:
                     reason = "the goal is what the window promises" if self.goal.as_promised else "beyond the goal"
@@ -270,7 +247,7 @@ def plan(
         everything it was measured on (`Certificate.beyond`), it bounds none.
       costs: of this device; None: assumed ones.
       executor: what will run the edits. What it was given needs no fetch.
-      options: fields of `PlanOptions`: uncertified, allow_stale, encoded, forming, known.
+      options: fields of `PlanOptions`: uncertified, allow_stale, encoded, forming.
 
     Raises:
       WindowError: the window cannot hold these entries so.
@@ -419,8 +396,8 @@ def _select(solver: OptionSolver, goal: Goal, uncertified: bool, window: Window)
 
     # Name the first piece that lacks a bound, or the first approximate one if only their number is too large.
     bounds = solver.bounds
-    approximate = [index for index, option in enumerate(without.options) if option.way is not None]
-    unbounded = [index for index in approximate if bounds.kl(without.options[index].way or UNKNOWN, 0) is None]
+    approximate = [index for index, option in enumerate(without.options) if option.ways]
+    unbounded = [index for index in approximate if bounds.kl(without.options[index].ways, 0) is None]
     place = unbounded[0] if unbounded else approximate[0]
     option, id = without.options[place], brief(window.pieces[place].id)
     beyond = f" ({bounds.beyond})" if bounds.beyond else ""

@@ -2,28 +2,32 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ..cache import Antecedent
 from ..errors import PlanError
 from ..window import (
+    BARE_WAYS,
     KEEP,
     PREFILL,
+    UNKNOWN_WAYS,
     AtHand,
     Entry,
     Fidelity,
     PlacedPiece,
     Rearrangement,
     ServingChoice,
+    Ways,
     Window,
     chain_digest,
     likeness_keys,
+    merged,
     tuple_of,
 )
 from .device_costs import DeviceCosts, Rates
 from .inventory import AvailablePatch, PatchInventory
-from .operating_points import BARE_WAY, UNKNOWN, Point, Way
+from .operating_points import Point
 
 REPAIRED_PERCENT = 15
 """Tokens that the token repair in `Plan.menu` recomputes."""
@@ -45,7 +49,6 @@ class PlanOptions:
       allow_stale: also offers patches formed behind another antecedent. Nothing bounds them.
       encoded: ids whose tower output is stored, so that their forward needs no tower.
       forming: a `PatchFormer` watches the executor and forms a patch of what is prefilled: "fresh".
-      known: `Plan.known` of the previous plan: how pieces of the window became approximate.
 
     Raises:
       PlanError: an option of another type.
@@ -55,7 +58,6 @@ class PlanOptions:
     allow_stale: bool = False
     encoded: Collection[str] = frozenset()
     forming: bool = False
-    known: Mapping[str, Way] | None = None
 
     def __post_init__(self) -> None:
         for name in ("uncertified", "allow_stale", "forming"):
@@ -63,8 +65,6 @@ class PlanOptions:
                 raise PlanError(f"plan.{name}: got {getattr(self, name)!r:.80}; expected True or False")
         if not isinstance(self.encoded, Collection) or isinstance(self.encoded, str):
             raise PlanError(f"plan.encoded: got {self.encoded!r:.80}; expected a collection of ids")
-        if not isinstance(self.known, Mapping | None):
-            raise PlanError(f"plan.known: got {self.known!r:.80}; expected `Plan.known`, or None")
 
 
 class ServingOption(NamedTuple):
@@ -74,7 +74,7 @@ class ServingOption(NamedTuple):
       point: its operating point.
       choice: what `Rearrangement.serve` is given.
       bytes, flops, seconds: of its edits.
-      way: key under which a certificate bounds it; None: its KV is what the window promises; `UNKNOWN`: nothing does.
+      ways: what a certificate bounds it by; none: its KV is what the window promises; `UNKNOWN_WAYS`: nothing does.
       inherits: whether it is computed from the pieces in front as they are served, and so inherits their error.
       patch: the patch that it uses.
     """
@@ -84,7 +84,7 @@ class ServingOption(NamedTuple):
     bytes: int
     flops: int
     seconds: float
-    way: Way | None = None
+    ways: Ways = ()
     inherits: bool = False
     patch: AvailablePatch | None = None
 
@@ -174,7 +174,6 @@ class OptionTable:
     def __init__(self, arranged: Rearrangement, inventory: PatchInventory, pricing: EditPricing, options: PlanOptions):
         """Stores the collaborators; nothing is looked up yet."""
         self.arranged, self.inventory, self.pricing = arranged, inventory, pricing
-        self.known: Mapping[str, Way] = options.known or {}
         self._options = options
         self._encoded = frozenset(options.encoded)
         self._forgets = arranged.window.promise == "forget"
@@ -219,7 +218,7 @@ class OptionTable:
         bare = self.pricing.bare(entry)
         again = self.pricing.forward(dataclasses.replace(entry, tokens=count), window.behind(entry.id), again=True)
         nbytes, flops, seconds = (first + second for first, second in zip(bare, again, strict=True))
-        return ServingOption("repair", _BARE, int(nbytes), int(flops), seconds, ("repair", REPAIRED_PERCENT))
+        return ServingOption("repair", _BARE, int(nbytes), int(flops), seconds, (("repair", REPAIRED_PERCENT),))
 
     def mark_unseen(self, selected: Sequence[ServingOption], served: Window) -> bool:
         """Withdraws options to keep a piece because of what it has seen, where the selection runs that again.
@@ -230,12 +229,10 @@ class OptionTable:
         Returns:
           Whether any option was withdrawn: then `options` returns others, and the selection must be repeated.
         """
-        # Only a way with a bound counts as having seen what precedes the piece; a bare canonical never has.
-        before, pieces = len(self._unseen), self.arranged.window.pieces
+        # Serving the window linked it again, so that the piece says now what it is behind what is run again.
+        before = len(self._unseen)
         for index, (option, piece) in enumerate(zip(selected, served.pieces, strict=True)):
-            bounded = option.choice.how == "keep" and option.way not in (None, UNKNOWN, BARE_WAY)
-            unseen = index > 0 and served.pieces[index - 1].latest > piece.born
-            if bounded and unseen and self._has_seen(index, pieces[index]):
+            if option.choice.how == "keep" and piece.ways == UNKNOWN_WAYS != option.ways:
                 self._unseen.add(index)
         return len(self._unseen) > before
 
@@ -246,20 +243,20 @@ class OptionTable:
         forward = self.pricing.forward(entry, preceding, again=False)
         point: Point = "encoded" if entry.id in self._encoded else "prefill"
         if entry.kind == "text":
-            return [ServingOption(point, PREFILL, *forward, None, True)]
+            return [ServingOption(point, PREFILL, *forward, (), True)]
 
         restored = self._restored(index, entry)
         if skip_patches:
-            return [*(own for own in restored if own.way is None), ServingOption(point, PREFILL, *forward, None, True)]
+            return [*(own for own in restored if not own.ways), ServingOption(point, PREFILL, *forward, (), True)]
 
         # A forward of a chunk that has no valid patch yet lets the former make one.
         patched = self._patched(index, entry)
-        unknown_only = all(option.way == UNKNOWN for option in patched)
+        unknown_only = all(option.ways == UNKNOWN_WAYS for option in patched)
         if self._options.forming and index and point == "prefill" and unknown_only:
             point = "fresh"
-        options = [tuple_of(ServingOption, (point, PREFILL, *forward, None, True, None)), *patched]
+        options = [tuple_of(ServingOption, (point, PREFILL, *forward, (), True, None)), *patched]
         # What is as promised comes first, the cheapest in front.
-        cheaper = bool(restored) and restored[0].way is None and restored[0].seconds <= forward[2]
+        cheaper = bool(restored) and not restored[0].ways and restored[0].seconds <= forward[2]
         options = [*restored, *options] if cheaper else [*options, *restored]
         if self.inventory.canonical(entry):
             options.append(self._canonical_alone(entry))
@@ -272,13 +269,15 @@ class OptionTable:
             return []
 
         options, cost = [], self.pricing.restored(entry)
-        target, window = self.arranged.targets.digests[index], self.arranged.window
+        window = self.arranged.window
+        target = window.pieces[index].target
         if prefills.contains(entry.id, target):
             options.append(ServingOption("restored", ServingChoice("restored", behind=target), *cost))
         for point, key in likeness_keys(window.pieces, index, window.lead).items():
             front = prefills.front_alike(entry.id, key)
             if front not in (None, target):
-                options.append(ServingOption(point, ServingChoice("restored", behind=front), *cost, (point, 0)))
+                choice = ServingChoice("restored", behind=front, likeness=point)
+                options.append(ServingOption(point, choice, *cost, ((point, 0),)))
         return options
 
     def _canonical_alone(self, entry: Entry) -> ServingOption:
@@ -286,16 +285,16 @@ class OptionTable:
         nbytes, flops, seconds = self.pricing.bare(entry)
         option = self._bare_options.get((nbytes, seconds))
         if option is None:
-            option = ServingOption("bare", _BARE, nbytes, flops, seconds, BARE_WAY)
+            option = ServingOption("bare", _BARE, nbytes, flops, seconds, BARE_WAYS)
             self._bare_options[nbytes, seconds] = option
         return option
 
     def _patched(self, index: int, entry: Entry, present: PlacedPiece | None = None) -> list[ServingOption]:
         """Returns the options that use a patch, for a new piece or one that is in the window (`present`)."""
-        target, options = self.arranged.targets.digests[index], []
+        target, options = self.arranged.window.pieces[index].target, []
         valid = self.inventory.serving(entry, target, lambda: self._antecedent(index))
         for patch in valid:
-            note = patch.note
+            note, ways = patch.note, patch.ways
             if note.base != "canonical":
                 # A removal patch is added to the KV of a piece that was conditioned on what is removed.
                 base, state = note.base_antecedent, None if present is None else present.aside or present.state
@@ -303,11 +302,12 @@ class OptionTable:
                     continue
                 if state.behind != chain_digest(self.inventory.backbone, base):
                     continue
+                ways = merged(ways, state.ways)
 
             # Without the checks of a constructor, because a table may have thousands of options.
             nbytes, flops, seconds = self.pricing.patched(entry, patch)
-            way, choice = (patch.point, note.rank), tuple_of(ServingChoice, ("patch", note, False, None))
-            options.append(tuple_of(ServingOption, (patch.point, choice, nbytes, flops, seconds, way, False, patch)))
+            choice = tuple_of(ServingChoice, ("patch", note, False, None, None))
+            options.append(tuple_of(ServingOption, (note.point, choice, nbytes, flops, seconds, ways, False, patch)))
 
         if self._options.allow_stale:
             digests = {patch.note.digest for patch in valid}
@@ -315,7 +315,7 @@ class OptionTable:
                 if patch.note.digest not in digests:
                     choice = ServingChoice("patch", patch.note, allow_stale=True)
                     cost = self.pricing.patched(entry, patch)
-                    options.append(ServingOption(patch.point, choice, *cost, UNKNOWN, patch=patch))
+                    options.append(ServingOption(patch.point, choice, *cost, UNKNOWN_WAYS, patch=patch))
 
         return options
 
@@ -329,22 +329,28 @@ class OptionTable:
         self, index: int, piece: PlacedPiece, preceding: int, moved: bool, skip_patches: bool
     ) -> list[ServingOption]:
         """Returns the options of a piece that is in the window already."""
-        entry, pricing = piece.entry, self.pricing
+        entry, pricing, promised = piece.entry, self.pricing, piece.promised
         rotation = pricing.rotation(entry.tokens) if moved else (0, 0, 0.0)
-        if self._is_as_promised(index, piece):
+        # It has not seen what will be run again; but that may turn out to be what it was computed behind.
+        unseen = index in self._unseen
+        if unseen and promised is not None and promised.behind != piece.target:
+            promised = None
+        if promised is piece.state:
             return [ServingOption(kept_point(piece), KEEP, *rotation)]
 
         # It is not as promised: a forward makes it so, and so does what was set aside, if that was.
         nbytes, flops, seconds = pricing.forward(entry, preceding, again=True)
         taken = nbytes + rotation[0], flops + rotation[1], seconds + rotation[2]
-        again = tuple_of(ServingOption, ("prefill", PREFILL, *taken, None, True, None))
-        restorable = piece.state.kind == "bare" and self._is_as_promised(index, piece, set_aside=True)
+        again = tuple_of(ServingOption, ("prefill", PREFILL, *taken, (), True, None))
+        restorable = piece.aside is not None and promised is piece.aside
         # What a forward there would compute may be stored.
-        stored = [own for own in self._restored(index, entry) if own.way is None] if entry.kind == "chunk" else []
+        stored = [own for own in self._restored(index, entry) if not own.ways] if entry.kind == "chunk" else []
         if skip_patches and not restorable:
             return [*stored, again]
 
-        keep = ServingOption(kept_point(piece), KEEP, *rotation, self._way_of_kept(index, piece))
+        # A bare canonical has seen nothing, so nothing is lost by that.
+        ways = UNKNOWN_WAYS if unseen and piece.state.kind != "bare" else piece.ways
+        keep = ServingOption(kept_point(piece), KEEP, *rotation, ways)
         if entry.kind == "text":
             return [again, keep]
 
@@ -354,44 +360,6 @@ class OptionTable:
         if restorable:
             options.insert(0, ServingOption("survivor", _RESTORE, *pricing.bare(entry, set_aside=True)))
         return options
-
-    def _is_as_promised(self, index: int, piece: PlacedPiece, set_aside: bool = False) -> bool:
-        """Returns whether a piece's KV is what the window promises there, no matter how the pieces in front are served.
-
-        It was computed behind the very pieces that a prefill there would see; or it is a survivor that is remembered.
-        """
-        state = piece.aside if set_aside else piece.state
-        if state is None or state.kind != "conditioned" or not state.pure:
-            return False
-        if state.behind == self.arranged.targets.digests[index]:
-            return True
-        return self._has_seen(index, piece) and index < self.arranged.targets.kept and not self._forgets
-
-    def _has_seen(self, index: int, piece: PlacedPiece) -> bool:
-        """Returns whether a piece has seen all that precedes it, as far as it is known how that will be served."""
-        seen = index == 0 or self.arranged.window.pieces[index - 1].latest <= piece.born
-        return seen and index not in self._unseen
-
-    def _way_of_kept(self, index: int, piece: PlacedPiece) -> Way:
-        """Returns the certificate's key for an approximate piece that stays as it is."""
-        state = piece.state
-        if state.kind == "bare":
-            return BARE_WAY
-
-        if state.kind == "conditioned":
-            kept = self._forgets or index < self.arranged.targets.kept
-            if state.pure and kept and self._has_seen(index, piece):
-                return "survivor", 0
-            # What was recorded holds behind what the piece was computed behind, which a window that forgets compares
-            # with what precedes it now.
-            same = state.behind == piece.front if self._forgets else self._has_seen(index, piece)
-            return self.known.get(state.digest, UNKNOWN) if same else UNKNOWN
-
-        # A patched piece: it remembers, as a survivor does, or its patch still belongs there.
-        remembers = self._has_seen(index, piece) and not self._forgets
-        if remembers or state.behind == self._antecedent(index).digest:
-            return self.known.get(state.digest, ("stored", state.rank))
-        return UNKNOWN
 
 
 _KEPT_CONDITIONED: dict[Fidelity, Point] = {"exact": "leading", "survivor": "survivor", "approximate": "kept"}

@@ -9,15 +9,14 @@ import contextlib
 import dataclasses
 import random
 import secrets
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import CertificateError, PoolError, SessionBusyError
-from ..plan import Goal, OnlineCertificate, PatchInventory, Way, plan
+from ..plan import Goal, OnlineCertificate, PatchInventory, plan
 from ..utils.background import JobQueue
-from ..window import KEEP, ServingChoice, StoredPrefills, arrange, likeness_keys
+from ..window import KEEP, UNKNOWN, ServingChoice, StoredPrefills, Way, Ways, Window, arrange, likeness_keys
 from .logit_comparison import compared
 from .piece_registry import PieceRegistry
 from .reuse_planner import ReusePlanner
@@ -31,17 +30,23 @@ SAVE_EVERY = 8
 """Audits between two writes of the certificate to the store."""
 MOST_TRIALS = 200
 """Audits of a way after which it is tried no more often than served answers are audited."""
+TRIED_WAYS: Ways = (("near", 0), ("seen", 0))
+"""Ways of what trials place."""
 MOST_ALIKE = 0.8
 """Share of trials in which a chunk is served by the stored prefill that is most alike."""
 STATE_NAME = "online certificate"
 
 
 class AuditJob(NamedTuple):
-    """An answer to audit: a fork of the window that it was given behind, how that is served, and the question."""
+    """An answer to audit: a fork of the window that it was given behind, and the question."""
 
     fork: PieceRegistry
-    ways: Mapping[str, Way]
     asked: EmbeddedInput
+
+
+def served_ways(window: Window) -> list[Way]:
+    """Returns the distinct ways in which the pieces of a window differ from what it promises."""
+    return sorted({way for piece in window.pieces for way in piece.ways})
 
 
 def merge_stored(certificate: OnlineCertificate, store: Any) -> None:
@@ -83,18 +88,16 @@ class AnswerAuditor:
 
     def after_answer(self, asked: EmbeddedInput) -> None:
         """Queues an audit of the question asked last, if it is to be audited. The caller holds the session's lock."""
-        window, ways = self._registry.window, self._planner.known
-        approximate = [piece for piece in window.pieces if piece.fidelity == "approximate"]
-        known = [ways.get(piece.state.digest) for piece in approximate]
-        settled = [self._is_settled(way) for way in (known or [("near", 0), ("seen", 0)]) if way is not None]
+        ways = served_ways(self._registry.window)
+        settled = [self._is_settled(way) for way in ways or TRIED_WAYS]
         wanted = not all(settled) or self._random.random() < self.certificate.policy.share
 
         # Of a piece whose origin nobody knows nothing can be learnt.
-        if None in known or not settled or not wanted or self._queue.full or self._too_expensive():
+        if UNKNOWN in ways or not wanted or self._queue.full or self._too_expensive():
             self.skipped += 1
             return
         try:
-            self._queue.add(AuditJob(self._registry.fork(), dict(ways), asked))
+            self._queue.add(AuditJob(self._registry.fork(), asked))
         except (PoolError, SessionBusyError):
             self.skipped += 1
 
@@ -137,17 +140,17 @@ class AnswerAuditor:
     def _compare(self, job: AuditJob) -> None:
         fork, window = job.fork, job.fork.window
         served = self._first_logits(fork, job.asked)
-        approximate = [piece for piece in window.pieces if piece.fidelity == "approximate"]
+        approximate = [piece for piece in window.pieces if piece.ways]
 
         if approximate:
             # As promised, in the least time: what is approximate runs again.
-            own, inventory = job.ways, PatchInventory.of(None, fork.runtime.backbone)
+            inventory = PatchInventory.of(None, fork.runtime.backbone)
             promised = plan(window, [piece.entry for piece in window.pieces], Goal(), stored=inventory)
             for piece in approximate:
                 fork.provide_tokens(fork.records[piece.entry.id])
             fork.run(promised.window, promised.edits)
             truth, other = self._first_logits(fork, job.asked), served
-            ways, count = [own[piece.state.digest] for piece in approximate], len(approximate)
+            ways, count = [*served_ways(window)], len(approximate)
         else:
             ways = self._try(fork)
             if not ways:
@@ -178,7 +181,7 @@ class AnswerAuditor:
             if found and (not ways or self._random.random() < odds):
                 # What is most alike comes first, and is what a plan would choose.
                 point, front = found[0] if self._random.random() < MOST_ALIKE else self._random.choice(found)
-                choices[index] = ServingChoice("restored", behind=front)
+                choices[index] = ServingChoice("restored", behind=front, likeness=point)
                 ways.append((point, 0))
 
         if ways:

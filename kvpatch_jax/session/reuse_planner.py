@@ -1,12 +1,12 @@
 """Choice of how a chunk enters a window: by a forward, by a stored patch, or as a plan says."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from ..cache import Antecedent
 from ..errors import InputError, PatchMismatchError, ShapeError
-from ..plan import DEFAULT_KL, AvailablePatch, Goal, PatchInventory, Plan, Way, plan
+from ..plan import DEFAULT_KL, AvailablePatch, Goal, PatchInventory, Plan, plan
 from ..window import (
     Edits,
     Entry,
@@ -37,6 +37,7 @@ class Entrance(NamedTuple):
     method: Method
     patch: PatchNote | None = None
     behind: str | None = None
+    likeness: Likeness | None = None
 
 
 class LargestPatchInventory(PatchInventory):
@@ -61,13 +62,11 @@ class ReusePlanner:
     Attributes:
       keep: the number of chunks that stay after the lead; or as `Session` takes it, a pair. None: all.
       stayed: the number of chunks that the piece placed last allowed to stay, itself included. None: all.
-      known: what earlier plans know of the approximate pieces of the window (`Plan.known`).
     """
 
     def __init__(self, registry: PieceRegistry, keep: Keep):
         self._registry, self.keep = registry, keep
         self.stayed: int | None = None
-        self.known: Mapping[str, Way] = {}
 
     def plan(self, items: tuple[Any, ...]) -> Plan:
         """Plans how inputs, or evicted chunks by name, would enter now, in this order. Runs nothing."""
@@ -108,11 +107,11 @@ class ReusePlanner:
             if isinstance(choice, Plan):
                 window, edits = choice.window, choice.edits
             else:
-                method, note, behind = choice
+                method, note, behind, likeness = choice
                 if evicted:
-                    enter = stay.recall(entry.id, method, note, behind=behind)
+                    enter = stay.recall(entry.id, method, note, behind=behind, likeness=likeness)
                 else:
-                    enter = stay.append(entry, method, note, behind=behind)
+                    enter = stay.append(entry, method, note, behind=behind, likeness=likeness)
                 window, edits = enter[0], (*sliding, *enter[1])
             try:
                 # Only forwards read tokens. A chunk whose content was discarded can still be served by a patch.
@@ -128,8 +127,6 @@ class ReusePlanner:
                 choice = Entrance("prefill")
 
         # Counted last: a call that raises has counted nothing.
-        if isinstance(choice, Plan):
-            self.known = choice.known
         missed = any(isinstance(edit, Prefill) and edit.id == entry.id for edit in edits)
         if entry.kind == "chunk" and (seen_before or not missed):
             registry.counters["misses" if missed else "hits"] += 1
@@ -207,7 +204,7 @@ class ReusePlanner:
             # Without a patch for them, what was computed behind the same lead and the same nearest piece.
             behind = prefills.front_alike(entry.id, keys["near"]) if prefills is not None and keys else None
             if behind is not None:
-                return Entrance("restored", behind=behind)
+                return Entrance("restored", behind=behind, likeness="near")
 
         return self._plan(stay, [entry])
 
@@ -228,7 +225,6 @@ class ReusePlanner:
             costs=config.costs,
             uncertified=config.uncertified,
             forming=runtime.former is not None and bool(runtime.former.rank),
-            known=self.known,
         )
 
     @functools.cached_property

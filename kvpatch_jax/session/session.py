@@ -496,5 +496,4 @@ class Session:
         branch = Session.__new__(Session)
         branch._compose(pieces, keep)
         # Its pieces are those of this session, so what plans know of them holds there too.
-        branch._planner.known = self._planner.known
         return branch, pieces

@@ -332,7 +332,7 @@ class EditPlan:
         kind, id, patch, patch_bytes = type(edit).__name__, edit.id, None, 0
         if isinstance(edit, Copy) and edit.source == "prefill":
             state = None if resolved.piece is None else resolved.piece.state
-            chunk = self.sources.take_prefill(id, "" if state is None else state.behind)
+            chunk = self.sources.take_prefill(id, "" if state is None else state.patch or state.behind)
         else:
             chunk = self.sources.chunk(id, resolved.content)
         if isinstance(edit, ApplyPatch):

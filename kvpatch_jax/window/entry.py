@@ -22,7 +22,20 @@ Kind = Literal["chunk", "text"]
 How = Literal["prefill", "patch", "bare", "leading", "restored"]
 StateKind = Literal["bare", "patched", "conditioned", "evicted"]
 PatchBase = Literal["canonical", "conditioned"]
+Likeness = Literal["near", "seen"]
+"""What a stored prefill has in common with a place: the pinned lead and the nearest piece, or the lead alone."""
 Fidelity = Literal["exact", "survivor", "approximate"]
+Way = tuple[str, int]
+"""How KV became approximate: an operating point and a rank, the key under which a certificate bounds the loss."""
+Ways = tuple[Way, ...]
+"""Distinct ways, sorted. None at all: the KV is what the model computes."""
+
+BARE_WAYS: Ways = (("bare", 0),)
+UNKNOWN: Way = ("", 0)
+"""Way of what is of unknown origin. Nothing bounds it."""
+UNKNOWN_WAYS: Ways = (UNKNOWN,)
+MOST_WAYS = 8
+"""Ways that one piece keeps apart. Of more than that, nothing is known."""
 
 tuple_of = tuple.__new__
 """Makes a named tuple of all its fields, without its constructor, which takes twice as long: for hundreds of them."""
@@ -34,6 +47,15 @@ LIMIT = 2**30
 def short_digest(text: str) -> str:
     """Returns the digest of a text, 32 hexadecimal digits."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def merged(first: Ways, second: Ways) -> Ways:
+    """Returns the ways of either; only the unknown one where it is among them, because nothing else matters then."""
+    if not second or first == UNKNOWN_WAYS:
+        return first
+    together = {*first, *second}
+    known = UNKNOWN not in together and len(together) <= MOST_WAYS
+    return tuple(sorted(together)) if known else UNKNOWN_WAYS
 
 
 def contents_differ(first: str | None, second: str | None) -> bool:
@@ -140,11 +162,14 @@ class PieceState:
     Attributes:
       kind: "conditioned" (by a forward behind what preceded it), "patched" (a base and a patch), "bare" (the canonical
         alone) or, of what left the window, "evicted".
-      behind: digest of what it was made behind: if conditioned, of everything in front and how that was served (the
-        window's digest at that place); if patched, of the antecedent that its patch was formed behind; if bare, "".
-      pure: conditioned, in all layers, while nothing in front was approximate: the KV that the model itself computes if
-        no token sees a chunk that had left by then. It stays pure, whatever leaves afterwards.
-      patch: digest of the patch, or None.
+      behind: the window's digest of what it was made behind, and of how that was served. What was patched, or restored
+        from elsewhere, has the digest of what it stands for: of the place that it was put in, with everything in front
+        as promised. "" if bare, and until `linked` has filled it in.
+      ways: the approximations that its KV went through: its own (patched or bare) and those of the pieces that it was
+        conditioned on. None: the KV that the model itself computes, in all layers, if no token sees a chunk that had
+        left by then. It stays so, whatever leaves afterwards.
+      patch: digest of the patch; of a prefill that was restored from elsewhere, of what that was computed behind; or
+        None.
       base: what the patch is added to.
       rank, patch_bytes, patch_flops: of the patch: its rank as in `PatchNote`, bytes of its factors, FLOPs per token to
         add it.
@@ -152,7 +177,7 @@ class PieceState:
 
     kind: StateKind
     behind: str = ""
-    pure: bool = False
+    ways: Ways = ()
     patch: str | None = None
     base: PatchBase = "canonical"
     rank: int = 0
@@ -162,22 +187,32 @@ class PieceState:
     @functools.cached_property
     def digest(self) -> str:
         """Digest of what the KV depends on, 32 hexadecimal digits."""
-        return short_digest(f"state {self.kind} {self.behind} {self.pure} {self.base} {self.patch}")
+        pure = self.kind == "conditioned" and not self.ways
+        return short_digest(f"state {self.kind} {self.behind} {pure} {self.base} {self.patch}")
 
     @classmethod
-    def conditioned(cls, behind: str, pure: bool) -> "PieceState":
-        """Returns the state of what was prefilled behind this."""
+    def conditioned(cls, behind: str, ways: Ways) -> "PieceState":
+        """Returns the state of what was prefilled behind this, where these ways were in front."""
         # Linking a window makes hundreds of them, and setting the fields of a frozen dataclass takes longer than
         # digesting them. Fields with a default are found on the class.
         state = object.__new__(cls)
-        state.__dict__.update(kind="conditioned", behind=behind, pure=pure)
+        state.__dict__.update(kind="conditioned", behind=behind, ways=ways)
         return state
+
+    def standing_for(self, behind: str) -> "PieceState":
+        """Returns this state, put where this is in front if everything there is served as promised."""
+        # Plans put the same patch in the same place again and again.
+        last = self.__dict__.get("_last")
+        if last is None or last.behind != behind:
+            last = dataclasses.replace(self, behind=behind)
+            self.__dict__["_last"] = last
+        return last
 
 
 FRESH = PieceState("conditioned")
 """State of a piece that is prefilled in its place; linking replaces it by one that says behind what. Until then `aside`
 has the previous state of a piece that is run again."""
-BARE = PieceState("bare")
+BARE = PieceState("bare", ways=BARE_WAYS)
 
 
 class PlacedPiece(NamedTuple):
@@ -189,10 +224,15 @@ class PlacedPiece(NamedTuple):
       aside: the state that `Window.condition` switches back to, of a piece that `Window.bare` switched; else None.
       born: the step at which its KV was computed; it has seen pieces in front that were placed before.
       placed: the step at which it came in front of those behind it, in its present form.
-      front: digest of what precedes it, the gap included. This and what follows is derived by the window.
+      front: digest of what precedes it, the gap included. This and what follows is derived, by `linked`.
       fidelity: "exact", "survivor" or "approximate".
+      ways: what makes it differ from what the window promises, where it is; none: it does not.
       latest: the last step at which it, or one in front of it, was placed.
-      pure: whether neither it nor any in front is approximate.
+      absorbed: the ways of all approximate pieces up to this one, which a prefill behind it goes through.
+      target: digest of what would precede it if everything in front were served as promised.
+      target_exact: whether all of that would be exact, and no positions free in front of the piece.
+      promised: the state in which it would be as promised then: its own or the one set aside; None: a prefill's.
+      settled: whether no piece up to this one has to be run again for that.
     """
 
     entry: Entry
@@ -203,8 +243,13 @@ class PlacedPiece(NamedTuple):
     placed: int = 0
     front: str = ""
     fidelity: Fidelity = "approximate"
+    ways: Ways = UNKNOWN_WAYS
     latest: int = 0
-    pure: bool = False
+    absorbed: Ways = ()
+    target: str = ""
+    target_exact: bool = False
+    promised: PieceState | None = None
+    settled: bool = False
 
     @property
     def id(self) -> str:
@@ -255,6 +300,7 @@ class PatchNote:
         looked up; 0 if it leaves some out, was rounded to 8 bits or has a shared basis.
       nbytes: of its factors.
       flops: per token, of multiplying and adding them.
+      updated: whether a correction was folded in.
     """
 
     digest: str
@@ -267,6 +313,7 @@ class PatchNote:
     rank: int
     nbytes: int
     flops: int
+    updated: bool = False
 
     @classmethod
     def of(cls, patch: "Patch | PatchNote") -> "PatchNote":
@@ -316,12 +363,28 @@ class PatchNote:
         """Cache of `chain_of`: chain digests of the antecedent by backbone."""
         return {}
 
+    @property
+    def point(self) -> Literal["stored", "orbit", "update"]:
+        """Operating point of a piece that it serves where it belongs."""
+        return "update" if self.updated else "orbit" if self.orbit else "stored"
+
+    def serving(self, base: PieceState = BARE, stale: bool = False) -> PieceState:
+        """Returns the state of a piece that this patch serves, until `linked` says what it stands for.
+
+        Args:
+          base: state of what it is added to; only a removal patch is added to what has ways of its own.
+          stale: nothing bounds it where it is.
+        """
+        if base is BARE and not stale:
+            return self._served
+        own: Ways = ((self.point, self.rank),)
+        return dataclasses.replace(self._served, ways=UNKNOWN_WAYS if stale else merged(own, base.ways))
+
     @functools.cached_property
-    def served(self) -> PieceState:
-        """State of a piece that this patch serves."""
+    def _served(self) -> PieceState:
         return PieceState(
             kind="patched",
-            behind=self.antecedent.digest,
+            ways=((self.point, self.rank),),
             patch=self.digest,
             base=self.base,
             rank=self.rank,

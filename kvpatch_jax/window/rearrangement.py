@@ -5,24 +5,27 @@ once. Plans use it, because windows may have hundreds of chunks.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from ..cache import brief
-from ..errors import PatchMismatchError, WindowError
+from ..errors import PatchMismatchError, StalePatchError, WindowError
 from .edits import Copy, Drop, Edit, Edits, Prefill, Recompute, Rotate, in_order, new_edit
-from .entry import BARE, FRESH, Entry, PatchNote, PieceState, PlacedPiece, tuple_of
-from .provenance_chain import Targets, chain_of, linked, targets_of
+from .entry import BARE, FRESH, Entry, Likeness, PatchNote, PieceState, PlacedPiece, tuple_of
+from .fidelity import chain_of, linked
 from .window import Window
 from .window_state import recallable
 from .window_steps import (
     check_base,
+    check_fits,
     check_patch,
     check_positions_below_limit,
     packed,
+    patched_piece,
     placing_edits,
+    relinked,
     reordered,
+    restored_state,
     restoring_edits,
     room_for,
 )
@@ -43,12 +46,14 @@ class ServingChoice(NamedTuple):
       note: of the patch; None for the other choices.
       allow_stale: accepts a patch that was formed behind something else.
       behind: of a stored prefill ("restored"): chain digest of what it was computed behind.
+      likeness: what that has in common with the place; None: it is the very same, or nothing is known.
     """
 
     how: Literal["keep", "prefill", "patch", "bare", "restore", "restored"]
     note: PatchNote | None = None
     allow_stale: bool = False
     behind: str | None = None
+    likeness: Likeness | None = None
 
 
 PREFILL = ServingChoice("prefill")
@@ -64,20 +69,14 @@ class Rearrangement:
       window: all in their places; kept ones in their states, new ones by a forward.
       gone: ids of what leaves, replaced pieces included.
       kept: for each piece, whether it was in the window before.
+      placed: the pieces of `window` as they were before it was linked, which serving them otherwise starts from.
     """
 
     before: Window
     window: Window
     gone: tuple[str, ...]
     kept: tuple[bool, ...]
-
-    @functools.cached_property
-    def targets(self) -> Targets:
-        """What a patch must have been formed behind to serve a piece, and which pieces may be kept.
-
-        It does not depend on how approximate or new pieces in front are served, which all count as prefilled.
-        """
-        return targets_of(self.window.backbone, self.window.pieces, self.window.promise == "forget")
+    placed: tuple[PlacedPiece, ...]
 
     def serve(self, services: Sequence[ServingChoice], at_hand: AtHand | None = None) -> tuple[Window, Edits]:
         """Returns the window with its pieces served so, and the edits that lead there from the window before.
@@ -90,67 +89,56 @@ class Rearrangement:
           WindowError: a new piece that is to be kept, a text that is not prefilled, nothing to restore.
           StalePatchError, PatchMismatchError: a patch that does not belong there.
         """
-        window, pieces = self.window, list(self.window.pieces)
-        changed: list[int] = []
-        clock, again = window.clock, False
-
+        # Pieces that are served as they were arranged keep what was derived of them, up to the first that is not.
+        pieces, clock, changed = list(self.placed), self.window.clock, list[int]()
         for index, (kept, service) in enumerate(zip(self.kept, services, strict=True)):
             if service.how == ("keep" if kept else "prefill"):
-                # A new piece behind one that changed is linked again, as prefilled behind the other KV.
-                if changed and not kept:
-                    entry, start, _, _, born, placed, *derived = pieces[index]
-                    pieces[index] = tuple_of(PlacedPiece, (entry, start, FRESH, None, born, placed, *derived))
                 continue
 
             changed.append(index)
             if service.how == "prefill":
-                again, clock = True, max(clock, self.before.clock + 1)
+                clock = max(clock, self.before.clock + 1)
                 pieces[index] = pieces[index].run_again(clock)
-            else:
-                pieces[index] = _with_service(pieces[index], kept, service, self.targets.digests[index])
-                # Another KV than those behind it have seen, as after a forward.
-                if service.how == "restored" and kept:
-                    again, clock = True, max(clock, self.before.clock + 1)
-                    pieces[index] = pieces[index]._replace(born=clock, placed=clock)
+                continue
+            pieces[index] = _with_service(pieces[index], kept, service, self.window.pieces[index].target)
+            # Another KV than those behind it have seen, as after a forward.
+            if service.how == "restored" and kept:
+                clock = max(clock, self.before.clock + 1)
+                pieces[index] = pieces[index]._replace(placed=clock)
 
+        window = self.window
         if changed:
-            # So far all counted as prefilled, and `born` was raised where everything in front was exact then. Behind
-            # the first that is patched or bare nothing is.
-            own, places = self.before.pieces, self.before.places
-            first = next(
-                (index for index in changed if services[index].how in ("patch", "bare", "restored")), len(pieces)
-            )
-            for index in range(first + 1, len(pieces)):
-                piece = pieces[index]
-                if self.kept[index] and services[index].how not in ("prefill", "restored"):
-                    born = own[places[piece.entry.id]].born
-                    pieces[index] = piece if piece.born == born else piece._replace(born=born)
-
-            window = dataclasses.replace(window, pieces=linked(window.backbone, pieces, changed[0]), clock=clock)
-            # Targets do not depend on services, so those of the rearrangement are used if possible.
-            patched = [index for index in changed if services[index].note is not None]
-            targets = self.targets.digests if patched else ()
-            # A survivor that runs again becomes another piece to those behind it.
-            if patched and again and window.promise == "remember":
-                targets = targets_of(window.backbone, window.pieces, forget=False).digests
-            for index in patched:
-                self._check_patched(window, index, services[index], targets[index])
+            pieces[: changed[0]] = window.pieces[: changed[0]]
+            window = relinked(window, pieces, changed[0], clock=clock)
+            stale = [index for index in changed if self._is_stale(window, index, services[index])]
+            for index in stale:
+                pieces[index] = pieces[index]._replace(state=_note_of(services[index]).serving(stale=True))
+            window = relinked(window, pieces, changed[0]) if stale else window
 
         return window, self._edits(window, services, at_hand)
 
-    def _check_patched(self, window: Window, index: int, service: ServingChoice, target: str) -> None:
-        """Refuses a patch as the window's operations do; antecedents are compared by digests first, which is fast."""
+    def _is_stale(self, window: Window, index: int, service: ServingChoice) -> bool:
+        """Returns whether a piece's patch was formed behind something else; refuses it as the operations do."""
+        if service.note is None:
+            return False
         note, piece = service.note, self.window.pieces[index]
-        assert note is not None
-        check_patch(window, note, piece, allow_stale=True)
         if note.base != "canonical" and not self.kept[index]:
             raise PatchMismatchError(
                 f"patch of chunk {brief(piece.id)!r}: got base {note.base!r}; expected 'canonical' of what comes in"
             )
-
         check_base(window, note, piece)
-        if not service.allow_stale and chain_of(window.backbone, note) != target:
-            check_patch(window, note, piece, allow_stale=False)
+
+        # By digests first, which is fast.
+        check_fits(note, piece.entry)
+        if chain_of(window.backbone, note) == window.pieces[index].target:
+            return False
+        try:
+            check_patch(window, note, piece)
+        except StalePatchError:
+            if not service.allow_stale:
+                raise
+            return True
+        return False
 
     def _edits(self, window: Window, services: Sequence[ServingChoice], at_hand: AtHand | None) -> Edits:
         costs, rotation = window.costs, window.costs.rotate(1)
@@ -209,18 +197,25 @@ def _with_service(piece: PlacedPiece, kept: bool, service: ServingChoice, target
             raise WindowError(f"arrange: got 'restore' of {brief(entry.id)!r}; expected it bare before")
         return piece._replace(state=piece.aside, aside=None)
 
-    # Behind its target it is what the window promises; otherwise it has seen what no promise speaks of.
+    # Behind its target it is what the window promises.
     if how == "restored":
         if service.behind is None:
             raise WindowError(f"arrange: got 'restored' of {brief(entry.id)!r}; expected what it was computed behind")
-        state = PieceState.conditioned(service.behind, service.behind == target)
-        return tuple_of(PlacedPiece, (entry, piece.start, state, None, *piece[4:]))
+        same = service.behind == target
+        state = PieceState.conditioned(target, ()) if same else restored_state(service.behind, service.likeness)
+        # What it has seen is what it was computed behind, whatever is placed in this step.
+        return tuple_of(PlacedPiece, (entry, piece.start, state, None, 0 if same else piece.born, *piece[5:]))
 
     # A new piece has no state to go back to.
     if note is None:
         aside = piece.state if kept and piece.state.kind != "bare" else piece.aside
         return piece._replace(state=BARE, aside=aside)
-    return tuple_of(PlacedPiece, (entry, piece.start, note.served, None, *piece[4:]))
+    return patched_piece(piece, note)
+
+
+def _note_of(service: ServingChoice) -> PatchNote:
+    assert service.note is not None
+    return service.note
 
 
 def arrange(window: Window, entries: Sequence[Entry]) -> Rearrangement:
@@ -281,14 +276,15 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Rearrangement:
     evicted = [piece for piece in window.evicted if piece.entry.id not in wanted]
     there = dataclasses.replace(
         window,
-        pieces=linked(window.backbone, pieces, first),
+        pieces=linked(window.backbone, pieces, first, window.promise == "forget"),
         evicted=recallable(evicted, [piece for piece in gone if piece.entry.id not in wanted]),
         lead=lead,
         lead_settled=settled,
         next_start=max(next_start + shift, end),
         clock=clock if moved or len(kept) < len(wanted) else window.clock,
     )
-    return Rearrangement(window, there, tuple(piece.entry.id for piece in gone), tuple(id in kept for id in wanted))
+    ids = tuple(piece.entry.id for piece in gone)
+    return Rearrangement(window, there, ids, tuple(id in kept for id in wanted), tuple(pieces))
 
 
 def _check_entries(window: Window, entries: Sequence[Entry], wanted: Mapping[str, Entry]) -> None:

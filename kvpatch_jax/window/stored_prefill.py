@@ -7,18 +7,16 @@ because the nearest antecedent carries most of the deficit; then the chunk is ap
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
 from ..cache import Chunk
-from .entry import PlacedPiece, short_digest
+from .entry import Likeness, PlacedPiece, short_digest
 
 TIME_TO_LIVE = 7 * 24 * 3600.0
 """Seconds that a prefill is kept: histories that nobody repeats would fill a store without a budget."""
-Likeness = Literal["near", "seen"]
-"""What a stored prefill has in common with a place: the pinned lead and the nearest piece, or the lead alone."""
 
 
 def likeness_keys(pieces: Sequence[PlacedPiece], index: int, lead: int) -> dict[Likeness, str]:

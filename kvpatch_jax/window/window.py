@@ -12,20 +12,21 @@ from ..utils.kinds import all_of
 from . import window_json
 from .costs import Costs
 from .edits import Compact, Copy, Drop, Edit, Edits, Recompute, in_order
-from .entry import BARE, FRESH, Entry, How, PatchNote, PieceState, short_digest
+from .entry import BARE, FRESH, UNKNOWN_WAYS, Entry, How, PatchNote, PieceState, short_digest
 from .window_state import Gaps, Promise, WindowState
 from .window_steps import (
     PatchOptions,
     check_base,
     check_new,
-    check_patch,
     chunk_index,
     movable_index,
     packed,
+    patched_piece,
     relinked,
     reordered,
     serving_edits,
     shown,
+    with_checked_patch,
     with_moves,
     with_new_piece,
     with_piece,
@@ -280,15 +281,16 @@ class Window(WindowState):
         pieces = reordered(self.pieces, came_from, self.clock + 1)
         for index, piece in enumerate(pieces):
             if piece.entry.id in notes:
-                pieces[index] = piece._replace(state=notes[piece.entry.id].served, aside=None)
+                pieces[index] = patched_piece(piece, notes[piece.entry.id])
         there = relinked(self, pieces, changed[0], clock=self.clock + 1)
 
         # Patches are checked against the new order, in which they were to be formed.
         edits: list[Edit] = []
         for id, note in notes.items():
-            check_patch(there, note, there.piece(id), allow_stale)
-            if self.piece(id).state != note.served:
-                edits += serving_edits(there, there.index(id), fetched)
+            index = there.index(id)
+            there = with_checked_patch(there, index, note, allow_stale)
+            if self.piece(id).state.digest != there.pieces[index].state.digest:
+                edits += serving_edits(there, index, fetched)
 
         return there, with_moves(self, there, edits)
 
@@ -342,9 +344,9 @@ class Window(WindowState):
             # The base is checked as it is now, the antecedent as it is with the patch.
             note = PatchNote.of(patch)
             check_base(self, note, piece)
-            there = with_piece(self, index, piece._replace(state=note.served, aside=None))
-            check_patch(there, note, there.pieces[index], allow_stale)
-            return there, () if piece.state == note.served else in_order(serving_edits(there, index, fetched))
+            there = with_checked_patch(with_piece(self, index, patched_piece(piece, note)), index, note, allow_stale)
+            same = piece.state.digest == there.pieces[index].state.digest
+            return there, () if same else in_order(serving_edits(there, index, fetched))
 
         if piece.state.kind != "bare":
             return self, ()
@@ -377,7 +379,7 @@ class Window(WindowState):
         # Mixed layers have no antecedent; the digest is of what they are mixed from.
         if start_layer:
             digest = short_digest(f"recompute {start_layer} {piece.state.digest} {piece.front}")
-            changed = changed._replace(state=PieceState("conditioned", digest), aside=None)
+            changed = changed._replace(state=PieceState("conditioned", digest, UNKNOWN_WAYS), aside=None)
 
         there = with_piece(self, index, changed, clock=self.clock + 1)
         costs = self.costs.prefill(piece.entry.tokens, behind, start_layer)
@@ -418,6 +420,16 @@ class Window(WindowState):
         if not isinstance(branch, str) or "/" in branch:
             raise WindowError(f"window.branch: got {branch!r:.80}; expected a name without a slash")
         return dataclasses.replace(self, branch=branch, origin=None, joined=())
+
+    def promising(self, promise: Promise) -> "Window":
+        """Returns the same window, compared with something else from now on. No KV changes.
+
+        Raises:
+          WindowError: not "remember" or "forget".
+        """
+        if promise not in ("remember", "forget"):
+            raise WindowError(f"window.promise: got {promise!r:.80}; expected 'remember' or 'forget'")
+        return relinked(dataclasses.replace(self, promise=promise), self.pieces, 0)
 
     def fork(self, name: str | None = None) -> "tuple[Window, Edits]":
         """Starts a branch that shares all KV with this window until it changes a piece. Kamera App. E.

@@ -11,13 +11,28 @@ from ..cache import EXACT, brief
 from ..errors import KVPatchError, WindowError
 from ..utils import strict_json
 from .costs import Costs
-from .entry import LIMIT, Entry, PatchBase, PieceState, PlacedPiece, StateKind, short_digest
-from .provenance_chain import linked
+from .entry import (
+    BARE_WAYS,
+    LIMIT,
+    MOST_WAYS,
+    UNKNOWN_WAYS,
+    Entry,
+    PatchBase,
+    PieceState,
+    PlacedPiece,
+    StateKind,
+    Way,
+    Ways,
+    short_digest,
+)
+from .fidelity import linked
 
 FORMAT = "kvpatch window"
-VERSION = 2
+VERSION = 3
 UNTRACED = 1
-"""The first version, whose windows say neither `PieceState.pure` nor modalities."""
+"""The first version, whose windows say neither what was pure nor modalities."""
+PURE = 2
+"""The second one, whose windows say which states are pure, but not what the others went through."""
 
 _HEX = re.compile("[0-9a-f]{32}")
 _PLAIN = ("lead", "lead_settled", "next_start", "promise", "gaps", "store", "branch", "origin", "clock")
@@ -64,7 +79,7 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
         raise WindowError(f"window: got JSON of {_kind_of(saved)}; expected what Window.to_json returns")
 
     version = saved.get("version")
-    if version not in (UNTRACED, VERSION) or isinstance(version, bool):
+    if version not in (UNTRACED, PURE, VERSION) or isinstance(version, bool):
         raise WindowError(f"window: got version {version!r:.80}; expected {VERSION}")
 
     _table(saved, "window", ("format", "version", "digest", "joined", "window"))
@@ -95,15 +110,17 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
 
     # Fidelity is derived, never read. Windows of version 1 are linked twice: first as if all had been pure. Then their
     # digests prove which pieces are exact; nothing proves that one is a survivor.
-    pieces = linked(costs.backbone, pieces)
+    forgets = fields["promise"] == "forget"
+    pieces = linked(costs.backbone, pieces, 0, forgets)
     if version == UNTRACED:
         doubted = []
         for piece in pieces:
-            if piece.fidelity != EXACT:
-                aside = None if piece.aside is None else dataclasses.replace(piece.aside, pure=False)
-                piece = piece._replace(state=dataclasses.replace(piece.state, pure=False), aside=aside)
+            if piece.fidelity != EXACT and piece.state.kind == "conditioned":
+                piece = piece._replace(state=dataclasses.replace(piece.state, ways=UNKNOWN_WAYS))
+            if piece.aside is not None and piece.aside.kind == "conditioned":
+                piece = piece._replace(aside=dataclasses.replace(piece.aside, ways=UNKNOWN_WAYS))
             doubted.append(piece)
-        pieces = linked(costs.backbone, doubted)
+        pieces = linked(costs.backbone, doubted, 0, forgets)
 
     return fields | {"pieces": pieces, "evicted": tuple(evicted), "joined": tuple(joined)}
 
@@ -175,7 +192,8 @@ def _pieces(value: Any, what: str, clock: int, version: int) -> list[PlacedPiece
         if version == UNTRACED and isinstance(own, dict):
             own = {"modality": None, **own}
         entry = _built(Entry, own)
-        state, aside = _state(table["state"]), None if table["aside"] is None else _state(table["aside"])
+        state = _state(table["state"], version)
+        aside = None if table["aside"] is None else _state(table["aside"], version)
 
         # Only evicted chunks are "evicted"; a text is prefilled or gone; only a bare chunk has a state aside.
         kinds = ("evicted",) if what == "evicted" else ("bare", "patched", "conditioned")
@@ -194,21 +212,51 @@ def _pieces(value: Any, what: str, clock: int, version: int) -> list[PlacedPiece
     return pieces
 
 
-def _state(value: Any) -> PieceState:
-    state = _built(PieceState, value)
+def _state(value: Any, version: int) -> PieceState:
+    if version == VERSION:
+        table = dict(_table(value, "state", [field.name for field in dataclasses.fields(PieceState)]))
+        table["ways"] = _ways(table["ways"])
+    else:
+        old = [field.name for field in dataclasses.fields(PieceState) if field.name != "ways"]
+        table = dict(_table(value, "state", [*old, "pure"]))
+        table["ways"] = _older_ways(table["kind"], table.pop("pure"))
+    state = _built(PieceState, table)
 
     # Fields that only some kinds have. What left may have been patched, and keeps what it was made behind.
     kind, gone = state.kind, state.kind == "evicted"
     known = kind in get_args(StateKind) and state.base in get_args(PatchBase)
     made = _is_digest(state.behind) or (state.behind == "" and kind in ("bare", "evicted"))
-    patched = isinstance(state.patch, str) if kind == "patched" else state.patch is None or gone
-    pure = isinstance(state.pure, bool) and (not state.pure or kind == "conditioned" or gone)
-    if not (known and made and patched and pure):
+    source = state.patch is None or (kind == "conditioned" and bool(state.ways) and _is_digest(state.patch))
+    patched = isinstance(state.patch, str) if kind == "patched" else source or gone
+    approximate = kind in ("conditioned", "evicted") or bool(state.ways)
+    if not (known and made and patched and approximate):
         raise WindowError(f"window: got {state!r:.200}; expected a state that pieces can have")
 
     for word in ("rank", "patch_bytes", "patch_flops"):
         _number(getattr(state, word), word, 2**62)
     return state
+
+
+def _ways(value: Any) -> Ways:
+    """Returns the ways of a state; they are distinct and sorted, and of points that somebody may have invented."""
+    ways: list[Way] = []
+    for pair in value if isinstance(value, list) and len(value) <= MOST_WAYS else [None]:
+        if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise WindowError(f"window.ways: got {value!r:.80}; expected at most {MOST_WAYS} pairs of point and rank")
+        ways.append((pair[0], _number(pair[1], "ways", 2**62)))
+    if ways != sorted(set(ways)):
+        raise WindowError(f"window.ways: got {value!r:.80}; expected them distinct and sorted")
+    return tuple(ways)
+
+
+def _older_ways(kind: Any, pure: Any) -> Ways:
+    """Returns the ways of a state of an older version, which knows of each only whether it had any."""
+    if not isinstance(pure, bool) or (pure and kind not in ("conditioned", "evicted")):
+        raise WindowError(f"window.pure: got {pure!r:.80} of {kind!r:.80}; expected True of what is conditioned only")
+    if kind == "bare":
+        return BARE_WAYS
+    # Which patches were of an orbit, and which belong where they are, those versions do not say.
+    return () if pure else UNKNOWN_WAYS
 
 
 def _costs(value: Any) -> Costs:

@@ -5,11 +5,11 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from ..cache import EXACT, Antecedent, Member, brief
+from ..cache import EXACT, Antecedent, brief
 from ..errors import WindowError
 from .costs import Costs
 from .entry import Fidelity, PlacedPiece
-from .provenance_chain import pieces_and_gaps, target_members
+from .fidelity import pieces_and_gaps, promised_members
 from .window_json import body_of, digest_of_body
 
 Promise = Literal["remember", "forget"]
@@ -119,9 +119,8 @@ class WindowState:
 
     @property
     def as_promised(self) -> bool:
-        """Whether every piece is served as the window promises: exact, or a survivor if it remembers."""
-        kept = (EXACT, "survivor") if self.promise == "remember" else (EXACT,)
-        return all(piece.fidelity in kept for piece in self.pieces)
+        """Whether the KV of every piece is what the window promises there (`fidelity`)."""
+        return not any(piece.ways for piece in self.pieces)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -188,16 +187,10 @@ class WindowState:
     def target(self, id: str | None = None) -> Antecedent:
         """Returns what a patch must have been formed behind to serve a piece there, or one that will be appended.
 
-        If the window forgets: the pieces in front, all of them exact. If it remembers: those in front as they would
-        have to be served, which is for survivors as they are, or were before they were switched to bare, and for others
-        as a prefill in their place would have them.
+        Those in front as they would have to be served: where the window remembers, survivors as they are, or were
+        before they were switched to bare; all others as a prefill in their place would have them.
         """
-        pieces, start = self._front(id)
-
-        # Exact members are the same whatever they were made behind, so no chain is needed.
-        if self.promise == "forget":
-            return Antecedent(tuple(Member(piece.entry.id, piece.entry.content) for piece in pieces))
-        return Antecedent(tuple(target_members(self.backbone, pieces, start)))
+        return Antecedent(tuple(promised_members(*self._front(id))))
 
     def _front(self, id: str | None) -> tuple[tuple[PlacedPiece, ...], int]:
         """Returns the pieces in front of a piece, or of what will be appended, and its start."""

@@ -11,8 +11,21 @@ from ..cache import Patch, brief
 from ..errors import PatchMismatchError, StalePatchError, WindowError
 from .costs import Costs
 from .edits import ApplyPatch, Copy, Drop, Edit, Edits, Fetch, Prefill, Rotate, in_order, new_edit
-from .entry import BARE, FRESH, LIMIT, Entry, How, PatchNote, PieceState, PlacedPiece, contents_differ, tuple_of
-from .provenance_chain import chain_digest, linked
+from .entry import (
+    BARE,
+    FRESH,
+    LIMIT,
+    UNKNOWN_WAYS,
+    Entry,
+    How,
+    Likeness,
+    PatchNote,
+    PieceState,
+    PlacedPiece,
+    contents_differ,
+    tuple_of,
+)
+from .fidelity import chain_digest, linked
 from .window_state import WindowState, recallable
 
 # ------------------------------------------------------------------------------------------------------- positions
@@ -75,7 +88,8 @@ def room_for(span: int, low: int, high: int, before: PlacedPiece | None) -> tupl
 
 def relinked[W: WindowState](window: W, pieces: Sequence[PlacedPiece], first: int, **changes: Any) -> W:
     """Returns the window with these pieces, of which those in front of `first` are linked already."""
-    return dataclasses.replace(window, pieces=linked(window.backbone, pieces, first), **changes)
+    forgets = window.promise == "forget"
+    return dataclasses.replace(window, pieces=linked(window.backbone, pieces, first, forgets), **changes)
 
 
 def with_piece[W: WindowState](window: W, index: int, piece: PlacedPiece, **changes: Any) -> W:
@@ -106,7 +120,7 @@ def placing_edits(costs: Costs, piece: PlacedPiece, has_canonical: bool, has_pat
 def restoring_edits(costs: Costs, piece: PlacedPiece) -> list[Edit]:
     """Returns the edits that place a piece's stored prefill, which is always read from the store."""
     id, tokens = piece.entry.id, piece.entry.tokens
-    fetch = Fetch(id, "prefill", piece.state.behind, **costs.fetch(tokens))
+    fetch = Fetch(id, "prefill", piece.state.patch or piece.state.behind, **costs.fetch(tokens))
     return [fetch, Copy(id, "prefill", None, **costs.copy(tokens))]
 
 
@@ -172,11 +186,13 @@ class PatchOptions(TypedDict, total=False):
       allow_stale: accepts a patch that was formed behind something else.
       behind: chain digest of what a restored prefill was computed behind. None: behind these very pieces, served as
         they are, so that it is what a forward would compute. Otherwise the piece is approximate.
+      likeness: what that has in common with what is in front here, "near" or "seen"; None: nothing is known of it.
     """
 
     fetched: bool
     allow_stale: bool
     behind: str | None
+    likeness: Likeness | None
 
 
 def with_new_piece[W: WindowState](
@@ -191,16 +207,17 @@ def with_new_piece[W: WindowState](
     fetched: bool = False,
     allow_stale: bool = False,
     behind: str | None = None,
+    likeness: Likeness | None = None,
 ) -> tuple[W, list[Edit]]:
     """Places an entry at an index. Returns the window and the edits that place it, without the moves of others.
 
     Args:
       how, patch: see `Window.append`.
       before: the piece that it was, or that it replaces.
-      fetched, allow_stale, behind: see `PatchOptions`.
+      fetched, allow_stale, behind, likeness: see `PatchOptions`.
     """
     note = None if patch is None else PatchNote.of(patch)
-    state = _new_state(entry, how, note, behind)
+    state = _new_state(entry, how, note, behind, likeness)
     if how == "leading" and index:
         raise WindowError(f"window: got {shown(entry.id)} leading behind {index} pieces; expected none in front of it")
 
@@ -233,11 +250,17 @@ def with_new_piece[W: WindowState](
 
     # Against the new window, in which the piece has its front.
     if note is not None:
-        check_patch(after, note, after.pieces[index], allow_stale)
+        after = with_checked_patch(after, index, note, allow_stale)
     return after, serving_edits(after, index, fetched, how)
 
 
-def _new_state(entry: Entry, how: How | None, note: PatchNote | None, behind: str | None) -> PieceState:
+def _new_state(
+    entry: Entry,
+    how: How | None,
+    note: PatchNote | None,
+    behind: str | None,
+    likeness: Likeness | None,
+) -> PieceState:
     """Returns the state in which an entry is placed."""
     how = how or ("prefill" if note is None else "patch")
     if how not in get_args(How) or (how == "patch") != (note is not None):
@@ -249,9 +272,11 @@ def _new_state(entry: Entry, how: How | None, note: PatchNote | None, behind: st
     if behind is not None and (how != "restored" or not isinstance(behind, str)):
         given = f"{behind!r:.40} of {shown(entry.id)}, {how}"
         raise WindowError(f"window.behind: got {given}; expected a chain digest, of what is 'restored'")
+    if likeness is not None and (behind is None or likeness not in get_args(Likeness)):
+        given = f"{likeness!r:.40} of {shown(entry.id)}"
+        raise WindowError(f"window.likeness: got {given}; expected 'near' or 'seen', of what is 'restored' `behind`")
     if note is None:
-        # A prefill behind other pieces than these never counts as pure: it has seen what no promise speaks of.
-        restored = FRESH if behind is None else PieceState("conditioned", behind)
+        restored = FRESH if behind is None else restored_state(behind, likeness)
         return BARE if how == "bare" else restored
 
     # A removal patch is added to conditioned KV, and what comes in has none yet.
@@ -259,7 +284,12 @@ def _new_state(entry: Entry, how: How | None, note: PatchNote | None, behind: st
         raise PatchMismatchError(
             f"patch: got base {note.base!r}; expected 'canonical' (`condition` takes a removal patch)"
         )
-    return note.served
+    return note.serving()
+
+
+def restored_state(behind: str, likeness: Likeness | None) -> PieceState:
+    """Returns the state of a stored prefill that was computed behind other pieces than are in front of it."""
+    return PieceState("conditioned", ways=UNKNOWN_WAYS if likeness is None else ((likeness, 0),), patch=behind)
 
 
 # ----------------------------------------------------------------------------------------------------------- checks
@@ -299,23 +329,46 @@ def chunk_index(window: WindowState, id: str, operation: str) -> int:
     return index
 
 
-def check_patch(window: WindowState, note: PatchNote, piece: PlacedPiece, allow_stale: bool) -> None:
+def patched_piece(piece: PlacedPiece, note: PatchNote) -> PlacedPiece:
+    """Returns a piece as a patch serves it from now on, not linked yet and not checked."""
+    base = piece.aside or piece.state if note.base == "conditioned" else BARE
+    return tuple_of(PlacedPiece, (piece.entry, piece.start, note.serving(base), None, *piece[4:]))
+
+
+def with_checked_patch[W: WindowState](window: W, index: int, note: PatchNote, allow_stale: bool) -> W:
+    """Returns the window, in which a piece has just been given this patch. A stale one that is allowed bounds nothing.
+
+    Raises:
+      StalePatchError, PatchMismatchError: a patch that does not belong there.
+    """
+    piece = window.pieces[index]
+    try:
+        check_patch(window, note, piece)
+    except StalePatchError:
+        if not allow_stale:
+            raise
+        return with_piece(window, index, piece._replace(state=note.serving(stale=True)))
+    return window
+
+
+def check_patch(window: WindowState, note: PatchNote, piece: PlacedPiece) -> None:
     """Refuses a patch of another chunk or content, or one that was formed behind something other than `target`."""
-    entry = piece.entry
+    check_fits(note, piece.entry)
+    # What it was formed behind is compared with what this window promises, not with what it has.
+    difference = note.antecedent.difference(window.target(piece.entry.id), note.orbit)
+    if difference is not None:
+        kind = "any ordering of " if note.orbit else ""
+        raise StalePatchError(f"patch of chunk {shown(piece.entry.id)}: got one formed behind {kind}{difference}")
+
+
+def check_fits(note: PatchNote, entry: Entry) -> None:
+    """Refuses a patch of another chunk or content."""
     if note.chunk != entry.id:
         raise PatchMismatchError(f"patch: got one of chunk {note.chunk!r}; expected {entry.id!r}")
     if contents_differ(note.content, entry.content):
         raise PatchMismatchError(
             f"patch: got one of chunk {shown(entry.id)} with content {note.content!r}; expected {entry.content!r}"
         )
-    if allow_stale:
-        return
-
-    # What it was formed behind is compared with what this window promises, not with what it has.
-    difference = note.antecedent.difference(window.target(entry.id), note.orbit)
-    if difference is not None:
-        kind = "any ordering of " if note.orbit else ""
-        raise StalePatchError(f"patch of chunk {shown(entry.id)}: got one formed behind {kind}{difference}")
 
 
 def check_base(window: WindowState, note: PatchNote, piece: PlacedPiece) -> None:

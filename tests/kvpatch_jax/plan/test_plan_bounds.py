@@ -92,8 +92,10 @@ def test_a_patch_that_became_stale_in_the_window_is_not_kept():
     assert behind.chunks[-1].fidelity == "approximate"
     assert behind.chunks[-1].kl == behind.kl == 0.2
     without = [entries[0], entries[1], entries[3]]  # what it was made behind has left
-    assert ask(behind.window, without, known=behind.known).chunks[-1].point == "kept"
-    assert ask(behind.window, without).chunks[-1].point == "prefill"
+    read = Window.from_json(behind.window.to_json(), backbone=BACKBONE)
+    for window in (behind.window, read, behind.window.fork("side")[0]):
+        later = ask(window, without)
+        assert (later.chunks[-1].point, later.kl) == ("kept", 0.2)
 
 
 def test_a_certificate_bounds_no_window_whose_first_tokens_have_left():
@@ -191,7 +193,7 @@ def test_a_certificate_bounds_no_window_beyond_the_measured_ones():
             ask(few, seconds=1.0)
 
 
-def test_known_ways_do_not_bound_a_piece_behind_other_pieces():
+def test_ways_do_not_bound_a_piece_behind_other_pieces():
     """Prefilled behind a patch, it lost what that lost; of what it has not seen, or should have forgotten, more."""
     entries = [entry(number, 50) for number in range(5)]
     inventory = PatchInventory(BACKBONE)
@@ -205,12 +207,12 @@ def test_known_ways_do_not_bound_a_piece_behind_other_pieces():
     for promise, without in (("remember", 0.2), ("forget", 0.0)):
         first = ask(Window.empty(COSTS, promise=promise), entries[:3])
         assert points(first) == ["prefill", "stored", "prefill"]
-        again = ask(first.window, entries[:3], known=first.known)
+        again = ask(first.window, entries[:3])
         assert points(again) == ["leading", "stored", "kept"]
         assert again.kl == 0.2
-        between = ask(first.window, [*entries[:2], entries[3], entries[2]], known=first.known)
+        between = ask(first.window, [*entries[:2], entries[3], entries[2]])
         assert points(between) == ["leading", "stored", "prefill", "prefill"]
-        assert ask(first.window, [entries[0], entries[2]], known=first.known).kl == without
+        assert ask(first.window, [entries[0], entries[2]]).kl == without
 
 
 def test_a_patch_is_kept_only_if_no_piece_in_front_of_it_changes():

@@ -52,7 +52,7 @@ def test_executed_plans_cost_what_they_predicted():
     # The same window, in another order, with one that left and one that is served by a forward again.
     entries = {piece.id: piece.entry for piece in drill.window.pieces}
     order = [entries[id] for id in ("c0", "c5", "c1", "c4")]
-    turned = plan(drill.window, order, stored=stock, executor=drill.paged, known=blind.known)
+    turned = plan(drill.window, order, stored=stock, executor=drill.paged)
     assert [chunk.point for chunk in turned.chunks] == ["leading", "prefill", "prefill", "prefill"]
     model.remove("c2")
     parts = {part.id: part for part in model.parts}

@@ -125,7 +125,7 @@ def check_totals(planned: Any) -> None:
 def test_consecutive_plans_keep_their_totals_and_bounds(data: st.DataObject, promise: str):
     """Windows that slide, reorder and recall, some pieces by patches: totals, words, and what was bounded before."""
     entries = [entry(number) for number in range(6)]
-    window, known = filled(3, promise=promise), {}
+    window = filled(3, promise=promise)
     signed = certificate(
         {("stored", 4): [0.1] * 8, ("orbit", 4): [0.2] * 8, ("bare", 0): [0.9] * 8, ("survivor", 0): [0.3] * 8}
     )
@@ -138,7 +138,7 @@ def test_consecutive_plans_keep_their_totals_and_bounds(data: st.DataObject, pro
             if data.draw(st.booleans()):
                 stock.add(note(each, front[:place], 4, orbit=data.draw(st.booleans())))
         highest = data.draw(st.sampled_from([None, 0.0, 0.15, 0.25, 1.0]))
-        planned = plan(window, chosen, Goal(kl=highest), stored=stock, certificate=signed, costs=DEVICES, known=known)
+        planned = plan(window, chosen, Goal(kl=highest), stored=stock, certificate=signed, costs=DEVICES)
         assert [piece.entry for piece in planned.window.pieces] == front
         assert planned.kl is not None
         assert planned.kl <= (highest or 0.0)
@@ -146,4 +146,4 @@ def test_consecutive_plans_keep_their_totals_and_bounds(data: st.DataObject, pro
         assert len(planned.explain().splitlines()) == 1 + len(front)
         if planned.kl == 0.0 and promise == "remember":
             assert planned.as_promised
-        window, known = planned.window, planned.known
+        window = planned.window

@@ -65,7 +65,7 @@ def test_a_slide_drops_and_rotates_what_stays_and_nothing_else():
     ]
     assert slid.next_start == 38
     assert slid.as_promised
-    assert not dataclasses.replace(slid, promise="forget").as_promised
+    assert not slid.promising("forget").as_promised
 
 
 def test_a_canonical_that_leads_is_its_own_prefill():
@@ -139,7 +139,7 @@ def test_reorder_serves_by_orbit_patches():
     orbit = PatchNote("o", "C", None, "canonical", everyone.sorted(), None, True, 8, 100, 5)
     moved, edits = window.reorder(["B", "A"], {})
     assert kinds(edits) == ["Rotate", "Rotate"]
-    forget = dataclasses.replace(window, promise="forget")
+    forget = window.promising("forget")
     moved, edits = forget.reorder(["B", "A", "C"], {"C": orbit})
     assert kinds(edits) == ["Rotate", "Rotate", "Fetch", "Fetch", "ApplyPatch"]
     assert moved.fidelity("C") == "approximate"
@@ -194,7 +194,7 @@ def test_a_patch_formed_behind_a_bare_chunk_is_refused_behind_a_conditioned_one(
 
 def test_targets_differ_between_remember_and_forget():
     window, _ = window_of(*"AB").evict("A")
-    forget = dataclasses.replace(window, promise="forget")
+    forget = window.promising("forget")
     assert forget.target().exact
     assert not window.target().exact
     assert window.target() == window.antecedent()
@@ -205,7 +205,7 @@ def test_targets_differ_between_remember_and_forget():
 
 
 def test_a_removal_patch_needs_the_base_that_the_window_holds():
-    window = dataclasses.replace(window_of(*"AB"), promise="forget")
+    window = window_of(*"AB").promising("forget")
     before = window.antecedent("B")
     left, _ = window.evict("A")
     removal = note_of(left, "B", "B", base="conditioned", base_antecedent=before)

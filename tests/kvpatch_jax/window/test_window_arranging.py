@@ -247,8 +247,8 @@ def test_restore_switches_back_to_the_state_before_bare():
     assert edits == (Copy("c2", "conditioned", None, **COSTS.copy(entries[2].tokens)),)
 
 
-def test_what_follows_a_chunk_that_comes_back_patched_is_approximate():
-    """It has seen that chunk prefilled, and the patch is placed after its KV was computed: as after `recall`."""
+def test_what_follows_a_chunk_that_comes_back_patched_is_as_promised():
+    """It has seen that chunk prefilled, which is what the window promises there, however the chunk is served now."""
     window = start("close", "remember", 1)
     for number in range(3):
         window, _ = window.append(entry(number))
@@ -256,5 +256,9 @@ def test_what_follows_a_chunk_that_comes_back_patched_is_approximate():
     back = note(entry(1), window.target("c2"))
     recalled, _ = window.recall("c1", patch=back, before="c2")
     there, _ = arrange(window, [entry(0), entry(1), entry(2)]).serve([KEEP, ServingChoice("patch", back), KEEP])
-    assert there.fidelity("c2") == recalled.fidelity("c2") == "approximate"
+    assert there.fidelity("c2") == recalled.fidelity("c2") == "survivor"
+    assert [piece.ways for piece in there.pieces] == [(), (("stored", back.rank),), ()]
+    # Behind another chunk in its place it has not.
+    other, _ = recalled.replace("c1", entry(3))
+    assert other.fidelity("c2") == "approximate"
     assert seen(there) == seen(recalled)

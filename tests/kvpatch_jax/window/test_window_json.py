@@ -21,6 +21,17 @@ def saved_again(document: dict) -> str:
     return json.dumps(document)
 
 
+def older_text(window: Window, version: int) -> str:
+    """A window as versions before the third wrote it: of each state they say only whether it is pure."""
+    document = json.loads(window.to_json()) | {"version": version}
+    for piece in (*document["window"]["pieces"], *document["window"]["evicted"]):
+        for state in (piece["state"], piece["aside"]):
+            if state is not None:
+                ways = state.pop("ways")
+                state["pure"] = state["kind"] in ("conditioned", "evicted") and not ways
+    return saved_again(document)
+
+
 @pytest.fixture(scope="module")
 def document() -> dict:
     window, _ = window_of(*"ABCD", free="BC").evict("A")
@@ -60,7 +71,7 @@ def test_json_that_is_no_window_is_refused(unchecked, text):
         read(text)
 
 
-@pytest.mark.parametrize("version", [0, 3, "1", True, None])
+@pytest.mark.parametrize("version", [0, 4, "1", True, None])
 def test_other_versions_are_refused(document, version):
     with pytest.raises(WindowError, match="version"):
         read(json.dumps(document | {"version": version}))
@@ -72,13 +83,35 @@ def test_windows_of_version_1_have_exact_pieces_but_no_survivors():
     slid, _ = exact.evict("A")
     bare, _ = slid.bare("B")
     for window, expected in ((exact, ["exact"] * 4), (slid, ["exact", *["approximate"] * 2])):
-        older = read(json.dumps(json.loads(window.to_json()) | {"version": 1}))
+        older = read(older_text(window, 1))
         assert [piece.fidelity for piece in older.pieces] == expected
         assert older.append(chunk("N"))[0].fidelity("N") == expected[-1]
         assert read(older.to_json()) == older
-    older = read(json.dumps(json.loads(bare.to_json()) | {"version": 1}))
+    older = read(older_text(bare, 1))
     assert older.condition("B")[0].fidelity("B") == "approximate"
     assert older.recompute("B")[0].recompute("C")[0].as_promised
+
+
+def test_windows_of_version_2_have_survivors_and_know_nothing_of_what_is_approximate():
+    window, _ = window_of(*"ABCD").evict("A")
+    window, _ = window.condition("C", note_of(window, "C", "C"))
+    window, _ = window.append(chunk("N"))
+    assert [piece.ways for piece in window.pieces] == [(), (), (("stored", 8),), (), (("stored", 8),)]
+    assert read(window.to_json()) == window
+    older = read(older_text(window, 2))
+    assert [piece.fidelity for piece in older.pieces] == [piece.fidelity for piece in window.pieces]
+    assert [piece.ways for piece in older.pieces] == [(), (), (("", 0),), (), (("", 0),)]
+
+
+@pytest.mark.parametrize(
+    "ways", [None, "stored", [["stored"]], [["stored", -1]], [["a", 1], ["a", 1]], [["b", 1], ["a", 1]]]
+)
+def test_ways_are_read_as_they_are_written_or_refused(document, ways):
+    changed = copy.deepcopy(document)
+    state = next(piece["state"] for piece in changed["window"]["pieces"] if piece["state"]["kind"] == "patched")
+    state["ways"] = ways
+    with pytest.raises(WindowError, match="ways"):
+        read(saved_again(changed))
 
 
 def test_damage_is_found(document):

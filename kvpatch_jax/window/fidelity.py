@@ -1,0 +1,164 @@
+"""What the KV of each piece has absorbed, and how faithfully it serves the piece: decided here and nowhere else.
+
+The record of a piece is its state and two steps of the window's clock. `PieceState.behind` digests what its KV was
+computed behind: contents, in order, at their distances, and how each of them was served. `PieceState.ways` has the
+approximations that it went through, in any of these. `born` says which of the pieces in front it has seen: those that
+were placed by then. `linked` derives everything else from that: fidelity, the ways that bound an answer, and what a
+piece would have to be to be as promised.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+
+from ..cache import EXACT, Antecedent, Member
+from .entry import FRESH, UNKNOWN_WAYS, PatchNote, PieceState, PlacedPiece, Ways, apart, merged, short_digest, tuple_of
+
+SURVIVOR_WAYS: Ways = (("survivor", 0),)
+"""Ways of a survivor in a window that forgets."""
+
+
+@functools.lru_cache
+def root_digest(backbone: str) -> str:
+    """Returns the digest in front of the first piece, which depends on who reads it."""
+    return short_digest(f"window {backbone}")
+
+
+def next_digest(front: str, key: str, service: str) -> str:
+    """Returns the digest behind one more piece of this content (or id), served so."""
+    # `short_digest` without the call, because linking computes hundreds.
+    text = f"{front}{len(key)}:{key}{service}"
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def chain_digest(backbone: str, antecedent: Antecedent) -> str:
+    """Returns the digest that a window has in front of a piece behind this antecedent."""
+    front = root_digest(backbone)
+    for member in antecedent.members:
+        front = next_digest(front, member.id if member.content is None else member.content, member.state)
+    return front
+
+
+def chain_of(backbone: str, note: PatchNote) -> str:
+    """Returns the chain digest of a patch's antecedent, computed once for each note."""
+    # Plans compare each note with many targets.
+    if backbone not in note.chains:
+        note.chains[backbone] = chain_digest(backbone, note.antecedent)
+    return note.chains[backbone]
+
+
+def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int, forgets: bool) -> tuple[PlacedPiece, ...]:
+    """Derives all that `PlacedPiece` says is derived, of the pieces from `first` on; those in front have theirs.
+
+    A piece whose state is `FRESH` is prefilled here: from now on its state says behind what, and through which
+    approximations. `WindowState.fidelity` defines the words.
+
+    Args:
+      forgets: whether the window promises a prefill of itself, not the model under the banded mask.
+    """
+    result = list(pieces[:first])
+    previous = result[-1] if result else None
+    front = target = root_digest(backbone)
+    exact, target_exact, latest, absorbed, settled = True, True, -1, (), True
+
+    for entry, start, state, aside, born, placed, *_ in pieces[first:]:
+        if previous is not None:
+            before, gap = previous[0], start - previous[1] - previous[0].span
+            old_front, old_target = previous.front, previous.target
+            latest, absorbed, settled = previous.latest, previous.absorbed, previous.settled
+            exact = previous.fidelity == EXACT and not gap
+
+            # What is in front, as it is served. A gap is part of that, because readers find it further away.
+            service = previous.service
+            front = next_digest(old_front, before.key, apart(service, gap) if gap else service)
+
+            # The same if everything in front is served as promised. In most windows everything is.
+            promised = previous.promised
+            if old_target == old_front and promised is previous[2]:
+                target, target_exact = front, exact
+            else:
+                target_exact = previous.target_exact and (promised is None or promised.behind == old_target)
+                service = EXACT if target_exact else promised_service(previous)
+                target = next_digest(old_target, before.key, apart(service, gap) if gap else service)
+                target_exact = target_exact and not gap
+
+        if state is FRESH:
+            state = PieceState.conditioned(front, absorbed)
+            # Those behind have seen what it was before, and not what it is now.
+            if aside is not None and aside != state:
+                placed = born
+            aside = None
+        elif not state.behind and state.kind != "bare":
+            state = state.standing_for(target)
+
+        # What it was made behind is seen, whenever that was placed here. Otherwise a piece has seen what was placed
+        # before its KV was computed. (`max` would take a tenth of the loop's time.)
+        kind, behind = state.kind, state.behind
+        here = behind in (target, front)
+        if born < latest and here and kind == "conditioned":
+            born = latest
+        seen = latest <= born
+
+        fidelity, ways = "approximate", state.ways
+        if kind == "conditioned" and not ways:
+            if exact and behind == front:
+                fidelity = EXACT
+            elif seen or here:
+                fidelity = "survivor"
+                if forgets and behind != target:
+                    ways = SURVIVOR_WAYS
+            else:
+                ways = UNKNOWN_WAYS
+        # A bare canonical has seen nothing, wherever it is. What a bound was measured on otherwise is a piece that has
+        # seen all in front of it; where the window forgets, these very pieces and no others.
+        elif kind != "bare" and not (here or (seen and not forgets)):
+            ways = UNKNOWN_WAYS
+
+        # What is bare for now can be switched back.
+        promised = aside or state
+        if promised.kind != "conditioned" or promised.ways:
+            promised = None
+        elif promised.behind != target and not (settled and seen and not forgets):
+            promised = None
+
+        if placed > latest:
+            latest = placed
+        if fidelity == "approximate" and ways != absorbed:
+            absorbed = merged(absorbed, ways)
+        own = (entry, start, state, aside, born, placed)
+        derived = (
+            front,
+            fidelity,
+            ways,
+            latest,
+            absorbed,
+            target,
+            target_exact,
+            promised,
+            settled and promised is not None,
+        )
+        previous = tuple_of(PlacedPiece, (*own, *derived))
+        result.append(previous)
+
+    return tuple(result)
+
+
+def promised_service(piece: PlacedPiece) -> str:
+    """Returns how a piece would be served, as provenance has it, if it and everything in front were as promised."""
+    if piece.target_exact and (piece.promised is None or piece.promised.behind == piece.target):
+        return EXACT
+    state = PieceState.conditioned(piece.target, ()) if piece.promised is None else piece.promised
+    return f"survivor:{state.digest}"
+
+
+def pieces_and_gaps(pieces: Sequence[PlacedPiece], start: int) -> Iterator[tuple[PlacedPiece, int]]:
+    """Yields each piece, and the free positions between it and the next one, or `start`."""
+    for index, piece in enumerate(pieces):
+        following = pieces[index + 1].start if index + 1 < len(pieces) else start
+        yield piece, following - piece.end
+
+
+def promised_members(pieces: Sequence[PlacedPiece], start: int) -> Iterator[Member]:
+    """Yields the pieces as what begins at `start` must have met them to be as promised."""
+    for piece, gap in pieces_and_gaps(pieces, start):
+        yield Member(piece.entry.id, piece.entry.content, apart(promised_service(piece), gap))
