@@ -116,27 +116,16 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int, forgets: bo
 
         # What is bare for now can be switched back.
         promised = aside or state
-        if promised.kind != "conditioned" or promised.ways:
-            promised = None
-        elif promised.behind != target and not (settled and seen and not forgets):
-            promised = None
+        fits = promised.behind == target or (settled and seen and not forgets)
+        if promised.kind != "conditioned" or promised.ways or not fits:
+            promised, settled = None, False
 
         if placed > latest:
             latest = placed
         if fidelity == "approximate" and ways != absorbed:
             absorbed = merged(absorbed, ways)
         own = (entry, start, state, aside, born, placed)
-        derived = (
-            front,
-            fidelity,
-            ways,
-            latest,
-            absorbed,
-            target,
-            target_exact,
-            promised,
-            settled and promised is not None,
-        )
+        derived = (front, fidelity, ways, latest, absorbed, target, target_exact, promised, settled)
         previous = tuple_of(PlacedPiece, (*own, *derived))
         result.append(previous)
 
