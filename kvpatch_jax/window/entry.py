@@ -162,9 +162,9 @@ class PieceState:
     Attributes:
       kind: "conditioned" (by a forward behind what preceded it), "patched" (a base and a patch), "bare" (the canonical
         alone) or, of what left the window, "evicted".
-      behind: the window's digest of what it was made behind, and of how that was served. What was patched, or restored
-        from elsewhere, has the digest of what it stands for: of the place that it was put in, with everything in front
-        as promised. "" if bare, and until `linked` has filled it in.
+      behind: the window's digest of what it was made behind, and of how that was served. What is patched, bare, or
+        restored from elsewhere has the digest of what it stands for: of the place that it was put in, with everything
+        in front as promised. "" until `linked` has filled it in, and of what is bare for now.
       ways: the approximations that its KV went through: its own (patched or bare) and those of the pieces that it was
         conditioned on. None: the KV that the model itself computes, in all layers, if no token sees a chunk that had
         left by then. It stays so, whatever leaves afterwards.
@@ -187,8 +187,8 @@ class PieceState:
     @functools.cached_property
     def digest(self) -> str:
         """Digest of what the KV depends on, 32 hexadecimal digits."""
-        pure = self.kind == "conditioned" and not self.ways
-        return short_digest(f"state {self.kind} {self.behind} {pure} {self.base} {self.patch}")
+        pure, behind = self.kind == "conditioned" and not self.ways, "" if self.kind == "bare" else self.behind
+        return short_digest(f"state {self.kind} {behind} {pure} {self.base} {self.patch}")
 
     @classmethod
     def conditioned(cls, behind: str, ways: Ways) -> "PieceState":
@@ -211,7 +211,7 @@ class PieceState:
 
 FRESH = PieceState("conditioned")
 """State of a piece that is prefilled in its place; linking replaces it by one that says behind what. Until then `aside`
-has the previous state of a piece that is run again."""
+has the previous state of a piece that is run again, as it has of one that is patched or restored in its place."""
 BARE = PieceState("bare", ways=BARE_WAYS)
 
 
@@ -222,7 +222,8 @@ class PlacedPiece(NamedTuple):
       start: where its positions count from, one number for all axes.
       state: how it is served.
       aside: the state that `Window.condition` switches back to, of a piece that `Window.bare` switched; else None.
-      born: the step at which its KV was computed; it has seen pieces in front that were placed before.
+      born: the step at which its KV was computed; it has seen pieces in front that were placed before. 0: none but
+        those that it was made behind, or stands for.
       placed: the step at which it came in front of those behind it, in its present form.
       front: digest of what precedes it, the gap included. This and what follows is derived, by `linked`.
       fidelity: "exact", "survivor" or "approximate".
@@ -233,6 +234,7 @@ class PlacedPiece(NamedTuple):
       target_exact: whether all of that would be exact, and no positions free in front of the piece.
       promised: the state in which it would be as promised then: its own or the one set aside; None: a prefill's.
       settled: whether no piece up to this one has to be run again for that.
+      steady: whether every piece up to this one has been there, in some form, since those in front of it were placed.
     """
 
     entry: Entry
@@ -250,6 +252,7 @@ class PlacedPiece(NamedTuple):
     target_exact: bool = False
     promised: PieceState | None = None
     settled: bool = False
+    steady: bool = False
 
     @property
     def id(self) -> str:

@@ -59,13 +59,13 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int, forgets: bo
     result = list(pieces[:first])
     previous = result[-1] if result else None
     front = target = root_digest(backbone)
-    exact, target_exact, latest, absorbed, settled = True, True, -1, (), True
+    exact, target_exact, latest, absorbed, settled, steady = True, True, -1, (), True, True
 
     for entry, start, state, aside, born, placed, *_ in pieces[first:]:
         if previous is not None:
             before, gap = previous[0], start - previous[1] - previous[0].span
             old_front, old_target = previous.front, previous.target
-            latest, absorbed, settled = previous.latest, previous.absorbed, previous.settled
+            latest, absorbed, settled, steady = previous.latest, previous.absorbed, previous.settled, previous.steady
             exact = previous.fidelity == EXACT and not gap
 
             # What is in front, as it is served. A gap is part of that, because readers find it further away.
@@ -87,19 +87,24 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int, forgets: bo
             # Those behind have seen what it was before, and not what it is now.
             if aside is not None and aside != state:
                 placed = born
-            aside = None
-        elif not state.behind and state.kind != "bare":
+            born, aside = 0 if absorbed else born, None
+        elif not state.behind and (aside is None or state.kind != "bare"):
             state = state.standing_for(target)
+            # Nor what it stands for now, unless it did before.
+            if aside is not None and aside.behind != target:
+                placed = born
+            born, aside = 0, None
 
-        # What it was made behind is seen, whenever that was placed here. Otherwise a piece has seen what was placed
-        # before its KV was computed. (`max` would take a tenth of the loop's time.)
-        kind, behind = state.kind, state.behind
+        # A piece has seen what was placed before its KV was computed, and what that was made behind, whenever it was
+        # placed here. Of what is approximate this is true as long as what is in front is what it was in front of it
+        # then, or stood for it. (`max` would take a tenth of the loop's time.)
+        kind, behind, ways = state.kind, state.behind, state.ways
         here = behind in (target, front)
-        if born < latest and here and kind == "conditioned":
+        if born < latest and here and (steady or (behind == front and not ways)):
             born = latest
         seen = latest <= born
 
-        fidelity, ways = "approximate", state.ways
+        fidelity = "approximate"
         if kind == "conditioned" and not ways:
             if exact and behind == front:
                 fidelity = EXACT
@@ -111,8 +116,9 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int, forgets: bo
                 ways = UNKNOWN_WAYS
         # A bare canonical has seen nothing, wherever it is. What a bound was measured on otherwise is a piece that has
         # seen all in front of it; where the window forgets, these very pieces and no others.
-        elif kind != "bare" and not (here or (seen and not forgets)):
+        elif kind != "bare" and not (here or (seen and steady and not forgets)):
             ways = UNKNOWN_WAYS
+        steady = steady and (seen or here)
 
         # What is bare for now can be switched back.
         promised = aside or state
@@ -125,7 +131,7 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int, forgets: bo
         if fidelity == "approximate" and ways != absorbed:
             absorbed = merged(absorbed, ways)
         own = (entry, start, state, aside, born, placed)
-        derived = (front, fidelity, ways, latest, absorbed, target, target_exact, promised, settled)
+        derived = (front, fidelity, ways, latest, absorbed, target, target_exact, promised, settled, steady)
         previous = tuple_of(PlacedPiece, (*own, *derived))
         result.append(previous)
 

@@ -100,11 +100,10 @@ class Rearrangement:
                 clock = max(clock, self.before.clock + 1)
                 pieces[index] = pieces[index].run_again(clock)
                 continue
-            pieces[index] = _with_service(pieces[index], kept, service, self.window.pieces[index].target)
             # Another KV than those behind it have seen, as after a forward.
-            if service.how == "restored" and kept:
+            if service.how in ("restored", "patch") and kept:
                 clock = max(clock, self.before.clock + 1)
-                pieces[index] = pieces[index]._replace(placed=clock)
+            pieces[index] = _with_service(pieces[index], kept, service, self.window.pieces[index].target, clock)
 
         window = self.window
         if changed:
@@ -181,7 +180,7 @@ class Rearrangement:
         return (*in_order(edits), *forwards)
 
 
-def _with_service(piece: PlacedPiece, kept: bool, service: ServingChoice, target: str) -> PlacedPiece:
+def _with_service(piece: PlacedPiece, kept: bool, service: ServingChoice, target: str, clock: int) -> PlacedPiece:
     """Returns a piece in the state that a service other than a forward puts it in."""
     entry, note, how = piece.entry, service.note, service.how
     if (how == "patch") != (note is not None):
@@ -203,14 +202,14 @@ def _with_service(piece: PlacedPiece, kept: bool, service: ServingChoice, target
             raise WindowError(f"arrange: got 'restored' of {brief(entry.id)!r}; expected what it was computed behind")
         same = service.behind == target
         state = PieceState.conditioned(target, ()) if same else restored_state(service.behind, service.likeness)
-        # What it has seen is what it was computed behind, whatever is placed in this step.
-        return tuple_of(PlacedPiece, (entry, piece.start, state, None, 0 if same else piece.born, *piece[5:]))
+        return tuple_of(PlacedPiece, (entry, piece.start, state, None, 0, clock if kept else piece.placed, *piece[6:]))
 
-    # A new piece has no state to go back to.
+    # A new piece has no state to go back to; and what is bare stays what it is.
     if note is None:
-        aside = piece.state if kept and piece.state.kind != "bare" else piece.aside
-        return piece._replace(state=BARE, aside=aside)
-    return patched_piece(piece, note)
+        if not kept:
+            return piece._replace(state=BARE, born=0)
+        return piece if piece.state.kind == "bare" else piece._replace(state=BARE, aside=piece.state)
+    return patched_piece(piece, note, clock)
 
 
 def _note_of(service: ServingChoice) -> PatchNote:

@@ -281,7 +281,7 @@ class Window(WindowState):
         pieces = reordered(self.pieces, came_from, self.clock + 1)
         for index, piece in enumerate(pieces):
             if piece.entry.id in notes:
-                pieces[index] = patched_piece(piece, notes[piece.entry.id])
+                pieces[index] = patched_piece(piece, notes[piece.entry.id], self.clock + 1)
         there = relinked(self, pieces, changed[0], clock=self.clock + 1)
 
         # Patches are checked against the new order, in which they were to be formed.
@@ -344,7 +344,9 @@ class Window(WindowState):
             # The base is checked as it is now, the antecedent as it is with the patch.
             note = PatchNote.of(patch)
             check_base(self, note, piece)
-            there = with_checked_patch(with_piece(self, index, patched_piece(piece, note)), index, note, allow_stale)
+            clock = self.clock + 1
+            there = with_piece(self, index, patched_piece(piece, note, clock), clock=clock)
+            there = with_checked_patch(there, index, note, allow_stale)
             same = piece.state.digest == there.pieces[index].state.digest
             return there, () if same else in_order(serving_edits(there, index, fetched))
 
@@ -379,7 +381,7 @@ class Window(WindowState):
         # Mixed layers have no antecedent; the digest is of what they are mixed from.
         if start_layer:
             digest = short_digest(f"recompute {start_layer} {piece.state.digest} {piece.front}")
-            changed = changed._replace(state=PieceState("conditioned", digest, UNKNOWN_WAYS), aside=None)
+            changed = piece._replace(state=PieceState("conditioned", digest, UNKNOWN_WAYS), aside=None)
 
         there = with_piece(self, index, changed, clock=self.clock + 1)
         costs = self.costs.prefill(piece.entry.tokens, behind, start_layer)
@@ -399,7 +401,8 @@ class Window(WindowState):
                 state = FRESH
             if aside is not None and (aside.kind == "conditioned" or aside.base == "conditioned"):
                 aside = None
-            pieces.append(piece._replace(state=state, aside=aside, born=clock))
+            # A patch belongs to what it stands for, whatever those in front are from now on.
+            pieces.append(piece._replace(state=state, aside=aside, born=clock if state is FRESH else 0))
 
         there = relinked(self, pieces, 0, clock=clock)
         edits: list[Edit] = []

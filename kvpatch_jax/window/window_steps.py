@@ -236,7 +236,7 @@ def with_new_piece[W: WindowState](
     lead = window.lead if window.lead_settled or (settled and window.lead) else 1 + len(window.pieces)
 
     clock = window.clock + 1
-    piece = PlacedPiece(entry, start, state, born=clock, placed=clock)
+    piece = PlacedPiece(entry, start, state, born=clock if state is FRESH else 0, placed=clock)
     after = relinked(
         window,
         [*window.pieces[:index], piece, *following],
@@ -329,10 +329,13 @@ def chunk_index(window: WindowState, id: str, operation: str) -> int:
     return index
 
 
-def patched_piece(piece: PlacedPiece, note: PatchNote) -> PlacedPiece:
-    """Returns a piece as a patch serves it from now on, not linked yet and not checked."""
-    base = piece.aside or piece.state if note.base == "conditioned" else BARE
-    return tuple_of(PlacedPiece, (piece.entry, piece.start, note.serving(base), None, *piece[4:]))
+def patched_piece(piece: PlacedPiece, note: PatchNote, clock: int) -> PlacedPiece:
+    """Returns a piece as a patch serves it from this step on, not linked yet and not checked."""
+    old = piece.aside or piece.state
+    base = old if note.base == "conditioned" else BARE
+    # A piece that comes in has no old state: then it is one that has not been linked.
+    aside = None if old is FRESH else old
+    return tuple_of(PlacedPiece, (piece.entry, piece.start, note.serving(base), aside, clock, *piece[5:]))
 
 
 def with_checked_patch[W: WindowState](window: W, index: int, note: PatchNote, allow_stale: bool) -> W:

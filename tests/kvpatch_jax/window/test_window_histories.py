@@ -176,6 +176,7 @@ class Both:
         if a % 5 == 0:
             note = note_for(self.window, piece.id, f"patch {self.count}")
             own["kv"] = self.naive.histories.number(("patch", (), note))
+            own["promised"] = self.naive.as_promised(self.window.index(piece.id))
             self.window, edits = self.window.condition(piece.id, note)
             return edits
         if piece.state.kind != "bare":
