@@ -268,6 +268,7 @@ def compare_policies(
     promise: Promise = "remember",
     goal: Goal | None = None,
     certificate: AnyCertificate | None = None,
+    uncertified: bool = False,
     keep_text: bool = False,
     never: bool = True,
 ) -> PolicyComparison:
@@ -279,6 +280,7 @@ def compare_policies(
     Args:
       costs, devices, promise, certificate: as of `price_policy`.
       goal: a bound on KL or flips; bytes and seconds are those of the most expensive step. None: as promised.
+      uncertified: also takes survivors that nothing bounds, if the goal bounds neither KL nor flips.
       keep_text: whether texts between chunks must stay, which sliding and evicting do not let them.
       never: whether to compare with a window that nothing leaves, whatever `high` is.
 
@@ -302,14 +304,14 @@ def compare_policies(
         batched = [EvictionPolicy(low, number, **kind) for number in range(low + 1, high + 1)]
         for group in (one_by_one, batched):
             prices = [price_policy(policy, sizes, **options) for policy in group]
-            judged = [(_reason_against(price, goal, sizes, keep_text), price) for price in prices]
+            judged = [(_reason_against(price, goal, sizes, keep_text, uncertified), price) for price in prices]
             # Those that meet the goal go before those that do not.
             if judged:
                 priced.append(min(judged, key=lambda pair: (pair[0] is not None, pair[1].step_seconds)))
 
     if never:
         price = price_policy(EvictionPolicy(low, None), sizes, **options)
-        priced.append((_reason_against(price, goal, sizes, keep_text), price))
+        priced.append((_reason_against(price, goal, sizes, keep_text, uncertified), price))
 
     priced.sort(key=lambda pair: pair[1].step_seconds)
     prices, reasons = tuple(price for _, price in priced), tuple(reason for reason, _ in priced)
@@ -387,19 +389,20 @@ def _bounds(
     return bounds.kl(("survivor", 0), others), flips[others] if others < len(flips) else None, beyond
 
 
-def _reason_against(price: PolicyPrice, goal: Goal, sizes: LoopSizes, keep_text: bool) -> str | None:
+def _reason_against(price: PolicyPrice, goal: Goal, sizes: LoopSizes, keep_text: bool, uncertified: bool) -> str | None:
     """Returns why a policy does not do what is asked; None if it does."""
-    if keep_text and sizes.text and not price.policy.grows:
+    if keep_text and not price.policy.grows:
         return "texts leave with their chunks"
     if sizes.limit is not None and price.tokens > sizes.limit:
         return f"{price.tokens} tokens exceed the limit of {sizes.limit}"
 
     # As of a plan: without a bound on the loss, a budget takes whatever is certified.
-    if price.kl is None:
+    bounded = goal.kl is not None or goal.flips is not None
+    if price.kl is None and (bounded or not uncertified):
         return f"uncertified ({price.beyond})" if price.beyond else "nothing bounds what its survivors lose"
-    if price.kl and goal.kl is None and goal.flips is None and not goal.budgeted:
+    if price.kl and not bounded and not goal.budgeted and not uncertified:
         return "the goal is what the window promises"
-    if goal.kl is not None and price.kl > goal.kl:
+    if goal.kl is not None and price.kl is not None and price.kl > goal.kl:
         return f"KL {price.kl:.3g} is beyond the goal"
     if goal.flips is not None and (price.flips is None or price.flips > goal.flips):
         return "flips are not bounded" if price.flips is None else f"flips {price.flips:.3g} are beyond the goal"
