@@ -296,7 +296,9 @@ def compare_policies(
     devices = devices or DeviceCosts.assumed()
     options: dict[str, Any] = {"costs": costs, "devices": devices, "promise": promise, "certificate": certificate}
     priced = list[tuple[str | None, PolicyPrice]]()
-    kinds: list[dict[str, Any]] = [{"survivors": "rotated"}, {"survivors": "prefilled"}]
+    kinds: list[dict[str, Any]] = [{"survivors": "rotated"}]
+    if low > 1:
+        kinds.append({"survivors": "prefilled"})
     if sizes.placeholder is not None:
         kinds.append({"placeholder": True})
     for kind in kinds:
@@ -373,7 +375,8 @@ def _bounds(
     policy: EvictionPolicy, sizes: LoopSizes, promise: Promise, certificate: AnyCertificate | None
 ) -> tuple[float | None, float | None, str | None]:
     """Returns bounds on KL and flips, as a plan has them, and how the window exceeds the certificate."""
-    if policy.high is None or policy.survivors == "prefilled" or promise == "remember":
+    # Where one chunk stays it is the new one, and nothing survives.
+    if policy.high is None or policy.survivors == "prefilled" or policy.low == 1 or promise == "remember":
         return 0.0, 0.0, None
 
     # All pieces behind the lead are survivors, or prefilled behind survivors.

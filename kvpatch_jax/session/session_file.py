@@ -291,8 +291,10 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
 def _keep_of(value: Any) -> Any:
     """Returns a `keep` as it was saved: in JSON a pair is a list, and bounds to choose within are an object."""
     if isinstance(value, dict):
-        chosen = value.get("chosen")
-        return CheapestKeep(**value | {"chosen": tuple(chosen) if isinstance(chosen, list) else chosen})
+        fields: dict[str, Any] = dict(value)
+        if isinstance(fields.get("chosen"), list):
+            fields["chosen"] = tuple(fields["chosen"])
+        return CheapestKeep(**fields)
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -92,12 +92,15 @@ def test_prices_are_those_of_the_edits(policy, sizes):
     # Nothing but placeholders is planned differently by a window that remembers: it would keep what stays.
     for promise in ("remember", "forget") if policy.placeholder or policy.survivors == "rotated" else ("forget",):
         price = price_policy(policy, sizes, costs=COSTS, devices=DEVICES, promise=promise)
-        total, worst, tokens = np.zeros(2, np.int64), 0, 0
+        total, worst, tokens, last = np.zeros(2, np.int64), 0, 0, Window.empty(COSTS)
         for window, done in itertools.islice(simulated(policy, sizes, promise), price.steps):
             edits = [edit for each in done for edit in each]
             total += [sum(edit.bytes for edit in edits), sum(edit.flops for edit in edits)]
             worst, tokens = max(worst, sum(edit.bytes for edit in edits)), max(tokens, window.tokens)
-            assert window.as_promised or policy.survivors == "rotated"
+            assert window.as_promised or price.kl is None
+            last = window
+        # A cycle ends once chunks have left. Survivors are what a window that remembers promises, and no more.
+        assert last.as_promised == (price.kl == 0)
         assert (price.bytes, price.flops, price.worst_bytes, price.tokens) == (*total, worst, tokens)
         assert price.steps >= sizes.steps if policy.grows else price.steps == policy.cycle
 
@@ -186,6 +189,15 @@ def test_survivors_are_taken_within_what_a_certificate_bounds():
     ):
         made = compared(goal=Goal(kl=0.05), **{**given, **other})
         assert (made.cheapest.kl, made.reasons[0]) == (0, f"uncertified ({reason})")
+
+
+def test_where_nothing_survives_sliding_is_exact():
+    made = compared(low=1, high=1, never=False, sizes=NO_TEXT, promise="forget")
+    assert (made.prices[0].policy.name, made.prices[0].kl) == ("slide, 1", 0)
+    exact = price_policy(EvictionPolicy(1, 1), NO_TEXT, costs=COSTS, devices=DEVICES)
+    assert (exact.bytes, exact.flops, exact.seconds) == dataclasses.astuple(made.prices[0])[2:5]
+    for window, _ in itertools.islice(simulated(EvictionPolicy(1, 1, "rotated"), NO_TEXT, "forget"), 4):
+        assert window.as_promised
 
 
 def test_a_window_that_remembers_slides():

@@ -1,5 +1,5 @@
 """Placeholders: a text takes the place of a chunk that leaves, and the texts around it stay."""
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
 import numpy as np
 import pytest
@@ -131,6 +131,28 @@ def test_a_store_serves_the_same_placeholders_again(backbone, tmp_path):
     assert seen == [0, 3, 1]
 
 
+def test_what_was_deleted_from_the_store_is_prefilled_and_as_promised(backbone, tmp_path, monkeypatch):
+    with kvp.ChunkStore(tmp_path / "store") as store:
+        with kvp.Session(backbone, store, 2, lead=LEAD, placeholder=LEFT) as session:
+            add_steps(session, 0, 1, 2)
+            expected = logits(session)
+        with kvp.Session(backbone, store, 2, lead=LEAD, placeholder=LEFT) as session:
+            add_steps(session, 0, 1)
+            monkeypatch.setattr(store, "get", lambda *args, **options: None)  # since it was looked for
+            add_steps(session, 2)
+            assert session.stats().hits == 2
+            assert session.window.as_promised
+            np.testing.assert_allclose(logits(session), expected, atol=2e-4)
+
+
+def test_an_uncertified_session_may_leave_what_follows_as_it_is(backbone):
+    with kvp.Session(backbone, None, 2, lead=LEAD, placeholder=LEFT, uncertified=True) as session:
+        add_steps(session, 0, 1, 2)
+        assert session.fidelity("shot 0 left") == "exact"
+        assert session.fidelity("shot 1") == "approximate"
+        assert not session.window.as_promised
+
+
 def test_what_leaves_by_hand_leaves_nothing(backbone):
     with kvp.Session(backbone, None, 2, lead=LEAD, placeholder=LEFT) as session:
         add_steps(session, 0, 1, 2)
@@ -214,7 +236,7 @@ def test_the_cheapest_way_is_chosen_and_told(backbone, promise, names):
         assert session.keep == CheapestKeep(2, 5)
         assert session.stats().policy is None
         add_images(session, 2, 3)
-        chosen, policy = session.keep.chosen, session.stats().policy
+        chosen, policy = session.keep.chosen, str(session.stats().policy)
         # What forgets would prefill all that stays at each step, so the classic way is taken.
         assert policy.startswith(names)
         assert f"policy    {policy.splitlines()[0]}" in str(session.stats())
@@ -266,7 +288,7 @@ def test_a_budget_that_no_policy_meets_leaves_the_bounds_as_they_are(backbone):
     with kvp.Session(backbone, None, CheapestKeep(1, 3), lead=LEAD, goal=goal, costs=costs) as session:
         add_steps(session, 0, 1)
         assert session.keep.chosen == (1, 3)
-        assert "a step of 2 s is beyond the goal" in session.stats().policy
+        assert "a step of 2 s is beyond the goal" in str(session.stats().policy)
 
 
 @pytest.mark.parametrize(
