@@ -1,12 +1,15 @@
 """Placeholders: a text takes the place of a chunk that leaves, and the texts around it stay."""
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
+import dataclasses
+
 import numpy as np
 import pytest
 from session_cases import QUESTION, image_of, logits, state
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, SessionError
+from kvpatch_jax.plan import Certificate, CertifiedLoss, DeviceCosts, RankChoice, Rates
 from kvpatch_jax.session import CheapestKeep
 from kvpatch_jax.traces import Event
 
@@ -254,6 +257,24 @@ def test_the_cheapest_way_is_chosen_and_told(backbone, promise, names):
         assert pair.ids == ids
         np.testing.assert_array_equal(logits(pair), answers)
         assert pair.stats().policy is None
+
+
+@pytest.mark.parametrize(("kl", "fidelity"), [(0.01, "survivor"), (0.2, "exact")])
+def test_a_certificate_that_bounds_survivors_lets_a_window_that_forgets_slide(backbone, kl, fidelity):
+    """The goal of a session with a certificate is 0.05 nats."""
+    row = CertifiedLoss("survivor", 0, 0, "forget", 0.0, 0.0, 0.0, kl, 0.95, 0.9, 1.0, 0.5, 0.0, 0.0, 40)
+    rows = (row, dataclasses.replace(row, behind=9))
+    texts = ("tiny", "2026-11-22", 0.95, 20, 20, 9, 999, "images", "questions", True)
+    signed = Certificate(backbone.fingerprint, *texts, rows, RankChoice(4, "invented"), (), (1, 99), ("image",))
+    rates = {kind: Rates(flop=1.0) for kind in ("Prefill", "Recompute")}
+    options = {"promise": "forget", "certificate": signed, "costs": DeviceCosts("slow", None, rates)}
+    with kvp.Session(backbone, None, CheapestKeep(2, 4), lead=LEAD, **options) as session:
+        add_images(session, 0, 5)
+        assert session.keep.chosen == ((2, 2) if fidelity == "survivor" else (2, 4))
+        assert str(session.stats().policy).startswith(
+            "slide, 2" if fidelity == "survivor" else "batched eviction, 2 to 4"
+        )
+        assert session.fidelity("shot 3") == fidelity
 
 
 def test_the_choice_is_that_of_the_policies_at_these_sizes(backbone):
