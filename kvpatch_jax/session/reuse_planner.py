@@ -128,8 +128,9 @@ class ReusePlanner:
                 # What the choice would fetch may have been deleted from the store since.
                 if choice == Entrance("prefill") or not any(isinstance(edit, Fetch) for edit in edits):
                     raise
-                planned = isinstance(choice, Plan)
-                choice = self._plan(stay, [entry], fetching=False) if planned else Entrance("prefill")
+                # A plan mends the other pieces too. A budget may be met by what is stored alone.
+                again = isinstance(choice, Plan) and (room.placeholders or not choice.goal.budgeted)
+                choice = self._plan(stay, [entry], fetching=False) if again else Entrance("prefill")
 
         # Counted last: a call that raises has counted nothing.
         if isinstance(choice, Plan):

@@ -134,12 +134,13 @@ def test_a_store_serves_the_same_placeholders_again(backbone, tmp_path):
     assert seen == [0, 3, 1]
 
 
-def test_what_was_deleted_from_the_store_is_prefilled_and_as_promised(backbone, tmp_path, monkeypatch):
+@pytest.mark.parametrize("options", [{"placeholder": LEFT}, {"promise": "forget"}])
+def test_what_was_deleted_from_the_store_is_prefilled_and_as_promised(backbone, tmp_path, monkeypatch, options):
     with kvp.ChunkStore(tmp_path / "store") as store:
-        with kvp.Session(backbone, store, 2, lead=LEAD, placeholder=LEFT) as session:
+        with kvp.Session(backbone, store, 2, lead=LEAD, **options) as session:
             add_steps(session, 0, 1, 2)
             expected = logits(session)
-        with kvp.Session(backbone, store, 2, lead=LEAD, placeholder=LEFT) as session:
+        with kvp.Session(backbone, store, 2, lead=LEAD, **options) as session:
             add_steps(session, 0, 1)
             monkeypatch.setattr(store, "get", lambda *args, **options: None)  # since it was looked for
             add_steps(session, 2)
