@@ -19,6 +19,7 @@ Of answers, and of what follows from configurations alone:
   window_pretrained  the sliding window on SmolLM2-135M, in parts
   needs              what Session.needs reports of a chunk, beside prefilling the window without it
   placement          orders of chunks and patches to keep, over whole traces
+  policies           what sliding, batched eviction and placeholders cost a step
   sizes              memory and least time of released checkpoints
 """
 
@@ -39,6 +40,7 @@ from . import (
     fetch,
     kernels,
     needs,
+    policies,
     retrieval,
     sessions,
     sizes,
@@ -59,6 +61,7 @@ BENCHMARKS = {
         needs.BENCHMARK,
         kernels.FACTORISATION,
         Benchmark("placement", placement.run, table=placement.table),
+        policies.BENCHMARK,
         retrieval.BENCHMARK,
         sessions.BENCHMARK,
         sizes.BENCHMARK,

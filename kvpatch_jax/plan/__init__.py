@@ -1,4 +1,7 @@
-"""Plans: which way of reuse each chunk of a window gets, what that costs, and what it was certified to lose."""
+"""Plans: which way of reuse each chunk of a window gets, what that costs, and what it was certified to lose.
+
+`compare_policies` prices ways of keeping a window small: sliding, batched eviction, placeholders.
+"""
 
 from ..window import Way, Ways
 from .certificate import Certificate
@@ -10,6 +13,7 @@ from .online_certificate import AuditPolicy, OnlineCertificate
 from .operating_points import MEANING, POINTS, Point
 from .planning import Plan, PlannedChunk, plan
 from .serving_options import PlanOptions
+from .window_policies import EvictionPolicy, LoopSizes, PolicyComparison, PolicyPrice, compare_policies, price_policy
 
 __all__ = [
     "MEANING",
@@ -20,18 +24,24 @@ __all__ = [
     "CertifiedLoss",
     "CertifiedPlan",
     "DeviceCosts",
+    "EvictionPolicy",
     "Goal",
+    "LoopSizes",
     "OnlineCertificate",
     "PatchInventory",
     "Plan",
     "PlanOptions",
     "PlannedChunk",
     "Point",
+    "PolicyComparison",
+    "PolicyPrice",
     "RankChoice",
     "Rates",
     "Way",
     "Ways",
+    "compare_policies",
     "plan",
+    "price_policy",
 ]
 from .goal import DEFAULT_KL as DEFAULT_KL
 from .online_certificate import AnyCertificate as AnyCertificate

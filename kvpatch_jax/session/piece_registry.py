@@ -89,7 +89,7 @@ class PieceRegistry:
       ids: of the pieces in `records`, by name.
       used_names: names given out last, the oldest first, which callers may have written down: names of forgotten pieces
         too. The value is the number of the latest copy, if the name is a content's.
-      counters: of `Stats`.
+      counters, policy: of `Stats`.
     """
 
     def __init__(self, name: str, users: RuntimeRefCount, window: Window, config: SessionConfig):
@@ -104,6 +104,7 @@ class PieceRegistry:
         self.ids: dict[str, str] = {}
         self.used_names: dict[str, int] = {}
         self.counters = Counters()
+        self.policy: str | None = None
         users.acquire()
 
     def check_open(self) -> None:
@@ -118,7 +119,7 @@ class PieceRegistry:
 
         name = f"{self.name}/{window.branch.rpartition('/')[2]}"
         branch = PieceRegistry(name, self.users, window, self.config)
-        branch.ids, branch.used_names = dict(self.ids), dict(self.used_names)
+        branch.ids, branch.used_names, branch.policy = dict(self.ids), dict(self.used_names), self.policy
 
         # Records are copied, because each session releases its own tokens. The runtime has the arrays once.
         for id, record in self.records.items():
@@ -232,14 +233,18 @@ class PieceRegistry:
             self.release_tokens(record)
             raise
 
-        self.records[piece_id], self.ids[name] = record, piece_id
+        self.register(record)
         self.counters["added"] += 1
-        for used in (piece_id, name):
+        self.trim_evicted()
+
+    def register(self, record: PieceRecord) -> None:
+        """Registers the record of a piece that was placed, and its name as one that was given out."""
+        self.records[record.entry.id], self.ids[record.name] = record, record.entry.id
+        for used in (record.entry.id, record.name):
             # Dictionaries keep the order of insertion, so a name that is used again becomes the latest.
             self.used_names[used] = self.used_names.pop(used, 1)
         while len(self.used_names) > MOST_NAMES:
             del self.used_names[next(iter(self.used_names))]
-        self.trim_evicted()
 
     def check_text_length(self, tokens: int) -> None:
         """Raises InputError for a text, or a question, of more tokens than the session takes."""
@@ -370,6 +375,7 @@ class PieceRegistry:
             pages=pages,
             free_pages=free,
             formed=None if former is None else former.done,
+            policy=self.policy,
         )
 
     def reprefill(self) -> None:

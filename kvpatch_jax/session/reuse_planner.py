@@ -1,14 +1,14 @@
 """Choice of how a chunk enters a window: by a forward, by a stored patch, or as a plan says."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ..cache import Antecedent
 from ..errors import InputError, PatchMismatchError, ShapeError
-from ..plan import DEFAULT_KL, AvailablePatch, Goal, PatchInventory, Plan, plan
+from ..plan import AvailablePatch, PatchInventory, Plan, plan
+from ..traces import Op
 from ..window import (
-    Edits,
     Entry,
     Fetch,
     Likeness,
@@ -21,12 +21,10 @@ from ..window import (
     likeness_keys,
 )
 from .piece_registry import PieceRecord, PieceRegistry
+from .session_config import Keep
 from .session_input import SessionInput
+from .window_keeper import DEFAULT_GOAL, WindowKeeper, WindowRoom
 
-DEFAULT_GOAL = Goal(kl=DEFAULT_KL)
-"""The goal of a session with a certificate, unless it has its own."""
-Keep = int | tuple[int, int] | None
-"""The number of chunks that stay after the lead: one number, or the lowest and the highest. None: all."""
 Method = Literal["leading", "prefill", "patch", "restored"]
 """How an entry is placed without a plan, as `Window.append` takes it."""
 
@@ -60,13 +58,11 @@ class ReusePlanner:
     """Planner of how chunks enter a session's window.
 
     Attributes:
-      keep: the number of chunks that stay after the lead; or as `Session` takes it, a pair. None: all.
-      stayed: the number of chunks that the piece placed last allowed to stay, itself included. None: all.
+      keeper: says which chunks leave.
     """
 
     def __init__(self, registry: PieceRegistry, keep: Keep):
-        self._registry, self.keep = registry, keep
-        self.stayed: int | None = None
+        self._registry, self.keeper = registry, WindowKeeper(registry, keep)
 
     def plan(self, items: tuple[Any, ...]) -> Plan:
         """Plans how inputs, or evicted chunks by name, would enter now, in this order. Runs nothing."""
@@ -87,22 +83,29 @@ class ReusePlanner:
                 entries.append(registry.embed(read).entry(piece_id, read, kind, False))
 
         # Chunks leave in this plan as they would one after the other in `place`.
-        window, _ = self._make_room(window, sum(entry.kind == "chunk" for entry in entries))
-        return self._plan(window, entries)
+        return self._plan(self.keeper.make_room(window, entries).window, entries)
 
     def place(self, record: PieceRecord) -> None:
         """Places a new or evicted piece after all others, and counts whether that took a forward.
 
         Where the window is full, the oldest chunk leaves first.
         """
+        room = self.keeper.make_room(self._registry.window, [record.entry])
+        with self.keeper.admit(room):
+            self._place(record, room)
+
+    def _place(self, record: PieceRecord, room: WindowRoom) -> None:
+        """Places a piece where there is room for it."""
         registry, entry = self._registry, record.entry
         evicted = entry.id in registry.window.evicted_by_id
         seen_before = evicted or self._is_stored(entry)
 
-        stay, sliding = self._make_room(registry.window, int(entry.kind != "text"))
-        choice = self._choose(stay, entry)
+        # What follows a placeholder has not seen it, which only a plan knows to mend.
+        stay, sliding = room.window, room.edits
+        choice = self._plan(stay, [entry]) if room.placeholders else self._choose(stay, entry)
+        entering = {each.entry.id: each for each in (record, *room.placeholders.values())}
 
-        # At most twice: the second choice is a prefill, which fetches nothing.
+        # At most twice: the second choice fetches nothing.
         while True:
             if isinstance(choice, Plan):
                 window, edits = choice.window, choice.edits
@@ -117,14 +120,16 @@ class ReusePlanner:
                 # Only forwards read tokens. A chunk whose content was discarded can still be served by a patch.
                 for edit in edits:
                     if isinstance(edit, Prefill | Recompute):
-                        registry.provide_tokens(record if edit.id == entry.id else registry.records[edit.id])
+                        registry.provide_tokens(entering.get(edit.id) or registry.records[edit.id])
                 registry.run(window, edits)
                 break
             except (InputError, PatchMismatchError, ShapeError):
                 # What the choice would fetch may have been deleted from the store since.
                 if choice == Entrance("prefill") or not any(isinstance(edit, Fetch) for edit in edits):
                     raise
-                choice = Entrance("prefill")
+                # A plan mends the other pieces too. A budget may be met by what is stored alone.
+                again = isinstance(choice, Plan) and (room.placeholders or not choice.goal.budgeted)
+                choice = self._plan(stay, [entry], fetching=False) if again else Entrance("prefill")
 
         # Counted last: a call that raises has counted nothing.
         missed = any(isinstance(edit, Prefill) and edit.id == entry.id for edit in edits)
@@ -142,27 +147,18 @@ class ReusePlanner:
         self.place(record)
         registry.counters["recalled"] += 1
         registry.trim_evicted()
-        registry.notify("recall", record, keep=self.stayed)
+        self.notify("recall", record)
         return record.name
 
+    def notify(self, op: Op, record: PieceRecord, items: Sequence[Any] = ()) -> None:
+        """Notifies the watchers of a piece that was placed, and first of the placeholders that made room for it."""
+        # In this order a trace replays: each event changes the window that the one before it left.
+        for replaced, placeholder in self.keeper.placeholders.items():
+            shown = () if placeholder.input is None else placeholder.input.items
+            self._registry.notify("replace", placeholder, shown, replaced=replaced)
+        self._registry.notify(op, record, items, keep=self.keeper.stayed)
+
     # -------------------------------------------------------------------------------------------------- inside
-
-    def _make_room(self, window: Window, entering: int) -> tuple[Window, Edits]:
-        """Returns a window without the chunks that leave before so many others enter, and the edits of their leaving.
-
-        Of a pair, the oldest leave together, down to the lower number, once there would be more than the higher one.
-        """
-        low, high = self.keep if isinstance(self.keep, tuple) else (self.keep, self.keep)
-        self.stayed = high
-        # The lead is not settled until the first chunk; nothing leaves before that.
-        if low is None or high is None or not entering or not window.lead_settled:
-            return window, ()
-
-        chunks = sum(piece.entry.kind == "chunk" for piece in window.pieces[window.lead :])
-        if chunks + entering <= high:
-            return window, ()
-        self.stayed = low
-        return window.slide(max(low - entering, 0))
 
     def _choose(self, stay: Window, entry: Entry) -> Plan | Entrance:
         """Returns how an entry enters after the pieces that stay."""
@@ -208,19 +204,22 @@ class ReusePlanner:
 
         return self._plan(stay, [entry])
 
-    def _plan(self, stay: Window, entries: list[Entry]) -> Plan:
-        """Plans the pieces that stay and the entries after them."""
+    def _plan(self, stay: Window, entries: list[Entry], fetching: bool = True) -> Plan:
+        """Plans the pieces that stay and the entries after them; with or without what is stored."""
         config, runtime = self._registry.config, self._registry.runtime
         # With a certificate every option has a bound by which it is compared; without one, ranks are all there is.
         certificate = config.certificate
         assert not isinstance(certificate, str)  # the word became a certificate when the session was composed
         certified = certificate is not None
-        inventory = LargestPatchInventory if config.uncertified and not certified else PatchInventory
+        kind = LargestPatchInventory if config.uncertified and not certified else PatchInventory
+        inventory = PatchInventory(runtime.backbone.fingerprint)
+        if fetching:
+            inventory = kind.of(runtime.store, runtime.backbone, prefills=self._prefills)
         return plan(
             self._registry.window,
             [*(piece.entry for piece in stay.pieces), *entries],
             DEFAULT_GOAL if config.goal is None and certified else config.goal,
-            stored=inventory.of(runtime.store, runtime.backbone, prefills=self._prefills),
+            stored=inventory,
             certificate=certificate,
             costs=config.costs,
             uncertified=config.uncertified,

@@ -19,9 +19,9 @@ from .answers import Answer
 from .disposability import UNCHANGED, DisposabilityProbe, DisposabilityReport
 from .piece_registry import PieceRegistry, RuntimeRefCount, retry_after_pool_loss
 from .question_runner import AnswerOptions, QuestionRunner, Stop
-from .reuse_planner import Keep, ReusePlanner
+from .reuse_planner import ReusePlanner
 from .runtime import RANK, Runtime, dtype_of
-from .session_config import SessionConfig, check_arguments, check_keep, with_chat_template
+from .session_config import Keep, SessionConfig, check_arguments, check_keep, with_chat_template
 from .session_input import embedded
 from .stats import Stats
 
@@ -76,7 +76,7 @@ class Session:
           store: a `ChunkStore`. Exact data (prefills, tower outputs) is always read from it. Patches are formed where
             they may be served: with a certificate, `uncertified`, or a `rank`.
           keep: the number of chunks that stay after the lead; the oldest leave. A pair: the number down to which they
-            leave together, and the one that makes them leave. None: all.
+            leave together, and the one that makes them leave. `CheapestKeep`: such numbers are chosen. None: all.
           lead: pinned at the front: a text or image, a list of them, or 0 for nothing. None: the texts that are added
             before the first chunk, or without such texts, that chunk.
           promise: the reference of the window: "remember" (the model in which a token does not attend to what had left
@@ -91,7 +91,7 @@ class Session:
         """
         config = SessionConfig.with_options(config, options)
         check_arguments(backbone, store, keep, runtime, name)
-        config.check_backbone(backbone.fingerprint)
+        config.check_backbone(backbone)
         if config.chat:
             lead, config = with_chat_template(backbone, lead, config)
 
@@ -133,8 +133,8 @@ class Session:
 
     @property
     def keep(self) -> Keep:
-        """The number of chunks that stay after the lead, or the lowest and the highest. None: all."""
-        return self._planner.keep
+        """The number of chunks that stay after the lead, as it was passed; of a `CheapestKeep` with what was chosen."""
+        return self._planner.keeper.keep
 
     @property
     def window(self) -> Window:
@@ -206,7 +206,7 @@ class Session:
 
             with registry.admit(read, id, order_free, kind) as record:
                 self._planner.place(record)
-            registry.notify("add", record, read.items, keep=self._planner.stayed)
+            self._planner.notify("add", record, read.items)
             return record.name
 
     @retry_after_pool_loss

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 
 from ..backbone import Backbone
-from ..cache import check_text
+from ..cache import Text, check_text
 from ..errors import CertificateError, SessionError
 from ..patching import Rank
 from ..plan import AnyCertificate, DeviceCosts, Goal
@@ -22,6 +22,38 @@ LARGEST_TEXT = 1 << 15
 """Tokens of a text. Attention over many more takes minutes and gigabytes, so that a caller has to ask for it."""
 MEMORY = 512 << 20
 """Bytes of tokens and pixels that a session keeps of evicted chunks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheapestKeep:
+    """Bounds on the number of chunks that stay in a session's window, which is kept in the cheapest way within them.
+
+    The session chooses once there would be more than `low` chunks, by their sizes, its promise, goal, certificate and
+    costs (`plan.compare_policies`). It slides, or evicts in batches where that is cheaper; with a placeholder, one
+    chunk or several become placeholders at a time.
+
+    Attributes:
+      low, high: the least and the largest number of chunks after the lead.
+      chosen: the number down to which chunks leave together, and the one that makes them leave. None until the choice
+        is made; `Session.keep` has it then, and `Stats.policy` the reason.
+
+    Raises:
+      SessionError: numbers that are no bounds.
+    """
+
+    low: int
+    high: int
+    chosen: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        numbers = (self.low, *(self.chosen or ()), self.high)
+        whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
+        if not whole or not 1 <= self.low <= self.high or list(numbers) != sorted(numbers):
+            raise SessionError(f"session.keep: got {self!r:.120}; expected 1 <= low <= high, and a choice within them")
+
+
+Keep = int | tuple[int, int] | CheapestKeep | None
+"""The chunks that stay after the lead: a number, the lowest and the highest, or bounds to choose within. None: all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +75,9 @@ class SessionConfig:
       around: the texts before and after every question.
       chat: lay out the whole window as one user message of the checkpoint's chat template. The text before the first
         image becomes the lead, with a `lead` that is a text as the system prompt; the rest surrounds every question.
+      placeholder: a short text that takes the place of a chunk that `keep` makes leave. The texts around it then stay,
+        and what follows it is prefilled again, so that it has seen the placeholder. None: nothing takes its place, and
+        texts leave with the chunks that they follow.
       largest_image: bytes that an image may have, as a file and as pixels: a number, or a text such as "64 MiB".
       largest_text: tokens that a text or a question may have.
       memory: bytes of tokens and pixels to keep of evicted chunks, so that `recall` works by name. The oldest are
@@ -66,6 +101,7 @@ class SessionConfig:
     retriever: Any = None
     around: tuple[str, str] = ("", "")
     chat: bool = False
+    placeholder: str | None = None
     largest_image: Size = LARGEST_IMAGE
     largest_text: int = LARGEST_TEXT
     memory: Size = MEMORY
@@ -98,6 +134,12 @@ class SessionConfig:
             raise SessionError(
                 f"session.around: got {self.around!r:.80}; expected two texts, before and after questions"
             )
+
+        if self.placeholder is not None:
+            if not isinstance(self.placeholder, str) or not self.placeholder.strip():
+                expected = "a text such as '[image left]', or None"
+                raise SessionError(f"session.placeholder: got {self.placeholder!r:.80}; expected {expected}")
+            check_text(self.placeholder, "session: placeholder")
 
         if not isinstance(self.largest_text, int) or isinstance(self.largest_text, bool) or self.largest_text < 1:
             raise SessionError(
@@ -132,12 +174,19 @@ class SessionConfig:
         pool: dict[str, Any] = {"pages": pages, "page_size": page_size, "dtype": self.dtype}
         return PrivateRuntime(backbone, store, rank=self.rank, prefills=int(self.prefills), **pool)
 
-    def check_backbone(self, fingerprint: str) -> None:
-        """Refuses a certificate or a linker of other weights.
+    def check_backbone(self, backbone: Backbone) -> None:
+        """Refuses a certificate or a linker of other weights, and a placeholder that the backbone does not read.
 
         Raises:
-          CertificateError, SessionError: either.
+          CertificateError, SessionError: any of them. What the backbone raises of a text.
         """
+        fingerprint = backbone.fingerprint
+        if self.placeholder is not None:
+            tokens = backbone.prepare([Text(self.placeholder)])["input_ids"].shape[1]
+            if not 1 <= tokens <= self.largest_text:
+                found = f"{self.placeholder!r:.80}, which is {tokens} tokens"
+                raise SessionError(f"session.placeholder: got {found}; expected 1 to {self.largest_text}")
+
         certificate = self.certificate
         if isinstance(certificate, AnyCertificate) and certificate.backbone != fingerprint:
             raise CertificateError(
@@ -178,10 +227,13 @@ def check_arguments(backbone: Any, store: Any, keep: Any, runtime: Any, name: An
 
 def check_keep(keep: Any) -> None:
     """Raises SessionError for an invalid number of chunks to keep."""
+    # Bounds to choose within have checked themselves.
+    if isinstance(keep, CheapestKeep):
+        return
     numbers = keep if isinstance(keep, tuple) else (keep, keep)
     whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
     if keep is not None and not (whole and len(numbers) == 2 and 1 <= numbers[0] <= numbers[1]):
-        expected = "a number of chunks, 1 or more, a pair of the lowest and the highest number, or None"
+        expected = "a number of chunks, 1 or more, a pair of the lowest and the highest number, CheapestKeep, or None"
         raise SessionError(f"session.keep: got {keep!r:.80}; expected {expected}")
 
 

@@ -21,13 +21,12 @@ from ..errors import PoolError, PoolLostError, SessionError, WindowError
 from ..utils.atomic_files import path_of, replace
 from ..window import SIDES, PatchStore, PieceSnapshot, Window, placed, taken
 from .piece_registry import PieceRecord, PieceRegistry, RuntimeRefCount
-from .reuse_planner import Keep
 from .runtime import Runtime
-from .session_config import SessionConfig, check_keep
+from .session_config import CheapestKeep, Keep, SessionConfig, check_keep
 from .session_input import SessionInput
 
 FORMAT, VERSION = "kvpatch session", 1
-SAVED_OPTIONS = ("around", "chat", "uncertified", "largest_image", "memory")
+SAVED_OPTIONS = ("around", "chat", "placeholder", "uncertified", "largest_image", "memory")
 """Options in the file."""
 GIVEN_OPTIONS = ("certificate", "goal", "costs", "linker", "retriever", "rank", "pages")
 """Options that a restore takes, because the file does not have them."""
@@ -40,7 +39,7 @@ class SavedSession:
 
     Attributes:
       window: of `Window.to_json`.
-      settings: name, `keep`, and the options that are JSON.
+      settings: name, `keep` and its policy, and the options that are JSON.
       pool: dtype and page size.
       used: names and ids that were given out last, the oldest first.
       pieces: in the window or evicted from it: id, name, and the items of its input, None if that was discarded.
@@ -97,7 +96,8 @@ def save(path: str | os.PathLike[str], registry: PieceRegistry, keep: Keep, kv: 
             kept.append({"turns": snapshot.turns, "patch": snapshot.patch, "aside": aside})
 
     settings = {name: getattr(registry.config, name) for name in SAVED_OPTIONS}
-    settings |= {"keep": keep, "name": registry.name}
+    settings |= {"name": registry.name, "policy": registry.policy}
+    settings["keep"] = dataclasses.asdict(keep) if isinstance(keep, CheapestKeep) else keep
     used = list(registry.used_names)
     window = registry.window.to_json()
     text = json.dumps(
@@ -233,13 +233,13 @@ def restore(
 
     saved = read(path)
     window = Window.from_json(saved.window, backbone=backbone).renamed(branch)
-    # Files of older versions have no "chat".
-    settings = {"chat": False, **saved.settings}
+    # Files of older versions lack these.
+    settings = {"chat": False, "placeholder": None, "policy": None, **saved.settings}
     _check_settings(settings)
     saved_options: dict[str, Any] = {name: settings[name] for name in SAVED_OPTIONS}
     saved_options["around"] = tuple(settings["around"])
     config = SessionConfig(**options, **saved_options)
-    config.check_backbone(backbone.fingerprint)
+    config.check_backbone(backbone)
 
     private = runtime is None
     if runtime is None:
@@ -259,8 +259,8 @@ def restore(
         registry.release()
         raise
 
-    keep = settings.get("keep")
-    return registry, tuple(keep) if isinstance(keep, list) else keep
+    registry.policy = settings["policy"]
+    return registry, _keep_of(settings.get("keep"))
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
@@ -274,6 +274,8 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     pair = isinstance(around, list) and len(around) == 2
     valid = {
         "keep": _is_keep(settings.get("keep")),
+        "policy": isinstance(settings["policy"], str | None),
+        "placeholder": isinstance(settings["placeholder"], str | None),
         "chat": isinstance(settings["chat"], bool),
         "around": pair and all(isinstance(text, str) for text in around or ()),
         "uncertified": isinstance(settings.get("uncertified"), bool),
@@ -286,11 +288,21 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
             raise SessionError(f"session.{name}: got {settings.get(name)!r:.80}; expected what Session.save wrote")
 
 
+def _keep_of(value: Any) -> Any:
+    """Returns a `keep` as it was saved: in JSON a pair is a list, and bounds to choose within are an object."""
+    if isinstance(value, dict):
+        fields: dict[str, Any] = dict(value)
+        if isinstance(fields.get("chosen"), list):
+            fields["chosen"] = tuple(fields["chosen"])
+        return CheapestKeep(**fields)
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _is_keep(value: Any) -> bool:
-    """Returns whether a saved `keep` is one; a pair is a list in JSON."""
+    """Returns whether a saved `keep` is one."""
     try:
-        check_keep(tuple(value) if isinstance(value, list) else value)
-    except SessionError:
+        check_keep(_keep_of(value))
+    except (SessionError, TypeError):
         return False
     return True
 

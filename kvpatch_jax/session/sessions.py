@@ -12,6 +12,7 @@ from ..window import PagedExecutor, PatchFormer, PatchStore
 from .argument_checks import check_backbone
 from .runtime import dtype_of
 from .session import Session
+from .session_config import Keep
 from .shared_runtime import SharedConfig, SharedRuntime
 
 
@@ -111,7 +112,7 @@ class Sessions:
         if former is not None:
             former.watch(executor)
 
-    def open(self, keep: int | None = None, **options: Any) -> Session:
+    def open(self, keep: Keep = None, **options: Any) -> Session:
         """Opens a session on the shared pool and store. `Session.close` releases its pages.
 
         Args:

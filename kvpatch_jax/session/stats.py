@@ -16,6 +16,7 @@ class Stats:
 
     Attributes:
       added, recalled, left: pieces that entered for the first time, that came back, that left.
+      placeholders: texts that took the place of chunks that left.
       asked: questions.
       forwards: prefills of pieces.
       questions: forwards of questions.
@@ -30,11 +31,13 @@ class Stats:
       tokens_held: in the window.
       pages, free_pages: of the pool.
       formed: counts of the patches that were formed in the background, or None.
+      policy: how the window is kept, and why not otherwise, once `CheapestKeep` has chosen; else None.
     """
 
     added: int = 0
     recalled: int = 0
     left: int = 0
+    placeholders: int = 0
     asked: int = 0
     forwards: int = 0
     questions: int = 0
@@ -51,12 +54,14 @@ class Stats:
     pages: int = 0
     free_pages: int = 0
     formed: FormerStats | None = None
+    policy: str | None = None
 
     def __str__(self) -> str:
         served = ", ".join(f"{count} {word}" for word, count in self.fidelity.items()) or "empty"
         lines = [
             f"window    {self.tokens_held} tokens, {served}; {self.free_pages} of {self.pages} pages free",
-            f"pieces    {self.added} new, {self.recalled} recalled, {self.left} left, {self.rotated} rotations",
+            f"pieces    {self.added} new, {self.recalled} recalled, {self.left} left, {self.rotated} rotations"
+            + (f", {self.placeholders} placeholders" if self.placeholders else ""),
             f"forwards  {self.forwards} of pieces ({self.tokens} tokens), {self.questions} of questions ({self.asked} "
             "asked)",
             f"reuse     {self.hits} hits, {self.misses} misses, {self.stale} stale, {self.encoded} encoded earlier",
@@ -65,4 +70,6 @@ class Stats:
         if self.formed is not None:
             formed = self.formed
             lines.append(f"formed    {formed.patches} patches, {formed.canonicals} canonicals, {formed.failed} failed")
+        if self.policy is not None:
+            lines.append(f"policy    {self.policy.splitlines()[0]}")
         return "\n".join(lines)

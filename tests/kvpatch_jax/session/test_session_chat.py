@@ -81,6 +81,24 @@ def test_a_session_is_asked_as_the_checkpoint_was_trained(backbone, prepared, tm
             assert branch.ask(ASKED, steps=4, stop=()).ids == answer
 
 
+def test_a_placeholder_is_a_text_of_that_message(backbone, prepared):
+    """Where an image left, its token ids are those of a message with the text in its place."""
+    content = [
+        {"type": "text", "text": ASKED},
+        {"type": "image", "image": image_of(1)},
+        {"type": "text", "text": ASKED},
+    ]
+    prompt = backbone.chat([{"role": "user", "content": content}])
+    expected = np.asarray(backbone.generate(backbone.embed(**prompt), 4, stop=()))[0].tolist()
+    with kvp.Session(backbone, keep=1, chat=True, placeholder=ASKED) as session:
+        session.add(image_of(0))
+        ids = prepared(backbone)
+        session.add(image_of(1))
+        assert list(session.ask(ASKED, steps=4, stop=()).ids) == expected
+        front = list(backbone.chat_frame().front)
+    assert sorted([*front, *ids]) == sorted(prompt["input_ids"][0].tolist())
+
+
 def test_chat_templates_that_change_images_are_refused(backbone, unchecked, tmp_path: Path):
     with pytest.raises(InputError, match=r"'\\n' between two images"):
         kvp.Session(checkpoint("llava", tmp_path), chat=True)
