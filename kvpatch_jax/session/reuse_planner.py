@@ -197,10 +197,11 @@ class ReusePlanner:
                     if patch.note.base == "canonical":
                         return Entrance("patch", patch.note)
 
-            # Without a patch for them, what was computed behind the same lead and the same nearest piece.
-            behind = prefills.front_alike(entry.id, keys["near"]) if prefills is not None and keys else None
-            if behind is not None:
-                return Entrance("restored", behind=behind, likeness="near")
+            # Without a patch for them, what was computed behind the same nearest piece, the most alike first.
+            for likeness, key in keys.items():
+                behind = None if prefills is None or likeness == "seen" else prefills.front_alike(entry.id, key)
+                if behind is not None:
+                    return Entrance("restored", behind=behind, likeness=likeness)
 
         return self._plan(stay, [entry])
 

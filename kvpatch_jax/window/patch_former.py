@@ -96,7 +96,7 @@ class FormerStats:
       prefills, canonicals, encoders: stored.
       forwards: prefills of chunks alone.
       skipped: prefills that need no patch (texts, patches that were formed before or that the store has, all of them
-        while no patches are formed) or whose front changed since.
+        while no patches are formed, chunks that came for the first time) or whose front changed since.
       dropped: prefills that found the queue full.
       failed: prefills that ended in an error.
     """
@@ -146,12 +146,12 @@ class PatchFormer:
 
         Args:
           rank, method, dtype: of the patches, as `form_patch` takes them. A rank of 0 forms none, and None none until
-            `form_patches` sets one; then only prefills behind nothing are stored, which are canonicals.
+            `form_patches` sets one; until then only prefills behind nothing are stored, which are canonicals.
           lead: what canonicals are prefilled behind, as `make_chunk` takes it; they are stored with its digest. The
             window's lead is another matter: patches are stamped with everything in front, pinned pieces included.
           pending, pending_bytes: prefills that may wait, and bytes of their KV; those beyond are dropped and counted.
           prefill_bytes: how many bytes of prefills behind other pieces are stored as they are (`StoredPrefills`), the
-            first ones; 0 stores none.
+            first ones; 0 stores none. Means over them are, too, once `form_patches` was called.
           on_error: called with each error, on the former's thread.
 
         Raises:
@@ -170,6 +170,8 @@ class PatchFormer:
         # Prefills are named by the dtype of the pool that they read, which `watch` brings.
         self._prefill_bytes = prefill_bytes if StoredPrefills.supports(store) else 0
         self._prefills: StoredPrefills | None = None
+        self._means, self._first_sight = False, True
+        self._sighted: set[str] = set()
 
         # Counters are written on both threads, what was formed only on the former's.
         self._on_error = on_error
@@ -188,9 +190,12 @@ class PatchFormer:
     # ------------------------------------------------------------------------------------------ the caller's thread
 
     def form_patches(self, rank: Rank) -> None:
-        """Forms patches of this rank from now on, unless a rank was set before."""
+        """Forms what serves chunks approximately from now on: patches of this rank, unless one was set before, of
+        chunks that come for the second time; and means of prefills.
+        """
+        self._means = True
         if self.rank is None:
-            self.rank = rank
+            self.rank, self._first_sight = rank, False
 
     def keep_encoder(self, content: str, output: AnyArray) -> None:
         """Queues a tower's output to be stored. Returns at once and raises nothing."""
@@ -312,10 +317,16 @@ class PatchFormer:
 
     def _form(self, job: PrefillRecord) -> None:
         """Stores the patch of a prefill and its canonical, unless they are stored."""
+        # Without stored prefills, which tell a later process of the first time, patches are all that it will have.
+        seen_before = self._first_sight or self._prefills is None or self._was_sighted(job)
         if job.antecedent.members and self._prefills is not None:
             self._keep_prefill(job, self._prefills)
             if not self.rank:
                 return
+        # Most of what an agent sees it never sees again; a patch takes a forward of the chunk alone.
+        if job.antecedent.members and not seen_before:
+            self._count("skipped")
+            return
 
         # A loop may prefill the same chunk behind the same front many times.
         key = job.entry.key, job.antecedent.digest
@@ -340,8 +351,17 @@ class PatchFormer:
             return
         self._prefill_bytes -= job.nbytes
         chunk = self._chunk_of(job.kv, job.tokens, job.length, job.entry, prefills.lead(job.front))
-        prefills.put(chunk, job.front, job.likeness)
+        prefills.put(chunk, job.front, job.likeness, mean=self._means)
         self._count("prefills")
+
+    def _was_sighted(self, job: PrefillRecord) -> bool:
+        """Returns whether a chunk came before, in this process or, behind the same lead, in one that stored it."""
+        key, before = job.entry.key, job.entry.key in self._sighted
+        self._sighted.add(key)
+        if before or "seen" not in job.likeness:
+            return before
+        assert self._prefills is not None
+        return self._prefills.front_alike(job.entry.id, job.likeness["seen"]) is not None
 
     def _is_stored(self, job: PrefillRecord) -> bool:
         """Returns whether the store has a patch behind this very antecedent, of no smaller rank in any channel."""

@@ -2,9 +2,11 @@
 
 A store keeps it as a chunk of its own, whose lead is everything that preceded it. Behind the very same pieces, served
 in the same way, it is what a forward would compute, bit for bit. Behind the same *nearest* piece it is close to that,
-because the nearest antecedent carries most of the deficit; then the chunk is approximate.
+because the nearest antecedent carries most of the deficit; then the chunk is approximate. Closer is the mean over
+several histories that share the nearest piece, in which what they do not share averages out.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +19,8 @@ from .entry import Likeness, PlacedPiece, short_digest
 
 TIME_TO_LIVE = 7 * 24 * 3600.0
 """Seconds that a prefill is kept: histories that nobody repeats would fill a store without a budget."""
+MOST_OF_A_MEAN = 8
+"""Histories that a mean is taken over; more of them hardly change it."""
 
 
 def likeness_keys(pieces: Sequence[PlacedPiece], index: int, lead: int) -> dict[Likeness, str]:
@@ -35,9 +39,16 @@ def likeness_keys(pieces: Sequence[PlacedPiece], index: int, lead: int) -> dict[
         return {}
 
     # Where the lead itself is nearest, there is nothing else to differ in.
-    pinned = pieces[min(lead, index)].front
+    pinned, nearest = pieces[min(lead, index)].front, pieces[index - 1].entry.key
+    alike = f"{pinned} {nearest}"
+    keys = dict[Likeness, str]()
+    farther = sorted(piece.entry.key for piece in pieces[lead : index - 1])
+    if len(farther) > 1:
+        keys["moved"] = short_digest(f"moved {alike} {farther}")
     return {
-        "near": short_digest(f"near {pinned} {pieces[index - 1].entry.key}"),
+        **keys,
+        "mean": short_digest(f"mean {alike}"),
+        "near": short_digest(f"near {alike}"),
         "seen": short_digest(f"seen {pinned}"),
     }
 
@@ -74,26 +85,73 @@ class StoredPrefills:
         return self.store.get(id, self.backbone, lead=self.lead(front))
 
     def front_alike(self, id: str, key: str) -> str | None:
-        """Returns what the first stored prefill of a chunk with this key was computed behind; None without one."""
-        name = self._name(id, key)
+        """Returns what the stored prefill of a chunk with this key was computed behind; None without one.
+
+        A mean has a digest of its own in place of that, another one for each history that is added to it.
+        """
         front = self._fronts.get((id, key))
-        if front is None:
-            saved = self.store.get_encoder(name, self.backbone)
-            # What is stored may be of anybody's making: anything but a digest is no prefill.
-            if saved is None or saved.dtype != np.uint8 or saved.shape != (16,):
+        if front is None or not self.contains(id, front):
+            found = self._read(id, key)
+            if found is None:
                 return None
-            front = self._fronts[id, key] = saved.tobytes().hex()
+            front, count = found
+            # A mean has another digest soon, until it is whole.
+            if count in (1, MOST_OF_A_MEAN):
+                self._fronts[id, key] = front
         return front if self.contains(id, front) else None
 
-    def put(self, chunk: Chunk, front: str, keys: dict[Likeness, str]) -> None:
-        """Stores a prefill, `chunk.lead` being `lead(front)`, to be found by its front and by these keys."""
-        self.store.put(chunk, ttl=TIME_TO_LIVE)
-        # The first one stays: what follows was often served by it.
-        for key in keys.values():
-            if self.front_alike(chunk.id, key) is None:
-                digest = np.frombuffer(bytes.fromhex(front), np.uint8)
-                self.store.put_encoder(self._name(chunk.id, key), self.backbone, digest, ttl=TIME_TO_LIVE)
-                self._fronts[chunk.id, key] = front
+    def put(self, chunk: Chunk, front: str, keys: dict[Likeness, str], mean: bool = False) -> None:
+        """Stores a prefill, `chunk.lead` being `lead(front)`, to be found by its front and by these keys.
 
-    def _name(self, id: str, key: str) -> str:
+        Args:
+          mean: also adds it to the mean of those behind the same lead and nearest piece, once there are two.
+        """
+        self.store.put(chunk, ttl=TIME_TO_LIVE)
+        if mean and "mean" in keys:
+            self._add_to_mean(chunk, front, keys)
+        # The first one stays: what follows was often served by it.
+        for likeness, key in keys.items():
+            if likeness != "mean" and self.front_alike(chunk.id, key) is None:
+                self._write(chunk.id, key, front)
+
+    def _add_to_mean(self, chunk: Chunk, front: str, keys: dict[Likeness, str]) -> None:
+        """Adds a prefill to a mean, whose version before that stays until its time is over: a window may name it."""
+        key = keys["mean"]
+        saved = self._read(chunk.id, key)
+        first = self.front_alike(chunk.id, keys["near"]) if saved is None else None
+        # Of one prefill there is no mean yet.
+        if saved is None and first is None:
+            return
+        old, count = saved or (first or "", 1)
+        if count >= MOST_OF_A_MEAN:
+            return
+        before = self.get(chunk.id, old)
+        if before is None or before.length != chunk.length:
+            return
+
+        kv, length = {}, chunk.length
+        for name, value in chunk.kv.items():
+            own, others = (np.asarray(each[:, :length], np.float32) for each in (value, before.kv[name]))
+            kv[name] = (others + (own - others) / (count + 1)).astype(value.dtype)
+        new = short_digest(f"mean {count + 1} {old} {front}")
+        local = np.asarray(chunk.local)[:length]
+        mean = dataclasses.replace(chunk, kv=kv, local=local, lead=self.lead(new))
+        self.store.put(mean, ttl=TIME_TO_LIVE)
+        self._write(chunk.id, key, new, count + 1)
+
+    def _read(self, id: str, key: str) -> tuple[str, int] | None:
+        """Reads which prefill has a key, and how many are in it."""
+        saved = self.store.get_encoder(self.name(id, key), self.backbone)
+        # What is stored may be of anybody's making: anything but a digest and a number is no prefill.
+        if saved is None or saved.dtype != np.uint8 or saved.shape not in ((16,), (17,)):
+            return None
+        return saved[:16].tobytes().hex(), int(saved[16]) if len(saved) > 16 else 1
+
+    def _write(self, id: str, key: str, front: str, count: int = 1) -> None:
+        digest = bytes.fromhex(front) + (bytes([count]) if count > 1 else b"")
+        name = self.name(id, key)
+        self.store.put_encoder(name, self.backbone, np.frombuffer(digest, np.uint8), ttl=TIME_TO_LIVE)
+
+    def name(self, id: str, key: str) -> str:
+        """Returns the name under which a store says which prefill of a chunk has this key."""
         return f"prefill {short_digest(f'{self._dtype} {key} {id}')}"

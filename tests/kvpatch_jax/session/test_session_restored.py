@@ -10,7 +10,7 @@ from session_cases import QUESTION, image_of, logits, reader
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import SessionError
-from kvpatch_jax.window import StoredPrefills
+from kvpatch_jax.window import StoredPrefills, likeness_keys
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +164,79 @@ def test_a_restored_chunk_of_token_ids_has_no_tower(backbone, tmp_path):
             session.recall("chunk 1")
             session.add([30, 31], kind="chunk")
             assert len(session) == 3
+
+
+def stored_behind(backbone: Any, store: Any, order: list[int]) -> tuple[str, str, dict[str, str]]:
+    """Stores what a forward of the last image leaves behind the others. Returns its name, front and keys."""
+    with kvp.Session(backbone, store, keep=4) as session:
+        session.runtime.former.form_patches(0)  # as a session does that may serve approximately
+        names = [session.add(image_of(number)) for number in order]
+        window = session.window
+        keys = likeness_keys(window.pieces, len(order) - 1, window.lead)
+    return names[-1], window.pieces[-1].front, {str(likeness): key for likeness, key in keys.items()}
+
+
+def test_a_mean_over_histories_with_one_nearest_chunk_serves_before_each_of_them(backbone, tmp_path):
+    """It is the mean of what forwards left there, and has a digest of its own after each."""
+    with kvp.ChunkStore(tmp_path) as store:
+        prefills, parts, means = StoredPrefills(store, backbone.fingerprint, "float32"), [], []
+        fronts = []
+        for number in (1, 4, 5):
+            id, front, keys = stored_behind(backbone, store, [0, number, 3, 2])
+            fronts.append(front)
+            parts.append(prefills.get(id, front))
+            means.append(prefills.front_alike(id, keys["mean"]))
+            assert prefills.front_alike(id, keys["near"]) == fronts[0]
+        assert means[0] is None
+        assert len({*means}) == 3
+        for count, front in ((2, means[1]), (3, means[2])):
+            found = prefills.get(id, front)
+            for name, value in found.kv.items():
+                truth = np.mean([np.asarray(part.kv[name]) for part in parts[:count]], axis=0)
+                np.testing.assert_allclose(np.asarray(value), truth, atol=1e-5)
+
+        with kvp.Session(backbone, store, keep=4, uncertified=True, rank=0) as session:
+            name = [session.add(image_of(number)) for number in (0, 6, 3, 2)][-1]
+            piece = session.window.piece(name)
+            assert piece.ways == (("mean", 0),)
+            assert piece.state.patch == means[2]
+
+
+def test_the_same_pieces_in_another_order_are_nearer_than_a_mean(backbone, tmp_path):
+    with kvp.ChunkStore(tmp_path) as store:
+        visit(backbone, store, [0, 1, 4, 2, 3], uncertified=True, rank=0)  # 3 behind 0, 4 and 2: one has left
+        stored_behind(backbone, store, [0, 1, 4, 2])
+        stored_behind(backbone, store, [0, 5, 4, 2])
+        with kvp.Session(backbone, store, keep=4, uncertified=True, rank=0) as session:
+            name = [session.add(image_of(number)) for number in (0, 4, 5, 2)][-1]
+            assert session.window.piece(name).ways == ()
+        with kvp.Session(backbone, store, keep=4, uncertified=True, rank=0) as session:
+            stored_behind(backbone, store, [0, 5, 1, 4, 2])
+            name = [session.add(image_of(number)) for number in (0, 1, 5, 4, 2)][-1]
+            assert session.window.piece(name).ways == (("moved", 0),)
+
+
+@pytest.mark.parametrize("saved", [np.zeros(3, np.uint8), np.zeros(16, np.float32), np.zeros((2, 17), np.uint8)])
+def test_a_name_that_says_nothing_is_no_prefill(backbone, tmp_path, saved):
+    with kvp.ChunkStore(tmp_path) as store:
+        id, front, keys = stored_behind(backbone, store, [0, 1, 2])
+        store.put_encoder(
+            StoredPrefills(store, backbone.fingerprint, "float32").name(id, keys["near"]), backbone.fingerprint, saved
+        )
+        fresh = StoredPrefills(store, backbone.fingerprint, "float32")
+        assert fresh.front_alike(id, keys["near"]) is None
+        assert fresh.contains(id, front)
+
+
+def test_patches_are_formed_of_chunks_that_come_for_the_second_time(backbone, tmp_path):
+    """Most of what an agent sees it never sees again. Which chunks came before, stored prefills tell."""
+    with kvp.ChunkStore(tmp_path) as store:
+        # A rank that is asked for forms at once.
+        for order, options, patches in (([0, 1, 2], {}, 0), ([0, 3, 1], {}, 1), ([0, 4, 5], {"rank": 4}, 2)):
+            with kvp.Session(backbone, store, keep=3, uncertified=True, **options) as session:
+                for number in order:
+                    session.add(image_of(number))
+                former = session.runtime.former
+                former.flush()
+                assert not former.errors
+                assert (former.done.patches, former.done.forwards) == (patches, patches)

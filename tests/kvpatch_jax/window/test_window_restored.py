@@ -46,7 +46,12 @@ def test_windows_are_alike_in_their_lead_and_nearest_piece():
     assert keys("A", "B", "C") == keys("X", "Y", "B", "C")
     assert keys("A", "B", "C")["near"] != keys("A", "X", "C")["near"]
     assert keys("A", "B", "C")["seen"] == keys("X", "C")["seen"]
-    assert keys("A", "B", "C").keys() == {"near", "seen"}
+    assert keys("A", "B", "C").keys() == {"mean", "near", "seen"}
+
+    # The same pieces in another order, the nearest in its place.
+    assert keys("A", "B", "N", "C")["moved"] == keys("B", "A", "N", "C")["moved"]
+    assert keys("A", "B", "N", "C")["moved"] != keys("A", "N", "B", "C")["moved"]
+    assert keys("A", "B", "N", "C")["moved"] != keys("A", "X", "N", "C")["moved"]
 
     # Where positions are free in between, pieces are read at another distance.
     kept, _ = window_of("A", "B", "C", gaps="keep").evict("B")
