@@ -253,7 +253,7 @@ class Program:
         alike = {
             piece.id: piece.state.ways[0][0]
             for piece, before in zip(found.window.pieces, found.chunks, strict=True)
-            if before.point in ("near", "seen")
+            if before.point in ("moved", "mean", "near", "seen")
         }
         # What a plan says of a piece, the window says too: it is bounded in the same ways.
         for chunk, piece in zip(found.chunks, found.window.pieces, strict=True):
