@@ -13,7 +13,8 @@ from ..report.documents import ROOT, block
 from ..results.rows import Rows, rounded_row
 from ..results.tables import markdown_table
 from .contexts import TASKS
-from .histories import ALONE, KINDS, LEAD, MEANS, TRUTH
+from .gaps import CLOSED
+from .histories import ALONE, KINDS, LEAD, MEANS, SUM, TRUTH
 
 PAGE, KEPT = Path("docs/experiments/tolerance.md"), Path("docs/tolerance.json")
 METRICS = ("kl", "within", "eta", "bound", "coverage", "coverage elsewhere")
@@ -25,7 +26,7 @@ def main_table(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Makes the table of KV served whole: mean KL of an answer, and the share of answers within .05 nats."""
     probes = list(dict.fromkeys(row["probe"] for row in results["rows"] if "front=" in row["probe"]))
     lines = []
-    for kind in (*KINDS, *MEANS):
+    for kind in (*KINDS, *MEANS, SUM, *CLOSED):
         if kind == TRUTH:
             continue
         line = [kind]

@@ -22,9 +22,11 @@ from .histories import (
     APPROXIMATE,
     CANONICAL,
     EXACT,
+    LEAD,
     MEANS,
     OWN,
     PATCHED,
+    SUM,
     TRUTH,
     History,
     HistoryPiece,
@@ -119,6 +121,11 @@ def kv_by_kind(source: HistoryKV) -> dict[str, KV]:
     for name, kinds in MEANS.items():
         parts = [by_kind[kind] for kind in kinds if kind in by_kind]
         by_kind[name] = {channel: np.mean([part[channel] for part in parts], axis=0) for channel in parts[0]}
+
+    # What patches of single antecedents would come to, if one were added for each.
+    alone = by_kind[LEAD]
+    singles = [source.conditioned((HistoryPiece(OWN, place),)) for place in range(count)]
+    by_kind[SUM] = {channel: sum(own[channel] for own in singles) - (count - 1) * alone[channel] for channel in alone}
     return by_kind
 
 

