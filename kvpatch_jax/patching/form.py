@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Key
 
-from ..cache import AntecedentLike, Chunk, Patch, antecedent_of
+from ..cache import AntecedentLike, Chunk, Patch, antecedent_of, brief
 from ..core import Angles, FormPlan, Heads, PatchFrame, Start, arrays_of, as_start, ops
 from ..errors import InputError
 from .basis import Basis, form_in_basis
@@ -144,6 +145,19 @@ def form_patch(chunk: Chunk, conditioned: KVArrays, rank: Rank, antecedent: Ante
     return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r} in {plan.dtype}"), metadata)
 
 
+def _is_canonical(chunk: Chunk, kv: KVArrays) -> bool:
+    """Returns whether KV is a chunk's canonical, number for number; of traced arrays, whether it is the same."""
+    for name, value in arrays_of(kv).items():
+        own = chunk.kv[name]
+        if own is value:
+            continue
+        if isinstance(own, Tracer) or isinstance(value, Tracer):
+            return False
+        if own.shape != value.shape or own.dtype != value.dtype or not np.array_equal(own, value):
+            return False
+    return True
+
+
 def removal_patch(
     chunk: Chunk,
     target: KVArrays,
@@ -166,13 +180,22 @@ def removal_patch(
       base_antecedent: what the base was conditioned on (A, B).
       options: keywords of `from_deficit`: method, key, dtype.
 
+    Returns:
+      A patch of conditioned KV; where that is the canonical, conditioned on nothing, the patch that `form_patch` forms.
+
     Raises:
-      As `form_patch`.
+      As `form_patch`. InputError: the canonical, said to be conditioned on something.
     """
     # Both are conditioned: the canonical plays no part in the difference.
     check_conditioned(chunk, target, "target KV")
     check_conditioned(chunk, conditioned)
     delta = deficit_of(target, conditioned, chunk)
-    before = antecedent_of(base_antecedent, "base_antecedent")
-    metadata = metadata_of(chunk, "conditioned", antecedent_of(antecedent), before)
+    after, before = antecedent_of(antecedent), antecedent_of(base_antecedent, "base_antecedent")
+    alone = _is_canonical(chunk, conditioned)
+    if alone and before.members:
+        raise InputError(
+            f"removal_patch: got the canonical of {brief(chunk.id)!r} as its KV behind {before.shown}; expected that KV"
+        )
+    base, behind = ("canonical", None) if alone else ("conditioned", before)
+    metadata = metadata_of(chunk, base, after, behind)
     return from_deficit(chunk, delta, rank, metadata, **options)

@@ -8,12 +8,12 @@ import jax
 
 from ..backbone import Backbone
 from ..cache import Text, check_text
-from ..errors import CertificateError, SessionError
+from ..errors import CertificateError, RankError, SessionError
 from ..patching import Rank
 from ..plan import AnyCertificate, DeviceCosts, Goal
 from ..utils.sizes import Size, size_of
 from ..window import PatchStore
-from .argument_checks import float_dtype
+from .argument_checks import check_rank, float_dtype
 from .runtime import PAGE_SIZE, PREFILLS, PrivateRuntime, Runtime
 
 LARGEST_IMAGE = 64 << 20
@@ -89,8 +89,7 @@ class SessionConfig:
       pages, page_size, dtype: of the pool; see `PrivateRuntime`.
 
     Raises:
-      SessionError: an option of another kind or out of range. DtypeError: an invalid dtype. `PrivateRuntime` checks the
-      other options of the pool.
+      SessionError: an option of another kind or out of range. RankError, DtypeError: an invalid rank or dtype.
     """
 
     certificate: AnyCertificate | Literal["online"] | None = None
@@ -145,6 +144,10 @@ class SessionConfig:
             raise SessionError(
                 f"session.largest_text: got {self.largest_text!r:.80}; expected a number of tokens, 1 or more"
             )
+        check_rank(self.rank, "session", least=0)
+        pages = self.pages
+        if pages is not None and (not isinstance(pages, int) or isinstance(pages, bool) or pages < 1):
+            raise SessionError(f"session.pages: got {pages!r:.80}; expected a number of pages, 1 or more, or None")
         for name in ("chat", "uncertified"):
             if not isinstance(getattr(self, name), bool):
                 raise SessionError(f"session.{name}: got {getattr(self, name)!r:.80}; expected True or False")
@@ -175,12 +178,16 @@ class SessionConfig:
         return PrivateRuntime(backbone, store, rank=self.rank, prefills=int(self.prefills), **pool)
 
     def check_backbone(self, backbone: Backbone) -> None:
-        """Refuses a certificate or a linker of other weights, and a placeholder that the backbone does not read.
+        """Refuses a certificate or a linker of other weights, and what the backbone does not have or read.
 
         Raises:
           CertificateError, SessionError: any of them. What the backbone raises of a text.
         """
         fingerprint = backbone.fingerprint
+        channels = [channel.name for channel in backbone.layout.channels]
+        strangers = [] if not isinstance(self.rank, Mapping) else [name for name in self.rank if name not in channels]
+        if strangers:
+            raise RankError(f"session: got a rank of channel {strangers[0]!r:.80}; expected channels among {channels}")
         if self.placeholder is not None:
             tokens = backbone.prepare([Text(self.placeholder)])["input_ids"].shape[1]
             if not 1 <= tokens <= self.largest_text:

@@ -157,6 +157,23 @@ def test_allow_stale_does_not_reach_the_base():
         apply(("A2",), ("A9",))
 
 
+def test_a_removal_patch_of_the_canonical_is_recognised():
+    """Conditioned on nothing it is an ordinary patch; said to be conditioned on something it is a mistake."""
+    chunk = chunk_of("gqa")
+    target = conditioned_of(chunk, 2, 2)
+    alone = {name: np.array(value) for name, value in chunk.kv.items()}
+    patch = kvp.removal_patch(chunk, target, alone, 4, A, ())
+    plain = kvp.form_patch(chunk, target, 4, A)
+    assert (patch.metadata.base, patch.metadata.base_behind) == ("canonical", None)
+    served = [kvp.apply_patch(kvp.Placed(chunk, each, 3, A)) for each in (patch, plain)]
+    for name, value in served[0].items():
+        np.testing.assert_allclose(value, served[1][name], atol=1e-5)
+    with pytest.raises(InputError, match=r"removal_patch: got the canonical of .* as its KV behind \('A1', 'A2'\)"):
+        kvp.removal_patch(chunk, target, alone, 4, ("A2",), A)
+    other = {**alone, "k": alone["k"] + 1}
+    assert kvp.removal_patch(chunk, target, other, 4, ("A2",), A).metadata.base == "conditioned"
+
+
 def test_one_start_per_chunk_and_not_one_per_layer(unchecked):
     chunk = chunk_of("gqa")
     patch = form(chunk)

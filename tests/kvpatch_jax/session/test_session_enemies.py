@@ -1,6 +1,7 @@
 """Sessions whose surroundings fail them: threads at once, a store's folder that is deleted, names without end."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -9,10 +10,29 @@ import pytest
 from session_cases import QUESTION, image_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import SessionError
+from kvpatch_jax.errors import KVPatchError, SessionError
 from kvpatch_jax.session import piece_registry
 
 IMAGES = 3
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"rank": "16"}, "rank '16'"),
+        ({"rank": -1}, "rank -1"),
+        ({"rank": True}, "rank True"),
+        ({"rank": {"k": 1.5}}, "rank {'k': 1.5}"),
+        ({"rank": {"nope": 4}}, "a rank of channel 'nope'; expected channels among"),
+        ({"pages": 0}, "session.pages: got 0; expected a number of pages"),
+        ({"pages": "64"}, "session.pages: got '64'"),
+        ({"uncertified": 1}, "session.uncertified: got 1; expected True or False"),
+        ({"dtype": "int8"}, "dtype 'int8'; expected a floating-point one"),
+    ],
+)
+def test_options_of_another_kind_are_refused_at_the_door(backbone, options, expected, unchecked):
+    with pytest.raises(KVPatchError, match=re.escape(expected)):
+        kvp.Session(backbone, None, **options)
 
 
 def test_two_threads_on_one_session_take_turns(backbone):
