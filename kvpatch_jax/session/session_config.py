@@ -8,7 +8,7 @@ import jax
 
 from ..backbone import Backbone
 from ..cache import Text, check_text
-from ..errors import CertificateError, RankError, SessionError
+from ..errors import CertificateError, PoolError, RankError, SessionError
 from ..patching import Rank
 from ..plan import AnyCertificate, DeviceCosts, Goal
 from ..utils.sizes import Size, size_of
@@ -89,7 +89,8 @@ class SessionConfig:
       pages, page_size, dtype: of the pool; see `PrivateRuntime`.
 
     Raises:
-      SessionError: an option of another kind or out of range. RankError, DtypeError: an invalid rank or dtype.
+      SessionError: an option of another kind or out of range. RankError, PoolError, DtypeError: an invalid rank, number
+      of pages or dtype.
     """
 
     certificate: AnyCertificate | Literal["online"] | None = None
@@ -147,7 +148,7 @@ class SessionConfig:
         check_rank(self.rank, "session", least=0)
         pages = self.pages
         if pages is not None and (not isinstance(pages, int) or isinstance(pages, bool) or pages < 1):
-            raise SessionError(f"session.pages: got {pages!r:.80}; expected a number of pages, 1 or more, or None")
+            raise PoolError(f"session.pages: got {pages!r:.80}; expected a number of pages, 1 or more, or None")
         for name in ("chat", "uncertified"):
             if not isinstance(getattr(self, name), bool):
                 raise SessionError(f"session.{name}: got {getattr(self, name)!r:.80}; expected True or False")

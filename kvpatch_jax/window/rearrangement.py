@@ -1,7 +1,7 @@
 """Rearrangement of a window in one step: what leaves, what stays and where, what enters, and how each is served.
 
-The result is that of the operations of `Window` one after the other, from the front, but each piece is rotated at most
-once. Plans use it, because windows may have hundreds of chunks.
+The operations of `Window` and plans are both this: a list of entries, and a choice of how each of them is served. Each
+piece is rotated at most once.
 """
 
 import dataclasses
@@ -13,8 +13,7 @@ from ..errors import PatchMismatchError, StalePatchError, WindowError
 from .edits import Copy, Drop, Edit, Edits, Prefill, Recompute, Rotate, in_order, new_edit
 from .entry import BARE, FRESH, Entry, Likeness, PatchNote, PieceState, PlacedPiece, tuple_of
 from .fidelity import chain_of, linked
-from .window import Window
-from .window_state import recallable
+from .window_state import WindowState, recallable
 from .window_steps import (
     check_base,
     check_fits,
@@ -41,15 +40,16 @@ class ServingChoice(NamedTuple):
     """How a piece is to be served.
 
     Attributes:
-      how: as it is ("keep"); by a forward; by a patch; by its canonical alone; or, of a piece that was switched to
-        bare, as it was before ("restore").
+      how: as it is ("keep"); by a forward; by a patch; by its canonical alone; by its canonical in place of a forward,
+        at the front ("leading"); by a stored prefill ("restored"); or, of a piece that was switched to bare, as it was
+        before ("restore").
       note: of the patch; None for the other choices.
       allow_stale: accepts a patch that was formed behind something else.
-      behind: of a stored prefill ("restored"): chain digest of what it was computed behind.
+      behind: of a stored prefill: chain digest of what it was computed behind; None: of what is in front here.
       likeness: what that has in common with the place; None: it is the very same, or nothing is known.
     """
 
-    how: Literal["keep", "prefill", "patch", "bare", "restore", "restored"]
+    how: Literal["keep", "prefill", "patch", "bare", "leading", "restore", "restored"]
     note: PatchNote | None = None
     allow_stale: bool = False
     behind: str | None = None
@@ -58,10 +58,12 @@ class ServingChoice(NamedTuple):
 
 PREFILL = ServingChoice("prefill")
 KEEP = ServingChoice("keep")
+HERE = ServingChoice("restored")
+"""By what a store has of a forward behind the very pieces that are in front."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rearrangement:
+class Rearrangement[W: WindowState]:
     """A window with its pieces at their new places.
 
     Attributes:
@@ -72,13 +74,13 @@ class Rearrangement:
       placed: the pieces of `window` as they were before it was linked, which serving them otherwise starts from.
     """
 
-    before: Window
-    window: Window
+    before: W
+    window: W
     gone: tuple[str, ...]
     kept: tuple[bool, ...]
     placed: tuple[PlacedPiece, ...]
 
-    def serve(self, services: Sequence[ServingChoice], at_hand: AtHand | None = None) -> tuple[Window, Edits]:
+    def serve(self, services: Sequence[ServingChoice], at_hand: AtHand | None = None) -> tuple[W, Edits]:
         """Returns the window with its pieces served so, and the edits that lead there from the window before.
 
         Args:
@@ -92,7 +94,9 @@ class Rearrangement:
         # Pieces that are served as they were arranged keep what was derived of them, up to the first that is not.
         pieces, clock, changed = list(self.placed), self.window.clock, list[int]()
         for index, (kept, service) in enumerate(zip(self.kept, services, strict=True)):
-            if service.how == ("keep" if kept else "prefill"):
+            # A canonical at the front, and what a store has of this very front, are what a forward would compute.
+            as_prefilled = service.how in ("prefill", "leading") or service == HERE
+            if service.how == "keep" if kept else as_prefilled:
                 continue
 
             changed.append(index)
@@ -116,7 +120,7 @@ class Rearrangement:
 
         return window, self._edits(window, services, at_hand)
 
-    def _is_stale(self, window: Window, index: int, service: ServingChoice) -> bool:
+    def _is_stale(self, window: W, index: int, service: ServingChoice) -> bool:
         """Returns whether a piece's patch was formed behind something else; refuses it as the operations do."""
         if service.note is None:
             return False
@@ -139,7 +143,7 @@ class Rearrangement:
             return True
         return False
 
-    def _edits(self, window: Window, services: Sequence[ServingChoice], at_hand: AtHand | None) -> Edits:
+    def _edits(self, window: W, services: Sequence[ServingChoice], at_hand: AtHand | None) -> Edits:
         costs, rotation = window.costs, window.costs.rotate(1)
         before = {piece[0].id: piece for piece in self.before.pieces}
         edits: list[Edit] = [Drop(id) for id in self.gone]
@@ -149,7 +153,7 @@ class Rearrangement:
             entry, start, state = piece[:3]
             id, tokens, how = entry.id, entry.tokens, service.how
             old = before[id] if kept else piece
-            same_kv = kept and (how == "keep" or old.state == state)
+            same_kv = kept and (how == "keep" or old.state.digest == state.digest)
 
             # What is placed again is placed where it belongs; everything else that moved rotates, before a forward too.
             if old.start != start and (same_kv or how == "prefill"):
@@ -165,6 +169,8 @@ class Rearrangement:
                     forwards.append(new_edit(Prefill, id=id, **fields))
             elif how == "restored":
                 edits += restoring_edits(costs, piece)
+            elif how == "leading":
+                edits += placing_edits(costs, piece, at_hand is not None and at_hand(id, None), True)
             elif not same_kv and state.kind == "conditioned":
                 nbytes, flops = costs.copy_bytes * tokens, costs.copy_flops * tokens
                 edits.append(new_edit(Copy, id=id, source="conditioned", branch=None, bytes=nbytes, flops=flops))
@@ -217,12 +223,15 @@ def _note_of(service: ServingChoice) -> PatchNote:
     return service.note
 
 
-def arrange(window: Window, entries: Sequence[Entry]) -> Rearrangement:
+def arrange[W: WindowState](
+    window: W, entries: Sequence[Entry], instead: Mapping[str, PlacedPiece] | None = None
+) -> Rearrangement[W]:
     """Arranges a window to hold these entries, in this order, and no others.
 
     Args:
       entries: everything that is to be there, what is pinned in front included. An entry that is in the window or was
         evicted from it is that piece; another one of the same id replaces it.
+      instead: by id, pieces that entries take the place of, whose start they get if it is free.
 
     Raises:
       WindowError: an entry named twice; what is pinned missing or elsewhere; chunks in another order that are not
@@ -230,7 +239,14 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Rearrangement:
     """
     wanted, own, places = {entry.id: entry for entry in entries}, window.pieces, window.places
     _check_entries(window, entries, wanted)
-    kept = {piece.entry.id for piece in own if wanted.get(piece.entry.id) == piece.entry}
+    instead = instead or {}
+    kept = set[str]()
+    for piece in own:
+        entry = piece[0]
+        same = wanted.get(entry.id)
+        # Most are the very same object, and comparing fields takes longer.
+        if same is not None and (same is entry or same == entry) and entry.id not in instead:
+            kept.add(entry.id)
     staying, moved = _staying_pieces(window, [id for id in wanted if id in kept])
     lead, settled, next_start = window.lead, window.lead_settled, window.next_start
     if window.gaps == "close":
@@ -248,7 +264,7 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Rearrangement:
         else:
             # In front of a piece that stays, or behind all of them.
             if seen < len(staying):
-                gone = own[places[id]] if id in places else window.evicted_by_id.get(id)
+                gone = instead.get(id) or (own[places[id]] if id in places else window.evicted_by_id.get(id))
                 start, more = room_for(entry.span, end, staying[seen].start + shift, gone)
                 shift += more
             else:
@@ -263,13 +279,15 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Rearrangement:
                 lead = lead if settled and lead else len(pieces) + 1
 
         pieces.append(piece)
-        end = piece.end
+        end = piece[1] + entry.span
 
     check_positions_below_limit(end)
 
     # Pieces at the front that are the very ones that were there are linked already.
     first = 0
-    while first < min(len(own), len(pieces)) and own[first] is pieces[first]:
+    for old, new in zip(own, pieces, strict=False):
+        if old is not new:
+            break
         first += 1
     gone = [piece for piece in own if piece.entry.id not in kept]
     evicted = [piece for piece in window.evicted if piece.entry.id not in wanted]
@@ -286,7 +304,7 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Rearrangement:
     return Rearrangement(window, there, ids, tuple(id in kept for id in wanted), tuple(pieces))
 
 
-def _check_entries(window: Window, entries: Sequence[Entry], wanted: Mapping[str, Entry]) -> None:
+def _check_entries(window: WindowState, entries: Sequence[Entry], wanted: Mapping[str, Entry]) -> None:
     """Refuses entries that a window cannot be arranged to hold; `wanted` has them by id."""
     if len(wanted) != len(entries):
         ids = [entry.id for entry in entries]
@@ -305,7 +323,7 @@ def _check_entries(window: Window, entries: Sequence[Entry], wanted: Mapping[str
             raise WindowError(f"arrange: got {brief(id)!r}, evicted as {gone}; expected that entry, or another id")
 
 
-def _staying_pieces(window: Window, order: Sequence[str]) -> tuple[list[PlacedPiece], bool]:
+def _staying_pieces(window: WindowState, order: Sequence[str]) -> tuple[list[PlacedPiece], bool]:
     """Returns the pieces that stay, in their new order, where they are before anything enters; and whether the order
     changed."""
     # First where they are once everything else has left.

@@ -11,26 +11,22 @@ from ..errors import WindowError
 from ..utils.kinds import all_of
 from . import window_json
 from .costs import Costs
-from .edits import Compact, Copy, Drop, Edit, Edits, Recompute, in_order
-from .entry import BARE, FRESH, UNKNOWN_WAYS, Entry, How, PatchNote, PieceState, short_digest
+from .edits import Compact, Copy, Drop, Edit, Edits, Prefill, Recompute, in_order
+from .entry import FRESH, UNKNOWN_WAYS, Entry, How, Likeness, PatchNote, PieceState, PlacedPiece, short_digest
+from .rearrangement import KEEP, PREFILL, ServingChoice, arrange
 from .window_state import Gaps, Promise, WindowState
 from .window_steps import (
     PatchOptions,
-    check_base,
+    check_entering,
     check_new,
     chunk_index,
     movable_index,
+    moving_edits,
     packed,
-    patched_piece,
+    placing_edits,
     relinked,
-    reordered,
-    serving_edits,
     shown,
-    with_checked_patch,
-    with_moves,
-    with_new_piece,
     with_piece,
-    without,
 )
 
 
@@ -126,8 +122,7 @@ class Window(WindowState):
           prefilled, or positions beyond 2**30. StalePatchError, PatchMismatchError: a patch that does not belong here.
         """
         check_new(self, entry)
-        there, placing = with_new_piece(self, len(self.pieces), entry, how, patch, **options)
-        return there, with_moves(self, there, placing)
+        return self._entered(len(self.pieces), entry, how, patch, **options)
 
     def insert(
         self,
@@ -144,9 +139,7 @@ class Window(WindowState):
           before: id of the piece that will follow it.
         """
         check_new(self, entry)
-        index = movable_index(self, before, "insert")
-        there, placing = with_new_piece(self, index, entry, how, patch, **options)
-        return there, with_moves(self, there, placing)
+        return self._entered(movable_index(self, before, "insert"), entry, how, patch, **options)
 
     def recall(
         self,
@@ -173,8 +166,7 @@ class Window(WindowState):
                 f"recall.id: got {shown(id)}, which is {found}; expected an evicted one, such as {evicted}"
             )
         index = len(self.pieces) if before is None else movable_index(self, before, "recall")
-        there, placing = with_new_piece(self, index, gone.entry, how, patch, gone, **options)
-        return there, with_moves(self, there, placing)
+        return self._entered(index, gone.entry, how, patch, **options)
 
     def replace(
         self,
@@ -193,10 +185,7 @@ class Window(WindowState):
         if not isinstance(entry, Entry) or entry.id != id:
             check_new(self, entry)
 
-        # The old piece leaves first, and the entry gets its start if it fits there.
-        left, drops = without(self, [index])
-        there, placing = with_new_piece(left, index, entry, how, patch, self.pieces[index], **options)
-        return there, with_moves(self, there, [*drops, *placing])
+        return self._entered(index, entry, how, patch, self.pieces[index], **options)
 
     def evict(self, *ids: str) -> "tuple[Window, Edits]":
         """Takes pieces out. Chunks can be recalled; texts cannot.
@@ -207,8 +196,8 @@ class Window(WindowState):
         indices = [movable_index(self, id, "evict") for id in ids]
         if len(set(indices)) != len(indices):
             raise WindowError(f"evict.ids: got {tuple(map(brief, ids))}; expected each once")
-        there, drops = without(self, sorted(indices))
-        return there, with_moves(self, there, drops)
+        leaving = set(indices)
+        return self._rearranged([piece.entry for index, piece in enumerate(self.pieces) if index not in leaving])
 
     def slide(self, keep: int) -> "tuple[Window, Edits]":
         """Evicts all but the last `keep` chunks behind the lead, and the texts in front of the first that stays.
@@ -226,8 +215,7 @@ class Window(WindowState):
             return self, ()
 
         cut = chunks[-keep] if keep else len(self.pieces)
-        there, drops = without(self, range(lead, cut))
-        return there, with_moves(self, there, drops)
+        return self._rearranged([piece.entry for piece in (*self.pieces[:lead], *self.pieces[cut:])])
 
     # --------------------------------------------------------------------------------------------------- move
 
@@ -273,26 +261,10 @@ class Window(WindowState):
                 )
             came_from[new] = old
 
-        changed = [new for new, old in enumerate(came_from) if new != old or self.pieces[old].entry.id in notes]
-        if not changed:
+        if came_from == sorted(came_from) and not notes:
             return self, ()
-
-        # Pieces that came in front of others count as placed now: those others have not seen them there.
-        pieces = reordered(self.pieces, came_from, self.clock + 1)
-        for index, piece in enumerate(pieces):
-            if piece.entry.id in notes:
-                pieces[index] = patched_piece(piece, notes[piece.entry.id], self.clock + 1)
-        there = relinked(self, pieces, changed[0], clock=self.clock + 1)
-
-        # Patches are checked against the new order, in which they were to be formed.
-        edits: list[Edit] = []
-        for id, note in notes.items():
-            index = there.index(id)
-            there = with_checked_patch(there, index, note, allow_stale)
-            if self.piece(id).state.digest != there.pieces[index].state.digest:
-                edits += serving_edits(there, index, fetched)
-
-        return there, with_moves(self, there, edits)
+        services = {id: ServingChoice("patch", note, allow_stale) for id, note in notes.items()}
+        return self._rearranged([self.pieces[old].entry for old in came_from], services, fetched)
 
     def compact(self) -> "tuple[Window, Edits]":
         """Closes what is free between pieces, in positions and in slots."""
@@ -300,7 +272,7 @@ class Window(WindowState):
         pieces = packed(self.pieces)
         there = relinked(self, pieces, 0, next_start=pieces[-1].end if pieces else 0)
         packing = Compact(there.tokens, **self.costs.compact(there.tokens))
-        return there, with_moves(self, there, [packing])
+        return there, in_order([*moving_edits(self, there), packing])
 
     # ------------------------------------------------------------------------------------- serve otherwise in place
 
@@ -315,9 +287,8 @@ class Window(WindowState):
         if piece.state.kind == "bare":
             return self, ()
 
-        # The old state is remembered, and the executor stashes its KV.
-        there = with_piece(self, index, piece._replace(state=BARE, aside=piece.state))
-        return there, (Copy(id, "canonical", None, **self.costs.copy(piece.entry.tokens)),)
+        # The old state is remembered, and the executor stashes its KV, so that it has the canonical at hand.
+        return self._rearranged([each.entry for each in self.pieces], {id: ServingChoice("bare")}, fetched=True)
 
     def condition(
         self,
@@ -340,27 +311,16 @@ class Window(WindowState):
         """
         index = chunk_index(self, id, "condition")
         piece = self.pieces[index]
+        entries = [each.entry for each in self.pieces]
         if patch is not None:
-            # The base is checked as it is now, the antecedent as it is with the patch.
-            note = PatchNote.of(patch)
-            check_base(self, note, piece)
-            clock = self.clock + 1
-            there = with_piece(self, index, patched_piece(piece, note, clock), clock=clock)
-            there = with_checked_patch(there, index, note, allow_stale)
-            same = piece.state.digest == there.pieces[index].state.digest
-            return there, () if same else in_order(serving_edits(there, index, fetched))
+            service = ServingChoice("patch", PatchNote.of(patch), allow_stale)
+            return self._rearranged(entries, {id: service}, fetched)
 
         if piece.state.kind != "bare":
             return self, ()
         if piece.aside is None:
             raise WindowError(f"condition.id: got {shown(id)}, which was placed bare; expected a patch, or `recompute`")
-
-        there = with_piece(self, index, piece._replace(state=piece.aside, aside=None))
-
-        # Conditioned KV was stashed; a patch of the canonical is placed once more.
-        if piece.aside.kind == "conditioned":
-            return there, (Copy(id, "conditioned", None, **self.costs.copy(piece.entry.tokens)),)
-        return there, in_order(serving_edits(there, index, fetched=True))
+        return self._rearranged(entries, {id: ServingChoice("restore")})
 
     def recompute(self, id: str, start_layer: int = 0) -> "tuple[Window, Edits]":
         """Runs a piece again behind what precedes it, from a layer up. Kamera App. D, the cheapest refresh.
@@ -375,15 +335,14 @@ class Window(WindowState):
         if not isinstance(start_layer, int) or isinstance(start_layer, bool) or not 0 <= start_layer < layers:
             raise WindowError(f"recompute.start_layer: got {start_layer!r:.80}; expected 0 to {layers - 1}")
 
-        piece, behind = self.pieces[index], self.behind(id)
-        changed = piece.run_again(self.clock + 1)
+        if start_layer == 0:
+            return self._rearranged([piece.entry for piece in self.pieces], {id: PREFILL})
 
         # Mixed layers have no antecedent; the digest is of what they are mixed from.
-        if start_layer:
-            digest = short_digest(f"recompute {start_layer} {piece.state.digest} {piece.front}")
-            changed = piece._replace(state=PieceState("conditioned", digest, UNKNOWN_WAYS), aside=None)
-
-        there = with_piece(self, index, changed, clock=self.clock + 1)
+        piece, behind = self.pieces[index], self.behind(id)
+        digest = short_digest(f"recompute {start_layer} {piece.state.digest} {piece.front}")
+        mixed = piece._replace(state=PieceState("conditioned", digest, UNKNOWN_WAYS), aside=None)
+        there = with_piece(self, index, mixed, clock=self.clock + 1)
         costs = self.costs.prefill(piece.entry.tokens, behind, start_layer)
         return there, (Recompute(id, start_layer, behind, **costs),)
 
@@ -405,10 +364,54 @@ class Window(WindowState):
             pieces.append(piece._replace(state=state, aside=aside, born=clock if state is FRESH else 0))
 
         there = relinked(self, pieces, 0, clock=clock)
-        edits: list[Edit] = []
-        for index in range(len(pieces)):
-            edits += serving_edits(there, index, fetched=False)
+        edits, behind = list[Edit](), 0
+        for piece in there.pieces:
+            id, tokens = piece.entry.id, piece.entry.tokens
+            if piece.state.kind == "conditioned":
+                edits.append(Prefill(id, behind, **self.costs.prefill(tokens, behind)))
+            else:
+                edits += placing_edits(self.costs, piece, has_canonical=False, has_patch=False)
+            behind += tokens
         return there, in_order(edits)
+
+    def _entered(
+        self,
+        index: int,
+        entry: Entry,
+        how: How | None,
+        patch: Patch | PatchNote | None,
+        instead: PlacedPiece | None = None,
+        /,
+        *,
+        fetched: bool = False,
+        allow_stale: bool = False,
+        behind: str | None = None,
+        likeness: Likeness | None = None,
+    ) -> "tuple[Window, Edits]":
+        """Places an entry at an index, or in place of the piece there (`instead`)."""
+        note = None if patch is None else PatchNote.of(patch)
+        how = check_entering(entry, how, note, behind, likeness)
+        if how == "leading" and index:
+            raise WindowError(
+                f"window: got {shown(entry.id)} leading behind {index} pieces; expected none in front of it"
+            )
+
+        entries = [piece.entry for piece in self.pieces]
+        entries[index : index + (instead is not None)] = [entry]
+        service = ServingChoice(how, note, allow_stale, behind, likeness)
+        return self._rearranged(entries, {entry.id: service}, fetched, instead and {entry.id: instead})
+
+    def _rearranged(
+        self,
+        entries: Sequence[Entry],
+        services: Mapping[str, ServingChoice] | None = None,
+        fetched: bool = False,
+        instead: Mapping[str, PlacedPiece] | None = None,
+    ) -> "tuple[Window, Edits]":
+        """Holds these entries, some of them served so, the others as they are; `fetched`: everything is at hand."""
+        arranged, services = arrange(self, entries, instead), services or {}
+        chosen = [services.get(piece[0].id, KEEP) for piece in arranged.placed]
+        return arranged.serve(chosen, (lambda id, patch: True) if fetched else None)
 
     # ------------------------------------------------------------------------------------------------- branches
 

@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypedDict, get_args
 
-from ..cache import Patch, brief
+from ..cache import brief
 from ..errors import PatchMismatchError, StalePatchError, WindowError
 from .costs import Costs
-from .edits import ApplyPatch, Copy, Drop, Edit, Edits, Fetch, Prefill, Rotate, in_order, new_edit
+from .edits import ApplyPatch, Copy, Edit, Fetch, Rotate, new_edit
 from .entry import (
     BARE,
     FRESH,
@@ -26,7 +26,7 @@ from .entry import (
     tuple_of,
 )
 from .fidelity import chain_digest, linked
-from .window_state import WindowState, recallable
+from .window_state import WindowState
 
 # ------------------------------------------------------------------------------------------------------- positions
 
@@ -124,55 +124,16 @@ def restoring_edits(costs: Costs, piece: PlacedPiece) -> list[Edit]:
     return [fetch, Copy(id, "prefill", None, **costs.copy(tokens))]
 
 
-def serving_edits(window: WindowState, index: int, fetched: bool, how: How | None = None) -> list[Edit]:
-    """Returns the edits that place a piece in its state.
-
-    Args:
-      fetched: its canonical and patch are available.
-      how: "leading": its canonical is its prefill. "restored": its prefill is stored.
-    """
-    piece, leading = window.pieces[index], how == "leading"
-    if how == "restored":
-        return restoring_edits(window.costs, piece)
-    # At the front of a window the canonical is what a prefill would give.
-    if piece.state.kind == "conditioned" and not leading:
-        tokens, behind = piece.entry.tokens, sum(each.entry.tokens for each in window.pieces[:index])
-        return [Prefill(piece.entry.id, behind, **window.costs.prefill(tokens, behind))]
-    return placing_edits(window.costs, piece, fetched, fetched)
-
-
-def with_moves(before: WindowState, after: WindowState, edits: Sequence[Edit]) -> Edits:
-    """Returns these edits and the rotations of all other pieces that moved, in the order of execution."""
-    # What these edits place is placed at its new start at once.
-    placed = {edit.id for edit in edits if isinstance(edit, Copy | ApplyPatch | Prefill | Rotate)}
+def moving_edits(before: WindowState, after: WindowState) -> list[Edit]:
+    """Returns the rotations of all pieces that moved."""
     starts = {piece[0].id: piece[1] for piece in before.pieces}
     per_token, rotations = before.costs.rotate(1), list[Edit]()
     for piece in after.pieces:
         entry, new = piece[:2]
-        old = starts.get(entry.id, new)
-        if old != new and entry.id not in placed:
+        if starts[entry.id] != new:
             nbytes, flops = per_token["bytes"] * entry.tokens, per_token["flops"] * entry.tokens
-            rotations.append(new_edit(Rotate, id=entry.id, old=old, new=new, bytes=nbytes, flops=flops))
-
-    return in_order([*edits, *rotations])
-
-
-def without[W: WindowState](window: W, indices: Sequence[int]) -> tuple[W, list[Edit]]:
-    """Returns the window without these pieces, given in order, and the edits that drop them."""
-    if not indices:
-        return window, []
-
-    # Those in front of the first that leaves are linked already.
-    leaving = set(indices)
-    gone = [window.pieces[index] for index in indices]
-    stay, next_start = [piece for index, piece in enumerate(window.pieces) if index not in leaving], window.next_start
-    if window.gaps == "close":
-        stay = packed(stay, indices[0])
-        next_start = stay[-1].end if stay else 0
-
-    evicted = recallable(window.evicted, gone)
-    after = relinked(window, stay, indices[0], evicted=evicted, next_start=next_start)
-    return after, [Drop(piece.entry.id) for piece in gone]
+            rotations.append(new_edit(Rotate, id=entry.id, old=starts[entry.id], new=new, bytes=nbytes, flops=flops))
+    return rotations
 
 
 # ---------------------------------------------------------------------------------------------------- new pieces
@@ -195,73 +156,10 @@ class PatchOptions(TypedDict, total=False):
     likeness: Likeness | None
 
 
-def with_new_piece[W: WindowState](
-    window: W,
-    index: int,
-    entry: Entry,
-    how: How | None,
-    patch: Patch | PatchNote | None,
-    before: PlacedPiece | None = None,
-    /,
-    *,
-    fetched: bool = False,
-    allow_stale: bool = False,
-    behind: str | None = None,
-    likeness: Likeness | None = None,
-) -> tuple[W, list[Edit]]:
-    """Places an entry at an index. Returns the window and the edits that place it, without the moves of others.
-
-    Args:
-      how, patch: see `Window.append`.
-      before: the piece that it was, or that it replaces.
-      fetched, allow_stale, behind, likeness: see `PatchOptions`.
-    """
-    note = None if patch is None else PatchNote.of(patch)
-    state = _new_state(entry, how, note, behind, likeness)
-    if how == "leading" and index:
-        raise WindowError(f"window: got {shown(entry.id)} leading behind {index} pieces; expected none in front of it")
-
-    # Where it starts, and by how much those behind it move.
-    start, shift, following = window.next_start, 0, window.pieces[index:]
-    if following:
-        low = window.pieces[index - 1].end if index else 0
-        start, shift = room_for(entry.span, low, following[0].start, before)
-    if shift:
-        following = [each._replace(start=each.start + shift) for each in following]
-    next_start = max(window.next_start + shift, start + entry.span)
-    check_positions_below_limit(next_start)
-
-    # Without a lead of its own the window pins the texts in front of the first chunk, or that chunk.
-    settled = window.lead_settled or entry.kind == "chunk"
-    lead = window.lead if window.lead_settled or (settled and window.lead) else 1 + len(window.pieces)
-
-    clock = window.clock + 1
-    piece = PlacedPiece(entry, start, state, born=clock if state is FRESH else 0, placed=clock)
-    after = relinked(
-        window,
-        [*window.pieces[:index], piece, *following],
-        index,
-        evicted=tuple(gone for gone in window.evicted if gone.entry.id != entry.id),
-        next_start=next_start,
-        lead=lead,
-        lead_settled=settled,
-        clock=clock,
-    )
-
-    # Against the new window, in which the piece has its front.
-    if note is not None:
-        after = with_checked_patch(after, index, note, allow_stale)
-    return after, serving_edits(after, index, fetched, how)
-
-
-def _new_state(
-    entry: Entry,
-    how: How | None,
-    note: PatchNote | None,
-    behind: str | None,
-    likeness: Likeness | None,
-) -> PieceState:
-    """Returns the state in which an entry is placed."""
+def check_entering(
+    entry: Entry, how: How | None, note: PatchNote | None, behind: str | None, likeness: Likeness | None
+) -> How:
+    """Returns how an entry enters; refuses ways and options that do not go together."""
     how = how or ("prefill" if note is None else "patch")
     if how not in get_args(How) or (how == "patch") != (note is not None):
         given = "no patch" if note is None else "a patch"
@@ -274,17 +172,8 @@ def _new_state(
         raise WindowError(f"window.behind: got {given}; expected a chain digest, of what is 'restored'")
     if likeness is not None and (behind is None or likeness not in get_args(Likeness)):
         given = f"{likeness!r:.40} of {shown(entry.id)}"
-        raise WindowError(f"window.likeness: got {given}; expected 'near' or 'seen', of what is 'restored' `behind`")
-    if note is None:
-        restored = FRESH if behind is None else restored_state(behind, likeness)
-        return BARE if how == "bare" else restored
-
-    # A removal patch is added to conditioned KV, and what comes in has none yet.
-    if note.base != "canonical":
-        raise PatchMismatchError(
-            f"patch: got base {note.base!r}; expected 'canonical' (`condition` takes a removal patch)"
-        )
-    return note.serving()
+        raise WindowError(f"window.likeness: got {given}; expected one of {get_args(Likeness)}, of what is 'restored'")
+    return how
 
 
 def restored_state(behind: str, likeness: Likeness | None) -> PieceState:
@@ -336,22 +225,6 @@ def patched_piece(piece: PlacedPiece, note: PatchNote, clock: int) -> PlacedPiec
     # A piece that comes in has no old state: then it is one that has not been linked.
     aside = None if old is FRESH else old
     return tuple_of(PlacedPiece, (piece.entry, piece.start, note.serving(base), aside, clock, *piece[5:]))
-
-
-def with_checked_patch[W: WindowState](window: W, index: int, note: PatchNote, allow_stale: bool) -> W:
-    """Returns the window, in which a piece has just been given this patch. A stale one that is allowed bounds nothing.
-
-    Raises:
-      StalePatchError, PatchMismatchError: a patch that does not belong there.
-    """
-    piece = window.pieces[index]
-    try:
-        check_patch(window, note, piece)
-    except StalePatchError:
-        if not allow_stale:
-            raise
-        return with_piece(window, index, piece._replace(state=note.serving(stale=True)))
-    return window
 
 
 def check_patch(window: WindowState, note: PatchNote, piece: PlacedPiece) -> None:

@@ -146,7 +146,8 @@ class Program:
         if how == "restored" and fronts:
             front, likeness = self.draw.choice(fronts), self.draw.choice(["near", "seen", None])
             done = self.window.recall(piece.id, how, before=before, behind=front, likeness=likeness)
-            return *done, {piece.id: likeness or ""}
+            # What happens to be behind the very pieces that are promised is no other prefill.
+            return *done, {} if done[0].piece(piece.id).state.patch is None else {piece.id: likeness or ""}
         return self.window.recall(piece.id, "prefill" if how == "restored" else how, before=before)
 
     def replace(self):
