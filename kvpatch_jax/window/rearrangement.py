@@ -58,8 +58,6 @@ class ServingChoice(NamedTuple):
 
 PREFILL = ServingChoice("prefill")
 KEEP = ServingChoice("keep")
-HERE = ServingChoice("restored")
-"""By what a store has of a forward behind the very pieces that are in front."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,8 +93,9 @@ class Rearrangement[W: WindowState]:
         pieces, clock, changed = list(self.placed), self.window.clock, list[int]()
         for index, (kept, service) in enumerate(zip(self.kept, services, strict=True)):
             # A canonical at the front, and what a store has of this very front, are what a forward would compute.
-            as_prefilled = service.how in ("prefill", "leading") or service == HERE
-            if service.how == "keep" if kept else as_prefilled:
+            how = service.how
+            here = how == "restored" and service.behind is None
+            if how == "keep" if kept else how in ("prefill", "leading") or here:
                 continue
 
             changed.append(index)

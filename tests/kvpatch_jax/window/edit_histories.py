@@ -8,7 +8,7 @@ from typing import Any
 
 from window_model import Histories
 
-from kvpatch_jax.window import ApplyPatch, Copy, Drop, Edits, Prefill, Recompute, Window
+from kvpatch_jax.window import ApplyPatch, Copy, Drop, Edits, Fetch, Prefill, Recompute, Window
 
 ANY = frozenset([("", 0)])
 """Approximations of unknown size."""
@@ -106,8 +106,8 @@ class EditHistories:
 
     def restored(self, id: str, edits: Edits) -> int:
         """The history of a stored prefill, by what the edits fetch."""
-        found = [edit.digest for edit in edits if getattr(edit, "what", None) == "prefill" and edit.id == id]
-        return self.stored[id, found[0]]
+        fetched = [edit for edit in edits if isinstance(edit, Fetch) and edit.what == "prefill" and edit.id == id]
+        return self.stored[id, fetched[0].digest or ""]
 
     def remember(self, window: Window) -> None:
         """Notes what was prefilled behind which digest; one digest never names two histories."""
