@@ -1,6 +1,6 @@
 """Tokens and FLOPs that agents prefill without this library. Questions and the lead are left out, as everywhere.
 
-A prefix cache is as good as one can be: unbounded, and it knows every prefix that was ever computed, in this visit or,
+A prefix cache is as good as one can be: it knows every prefix that was ever computed, "unbounded" in this visit, or
 "kept over visits" as our store is, in all of them.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from .visits import Visit
-from .ways import BATCHED, KEPT_OVER_VISITS, ONE_BY_ONE, PLACEHOLDER, REPREFILL
+from .ways import BATCHED, KEPT_OVER_VISITS, ONE_BY_ONE, PLACEHOLDER, REPREFILL, UNBOUNDED
 
 PLACEHOLDER_TOKENS = 3
 """Of the text that takes the place of an old image."""
@@ -43,9 +43,9 @@ def baselines(
     one, batched = list(_sliding(visit, window, window)), list(_sliding(visit, window, 2 * window))
     prompts = {
         REPREFILL: one,
-        ONE_BY_ONE: one,
+        ONE_BY_ONE + UNBOUNDED: one,
         ONE_BY_ONE + KEPT_OVER_VISITS: one,
-        BATCHED: batched,
+        BATCHED + UNBOUNDED: batched,
         BATCHED + KEPT_OVER_VISITS: batched,
         PLACEHOLDER: list(_with_placeholders(visit, window)),
     }

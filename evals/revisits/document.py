@@ -15,7 +15,7 @@ from ..results.tables import markdown_table
 from .figures import draw
 from .rows import COUNTS, OTHER, RevisitRows, Row
 from .serving import POINTS
-from .visits import FIRST, SAME, VISITS
+from .visits import FIRST, FORK, SAME, VISITS
 from .ways import (
     BEFORE,
     BEFORE_UNCERTIFIED,
@@ -44,7 +44,7 @@ def tables(results: Mapping[str, Any]) -> list[tuple[str, Table]]:
     rows, found = RevisitRows(results), []
     for window in rows.windows:
         found.append((f"Window of {window}: revisits without a forward, and what they lose", reuse_table(rows, window)))
-        found.append((f"Window of {window}: what a visit in another order computes", work_table(rows, window)))
+        found.append((f"Window of {window}: what a step of another order computes", work_table(rows, window)))
     found.append(("How revisits in other orders are served", points_table(rows)))
     found.append(("Right answers in other orders", accuracy_table(rows)))
     found.append(("What the store and the background cost", forming_table(rows)))
@@ -83,7 +83,7 @@ def _value(row: Row, name: str) -> str:
 def work_table(rows: RevisitRows, window: int) -> Table:
     """Makes the table of prefilled tokens and GFLOP of a step: a line for each way, a column for each task."""
     lines = []
-    for way in dict.fromkeys((*WAYS, *COUNTED_WAYS)):
+    for way in (*WAYS, *COUNTED_WAYS):
         found = [rows.get(task, window, way, OTHER) for task in rows.mains]
         if any(found):
             counted = next(row for row in found if row is not None).get("counted")
@@ -135,6 +135,9 @@ def forming_table(rows: RevisitRows) -> Table:
             if not steps:
                 continue
 
+            ended = [row for window in rows.windows if (row := rows.get(task, window, way, FORK)) is not None]
+            audits = sum(row.get("audits", 0) for row in ended) / sum(row["traces"] for row in ended)
+
             def each(name: str, present: Sequence[Row] = present, steps: int = steps) -> float:
                 return sum(row.get(name, 0) for row in present) / steps
 
@@ -146,9 +149,18 @@ def forming_table(rows: RevisitRows) -> Table:
                     f"{each('read') / 1024:.0f}",
                     f"{1000 * each('formed seconds'):.1f}",
                     f"{each('formed flops') / 1e6:.3g}",
+                    f"{audits:.1f}" if audits else "",
                 ]
             )
-    return ["task", "way", "KiB written", "KiB read", "ms in the background", "MFLOP in the background"], lines
+    return [
+        "task",
+        "way",
+        "KiB written",
+        "KiB read",
+        "ms in the background",
+        "MFLOP in the background",
+        "audits of a trace",
+    ], lines
 
 
 def models_table(rows: RevisitRows) -> Table:
@@ -174,10 +186,14 @@ def summary(results: Mapping[str, Any]) -> dict[str, Any]:
         main = rows.mains[row["task"]] == row["model"]
         if main or (row["way"] in OTHERS_KEPT and row["visit"] in (SAME, OTHER)):
             kept.append(
-                {name: _rounded(value) for name, value in row.items() if value or name not in (*COUNTS, *POINTS)}
+                {
+                    name: _rounded(value)
+                    for name, value in row.items()
+                    if value or name not in (*COUNTS, *POINTS, "audits")
+                }
             )
-    config = {name: results["config"][name] for name in ("model", "plan", "parts_done", "parts")}
-    return {"config": config, "cpu_seconds": results["cpu_seconds"], "rows": kept}
+    config = {name: results["config"][name] for name in ("plan", "parts_done")}
+    return {"config": config, "cpu_seconds": round(results["cpu_seconds"]), "rows": kept}
 
 
 def _rounded(value: Any) -> Any:
@@ -186,7 +202,8 @@ def _rounded(value: Any) -> Any:
 
 def section(kept: Mapping[str, Any]) -> str:
     """Writes the text between the page's marks."""
-    parts = []
+    traces, minutes = kept["config"]["parts_done"], kept["cpu_seconds"] / 60
+    parts = [f"{traces} traces, {minutes:.0f} CPU minutes."]
     for title, table in tables(kept):
         parts += [f"**{title}**", markdown_table(*table)]
     return "\n\n".join(parts)

@@ -46,8 +46,8 @@ def draw(rows: RevisitRows, path: Path) -> Path:
         for axis in (hits, losses):
             axis.grid(alpha=0.3)
 
-    panels[0][0].set_ylabel("revisits without a forward, %")
-    panels[1][0].set_ylabel(f"KL of an answer, nats (≤ {FLOOR:g}: exact)")
+    panels[0][0].set_ylabel("without a forward, %")
+    panels[1][0].set_ylabel("KL of an answer, nats")
     handles, labels = panels[1][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
     figure.savefig(path, dpi=90)

@@ -28,7 +28,6 @@ COUNTS = (
     "prefills",
     "formed flops",
     "formed seconds",
-    "audits",
 )
 KEY = ("model", "task", "window", "way", "visit")
 Record = Mapping[str, Any]
@@ -44,7 +43,7 @@ def rows_of(finished: Sequence[Mapping[str, Any]]) -> list[Row]:
                 key = (*(record[name] for name in KEY[:-1]), visit)
                 groups.setdefault(key, []).append(record)
 
-    order = {way: number for number, way in enumerate(dict.fromkeys((*WAYS, *COUNTED_WAYS)))}
+    order = {way: number for number, way in enumerate((*WAYS, *COUNTED_WAYS))}
     shown = [*VISITS, OTHER]
     rows = [_row(dict(zip(KEY, key, strict=True)), found) for key, found in groups.items()]
     # Models and windows in the order in which they were measured.
@@ -58,11 +57,16 @@ def rows_of(finished: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def _row(labels: Row, records: Sequence[Record]) -> Row:
-    """Makes one row. A baseline that is run as well has the tokens and FLOPs that were run."""
+    """Makes one row. Baselines that are counted have no answers."""
     run = [record for record in records if "right" in record]
-    row = labels | {"counted": not run, "traces": len({record["trace"] for record in run or records})}
+    row = labels | {"counted": not run, "traces": len({record["trace"] for record in records})}
     for name in COUNTS:
-        row[name] = sum(record["counts"].get(name, 0) for record in run or records)
+        row[name] = sum(record["counts"].get(name, 0) for record in records)
+    # Counted over all visits of a trace so far, the later visit counts.
+    audits: dict[int, int] = {}
+    for record in records:
+        audits[record["trace"]] = max(audits.get(record["trace"], 0), record["counts"].get("audits", 0))
+    row["audits"] = sum(audits.values())
     for point in POINTS:
         row[point] = sum(record["points"].get(point, 0) for record in run)
 

@@ -48,7 +48,7 @@ def run(
     limit: int = 0,
     weights: str | None = None,
 ) -> dict[str, Any]:
-    """Measures the parts that a folder lacks; the same call resumes after them.
+    """Measures the parts that a folder lacks; the same call resumes after them, and calls for other models add to them.
 
     Args:
       names: of models; all that are installed by default.
@@ -104,12 +104,14 @@ def dataset(
     planned, measured = [], list[str]()
     for model in chosen:
         for part in parts(plan, model, windows):
-            measure = _measuring(backbones[model.name], plan, part, measured)
-            planned.append(PlannedPart(part.name, measure, _tokens(plan, part)))
+            backbone = backbones[model.name]
+            measure = _measuring(backbone, plan, part, measured)
+            # By their weights, so that models can be measured one after the other into one folder.
+            name = f"{part.name}, {backbone.fingerprint[:16]}"
+            planned.append(PlannedPart(name, measure, _tokens(plan, part)))
 
     config = {
-        "model": ", ".join(backbones),
-        "fingerprints": {name: backbone.fingerprint for name, backbone in backbones.items()},
+        "model": "sessions over a store",
         "plan": dataclasses.asdict(plan),
         "ways": {name: repr(way) for name, way in WAYS.items()},
     }

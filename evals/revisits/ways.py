@@ -1,7 +1,8 @@
 """Ways of serving a visit: options of a session, before stored prefills and since, and sessions that agents could run.
 
 Sessions over a store *remember*: their truth is a session that reuses nothing and is given the same pieces. Those
-without a store *forget*, as a prefix cache does: a prefill of the window is what they serve, and their truth.
+without a store *forget*, as a prefix cache of the last prompt does: a prefill of the window is what they serve, and
+their truth.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ BEFORE, BEFORE_UNCERTIFIED = "before: default", "before: uncertified"
 DEFAULT, ONLINE, UNCERTIFIED = "default", "online certificate", "uncertified"
 ONE_BY_ONE, BATCHED = "prefix cache, one leaves", "prefix cache, batched"
 REPREFILL, PLACEHOLDER = "re-prefill", "placeholder in place"
-KEPT_OVER_VISITS = ", kept over visits"
+UNBOUNDED, KEPT_OVER_VISITS = ", unbounded", ", kept over visits"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +58,10 @@ STORED_WAYS = tuple(name for name, way in WAYS.items() if way.stored)
 FORGETTING_WAYS = (ONE_BY_ONE, BATCHED)
 COUNTED_WAYS = (
     REPREFILL,
-    ONE_BY_ONE,
+    ONE_BY_ONE + UNBOUNDED,
     ONE_BY_ONE + KEPT_OVER_VISITS,
-    BATCHED,
+    BATCHED + UNBOUNDED,
     BATCHED + KEPT_OVER_VISITS,
     PLACEHOLDER,
 )
-"""What agents can do without this library. Tokens and FLOPs are counted for all of them."""
+"""What agents can do without this library, counted and not run."""
