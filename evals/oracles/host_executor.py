@@ -117,6 +117,11 @@ class HostExecutor:
         """Returns the pieces of a branch, in order."""
         return _ordered(self._branches.get(branch, {}))
 
+    def release(self, branch: str) -> None:
+        """Ends a branch; another may begin under its name."""
+        self._branches.pop(branch, None)
+        self._current.pop(branch, None)
+
     def run(self, window: Window, edits: Sequence[Edit]) -> Ledger:
         """Executes the edits that led to a window. Raises as `PagedExecutor.run`, but for a pool's room."""
         self._check_backbone(window)

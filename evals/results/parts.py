@@ -97,6 +97,8 @@ def measure_parts(
     tokens_left = sum(part.tokens for part in missing)
     began, tokens = time.perf_counter(), 0
 
+    # The file may hold parts of other models, which are not of this plan.
+    done = len(planned) - len(missing)
     for part in missing[: limit or None]:
         started = time.process_time()
         records = list(part.measure(finished))
@@ -104,11 +106,12 @@ def measure_parts(
         add_part(file, line)
         finished.append(line)
 
+        done += 1
         tokens += part.tokens
         tokens_left -= part.tokens
         spent = time.perf_counter() - began + ESTIMATED_TOKENS / TOKENS_PER_SECOND
         minutes = spent / (tokens + ESTIMATED_TOKENS) * tokens_left / 60
         left = f"; about {minutes:.0f} minutes left" if part.tokens else ""
-        print(f"{len(finished)}/{len(planned)} {part.name}: {line['cpu_seconds']:.0f} CPU s{left}", flush=True)
+        print(f"{done}/{len(planned)} {part.name}: {line['cpu_seconds']:.0f} CPU s{left}", flush=True)
 
     return finished

@@ -1,6 +1,7 @@
 """The tables of docs/experiments/tolerance.md, written from a run: `python -m evals.tolerance.document out/tolerance`.
 
-Keeps the rows that the page shows in docs/tolerance.json. A test compares the page with that file.
+Keeps the rows that the page shows in docs/tolerance.json, and draws its figure from them; without a folder it draws the
+figure alone. A test compares the page with that file.
 """
 
 import json
@@ -13,10 +14,12 @@ from ..report.documents import ROOT, block
 from ..results.rows import Rows, rounded_row
 from ..results.tables import markdown_table
 from .contexts import TASKS
+from .figures import draw
 from .gaps import CLOSED
 from .histories import ALONE, KINDS, LEAD, MEANS, SUM, TRUTH
 
 PAGE, KEPT = Path("docs/experiments/tolerance.md"), Path("docs/tolerance.json")
+PICTURE = Path("docs/pictures/tolerance.png")
 METRICS = ("kl", "within", "eta", "bound", "coverage", "coverage elsewhere")
 BOUNDED = ("far differ", "far missing", "far moved", "nearest differs", "all differ", LEAD, ALONE)
 """Kinds of history whose bounds the page shows."""
@@ -77,7 +80,16 @@ def write(folder: Path, root: Path = ROOT) -> None:
     kept = summary(json.loads((folder / "results.json").read_text(encoding="utf-8")))
     (root / KEPT).write_text(json.dumps(kept, indent=0) + "\n", encoding="utf-8")
     (root / PAGE).write_text(block(section(kept), root / PAGE, "tolerance"), encoding="utf-8")
+    write_figure(root)
+
+
+def write_figure(root: Path = ROOT) -> None:
+    """Draws the page's figure of docs/tolerance.json."""
+    draw(json.loads((root / KEPT).read_text(encoding="utf-8")), root / PICTURE)
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    if len(sys.argv) > 1:
+        write(Path(sys.argv[1]))
+    else:
+        write_figure()

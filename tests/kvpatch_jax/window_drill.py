@@ -207,7 +207,8 @@ class Drill:
 
     def abandon(self) -> None:
         """Lets go of the branch at hand."""
-        self.paged.release(self.branch)
+        for executor in self.executors:
+            executor.release(self.branch)
         del self.windows[self.branch], self.naive[self.branch]
         self.branch = self.branch.rpartition("/")[0]
         self.compare()

@@ -174,3 +174,10 @@ def test_a_short_random_loop():
 )
 def test_long_random_loops_equal_plain_prefills(name: str, options: dict):
     drive(name, 200, 2, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_many_short_loops_equal_plain_prefills(name: str):
+    """With the above 200 programs and more over all layouts, each from an empty window."""
+    drive(name, 30, 20)

@@ -1,0 +1,67 @@
+"""Ways of serving a visit: options of a session, before stored prefills and since, and sessions that agents could run.
+
+Sessions over a store *remember*: their truth is a session that reuses nothing and is given the same pieces. Those
+without a store *forget*, as a prefix cache of the last prompt does: a prefill of the window is what they serve, and
+their truth.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvpatch_jax.plan import OnlineCertificate
+
+NO_STORE = "no store"
+BEFORE, BEFORE_UNCERTIFIED = "before: default", "before: uncertified"
+DEFAULT, ONLINE, UNCERTIFIED = "default", "online certificate", "uncertified"
+ONE_BY_ONE, BATCHED = "prefix cache, one leaves", "prefix cache, batched"
+REPREFILL, PLACEHOLDER = "re-prefill", "placeholder in place"
+UNBOUNDED, KEPT_OVER_VISITS = ", unbounded", ", kept over visits"
+
+
+@dataclasses.dataclass(frozen=True)
+class RevisitWay:
+    """One way of running sessions.
+
+    Attributes:
+      options: of the session.
+      stored: whether the sessions of all visits share a store.
+      batched: whether chunks leave together, from twice the window down to it.
+    """
+
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    stored: bool = True
+    batched: bool = False
+
+    def opened(self, window: int, fingerprint: str) -> dict[str, Any]:
+        """Returns the arguments of every session of one trace: a certificate that learns goes on over its visits."""
+        options = dict(self.options)
+        if options.get("certificate") == "online":
+            options["certificate"] = OnlineCertificate(fingerprint)
+        return options | {"keep": (window, 2 * window) if self.batched else window}
+
+
+WAYS: dict[str, RevisitWay] = {
+    NO_STORE: RevisitWay(stored=False),
+    # No prefills are stored; a patch serves the history that it was formed behind.
+    BEFORE: RevisitWay({"prefills": 0}),
+    BEFORE_UNCERTIFIED: RevisitWay({"prefills": 0, "uncertified": True}),
+    DEFAULT: RevisitWay(),
+    ONLINE: RevisitWay({"certificate": "online"}),
+    # What a patch of the very history would serve, its stored prefill serves, so none is formed.
+    UNCERTIFIED: RevisitWay({"uncertified": True, "rank": 0}),
+    ONE_BY_ONE: RevisitWay({"promise": "forget"}, stored=False),
+    BATCHED: RevisitWay({"promise": "forget"}, stored=False, batched=True),
+}
+"""What is run, in the order of tables."""
+STORED_WAYS = tuple(name for name, way in WAYS.items() if way.stored)
+FORGETTING_WAYS = (ONE_BY_ONE, BATCHED)
+COUNTED_WAYS = (
+    REPREFILL,
+    ONE_BY_ONE + UNBOUNDED,
+    ONE_BY_ONE + KEPT_OVER_VISITS,
+    BATCHED + UNBOUNDED,
+    BATCHED + KEPT_OVER_VISITS,
+    PLACEHOLDER,
+)
+"""What agents can do without this library, counted and not run."""
