@@ -25,16 +25,23 @@ from ..utils import strict_json
 from ..window import Promise
 from .certificate import Certificate
 from .certified_rows import check_float, check_integer, check_text, shortened
+from .goal import DEFAULT_KL
 from .operating_points import EXACT_POINTS, MEASURED_POINTS, Way
 
 FORMAT = "kvpatch online certificate"
-VERSION = 1
+VERSION = 2
 LADDER = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 """Bounds, in nats, that are tried for every way. The smallest one that is admitted is the way's bound."""
 STAKE = 0.75
 """Share of the wealth that one miss costs. By the default policy a bound is admitted after 38 audits without one."""
 LARGEST_ALARM = 50.0
 """Where the logarithm of the detector stays, far above every threshold."""
+MOST_TRIALS = 200
+"""Audits after which a way that has no bound is audited no more often than served answers are."""
+HOPELESS = 3.0
+"""Logarithm of the factor by which a bet has lost when it is not hurried any more: 38 audits without a miss, twice."""
+SUSPICION = math.log(4.0)
+"""Alarm from which on more than a share of the answers is audited. Without a miss it stays below log(2.25)."""
 MOST_SHARDS = 64
 """Writers whose audits are kept apart. Beyond that the one with the fewest audits is dropped."""
 MAX_BYTES = 1 << 20
@@ -132,6 +139,8 @@ class OnlineCertificate:
         self._lock = threading.Lock()
         # By writer, then by way and bound. Only this writer's entry changes here.
         self._shards: dict[str, dict[tuple[Way, float], BoundRecord]] = {writer: {}}
+        # By writer, FLOPs of its audits and of everything else.
+        self._flops: dict[str, tuple[int, int]] = {}
         self._support = Support()
         self._admitted: set[tuple[Way, float]] = set()
 
@@ -225,6 +234,22 @@ class OnlineCertificate:
                 for shard in self._shards.values():
                     shard.pop((way, bound), None)
 
+    def count_flops(self, audits: int = 0, work: int = 0) -> None:
+        """Adds to what this writer's audits took, and to what it computed besides."""
+        with self._lock:
+            taken, done = self._flops.get(self.writer, (0, 0))
+            self._flops[self.writer] = taken + audits, done + work
+
+    def affords(self, flops: int) -> bool:
+        """Returns whether audits stay within the policy's cost if one more takes so many FLOPs.
+
+        Sessions share one account, and so do writers once they are merged: what one has left over, another may use.
+        """
+        with self._lock:
+            audits = sum(taken for taken, _ in self._flops.values())
+            work = sum(done for _, done in self._flops.values())
+        return audits + flops <= self.policy.cost * work
+
     # -------------------------------------------------------------------------------------------------- bounds
 
     def admitted(self, point: str, rank: int = 0) -> float | None:
@@ -238,6 +263,23 @@ class OnlineCertificate:
         key = (point, rank), LADDER[-1]
         with self._lock:
             return sum(shard[key].audits for shard in self._shards.values() if key in shard)
+
+    def needs_audits(self, point: str, rank: int = 0, kl: float = DEFAULT_KL) -> bool:
+        """Returns whether a way should be audited more often than the policy's share says.
+
+        It should while audits may soon prove a bound within `kl` nats, and while those of late speak against one.
+        Which answers are audited may depend on earlier audits: bet and detector allow for that.
+        """
+        way, within = (point, rank), [bound for bound in LADDER if bound <= kl]
+        with self._lock:
+            proved = [bound for bound in within if (way, bound) in self._admitted]
+            for bound in (proved or within)[-1:]:
+                records = [shard[way, bound] for shard in self._shards.values() if (way, bound) in shard]
+                if proved:
+                    return max((record.alarm for record in records), default=0.0) > SUSPICION
+                few = sum(record.audits for record in records) < MOST_TRIALS
+                return few and sum(record.wealth for record in records) > -HOPELESS
+        return False
 
     @property
     def model(self) -> str:
@@ -293,12 +335,13 @@ class OnlineCertificate:
         Raises:
           CertificateError: another backbone, policy or format, damage, or numbers out of range. Nothing is added.
         """
-        shards, support = _read(text, self.backbone, self.policy)
+        shards, flops, support = _read(text, self.backbone, self.policy)
         with self._lock:
             for writer, shard in shards.items():
                 # A writer's later state replaces its earlier one: audits are counted once.
                 if writer != self.writer and _audits(shard) >= _audits(self._shards.get(writer, {})):
                     self._shards[writer] = shard
+                    self._flops[writer] = flops.get(writer, (0, 0))
             self._drop_smallest_shards()
 
             chunks: list[tuple[int | None, str | None]] = [(None, modality) for modality in support.modalities]
@@ -323,6 +366,7 @@ class OnlineCertificate:
                 "policy": dataclasses.asdict(self.policy),
                 "support": dataclasses.asdict(self._support),
                 "shards": shards,
+                "flops": {writer: list(flops) for writer, flops in self._flops.items()},
             }
         return json.dumps(body, separators=(",", ":"), allow_nan=False)
 
@@ -332,6 +376,7 @@ class OnlineCertificate:
         )
         for writer in others[: max(len(self._shards) - MOST_SHARDS, 0)]:
             del self._shards[writer]
+            self._flops.pop(writer, None)
 
     def __repr__(self) -> str:
         with self._lock:
@@ -350,7 +395,9 @@ def _audits(shard: Shard) -> int:
     return sum(record.audits for (_, bound), record in shard.items() if bound == LADDER[-1])
 
 
-def _read(text: Any, backbone: str, policy: AuditPolicy) -> tuple[dict[str, Shard], Support]:
+def _read(
+    text: Any, backbone: str, policy: AuditPolicy
+) -> tuple[dict[str, Shard], dict[str, tuple[int, int]], Support]:
     """Reads JSON as if a stranger wrote it."""
     what = "online certificate"
     if not isinstance(text, str | bytes) or len(text) > MAX_BYTES:
@@ -360,7 +407,7 @@ def _read(text: Any, backbone: str, policy: AuditPolicy) -> tuple[dict[str, Shar
     except ValueError as error:
         raise CertificateError(f"{what}: got {error!s:.120}; expected JSON of OnlineCertificate.to_json") from None
 
-    names = ("format", "version", "backbone", "policy", "support", "shards")
+    names = ("format", "version", "backbone", "policy", "support", "shards", "flops")
     if not isinstance(body, dict) or tuple(body) != names or body["format"] != FORMAT:
         raise CertificateError(f"{what}: got {shortened(body)}; expected an object of {', '.join(names)}")
     for name, expected in (("version", VERSION), ("backbone", backbone), ("policy", dataclasses.asdict(policy))):
@@ -387,7 +434,18 @@ def _read(text: Any, backbone: str, policy: AuditPolicy) -> tuple[dict[str, Shar
     if not isinstance(shards, dict) or len(shards) > 2 * MOST_SHARDS:
         raise CertificateError(f"{what}.shards: got {shortened(shards)}; expected an object of writers")
     read = {writer: _shard_of(rows, f"{what}.shards") for writer, rows in shards.items()}
-    return read, Support(**{**support, "spans": spans and tuple(spans), "modalities": tuple(modalities)})
+
+    flops = body["flops"]
+    if not isinstance(flops, dict) or len(flops) > 2 * MOST_SHARDS:
+        raise CertificateError(f"{what}.flops: got {shortened(flops)}; expected an object of writers")
+    counts = {}
+    for writer, pair in flops.items():
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise CertificateError(f"{what}.flops: got {shortened(pair)}; expected two numbers")
+        for count in pair:
+            check_integer(count, f"{what}.flops", 0)
+        counts[writer] = pair[0], pair[1]
+    return read, counts, Support(**{**support, "spans": spans and tuple(spans), "modalities": tuple(modalities)})
 
 
 def _shard_of(rows: Any, what: str) -> Shard:

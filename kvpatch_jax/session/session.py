@@ -9,7 +9,7 @@ from typing import Any
 from ..backbone import Backbone
 from ..cache import brief
 from ..errors import SessionError
-from ..plan import Plan
+from ..plan import OnlineCertificate, Plan
 from ..sampling import Sampling
 from ..utils.argument_names import with_our_names
 from ..utils.kinds import all_of
@@ -128,7 +128,9 @@ class Session:
 
         # A runtime forms no patches by default until one of its sessions may serve them.
         former = registry.runtime.former
-        if former is not None and (self.config.certificate is not None or self.config.uncertified):
+        # What a certificate that learns tries is stored prefills, so that it would never serve one.
+        learns = isinstance(self.config.certificate, OnlineCertificate)
+        if former is not None and ((self.config.certificate is not None and not learns) or self.config.uncertified):
             former.form_patches(RANK)
 
     @property
