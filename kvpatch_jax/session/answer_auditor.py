@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
+from ..core import AnyArray
 from ..errors import CertificateError, PoolError, SessionBusyError
 from ..plan import DEFAULT_KL, Goal, OnlineCertificate, PatchInventory, Way, plan
 from ..utils.background import JobQueue
@@ -39,12 +41,14 @@ STATE_NAME = "online certificate"
 class AuditJob(NamedTuple):
     """An answer to audit: a fork of the window that it was given behind, how that is served, and the question.
 
-    `flops` is what the audit may take, and `sampled` says whether it is one of the policy's share.
+    `logits` are those that the answer began from, [1,V], if they are known. `flops` is what the audit may take, and
+    `sampled` says whether it is one of the policy's share.
     """
 
     fork: PieceRegistry
     ways: Mapping[str, Way]
     asked: EmbeddedInput
+    logits: Float[AnyArray, "1 V"] | None
     flops: int
     sampled: bool
 
@@ -90,8 +94,12 @@ class AnswerAuditor:
             registry.config = dataclasses.replace(registry.config, certificate=certificate)
         return cls(registry, planner, certificate) if isinstance(certificate, OnlineCertificate) else None
 
-    def after_answer(self, asked: EmbeddedInput) -> None:
-        """Queues an audit of the question asked last, if it is to be audited. The caller holds the session's lock."""
+    def after_answer(self, asked: EmbeddedInput, logits: Float[AnyArray, "1 V"] | None = None) -> None:
+        """Queues an audit of the question asked last, if it is to be audited. The caller holds the session's lock.
+
+        Args:
+          logits: those of the answer's first token. None: an audit computes them again.
+        """
         window, ways = self._registry.window, self._planner.known
         approximate = [piece for piece in window.pieces if piece.fidelity == "approximate"]
         known = [ways.get(piece.state.digest) for piece in approximate]
@@ -102,16 +110,16 @@ class AnswerAuditor:
         sampled = self._random.random() < self.certificate.policy.share
         wanted = sampled or any(self.certificate.needs_audits(*way, self._kl) for way in audited)
 
-        # Both ways of asking, and what is approximate once more.
+        # The question behind what is compared, and what is approximate once more.
         again = [window.costs.run(piece.entry.tokens, window.behind(piece.entry.id)) for piece in approximate]
-        flops = 2 * question + sum(again)
+        flops = (2 if logits is None else 1) * question + sum(again)
 
         # Of a piece whose origin nobody knows nothing can be learnt.
         if None in known or not wanted or self._queue.full or not self.certificate.affords(flops):
             self.skipped += 1
             return
         try:
-            if self._queue.add(AuditJob(self._registry.fork(), dict(ways), asked, flops, sampled)):
+            if self._queue.add(AuditJob(self._registry.fork(), dict(ways), asked, logits, flops, sampled)):
                 # Until it has ended, an audit counts as what it may take.
                 self.certificate.count_flops(audits=flops)
         except (PoolError, SessionBusyError):
@@ -159,7 +167,7 @@ class AnswerAuditor:
 
         if approximate:
             # As promised, in the least time: what is approximate runs again.
-            other = self._first_logits(fork, job.asked)
+            other = self._served_logits(job)
             own, inventory = job.ways, PatchInventory.of(None, fork.runtime.backbone)
             promised = plan(window, [piece.entry for piece in window.pieces], Goal(), stored=inventory)
             for piece in approximate:
@@ -173,7 +181,7 @@ class AnswerAuditor:
                 self.skipped += 1
                 return
             point, choices = trial
-            truth = self._first_logits(fork, job.asked)
+            truth = self._served_logits(job)
             arranged = arrange(window, [piece.entry for piece in window.pieces])
             fork.run(*arranged.serve(choices))
             other = self._first_logits(fork, job.asked)
@@ -215,6 +223,12 @@ class AnswerAuditor:
         for index, front in (fronts or alike[point]).items():
             choices[index] = ServingChoice("restored", behind=front)
         return point, choices
+
+    def _served_logits(self, job: AuditJob) -> np.ndarray:
+        """Returns the logits that the audited answer began from."""
+        if job.logits is not None:
+            return np.asarray(job.logits, np.float32)
+        return self._first_logits(job.fork, job.asked)
 
     def _first_logits(self, fork: PieceRegistry, asked: EmbeddedInput) -> np.ndarray:
         """Returns the logits of a question's first token of an answer, [1, V], behind a fork as it is."""
