@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.plan import DEFAULT_KL, OnlineCertificate, Way
+from kvpatch_jax.plan import Goal, OnlineCertificate, Way
 from kvpatch_jax.session import embedded
 from kvpatch_jax.session.logit_comparison import compared
 
@@ -33,7 +33,7 @@ class AnswerRecord(NamedTuple):
       seen: whether the chunk before it had been read earlier. hit: whether it was placed without a forward.
       approximate: approximate chunks of the window.
       kl: KL(promised ‖ served) of the first token, in nats, against the session that reuses nothing.
-      bound: what the plan of the window allows: nothing is promised above it. 0 of a window as promised.
+      bound: the largest bound by which a chunk was served since the window was last as promised; 0 of such a window.
       audits, audit_flops: so far.
       work: FLOPs of everything else so far.
       bounds: what is admitted after it of each of `WAYS`, or None.
@@ -67,19 +67,20 @@ class RecordingCertificate(OnlineCertificate):
             self.records.append(AuditRecord(self.answer, points, others + 1, float(kl)))
 
 
-def run(backbone: Any, traffic: Traffic) -> tuple[list[AnswerRecord], list[AuditRecord]]:
-    """Runs a loop. Returns a record of each answer and of each audit."""
+def run(backbone: Any, traffic: Traffic, kl: float) -> tuple[list[AnswerRecord], list[AuditRecord]]:
+    """Runs a loop with this goal, in nats. Returns a record of each answer and of each audit."""
     certificate = RecordingCertificate(backbone.fingerprint)
     answers: list[AnswerRecord] = []
     read: set[int] = set()
+    promised = 0.0
     with (
         tempfile.TemporaryDirectory() as folder,
         kvp.ChunkStore(folder) as store,
-        kvp.Session(backbone, store, keep=traffic.keep, lead=traffic.lead, certificate=certificate) as session,
+        kvp.Session(backbone, store, keep=traffic.keep, lead=traffic.lead, certificate=certificate, goal=Goal(kl=kl)) as session,
         kvp.Session(backbone, None, keep=traffic.keep, lead=traffic.lead) as plain,
     ):
         for number, step in enumerate(traffic.steps):
-            before = session.stats()
+            before, proved = session.stats(), [certificate.admitted(way) for way in WAYS]
             for own in (session, plain):
                 if step.begins:
                     own.slide(0)
@@ -87,19 +88,22 @@ def run(backbone: Any, traffic: Traffic) -> tuple[list[AnswerRecord], list[Audit
 
             certificate.answer = number
             asked = embedded(backbone, [step.question])
-            kl, _ = compared(_first_logits(plain, asked), _first_logits(session, asked))
+            loss, _ = compared(_first_logits(plain, asked), _first_logits(session, asked))
             # The agent asks, which is what is audited, in the background.
             str(session.ask(step.question, steps=1))
 
             stats, pieces = session.stats(), session.window.pieces
             approximate = sum(piece.fidelity == "approximate" for piece in pieces)
+            # A bound that was withdrawn still is what chunks of the window were served by.
+            within = [bound for bound in proved if bound is not None and bound <= kl]
+            promised = max([promised, *within]) if approximate else 0.0
             answers.append(
                 AnswerRecord(
                     seen=step.chunk in read,
                     hit=stats.hits > before.hits,
                     approximate=approximate,
-                    kl=float(kl[0]),
-                    bound=DEFAULT_KL if approximate else 0.0,
+                    kl=float(loss[0]),
+                    bound=promised,
                     audits=stats.audits,
                     audit_flops=stats.audit_flops,
                     work=session.runtime.executor.ledger.total.flops - stats.audit_flops,

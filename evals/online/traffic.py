@@ -14,11 +14,16 @@ import numpy as np
 from .. import small_task
 from ..pretrained import texts
 
-SHIFTS = ("code", "shuffled", "larger")
-"""Content of texts from the shift on: source code, the same kind of prose with shuffled tokens, twice as long chunks."""
-IMAGE_SHIFTS = ("noise",)
+SHIFTS = ("code", "records", "shuffled", "larger")
+"""Content of texts from the shift on: source code, records that contradict each other, prose with shuffled tokens, twice
+as long chunks; or any domain of `evals.pretrained.texts`."""
+IMAGE_SHIFTS = ("chain", "noise")
+READ_OFF, READ_TOGETHER = {"legend": 4, "page": 8}, {"chain": 8}
+"""Kinds of question before and after the shift of images, and how many of a context."""
 OPENINGS = ("\nIn short, this is about", "\nThe main point is that", "\nThis means that", "\nFor example,")
 """Questions about everything that was read."""
+NAMES = ("apple", "bread", "chair", "door", "engine", "flower", "garden", "horse")
+"""Of records, whose numbers contradict those of other chunks."""
 QUOTED = 4
 """Tokens of a passage that a question quotes; what is asked is how it goes on."""
 
@@ -75,10 +80,12 @@ def text_traffic(backbone: Any, plan: TrafficPlan, seed: int, shift: str) -> Tra
     """
     rng, count = random.Random(seed), plan.documents
     before = _documents(backbone, "prose", plan, plan.chunk, rng)
-    if shift == "larger":
+    if shift == "records":
+        after = [_records(backbone, plan.chunk, rng) for _ in range(count * plan.pieces)]
+    elif shift == "larger":
         after = _documents(backbone, "prose", plan, 2 * plan.chunk, rng)
     else:
-        after = _documents(backbone, "code" if shift == "code" else "prose", plan, plan.chunk, rng)
+        after = _documents(backbone, "prose" if shift == "shuffled" else shift, plan, plan.chunk, rng)
     if shift == "shuffled":
         shuffled = []
         for chunk in after:
@@ -102,22 +109,30 @@ def text_traffic(backbone: Any, plan: TrafficPlan, seed: int, shift: str) -> Tra
 
 
 def image_traffic(plan: TrafficPlan, seed: int, shift: str) -> Traffic:
-    """Draws traffic over contexts of the small task, three legends and a page each, and over noise from the shift on."""
+    """Draws traffic over contexts of the small task, each three legends and a page that refers to them.
+
+    Until the shift what is asked can be read off one image. Then come other contexts, and questions for which a page
+    and a legend must have been read together ("chain"), or noise ("noise").
+    """
     rng, drawn = random.Random(seed), np.random.default_rng(seed)
-    contexts = small_task.sample_contexts(drawn, plan.documents)
-    legends, pages = small_task.render(contexts)
-    before = [image for number in range(plan.documents) for image in (*legends[number], pages[number])]
-    after = [drawn.integers(0, 256, image.shape, np.uint8) for image in before]
-    asked = small_task.ask(contexts, drawn, {"chain": 8})
-    names = small_task.VOCABULARY.names
-    questions = [
-        f"{names[int(ask)]} {names[int(argument)]}"
-        for ask, argument in zip(asked.ask.flat, asked.argument.flat, strict=True)
-    ]
-    steps = _walk(plan, plan.documents, 4, lambda _: rng.choice(questions), rng)
-    # The first legend of another context is pinned in front, as a session pins what comes first.
+    images: list[np.ndarray] = []
+    questions: list[list[str]] = []
+    for kinds in (READ_OFF, READ_TOGETHER):
+        contexts = small_task.sample_contexts(drawn, plan.documents)
+        legends, pages = small_task.render(contexts)
+        images += [image for number in range(plan.documents) for image in (*legends[number], pages[number])]
+        asked, names = small_task.ask(contexts, drawn, kinds), small_task.VOCABULARY.names
+        for row in range(plan.documents):
+            pairs = zip(asked.ask[row], asked.argument[row], asked.valid[row], strict=True)
+            questions.append([f"{names[int(ask)]} {names[int(argument)]}" for ask, argument, valid in pairs if valid])
+
+    if shift == "noise":
+        half = len(images) // 2
+        images[half:] = [drawn.integers(0, 256, image.shape, np.uint8) for image in images[half:]]
+    steps = _walk(plan, plan.documents, 4, lambda shown: rng.choice(questions[shown[-1] // 4]), rng)
+    # A legend of another context is pinned in front, as a session pins what comes first.
     other, _ = small_task.render(small_task.sample_contexts(drawn, 1))
-    return Traffic(shift, other[0][0], (*before, *after), steps, plan.shift_at, plan.keep)
+    return Traffic(shift, other[0][0], (*images,), steps, plan.shift_at, plan.keep)
 
 
 def _documents(backbone: Any, domain: str, plan: TrafficPlan, chunk: int, rng: random.Random) -> list[list[int]]:
@@ -129,6 +144,17 @@ def _documents(backbone: Any, domain: str, plan: TrafficPlan, chunk: int, rng: r
         ids = document.ids.tolist()
         chunks += [ids[first : first + chunk] for first in range(0, most, chunk)]
     return chunks
+
+
+def _records(backbone: Any, chunk: int, rng: random.Random) -> list[int]:
+    """Draws a chunk of records: the same names in each, in another order and with other numbers."""
+    lines: list[str] = []
+    ids: list[int] = []
+    while len(ids) < chunk:
+        name = rng.choice(NAMES)
+        lines.append(f"{name}: {rng.randint(100, 999)}")
+        ids = backbone.tokenizer.encode("\n".join(lines), add_special_tokens=False).ids
+    return ids[:chunk]
 
 
 def _walk(plan: TrafficPlan, documents: int, pieces: int, ask: Any, rng: random.Random) -> tuple[Step, ...]:
