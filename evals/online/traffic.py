@@ -17,13 +17,16 @@ from ..pretrained import texts
 SHIFTS = ("code", "records", "shuffled", "larger")
 """Content of texts from the shift on: source code, records that contradict each other, prose with shuffled tokens, twice
 as long chunks; or any domain of `evals.pretrained.texts`."""
-IMAGE_SHIFTS = ("chain", "noise")
-READ_OFF, READ_TOGETHER = {"legend": 4, "page": 8}, {"chain": 8}
-"""Kinds of question before and after the shift of images, and how many of a context."""
+IMAGE_SHIFTS = ("awake", "noise")
+"""Content of images: empty screens before the shift, or noise after it."""
+ASKED = 8
+"""Questions of a context at most."""
 OPENINGS = ("\nIn short, this is about", "\nThe main point is that", "\nThis means that", "\nFor example,")
 """Questions about everything that was read."""
 NAMES = ("apple", "bread", "chair", "door", "engine", "flower", "garden", "horse")
 """Of records, whose numbers contradict those of other chunks."""
+SHREDS = 8
+"""Of shredded prose, a chunk has this part of the tokens of others."""
 QUOTED = 4
 """Tokens of a passage that a question quotes; what is asked is how it goes on."""
 
@@ -82,6 +85,8 @@ def text_traffic(backbone: Any, plan: TrafficPlan, seed: int, shift: str) -> Tra
     before = _documents(backbone, "prose", plan, plan.chunk, rng)
     if shift == "records":
         after = [_records(backbone, plan.chunk, rng) for _ in range(count * plan.pieces)]
+    elif shift == "shredded":
+        after = _documents(backbone, "prose", plan, plan.chunk // SHREDS, rng)
     elif shift == "larger":
         after = _documents(backbone, "prose", plan, 2 * plan.chunk, rng)
     else:
@@ -109,30 +114,40 @@ def text_traffic(backbone: Any, plan: TrafficPlan, seed: int, shift: str) -> Tra
 
 
 def image_traffic(plan: TrafficPlan, seed: int, shift: str) -> Traffic:
-    """Draws traffic over contexts of the small task, each three legends and a page that refers to them.
+    """Draws traffic over images of the small task: contexts of three legends and a page that refers to them.
 
-    Until the shift what is asked can be read off one image. Then come other contexts, and questions for which a page
-    and a legend must have been read together ("chain"), or noise ("noise").
+    Questions need a page and a legend that were read together. With the shift "awake" every image is an empty screen of
+    its own shade until then, so that what precedes one hardly matters; with "noise" all are noise after it.
     """
     rng, drawn = random.Random(seed), np.random.default_rng(seed)
     images: list[np.ndarray] = []
     questions: list[list[str]] = []
-    for kinds in (READ_OFF, READ_TOGETHER):
+    for part in ("before", "after"):
         contexts = small_task.sample_contexts(drawn, plan.documents)
         legends, pages = small_task.render(contexts)
-        images += [image for number in range(plan.documents) for image in (*legends[number], pages[number])]
-        asked, names = small_task.ask(contexts, drawn, kinds), small_task.VOCABULARY.names
-        for row in range(plan.documents):
-            pairs = zip(asked.ask[row], asked.argument[row], asked.valid[row], strict=True)
-            questions.append([f"{names[int(ask)]} {names[int(argument)]}" for ask, argument, valid in pairs if valid])
+        shown = [image for number in range(plan.documents) for image in (*legends[number], pages[number])]
+        if part == "before" and shift == "awake":
+            shown = [np.full_like(image, 64 + number) for number, image in enumerate(shown)]
+        if part == "after" and shift == "noise":
+            shown = [drawn.integers(0, 256, image.shape, np.uint8) for image in shown]
+        images += shown
+        questions += _texts_of(small_task.ask(contexts, drawn, {"chain": ASKED}))
 
-    if shift == "noise":
-        half = len(images) // 2
-        images[half:] = [drawn.integers(0, 256, image.shape, np.uint8) for image in images[half:]]
-    steps = _walk(plan, plan.documents, 4, lambda shown: rng.choice(questions[shown[-1] // 4]), rng)
+    pieces = small_task.LEGENDS + 1
+    steps = _walk(plan, plan.documents, pieces, lambda shown: rng.choice(questions[shown[-1] // pieces]), rng)
     # A legend of another context is pinned in front, as a session pins what comes first.
     other, _ = small_task.render(small_task.sample_contexts(drawn, 1))
-    return Traffic(shift, other[0][0], (*images,), steps, plan.shift_at, plan.keep)
+    return Traffic(shift, other[0][0], tuple(images), steps, plan.shift_at, plan.keep)
+
+
+def _texts_of(asked: small_task.Questions) -> list[list[str]]:
+    """Writes the questions of each context as text; every context has at least one."""
+    names, texts_by_row = small_task.VOCABULARY.names, []
+    for ask, argument, valid in zip(asked.ask, asked.argument, asked.valid, strict=True):
+        pairs = zip(ask[valid], argument[valid], strict=True)
+        own = [f"{names[int(word)]} {names[int(other)]}" for word, other in pairs]
+        texts_by_row.append(own or [f"{names[int(ask[0])]} {names[int(argument[0])]}"])
+    return texts_by_row
 
 
 def _documents(backbone: Any, domain: str, plan: TrafficPlan, chunk: int, rng: random.Random) -> list[list[int]]:
@@ -181,9 +196,14 @@ def _walk(plan: TrafficPlan, documents: int, pieces: int, ask: Any, rng: random.
             else:
                 here = document * pieces + rng.randrange(pieces)
 
-        # What is in the window is read there.
-        while here in shown[-plan.keep :]:
-            here = here // pieces * pieces + (here + 1) % pieces
+        # What is in the window is read there. The next one is taken that is not, of the next document if need be.
+        inside, moved = set(shown[-plan.keep :]), 0
+        while here in inside:
+            moved += 1
+            document = here // pieces
+            if moved % pieces == 0:
+                document = first + (document - first + 1) % documents
+            here = document * pieces + (here + 1) % pieces
         shown.append(here)
         left -= 1
         steps.append(Step(here, ask(shown[-plan.keep :]), begins))

@@ -107,9 +107,7 @@ class AnswerAuditor:
         self._count_work(question)
 
         audited = [way for way in known or [("near", 0), ("seen", 0)] if way is not None]
-        # Where one chunk is approximate a single forward tells, as many as the budget allows: where all are, it would
-        # take one of each.
-        sampled = self._random.random() < self.certificate.policy.share or len(approximate) == 1
+        sampled = self._random.random() < self.certificate.policy.share
         wanted = sampled or any(self.certificate.needs_audits(*way, self._kl) for way in audited)
 
         # The question behind what is compared, and what is approximate once more.
