@@ -50,17 +50,18 @@ class OnlinePlan:
 
 FULL = OnlinePlan(
     loops=(
+        *(LoopSpec("images", seed, "awake", 0.05) for seed in range(21, 25)),
+        LoopSpec("images", 25, "noise", 0.05),
         LoopSpec("texts", 11, "code", 0.1),
-        LoopSpec("texts", 12, "shuffled", 0.1),
-        LoopSpec("texts", 13, "larger", 0.1),
+        LoopSpec("texts", 12, "larger", 0.1),
+        LoopSpec("texts", 13, "shuffled", 0.1),
         LoopSpec("texts", 14, "code", 0.05),
-        *(LoopSpec("images", seed, "chain", 0.05) for seed in range(21, 27)),
     ),
     texts=TrafficPlan(answers=390),
     images=TrafficPlan(answers=390, keep=4),
 )
 QUICK = OnlinePlan(
-    loops=(LoopSpec("images", 0, "chain", 0.5),),
+    loops=(LoopSpec("images", 0, "awake", 0.5),),
     texts=TrafficPlan(answers=12, shift_at=8, chunk=32),
     images=TrafficPlan(answers=14, shift_at=10, documents=2, keep=4),
     seeds=2,

@@ -17,12 +17,13 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from ..errors import CertificateError
 from ..utils import strict_json
 from ..window import Promise
+from ..window.entry import short_digest
 from .certificate import Certificate
 from .certified_rows import check_float, check_integer, check_text, shortened
 from .goal import DEFAULT_KL
@@ -42,6 +43,8 @@ HOPELESS = 3.0
 """Logarithm of the factor by which a bet has lost when it is not hurried any more: 38 audits without a miss, twice."""
 SUSPICION = math.log(4.0)
 """Alarm from which on more than a share of the answers is audited. Without a miss it stays below log(2.25)."""
+MOST_TRIED = 4096
+"""Chunks that are known to have been tried: 150 KiB of JSON."""
 MOST_SHARDS = 64
 """Writers whose audits are kept apart. Beyond that the one with the fewest audits is dropped."""
 MAX_BYTES = 1 << 20
@@ -142,6 +145,8 @@ class OnlineCertificate:
         # By writer, FLOPs of its audits and of everything else.
         self._flops: dict[str, tuple[int, int]] = {}
         self._support = Support()
+        # Digests of the chunks that audits tried, those of the latest audits last.
+        self._tried: dict[str, None] = {}
         self._admitted: set[tuple[Way, float]] = set()
 
     # -------------------------------------------------------------------------------------------------- audits
@@ -154,6 +159,7 @@ class OnlineCertificate:
         others: int = 0,
         tokens: int = 1,
         chunks: Sequence[tuple[int | None, str | None]] = (),
+        tried: Iterable[str] = (),
     ) -> None:
         """Records one comparison of an answer with what its window promises.
 
@@ -162,6 +168,7 @@ class OnlineCertificate:
           kl: KL(promised ‖ served) of the answer, in nats.
           others: approximate pieces of the window beside the first.
           tokens, chunks: of the window, as `beyond` takes them.
+          tried: ids of the chunks that were served so; `covers` is true of them from now on.
 
         Raises:
           CertificateError: no way, an unknown point, or a number out of range.
@@ -180,6 +187,10 @@ class OnlineCertificate:
         stake = STAKE / self.policy.level
         with self._lock:
             self._extend_support(others, tokens, chunks)
+            for id in tried:
+                self._tried[short_digest(id)] = None
+            while len(self._tried) > MOST_TRIED:
+                del self._tried[next(iter(self._tried))]
             for way in own:
                 for bound in LADDER:
                     record = self._shards[self.writer].setdefault((way, bound), BoundRecord())
@@ -215,8 +226,7 @@ class OnlineCertificate:
 
             if key in self._admitted:
                 if max(record.alarm for record in records) >= math.log(self.policy.detection):
-                    # All evidence for it is of another time, and smaller bounds cannot hold either.
-                    self._withdraw(way, bound)
+                    self._withdraw(way)
                     return
                 continue
 
@@ -227,12 +237,13 @@ class OnlineCertificate:
             for record in records:
                 record.alarm = 0.0
 
-    def _withdraw(self, way: Way, largest: float) -> None:
+    def _withdraw(self, way: Way) -> None:
+        """Forgets a way: losses are no longer what they were, so that all evidence is of another time."""
         for bound in LADDER:
-            if bound <= largest:
-                self._admitted.discard((way, bound))
-                for shard in self._shards.values():
-                    shard.pop((way, bound), None)
+            self._admitted.discard((way, bound))
+            for shard in self._shards.values():
+                shard.pop((way, bound), None)
+        self._tried.clear()
 
     def count_flops(self, audits: int = 0, work: int = 0) -> None:
         """Adds to what this writer's audits took, and to what it computed besides."""
@@ -263,6 +274,14 @@ class OnlineCertificate:
         key = (point, rank), LADDER[-1]
         with self._lock:
             return sum(shard[key].audits for shard in self._shards.values() if key in shard)
+
+    def covers(self, id: str) -> bool:
+        """Returns whether a chunk was served in a way other than promised in an audit.
+
+        A session serves no other: what is new is tried first, while it costs a forward that it would cost anyway, so
+        that content that shifts meets the detector before it is served.
+        """
+        return short_digest(id) in self._tried
 
     def needs_audits(self, point: str, rank: int = 0, kl: float = DEFAULT_KL) -> bool:
         """Returns whether a way should be audited more often than the policy's share says.
@@ -335,7 +354,7 @@ class OnlineCertificate:
         Raises:
           CertificateError: another backbone, policy or format, damage, or numbers out of range. Nothing is added.
         """
-        shards, flops, support = _read(text, self.backbone, self.policy)
+        shards, flops, tried, support = _read(text, self.backbone, self.policy)
         with self._lock:
             for writer, shard in shards.items():
                 # A writer's later state replaces its earlier one: audits are counted once.
@@ -349,6 +368,7 @@ class OnlineCertificate:
             most = max(support.chunks, self._support.chunks)
             self._extend_support(support.others, support.tokens, chunks)
             self._support.chunks = most
+            self._tried = dict.fromkeys([*tried, *self._tried][-MOST_TRIED:])
             for way in {way for shard in self._shards.values() for way, _ in shard}:
                 self._decide(way)
 
@@ -367,6 +387,7 @@ class OnlineCertificate:
                 "support": dataclasses.asdict(self._support),
                 "shards": shards,
                 "flops": {writer: list(flops) for writer, flops in self._flops.items()},
+                "tried": list(self._tried),
             }
         return json.dumps(body, separators=(",", ":"), allow_nan=False)
 
@@ -397,7 +418,7 @@ def _audits(shard: Shard) -> int:
 
 def _read(
     text: Any, backbone: str, policy: AuditPolicy
-) -> tuple[dict[str, Shard], dict[str, tuple[int, int]], Support]:
+) -> tuple[dict[str, Shard], dict[str, tuple[int, int]], list[str], Support]:
     """Reads JSON as if a stranger wrote it."""
     what = "online certificate"
     if not isinstance(text, str | bytes) or len(text) > MAX_BYTES:
@@ -407,7 +428,7 @@ def _read(
     except ValueError as error:
         raise CertificateError(f"{what}: got {error!s:.120}; expected JSON of OnlineCertificate.to_json") from None
 
-    names = ("format", "version", "backbone", "policy", "support", "shards", "flops")
+    names = ("format", "version", "backbone", "policy", "support", "shards", "flops", "tried")
     if not isinstance(body, dict) or tuple(body) != names or body["format"] != FORMAT:
         raise CertificateError(f"{what}: got {shortened(body)}; expected an object of {', '.join(names)}")
     for name, expected in (("version", VERSION), ("backbone", backbone), ("policy", dataclasses.asdict(policy))):
@@ -445,7 +466,13 @@ def _read(
         for count in pair:
             check_integer(count, f"{what}.flops", 0)
         counts[writer] = pair[0], pair[1]
-    return read, counts, Support(**{**support, "spans": spans and tuple(spans), "modalities": tuple(modalities)})
+
+    tried = body["tried"]
+    if not isinstance(tried, list) or len(tried) > MOST_TRIED:
+        raise CertificateError(f"{what}.tried: got {shortened(tried)}; expected at most {MOST_TRIED} digests")
+    for digest in tried:
+        check_text(digest, f"{what}.tried")
+    return read, counts, tried, Support(**{**support, "spans": spans and tuple(spans), "modalities": tuple(modalities)})
 
 
 def _shard_of(rows: Any, what: str) -> Shard:

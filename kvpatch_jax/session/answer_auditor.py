@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import random
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from ..core import AnyArray
 from ..errors import CertificateError, PoolError, SessionBusyError
 from ..plan import DEFAULT_KL, Goal, OnlineCertificate, PatchInventory, Way, plan
 from ..utils.background import JobQueue
-from ..window import KEEP, Likeness, ServingChoice, StoredPrefills, arrange, likeness_keys
+from ..window import KEEP, Likeness, ServingChoice, StoredPrefills, Window, arrange, likeness_keys
 from .logit_comparison import compared
 from .piece_registry import PieceRegistry
 from .reuse_planner import ReusePlanner
@@ -108,7 +108,12 @@ class AnswerAuditor:
 
         audited = [way for way in known or [("near", 0), ("seen", 0)] if way is not None]
         sampled = self._random.random() < self.certificate.policy.share
-        wanted = sampled or any(self.certificate.needs_audits(*way, self._kl) for way in audited)
+        # What is new is tried while the window is as promised: the truth is there, and nothing of it is served before.
+        new = not approximate and any(
+            piece.entry.kind == "chunk" and not self.certificate.covers(piece.entry.id)
+            for piece in window.pieces[window.lead :]
+        )
+        wanted = new or sampled or any(self.certificate.needs_audits(*way, self._kl) for way in audited)
 
         # The question behind what is compared, and what is approximate once more.
         again = [window.costs.run(piece.entry.tokens, window.behind(piece.entry.id)) for piece in approximate]
@@ -175,6 +180,7 @@ class AnswerAuditor:
             fork.run(promised.window, promised.edits)
             truth = self._first_logits(fork, job.asked)
             ways, count = [own[piece.state.digest] for piece in approximate], len(approximate)
+            tried = []
         else:
             trial = self._choose_trial(fork, job.sampled)
             if trial is None:
@@ -186,10 +192,13 @@ class AnswerAuditor:
             fork.run(*arranged.serve(choices))
             other = self._first_logits(fork, job.asked)
             ways, count = [(point, 0)], sum(choice != KEEP for choice in choices)
+            served = zip(window.pieces, choices, strict=True)
+            tried = [piece.entry.id for piece, choice in served if choice != KEEP]
 
         kl, _ = compared(truth, other)
         chunks = [(piece.entry.span, piece.entry.modality) for piece in window.pieces[window.lead :]]
-        self.certificate.audit(ways, float(kl[0]), others=count - 1, tokens=window.tokens, chunks=chunks)
+        size = {"tokens": window.tokens, "chunks": chunks}
+        self.certificate.audit(ways, float(kl[0]), others=count - 1, **size, tried=tried)
         self.audits += 1
 
     def _choose_trial(self, fork: PieceRegistry, sampled: bool) -> tuple[Likeness, list[ServingChoice]] | None:
@@ -211,7 +220,10 @@ class AnswerAuditor:
         # The most alike first. One way at a time: the loss of a worse one must not count against a better one.
         points = [point for point in LIKENESSES if point in alike]
         needed = [point for point in points if self.certificate.needs_audits(point, 0, self._kl)]
-        points = needed or (points if sampled else [])
+        if not needed and not sampled:
+            # Of a way that is served, what is new is tried.
+            points = [point for point in points if self._serves(point) and self._has_new(window, alike[point])]
+        points = needed or points
         if not points:
             return None
         point = points[0] if self._random.random() < MOST_ALIKE else self._random.choice(points)
@@ -223,6 +235,13 @@ class AnswerAuditor:
         for index, front in (fronts or alike[point]).items():
             choices[index] = ServingChoice("restored", behind=front)
         return point, choices
+
+    def _serves(self, point: Likeness) -> bool:
+        bound = self.certificate.admitted(point)
+        return bound is not None and bound <= self._kl
+
+    def _has_new(self, window: Window, indices: Iterable[int]) -> bool:
+        return any(not self.certificate.covers(window.pieces[index].entry.id) for index in indices)
 
     def _served_logits(self, job: AuditJob) -> np.ndarray:
         """Returns the logits that the audited answer began from."""

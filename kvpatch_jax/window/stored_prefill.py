@@ -6,7 +6,7 @@ because the nearest antecedent carries most of the deficit; then the chunk is ap
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -52,11 +52,22 @@ class StoredPrefills:
       backbone: fingerprint of the weights.
     """
 
-    def __init__(self, store: Any, backbone: str, dtype: jax.typing.DTypeLike):
-        """Names prefills of this backbone that read KV of a pool of this dtype: another rounding is another KV."""
+    def __init__(
+        self,
+        store: Any,
+        backbone: str,
+        dtype: jax.typing.DTypeLike,
+        covers: Callable[[str], bool] | None = None,
+    ):
+        """Names prefills of this backbone that read KV of a pool of this dtype: another rounding is another KV.
+
+        Args:
+          covers: whether a chunk, by id, may be found behind other pieces than its own; None: every chunk may.
+        """
         self.store, self.backbone = store, backbone
         self._dtype = np.dtype(dtype).name
         self._fronts: dict[tuple[str, str], str] = {}
+        self._covers = covers
 
     @staticmethod
     def supports(store: Any) -> bool:
@@ -77,6 +88,8 @@ class StoredPrefills:
 
     def front_alike(self, id: str, key: str) -> str | None:
         """Returns what the first stored prefill of a chunk with this key was computed behind; None without one."""
+        if self._covers is not None and not self._covers(id):
+            return None
         name = self._name(id, key)
         front = self._fronts.get((id, key))
         if front is None:
