@@ -57,8 +57,8 @@ FULL = OnlinePlan(
         LoopSpec("texts", 13, "shuffled", 0.1),
         LoopSpec("texts", 14, "code", 0.05),
     ),
-    texts=TrafficPlan(answers=390),
-    images=TrafficPlan(answers=390, keep=4),
+    texts=TrafficPlan(answers=360),
+    images=TrafficPlan(answers=450, keep=4),
 )
 QUICK = OnlinePlan(
     loops=(LoopSpec("images", 0, "awake", 0.5),),

@@ -41,8 +41,11 @@ MOST_TRIALS = 200
 """Audits after which a way that has no bound is audited no more often than served answers are."""
 HOPELESS = 3.0
 """Logarithm of the factor by which a bet has lost when it is not hurried any more: 38 audits without a miss, twice."""
-SUSPICION = math.log(4.0)
-"""Alarm from which on more than a share of the answers is audited. Without a miss it stays below log(2.25)."""
+SHIFTED = 3.0
+"""What the detector waits for: so many times the nominal share of answers beyond the bound. A larger number would notice
+a violent shift a few audits earlier, and overlook a mild one."""
+SUSPICION = math.log(8.0)
+"""Alarm from which on more than a share of the answers is audited. Without a miss it stays below log(4.5) at level 0.9."""
 MOST_TRIED = 4096
 """Chunks that are known to have been tried: 150 KiB of JSON."""
 MOST_SHARDS = 64
@@ -145,7 +148,7 @@ class OnlineCertificate:
         # By writer, FLOPs of its audits and of everything else.
         self._flops: dict[str, tuple[int, int]] = {}
         self._support = Support()
-        # Digests of the chunks that audits tried, those of the latest audits last.
+        # Digests of the ways and chunks that audits tried, those of the latest audits last.
         self._tried: dict[str, None] = {}
         self._admitted: set[tuple[Way, float]] = set()
 
@@ -185,10 +188,12 @@ class OnlineCertificate:
         allowed = 1.0 - self.policy.level
         # A miss takes STAKE of the wealth. All of it would end the evidence; little would need many more audits.
         stake = STAKE / self.policy.level
+        beyond = min(SHIFTED * allowed, (1.0 + allowed) / 2)
         with self._lock:
             self._extend_support(others, tokens, chunks)
             for id in tried:
-                self._tried[short_digest(id)] = None
+                for point, _ in own:
+                    self._tried[short_digest(f"{point} {id}")] = None
             while len(self._tried) > MOST_TRIED:
                 del self._tried[next(iter(self._tried))]
             for way in own:
@@ -199,8 +204,7 @@ class OnlineCertificate:
                     record.misses += miss
                     record.wealth += math.log1p(stake * (allowed - miss))
 
-                    # The alternative of the detector: half of the answers are beyond the bound.
-                    ratio = 0.5 / allowed if miss else 0.5 / (1.0 - allowed)
+                    ratio = beyond / allowed if miss else (1.0 - beyond) / (1.0 - allowed)
                     record.alarm = min(math.log1p(math.exp(record.alarm) * ratio), LARGEST_ALARM)
                 self._decide(way)
 
@@ -275,13 +279,13 @@ class OnlineCertificate:
         with self._lock:
             return sum(shard[key].audits for shard in self._shards.values() if key in shard)
 
-    def covers(self, id: str) -> bool:
-        """Returns whether a chunk was served in a way other than promised in an audit.
+    def covers(self, point: str, id: str) -> bool:
+        """Returns whether an audit served a chunk so, which was not as promised.
 
         A session serves no other: what is new is tried first, while it costs a forward that it would cost anyway, so
         that content that shifts meets the detector before it is served.
         """
-        return short_digest(id) in self._tried
+        return short_digest(f"{point} {id}") in self._tried
 
     def needs_audits(self, point: str, rank: int = 0, kl: float = DEFAULT_KL) -> bool:
         """Returns whether a way should be audited more often than the policy's share says.

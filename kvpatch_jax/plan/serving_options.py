@@ -276,7 +276,7 @@ class OptionTable:
         if prefills.contains(entry.id, target):
             options.append(ServingOption("restored", ServingChoice("restored", behind=target), *cost))
         for point, key in likeness_keys(window.pieces, index, window.lead).items():
-            front = prefills.front_alike(entry.id, key)
+            front = prefills.front_alike(entry.id, key, point)
             if front not in (None, target):
                 options.append(ServingOption(point, ServingChoice("restored", behind=front), *cost, (point, 0)))
         return options

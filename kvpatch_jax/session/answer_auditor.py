@@ -109,10 +109,8 @@ class AnswerAuditor:
         audited = [way for way in known or [("near", 0), ("seen", 0)] if way is not None]
         sampled = self._random.random() < self.certificate.policy.share
         # What is new is tried while the window is as promised: the truth is there, and nothing of it is served before.
-        new = not approximate and any(
-            piece.entry.kind == "chunk" and not self.certificate.covers(piece.entry.id)
-            for piece in window.pieces[window.lead :]
-        )
+        chunks = [index for index in range(window.lead, len(window.pieces)) if window.pieces[index].entry.kind == "chunk"]
+        new = not approximate and any(self._is_new(window, point, chunks) for point in LIKENESSES)
         wanted = new or sampled or any(self.certificate.needs_audits(*way, self._kl) for way in audited)
 
         # The question behind what is compared, and what is approximate once more.
@@ -219,11 +217,13 @@ class AnswerAuditor:
 
         # The most alike first. One way at a time: the loss of a worse one must not count against a better one.
         points = [point for point in LIKENESSES if point in alike]
-        needed = [point for point in points if self.certificate.needs_audits(point, 0, self._kl)]
-        if not needed and not sampled:
+        needed = []
+        for point in points:
             # Of a way that is served, what is new is tried.
-            points = [point for point in points if self._serves(point) and self._has_new(window, alike[point])]
-        points = needed or points
+            new = self._is_new(window, point, alike[point])
+            if new or self.certificate.needs_audits(point, 0, self._kl):
+                needed.append(point)
+        points = needed or (points if sampled else [])
         if not points:
             return None
         point = points[0] if self._random.random() < MOST_ALIKE else self._random.choice(points)
@@ -236,12 +236,12 @@ class AnswerAuditor:
             choices[index] = ServingChoice("restored", behind=front)
         return point, choices
 
-    def _serves(self, point: Likeness) -> bool:
+    def _is_new(self, window: Window, point: Likeness, indices: Iterable[int]) -> bool:
+        """Returns whether some of these chunks would be served so now, had an audit tried them."""
         bound = self.certificate.admitted(point)
-        return bound is not None and bound <= self._kl
-
-    def _has_new(self, window: Window, indices: Iterable[int]) -> bool:
-        return any(not self.certificate.covers(window.pieces[index].entry.id) for index in indices)
+        if bound is None or bound > self._kl:
+            return False
+        return not all(self.certificate.covers(point, window.pieces[index].entry.id) for index in indices)
 
     def _served_logits(self, job: AuditJob) -> np.ndarray:
         """Returns the logits that the audited answer began from."""

@@ -57,12 +57,12 @@ class StoredPrefills:
         store: Any,
         backbone: str,
         dtype: jax.typing.DTypeLike,
-        covers: Callable[[str], bool] | None = None,
+        covers: Callable[[Likeness, str], bool] | None = None,
     ):
         """Names prefills of this backbone that read KV of a pool of this dtype: another rounding is another KV.
 
         Args:
-          covers: whether a chunk, by id, may be found behind other pieces than its own; None: every chunk may.
+          covers: whether a chunk, by its id, may be offered by a likeness; None: every chunk may.
         """
         self.store, self.backbone = store, backbone
         self._dtype = np.dtype(dtype).name
@@ -86,9 +86,13 @@ class StoredPrefills:
         """Reads a chunk's prefill behind exactly this front; None if it is not stored."""
         return self.store.get(id, self.backbone, lead=self.lead(front))
 
-    def front_alike(self, id: str, key: str) -> str | None:
-        """Returns what the first stored prefill of a chunk with this key was computed behind; None without one."""
-        if self._covers is not None and not self._covers(id):
+    def front_alike(self, id: str, key: str, likeness: Likeness | None = None) -> str | None:
+        """Returns what the first stored prefill of a chunk with this key was computed behind; None without one.
+
+        Args:
+          likeness: of the key, where it is to be offered.
+        """
+        if likeness is not None and self._covers is not None and not self._covers(likeness, id):
             return None
         name = self._name(id, key)
         front = self._fronts.get((id, key))

@@ -176,13 +176,14 @@ def test_a_chunk_is_covered_by_the_audit_that_tried_it_until_its_way_is_withdraw
     copy = OnlineCertificate("weights", writer="copy")
     copy.merge(certificate.to_json())
     for own in (certificate, copy):
-        assert own.covers("a")
-        assert own.covers("b")
-        assert not own.covers("c")
+        assert own.covers("near", "a")
+        assert own.covers("near", "b")
+        assert not own.covers("near", "c")
+        assert not own.covers("seen", "a")
 
     for _ in range(30):
         certificate.audit([WAY], 0.3)
-    assert not certificate.covers("a")
+    assert not certificate.covers("near", "a")
 
 
 def test_an_alarm_about_one_bound_withdraws_the_way_as_a_whole():
