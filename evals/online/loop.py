@@ -76,7 +76,9 @@ def run(backbone: Any, traffic: Traffic, kl: float) -> tuple[list[AnswerRecord],
     with (
         tempfile.TemporaryDirectory() as folder,
         kvp.ChunkStore(folder) as store,
-        kvp.Session(backbone, store, keep=traffic.keep, lead=traffic.lead, certificate=certificate, goal=Goal(kl=kl)) as session,
+        kvp.Session(
+            backbone, store, keep=traffic.keep, lead=traffic.lead, certificate=certificate, goal=Goal(kl=kl)
+        ) as session,
         kvp.Session(backbone, None, keep=traffic.keep, lead=traffic.lead) as plain,
     ):
         for number, step in enumerate(traffic.steps):

@@ -112,7 +112,7 @@ def run(plan: OnlinePlan, load: Callable[[str], ModelBackbone], out: Path, most:
 
 def _read(spec: LoopSpec, file: Path) -> FinishedLoop:
     body = json.loads(file.read_text())
-    answers = [AnswerRecord(*own[:-1], tuple(own[-1])) for own in body["answers"]]
+    answers = [AnswerRecord._make([*own[:-1], tuple(own[-1])]) for own in body["answers"]]
     audits = [AuditRecord(own[0], tuple(own[1]), *own[2:]) for own in body["audits"]]
     return FinishedLoop(spec, body["shift_at"], answers, audits)
 

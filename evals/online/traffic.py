@@ -15,8 +15,8 @@ from .. import small_task
 from ..pretrained import texts
 
 SHIFTS = ("code", "records", "shuffled", "larger")
-"""Content of texts from the shift on: source code, records that contradict each other, prose with shuffled tokens, twice
-as long chunks; or any domain of `evals.pretrained.texts`."""
+"""Content of texts from the shift on: source code, records that contradict each other, prose with shuffled tokens,
+chunks twice as long; or any domain of `evals.pretrained.texts`."""
 IMAGE_SHIFTS = ("awake", "noise")
 """Content of images: empty screens before the shift, or noise after it."""
 ASKED = 8
@@ -110,7 +110,9 @@ def text_traffic(backbone: Any, plan: TrafficPlan, seed: int, shift: str) -> Tra
         return f'\n"{quoted}' if quoted.strip() else OPENINGS[0]
 
     steps = _walk(plan, count, plan.pieces, ask, rng)
-    return Traffic(shift, "You read documents and answer questions about them.", tuple(chunks), steps, plan.shift_at, plan.keep)
+    return Traffic(
+        shift, "You read documents and answer questions about them.", tuple(chunks), steps, plan.shift_at, plan.keep
+    )
 
 
 def image_traffic(plan: TrafficPlan, seed: int, shift: str) -> Traffic:

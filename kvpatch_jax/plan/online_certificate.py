@@ -23,7 +23,6 @@ from typing import Any, Literal
 from ..errors import CertificateError
 from ..utils import strict_json
 from ..window import Promise
-from ..window.entry import short_digest
 from .certificate import Certificate
 from .certified_rows import check_float, check_integer, check_text, shortened
 from .goal import DEFAULT_KL
@@ -40,12 +39,12 @@ LARGEST_ALARM = 50.0
 MOST_TRIALS = 200
 """Audits after which a way that has no bound is audited no more often than served answers are."""
 HOPELESS = 3.0
-"""Logarithm of the factor by which a bet has lost when it is not hurried any more: 38 audits without a miss, twice."""
+"""Logarithm of what a bet has lost when it is not hurried any more; 38 audits without a miss win it back."""
 SHIFTED = 3.0
 """What the detector waits for: so many times the nominal share of answers beyond the bound. A larger number would notice
 a violent shift a few audits earlier, and overlook a mild one."""
 SUSPICION = math.log(8.0)
-"""Alarm from which on more than a share of the answers is audited. Without a miss it stays below log(4.5) at level 0.9."""
+"""Alarm from which on more than a share is audited. Without a miss it stays below log(4.5) at the default level."""
 MOST_TRIED = 4096
 """Chunks that are known to have been tried: 150 KiB of JSON."""
 MOST_SHARDS = 64
@@ -193,7 +192,7 @@ class OnlineCertificate:
             self._extend_support(others, tokens, chunks)
             for id in tried:
                 for point, _ in own:
-                    self._tried[short_digest(f"{point} {id}")] = None
+                    self._tried[_tried_key(point, id)] = None
             while len(self._tried) > MOST_TRIED:
                 del self._tried[next(iter(self._tried))]
             for way in own:
@@ -242,7 +241,7 @@ class OnlineCertificate:
                 record.alarm = 0.0
 
     def _withdraw(self, way: Way) -> None:
-        """Forgets a way: losses are no longer what they were, so that all evidence is of another time."""
+        """Forgets a way: all evidence is of another time, whatever bound it is about."""
         for bound in LADDER:
             self._admitted.discard((way, bound))
             for shard in self._shards.values():
@@ -252,14 +251,11 @@ class OnlineCertificate:
     def count_flops(self, audits: int = 0, work: int = 0) -> None:
         """Adds to what this writer's audits took, and to what it computed besides."""
         with self._lock:
-            taken, done = self._flops.get(self.writer, (0, 0))
-            self._flops[self.writer] = taken + audits, done + work
+            before = self._flops.get(self.writer, (0, 0))
+            self._flops[self.writer] = before[0] + audits, before[1] + work
 
     def affords(self, flops: int) -> bool:
-        """Returns whether audits stay within the policy's cost if one more takes so many FLOPs.
-
-        Sessions share one account, and so do writers once they are merged: what one has left over, another may use.
-        """
+        """Returns whether audits stay within the policy's cost with one of so many FLOPs: all sessions' and writers'."""
         with self._lock:
             audits = sum(taken for taken, _ in self._flops.values())
             work = sum(done for _, done in self._flops.values())
@@ -282,16 +278,13 @@ class OnlineCertificate:
     def covers(self, point: str, id: str) -> bool:
         """Returns whether an audit served a chunk so, which was not as promised.
 
-        A session serves no other: what is new is tried first, while it costs a forward that it would cost anyway, so
-        that content that shifts meets the detector before it is served.
+        A session serves no other: what is new is tried first, so that shifted content meets the detector unserved.
         """
-        return short_digest(f"{point} {id}") in self._tried
+        return _tried_key(point, id) in self._tried
 
     def needs_audits(self, point: str, rank: int = 0, kl: float = DEFAULT_KL) -> bool:
-        """Returns whether a way should be audited more often than the policy's share says.
-
-        It should while audits may soon prove a bound within `kl` nats, and while those of late speak against one.
-        Which answers are audited may depend on earlier audits: bet and detector allow for that.
+        """Returns whether a way should be audited more often than the policy's share says: while audits may soon prove a
+        bound within `kl` nats, and while those of late speak against one. Bet and detector allow for that choice.
         """
         way, within = (point, rank), [bound for bound in LADDER if bound <= kl]
         with self._lock:
@@ -413,6 +406,10 @@ class OnlineCertificate:
 AnyCertificate = Certificate | OnlineCertificate
 """What plans take bounds from."""
 Shard = dict[tuple[Way, float], BoundRecord]
+
+
+def _tried_key(point: str, id: str) -> str:
+    return hashlib.blake2b(f"{point} {id}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _audits(shard: Shard) -> int:

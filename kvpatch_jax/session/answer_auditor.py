@@ -109,7 +109,9 @@ class AnswerAuditor:
         audited = [way for way in known or [("near", 0), ("seen", 0)] if way is not None]
         sampled = self._random.random() < self.certificate.policy.share
         # What is new is tried while the window is as promised: the truth is there, and nothing of it is served before.
-        chunks = [index for index in range(window.lead, len(window.pieces)) if window.pieces[index].entry.kind == "chunk"]
+        chunks = [
+            index for index in range(window.lead, len(window.pieces)) if window.pieces[index].entry.kind == "chunk"
+        ]
         new = not approximate and any(self._is_new(window, point, chunks) for point in LIKENESSES)
         wanted = new or sampled or any(self.certificate.needs_audits(*way, self._kl) for way in audited)
 
@@ -216,8 +218,8 @@ class AnswerAuditor:
                     alike.setdefault(point, {})[index] = front
 
         # The most alike first. One way at a time: the loss of a worse one must not count against a better one.
-        points = [point for point in LIKENESSES if point in alike]
-        needed = []
+        points: list[Likeness] = [point for point in LIKENESSES if point in alike]
+        needed: list[Likeness] = []
         for point in points:
             # Of a way that is served, what is new is tried.
             new = self._is_new(window, point, alike[point])
@@ -229,8 +231,8 @@ class AnswerAuditor:
         point = points[0] if self._random.random() < MOST_ALIKE else self._random.choice(points)
 
         # A plan takes what is most alike: only the other chunks are served in a lesser way, if there are any.
-        better = [other for other in LIKENESSES[: LIKENESSES.index(point)] if other in alike]
-        fronts = {index: front for index, front in alike[point].items() if all(index not in alike[p] for p in better)}
+        better = set[int]().union(*(alike.get(other, {}) for other in LIKENESSES[: LIKENESSES.index(point)]))
+        fronts = {index: front for index, front in alike[point].items() if index not in better}
         choices = [KEEP] * len(window.pieces)
         for index, front in (fronts or alike[point]).items():
             choices[index] = ServingChoice("restored", behind=front)

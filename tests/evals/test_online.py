@@ -1,4 +1,4 @@
-"""Loops with a certificate that learns: the published tables are those of their rows, and a small loop keeps its books."""
+"""Loops with a certificate that learns: published tables are those of their rows, and a small loop keeps its books."""
 
 import json
 import random
@@ -40,7 +40,7 @@ def test_a_small_loop_audits_and_reuses_exactly_before_anything_is_admitted(tmp_
     finished = json.loads(next(tmp_path.glob("images*.json")).read_text())
     answers = [AnswerRecord(*own) for own in finished["answers"]]
     assert len(answers) == row["answers"] == suite.QUICK.images.answers
-    # Nothing is admitted this early, so that every answer is as promised; rounding aside, since restored KV is the same.
+    # Nothing is admitted this early, so that every answer is as promised.
     assert row["admitted after answers"] is None
     assert max(own.kl for own in answers) < 1e-9
     assert 0 < row["hits"][1] < len(answers)
