@@ -62,14 +62,23 @@ def loops_table(results: Results) -> tuple[list[str], list[list[str]]]:
 
 def shifts_table(results: Results) -> tuple[list[str], list[list[str]]]:
     """Makes the table of what happened after the shifts, of the loops that served something before theirs."""
-    head = ["loop", "withdrawn after", "served approximately after the shift", "beyond their bound", "until withdrawn"]
+    head = [
+        "loop",
+        "withdrawn after",
+        "served approximately after the shift",
+        "beyond their bound",
+        "until withdrawn",
+        "beyond in the whole loop, of those served so",
+        "of all answers",
+    ]
     lines = []
     for row in results["loops"]:
         if row["beyond until withdrawn"] is None:
             continue
         withdrawn = NEVER
         if row["withdrawn after answers"] is not None:
-            withdrawn = f"{row['withdrawn after answers']} answers, {row['withdrawn after audits']} audits"
+            withdrawn = f"{row['withdrawn after answers']} answers, {row['withdrawn after audits']} audits of near"
+        beyond = row["beyond before"] + row["beyond after"]
         lines.append(
             [
                 row["loop"],
@@ -77,6 +86,8 @@ def shifts_table(results: Results) -> tuple[list[str], list[list[str]]]:
                 str(row["served after"]),
                 str(row["beyond after"]),
                 str(row["beyond until withdrawn"]),
+                _share(beyond, row["served before"] + row["served after"]),
+                _share(beyond, row["answers"]),
             ]
         )
     return head, lines

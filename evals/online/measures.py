@@ -7,6 +7,8 @@ from .loop import AnswerRecord, AuditRecord
 
 PAYING = 200
 """Answers within which a loop is to pay."""
+WITHDRAWN = "near"
+"""The way whose audits are counted until a withdrawal. Both ways share the answers that are audited."""
 LATE = 50
 """Answers at the end of them that tell what is reached by then."""
 
@@ -44,8 +46,9 @@ def row_of(answers: Sequence[AnswerRecord], audits: Sequence[AuditRecord], shift
         until = after if gone is None else after[: gone + 1]
         row["beyond until withdrawn"] = _beyond(until)
         if gone is not None:
+            end = shift_at + gone + 1
             row["withdrawn after answers"] = gone + 1
-            row["withdrawn after audits"] = after[gone].audits - before[-1].audits
+            row["withdrawn after audits"] = sum(WITHDRAWN in own.ways for own in audits if shift_at <= own.answer < end)
     return row
 
 

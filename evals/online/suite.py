@@ -63,7 +63,7 @@ FULL = OnlinePlan(
 QUICK = OnlinePlan(
     loops=(LoopSpec("images", 0, "awake", 0.5),),
     texts=TrafficPlan(answers=12, shift_at=8, chunk=32),
-    images=TrafficPlan(answers=14, shift_at=10, documents=2, keep=4),
+    images=TrafficPlan(answers=12, shift_at=9, documents=2, keep=2),
     seeds=2,
 )
 

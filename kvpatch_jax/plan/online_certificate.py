@@ -39,10 +39,10 @@ LARGEST_ALARM = 50.0
 MOST_TRIALS = 200
 """Audits after which a way that has no bound is audited no more often than served answers are."""
 HOPELESS = 3.0
-"""Logarithm of what a bet has lost when it is not hurried any more; 38 audits without a miss win it back."""
+"""Logarithm of what a bet has lost when it is hurried no more; 38 audits without a miss win it back."""
 SHIFTED = 3.0
-"""What the detector waits for: so many times the nominal share of answers beyond the bound. A larger number would notice
-a violent shift a few audits earlier, and overlook a mild one."""
+"""What the detector waits for: so many times the nominal share of answers beyond the bound. A larger number notices a
+violent shift a few audits earlier, and overlooks a mild one."""
 SUSPICION = math.log(8.0)
 """Alarm from which on more than a share is audited. Without a miss it stays below log(4.5) at the default level."""
 MOST_TRIED = 4096
@@ -255,7 +255,7 @@ class OnlineCertificate:
             self._flops[self.writer] = before[0] + audits, before[1] + work
 
     def affords(self, flops: int) -> bool:
-        """Returns whether audits stay within the policy's cost with one of so many FLOPs: all sessions' and writers'."""
+        """Returns whether all writers' audits stay within the policy's cost with one of so many FLOPs."""
         with self._lock:
             audits = sum(taken for taken, _ in self._flops.values())
             work = sum(done for _, done in self._flops.values())
@@ -283,8 +283,8 @@ class OnlineCertificate:
         return _tried_key(point, id) in self._tried
 
     def needs_audits(self, point: str, rank: int = 0, kl: float = DEFAULT_KL) -> bool:
-        """Returns whether a way should be audited more often than the policy's share says: while audits may soon prove a
-        bound within `kl` nats, and while those of late speak against one. Bet and detector allow for that choice.
+        """Returns whether a way is audited more often than the policy's share says: while audits may soon prove a bound
+        within `kl` nats, and while those of late speak against one. Bet and detector allow for that choice.
         """
         way, within = (point, rank), [bound for bound in LADDER if bound <= kl]
         with self._lock:
