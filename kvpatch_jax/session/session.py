@@ -9,7 +9,7 @@ from typing import Any
 from ..backbone import Backbone
 from ..cache import brief
 from ..errors import SessionError
-from ..plan import OnlineCertificate, Plan
+from ..plan import Certificate, Plan
 from ..sampling import Sampling
 from ..utils.argument_names import with_our_names
 from ..utils.kinds import all_of
@@ -126,11 +126,10 @@ class Session:
         self.name, self.watchers, self.runtime = registry.name, registry.watchers, registry.runtime
         self.config, self.backbone, self.store = registry.config, self.runtime.backbone, self.runtime.store
 
-        # A runtime forms no patches by default until one of its sessions may serve them.
+        # A runtime forms no patches by default until one of its sessions may serve them. A certificate that learns tries
+        # stored prefills alone.
         former = registry.runtime.former
-        # What a certificate that learns tries is stored prefills, so that it would never serve one.
-        learns = isinstance(self.config.certificate, OnlineCertificate)
-        if former is not None and ((self.config.certificate is not None and not learns) or self.config.uncertified):
+        if former is not None and (isinstance(self.config.certificate, Certificate) or self.config.uncertified):
             former.form_patches(RANK)
 
     @property
