@@ -126,8 +126,7 @@ class Session:
         self.name, self.watchers, self.runtime = registry.name, registry.watchers, registry.runtime
         self.config, self.backbone, self.store = registry.config, self.runtime.backbone, self.runtime.store
 
-        # A runtime forms no patches by default until one of its sessions may serve them. A certificate that learns tries
-        # stored prefills alone.
+        # A runtime forms no patches by default until a session may serve them; an online certificate admits none.
         former = registry.runtime.former
         if former is not None and (isinstance(self.config.certificate, Certificate) or self.config.uncertified):
             former.form_patches(RANK)
