@@ -65,7 +65,8 @@ def shifts_table(results: Results) -> tuple[list[str], list[list[str]]]:
     head = [
         "loop",
         "withdrawn after",
-        "served approximately after the shift",
+        "first served approximately after the shift at answer",
+        "served so",
         "beyond their bound",
         "until withdrawn",
         "beyond in the whole loop, of those served so",
@@ -83,6 +84,7 @@ def shifts_table(results: Results) -> tuple[list[str], list[list[str]]]:
             [
                 row["loop"],
                 withdrawn,
+                NEVER if row["first served after"] is None else str(row["first served after"]),
                 str(row["served after"]),
                 str(row["beyond after"]),
                 str(row["beyond until withdrawn"]),
@@ -132,9 +134,12 @@ def section(kept: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draws hits, audit cost and the bound of "near" over the answers; a column for each loop over texts."""
-    shown = [series for series in results["series"] if series["loop"].startswith("texts")] or results["series"]
-    figure = Figure(figsize=(3.6 * len(shown), 6.0), layout="constrained")
+    """Draws hits, audit cost and the bound of "near" over the answers: the first loop of each kind, a column each."""
+    kinds: dict[tuple[str, float], Any] = {}
+    for series in results["series"]:
+        kinds.setdefault((series["loop"].partition(", seed")[0], series["kl"]), series)
+    shown = list(kinds.values())
+    figure = Figure(figsize=(3.0 * len(shown), 6.0), layout="constrained")
     panels = figure.subplots(3, len(shown), sharex="col", sharey="row", squeeze=False)
     for series, (hits, cost, bound) in zip(shown, panels.T, strict=True):
         answers = range(1, len(series["hits"]) + 1)

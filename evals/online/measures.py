@@ -35,6 +35,7 @@ def row_of(answers: Sequence[AnswerRecord], audits: Sequence[AuditRecord], shift
         "beyond before": _beyond(before),
         "served after": _served(after),
         "beyond after": _beyond(after),
+        "first served after": next((index + 1 for index, own in enumerate(after) if own.approximate), None),
         "withdrawn after answers": None,
         "withdrawn after audits": None,
         "beyond until withdrawn": None,

@@ -76,6 +76,7 @@ def test_a_row_counts_what_was_served_until_the_shift_and_until_the_withdrawal()
     assert (row["served before"], row["beyond before"]) == (2, 1)
     assert (row["served after"], row["beyond after"], row["beyond until withdrawn"]) == (2, 2, 2)
     assert (row["withdrawn after answers"], row["withdrawn after audits"]) == (2, 2)
+    assert row["first served after"] == 1
     assert row["hits"] == [2, 4]
     assert row["largest cost"] == 0.06
 
