@@ -86,8 +86,8 @@ class Forward:
         self.next_in_pages = self._program(self._next_in_pages, (whole, kv), donate="pool")
 
         self.router_load = self._program(self._router_load, P())
-        self.first = self._program(self._first, whole)
-        self.begin = self._program(self._begin, (whole, kv), "room", "apart")
+        self.first = self._program(self._first, (whole, whole))
+        self.begin = self._program(self._begin, (whole, kv, whole), "room", "apart")
         self.advance = self._program(self._advance, (whole, whole, kv), donate="cache")
 
     def _program(self, function: Callable[..., Any], out: Any, *static: str, donate: str | None = None) -> Any:
@@ -276,9 +276,10 @@ class Forward:
 
     def _first(
         self, state: Any, tokens: Tokens, context: Context | None, mask: Any, last: Int[Array, " B"], draw: Draw
-    ) -> Int[Array, " B"]:
-        """Chooses the token behind a prompt, and keeps no cache."""
-        return self._begin(state, tokens, context, mask, last, draw, room=0, apart=False)[0].token
+    ) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
+        """Chooses the token behind a prompt, and keeps no cache. Returns it, and the logits."""
+        now, _, logits = self._begin(state, tokens, context, mask, last, draw, room=0, apart=False)
+        return now.token, logits
 
     def _begin(
         self,
@@ -291,8 +292,8 @@ class Forward:
         *,
         room: int,
         apart: bool,
-    ) -> tuple[Continuation, Any]:
-        """Runs a prompt and chooses the first token of each row.
+    ) -> tuple[Continuation, Any, Float[Array, "B V"]]:
+        """Runs a prompt and chooses the first token of each row. Returns where it stands, its cache and the logits.
 
         Args:
           last: index of each row's last token: nothing behind it (padding) is read.
@@ -305,7 +306,8 @@ class Forward:
         seen = self._mask(T, context, mask)
         layers: Any = {"context": self._spread(context), "start_layer": 0, "hidden_at": (), "chunk": None}
         run = run_prompt(decoder, tokens, seen, last[:, None], **layers)
-        token = choose(decoder.logits(run.hidden)[:, 0], draw, 0)
+        logits = decoder.logits(run.hidden)[:, 0]
+        token = choose(logits, draw, 0)
 
         # Padding has positions too, which must not move the first token that is made.
         inside = (jnp.arange(T) <= last[:, None]).reshape(B, T, *(1,) * (tokens.positions.ndim - 2))
@@ -332,7 +334,7 @@ class Forward:
         cache = self._spread(cache)
         if apart:
             cache = {name: tuple(value) for name, value in cache.items()}
-        return Continuation(token, jnp.int32(1), _stopped(token, draw), place, row, places), cache
+        return Continuation(token, jnp.int32(1), _stopped(token, draw), place, row, places), cache, logits
 
     def _advance(
         self, state: Any, now: Continuation, cache: Any, draw: Draw, written: Array, count: Array

@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from ..errors import CertificateError
@@ -25,16 +25,28 @@ from ..utils import strict_json
 from ..window import Promise, Way
 from .certificate import Certificate
 from .certified_rows import check_float, check_integer, check_text, shortened
+from .goal import DEFAULT_KL
 from .operating_points import EXACT_POINTS, MEASURED_POINTS
 
 FORMAT = "kvpatch online certificate"
-VERSION = 1
+VERSION = 2
 LADDER = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 """Bounds, in nats, that are tried for every way. The smallest one that is admitted is the way's bound."""
 STAKE = 0.75
 """Share of the wealth that one miss costs. By the default policy a bound is admitted after 38 audits without one."""
 LARGEST_ALARM = 50.0
 """Where the logarithm of the detector stays, far above every threshold."""
+MOST_TRIALS = 200
+"""Audits after which a way that has no bound is audited no more often than served answers are."""
+HOPELESS = 3.0
+"""Logarithm of what a bet has lost when it is hurried no more; 38 audits without a miss win it back."""
+SHIFTED = 3.0
+"""What the detector waits for: so many times the nominal share of answers beyond the bound. A larger number notices a
+violent shift a few audits earlier, and overlooks a mild one."""
+SUSPICION = math.log(8.0)
+"""Alarm from which on more than a share is audited. Without a miss it stays below log(4.5) at the default level."""
+MOST_TRIED = 4096
+"""Chunks that are known to have been tried: 150 KiB of JSON."""
 MOST_SHARDS = 64
 """Writers whose audits are kept apart. Beyond that the one with the fewest audits is dropped."""
 MAX_BYTES = 1 << 20
@@ -132,7 +144,11 @@ class OnlineCertificate:
         self._lock = threading.Lock()
         # By writer, then by way and bound. Only this writer's entry changes here.
         self._shards: dict[str, dict[tuple[Way, float], BoundRecord]] = {writer: {}}
+        # By writer, FLOPs of its audits and of everything else.
+        self._flops: dict[str, tuple[int, int]] = {}
         self._support = Support()
+        # Digests of the ways and chunks that audits tried, those of the latest audits last.
+        self._tried: dict[str, None] = {}
         self._admitted: set[tuple[Way, float]] = set()
 
     # -------------------------------------------------------------------------------------------------- audits
@@ -145,6 +161,7 @@ class OnlineCertificate:
         others: int = 0,
         tokens: int = 1,
         chunks: Sequence[tuple[int | None, str | None]] = (),
+        tried: Iterable[str] = (),
     ) -> None:
         """Records one comparison of an answer with what its window promises.
 
@@ -153,6 +170,7 @@ class OnlineCertificate:
           kl: KL(promised ‖ served) of the answer, in nats.
           others: approximate pieces of the window beside the first.
           tokens, chunks: of the window, as `beyond` takes them.
+          tried: ids of the chunks that were served so; `covers` is true of them from now on.
 
         Raises:
           CertificateError: no way, an unknown point, or a number out of range.
@@ -169,8 +187,14 @@ class OnlineCertificate:
         allowed = 1.0 - self.policy.level
         # A miss takes STAKE of the wealth. All of it would end the evidence; little would need many more audits.
         stake = STAKE / self.policy.level
+        beyond = min(SHIFTED * allowed, (1.0 + allowed) / 2)
         with self._lock:
             self._extend_support(others, tokens, chunks)
+            for id in tried:
+                for point, _ in own:
+                    self._tried[_tried_key(point, id)] = None
+            while len(self._tried) > MOST_TRIED:
+                del self._tried[next(iter(self._tried))]
             for way in own:
                 for bound in LADDER:
                     record = self._shards[self.writer].setdefault((way, bound), BoundRecord())
@@ -179,8 +203,7 @@ class OnlineCertificate:
                     record.misses += miss
                     record.wealth += math.log1p(stake * (allowed - miss))
 
-                    # The alternative of the detector: half of the answers are beyond the bound.
-                    ratio = 0.5 / allowed if miss else 0.5 / (1.0 - allowed)
+                    ratio = beyond / allowed if miss else (1.0 - beyond) / (1.0 - allowed)
                     record.alarm = min(math.log1p(math.exp(record.alarm) * ratio), LARGEST_ALARM)
                 self._decide(way)
 
@@ -206,8 +229,7 @@ class OnlineCertificate:
 
             if key in self._admitted:
                 if max(record.alarm for record in records) >= math.log(self.policy.detection):
-                    # All evidence for it is of another time, and smaller bounds cannot hold either.
-                    self._withdraw(way, bound)
+                    self._withdraw(way)
                     return
                 continue
 
@@ -218,12 +240,26 @@ class OnlineCertificate:
             for record in records:
                 record.alarm = 0.0
 
-    def _withdraw(self, way: Way, largest: float) -> None:
+    def _withdraw(self, way: Way) -> None:
+        """Forgets a way: all evidence is of another time, whatever bound it is about."""
         for bound in LADDER:
-            if bound <= largest:
-                self._admitted.discard((way, bound))
-                for shard in self._shards.values():
-                    shard.pop((way, bound), None)
+            self._admitted.discard((way, bound))
+            for shard in self._shards.values():
+                shard.pop((way, bound), None)
+        self._tried.clear()
+
+    def count_flops(self, audits: int = 0, work: int = 0) -> None:
+        """Adds to what this writer's audits took, and to what it computed besides."""
+        with self._lock:
+            before = self._flops.get(self.writer, (0, 0))
+            self._flops[self.writer] = before[0] + audits, before[1] + work
+
+    def affords(self, flops: int) -> bool:
+        """Returns whether all writers' audits stay within the policy's cost with one of so many FLOPs."""
+        with self._lock:
+            audits = sum(taken for taken, _ in self._flops.values())
+            work = sum(done for _, done in self._flops.values())
+        return audits + flops <= self.policy.cost * work
 
     # -------------------------------------------------------------------------------------------------- bounds
 
@@ -238,6 +274,28 @@ class OnlineCertificate:
         key = (point, rank), LADDER[-1]
         with self._lock:
             return sum(shard[key].audits for shard in self._shards.values() if key in shard)
+
+    def covers(self, point: str, id: str) -> bool:
+        """Returns whether an audit served a chunk so, which was not as promised.
+
+        A session serves no other: what is new is tried first, so that shifted content meets the detector unserved.
+        """
+        return _tried_key(point, id) in self._tried
+
+    def needs_audits(self, point: str, rank: int = 0, kl: float = DEFAULT_KL) -> bool:
+        """Returns whether a way is audited more often than the policy's share says: while audits may soon prove a bound
+        within `kl` nats, and while those of late speak against one. Bet and detector allow for that choice.
+        """
+        way, within = (point, rank), [bound for bound in LADDER if bound <= kl]
+        with self._lock:
+            proved = [bound for bound in within if (way, bound) in self._admitted]
+            for bound in (proved or within)[-1:]:
+                records = [shard[way, bound] for shard in self._shards.values() if (way, bound) in shard]
+                if proved:
+                    return max((record.alarm for record in records), default=0.0) > SUSPICION
+                few = sum(record.audits for record in records) < MOST_TRIALS
+                return few and sum(record.wealth for record in records) > -HOPELESS
+        return False
 
     @property
     def model(self) -> str:
@@ -293,12 +351,13 @@ class OnlineCertificate:
         Raises:
           CertificateError: another backbone, policy or format, damage, or numbers out of range. Nothing is added.
         """
-        shards, support = _read(text, self.backbone, self.policy)
+        shards, flops, tried, support = _read(text, self.backbone, self.policy)
         with self._lock:
             for writer, shard in shards.items():
                 # A writer's later state replaces its earlier one: audits are counted once.
                 if writer != self.writer and _audits(shard) >= _audits(self._shards.get(writer, {})):
                     self._shards[writer] = shard
+                    self._flops[writer] = flops.get(writer, (0, 0))
             self._drop_smallest_shards()
 
             chunks: list[tuple[int | None, str | None]] = [(None, modality) for modality in support.modalities]
@@ -306,6 +365,7 @@ class OnlineCertificate:
             most = max(support.chunks, self._support.chunks)
             self._extend_support(support.others, support.tokens, chunks)
             self._support.chunks = most
+            self._tried = dict.fromkeys([*tried, *self._tried][-MOST_TRIED:])
             for way in {way for shard in self._shards.values() for way, _ in shard}:
                 self._decide(way)
 
@@ -323,6 +383,8 @@ class OnlineCertificate:
                 "policy": dataclasses.asdict(self.policy),
                 "support": dataclasses.asdict(self._support),
                 "shards": shards,
+                "flops": {writer: list(flops) for writer, flops in self._flops.items()},
+                "tried": list(self._tried),
             }
         return json.dumps(body, separators=(",", ":"), allow_nan=False)
 
@@ -332,6 +394,7 @@ class OnlineCertificate:
         )
         for writer in others[: max(len(self._shards) - MOST_SHARDS, 0)]:
             del self._shards[writer]
+            self._flops.pop(writer, None)
 
     def __repr__(self) -> str:
         with self._lock:
@@ -345,12 +408,18 @@ AnyCertificate = Certificate | OnlineCertificate
 Shard = dict[tuple[Way, float], BoundRecord]
 
 
+def _tried_key(point: str, id: str) -> str:
+    return hashlib.blake2b(f"{point} {id}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
 def _audits(shard: Shard) -> int:
     """Counts a writer's audits: every bound of a way sees all of the way's."""
     return sum(record.audits for (_, bound), record in shard.items() if bound == LADDER[-1])
 
 
-def _read(text: Any, backbone: str, policy: AuditPolicy) -> tuple[dict[str, Shard], Support]:
+def _read(
+    text: Any, backbone: str, policy: AuditPolicy
+) -> tuple[dict[str, Shard], dict[str, tuple[int, int]], list[str], Support]:
     """Reads JSON as if a stranger wrote it."""
     what = "online certificate"
     if not isinstance(text, str | bytes) or len(text) > MAX_BYTES:
@@ -360,7 +429,7 @@ def _read(text: Any, backbone: str, policy: AuditPolicy) -> tuple[dict[str, Shar
     except ValueError as error:
         raise CertificateError(f"{what}: got {error!s:.120}; expected JSON of OnlineCertificate.to_json") from None
 
-    names = ("format", "version", "backbone", "policy", "support", "shards")
+    names = ("format", "version", "backbone", "policy", "support", "shards", "flops", "tried")
     if not isinstance(body, dict) or tuple(body) != names or body["format"] != FORMAT:
         raise CertificateError(f"{what}: got {shortened(body)}; expected an object of {', '.join(names)}")
     for name, expected in (("version", VERSION), ("backbone", backbone), ("policy", dataclasses.asdict(policy))):
@@ -387,7 +456,24 @@ def _read(text: Any, backbone: str, policy: AuditPolicy) -> tuple[dict[str, Shar
     if not isinstance(shards, dict) or len(shards) > 2 * MOST_SHARDS:
         raise CertificateError(f"{what}.shards: got {shortened(shards)}; expected an object of writers")
     read = {writer: _shard_of(rows, f"{what}.shards") for writer, rows in shards.items()}
-    return read, Support(**{**support, "spans": spans and tuple(spans), "modalities": tuple(modalities)})
+
+    flops = body["flops"]
+    if not isinstance(flops, dict) or len(flops) > 2 * MOST_SHARDS:
+        raise CertificateError(f"{what}.flops: got {shortened(flops)}; expected an object of writers")
+    counts = {}
+    for writer, pair in flops.items():
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise CertificateError(f"{what}.flops: got {shortened(pair)}; expected two numbers")
+        for count in pair:
+            check_integer(count, f"{what}.flops", 0)
+        counts[writer] = pair[0], pair[1]
+
+    tried = body["tried"]
+    if not isinstance(tried, list) or len(tried) > MOST_TRIED:
+        raise CertificateError(f"{what}.tried: got {shortened(tried)}; expected at most {MOST_TRIED} digests")
+    for digest in tried:
+        check_text(digest, f"{what}.tried")
+    return read, counts, tried, Support(**{**support, "spans": spans and tuple(spans), "modalities": tuple(modalities)})
 
 
 def _shard_of(rows: Any, what: str) -> Shard:

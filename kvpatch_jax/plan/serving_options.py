@@ -274,7 +274,7 @@ class OptionTable:
         if prefills.contains(entry.id, target):
             options.append(ServingOption("restored", ServingChoice("restored", behind=target), *cost))
         for point, key in likeness_keys(window.pieces, index, window.lead).items():
-            front = prefills.front_alike(entry.id, key)
+            front = prefills.front_alike(entry.id, key, point)
             if front not in (None, target):
                 choice = ServingChoice("restored", behind=front, likeness=point)
                 options.append(ServingOption(point, choice, *cost, ((point, 0),)))

@@ -18,7 +18,7 @@ from .answers import Answer, Audit
 from .logit_comparison import compared, prefilled_logits, served_logits, with_answer
 from .piece_registry import PieceRegistry
 from .reuse_planner import ReusePlanner
-from .runtime import Runtime, TokenIterator
+from .runtime import LogitObserver, Runtime, TokenIterator
 from .session_input import EmbeddedInput, embedded
 
 STEPS = 256
@@ -46,9 +46,12 @@ class AnswerOptions:
     audit: bool
     look: int
 
-    def start(self, runtime: Runtime, window: Window, asked: EmbeddedInput) -> TokenIterator:
-        """Starts the answer to an embedded question after a window."""
-        return runtime.answer(window, asked.tokens, asked.length, self.steps, self.sampling, self.key, self.stop)
+    def start(
+        self, runtime: Runtime, window: Window, asked: EmbeddedInput, observe: LogitObserver | None = None
+    ) -> TokenIterator:
+        """Starts the answer to an embedded question after a window. `observe` is that of `Runtime.answer`."""
+        choice = self.sampling, self.key, self.stop
+        return runtime.answer(window, asked.tokens, asked.length, self.steps, *choice, observe)
 
     @classmethod
     def of(
@@ -124,12 +127,15 @@ class QuestionRunner:
         items = self.items(question)
         asked = embedded(backbone, items)
         registry.check_text_length(asked.length)
-        answer = Answer(options.start(registry.runtime, registry.window, asked), options.key)
+        # An audit compares with the logits that the answer began from, which saves it a forward.
+        first: list[Any] = []
+        observe = None if self._auditor is None else first.append
+        answer = Answer(options.start(registry.runtime, registry.window, asked, observe), options.key)
         registry.counters["questions"] += 1
         if options.audit:
             answer.audit = self._audit(registry, items, asked, answer.ids)
         if self._auditor is not None:
-            self._auditor.after_answer(asked)
+            self._auditor.after_answer(asked, first[0] if first else None)
         return answer
 
     def items(self, question: Any, framed: bool = True) -> list[Any]:

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..cache import Antecedent
 from ..errors import InputError, PatchMismatchError, ShapeError
-from ..plan import AvailablePatch, PatchInventory, Plan, plan
+from ..plan import AvailablePatch, OnlineCertificate, PatchInventory, Plan, plan
 from ..traces import Op
 from ..window import (
     Entry,
@@ -233,7 +233,10 @@ class ReusePlanner:
         runtime = self._registry.runtime
         if not StoredPrefills.supports(runtime.store):
             return None
-        return StoredPrefills(runtime.store, runtime.backbone.fingerprint, runtime.executor.dtype)
+        # A certificate that learns has not seen what its audits have not tried.
+        certificate = self._registry.config.certificate
+        covers = certificate.covers if isinstance(certificate, OnlineCertificate) else None
+        return StoredPrefills(runtime.store, runtime.backbone.fingerprint, runtime.executor.dtype, covers)
 
     def _is_stored(self, entry: Entry) -> bool:
         """Returns whether the store has an entry, as far as it can say without reading."""

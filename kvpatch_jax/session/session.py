@@ -9,7 +9,7 @@ from typing import Any
 from ..backbone import Backbone
 from ..cache import brief
 from ..errors import SessionError
-from ..plan import Plan
+from ..plan import Certificate, Plan
 from ..sampling import Sampling
 from ..utils.argument_names import with_our_names
 from ..utils.kinds import all_of
@@ -126,9 +126,9 @@ class Session:
         self.name, self.watchers, self.runtime = registry.name, registry.watchers, registry.runtime
         self.config, self.backbone, self.store = registry.config, self.runtime.backbone, self.runtime.store
 
-        # A runtime forms no patches by default until one of its sessions may serve them.
+        # A runtime forms no patches by default until a session may serve them; an online certificate admits none.
         former = registry.runtime.former
-        if former is not None and (self.config.certificate is not None or self.config.uncertified):
+        if former is not None and (isinstance(self.config.certificate, Certificate) or self.config.uncertified):
             former.form_patches(RANK)
 
     @property

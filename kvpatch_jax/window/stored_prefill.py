@@ -8,7 +8,7 @@ several histories that share the nearest piece, in which what they do not share 
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,11 +61,22 @@ class StoredPrefills:
       backbone: fingerprint of the weights.
     """
 
-    def __init__(self, store: Any, backbone: str, dtype: jax.typing.DTypeLike):
-        """Names prefills of this backbone that read KV of a pool of this dtype: another rounding is another KV."""
+    def __init__(
+        self,
+        store: Any,
+        backbone: str,
+        dtype: jax.typing.DTypeLike,
+        covers: Callable[[Likeness, str], bool] | None = None,
+    ):
+        """Names prefills of this backbone that read KV of a pool of this dtype: another rounding is another KV.
+
+        Args:
+          covers: whether a chunk, by its id, may be offered by a likeness; None: every chunk may.
+        """
         self.store, self.backbone = store, backbone
         self._dtype = np.dtype(dtype).name
         self._fronts: dict[tuple[str, str], str] = {}
+        self._covers = covers
 
     @staticmethod
     def supports(store: Any) -> bool:
@@ -84,11 +95,16 @@ class StoredPrefills:
         """Reads a chunk's prefill behind exactly this front; None if it is not stored."""
         return self.store.get(id, self.backbone, lead=self.lead(front))
 
-    def front_alike(self, id: str, key: str) -> str | None:
+    def front_alike(self, id: str, key: str, likeness: Likeness | None = None) -> str | None:
         """Returns what the stored prefill of a chunk with this key was computed behind; None without one.
 
         A mean has a digest of its own in place of that, another one for each history that is added to it.
+
+        Args:
+          likeness: of the key, where it is to be offered.
         """
+        if likeness is not None and self._covers is not None and not self._covers(likeness, id):
+            return None
         front = self._fronts.get((id, key))
         if front is None or not self.contains(id, front):
             found = self._read(id, key)

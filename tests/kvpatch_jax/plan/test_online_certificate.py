@@ -143,9 +143,14 @@ def forged(change):
         b"\xff\xfe",
         "[" * 100_000,
         forged(lambda body: body.update(backbone="others")),
-        forged(lambda body: body.update(version=2)),
+        forged(lambda body: body.update(version=3)),
         forged(lambda body: body.update(policy={"level": 0.1})),
         forged(lambda body: body.pop("support")),
+        forged(lambda body: body.update(flops=[])),
+        forged(lambda body: body.update(tried="ab")),
+        forged(lambda body: body.update(tried=[1])),
+        forged(lambda body: body["flops"].update(old=[1])),
+        forged(lambda body: body["flops"].update(old=[-5, 1])),
         forged(lambda body: body["support"].update(tokens=-1)),
         forged(lambda body: body["support"].update(spans=[1, 2, 3])),
         forged(lambda body: body["support"].update(modalities=["x"] * 99)),
@@ -163,3 +168,61 @@ def test_the_certificate_of_a_stranger_is_refused_whole(text):
         certificate.merge(text)
     assert certificate.audits(*WAY) == 0
     assert certificate.beyond(1, []) is not None
+
+
+def test_a_chunk_is_covered_by_the_audit_that_tried_it_until_its_way_is_withdrawn():
+    certificate = audited([0.001] * 60)
+    certificate.audit([WAY], 0.001, tried=["a", "b"])
+    copy = OnlineCertificate("weights", writer="copy")
+    copy.merge(certificate.to_json())
+    for own in (certificate, copy):
+        assert own.covers("near", "a")
+        assert own.covers("near", "b")
+        assert not own.covers("near", "c")
+        assert not own.covers("seen", "a")
+
+    for _ in range(30):
+        certificate.audit([WAY], 0.3)
+    assert not certificate.covers("near", "a")
+
+
+def test_an_alarm_about_one_bound_withdraws_the_way_as_a_whole():
+    """Losses that stay below a larger bound are of another time all the same: they may go on growing."""
+    certificate = audited([0.001] * 60)
+    assert certificate.admitted(*WAY) == 0.01
+    for _ in range(30):
+        certificate.audit([WAY], 0.03)
+        if certificate.admitted(*WAY) is None:
+            break
+    assert certificate.admitted(*WAY) is None
+    assert certificate.audits(*WAY) < 30
+
+
+def test_audits_are_hurried_until_they_decide_and_when_they_speak_against_a_bound():
+    assert OnlineCertificate("weights").needs_audits(*WAY)
+    # Below all bounds that are tried nothing can be proved.
+    assert not OnlineCertificate("weights").needs_audits(*WAY, kl=0.001)
+    proved = audited([0.001] * 60)
+    assert not proved.needs_audits(*WAY)
+    proved.audit([WAY], 0.3)
+    assert proved.needs_audits(*WAY)
+
+    hopeless = audited([0.3] * 3)
+    assert not hopeless.needs_audits(*WAY)
+    assert hopeless.needs_audits(*WAY, kl=0.5)
+
+
+def test_audits_are_paid_by_the_work_of_all_sessions_and_writers():
+    first = OnlineCertificate("weights", writer="a")
+    assert not first.affords(1)
+    first.count_flops(work=1000)
+    assert first.affords(50)
+    assert not first.affords(51)
+    first.count_flops(audits=50)
+    assert not first.affords(1)
+
+    second = OnlineCertificate("weights", writer="b")
+    second.count_flops(work=3000)
+    second.merge(first.to_json())
+    assert second.affords(150)
+    assert not second.affords(151)

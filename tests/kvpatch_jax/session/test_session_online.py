@@ -70,6 +70,45 @@ def test_nothing_approximate_is_served_before_audits_prove_it(backbone, tmp_path
     assert certificate.audits("near") + certificate.audits("seen") > 0
 
 
+def test_what_no_audit_tried_is_not_served_although_its_way_is_admitted(backbone, learnt):
+    store, _ = learnt
+    certificate = OnlineCertificate(backbone.fingerprint, LENIENT)
+    for way in ("near", "seen"):
+        for _ in range(40):
+            certificate.audit([(way, 0)], 0.001, others=9, tokens=9999, chunks=[(1, "image"), (9999, "image")] * 5)
+        assert certificate.admitted(way) == 0.01
+
+    def fidelity(order: tuple[int, ...]) -> Any:
+        with kvp.Session(backbone, store, keep=4, rank=0, certificate=certificate) as session:
+            for number in order:
+                session.add(image_of(number))
+            return session.stats().fidelity
+
+    assert "approximate" not in fidelity((4, 3, 0, 2, 1))
+    # Had an audit tried them, they would be served. In another order: what was run just now is stored as it is.
+    with kvp.Session(backbone) as session:
+        ids = [session.add(image_of(number)) for number in range(5)]
+    certificate.audit([("near", 0)], 0.001, tried=ids)
+    assert "approximate" in fidelity((4, 2, 3, 1, 0))
+
+
+def test_audits_take_no_more_than_their_share_and_count_what_they_took(backbone, tmp_path):
+    certificate = OnlineCertificate(backbone.fingerprint, AuditPolicy(cost=0.2))
+    with kvp.ChunkStore(tmp_path) as store:
+        for order in itertools.islice(itertools.permutations(range(5)), 0, 60, 4):
+            with kvp.Session(backbone, store, keep=4, certificate=certificate) as session:
+                for number in order:
+                    session.add(image_of(number))
+                    str(session.ask(QUESTION, steps=1))
+                # Audits run on forks, and their forwards are in the ledger of the pool, too.
+                session._questions.close()
+                stats, total = session.stats(), session.runtime.executor.ledger.total.flops
+                assert 0 <= stats.audit_flops < total
+                assert stats.audit_flops > 0 or not stats.audits
+            assert certificate.affords(0)
+    assert certificate.audits("near") + certificate.audits("seen") > 5
+
+
 def test_a_session_goes_on_from_what_the_store_has_of_others(backbone, learnt):
     store, _ = learnt
     with kvp.Session(backbone, store, keep=4, certificate="online") as session:
