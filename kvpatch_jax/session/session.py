@@ -9,7 +9,7 @@ from typing import Any
 from ..backbone import Backbone
 from ..cache import brief
 from ..errors import SessionError
-from ..plan import Certificate, Plan
+from ..plan import Plan
 from ..sampling import Sampling
 from ..utils.argument_names import with_our_names
 from ..utils.kinds import all_of
@@ -20,7 +20,7 @@ from .disposability import UNCHANGED, DisposabilityProbe, DisposabilityReport
 from .piece_registry import PieceRegistry, RuntimeRefCount, retry_after_pool_loss
 from .question_runner import AnswerOptions, QuestionRunner, Stop
 from .reuse_planner import ReusePlanner
-from .runtime import RANK, Runtime, dtype_of
+from .runtime import Runtime, dtype_of
 from .session_config import Keep, SessionConfig, check_arguments, check_keep, with_chat_template
 from .session_input import embedded
 from .stats import Stats
@@ -52,7 +52,7 @@ class Session:
       backbone, store, runtime: what the session runs on.
       name: in events.
       config: the options.
-      watchers: called with each event and the items that it brought, after it has happened. A fork starts with a copy.
+      watchers: called with each event and the items that it brought, after it has happened. A fork has a copy.
     """
 
     def __init__(
@@ -126,10 +126,7 @@ class Session:
         self.name, self.watchers, self.runtime = registry.name, registry.watchers, registry.runtime
         self.config, self.backbone, self.store = registry.config, self.runtime.backbone, self.runtime.store
 
-        # A runtime forms no patches by default until a session may serve them; an online certificate admits none.
-        former = registry.runtime.former
-        if former is not None and (isinstance(self.config.certificate, Certificate) or self.config.uncertified):
-            former.form_patches(RANK)
+        self.config.form_for(self.runtime.former)
 
     @property
     def keep(self) -> Keep:

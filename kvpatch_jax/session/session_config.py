@@ -10,11 +10,11 @@ from ..backbone import Backbone
 from ..cache import Text, check_text
 from ..errors import CertificateError, PoolError, RankError, SessionError
 from ..patching import Rank
-from ..plan import AnyCertificate, DeviceCosts, Goal
+from ..plan import AnyCertificate, DeviceCosts, Goal, OnlineCertificate
 from ..utils.sizes import Size, size_of
-from ..window import PatchStore
+from ..window import PatchFormer, PatchStore
 from .argument_checks import check_rank, float_dtype
-from .runtime import PAGE_SIZE, PREFILLS, PrivateRuntime, Runtime
+from .runtime import PAGE_SIZE, PREFILLS, RANK, PrivateRuntime, Runtime
 
 LARGEST_IMAGE = 64 << 20
 """Bytes of an image, as a file and as pixels."""
@@ -177,6 +177,15 @@ class SessionConfig:
         pages, page_size = self.pages, self.page_size
         pool: dict[str, Any] = {"pages": pages, "page_size": page_size, "dtype": self.dtype}
         return PrivateRuntime(backbone, store, rank=self.rank, prefills=int(self.prefills), **pool)
+
+    def form_for(self, former: PatchFormer | None) -> None:
+        """Has a former make what a session of these options may serve; by default it makes nothing of that."""
+        if former is None or (self.certificate is None and not self.uncertified):
+            return
+        former.form_means()
+        # A certificate that learns admits no patch.
+        if not isinstance(self.certificate, OnlineCertificate):
+            former.form_patches(RANK)
 
     def check_backbone(self, backbone: Backbone) -> None:
         """Refuses a certificate or a linker of other weights, and what the backbone does not have or read.

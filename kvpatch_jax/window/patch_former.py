@@ -151,7 +151,7 @@ class PatchFormer:
             window's lead is another matter: patches are stamped with everything in front, pinned pieces included.
           pending, pending_bytes: prefills that may wait, and bytes of their KV; those beyond are dropped and counted.
           prefill_bytes: how many bytes of prefills behind other pieces are stored as they are (`StoredPrefills`), the
-            first ones; 0 stores none. Means over them are, too, once `form_patches` was called.
+            first ones; 0 stores none. Means over them are, too, once `form_means` was called.
           on_error: called with each error, on the former's thread.
 
         Raises:
@@ -190,12 +190,13 @@ class PatchFormer:
     # ------------------------------------------------------------------------------------------ the caller's thread
 
     def form_patches(self, rank: Rank) -> None:
-        """Forms what serves chunks approximately from now on: patches of this rank, unless one was set before, of
-        chunks that come for the second time; and means of prefills.
-        """
-        self._means = True
+        """Forms patches of this rank from now on, unless one was set before: of chunks that come a second time."""
         if self.rank is None:
             self.rank, self._first_sight = rank, False
+
+    def form_means(self) -> None:
+        """Stores means over prefills that share the nearest piece from now on, beside the prefills themselves."""
+        self._means = True
 
     def keep_encoder(self, content: str, output: AnyArray) -> None:
         """Queues a tower's output to be stored. Returns at once and raises nothing."""

@@ -169,7 +169,7 @@ def test_a_restored_chunk_of_token_ids_has_no_tower(backbone, tmp_path):
 def stored_behind(backbone: Any, store: Any, order: list[int]) -> tuple[str, str, dict[str, str]]:
     """Stores what a forward of the last image leaves behind the others. Returns its name, front and keys."""
     with kvp.Session(backbone, store, keep=4) as session:
-        session.runtime.former.form_patches(0)  # as a session does that may serve approximately
+        session.runtime.former.form_means()  # as a session does that may serve approximately
         names = [session.add(image_of(number)) for number in order]
         window = session.window
         keys = likeness_keys(window.pieces, len(order) - 1, window.lead)
