@@ -26,7 +26,7 @@ def loops_table(results: Results) -> tuple[list[str], list[list[str]]]:
     """Makes the table of the real loops until their shifts."""
     head = [
         "loop",
-        "trials of near, of seen beyond the goal",
+        "trials beyond the goal",
         "admitted after",
         "bounds at the shift",
         "revisits without a forward, answers 1–200",
@@ -44,7 +44,9 @@ def loops_table(results: Results) -> tuple[list[str], list[list[str]]]:
         bounds = ", ".join(
             f"{way} {bound:g}" for way, bound in zip(row["trials beyond"], row["bounds"], strict=True) if bound
         )
-        trials = ", ".join(f"{beyond} of {count}" for beyond, count in row["trials beyond"].values())
+        trials = ", ".join(
+            f"{way} {beyond} of {count}" for way, (beyond, count) in row["trials beyond"].items() if count
+        )
         lines.append(
             [
                 row["loop"],
@@ -78,7 +80,7 @@ def shifts_table(results: Results) -> tuple[list[str], list[list[str]]]:
             continue
         withdrawn = NEVER
         if row["withdrawn after answers"] is not None:
-            withdrawn = f"{row['withdrawn after answers']} answers, {row['withdrawn after audits']} audits of near"
+            withdrawn = f"{row['withdrawn after answers']} answers, {row['withdrawn after audits']} audits"
         beyond = row["beyond before"] + row["beyond after"]
         lines.append(
             [
@@ -134,7 +136,7 @@ def section(kept: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draws hits, audit cost and the bound of "near" over the answers: the first loop of each kind, a column each."""
+    """Draws hits, audit cost and the least bound over the answers: the first loop of each kind, a column each."""
     kinds: dict[tuple[str, float], Any] = {}
     for series in results["series"]:
         kinds.setdefault((series["loop"].partition(", seed")[0], series["kl"]), series)

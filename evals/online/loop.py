@@ -3,7 +3,7 @@
 import tempfile
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -11,10 +11,11 @@ import kvpatch_jax as kvp
 from kvpatch_jax.plan import Goal, OnlineCertificate, Way
 from kvpatch_jax.session import embedded
 from kvpatch_jax.session.logit_comparison import compared
+from kvpatch_jax.window import Likeness
 
 from .traffic import Traffic
 
-WAYS = ("near", "seen")
+WAYS: tuple[Likeness, ...] = get_args(Likeness)
 
 
 class AuditRecord(NamedTuple):

@@ -7,8 +7,6 @@ from .loop import AnswerRecord, AuditRecord
 
 PAYING = 200
 """Answers within which a loop is to pay."""
-WITHDRAWN = "near"
-"""The way whose audits are counted until a withdrawal. Both ways share the answers that are audited."""
 LATE = 50
 """Answers at the end of them that tell what is reached by then."""
 
@@ -49,7 +47,7 @@ def row_of(answers: Sequence[AnswerRecord], audits: Sequence[AuditRecord], shift
         if gone is not None:
             end = shift_at + gone + 1
             row["withdrawn after answers"] = gone + 1
-            row["withdrawn after audits"] = sum(WITHDRAWN in own.ways for own in audits if shift_at <= own.answer < end)
+            row["withdrawn after audits"] = sum(shift_at <= own.answer < end for own in audits)
     return row
 
 

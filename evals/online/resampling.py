@@ -13,7 +13,8 @@ from kvpatch_jax.plan import OnlineCertificate
 
 from .loop import AnswerRecord, AuditRecord
 
-WAY = "near", 0
+WAY = "mean", 0
+"""What loops over texts admit."""
 ANSWERS = 1000
 """Answers of a simulated loop, all of which could be served in the way."""
 
@@ -41,7 +42,7 @@ class SimulatedLoop(NamedTuple):
 
 
 def losses_of(answers: Sequence[AnswerRecord], audits: Sequence[AuditRecord], first: int, end: int) -> Losses:
-    """Collects the losses of "near" alone from these answers of a loop, and from the audits of them."""
+    """Collects the losses of `WAY` alone from audits of these answers of a loop, and of all that were approximate."""
     trials, served = [], []
     for audit in audits:
         if first <= audit.answer < end and audit.ways == (WAY[0],) and not answers[audit.answer].approximate:

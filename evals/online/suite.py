@@ -52,10 +52,10 @@ FULL = OnlinePlan(
     loops=(
         *(LoopSpec("images", seed, "awake", 0.05) for seed in range(21, 25)),
         LoopSpec("images", 25, "noise", 0.05),
-        LoopSpec("texts", 11, "code", 0.1),
-        LoopSpec("texts", 12, "larger", 0.1),
-        LoopSpec("texts", 14, "code", 0.05),
-        LoopSpec("texts", 13, "shuffled", 0.1),
+        LoopSpec("texts", 15, "code", 0.05),
+        LoopSpec("texts", 16, "larger", 0.05),
+        LoopSpec("texts", 17, "shuffled", 0.05),
+        LoopSpec("texts", 18, "code", 0.02),
     ),
     texts=TrafficPlan(answers=360),
     images=TrafficPlan(answers=450, keep=4),
@@ -142,7 +142,7 @@ def _series(finished: FinishedLoop) -> dict[str, Any]:
         lines["hits"].append(hits)
         lines["seen"].append(seen)
         lines["cost"].append(round(answer.audit_flops / answer.work, 5))
-        lines["bound"].append(answer.bounds[0])
+        lines["bound"].append(min((bound for bound in answer.bounds if bound), default=None))
     return shown | lines
 
 

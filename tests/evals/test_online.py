@@ -67,7 +67,7 @@ def answer(kl: float, bounds, approximate: int = 0, audits: int = 0, hit: bool =
 
 
 def test_a_row_counts_what_was_served_until_the_shift_and_until_the_withdrawal():
-    none, proved = (None, None), (BOUND, None)
+    none, proved = (None,) * 4, (None, BOUND, None, None)
     answers = [answer(0.0, none, audits=1), answer(0.0, proved, audits=2), answer(0.01, proved, 1, 2, True)]
     answers += [answer(0.2, proved, 2, 3, True), answer(0.3, proved, 2, 5, True), answer(0.4, none, 1, 6)]
     audits = [AuditRecord(place, (way,), 1, 0.0) for place, way in ((0, "near"), (4, "near"), (4, "seen"), (5, "near"))]
@@ -75,7 +75,7 @@ def test_a_row_counts_what_was_served_until_the_shift_and_until_the_withdrawal()
     assert (row["admitted after answers"], row["admitted after audits"]) == (2, 2)
     assert (row["served before"], row["beyond before"]) == (2, 1)
     assert (row["served after"], row["beyond after"], row["beyond until withdrawn"]) == (2, 2, 2)
-    assert (row["withdrawn after answers"], row["withdrawn after audits"]) == (2, 2)
+    assert (row["withdrawn after answers"], row["withdrawn after audits"]) == (2, 3)
     assert row["first served after"] == 1
     assert row["hits"] == [2, 4]
     assert row["largest cost"] == 0.06
