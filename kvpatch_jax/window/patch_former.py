@@ -350,9 +350,9 @@ class PatchFormer:
         """Stores a prefill as it is, while there are bytes left for it."""
         if job.nbytes > self._prefill_bytes or prefills.contains(job.entry.id, job.front):
             return
-        self._prefill_bytes -= job.nbytes
         chunk = self._chunk_of(job.kv, job.tokens, job.length, job.entry, prefills.lead(job.front))
-        prefills.put(chunk, job.front, job.likeness, mean=self._means)
+        stored = prefills.put(chunk, job.front, job.likeness, mean=self._means)
+        self._prefill_bytes -= job.nbytes * stored
         self._count("prefills")
 
     def _was_sighted(self, job: PrefillRecord) -> bool:

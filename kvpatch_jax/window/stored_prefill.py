@@ -116,34 +116,44 @@ class StoredPrefills:
                 self._fronts[id, key] = front
         return front if self.contains(id, front) else None
 
-    def put(self, chunk: Chunk, front: str, keys: dict[Likeness, str], mean: bool = False) -> None:
+    def put(self, chunk: Chunk, front: str, keys: dict[Likeness, str], mean: bool = False) -> int:
         """Stores a prefill, `chunk.lead` being `lead(front)`, to be found by its front and by these keys.
 
         Args:
-          mean: also adds it to the mean of those behind the same lead and nearest piece, once there are two.
+          mean: also adds it to the mean of those behind the same lead and nearest piece, once there are two, and has it
+            found by "moved": more to write, for those who may serve it.
+
+        Returns:
+          How many times the size of a prefill was stored.
         """
         self.store.put(chunk, ttl=TIME_TO_LIVE)
-        if mean and "mean" in keys:
-            self._add_to_mean(chunk, front, keys)
+        stored = 1 + (mean and "mean" in keys and self._add_to_mean(chunk, front, keys))
         # The first one stays: what follows was often served by it.
         for likeness, key in keys.items():
-            if likeness != "mean" and self.front_alike(chunk.id, key) is None:
+            if likeness == "mean" or (likeness == "moved" and not mean):
+                continue
+            if self.front_alike(chunk.id, key) is None:
                 self._write(chunk.id, key, front)
+        return stored
 
-    def _add_to_mean(self, chunk: Chunk, front: str, keys: dict[Likeness, str]) -> None:
-        """Adds a prefill to a mean, whose version before that stays until its time is over: a window may name it."""
+    def _add_to_mean(self, chunk: Chunk, front: str, keys: dict[Likeness, str]) -> bool:
+        """Adds a prefill to a mean, whose version before that stays until its time is over: a window may name it.
+
+        Returns:
+          Whether a mean was stored.
+        """
         key = keys["mean"]
         saved = self._read(chunk.id, key)
         first = self.front_alike(chunk.id, keys["near"]) if saved is None else None
         # Of one prefill there is no mean yet.
         if saved is None and first is None:
-            return
+            return False
         old, count = saved or (first or "", 1)
         if count >= MOST_OF_A_MEAN:
-            return
+            return False
         before = self.get(chunk.id, old)
         if before is None or before.length != chunk.length:
-            return
+            return False
 
         kv, length = {}, chunk.length
         for name, value in chunk.kv.items():
@@ -154,6 +164,7 @@ class StoredPrefills:
         mean = dataclasses.replace(chunk, kv=kv, local=local, lead=self.lead(new))
         self.store.put(mean, ttl=TIME_TO_LIVE)
         self._write(chunk.id, key, new, count + 1)
+        return True
 
     def _read(self, id: str, key: str) -> tuple[str, int] | None:
         """Reads which prefill has a key, and how many are in it."""
