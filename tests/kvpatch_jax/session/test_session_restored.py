@@ -1,6 +1,7 @@
 """Sessions over a store without any certificate: the same history is served bit for bit, without a forward."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
+import dataclasses
 import random
 from typing import Any
 
@@ -214,6 +215,20 @@ def test_the_same_pieces_in_another_order_are_nearer_than_a_mean(backbone, tmp_p
             stored_behind(backbone, store, [0, 5, 1, 4, 2])
             name = [session.add(image_of(number)) for number in (0, 1, 5, 4, 2)][-1]
             assert session.window.piece(name).ways == (("moved", 0),)
+
+
+def test_what_is_stored_of_a_prefill_is_counted(backbone, tmp_path):
+    """A mean is as large as a prefill, and is stored once more for each history that is added to it, up to eight."""
+    with kvp.ChunkStore(tmp_path) as store:
+        id, front, keys = stored_behind(backbone, store, [0, 1, 3, 2])
+        prefills = StoredPrefills(store, backbone.fingerprint, "float32")
+        first = prefills.get(id, front)
+        counts = []
+        for number in range(9):
+            other = f"{number:032x}"
+            counts.append(prefills.put(dataclasses.replace(first, lead=prefills.lead(other)), other, keys, mean=True))
+        assert counts == [2] * 7 + [1] * 2
+        assert prefills.put(dataclasses.replace(first, lead=prefills.lead("f" * 32)), "f" * 32, keys) == 1
 
 
 @pytest.mark.parametrize("saved", [np.zeros(3, np.uint8), np.zeros(16, np.float32), np.zeros((2, 17), np.uint8)])
