@@ -202,10 +202,15 @@ class PieceState:
 
     def standing_for(self, behind: str) -> "PieceState":
         """Returns this state, put where this is in front if everything there is served as promised."""
-        # Plans put the same patch in the same place again and again.
+        # Plans put the same patch in the same place again and again. All bare pieces begin from one state, and have
+        # one digest.
         last = self.__dict__.get("_last")
         if last is None or last.behind != behind:
-            last = dataclasses.replace(self, behind=behind)
+            last = object.__new__(PieceState)
+            last.__dict__.update(self.__dict__, behind=behind)
+            last.__dict__.pop("_last", None)
+            if self.kind != "bare":
+                last.__dict__.pop("digest", None)
             self.__dict__["_last"] = last
         return last
 

@@ -47,7 +47,13 @@ def chain_of(backbone: str, note: PatchNote) -> str:
     return note.chains[backbone]
 
 
-def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int, forgets: bool) -> tuple[PlacedPiece, ...]:
+def linked(
+    backbone: str,
+    pieces: Sequence[PlacedPiece],
+    first: int,
+    forgets: bool,
+    alike: Sequence[PlacedPiece] | None = None,
+) -> tuple[PlacedPiece, ...]:
     """Derives all that `PlacedPiece` says is derived, of the pieces from `first` on; those in front have theirs.
 
     A piece whose state is `FRESH` is prefilled here: from now on its state says behind what, and through which
@@ -55,13 +61,14 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int, forgets: bo
 
     Args:
       forgets: whether the window promises a prefill of itself, not the model under the banded mask.
+      alike: the same pieces linked otherwise served, if all of the same is promised of them: saves half of the digests.
     """
     result = list(pieces[:first])
     previous = result[-1] if result else None
     front = target = root_digest(backbone)
     exact, target_exact, latest, absorbed, settled, steady = True, True, -1, (), True, True
 
-    for entry, start, state, aside, born, placed, *_ in pieces[first:]:
+    for index, (entry, start, state, aside, born, placed, *_) in enumerate(pieces[first:], first):
         if previous is not None:
             before, gap = previous[0], start - previous[1] - previous[0].span
             old_front, old_target = previous.front, previous.target
@@ -76,6 +83,8 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int, forgets: bo
             promised = previous.promised
             if old_target == old_front and promised is previous[2]:
                 target, target_exact = front, exact
+            elif alike is not None:
+                target, target_exact = alike[index].target, alike[index].target_exact
             else:
                 target_exact = previous.target_exact and (promised is None or promised.behind == old_target)
                 service = EXACT if target_exact else promised_service(previous)

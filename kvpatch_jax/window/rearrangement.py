@@ -106,12 +106,22 @@ class Rearrangement[W: WindowState]:
             # Another KV than those behind it have seen, as after a forward.
             if service.how in ("restored", "patch") and kept:
                 clock = max(clock, self.before.clock + 1)
-            pieces[index] = _with_service(pieces[index], kept, service, self.window.pieces[index].target, clock)
+            # Most are new, and by a patch.
+            piece, note = pieces[index], service.note
+            new = how == "patch" and not kept and piece[0].kind == "chunk"
+            if new and note is not None and note.base == "canonical":
+                pieces[index] = tuple_of(PlacedPiece, (piece[0], piece[1], note.serving(), None, 0, *piece[5:]))
+                continue
+            pieces[index] = _with_service(piece, kept, service, self.window.pieces[index].target, clock)
 
         window = self.window
         if changed:
             pieces[: changed[0]] = window.pieces[: changed[0]]
-            window = relinked(window, pieces, changed[0], clock=clock)
+            # Nothing else is promised while what was there before stays what it is.
+            same = None if any(self.kept[index] for index in changed) else window.pieces
+            forgets = window.promise == "forget"
+            linked_pieces = linked(window.backbone, pieces, changed[0], forgets, same)
+            window = dataclasses.replace(window, pieces=linked_pieces, clock=clock)
             stale = [index for index in changed if self._is_stale(window, index, services[index])]
             for index in stale:
                 pieces[index] = pieces[index]._replace(state=_note_of(services[index]).serving(stale=True))
@@ -212,7 +222,7 @@ def _with_service(piece: PlacedPiece, kept: bool, service: ServingChoice, target
     # A new piece has no state to go back to; and what is bare stays what it is.
     if note is None:
         if not kept:
-            return piece._replace(state=BARE, born=0)
+            return tuple_of(PlacedPiece, (entry, piece.start, BARE, None, 0, *piece[5:]))
         return piece if piece.state.kind == "bare" else piece._replace(state=BARE, aside=piece.state)
     return patched_piece(piece, note, clock)
 

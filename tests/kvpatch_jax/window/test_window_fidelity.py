@@ -56,7 +56,7 @@ class Prefills(StoredPrefills):
     def contains(self, id: str, front: str) -> bool:
         return (id, front) in self.program.truth.stored
 
-    def front_alike(self, id: str, key: str) -> str | None:
+    def front_alike(self, id: str, key: str, likeness: str | None = None) -> str | None:
         fronts = sorted(front for own, front in self.program.truth.stored if own == id)
         return fronts[int(key, 16) % len(fronts)] if fronts and int(key, 16) % 3 else None
 
