@@ -194,10 +194,12 @@ class SessionConfig:
           CertificateError, SessionError: any of them. What the backbone raises of a text.
         """
         fingerprint = backbone.fingerprint
-        channels = [channel.name for channel in backbone.layout.channels]
-        strangers = [] if not isinstance(self.rank, Mapping) else [name for name in self.rank if name not in channels]
-        if strangers:
-            raise RankError(f"session: got a rank of channel {strangers[0]!r:.80}; expected channels among {channels}")
+        if isinstance(self.rank, Mapping):
+            channels = [channel.name for channel in backbone.layout.channels]
+            strangers = [name for name in self.rank if name not in channels]
+            if strangers:
+                expected = f"channels among {channels}"
+                raise RankError(f"session: got a rank of channel {strangers[0]!r:.80}; expected {expected}")
         if self.placeholder is not None:
             tokens = backbone.prepare([Text(self.placeholder)])["input_ids"].shape[1]
             if not 1 <= tokens <= self.largest_text:
