@@ -12,7 +12,7 @@ from ..cache import brief
 from ..errors import PatchMismatchError, StalePatchError, WindowError
 from .edits import Copy, Drop, Edit, Edits, Prefill, Recompute, Rotate, in_order, new_edit
 from .entry import BARE, FRESH, Entry, Likeness, PatchNote, PieceState, PlacedPiece, tuple_of
-from .fidelity import chain_of, linked
+from .fidelity import chain_of
 from .window_state import WindowState, recallable
 from .window_steps import (
     check_base,
@@ -27,6 +27,7 @@ from .window_steps import (
     restored_state,
     restoring_edits,
     room_for,
+    shown,
 )
 
 AtHand = Callable[[str, str | None], bool]
@@ -92,39 +93,38 @@ class Rearrangement[W: WindowState]:
         # Pieces that are served as they were arranged keep what was derived of them, up to the first that is not.
         pieces, clock, changed = list(self.placed), self.window.clock, list[int]()
         for index, (kept, service) in enumerate(zip(self.kept, services, strict=True)):
+            how, piece = service.how, pieces[index]
+            if how == ("keep" if kept else "prefill"):
+                continue
+
             # A canonical at the front, and what a store has of this very front, are what a forward would compute.
-            how = service.how
-            here = how == "restored" and service.behind is None
-            if how == "keep" if kept else how in ("prefill", "leading") or here:
+            if how == "leading" and (kept or index):
+                given = f"{shown(piece[0].id)} leading behind {index} pieces"
+                raise WindowError(f"window: got {given}; expected none in front of it, and that it comes in")
+            here = how == "leading" or (how == "restored" and service.behind is None)
+            if here and not kept and piece[0].kind == "chunk":
                 continue
 
             changed.append(index)
-            if service.how == "prefill":
+            # Another KV than those behind it have seen.
+            if how in ("prefill", "restored", "patch") and kept:
                 clock = max(clock, self.before.clock + 1)
-                pieces[index] = pieces[index].run_again(clock)
-                continue
-            # Another KV than those behind it have seen, as after a forward.
-            if service.how in ("restored", "patch") and kept:
-                clock = max(clock, self.before.clock + 1)
-            # Most are new, and by a patch.
-            piece, note = pieces[index], service.note
-            new = how == "patch" and not kept and piece[0].kind == "chunk"
-            if new and note is not None and note.base == "canonical":
-                pieces[index] = tuple_of(PlacedPiece, (piece[0], piece[1], note.serving(), None, 0, *piece[5:]))
-                continue
-            pieces[index] = _with_service(piece, kept, service, self.window.pieces[index].target, clock)
+            if how == "prefill":
+                pieces[index] = piece.run_again(clock)
+            else:
+                pieces[index] = _with_service(piece, kept, service, self.window.pieces[index].target, clock)
 
         window = self.window
         if changed:
             pieces[: changed[0]] = window.pieces[: changed[0]]
             # Nothing else is promised while what was there before stays what it is.
             same = None if any(self.kept[index] for index in changed) else window.pieces
-            forgets = window.promise == "forget"
-            linked_pieces = linked(window.backbone, pieces, changed[0], forgets, same)
-            window = dataclasses.replace(window, pieces=linked_pieces, clock=clock)
+            window = relinked(window, pieces, changed[0], same, clock=clock)
             stale = [index for index in changed if self._is_stale(window, index, services[index])]
             for index in stale:
-                pieces[index] = pieces[index]._replace(state=_note_of(services[index]).serving(stale=True))
+                note = services[index].note
+                assert note is not None  # only a patch is stale
+                pieces[index] = pieces[index]._replace(state=note.serving(stale=True))
             window = relinked(window, pieces, changed[0]) if stale else window
 
         return window, self._edits(window, services, at_hand)
@@ -227,11 +227,6 @@ def _with_service(piece: PlacedPiece, kept: bool, service: ServingChoice, target
     return patched_piece(piece, note, clock)
 
 
-def _note_of(service: ServingChoice) -> PatchNote:
-    assert service.note is not None
-    return service.note
-
-
 def arrange[W: WindowState](
     window: W, entries: Sequence[Entry], instead: Mapping[str, PlacedPiece] | None = None
 ) -> Rearrangement[W]:
@@ -300,9 +295,10 @@ def arrange[W: WindowState](
         first += 1
     gone = [piece for piece in own if piece.entry.id not in kept]
     evicted = [piece for piece in window.evicted if piece.entry.id not in wanted]
-    there = dataclasses.replace(
+    there = relinked(
         window,
-        pieces=linked(window.backbone, pieces, first, window.promise == "forget"),
+        pieces,
+        first,
         evicted=recallable(evicted, [piece for piece in gone if piece.entry.id not in wanted]),
         lead=lead,
         lead_settled=settled,

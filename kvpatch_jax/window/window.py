@@ -391,11 +391,6 @@ class Window(WindowState):
         """Places an entry at an index, or in place of the piece there (`instead`)."""
         note = None if patch is None else PatchNote.of(patch)
         how = check_entering(entry, how, note, behind, likeness)
-        if how == "leading" and index:
-            raise WindowError(
-                f"window: got {shown(entry.id)} leading behind {index} pieces; expected none in front of it"
-            )
-
         entries = [piece.entry for piece in self.pieces]
         entries[index : index + (instead is not None)] = [entry]
         service = ServingChoice(how, note, allow_stale, behind, likeness)

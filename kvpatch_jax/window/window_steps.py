@@ -86,10 +86,12 @@ def room_for(span: int, low: int, high: int, before: PlacedPiece | None) -> tupl
 # ----------------------------------------------------------------------------------------------------------- edits
 
 
-def relinked[W: WindowState](window: W, pieces: Sequence[PlacedPiece], first: int, **changes: Any) -> W:
-    """Returns the window with these pieces, of which those in front of `first` are linked already."""
+def relinked[W: WindowState](
+    window: W, pieces: Sequence[PlacedPiece], first: int, alike: Sequence[PlacedPiece] | None = None, **changes: Any
+) -> W:
+    """Returns the window with these pieces, of which those in front of `first` are linked already (`linked`)."""
     forgets = window.promise == "forget"
-    return dataclasses.replace(window, pieces=linked(window.backbone, pieces, first, forgets), **changes)
+    return dataclasses.replace(window, pieces=linked(window.backbone, pieces, first, forgets, alike), **changes)
 
 
 def with_piece[W: WindowState](window: W, index: int, piece: PlacedPiece, **changes: Any) -> W:
@@ -147,7 +149,7 @@ class PatchOptions(TypedDict, total=False):
       allow_stale: accepts a patch that was formed behind something else.
       behind: chain digest of what a restored prefill was computed behind. None: behind these very pieces, served as
         they are, so that it is what a forward would compute. Otherwise the piece is approximate.
-      likeness: what that has in common with what is in front here, "near" or "seen"; None: nothing is known of it.
+      likeness: what that has in common with what is in front here; None: nothing is known of it.
     """
 
     fetched: bool

@@ -262,3 +262,20 @@ def test_what_follows_a_chunk_that_comes_back_patched_is_as_promised():
     other, _ = recalled.replace("c1", entry(3))
     assert other.fidelity("c2") == "approximate"
     assert seen(there) == seen(recalled)
+
+
+@pytest.mark.parametrize("how", ["leading", "restored"])
+def test_what_is_no_forward_counts_as_one_only_where_it_is_one(how):
+    """A canonical only at the front, a stored prefill only of what comes in; and of a text there is neither."""
+    window = start("close", "remember", 1)
+    for number in range(2):
+        window, _ = window.append(entry(number))
+    text = Entry("text", None, 3, 3, "text")
+    held = [piece.entry for piece in window.pieces]
+    for entries in (held, [*held, text], *([[*held, entry(2)]] if how == "leading" else [])):
+        services = [KEEP] * (len(entries) - 1) + [ServingChoice(how)]
+        with pytest.raises(WindowError, match="expected"):
+            arrange(window, entries).serve(services)
+    empty = start("close", "remember", 1)
+    with pytest.raises(WindowError, match="expected it prefilled"):
+        arrange(empty, [text]).serve([ServingChoice(how)])
