@@ -105,16 +105,18 @@ class StoredPrefills:
         """
         if likeness is not None and self._covers is not None and not self._covers(likeness, id):
             return None
-        front = self._fronts.get((id, key))
-        if front is None or not self.contains(id, front):
-            found = self._read(id, key)
-            if found is None:
-                return None
-            front, count = found
-            # A mean has another digest soon, until it is whole.
-            if count in (1, MOST_OF_A_MEAN):
-                self._fronts[id, key] = front
-        return front if self.contains(id, front) else None
+        known = self._fronts.get((id, key))
+        if known is not None and self.contains(id, known):
+            return known
+
+        found = self._read(id, key)
+        if found is None or not self.contains(id, found[0]):
+            return None
+        front, count = found
+        # A mean has another digest soon, until it is whole.
+        if count in (1, MOST_OF_A_MEAN):
+            self._fronts[id, key] = front
+        return front
 
     def put(self, chunk: Chunk, front: str, keys: dict[Likeness, str], mean: bool = False) -> int:
         """Stores a prefill, `chunk.lead` being `lead(front)`, to be found by its front and by these keys.
