@@ -18,7 +18,7 @@ SHAPES = {"0.5B": LARGE, "7B": SEVEN_BILLION}
 DEVICE = "h100"
 
 
-class AgentLoop(NamedTuple):
+class PricedLoop(NamedTuple):
     """A loop: its sizes, and the least and the largest number of chunks of its window."""
 
     name: str
@@ -28,14 +28,14 @@ class AgentLoop(NamedTuple):
 
 
 LOOPS = (
-    AgentLoop("16 to 32 images of 102 tokens", LoopSizes(102, lead=16, asked=16, answered=8), 16, 32),
-    AgentLoop(
+    PricedLoop("16 to 32 images of 102 tokens", LoopSizes(102, lead=16, asked=16, answered=8), 16, 32),
+    PricedLoop(
         "3 to 6 screenshots of 1 200 tokens, texts of 200",
         LoopSizes(1200, text=200, lead=1000, asked=16, answered=64, placeholder=6, steps=50),
         3,
         6,
     ),
-    AgentLoop(
+    PricedLoop(
         "1 to 4 screenshots of 1 200 tokens, texts of 200",
         LoopSizes(1200, text=200, lead=1000, asked=16, answered=64, placeholder=6, steps=50),
         1,

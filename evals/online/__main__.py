@@ -13,15 +13,16 @@ from pathlib import Path
 
 from absl import app, flags
 
-from models import ModelBackbone, load
+from models import ModelBackbone
 
 from ..command_line import errors_as_one_line
 from ..compilation import use_compilation_cache
 from ..console import quiet_backends
-from ..real_weights import checkpoint
 from ..results.parts import make_out
 from ..results.tables import aligned_table
-from ..trained import MAIN, shipped
+from ..tolerance import suite as tolerance
+from ..tolerance.contexts import DECODER
+from ..trained import MAIN
 from . import suite
 from .document import loops_table, shifts_table, simulated_table
 
@@ -42,9 +43,7 @@ def main(arguments: list[str]) -> None:
 
     @functools.cache
     def load_backbone(task: str) -> ModelBackbone:
-        if task == "texts":
-            return load(checkpoint(_CHECKPOINT.value), dtype="float32", angles="float32")
-        return load(shipped(MAIN), dtype="float32")
+        return tolerance.load_backbone(DECODER if task == "texts" else MAIN, _CHECKPOINT.value)
 
     with errors_as_one_line():
         make_out(out)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from models import ModelBackbone
 
-from . import loop, resampling
+from . import loop, simulation
 from .loop import AnswerRecord, AuditRecord
 from .measures import row_of
 from .traffic import TrafficPlan, image_traffic, text_traffic
@@ -152,8 +152,8 @@ def simulated_rows(finished: Sequence[FinishedLoop], seeds: int) -> list[dict[st
     goals = sorted({own.spec.kl for own in finished if own.spec.task == "texts"})
     for kl in goals:
         loops = [own for own in finished if own.spec.task == "texts"]
-        parts = [resampling.losses_of(own.answers, own.audits, 0, own.shift_at) for own in loops]
-        losses = resampling.Losses(
+        parts = [simulation.losses_of(own.answers, own.audits, 0, own.shift_at) for own in loops]
+        losses = simulation.Losses(
             tuple(loss for part in parts for loss in part.trials),
             tuple(loss for part, own in zip(parts, loops, strict=True) if own.spec.kl == kl for loss in part.served),
         )
@@ -163,7 +163,7 @@ def simulated_rows(finished: Sequence[FinishedLoop], seeds: int) -> list[dict[st
         for rate in RATES:
             if rate is not None and not any(loss > kl for _, loss in losses.trials):
                 continue
-            found = [resampling.simulate(losses, kl, audited, seed, rate) for seed in range(seeds)]
+            found = [simulation.simulate(losses, kl, audited, seed, rate) for seed in range(seeds)]
             rows.append(_simulated_row(kl, rate, losses, audited, found))
     return rows
 
@@ -171,12 +171,12 @@ def simulated_rows(finished: Sequence[FinishedLoop], seeds: int) -> list[dict[st
 def _simulated_row(
     kl: float,
     rate: float | None,
-    losses: resampling.Losses,
+    losses: simulation.Losses,
     audited: float,
-    found: Sequence[resampling.SimulatedLoop],
+    found: Sequence[simulation.SimulatedLoop],
 ) -> dict[str, Any]:
     shares = [own.beyond / own.served for own in found if own.served]
-    every = [own.beyond / resampling.ANSWERS for own in found]
+    every = [own.beyond / simulation.ANSWERS for own in found]
     admitted = [own.admitted for own in found if own.admitted is not None]
     return {
         "goal": kl,

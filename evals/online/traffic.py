@@ -56,7 +56,7 @@ class TrafficPlan:
     aside: float = 0.15
 
 
-class Step(NamedTuple):
+class TrafficStep(NamedTuple):
     """One step: the chunk that is read, the question after it, and whether a task begins with it."""
 
     chunk: int
@@ -70,7 +70,7 @@ class Traffic(NamedTuple):
     name: str
     lead: Any
     chunks: tuple[Any, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[TrafficStep, ...]
     shift_at: int
     keep: int
 
@@ -174,9 +174,9 @@ def _records(backbone: Any, chunk: int, rng: random.Random) -> list[int]:
     return ids[:chunk]
 
 
-def _walk(plan: TrafficPlan, documents: int, pieces: int, ask: Any, rng: random.Random) -> tuple[Step, ...]:
+def _walk(plan: TrafficPlan, documents: int, pieces: int, ask: Any, rng: random.Random) -> tuple[TrafficStep, ...]:
     """Draws the steps: chunks are numbered by document, those of after the shift behind all others."""
-    steps: list[Step] = []
+    steps: list[TrafficStep] = []
     shown: list[int] = []
     left, here, other = 0, 0, 0
     while len(steps) < plan.answers:
@@ -208,5 +208,5 @@ def _walk(plan: TrafficPlan, documents: int, pieces: int, ask: Any, rng: random.
             here = document * pieces + (here + 1) % pieces
         shown.append(here)
         left -= 1
-        steps.append(Step(here, ask(shown[-plan.keep :]), begins))
+        steps.append(TrafficStep(here, ask(shown[-plan.keep :]), begins))
     return tuple(steps)

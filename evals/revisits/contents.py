@@ -45,7 +45,7 @@ Asker = Callable[[np.random.Generator, int, Sequence[int]], Question]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TraceContents:
+class RevisitContents:
     """What a trace shows and asks.
 
     Attributes:
@@ -89,7 +89,7 @@ def _shown(together: Sequence[int], last: bool) -> np.ndarray:
     return marked
 
 
-def small_contents(backbone: ModelBackbone, contexts: int, seed: int) -> TraceContents:
+def small_contents(backbone: ModelBackbone, contexts: int, seed: int) -> RevisitContents:
     """Draws contexts of the small task: three legends and a page each."""
     rng = np.random.default_rng(seed)
     drawn = [small_task.sample_contexts(rng, 1) for _ in range(contexts)]
@@ -105,10 +105,10 @@ def small_contents(backbone: ModelBackbone, contexts: int, seed: int) -> TraceCo
         answer = int(asked.answer[0, 0]) if asked.valid[0, 0] else -1
         return Question((int(asked.ask[0, 0]), int(asked.argument[0, 0])), 2, (answer,))
 
-    return TraceContents([VOCABULARY.names.index(word) for word in LEAD_WORDS], pieces, ask)
+    return RevisitContents([VOCABULARY.names.index(word) for word in LEAD_WORDS], pieces, ask)
 
 
-def packed_contents(backbone: ModelBackbone, contexts: int, seed: int, dataset: PackedDataset) -> TraceContents:
+def packed_contents(backbone: ModelBackbone, contexts: int, seed: int, dataset: PackedDataset) -> RevisitContents:
     """Draws contexts of the sheets or documents task: three sheets and a page each."""
     rng, task = np.random.default_rng(seed), dataset.spec
     drawn = [task.sample(rng, 1, task.sizes[str(PIECES)]) for _ in range(contexts)]
@@ -120,10 +120,10 @@ def packed_contents(backbone: ModelBackbone, contexts: int, seed: int, dataset: 
         # Of two tokens or three; what is asked last is answered.
         return Question(tuple(asked.ids[0].tolist()), asked.ids.shape[1], (int(asked.answer[0, -1]),))
 
-    return TraceContents((np.arange(PACKED_LEAD) + task.vocabulary.fill).tolist(), pieces, ask)
+    return RevisitContents((np.arange(PACKED_LEAD) + task.vocabulary.fill).tolist(), pieces, ask)
 
 
-def text_contents(backbone: ModelBackbone, contexts: int, seed: int, domain: str) -> TraceContents:
+def text_contents(backbone: ModelBackbone, contexts: int, seed: int, domain: str) -> RevisitContents:
     """Reads documents of a domain, four chunks each; scored is what follows a chunk in its document.
 
     Args:
@@ -142,7 +142,7 @@ def text_contents(backbone: ModelBackbone, contexts: int, seed: int, domain: str
         ids = tails[context * PIECES + together[-1]]
         return Question(tuple(ids[:-1]), 1, tuple(ids[1:]))
 
-    return TraceContents(np.asarray(backbone.prepare([kvp.Text(LEAD)])["input_ids"])[0].tolist(), pieces, ask)
+    return RevisitContents(np.asarray(backbone.prepare([kvp.Text(LEAD)])["input_ids"])[0].tolist(), pieces, ask)
 
 
 @functools.lru_cache(maxsize=4)
@@ -150,7 +150,7 @@ def _documents(backbone: Any, domain: str, count: int, tokens: int) -> list[text
     return texts.documents(backbone, domain, count, tokens, tokens)
 
 
-CONTENTS: dict[str, Callable[[ModelBackbone, int, int], TraceContents]] = {
+CONTENTS: dict[str, Callable[[ModelBackbone, int, int], RevisitContents]] = {
     "small": small_contents,
     "sheets": functools.partial(packed_contents, dataset=SHEETS_DATASET),
     "documents": functools.partial(packed_contents, dataset=DOCUMENTS_DATASET),

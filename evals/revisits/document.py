@@ -14,7 +14,7 @@ from ..report.documents import ROOT, block
 from ..results.tables import markdown_table
 from .figures import draw
 from .rows import COUNTS, OTHER, RevisitRows, Row
-from .serving import POINTS
+from .served_visit import POINTS
 from .visits import FIRST, FORK, SAME, VISITS
 from .ways import (
     BEFORE,

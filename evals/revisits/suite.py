@@ -16,19 +16,17 @@ from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.plan import OnlineCertificate
 from kvpatch_jax.session.logit_comparison import compared
 from kvpatch_jax.window import Costs
-from models import ModelBackbone, load
+from models import ModelBackbone
 
 from ..datasets import RecordedDataset
-from ..real_weights import checkpoint
 from ..results.parts import PlannedPart
 from ..runner import run_recorded
-from ..tolerance.contexts import DECODER
-from ..trained import shipped
+from ..tolerance import suite as tolerance
 from .baselines import Prefixes, baselines
-from .contents import CONTENTS, TEXTS, Question, TraceContents
+from .contents import CONTENTS, TEXTS, Question, RevisitContents
 from .plan import FULL, RevisitModel, RevisitPart, RevisitPlan, models, parts, revisits_of
 from .rows import rows_of
-from .serving import ServedVisit, questions_of, serve
+from .served_visit import ServedVisit, questions_of, serve
 from .visits import FIRST, PIECES, SAME, Visit, draw_visits
 from .ways import BEFORE, BEFORE_UNCERTIFIED, FORGETTING_WAYS, NO_STORE, WAYS
 
@@ -88,10 +86,8 @@ def load_backbone(name: str, weights: str | None = None) -> ModelBackbone:
     Raises:
       ConfigError: the decoder's weights are not installed.
     """
-    if name == DECODER:
-        return load(checkpoint(weights), dtype="float32", angles="float32", buckets=Buckets())
     # Padded to few lengths, so that few programs are compiled.
-    return load(shipped(name), dtype="float32", buckets=Buckets())
+    return tolerance.load_backbone(name, weights, buckets=Buckets())
 
 
 def dataset(
@@ -178,7 +174,7 @@ def records_of(backbone: ModelBackbone, plan: RevisitPlan, part: RevisitPart) ->
 
 def _serve_all(
     backbone: ModelBackbone,
-    contents: TraceContents,
+    contents: RevisitContents,
     visits: Sequence[Visit],
     questions: Mapping[str, Sequence[Question]],
     name: str,

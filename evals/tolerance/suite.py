@@ -29,15 +29,18 @@ DIGITS = 5
 """Significant digits of the KL of an answer in the file of parts."""
 
 
-def load_backbone(name: str, path: str | None = None) -> ModelBackbone:
+def load_backbone(name: str, path: str | None = None, **options: Any) -> ModelBackbone:
     """Loads a shipped instance, or the pretrained decoder (`path`: its weights, in place of the package's).
+
+    Args:
+      options: other options of `models.load`.
 
     Raises:
       ConfigError: the decoder's weights are not installed. InputError: no such instance.
     """
     if name == DECODER:
-        return load(checkpoint(path), dtype="float32", angles="float32")
-    return load(shipped(name), dtype="float32")
+        return load(checkpoint(path), dtype="float32", angles="float32", **options)
+    return load(shipped(name), dtype="float32", **options)
 
 
 def dataset(backbones: Mapping[str, ModelBackbone], plan: TolerancePlan) -> RecordedDataset:

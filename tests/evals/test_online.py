@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evals.online import document, resampling, suite
+from evals.online import document, simulation, suite
 from evals.online.loop import AnswerRecord, AuditRecord
 from evals.online.measures import row_of
 from evals.online.traffic import TrafficPlan, image_traffic
@@ -84,8 +84,8 @@ def test_a_row_counts_what_was_served_until_the_shift_and_until_the_withdrawal()
 def test_a_simulated_enemy_is_hardly_ever_admitted_and_what_holds_is():
     draw = random.Random(0)
     trials = tuple((1 + draw.randrange(5), 0.2 if draw.random() < 0.02 else 0.01 * draw.random()) for _ in range(200))
-    losses = resampling.Losses(trials, trials)
-    honest = [resampling.simulate(losses, BOUND, 0.1, seed) for seed in range(10)]
+    losses = simulation.Losses(trials, trials)
+    honest = [simulation.simulate(losses, BOUND, 0.1, seed) for seed in range(10)]
     assert all(own.admitted is not None and own.beyond <= 0.1 * own.served for own in honest)
-    enemies = [resampling.simulate(losses, BOUND, 0.1, seed, 0.15) for seed in range(40)]
+    enemies = [simulation.simulate(losses, BOUND, 0.1, seed, 0.15) for seed in range(40)]
     assert sum(own.admitted is not None for own in enemies) <= 40 * (0.05 + 3 * (0.05 * 0.95 / 40) ** 0.5)

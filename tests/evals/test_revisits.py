@@ -15,7 +15,7 @@ from evals.revisits.contents import small_contents
 from evals.revisits.figures import draw
 from evals.revisits.plan import FULL, QUICK, RevisitModel, models, parts
 from evals.revisits.rows import OTHER, RevisitRows, rows_of
-from evals.revisits.serving import POINTS
+from evals.revisits.served_visit import POINTS
 from evals.revisits.suite import load_backbone, run
 from evals.revisits.visits import CONTEXTS, FIRST, FORK, PIECES, SAME, SHUFFLED, VISITS, Visit, draw_visits
 from evals.revisits.ways import (

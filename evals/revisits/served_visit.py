@@ -14,7 +14,7 @@ from kvpatch_jax.session import embedded
 from kvpatch_jax.session.logit_comparison import served_logits
 from kvpatch_jax.window import Window
 
-from .contents import Question, TraceContents
+from .contents import Question, RevisitContents
 from .visits import Visit
 from .ways import RevisitWay
 
@@ -52,7 +52,7 @@ class ServedVisit(NamedTuple):
     tokens: dict[int, int]
 
 
-def questions_of(contents: TraceContents, visit: Visit, window: int, seed: int) -> list[Question]:
+def questions_of(contents: RevisitContents, visit: Visit, window: int, seed: int) -> list[Question]:
     """Asks after every step of a visit, about what is in a window of so many pieces."""
     # The same trace is asked the same questions.
     rng, asked = np.random.default_rng([seed, *visit.pieces]), []
@@ -64,7 +64,7 @@ def questions_of(contents: TraceContents, visit: Visit, window: int, seed: int) 
 def serve(
     backbone: Any,
     store: Any,
-    contents: TraceContents,
+    contents: RevisitContents,
     visit: Visit,
     questions: Sequence[Question],
     way: RevisitWay,
