@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .core import AnyArray, EngineKV, KVLayout, Paged, Start, check_paged, expect_frame
 from .errors import InputError, LayoutError, PositionError, ShapeError
@@ -86,7 +86,7 @@ class Output(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Result of decoding or recomputing.
+    """Result of decoding.
 
     Attributes:
       logits: [B,n,V], of the requested tokens.
@@ -95,6 +95,46 @@ class Step(NamedTuple):
 
     logits: Array
     cache: Any
+
+
+class Recomputed(NamedTuple):
+    """Result of recomputing.
+
+    Attributes:
+      logits: [B,n,V], of the requested tokens; n is 0 if the layers end below the last.
+      cache: engine-frame KV with the tokens written, of the same type as the input: {channel: [L,B,S,K,H]} or `Paged`.
+      hidden: {layer: [B,T,D]}, the residual entering each requested layer.
+    """
+
+    logits: Array
+    cache: Any
+    hidden: dict[int, Array]
+
+
+class LayerAttention(NamedTuple):
+    """What one layer's attention compares, in the engine frame. For MLA: absorbed queries, and one latent key head.
+
+    Attributes:
+      query: [B,T,N,H] of the tokens. keys: [B,S,K,H], all that may be seen. own: [B,T,K,H], the tokens' own keys,
+        which `keys` holds too unless the tokens are not written at this layer.
+      allowed: bool [B,1,T,S], True where a token may attend. scale: factor of the scores.
+    """
+
+    query: Array
+    keys: Array
+    own: Array
+    allowed: Bool[Array, "B 1 T S"]
+    scale: float
+
+    def weights(self, keys: Array | None = None) -> Float[Array, "B N T S"]:
+        """Computes the attention weights in float32, over other keys if any are given."""
+        keys = self.keys if keys is None else keys
+        B, T, N, H = self.query.shape
+        heads = keys.shape[2]
+        grouped = self.query.reshape(B, T, heads, N // heads, H)
+        scores = self.scale * jnp.einsum("BTKGH,BSKH->BKGTS", grouped, keys, preferred_element_type=jnp.float32)
+        scores = jnp.where(self.allowed, scores.reshape(B, N, T, -1), -jnp.inf)
+        return jax.nn.softmax(scores, axis=-1)
 
 
 class ForwardCosts(NamedTuple):
@@ -202,7 +242,10 @@ class Backbone(Protocol):
         keep: Bool[Array, "L B T"] | None = None,
         mask: Bool[Array, "B 1 T S"] | None = None,
         logits: Logits = "last",
-    ) -> Step:
+        start_layer: int = 0,
+        stop_layer: int | None = None,
+        hidden_at: tuple[int, ...] = (),
+    ) -> Recomputed:
         """Recomputes tokens in context: runs them again and overwrites their KV in the cache at `slots`.
 
         Args:
@@ -210,10 +253,43 @@ class Backbone(Protocol):
           cache: engine-frame KV of the whole sequence, {channel: [L,B,S,K,H]}, or its pages, as `decode` takes them.
           keep: tokens to write at each layer; the set of a layer must be a subset of that of the layer below.
           mask: True where a token may attend, over the cache; None: slots up to its own.
-          logits: tokens whose logits are returned.
+          logits: tokens whose logits are returned; none if `stop_layer` is below the last layer.
+          start_layer: layer that `tokens.embeddings` enters as the residual.
+          stop_layer: the layers end below it, and those from it on keep their KV; None: all layers.
+          hidden_at: layers, of start_layer … stop_layer, whose entering residual is returned.
 
         Raises:
-          ShapeError: the sets are not nested.
+          ShapeError: the sets are not nested, or a layer is out of range. InputError: a part of the layers, or
+          residuals, of a cache in pages.
+        """
+        ...
+
+    def attention(
+        self,
+        tokens: Tokens,
+        context: KV,
+        mask: Bool[Array, "B 1 T S"] | None = None,
+        *,
+        layers: Sequence[int],
+        reduce: Callable[[LayerAttention], Any],
+        slots: Int[Array, "B T"] | None = None,
+        keep: Bool[Array, "L B T"] | None = None,
+    ) -> Any:
+        """Runs tokens over a context, up to the highest of some layers, and reduces what these layers attend to.
+
+        Args:
+          context: engine-frame KV {channel: [L,B,S,K,H]}; the tokens follow it, or, with `slots`, are written into it.
+          mask: as `prefill` takes it, or with `slots` as `recompute`.
+          layers: whose attention is reduced, ascending.
+          reduce: maps a `LayerAttention` to arrays, the same at every layer. Traced, and compiled once for each
+            function: pass one that is defined once, not a new lambda.
+          slots, keep: as `recompute` takes them.
+
+        Returns:
+          The reduced arrays with a leading axis over `layers`.
+
+        Raises:
+          InputError: no layers, or layers that do not ascend; else as `prefill` and `recompute`.
         """
         ...
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.answers import AnswerRows, Draws
-from kvpatch_jax.backbone import KV, Context, Output, Step, Tokens
+from kvpatch_jax.backbone import KV, Context, LayerAttention, Output, Recomputed, Step, Tokens
 from kvpatch_jax.core import Buckets, KVLayout, Paged, to_engine
 
 from .attention import Mask, as_mask
@@ -61,8 +61,8 @@ class Forward:
     Attributes:
       state: the parameters, the first argument of every program.
       step_state: the same for steps of at most `STEP_TOKENS` tokens, from which these copy no weights.
-      encode, embed, prefill, recompute, recompute_in_pages, first_in_pages, next_in_pages, first, begin, advance,
-        router_load: the programs, jitted.
+      encode, embed, prefill, recompute, attention, recompute_in_pages, first_in_pages, next_in_pages, first, begin,
+        advance, router_load: the programs, jitted.
     """
 
     def __init__(self, model: Any, pads: tuple[int, ...], layout: KVLayout, mesh: Mesh | None):
@@ -78,7 +78,10 @@ class Forward:
         self.encode = self._program(self._encode, P())
         self.embed = self._program(self._embed, P())
         self.prefill = self._program(self._prefill, Output(whole, kv, whole), "start_layer", "hidden_at", "chunk")
-        self.recompute = self._program(self._recompute, Step(whole, kv))
+        self.recompute = self._program(
+            self._recompute, Recomputed(whole, kv, whole), "start_layer", "stop_layer", "hidden_at"
+        )
+        self.attention = self._program(self._attention, P(), "layers", "reduce")
 
         # What is written in place is donated: the pool that came in is gone with the call.
         self.recompute_in_pages = self._program(self._recompute_in_pages, Step(whole, kv), donate="pool")
@@ -176,11 +179,55 @@ class Forward:
         return run.load
 
     def _recompute(
-        self, state: Any, tokens: Tokens, cache: KV, slots: Array, keep: Any, mask: Any, rows: Array | None
-    ) -> Step:
+        self,
+        state: Any,
+        tokens: Tokens,
+        cache: KV,
+        slots: Array,
+        keep: Any,
+        mask: Any,
+        rows: Array | None,
+        *,
+        start_layer: int = 0,
+        stop_layer: int | None = None,
+        hidden_at: tuple[int, ...] = (),
+    ) -> Recomputed:
         mask = Mask(causal=True, query_places=slots) if mask is None else mask
-        step = self._rewrite(state, tokens, self._spread(cache), slots, keep, mask, rows)
-        return Step(step.logits, self._spread(step.cache))
+        layers: Any = {"start_layer": start_layer, "stop_layer": stop_layer, "hidden_at": hidden_at}
+        step = self._rewrite(state, tokens, self._spread(cache), slots, keep, mask, rows, **layers)
+        return step._replace(cache=self._spread(step.cache))
+
+    def _attention(
+        self,
+        state: Any,
+        tokens: Tokens,
+        context: KV,
+        mask: Any,
+        slots: Array | None,
+        keep: Any,
+        *,
+        layers: tuple[int, ...],
+        reduce: Callable[[LayerAttention], Any],
+    ) -> Any:
+        """Runs the tokens up to the highest of `layers` and returns what `reduce` makes of the attention there."""
+        decoder = nnx.merge(self.graph, state).decoder
+        if slots is None:
+            mask = self._mask(tokens.embeddings.shape[1], context, mask)
+        elif mask is None:
+            mask = Mask(causal=True, query_places=slots)
+        run = decoder.run(
+            tokens.embeddings,
+            tokens.positions,
+            mask,
+            context=self._spread(context),
+            slots=slots,
+            keep=keep,
+            stop_layer=layers[-1] + 1,
+            deepstack=by_layer(tokens),
+            observed=layers,
+            observe=reduce,
+        )
+        return run.observed
 
     def _recompute_in_pages(
         self,
@@ -250,8 +297,16 @@ class Forward:
         return after, self._spread(written_into_pages(held, run.cache, slots, None))
 
     def _rewrite(
-        self, state: Any, tokens: Tokens, cache: Context, slots: Array, keep: Any, mask: Any, rows: Array | None
-    ) -> Step:
+        self,
+        state: Any,
+        tokens: Tokens,
+        cache: Context,
+        slots: Array,
+        keep: Any,
+        mask: Any,
+        rows: Array | None,
+        **layers: Any,
+    ) -> Recomputed:
         decoder = nnx.merge(self.graph, state).decoder
         run = decoder.run(
             tokens.embeddings,
@@ -261,10 +316,11 @@ class Forward:
             slots=slots,
             keep=keep,
             deepstack=by_layer(tokens),
+            **layers,
         )
         assert run.cache is not None
         hidden = run.hidden if rows is None else take_tokens(run.hidden, rows)
-        return Step(decoder.logits(hidden), run.cache)
+        return Recomputed(decoder.logits(hidden), run.cache, run.taps)
 
     def _mask(self, length: int, context: Context | None, mask: Any) -> Mask:
         """Returns what so many tokens see of a context and of each other, by a mask or, without one, all that is in

@@ -1,6 +1,7 @@
 """Writing tokens into a cache, contiguous or in pages: `recompute` and `decode` of a backbone."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +9,37 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
-from kvpatch_jax.backbone import Context, Logits, Step, Tokens, check_cached, check_tokens
+from kvpatch_jax.backbone import (
+    KV,
+    Context,
+    LayerAttention,
+    Logits,
+    Recomputed,
+    Step,
+    Tokens,
+    check_behind,
+    check_cached,
+    check_tokens,
+)
 from kvpatch_jax.core import DEFAULT, EngineKV, Paged, arrays_of
-from kvpatch_jax.errors import ShapeError
+from kvpatch_jax.errors import InputError, ShapeError
 from pallas_kernels.splice import check_slots
 
 from .forward import LoadedModel, key_count
 from .inputs.buckets import pad_slots, pad_tokens
 from .inputs.masks import check_mask, check_mask_over
 from .inputs.rows import logit_rows
+
+
+class LayerRange(NamedTuple):
+    """Layers that a recompute runs, from `start_layer` to below `stop_layer`, and those whose residual it returns."""
+
+    start_layer: int = 0
+    stop_layer: int | None = None
+    hidden_at: tuple[int, ...] = ()
+
+
+WHOLE = LayerRange()
 
 
 class Writing(LoadedModel):
@@ -30,7 +53,10 @@ class Writing(LoadedModel):
         keep: Bool[Array | np.ndarray, "L B T"] | None = None,
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
         logits: Logits = "last",
-    ) -> Step:
+        start_layer: int = 0,
+        stop_layer: int | None = None,
+        hidden_at: tuple[int, ...] = (),
+    ) -> Recomputed:
         """See `kvpatch_jax.backbone.Backbone.recompute`. Tokens of a set that ends at a layer run on, unwritten."""
         if keep is not None and not isinstance(keep, Tracer):
             sets = np.asarray(keep)
@@ -39,7 +65,52 @@ class Writing(LoadedModel):
                     f"keep: got {sets.shape}; expected one token set per layer ({self.layout.layers}), each inside the "
                     "one below"
                 )
-        return self._write(tokens, cache, slots, keep, mask, logits, "recompute")
+        part = LayerRange(start_layer, stop_layer, tuple(hidden_at))
+        if part != WHOLE:
+            self._check_part(part, cache)
+        return self._write(tokens, cache, slots, keep, mask, logits, "recompute", part)
+
+    def _check_part(self, part: "LayerRange", cache: Context) -> None:
+        """Refuses layers that the model lacks, and a cache in pages, which all layers write at once."""
+        layers = self.layout.layers
+        stop = layers if part.stop_layer is None else part.stop_layer
+        taps_fit = all(part.start_layer <= tap <= stop for tap in part.hidden_at)
+        if not 0 <= part.start_layer < stop <= layers or not taps_fit:
+            raise ShapeError(
+                f"recompute: got layers {part.start_layer} to {part.stop_layer} with residuals at {part.hidden_at}; "
+                f"expected a part of the layers 0 to {layers}, and residuals inside it"
+            )
+        if isinstance(cache, Paged):
+            raise InputError("recompute: got a part of the layers, and a cache in pages; expected a contiguous cache")
+
+    def attention(
+        self,
+        tokens: Tokens,
+        context: KV,
+        mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
+        *,
+        layers: Sequence[int],
+        reduce: Callable[[LayerAttention], Any],
+        slots: Int[Array | np.ndarray, "B T"] | None = None,
+        keep: Bool[Array | np.ndarray, "L B T"] | None = None,
+    ) -> Any:
+        """See `kvpatch_jax.backbone.Backbone.attention`. Nothing is padded: `reduce` sees real tokens alone."""
+        check_tokens(tokens, "attention")
+        check_mask(mask)
+        check_cached(self.layout, tokens, context, "attention: context")
+        if slots is None:
+            check_behind(tokens, context, mask, "attention")
+        elif np.shape(slots) != tokens.embeddings.shape[:2]:
+            raise ShapeError(f"attention: got slots of shape {np.shape(slots)}; expected {tokens.embeddings.shape[:2]}")
+        wanted = tuple(int(layer) for layer in layers)
+        if not wanted or list(wanted) != sorted(set(wanted)) or wanted[0] < 0 or wanted[-1] >= self.layout.layers:
+            raise InputError(
+                f"attention.layers: got {wanted}; expected ascending layers of 0 to {self.layout.layers - 1}"
+            )
+        self._check_regime(tokens.positions)
+        state = self.programs.state_for(tokens.embeddings.shape[0] * tokens.embeddings.shape[1])
+        arrays = tokens, arrays_of(context), mask, slots, keep
+        return self.programs.attention(state, *arrays, layers=wanted, reduce=reduce)
 
     def decode(
         self,
@@ -50,11 +121,20 @@ class Writing(LoadedModel):
         logits: Logits = "last",
     ) -> Step:
         """See `kvpatch_jax.backbone.Backbone.decode`."""
-        return self._write(tokens, cache, slots, None, mask, logits, "decode")
+        step = self._write(tokens, cache, slots, None, mask, logits, "decode")
+        return Step(step.logits, step.cache)
 
     def _write(
-        self, tokens: Tokens, cache: Context, slots: Any, keep: Any, mask: Any, logits: Logits, what: str
-    ) -> Step:
+        self,
+        tokens: Tokens,
+        cache: Context,
+        slots: Any,
+        keep: Any,
+        mask: Any,
+        logits: Logits,
+        what: str,
+        part: "LayerRange | None" = None,
+    ) -> Recomputed:
         """Writes tokens into a cache, and reads the logits behind them."""
         check_tokens(tokens, what)
         check_mask(mask)
@@ -63,7 +143,10 @@ class Writing(LoadedModel):
             raise ShapeError(f"{what}: got slots of shape {np.shape(slots)}; expected {tokens.embeddings.shape[:2]}")
 
         self._check_regime(tokens.positions)
-        rows, length = logit_rows(tokens, logits, what), tokens.embeddings.shape[1]
+        part, length = part or WHOLE, tokens.embeddings.shape[1]
+        # What leaves a lower layer is no input of the output head.
+        ends_below = part.stop_layer not in (None, self.layout.layers)
+        rows = jnp.zeros((len(slots), 0), jnp.int32) if ends_below else logit_rows(tokens, logits, what)
         if self.buckets is not None:
             tokens = pad_tokens(self.buckets, tokens)
         state = self.programs.state_for(tokens.embeddings.shape[0] * tokens.embeddings.shape[1])
@@ -74,15 +157,17 @@ class Writing(LoadedModel):
             slots = jnp.asarray(slots)
             if self.buckets is not None:
                 slots, keep, mask = pad_slots(self.buckets, slots, keep, mask, key_count(cache))
-            step = self.programs.recompute(state, tokens, dict(cache), slots, keep, mask, rows)
+            step = self.programs.recompute(state, tokens, dict(cache), slots, keep, mask, rows, **part._asdict())
             # A loop's carry must come out as the pytree that went in: its frame is kept, if it has one.
             step = step._replace(cache=type(cache)(step.cache) if isinstance(cache, EngineKV) else step.cache)
 
-        return step if rows is not None else step._replace(logits=step.logits[:, :length])
+        hidden = {layer: residual[:, :length] for layer, residual in step.hidden.items()}
+        logits_of = step.logits if rows is not None else step.logits[:, :length]
+        return step._replace(logits=logits_of, hidden=hidden)
 
     def _write_pages(
         self, state: Any, tokens: Tokens, cache: Paged, slots: Any, keep: Any, mask: Any, rows: Any, what: str
-    ) -> Step:
+    ) -> Recomputed:
         """Does what `_write` does where the cache is in pages. The pool is donated; the table gets the slots' pages."""
         total = int(np.prod(next(iter(cache.pool.values())).shape[1:3]))
         slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
@@ -104,7 +189,7 @@ class Writing(LoadedModel):
         step = self.programs.recompute_in_pages(
             state, tokens, pool, after._replace(pool={}), slots, written, keep, mask, rows
         )
-        return Step(step.logits, after._replace(pool=step.cache))
+        return Recomputed(step.logits, after._replace(pool=step.cache), {})
 
 
 def in_pages(window: int | None, context: Paged) -> Paged:

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from kvpatch_jax.backbone import LayerAttention
+
 from ..attention import Mask, attention
 from .config import DecoderConfig
 from .layers import Linear, RMSNorm
@@ -55,6 +57,13 @@ class GroupedAttention(nnx.Module):
         """Attends with rotated queries over engine-frame KV, and projects out."""
         mixed = attention(query["turning"], kv["k"], kv["v"], mask, scale=self.head_dim**-0.5)
         return self.output(mixed.reshape(*mixed.shape[:2], -1))
+
+    def compared(
+        self, query: Mapping[str, Array], kv: Mapping[str, Array], own: Mapping[str, Array], mask: Mask
+    ) -> LayerAttention:
+        """Returns the rotated queries and the keys that `mix` compares; `own` is the tokens' engine-frame KV."""
+        allowed = mask.dense(query["turning"].shape[1], kv["k"].shape[1])
+        return LayerAttention(query["turning"], kv["k"], own["k"], allowed, self.head_dim**-0.5)
 
 
 class LatentAttention(nnx.Module):
@@ -96,17 +105,32 @@ class LatentAttention(nnx.Module):
 
     def mix(self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask) -> Float[Array, "B T D"]:
         """Attends with absorbed and rotated queries over the cached latent, and projects out."""
-        queries = jnp.concatenate([query["latent"], query["turning"]], axis=-1)
-        keys = jnp.concatenate([kv["ckv"], kv["kpe"]], axis=-1)
+        queries, keys = _joined_queries(query), _joined_keys(kv)
         # The latent is key and value of one head that all query heads share.
         mixed = attention(queries, keys, kv["ckv"], mask, scale=self.latent.scale)
         up = self._up(mixed.dtype)[..., self.latent.plain_dim :]
         values = jnp.einsum("BTNC,CNW->BTNW", mixed, up, preferred_element_type=jnp.float32).astype(mixed.dtype)
         return self.output(values.reshape(*values.shape[:2], -1))
 
+    def compared(
+        self, query: Mapping[str, Array], kv: Mapping[str, Array], own: Mapping[str, Array], mask: Mask
+    ) -> LayerAttention:
+        """Returns the absorbed queries and the latent keys that `mix` compares, of one head that all queries share."""
+        queries, keys = _joined_queries(query), _joined_keys(kv)
+        allowed = mask.dense(queries.shape[1], keys.shape[1])
+        return LayerAttention(queries, keys, _joined_keys(own), allowed, self.latent.scale)
+
     def _up(self, dtype: jnp.dtype) -> Array:
         """Returns the latent's way up to every head's plain key and value, [C,N,U+W]."""
         return self.up.kernel[...].astype(dtype).reshape(self.latent.latent, self.heads, -1)
+
+
+def _joined_queries(query: Mapping[str, Array]) -> Array:
+    return jnp.concatenate([query["latent"], query["turning"]], axis=-1)
+
+
+def _joined_keys(kv: Mapping[str, Array]) -> Array:
+    return jnp.concatenate([kv["ckv"], kv["kpe"]], axis=-1)
 
 
 def _halves(x: Array) -> Array:

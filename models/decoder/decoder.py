@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from kvpatch_jax.backbone import LayerAttention
 from kvpatch_jax.core import Paged, rope_tables, rotate
 from kvpatch_jax.errors import ShapeError
 
@@ -64,6 +65,7 @@ class LayerState(NamedTuple):
     in pages the tokens' own alone, [L,B,T,K,H], which are to be written into the pool.
     taps: {layer: residual [B,T,D] as it enters that layer}. load: how many of the counted tokens chose each expert,
     int32 [L,E] over the layers run that have experts; None where nothing is counted or there are none.
+    observed: what `observe` made of the attention of the layers it was asked for, with a leading axis over them.
     """
 
     hidden: Array
@@ -71,6 +73,7 @@ class LayerState(NamedTuple):
     cache: KV | None
     taps: dict[int, Array]
     load: Array | None = None
+    observed: Any = None
 
 
 class Earlier(NamedTuple):
@@ -93,6 +96,7 @@ class _Step(NamedTuple):
     counted: Array | None
     whole: tuple[Array, Array, Array] | None  # cosines and sines of a prompt's tokens, and where the run starts
     paged: Paged | None  # a context in pages, which every layer looks up for itself
+    observe: Callable[[LayerAttention], Any] | None = None  # in the layers whose attention is asked for
 
 
 class Decoder(nnx.Module):
@@ -139,6 +143,8 @@ class Decoder(nnx.Module):
         hidden_at: tuple[int, ...] = (),
         deepstack: Float[Array, "n B T D"] | None = None,
         counted: Bool[Array, "B T"] | None = None,
+        observed: tuple[int, ...] = (),
+        observe: Callable[[LayerAttention], Any] | None = None,
     ) -> LayerState:
         """Runs layers start_layer … stop_layer-1 over the tokens.
 
@@ -157,6 +163,7 @@ class Decoder(nnx.Module):
           hidden_at: layers whose entering residual is to be returned (up to stop_layer, which taps the output).
           deepstack: added to the residual that leaves layers 0 … n-1 (Qwen3-VL: zero where there is no image).
           counted: the tokens whose experts are counted (not padding); None counts none.
+          observed: layers, ascending, whose attention `observe` reduces.
 
         Raises:
           ShapeError: a layer range or tap outside the decoder.
@@ -180,23 +187,27 @@ class Decoder(nnx.Module):
         contiguous = None if isinstance(context, Paged) or context is None else dict(context)
         cache, cached = (None, contiguous) if slots is None else (contiguous, None)
         front, edges = None if earlier is None else earlier.kv, (self.config.dense_layers, deep)
-        pieces, loads, owns = [], [], []
+        pieces, loads, owns, seen = [], [], [], []
 
         # One scan goes through layers of one kind: it ends at taps and where the kind changes.
-        inner = (edge for edge in (*edges, *self.config.window_edges) if start_layer < edge < stop)
+        around = {layer + after for layer in observed for after in (0, 1) if (layer - 1 + 2 * after) not in observed}
+        inner = (edge for edge in (*edges, *self.config.window_edges, *around) if start_layer < edge < stop)
         bounds = sorted({start_layer, stop, *hidden_at, *inner})
         for first, last in itertools.pairwise(bounds):
             own = step._replace(mask=sliding) if self.config.slides(first) else step
+            own = own._replace(observe=observe) if first in observed else own
             per_layer = (cached, keep, deepstack if first < deep else None, front)
-            hidden, cache, (kv, load, turned) = self._run_layers((hidden, cache), own, per_layer, first, last)
+            hidden, cache, (kv, load, found, turned) = self._run_layers((hidden, cache), own, per_layer, first, last)
             pieces.append(kv)
             owns.append(turned)
+            seen += [found] if first in observed else []
             loads += [] if load is None else [load]
             if last in hidden_at:
                 taps[last] = hidden
 
         cache = cache if paged is None or slots is None else _join(owns)
-        return LayerState(hidden, _join(pieces), cache, taps, jnp.concatenate(loads) if loads else None)
+        load = jnp.concatenate(loads) if loads else None
+        return LayerState(hidden, _join(pieces), cache, taps, load, _join(seen) if seen else None)
 
     def _run_layers(self, carry: tuple[Array, Any], step: _Step, per_layer: Any, first: int, last: int):
         """Returns layers first … last-1, which are all of one kind; `per_layer` is cut to them.
@@ -255,14 +266,20 @@ class Decoder(nnx.Module):
     def _layer(
         self, layer: Any, number: Array | None, hidden: Array, step: _Step, gather: Callable[[KV, KV], tuple[KV, Any]]
     ):
-        """Runs one layer; returns its residual, the cache, and the tokens' phase-free KV with the experts' load."""
+        """Runs one layer; returns its residual, the cache, and the tokens' phase-free KV, the experts' load, and what
+        was observed of its attention.
+        """
         query, kv = layer.attention.project(layer.input_norm(hidden))
 
         # Keys leave the layer phase-free, and are attended over in the engine frame.
         turned = self._turn({**kv, "query": query["turning"]}, (step.cos, step.sin))
         turning = turned.pop("query")
         keys, cache = gather(kv, turned)
-        mixed = layer.attention.mix({**query, "turning": turning}, keys, step.mask)
+        query = {**query, "turning": turning}
+        mixed = layer.attention.mix(query, keys, step.mask)
+        seen = None
+        if step.observe is not None:
+            seen = step.observe(layer.attention.compared(query, keys, turned, step.mask))
         # GLM-4-0414 norms what attention and MLP add as well.
         if layer.attention_post_norm is not None:
             mixed = layer.attention_post_norm(mixed)
@@ -277,7 +294,7 @@ class Decoder(nnx.Module):
 
         if layer.mlp_post_norm is not None:
             update = layer.mlp_post_norm(update)
-        return hidden + update, cache, (kv, load)
+        return hidden + update, cache, (kv, load, seen)
 
     def _turn(self, kv: KV, tables: Sequence[Array]) -> KV:
         """Returns KV with the channels that carry phase rotated by these cosines and sines."""

@@ -89,7 +89,7 @@ def run(backbone: ModelBackbone, embedded: dict[str, Any], whole: bool) -> dict[
         keep = np.ones((backbone.layout.layers, 1, 2), bool)
         keep[-1, :, 0] = False
         other = tokens.take(2, 4)._replace(embeddings=tokens.take(5, 7).embeddings)
-        logits, cache = backbone.recompute(other, cache, np.array([[2, 3]]), keep, logits="all")
+        logits, cache, _ = backbone.recompute(other, cache, np.array([[2, 3]]), keep, logits="all")
         found |= {"recompute": logits, **_named("recompute", cache)}
         found |= {"generate": backbone.generate(_behind(tokens), 3, engine)}
     logits, cache = backbone.decode(_behind(tokens), cache, np.full((len(tokens.embeddings), 1), T))
