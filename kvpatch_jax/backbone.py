@@ -274,6 +274,7 @@ class Backbone(Protocol):
         reduce: Callable[[LayerAttention], Any],
         slots: Int[Array, "B T"] | None = None,
         keep: Bool[Array, "L B T"] | None = None,
+        start_layer: int = 0,
     ) -> Any:
         """Runs tokens over a context, up to the highest of some layers, and reduces what these layers attend to.
 
@@ -283,7 +284,7 @@ class Backbone(Protocol):
           layers: whose attention is reduced, ascending.
           reduce: maps a `LayerAttention` to arrays, the same at every layer. Traced, and compiled once for each
             function: pass one that is defined once, not a new lambda.
-          slots, keep: as `recompute` takes them.
+          slots, keep, start_layer: as `recompute` takes them.
 
         Returns:
           The reduced arrays with a leading axis over `layers`.

@@ -81,7 +81,7 @@ class Forward:
         self.recompute = self._program(
             self._recompute, Recomputed(whole, kv, whole), "start_layer", "stop_layer", "hidden_at"
         )
-        self.attention = self._program(self._attention, P(), "layers", "reduce")
+        self.attention = self._program(self._attention, P(), "layers", "reduce", "start_layer")
 
         # What is written in place is donated: the pool that came in is gone with the call.
         self.recompute_in_pages = self._program(self._recompute_in_pages, Step(whole, kv), donate="pool")
@@ -208,6 +208,7 @@ class Forward:
         *,
         layers: tuple[int, ...],
         reduce: Callable[[LayerAttention], Any],
+        start_layer: int = 0,
     ) -> Any:
         """Runs the tokens up to the highest of `layers` and returns what `reduce` makes of the attention there."""
         decoder = nnx.merge(self.graph, state).decoder
@@ -222,6 +223,7 @@ class Forward:
             context=self._spread(context),
             slots=slots,
             keep=keep,
+            start_layer=start_layer,
             stop_layer=layers[-1] + 1,
             deepstack=by_layer(tokens),
             observed=layers,

@@ -93,6 +93,7 @@ class Writing(LoadedModel):
         reduce: Callable[[LayerAttention], Any],
         slots: Int[Array | np.ndarray, "B T"] | None = None,
         keep: Bool[Array | np.ndarray, "L B T"] | None = None,
+        start_layer: int = 0,
     ) -> Any:
         """See `kvpatch_jax.backbone.Backbone.attention`. Nothing is padded: `reduce` sees real tokens alone."""
         check_tokens(tokens, "attention")
@@ -103,14 +104,13 @@ class Writing(LoadedModel):
         elif np.shape(slots) != tokens.embeddings.shape[:2]:
             raise ShapeError(f"attention: got slots of shape {np.shape(slots)}; expected {tokens.embeddings.shape[:2]}")
         wanted = tuple(int(layer) for layer in layers)
-        if not wanted or list(wanted) != sorted(set(wanted)) or wanted[0] < 0 or wanted[-1] >= self.layout.layers:
-            raise InputError(
-                f"attention.layers: got {wanted}; expected ascending layers of 0 to {self.layout.layers - 1}"
-            )
+        top = self.layout.layers - 1
+        if not wanted or list(wanted) != sorted(set(wanted)) or not 0 <= start_layer <= wanted[0] <= wanted[-1] <= top:
+            raise InputError(f"attention.layers: got {wanted}; expected ascending layers of {start_layer} to {top}")
         self._check_regime(tokens.positions)
         state = self.programs.state_for(tokens.embeddings.shape[0] * tokens.embeddings.shape[1])
         arrays = tokens, arrays_of(context), mask, slots, keep
-        return self.programs.attention(state, *arrays, layers=wanted, reduce=reduce)
+        return self.programs.attention(state, *arrays, layers=wanted, reduce=reduce, start_layer=start_layer)
 
     def decode(
         self,

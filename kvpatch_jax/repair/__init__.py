@@ -1,27 +1,75 @@
-"""Published methods that repair a spliced cache by recomputing tokens, for comparison with patches.
+"""Published methods of repairing a spliced cache, all of one signature: `repair(backbone, splice, budget) -> Repaired`.
 
-All have one signature: `repair(backbone, splice, count)` (`vlcache` takes one count per layer). Patches correct
-features instead of tokens. The methods run on the same relocated KV as patches, and recompute their tokens in context
-(Kamera §6, App. C.3).
+They work on identical KV and say what they cost: token-layers, bytes stored and moved, and the FLOPs of their trace.
+`REPAIRS` lists them. Patches correct features; most others recompute tokens in context (Kamera §6, App. C.3).
 """
 
+from .budget import Budget as Budget
+from .budget import count_of_equal_bytes as count_of_equal_bytes
+from .budget import fraction_to_count as fraction_to_count
+from .budget import rank_of_bytes as rank_of_bytes
+from .catalogue import REPAIRS as REPAIRS
+from .catalogue import STORED_FORMS as STORED_FORMS
+from .catalogue import TOKEN_REPAIRS as TOKEN_REPAIRS
+from .deviation import attention_shift as attention_shift
+from .deviation import cacheblend as cacheblend
+from .deviation import cacheblend_gradual as cacheblend_gradual
+from .deviation import kvshare as kvshare
+from .deviation import oracle_delta as oracle_delta
+from .deviation import random_tokens as random_tokens
+from .keys import attended_keys as attended_keys
+from .keys import scaled_queries as scaled_queries
+from .leading_tokens import attention_sink as attention_sink
+from .leading_tokens import first_k as first_k
+from .leading_tokens import vlcache as vlcache
+from .positions import Geometry as Geometry
+from .positions import chunk_scores as chunk_scores
+from .positions import placed_for_scoring as placed_for_scoring
+from .positions import reordered as reordered
+from .positions import rope_similarity as rope_similarity
+from .prompts import PromptPiece as PromptPiece
+from .prompts import mpic as mpic
+from .prompts import splice_prompt as splice_prompt
+from .prompts import two_step_reuse as two_step_reuse
+from .question_attention import READINGS as READINGS
+from .question_attention import attention_entropy as attention_entropy
+from .question_attention import attention_mass as attention_mass
+from .question_attention import infoflow as infoflow
+from .question_attention import infoflow_layers as infoflow_layers
+from .question_attention import page_numbers as page_numbers
+from .question_attention import page_order as page_order
+from .question_attention import prcr as prcr
+from .question_attention import prophetkv as prophetkv
+from .question_attention import quest as quest
+from .question_attention import question_scores as question_scores
+from .question_attention import squared_heads as squared_heads
+from .question_attention import squared_mean as squared_mean
+from .recomputation import LayerSet as LayerSet
+from .recomputation import padded_count as padded_count
+from .recomputation import recompute_sets as recompute_sets
+from .recomputation import repair_by_layer as repair_by_layer
+from .recomputation import repair_everywhere as repair_everywhere
+from .references import blind as blind
+from .references import encoder_cached_reprefill as encoder_cached_reprefill
+from .references import full_reprefill as full_reprefill
+from .references import layer_reprefill as layer_reprefill
+from .references import prefix_caching as prefix_caching
+from .schedules import RATIOS as RATIOS
+from .schedules import behind_substitute as behind_substitute
+from .schedules import greedy_schedule as greedy_schedule
+from .schedules import layer_counts as layer_counts
+from .schedules import layer_sensitivity as layer_sensitivity
+from .schedules import logit_error as logit_error
+from .schedules import recomputed_sensitivity as recomputed_sensitivity
 from .spliced_cache import Repair as Repair
+from .spliced_cache import RepairBytes as RepairBytes
 from .spliced_cache import Repaired as Repaired
 from .spliced_cache import SplicedCache as SplicedCache
-from .spliced_cache import count_of_equal_bytes as count_of_equal_bytes
 from .spliced_cache import deviation as deviation
-from .spliced_cache import fraction_to_count as fraction_to_count
 from .spliced_cache import largest as largest
 from .spliced_cache import live_tokens as live_tokens
 from .spliced_cache import read_slots as read_slots
-from .spliced_cache import recompute_tokens as recompute_tokens
-from .spliced_cache import repair_everywhere as repair_everywhere
-from .token_repairs import REPAIRS as REPAIRS
-from .token_repairs import Checked as Checked
-from .token_repairs import cacheblend as cacheblend
-from .token_repairs import check_by_layer as check_by_layer
-from .token_repairs import first_k as first_k
-from .token_repairs import oracle_delta as oracle_delta
-from .vlcache import layer_counts as layer_counts
-from .vlcache import layer_sensitivity as layer_sensitivity
-from .vlcache import vlcache as vlcache
+from .stored_forms import low_rank as low_rank
+from .stored_forms import patched as patched
+from .stored_forms import quantised as quantised
+from .stored_forms import shadowkv as shadowkv

@@ -1,12 +1,13 @@
-"""What token repairs work on: the spliced cache, budgets in tokens, and recomputation of a token set.
+"""What repairs work on and what they return: a cache into which chunks were spliced blind, mended, with its cost.
 
-A token repair recomputes some of a chunk's tokens in context and overwrites their KV, which was spliced in blind.
 Kamera §6 and App. C.3 compare repairs with feature-axis patches at equal budget and at equal bytes.
 """
 
+import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,133 +16,234 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from ..backbone import KV, Backbone, Tokens
-from ..core import KVLayout, expect_frame
-from ..errors import InputError, RankError, ShapeError
+from ..core import KVLayout, expect_frame, to_phase_free
+from ..errors import InputError, ShapeError
+from ..utils.pytrees import pytree
+from ..utils.traced_flops import traced_flops
+from .budget import Budget
 
 AnyArray = jax.Array | np.ndarray
-AT_ONCE = 16
-"""The number of recomputed tokens is padded to a multiple of this, or to all of the chunk's tokens."""
 
 
-class SplicedCache(NamedTuple):
-    """Cache of a sequence into which one chunk was spliced blind, and the inputs of a repair. A pytree, may be traced.
+@pytree(
+    data=(
+        *("tokens", "cache", "slots", "mask", "front", "question", "seen", "length"),
+        *("conditioned", "recorded", "hidden"),
+    ),
+    static=("chunks", "tower_flops"),
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class SplicedCache:
+    """Cache of a sequence into which chunks were spliced blind, and the inputs of a repair. A pytree, may be traced.
+
+    It is of one chunk behind others (`chunks` None: `tokens` are the chunk's), or of a whole prompt, in which cached
+    chunks and new text alternate.
 
     Attributes:
-      tokens: the chunk's tokens at their new positions: embeddings [B,T,D] and absolute positions.
-      cache: engine-frame KV of the whole sequence, {channel: [L,B,S,K,H]}.
-      slots: indices of the chunk's tokens in the cache, int [B,T].
+      tokens: embeddings [B,T,D] and absolute positions: the chunk's, or the whole prompt's.
+      cache: engine-frame KV of the whole sequence, {channel: [L,B,S,K,H]}. At new text it may hold anything.
+      slots: indices of the tokens in the cache, int [B,T].
       mask: True where a token may attend, bool [B,1,T,S]; None: to slots up to its own.
-      conditioned: the chunk's true KV in context, phase-free as `prefill` returns it, {channel: [L,B,T,K,H]}. Only
-        oracles read it.
+      front: tokens that precede, in the first slots. Only methods read it that keep nothing of them.
+      question: what is asked after the cache, with absolute positions. Query-aware methods read it.
+      seen: keys that the question may attend to, bool [B,S]; None: all.
       length: int [B], tokens per row that are not padding; None: all. Padding is never recomputed.
+      conditioned: the tokens' true KV in context, phase-free as `prefill` returns it, {channel: [L,B,T,K,H]}. Only
+        oracles read it.
+      recorded: KV that an earlier prefill behind the same antecedent left, phase-free {channel: [L,B,T,K,H]}. Methods
+        that store a form of it (patches, quantised KV, low-rank keys) read it; no method that recomputes does.
+      hidden: {layer: [B,T,D]}, the residual of the chunk alone as it enters a layer, kept beside its canonical.
+      chunks: (first, one past the last) token of each cached chunk, ascending and static; what none of them covers is
+        new text. None: all tokens are one chunk.
+      tower_flops: of encoding the images of one row, which methods pay that keep no embeddings.
     """
 
     tokens: Tokens
     cache: KV
     slots: Int[Array, "B T"]
     mask: Bool[Array, "B 1 T S"] | None = None
-    conditioned: KV | None = None
+    front: Tokens | None = None
+    question: Tokens | None = None
+    seen: Bool[Array, "B S"] | None = None
     length: Int[Array, " B"] | None = None
+    conditioned: KV | None = None
+    recorded: KV | None = None
+    hidden: Mapping[int, Array] | None = None
+    chunks: tuple[tuple[int, int], ...] | None = None
+    tower_flops: int = 0
+
+    def replace(self, **changes: Any) -> "SplicedCache":
+        """Returns a splice with other attributes."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """The cached chunks as (first, one past the last) token; one of all tokens if none are said."""
+        return ((0, self.slots.shape[1]),) if self.chunks is None else self.chunks
+
+    @property
+    def cached_count(self) -> int:
+        """Number of tokens per row that chunks hold, padding included."""
+        return sum(last - first for first, last in self.parts)
+
+    def new_text(self) -> Bool[np.ndarray, " T"]:
+        """Marks the tokens that no chunk holds."""
+        new = np.ones(self.slots.shape[1], bool)
+        for first, last in self.parts:
+            new[first:last] = False
+        return new
 
 
-class Repaired(NamedTuple):
-    """Repaired cache {channel: [L,B,S,K,H]}, and which of the chunk's tokens were rewritten at each layer [L,B,T]."""
+class RepairBytes(NamedTuple):
+    """Bytes of one row.
+
+    Attributes:
+      canonical: of the canonicals that are read, which are kept once for all antecedents.
+      stored: kept for this antecedent alone: a patch, or a form of the conditioned KV.
+      inputs: kept so that tokens can run again: their embeddings, or the residual at a boundary.
+      moved: read from where all this lies, for one reuse.
+    """
+
+    canonical: int = 0
+    stored: int = 0
+    inputs: int = 0
+    moved: int = 0
+
+
+NO_BYTES = RepairBytes()
+
+
+@pytree(data=("cache", "chosen", "visible", "logits"), static=("bytes", "tower_flops", "count_flops"))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Repaired:
+    """Repaired cache and what the repair took.
+
+    Attributes:
+      cache: {channel: [L,B,S,K,H]}, engine frame.
+      chosen: which of the splice's tokens were rewritten by running them, at each layer, [L,B,T].
+      bytes: stored and moved, per row.
+      visible: keys that the question may attend to, bool [B,S], where the method drops others; None: as the splice
+        says.
+      logits: of the last token [B,1,V], where the method's forward includes it; else None.
+      tower_flops: of encoding the images of one row again.
+      count_flops: counts FLOPs of the whole batch; None where the repair ran inside another trace.
+    """
 
     cache: dict[str, Array]
     chosen: Bool[Array, "L B T"]
+    bytes: RepairBytes = NO_BYTES
+    visible: Bool[Array, "B S"] | None = None
+    logits: Float[Array, "B 1 V"] | None = None
+    tower_flops: int = 0
+    count_flops: Callable[[], int] | None = None
 
     @property
     def token_layers(self) -> Int[Array, " B"]:
-        """Cost of the repair: token-layers recomputed per row (re-prefilling the chunk costs L·T)."""
+        """Token-layers recomputed per row (re-prefilling the chunk takes L·T)."""
         return self.chosen.sum((0, 2))
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of serving one row: the matrix products of what was run, counted from its trace, and the tower's.
+
+        Raises:
+          InputError: the repair was called inside another trace.
+        """
+        if self.count_flops is None:
+            raise InputError("repaired.flops: got a repair inside a trace; expected one that was called eagerly")
+        return self.count_flops() / self.chosen.shape[1] + self.tower_flops
 
 
 class Repair(Protocol):
-    """Signature of token repairs."""
+    """Signature of repairs. Settings of a method are keyword arguments with defaults."""
 
-    def __call__(self, backbone: Backbone, splice: SplicedCache, count: int, /) -> Repaired:
-        """Repairs `splice` by recomputing `count` tokens per row (static, 0 … T).
+    def __call__(self, backbone: Backbone, splice: SplicedCache, budget: Budget | float, /) -> Repaired:
+        """Repairs `splice` within a budget; a float is a share of the cached tokens.
 
         Raises:
-          InputError: the count is outside 0 … T. ShapeError: shapes of the splice's arrays do not match.
+          InputError: the budget is out of range or of a kind that the method does not take, or the splice lacks what
+            the method reads. ShapeError, LayoutError, DtypeError, FrameError: arrays do not match.
         """
         ...
 
 
-def fraction_to_count(fraction: float, tokens: int) -> int:
-    """Converts a fraction of a chunk's tokens to a number of tokens, rounded half up.
-
-    Raises:
-      InputError: the fraction is outside 0 … 1, or `tokens` is negative.
-    """
-    if not 0.0 <= fraction <= 1.0 or tokens < 0:
-        raise InputError(f"fraction: got {fraction} of {tokens} tokens; expected 0 to 1 of 0 tokens or more")
-    # `round` would take halves to the even number.
-    return int(fraction * tokens + 0.5)
+_COUNTED: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
 
 
-def count_of_equal_bytes(layout: KVLayout, rank: int | Mapping[str, int], tokens: int) -> int:
-    """Computes how many tokens' KV takes as many bytes as a patch of this rank over `tokens` tokens (Kamera Table 6).
+def counted[F: Callable[..., Repaired]](repair: F) -> F:
+    """Makes a repair say its FLOPs: traced again, when they are asked for, once per shape, budget and setting."""
 
-    Per layer and channel of width F, a rank-m patch over n tokens takes m(n + F) numbers (at most n·F, because it is
-    stored dense beyond that) and a token takes F. At width 512 and 480 tokens, rank 16 equals 31 tokens and rank 64
-    equals 124.
+    @functools.wraps(repair)
+    def call(backbone: Backbone, splice: SplicedCache, *budget: Any, **settings: Any) -> Repaired:
+        repaired = repair(backbone, splice, *budget, **settings)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(splice)):
+            return repaired
+        setting = (repair, *budget, *sorted(settings.items()))
+        return with_flops(repaired, lambda own: repair(backbone, own, *budget, **settings), splice, backbone, setting)
+
+    return cast(F, call)
+
+
+def with_flops(
+    repaired: Repaired, serve: Callable[[SplicedCache], Any], splice: SplicedCache, backbone: Backbone, setting: Any
+) -> Repaired:
+    """Returns a result that counts the FLOPs of `serve(splice)` when it is asked for them.
 
     Args:
-      rank: one for all channels, or by channel, as `form_patch` takes it (0, or no entry: no patch).
-
-    Returns:
-      The nearest whole number of tokens, at most `tokens`.
-
-    Raises:
-      RankError: a rank is out of range. LayoutError: the layout lacks a channel.
+      serve: what is run for one reuse.
+      setting: what the count depends on besides the shapes of the splice; equal ones are counted once.
     """
-    ranks = dict.fromkeys(layout.names, rank) if isinstance(rank, int) else rank
-    least = 1 if isinstance(rank, int) else 0
-    numbers = 0
-    # Layers are the same factor on both sides, and left out.
-    for name, channel_rank in ranks.items():
-        if channel_rank < least:
-            raise RankError(f"rank: got {channel_rank} for channel {name!r}; expected at least {least}")
-        features = layout.channel(name).features
-        numbers += min(channel_rank * (tokens + features), tokens * features)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)), splice)
 
-    return int(numbers / sum(channel.features for channel in layout.channels) + 0.5)
+    def count() -> int:
+        known = _COUNTED.setdefault(backbone, {})
+        key = (repr(setting), jax.tree.structure(shapes), tuple(jax.tree.leaves(shapes)))
+        if key not in known:
+            known[key] = traced_flops(serve, shapes)
+        return known[key]
+
+    return dataclasses.replace(repaired, count_flops=count)
 
 
-def check_splice(layout: KVLayout, splice: SplicedCache, count: int) -> None:
-    """Checks that the arrays of a splice match one another, and that the count is in 0 … T.
+# --------------------------------------------------------------------------------------------------------- checks
+
+
+def check_splice(layout: KVLayout, splice: SplicedCache) -> None:
+    """Checks that the arrays of a splice match one another.
 
     Raises:
       LayoutError, DtypeError, ShapeError: channels, a dtype or a shape differs.
       FrameError: the cache or the conditioned KV is in another frame.
-      InputError: the count is out of range, or concrete slots lie outside the cache.
+      InputError: chunks overlap or lie outside the tokens, or concrete slots lie outside the cache.
     """
     (B, T), first = splice.slots.shape, layout.names[0]
-    if not 0 <= count <= T:
-        raise InputError(f"repair.count: got {count}; expected 0 to the chunk's {T} tokens")
-
     expect_frame(splice.cache, "repair: cache", "engine")
     layout.check(splice.cache, "repair: cache")
-    if splice.conditioned is not None:
-        expect_frame(splice.conditioned, "repair: conditioned", "phase_free")
-        layout.check(splice.conditioned, "repair: conditioned")
+    L, S = layout.layers, splice.cache[first].shape[2]
 
     # The layout has checked heads and widths.
-    L, S = layout.layers, splice.cache[first].shape[2]
     shapes = [("cache", splice.cache[first].shape[:3], (L, B, S))]
     shapes += [("embeddings", splice.tokens.embeddings.shape[:2], (B, T))]
     shapes += [("positions", splice.tokens.positions.shape[:2], (B, T))]
-    if splice.mask is not None:
-        shapes += [("mask", splice.mask.shape, (B, 1, T, S))]
-    if splice.length is not None:
-        shapes += [("length", splice.length.shape, (B,))]
-    if splice.conditioned is not None:
-        shapes += [("conditioned", splice.conditioned[first].shape[:3], (L, B, T))]
+    for name in ("conditioned", "recorded"):
+        kv = getattr(splice, name)
+        if kv is not None:
+            expect_frame(kv, f"repair: {name}", "phase_free")
+            layout.check(kv, f"repair: {name}")
+            shapes += [(name, kv[first].shape[:3], (L, B, T))]
+    for name, expected in (("mask", (B, 1, T, S)), ("seen", (B, S)), ("length", (B,))):
+        if getattr(splice, name) is not None:
+            shapes += [(name, getattr(splice, name).shape, expected)]
+    for layer, residual in (splice.hidden or {}).items():
+        shapes += [(f"hidden[{layer}]", residual.shape, splice.tokens.embeddings.shape)]
 
     for what, found, expected in shapes:
         if tuple(found) != expected:
             raise ShapeError(f"repair.{what}: got a shape that begins with {tuple(found)}; expected {expected}")
+
+    edges = [edge for part in splice.parts for edge in part]
+    if edges != sorted(edges) or any(first == last for first, last in splice.parts) or not 0 <= edges[-1] <= T:
+        raise InputError(f"repair.chunks: got {splice.chunks}; expected ascending parts of the {T} tokens")
 
     # Slots of padding are ignored, and those that are traced have no values yet.
     if any(isinstance(value, Tracer) for value in (splice.slots, splice.length)):
@@ -152,6 +254,27 @@ def check_splice(layout: KVLayout, splice: SplicedCache, count: int) -> None:
         outside &= np.arange(T) < np.asarray(splice.length)[:, None]
     if outside.any():
         raise InputError(f"repair.slots: got {slots[outside][0]}; expected 0 to {S - 1}, inside the cache")
+
+
+def required(splice: SplicedCache, name: str, method: str, expected: str) -> Any:
+    """Returns an optional attribute of a splice.
+
+    Raises:
+      InputError: it is None.
+    """
+    value = getattr(splice, name)
+    if value is None:
+        raise InputError(f"{method}.{name}: got None; expected {expected}")
+    return value
+
+
+def check_budget(backbone: Backbone, splice: SplicedCache, budget: Budget | float, method: str) -> int:
+    """Checks a splice, and returns the number of cached tokens per row that a budget allows; see `Budget.count`."""
+    check_splice(backbone.layout, splice)
+    return Budget.of(budget).count(backbone.layout, splice.cached_count, kv_itemsize(splice), method)
+
+
+# ------------------------------------------------------------------------------------------------ tokens and bytes
 
 
 def live_tokens(splice: SplicedCache) -> Bool[Array, "B T"]:
@@ -166,11 +289,6 @@ def _live(length: Int[AnyArray, " B"] | None, shape: tuple[int, ...]) -> Bool[Ar
     return jnp.arange(shape[1]) < length[:, None]
 
 
-def untouched(layout: KVLayout, splice: SplicedCache) -> Repaired:
-    """Returns the result of every repair for a count of 0: the cache unchanged, no token chosen."""
-    return Repaired(dict(splice.cache), jnp.zeros((layout.layers, *splice.slots.shape), bool))
-
-
 @functools.partial(jax.jit, static_argnames=("layer",))
 def read_slots(cache: KV, slots: Int[AnyArray, "B T"], layer: int | None = None) -> dict[str, Float[Array, "..."]]:
     """Reads the KV at `slots`, of one layer or of all: {channel: [L,B,S,K,H]} → {channel: [L or 1,B,T,K,H]}."""
@@ -178,6 +296,74 @@ def read_slots(cache: KV, slots: Int[AnyArray, "B T"], layer: int | None = None)
     rows = jnp.arange(slots.shape[0])[:, None]
     layers = slice(None) if layer is None else slice(layer, layer + 1)
     return {name: value[layers, rows, slots] for name, value in cache.items()}
+
+
+@jax.jit
+def write_slots(cache: KV, slots: Int[AnyArray, "B T"], kv: KV, live: Bool[Array, "B T"]) -> dict[str, Array]:
+    """Writes engine-frame KV {channel: [L,B,T,K,H]} at `slots` of a cache, except padding."""
+    rows = jnp.arange(slots.shape[0])[:, None]
+    size = next(iter(cache.values())).shape[2]
+    places = jnp.where(live, slots, size)
+    return {
+        name: value.at[:, rows, places].set(kv[name].astype(value.dtype), mode="drop") for name, value in cache.items()
+    }
+
+
+def canonical_of(layout: KVLayout, splice: SplicedCache) -> dict[str, Array]:
+    """Returns what was spliced blind, phase-free: {channel: [L,B,T,K,H]} in float32."""
+    spliced = {name: value.astype(jnp.float32) for name, value in read_slots(splice.cache, splice.slots).items()}
+    return dict(to_phase_free(layout, spliced, splice.tokens.positions))
+
+
+def kv_itemsize(splice: SplicedCache) -> int:
+    """Returns the bytes of one number of the cache."""
+    return jnp.result_type(next(iter(splice.cache.values()))).itemsize
+
+
+def token_layer_bytes(layout: KVLayout, splice: SplicedCache) -> int:
+    """Returns the bytes of one token's KV at one layer."""
+    return kv_itemsize(splice) * sum(channel.features for channel in layout.channels)
+
+
+def input_bytes(splice: SplicedCache) -> int:
+    """Returns the bytes that one token is run from: its embedding, and what deeper layers add."""
+    deepstack = splice.tokens.deepstack
+    width = splice.tokens.embeddings.shape[-1] * (1 + (0 if deepstack is None else deepstack.shape[2]))
+    return width * jnp.result_type(splice.tokens.embeddings).itemsize
+
+
+def recompute_bytes(
+    layout: KVLayout, splice: SplicedCache, counts: tuple[int, ...], inputs: int | None = None, compared: int = 0
+) -> RepairBytes:
+    """Counts the bytes of a repair that recomputes `counts[l]` cached tokens at layer l.
+
+    Args:
+      inputs: tokens whose inputs are kept; None: all, because any may be chosen.
+      compared: token-layers whose cached KV is read to be compared, though it is overwritten.
+    """
+    unit, cached = token_layer_bytes(layout, splice), splice.cached_count
+    read = sum(cached - count for count in counts) + compared
+    kept = cached if inputs is None else inputs
+    return RepairBytes(
+        canonical=unit * cached * layout.layers,
+        inputs=input_bytes(splice) * kept,
+        moved=unit * read + input_bytes(splice) * max(counts, default=0),
+    )
+
+
+def blind_bytes(layout: KVLayout, splice: SplicedCache) -> RepairBytes:
+    """Counts the bytes of splicing canonicals, without more."""
+    whole = token_layer_bytes(layout, splice) * splice.cached_count * layout.layers
+    return RepairBytes(canonical=whole, moved=whole)
+
+
+def untouched(layout: KVLayout, splice: SplicedCache) -> Repaired:
+    """Returns the result of every repair for a budget of 0: the cache unchanged, no token chosen."""
+    chosen = jnp.zeros((layout.layers, *splice.slots.shape), bool)
+    return Repaired(dict(splice.cache), chosen, blind_bytes(layout, splice))
+
+
+# ---------------------------------------------------------------------------------------------------------- scores
 
 
 @jax.jit
@@ -217,59 +403,9 @@ def mark(index: Int[Array, "B count"], live: Bool[Array, "B T"]) -> Bool[Array, 
     return jnp.zeros(live.shape, bool).at[rows, index].set(True) & live
 
 
-def recompute_tokens(
-    backbone: Backbone,
-    splice: SplicedCache,
-    index: Int[Array, "B count"],
-    written: Bool[Array, "L B T"] | None = None,
-) -> dict[str, Array]:
-    """Recomputes only the tokens at `index`, in context through all layers; returns the cache.
-
-    They attend to each other's new KV and to the rest of the cache. The last token is repeated up to a multiple of
-    `AT_ONCE`, so that few programs are compiled for many counts, and none for another chunk of the same shape.
-
-    Args:
-      written: layers at which each of the chunk's tokens is written, as nested sets; None: all, except padding.
-    """
-    # Whatever their number, tokens are computed in groups: a repeated one is written twice with the same values.
-    size = min(splice.slots.shape[1], -(-index.shape[1] // AT_ONCE) * AT_ONCE)
-    index = _filled(index, size)
-    if written is None and splice.length is not None:
-        written = live_tokens(splice)[None]
-    arrays = (splice.tokens, splice.slots, written, splice.mask, index)
-    tokens, slots, keep, mask = _gathered(*arrays, backbone.layout.layers)
-    return backbone.recompute(tokens, splice.cache, slots, keep, mask).cache
-
-
-# Apart from `_gathered`, which is so compiled for few sizes whatever the counts.
-@functools.partial(jax.jit, static_argnames=("size",))
-def _filled(index: Int[Array, "B count"], size: int) -> Int[Array, "B size"]:
-    return jnp.pad(index, ((0, 0), (0, size - index.shape[1])), mode="edge")
-
-
-@functools.partial(jax.jit, static_argnames=("layers",))
-def _gathered(
-    tokens: Tokens,
-    slots: Int[AnyArray, "B T"],
-    written: Bool[Array, "n B T"] | None,
-    mask: Bool[AnyArray, "B 1 T S"] | None,
-    index: Int[Array, "B size"],
-    layers: int,
-) -> tuple[Tokens, Int[Array, "B size"], Bool[Array, "L B size"] | None, Bool[Array, "B 1 size S"] | None]:
-    """Gathers the arguments of `recompute` at `index`, in one program in place of one per array."""
-
-    # Of arrays [B,T,…], whatever their trailing axes.
-    def take(x: AnyArray) -> Array:
-        return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
-
-    keep = None
-    if written is not None:
-        keep = jnp.broadcast_to(jnp.take_along_axis(written, index[None], axis=2), (layers, *index.shape))
-    seen = None if mask is None else jnp.take_along_axis(mask, index[:, None, :, None], axis=2)
-    return jax.tree.map(take, tokens), take(slots), keep, seen
-
-
-def repair_everywhere(backbone: Backbone, splice: SplicedCache, index: Int[Array, "B count"]) -> Repaired:
-    """Recomputes one token set at every layer."""
-    chosen = jnp.broadcast_to(mark(index, live_tokens(splice)), (backbone.layout.layers, *splice.slots.shape))
-    return Repaired(recompute_tokens(backbone, splice, index), chosen)
+def choose_scored(splice: SplicedCache, score: Float[Array, "B T"], count: int) -> Int[Array, "B n"]:
+    """Chooses all new text, and of the cached tokens the `count` with the largest scores; ascending indices."""
+    new = splice.new_text()
+    if new.any():
+        score = jnp.where(jnp.asarray(new), jnp.inf, score)
+    return largest(score, count + int(new.sum()))

@@ -1,0 +1,115 @@
+"""Repairs that recompute the first tokens of every chunk: EPIC and MPIC, attention sinks, VLCache's schedules."""
+
+import numpy as np
+
+from ..backbone import Backbone
+from .budget import Budget
+from .recomputation import repair_by_layer
+from .references import all_tokens
+from .spliced_cache import (
+    Repaired,
+    SplicedCache,
+    check_splice,
+    counted,
+    kv_itemsize,
+    recompute_bytes,
+    untouched,
+)
+
+SINK_TOKENS = 4
+"""Tokens that StreamingLLM (Xiao et al. 2024) keeps as attention sinks."""
+
+
+@counted
+def first_k(backbone: Backbone, splice: SplicedCache, budget: Budget | float) -> Repaired:
+    """Recomputes the first tokens of every chunk in context, at every layer.
+
+    A chunk that is prefilled alone has its attention sink there. Source: EPIC (Hu et al. 2025, LegoLink) and its
+    multimodal form MPIC-k (Zhao et al. 2025, section 4.2): k tokens at the beginning of each image, and all new text,
+    in one forward.
+
+    Args:
+      budget: `tokens` is k, of each chunk (shorter ones are recomputed whole); a share is of each chunk.
+
+    Returns:
+      The repaired cache, the tokens rewritten [L,B,T], and the last token's logits if it is new text.
+
+    Raises:
+      InputError: the budget is out of range. ShapeError, LayoutError, DtypeError: the splice does not match the
+        backbone.
+    """
+    return _first(backbone, splice, Budget.of(budget), "first_k")
+
+
+@counted
+def attention_sink(backbone: Backbone, splice: SplicedCache, budget: Budget | float = 0.0) -> Repaired:
+    """Recomputes the first 4 tokens of every chunk in context, whatever the budget.
+
+    A chunk that was prefilled alone made sinks of them, which they are no longer behind other chunks. Source:
+    StreamingLLM's number of sinks (Xiao et al. 2024); Kamera Table 5 compares with "a uniform attention sink".
+
+    Raises:
+      ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
+    """
+    check_splice(backbone.layout, splice)
+    Budget.of(budget)
+    smallest = min(last - first for first, last in splice.parts)
+    return _first(backbone, splice, Budget(tokens=min(SINK_TOKENS, smallest)), "attention_sink")
+
+
+@counted
+def vlcache(backbone: Backbone, splice: SplicedCache, budget: Budget | float) -> Repaired:
+    """Recomputes the first tokens of every chunk in context, with a share for each layer.
+
+    Tokens that a layer does not need are dropped below it: regions of computation are contiguous, and shrink with
+    depth. Source: VLCache (Qin et al. 2025, section 4), with a schedule its dynamic ratio (`schedules` computes it),
+    with one share its static ratio. As there, ⌊share · T⌋ tokens of a chunk of T.
+
+    Raises:
+      InputError: the budget is out of range, is not one share per layer, or increases with depth. ShapeError,
+        LayoutError, DtypeError: the splice does not match the backbone.
+    """
+    return _first(backbone, splice, Budget.of(budget), "vlcache", floor=True)
+
+
+def _first(backbone: Backbone, splice: SplicedCache, budget: Budget, method: str, floor: bool = False) -> Repaired:
+    """Recomputes the first tokens of every chunk, as many as the budget says at each layer, and all new text."""
+    layout, layers = backbone.layout, backbone.layout.layers
+    check_splice(layout, splice)
+    by_chunk = []
+    for first, last in splice.parts:
+        size = last - first
+        own = _per_chunk(budget, size, splice)
+        if floor and budget.kv_bytes is None and budget.tokens is None:
+            shares = budget.by_layer if budget.by_layer is not None else (budget.share,) * layers
+            budget.counts(layout, size, 1, method)
+            # A product such as .29 · 100 lies just below the whole number that is meant.
+            by_chunk.append([int(share * size + 1e-9) for share in shares if share is not None])
+        else:
+            by_chunk.append(list(own.counts(layout, size, kv_itemsize(splice), method)))
+
+    new = np.flatnonzero(splice.new_text())
+    counts = tuple(len(new) + sum(column) for column in zip(*by_chunk, strict=True))
+    if counts[0] == 0:
+        return untouched(layout, splice)
+
+    # Tokens in the order in which layers drop them: new text never, and of chunks the later ones first.
+    ranked = [(layers, int(token)) for token in new]
+    for (first, last), own in zip(splice.parts, by_chunk, strict=True):
+        for token in range(first, min(last, first + own[0])):
+            ranked.append((sum(count > token - first for count in own), token))
+    ranked.sort(key=lambda item: (-item[0], item[1]))
+    order = np.array([token for _, token in ranked], np.int32)
+
+    cached = tuple(count - len(new) for count in counts)
+    bytes = recompute_bytes(layout, splice, cached, inputs=cached[0])
+    return repair_by_layer(backbone, splice, all_tokens(splice, order), counts, bytes)
+
+
+def _per_chunk(budget: Budget, size: int, splice: SplicedCache) -> Budget:
+    """Returns one chunk's part of a budget: its share, of a prompt at most k tokens, or bytes by its length."""
+    if budget.tokens is not None and splice.chunks is not None:
+        return Budget(tokens=min(budget.tokens, size))
+    if budget.kv_bytes is not None:
+        return Budget(kv_bytes=budget.kv_bytes * size // splice.cached_count)
+    return budget

@@ -1,0 +1,153 @@
+"""Where chunks and question stand while tokens are scored, and in which order chunks are served (InfoFlow KV).
+
+Axis letters: B batch, T tokens, A position axes, Q tokens of the question.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ..backbone import Tokens
+from ..core import KVLayout, Rope, check_positions, relocate, rope_tables
+from ..errors import InputError, PositionError
+from .spliced_cache import AnyArray, SplicedCache, live_tokens, read_slots, required, write_slots
+
+Geometry = Literal["global", "hl_hp", "hl_tp", "tl_tp"]
+"""Positions while tokens are scored (InfoFlow KV, section 4.2): all as served; every chunk
+from position 0, and the question behind the longest of them; every chunk from position 0, and the question as served;
+every chunk right before the question, which is as served."""
+
+
+def placed_for_scoring(layout: KVLayout, splice: SplicedCache, geometry: Geometry) -> tuple[Tokens, dict[str, Array]]:
+    """Returns question and cache with the positions that a geometry gives them.
+
+    Of one chunk behind others only the chunk moves; what precedes it stays.
+
+    Raises:
+      InputError: an unknown geometry, or no question.
+    """
+    question = required(splice, "question", "geometry", "the question's tokens behind the cache")
+    if geometry not in get_args(Geometry):
+        raise InputError(f"geometry: got {geometry!r}; expected one of {', '.join(get_args(Geometry))}")
+    if geometry == "global":
+        return question, dict(splice.cache)
+
+    positions, starts, ends = jnp.asarray(splice.tokens.positions), [], []
+    for first, last in splice.parts:
+        starts.append(positions[:, first])
+        axes = (1,) if positions.ndim == 2 else (1, 2)
+        ends.append(positions[:, first:last].max(axes) + 1)
+
+    tail, moved = jnp.asarray(question.positions)[:, 0], positions
+    for (first, last), start, end in zip(splice.parts, starts, ends, strict=True):
+        # All axes move by the same distance, so that an image keeps its rows and columns.
+        if geometry == "tl_tp":
+            by = _scalar(tail) - end
+        else:
+            by = -_scalar(start)
+        by = by.reshape(-1, *[1] * (positions.ndim - 1))
+        moved = moved.at[:, first:last].add(by.astype(positions.dtype))
+
+    own = read_slots(splice.cache, splice.slots)
+    keys = relocate(layout, own, positions, moved)
+    cache = write_slots(dict(splice.cache), jnp.asarray(splice.slots), dict(keys), live_tokens(splice))
+    if geometry == "hl_hp":
+        longest = functools.reduce(jnp.maximum, (end - _scalar(start) for start, end in zip(starts, ends, strict=True)))
+        by = (longest - _scalar(tail)).reshape(-1, *[1] * (positions.ndim - 1))
+        question = question._replace(positions=jnp.asarray(question.positions) + by.astype(positions.dtype))
+    return question, cache
+
+
+def _scalar(position: Array) -> Array:
+    """Returns one number per row for a position [B] or [B,A]: chunks and text begin with equal axes."""
+    return position if position.ndim == 1 else position.max(-1)
+
+
+def chunk_scores(splice: SplicedCache, score: Float[Array, "B T"], share: float) -> Float[np.ndarray, "B chunks"]:
+    """Computes how important each chunk is: the sum of the scores of its own highest tokens, a share of them.
+
+    Source: InfoFlow KV, section 4.3: a first selection within each chunk, whose scores are compared between chunks.
+    """
+    score, result = np.asarray(score), []
+    for first, last in splice.parts:
+        count = max(1, round(share * (last - first)))
+        own = np.sort(np.where(np.isfinite(score[:, first:last]), score[:, first:last], 0.0), axis=1)
+        result.append(own[:, -count:].sum(1))
+    return np.stack(result, axis=1)
+
+
+def reordered(layout: KVLayout, splice: SplicedCache, order: Sequence[int]) -> SplicedCache:
+    """Returns a splice whose chunks stand in another order, the same for all rows, their keys moved with them.
+
+    Slots and positions are filled from the first chunk's on; new text and what surrounds the chunks stays. Truth and
+    recorded KV belong to the old order, and are left out.
+
+    Args:
+      order: the chunk (by its number) at each place.
+
+    Raises:
+      InputError: it is no order of the chunks, or new text stands between them. PositionError: a position leaves the
+        rope's regime.
+    """
+    parts = splice.parts
+    if sorted(order) != list(range(len(parts))):
+        raise InputError(f"reordered.order: got {list(order)}; expected an order of {len(parts)} chunks")
+    if any(left[1] != right[0] for left, right in itertools.pairwise(parts)):
+        raise InputError(f"reordered.chunks: got {parts}; expected chunks without text between them")
+
+    begin, end = parts[0][0], parts[-1][1]
+    index = np.concatenate([np.arange(*parts[number]) for number in order])
+    positions = np.asarray(splice.tokens.positions)
+    moved, chunks, place = positions.copy(), [], begin
+    axes = (1,) if positions.ndim == 2 else (1, 2)
+    start: np.ndarray = np.asarray(_scalar(jnp.asarray(positions[:, begin])))
+    for number in order:
+        first, last = parts[number]
+        own = positions[:, first:last]
+        by = (start - np.asarray(_scalar(jnp.asarray(own[:, 0])))).reshape(-1, *[1] * (positions.ndim - 1))
+        moved[:, place : place + last - first] = own + by
+        chunks.append((place, place + last - first))
+        begun = np.asarray(_scalar(jnp.asarray(own[:, 0])))
+        start = np.add(start, own.max(axes) + 1 - begun)
+        place += last - first
+    check_positions(layout.rope, moved, np.zeros((), np.int32))
+
+    whole = np.arange(positions.shape[1])
+    whole[begin:end] = index
+    taken = jax.tree.map(lambda leaf: jnp.asarray(leaf)[:, whole], splice.tokens)
+    tokens = taken._replace(positions=moved)
+    kv = read_slots(splice.cache, jnp.asarray(splice.slots)[:, whole])
+    keys = relocate(layout, kv, positions[:, whole], moved)
+    cache = write_slots(dict(splice.cache), jnp.asarray(splice.slots), dict(keys), live_tokens(splice))
+    return splice.replace(
+        tokens=tokens, cache=cache, chunks=tuple(chunks), conditioned=None, recorded=None, hidden=None
+    )
+
+
+def rope_similarity(rope: Rope, prompt: AnyArray, chosen: Int[AnyArray, " n"] | AnyArray) -> tuple[float, float]:
+    """Computes how close chosen tokens' positions are to the prompt's by rope alone: mean of maxima, and maximum.
+
+    The similarity of two positions is the cosine of their embeddings' rows, (cos θp, sin θp): the mean over
+    frequencies of cos θ(p − t). Source: InfoFlow KV, section 5.2, Table 2 ("MoM", "Max").
+
+    Args:
+      prompt, chosen: positions [Q] and [n] (with sections [Q,A] and [n,A]).
+
+    Raises:
+      PositionError: either is empty.
+    """
+    if not len(prompt) or not len(chosen):
+        raise PositionError(f"rope_similarity: got {len(prompt)} and {len(chosen)} positions; expected some of both")
+    rows = []
+    for positions in (prompt, chosen):
+        cos, sin = rope_tables(rope, jnp.asarray(positions), jnp.zeros((), jnp.int32))
+        row = np.concatenate([np.asarray(cos), np.asarray(sin)], axis=-1).reshape(len(positions), -1)
+        rows.append(row / np.linalg.norm(row, axis=-1, keepdims=True))
+    similar = rows[0] @ rows[1].T
+    return float(similar.max(1).mean()), float(similar.max())

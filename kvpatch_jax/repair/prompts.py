@@ -1,0 +1,140 @@
+"""Prompts in which cached chunks and new text alternate: splicing them, and MPIC's one step against two.
+
+Source: MPIC (Zhao et al. 2025, arXiv 2502.01960), sections 2.2 and 4.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..backbone import KV, Backbone, Tokens
+from ..core import EngineKV, to_engine
+from ..errors import InputError
+from .budget import Budget
+from .leading_tokens import first_k
+from .recomputation import LayerSet, begin, run_layers
+from .references import NOTHING, all_tokens
+from .spliced_cache import Repaired, SplicedCache, blind_bytes, check_splice, counted
+
+MPIC_32 = Budget(tokens=32)
+"""The k that MPIC reports most (section 5.2)."""
+
+
+class PromptPiece(NamedTuple):
+    """One piece of a prompt.
+
+    Attributes:
+      tokens: embeddings [B,n,D] and absolute positions.
+      kv: phase-free canonical KV {channel: [L,B,n,K,H]} of a cached chunk; None: new text.
+    """
+
+    tokens: Tokens
+    kv: KV | None = None
+
+
+def splice_prompt(backbone: Backbone, pieces: Sequence[PromptPiece]) -> SplicedCache:
+    """Splices the cached pieces of a prompt at their positions, with zeros where new text stands.
+
+    The zeros are MPIC's dummy cache (section 4.1): new text is computed in the same forward that reads the chunks, and
+    overwrites them before anything attends there.
+
+    Raises:
+      InputError: no pieces, or none that is cached. ShapeError, LayoutError, DtypeError, FrameError, PositionError: KV
+        does not match the backbone or its tokens.
+    """
+    layout, parts, chunks, first = backbone.layout, [], [], 0
+    if not any(piece.kv is not None for piece in pieces):
+        raise InputError(f"splice_prompt.pieces: got {len(pieces)} without KV; expected at least one cached chunk")
+    dtype = next(jnp.result_type(next(iter(piece.kv.values()))) for piece in pieces if piece.kv is not None)
+
+    for piece in pieces:
+        B, n, _ = piece.tokens.embeddings.shape
+        if piece.kv is None:
+            shapes = {channel.name: (layout.layers, B, n, channel.heads, channel.width) for channel in layout.channels}
+            parts.append({name: jnp.zeros(shape, dtype) for name, shape in shapes.items()})
+        else:
+            parts.append(dict(to_engine(layout, piece.kv, piece.tokens.positions, 0)))
+            chunks.append((first, first + n))
+        first += n
+
+    cache = {name: jnp.concatenate([part[name] for part in parts], axis=2) for name in layout.names}
+    tokens = jax.tree.map(
+        lambda *leaves: jnp.concatenate([jnp.asarray(leaf) for leaf in leaves], axis=1),
+        *[piece.tokens for piece in pieces],
+    )
+    slots = jnp.asarray(np.broadcast_to(np.arange(first, dtype=np.int32), (tokens.embeddings.shape[0], first)))
+    splice = SplicedCache(tokens, EngineKV(cache), slots, chunks=tuple(chunks))
+    check_splice(layout, splice)
+    return splice
+
+
+@counted
+def mpic(backbone: Backbone, splice: SplicedCache, budget: Budget | float = MPIC_32) -> Repaired:
+    """Computes new text and the first k tokens of every chunk in one forward, and reads the last token there.
+
+    MPIC-k (section 4.2), as selective attention in a single step: `first_k` of a whole prompt.
+
+    Args:
+      splice: of a prompt that ends with new text, as `splice_prompt` makes it.
+      budget: `tokens` is k.
+
+    Returns:
+      The cache, and the logits of the last token [B,1,V].
+
+    Raises:
+      InputError: the prompt does not end with new text, or the budget is out of range. ShapeError, LayoutError,
+        DtypeError: the splice does not match the backbone.
+    """
+    _check_prompt(backbone, splice, "mpic")
+    return first_k(backbone, splice, budget)
+
+
+@counted
+def two_step_reuse(
+    backbone: Backbone, splice: SplicedCache, budget: Budget | float = NOTHING, *, text_sees_chunks: bool = False
+) -> Repaired:
+    """Computes the KV of new text first, and then the last token over all that is cached: full reuse in two steps.
+
+    Source: MPIC section 2.2, after Prompt Cache (Gim et al. 2024): "the first step is to calculate the KV cache of
+    text, and the second step is to calculate the first output token using the concatenated KV cache".
+
+    Args:
+      text_sees_chunks: whether new text attends to chunks in the first step; the paper does not say.
+
+    Raises:
+      InputError: the budget is not 0, or the prompt does not end with new text. ShapeError, LayoutError, DtypeError:
+        the splice does not match the backbone.
+    """
+    _check_prompt(backbone, splice, "two_step_reuse")
+    if any(Budget.of(budget).counts(backbone.layout, splice.cached_count, 1, "two_step_reuse")):
+        raise InputError(f"two_step_reuse.budget: got {budget}; expected 0")
+
+    new, layers = splice.new_text(), backbone.layout.layers
+    mask = splice.mask
+    if not text_sees_chunks:
+        B, S = len(splice.slots), next(iter(splice.cache.values())).shape[2]
+        # Slots outside the splice are in front of the prompt, and are seen.
+        hidden = jnp.zeros((B, S), bool).at[jnp.arange(B)[:, None], jnp.asarray(splice.slots)].set(jnp.asarray(~new))
+        allowed = jnp.arange(S) <= jnp.asarray(splice.slots)[..., None] if mask is None else jnp.asarray(mask)[:, 0]
+        mask = (allowed & ~hidden[:, None])[:, None]
+
+    text = all_tokens(splice, np.flatnonzero(new))
+    first = run_layers(backbone, splice.replace(mask=mask), begin(layers, splice), LayerSet(0, layers, text))
+    last = all_tokens(splice, np.array([splice.slots.shape[1] - 1]))
+    second = run_layers(
+        backbone,
+        splice.replace(cache=first.cache),
+        begin(layers, splice)._replace(cache=first.cache),
+        LayerSet(0, layers, last),
+    )
+    chosen = first.chosen | second.chosen
+    return Repaired(second.cache, chosen, blind_bytes(backbone.layout, splice), logits=second.logits)
+
+
+def _check_prompt(backbone: Backbone, splice: SplicedCache, method: str) -> None:
+    check_splice(backbone.layout, splice)
+    if splice.chunks is None or not splice.new_text()[-1]:
+        raise InputError(f"{method}.chunks: got {splice.chunks}; expected a prompt that ends with new text")

@@ -1,0 +1,198 @@
+"""Recomputation of chosen tokens, through all layers or through sets that shrink with depth: work that is not done is
+not run."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from ..backbone import Backbone, Tokens
+from .spliced_cache import AnyArray, RepairBytes, Repaired, SplicedCache, live_tokens, mark, recompute_bytes
+
+LARGEST_STEP = 16
+"""Numbers of recomputed tokens are padded to a multiple of a step of at most this."""
+
+
+def padded_count(count: int, tokens: int) -> int:
+    """Returns how many of `tokens` are run for `count` chosen ones: padded by less than 1 % of all, up to all.
+
+    So there are at most some hundred programs per shape, and none is compiled for every count.
+    """
+    step = min(LARGEST_STEP, 1 << max(0, (tokens // 128).bit_length() - 1)) if tokens >= 128 else 1
+    return min(tokens, -(-count // step) * step)
+
+
+class LayerSet(NamedTuple):
+    """Tokens that are run through some layers.
+
+    Attributes:
+      start, stop: layers start … stop-1.
+      index: the tokens [B,n], a subset of those of the set below.
+      counts: how many of the index's tokens, its first ones, are written at each of these layers; None: all.
+    """
+
+    start: int
+    stop: int
+    index: Int[Array, "B n"]
+    counts: tuple[int, ...] | None = None
+
+
+class LayerRun(NamedTuple):
+    """State of a recompute between two sets: the cache so far, the residual of the tokens that were run, and which
+    tokens these are ([B,T] residual rows by token, filled where they were run).
+    """
+
+    cache: dict[str, Array]
+    residual: Array | None
+    chosen: Bool[Array, "L B T"]
+    logits: Array | None = None
+
+
+def begin(layers: int, splice: SplicedCache) -> LayerRun:
+    """Returns the state before any set has run."""
+    return LayerRun(dict(splice.cache), None, jnp.zeros((layers, *splice.slots.shape), bool))
+
+
+def run_layers(backbone: Backbone, splice: SplicedCache, run: LayerRun, part: LayerSet) -> LayerRun:
+    """Runs one set of tokens through its layers, from the embeddings or from the residual that `run` has of them.
+
+    They attend to each other's new KV and to the rest of the cache, as the splice's mask says. The last set's logits
+    are those of its last token.
+    """
+    layers, T = backbone.layout.layers, splice.slots.shape[1]
+    count = part.index.shape[1]
+    # Padding repeats the last token: written twice with the same values.
+    index = fill_index(part.index, padded_count(count, T))
+    start = splice.tokens if run.residual is None else splice.tokens._replace(embeddings=run.residual)
+    tokens, slots, mask = gather_tokens(start, splice.slots, splice.mask, index)
+
+    live = live_tokens(splice)
+    written = mark(part.index, live)[None]
+    if part.counts is not None:
+        within = np.arange(count) < np.asarray(part.counts)[:, None, None]
+        written = _mark_each(part.index, jnp.asarray(within), live)
+    chosen = _chosen_at(run.chosen, written, part.start, part.stop)
+
+    keep = None
+    if part.counts is not None or splice.length is not None:
+        keep = _keep(chosen, index)
+    whole = part.stop == layers
+    reads = whole and _reads_last(splice)
+    step = backbone.recompute(
+        tokens,
+        run.cache,
+        slots,
+        keep,
+        mask,
+        _row_of(index, T - 1) if reads else jnp.zeros((index.shape[0], 0), jnp.int32),
+        start_layer=part.start,
+        stop_layer=part.stop,
+        hidden_at=() if whole else (part.stop,),
+    )
+    residual = None if whole else _scatter(splice.tokens.embeddings, index, step.hidden[part.stop])
+    return LayerRun(dict(step.cache), residual, chosen, step.logits if reads else None)
+
+
+def recompute_sets(backbone: Backbone, splice: SplicedCache, sets: Sequence[LayerSet], bytes: RepairBytes) -> Repaired:
+    """Runs nested sets from the lowest layers up; see `run_layers`."""
+    run = begin(backbone.layout.layers, splice)
+    for part in sets:
+        run = run_layers(backbone, splice, run, part)
+    return Repaired(run.cache, run.chosen, bytes, logits=run.logits)
+
+
+def repair_everywhere(
+    backbone: Backbone, splice: SplicedCache, index: Int[Array, "B n"], bytes: RepairBytes | None = None
+) -> Repaired:
+    """Recomputes one set of tokens at every layer.
+
+    Args:
+      bytes: of the repair; None: as for tokens that could have been any.
+    """
+    layers = backbone.layout.layers
+    if bytes is None:
+        cached = index.shape[1] - int(splice.new_text().sum())
+        bytes = recompute_bytes(backbone.layout, splice, (cached,) * layers)
+    return recompute_sets(backbone, splice, [LayerSet(0, layers, index)], bytes)
+
+
+def repair_by_layer(
+    backbone: Backbone, splice: SplicedCache, index: Int[Array, "B n"], counts: Sequence[int], bytes: RepairBytes
+) -> Repaired:
+    """Recomputes the first `counts[l]` tokens of an index at layer l, counts not increasing with depth.
+
+    Tokens that a layer does not need are dropped below it: their attention and MLP are not run.
+    """
+    T, sets = splice.slots.shape[1], []
+    # Layers whose padded number is the same run in one program.
+    for size, group in itertools.groupby(enumerate(counts), lambda item: padded_count(item[1], T)):
+        own = list(group)
+        if size == 0:
+            break
+        most = own[0][1]
+        sets.append(LayerSet(own[0][0], own[-1][0] + 1, index[:, :most], tuple(count for _, count in own)))
+    return recompute_sets(backbone, splice, sets, bytes)
+
+
+def _reads_last(splice: SplicedCache) -> bool:
+    """Whether the last token is new text, whose logits a forward over the prompt gives."""
+    return splice.chunks is not None and bool(splice.new_text()[-1])
+
+
+@functools.partial(jax.jit, static_argnames=("token",))
+def _row_of(index: Int[Array, "B n"], token: int) -> Int[Array, "B 1"]:
+    return jnp.argmax(index == token, axis=1, keepdims=True).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("size",))
+def fill_index(index: Int[Array, "B count"], size: int) -> Int[Array, "B size"]:
+    """Repeats the last index up to a size."""
+    return jnp.pad(index, ((0, 0), (0, size - index.shape[1])), mode="edge")
+
+
+@jax.jit
+def gather_tokens(
+    tokens: Tokens,
+    slots: Int[AnyArray, "B T"],
+    mask: Bool[AnyArray, "B 1 T S"] | None,
+    index: Int[Array, "B n"],
+) -> tuple[Tokens, Int[Array, "B n"], Bool[Array, "B 1 n S"] | None]:
+    """Gathers the tokens at `index` with their slots and rows of the mask, in one program."""
+
+    # Of arrays [B,T,…], whatever their trailing axes.
+    def take(x: AnyArray) -> Array:
+        return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
+
+    seen = None if mask is None else jnp.take_along_axis(mask, index[:, None, :, None], axis=2)
+    return jax.tree.map(take, tokens), take(slots), seen
+
+
+@jax.jit
+def _keep(chosen: Bool[Array, "L B T"], index: Int[Array, "B n"]) -> Bool[Array, "L B n"]:
+    return jnp.take_along_axis(chosen, index[None], axis=2)
+
+
+@jax.jit
+def _mark_each(
+    index: Int[Array, "B n"], within: Bool[Array, "l 1 n"], live: Bool[Array, "B T"]
+) -> Bool[Array, "l B T"]:
+    rows = jnp.arange(index.shape[0])[:, None]
+    within = jnp.broadcast_to(within, (within.shape[0], *index.shape))
+    marked = jnp.zeros((within.shape[0], *live.shape), bool).at[:, rows, index].set(within)
+    return marked & live
+
+
+@functools.partial(jax.jit, static_argnames=("start", "stop"))
+def _chosen_at(chosen: Bool[Array, "L B T"], written: Bool[Array, "n B T"], start: int, stop: int) -> Array:
+    return chosen.at[start:stop].set(written)
+
+
+@jax.jit
+def _scatter(like: Array, index: Int[Array, "B n"], residual: Array) -> Array:
+    rows = jnp.arange(index.shape[0])[:, None]
+    return jnp.zeros(like.shape, residual.dtype).at[rows, index].set(residual)

@@ -1,0 +1,116 @@
+"""Tiny random backbones, and splices of one chunk or of a whole prompt on them."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import kvpatch_jax as kvp
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.repair import PromptPiece, SplicedCache, splice_prompt
+from models import ModelBackbone
+from models.families.family import parameters
+from models.families.kimi_vl import KimiVLConfig
+from models.families.qwen2_5_vl import Qwen25VLConfig
+from models.inputs.qwen_images import ImageConfig
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+LAYERS, ROWS, BEFORE, CHUNK, SPARE, ASKED = 4, 2, 7, 8, 3, 3
+
+
+@functools.cache
+def tiny_backbone(kind: str = "gqa") -> ModelBackbone:
+    """A random backbone of four layers: grouped-query attention with M-RoPE, or latent attention."""
+    if kind == "mla":
+        config = KimiVLConfig.from_dict(json.loads((GOLDENS / "kimi_vl" / "config.json").read_text()), "exact")
+    else:
+        config = Qwen25VLConfig.from_dict(json.loads((GOLDENS / "qwen2_5_vl" / "config.json").read_text()), "exact")
+        config = dataclasses.replace(config, text=dataclasses.replace(config.text, layers=LAYERS))
+    with jax.default_matmul_precision("highest"):
+        return ModelBackbone(config, parameters(config.family.module(config, nnx.Rngs(0))), ImageConfig())
+
+
+def text_tokens(backbone: ModelBackbone, ids: np.ndarray, start: int = 0) -> Tokens:
+    """Embeds text ids [B,T] from a position on."""
+    places = np.arange(start, start + ids.shape[1], dtype=np.int32)
+    places = np.broadcast_to(places, ids.shape)
+    axes = backbone.layout.rope.axes
+    return backbone.embed(
+        ids, (places if axes is None else np.broadcast_to(places[..., None], (*ids.shape, axes))).copy()
+    )
+
+
+def make_splice(
+    backbone: ModelBackbone, seed: int = 0, chunk: int = CHUNK
+) -> tuple[SplicedCache, dict[str, np.ndarray]]:
+    """An antecedent, a chunk spliced blind behind it, spare slots, a question; and the cache that a prefill gives."""
+    ids = np.random.default_rng(seed).integers(0, 300, (ROWS, BEFORE + chunk + ASKED))
+    everything = text_tokens(backbone, ids)
+    tokens, question = everything.take(0, BEFORE + chunk), everything.take(BEFORE + chunk, ids.shape[1])
+    whole = backbone.prefill(tokens).kv
+    own = tokens.take(BEFORE, BEFORE + chunk)
+    alone = backbone.prefill(
+        own._replace(positions=own.positions - BEFORE), hidden_at=tuple(range(backbone.layout.layers))
+    )
+    true = kvp.to_engine(backbone.layout, whole, tokens.positions, 0)
+    blind = kvp.to_engine(backbone.layout, alone.kv, own.positions, 0)
+    room = ((0, 0), (0, 0), (0, SPARE), (0, 0), (0, 0))
+    cache = {name: jnp.pad(jnp.concatenate([true[name][:, :, :BEFORE], blind[name]], 2), room) for name in true}
+    slots = np.broadcast_to(np.arange(BEFORE, BEFORE + chunk), (ROWS, chunk))
+    conditioned = {name: value[:, :, BEFORE:] for name, value in whole.items()}
+    expected = {name: np.pad(value, room) for name, value in true.items()}
+    seen = np.broadcast_to(np.arange(BEFORE + chunk + SPARE) < BEFORE + chunk, (ROWS, BEFORE + chunk + SPARE))
+    splice = SplicedCache(
+        own,
+        cache,
+        jnp.asarray(slots),
+        front=tokens.take(0, BEFORE),
+        question=question,
+        seen=jnp.asarray(seen),
+        conditioned=conditioned,
+        recorded=conditioned,
+        hidden=alone.hidden,
+    )
+    return splice, expected
+
+
+PIECES = (3, -6, 2, -9, 4)
+"""Lengths of a prompt's pieces; negative ones are cached chunks."""
+
+
+def make_prompt(backbone: ModelBackbone, seed: int = 0) -> tuple[SplicedCache, dict[str, np.ndarray], np.ndarray]:
+    """A prompt of text, chunk, text, chunk, text; the cache and the last logits that a prefill gives."""
+    total = sum(map(abs, PIECES))
+    tokens = text_tokens(backbone, np.random.default_rng(seed).integers(0, 300, (ROWS, total)))
+    pieces, first = [], 0
+    for length in PIECES:
+        own = tokens.take(first, first + abs(length))
+        kv = backbone.prefill(own._replace(positions=own.positions - first)).kv if length < 0 else None
+        pieces.append(PromptPiece(own, kv))
+        first += abs(length)
+    out = backbone.prefill(tokens)
+    return (
+        splice_prompt(backbone, pieces),
+        dict(kvp.to_engine(backbone.layout, out.kv, tokens.positions, 0)),
+        out.logits,
+    )
+
+
+def error(found, expected) -> float:
+    found, expected = np.asarray(found), np.asarray(expected)
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def in_chunk(cache) -> dict[str, np.ndarray]:
+    return {name: np.asarray(value)[:, :, BEFORE : BEFORE + CHUNK] for name, value in cache.items()}
+
+
+def changed(found, before) -> np.ndarray:
+    """[L,B,T]: where any channel of the chunk differs."""
+    found, before = in_chunk(found), in_chunk(before)
+    return np.any([(found[name] != before[name]).any((-2, -1)) for name in found], axis=0)
