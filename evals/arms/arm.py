@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from kvpatch_jax.core import flatten_heads
 from kvpatch_jax.patching import fit_basis
-from kvpatch_jax.repair import Checked, SplicedCache, check_by_layer
+from kvpatch_jax.repair import SplicedCache
 from pallas_kernels import factorise
 
 from ..results.costs import ArmCost, ChunkCosts
@@ -53,11 +53,6 @@ class ArmFactory:
     def splice(self) -> SplicedCache:
         """The blind cache and the page's tokens, which token repairs start from."""
         return self.page.splice()
-
-    @functools.cached_property
-    def checked(self) -> Checked:
-        """What CacheBlend's check layer finds; it does not depend on the budget."""
-        return check_by_layer(self.page.backbone, self.splice)
 
     @functools.cached_property
     def singular(self) -> dict[str, tuple[Array, Array]]:

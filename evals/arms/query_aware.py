@@ -5,17 +5,13 @@ decides how they are read; `QuestionReader` is what these arms need of it. Axis 
 group, N chosen tokens, T tokens of the page, S keys, L layers, V vocabulary.
 """
 
-import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from kvpatch_jax.core import rope_tables, rotate
+from kvpatch_jax.backbone import LayerAttention
 from kvpatch_jax.repair import fraction_to_count
 
 from ..results.costs import ArmCost
@@ -143,48 +139,6 @@ def marks_of(index: Int[np.ndarray, "B Q N"], tokens: int) -> Bool[np.ndarray, "
     return marks
 
 
-# ------------------------------------------------------------------------------------------------- attention
-
-
-def mean_attention(backbone: Any, hidden: tuple[Array, ...], positions: Array, keys: KV, mask: Array) -> Array:
-    """Computes every layer's attention from its entering residual, the mean over heads, [L, B, T, S]."""
-    programs = backbone.programs
-    return _attention_program(programs.graph)(programs.state, hidden, positions, keys, mask)
-
-
-@functools.lru_cache(maxsize=8)
-def _attention_program(graph: Any) -> Callable[..., Array]:
-    @jax.jit
-    def run(state: Any, hidden: tuple[Array, ...], positions: Array, keys: KV, mask: Array) -> Array:
-        decoder = nnx.merge(graph, state).decoder
-        tables = rope_tables(decoder.config.rope, positions)
-        layers = []
-        for number, residual in enumerate(hidden):
-            layers.append(layer_attention(decoder, number, residual, tables, keys, mask).mean(axis=(1, 2)))
-        return jnp.stack(layers)
-
-    return run
-
-
-def layer_attention(
-    decoder: Any, number: int, hidden: Array, tables: tuple[Array, Array], keys: Mapping[str, Array], mask: Array
-) -> Float[Array, "B K G T S"]:
-    """Computes one layer's attention from its entering residual [B,T,D] over all its keys, by head."""
-    config, below = decoder.config, decoder.config.dense_layers
-    stack, at = (decoder.layers, number - below) if number >= below else (decoder.dense_layers, number)
-    graph, state = nnx.split(stack)
-    layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[at], state))
-    query, _ = layer.attention.project(layer.input_norm(hidden))
-    rotated = rotate(query["turning"], *tables, config.rope.cached, config.rope.attention_scaling)
-
-    # Latent attention compares with the compressed KV, beside a part of the key that alone is rotated.
-    if config.latent is None:
-        key, scale = keys["k"][number], config.head_dim**-0.5
-    else:
-        rotated = jnp.concatenate([query["latent"], rotated], axis=-1)
-        key, scale = jnp.concatenate([keys["ckv"][number], keys["kpe"][number]], axis=-1), config.latent.scale
-
-    B, T, N, H = rotated.shape
-    grouped = rotated.reshape(B, T, key.shape[2], N // key.shape[2], H)
-    scores = scale * jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32)
-    return jax.nn.softmax(jnp.where(mask[:, :, None], scores, -jnp.inf), axis=-1)
+def mean_over_heads(layer: LayerAttention) -> Float[Array, "B T S"]:
+    """Computes the attention weights' mean over heads."""
+    return layer.weights().mean(1)

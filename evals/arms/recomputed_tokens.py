@@ -6,18 +6,21 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.repair import REPAIRS, cacheblend, count_of_equal_bytes, fraction_to_count, repair_everywhere
+from kvpatch_jax.repair import REPAIRS, Budget, count_of_equal_bytes, fraction_to_count, repair_everywhere
 
 from ..results.costs import ArmCost
 from ..rules import RULES
 from .arm import AlternativeArm, ArmFactory, ArmMaker
 from .reused_page import cut
 
+METHODS = ("first_k", "cacheblend", "oracle_delta")
+"""Repairs that are tried at every budget; `--suite=repairs` tries all."""
+
 
 def token_repair_makers() -> dict[str, ArmMaker]:
     """Lists the published token repairs at every budget: shares of the tokens, and the bytes of a patch."""
     makers: dict[str, ArmMaker] = {}
-    for method in REPAIRS:
+    for method in METHODS:
         for share in RULES.arms.budgets:
             makers[f"{method}.budget={share:g}"] = functools.partial(make_repaired, method=method, share=share)
         for rank in RULES.arms.byte_ranks:
@@ -47,11 +50,7 @@ def make_repaired(factory: ArmFactory, method: str, share: float = 0.0, rank: in
     else:
         count = fraction_to_count(share, tokens)
 
-    # What the check layer finds does not depend on the count: computed once for all budgets.
-    if method == "cacheblend":
-        repaired = cacheblend(backbone, splice, count, checked=factory.checked)
-    else:
-        repaired = REPAIRS[method](backbone, splice, count)
+    repaired = REPAIRS[method](backbone, splice, Budget(tokens=count))
 
     # Which tokens come first is known ahead; other methods may choose any token, so all inputs are kept.
     inputs = count if method == "first_k" else None

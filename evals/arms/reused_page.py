@@ -158,7 +158,8 @@ class ReusedPage:
         first, last = self.slots.start, self.slots.stop
         slots = np.broadcast_to(np.arange(first, last), (len(self), last - first))
         own = self.tokens.take(first, last)
-        return SplicedCache(own, self.cache(), jnp.asarray(slots), conditioned=self.page_conditioned)
+        conditioned = self.page_conditioned
+        return SplicedCache(own, self.cache(), jnp.asarray(slots), conditioned=conditioned, recorded=conditioned)
 
     def _with_page(self, page: KV) -> KV:
         return _join_page(self.front, page, self.slots.start)

@@ -14,7 +14,7 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax import ops
 from kvpatch_jax.patching import Accumulated, orders_of
-from kvpatch_jax.repair import SplicedCache, cacheblend, fraction_to_count
+from kvpatch_jax.repair import SplicedCache, cacheblend
 from kvpatch_jax.window import Promise
 
 from ..arms import leading
@@ -216,7 +216,7 @@ def _repaired(batch: ServedBatch, cache: KV, places: Sequence[int]) -> KV:
         own = on_host(line.tokens).take(where.start, where.stop)  # cut on the host, which compiles nothing
         tokens = jax.tree.map(jnp.asarray, own)._replace(positions=own.positions)
         held = {name: jnp.asarray(value) for name, value in cache.items()}
-        count = fraction_to_count(PERCENT / 100, size)
-        cache = dict(cacheblend(line.backbone, SplicedCache(tokens, held, jnp.asarray(slots)), count).cache)
+        splice = SplicedCache(tokens, held, jnp.asarray(slots))
+        cache = dict(cacheblend(line.backbone, splice, PERCENT / 100).cache)
 
     return cut(on_host(cache), slice(line.size))

@@ -12,25 +12,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float
 
 import kvpatch_jax as kvp
-from kvpatch_jax.core import flatten_heads, rope_tables
+from kvpatch_jax.core import flatten_heads
 from kvpatch_jax.repair import (
+    REPAIRS,
+    Budget,
+    Repaired,
     fraction_to_count,
-    largest,
+    infoflow,
     layer_counts,
     layer_sensitivity,
-    recompute_tokens,
+    random_tokens,
     vlcache,
 )
 
 from ..arms import AlternativeArm, ArmFactory
 from ..arms.conditioned_kv import make_truncated
 from ..arms.patches import make_patch
-from ..arms.query_aware import layer_attention, mean_attention
-from ..arms.recomputed_tokens import make_repaired, make_residual
+from ..arms.recomputed_tokens import make_residual
 from ..arms.reused_page import KV
 from ..results.costs import NUMBER_BITS, ArmCost, ChunkCosts
 from .passages import CHECK_LAYER, Passages
@@ -65,7 +66,6 @@ class PretrainedArm(NamedTuple):
       stored: bytes kept beside the canonical, for this place of reuse alone.
       serving: FLOPs while serving.
       forming: FLOPs that are paid once and shared by all reuses.
-      logits: where the arm was read already.
     """
 
     name: str
@@ -74,7 +74,6 @@ class PretrainedArm(NamedTuple):
     stored: float = 0.0
     serving: float = 0.0
     forming: float = 0.0
-    logits: Array | None = None
 
 
 class PassageArms:
@@ -90,11 +89,11 @@ class PassageArms:
         layers = passages.backbone.layout.layers
         self.residual_layers = sorted({max(1, round(depth * layers)) for depth in RESIDUAL_DEPTHS})
         self.factory = ArmFactory(passages.page, self.residual_layers)
-        self.blind, self.attended = read_with_attention(passages, self.factory.splice.cache)
+        self.splice = self.factory.splice.replace(question=passages.after)
 
     def core(self) -> Iterator[PretrainedArm]:
         """Yields blind reuse, patches, and one budget of each token repair that a server could run."""
-        yield PretrainedArm("blind", dict(self.factory.splice.cache), logits=self.blind)
+        yield PretrainedArm("blind", dict(self.splice.cache))
         for rank in self._ranks(CORE_RANKS):
             yield self._made(f"patch.rank={rank}", make_patch, rank=rank)
         for name in ("first_k", "cacheblend", "kvshare", "query_aware"):
@@ -102,7 +101,8 @@ class PassageArms:
 
         if self.by_layer is not None:
             of, counts = self.of, [fraction_to_count(share, self.of.length) for share in self.by_layer]
-            cache = vlcache(of.backbone, self.factory.splice, counts).cache
+            schedule = Budget(by_layer=tuple(count / of.length for count in counts))
+            cache = vlcache(of.backbone, self.splice, schedule).cache
             serving = sum(map(self._flops, counts)) / (len(counts) * self._flops(of.length))
             yield PretrainedArm(f"vlcache.budget={BUDGET:g}", dict(cache), serving=serving)
 
@@ -149,10 +149,11 @@ class PassageArms:
     def _repaired(self, method: str, budget: float) -> PretrainedArm:
         """Makes a token repair at a share of the tokens; queries are read once over the blind cache to choose them."""
         count = fraction_to_count(budget, self.of.length)
+        tokens = Budget(tokens=count)
         if method in CHOSEN:
-            cache = CHOSEN[method](self, count)
+            cache = CHOSEN[method](self, tokens).cache
         else:
-            cache = make_repaired(self.factory, method, share=budget).cache
+            cache = REPAIRS[method](self.of.backbone, self.splice, tokens).cache
 
         serving = self._flops(count)
         if method in ("cacheblend", "kvshare"):
@@ -234,88 +235,33 @@ def _in_others_directions(delta: Float[Array, "L B T K H"], rank: int) -> Float[
 # --------------------------------------------------------------------------------- repairs that choose by attention
 
 
-def read_with_attention(
-    of: Passages, cache: Mapping[str, Array]
-) -> tuple[Float[Array, "B n V"], Float[Array, "L B S"]]:
-    """Reads the text after a cache: its logits, and the attention that each cached token receives at each layer.
-
-    Source: InfoFlow KV (arXiv 2603.05353): attention of the query over the cached chunks at their global positions, the
-    mean over heads, summed over the tokens that are read. Here the query is the text that is scored, so it is known
-    better than a server would know it; its own tokens take no attention.
-    """
-    layers = range(of.backbone.layout.layers)
-    out = of.backbone.prefill(of.after, context=cache, logits="all", hidden_at=tuple(layers))
-    residuals = tuple(out.hidden[layer] for layer in layers)
-    seen = jnp.ones((of.rows, 1, of.ids.shape[1], cache["k"].shape[2]), bool)
-    attention = mean_attention(of.backbone, residuals, jnp.asarray(of.after.positions), dict(cache), seen)
-    return out.logits, attention.sum(2)
-
-
-def attention_shift(of: Passages, fresh: Cache, spliced: Cache) -> Float[Array, "B T"]:
-    """Measures how the passages' attention to their own tokens differs at CHECK_LAYER, over two caches' keys.
-
-    Σ |A(fresh) − A(spliced)| over heads and over the passages' tokens as queries, which are the last of the keys.
-    """
-    programs = of.backbone.programs
-    positions = jnp.asarray(of.page.tokens.positions)[:, of.page.slots]
-    return _shift(programs.graph, programs.state, of.checked, positions, dict(fresh), dict(spliced))
-
-
-@functools.partial(jax.jit, static_argnames="graph")
-def _shift(graph: Any, state: Any, residual: Array, positions: Array, fresh: KV, spliced: KV) -> Float[Array, "B T"]:
-    decoder = nnx.merge(graph, state).decoder
-    tables = rope_tables(decoder.config.rope, positions)
-    queries, keys = residual.shape[1], fresh["k"].shape[2]
-    seen = (jnp.arange(keys) <= jnp.arange(keys - queries, keys)[:, None])[None, None]
-    maps = [layer_attention(decoder, CHECK_LAYER, residual, tables, cache, seen) for cache in (fresh, spliced)]
-    return jnp.abs(maps[0] - maps[1]).sum((1, 2, 3))[:, keys - queries :]
-
-
-def _kvshare(arms: PassageArms, count: int) -> KV:
-    """Runs KVShare (arXiv 2503.16525), as VLCache and its abstract describe it.
-
-    Tokens are chosen by how far attention maps over reused and recomputed KV deviate. Our reading of its prefill stage:
-    at CHECK_LAYER, of the passage's own queries; above it these tokens run. Its decode stage is left out.
-    """
-    splice, lower = arms.factory.splice, arms.factory.checked.cache
-    score = attention_shift(arms.of, lower, splice.cache)
-    return recompute_tokens(arms.of.backbone, splice._replace(cache=lower), largest(score, count))
-
-
-def _most_attended(arms: PassageArms, count: int, layers: Sequence[int]) -> KV:
-    attended = arms.attended[np.asarray(layers), :, arms.of.page.slots].sum(0)
-    return recompute_tokens(arms.of.backbone, arms.factory.splice, largest(attended, count))
-
-
-def _query_aware(arms: PassageArms, count: int) -> KV:
+def _query_aware(arms: PassageArms, budget: Budget) -> Repaired:
     """Recomputes what the query attends to at a quarter, a half, three quarters and the whole of the depth."""
     layers = arms.of.backbone.layout.layers
-    return _most_attended(arms, count, sorted({layers // 4, layers // 2, 3 * layers // 4, layers - 1}))
+    wanted = sorted({layers // 4, layers // 2, 3 * layers // 4, layers - 1})
+    return infoflow(arms.of.backbone, arms.splice, budget, layers=tuple(wanted))
 
 
-def _prophetkv(arms: PassageArms, count: int) -> KV:
-    """Runs ProphetKV (arXiv 2602.02579), as its abstract describes it.
+def _prophetkv(arms: PassageArms, budget: Budget) -> Repaired:
+    """Recomputes what the query attends to at all layers together, by the sum over them.
 
-    Attention of the query over the reused cache, of all layers fused into one set of tokens (here by their sum), which
-    a second stage recomputes.
+    ProphetKV (arXiv 2602.02579), as its abstract describes it; `repair.prophetkv` divides by each layer's sum.
     """
-    return _most_attended(arms, count, range(arms.of.backbone.layout.layers))
+    return infoflow(arms.of.backbone, arms.splice, budget, layers=tuple(range(arms.of.backbone.layout.layers)))
 
 
-def _random(arms: PassageArms, count: int) -> KV:
-    of = arms.of
+def _random(arms: PassageArms, budget: Budget) -> Repaired:
     # Seeded by the text that follows, so that every passage draws its own.
-    score = np.random.default_rng([count, *of.ids.ravel().tolist()]).random((of.rows, of.length), np.float32)
-    return recompute_tokens(of.backbone, arms.factory.splice, largest(jnp.asarray(score), count))
+    seeds = [(budget.tokens or 0, *row) for row in arms.of.ids.tolist()]
+    return random_tokens(arms.of.backbone, arms.splice, budget, seed=seeds)
 
 
-CHOSEN: dict[str, Callable[[PassageArms, int], KV]] = {
-    "kvshare": _kvshare,
+CHOSEN: dict[str, Callable[[PassageArms, Budget], Repaired]] = {
     "query_aware": _query_aware,
     "prophetkv": _prophetkv,
     "random": _random,
 }
-"""Token repairs of this suite alone, by what chooses their tokens; the others are `kvpatch_jax.repair.REPAIRS`."""
+"""Token repairs with this suite's own settings, by arm; the others are `kvpatch_jax.repair.REPAIRS`."""
 
 
 def shares_by_layer(batches: Sequence[Passages]) -> tuple[float, ...]:

@@ -166,7 +166,7 @@ def read_answers(
     """Reads the items' answers with every arm: a record per item and arm, items counted from `first`."""
     answers = {"re-prefill": of.logits}
     for arm in PassageArms(of, by_layer).core():
-        answers[arm.name] = arm.logits if arm.logits is not None else of.read(arm.cache)
+        answers[arm.name] = of.read(arm.cache)
     for arm, logits in answers.items():
         for row, item in enumerate(drawn):
             yield {"row": first + row, "arm": arm, **score_answer(item, of.logits[row], logits[row])}

@@ -112,7 +112,7 @@ def all_records(
     yield from enumerate({"arm": "re-prefill", **numbers} for numbers in of.scored(of.logits))
 
     for arm in (*arms.core(), *(arms.more() if wide else ())):
-        logits = of.read(arm.cache) if arm.logits is None else arm.logits
+        logits = of.read(arm.cache)
         costs = {name: getattr(arm, name) for name in COSTS}
         yield from enumerate({"arm": arm.name, **numbers, **costs} for numbers in of.scored(logits))
         if continuation is not None and arm.name in GREEDY_ARMS:

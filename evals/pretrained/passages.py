@@ -38,7 +38,6 @@ class Passages:
       logits: a re-prefill's logits of the tokens after the passage, float32 [B,n,V].
       ids: the tokens after the passage, [B,n].
       after: the same, embedded.
-      checked: the passages' residual in context where repairs compare, at CHECK_LAYER [B,T,D].
     """
 
     def __init__(
@@ -65,11 +64,11 @@ class Passages:
             text = cast(Tokens, backbone.embed(np.concatenate([ids, behind], axis=1)))
         self.after = placed(text.take(self.length, self.length + behind.shape[1]), end)
 
-        # One forward over passage and text gives the reference, what repairs compare, and the conditioned KV.
+        # One forward over passage and text gives the reference and the conditioned KV.
         front_engine = self.rotate(front, 0)
         asked = np.repeat(np.arange(self.length, self.length + behind.shape[1])[None], self.rows, axis=0)
-        out = backbone.prefill(placed(text, self.start), context=front_engine, logits=asked, hidden_at=(CHECK_LAYER,))
-        self.logits, self.checked = out.logits, out.hidden[CHECK_LAYER][:, : self.length]
+        out = backbone.prefill(placed(text, self.start), context=front_engine, logits=asked)
+        self.logits = out.logits
         self.conditioned = cut(out.kv, slice(self.length))
 
         own = text.take(0, self.length)

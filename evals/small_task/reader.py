@@ -8,17 +8,15 @@ Q questions, G questions of one prefill, T tokens of the page, S keys of the pre
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from models import ModelBackbone
 
-from ..arms.query_aware import marks_of, mean_attention
+from ..arms.query_aware import marks_of, mean_over_heads
 from ..arms.reused_page import KV, ReusedPage
 from . import scenes
 from .scenes import Answers, Scene
@@ -67,10 +65,9 @@ class SceneReader:
         Probabilities over all that the question sees, the mean over heads, summed over the question's tokens.
         """
         backbone = self.scene.backbone
-        ids, positions, mask, asked = scenes.question_arrays(self.scene, self.questions, True, None)
+        ids, positions, mask, _ = scenes.question_arrays(self.scene, self.questions, True, None)
         tokens = backbone.embed(ids, positions)
-        wanted = np.broadcast_to(asked, (len(ids), len(asked)))
-        received = received_attention(backbone, tokens, cache, mask, wanted)[..., self.scene.page]
+        received = received_attention(backbone, tokens, cache, mask)[..., self.scene.page]
         return received.reshape(*received.shape[:2], -1, QUESTION_TOKENS, received.shape[-1]).sum(axis=3)
 
     def read_entries(self, group: None, cache: KV, index: Int[np.ndarray, "B Q N"]) -> Float[np.ndarray, "B Q V"]:
@@ -80,9 +77,8 @@ class SceneReader:
         mask = np.array(mask)
         mask[:, 0, :, page] &= np.repeat(marks_of(index, page.stop - page.start), QUESTION_TOKENS, axis=1)
         tokens = backbone.embed(ids, positions)
-        # Every layer's residual too, as `attention` asks for, so that one program serves both.
-        depth, wanted = tuple(range(backbone.layout.layers)), np.broadcast_to(asked, (len(ids), len(asked)))
-        logits = backbone.prefill(tokens, cache, mask, hidden_at=depth, logits=wanted).logits
+        wanted = np.broadcast_to(asked, (len(ids), len(asked)))
+        logits = backbone.prefill(tokens, cache, mask, logits=wanted).logits
         return scenes.log_probabilities(logits)
 
     def read_recomputed(self, group: None, cache: KV, index: Int[np.ndarray, "B Q N"]) -> Float[np.ndarray, "B Q V"]:
@@ -119,18 +115,11 @@ class SceneReader:
 
 
 def received_attention(
-    backbone: ModelBackbone, tokens: Tokens, cache: KV, mask: Bool[np.ndarray, "B 1 M S"], logits: Any = "last"
+    backbone: ModelBackbone, tokens: Tokens, cache: KV, mask: Bool[np.ndarray, "B 1 M S"]
 ) -> Float[np.ndarray, "L B M S"]:
-    """Measures which attention every entry receives from each token of a question at each layer, the mean over heads.
-
-    logits: which ones the prefill returns besides, so that it is a program that was compiled already.
-    """
-    layers = tuple(range(backbone.layout.layers))
-    run = backbone.prefill(tokens, cache, mask, hidden_at=layers, logits=logits)
-    own = kvp.to_engine(backbone.layout, dict(run.kv), np.asarray(tokens.positions), 0)
-    keys = {name: jnp.concatenate([cache[name], own[name]], axis=2) for name in own}
-    hidden = tuple(run.hidden[layer] for layer in layers)
-    return np.asarray(mean_attention(backbone, hidden, jnp.asarray(tokens.positions), keys, jnp.asarray(mask)))
+    """Measures which attention every entry receives from each token of a question at each layer, over heads' mean."""
+    layers = range(backbone.layout.layers)
+    return np.asarray(backbone.attention(tokens, cache, jnp.asarray(mask), layers=layers, reduce=mean_over_heads))
 
 
 def _joined_tokens(

@@ -89,7 +89,7 @@ class Budget:
         return tuple(fraction_to_count(share, tokens) for share in self.by_layer)
 
 
-def check_schedule(values: Sequence[float], layers: int, what: str) -> None:
+def check_schedule(values: Sequence[float | int], layers: int, what: str) -> None:
     """Checks that there is one value per layer, and none that is larger than the one below it.
 
     Raises:

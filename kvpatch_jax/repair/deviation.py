@@ -230,7 +230,7 @@ def oracle_delta(backbone: Backbone, splice: SplicedCache, budget: Budget | floa
 
 @counted
 def random_tokens(
-    backbone: Backbone, splice: SplicedCache, budget: Budget | float, *, seed: int | Sequence[int] = 0
+    backbone: Backbone, splice: SplicedCache, budget: Budget | float, *, seed: int | Sequence[int | Sequence[int]] = 0
 ) -> Repaired:
     """Recomputes tokens drawn at random in context, at every layer: what choosing has to beat.
 
@@ -242,7 +242,7 @@ def random_tokens(
         LayoutError, DtypeError: the splice does not match the backbone.
     """
     count, (B, T) = check_budget(backbone, splice, budget, "random_tokens"), splice.slots.shape
-    seeds = [(seed, row) for row in range(B)] if isinstance(seed, int) else [(number,) for number in seed]
+    seeds = [(seed, row) for row in range(B)] if isinstance(seed, int) else list(seed)
     if len(seeds) != B:
         raise InputError(f"random_tokens.seed: got {len(seeds)} seeds; expected one, or one for each of {B} rows")
     if count == 0:

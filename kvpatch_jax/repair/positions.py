@@ -48,9 +48,9 @@ def placed_for_scoring(layout: KVLayout, splice: SplicedCache, geometry: Geometr
     for (first, last), start, end in zip(splice.parts, starts, ends, strict=True):
         # All axes move by the same distance, so that an image keeps its rows and columns.
         if geometry == "tl_tp":
-            by = _scalar(tail) - end
+            by = first_position(tail) - end
         else:
-            by = -_scalar(start)
+            by = -first_position(start)
         by = by.reshape(-1, *[1] * (positions.ndim - 1))
         moved = moved.at[:, first:last].add(by.astype(positions.dtype))
 
@@ -58,13 +58,15 @@ def placed_for_scoring(layout: KVLayout, splice: SplicedCache, geometry: Geometr
     keys = relocate(layout, own, positions, moved)
     cache = write_slots(dict(splice.cache), jnp.asarray(splice.slots), dict(keys), live_tokens(splice))
     if geometry == "hl_hp":
-        longest = functools.reduce(jnp.maximum, (end - _scalar(start) for start, end in zip(starts, ends, strict=True)))
-        by = (longest - _scalar(tail)).reshape(-1, *[1] * (positions.ndim - 1))
+        longest = functools.reduce(
+            jnp.maximum, (end - first_position(start) for start, end in zip(starts, ends, strict=True))
+        )
+        by = (longest - first_position(tail)).reshape(-1, *[1] * (positions.ndim - 1))
         question = question._replace(positions=jnp.asarray(question.positions) + by.astype(positions.dtype))
     return question, cache
 
 
-def _scalar(position: Array) -> Array:
+def first_position[P: (np.ndarray, jax.Array)](position: P) -> P:
     """Returns one number per row for a position [B] or [B,A]: chunks and text begin with equal axes."""
     return position if position.ndim == 1 else position.max(-1)
 
@@ -74,10 +76,10 @@ def chunk_scores(splice: SplicedCache, score: Float[Array, "B T"], share: float)
 
     Source: InfoFlow KV, section 4.3: a first selection within each chunk, whose scores are compared between chunks.
     """
-    score, result = np.asarray(score), []
+    found, result = np.where(np.isfinite(score), score, 0.0), []
     for first, last in splice.parts:
         count = max(1, round(share * (last - first)))
-        own = np.sort(np.where(np.isfinite(score[:, first:last]), score[:, first:last], 0.0), axis=1)
+        own = np.sort(found[:, first:last], axis=1)
         result.append(own[:, -count:].sum(1))
     return np.stack(result, axis=1)
 
@@ -106,15 +108,14 @@ def reordered(layout: KVLayout, splice: SplicedCache, order: Sequence[int]) -> S
     positions = np.asarray(splice.tokens.positions)
     moved, chunks, place = positions.copy(), [], begin
     axes = (1,) if positions.ndim == 2 else (1, 2)
-    start: np.ndarray = np.asarray(_scalar(jnp.asarray(positions[:, begin])))
+    start = first_position(positions[:, begin])
     for number in order:
         first, last = parts[number]
         own = positions[:, first:last]
-        by = (start - np.asarray(_scalar(jnp.asarray(own[:, 0])))).reshape(-1, *[1] * (positions.ndim - 1))
-        moved[:, place : place + last - first] = own + by
+        begun = first_position(own[:, 0])
+        moved[:, place : place + last - first] = own + (start - begun).reshape(-1, *[1] * (positions.ndim - 1))
         chunks.append((place, place + last - first))
-        begun = np.asarray(_scalar(jnp.asarray(own[:, 0])))
-        start = np.add(start, own.max(axes) + 1 - begun)
+        start = start + own.max(axes) + 1 - begun
         place += last - first
     check_positions(layout.rope, moved, np.zeros((), np.int32))
 

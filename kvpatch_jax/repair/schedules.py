@@ -48,7 +48,7 @@ def behind_substitute(backbone: Backbone, substitute: Tokens, chunk: Tokens) -> 
 def recomputed_sensitivity(
     backbone: Backbone,
     proxies: Sequence[SplicedCache],
-    ratios: Sequence[float],
+    ratios: Sequence[float | int],
     loss: Callable[[int, KV], float],
 ) -> Float[np.ndarray, "L n"]:
     """Measures VLCache's S_i(r): the loss when layer i alone is recomputed for the first tokens of every chunk.
@@ -113,7 +113,7 @@ def logit_error(expected: Float[Array, "*B V"], found: Float[Array, "*B V"]) -> 
     return float(jnp.mean(jnp.square(jnp.asarray(expected) - jnp.asarray(found))))
 
 
-def greedy_schedule(sensitivity: Float[np.ndarray, "L n"], ratios: Sequence[float], target: float) -> tuple[float, ...]:
+def greedy_schedule(sensitivity: Float[np.ndarray, "L n"], ratios: Sequence[float | int], target: float) -> tuple[float, ...]:
     """Allocates a ratio to each layer, not increasing with depth, so that the sum of sensitivities is small.
 
     Source: VLCache section 4.1, equations 6 to 9, "a simple greedy algorithm", of which it says no more. From the
@@ -151,7 +151,7 @@ def greedy_schedule(sensitivity: Float[np.ndarray, "L n"], ratios: Sequence[floa
         taken = move
 
 
-def _check_sensitivity(sensitivity: np.ndarray, ratios: Sequence[float], what: str) -> None:
+def _check_sensitivity(sensitivity: np.ndarray, ratios: Sequence[float | int], what: str) -> None:
     ascending = all(small < large for small, large in itertools.pairwise(ratios))
     if sensitivity.ndim != 2 or sensitivity.shape[1] != len(ratios) or not ascending or min(ratios, default=-1) < 0:
         found = f"counts {list(ratios)}, sensitivity {sensitivity.shape}"

@@ -9,8 +9,8 @@ import pytest
 
 from evals.bench.checkpoints import random_backbone, tiny_config
 from evals.pretrained import behaviour, comparisons, plan, suite
-from evals.pretrained.arms import BUDGET, PassageArms, attention_shift, read_with_attention, shares_by_layer
-from evals.pretrained.passages import CHECK_LAYER, Passages, placed
+from evals.pretrained.arms import BUDGET, PassageArms, shares_by_layer
+from evals.pretrained.passages import Passages, placed
 from evals.pretrained.report import verdict, write_report
 from evals.pretrained.rows import EVERY_ARM, rows_of
 from evals.pretrained.texts import LICENCES, Document, documents
@@ -20,7 +20,7 @@ from evals.results.parts import finished_parts
 from evals.results.rows import Rows
 from evals.runner import PARTS
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.repair import cacheblend, fraction_to_count
+from kvpatch_jax.repair import cacheblend, fraction_to_count, question_scores
 from models import ModelBackbone
 
 PLAN = dataclasses.replace(plan.QUICK, chunk=12, scored=4, passages=2, greedy=4)
@@ -65,8 +65,7 @@ def test_arms_cost_what_they_say_and_token_repairs_are_the_librarys(backbone: Mo
     assert all(0 <= arm.stored <= 1.7 and 0 <= arm.serving <= 1.5 for arm in found.values())
 
     # CacheBlend without its first pass is the library's.
-    count = fraction_to_count(BUDGET, passages.length)
-    theirs = cacheblend(backbone, passages.page.splice(), count).cache
+    theirs = cacheblend(backbone, passages.page.splice(), BUDGET).cache
     for name, value in found[f"cacheblend.budget={BUDGET}"].cache.items():
         np.testing.assert_allclose(value, theirs[name], atol=1e-5)
     # Of equal shares at every layer, VLCache's tokens are first-k's.
@@ -97,7 +96,7 @@ def test_arms_that_keep_kv_itself_or_run_layers_again(backbone: ModelBackbone):
         np.testing.assert_allclose(own("residual.layer=1")[key][: layer + 1], blind[key][: layer + 1], atol=1e-4)
         assert np.abs(own("residual.layer=1")[key][layer + 1] - blind[key][layer + 1]).max() > 1e-3
     # ProphetKV's tokens are those that all layers together look at most.
-    looked = np.asarray(arms.attended).sum(0)[:, 20:52]
+    looked = np.asarray(question_scores(backbone, arms.splice, range(backbone.layout.layers)))
     changed = np.abs(own("prophetkv.budget=0.15")["v"][-1] - blind["v"][-1]).max((-2, -1)) > 1e-6
     for row in range(2):
         assert set(np.flatnonzero(changed[row])) == set(np.argsort(-looked[row])[: fraction_to_count(BUDGET, 32)])
@@ -113,32 +112,6 @@ def test_shares_by_layer_fall_and_spend_the_budget(passages: Passages):
     assert list(shares) == sorted(shares, reverse=True)
     budget, steps = BUDGET * passages.length * len(shares), np.diff([0, 1, 2, 4])  # shares of 12 tokens
     assert budget - max(steps) < sum(counts) <= budget
-
-
-@pytest.mark.slow
-def test_attention_shifts_where_a_key_is_another(backbone: ModelBackbone, passages: Passages):
-    blind = passages.page.cache()
-    shift = lambda keys: np.asarray(attention_shift(passages, blind, {**blind, "k": keys}))
-    keys = blind["k"]
-    assert (shift(keys) == 0).all()
-    spoilt = passages.start + 5
-    moved = shift(keys.at[CHECK_LAYER, :, spoilt].set(-keys[CHECK_LAYER, :, spoilt]))
-    assert (moved.argmax(-1) == 5).all()
-    # No query in front of the key sees it; those that do give two distributions, at most 2 apart.
-    heads = backbone.config.text.heads
-    assert (moved.sum(-1) <= 2 * heads * (passages.length - 5)).all()
-
-
-@pytest.mark.slow
-def test_attention_on_the_cache_is_of_the_text_that_is_read(backbone: ModelBackbone, passages: Passages):
-    cache = passages.page.cache()
-    logits, mass = read_with_attention(passages, cache)
-    np.testing.assert_allclose(logits, passages.read(cache), atol=1e-4)
-    # At every layer each of the four tokens has a share of 1 to give, the mean over heads.
-    np.testing.assert_allclose(mass.sum(2), 4, rtol=1e-5)
-    # A key that no query can be near to is not looked at.
-    far = {name: value.at[:, :, 5].set(0 if name == "v" else -1e3 * value[:, :, 5]) for name, value in cache.items()}
-    assert np.isfinite(np.asarray(read_with_attention(passages, far)[1])).all()
 
 
 def test_rows_are_means_over_documents_and_shares_of_blinds_loss():
