@@ -73,11 +73,9 @@ def recomputed_sensitivity(
     if not proxies:
         raise InputError("recomputed_sensitivity.proxies: got none; expected splices of cached images")
     for splice in proxies:
-        check_splice(backbone.layout, splice)
         if splice.chunks == ():
-            raise InputError(
-                "recomputed_sensitivity.proxies: got a prompt without cached images; expected at least one"
-            )
+            raise InputError("recomputed_sensitivity.proxies: got a prompt without cached images; expected some")
+        check_splice(backbone.layout, splice)
 
     total = np.zeros((layers, len(ratios)))
     for number, splice in enumerate(proxies):

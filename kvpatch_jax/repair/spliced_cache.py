@@ -242,7 +242,8 @@ def check_splice(layout: KVLayout, splice: SplicedCache) -> None:
             raise ShapeError(f"repair.{what}: got a shape that begins with {tuple(found)}; expected {expected}")
 
     edges = [edge for part in splice.parts for edge in part]
-    if not edges or edges != sorted(edges) or edges[-1] > T or any(first == last for first, last in splice.parts):
+    empty = not edges or any(first == last for first, last in splice.parts)
+    if empty or edges != sorted(edges) or not 0 <= edges[0] <= edges[-1] <= T:
         raise InputError(f"repair.chunks: got {splice.chunks}; expected ascending parts of the {T} tokens")
 
     # Slots of padding are ignored, and those that are traced have no values yet.
