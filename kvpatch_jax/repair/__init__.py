@@ -42,6 +42,7 @@ from .question_attention import prcr as prcr
 from .question_attention import prophetkv as prophetkv
 from .question_attention import quest as quest
 from .question_attention import question_scores as question_scores
+from .question_attention import reordered_by_question as reordered_by_question
 from .question_attention import squared_heads as squared_heads
 from .question_attention import squared_mean as squared_mean
 from .recomputation import LayerSet as LayerSet

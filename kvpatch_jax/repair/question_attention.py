@@ -18,7 +18,7 @@ from ..core import KVLayout
 from ..errors import InputError
 from .budget import Budget
 from .keys import attended_keys, scaled_queries
-from .positions import Geometry, placed_for_scoring
+from .positions import Geometry, chunk_scores, placed_for_scoring, reordered
 from .recomputation import LayerSet, recompute_sets, repair_everywhere
 from .references import all_tokens
 from .spliced_cache import (
@@ -189,6 +189,39 @@ def infoflow(
     # The question reads all spliced keys before any of them is recomputed.
     bytes = recompute_bytes(layout, splice, counts, compared=sum(counts))
     return recompute_sets(backbone, splice, sets, bytes)
+
+
+def reordered_by_question(
+    backbone: Backbone,
+    splice: SplicedCache,
+    *,
+    share: float = 0.15,
+    layers: Sequence[int] | None = None,
+    reading: str = "mass",
+) -> SplicedCache:
+    """Orders independent chunks by what the question attends to in them, the most important one nearest to it.
+
+    The first stage of InfoFlow KV's reordering (section 4.3): tokens are scored within each chunk with its own
+    positions from the head and the question at its place ("hl_tp", section 5.1), so that chunks near the question are
+    not favoured. The second stage is `infoflow` of the result, which scores the new order.
+
+    Args:
+      splice: of several chunks without text between them, and a question.
+      share: of each chunk's tokens, whose scores count for it.
+      layers: that tokens are scored with; None: `infoflow_layers`.
+
+    Raises:
+      InputError: no question, fewer than two chunks, text between them, or rows whose orders differ: repair those one
+        by one.
+    """
+    if len(splice.parts) < 2:
+        raise InputError(f"reordered_by_question.chunks: got {splice.chunks}; expected at least two")
+    wanted = infoflow_layers(backbone.layout, reading) if layers is None else tuple(layers)
+    score = question_scores(backbone, splice, wanted, reading, "hl_tp")
+    orders = np.argsort(chunk_scores(splice, score, share), axis=1, kind="stable")
+    if (orders != orders[0]).any():
+        raise InputError(f"reordered_by_question: got orders {orders.tolist()}; expected one for all rows")
+    return reordered(backbone.layout, splice, orders[0].tolist())
 
 
 @counted

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +154,7 @@ class Repaired:
         return self.count_flops() / self.chosen.shape[1] + self.tower_flops
 
 
+@runtime_checkable
 class Repair(Protocol):
     """Signature of repairs. Settings of a method are keyword arguments with defaults."""
 

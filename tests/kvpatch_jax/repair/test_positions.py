@@ -12,8 +12,11 @@ from kvpatch_jax.repair import (
     blind,
     chunk_scores,
     infoflow,
+    infoflow_layers,
     placed_for_scoring,
+    question_scores,
     reordered,
+    reordered_by_question,
     rope_similarity,
     splice_prompt,
 )
@@ -125,6 +128,24 @@ def test_chunks_are_ranked_by_their_own_best_tokens(case):
     score[1, 12:] = -np.inf  # padding
     found = chunk_scores(splice, jnp.asarray(score), 0.25)
     np.testing.assert_allclose(found, [[1.0, 5.5, 0.0]] * ROWS)
+
+
+def test_the_chunk_that_the_question_looks_at_most_comes_last(case):
+    backbone, splice, _ = case
+    one = jax.tree.map(lambda leaf: jnp.asarray(leaf), splice)
+    one = one.replace(
+        tokens=one.tokens.__class__(one.tokens.embeddings[:1], one.tokens.positions[:1]),
+        cache={name: value[:, :1] for name, value in one.cache.items()},
+        slots=one.slots[:1],
+        question=one.question.__class__(one.question.embeddings[:1], one.question.positions[:1]),
+    )
+    found = reordered_by_question(backbone, one, share=1.0)
+    score = np.asarray(question_scores(backbone, one, infoflow_layers(backbone.layout), geometry="hl_tp"))[0]
+    sums = [score[start : start + length].sum() for start, length in zip(STARTS, LENGTHS, strict=True)]
+    order = np.argsort(sums)
+    assert [last - first for first, last in found.chunks] == [LENGTHS[number] for number in order]
+    with pytest.raises(InputError, match="at least two"):
+        reordered_by_question(backbone, one.replace(chunks=None))
 
 
 def test_rope_similarity_is_the_mean_cosine_of_distances():
