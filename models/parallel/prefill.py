@@ -28,8 +28,8 @@ from .programs import TokenBlocks, prefill_chunks, recompute_and_read, ring_forw
 from .readouts import ExchangePlan, Move
 from .scores import READINGS, Reading
 
-LEAST_GRANULE = 16
-"""Capacities of devices are multiples of this, or of a 32nd of the selected tokens where that is more."""
+LEAST_GRANULE = 8
+"""Capacities of devices are multiples of this, or of a 64th of the selected tokens where that is more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +65,15 @@ class ChunkLayout(NamedTuple):
       chunks: length of each chunk, in order; device d holds the d-th share of them, as many chunks as every other.
       index: int32 [P·S], which token of the sequence lies at each place; 0 for padding.
       numbers: int32 [P·S], which chunk that token is of; -1 for padding.
-      lengths: int32 [P], tokens of each device that are not padding.
+      lengths: int32 [P], tokens of each device that are not padding, copies included.
+      copied: places at the front of every device but the first that hold a copy of the first chunk.
     """
 
     chunks: tuple[int, ...]
     index: np.ndarray
     numbers: np.ndarray
     lengths: np.ndarray
+    copied: int = 0
 
     @property
     def size(self) -> int:
@@ -80,8 +82,10 @@ class ChunkLayout(NamedTuple):
 
     @property
     def live(self) -> np.ndarray:
-        """Places that are not padding, in the order of the sequence."""
-        return np.flatnonzero(self.numbers >= 0)
+        """Places that are neither padding nor copies, in the order of the sequence."""
+        place = np.arange(len(self.index))
+        copies = (place >= self.size) & (place % self.size < self.copied)
+        return np.flatnonzero((self.numbers >= 0) & ~copies)
 
 
 class ChunkCache(NamedTuple):
@@ -147,15 +151,19 @@ def spread_backbone(backbone: ModelBackbone, mesh: Mesh, axis: str = "chunks") -
     return MeshBackbone(backbone, free, axis, state)
 
 
-def lay_out(tokens: int, devices: int, chunks: Sequence[int] | None = None) -> ChunkLayout:
+def lay_out(
+    tokens: int, devices: int, chunks: Sequence[int] | None = None, share_first: bool = False
+) -> ChunkLayout:
     """Divides a sequence over devices.
 
     Args:
       chunks: lengths of its chunks, as many for each device; None: one for each device, as equal as they can be.
+      share_first: every device holds the first chunk too, and prefills it. Nothing is in front of that chunk, so it
+        never changes: for one chunk's prefill more, tokens of other devices need nothing from the first.
 
     Raises:
-      InputError: fewer tokens than devices; or chunks that are empty, do not add up to the tokens, or are no multiple
-      of the devices.
+      InputError: fewer tokens than devices; chunks that are empty, do not add up to the tokens, or are no multiple of
+      the devices; or a first chunk that is shared among devices of several chunks.
     """
     if tokens < devices:
         raise InputError(f"tokens: got {tokens}; expected at least one for each of {devices} devices")
@@ -167,16 +175,23 @@ def lay_out(tokens: int, devices: int, chunks: Sequence[int] | None = None) -> C
             f"chunks: got lengths {str(chunks):.80}; expected a multiple of {devices} of them, each at least 1, that "
             f"add up to {tokens}"
         )
+    if share_first and len(chunks) != devices:
+        raise InputError(f"share_first: got {len(chunks)} chunks on {devices} devices; expected one on each")
 
     share = len(chunks) // devices
-    lengths = np.array(chunks).reshape(devices, share).sum(axis=1)
-    size, starts = int(lengths.max()), np.cumsum([0, *lengths[:-1]])
-    place = np.arange(size)
+    owned = np.array(chunks).reshape(devices, share).sum(axis=1)
+    copied = chunks[0] if share_first else 0
+    copies = np.where(np.arange(devices) > 0, copied, 0)
+    lengths, starts = owned + copies, np.cumsum([0, *owned[:-1]])
+
+    # A copy is of the sequence's first tokens; a device's own tokens follow it.
+    place = np.arange(lengths.max())
+    index = np.where(place < copies[:, None], place, starts[:, None] + place - copies[:, None])
     live = place < lengths[:, None]
-    index = np.where(live, starts[:, None] + place, 0).reshape(-1).astype(np.int32)
+    index = np.where(live, index, 0).reshape(-1).astype(np.int32)
     of_token = np.repeat(np.arange(len(chunks)), chunks)
     numbers = np.where(live.reshape(-1), of_token[index], -1).astype(np.int32)
-    return ChunkLayout(chunks, index, numbers, lengths.astype(np.int32))
+    return ChunkLayout(chunks, index, numbers, lengths.astype(np.int32), copied)
 
 
 def place_blocks(over: MeshBackbone, tokens: Tokens, layout: ChunkLayout) -> TokenBlocks:
@@ -209,30 +224,36 @@ def place_blocks(over: MeshBackbone, tokens: Tokens, layout: ChunkLayout) -> Tok
     return TokenBlocks(placed, laid(local), over.place(layout.numbers[None], None, over.axis))
 
 
-def prefill_chunks_apart(over: MeshBackbone, tokens: Tokens, chunks: Sequence[int] | None = None) -> ChunkCache:
+def prefill_chunks_apart(
+    over: MeshBackbone, tokens: Tokens, chunks: Sequence[int] | None = None, share_first: bool = False
+) -> ChunkCache:
     """Prefills every chunk alone, each device its own; devices exchange nothing.
 
     Args:
       tokens: the context, with its positions in the sequence.
-      chunks: as of `lay_out`.
+      chunks, share_first: as of `lay_out`.
 
     Raises:
       As `lay_out` and `place_blocks`.
     """
     check_tokens(tokens, "parallel prefill")
-    layout = lay_out(tokens.embeddings.shape[1], over.devices, chunks)
+    layout = lay_out(tokens.embeddings.shape[1], over.devices, chunks, share_first)
     blocks = place_blocks(over, tokens, layout)
     kv = prefill_chunks(over.backbone.programs.graph, over.mesh, over.axis, over.state, blocks)
     return ChunkCache(kv, blocks, layout)
 
 
 def place_chunk_cache(
-    over: MeshBackbone, tokens: Tokens, kv: Mapping[str, Array], chunks: Sequence[int] | None = None
+    over: MeshBackbone,
+    tokens: Tokens,
+    kv: Mapping[str, Array],
+    chunks: Sequence[int] | None = None,
+    share_first: bool = False,
 ) -> ChunkCache:
     """Places KV of chunks that is available (stored canonicals at their positions) over the axis, in place of a prefill.
 
     Args:
-      tokens, chunks: as of `prefill_chunks_apart`.
+      tokens, chunks, share_first: as of `prefill_chunks_apart`.
       kv: engine-frame {channel: [L,B,T,K,H]} of the whole context.
 
     Raises:
@@ -240,7 +261,7 @@ def place_chunk_cache(
       of another number of tokens.
     """
     check_tokens(tokens, "parallel prefill")
-    layout = lay_out(tokens.embeddings.shape[1], over.devices, chunks)
+    layout = lay_out(tokens.embeddings.shape[1], over.devices, chunks, share_first)
     expect_frame(kv, "parallel prefill: kv", "engine")
     over.backbone.layout.check(kv, "parallel prefill: kv")
     B, T = tokens.embeddings.shape[:2]
@@ -315,7 +336,7 @@ def read_question(
     # How many tokens of which device are chosen decides what is compiled next, so the host reads them.
     graph = backbone.programs.graph
     scores, places = score_context(
-        graph, over.mesh, over.axis, scored, reading, selected, over.state, kv, lengths, question
+        graph, over.mesh, over.axis, scored, reading, selected, context.layout.copied, over.state, kv, lengths, question
     )
     slots, plan = plan_exchange(backbone, context.layout, np.asarray(places), move, over.axis)
     placed = over.place(slots, None, over.axis)
@@ -328,17 +349,22 @@ def read_question(
 
 
 def chunk_parallel_prefill(
-    over: MeshBackbone, tokens: Tokens, question: Tokens, chunks: Sequence[int] | None = None, **options: Any
+    over: MeshBackbone,
+    tokens: Tokens,
+    question: Tokens,
+    chunks: Sequence[int] | None = None,
+    share_first: bool = False,
+    **options: Any,
 ) -> ParallelPrefill:
     """Prefills chunks apart, each device its own, and reads a question with selected tokens recomputed.
 
     Args:
-      tokens, chunks: as of `prefill_chunks_apart`. question, options: as of `read_question`.
+      tokens, chunks, share_first: as of `prefill_chunks_apart`. question, options: as of `read_question`.
 
     Raises:
       As these two.
     """
-    return read_question(over, prefill_chunks_apart(over, tokens, chunks), question, **options)
+    return read_question(over, prefill_chunks_apart(over, tokens, chunks, share_first), question, **options)
 
 
 def ring_prefill(over: MeshBackbone, tokens: Tokens, question: Tokens) -> tuple[Float[Array, "B n V"], ChunkCache]:
@@ -394,11 +420,13 @@ def plan_exchange(
       Slots of `recompute_and_read` [B,P·rows], and the plan.
     """
     devices, size, first = len(layout.lengths), layout.size, layout.chunks[0]
-    granule = max(LEAST_GRANULE, places.shape[1] // 32)
+    granule = max(LEAST_GRANULE, places.shape[1] // 64)
     # The first chunk has nothing in front of it.
-    kept = [[[int(place) % size for place in row if place >= first and place // size == device] for row in places]
-            for device in range(devices)]  # fmt: skip
-    needed = [max((len(row) for row in rows), default=0) for rows in kept]
+    kept = []
+    for device in range(devices):
+        inside = (places // size == device) & (places >= first)
+        kept.append([row[keep] % size for row, keep in zip(places, inside, strict=True)])
+    needed = [max(len(row) for row in rows) for rows in kept]
     capacities = tuple(min(size, -(-count // granule) * granule) for count in needed)
 
     # Bytes between two devices in one layer: queries and outputs with their masses, or keys and values.
@@ -408,11 +436,11 @@ def plan_exchange(
     latent = config.latent
     head = 2 * config.head_dim if latent is None else 2 * latent.latent + latent.rope_dim
     per_token = config.heads * (head * numbers + 4)
-    of_keys = size * numbers * sum(channel.features for channel in width)
+    of_keys = (size - layout.copied) * numbers * sum(channel.features for channel in width)
     moves = tuple(
         move if move != "least" else ("queries" if capacity * per_token <= of_keys else "keys") for capacity in capacities
     )
-    plan = ExchangePlan(axis, capacities, moves, latent is not None)
+    plan = ExchangePlan(axis, capacities, moves, layout.copied, latent is not None)
 
     slots = np.full((len(places), devices, plan.rows), NOWHERE, np.int32)
     for device, rows in enumerate(kept):

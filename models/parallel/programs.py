@@ -34,7 +34,7 @@ class TokenBlocks(NamedTuple):
     Attributes:
       tokens: embeddings [B,P·S,D], positions in the sequence [B,P·S] or [B,P·S,A], deepstack [B,P·S,n,D] or None.
       local: positions counted from each chunk's own start, of the positions' shape.
-      chunks: int32 [1,P·S], number of the chunk that a token is of; -1: padding.
+      chunks: int32 [1,P·S], number of the chunk that a token is of, copies of the first chunk too; -1: padding.
     """
 
     tokens: Tokens
@@ -81,7 +81,7 @@ def prefill_chunks(graph: Any, mesh: Mesh, axis: str, state: Any, blocks: TokenB
     return EngineKV(_over(mesh, own, (P(), tokens), P(None, None, axis))(state, blocks))
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "mesh", "axis", "layers", "reading", "count"))
+@functools.partial(jax.jit, static_argnames=("graph", "mesh", "axis", "layers", "reading", "count", "copied"))
 def score_context(
     graph: Any,
     mesh: Mesh,
@@ -89,6 +89,7 @@ def score_context(
     layers: tuple[int, ...],
     reading: Reading,
     count: int,
+    copied: int,
     state: Any,
     cache: dict[str, Array],
     lengths: Int[Array, " P"],
@@ -99,15 +100,18 @@ def score_context(
     The question runs on every device, over the keys that lie there; partial outputs and, at the scored layers, softmax
     masses are summed over devices. One score per token is gathered.
 
+    Args:
+      copied: as of `ExchangePlan`.
+
     Returns:
-      Mean score over `layers` [B,P·S], −∞ for padding; and the selected places [B,count], ascending. Ties go to the
+      Mean score over `layers` [B,P·S], −∞ for padding and copies; and the selected places [B,count], ascending. Ties go to the
       earlier token.
     """
 
     def own(state: Any, cache: dict[str, Array], lengths: Array, question: Tokens) -> tuple[Array, Array]:
         decoder = nnx.merge(graph, state).decoder
         size = next(iter(cache.values())).shape[2]
-        mask, live = _question_mask(axis, lengths, size, question.embeddings.shape[1])
+        mask, counted = _question_mask(axis, lengths, size, question.embeddings.shape[1], copied)
         run = decoder.run(
             question.embeddings,
             question.positions,
@@ -119,7 +123,7 @@ def score_context(
             observe=functools.partial(attention_scores, reading=reading, context=size, axis=axis),
             attend=over_all_devices(axis),
         )
-        scores = jnp.where(live, run.observed.mean(0), -jnp.inf)
+        scores = jnp.where(counted, run.observed.mean(0), -jnp.inf)
         scores = jax.lax.all_gather(scores, axis, axis=1, tiled=True)
         return scores, jnp.sort(jax.lax.top_k(scores, count)[1], axis=-1)
 
@@ -155,7 +159,12 @@ def recompute_and_read(
     ) -> QuestionRead:
         decoder = nnx.merge(graph, state).decoder
         size, asked = next(iter(cache.values())).shape[2], question.embeddings.shape[1]
-        mask, _ = _question_mask(axis, lengths, size, asked)
+        mask, _ = _question_mask(axis, lengths, size, asked, plan.copied)
+        live = jnp.arange(size) < lengths[jax.lax.axis_index(axis)]
+        stand = jnp.where(live, jnp.arange(size, dtype=jnp.int32), NOWHERE)
+        stand = jnp.concatenate([stand, jnp.full(asked, NOWHERE, jnp.int32)])[None]
+        # Padding is at no place, and sees nothing.
+        own_mask = Mask(causal=True, query_places=jnp.where(slots == NOWHERE, -1, slots), key_places=stand)
 
         # Selected tokens first, then the question, which every device runs and writes behind its own keys.
         index = jnp.minimum(slots, size - 1)
@@ -163,17 +172,16 @@ def recompute_and_read(
         tokens = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), selected, question)
         behind = jnp.broadcast_to(size + jnp.arange(asked, dtype=jnp.int32), (len(slots), asked))
         written = jnp.concatenate([slots, behind], axis=1)
-        places = jnp.where(written == NOWHERE, -1, written)
 
         room = {name: jnp.pad(leaf, ((0, 0), (0, 0), (0, asked), (0, 0), (0, 0))) for name, leaf in cache.items()}
         run = decoder.run(
             tokens.embeddings,
             tokens.positions,
-            Mask(causal=True, query_places=places, key_places=mask.key_places),
+            Mask(),
             context=room,
             slots=written,
             deepstack=by_layer(tokens),
-            attend=exchange(plan, lengths, size),
+            attend=exchange(plan, lengths, size, own_mask, mask),
         )
         assert run.cache is not None
         logits = decoder.logits(run.hidden[:, plan.rows :])
@@ -218,17 +226,17 @@ def ring_forward(
     return logits, EngineKV(kv)
 
 
-def _question_mask(axis: str, lengths: Array, size: int, asked: int) -> tuple[Mask, Array]:
-    """Returns the mask of a question over this device's keys and its own, and which of the `size` keys count, [1,size].
+def _question_mask(axis: str, lengths: Array, size: int, asked: int, copied: int) -> tuple[Mask, Array]:
+    """Returns the mask of a question over this device's keys and its own, and which of the `size` keys it counts.
 
-    Every device has the question's own keys; they count on the last device alone.
+    Every key counts on one device: the first chunk's on the first, the question's own, which all have, on the last.
     """
-    device = jax.lax.axis_index(axis)
-    live = (jnp.arange(size) < lengths[device])[None]
+    device, place = jax.lax.axis_index(axis), jnp.arange(size, dtype=jnp.int32)
+    counted = (place < lengths[device]) & ((device == 0) | (place >= copied))
     own = size + jnp.arange(asked, dtype=jnp.int32)[None]
-    context = jnp.where(live, jnp.arange(size, dtype=jnp.int32)[None], NOWHERE)
+    context = jnp.where(counted, place, NOWHERE)[None]
     keys = jnp.concatenate([context, jnp.where(device == len(lengths) - 1, own, NOWHERE)], axis=1)
-    return Mask(causal=True, query_places=own, key_places=keys), live
+    return Mask(causal=True, query_places=own, key_places=keys), counted[None]
 
 
 def _taken(leaf: Array, index: Int[Array, "B m"]) -> Array:

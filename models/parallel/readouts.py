@@ -41,12 +41,15 @@ class ExchangePlan:
       axis: name of the mesh axis, whose devices hold the sequence in order.
       capacities: for each device, how many selected tokens at most it recomputes in a row of the batch.
       moves: for each device, what travels between it and the devices in front of it.
+      copied: places at the front of every device that hold a copy of the first device's chunk, so that nothing travels
+        between it and the others; 0: none.
       shared_values: values are the first numbers of the keys (latent attention), and do not travel beside them.
     """
 
     axis: str
     capacities: tuple[int, ...]
     moves: tuple[Move, ...]
+    copied: int = 0
     shared_values: bool = False
 
     @property
@@ -55,9 +58,9 @@ class ExchangePlan:
         return max(self.capacities)
 
     def groups(self, hop: int) -> Iterator[tuple[Move, int, list[int]]]:
-        """Yields (move, rows, devices): devices with selected tokens which have a device `hop` places in front."""
+        """Yields (move, rows, devices): devices with selected tokens that read a device `hop` places in front."""
         found: dict[tuple[Move, int], list[int]] = {}
-        for device in range(hop, len(self.capacities)):
+        for device in range(hop + bool(self.copied), len(self.capacities)):
             if self.capacities[device]:
                 key = self.moves[device], self.capacities[device]
                 found.setdefault(key, []).append(device)
@@ -81,6 +84,8 @@ def partial_readout(
       o and lse, float32; (0, −∞) for a query that sees no key.
     """
     T, S = query.shape[1], key.shape[1]
+    if T == 0 or S == 0:
+        return _nothing(query, value.shape[-1])
     size = max(1, min(T, DENSE_SCORES // max(S, 1)))
     if size >= T:
         return _block_readout(query, key, value, mask.dense(T, S), scale)
@@ -168,32 +173,39 @@ def ring(axis: str, devices: int, shared_values: bool) -> Attend:
     return attend
 
 
-def exchange(plan: ExchangePlan, lengths: Int[Array, " P"], size: int) -> Attend:
+def exchange(
+    plan: ExchangePlan, lengths: Int[Array, " P"], size: int, selected_mask: Mask, question_mask: Mask
+) -> Attend:
     """Returns attention of each device's selected tokens, which come first, and of a question that all devices have.
 
-    Selected tokens attend to their own device's keys, by the mask, and to all keys of the devices in front of it. The
-    keys that a layer's selected tokens wrote are among these.
+    Selected tokens attend to their own device's keys and to all keys of the devices in front of it. The keys that a
+    layer's selected tokens wrote are among these.
 
     Args:
-      lengths: how many keys of each device count.
+      lengths: how many keys of each device count, copies of the first chunk included.
       size: keys of a device that belong to the sequence; those behind them are the question's.
+      selected_mask, question_mask: which of this device's keys the two see, in place of the mask of the whole.
     """
     axis = plan.axis
 
     def attend(query: Array, key: Array, value: Array, mask: Mask, *, scale: float) -> Array:
+        del mask
         width, device = value.shape[-1], jax.lax.axis_index(axis)
-        o, lse = partial_readout(query, key, value, mask, scale)
-        question = merge_over_devices((o[:, plan.rows :], lse[:, plan.rows :]), axis)
+        selected = partial_readout(query[:, : plan.rows], key, value, selected_mask, scale)
+        question = partial_readout(query[:, plan.rows :], key, value, question_mask, scale)
 
-        selected = o[:, : plan.rows], lse[:, : plan.rows]
-        own = (key[:, :size],) if plan.shared_values else (key[:, :size], value[:, :size])
+        # What a device reads for others, or sends them: its own part of the sequence.
+        own = (key[:, plan.copied : size],)
+        own = own if plan.shared_values else (*own, value[:, plan.copied : size])
+
         for hop in range(1, len(plan.capacities)):
             for move, rows, devices in plan.groups(hop):
                 queries = query[:, :rows]
                 helpers = [index - hop for index in devices]
 
                 def read(queries: Array, block: tuple[Array, ...], holder: Array) -> Readout:
-                    places = jnp.where(jnp.arange(size) < lengths[holder], 0, NOWHERE)[None]
+                    live = jnp.arange(size - plan.copied) < lengths[holder] - plan.copied
+                    places = jnp.where(live, 0, NOWHERE)[None]
                     return partial_readout(queries, block[0], _values(block, width), Mask(key_places=places), scale)
 
                 def nothing(queries: Array, *_: object) -> Readout:
@@ -214,11 +226,13 @@ def exchange(plan: ExchangePlan, lengths: Int[Array, " P"], size: int) -> Attend
                 # A device that was sent nothing holds zeros, which are no readout.
                 part_lse = jnp.where(jnp.isin(device, jnp.array(devices)), part_lse, -jnp.inf)
                 merged = merge_readouts((selected[0][:, :rows], selected[1][:, :rows]), (part_o, part_lse))
-                selected = tuple(
-                    jnp.concatenate([new, old[:, rows:]], axis=1) for new, old in zip(merged, selected, strict=True)
+                selected = (
+                    jnp.concatenate([merged[0], selected[0][:, rows:]], axis=1),
+                    jnp.concatenate([merged[1], selected[1][:, rows:]], axis=1),
                 )
 
-        return jnp.concatenate([selected[0], question], axis=1).astype(query.dtype)
+        o = jnp.concatenate([selected[0], merge_over_devices(question, axis)], axis=1)
+        return o.astype(query.dtype)
 
     return attend
 
