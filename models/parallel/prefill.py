@@ -151,9 +151,7 @@ def spread_backbone(backbone: ModelBackbone, mesh: Mesh, axis: str = "chunks") -
     return MeshBackbone(backbone, free, axis, state)
 
 
-def lay_out(
-    tokens: int, devices: int, chunks: Sequence[int] | None = None, share_first: bool = False
-) -> ChunkLayout:
+def lay_out(tokens: int, devices: int, chunks: Sequence[int] | None = None, share_first: bool = False) -> ChunkLayout:
     """Divides a sequence over devices.
 
     Args:
@@ -172,7 +170,7 @@ def lay_out(
     chunks = tuple(int(length) for length in chunks)
     if not chunks or min(chunks) < 1 or sum(chunks) != tokens or len(chunks) % devices:
         raise InputError(
-            f"chunks: got lengths {str(chunks):.80}; expected a multiple of {devices} of them, each at least 1, that "
+            f"chunks: got lengths {chunks!s:.80}; expected a multiple of {devices} of them, each at least 1, that "
             f"add up to {tokens}"
         )
     if share_first and len(chunks) != devices:
@@ -250,7 +248,7 @@ def place_chunk_cache(
     chunks: Sequence[int] | None = None,
     share_first: bool = False,
 ) -> ChunkCache:
-    """Places KV of chunks that is available (stored canonicals at their positions) over the axis, in place of a prefill.
+    """Places available KV of chunks (stored canonicals at their positions) over the axis, in place of a prefill.
 
     Args:
       tokens, chunks, share_first: as of `prefill_chunks_apart`.
@@ -289,20 +287,20 @@ def read_question(
 
     Selected tokens are recomputed at all layers (appendix B), each by the device that holds it, and its new KV stays
     there. They attend to all KV in front of them: a device sends its selected tokens' queries to the devices in front
-    and gets outputs and softmax masses back, which it merges (the paper speaks of "the small subset of tokens selected"
-    and its code gathers all queries and outputs everywhere; here each travels to the devices that the causal mask needs,
-    which is at most half of it for an even selection). Where a device has so many that their queries take more bytes
-    than its predecessors' KV, that KV travels to it instead (`move`).
+    and gets outputs and softmax masses back, which it merges. (Section 7 says that only "the small subset of tokens
+    selected" is communicated; the released code gathers all queries and outputs on every device. Here they travel to
+    the devices that the causal mask asks for, half as many for an even selection.) Where a device has so many that
+    their queries take more bytes than the KV in front, that KV travels to it instead (`move`).
 
     Selected tokens of the first chunk are not recomputed: nothing is in front of it, so its KV is already that of the
     whole context. Layer 0, which the released code recomputes whole, needs no recompute either: the KV of a first layer
     has no context, and is rotated to its position.
 
     Args:
-      context: of `prefill_chunks_apart` or `place_chunk_cache`; or of an earlier question, whose recomputed tokens stay.
+      context: of `prefill_chunks_apart` or `place_chunk_cache`; or an earlier question's, whose recomputed tokens stay.
       question: [B,n,…], with its positions in the sequence.
-      ratio, count: how much of the context is selected, one of them: a share 0 … 1 (rounded half up), or tokens. 0 reads
-        the question over the context as it is.
+      ratio, count: how much of the context is selected, one of them: a share 0 … 1 (rounded half up), or tokens. 0
+        reads the question over the context as it is.
       layers: scored ones; None: layers 22 … 25 of a decoder that has them (appendix B), else the last two, as the
         released code takes them by default.
       reading: how attention becomes a score; see `Reading`.
@@ -431,16 +429,16 @@ def plan_exchange(
 
     # Bytes between two devices in one layer: queries and outputs with their masses, or keys and values.
     config = backbone.config.text
-    width = backbone.layout.channels
-    numbers = np.dtype(config.dtype).itemsize if config.dtype != "bfloat16" else 2
+    numbers = jnp.dtype(config.dtype).itemsize
     latent = config.latent
     head = 2 * config.head_dim if latent is None else 2 * latent.latent + latent.rope_dim
     per_token = config.heads * (head * numbers + 4)
-    of_keys = (size - layout.copied) * numbers * sum(channel.features for channel in width)
-    moves = tuple(
-        move if move != "least" else ("queries" if capacity * per_token <= of_keys else "keys") for capacity in capacities
-    )
-    plan = ExchangePlan(axis, capacities, moves, layout.copied, latent is not None)
+    of_keys = (size - layout.copied) * numbers * sum(channel.features for channel in backbone.layout.channels)
+    moves = list[Move]()
+    for capacity in capacities:
+        fewer: Move = "queries" if capacity * per_token <= of_keys else "keys"
+        moves.append(fewer if move == "least" else move)
+    plan = ExchangePlan(axis, capacities, tuple(moves), layout.copied, latent is not None)
 
     slots = np.full((len(places), devices, plan.rows), NOWHERE, np.int32)
     for device, rows in enumerate(kept):

@@ -104,8 +104,8 @@ def score_context(
       copied: as of `ExchangePlan`.
 
     Returns:
-      Mean score over `layers` [B,P·S], −∞ for padding and copies; and the selected places [B,count], ascending. Ties go to the
-      earlier token.
+      Mean score over `layers` [B,P·S], −∞ for padding and copies; and the selected places [B,count], ascending. Ties go
+      to the earlier token.
     """
 
     def own(state: Any, cache: dict[str, Array], lengths: Array, question: Tokens) -> tuple[Array, Array]:
@@ -190,7 +190,8 @@ def recompute_and_read(
 
     kv, tokens = P(None, None, axis), P(None, axis)
     places: Any = (P(), kv, tokens, tokens, P(), P())
-    return _over(mesh, own, places, QuestionRead(P(), kv, P()))(state, cache, blocks, slots, lengths, question)
+    results: Any = (P(), kv, P())
+    return _over(mesh, own, places, QuestionRead(*results))(state, cache, blocks, slots, lengths, question)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "mesh", "axis"))

@@ -135,7 +135,7 @@ def merge_over_devices(readout: Readout, axis: str) -> Float[Array, "B T N W"]:
 
 
 def over_all_devices(axis: str) -> Attend:
-    """Returns attention of queries that every device has, over the keys of all devices; the mask is of the local ones."""
+    """Returns attention of queries that every device has, over the keys of all; the mask is of a device's own keys."""
 
     def attend(query: Array, key: Array, value: Array, mask: Mask, *, scale: float) -> Array:
         readout = partial_readout(query, key, value, mask, scale)
