@@ -117,13 +117,30 @@ def _of_instruction(
     inside = [each for name in called for each in _of_computation(computations, name, devices, seen)]
 
     if operation == "while" and inside:
-        trips = _TRIPS.search(rest)
+        trips = _trip_count(computations, rest)
         if trips is None:
             raise InputError(
-                f"compiled program: got {inside[0].kind} in a loop of unknown length; expected known_trip_count"
+                f"compiled program: got {inside[0].kind} in a loop of unknown length; expected known_trip_count, or a "
+                "counter compared with a constant"
             )
-        return [dataclasses.replace(each, runs=each.runs * int(trips[1])) for each in inside]
+        return [dataclasses.replace(each, runs=each.runs * trips) for each in inside]
     return [*found, *inside]
+
+
+def _trip_count(computations: dict[str, list[str]], rest: str) -> int | None:
+    """Returns how often a loop runs: as the compiler says, or (TPUs) by its condition, a counter below a constant.
+
+    Such a counter begins at 0 and grows by 1, as those of jax's scans do.
+    """
+    if known := _TRIPS.search(rest):
+        return int(known[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", rest)
+    lines = "\n".join(computations.get(condition[1], ())) if condition else ""
+    compared = re.search(r"ROOT .* compare\(%?([\w.\-]+), %?([\w.\-]+)\), direction=LT", lines)
+    if compared is None or not re.search(rf"%?{re.escape(compared[1])} = .* get-tuple-element\(", lines):
+        return None
+    bound = re.search(rf"%?{re.escape(compared[2])} = \S+ constant\((\d+)\)", lines)
+    return None if bound is None else int(bound[1])
 
 
 def _collective(kind: str, result: int, rest: str, devices: int) -> Collective:

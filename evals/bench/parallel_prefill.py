@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import ConfigError
 from models import ModelBackbone
+from models.families.family import with_dtype
 from models.parallel import (
     ChunkLayout,
     MeshBackbone,
@@ -70,7 +71,7 @@ class ParallelShapes:
       kv_heads: of 8 query heads; 0: latent attention in DeepSeek-V2-Lite's proportions.
       share_first: as of `lay_out`.
       selection: which tokens are selected, for counting bytes.
-      devices, width, layers: of the mesh and the decoder.
+      devices, width, layers, dtype: of the mesh and the decoder.
     """
 
     tokens: int
@@ -81,6 +82,7 @@ class ParallelShapes:
     devices: int = 4
     width: int = 512
     layers: int = 4
+    dtype: str = "float32"
 
     @property
     def count(self) -> int:
@@ -104,19 +106,26 @@ class TracedProgram(NamedTuple):
         return count_flops(functools.partial(self.function, *self.static), *self.arguments)
 
 
-@functools.cache
-def small_backbone(kv_heads: int, width: int, layers: int, seed: int = 0) -> ModelBackbone:
+def small_backbone(shapes: ParallelShapes, seed: int = 0) -> ModelBackbone:
     """Makes the random decoder of `ParallelShapes`."""
-    if kv_heads:
-        raw = qwen2_config(width, 3 * width, heads=8, layers=layers, kv_heads=kv_heads, vocabulary=1024)
-        return random_backbone(raw, seed)
+    width, layers = shapes.width, shapes.layers
+    if shapes.kv_heads:
+        raw = qwen2_config(width, 3 * width, heads=8, layers=layers, kv_heads=shapes.kv_heads, vocabulary=1024)
+        return typed(random_backbone(raw, seed), shapes.dtype)
 
     # Latents of a quarter of the width; one dense layer below experts.
     latent = {"kv_lora_rank": width // 4, "q_lora_rank": None, "v_head_dim": width // 8, "qk_nope_head_dim": width // 8}
     latent |= {"qk_rope_head_dim": width // 32, "qk_head_dim": width // 8 + width // 32, "head_dim": width // 32}
     sizes = {"hidden_size": width, "intermediate_size": 3 * width, "moe_intermediate_size": width // 4}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers}
-    return random_backbone(tiny_config("DeepseekV2ForCausalLM") | latent | sizes | heads, seed)
+    raw = tiny_config("DeepseekV2ForCausalLM") | latent | sizes | heads
+    return typed(random_backbone(raw, seed), shapes.dtype)
+
+
+def typed(backbone: ModelBackbone, dtype: str) -> ModelBackbone:
+    """Returns a backbone with its parameters in another type."""
+    parameters = jax.tree.map(lambda leaf: leaf.astype(dtype), backbone.parameters)
+    return ModelBackbone(with_dtype(backbone.config, dtype), parameters)
 
 
 def host_mesh(devices: int) -> jax.sharding.Mesh:
@@ -140,7 +149,7 @@ def parallel_programs(shapes: ParallelShapes) -> dict[str, TracedProgram]:
 
     Recompute is planned for the selection that `shapes` names.
     """
-    backbone = small_backbone(shapes.kv_heads, shapes.width, shapes.layers)
+    backbone = small_backbone(shapes)
     over = spread_backbone(backbone, host_mesh(shapes.devices), AXIS)
     context, question = drawn_tokens(backbone, shapes, 0)
     layout = lay_out(shapes.tokens, shapes.devices, None, shapes.share_first)
@@ -190,7 +199,7 @@ def _cache_shapes(over: MeshBackbone, layout: ChunkLayout) -> dict[str, jax.Shap
     kv, sharding = {}, NamedSharding(over.mesh, P(None, None, AXIS))
     for channel in over.backbone.layout.channels:
         shape = (over.backbone.layout.layers, 1, len(layout.index), channel.heads, channel.width)
-        kv[channel.name] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        kv[channel.name] = jax.ShapeDtypeStruct(shape, over.backbone.config.text.dtype, sharding=sharding)
     return kv
 
 
@@ -250,9 +259,7 @@ def traffic_rows(tokens: int, kv_heads: int) -> list[Row]:
 
 def time_rows(shapes: ParallelShapes, repeats: int, seed: int) -> list[Row]:
     """Times the four methods in turns; rows are seconds over those of one device, neighbouring repeats."""
-    over = spread_backbone(
-        small_backbone(shapes.kv_heads, shapes.width, shapes.layers, seed), host_mesh(shapes.devices)
-    )
+    over = spread_backbone(small_backbone(shapes, seed), host_mesh(shapes.devices))
     context, question = drawn_tokens(over.backbone, shapes, seed)
     whole = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), context, question)
     asked = np.arange(shapes.tokens, shapes.tokens + shapes.question)[None]

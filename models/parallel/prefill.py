@@ -303,7 +303,7 @@ def read_question(
         reads the question over the context as it is.
       layers: scored ones; None: layers 22 … 25 of a decoder that has them (appendix B), else the last two, as the
         released code takes them by default.
-      reading: how attention becomes a score; see `Reading`.
+      reading: how attention becomes a score; see `scores.Reading`.
       move: what travels; "least": what takes fewer bytes, device by device.
 
     Raises:

@@ -56,6 +56,21 @@ def test_a_collective_in_loops_counts_as_often_as_they_run():
     assert {each.runs for each in read_collectives(module(nested, BODY, outer))} == {3, 18}
 
 
+CONDITION = """%cond (p: (s32[], f32[8])) -> pred[] {
+  %bound = s32[]{:T(128)} constant(5)
+  %count = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%count, %bound), direction=LT
+}"""
+
+
+def test_a_loop_whose_length_the_compiler_does_not_say_is_counted_by_its_condition():
+    assert exchanged_bytes(module(LOOP, BODY, CONDITION)) == 5 * 16
+    with pytest.raises(InputError, match="loop of unknown length"):
+        exchanged_bytes(module(LOOP, BODY, CONDITION.replace("direction=LT", "direction=NE")))
+    with pytest.raises(InputError, match="loop of unknown length"):
+        exchanged_bytes(module(LOOP, BODY, CONDITION.replace("constant(5)", "get-tuple-element(%p), index=2")))
+
+
 def test_of_a_branch_the_side_that_exchanges_most_counts():
     permute = "collective-permute(%p), source_target_pairs={{{{0,1}}}}"
     side = f"%side{{0}} (p: f32[8]) -> f32[8] {{{{\n  %s = f32[{{1}}]{{{{0}}}} {permute}\n}}}}"

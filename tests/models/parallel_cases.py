@@ -203,17 +203,25 @@ def budgets() -> dict[str, Any]:
 
 
 def traffic() -> dict[str, Any]:
-    """Bytes that devices exchange, from programs compiled for a 512-wide decoder of four layers; nothing runs."""
-    facts = {}
-    for name, shapes in {
-        "gqa": ParallelShapes(tokens=2048, kv_heads=4),
-        "gqa shared": ParallelShapes(tokens=2048, kv_heads=4, share_first=True),
-        "skewed shared": ParallelShapes(tokens=2048, kv_heads=4, share_first=True, selection="last"),
-    }.items():
-        programs = {part: program.lower().compile().as_text() for part, program in parallel_programs(shapes).items()}
-        facts[name] = {part: exchanged_bytes(text) for part, text in programs.items()}
-        facts[name]["kinds"] = sorted({each.kind for each in read_collectives(programs["ring"])})
-    return facts
+    """Bytes that devices exchange, of grouped heads (two queries for each key) and an even selection; nothing runs."""
+    apart, shared = (ParallelShapes(tokens=2048, kv_heads=4, share_first=share) for share in (False, True))
+    return {"apart": traffic_of(apart), "shared": traffic_of(shared)}
+
+
+def more_traffic() -> dict[str, Any]:
+    """The same where all that is selected lies at the end, with one query for each key, and with four."""
+    return {
+        "skewed, shared": traffic_of(ParallelShapes(tokens=2048, kv_heads=4, share_first=True, selection="last")),
+        "skewed, multi-head": traffic_of(ParallelShapes(tokens=2048, kv_heads=8, selection="last")),
+        "four queries, shared, 8192": traffic_of(ParallelShapes(tokens=8192, kv_heads=2, share_first=True)),
+    }
+
+
+def traffic_of(shapes: ParallelShapes) -> dict[str, Any]:
+    """Bytes that a device sends in each of the programs, compiled for a 512-wide decoder of four layers."""
+    programs = {part: program.lower().compile().as_text() for part, program in parallel_programs(shapes).items()}
+    facts: dict[str, Any] = {part: exchanged_bytes(text) for part, text in programs.items()}
+    return facts | {"kinds": sorted({each.kind for each in read_collectives(programs["ring"])})}
 
 
 def refusals() -> dict[str, str]:
@@ -235,7 +243,7 @@ def refusals() -> dict[str, str]:
         "ratio": lambda: read_question(over, apart, question, ratio=1.2),
         "count": lambda: read_question(over, apart, question, count=41),
         "layers": lambda: read_question(over, apart, question, count=3, layers=(2, 1)),
-        "reading": lambda: read_question(over, apart, question, count=3, reading="entropy"),  # type: ignore[arg-type]
+        "reading": lambda: read_question(over, apart, question, count=3, reading="max"),  # type: ignore[arg-type]
         "move": lambda: read_question(over, apart, question, count=3, move="both"),  # type: ignore[arg-type]
         "rows": lambda: read_question(over, apart, sequence(backbone, 2, CHUNKS)[1], count=3),
     }
