@@ -1,9 +1,11 @@
 """Prefill of long contexts over a mesh axis: chunks apart with selected tokens recomputed, and ring attention.
 
-over = spread_backbone(backbone, jax.make_mesh((4,), ("chunks",)))
-context = prefill_chunks_apart(over, tokens)  # each device its own chunk
-answer = read_question(over, context, question, ratio=0.15)
-logits, _ = ring_prefill(over, tokens, question)  # exact
+    over = spread_backbone(backbone, jax.make_mesh((4,), ("chunks",)))
+    context = prefill_chunks_apart(over, tokens)  # each device its own chunk
+    answer = read_question(over, context, question, ratio=0.15)
+    logits, _ = ring_prefill(over, tokens, question)  # exact
+
+Where the chunks' KV is stored, `place_chunk_cache` takes the place of `prefill_chunks_apart`.
 """
 
 from .prefill import ChunkCache as ChunkCache

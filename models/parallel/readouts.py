@@ -17,6 +17,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.core import merge_readouts
@@ -122,16 +123,17 @@ def _block_readout(query: Array, key: Array, value: Array, allowed: Array, scale
     return o.reshape(B, T, N, value.shape[-1]), jnp.moveaxis(lse.reshape(B, N, T), 1, 2)
 
 
-def merge_over_devices(readout: Readout, axis: str) -> Float[Array, "B T N W"]:
+def merge_over_devices(readout: Readout, axis: str, dtype: DTypeLike) -> Float[Array, "B T N W"]:
     """Merges the readouts that all devices have of the same queries: attention over the keys of all.
 
-    Two numbers per query and head travel beside the weighted outputs: the largest lse, and the mass.
+    Outputs travel in `dtype`, the queries', each weighted by its device's share of the mass. Two float32 numbers per
+    query and head travel before them: the largest lse, and the mass.
     """
     o, lse = readout
     top = jax.lax.pmax(lse, axis)
-    weights = jnp.exp(lse - jnp.where(jnp.isfinite(top), top, 0.0))[..., None]
-    total = jax.lax.psum(jnp.concatenate([weights * o, weights], axis=-1), axis)
-    return total[..., :-1] / jnp.maximum(total[..., -1:], 1e-30)
+    weights = jnp.exp(lse - jnp.where(jnp.isfinite(top), top, 0.0))
+    share = weights / jnp.maximum(jax.lax.psum(weights, axis), 1e-30)
+    return jax.lax.psum((share[..., None] * o).astype(dtype), axis)
 
 
 def over_all_devices(axis: str) -> Attend:
@@ -139,7 +141,7 @@ def over_all_devices(axis: str) -> Attend:
 
     def attend(query: Array, key: Array, value: Array, mask: Mask, *, scale: float) -> Array:
         readout = partial_readout(query, key, value, mask, scale)
-        return merge_over_devices(readout, axis).astype(query.dtype)
+        return merge_over_devices(readout, axis, query.dtype)
 
     return attend
 
@@ -231,8 +233,8 @@ def exchange(
                     jnp.concatenate([merged[1], selected[1][:, rows:]], axis=1),
                 )
 
-        o = jnp.concatenate([selected[0], merge_over_devices(question, axis)], axis=1)
-        return o.astype(query.dtype)
+        merged = merge_over_devices(question, axis, query.dtype)
+        return jnp.concatenate([selected[0].astype(query.dtype), merged], axis=1)
 
     return attend
 
