@@ -87,11 +87,12 @@ def partial_readout(
     T, S = query.shape[1], key.shape[1]
     if T == 0 or S == 0:
         return _nothing(query, value.shape[-1])
-    size = max(1, min(T, DENSE_SCORES // max(S, 1)))
-    if size >= T:
+    count = min(T, -(-T * S // DENSE_SCORES))
+    if count == 1:
         return _block_readout(query, key, value, mask.dense(T, S), scale)
 
-    # All blocks have one shape: the last one ends with the queries and repeats some of the block before.
+    # Equal blocks: the last one ends with the queries, and repeats fewer of the block before than there are blocks.
+    size = -(-T // count)
     count = -(-T // size)
     starts = jnp.minimum(jnp.arange(count) * size, T - size)
 

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.backbone import LayerAttention
-from models.parallel import ExchangePlan, Reading, attention_scores, lay_out
+from models.attention import Mask
+from models.parallel import ExchangePlan, Reading, attention_scores, lay_out, readouts
 
 ROOT = Path(__file__).parents[2]
 BAR = 1e-5
@@ -212,6 +213,22 @@ def test_devices_exchange_only_with_those_in_front():
     assert list(plan.groups(3)) == [("queries", 8, [3])]
     shared = ExchangePlan("chunks", (4, 8, 0, 8), ("queries",) * 4, copied=16)
     assert [list(shared.groups(hop)) for hop in (1, 2, 3)] == [[("queries", 8, [3])], [("queries", 8, [3])], []]
+
+
+@pytest.mark.parametrize("scores", [290, 29])
+def test_queries_taken_in_blocks_read_the_same(monkeypatch, scores):
+    rng = np.random.default_rng(4)
+    query, key, value = (
+        jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in ((2, 37, 4, 8), (2, 29, 2, 8), (2, 29, 2, 5))
+    )
+    # Some queries see nothing.
+    mask = Mask(causal=True, query_places=jnp.asarray(rng.integers(-1, 29, (2, 37)), jnp.int32))
+    whole = readouts.partial_readout(query, key, value, mask, 0.3)
+    monkeypatch.setattr(readouts, "DENSE_SCORES", scores)
+    blocks = readouts.partial_readout(query, key, value, mask, 0.3)
+    for found, expected in zip(blocks, whole, strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+    assert np.isneginf(np.asarray(whole[1])).any()
 
 
 def test_one_device_is_a_mesh_too():
