@@ -11,7 +11,7 @@ A random decoder, 512 wide, with four layers and float32; a question of 16 token
 * `on the fly`: the same after every device prefilled its chunk.
 * `ring`: context and question in one pass, exact. `single`: the same on one device.
 
-Selections whose bytes are counted: "even", spread over the context; "last", all at its end, where most has to travel.
+Selections whose bytes are counted: "even", spread over the context; "last", all at its end, on one device.
 """
 
 import contextlib
