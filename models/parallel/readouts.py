@@ -1,7 +1,7 @@
 """Attention over keys that lie over the devices of a mesh axis: partial readouts, and how devices exchange them.
 
 Every function here runs inside `jax.shard_map`. A partial readout is (o, lse) of queries over the keys of one device;
-readouts of all devices merge exactly. There are three:
+readouts of all devices merge exactly. Three functions bring them together:
 
 * `over_all_devices`: queries that every device has (a question's); the merged output is summed over devices.
 * `ring`: every device's queries over all keys in front of them; blocks of keys rotate (Liu et al., arXiv:2310.01889).
