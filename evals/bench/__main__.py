@@ -12,6 +12,7 @@ Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where
   costs              every kind of edit of a window on this device; planning of 32, 256 and 1024 chunks
   window             steps of an agent's loop, break-even of a patch, computing the edits of up to 256 chunks
   sessions           many agents at once: adding an image and asking, tokens per second
+  parallel_prefill   chunk-parallel prefill beside ring attention on four host devices: seconds, bytes, FLOPs
   backbones          prefill and decode of every family, beside transformers with --torch-python
 
 Of answers, and of what follows from configurations alone:
@@ -40,6 +41,7 @@ from . import (
     fetch,
     kernels,
     needs,
+    parallel_prefill,
     policies,
     retrieval,
     sessions,
@@ -60,6 +62,7 @@ BENCHMARKS = {
         kernels.BENCHMARK,
         needs.BENCHMARK,
         kernels.FACTORISATION,
+        parallel_prefill.BENCHMARK,
         Benchmark("placement", placement.run, table=placement.table),
         policies.BENCHMARK,
         retrieval.BENCHMARK,
