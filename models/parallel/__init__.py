@@ -29,6 +29,3 @@ from .programs import ring_forward as ring_forward
 from .programs import score_context as score_context
 from .readouts import ExchangePlan as ExchangePlan
 from .readouts import Move as Move
-from .scores import READINGS as READINGS
-from .scores import Reading as Reading
-from .scores import attention_scores as attention_scores

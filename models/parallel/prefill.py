@@ -21,12 +21,12 @@ from jaxtyping import Array, Float, Int
 from kvpatch_jax.backbone import Tokens, check_tokens
 from kvpatch_jax.core import EngineKV, check_positions, expect_frame
 from kvpatch_jax.errors import ConfigError, InputError, ShapeError
+from kvpatch_jax.repair import READINGS, Reading
 
 from ..attention.mask import NOWHERE
 from ..backbone import ModelBackbone
 from .programs import TokenBlocks, prefill_chunks, recompute_and_read, ring_forward, score_context
 from .readouts import ExchangePlan, Move
-from .scores import READINGS, Reading
 
 LEAST_GRANULE = 8
 """Capacities of devices are multiples of this, or of a 64th of the selected tokens where that is more."""
@@ -303,7 +303,7 @@ def read_question(
         reads the question over the context as it is.
       layers: scored ones; None: layers 22 … 25 of a decoder that has them (appendix B), else the last two, as the
         released code takes them by default.
-      reading: how attention becomes a score; see `scores.Reading`.
+      reading: how attention becomes a score; see `kvpatch_jax.repair.Reading`.
       move: what travels; "least": what takes fewer bytes, device by device.
 
     Raises:

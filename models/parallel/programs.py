@@ -20,12 +20,12 @@ from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import EngineKV, to_engine
+from kvpatch_jax.repair import Reading, attention_scores
 
 from ..attention import Mask
 from ..attention.mask import NOWHERE
 from ..prefill import by_layer, take_tokens
 from .readouts import ExchangePlan, exchange, over_all_devices, ring
-from .scores import Reading, attention_scores
 
 
 class TokenBlocks(NamedTuple):

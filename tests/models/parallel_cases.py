@@ -21,12 +21,11 @@ from evals.bench.parallel_prefill import ParallelShapes, parallel_programs
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import EngineKV, to_engine
 from kvpatch_jax.errors import KVPatchError
+from kvpatch_jax.repair import Reading, attention_scores
 from models import ModelBackbone
 from models.parallel import (
     MeshBackbone,
     ParallelPrefill,
-    Reading,
-    attention_scores,
     chunk_parallel_prefill,
     place_chunk_cache,
     prefill_chunks_apart,

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.backbone import LayerAttention
+from kvpatch_jax.repair import Reading, attention_scores
 from models.attention import Mask
-from models.parallel import ExchangePlan, Reading, attention_scores, lay_out, readouts
+from models.parallel import ExchangePlan, lay_out, readouts
 
 ROOT = Path(__file__).parents[2]
 BAR = 1e-5

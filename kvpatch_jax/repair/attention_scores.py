@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvpatch_jax.backbone import LayerAttention
+from ..backbone import LayerAttention
 
 Reading = Literal["mass", "norm", "head_norm", "entropy", "head_entropy"]
 """How attention weights A [N heads, T question tokens, S keys] of a layer become one score per key.
