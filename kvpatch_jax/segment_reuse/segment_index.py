@@ -3,7 +3,7 @@
 Segment reuse (proposal, §3.1, §3.4 step 1), mended in three places. Windows are keys into the span that they lie in,
 so that overlaps are stored once. A similar segment is reused only where its token ids are equal: the KV of another
 token is not an approximation of this token's. And such a run is followed beyond the window that found it, as far as the
-stored span is equal.
+stored span is equal; to the left only where no similarity of contexts is asked for.
 """
 
 import difflib
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from ..errors import ConfigError
 from .segment_options import ReuseThresholds, SegmentIndexOptions
 from .segmentation import SegmentPrompt, TokenRange, segments, spans
 from .signatures import Signature, SignatureMaker, jaccard, units_of
@@ -160,7 +161,16 @@ class SegmentIndex:
         """Finds all runs of tokens that a prompt shares with stored segments above the thresholds, in order.
 
         Windows are only looked up where the span around them has no equal among what was found.
+
+        Raises:
+          ConfigError: a threshold below the similarity that the LSH is laid out for.
         """
+        least = self.options.least_similarity
+        if thresholds.segment < least:
+            raise ConfigError(
+                f"segment: got {thresholds.segment}; expected {least} or more, the index's least_similarity"
+            )
+
         found: dict[tuple[int, int, str], EqualRun] = {}
         for span in spans(prompt, self.options.segmentation):
             covered = False
@@ -169,7 +179,7 @@ class SegmentIndex:
                     break
                 candidates = self.similar(prompt, segment, thresholds)[: thresholds.candidates]
                 for key, similarity, of_context in candidates:
-                    for run in self._equal_runs(prompt, segment, key):
+                    for run in self._equal_runs(prompt, segment, key, not thresholds.context):
                         run = run._replace(similarity=similarity, context_similarity=of_context)
                         found.setdefault((run.start, run.stop, run.span), run)
                         covered |= run.start <= span.start and run.stop >= span.stop
@@ -181,15 +191,22 @@ class SegmentIndex:
         own = self._maker.minhash(units_of(prompt, segment, self.options.canonical))
         return own, self._maker.minhash(units_of(prompt, left, self.options.canonical)).digest()
 
-    def _equal_runs(self, prompt: SegmentPrompt, segment: TokenRange, key: SegmentKey) -> Iterator[EqualRun]:
-        """Aligns a segment with a stored one, and yields the runs of equal ids, as long as the stored span has them."""
+    def _equal_runs(
+        self, prompt: SegmentPrompt, segment: TokenRange, key: SegmentKey, leftwards: bool
+    ) -> Iterator[EqualRun]:
+        """Aligns a segment with a stored one, and yields the runs of equal ids, as long as the stored span has them.
+
+        Args:
+          leftwards: whether runs go on in front of the segment. Where left contexts have a threshold they do not:
+            tokens further left have another context than the one that was compared.
+        """
         stored, ids = self.spans[key.span].ids, prompt.ids
         piece = ids[segment.start : segment.stop].tolist()
         other = stored[key.offset : key.offset + key.length].tolist()
         blocks = [(0, 0, len(piece))] if piece == other else _matching_blocks(piece, other)
         for first, second, size in blocks:
             start, offset = segment.start + first, key.offset + second
-            back = _equal_count(ids[:start][::-1], stored[:offset][::-1])
+            back = _equal_count(ids[:start][::-1], stored[:offset][::-1]) if leftwards else 0
             ahead = _equal_count(ids[start + size :], stored[offset + size :])
             yield EqualRun(start - back, start + size + ahead, key.span, offset - back, 0.0, 0.0)
 

@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ..backbone import KV, Backbone, ForwardCosts, Tokens, check_cached
-from ..core import Buckets, EngineKV, as_start, check_positions, rotate_kv, to_phase_free
+from ..core import AnyArray, Buckets, EngineKV, as_start, check_positions, rotate_kv, to_phase_free
 from ..errors import InputError
 from .reuse_plan import PlannedRun, plan_runs
 from .segment_options import ReuseThresholds
@@ -338,13 +338,13 @@ class _Execution:
         self.flops = self.flops._replace(**{name: getattr(self.flops, name) + value for name, value in more.items()})
 
 
-def divergences(reference: Float[Array, "n V"], candidate: Float[Array, "n V"]) -> list[float]:
+def divergences(reference: Float[AnyArray, "n V"], candidate: Float[AnyArray, "n V"]) -> list[float]:
     """Computes KL(reference ‖ candidate) of each row, in nats."""
     return np.asarray(_divergences(reference, candidate)).tolist()
 
 
 @jax.jit
-def _divergences(reference: Float[Array, "n V"], candidate: Float[Array, "n V"]) -> Float[Array, " n"]:
+def _divergences(reference: Float[AnyArray, "n V"], candidate: Float[AnyArray, "n V"]) -> Float[Array, " n"]:
     first = jax.nn.log_softmax(reference.astype(jnp.float32), axis=-1)
     second = jax.nn.log_softmax(candidate.astype(jnp.float32), axis=-1)
     # Rounding may leave a sum just below zero.
