@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from ..backbone import KV, Backbone, ForwardCosts, Tokens, check_cached
+from ..backbone import KV, Backbone, ForwardCosts, Recomputed, Tokens, check_cached
 from ..core import AnyArray, Buckets, EngineKV, as_start, check_positions, rotate_kv, to_phase_free
 from ..errors import InputError
 from .reuse_plan import PlannedRun, plan_runs
@@ -32,8 +32,10 @@ from .segment_options import ReuseThresholds
 from .segment_store import TenantSegments
 from .segmentation import SegmentPrompt, TokenRange, as_ids
 
-SIZES = Buckets(64, 4)
-"""Sizes of caches while a prompt is computed, so that lengths share programs."""
+SIZES = Buckets(16, 2)
+"""Sizes of caches and of forwards, so that prompts and runs of any length share programs."""
+SMALLEST = 8
+"""Tokens of a forward at least: fewer take as long, and would be programs of their own."""
 Border = Literal["left", "right"]
 
 
@@ -90,7 +92,7 @@ class SegmentPrefill(NamedTuple):
 
     Attributes:
       logits: [1,V], of the last token.
-      cache: engine frame, {channel: [L,1,T,K,H]}.
+      cache: engine frame, {channel: [L,1,S,K,H]}: S is T or more, and slots from T on are free.
       reused: bool [L,T], tokens × layers that were taken from the store.
       decisions: of all runs that were tried, in order.
       flops: spent and saved.
@@ -157,9 +159,10 @@ def segment_prefill(
             segments.use(piece.span)
 
     full = costs.flops(len(ids) - first, first) + costs.logit
-    cache = EngineKV({name: value[:, :, : len(ids)] for name, value in run.cache.items()})
     flops = run.flops._replace(full=full)
-    return SegmentPrefill(logits, cache, run.reused, tuple(decisions), flops, run.residual, run.probe_logits, first)
+    return SegmentPrefill(
+        logits, EngineKV(run.cache), run.reused, tuple(decisions), flops, run.residual, run.probe_logits, first
+    )
 
 
 def store_segments(
@@ -192,10 +195,8 @@ def store_segments(
         return 0
 
     # One rotation of the whole prompt, at a size that prompts share, and one copy to the host.
-    size = SIZES.round_up(T)
-    local = _text_positions(backbone, size)
-    padded = {name: _grown(value, size) for name, value in prefill.cache.items()}
-    host = {name: np.asarray(value) for name, value in to_phase_free(backbone.layout, EngineKV(padded), local).items()}
+    local = _text_positions(backbone, next(iter(prefill.cache.values())).shape[2])
+    host = {name: np.asarray(value) for name, value in to_phase_free(backbone.layout, prefill.cache, local).items()}
     stored = 0
     for span in wanted:
         rows = slice(span.start, span.start + len(span.ids))
@@ -209,6 +210,7 @@ class _Execution:
 
     Attributes:
       cache: engine frame, {channel: [L,1,S,K,H]}, S a bucket. done: tokens that are final.
+      embeddings [T,D], positions [T] or [T,A]: of the prompt, on the host, where slices of any size compile nothing.
       residual: [T,D], what entered the boundary layer. reused, flops, probe_logits: as in the result.
     """
 
@@ -222,7 +224,8 @@ class _Execution:
         residual: np.ndarray,
         prefix: KV | None,
     ):
-        self.backbone, self.tokens, self.thresholds, self.layers = backbone, tokens, thresholds, layers
+        self.backbone, self.thresholds, self.layers, self.dtype = backbone, thresholds, layers, tokens.embeddings.dtype
+        self.embeddings, self.positions = np.asarray(tokens.embeddings[0]), np.asarray(tokens.positions)[0]
         self.costs: ForwardCosts = backbone.forward_costs
         T, layout = tokens.embeddings.shape[1], backbone.layout
         self.size = SIZES.round_up(T)
@@ -231,8 +234,8 @@ class _Execution:
         self.residual, self.stored_residual = np.zeros((T, residual.shape[-1]), np.float32), residual
         self.probe_logits: dict[int, np.ndarray] = {}
 
-        # KV of this model has the embeddings' dtype.
-        dtype = tokens.embeddings.dtype
+        # This model's KV has the embeddings' dtype.
+        dtype = self.dtype
         self.cache: dict[str, Any] = {}
         for channel in layout.channels:
             shape = (layout.layers, 1, self.size, channel.heads, channel.width)
@@ -308,14 +311,13 @@ class _Execution:
         start = self.done
         # Without probes there are no rows: not even the last token's logits are computed.
         rows = np.array([token - start for token in probes], np.int32)[None]
-        taken, slots = self.tokens.take(start, stop), jnp.arange(start, stop, dtype=jnp.int32)[None]
-        step = self.backbone.recompute(taken, self.cache, slots, logits=rows, hidden_at=(self.layers,))
+        step = self._run(start, stop, self.embeddings[start:stop], rows, hidden_at=(self.layers,))
         self.cache = dict(step.cache)
-        self.residual[start:stop] = np.asarray(step.hidden[self.layers][0], np.float32)
+        self.residual[start:stop] = np.asarray(step.hidden[self.layers][0], np.float32)[: stop - start]
         self.done = stop
 
         # Logits of probes belong to the test; only the prompt's last ones are asked for.
-        last = stop == self.tokens.embeddings.shape[1]
+        last = stop == len(self.embeddings)
         self._count(bottom=self.costs.flops(stop - start, start) + (self.costs.logit if last else 0))
         if not last:
             served = np.asarray(step.logits[0])
@@ -325,11 +327,22 @@ class _Execution:
     def _upper(self, start: int, stop: int, probes: int) -> tuple[dict[str, Any], Float[Array, "n V"]]:
         """Runs tokens from their stored residuals through the upper layers; returns the cache and the last logits."""
         rows = np.arange(stop - start - probes, stop - start, dtype=np.int32)[None]
-        entering = jnp.asarray(self.stored_residual[start:stop], self.tokens.embeddings.dtype)[None]
-        taken = self.tokens.take(start, stop)._replace(embeddings=entering, deepstack=None)
-        slots = jnp.arange(start, stop, dtype=jnp.int32)[None]
-        step = self.backbone.recompute(taken, self.cache, slots, logits=rows, start_layer=self.layers)
+        step = self._run(start, stop, self.stored_residual[start:stop], rows, start_layer=self.layers)
         return dict(step.cache), step.logits[0]
+
+    def _run(
+        self, start: int, stop: int, entering: np.ndarray, rows: np.ndarray, start_layer: int = 0, hidden_at: tuple = ()
+    ) -> Recomputed:
+        """Runs tokens start … stop-1, whose residual is `entering` [n,D], and writes them into the cache.
+
+        The last one is repeated up to a size that forwards share: it is written several times with the same values.
+        """
+        size = max(SIZES.round_up(stop - start), SMALLEST)
+        places = np.minimum(np.arange(start, start + size), stop - 1)
+        embeddings = jnp.asarray(entering[places - start][None], self.dtype)
+        taken = Tokens(embeddings, self.positions[places][None])
+        slots, part = jnp.asarray(places[None], jnp.int32), {"start_layer": start_layer, "hidden_at": hidden_at}
+        return self.backbone.recompute(taken, self.cache, slots, logits=rows, **part)
 
     def _upper_flops(self, start: int, stop: int) -> int:
         return self.costs.flops(stop - start, start, self.layers)
