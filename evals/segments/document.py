@@ -137,8 +137,8 @@ def sentences(results: Results) -> str:
         row = results["continuations"]
         parts.append(
             f"- **Tool calls.** {row['equal']} of {row['prompts']} greedy continuations have the line of the whole "
-            f"prefill, token by token; mean Levenshtein distance {row['distance']:.3f} of the longer line. A call as JSON: "
-            f"{row['valid']} with segments, {row['whole valid']} without."
+            f"prefill, token by token; mean Levenshtein distance {row['distance']:.3f} of the longer line. A call "
+            f"as JSON: {row['valid']} with segments, {row['whole valid']} without."
         )
         main = results["settings"][0]
         parts.append(

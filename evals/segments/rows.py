@@ -22,7 +22,8 @@ CATEGORIES = ("bottom", "upper", "test", "discarded")
 def rows_of(parts: Sequence[Record], costs: ForwardCosts, plan: SegmentsPlan) -> dict[str, Any]:
     """Makes all rows of the parts that are finished."""
     by_name = {part["part"]: part["records"] for part in parts}
-    served = [record for name, records in by_name.items() if name.startswith("prompt") for record in records]
+    kinds = ("prompt ", "ablation ")
+    served = [record for name, records in by_name.items() if name.startswith(kinds) for record in records]
     stable = [record for name, records in by_name.items() if name.startswith("stability") for record in records]
     order = [setting.name for setting in settings(plan.reuse)]
     main = [record for record in served if record["setting"] == MAIN_SETTING]

@@ -28,7 +28,7 @@ from .settings import ReuseSetting, StoreSpec
 from .transcripts import TOOLS
 
 TENANT = "agents"
-SIZES = Buckets(16, 2)
+SIZES = Buckets(64, 1)
 ENDS = 16
 """Tokens whose logits are computed again in one forward, at most."""
 

@@ -53,7 +53,7 @@ def settings(reuse: tuple[int, ...]) -> list[ReuseSetting]:
     return found
 
 
-RETRIEVAL, SERVING = TranscriptPlan(count=300, seed=1), TranscriptPlan(count=64, seed=2)
+RETRIEVAL, SERVING = TranscriptPlan(count=300, seed=1), TranscriptPlan(count=48, seed=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,19 +64,21 @@ class SegmentsPlan:
       retrieval: transcripts that retrieval alone is measured on.
       serving: transcripts that the model reads: the first `warm` fill the store, the next `prompts` are served.
       ablated: prompts of them that every setting serves. cold: prompts served while the store fills.
+      first: prompts that are measured before the parts that are not about prompts.
       stable: prompts that are answered in three runs, with other stores. steps: tokens of a continuation.
       reuse: L_reuse of the main setting, then of its ablations.
     """
 
     retrieval: TranscriptPlan = RETRIEVAL
     serving: TranscriptPlan = SERVING
-    warm: int = 16
+    warm: int = 12
     prompts: int = 24
-    ablated: int = 6
-    cold: int = 12
-    stable: int = 6
-    steps: int = 32
-    reuse: tuple[int, ...] = (12, 8, 16, 20)
+    ablated: int = 4
+    cold: int = 8
+    stable: int = 4
+    first: int = 8
+    steps: int = 24
+    reuse: tuple[int, ...] = (12, 8, 16)
 
 
 FULL = SegmentsPlan()

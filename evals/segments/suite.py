@@ -86,17 +86,24 @@ def run(plan: SegmentsPlan, reader: PromptReader, out: Path, most: int = 0) -> d
     size = sum(len(prompt.ids) for prompt in stores.served) // plan.prompts
     main = settings(plan.reuse)[0]
 
-    planned = [PlannedPart("retrieval", _retrieval(reader, plan), 1)]
+    prompts, ablations, stability = [], [], []
     for number in range(plan.prompts):
-        passes = 8 + (len(settings(plan.reuse)) * 3 if number < plan.ablated else 0)
-        planned.append(PlannedPart(f"prompt {number}", _prompt(stores, number), passes * size))
-    planned.append(
-        PlannedPart("cold", lambda _: cold_records(reader, stores.prompts[: plan.cold], main), plan.cold * 4 * size)
-    )
+        prompts.append(PlannedPart(f"prompt {number}", _prompt(stores, number), 7 * size))
+    for number in range(plan.ablated):
+        passes = 3 * len(settings(plan.reuse))
+        ablations.append(PlannedPart(f"ablation {number}", _ablation(stores, number), passes * size))
     for number in range(plan.stable):
-        planned.append(PlannedPart(f"stability {number}", _stability(stores, number), 12 * size))
+        stability.append(PlannedPart(f"stability {number}", _stability(stores, number), 12 * size))
+    cold = PlannedPart("cold", lambda _: cold_records(reader, stores.prompts[: plan.cold], main), plan.cold * 4 * size)
+    retrieval = PlannedPart("retrieval", _retrieval(reader, plan), 1)
+
+    # Some of each kind first, so that a run that is stopped has something of all.
+    half, few = plan.first, max(plan.stable // 2, 1)
+    planned = [retrieval, *prompts[:half], ablations[0], cold, *stability[:few]]
+    planned += [*ablations[1:], *prompts[half:], *stability[few:]]
 
     parts = measure_parts(out / "parts.jsonl", config, planned, most)
+    config |= {"parts_done": len(parts), "parts": len(planned)}
     results = {"config": config, **rows_of(parts, reader.backbone.forward_costs, plan)}
     (out / "results.json").write_text(json.dumps(results, indent=0) + "\n", encoding="utf-8")
     return results
@@ -117,22 +124,30 @@ def _retrieval(reader: PromptReader, plan: SegmentsPlan) -> Measuring:
 
 
 def _prompt(stores: WarmStores, number: int) -> Measuring:
-    """Measures one prompt: the main setting twice (its seconds are the second's), baselines, and ablations."""
+    """Measures one prompt in the main setting, by itself and behind an exact prefix."""
 
     def measured(finished: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         reader, plan, prompt = stores.reader, stores.plan, stores.served[number]
-        full = full_prefill(reader, prompt)
-        main, *ablations = settings(plan.reuse)
-        measure(reader, prompt, full, stores.store(main.store), main)
+        full, main = full_prefill(reader, prompt), settings(plan.reuse)[0]
         result, record = measure(reader, prompt, full, stores.store(main.store), main)
         record["whole seconds"] = _seconds(reader, prompt)
         record["continuation"] = continuation_record(reader, full, {MAIN_SETTING: result.cache}, plan.steps)
 
         prefix = common_prefix(prompt, stores.prompts[: plan.warm])
-        more = measure(reader, prompt, full, stores.store(main.store), main, prefix)[1]
+        behind = measure(reader, prompt, full, stores.store(main.store), main, prefix)[1]
         yield {**record, "common_prefix": prefix, "prompt": number}
-        yield {**more, "setting": "behind an exact prefix", "prompt": number}
-        for setting in ablations if number < plan.ablated else ():
+        yield {**behind, "setting": "behind an exact prefix", "prompt": number}
+
+    return measured
+
+
+def _ablation(stores: WarmStores, number: int) -> Measuring:
+    """Measures one prompt in every other setting."""
+
+    def measured(finished: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        reader, plan, prompt = stores.reader, stores.plan, stores.served[number]
+        full = full_prefill(reader, prompt)
+        for setting in settings(plan.reuse)[1:]:
             yield {**measure(reader, prompt, full, stores.store(setting.store), setting)[1], "prompt": number}
 
     return measured

@@ -32,8 +32,8 @@ from .segment_options import ReuseThresholds
 from .segment_store import TenantSegments
 from .segmentation import SegmentPrompt, TokenRange, as_ids
 
-SIZES = Buckets(16, 2)
-"""Sizes of caches and of forwards, so that prompts and runs of any length share programs."""
+SIZES, CACHE_SIZES = Buckets(16, 2), Buckets(64, 1)
+"""Sizes of forwards and of caches, so that prompts and runs of any length share programs."""
 SMALLEST = 8
 """Tokens of a forward at least: fewer take as long, and would be programs of their own."""
 Border = Literal["left", "right"]
@@ -189,7 +189,7 @@ def store_segments(
     wanted = []
     for span in segments.index.described(prompt, generations.tolist()):
         stop = span.start + len(span.ids)
-        if not taken[span.start : stop].any() and span.key not in segments.index.spans:
+        if not taken[span.start : stop].any() and segments.lacks(span):
             wanted.append(span)
     if not wanted:
         return 0
@@ -228,7 +228,7 @@ class _Execution:
         self.embeddings, self.positions = np.asarray(tokens.embeddings[0]), np.asarray(tokens.positions)[0]
         self.costs: ForwardCosts = backbone.forward_costs
         T, layout = tokens.embeddings.shape[1], backbone.layout
-        self.size = SIZES.round_up(T)
+        self.size = CACHE_SIZES.round_up(T)
         self.done, self.flops = 0, PrefillFlops(0)
         self.reused = np.zeros((layout.layers, T), bool)
         self.residual, self.stored_residual = np.zeros((T, residual.shape[-1]), np.float32), residual

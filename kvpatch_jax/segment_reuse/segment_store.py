@@ -65,6 +65,11 @@ class TenantSegments:
                 "fingerprint of the backbone"
             )
 
+    def lacks(self, span: StoredSpan) -> bool:
+        """Returns whether a span is not stored, or only behind more reuses than this one."""
+        known = self.index.spans.get(span.key)
+        return known is None or span.generation < known.generation
+
     def add(
         self,
         prompt: SegmentPrompt,
@@ -72,7 +77,7 @@ class TenantSegments:
         kv: Mapping[str, np.ndarray],
         residual: Float[np.ndarray, "n D"],
     ) -> bool:
-        """Stores a span of a prompt, described by `index.described`; returns whether it is stored now and was not.
+        """Stores a span of a prompt, described by `index.described`; returns whether it is stored now.
 
         Args:
           kv: phase-free, {channel: [R,n,K,H]}, the lowest `reuse_layers` layers of the span's tokens.
@@ -89,8 +94,11 @@ class TenantSegments:
             )
 
         with self.lock:
-            if span.key in self.index.spans or span.generation > self.options.generations:
+            if span.generation > self.options.generations or not self.lacks(span):
                 return False
+            if span.key in self.index.spans:
+                self._order.remove(span.key)
+                self._drop(span.key)
             packed = pack(kv, residual, self.options.storage)
             evicted = self._order.admit(span.key, packed.bytes)
             if evicted is None:

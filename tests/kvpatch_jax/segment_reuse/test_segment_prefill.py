@@ -22,6 +22,7 @@ from kvpatch_jax.segment_reuse import (
     SegmentIndexOptions,
     SegmentStore,
     TenantSegments,
+    TokenRange,
     divergences,
     segment_prefill,
     store_segments,
@@ -142,7 +143,7 @@ def in_one_pass(backbone, segments, text: str, interior: tuple[int, int]) -> tup
     at = int(np.flatnonzero(ids == span.ids[0])[0])
     while not np.array_equal(ids[at : at + len(span.ids)], span.ids):
         at += 1
-    kv, residual = segments.read(span.key, kvp.segment_reuse.TokenRange(begin - at, end - at))
+    kv, residual = segments.read(span.key, TokenRange(begin - at, end - at))
 
     # Lower layers of the interior at their new places; the upper ones do not matter yet.
     layout = dataclasses.replace(backbone.layout, layers=REUSED)
@@ -210,7 +211,7 @@ def test_flops_are_those_of_every_forward(backbone, segments, thresholds):
 def test_a_rejection_at_the_right_border_is_undone_and_counted(backbone):
     segments = stored(backbone, FIRST)
     (span,) = [span for span in segments.index.spans.values() if len(span.ids) > 40]
-    kv, residual = segments.read(span.key, kvp.segment_reuse.TokenRange(0, len(span.ids)))
+    kv, residual = segments.read(span.key, TokenRange(0, len(span.ids)))
     # Only the end of what is stored is wrong, so that the left border passes.
     residual = residual.copy()
     residual[-HALO - 6 :] += 100 * np.random.default_rng(0).normal(size=residual[-HALO - 6 :].shape)
@@ -268,6 +269,21 @@ def test_spans_behind_an_approximation_are_of_a_later_generation(backbone):
         assert not any(result.reused[0, span.start : span.start + len(span.ids)].any() for span in added)
 
 
+def test_an_exact_span_replaces_an_approximate_one(backbone, segments):
+    other = SegmentStore(backbone, OPTIONS).tenant("a")
+    (span, *_) = segments.index.spans.values()
+    kv, residual = segments.read(span.key, TokenRange(0, len(span.ids)))
+    wrong = {name: value + 1 for name, value in kv.items()}
+    assert other.add(prompt(FIRST), span._replace(generation=2), wrong, residual)
+    assert not other.add(prompt(FIRST), span._replace(generation=2), kv, residual)
+    assert other.add(prompt(FIRST), span, kv, residual)
+    assert other.index.spans[span.key].generation == 0
+    stored, _ = other.read(span.key, TokenRange(0, len(span.ids)))
+    assert all(stored[name].tobytes() == kv[name].tobytes() for name in kv)
+    assert not other.add(prompt(FIRST), span._replace(generation=1), wrong, residual)
+    assert other.bytes == sum(value.nbytes for value in kv.values()) + residual.nbytes
+
+
 def test_tenants_share_nothing(backbone):
     store = SegmentStore(backbone, OPTIONS)
     one, two = store.tenant("one"), store.tenant("two")
@@ -319,7 +335,7 @@ def test_eviction_erases_and_forgets(backbone):
     assert segments.counters.evicted == len(evicted)
     for key in evicted:
         with pytest.raises(KeyError):
-            segments.read(key, kvp.segment_reuse.TokenRange(0, 1))
+            segments.read(key, TokenRange(0, 1))
 
 
 def test_bad_input_raises_typed_errors_and_changes_nothing(backbone, segments, unchecked):
