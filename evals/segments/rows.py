@@ -16,6 +16,8 @@ from .settings import MAIN_SETTING, SegmentsPlan, settings
 Record = Mapping[str, Any]
 LENGTHS = (17, 32, 48, 64, 96, 128)
 """Edges of the classes of runs by length; the first is the shortest run that two halos of 8 leave a token of."""
+EPSILON, STRICTER = ReuseThresholds().epsilon, (0.1, 0.05, 0.03, 0.02, 0.01)
+"""The promised loss in nats, by which every setting is judged, and what tests may allow to keep it."""
 CATEGORIES = ("bottom", "upper", "test", "discarded")
 
 
@@ -38,6 +40,7 @@ def rows_of(parts: Sequence[Record], costs: ForwardCosts, plan: SegmentsPlan) ->
                 found["settings"].append({"setting": name, **setting_row(own)})
         found["baselines"] = baseline_rows(main, served, costs)
         found["lengths"] = length_rows(served, order)
+        found["stricter"] = stricter_rows(main)
         found["continuations"] = continuation_row(main)
     found["cold"] = [cold_row(number, record) for number, record in enumerate(by_name.get("cold", []))]
     found["stability"] = {
@@ -79,8 +82,7 @@ def setting_row(records: Sequence[Record]) -> dict[str, Any]:
     clusters = np.arange(len(records))
     tried = [(at, run) for at, record in enumerate(records) for run in record["decisions"] if not run["equal_prefix"]]
     accepted = [(at, run) for at, run in tried if run["accepted"]]
-    epsilon = _epsilon(records[0]["setting"])
-    within = np.array([run["kl"] <= epsilon for _, run in accepted])
+    within = np.array([run["kl"] <= EPSILON for _, run in accepted])
     whole = np.array([record["whole"] for record in records], float)
     row: dict[str, Any] = {
         "prompts": len(records),
@@ -89,11 +91,10 @@ def setting_row(records: Sequence[Record]) -> dict[str, Any]:
         "left": sum(run["rejected_at"] == "left" for _, run in tried),
         "right": sum(run["rejected_at"] == "right" for _, run in tried),
         "within": int(within.sum()),
-        "epsilon": epsilon,
         "precision": _shown(intervals.mean(within, np.array([at for at, _ in accepted]))) if accepted else None,
         "run kl": _percentiles([run["kl"] for _, run in accepted]),
         "prompt kl": _percentiles([record["kl"] for record in records]),
-        "prompts within": sum(record["kl"] <= epsilon for record in records),
+        "prompts within": sum(record["kl"] <= EPSILON for record in records),
         "flips": sum(record["flipped"] for record in records),
         "reused": round(sum(record["reused"] for record in records) / sum(record["tokens"] for record in records), 4),
         "saved": _shown(intervals.ratio(np.array([_saved(record) for record in records]), whole, clusters)),
@@ -158,6 +159,23 @@ def length_rows(served: Sequence[Record], order: Sequence[str]) -> list[dict[str
     return rows
 
 
+def stricter_rows(main: Sequence[Record]) -> list[dict[str, Any]]:
+    """Makes rows of tests with a smaller ε than the promised one, of the runs that the main setting accepted.
+
+    A run counts as accepted where all its probes are within the smaller ε. What else its prompt reuses stays.
+    """
+    rows = []
+    runs = [(at, run) for at, record in enumerate(main) for run in record["decisions"]]
+    runs = [(at, run) for at, run in runs if run["accepted"] and not run["equal_prefix"]]
+    for tested in STRICTER:
+        passed = [(at, run["kl"] <= EPSILON) for at, run in runs if max(run["probes"]) <= tested]
+        if passed:
+            clusters, within = np.array([at for at, _ in passed]), np.array([good for _, good in passed])
+            share = _shown(intervals.mean(within, clusters))
+            rows.append({"tested": tested, "accepted": len(passed), "within": int(within.sum()), "precision": share})
+    return rows
+
+
 def continuation_row(main: Sequence[Record]) -> dict[str, Any]:
     """Counts continuations whose tool-call line equals the one after a whole prefill, and those that are calls."""
     found = [record["continuation"] for record in main]
@@ -178,7 +196,7 @@ def cold_row(number: int, record: Record) -> dict[str, Any]:
         "saved": round(_saved(record) / record["whole"], 4),
         "accepted": sum(run["accepted"] for run in runs),
         "tried": len(runs),
-        "beyond": sum(run["kl"] is not None and run["kl"] > _epsilon(MAIN_SETTING) for run in runs),
+        "beyond": sum(run["kl"] is not None and run["kl"] > EPSILON for run in runs),
         "generation": max((run["generation"] for run in runs if run["accepted"]), default=0),
         "kl": record["kl"],
         "bytes": record["bytes"],
@@ -197,10 +215,6 @@ def break_even_rows(costs: ForwardCosts, plan: SegmentsPlan) -> list[dict[str, A
         tokens = {str(layers): break_even_tokens(costs, thresholds, layers, 300) for layers in sorted(plan.reuse)}
         rows.append({"test": name, "tokens": tokens})
     return rows
-
-
-def _epsilon(setting: str) -> float:
-    return 0.02 if setting == "ε = 0.02" else ReuseThresholds().epsilon
 
 
 def _saved(record: Record) -> float:

@@ -12,7 +12,7 @@ import jax
 
 from kvpatch_jax.segment_reuse import SegmentIndexOptions, SegmentPrompt, TenantSegments
 
-from ..results.parts import PlannedPart, measure_parts
+from ..results.parts import PlannedPart, finished_parts, measure_parts
 from .readers import PromptReader
 from .retrieval import measure_retrieval
 from .rows import rows_of
@@ -75,7 +75,7 @@ def run(plan: SegmentsPlan, reader: PromptReader, out: Path, most: int = 0) -> d
     """Measures the parts that `out` lacks; returns and writes results.json.
 
     Args:
-      most: at most so many parts now; 0 for all.
+      most: at most so many parts now; 0 for all, -1 for none: results of what is finished.
     """
     config = {
         "model": reader.name,
@@ -102,7 +102,8 @@ def run(plan: SegmentsPlan, reader: PromptReader, out: Path, most: int = 0) -> d
     planned = [retrieval, *prompts[:half], ablations[0], cold, *stability[:few]]
     planned += [*ablations[1:], *prompts[half:], *stability[few:]]
 
-    parts = measure_parts(out / "parts.jsonl", config, planned, most)
+    file = out / "parts.jsonl"
+    parts = finished_parts(file, config) if most < 0 else measure_parts(file, config, planned, most)
     config |= {"parts_done": len(parts), "parts": len(planned)}
     results = {"config": config, **rows_of(parts, reader.backbone.forward_costs, plan)}
     (out / "results.json").write_text(json.dumps(results, indent=0) + "\n", encoding="utf-8")
