@@ -153,8 +153,8 @@ def sentences(results: Results) -> str:
         )
         main = results["settings"][0]
         parts.append(
-            f"- **Seconds.** Median per prompt, compiled: {main['seconds']:.2f} s with segments, "
-            f"{main['whole seconds']:.2f} s for the whole prefill, on this machine's CPU."
+            f"- **Seconds.** Median per prompt: {main['seconds']:.1f} s with segments, first calls that compile among "
+            f"them; {main['whole seconds']:.1f} s for the whole prefill, compiled. Other programs shared the two cores."
         )
     if results["stability"]:
         row = results["stability"]
@@ -162,6 +162,8 @@ def sentences(results: Results) -> str:
             f"- **Stability.** Mean Levenshtein distance between three runs over stores of other transcripts: "
             f"{row['served']:.3f} of the longer line; without reuse {row['whole']:.3f}."
         )
+    config = results["config"]
+    parts.append(f"- **Parts** of the plan that were measured: {config['parts_done']} of {config['parts']}.")
     return "\n".join(parts)
 
 
