@@ -3,11 +3,12 @@
 Axis letters: B contexts, T tokens, L layers, F features of KV, M directions, n recomputed tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from ..arms.reused_page import KV, difference
+from ..arms.reused_page import difference
 from ..results.costs import NUMBER_BITS, ArmCost
 from .estimate import Estimate
 from .fitting import KernelSettings, SharedDirections, cosines, spread_tokens, spread_values
@@ -47,7 +48,7 @@ class DeepForward:
         width = served.alone.embeddings.shape[-1]
         inputs = costs.tokens * width / costs.input_width
         if self.directions is None:
-            return Estimate(host(upper), ArmCost(inputs=inputs, serving=serving))
+            return Estimate(host(upper), ArmCost(inputs=inputs, serving=serving, forming=costs.alone))
 
         directions, mapped = self.directions, 0
         if self.map is None:
@@ -60,6 +61,7 @@ class DeepForward:
             inputs=inputs,
             shared=NUMBER_BITS * (mapped + directions.product_flops / 2),
             serving=serving + costs.tokens * (2 * mapped + 2 * directions.product_flops),
+            forming=costs.alone,
         )
         return Estimate(directions.deficit(coefficients), cost)
 
@@ -93,11 +95,11 @@ class SingleAntecedents:
                 stored += NUMBER_BITS * layers * (T * F if self.rank is None else rank * (T + F))
                 adding += layers * T * F * (1 if self.rank is None else 2 * rank)
         costs = served.costs
-        forming = sum(costs.forward.flops(costs.tokens, piece_length(piece)) for piece in served.pieces)
+        forming = costs.alone + sum(costs.forward.flops(costs.tokens, piece_length(piece)) for piece in served.pieces)
         return Estimate(total, ArmCost(stored=stored, serving=costs.rotation + adding, forming=forming))
 
 
-def piece_length(piece: KV) -> int:
+def piece_length(piece: Mapping[str, Any]) -> int:
     """Counts the tokens of an antecedent."""
     return next(iter(piece.values())).shape[2]
 
@@ -165,7 +167,7 @@ class RecomputedSample:
         rows = np.arange(len(index))[:, None]
         for name, value in delta.items():
             value[:, rows, index] = exact[name][:, rows, index]
-        return Estimate(delta, ArmCost(inputs=costs.tokens, shared=shared, serving=serving))
+        return Estimate(delta, ArmCost(inputs=costs.tokens, shared=shared, serving=serving, forming=costs.alone))
 
     def _spread(
         self, served: ServedChunk, exact: np.ndarray, index: np.ndarray, settings: KernelSettings

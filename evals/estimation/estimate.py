@@ -48,7 +48,8 @@ class FirstTokens:
             nothing = {name: np.zeros(value.shape, np.float32) for name, value in served.canonical.items()}
             return Estimate(nothing, served.costs.of_blind())
         index = np.broadcast_to(np.arange(count), (served.rows, count))
-        cost = ArmCost(inputs=count, serving=served.costs.rotation + served.rerun_flops(index))
+        serving = served.costs.rotation + served.rerun_flops(index)
+        cost = ArmCost(inputs=count, serving=serving, forming=served.costs.alone)
         return Estimate(served.recomputed(index), cost)
 
 

@@ -35,7 +35,8 @@ class SinkProsthesis:
         """Prefills the chunk behind the first tokens."""
         kv = served.behind_others(cut(served.front, slice(self.count)))
         costs = served.costs
-        cost = ArmCost(inputs=costs.tokens, serving=costs.rotation + costs.forward.flops(costs.tokens, self.count))
+        serving = costs.rotation + costs.forward.flops(costs.tokens, self.count)
+        cost = ArmCost(inputs=costs.tokens, serving=serving, forming=costs.alone)
         return Estimate(host(difference(kv, served.canonical)), cost)
 
 
@@ -73,7 +74,7 @@ class AntecedentOperator:
             stored=NUMBER_BITS * numbers,
             shared=NUMBER_BITS * self.directions.product_flops / 2,
             serving=costs.rotation + costs.tokens * (2 * numbers + self.directions.product_flops),
-            forming=len(shifts) * costs.prefill,
+            forming=costs.alone + len(shifts) * costs.prefill,
         )
         return Estimate(self.directions.deficit(coefficients), cost)
 
@@ -96,7 +97,8 @@ class KeySimilarity:
         # Scores: a product of every key with every key in front.
         width = sum(channel.features for channel in _compared(served))
         scoring = 2 * served.backbone.layout.layers * costs.tokens * costs.behind * width
-        cost = ArmCost(inputs=costs.tokens, serving=costs.rotation + scoring + served.rerun_flops(index))
+        serving = costs.rotation + scoring + served.rerun_flops(index)
+        cost = ArmCost(inputs=costs.tokens, serving=serving, forming=costs.alone)
         return Estimate(served.recomputed(index), cost)
 
 
@@ -143,6 +145,7 @@ class AntecedentStream:
             stored=NUMBER_BITS * state,
             shared=NUMBER_BITS * (mapped + self.directions.product_flops / 2),
             serving=costs.rotation + costs.tokens * (2 * (state + mapped) + self.directions.product_flops),
+            forming=costs.alone,
         )
         return Estimate(self.directions.deficit(self.map(features)), cost)
 
@@ -193,6 +196,7 @@ class ShallowSeed:
             inputs=costs.tokens,
             shared=NUMBER_BITS * (mapped + self.directions.product_flops / 2),
             serving=costs.rotation + forward + costs.tokens * (2 * mapped + self.directions.product_flops),
+            forming=costs.alone,
         )
         return Estimate(delta, cost)
 

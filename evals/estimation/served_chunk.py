@@ -16,13 +16,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from models import ModelBackbone
 
 from ..arms.reused_page import KV, ReusedPage, chunk_of, cut, difference, joined
 from ..results.costs import ChunkCosts
 from ..small_task.scenes import Answers
 
-Deficit = Mapping[str, Float[np.ndarray, "L B T K H"]]
+Deficit = Mapping[str, Float[np.ndarray, "L B T _ _"]]
 """A deficit {channel: [L,B,T,K,H]} on the host, float32, phase-free."""
 
 
@@ -31,7 +30,7 @@ class ServedChunk:
     """A batch of chunks, each behind its own antecedents.
 
     Attributes:
-      backbone: reads them.
+      backbone: the `ModelBackbone` that reads them.
       tokens: the chunk at its place. alone: the same with positions from its own start.
       canonical: KV(B|∅), phase-free.
       front: the antecedents in the engine frame. front_positions: of their tokens, [B,S] or [B,S,A].
@@ -39,13 +38,13 @@ class ServedChunk:
       costs: the chunk that shares of cost refer to.
     """
 
-    backbone: ModelBackbone
+    backbone: Any
     tokens: Tokens
     alone: Tokens
-    canonical: KV
-    front: KV
+    canonical: Mapping[str, Any]
+    front: Mapping[str, Any]
     front_positions: Int[np.ndarray, "B S ..."]
-    pieces: tuple[KV, ...]
+    pieces: tuple[Mapping[str, Any], ...]
     costs: ChunkCosts
 
     @property
@@ -78,7 +77,7 @@ class ServedChunk:
     def blind(self) -> KV:
         """The antecedents and the canonical at its place, in the engine frame."""
         placed = kvp.to_engine(self.backbone.layout, dict(self.canonical), np.asarray(self.tokens.positions), 0)
-        return joined([self.front, dict(placed)])
+        return joined([dict(self.front), dict(placed)])
 
     def behind_others(self, front: Mapping[str, Any], by: int = 0) -> KV:
         """Computes phase-free KV of the chunk, or of the one `by` contexts further on, behind these keys."""
@@ -154,7 +153,7 @@ class MeasuredChunk:
     """
 
     served: ServedChunk
-    conditioned: KV
+    conditioned: Mapping[str, Any]
     answers: Callable[[Mapping[str, Any]], Answers]
     attended: Callable[[], Float[np.ndarray, "B T"]]
     asked: Mapping[str, Bool[np.ndarray, "B Q"]]
@@ -178,7 +177,7 @@ class MeasuredChunk:
         return {kind: (divergence[counted], clusters[counted]) for kind, counted in self.asked.items()}
 
 
-def served_of(page: ReusedPage, pieces: Sequence[KV] | None = None) -> ServedChunk:
+def served_of(page: ReusedPage, pieces: Sequence[Mapping[str, Any]] | None = None) -> ServedChunk:
     """Makes what a server has of a reused page: its conditioned KV is left behind.
 
     Args:

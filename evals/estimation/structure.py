@@ -1,6 +1,7 @@
 """Probes of a deficit's structure: landmark keys, injections into one layer, tokens by cheap scores, cells of heads.
 
-Axis letters: B contexts, T tokens of the chunk, S antecedent keys, L layers, N query heads, K KV heads, H head width.
+Axis letters: B contexts, T tokens of the chunk, S antecedent keys, L layers, N query heads, C
+cells of a layer: its KV heads.
 """
 
 import functools
@@ -23,7 +24,7 @@ from .served_chunk import Deficit, MeasuredChunk, ServedChunk, energy, flat
 
 
 @functools.lru_cache(maxsize=8)
-def _link_reducer(behind: int) -> Callable[[LayerAttention], dict[str, Array]]:
+def link_reducer(behind: int) -> Callable[[LayerAttention], dict[str, Array]]:
     """Makes what reduces a layer's attention to that on the first `behind` keys. One function a size: it compiles."""
 
     def reduce(attention: LayerAttention) -> dict[str, Array]:
@@ -69,7 +70,7 @@ class AntecedentLink:
     def __init__(self, served: ServedChunk):
         layers = range(served.backbone.layout.layers)
         found = served.backbone.attention(
-            served.tokens, dict(served.front), layers=layers, reduce=_link_reducer(served.behind)
+            served.tokens, dict(served.front), layers=layers, reduce=link_reducer(served.behind)
         )
         self.keys = fewest_holding(np.asarray(found["by_key"]))
         self.keys_by_head = np.asarray(found["by_head"], np.float64).mean(axis=-1)
@@ -184,10 +185,10 @@ def recall(scores: Float[np.ndarray, "B T"], truth: Float[np.ndarray, "B T"], sh
 # --------------------------------------------------------------------------------------------------------- heads
 
 
-def cell_energy(delta: Mapping[str, Any]) -> Float[np.ndarray, "B L K"]:
+def cell_energy(delta: Mapping[str, Any]) -> Float[np.ndarray, "B L C"]:
     """Sums ‖Δ‖² by context, layer and KV head; keys and values of a head are one cell.
 
-    Channels of one head each (MLA) are a cell each: K is then the number of channels.
+    Channels of one head each (MLA) are a cell each: C is then the number of channels.
     """
     parts = [np.square(np.asarray(value, np.float64)).sum(axis=(2, 4)) for value in delta.values()]
     single = all(part.shape[-1] == 1 for part in parts) and len(parts) > 1
@@ -195,7 +196,7 @@ def cell_energy(delta: Mapping[str, Any]) -> Float[np.ndarray, "B L K"]:
     return np.moveaxis(cells, 1, 0)
 
 
-def best_cells(energies: Float[np.ndarray, "B L K"], share: float) -> Bool[np.ndarray, "B L K"]:
+def best_cells(energies: Float[np.ndarray, "B L C"], share: float) -> Bool[np.ndarray, "B L C"]:
     """Marks the cells with the most energy of each context, a share of all."""
     rows = energies.reshape(len(energies), -1)
     count = max(1, round(share * rows.shape[1]))
@@ -204,7 +205,7 @@ def best_cells(energies: Float[np.ndarray, "B L K"], share: float) -> Bool[np.nd
     return marked.reshape(energies.shape)
 
 
-def within_cells(delta: Deficit, cells: Bool[np.ndarray, "B L K"]) -> dict[str, np.ndarray]:
+def within_cells(delta: Deficit, cells: Bool[np.ndarray, "B L C"]) -> dict[str, np.ndarray]:
     """Keeps the deficit of marked cells, and sets the rest to 0."""
     by_layer = np.moveaxis(cells, 0, 1)
     kept, single = {}, all(value.shape[3] == 1 for value in delta.values()) and len(delta) > 1

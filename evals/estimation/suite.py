@@ -223,7 +223,9 @@ class _EstimateReport:
         clusters = np.concatenate([own.clusters for own in self.batches])
         yield record(ESTIMATES, self.model, arm, "explained", "explained", clusters, error, whole)
         costs = self.batches[0].served.costs
-        shares = {**costs.shares(found[0].cost), "forming_forwards": found[0].cost.forming / costs.prefill}
+        # Ahead of the first reuse behind this antecedent: the canonical is there already.
+        forming = (found[0].cost.forming - costs.alone) / costs.prefill
+        shares = {**costs.shares(found[0].cost), "forming_forwards": forming}
         for metric in COSTS:
             yield record(ESTIMATES, self.model, arm, metric, "cost", clusters, [shares[metric]])
 
