@@ -29,8 +29,9 @@ SHOWN = {
 
 
 def models_of(results: Results) -> list[str]:
-    """Lists the backbones of a run."""
-    return results["config"]["model"].split(", ")
+    """Lists the backbones of a run of which something was measured."""
+    measured = {row["model"] for row in results["rows"]}
+    return [model for model in results["config"]["model"].split(", ") if model in measured]
 
 
 def scored_kind(model: str) -> str:
@@ -115,42 +116,58 @@ def pairs_table(results: Results) -> Table:
 
 
 def estimates_table(results: Results) -> Table:
-    """Makes the table of estimates, a line each and a backbone: η, cost, and first-k at no more FLOPs."""
+    """Makes the main table: η of every estimate by backbone, beside that of first-k at no more FLOPs."""
+    models = [model for model in models_of(results) if Rows(results, model).arms(ESTIMATES)]
     lines = []
-    for model in models_of(results):
-        rows, kind = Rows(results, model), scored_kind(model)
-        for arm in rows.arms(ESTIMATES):
-            less = rows.get(ESTIMATES, arm, f"less_first_k.kl.{kind}")
+    for arm in _estimates(results, models):
+        line = [arm]
+        for model in models:
+            rows, kind = Rows(results, model), scored_kind(model)
+            cell = _number(rows.get(ESTIMATES, arm, f"eta.{kind}"))
+            beside = rows.get(ESTIMATES, arm, f"first_k.eta.{kind}")
+            if beside.n:
+                cell += f" {_sign(rows.get(ESTIMATES, arm, f'less_first_k.kl.{kind}'))} {_bare(beside)}"
+            line.append(cell)
+        lines.append(line)
+    return ["η of an estimate of Δ", *(f"{model}, {scored_kind(model)}" for model in models)], lines
+
+
+def costs_table(results: Results) -> Table:
+    """Makes the table of costs: FLOPs of one reuse, bytes per antecedent, forwards ahead."""
+    models = [model for model in models_of(results) if Rows(results, model).arms(ESTIMATES)]
+    lines = []
+    for arm in _estimates(results, models):
+        line = [arm]
+        for model in models:
+            rows = Rows(results, model)
+            flops, stored = (rows.get(ESTIMATES, arm, metric) for metric in ("serving_flops", "stored_bytes"))
+            forwards = rows.get(ESTIMATES, arm, "forming_forwards")
+            line.append(f"{_percent(flops)}; {_percent(stored)}; {forwards.value:.1f}" if flops.n else "–")
+        lines.append(line)
+    return ["FLOPs; bytes; forwards ahead", *models], lines
+
+
+def effects_table(results: Results) -> Table:
+    """Makes the table of side effects: share of ‖Δ‖², η of aggregate questions, KL of direct reading of the page."""
+    models = [model for model in models_of(results) if Rows(results, model).arms(ESTIMATES)]
+    lines = []
+    for arm in _estimates(results, models):
+        line = [arm]
+        for model in models:
+            rows = Rows(results, model)
+            found = [rows.get(ESTIMATES, arm, metric) for metric in ("explained", "eta.aggregate")]
             page = rows.get(ESTIMATES, arm, "kl.page")
-            forming = rows.get(ESTIMATES, arm, "forming_forwards")
-            lines.append(
-                [
-                    model,
-                    arm,
-                    _number(rows.get(ESTIMATES, arm, f"eta.{kind}")),
-                    _number(rows.get(ESTIMATES, arm, "eta.aggregate")),
-                    _number(rows.get(ESTIMATES, arm, f"first_k.eta.{kind}")),
-                    _verdict(less),
-                    f"{page.value:.2g}" if page.n else "–",
-                    _bare(rows.get(ESTIMATES, arm, "explained")),
-                    _percent(rows.get(ESTIMATES, arm, "serving_flops")),
-                    _percent(rows.get(ESTIMATES, arm, "stored_bytes")),
-                    f"{forming.value:.1f}",
-                ]
-            )
-    return [
-        "backbone",
-        "estimate of Δ",
-        "η, chain (text: next tokens)",
-        "η, aggregate",
-        "η of first-k at its FLOPs",
-        "KL against first-k's",
-        "KL of direct reading",
-        "‖Δ‖² explained",
-        "FLOPs",
-        "bytes per antecedent",
-        "forwards ahead",
-    ], lines
+            line.append("; ".join([*map(_bare, found), f"{page.value:.2g}" if page.n else "–"]))
+        lines.append(line)
+    return ["‖Δ‖² explained; η, aggregate; KL of direct reading, nats", *models], lines
+
+
+def _estimates(results: Results, models: Sequence[str]) -> list[str]:
+    """Lists the estimates of all backbones, in order."""
+    names: dict[str, None] = {}
+    for model in models:
+        names.update(dict.fromkeys(Rows(results, model).arms(ESTIMATES)))
+    return list(names)
 
 
 def summary(results: Results) -> dict[str, Any]:
@@ -166,6 +183,8 @@ def section(kept: Results) -> str:
     """Writes the text between the page's marks."""
     tables: Sequence[tuple[str, Table]] = (
         ("Estimates", estimates_table(kept)),
+        ("What they cost", costs_table(kept)),
+        ("What else they do", effects_table(kept)),
         ("Landmark keys and heads", structure_table(kept)),
         ("Injection into one layer", injection_table(kept)),
         ("Cheap selectors", selectors_table(kept)),
@@ -201,13 +220,11 @@ def _percent(value: Interval) -> str:
     return f"{share:.1f} %" if share < 10 else f"{share:.0f} %"
 
 
-def _verdict(less: Interval) -> str:
-    """Says on which side of first-k's KL the interval of the difference lies."""
-    if not less.n:
-        return "–"
-    if less.low > 0 or less.high < 0:
-        return f"{'less' if less.high < 0 else 'more'} ({less.value:+.2f})"
-    return f"even ({less.value:+.2f})"
+def _sign(less: Interval) -> str:
+    """Writes > where an estimate's KL is less than first-k's beyond the interval of the difference, < where more."""
+    if less.high < 0:
+        return ">"
+    return "<" if less.low > 0 else "≈"
 
 
 if __name__ == "__main__":
