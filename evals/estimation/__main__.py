@@ -43,7 +43,8 @@ def main(arguments: list[str]) -> None:
     quiet_backends()
     use_compilation_cache()
     out = Path(_OUT.value)
-    load_backbone = functools.cache(lambda name: suite.load_backbone(name, _CHECKPOINT.value))
+    # Parts of a backbone follow each other: one is held at a time.
+    load_backbone = functools.lru_cache(maxsize=1)(lambda name: suite.load_backbone(name, _CHECKPOINT.value))
     with errors_as_one_line():
         names = _asked()
         make_out(out)

@@ -21,11 +21,17 @@ PAGE, KEPT = Path("docs/experiments/estimation.md"), Path("docs/estimation.json"
 Results = Mapping[str, Any]
 Table = tuple[list[str], list[list[str]]]
 SHOWN = {
-    STRUCTURE: ("keys", "rank", "antecedent_tokens", "residual", "kv", "recall.", "share_90", "count", "eta."),
+    STRUCTURE: (
+        *("keys", "keys_by_head", "rank", "antecedent_tokens", "residual", "kv", "share_90", "count", "eta.chain"),
+        *("eta.next", *(f"recall.{share:g}" for share in RECALLED)),
+    ),
     PAIRS: ("deficit", "correlation"),
-    ESTIMATES: ("kl.", "eta.", "first_k.", "less_first_k.", "explained", "serving_flops", "stored_bytes", "forming_"),
+    ESTIMATES: (
+        *("eta.chain", "eta.next", "eta.aggregate", "first_k.eta.chain", "first_k.eta.next", "kl.page", "explained"),
+        *("less_first_k.kl.chain", "less_first_k.kl.next", "serving_flops", "stored_bytes", "forming_forwards"),
+    ),
 }
-"""Metrics, by their beginnings, that the page shows."""
+"""Metrics that the page shows."""
 
 
 def models_of(results: Results) -> list[str]:
@@ -172,7 +178,7 @@ def _estimates(results: Results, models: Sequence[str]) -> list[str]:
 
 def summary(results: Results) -> dict[str, Any]:
     """Picks what the page shows out of results.json."""
-    rows = [row for row in results["rows"] if row["metric"].startswith(SHOWN[row["probe"]])]
+    rows = [row for row in results["rows"] if row["metric"] in SHOWN[row["probe"]]]
     # By layer, landmarks are in the run's own file.
     rows = [row for row in rows if not row["arm"].startswith("landmarks, ")]
     config = {name: results["config"][name] for name in ("model", "plan", "parts_done", "parts")}

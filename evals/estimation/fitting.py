@@ -112,14 +112,16 @@ class _Moments(NamedTuple):
 
 
 def _moments(features: np.ndarray, targets: np.ndarray) -> _Moments:
-    x, y = features.astype(np.float64), targets.astype(np.float64)
-    centre, offset = x.mean(axis=1, keepdims=True), y.mean(axis=1, keepdims=True)
-    scale = x.std(axis=1, keepdims=True)
-    # A feature that never varies says nothing, and is left as it is.
-    scale = np.where(scale > 1e-12, scale, 1.0)
-    x = (x - centre) / scale
-    columns = np.swapaxes(x, 1, 2)
-    return _Moments(centre, scale, offset, columns @ x / x.shape[1], columns @ (y - offset) / x.shape[1])
+    layers = []
+    # Layer by layer: of all at once, copies in float64 would take gigabytes.
+    for own, wanted in zip(features, targets, strict=True):
+        x, y = own.astype(np.float64), wanted.astype(np.float64)
+        centre, offset, scale = x.mean(axis=0, keepdims=True), y.mean(axis=0, keepdims=True), x.std(axis=0)[None]
+        # A feature that never varies says nothing, and is left as it is.
+        scale = np.where(scale > 1e-12, scale, 1.0)
+        x = (x - centre) / scale
+        layers.append((centre, scale, offset, x.T @ x / len(x), x.T @ (y - offset) / len(x)))
+    return _Moments(*map(np.stack, zip(*layers, strict=True)))
 
 
 def _solved(moments: _Moments, ridge: float) -> LinearMap:
