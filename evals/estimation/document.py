@@ -37,7 +37,12 @@ SHOWN = {
 def models_of(results: Results) -> list[str]:
     """Lists the backbones of a run of which something was measured."""
     measured = {row["model"] for row in results["rows"]}
-    return [model for model in results["config"]["model"].split(", ") if model in measured]
+    return [model for model in results_names(results) if model in measured]
+
+
+def results_names(results: Results) -> list[str]:
+    """Lists the backbones that a run was asked for."""
+    return results["config"]["model"].split(", ")
 
 
 def scored_kind(model: str) -> str:
@@ -196,7 +201,11 @@ def section(kept: Results) -> str:
         ("Cheap selectors", selectors_table(kept)),
         ("Likeness of antecedent and chunk", pairs_table(kept)),
     )
-    return "\n\n".join(f"### {title}\n\n{markdown_table(*table)}" for title, table in tables)
+    parts = [f"### {title}\n\n{markdown_table(*table)}" for title, table in tables]
+    unmeasured = [name for name in results_names(kept) if not Rows(kept, name).arms(ESTIMATES)]
+    if unmeasured:
+        parts.insert(0, f"No estimates are measured yet of: {', '.join(unmeasured)}.")
+    return "\n\n".join(parts)
 
 
 def write(folder: Path, root: Path = ROOT) -> None:
