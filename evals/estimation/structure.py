@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import LayerAttention
 
-from ..arms.query_aware import mean_attention
+from ..arms.query_aware import mean_over_heads
 from .negatives import key_similarity
 from .served_chunk import Deficit, MeasuredChunk, ServedChunk, energy, flat
 
@@ -164,13 +164,18 @@ def alone_attention(served: ServedChunk) -> Float[np.ndarray, "B T"]:
 
     Queries come from the canonical's own forward; keys are the antecedents' and the canonical's at its place.
     """
-    layers = range(served.backbone.layout.layers)
-    hidden = tuple(served.residuals[layer] for layer in layers)
-    keys, rows = served.blind, served.rows
-    seen = np.arange(served.behind + served.length) <= served.behind + np.arange(served.length)[:, None]
-    mask = jnp.asarray(np.broadcast_to(seen, (rows, 1, *seen.shape)))
-    weights = mean_attention(served.backbone, hidden, jnp.asarray(served.tokens.positions), keys, mask)
-    return np.asarray(weights[..., : served.behind].sum(axis=-1).mean(axis=0), np.float64)
+    rows, length = served.rows, served.length
+    slots = np.broadcast_to(served.behind + np.arange(length, dtype=np.int32), (rows, length))
+    own = jax.tree.map(jnp.asarray, served.tokens)._replace(positions=served.tokens.positions)
+    mass = np.zeros((rows, length))
+    for layer in range(served.backbone.layout.layers):
+        # The residual of the chunk alone enters every layer, so that none sees what a layer below made of antecedents.
+        tokens = own._replace(embeddings=jnp.asarray(served.residuals[layer]))
+        weights = served.backbone.attention(
+            tokens, served.blind, layers=(layer,), reduce=mean_over_heads, slots=slots, start_layer=layer
+        )
+        mass += np.asarray(weights[0, ..., : served.behind].sum(axis=-1), np.float64)
+    return mass / served.backbone.layout.layers
 
 
 def recall(scores: Float[np.ndarray, "B T"], truth: Float[np.ndarray, "B T"], share: float) -> Float[np.ndarray, " B"]:
