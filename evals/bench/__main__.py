@@ -12,6 +12,7 @@ Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where
   costs              every kind of edit of a window on this device; planning of 32, 256 and 1024 chunks
   window             steps of an agent's loop, break-even of a patch, computing the edits of up to 256 chunks
   sessions           many agents at once: adding an image and asking, tokens per second
+  prompt_reuse       MPIC and VLCache: FLOPs and seconds to the first token, beside what they replace
   backbones          prefill and decode of every family, beside transformers with --torch-python
 
 Of answers, and of what follows from configurations alone:
@@ -41,6 +42,7 @@ from . import (
     kernels,
     needs,
     policies,
+    prompt_reuse,
     retrieval,
     sessions,
     sizes,
@@ -62,6 +64,7 @@ BENCHMARKS = {
         kernels.FACTORISATION,
         Benchmark("placement", placement.run, table=placement.table),
         policies.BENCHMARK,
+        prompt_reuse.BENCHMARK,
         retrieval.BENCHMARK,
         sessions.BENCHMARK,
         sizes.BENCHMARK,

@@ -121,8 +121,9 @@ def two_step_reuse(
         allowed = jnp.arange(S) <= jnp.asarray(splice.slots)[..., None] if mask is None else jnp.asarray(mask)[:, 0]
         mask = (allowed & ~hidden[:, None])[:, None]
 
-    text = all_tokens(splice, np.flatnonzero(new))
-    first = run_layers(backbone, splice.replace(mask=mask), begin(layers, splice), LayerSet(0, layers, text))
+    # Without chunks the first step reads no logits, which it has no use for.
+    text, stored = all_tokens(splice, np.flatnonzero(new)), splice.replace(mask=mask, chunks=None)
+    first = run_layers(backbone, stored, begin(layers, splice), LayerSet(0, layers, text))
     last = all_tokens(splice, np.array([splice.slots.shape[1] - 1]))
     second = run_layers(
         backbone,
