@@ -110,7 +110,9 @@ flags.DEFINE_bool(
     "For a preview, not for measurements: tiny sizes; sizes: compiles nothing. Not for backbones, kernels.",
 )
 flags.DEFINE_bool(
-    "busy", False, "costs: counts CPU seconds, where others use the machine too; pin the program to one core."
+    "busy",
+    False,
+    "costs, prompt_reuse: counts CPU seconds, where others use the machine too; pin the program to one core.",
 )
 flags.DEFINE_integer("repeats", 5, "Interleaved repeats of each timing; store: at least seven.")
 flags.DEFINE_integer("seed", 0, "Of the synthetic data.")

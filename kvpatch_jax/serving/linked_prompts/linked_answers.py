@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -17,7 +16,7 @@ from ...cache import Chunk, Text, chunk_id, one_form
 from ...core import EngineKV, to_engine
 from ...errors import InputError, StoreError
 from ...patching import lead_digest, lead_tokens, make_chunk
-from ...repair import REPAIRS, Budget, Repaired, SplicedCache, prefix_caching, splice_prompt
+from ...repair import REPAIRS, Budget, Repaired, SplicedCache, joined_tokens, prefix_caching, splice_prompt
 from ...sampling import check_steps
 from ...store import DynamicLibrary, LinkedChunk, LinkedPrompt, Linker, Miss, Reference, StaticLibrary, fetch, pooled
 from .prompt_layout import PromptLayout
@@ -291,7 +290,7 @@ class _Decoding:
             splice = splice_prompt(self.backbone, pieces)
             new: Any = splice.cache
         else:
-            tokens = _joined([piece.tokens for piece in pieces])
+            tokens = joined_tokens(*(piece.tokens for piece in pieces))
             context = {name: value[:, :, : self.used] for name, value in self.cache.items()} if self.used else None
             out = self.backbone.prefill(tokens, context)
             new, splice = to_engine(layout_, out.kv, tokens.positions, 0), None
@@ -347,7 +346,3 @@ class _Decoding:
             self.records += records
             self.logits = self._serve(layout)
         return 1
-
-
-def _joined(parts: Sequence[Tokens]) -> Tokens:
-    return jax.tree.map(lambda *leaves: jnp.concatenate([jnp.asarray(leaf) for leaf in leaves], axis=1), *parts)
