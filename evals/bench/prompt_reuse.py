@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.core import EngineKV, PhaseFreeKV
+from kvpatch_jax.core import PhaseFreeKV
 from kvpatch_jax.repair import (
     Budget,
     PromptPiece,
-    Repair,
+    Repaired,
     SplicedCache,
     encoder_cached_reprefill,
     mpic,
@@ -75,7 +75,7 @@ class ReuseMethod:
     """A method under its name in rows, with its budget; `prefix`: the text in front is stored."""
 
     name: str
-    repair: Repair
+    repair: Callable[..., Repaired]
     budget: Budget | float
     prefix: bool = False
 
@@ -149,31 +149,13 @@ def reuse_flops(raw: Mapping[str, Any], shape: PromptShape, method: ReuseMethod)
     weights = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), dict(parameters(abstract(config)))
     )
-    splice = abstract_splice(backbone, shape, method.prefix)
+    splice = jax.eval_shape(lambda: drawn_splice(backbone, shape, 0, method.prefix))
 
     def serve(own: SplicedCache, held: Any) -> Any:
         repaired = method.repair(backbone.replaced(held), own, method.budget)
         return repaired.cache, repaired.logits
 
     return traced_flops(serve, splice, weights)
-
-
-def abstract_splice(backbone: ModelBackbone, shape: PromptShape, prefix: bool = False) -> SplicedCache:
-    """Makes a prompt's splice of shapes alone."""
-    layout, total = backbone.layout, sum(map(abs, shape.lengths))
-    cache = {
-        channel.name: jax.ShapeDtypeStruct((layout.layers, 1, total, channel.heads, channel.width), jnp.float32)
-        for channel in layout.channels
-    }
-    embeddings = jax.ShapeDtypeStruct((1, total, backbone.config.text.width), jnp.float32)
-    places = jax.ShapeDtypeStruct((1, total), jnp.int32)
-    chunks, first = [], 0
-    for place, length in enumerate(shape.lengths):
-        if length < 0 or (prefix and place == 0):
-            chunks.append((first, first + abs(length)))
-        first += abs(length)
-    tokens: Any = Tokens(embeddings, places)  # pyright: ignore[reportArgumentType]
-    return SplicedCache(tokens, EngineKV(cache), places, chunks=tuple(chunks))  # pyright: ignore[reportArgumentType]
 
 
 # ----------------------------------------------------------------------------------------------------------- seconds

@@ -5,6 +5,7 @@ image of 1176 tokens; ours are smaller, so thresholds and numbers of tokens are 
 Axis letters: B contexts, T tokens of an image, S keys, L layers, N query heads.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import kvpatch_jax as kvp
-from kvpatch_jax.backbone import KV, LayerAttention
+from kvpatch_jax.backbone import LayerAttention
 from kvpatch_jax.core import EngineKV
 from kvpatch_jax.repair import behind_substitute
 
@@ -22,6 +23,8 @@ from .contexts import ImagePrompts
 THEIR_TOKENS, THEIR_SCORE, THEIR_TOP, THEIR_FIRST = 1176, 1e-3, 50, 500
 """Tokens of the paper's image; the score that "affects the output"; tokens of Figure 8; of "approximately 80 %"."""
 FIRST_TENTH = 0.1
+HostKV = Mapping[str, np.ndarray]
+"""{channel: [L,B,T,K,H]}."""
 
 
 class AttentionInsights(NamedTuple):
@@ -85,7 +88,7 @@ def attention_insights(weights: Float[np.ndarray, "L B N S"], image: slice) -> A
     )
 
 
-def key_rank_layers(before: KV, behind: KV, keys: str, share: float) -> Float[np.ndarray, "B T"]:
+def key_rank_layers(before: HostKV, behind: HostKV, keys: str, share: float) -> Float[np.ndarray, "B T"]:
     """Counts, for each token, the share of layers where it is among those whose keys differ most (Figure 8).
 
     Args:
@@ -102,7 +105,7 @@ def key_rank_layers(before: KV, behind: KV, keys: str, share: float) -> Float[np
     return among.mean(axis=0)
 
 
-def key_distances(prompts: ImagePrompts, place: int, number: int) -> tuple[KV, KV]:
+def key_distances(prompts: ImagePrompts, place: int, number: int) -> tuple[HostKV, HostKV]:
     """Prefills one image before a question and behind it: its phase-free KV both times."""
     alone = prompts.alone(place)
     before = prompts.backbone.prefill(alone).kv
