@@ -198,7 +198,7 @@ def test_flops_that_are_counted_are_those_of_the_compiled_program(repair, budget
         return repaired.cache, repaired.logits
 
     program = jax.jit(serve).lower(splice).compile()
-    executed = hlo_flops(program.as_text())
+    executed = hlo_flops(program.as_text() or "")
     assert executed > 0
     assert repair(backbone, splice, budget).flops == executed
 
