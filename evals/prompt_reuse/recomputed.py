@@ -198,7 +198,11 @@ def _thirds(error: Float[np.ndarray, "B T"], parts: Sequence[tuple[int, int]]) -
 def allocations(
     sensitivity: Float[np.ndarray, "L n"], ratios: Sequence[float]
 ) -> dict[str, tuple[tuple[float, ...], float]]:
-    """Allocates the total of each static ratio, greedily and optimally: schedule and sum of sensitivities by name."""
+    """Allocates the total of each static ratio, greedily and optimally: schedule and sum of sensitivities by name.
+
+    A layer may have no token: VLCache's equation 8 lets r be 0, its equation 9 begins at 0.002, of which images of less
+    than 500 tokens have none either.
+    """
     found = {}
     layers, menu = len(sensitivity), (0.0, *ratios)
     for ratio in STATIC:

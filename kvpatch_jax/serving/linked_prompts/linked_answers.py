@@ -128,7 +128,8 @@ class PromptServer:
             again when it is next referred to.
 
         Raises:
-          As `StaticLibrary.put` and `make_chunk`; nothing is kept then.
+          As `StaticLibrary.put` and `make_chunk`; nothing is kept then. With `kv_ttl` also as `ChunkStore.put`: the file
+          is there by then, and its KV is computed when it is next referred to.
         """
         chunk = self._canonical(self._item(content))
         if kv_ttl is None:
@@ -227,6 +228,8 @@ class PromptServer:
         self, linked: LinkedPrompt, start: int, after: int, chunks: Sequence[tuple[Chunk | None, Origin]]
     ) -> tuple[PromptLayout, list[LinkedChunkRecord]]:
         layout, records, rest = PromptLayout(self.backbone, start), [], iter(chunks)
+        if not start and not isinstance(linked.segments[0], str):
+            layout.add_first_tokens(next(segment for segment in linked.segments if isinstance(segment, str)))
         for segment in linked.segments:
             if isinstance(segment, str):
                 layout.add_text(segment)

@@ -38,6 +38,16 @@ class PromptLayout:
         if np.shape(prompt["input_ids"])[1]:
             self._add(self.backbone.embed(**prompt), None)
 
+    def add_first_tokens(self, text: str) -> None:
+        """Adds what the tokenizer puts in front of a prompt with this text, where a chunk comes before the text."""
+        ids: Any = getattr(self.backbone, "ids", None)
+        if ids is None:
+            return
+        whole = np.asarray(self.backbone.prepare([Text(text)])["input_ids"])[0].tolist()
+        own = whole[: len(whole) - len(ids(text))]
+        if own:
+            self._add(self.backbone.embed(**self.backbone.prepare([own])), None)
+
     def add_chunk(self, item: Any, chunk: Chunk | None, encoder: Any = None) -> None:
         """Adds a chunk with its canonical; without one, its content is new text, to be computed with the rest.
 

@@ -109,21 +109,32 @@ class RequestCache:
 
     def _spans(self, items: Sequence[Any], sorts: Sequence[str], tokens: Tokens) -> list[tuple[int, int]]:
         """Returns the first and one past the last token of each image."""
+        # A tokenizer's own first tokens stand in front of a prompt with a text, wherever the text stands.
+        end = 0
+        texts = [item for item, sort in zip(items, sorts, strict=True) if sort == "text"]
+        if texts:
+            end = self._count([texts[0]]) - self._text_tokens(texts[0])
+
         spans: list[tuple[int, int]] = []
-        # Read off prompts that end with each image, so that a tokenizer's own tokens count where they stand.
-        for place, (item, sort) in enumerate(zip(items, sorts, strict=True)):
-            if sort != "image":
-                continue
-            id = chunk_id(self.backbone.fingerprint, item)
-            if id not in self._lengths:
-                self._lengths[id] = np.shape(self.backbone.prepare([item])["input_ids"])[1]
-            texts = [own for own, kind in zip(items[:place], sorts[:place], strict=True) if kind != "image"]
-            before = np.shape(self.backbone.prepare(texts)["input_ids"])[1] if texts else 0
-            before += sum(last - first for first, last in spans)
-            spans.append((before, before + self._lengths[id]))
+        for item, sort in zip(items, sorts, strict=True):
+            if sort == "image":
+                id = chunk_id(self.backbone.fingerprint, item)
+                if id not in self._lengths:
+                    self._lengths[id] = self._count([item])
+                spans.append((end, end + self._lengths[id]))
+                end += self._lengths[id]
+            else:
+                end += self._text_tokens(item) if sort == "text" else len(item)
         if spans[-1][1] >= tokens.embeddings.shape[1]:
             raise InputError(f"request cache: got images at {spans} of a prompt; expected a text behind the last")
         return spans
+
+    def _count(self, items: Sequence[Any]) -> int:
+        return np.shape(self.backbone.prepare(items)["input_ids"])[1]
+
+    def _text_tokens(self, text: Any) -> int:
+        """Counts the tokens of a text without those that the tokenizer puts around it once."""
+        return self._count([text, text]) - self._count([text])
 
     def _compute(self, misses: Sequence[Miss]) -> list[Chunk]:
         """Prefills images behind the substitute; their features are the request's, so that no tower runs again."""

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from session_cases import image_of, reader
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, UnknownReferenceError
@@ -41,6 +43,15 @@ def counting_backbone() -> Any:
 
     counting.prefill, counting.encode = prefill, encode
     return counting
+
+
+def beginning_backbone() -> Any:
+    """The same backbone, whose tokenizer puts a token of its own in front of a prompt."""
+    other = copy.copy(backbone())
+    tokenizer = Tokenizer.from_str(other.tokenizer.to_str())
+    tokenizer.post_processor = TemplateProcessing(single="w59 $A", special_tokens=[("w59", 59)])
+    other.tokenizer = tokenizer
+    return other
 
 
 @pytest.fixture
@@ -219,6 +230,33 @@ def test_a_request_runs_the_tower_once_and_images_are_found_by_their_own_digest(
     expected = backbone().prefill(backbone().embed(**prompt)).logits
     np.testing.assert_allclose(np.asarray(whole.logits), np.asarray(expected), atol=1e-4, rtol=1e-4)
     assert vlcache(backbone(), second.splice, 0.5).logits is not None
+
+
+@pytest.mark.parametrize("prompt", ["IMAGE#ONE w20 w21", "w7 IMAGE#ONE w20 w21"])
+def test_a_tokenizers_own_first_token_stands_in_front_of_a_linked_prompt_once(store, prompt):
+    other = beginning_backbone()
+    server = PromptServer(other, library(store), repair="encoder_cached_reprefill", budget=1.0)
+    server.upload("ONE", image_of(1))
+    (repaired,) = (answer := server.answer(prompt, 1, stop=())).repaired
+    items = [*([kvp.Text("w7")] if prompt.startswith("w7") else []), image_of(1), kvp.Text("w20 w21")]
+    whole = other.prefill(other.embed(**other.prepare(items))).logits
+    np.testing.assert_allclose(np.asarray(repaired.logits), np.asarray(whole), atol=1e-4, rtol=1e-4)
+    assert answer.ids == (int(np.asarray(whole)[0, -1].argmax()),)
+
+
+def test_images_are_found_behind_a_tokenizers_own_first_token(store):
+    """It stands in front of the prompt once, whether a text or an image comes first."""
+    other = beginning_backbone()
+    cache = RequestCache(other, store, [kvp.Text("w40")])
+    for items in (
+        [image_of(1), kvp.Text("w9"), image_of(2), [7, 8], kvp.Text("w5")],
+        [kvp.Text("w7 w8"), image_of(1), image_of(2), kvp.Text("w5")],
+    ):
+        ids = np.asarray(other.prepare(items)["input_ids"])[0]
+        assert ids[0] == 59
+        marked = {place for first, last in cache.splice(items).splice.parts for place in range(first, last)}
+        assert set(np.flatnonzero(ids == other.config.image_token)) <= marked
+        assert not marked & {place for place, id in enumerate(ids) if id in (59, 5, 7, 8, 9)}
 
 
 def test_cached_images_were_prefilled_behind_the_substitute(store):
