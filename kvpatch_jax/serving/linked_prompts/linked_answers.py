@@ -128,8 +128,8 @@ class PromptServer:
             again when it is next referred to.
 
         Raises:
-          As `StaticLibrary.put` and `make_chunk`; nothing is kept then. With `kv_ttl` also as `ChunkStore.put`: the file
-          is there by then, and its KV is computed when it is next referred to.
+          As `StaticLibrary.put` and `make_chunk`; nothing is kept then. With `kv_ttl` also as `ChunkStore.put`, after
+          the file was put: its KV is computed when it is next referred to.
         """
         chunk = self._canonical(self._item(content))
         if kv_ttl is None:
