@@ -124,15 +124,26 @@ def sides_table(results: Results) -> Table:
     return head, lines
 
 
-def costs_table(results: Results) -> Table:
-    """Makes the table of the benchmark: shares of FLOPs, ratios of time."""
-    lines = []
-    for row in results.get("bench", []):
-        bar = f"{row['sense']} {row['bar']:g}" if "bar" in row else ""
-        spread = f" [{row['low']:.3g}, {row['high']:.3g}]" if row.get("n", 1) > 1 else ""
-        passed = {None: "", True: "yes", False: "no"}[row.get("passed")]
-        lines.append([row["metric"], row["model"], row["prompt"], f"{row['value']:.3g}{spread}", bar, passed])
-    return ["ratio", "model", "prompt", "value", "bar", "within"], lines
+def costs_table(results: Results, kind: str) -> Table:
+    """Makes a table of the benchmark: shares of FLOPs or ratios of seconds, a line for each model and prompt.
+
+    Args:
+      kind: "FLOPs" or "seconds".
+    """
+    rows = [row for row in results.get("bench", []) if kind in row["metric"]]
+    names = {row["metric"]: row["metric"].partition(" of ")[2].partition(" / ")[0] for row in rows}
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    bars = {}
+    for row in rows:
+        spread = f" [{row['low']:.2f}, {row['high']:.2f}]" if row.get("n", 1) > 1 else ""
+        failed = "" if row.get("passed", True) else ", beyond"
+        value = f"{row['value']:.3f}" if kind == "FLOPs" else f"{row['value']:.2f}"
+        cells.setdefault((row["model"], row["prompt"]), {})[row["metric"]] = value + spread + failed
+        if "bar" in row:
+            bars[row["metric"]] = f" ({row['sense']} {row['bar']:g})"
+
+    head = ["model", "prompt", *(names[metric] + bars.get(metric, "") for metric in names)]
+    return head, [[*labels, *(own.get(metric, "–") for metric in names)] for labels, own in cells.items()]
 
 
 def summary(results: Results, bench: Results | None, before: Results | None = None) -> dict[str, Any]:
@@ -151,7 +162,8 @@ def section(kept: Results) -> dict[str, str]:
         "sensitivity": markdown_table(*sensitivity_table(kept)),
         "schedules": markdown_table(*schedules_table(kept)),
         "sides": markdown_table(*sides_table(kept)),
-        "costs": markdown_table(*costs_table(kept)),
+        "flops": markdown_table(*costs_table(kept, "FLOPs")),
+        "seconds": markdown_table(*costs_table(kept, "seconds")),
     }
 
 
