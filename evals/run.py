@@ -51,7 +51,9 @@ from .scene_jobs import SUITES, WINDOW, RunConfig, arms_of, measure, planned_tic
 from .task_language import check_language
 from .trained import CONTROL, MAIN, backbone_names, shipped, shipped_names, training_of
 
-PRETRAINED = "pretrained"
+PRETRAINED, REPAIRS = "pretrained", "repairs"
+ALONE = (PRETRAINED, REPAIRS)
+"""Suites that are run alone."""
 PACKAGES = (
     "kvpatch_jax",
     "jax",
@@ -73,8 +75,8 @@ _SUITE = flags.DEFINE_list(
     "suite",
     ["all"],
     f"which parts to run: all, or a list out of {', '.join(SUITES)}, and {WINDOW} (every operation of the window; "
-    "about ten minutes for a backbone, so not part of all); or pretrained, alone: real weights over real text, half an "
-    "hour",
+    "about ten minutes for a backbone, so not part of all); or alone: pretrained, real weights over real text, half an "
+    "hour; repairs, every published repair on the same pages, on every shipped backbone, forty minutes",
 )
 _TASK = flags.DEFINE_enum(
     "task",
@@ -90,7 +92,7 @@ _CHECKPOINT = flags.DEFINE_string(
 _PARTS = flags.DEFINE_integer(
     "parts",
     0,
-    "--suite=pretrained: at most so many parts now, 0 for all; the same command goes on from there",
+    "--suite=pretrained or repairs: at most so many parts now, 0 for all; the same command goes on from there",
     lower_bound=0,
 )
 _ARMS = flags.DEFINE_enum(
@@ -180,10 +182,11 @@ def suites_for(backbone: str, suite: tuple[str, ...]) -> tuple[str, ...]:
 def asked_suites(names: Sequence[str]) -> tuple[str, ...]:
     """Checks --suite and writes out "all", of which the window's suite is no part. Raises app.UsageError."""
     expected = ", ".join((*SUITES, WINDOW))
-    if PRETRAINED in names:
-        if len(names) > 1:
-            raise app.UsageError(f"--suite: got {', '.join(names)}; expected pretrained alone, or none of it")
-        return (PRETRAINED,)
+    for alone in ALONE:
+        if alone in names:
+            if len(names) > 1:
+                raise app.UsageError(f"--suite: got {', '.join(names)}; expected {alone} alone, or none of it")
+            return (alone,)
     if not names:
         raise app.UsageError(f"--suite: got nothing; expected all, or some of {expected}")
 
@@ -204,6 +207,25 @@ def run_pretrained() -> None:
             raise InputError(f"--suite=pretrained: got --backbone={_BACKBONE.value}; expected --checkpoint=FILE")
         out = Path(_OUT.value if _OUT.present else "out/pretrained")
         pretrained.run(out, _CHECKPOINT.value, _PARTS.value, _QUICK.value)
+
+
+def run_repairs() -> None:
+    """Runs every repair on the same reused pages, on one shipped backbone or on all."""
+    from . import runner
+    from .repairs import document
+    from .repairs import suite as repairs
+
+    name = _BACKBONE.value if _BACKBONE.present else "all"
+    out = Path(_OUT.value if _OUT.present else "out/repairs")
+    with errors_as_one_line():
+        names = backbone_names() if name == "all" else [name]
+        for backbone in names:
+            check_language(shipped(backbone), small_task.VOCABULARY.names, "small", shipped_names())
+        make_out(out)
+        plan = repairs.QUICK if _QUICK.value else repairs.FULL
+        results = runner.run_recorded(repairs.dataset(names, _SEED.value, plan), out, _PARTS.value)
+    print(document.printed(results))
+    print(f"results: {out / 'results.json'}", flush=True)
 
 
 def run_packed() -> None:
@@ -254,6 +276,8 @@ def main(arguments: list[str]) -> None:
 
     if suite == (PRETRAINED,):
         run_pretrained()
+    elif suite == (REPAIRS,):
+        run_repairs()
     elif _TASK.value != "small":
         run_packed()
     else:

@@ -13,6 +13,7 @@ Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where
   window             steps of an agent's loop, break-even of a patch, computing the edits of up to 256 chunks
   sessions           many agents at once: adding an image and asking, tokens per second
   prompt_reuse       MPIC and VLCache: FLOPs and seconds to the first token, beside what they replace
+  parallel_prefill   chunk-parallel prefill beside ring attention on four host devices: seconds, bytes, FLOPs
   backbones          prefill and decode of every family, beside transformers with --torch-python
 
 Of answers, and of what follows from configurations alone:
@@ -41,6 +42,7 @@ from . import (
     fetch,
     kernels,
     needs,
+    parallel_prefill,
     policies,
     prompt_reuse,
     retrieval,
@@ -62,6 +64,7 @@ BENCHMARKS = {
         kernels.BENCHMARK,
         needs.BENCHMARK,
         kernels.FACTORISATION,
+        parallel_prefill.BENCHMARK,
         Benchmark("placement", placement.run, table=placement.table),
         policies.BENCHMARK,
         prompt_reuse.BENCHMARK,

@@ -17,7 +17,7 @@ from ..errors import InputError
 from .budget import Budget
 from .recomputation import LayerSet, begin, run_layers
 from .references import all_tokens, joined_tokens
-from .spliced_cache import SplicedCache, check_splice, required
+from .spliced_cache import AnyArray, SplicedCache, check_splice, required
 
 RATIOS = tuple(round(0.002 * step, 3) for step in range(1, 151))
 """VLCache's ratios, 0.002 to 0.300 (equation 9)."""
@@ -75,11 +75,9 @@ def recomputed_sensitivity(
     if not proxies:
         raise InputError("recomputed_sensitivity.proxies: got none; expected splices of cached images")
     for splice in proxies:
-        check_splice(backbone.layout, splice)
         if splice.chunks == ():
-            raise InputError(
-                "recomputed_sensitivity.proxies: got a prompt without cached images; expected at least one"
-            )
+            raise InputError("recomputed_sensitivity.proxies: got a prompt without cached images; expected some")
+        check_splice(backbone.layout, splice)
 
     total = np.zeros((layers, len(ratios)))
     for number, splice in enumerate(proxies):
@@ -110,12 +108,14 @@ def _recomputed_at(backbone: Backbone, splice: SplicedCache, index: Int[Array, "
     return run_layers(backbone, splice, run, LayerSet(layer, layer + 1, index)).cache if layers else {}
 
 
-def logit_error(expected: Float[Array, "*B V"], found: Float[Array, "*B V"]) -> float:
+def logit_error(expected: Float[AnyArray, "*B V"], found: Float[AnyArray, "*B V"]) -> float:
     """Computes the mean squared error of logits (VLCache equation 5)."""
     return float(jnp.mean(jnp.square(jnp.asarray(expected) - jnp.asarray(found))))
 
 
-def greedy_schedule(sensitivity: Float[np.ndarray, "L n"], ratios: Sequence[float], target: float) -> tuple[float, ...]:
+def greedy_schedule(
+    sensitivity: Float[np.ndarray, "L n"], ratios: Sequence[float | int], target: float
+) -> tuple[float, ...]:
     """Allocates a ratio to each layer, not increasing with depth, so that the sum of sensitivities is small.
 
     Source: VLCache section 4.1, equations 6 to 9, "a simple greedy algorithm", of which it says no more. Here the move

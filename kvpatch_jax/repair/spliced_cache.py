@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +154,7 @@ class Repaired:
         return self.count_flops() / self.chosen.shape[1] + self.tower_flops
 
 
+@runtime_checkable
 class Repair(Protocol):
     """Signature of repairs. Settings of a method are keyword arguments with defaults."""
 
@@ -242,7 +243,8 @@ def check_splice(layout: KVLayout, splice: SplicedCache) -> None:
             raise ShapeError(f"repair.{what}: got a shape that begins with {tuple(found)}; expected {expected}")
 
     edges = [edge for part in splice.parts for edge in part]
-    if edges != sorted(edges) or any(first == last for first, last in splice.parts) or not 0 <= edges[-1] <= T:
+    empty = not edges or any(first == last for first, last in splice.parts)
+    if empty or edges != sorted(edges) or not 0 <= edges[0] <= edges[-1] <= T:
         raise InputError(f"repair.chunks: got {splice.chunks}; expected ascending parts of the {T} tokens")
 
     # Slots of padding are ignored, and those that are traced have no values yet.

@@ -19,7 +19,7 @@ from ..backbone import KV, Backbone
 from ..core import KVLayout, flatten_heads, to_engine
 from ..core.ops import jitted_apply
 from ..errors import InputError, RankError
-from .budget import Budget, rank_of_bytes
+from .budget import Budget, patch_numbers, rank_of_bytes
 from .spliced_cache import (
     AnyArray,
     RepairBytes,
@@ -70,10 +70,13 @@ def patched(backbone: Backbone, splice: SplicedCache, budget: Budget | float, *,
     if rank == 0:
         return untouched(layout, splice)
 
-    ranks = {channel.name: min(rank, tokens, channel.features) for channel in layout.channels}
+    # Where factors would take more than the deficit itself, that is kept whole: all its directions.
+    ranks = {}
+    for channel in layout.channels:
+        whole = rank * (tokens + channel.features) >= tokens * channel.features
+        ranks[channel.name] = min(tokens, channel.features) if whole else rank
     factors = _deficit_factors(dict(recorded), canonical_of(layout, splice), live_tokens(splice), tuple(ranks.items()))
-    numbers = sum(leaf.size for leaf in jax.tree.leaves(factors)) // splice.slots.shape[0]
-    stored = numbers * kv_itemsize(splice)
+    stored = patch_numbers(layout, rank, tokens) * layout.layers * kv_itemsize(splice)
     blind = blind_bytes(layout, splice)
     bytes = blind._replace(stored=stored, moved=blind.moved + stored)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters import partial_eval
 
 from ..errors import InputError
 
@@ -13,8 +14,9 @@ from ..errors import InputError
 def traced_flops(function: Callable[..., Any], *arguments: Any) -> int:
     """Counts the FLOPs of all matrix products of a function, two for each multiplication with its addition.
 
-    Nothing is computed or compiled: the function is traced, and what a scan repeats counts as often as it runs. What
-    is no product (softmax, norms, rotations, factorisations) is not counted. Of branches the dearest counts.
+    Nothing is computed or compiled: the function is traced, and what a scan repeats counts as often as it runs. What a
+    jitted program computes and does not return is left out, as compilers do. What is no product (softmax, norms,
+    rotations, factorisations) is not counted. Of branches the dearest counts.
 
     Args:
       arguments: pytrees of arrays or of `jax.ShapeDtypeStruct`.
@@ -45,7 +47,10 @@ def _equation_flops(equation: Any) -> int:
         outputs = kernel[numbers.rhs_spec[0]]
         return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) // outputs
 
-    inner = [jaxpr_flops(program) for program in _programs(parameters)]
+    programs = list(_programs(parameters))
+    if name in ("jit", "pjit"):
+        programs = [partial_eval.dce_jaxpr(program, [True] * len(program.outvars))[0] for program in programs]
+    inner = [jaxpr_flops(program) for program in programs]
     if name == "scan":
         return parameters["length"] * sum(inner)
     if name == "cond":

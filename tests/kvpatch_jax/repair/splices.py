@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import tempfile
 from pathlib import Path
 
 import jax
@@ -13,11 +14,11 @@ from flax import nnx
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.repair import PromptPiece, SplicedCache, splice_prompt
-from models import ModelBackbone
+from models import ModelBackbone, load
 from models.families.family import parameters
-from models.families.kimi_vl import KimiVLConfig
 from models.families.qwen2_5_vl import Qwen25VLConfig
 from models.inputs.qwen_images import ImageConfig
+from tests.goldens.load import write_checkpoint
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 LAYERS, ROWS, BEFORE, CHUNK, SPARE, ASKED = 4, 2, 7, 8, 3, 3
@@ -25,12 +26,13 @@ LAYERS, ROWS, BEFORE, CHUNK, SPARE, ASKED = 4, 2, 7, 8, 3, 3
 
 @functools.cache
 def tiny_backbone(kind: str = "gqa") -> ModelBackbone:
-    """A random backbone of four layers: grouped-query attention with M-RoPE, or latent attention."""
+    """A random backbone: four layers of grouped-query attention with M-RoPE, or three of latent attention."""
     if kind == "mla":
-        config = KimiVLConfig.from_dict(json.loads((GOLDENS / "kimi_vl" / "config.json").read_text()), "exact")
-    else:
-        config = Qwen25VLConfig.from_dict(json.loads((GOLDENS / "qwen2_5_vl" / "config.json").read_text()), "exact")
-        config = dataclasses.replace(config, text=dataclasses.replace(config.text, layers=LAYERS))
+        with tempfile.TemporaryDirectory() as folder:
+            return load(write_checkpoint("kimi_vl", Path(folder) / "kimi_vl"), dtype="float32")
+
+    config = Qwen25VLConfig.from_dict(json.loads((GOLDENS / "qwen2_5_vl" / "config.json").read_text()), "exact")
+    config = dataclasses.replace(config, text=dataclasses.replace(config.text, layers=LAYERS))
     with jax.default_matmul_precision("highest"):
         return ModelBackbone(config, parameters(config.family.module(config, nnx.Rngs(0))), ImageConfig())
 

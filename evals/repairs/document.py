@@ -1,0 +1,183 @@
+"""The tables of docs/repairs.md, written from a run: `python -m evals.repairs.document out/repairs`.
+
+Keeps the rows that the page shows in docs/repairs.json. A test compares the page with that file.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..report.documents import ROOT, block
+from ..results.intervals import Interval
+from ..results.rows import Rows, rounded_row
+from ..results.tables import aligned_table, markdown_table
+from ..small_task.reader import EVICTED, VISIBLE
+from .arms import GEOMETRY_SHARE, SHARES, VARIANTS
+
+PAGE, KEPT = Path("docs/repairs.md"), Path("docs/repairs.json")
+KIND = "chain"
+"""The questions that need legend and page both, which blind reuse loses."""
+METRICS = (
+    *(f"{metric}.{KIND}" for metric in ("kl", "eta", "accuracy", "patch_minus.kl")),
+    *("flops", "stored_bytes", "moved_bytes"),
+)
+LABELS = {
+    "patched": "patch (rank by bytes)",
+    "quantised": "KV in few bits (KIVI)",
+    "low_rank": "KV of low rank",
+    "shadowkv": "ShadowKV",
+    "first_k": "first k (EPIC, MPIC)",
+    "vlcache": "VLCache, dynamic",
+    "cacheblend": "CacheBlend, one check",
+    "cacheblend_gradual": "CacheBlend, gradual",
+    "kvshare": "KVShare",
+    "infoflow": "InfoFlow KV",
+    "prophetkv": "ProphetKV",
+    "quest": "Quest's pages",
+    "prcr": "PRCR",
+    "random_tokens": "random tokens",
+    "oracle_delta": "oracle: largest Δ",
+}
+Table = tuple[list[str], list[list[str]]]
+
+
+def models_of(results: Mapping[str, Any]) -> list[str]:
+    """Lists the backbones of a run, in its order."""
+    return list(dict.fromkeys(row["model"] for row in results["rows"]))
+
+
+def shares_table(results: Mapping[str, Any], probe: str = VISIBLE) -> Table:
+    """Makes the table of η by budget, of the first backbone."""
+    rows, lines = Rows(results, models_of(results)[0]), []
+    for method, label in LABELS.items():
+        cells = [_with_interval(rows.get(probe, f"{method}.budget={share:g}", f"eta.{KIND}")) for share in SHARES]
+        lines.append([label, *cells])
+    return ["method", *(f"{share:.0%}" for share in SHARES)], lines
+
+
+def costs_table(results: Mapping[str, Any], share: float = 0.15) -> Table:
+    """Makes the table of costs at one budget, of the first backbone: shares of the page's KV and of its re-prefill."""
+    rows, lines = Rows(results, models_of(results)[0]), []
+    named = [(f"{method}.budget={share:g}", label) for method, label in LABELS.items()]
+    named += [("blind", "blind"), ("attention_sink", "attention sink"), ("prefix_caching", "prefix caching")]
+    named += [("encoder_cached_reprefill", "re-prefill, features kept"), ("full_reprefill", "re-prefill, nothing kept")]
+    for arm, label in named:
+        found = [rows.get(VISIBLE, arm, metric) for metric in ("flops", "stored_bytes", "moved_bytes")]
+        lines.append([label, *(f"{cost.value:.1%}" if cost.n else "–" for cost in found)])
+    return ["method", "FLOPs of one reuse", "bytes stored", "bytes moved"], lines
+
+
+def backbones_table(results: Mapping[str, Any], probe: str, share: float = 0.15) -> Table:
+    """Makes the table of η at one budget on every backbone."""
+    models, lines = models_of(results), []
+    for method, label in LABELS.items():
+        cells = [
+            _bare(Rows(results, model).get(probe, f"{method}.budget={share:g}", f"eta.{KIND}")) for model in models
+        ]
+        lines.append([label, *cells])
+    return ["method", *models], lines
+
+
+def versus_table(results: Mapping[str, Any]) -> Table:
+    """Counts, over backbones, probes and budgets, where patch and method differ at equal bytes by their intervals."""
+    lines = []
+    for method, label in LABELS.items():
+        patch, other, neither = 0, 0, 0
+        for model in models_of(results):
+            for probe in (VISIBLE, EVICTED):
+                for share in SHARES:
+                    found = Rows(results, model).get(probe, f"{method}.budget={share:g}", f"patch_minus.kl.{KIND}")
+                    if found.n:
+                        patch += found.high < 0
+                        other += found.low > 0
+                        neither += found.low <= 0 <= found.high
+        if method != "patched":
+            lines.append([label, str(patch), str(other), str(neither)])
+    return ["against", "patch nearer", "method nearer", "undecided"], lines
+
+
+def papers_tables(results: Mapping[str, Any]) -> list[tuple[str, Table]]:
+    """Makes one table per paper: what it compares, with our figures on the first backbone and over all."""
+    models = models_of(results)
+
+    def line(label: str, arm: str, probe: str = VISIBLE) -> list[str]:
+        own = [Rows(results, model).get(probe, arm, f"eta.{KIND}") for model in models]
+        first = Rows(results, models[0]).get(probe, arm, f"accuracy.{KIND}")
+        defined = [found.value for found in own if found.n and found.value == found.value]
+        spread = f"{min(defined):.2f} to {max(defined):.2f}" if defined else "–"
+        return [label, _with_interval(own[0]), f"{first.value:.0%}" if first.n else "–", spread]
+
+    head = ["method", f"η, {models[0]}", "accuracy", "η over backbones"]
+    kamera = [[*line("feature patch", f"patched.budget={share:g}"), f"{share:.0%}"] for share in (0.05, 0.25)]
+    for method in ("quest", "infoflow", "first_k", "shadowkv", "oracle_delta"):
+        kamera += [[*line(LABELS[method], f"{method}.budget={share:g}"), f"{share:.0%}"] for share in (0.05, 0.25)]
+    vlcache = []
+    for share in (0.10, 0.15, 0.25):
+        for method in ("vlcache", "first_k", "cacheblend", "kvshare"):
+            vlcache.append(line(f"{LABELS[method]}, {share:.0%}", f"{method}.budget={share:g}"))
+    infoflow = [line("GLOBAL, attention mass", f"infoflow.budget={GEOMETRY_SHARE:g}")]
+    infoflow += [line(name.partition(".")[2], f"{name}.budget={GEOMETRY_SHARE:g}") for name in VARIANTS]
+    for method in ("cacheblend", "first_k"):
+        infoflow.append(line(LABELS[method], f"{method}.budget={GEOMETRY_SHARE:g}"))
+    mpic = [line("full reuse", "blind"), line("attention sink, 4 tokens", "attention_sink")]
+    for share in (0.05, 0.10, 0.25):
+        mpic.append(line(f"MPIC-k, {share:.0%} of the page", f"first_k.budget={share:g}"))
+    mpic.append(line("CacheBlend-15", "cacheblend.budget=0.15"))
+    mpic.append(line("prefix caching", "prefix_caching"))
+    return [
+        ("kamera", ([*head, "bytes"], kamera)),
+        ("vlcache", (head, vlcache)),
+        ("infoflow", (head, infoflow)),
+        ("mpic", (head, mpic)),
+    ]
+
+
+def sections(kept: Mapping[str, Any]) -> dict[str, str]:
+    """Writes the text between each pair of the page's marks."""
+    return {
+        "shares": markdown_table(*shares_table(kept)),
+        "costs": markdown_table(*costs_table(kept)),
+        "backbones": markdown_table(*backbones_table(kept, VISIBLE)),
+        "evicted": markdown_table(*backbones_table(kept, EVICTED)),
+        "versus": markdown_table(*versus_table(kept)),
+        **{name: markdown_table(*table) for name, table in papers_tables(kept)},
+    }
+
+
+def printed(results: Mapping[str, Any]) -> str:
+    """Writes what the program prints: η by budget, and costs."""
+    return f"{aligned_table(*shares_table(results))}\n\n{aligned_table(*costs_table(results))}"
+
+
+def summary(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Picks what the page shows out of results.json."""
+    rows = [row for row in results["rows"] if row["metric"] in METRICS]
+    config = {name: results["config"][name] for name in ("model", "plan", "seed", "questions", "parts_done", "parts")}
+    return {"config": config, "rows": [rounded_row(row) for row in rows]}
+
+
+def write(folder: Path, root: Path = ROOT) -> None:
+    """Puts a run into the page and docs/repairs.json."""
+    kept = summary(json.loads((folder / "results.json").read_text(encoding="utf-8")))
+    (root / KEPT).write_text(json.dumps(kept, separators=(",", ":")) + "\n", encoding="utf-8")
+    for mark, text in sections(kept).items():
+        (root / PAGE).write_text(block(text, root / PAGE, mark), encoding="utf-8")
+
+
+def _with_interval(found: Interval) -> str:
+    return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]" if found.n and found.value == found.value else "–"
+
+
+def _bare(found: Interval) -> str:
+    return f"{found.value:.2f}" if found.n and found.value == found.value else "–"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Writes the page from the folder of a run."""
+    write(Path(arguments[1]))
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,201 @@
+"""VLCache's sensitivities and their allocation to layers."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import InputError
+from kvpatch_jax.repair import (
+    Budget,
+    behind_substitute,
+    greedy_schedule,
+    layer_counts,
+    layer_sensitivity,
+    logit_error,
+    recomputed_sensitivity,
+    vlcache,
+)
+from tests.kvpatch_jax.repair.splices import (
+    CHUNK,
+    LAYERS,
+    ROWS,
+    changed,
+    error,
+    in_chunk,
+    make_splice,
+    text_tokens,
+    tiny_backbone,
+)
+
+
+@pytest.fixture(autouse=True)
+def _highest_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return tiny_backbone()
+
+
+@pytest.fixture(scope="module")
+def spliced(backbone):
+    with jax.default_matmul_precision("highest"):
+        return make_splice(backbone)
+
+
+def test_vlcache_takes_what_layers_need(backbone, spliced):
+    splice, expected = spliced
+    far = lambda cache: float(sum(np.abs(in_chunk(cache)[name] - in_chunk(expected)[name]).sum() for name in expected))
+    lost = layer_sensitivity(backbone.layout, splice, (0, 3, CHUNK), far)
+    assert np.allclose(lost[:, 0], far(splice.cache))
+    assert (lost[1:, 0] > lost[1:, 1]).all()
+    assert (lost[1:, 1] > lost[1:, 2]).all()
+
+    rng = np.random.default_rng(0)
+    counts, budget = (0, 1, 2, 4), 9
+    for _ in range(20):
+        own = rng.random((5, 4))
+        found = layer_counts(own, counts, budget)
+        score = lambda taken, own=own: sum(own[layer, counts.index(count)] for layer, count in enumerate(taken))
+        allowed = [
+            taken
+            for taken in itertools.product(counts, repeat=5)
+            if sum(taken) <= budget and list(taken) == sorted(taken, reverse=True)
+        ]
+        assert score(found) == min(map(score, allowed))
+        # Tokens that harm are taken all the same where the budget is to be spent.
+        harms = np.cumsum(own, axis=1)
+        spent = layer_counts(harms, counts, budget, spend=True)
+        harm = lambda taken, harms=harms: sum(harms[at, counts.index(count)] for at, count in enumerate(taken))
+        assert harm(spent) == pytest.approx(min(harm(taken) for taken in allowed if sum(taken) > budget - 2))
+    assert layer_counts(np.zeros((3, 2)), (2, 50), 8) == (2, 2, 2)
+    assert layer_counts(np.ones((3, 2)) * [1, 2], (2, 50), 150, spend=True) == (50, 50, 50)
+
+
+def test_sensitivity_by_blocks_is_of_caches_that_vlcache_serves(backbone, spliced):
+    splice, _ = spliced
+    probe = np.random.default_rng(3).normal(size=next(iter(splice.cache.values())).shape)
+    loss = lambda cache: float(sum((probe * np.asarray(value)).sum() for value in cache.values()))
+    lost = layer_sensitivity(backbone.layout, splice, (0, 3, CHUNK), loss, blocks=2)
+    assert lost.shape == (LAYERS // 2, 3)
+    assert np.allclose(lost[:, 0], 0)
+    for column, count in ((1, 3), (2, CHUNK)):
+        # First tokens recomputed at the lower half, and then at all layers.
+        half = loss(vlcache(backbone, splice, Budget(by_layer=(count / CHUNK,) * 2 + (0.0, 0.0))).cache) - loss(
+            splice.cache
+        )
+        whole = loss(vlcache(backbone, splice, Budget(by_layer=(count / CHUNK,) * LAYERS)).cache) - loss(splice.cache)
+        np.testing.assert_allclose([lost[0, column], lost[:, column].sum()], [half, whole], rtol=1e-3, atol=1e-3)
+
+
+def test_vlcaches_own_grid_over_many_layers_is_shared_out():
+    """VLCache's 150 ratios of 1 024 tokens, 36 layers: more states than a search one by one gets through."""
+    counts = [2 * step for step in range(1, 151)]
+    needs = -np.sqrt(counts) * np.linspace(2.0, 1.0, 36)[:, None]
+    found, budget = layer_counts(needs, counts, 5530), 5530
+    assert list(found) == sorted(found, reverse=True)
+    assert budget - 2 < sum(found) <= budget
+    gain = lambda layer, count: float(needs[layer, counts.index(count)])
+    for lower in range(35):  # concave and separable: no two steps moved between layers are worth more
+        more = gain(lower, found[lower]) + gain(lower + 1, found[lower + 1])
+        assert more <= gain(lower, found[lower] + 2) + gain(lower + 1, found[lower + 1] - 2) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda *_: layer_counts(np.zeros((2, 2)), (3, 1), 9), "ascending"),
+        (
+            lambda backbone, splice: layer_sensitivity(backbone.layout, splice, (0, 1), lambda _: 0.0, blocks=3),
+            "divisor of 4",
+        ),
+        (lambda *_: layer_counts(np.full((2, 2), np.nan), (1, 3), 9), "expected finite"),
+        (lambda *_: layer_counts(np.zeros((2, 2)), (2, 3), 3), "at least 4"),
+    ],
+)
+def test_counts_by_layer_that_cannot_be(backbone, spliced, call, words):
+    with pytest.raises(InputError, match=words):
+        call(backbone, spliced[0])
+
+
+def test_one_layer_alone_is_recomputed_as_it_would_be_while_serving(backbone, spliced):
+    """The tokens run through the layers below as served, and only their KV at the one layer is new."""
+    splice, _ = spliced
+    seen = []
+    recomputed_sensitivity(backbone, [splice], [0.0, 0.5], lambda _, cache: seen.append(cache) or 0.0)
+    assert len(seen) == 1 + LAYERS  # the reused cache once, and each layer
+    for layer, cache in enumerate(seen[1:]):
+        differs = changed(cache, splice.cache)
+        assert differs[layer, :, : CHUNK // 2].all() == (layer > 0)  # layer 0 does not depend on the antecedent
+        assert not differs[np.arange(LAYERS) != layer].any()
+        assert not differs[:, :, CHUNK // 2 :].any()
+    # The first layers above the embeddings see what a served schedule of these tokens sees there.
+    served = vlcache(backbone, splice, Budget(by_layer=(0.5, 0.5, 0.0, 0.0)))
+    for name in splice.cache:
+        assert error(in_chunk(seen[2])[name][1, :, :1], in_chunk(served.cache)[name][1, :, :1]) <= 1e-5
+
+
+def test_sensitivities_are_means_over_proxies_and_errors_are_squared(backbone, spliced):
+    splice, _ = spliced
+    other, _ = make_splice(backbone, seed=5)
+    losses = {0: 3.0, 1: 5.0}
+    found = recomputed_sensitivity(backbone, [splice, other], [0.25], lambda number, _: losses[number])
+    np.testing.assert_allclose(found, np.full((LAYERS, 1), 4.0))
+    assert logit_error(np.array([1.0, 2.0]), np.array([1.5, 4.0])) == pytest.approx((0.25 + 4) / 2)
+    with pytest.raises(InputError, match="got none"):
+        recomputed_sensitivity(backbone, [], [0.1], lambda *_: 0.0)
+    with pytest.raises(InputError, match="without cached images"):
+        recomputed_sensitivity(backbone, [splice.replace(chunks=())], [0.1], lambda *_: 0.0)
+    with pytest.raises(InputError, match=r"got 1\.5"):
+        recomputed_sensitivity(backbone, [splice], [1.5], lambda *_: 0.0)
+
+
+def test_kv_behind_a_substitute_is_a_prefill_there(backbone):
+    ids = np.random.default_rng(4).integers(0, 300, (ROWS, 9))
+    whole = text_tokens(backbone, ids)
+    chunk = whole.take(4, 9)
+    own = chunk._replace(positions=np.asarray(chunk.positions) - 4)
+    found = behind_substitute(backbone, whole.take(0, 4), own)
+    for name, value in backbone.prefill(whole).kv.items():
+        assert error(found[name], value[:, :, 4:]) <= 1e-5
+    assert isinstance(found, kvp.core.PhaseFreeKV)
+
+
+def exact(sensitivity, ratios, target):
+    """The least sum over every non-increasing allocation."""
+    best = np.inf
+    for taken in itertools.product(range(len(ratios)), repeat=len(sensitivity)):
+        own = [ratios[place] for place in taken]
+        if own == sorted(own, reverse=True) and sum(own) <= target + 1e-12:
+            best = min(best, sum(sensitivity[layer][place] for layer, place in enumerate(taken)))
+    return best
+
+
+def test_the_greedy_allocation_keeps_its_rules_and_is_near_the_least():
+    rng, ratios = np.random.default_rng(0), (0.0, 0.02, 0.06, 0.1, 0.2, 0.3)
+    worst = []
+    for _ in range(60):
+        layers = int(rng.integers(2, 6))
+        # Losses that fall with the ratio, by steps of any size.
+        found = np.cumsum(rng.exponential(size=(layers, 6)) * rng.exponential(size=(layers, 1)), axis=1)[:, ::-1]
+        target = float(rng.uniform(0, 0.3 * layers))
+        schedule = greedy_schedule(found, ratios, target)
+        assert list(schedule) == sorted(schedule, reverse=True)
+        assert sum(schedule) <= target + 1e-9
+        own = sum(found[layer][ratios.index(ratio)] for layer, ratio in enumerate(schedule))
+        worst.append(own / exact(found, ratios, target))
+    assert min(worst) >= 1 - 1e-9
+
+
+def test_schedules_that_cannot_be():
+    with pytest.raises(InputError, match="ascending"):
+        greedy_schedule(np.zeros((2, 2)), (0.3, 0.1), 1.0)
+    with pytest.raises(InputError, match="expected finite"):
+        greedy_schedule(np.full((2, 2), np.nan), (0.1, 0.3), 1.0)
+    with pytest.raises(InputError, match=r"at least 0\.2"):
+        greedy_schedule(np.zeros((2, 2)), (0.1, 0.3), 0.1)
