@@ -51,6 +51,7 @@ from .recomputation import repair_everywhere as repair_everywhere
 from .references import blind as blind
 from .references import encoder_cached_reprefill as encoder_cached_reprefill
 from .references import full_reprefill as full_reprefill
+from .references import joined_tokens as joined_tokens
 from .references import layer_reprefill as layer_reprefill
 from .references import prefix_caching as prefix_caching
 from .schedules import RATIOS as RATIOS
