@@ -27,7 +27,6 @@ LABELS = {
     "patched": "patch (rank by bytes)",
     "quantised": "KV in few bits (KIVI)",
     "low_rank": "KV of low rank",
-    "shadowkv": "ShadowKV",
     "first_k": "first k (EPIC, MPIC)",
     "vlcache": "VLCache, dynamic",
     "cacheblend": "CacheBlend, one check",
@@ -111,7 +110,7 @@ def papers_tables(results: Mapping[str, Any]) -> list[tuple[str, Table]]:
 
     head = ["method", f"η, {models[0]}", "accuracy", "η over backbones"]
     kamera = [[*line("feature patch", f"patched.budget={share:g}"), f"{share:.0%}"] for share in (0.05, 0.25)]
-    for method in ("quest", "infoflow", "first_k", "shadowkv", "oracle_delta"):
+    for method in ("quest", "infoflow", "first_k", "low_rank", "oracle_delta"):
         kamera += [[*line(LABELS[method], f"{method}.budget={share:g}"), f"{share:.0%}"] for share in (0.05, 0.25)]
     vlcache = []
     for share in (0.10, 0.15, 0.25):
