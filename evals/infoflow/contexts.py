@@ -36,8 +36,8 @@ class TextContext(NamedTuple):
     Attributes:
       ids: of the context [T].
       passages: its passages.
-      asked: the prompt [Q], padded in front with line breaks.
-      behind: what follows the prompt [A], padded behind; no method reads it.
+      asked: the prompt [Q].
+      behind: what follows the prompt [A], padded so that both have one length in all contexts; no method reads it.
       scored: its first so many tokens count.
       choices: first tokens of the right answer and of what it could be confused with; (): all tokens must be right.
     """
@@ -84,11 +84,10 @@ def draw_context(backbone: Any, plan: InfoFlowPlan, task: str, number: int) -> T
         # A fact begins or ends its passage.
         pieces.append(np.concatenate([fact, filler] if rng.random() < 0.5 else [filler, fact]))
 
+    # The prompt is the question and nothing more: tokens are scored by all that it attends to.
+    asked = encode(SEPARATOR + question.asked.strip())[-plan.asked :]
     answer = encode(question.answer)[: plan.follow]
-    words = encode(question.asked)[-plan.asked :]
-    line_break = encode("\n")
-    asked = np.concatenate([np.resize(line_break, plan.asked - len(words)), words]).astype(np.int32)
-    behind = np.pad(answer, (0, plan.follow - len(answer)))
+    behind = np.pad(answer, (0, plan.asked + plan.follow - len(asked) - len(answer)))
     choices = tuple(int(encode(word)[0]) for word in (question.answer, *question.others)) if question.others else ()
     ends = np.cumsum([len(piece) for piece in pieces]).tolist()
     return TextContext(np.concatenate(pieces), passage_parts(ends), asked, behind, len(answer), choices)

@@ -58,7 +58,7 @@ class InfoFlowPlan:
       part: contexts of one part.
       context: tokens of a context.
       passages: of it; as many chunks of one size.
-      asked: tokens of the prompt behind the context.
+      asked: tokens of the prompt behind the context, at most.
       follow: tokens that are read behind the prompt, of which answers take the first.
       band: layers that score together in the sweep.
       backbones: of images.

@@ -66,27 +66,28 @@ def splice_of(
 
 
 def reference_logits(
-    backbone: ModelBackbone, context: TextContext, tokens: Tokens | None = None
+    backbone: ModelBackbone, context: TextContext, follow: int, tokens: Tokens | None = None
 ) -> Float[np.ndarray, "A V"]:
     """Reads what follows the prompt behind a context that was prefilled whole: log-probabilities.
 
     Args:
+      follow: tokens that are read.
       tokens: of the context where it stands in another order.
     """
     behind = backbone.embed(np.concatenate([context.asked, context.behind])[None])
     front = placed(backbone.embed(context.ids[None]), 0) if tokens is None else tokens
     whole = jnp.concatenate([front.embeddings, behind.embeddings], axis=1)
-    wanted = _read_at(context) + len(context.ids)
+    wanted = _read_at(context, follow) + len(context.ids)
     out = backbone.prefill(placed(front._replace(embeddings=whole), 0), logits=wanted[None])
     return log_probabilities(out.logits)[0]
 
 
 def read(
-    backbone: ModelBackbone, context: TextContext, caches: Sequence[Mapping[str, Array]]
+    backbone: ModelBackbone, context: TextContext, follow: int, caches: Sequence[Mapping[str, Array]]
 ) -> Float[np.ndarray, "B A V"]:
     """Reads what follows the prompt behind caches of one row each: log-probabilities of the tokens that follow."""
     tail = np.concatenate([context.asked, context.behind])[None]
-    wanted, found = _read_at(context), []
+    wanted, found = _read_at(context, follow), []
     for first in range(0, len(caches), READ_AT_ONCE):
         group = list(caches[first : first + READ_AT_ONCE])
         # The last group is filled up, so that one program reads all.
@@ -98,10 +99,10 @@ def read(
     return np.concatenate(found)
 
 
-def _read_at(context: TextContext) -> Int[np.ndarray, " A"]:
-    """Returns the tokens whose logits name what follows: the prompt's last one and all behind it but the last."""
+def _read_at(context: TextContext, follow: int) -> Int[np.ndarray, " A"]:
+    """Returns the tokens whose logits name what follows: the prompt's last one and those behind it."""
     first = len(context.asked) - 1
-    return np.arange(first, first + len(context.behind), dtype=np.int32)
+    return np.arange(first, first + follow, dtype=np.int32)
 
 
 class ArmResult(NamedTuple):
@@ -179,14 +180,14 @@ def records_of(
 ) -> Iterator[Record]:
     """Measures every arm on one context: KL and flips of what follows, right or wrong, and RoPE similarity."""
     arms = list(repairs_of(backbone, plan, context, task))
-    expected = reference_logits(backbone, context)
+    expected = reference_logits(backbone, context, plan.follow)
     labels = {"task": task, "cluster": number}
     yield {**labels, "arm": "baseline", **compared(context, expected, expected)}
 
-    found = read(backbone, context, [result.cache for _, _, result in arms])
+    found = read(backbone, context, plan.follow, [result.cache for _, _, result in arms])
     for (name, splice, result), answers in zip(arms, found, strict=True):
         if name == arm_name(PASSAGES, REORDER):
-            own = reference_logits(backbone, context, splice.tokens)
+            own = reference_logits(backbone, context, plan.follow, splice.tokens)
             yield {**labels, "arm": arm_name(PASSAGES, REORDERED_BASELINE), **compared(context, expected, own)}
         record = {**labels, "arm": name, **compared(context, expected, answers), "count": len(result.positions)}
         question = splice.question

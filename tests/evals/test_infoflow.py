@@ -123,8 +123,8 @@ def test_contexts_are_of_one_size_and_their_passages_cover_them(task):
     drawn = [draw_context(LetterTokenizer(), plan, task, number) for number in range(4)]
     for context in drawn:
         assert len(context.ids) == 400
-        assert len(context.asked) == plan.asked
-        assert len(context.behind) == plan.follow
+        assert 0 < len(context.asked) <= plan.asked
+        assert len(context.asked) + len(context.behind) == plan.asked + plan.follow
         assert 0 < context.scored <= plan.follow
         for split in SPLITS:
             assert covers_once(context.split(split, plan), 400)
@@ -193,6 +193,7 @@ def planted(backbone: ModelBackbone, layer: int, chunk: int, *, from_head: bool)
     """
     context = context_of(2)
     splice = text_arms.splice_of(backbone, context.ids, context.passages, context.asked)
+    assert splice.question is not None
     queries = backbone.attention(splice.question, splice.cache, layers=(layer,), reduce=scaled_queries)[0, 0, -1]
     channel, (first, last) = backbone.layout.channels[0], splice.parts[chunk]
     key = np.asarray(queries).reshape(channel.heads, -1, queries.shape[-1])
@@ -254,11 +255,11 @@ def test_reading_behind_a_whole_prefill_is_the_reference(backbone):
     context = context_of(3)
     whole = text_arms.splice_of(backbone, context.ids, ((0, 40),), context.asked)
     apart = text_arms.splice_of(backbone, context.ids, context.passages, context.asked)
-    expected = text_arms.reference_logits(backbone, context)
-    found = text_arms.read(backbone, context, [whole.cache, apart.cache])
+    expected = text_arms.reference_logits(backbone, context, 4)
+    found = text_arms.read(backbone, context, 4, [whole.cache, apart.cache])
     np.testing.assert_allclose(found[0], expected, atol=1e-4)
     assert np.abs(found[1] - expected).max() > 1e-2
-    np.testing.assert_allclose(text_arms.reference_logits(backbone, context, whole.tokens), expected, atol=1e-4)
+    np.testing.assert_allclose(text_arms.reference_logits(backbone, context, 4, whole.tokens), expected, atol=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------- cut images
