@@ -16,12 +16,12 @@ from ..results.rows import Rows, rounded_row
 from ..results.tables import markdown_table
 from ..tolerance.contexts import DECODER
 from .plan import GEOMETRIES, IMAGE_METHODS, METHODS, PASSAGES, REORDER, REORDERED_BASELINE, SPLITS, arm_name
-from .suite import ALL, IMAGE, TEXT
+from .suite import ALL, IMAGE, OURS, TEXT
 
 PAGE, KEPT = Path("docs/experiments/infoflow.md"), Path("docs/infoflow.json")
 KINDS = ("page", "chain", ALL)
 """Kinds of question about images that the page shows: of the page alone, of page and legends, all."""
-METRICS = ("kl", "eta", "flips", "accuracy", "mom", "max", "count", "minus_infoflow.kl")
+METRICS = ("kl", "eta", "flips", "accuracy", "mom", "max", "near", "count", "minus_infoflow.kl")
 LABELS = {
     "blind": "No Recompute",
     "infoflow": "Our: InfoFlow KV, attention mass",
@@ -48,8 +48,10 @@ def methods_table(results: Results) -> Table:
             arm = arm_name(split, method)
             found = [(rows.get(probe, arm, "kl"), rows.get(probe, arm, "eta")) for probe in probes]
             if any(kl.n for kl, _ in found):
-                lines.append([split, LABELS[method], *(_kl_and_eta(*cell) for cell in found)])
-    return ["split", "method", *(probe.removeprefix(f"{TEXT}.") for probe in probes)], lines
+                minus = rows.get(f"{TEXT}.{ALL}", arm, "minus_infoflow.kl")
+                versus = _signed(minus) if method != OURS else "–"
+                lines.append([split, LABELS[method], *(_kl_and_eta(*cell) for cell in found), versus])
+    return ["split", "method", *(probe.removeprefix(f"{TEXT}.") for probe in probes), "KL minus Our's, all"], lines
 
 
 def answers_table(results: Results) -> Table:
@@ -105,9 +107,12 @@ def similarity_table(results: Results) -> Table:
         for method in METHODS:
             found = [rows.get(probe, arm_name(split, method), metric) for probe in tasks for metric in ("mom", "max")]
             if any(similarity.n for similarity in found):
-                lines.append([split, LABELS[method], *(f"{similarity.value:.3f}" for similarity in found)])
+                near = rows.get(f"{TEXT}.{ALL}", arm_name(split, method), "near")
+                cells = [f"{similarity.value:.3f}" for similarity in found]
+                lines.append([split, LABELS[method], *cells, f"{near.value:.0%}"])
     names = [probe.removeprefix(f"{TEXT}.") for probe in tasks]
-    return ["split", "method", *(f"{name}, {metric}" for name in names for metric in ("MoM", "Max"))], lines
+    heads = [f"{name}, {metric}" for name in names for metric in ("MoM", "Max")]
+    return ["split", "method", *heads, "chosen among the last 32 tokens"], lines
 
 
 def image_table(results: Results, kind: str = ALL) -> Table:

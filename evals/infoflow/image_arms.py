@@ -3,6 +3,7 @@
 The legends in front stand as a prefill of the whole prompt has them. Axis letters: B contexts, Q questions.
 """
 
+import functools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..repairs.pages import RepairPages
 from ..repairs.suite import QUESTIONS
 from ..small_task import scenes, task
 from ..small_task.reader import VISIBLE, SceneReader
-from .plan import ASKING, IMAGE_METHODS, SHARE, InfoFlowPlan
+from .plan import ASKING, IMAGE_METHODS, RANDOM, SHARE, InfoFlowPlan
 from .splits import Parts, row_parts
 
 Record = dict[str, Any]
@@ -69,7 +70,8 @@ def records_of(backbone: ModelBackbone, name: str, plan: InfoFlowPlan, number: i
         for arm, repair in IMAGE_METHODS.items():
             asks = arm in ASKING
             splice = pages.asked(VISIBLE) if asks else pages.splice
-            repaired = repair(backbone, splice, SHARE if arm != "blind" else 0.0)
+            own = functools.partial(repair, seed=number) if arm == RANDOM else repair
+            repaired = own(backbone, splice, SHARE if arm != "blind" else 0.0)
             answers = (pages.read_asked if asks else pages.read)(repaired, VISIBLE)
             kl = answers.divergence_from(reference)[keep]
             yield {

@@ -2,10 +2,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvpatch_jax.repair import (
-    Repair,
+    Repaired,
     blind,
     cacheblend,
     cacheblend_gradual,
@@ -20,21 +20,22 @@ SHARE = 0.15
 """Of the context's tokens that are recomputed: the ratio that the paper reports."""
 FIXED, PASSAGES = "fixed", "passages"
 SPLITS = (FIXED, PASSAGES)
+RANDOM = "random_tokens"
 REORDER, REORDERED_BASELINE = "infoflow.reorder", "baseline.reordered"
 """Two-stage reordering; and full-context prefill in the order that it finds, to tell its effect from the order's."""
-METHODS: Mapping[str, Repair] = {
+METHODS: Mapping[str, Callable[..., Repaired]] = {
     "blind": blind,
     "infoflow": infoflow,
     "infoflow.norm": functools.partial(infoflow, reading="norm"),
     "cacheblend": cacheblend,
     "cacheblend_gradual": cacheblend_gradual,
     "first_k": first_k,
-    "random_tokens": random_tokens,
+    RANDOM: random_tokens,
 }
 """Compared on texts, in both splits."""
 GEOMETRIES = ("hl_hp", "tl_tp", "hl_tp")
 """Beside "global", in the order of the paper's Table 1."""
-IMAGE_METHODS: Mapping[str, Repair] = {
+IMAGE_METHODS: Mapping[str, Callable[..., Repaired]] = {
     "blind": blind,
     "infoflow": infoflow,
     "infoflow.head_norm": functools.partial(infoflow, reading="head_norm"),
@@ -42,7 +43,7 @@ IMAGE_METHODS: Mapping[str, Repair] = {
     "cacheblend": cacheblend,
     "cacheblend_gradual": cacheblend_gradual,
     "first_k": first_k,
-    "random_tokens": random_tokens,
+    RANDOM: random_tokens,
 }
 """Compared on images that were cut."""
 ASKING = ("infoflow", "infoflow.head_norm", "infoflow.entropy")

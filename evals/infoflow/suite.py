@@ -132,7 +132,7 @@ Columns = dict[str, np.ndarray]
 
 def _columns(records: Sequence[Record]) -> Columns:
     """Makes columns of records of one item each. Contexts of other tasks are other clusters."""
-    names = {"kl": "kl", "flips": "flips", "right": "right", "mom": "mom", "max": "max", "count": "count"}
+    names = ("kl", "flips", "right", "mom", "max", "near", "count")
     columns = {name: np.array([record[name] for record in records]) for name in names if name in records[0]}
     columns["cluster"] = np.array([f"{record['task']}, {record['cluster']}" for record in records])
     return columns
@@ -164,11 +164,10 @@ def _rows(
 ) -> Iterator[Row]:
     """Yields means with clustered intervals, η against blind reuse, and the paired difference to InfoFlow's KL."""
     cluster = own["cluster"]
-    for name, metric in (("kl", "kl"), ("flips", "flips"), ("right", "accuracy"), ("mom", "mom"), ("max", "max")):
+    for name in ("kl", "flips", "right", "mom", "max", "near", "count"):
         if name in own:
+            metric = "accuracy" if name == "right" else name
             yield measured_row(probe, model, arm, f"{metric}{suffix}", intervals.mean(own[name], cluster))
-    if "count" in own:
-        yield measured_row(probe, model, arm, f"count{suffix}", intervals.mean(own["count"], cluster))
     # Where blind reuse loses next to nothing, η would be a quotient of roundings.
     if blind is not None and blind["kl"].mean() >= DAMAGE:
         yield measured_row(probe, model, arm, f"eta{suffix}", intervals.eta(own["kl"], blind["kl"], cluster))

@@ -3,6 +3,7 @@
 Axis letters: B arms, T tokens of the context, Q of the prompt, A tokens behind it, L layers, V vocabulary.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from .plan import (
     GEOMETRIES,
     METHODS,
     PASSAGES,
+    RANDOM,
     REORDER,
     REORDERED_BASELINE,
     SHARE,
@@ -47,6 +49,8 @@ from .splits import Parts, block_mask, local_positions
 Record = dict[str, Any]
 DIGITS = 5
 """Significant digits in the file of parts."""
+NEAR = 32
+"""Tokens in front of the prompt: how many of the chosen ones are among them says how far a method looks back."""
 READ_AT_ONCE = 7
 """Caches that are read in one forward."""
 
@@ -124,13 +128,18 @@ def result_of(splice: SplicedCache, repaired: Repaired) -> ArmResult:
 
 
 def repairs_of(
-    backbone: ModelBackbone, plan: InfoFlowPlan, context: TextContext, task: str
+    backbone: ModelBackbone, plan: InfoFlowPlan, context: TextContext, task: str, number: int = 0
 ) -> Iterator[tuple[str, SplicedCache, ArmResult]]:
-    """Yields every arm with the splice it repaired. Nothing of what follows the prompt is read."""
+    """Yields every arm with the splice it repaired. Nothing of what follows the prompt is read.
+
+    Args:
+      number: of the context, from which random tokens are drawn.
+    """
     for split in SPLITS:
         splice = splice_of(backbone, context.ids, context.split(split, plan), context.asked)
         for name, repair in METHODS.items():
-            repaired = repair(backbone, splice, SHARE if name != "blind" else 0.0)
+            own = functools.partial(repair, seed=number) if name == RANDOM else repair
+            repaired = own(backbone, splice, SHARE if name != "blind" else 0.0)
             yield arm_name(split, name), splice, result_of(splice, repaired)
         if split != PASSAGES:
             continue
@@ -179,7 +188,7 @@ def records_of(
     backbone: ModelBackbone, plan: InfoFlowPlan, task: str, number: int, context: TextContext
 ) -> Iterator[Record]:
     """Measures every arm on one context: KL and flips of what follows, right or wrong, and RoPE similarity."""
-    arms = list(repairs_of(backbone, plan, context, task))
+    arms = list(repairs_of(backbone, plan, context, task, number))
     expected = reference_logits(backbone, context, plan.follow)
     labels = {"task": task, "cluster": number}
     yield {**labels, "arm": "baseline", **compared(context, expected, expected)}
@@ -194,7 +203,8 @@ def records_of(
         if len(result.positions) and question is not None:
             prompt = np.asarray(question.positions)[0]
             mean, most = rope_similarity(backbone.layout.rope, prompt, result.positions)
-            record |= {"mom": _rounded(mean), "max": _rounded(most)}
+            near = float((result.positions >= len(context.ids) - NEAR).mean())
+            record |= {"mom": _rounded(mean), "max": _rounded(most), "near": _rounded(near)}
         yield record
 
 
