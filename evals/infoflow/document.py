@@ -21,7 +21,8 @@ from .suite import ALL, IMAGE, OURS, TEXT
 PAGE, KEPT = Path("docs/experiments/infoflow.md"), Path("docs/infoflow.json")
 KINDS = ("page", "chain", ALL)
 """Kinds of question about images that the page shows: of the page alone, of page and legends, all."""
-METRICS = ("kl", "eta", "flips", "accuracy", "mom", "max", "near", "count", "minus_infoflow.kl")
+TEXT_METRICS = ("kl", "eta", "flips", "accuracy", "mom", "max", "near", "minus_infoflow.kl")
+IMAGE_METRICS = ("count", *(f"{metric}.{kind}" for metric in ("kl", "eta", "flips", "accuracy") for kind in KINDS))
 LABELS = {
     "blind": "No Recompute",
     "infoflow": "Our: InfoFlow KV, attention mass",
@@ -116,7 +117,7 @@ def similarity_table(results: Results) -> Table:
 
 
 def image_table(results: Results, kind: str = ALL) -> Table:
-    """Makes the table of one image cut into parts (their Table 4): η, and right answers, by backbone."""
+    """Makes the table of one image cut into parts (their Table 4): right answers, flips, KL and η, by backbone."""
     models = _image_models(results)
     lines = []
     for probe in _image_probes(results):
@@ -125,14 +126,15 @@ def image_table(results: Results, kind: str = ALL) -> Table:
             for model in models:
                 rows = Rows(results, model)
                 right, eta = rows.get(probe, arm, f"accuracy.{kind}"), rows.get(probe, arm, f"eta.{kind}")
-                kl = rows.get(probe, arm, f"kl.{kind}")
-                cells += [f"{right.value:.1%}" if right.n else "–", _kl_and_eta(kl, eta) if eta.n else "–"]
+                kl, flips = rows.get(probe, arm, f"kl.{kind}"), rows.get(probe, arm, f"flips.{kind}")
+                said = f"{right.value:.1%}, {flips.value:.1%}" if right.n else "–"
+                cells += [said, _kl_and_eta(kl, eta) if eta.n else "–"]
                 counts.append(rows.get(probe, arm, "count"))
             if any(count.n for count in counts):
                 label = "Baseline: full-context prefill" if arm == "baseline" else LABELS[arm]
                 tokens = " / ".join(f"{count.value:.0f}" for count in counts)
                 lines.append([probe.partition("=")[2], label, tokens, *cells])
-    heads = [f"{model}, {what}" for model in models for what in ("right", "KL, η")]
+    heads = [f"{model}, {what}" for model in models for what in ("right, flips", "KL, η")]
     return ["parts", "method", "tokens", *heads], lines
 
 
@@ -178,12 +180,8 @@ def sections(kept: Results) -> dict[str, str]:
 
 def summary(results: Results) -> dict[str, Any]:
     """Picks what the page shows out of results.json."""
-    rows = []
-    for row in results["rows"]:
-        metric, _, kind = row["metric"].removesuffix(".kl").partition(".")
-        shown = row["metric"] in METRICS or (metric in METRICS and kind in KINDS)
-        if shown:
-            rows.append(rounded_row(row))
+    kept = {TEXT: TEXT_METRICS, IMAGE: IMAGE_METRICS}
+    rows = [rounded_row(row) for row in results["rows"] if row["metric"] in kept[row["probe"].partition(".")[0]]]
     config = {name: results["config"][name] for name in ("model", "plan", "parts_done", "parts")}
     return {"config": config, "cpu_seconds": round(results["cpu_seconds"]), "rows": rows}
 
