@@ -108,6 +108,10 @@ class MissingExtraError(KVPatchError):
     """An optional package that is not installed; the message names the extra that installs it."""
 
 
+class SegmentMismatchError(KVPatchError):
+    """Stored segments of another model or tenant than those of the prompt that they are to serve."""
+
+
 class InputError(KVPatchError):
     """Any other bad input."""
 

@@ -12,6 +12,8 @@ Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where
   costs              every kind of edit of a window on this device; planning of 32, 256 and 1024 chunks
   window             steps of an agent's loop, break-even of a patch, computing the edits of up to 256 chunks
   sessions           many agents at once: adding an image and asking, tokens per second
+  prompt_reuse       MPIC and VLCache: FLOPs and seconds to the first token, beside what they replace
+  parallel_prefill   chunk-parallel prefill beside ring attention on four host devices: seconds, bytes, FLOPs
   backbones          prefill and decode of every family, beside transformers with --torch-python
 
 Of answers, and of what follows from configurations alone:
@@ -40,7 +42,9 @@ from . import (
     fetch,
     kernels,
     needs,
+    parallel_prefill,
     policies,
+    prompt_reuse,
     retrieval,
     sessions,
     sizes,
@@ -60,8 +64,10 @@ BENCHMARKS = {
         kernels.BENCHMARK,
         needs.BENCHMARK,
         kernels.FACTORISATION,
+        parallel_prefill.BENCHMARK,
         Benchmark("placement", placement.run, table=placement.table),
         policies.BENCHMARK,
+        prompt_reuse.BENCHMARK,
         retrieval.BENCHMARK,
         sessions.BENCHMARK,
         sizes.BENCHMARK,
@@ -107,7 +113,9 @@ flags.DEFINE_bool(
     "For a preview, not for measurements: tiny sizes; sizes: compiles nothing. Not for backbones, kernels.",
 )
 flags.DEFINE_bool(
-    "busy", False, "costs: counts CPU seconds, where others use the machine too; pin the program to one core."
+    "busy",
+    False,
+    "costs, prompt_reuse: counts CPU seconds, where others use the machine too; pin the program to one core.",
 )
 flags.DEFINE_integer("repeats", 5, "Interleaved repeats of each timing; store: at least seven.")
 flags.DEFINE_integer("seed", 0, "Of the synthetic data.")

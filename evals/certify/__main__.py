@@ -20,9 +20,9 @@ from absl import app, flags
 from kvpatch_jax.errors import InputError
 from models import Buckets, ModelBackbone, load
 
-from ..command_line import errors_as_one_line
-from ..compilation import Compilations, use_compilation_cache
-from ..console import Progress, in_words, quiet_backends
+from ..command_line import begin_program, errors_as_one_line
+from ..compilation import Compilations
+from ..console import Progress, in_words
 from ..trained import shipped
 from .certification import certify, table
 from .certification_run import CertificationRun
@@ -131,11 +131,7 @@ def journal_of(backbone: ModelBackbone, name: str, source: WindowSource, ranks: 
 
 def main(arguments: list[str]) -> None:
     """Parses flags, measures, writes, prints."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
-
-    quiet_backends()
-    use_compilation_cache()
+    begin_program(arguments)
     began, compilations = time.perf_counter(), Compilations()
 
     with errors_as_one_line(), tempfile.TemporaryDirectory() as folder:

@@ -28,7 +28,7 @@ LABELS = {
     "infoflow": "Our: InfoFlow KV, attention mass",
     "infoflow.norm": "released code: norm (language models)",
     "infoflow.head_norm": "released code: norm over heads (images)",
-    "infoflow.entropy": "released code: entropy (images)",
+    "infoflow.head_entropy": "released code: entropy over heads (images)",
     REORDER: "Our + Reorder",
     REORDERED_BASELINE: "full-context prefill in that order",
     "cacheblend": "CacheBlend, one check",

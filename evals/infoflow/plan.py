@@ -39,14 +39,14 @@ IMAGE_METHODS: Mapping[str, Callable[..., Repaired]] = {
     "blind": blind,
     "infoflow": infoflow,
     "infoflow.head_norm": functools.partial(infoflow, reading="head_norm"),
-    "infoflow.entropy": functools.partial(infoflow, reading="entropy"),
+    "infoflow.head_entropy": functools.partial(infoflow, reading="head_entropy"),
     "cacheblend": cacheblend,
     "cacheblend_gradual": cacheblend_gradual,
     "first_k": first_k,
     RANDOM: random_tokens,
 }
 """Compared on images that were cut."""
-ASKING = ("infoflow", "infoflow.head_norm", "infoflow.entropy")
+ASKING = ("infoflow", "infoflow.head_norm", "infoflow.head_entropy")
 """Those of them that read the question, which then has a cache of its own."""
 
 

@@ -4,7 +4,7 @@ Axis letters: B arms, T tokens of the context, Q of the prompt, A tokens behind 
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +13,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvpatch_jax as kvp
-from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.backbone import LayerAttention, Tokens
 from kvpatch_jax.repair import (
     Repaired,
     SplicedCache,
-    attention_mass,
+    attention_scores,
     fraction_to_count,
     infoflow,
     largest,
@@ -154,6 +154,12 @@ def repairs_of(
             yield arm_name(split, name), splice, result
 
 
+@functools.cache
+def mass_of(context: int) -> Callable[[LayerAttention], Float[Array, "B context"]]:
+    """Returns the attention mass of a context's keys as a reduction; the same function each time."""
+    return functools.partial(attention_scores, reading="mass", context=context)
+
+
 def band_sweep(backbone: ModelBackbone, splice: SplicedCache, width: int) -> dict[str, ArmResult]:
     """Recomputes what `infoflow` chooses by the attention of each band of layers, all bands in one forward.
 
@@ -162,9 +168,8 @@ def band_sweep(backbone: ModelBackbone, splice: SplicedCache, width: int) -> dic
     """
     assert splice.question is not None
     # As `question_scores` with these layers, but for one pass of the question instead of one for each band.
-    layers = tuple(range(backbone.layout.layers))
-    found = backbone.attention(splice.question, splice.cache, layers=layers, reduce=attention_mass)
-    score = np.asarray(found)[:, 0, : splice.slots.shape[1]]
+    layers, mass = tuple(range(backbone.layout.layers)), mass_of(splice.slots.shape[1])
+    score = np.asarray(backbone.attention(splice.question, splice.cache, layers=layers, reduce=mass))[:, 0]
     depth = bands(len(layers), width)
     by_band = np.stack([score[first : last + 1].sum(axis=0) for first, last in depth])
     index = largest(jnp.asarray(by_band), fraction_to_count(SHARE, splice.cached_count))

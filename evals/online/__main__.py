@@ -15,9 +15,7 @@ from absl import app, flags
 
 from models import ModelBackbone
 
-from ..command_line import errors_as_one_line
-from ..compilation import use_compilation_cache
-from ..console import quiet_backends
+from ..command_line import begin_program, errors_as_one_line
 from ..results.parts import make_out
 from ..results.tables import aligned_table
 from ..tolerance import suite as tolerance
@@ -34,11 +32,7 @@ _QUICK = flags.DEFINE_boolean("quick", False, "a preview, not a measurement: ima
 
 def main(arguments: list[str]) -> None:
     """Measures, writes results.json, prints the tables."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
-
-    quiet_backends()
-    use_compilation_cache()
+    begin_program(arguments)
     out = Path(_OUT.value)
 
     @functools.cache

@@ -12,9 +12,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from ..command_line import errors_as_one_line
-from ..compilation import use_compilation_cache
-from ..console import quiet_backends
+from ..command_line import begin_program, errors_as_one_line
 from ..real_weights import checkpoint
 from ..results.parts import make_out
 from ..results.tables import markdown_table
@@ -33,11 +31,7 @@ _QUICK = flags.DEFINE_boolean("quick", False, "a preview, not a measurement")
 
 def main(arguments: list[str]) -> None:
     """Measures, writes results.json and table.md, prints the table."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
-
-    quiet_backends()
-    use_compilation_cache()
+    begin_program(arguments)
     out = Path(_OUT.value)
 
     with errors_as_one_line():

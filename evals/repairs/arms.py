@@ -21,7 +21,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "infoflow.tl_tp": {"geometry": "tl_tp"},
     "infoflow.norm": {"reading": "norm"},
     "infoflow.head_norm": {"reading": "head_norm", "whole_layers": 1},
-    "infoflow.entropy": {"reading": "entropy", "whole_layers": 1},
+    "infoflow.head_entropy": {"reading": "head_entropy", "whole_layers": 1},
 }
 """InfoFlow KV's positions while tokens are scored, and what its released code scores by."""
 SERVED_BYTES = 2

@@ -193,7 +193,7 @@ def rows_of(finished: Sequence[Mapping[str, Any]]) -> list[Row]:
     for backbone in dict.fromkeys(record["backbone"] for record in records):
         for probe in PROBES:
             own = [record for record in records if (record["backbone"], record["probe"]) == (backbone, probe)]
-            rows += _probe_rows(backbone, probe, own)
+            rows += _probe_rows(backbone, probe, own) if own else ()
     return rows
 
 

@@ -4,6 +4,9 @@ They work on identical KV and say what they cost: token-layers, bytes stored and
 `REPAIRS` lists them. Patches correct features; most others recompute tokens in context (Kamera §6, App. C.3).
 """
 
+from .attention_scores import READINGS as READINGS
+from .attention_scores import Reading as Reading
+from .attention_scores import attention_scores as attention_scores
 from .budget import Budget as Budget
 from .budget import count_of_equal_bytes as count_of_equal_bytes
 from .budget import fraction_to_count as fraction_to_count
@@ -31,9 +34,6 @@ from .prompts import PromptPiece as PromptPiece
 from .prompts import mpic as mpic
 from .prompts import splice_prompt as splice_prompt
 from .prompts import two_step_reuse as two_step_reuse
-from .question_attention import READINGS as READINGS
-from .question_attention import attention_entropy as attention_entropy
-from .question_attention import attention_mass as attention_mass
 from .question_attention import infoflow as infoflow
 from .question_attention import infoflow_layers as infoflow_layers
 from .question_attention import page_numbers as page_numbers
@@ -43,8 +43,6 @@ from .question_attention import prophetkv as prophetkv
 from .question_attention import quest as quest
 from .question_attention import question_scores as question_scores
 from .question_attention import reordered_by_question as reordered_by_question
-from .question_attention import squared_heads as squared_heads
-from .question_attention import squared_mean as squared_mean
 from .recomputation import LayerSet as LayerSet
 from .recomputation import padded_count as padded_count
 from .recomputation import recompute_sets as recompute_sets
@@ -53,6 +51,7 @@ from .recomputation import repair_everywhere as repair_everywhere
 from .references import blind as blind
 from .references import encoder_cached_reprefill as encoder_cached_reprefill
 from .references import full_reprefill as full_reprefill
+from .references import joined_tokens as joined_tokens
 from .references import layer_reprefill as layer_reprefill
 from .references import prefix_caching as prefix_caching
 from .schedules import RATIOS as RATIOS

@@ -6,7 +6,6 @@ Source: MPIC (Zhao et al. 2025, arXiv 2502.01960), sections 2.2 and 4.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,7 +15,7 @@ from ..errors import InputError
 from .budget import Budget
 from .leading_tokens import first_k
 from .recomputation import LayerSet, begin, run_layers
-from .references import NOTHING, all_tokens
+from .references import NOTHING, all_tokens, joined_tokens
 from .spliced_cache import Repaired, SplicedCache, blind_bytes, check_splice, counted
 
 MPIC_32 = Budget(tokens=32)
@@ -61,10 +60,7 @@ def splice_prompt(backbone: Backbone, pieces: Sequence[PromptPiece]) -> SplicedC
         first += n
 
     cache = {name: jnp.concatenate([part[name] for part in parts], axis=2) for name in layout.names}
-    tokens = jax.tree.map(
-        lambda *leaves: jnp.concatenate([jnp.asarray(leaf) for leaf in leaves], axis=1),
-        *[piece.tokens for piece in pieces],
-    )
+    tokens = joined_tokens(*(piece.tokens for piece in pieces))
     slots = jnp.asarray(np.broadcast_to(np.arange(first, dtype=np.int32), (tokens.embeddings.shape[0], first)))
     splice = SplicedCache(tokens, EngineKV(cache), slots, chunks=tuple(chunks))
     check_splice(layout, splice)
@@ -121,8 +117,9 @@ def two_step_reuse(
         allowed = jnp.arange(S) <= jnp.asarray(splice.slots)[..., None] if mask is None else jnp.asarray(mask)[:, 0]
         mask = (allowed & ~hidden[:, None])[:, None]
 
-    text = all_tokens(splice, np.flatnonzero(new))
-    first = run_layers(backbone, splice.replace(mask=mask), begin(layers, splice), LayerSet(0, layers, text))
+    # Without chunks the first step reads no logits, which it has no use for.
+    text, stored = all_tokens(splice, np.flatnonzero(new)), splice.replace(mask=mask, chunks=None)
+    first = run_layers(backbone, stored, begin(layers, splice), LayerSet(0, layers, text))
     last = all_tokens(splice, np.array([splice.slots.shape[1] - 1]))
     second = run_layers(
         backbone,

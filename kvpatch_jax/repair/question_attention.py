@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..backbone import Backbone, LayerAttention, Tokens
 from ..core import KVLayout
 from ..errors import InputError
+from .attention_scores import READINGS, Reading, attention_scores
 from .budget import Budget
 from .keys import attended_keys, scaled_queries
 from .positions import Geometry, chunk_scores, placed_for_scoring, reordered
@@ -41,46 +42,19 @@ PAGE = 16
 """Tokens of a page, as in Quest (Tang et al. 2024, section 4)."""
 
 
-def attention_mass(layer: LayerAttention) -> Float[Array, "B S"]:
-    """Computes the attention that each key receives: the mean over heads, summed over queries (InfoFlow KV, eq. 7)."""
-    return layer.weights().mean(1).sum(1)
+@functools.cache
+def score_reduction(reading: Reading, context: int) -> Callable[[LayerAttention], Float[Array, "B S"]]:
+    """Returns `attention_scores` of a context as a reduction; the same function each time, so that it compiles once."""
+    return functools.partial(attention_scores, reading=reading, context=context)
 
 
-def squared_mean(layer: LayerAttention) -> Float[Array, "B S"]:
-    """Sums the squares of the heads' mean attention over queries (InfoFlow KV's released code, language models)."""
-    return jnp.square(layer.weights().mean(1)).sum(1)
-
-
-def squared_heads(layer: LayerAttention) -> Float[Array, "B S"]:
-    """Sums squared attention over heads and queries (InfoFlow KV's released code, vision-language models)."""
-    return jnp.square(layer.weights()).sum((1, 2))
-
-
-def attention_entropy(layer: LayerAttention) -> Float[Array, "B S"]:
-    """Sums −A log A over heads and queries: each key's part of the entropy of the question's attention.
-
-    The released configurations of vision-language models name entropy and nothing more; this is our reading.
-    """
-    weights = layer.weights()
-    return -jnp.where(weights > 0, weights * jnp.log(jnp.where(weights > 0, weights, 1.0)), 0.0).sum((1, 2))
-
-
-READINGS: dict[str, Callable[[LayerAttention], Array]] = {
-    "mass": attention_mass,
-    "norm": squared_mean,
-    "head_norm": squared_heads,
-    "entropy": attention_entropy,
-}
-"""What InfoFlow KV scores tokens by: "mass" is the paper's, the others the released code's."""
-
-
-def infoflow_layers(layout: KVLayout, reading: str = "mass") -> tuple[int, ...]:
+def infoflow_layers(layout: KVLayout, reading: Reading = "mass") -> tuple[int, ...]:
     """Returns the layers that InfoFlow KV scores with, for a model of another depth than its own.
 
-    Layers 22 to 25 of 40 for "mass" and "norm" (appendix B, Qwen3-14B), the last two for the readings of
-    vision-language models.
+    Layers 22 to 25 of 40 (appendix B, Qwen3-14B); the last two for the readings of vision-language models, as in the
+    released code.
     """
-    if reading in ("head_norm", "entropy"):
+    if reading in ("head_norm", "head_entropy"):
         return tuple(range(max(0, layout.layers - 2), layout.layers))
     first, last = round(0.55 * layout.layers), round(0.65 * layout.layers)
     return tuple(range(min(first, layout.layers - 1), min(max(first, last), layout.layers - 1) + 1))
@@ -90,7 +64,7 @@ def question_scores(
     backbone: Backbone,
     splice: SplicedCache,
     layers: Sequence[int],
-    reading: str = "mass",
+    reading: Reading = "mass",
     geometry: Geometry = "global",
 ) -> Float[Array, "B T"]:
     """Scores the splice's tokens by the attention of its question over the spliced cache; padding has −inf.
@@ -98,8 +72,8 @@ def question_scores(
     Source: InfoFlow KV (arXiv 2603.05353), section 4.2, equations 7 and 8, and its released code.
 
     Args:
-      layers: whose scores are added (squares are added before their root).
-      reading: a key of `READINGS`.
+      layers: whose scores are averaged.
+      reading: how a layer's attention becomes a score.
       geometry: the positions that context and question have while tokens are scored; see `positions`.
 
     Raises:
@@ -109,17 +83,14 @@ def question_scores(
         raise InputError(f"question_scores.reading: got {reading!r}; expected one of {', '.join(READINGS)}")
     required(splice, "question", "question_scores", "the question's tokens behind the cache")
     question, cache = placed_for_scoring(backbone.layout, splice, geometry)
-    found = backbone.attention(
-        question, cache, _question_mask(splice, question), layers=layers, reduce=READINGS[reading]
-    )
-    return _scores(found, jnp.asarray(splice.slots), live_tokens(splice), root=reading in ("norm", "head_norm"))
+    reduce = score_reduction(reading, next(iter(cache.values())).shape[2])
+    found = backbone.attention(question, cache, _question_mask(splice, question), layers=layers, reduce=reduce)
+    return _of_tokens(found, jnp.asarray(splice.slots), live_tokens(splice))
 
 
-@functools.partial(jax.jit, static_argnames=("root",))
-def _scores(found: Array, slots: Array, live: Array, root: bool) -> Array:
-    total = found.sum(0)
-    total = jnp.sqrt(total) if root else total
-    return jnp.where(live, jnp.take_along_axis(total, slots, axis=1), -jnp.inf)
+@jax.jit
+def _of_tokens(found: Float[Array, "L B S"], slots: Array, live: Array) -> Float[Array, "B T"]:
+    return jnp.where(live, jnp.take_along_axis(found.mean(0), slots, axis=1), -jnp.inf)
 
 
 def _question_mask(splice: SplicedCache, question: Tokens) -> Bool[Array, "B 1 Q _"] | None:
@@ -146,7 +117,7 @@ def infoflow(
     budget: Budget | float,
     *,
     layers: Sequence[int] | None = None,
-    reading: str = "mass",
+    reading: Reading = "mass",
     geometry: Geometry = "global",
     whole_layers: int = 0,
     first_tokens: int = 0,
@@ -197,7 +168,7 @@ def reordered_by_question(
     *,
     share: float = 0.15,
     layers: Sequence[int] | None = None,
-    reading: str = "mass",
+    reading: Reading = "mass",
 ) -> SplicedCache:
     """Orders independent chunks by what the question attends to in them, the most important one nearest to it.
 
@@ -247,7 +218,7 @@ def prophetkv(backbone: Backbone, splice: SplicedCache, budget: Budget | float) 
         splice.cache,
         _question_mask(splice, question),
         layers=range(backbone.layout.layers),
-        reduce=attention_mass,
+        reduce=score_reduction("mass", next(iter(splice.cache.values())).shape[2]),
     )
     score = _alike(found, jnp.asarray(splice.slots), live_tokens(splice))
     index = choose_scored(splice, score, count)

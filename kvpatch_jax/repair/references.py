@@ -181,6 +181,14 @@ def _reprefill(
     return Repaired(dict(cache), chosen, bytes)
 
 
-def joined_tokens(first: Tokens, second: Tokens) -> Tokens:
-    """Returns tokens behind one another."""
-    return jax.tree.map(lambda *parts: jnp.concatenate([jnp.asarray(part) for part in parts], axis=1), first, second)
+def joined_tokens(*parts: Tokens) -> Tokens:
+    """Returns tokens behind one another; parts without deepstack features (texts among images) get zeros."""
+    features = [part.deepstack for part in parts if part.deepstack is not None]
+    if features:
+        like = jnp.asarray(features[0])
+        filled = []
+        for part in parts:
+            zeros = jnp.zeros((*part.embeddings.shape[:2], *like.shape[2:]), like.dtype)
+            filled.append(part if part.deepstack is not None else part._replace(deepstack=zeros))
+        parts = tuple(filled)
+    return jax.tree.map(lambda *leaves: jnp.concatenate([jnp.asarray(leaf) for leaf in leaves], axis=1), *parts)

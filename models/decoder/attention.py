@@ -11,7 +11,7 @@ Axis letters: B batch, T tokens, S keys, N query heads, K KV heads, H head width
 U width of a head's position-free part, W width of a head's value.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from ..attention import Mask, attention
 from .config import DecoderConfig
 from .layers import Linear, RMSNorm
 
+Attend = Callable[..., Array]
+"""Computes attention as `models.attention.attention` does, with its arguments query, key, value, mask and scale."""
 LATENT_EPSILON = 1e-6
 """Of the norms inside latent attention, whatever the configuration's own epsilon is."""
 
@@ -53,9 +55,11 @@ class GroupedAttention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         return {"turning": query}, {"k": key, "v": value}
 
-    def mix(self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask) -> Float[Array, "B T D"]:
+    def mix(
+        self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask, attend: Attend = attention
+    ) -> Float[Array, "B T D"]:
         """Attends with rotated queries over engine-frame KV, and projects out."""
-        mixed = attention(query["turning"], kv["k"], kv["v"], mask, scale=self.head_dim**-0.5)
+        mixed = attend(query["turning"], kv["k"], kv["v"], mask, scale=self.head_dim**-0.5)
         return self.output(mixed.reshape(*mixed.shape[:2], -1))
 
     def compared(
@@ -103,11 +107,13 @@ class LatentAttention(nnx.Module):
             turning, kpe = _halves(turning), _halves(kpe)
         return {"latent": absorbed, "turning": turning}, {"ckv": ckv, "kpe": kpe}
 
-    def mix(self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask) -> Float[Array, "B T D"]:
+    def mix(
+        self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask, attend: Attend = attention
+    ) -> Float[Array, "B T D"]:
         """Attends with absorbed and rotated queries over the cached latent, and projects out."""
         queries, keys = _joined_queries(query), _joined_keys(kv)
         # The latent is key and value of one head that all query heads share.
-        mixed = attention(queries, keys, kv["ckv"], mask, scale=self.latent.scale)
+        mixed = attend(queries, keys, kv["ckv"], mask, scale=self.latent.scale)
         up = self._up(mixed.dtype)[..., self.latent.plain_dim :]
         values = jnp.einsum("BTNC,CNW->BTNW", mixed, up, preferred_element_type=jnp.float32).astype(mixed.dtype)
         return self.output(values.reshape(*values.shape[:2], -1))

@@ -24,8 +24,8 @@ from kvpatch_jax.backbone import LayerAttention
 from kvpatch_jax.core import Paged, rope_tables, rotate
 from kvpatch_jax.errors import ShapeError
 
-from ..attention import Mask, as_mask
-from .attention import GroupedAttention, LatentAttention
+from ..attention import Mask, as_mask, attention
+from .attention import Attend, GroupedAttention, LatentAttention
 from .cached import KV, behind, read_pages, written_into, written_into_keys
 from .config import DecoderConfig
 from .layers import TABLE_SCALE, GatedMLP, Linear, RMSNorm, in_blocks, normal, product
@@ -97,6 +97,7 @@ class _Step(NamedTuple):
     whole: tuple[Array, Array, Array] | None  # cosines and sines of a prompt's tokens, and where the run starts
     paged: Paged | None  # a context in pages, which every layer looks up for itself
     observe: Callable[[LayerAttention], Any] | None = None  # in the layers whose attention is asked for
+    attend: Attend = attention  # how queries attend over keys
 
 
 class Decoder(nnx.Module):
@@ -145,6 +146,7 @@ class Decoder(nnx.Module):
         counted: Bool[Array, "B T"] | None = None,
         observed: tuple[int, ...] = (),
         observe: Callable[[LayerAttention], Any] | None = None,
+        attend: Attend = attention,
     ) -> LayerState:
         """Runs layers start_layer … stop_layer-1 over the tokens.
 
@@ -164,6 +166,7 @@ class Decoder(nnx.Module):
           deepstack: added to the residual that leaves layers 0 … n-1 (Qwen3-VL: zero where there is no image).
           counted: the tokens whose experts are counted (not padding); None counts none.
           observed: layers, ascending, whose attention `observe` reduces.
+          attend: how queries attend over keys, in every layer; where keys lie over a mesh, another than `attention`.
 
         Raises:
           ShapeError: a layer range or tap outside the decoder.
@@ -180,7 +183,7 @@ class Decoder(nnx.Module):
         cos, sin = rope_tables(self.config.rope, positions)
         whole = None if earlier is None else (*rope_tables(self.config.rope, earlier.positions), earlier.start)
         paged = context if isinstance(context, Paged) else None
-        step = _Step(cos, sin, as_mask(mask, hidden.shape[1], slots), slots, counted, whole, paged)
+        step = _Step(cos, sin, as_mask(mask, hidden.shape[1], slots), slots, counted, whole, paged, attend=attend)
         sliding = dataclasses.replace(step.mask, window=self.config.window)
         deep = 0 if deepstack is None else deepstack.shape[0]
         taps = {start_layer: hidden} if start_layer in hidden_at else {}
@@ -276,7 +279,7 @@ class Decoder(nnx.Module):
         turning = turned.pop("query")
         keys, cache = gather(kv, turned)
         query = {**query, "turning": turning}
-        mixed = layer.attention.mix(query, keys, step.mask)
+        mixed = layer.attention.mix(query, keys, step.mask, step.attend)
         seen = None
         if step.observe is not None:
             seen = step.observe(layer.attention.compared(query, keys, turned, step.mask))

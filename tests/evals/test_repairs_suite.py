@@ -10,6 +10,7 @@ import pytest
 from evals.repairs import document, suite
 from evals.repairs.arms import QUESTION_METHODS, SHARES, STORED, TOKEN_METHODS, repair_arms
 from evals.results.rows import Rows
+from evals.small_task import KINDS
 from evals.small_task.reader import EVICTED, VISIBLE
 from evals.trained import MAIN, shipped
 from kvpatch_jax.repair import REPAIRS
@@ -19,7 +20,7 @@ from models import load
 def record(arm, probe=VISIBLE, cluster=0, kl=(0.0, 0.0), predicted=(1, 2), **more):
     about = {"backbone": "m", "probe": probe, "arm": arm, "kl": list(kl), "predicted": list(predicted), **more}
     if arm == suite.REFERENCE:
-        about |= {"kind": [2, 2], "cluster": [cluster] * 2, "answer": [1, 2]}
+        about |= {"kind": [KINDS.index("chain")] * 2, "cluster": [cluster] * 2, "answer": [1, 2]}
     return about
 
 

@@ -8,9 +8,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["evals", "models", "kvpatch_jax", "pallas_kernels"]
 CORE = ["serving", "store", "batch", "session", "traces", "plan", "window", "repair", "pool", "patching", "cache"]
-CORE += ["answers", "backbone", "sampling", "core", "utils", "errors"]
+CORE += ["segment_reuse", "answers", "backbone", "sampling", "core", "utils", "errors"]
 STORE = ["cli", "", "snapshots", "libraries", "tiers", "disk", "format", "io"]
-MODELS = ["", "families", "inputs", "towers", "decoder", "attention", "checkpoints"]
+MODELS = ["parallel", "", "families", "inputs", "towers", "decoder", "attention", "checkpoints"]
 """From the top down; "" is the room's own modules."""
 
 Edges = dict[str, set[str]]

@@ -111,8 +111,8 @@ def infoflow_scores(row, count):
 def norm_scores(row, count):
     maps, _ = row.question_maps()
     layers = infoflow_layers(tiny_backbone().layout, "norm")
-    squares = sum((maps[layer].mean(1) ** 2).sum(0) for layer in layers)
-    return np.sqrt(squares)[BEFORE : BEFORE + CHUNK]
+    roots = sum(np.sqrt((maps[layer].mean(1) ** 2).sum(0)) for layer in layers)
+    return roots[BEFORE : BEFORE + CHUNK]
 
 
 def prophetkv_scores(row, count):

@@ -1,0 +1,373 @@
+"""Prefills with reused segments on a tiny random backbone, against whole prefills and a plan in one pass."""
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvpatch_jax as kvp
+from evals.trained import shipped
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.core import Buckets
+from kvpatch_jax.errors import ConfigError, InputError, RopeRegimeError, SegmentMismatchError
+from kvpatch_jax.segment_reuse import (
+    ReuseThresholds,
+    SegmentIndexOptions,
+    SegmentStore,
+    TenantSegments,
+    TokenRange,
+    divergences,
+    segment_prefill,
+    store_segments,
+)
+from models import ModelBackbone, load
+from models.families.family import parameters
+from models.families.qwen2_5_vl import Qwen25VLConfig
+from models.inputs.qwen_images import ImageConfig
+from tests.goldens.load_text import write_text_checkpoint
+from tests.kvpatch_jax.segment_reuse.segment_cases import id_prompt, prompt, words
+
+CONFIG = Path(__file__).parents[2] / "goldens" / "qwen2_5_vl" / "config.json"
+LAYERS, REUSED, HALO = 4, 2, 4
+OPTIONS = SegmentIndexOptions(reuse_layers=REUSED, storage="float32")
+ALL = ReuseThresholds(halo=HALO, epsilon=1e9, worthwhile=False)
+NONE = dataclasses.replace(ALL, epsilon=0.0)
+SYSTEM, DOCUMENT, ENDING = f"System: {words(0, 30)}\n", f"Observation: {words(1, 50)}\n", "Thought: what"
+FIRST = SYSTEM + DOCUMENT + ENDING
+MOVED = f"Question: {words(2, 20)}\n{DOCUMENT}{ENDING}"
+
+
+@pytest.fixture(autouse=True)
+def _highest_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def backbone() -> ModelBackbone:
+    config = Qwen25VLConfig.from_dict(json.loads(CONFIG.read_text()), "exact")
+    config = dataclasses.replace(config, text=dataclasses.replace(config.text, layers=LAYERS))
+    model = config.family.module(config, nnx.Rngs(0))
+    return ModelBackbone(config, parameters(model), ImageConfig(), buckets=Buckets(32, 1))
+
+
+def stored(backbone: Any, *texts: str, options: SegmentIndexOptions = OPTIONS) -> TenantSegments:
+    segments = SegmentStore(backbone, options).tenant("a")
+    for text in texts:
+        cold = segment_prefill(backbone, prompt(text), segments, NONE, tenant="a")
+        store_segments(backbone, prompt(text), cold, segments, tenant="a")
+    return segments
+
+
+@pytest.fixture(scope="module")
+def segments(backbone) -> TenantSegments:
+    with jax.default_matmul_precision("highest"):
+        return stored(backbone, FIRST)
+
+
+def truth(backbone, text: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Last logits and engine-frame cache of a whole prefill."""
+    tokens = backbone.embed(**backbone.prepare([prompt(text).ids.tolist()]))
+    out = backbone.prefill(tokens)
+    cache = kvp.to_engine(backbone.layout, out.kv, tokens.positions, 0)
+    return np.asarray(out.logits[:, 0]), {name: np.asarray(value) for name, value in cache.items()}
+
+
+def error(found, expected) -> float:
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def worst(backbone, text: str, result) -> float:
+    logits, cache = truth(backbone, text)
+    return max(error(result.logits, logits), *cache_errors(result, cache))
+
+
+def cache_errors(result, cache) -> list[float]:
+    """Errors of the channels; slots behind the prompt are free."""
+    size = cache["k"].shape[2]
+    assert not any(np.asarray(value)[:, :, size:].any() for value in result.cache.values())
+    return [error(result.cache[name][:, :, :size], cache[name]) for name in cache]
+
+
+def test_without_segments_it_is_a_prefill(backbone):
+    empty = SegmentStore(backbone, OPTIONS).tenant("a")
+    result = segment_prefill(backbone, prompt(FIRST), empty, ALL, tenant="a")
+    assert worst(backbone, FIRST, result) <= 1e-5
+    assert result.decisions == ()
+    assert not result.reused.any()
+    assert result.flops.saved == 0
+
+
+def test_rejected_runs_leave_a_prefill_and_cost_their_test(backbone, segments):
+    result = segment_prefill(backbone, prompt(MOVED), segments, NONE, tenant="a")
+    assert worst(backbone, MOVED, result) <= 1e-5
+    assert [decision.rejected_at for decision in result.decisions] == ["left"]
+    assert not result.reused.any()
+    assert result.flops.saved == -result.flops.test < 0
+
+
+def test_halos_that_cover_a_run_leave_a_prefill(backbone, segments):
+    result = segment_prefill(backbone, prompt(MOVED), segments, dataclasses.replace(ALL, halo=40), tenant="a")
+    assert result.decisions == ()
+    assert worst(backbone, MOVED, result) <= 1e-5
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_accepted_segment_in_its_own_context_equals_a_prefill(backbone, segments, known):
+    thresholds = dataclasses.replace(ALL, equal_prefix=known, epsilon=1e-6)
+    result = segment_prefill(backbone, prompt(FIRST), segments, thresholds, tenant="a")
+    (decision,) = result.decisions
+    assert decision.accepted
+    assert decision.equal_prefix == known
+    assert len(decision.kl) == (0 if known else 4)
+    assert worst(backbone, FIRST, result) <= 1e-5
+    begin, end = decision.interior
+    assert result.reused.sum() == REUSED * (end - begin)
+    assert result.flops.saved > 0
+
+
+def in_one_pass(backbone, segments, text: str, interior: tuple[int, int]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Reuses one interior without any test: all else through the lower layers, then all tokens through the upper."""
+    ids, (begin, end) = prompt(text).ids, interior
+    tokens = backbone.embed(**backbone.prepare([ids.tolist()]))
+    (span,) = [span for span in segments.index.spans.values() if len(span.ids) > 40]
+    at = int(np.flatnonzero(ids == span.ids[0])[0])
+    while not np.array_equal(ids[at : at + len(span.ids)], span.ids):
+        at += 1
+    kv, residual = segments.read(span.key, TokenRange(begin - at, end - at))
+
+    # Lower layers of the interior at their new places; the upper ones do not matter yet.
+    layout = dataclasses.replace(backbone.layout, layers=REUSED)
+    rotated = kvp.to_engine(layout, {n: v[:, None] for n, v in kv.items()}, tokens.positions[:, begin:end], 0)
+    cache = {}
+    for channel in backbone.layout.channels:
+        value = np.zeros((LAYERS, 1, len(ids), channel.heads, channel.width), np.float32)
+        value[:REUSED, :, begin:end] = rotated[channel.name]
+        cache[channel.name] = jnp.asarray(value)
+
+    rest = np.array([token for token in range(len(ids)) if not begin <= token < end])
+    chosen = Tokens(tokens.embeddings[:, rest], tokens.positions[:, rest])
+    lower = backbone.recompute(chosen, cache, jnp.asarray(rest[None]), stop_layer=REUSED, hidden_at=(REUSED,))
+    entering = np.zeros(tokens.embeddings.shape, np.float32)
+    entering[:, rest], entering[:, begin:end] = lower.hidden[REUSED], residual[None]
+    everything = Tokens(jnp.asarray(entering), tokens.positions)
+    upper = backbone.recompute(everything, lower.cache, jnp.arange(len(ids))[None], start_layer=REUSED)
+    return np.asarray(upper.logits[:, 0]), {name: np.asarray(value) for name, value in upper.cache.items()}
+
+
+def test_reuse_from_left_to_right_equals_reuse_in_one_pass(backbone, segments):
+    result = segment_prefill(backbone, prompt(MOVED), segments, ALL, tenant="a")
+    (decision,) = result.decisions
+    assert decision.accepted
+    logits, cache = in_one_pass(backbone, segments, MOVED, decision.interior)
+    assert error(result.logits, logits) <= 1e-5
+    assert max(cache_errors(result, cache)) <= 1e-5
+    # It is no prefill: in another context the segment is an approximation, as the test of a stricter ε says.
+    assert worst(backbone, MOVED, result) > 1e-3
+    assert max(decision.kl) > 0
+    assert divergences(truth(backbone, MOVED)[0], result.logits)[0] > 0
+
+
+class RecomputeLedger:
+    """A copy of a backbone, and the FLOPs of every recompute that it was called for."""
+
+    def __init__(self, backbone: ModelBackbone):
+        self.flops, self.calls = 0, 0
+        self.backbone: Any = copy.copy(backbone)
+
+        def recompute(tokens, cache, slots, logits, start_layer=0, hidden_at=()):
+            # A repeated last token pads to a size that forwards share, and is no work that was asked for.
+            costs, places = backbone.forward_costs, sorted(set(np.asarray(slots)[0].tolist()))
+            for token, pair in list(zip(costs.token, costs.pair, strict=True))[start_layer:]:
+                self.flops += sum(token + pair * (place + 1) for place in places)
+            self.flops += np.shape(logits)[1] * costs.logit
+            self.calls += 1
+            options = {"logits": logits, "start_layer": start_layer, "hidden_at": hidden_at}
+            return backbone.recompute(tokens, cache, slots, **options)
+
+        self.backbone.recompute = recompute
+
+
+@pytest.mark.parametrize("thresholds", [ALL, NONE, dataclasses.replace(ALL, test=False)], ids=["all", "none", "blind"])
+def test_flops_are_those_of_every_forward(backbone, segments, thresholds):
+    ledger = RecomputeLedger(backbone)
+    result = segment_prefill(ledger.backbone, prompt(MOVED), segments, thresholds, tenant="a")
+    assert result.flops.spent == ledger.flops
+    full = backbone.forward_costs.flops(len(prompt(MOVED).ids)) + backbone.forward_costs.logit
+    assert result.flops.full == full
+    assert result.flops.saved == full - ledger.flops
+    assert ledger.calls >= 2
+
+
+def test_a_rejection_at_the_right_border_is_undone_and_counted(backbone):
+    segments = stored(backbone, FIRST)
+    (span,) = [span for span in segments.index.spans.values() if len(span.ids) > 40]
+    kv, residual = segments.read(span.key, TokenRange(0, len(span.ids)))
+    # Only the end of what is stored is wrong, so that the left border passes.
+    residual = residual.copy()
+    residual[-HALO - 6 :] += 100 * np.random.default_rng(0).normal(size=residual[-HALO - 6 :].shape)
+    other = SegmentStore(backbone, OPTIONS).tenant("a")
+    assert other.add(prompt(FIRST), span, kv, residual)
+
+    ledger = RecomputeLedger(backbone)
+    clean = segment_prefill(backbone, prompt(MOVED), segments, ALL, tenant="a").decisions[0].kl
+    thresholds = dataclasses.replace(ALL, epsilon=max(clean))
+    result = segment_prefill(ledger.backbone, prompt(MOVED), other, thresholds, tenant="a")
+    (decision,) = result.decisions
+    assert (decision.rejected_at, decision.accepted) == ("right", False)
+    assert max(decision.kl[:2]) <= thresholds.epsilon < max(decision.kl[2:])
+    assert worst(backbone, MOVED, result) <= 1e-5
+    assert not result.reused.any()
+    assert result.flops.discarded > 0
+    assert result.flops.spent == ledger.flops
+    assert result.flops.saved == -result.flops.discarded - result.flops.test
+    # With half of the probes allowed to fail it is accepted.
+    lenient = dataclasses.replace(thresholds, failing=0.5)
+    assert segment_prefill(backbone, prompt(MOVED), other, lenient, tenant="a").decisions[0].accepted
+
+
+def test_a_cached_prefix_is_neither_computed_nor_tested(backbone, segments):
+    _, cache = truth(backbone, MOVED)
+    prefix = {name: jnp.asarray(value[:, :, :12]) for name, value in cache.items()}
+    result = segment_prefill(backbone, prompt(MOVED), segments, NONE, tenant="a", prefix=prefix)
+    assert worst(backbone, MOVED, result) <= 1e-5
+    costs, T = backbone.forward_costs, len(prompt(MOVED).ids)
+    assert result.flops.full == costs.flops(T) - costs.flops(12) + costs.logit
+
+
+def test_int8_serves_nearly_what_full_precision_serves(backbone):
+    narrow = stored(backbone, FIRST, options=dataclasses.replace(OPTIONS, storage="int8"))
+    wide = stored(backbone, FIRST)
+    assert narrow.bytes < wide.bytes / 2
+    first = segment_prefill(backbone, prompt(FIRST), narrow, ALL, tenant="a")
+    assert first.decisions[0].accepted
+    assert 1e-6 < worst(backbone, FIRST, first) < 0.05
+
+
+def test_spans_behind_an_approximation_are_of_a_later_generation(backbone):
+    text = MOVED + f"\nObservation: {words(3, 40)}\nThought: so"
+    for generations, kept in ((1, True), (0, False)):
+        segments = stored(backbone, FIRST, options=dataclasses.replace(OPTIONS, generations=generations))
+        known = set(segments.index.spans)
+        result = segment_prefill(backbone, prompt(text), segments, ALL, tenant="a")
+        assert any(decision.accepted for decision in result.decisions)
+        store_segments(backbone, prompt(text), result, segments, tenant="a")
+        begin = result.decisions[0].interior[0]
+        added = [span for key, span in segments.index.spans.items() if key not in known]
+        assert {span.generation for span in added} == ({0, 1} if kept else {0})
+        assert all(span.generation == (span.start > begin) for span in added)
+        # What was reused is not stored a second time.
+        assert not any(result.reused[0, span.start : span.start + len(span.ids)].any() for span in added)
+
+
+def test_an_exact_span_replaces_an_approximate_one(backbone, segments):
+    other = SegmentStore(backbone, OPTIONS).tenant("a")
+    (span, *_) = segments.index.spans.values()
+    kv, residual = segments.read(span.key, TokenRange(0, len(span.ids)))
+    wrong = {name: value + 1 for name, value in kv.items()}
+    assert other.add(prompt(FIRST), span._replace(generation=2), wrong, residual)
+    assert not other.add(prompt(FIRST), span._replace(generation=2), kv, residual)
+    assert other.add(prompt(FIRST), span, kv, residual)
+    assert other.index.spans[span.key].generation == 0
+    stored, _ = other.read(span.key, TokenRange(0, len(span.ids)))
+    assert all(stored[name].tobytes() == kv[name].tobytes() for name in kv)
+    assert not other.add(prompt(FIRST), span._replace(generation=1), wrong, residual)
+    assert other.bytes == sum(value.nbytes for value in kv.values()) + residual.nbytes
+
+
+def test_tenants_share_nothing(backbone):
+    store = SegmentStore(backbone, OPTIONS)
+    one, two = store.tenant("one"), store.tenant("two")
+    cold = segment_prefill(backbone, prompt(FIRST), one, ALL, tenant="one")
+    store_segments(backbone, prompt(FIRST), cold, one, tenant="one")
+    assert len(one.index) > 0
+    assert len(two.index) == 0
+    assert segment_prefill(backbone, prompt(FIRST), two, ALL, tenant="two").decisions == ()
+    before = (one.counters, set(one.index.spans), one.bytes)
+    for call in (
+        lambda: segment_prefill(backbone, prompt(FIRST), one, ALL, tenant="two"),
+        lambda: store_segments(backbone, prompt(FIRST), cold, one, tenant="two"),
+    ):
+        with pytest.raises(SegmentMismatchError, match="another tenant's") as raised:
+            call()
+        assert "one" not in str(raised.value).replace("those of", "").split("'")
+    assert (one.counters, set(one.index.spans), one.bytes) == before
+    assert store.delete_tenant("one")
+    assert not store.delete_tenant("one")
+    assert len(one.index) == one.bytes == 0
+
+
+def test_segments_of_another_model_are_refused(backbone, segments):
+    scaled = jax.tree.map(lambda leaf: leaf * 1.5, backbone.parameters)
+    before = (segments.counters, set(segments.index.spans), segments.bytes)
+    with pytest.raises(SegmentMismatchError, match=r"expected .* the fingerprint of the backbone"):
+        segment_prefill(backbone.replaced(scaled), prompt(FIRST), segments, ALL, tenant="a")
+    assert (segments.counters, set(segments.index.spans), segments.bytes) == before
+
+
+def test_a_prompt_over_the_regime_of_a_pinned_rope_is_refused(tmp_path):
+    short = load(write_text_checkpoint("phi3_short", tmp_path / "phi3"))
+    segments = SegmentStore(short, SegmentIndexOptions(reuse_layers=1)).tenant("a")
+    with pytest.raises(RopeRegimeError, match="expected below 32"):
+        segment_prefill(short, id_prompt(np.arange(3, 40)), segments, ALL, tenant="a")
+    assert len(segments.index) == 0
+
+
+def test_eviction_erases_and_forgets(backbone):
+    size = stored(backbone, FIRST).bytes
+    segments = stored(backbone, FIRST, options=dataclasses.replace(OPTIONS, budget=size))
+    before = set(segments.index.spans)
+    other = f"Observation: {words(7, 50)}\n{ENDING}"
+    cold = segment_prefill(backbone, prompt(other), segments, NONE, tenant="a")
+    assert store_segments(backbone, prompt(other), cold, segments, tenant="a") > 0
+    assert segments.bytes <= size
+    evicted = before - set(segments.index.spans)
+    assert evicted
+    assert segments.counters.evicted == len(evicted)
+    for key in evicted:
+        with pytest.raises(KeyError):
+            segments.read(key, TokenRange(0, 1))
+
+
+def test_bad_input_raises_typed_errors_and_changes_nothing(backbone, segments, unchecked):
+    before = (segments.counters, set(segments.index.spans), segments.bytes)
+    _, cache = truth(backbone, ENDING)
+    whole = {name: jnp.asarray(value) for name, value in cache.items()}
+    with pytest.raises(InputError, match="expected fewer"):
+        segment_prefill(backbone, prompt(ENDING), segments, ALL, tenant="a", prefix=whole)
+    with pytest.raises(InputError, match="expected a name"):
+        SegmentStore(backbone, OPTIONS).tenant("")
+    with pytest.raises(ConfigError, match="expected fewer than the model's 4 layers"):
+        SegmentStore(backbone, SegmentIndexOptions(reuse_layers=LAYERS))
+    (span, *_) = segments.index.spans.values()
+    arrays = {channel.name: np.zeros((1, len(span.ids), 1, 1), np.float32) for channel in backbone.layout.channels}
+    with pytest.raises(InputError, match="expected 2 layers"):
+        segments.add(prompt(FIRST), span, arrays, np.zeros((len(span.ids), 8), np.float32))
+    assert (segments.counters, set(segments.index.spans), segments.bytes) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kimi_vl", "qwen3_vl_moe", "llava"])
+def test_trained_families_reuse_too(name):
+    trained = load(shipped(name), dtype="float32", buckets=Buckets(32, 1))
+    rng = np.random.default_rng(0)
+    document = rng.integers(20, 60, 80)
+    first = id_prompt(np.concatenate([rng.integers(20, 60, 30), document, [5]]))
+    moved = id_prompt(np.concatenate([rng.integers(20, 60, 50), document, [5]]))
+    segments = SegmentStore(trained, SegmentIndexOptions(reuse_layers=1, storage="float32")).tenant("a")
+    store_segments(trained, first, segment_prefill(trained, first, segments, ALL, tenant="a"), segments, tenant="a")
+    same = segment_prefill(trained, first, segments, dataclasses.replace(ALL, equal_prefix=False), tenant="a")
+    tokens = trained.embed(**trained.prepare([first.ids.tolist()]))
+    assert same.decisions[0].accepted
+    assert error(same.logits, trained.prefill(tokens).logits[:, 0]) <= 1e-4
+    other = segment_prefill(trained, moved, segments, dataclasses.replace(ALL, segment=0.5), tenant="a")
+    assert any(decision.accepted for decision in other.decisions)

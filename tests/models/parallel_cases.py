@@ -1,0 +1,267 @@
+"""What `test_parallel.py` asserts, found by a program with four devices on the host.
+
+Each case prefills chunks over the devices and on one device, where the blind caches of the chunks are joined, scored by
+`backbone.attention`, and the selected tokens recomputed by `backbone.recompute`.
+"""
+
+import functools
+import json
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from evals.bench.checkpoints import qwen2_config, random_backbone, tiny_config
+from evals.bench.collectives import exchanged_bytes, read_collectives
+from evals.bench.parallel_prefill import ParallelShapes, parallel_programs
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.core import EngineKV, to_engine
+from kvpatch_jax.errors import KVPatchError
+from kvpatch_jax.repair import Reading, attention_scores
+from models import ModelBackbone
+from models.parallel import (
+    MeshBackbone,
+    ParallelPrefill,
+    chunk_parallel_prefill,
+    place_chunk_cache,
+    prefill_chunks_apart,
+    read_question,
+    ring_prefill,
+    spread_backbone,
+)
+
+CHUNKS, ASKED = (9, 11, 12, 8), 5
+"""Tokens of the four chunks, and of the question."""
+SMALL = qwen2_config(32, 64, heads=4, layers=3, kv_heads=2, vocabulary=320)
+
+
+def four() -> jax.sharding.Mesh:
+    """A mesh as `jax.make_mesh` makes it: its axis is Explicit."""
+    return jax.make_mesh((4,), ("chunks",))
+
+
+def sequence(backbone: ModelBackbone, rows: int, chunks: Sequence[int]) -> tuple[Tokens, Tokens]:
+    """A context and a question with drawn embeddings; under M-RoPE an image's positions, and deepstack features."""
+    rng, config = np.random.default_rng(0), backbone.config.text
+    length = sum(chunks) + ASKED
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+    deepstack = None
+    if backbone.layout.rope.axes is not None:
+        grid = np.stack([positions, positions // 3, positions % 3 + positions // 3], axis=-1)
+        positions = grid.astype(np.int32)
+        deepstack = jnp.asarray(0.3 * rng.standard_normal((rows, length, 2, config.width), np.float32))
+    embeddings = jnp.asarray(rng.standard_normal((rows, length, config.width), np.float32))
+    tokens = Tokens(embeddings, positions, deepstack)
+    return tokens.take(0, sum(chunks)), tokens.take(sum(chunks), length)
+
+
+def blind_cache(backbone: ModelBackbone, context: Tokens, chunks: Sequence[int]) -> EngineKV:
+    """Chunks prefilled alone on one device, rotated to their positions and joined."""
+    caches, start = [], 0
+    for length in chunks:
+        part = context.take(start, start + length)
+        local = np.asarray(part.positions)
+        alone = part._replace(positions=local - local.min(axis=1, keepdims=True))
+        caches.append(to_engine(backbone.layout, backbone.prefill(alone).kv, part.positions, 0))
+        start += length
+    return EngineKV({name: jnp.concatenate([kv[name] for kv in caches], axis=2) for name in caches[0]})
+
+
+def taken(tokens: Tokens, index: np.ndarray) -> Tokens:
+    """The tokens at these places of each row."""
+    rows = np.arange(len(index))[:, None]
+    return jax.tree.map(lambda leaf: leaf[rows, index], tokens)
+
+
+@functools.cache
+def reduction(reading: Any, context: int) -> Callable[..., Any]:
+    """The scores of one layer on one device, one function for each program."""
+    return functools.partial(attention_scores, reading=reading, context=context)
+
+
+def alone(
+    backbone: ModelBackbone, context: Tokens, question: Tokens, chunks: Sequence[int], reading: Any, count: int
+) -> dict[str, Any]:
+    """Selects, recomputes and answers on one device, over the last two layers' scores."""
+    cache = blind_cache(backbone, context, chunks)
+    last = backbone.layout.layers
+    reduce = reduction(reading, sum(chunks))
+    scores = backbone.attention(question, cache, layers=(last - 2, last - 1), reduce=reduce).mean(0)
+    chosen = np.sort(np.asarray(jax.lax.top_k(scores, count)[1]), axis=-1)
+    if count:
+        cache = EngineKV(backbone.recompute(taken(context, chosen), cache, jnp.asarray(chosen)).cache)
+    out = backbone.prefill(question, cache, logits="all")
+    return {"scores": scores, "chosen": chosen, "logits": out.logits, "question": dict(out.kv), **cache}
+
+
+def difference(found: Any, expected: Any) -> float:
+    """Largest difference over the largest magnitude, or 1 if that is smaller."""
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return float(np.abs(found - expected).max(initial=0) / max(1.0, np.abs(expected).max(initial=0)))
+
+
+def compared(read: ParallelPrefill, expected: dict[str, Any]) -> dict[str, Any]:
+    """Differences of a result over the mesh from that of one device."""
+    found = {"scores": read.scores, "logits": read.logits, **read.cache.gather()}
+    errors = {name: difference(value, expected[name]) for name, value in found.items()}
+    for name, value in read.question.items():
+        errors[f"question {name}"] = difference(value, expected["question"][name])
+    return {"errors": errors, "same_tokens": bool(np.array_equal(read.chosen, expected["chosen"]))}
+
+
+def cases(backbone: ModelBackbone, rows: int, options: dict[str, dict[str, Any]], count: int = 14) -> dict[str, Any]:
+    """One backbone over four devices with each of the options; the ring beside one prefill of everything."""
+    over, (context, question) = spread_backbone(backbone, four()), sequence(backbone, rows, CHUNKS)
+    expected = alone(backbone, context, question, CHUNKS, "mass", count)
+    facts = {}
+    for name, how in options.items():
+        read = chunk_parallel_prefill(over, context, question, CHUNKS, count=count, **how)
+        facts[name] = compared(read, expected) | {"capacities": read.plan.capacities}
+    return facts | {"ring": ring_errors(over, context, question)}
+
+
+def ring_errors(over: MeshBackbone, context: Tokens, question: Tokens) -> dict[str, Any]:
+    """The ring beside one prefill of context and question on one device."""
+    logits, cache = ring_prefill(over, context, question)
+    whole = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), context, question)
+    out = over.backbone.prefill(whole, logits="all")
+    engine = to_engine(over.backbone.layout, out.kv, whole.positions, 0)
+    errors = {name: difference(leaf, engine[name]) for name, leaf in cache.gather().items()}
+    return {"errors": errors | {"logits": difference(logits, out.logits[:, -ASKED:])}}
+
+
+def gqa() -> dict[str, Any]:
+    """Grouped heads, two rows, queries that travel, and copies of the first chunk with keys that travel."""
+    options = {"queries": {"move": "queries"}, "shared keys": {"move": "keys", "share_first": True}}
+    return cases(random_backbone(SMALL), 2, options)
+
+
+def mla() -> dict[str, Any]:
+    """Latent attention and experts."""
+    return cases(random_backbone(tiny_config("DeepseekV3ForCausalLM")), 1, {"queries": {"move": "queries"}})
+
+
+def latent_keys() -> dict[str, Any]:
+    """Latents that travel in place of queries."""
+    return cases(random_backbone(tiny_config("DeepseekV3ForCausalLM")), 1, {"keys": {"move": "keys"}})
+
+
+def mrope() -> dict[str, Any]:
+    """M-RoPE and deepstack features."""
+    options = {"least": {}, "shared": {"share_first": True}}
+    return cases(random_backbone(tiny_config("Qwen3VLForConditionalGeneration")), 2, options)
+
+
+def several() -> dict[str, Any]:
+    """Two chunks on each device, of other lengths."""
+    backbone, chunks = random_backbone(SMALL), (4, 7, 9, 1, 2, 10, 3, 4)
+    over, (context, question) = spread_backbone(backbone, four()), sequence(backbone, 1, chunks)
+    read = chunk_parallel_prefill(over, context, question, chunks, ratio=0.4)
+    return compared(read, alone(backbone, context, question, chunks, "mass", 16))
+
+
+def budgets() -> dict[str, Any]:
+    """Nothing selected, everything selected, readings, and a prepared cache; all over one context."""
+    backbone = random_backbone(SMALL)
+    over, (context, question) = spread_backbone(backbone, four()), sequence(backbone, 2, CHUNKS)
+    apart = prefill_chunks_apart(over, context, CHUNKS)
+    facts: dict[str, Any] = {}
+
+    nothing = read_question(over, apart, question, count=0)
+    facts["nothing"] = compared(nothing, alone(backbone, context, question, CHUNKS, "mass", 0))
+    kept = nothing.cache.gather()
+    facts["untouched"] = all(np.array_equal(kept[name], leaf) for name, leaf in apart.gather().items())
+
+    everything = read_question(over, apart, question, ratio=1.0)
+    exact, _ = ring_prefill(over, context, question)
+    facts["everything"] = difference(everything.logits, exact)
+
+    # The tokens that were not chosen keep their bits.
+    some = read_question(over, apart, question, count=12)
+    rest = np.ones((2, sum(CHUNKS)), bool)
+    rest[np.arange(2)[:, None], some.chosen] = False
+    before, after = apart.gather(), some.cache.gather()
+    facts["others_keep_their_bits"] = all(
+        np.array_equal(before[name][:, rest], after[name][:, rest]) for name in before
+    )
+    facts["chosen_change"] = any(not np.array_equal(before[name], after[name]) for name in before)
+
+    prepared = place_chunk_cache(over, context, blind_cache(backbone, context, CHUNKS), CHUNKS)
+    facts["prepared"] = difference(read_question(over, prepared, question, count=12).logits, some.logits)
+
+    for reading in get_args(Reading):
+        expected = alone(backbone, context, question, CHUNKS, reading, 12)
+        read = read_question(over, apart, question, count=12, reading=reading)
+        facts[reading] = {"error": difference(read.scores, expected["scores"])}
+        facts[reading] |= {"same_tokens": bool(np.array_equal(read.chosen, expected["chosen"]))}
+    return facts
+
+
+def traffic() -> dict[str, Any]:
+    """Bytes that devices exchange, of grouped heads (two queries for each key) and an even selection; nothing runs."""
+    apart, shared = (ParallelShapes(tokens=2048, kv_heads=4, share_first=share) for share in (False, True))
+    return {"apart": traffic_of(apart), "shared": traffic_of(shared)}
+
+
+def more_traffic() -> dict[str, Any]:
+    """The same where all that is selected lies at the end, with one query for each key, and with four."""
+    return {
+        "skewed, shared": traffic_of(ParallelShapes(tokens=2048, kv_heads=4, share_first=True, selection="last")),
+        "skewed, multi-head": traffic_of(ParallelShapes(tokens=2048, kv_heads=8, selection="last")),
+        "four queries, shared, 8192": traffic_of(ParallelShapes(tokens=8192, kv_heads=2, share_first=True)),
+    }
+
+
+def traffic_of(shapes: ParallelShapes) -> dict[str, Any]:
+    """Bytes that a device sends in each of the programs, compiled for a 512-wide decoder of four layers."""
+    programs = {part: program.lower().compile().as_text() for part, program in parallel_programs(shapes).items()}
+    facts: dict[str, Any] = {part: exchanged_bytes(text) for part, text in programs.items()}
+    return facts | {"kinds": sorted({each.kind for each in read_collectives(programs["ring"])})}
+
+
+def refusals() -> dict[str, str]:
+    """What is said of bad input."""
+    backbone = random_backbone(SMALL)
+    over, (context, question) = spread_backbone(backbone, four()), sequence(backbone, 1, CHUNKS)
+    apart = prefill_chunks_apart(over, context, CHUNKS)
+    windowed = random_backbone(SMALL | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0})
+    calls: dict[str, Callable[[], Any]] = {
+        "axis": lambda: spread_backbone(backbone, four(), "tensor"),
+        "window": lambda: spread_backbone(windowed, four()),
+        "sum": lambda: prefill_chunks_apart(over, context, (9, 11, 12, 9)),
+        "number": lambda: prefill_chunks_apart(over, context, (20, 20)),
+        "empty": lambda: prefill_chunks_apart(over, context, (0, 20, 12, 8)),
+        "few": lambda: prefill_chunks_apart(over, context.take(0, 3)),
+        "shared": lambda: prefill_chunks_apart(over, context, (4, 5, 5, 6, 6, 6, 4, 4), share_first=True),
+        "both": lambda: read_question(over, apart, question, count=3, ratio=0.1),
+        "neither": lambda: read_question(over, apart, question),
+        "ratio": lambda: read_question(over, apart, question, ratio=1.2),
+        "count": lambda: read_question(over, apart, question, count=41),
+        "layers": lambda: read_question(over, apart, question, count=3, layers=(2, 1)),
+        "reading": lambda: read_question(over, apart, question, count=3, reading="max"),  # type: ignore[arg-type]
+        "move": lambda: read_question(over, apart, question, count=3, move="both"),  # type: ignore[arg-type]
+        "rows": lambda: read_question(over, apart, sequence(backbone, 2, CHUNKS)[1], count=3),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+            said[name] = ""
+        except KVPatchError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def main() -> None:
+    """Prints {name: facts}."""
+    warnings.simplefilter("error")
+    with jax.default_matmul_precision("highest"):
+        print(json.dumps({name: globals()[name]() for name in sys.argv[1:]}))
+
+
+if __name__ == "__main__":
+    main()

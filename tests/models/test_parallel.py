@@ -1,0 +1,246 @@
+"""Prefill over a mesh axis: chunks apart with selected tokens recomputed, and ring attention, beside one device.
+
+What needs four devices runs in a program of its own (`parallel_cases.py`), whose findings are asserted here.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvpatch_jax.backbone import LayerAttention
+from kvpatch_jax.repair import Reading, attention_scores
+from models.attention import Mask
+from models.parallel import ExchangePlan, lay_out, readouts
+
+ROOT = Path(__file__).parents[2]
+BAR = 1e-5
+DEFAULT = ("gqa", "traffic", "refusals")
+SLOW = ("more_traffic", "mla", "latent_keys", "mrope", "several", "budgets")
+
+
+def findings(names: tuple[str, ...]) -> dict[str, Any]:
+    """What the program found, with four devices on the host."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    program = [sys.executable, "-m", "tests.models.parallel_cases", *names]
+    run = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.fixture(scope="module")
+def facts():
+    """What the default cases found."""
+    return findings(DEFAULT)
+
+
+@pytest.fixture(scope="module")
+def slow_facts():
+    """What the slow cases found."""
+    return findings(SLOW)
+
+
+def check_equal(found: dict[str, Any]) -> None:
+    """Selection is the same, and all results are within the bar."""
+    assert found.get("same_tokens", True)
+    assert {"logits"} < found["errors"].keys()
+    worst = max(found["errors"], key=found["errors"].__getitem__)
+    assert found["errors"][worst] <= BAR, f"{worst}: off by {found['errors'][worst]:.2e}"
+
+
+# ---------------------------------------------------------------------------------------------- on four devices
+
+
+@pytest.mark.parametrize("how", ["queries", "shared keys"])
+def test_chunks_over_devices_select_recompute_and_answer_as_one_device(facts, how):
+    check_equal(facts["gqa"][how])
+    # Tokens of the first chunk change nothing and are not recomputed; those of others are, and devices exchange.
+    assert facts["gqa"][how]["capacities"][0] == 0
+    assert sum(facts["gqa"][how]["capacities"]) > 0
+
+
+def test_ring_attention_is_the_prefill_of_one_device(facts):
+    check_equal(facts["gqa"]["ring"])
+
+
+def check_traffic(found: dict[str, Any]) -> None:
+    """Chunks exchange nothing while they are prefilled, and all that follows takes a fifth of the ring's at most."""
+    assert found["prefill"] == 0
+    assert found["score"] > 0
+    assert found["kinds"] == ["all-reduce", "collective-permute"]
+    assert found["score"] + found["recompute"] <= 0.2 * found["ring"]
+
+
+@pytest.mark.parametrize("how", ["apart", "shared"])
+def test_bytes_at_ratio_15_are_at_most_a_fifth_of_the_ring(facts, how):
+    check_traffic(facts["traffic"][how])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["skewed, shared", "skewed, multi-head", "four queries, shared, 8192"])
+def test_bytes_of_skewed_selections_and_larger_groups_are_at_most_a_fifth_of_the_ring(slow_facts, how):
+    check_traffic(slow_facts["more_traffic"][how])
+
+
+def test_ring_sends_every_block_of_keys_three_times(facts):
+    # 3 hops of ⌈2064 / 4⌉ tokens, keys and values of 4 heads · 64, float32, in 4 layers; and the question's 16 rows.
+    hops, rows = 3 * 516 * 2 * 256 * 4 * 4, 2 * 3 / 4 * 16 * 512 * 4
+    assert facts["traffic"]["apart"]["ring"] == hops + rows
+
+
+def test_sharing_the_first_chunk_halves_what_an_even_selection_exchanges(facts):
+    plain, shared = (facts["traffic"][name]["recompute"] for name in ("apart", "shared"))
+    assert shared < 0.6 * plain
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("axis", "ConfigError: mesh: got axes ('chunks',); expected one called 'tensor'"),
+        ("window", "ConfigError: backbone: got a sliding window of 4 tokens; expected full attention"),
+        ("sum", "InputError: chunks: got lengths (9, 11, 12, 9); expected a multiple of 4 of them"),
+        ("number", "InputError: chunks: got lengths (20, 20); expected a multiple of 4"),
+        ("empty", "InputError: chunks: got lengths (0, 20, 12, 8); expected"),
+        ("few", "InputError: tokens: got 3; expected at least one for each of 4 devices"),
+        ("shared", "InputError: share_first: got 8 chunks on 4 devices; expected one on each"),
+        ("both", "InputError: selection: got ratio 0.1 and count 3; expected one of them"),
+        ("neither", "InputError: selection: got ratio None and count None; expected one of them"),
+        ("ratio", "InputError: ratio: got 1.2; expected 0 to 1"),
+        ("count", "InputError: count: got 41; expected 0 to the context's 40 tokens"),
+        ("layers", "InputError: layers: got (2, 1); expected ascending layers of 0 … 2"),
+        ("reading", "InputError: reading: got 'max'; expected one of"),
+        ("move", "InputError: move: got 'both'; expected"),
+        ("rows", "ShapeError: question: got 2 rows; expected the context's 1"),
+    ],
+)
+def test_bad_input_is_refused(facts, call, message):
+    assert facts["refusals"][call].startswith(message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        ("mla", "queries"),
+        ("mla", "ring"),
+        ("latent_keys", "keys"),
+        ("mrope", "least"),
+        ("mrope", "shared"),
+        ("mrope", "ring"),
+    ],
+)
+def test_latents_experts_and_images_over_devices_answer_as_one_device(slow_facts, case, how):
+    check_equal(slow_facts[case][how])
+
+
+@pytest.mark.slow
+def test_several_chunks_on_a_device_answer_as_one_device(slow_facts):
+    check_equal(slow_facts["several"])
+
+
+@pytest.mark.slow
+def test_budgets_at_their_ends_leave_the_cache_or_prefill_it_again(slow_facts):
+    found = slow_facts["budgets"]
+    check_equal(found["nothing"])
+    assert found["untouched"]
+    assert found["everything"] <= BAR
+
+
+@pytest.mark.slow
+def test_only_chosen_tokens_change_and_a_prepared_cache_gives_the_same(slow_facts):
+    found = slow_facts["budgets"]
+    assert found["others_keep_their_bits"]
+    assert found["chosen_change"]
+    assert found["prepared"] <= BAR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reading", get_args(Reading))
+def test_every_reading_selects_as_one_device(slow_facts, reading):
+    assert slow_facts["budgets"][reading]["same_tokens"]
+    assert slow_facts["budgets"][reading]["error"] <= BAR
+
+
+# ----------------------------------------------------------------------------------------------- on one device
+
+
+@pytest.mark.parametrize("reading", get_args(Reading))
+def test_scores_are_the_reductions_of_paper_and_code(reading):
+    rng = np.random.default_rng(3)
+    B, T, N, K, H, S = 2, 3, 4, 2, 8, 10
+    query, keys = rng.standard_normal((B, T, N, H)), rng.standard_normal((B, S, K, H))
+    allowed = np.broadcast_to(np.arange(S) <= S - T + np.arange(T)[:, None], (B, 1, T, S))
+    heads = jnp.asarray(keys, jnp.float32)
+    seen = LayerAttention(jnp.asarray(query, jnp.float32), heads, heads[:, -T:], jnp.asarray(allowed), 0.5)
+    found = attention_scores(seen, reading, S - T)
+
+    # Query head n reads KV head n // 2.
+    weights = np.einsum("BTNH,BSNH->BNTS", query, np.repeat(keys, N // K, axis=2)) * 0.5
+    weights = np.where(allowed, np.exp(weights), 0)
+    weights = (weights / weights.sum(-1, keepdims=True))[..., : S - T]
+    expected = {
+        "mass": weights.mean(1).sum(1),
+        "norm": np.sqrt((weights.mean(1) ** 2).sum(1)),
+        "head_norm": np.sqrt((weights**2).sum((1, 2))),
+        "entropy": -(weights.mean(1) * np.log(weights.mean(1) + 1e-10)).sum(1),
+        "head_entropy": -(weights * np.log(weights + 1e-10)).sum((1, 2)),
+    }[reading]
+    np.testing.assert_allclose(found, expected, rtol=2e-6)
+
+
+def test_layout_gives_every_token_one_place_that_counts():
+    for chunks, share in (((3, 5, 2, 4), False), ((3, 5, 2, 4), True), ((1, 2, 3, 1, 2, 2, 2, 1), False)):
+        layout = lay_out(14, 4, chunks, share)
+        assert layout.index[layout.live].tolist() == list(range(14))
+        assert layout.numbers[layout.live].tolist() == np.repeat(np.arange(len(chunks)), chunks).tolist()
+        places = np.arange(len(layout.index)) % layout.size
+        held = places < np.repeat(layout.lengths, layout.size)
+        assert np.array_equal(held, layout.numbers >= 0)
+        assert held.sum() == 14 + (9 if share else 0)
+
+
+def test_devices_exchange_only_with_those_in_front():
+    plan = ExchangePlan("chunks", (4, 8, 0, 8), ("queries",) * 4)
+    assert list(plan.groups(1)) == [("queries", 8, [1, 3])]
+    assert list(plan.groups(2)) == [("queries", 8, [3])]
+    assert list(plan.groups(3)) == [("queries", 8, [3])]
+    shared = ExchangePlan("chunks", (4, 8, 0, 8), ("queries",) * 4, copied=16)
+    assert [list(shared.groups(hop)) for hop in (1, 2, 3)] == [[("queries", 8, [3])], [("queries", 8, [3])], []]
+
+
+@pytest.mark.parametrize("scores", [290, 29])
+def test_queries_taken_in_blocks_read_the_same(monkeypatch, scores):
+    rng = np.random.default_rng(4)
+    query, key, value = (
+        jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in ((2, 37, 4, 8), (2, 29, 2, 8), (2, 29, 2, 5))
+    )
+    # Some queries see nothing.
+    mask = Mask(causal=True, query_places=jnp.asarray(rng.integers(-1, 29, (2, 37)), jnp.int32))
+    whole = readouts.partial_readout(query, key, value, mask, 0.3)
+    monkeypatch.setattr(readouts, "DENSE_SCORES", scores)
+    blocks = readouts.partial_readout(query, key, value, mask, 0.3)
+    for found, expected in zip(blocks, whole, strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+    assert np.isneginf(np.asarray(whole[1])).any()
+
+
+def test_one_device_is_a_mesh_too():
+    from evals.bench.checkpoints import random_backbone
+    from models.parallel import chunk_parallel_prefill, ring_prefill, spread_backbone
+    from tests.models.parallel_cases import SMALL, sequence
+
+    backbone = random_backbone(SMALL)
+    over = spread_backbone(backbone, jax.make_mesh((1,), ("chunks",)))
+    context, question = sequence(backbone, 1, (9, 11, 12, 8))
+    read = chunk_parallel_prefill(over, context, question, (40,), ratio=0.15)
+    exact, _ = ring_prefill(over, context, question)
+    # One chunk in front of which nothing is: whatever is selected, the prefill is exact.
+    np.testing.assert_allclose(read.logits, exact, atol=BAR * float(jnp.abs(exact).max()))
