@@ -24,13 +24,17 @@ class RepairPages:
 
     Args:
       reader: the scene and its questions.
+      splice: what repairs start from, where the page was not reused in one piece; None: the page as it was cached.
     """
 
-    def __init__(self, reader: SceneReader):
+    def __init__(self, reader: SceneReader, splice: SplicedCache | None = None):
         self.reader = reader
         backbone, page = reader.scene.backbone, reader.page
         self.questions = reader.questions.answer.shape[1]
         self._asked: dict[str, SplicedCache] = {}
+        if splice is not None:
+            self.splice = splice
+            return
         hidden = backbone.prefill(page.alone, hidden_at=tuple(range(1, backbone.layout.layers))).hidden
         # One row per context: what repairs start from that no question is needed for.
         self.splice = page.splice().replace(hidden=hidden, front=page.tokens.take(0, page.slots.start))
