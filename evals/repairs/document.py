@@ -19,10 +19,9 @@ from .arms import GEOMETRY_SHARE, SHARES, VARIANTS
 PAGE, KEPT = Path("docs/repairs.md"), Path("docs/repairs.json")
 KIND = "chain"
 """The questions that need legend and page both, which blind reuse loses."""
-METRICS = (
-    *(f"{metric}.{KIND}" for metric in ("kl", "eta", "accuracy", "patch_minus.kl")),
-    *("flops", "stored_bytes", "moved_bytes"),
-)
+METRICS = (f"eta.{KIND}", f"patch_minus.kl.{KIND}")
+FIRST_METRICS = (f"accuracy.{KIND}", "flops", "stored_bytes", "moved_bytes")
+"""Shown of the first backbone alone, with the legends in view."""
 LABELS = {
     "patched": "patch (rank by bytes)",
     "quantised": "KV in few bits (KIVI)",
@@ -80,21 +79,22 @@ def backbones_table(results: Mapping[str, Any], probe: str, share: float = 0.15)
 
 
 def versus_table(results: Mapping[str, Any]) -> Table:
-    """Counts, over backbones, probes and budgets, where patch and method differ at equal bytes by their intervals."""
+    """Counts by budget, over backbones and probes, where patch or method is nearer by the interval at equal bytes."""
+    settings = [(Rows(results, model), probe) for model in models_of(results) for probe in (VISIBLE, EVICTED)]
     lines = []
     for method, label in LABELS.items():
-        patch, other, neither = 0, 0, 0
-        for model in models_of(results):
-            for probe in (VISIBLE, EVICTED):
-                for share in SHARES:
-                    found = Rows(results, model).get(probe, f"{method}.budget={share:g}", f"patch_minus.kl.{KIND}")
-                    if found.n:
-                        patch += found.high < 0
-                        other += found.low > 0
-                        neither += found.low <= 0 <= found.high
-        if method != "patched":
-            lines.append([label, str(patch), str(other), str(neither)])
-    return ["against", "patch nearer", "method nearer", "undecided"], lines
+        if method == "patched":
+            continue
+        cells = []
+        for share in SHARES:
+            found = [
+                rows.get(probe, f"{method}.budget={share:g}", f"patch_minus.kl.{KIND}") for rows, probe in settings
+            ]
+            found = [interval for interval in found if interval.n]
+            patch, other = sum(own.high < 0 for own in found), sum(own.low > 0 for own in found)
+            cells.append(f"{patch} : {other} : {len(found) - patch - other}" if found else "–")
+        lines.append([label, *cells])
+    return ["against", *(f"{share:.0%}" for share in SHARES)], lines
 
 
 def papers_tables(results: Mapping[str, Any]) -> list[tuple[str, Table]]:
@@ -152,7 +152,11 @@ def printed(results: Mapping[str, Any]) -> str:
 
 def summary(results: Mapping[str, Any]) -> dict[str, Any]:
     """Picks what the page shows out of results.json."""
-    rows = [row for row in results["rows"] if row["metric"] in METRICS]
+    first, rows = models_of(results)[0], []
+    for row in results["rows"]:
+        of_first = row["metric"] in FIRST_METRICS and (row["model"], row["probe"]) == (first, VISIBLE)
+        if of_first or row["metric"] in METRICS:
+            rows.append(row)
     config = {name: results["config"][name] for name in ("model", "plan", "seed", "questions", "parts_done", "parts")}
     return {"config": config, "rows": [rounded_row(row) for row in rows]}
 
