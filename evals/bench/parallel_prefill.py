@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.utils.traced_flops import traced_flops
 from models import ModelBackbone
 from models.families.family import with_dtype
 from models.parallel import (
@@ -48,7 +49,6 @@ from models.parallel import (
 )
 
 from ..results.environment import environment
-from .arithmetic import count_flops
 from .benchmark import Benchmark, Row, measured_row
 from .checkpoints import qwen2_config, random_backbone, tiny_config
 from .collectives import exchanged_bytes
@@ -109,7 +109,7 @@ class TracedProgram(NamedTuple):
 
     def flops(self) -> int:
         """Counts the matrix products of one device, that with most of them."""
-        return count_flops(functools.partial(self.function, *self.static), *self.arguments)
+        return traced_flops(functools.partial(self.function, *self.static), *self.arguments)
 
 
 def small_backbone(shapes: ParallelShapes, seed: int = 0) -> ModelBackbone:

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh
 import pallas_kernels
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.utils.traced_flops import traced_flops
 from models import FAMILIES
 from models.checkpoints import flatten_params
 from models.decoder.sharding import partition_specs
@@ -28,7 +29,6 @@ from models.forward import Forward
 from pallas_kernels._ahead_of_time import compile_for_h200, compile_for_tpu
 
 from ..results.tables import markdown_table
-from .arithmetic import count_flops
 from .benchmark import Benchmark
 from .released_configs import RELEASED
 
@@ -99,7 +99,7 @@ def describe(raw: dict[str, Any], compiler: Callable[..., jax.stages.Compiled] |
     calls |= {("tower", what): call for what, call in _towers(programs, config).items()}
 
     for (kind, what), (function, arguments) in calls.items():
-        row[kind][what] = {"flops": count_flops(function, *arguments)}
+        row[kind][what] = {"flops": traced_flops(function, *arguments)}
         if compiler is not None:
             row[kind][what]["temporaries"] = _temporaries(compiler, function, arguments)
 

@@ -1,4 +1,9 @@
-"""FLOPs of a program, counted from the matrix products of its trace."""
+"""FLOPs of a program, counted from its trace: compilers count the body of a loop once, however often it runs.
+
+Matrix products and convolutions are counted, at 2 operations per multiplication and addition; elementwise work and
+factorisations are not. A loop of known length counts that often, of a branch the most expensive side. A grouped product
+counts each row once (`jax.lax.ragged_dot`: what its kernel on TPUs does), and a kernel its own cost estimate.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,24 +16,21 @@ from jax.interpreters import partial_eval
 from ..errors import InputError
 
 
-def traced_flops(function: Callable[..., Any], *arguments: Any) -> int:
-    """Counts the FLOPs of all matrix products of a function, two for each multiplication with its addition.
+def traced_flops(function: Callable[..., Any], *arguments: Any, **options: Any) -> int:
+    """Counts the FLOPs of one call; inside `shard_map` those of one device.
 
-    Nothing is computed or compiled: the function is traced, and what a scan repeats counts as often as it runs. What a
-    jitted program computes and does not return is left out, as compilers do. What is no product (softmax, norms,
-    rotations, factorisations) is not counted. Of branches the dearest counts.
+    Nothing is computed or compiled. What a jitted program computes and does not return is left out, as compilers do.
 
     Args:
-      arguments: pytrees of arrays or of `jax.ShapeDtypeStruct`.
+      arguments, options: pytrees of arrays or of `jax.ShapeDtypeStruct`.
 
     Raises:
-      InputError: products inside a loop whose length is not known before it runs.
+      InputError: a loop whose length depends on values, with products inside.
     """
-    return jaxpr_flops(jax.make_jaxpr(function)(*arguments).jaxpr)
+    return _jaxpr_flops(jax.make_jaxpr(function)(*arguments, **options).jaxpr)
 
 
-def jaxpr_flops(jaxpr: Jaxpr) -> int:
-    """Counts the FLOPs of a traced program; see `traced_flops`."""
+def _jaxpr_flops(jaxpr: Jaxpr) -> int:
     return sum(_equation_flops(equation) for equation in jaxpr.eqns)
 
 
@@ -36,39 +38,35 @@ def _equation_flops(equation: Any) -> int:
     name, parameters = equation.primitive.name, equation.params
     if name == "dot_general":
         (contracted, _), _ = parameters["dimension_numbers"]
-        left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-        return 2 * math.prod(out) * math.prod(left[axis] for axis in contracted)
-    if name in ("ragged_dot", "ragged_dot_general"):
+        left = equation.invars[0].aval.shape
+        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
+    if name == "ragged_dot_general":
         # Each row of the left side meets the matrix of its group, and no other.
-        left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-        return 2 * math.prod(out) * left[-1]
+        return 2 * math.prod(equation.outvars[0].aval.shape) * equation.invars[0].aval.shape[-1]
     if name == "conv_general_dilated":
-        numbers, kernel = parameters["dimension_numbers"], equation.invars[1].aval.shape
-        outputs = kernel[numbers.rhs_spec[0]]
-        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) // outputs
+        kernel = equation.invars[1].aval.shape
+        features = parameters["dimension_numbers"].rhs_spec[0]
+        return 2 * math.prod(equation.outvars[0].aval.shape) * (math.prod(kernel) // kernel[features])
+    if parameters.get("cost_estimate") is not None:
+        return parameters["cost_estimate"].flops
 
     programs = list(_programs(parameters))
     if name in ("jit", "pjit"):
         programs = [partial_eval.dce_jaxpr(program, [True] * len(program.outvars))[0] for program in programs]
-    inner = [jaxpr_flops(program) for program in programs]
-    if name == "scan":
-        return parameters["length"] * sum(inner)
+    inner = [_jaxpr_flops(program) for program in programs]
     if name == "cond":
-        return max(inner, default=0)
+        return max(inner)
     if name == "while" and any(inner):
-        raise InputError("traced_flops: got matrix products in a loop of unknown length; expected scans")
-    if name == "pallas_call":
-        return math.prod(parameters["grid_mapping"].grid) * sum(inner)
-    if name == "shard_map":
-        return parameters["mesh"].size * sum(inner)
-    return sum(inner)
+        raise InputError(
+            "traced_flops: got a loop of a length that depends on values, with products; expected loops of known length"
+        )
+    return sum(inner) * (parameters["length"] if name == "scan" else 1)
 
 
 def _programs(parameters: dict[str, Any]) -> Iterator[Jaxpr]:
     """Yields the programs that an equation calls."""
-    for value in parameters.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, Jaxpr):
-                yield item
+    for value in jax.tree.leaves(list(parameters.values()), is_leaf=lambda leaf: isinstance(leaf, Jaxpr)):
+        if isinstance(value, ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, Jaxpr):
+            yield value

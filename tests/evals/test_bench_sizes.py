@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from evals.bench import sizes
-from evals.bench.arithmetic import count_flops
 from evals.bench.released_configs import RELEASED
+from kvpatch_jax.utils.traced_flops import traced_flops
 
 PAGE = (Path(__file__).parents[2] / "docs" / "experiments" / "real-size.md").read_text(encoding="utf-8")
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
@@ -23,7 +23,7 @@ def test_a_straight_program_counts_what_the_compiler_counts():
     for function, arguments in ((jnp.matmul, (X, SQUARE)), (convolve, (image, kernel))):
         cost = jax.jit(function).lower(*arguments).compile().cost_analysis()
         assert cost is not None
-        assert count_flops(function, *arguments) == cost["flops"]
+        assert traced_flops(function, *arguments) == cost["flops"]
 
 
 def test_loops_count_every_trip_and_branches_the_dearest():
@@ -31,12 +31,12 @@ def test_loops_count_every_trip_and_branches_the_dearest():
     scanned = lambda x, w: jax.lax.scan(lambda x, _: (jax.jit(jnp.matmul)(x, w), None), x, length=5)[0]
     branched = lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda x: x @ w @ w, lambda x: x @ w, x)
     ragged = lambda x, w: jax.lax.ragged_dot(x, jnp.stack([w, w, w]), jnp.array([1, 0, 3]))
-    found = [count_flops(function, X, SQUARE) for function in (looped, scanned, branched, ragged, jax.remat(scanned))]
+    found = [traced_flops(function, X, SQUARE) for function in (looped, scanned, branched, ragged, jax.remat(scanned))]
     assert found == [7 * ONCE, 5 * ONCE, 2 * ONCE, ONCE, 5 * ONCE]
     unknown = lambda x, w: jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x @ w, x)
     with pytest.raises(ValueError, match="length that depends on values"):
-        count_flops(unknown, X, SQUARE)
-    assert count_flops(lambda x: jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x - 1, x), X) == 0
+        traced_flops(unknown, X, SQUARE)
+    assert traced_flops(lambda x: jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x - 1, x), X) == 0
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from evals.bench.arithmetic import count_flops
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import InputError, KernelUnavailableError
+from kvpatch_jax.utils.traced_flops import traced_flops
 from models import Buckets, ModelBackbone, load
 from models.decoder import grouped
 from models.decoder.config import ExpertConfig
@@ -273,7 +273,7 @@ def test_padded_rows_of_the_hopper_kernel_cost_less_than_reading_the_experts(tok
     """At an H200's published peaks: with few tokens per expert blocks of 64 rows are mostly padding, and free."""
     read = 2 * 3 * MODEL["experts"] * MODEL["width"] * MODEL["inner"] / 4.8e12
     with targeting("gpu"):
-        assert count_flops(mix_30b, *shapes_of_30b(tokens)) / 989e12 <= read
+        assert traced_flops(mix_30b, *shapes_of_30b(tokens)) / 989e12 <= read
 
 
 def test_over_a_mesh_each_device_runs_the_hopper_kernel():
@@ -360,7 +360,7 @@ def test_arithmetic_is_that_of_the_active_experts(tokens, platform):
     if platform == "gpu" and not block_product_gpu.COUNTED:
         pytest.skip("kernels say what they cost since jax 0.12")
     with targeting(platform):
-        counted = count_flops(mix_30b, *shapes_of_30b(tokens))
+        counted = traced_flops(mix_30b, *shapes_of_30b(tokens))
     assert active <= counted <= (1.3 if tokens >= 4096 or tokens == 1 else 2) * active
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import models
-from evals.bench.arithmetic import count_flops
 from evals.bench.released_configs import RELEASED
 from kvpatch_jax.backbone import ForwardCosts, Tokens, seen_pairs
+from kvpatch_jax.utils.traced_flops import traced_flops
 from models.attention import using
 from models.decoder.costs import forward_costs
 from models.families.family import abstract, placeholders
@@ -72,7 +72,7 @@ def check_products(name: str, tokens: int, behind: int, layers: int):
     expected = sum(costs.token) * tokens + sum(costs.pair) * tokens * (tokens + behind) + ROWS * costs.logit
     # Experts are multiplied without padding there.
     with targeting("tpu") if text.experts is not None else contextlib.nullcontext():
-        assert count_flops(run, *arguments) == expected
+        assert traced_flops(run, *arguments) == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -5,6 +5,7 @@ import functools
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ PIECES = (3, -6, 2, -9, 4)
 """Lengths of a prompt's pieces; negative ones are cached chunks."""
 
 
-def make_prompt(backbone: ModelBackbone, seed: int = 0) -> tuple[SplicedCache, dict[str, np.ndarray], np.ndarray]:
+def make_prompt(backbone: ModelBackbone, seed: int = 0) -> tuple[SplicedCache, dict[str, np.ndarray], Any]:
     """A prompt of text, chunk, text, chunk, text; the cache and the last logits that a prefill gives."""
     total = sum(map(abs, PIECES))
     tokens = text_tokens(backbone, np.random.default_rng(seed).integers(0, 300, (ROWS, total)))

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvpatch_jax.repair import REPAIRS, Budget, infoflow, infoflow_layers
+from kvpatch_jax.repair import REPAIRS, Budget, infoflow, infoflow_layers, quest
 from tests.kvpatch_jax.repair.slow_decoder import SlowDecoder
 from tests.kvpatch_jax.repair.splices import ASKED, BEFORE, CHUNK, LAYERS, ROWS, SPARE, make_splice, tiny_backbone
 
@@ -105,13 +105,14 @@ def kvshare_scores(row, count):
 
 def infoflow_scores(row, count):
     maps, _ = row.question_maps()
-    return sum(maps[layer].mean(1).sum(0) for layer in infoflow_layers(tiny_backbone().layout))[BEFORE : BEFORE + CHUNK]
+    layers = infoflow_layers(tiny_backbone().layout)
+    return np.sum([maps[layer].mean(1).sum(0) for layer in layers], axis=0)[BEFORE : BEFORE + CHUNK]
 
 
 def norm_scores(row, count):
     maps, _ = row.question_maps()
     layers = infoflow_layers(tiny_backbone().layout, "norm")
-    roots = sum(np.sqrt((maps[layer].mean(1) ** 2).sum(0)) for layer in layers)
+    roots = np.sum([np.sqrt((maps[layer].mean(1) ** 2).sum(0)) for layer in layers], axis=0)
     return roots[BEFORE : BEFORE + CHUNK]
 
 
@@ -152,7 +153,7 @@ def chosen_by(method, backbone, splice, budget):
     if method == "norm":
         return infoflow(backbone, splice, budget, reading="norm").chosen
     if method == "quest":
-        return REPAIRS[method](backbone, splice, budget, page=3).chosen
+        return quest(backbone, splice, budget, page=3).chosen
     return REPAIRS[method](backbone, splice, budget).chosen
 
 

@@ -207,6 +207,7 @@ def test_another_chunk_and_place_compile_nothing(backbone, spliced):
     for repair in TOKEN_REPAIRS.values():
         repair(backbone, splice, TWO)
     other, _ = make_splice(backbone, seed=1)
+    assert other.question is not None
     moved = other.replace(
         tokens=other.tokens._replace(positions=other.tokens.positions + 500),
         slots=other.slots + SPARE,

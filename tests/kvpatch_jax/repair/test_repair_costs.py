@@ -1,9 +1,6 @@
 """What repairs say they cost: FLOPs of what is executed, bytes of what is kept and moved."""
 
-import re
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,68 +18,13 @@ from kvpatch_jax.repair import (
     rank_of_bytes,
     vlcache,
 )
-from kvpatch_jax.utils.traced_flops import traced_flops
+from tests.compiled_flops import hlo_flops
 from tests.kvpatch_jax.repair.splices import ASKED, BEFORE, CHUNK, LAYERS, ROWS, error, make_splice, tiny_backbone
 
 
 @pytest.fixture(scope="module")
 def spliced():
     return make_splice(tiny_backbone())
-
-
-def test_products_count_as_often_as_they_run():
-    x, y = jnp.ones((3, 5)), jnp.ones((5, 7))
-    assert traced_flops(lambda a, b: a @ b, x, y) == 2 * 3 * 5 * 7
-    stacked = jnp.ones((4, 5, 5))
-    assert traced_flops(lambda a, b: jax.lax.scan(lambda c, w: (c @ w, None), a, b)[0], x, stacked) == 4 * 2 * 3 * 25
-    batched = lambda a, b: jnp.einsum("bij,bjk->bik", a, b)
-    assert traced_flops(batched, jnp.ones((2, 3, 4)), jnp.ones((2, 4, 6))) == 2 * 2 * 3 * 4 * 6
-    branches = lambda p, a, b: jax.lax.cond(p, lambda: a @ b, lambda: (a @ b) @ jnp.ones((7, 7)))
-    assert traced_flops(branches, True, x, y) == 2 * 3 * 5 * 7 + 2 * 3 * 7 * 7
-    image, kernel = jnp.ones((1, 8, 8, 3)), jnp.ones((2, 2, 3, 5))
-    convolve = lambda a, b: jax.lax.conv_general_dilated(
-        a, b, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-    assert traced_flops(convolve, image, kernel) == 2 * 16 * 5 * 4 * 3
-    with pytest.raises(InputError, match="unknown length"):
-        traced_flops(lambda a: jax.lax.while_loop(lambda c: c.sum() > 0, lambda c: c @ c, a), jnp.ones((2, 2)))
-
-
-def executed_flops(compiled_text: str) -> int:
-    """FLOPs of every dot in an optimised program, those of loops as often as XLA says that they run."""
-    bodies, current = {}, None
-    for line in compiled_text.splitlines():
-        if line and not line.startswith(" ") and "{" in line:
-            current = line.replace("ENTRY ", "").split()[0].lstrip("%")
-            bodies[current] = []
-        elif current:
-            bodies[current].append(line)
-    total_of = {}
-
-    def total(name):
-        if name in total_of:
-            return total_of[name]
-        shapes, flops = {}, 0
-        for line in bodies.get(name, []):
-            made = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = \(?(\w+)\[([\d,]*)\]", line)
-            if made:
-                shapes[made[1]] = [int(size) for size in made[3].split(",") if size]
-        for line in bodies.get(name, []):
-            dot = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]*)\]\S* dot\(", line)
-            if dot:
-                out = np.prod([int(size) for size in dot[2].split(",") if size], initial=1)
-                left = re.search(r"dot\((?:\w+\[([\d,]*)\]\S* )?%?([\w.\-]+)", line)
-                shape = [int(size) for size in left[1].split(",")] if left[1] else shapes[left[2]]
-                contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line)[1]
-                flops += 2 * int(out) * int(np.prod([shape[int(axis)] for axis in contracted.split(",")]))
-            for called in re.findall(r"(?:calls|to_apply|body)=%?([\w.\-]+)", line):
-                count = re.search(r'"known_trip_count":\{"n":"(\d+)"', line) if "body=" in line else None
-                flops += total(called) * (int(count[1]) if count else 1)
-        total_of[name] = flops
-        return flops
-
-    entry = re.search(r"ENTRY %?([\w.\-]+)", compiled_text)[1]
-    return total(entry)
 
 
 @pytest.mark.parametrize("name", ["first_k", "cacheblend", "infoflow", "patched"])
@@ -97,7 +39,7 @@ def test_counted_flops_are_those_of_the_compiled_program(spliced, name):
         assert repaired.flops == 2 * LAYERS * numbers * CHUNK * 32
         return
     compiled = jax.jit(lambda own: REPAIRS[name](backbone, own, budget).cache).lower(splice).compile()
-    executed, counted = executed_flops(compiled.as_text()), repaired.flops * ROWS
+    executed, counted = hlo_flops(compiled.as_text() or ""), repaired.flops * ROWS
     # Compilers leave out what the topmost scored layer computes beyond its scores, for the question's few tokens.
     unread = backbone.forward_costs.token[0] * ASKED * ROWS if name == "infoflow" else 0
     assert executed <= counted <= executed + unread

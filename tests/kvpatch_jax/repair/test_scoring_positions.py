@@ -1,5 +1,7 @@
 """Where chunks stand while they are scored, and in which order they are served."""
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,7 +118,7 @@ def test_orders_that_are_none(case, unchecked):
     with pytest.raises(InputError, match="without text between"):
         reordered(backbone.layout, apart, [1, 0])
     with pytest.raises(InputError, match="geometry"):
-        infoflow(backbone, splice, 0.5, geometry="elsewhere")
+        infoflow(backbone, splice, 0.5, geometry=cast(Any, "elsewhere"))
     assert blind(backbone, splice).token_layers.tolist() == [0] * ROWS
 
 
@@ -143,7 +145,7 @@ def test_the_chunk_that_the_question_looks_at_most_comes_last(case):
     score = np.asarray(question_scores(backbone, one, infoflow_layers(backbone.layout), geometry="hl_tp"))[0]
     sums = [score[start : start + length].sum() for start, length in zip(STARTS, LENGTHS, strict=True)]
     order = np.argsort(sums)
-    assert [last - first for first, last in found.chunks] == [LENGTHS[number] for number in order]
+    assert [last - first for first, last in found.parts] == [LENGTHS[number] for number in order]
     with pytest.raises(InputError, match="at least two"):
         reordered_by_question(backbone, one.replace(chunks=None))
 

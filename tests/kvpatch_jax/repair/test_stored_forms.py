@@ -128,7 +128,7 @@ def test_what_is_recorded_is_read_and_no_truth(case):
         budget = 0.9
         found = [form(backbone, own, budget).cache for own in (splice, splice.replace(conditioned=None))]
         for channel in found[0]:
-            np.testing.assert_array_equal(found[0][channel], found[1][channel]), name
+            np.testing.assert_array_equal(found[0][channel], found[1][channel], err_msg=name)
         with pytest.raises(InputError, match="expected bytes, or a share"):
             form(backbone, splice, Budget(tokens=2))
         with pytest.raises(InputError, match="splice of one chunk"):
