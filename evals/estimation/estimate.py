@@ -28,7 +28,7 @@ class Estimator(Protocol):
 class FirstTokens:
     """The first tokens recomputed in context (first-k), as many as cost no more FLOPs than are given."""
 
-    def __init__(self, flops: float):
+    def __init__(self, flops: float | int):
         self.flops = flops
 
     def count(self, served: ServedChunk) -> int:

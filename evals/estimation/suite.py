@@ -235,7 +235,7 @@ class _EstimateReport:
             losses.append(own.loss(own.answers(added(own.served.canonical, delta)), reference))
         return losses
 
-    def _first_k(self, flops: float) -> list[Mapping[str, tuple[np.ndarray, np.ndarray]]]:
+    def _first_k(self, flops: float | int) -> list[Mapping[str, tuple[np.ndarray, np.ndarray]]]:
         first = FirstTokens(flops)
         # Several estimators come to one count.
         count = first.count(self.batches[0].served)

@@ -60,12 +60,12 @@ class SplicedCache:
 
     tokens: Tokens
     cache: KV
-    slots: Int[Array, "B T"]
-    mask: Bool[Array, "B 1 T S"] | None = None
+    slots: Int[AnyArray, "B T"]
+    mask: Bool[AnyArray, "B 1 T S"] | None = None
     front: Tokens | None = None
     question: Tokens | None = None
-    seen: Bool[Array, "B S"] | None = None
-    length: Int[Array, " B"] | None = None
+    seen: Bool[AnyArray, "B S"] | None = None
+    length: Int[AnyArray, " B"] | None = None
     conditioned: KV | None = None
     recorded: KV | None = None
     hidden: Mapping[int, Array] | None = None
