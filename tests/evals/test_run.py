@@ -394,10 +394,10 @@ def test_help_explains():
 @pytest.mark.slow
 def test_an_unknown_suite_is_refused(tmp_path: Path):
     """It ends the program, naming it and the known ones, before anything is measured. (Backbones: command lines.)"""
-    done = call("--suite=repairs", f"--out={tmp_path / 'out'}")
+    done = call("--suite=mends", f"--out={tmp_path / 'out'}")
     assert done.returncode != 0
     assert done.stdout.startswith("kvpatch_jax: a small trained model")
-    for word in (*run.SUITES, "'repairs'"):
+    for word in (*run.SUITES, "'mends'"):
         assert word in done.stdout + done.stderr
     assert not (tmp_path / "out" / "results.json").exists()
 
@@ -406,7 +406,7 @@ def test_suites_are_what_was_asked_for():
     assert run.asked_suites(["all"]) == run.SUITES
     assert run.asked_suites(["window", "all"]) == (*run.SUITES, "window")
     assert run.asked_suites(["window", "repair"]) == ("window", "repair")
-    for names in ([], ["window", "repairs"]):
+    for names in ([], ["window", "mends"], ["window", "repairs"], ["pretrained", "repairs"]):
         with pytest.raises(app.UsageError, match="--suite: got"):
             run.asked_suites(names)
 
