@@ -115,26 +115,26 @@ class LayerAttention(NamedTuple):
     """What one layer's attention compares, in the engine frame. For MLA: absorbed queries, and one latent key head.
 
     Attributes:
-      query: [B,T,N,H] of the tokens. keys: [B,S,K,H], all that may be seen. own: [B,T,K,H], the tokens' own keys,
-        which `keys` holds too unless the tokens are not written at this layer.
+      query: [B,T,N,H] of the tokens. keys: [B,S,K,H], all that may be seen.
       allowed: bool [B,1,T,S], True where a token may attend. scale: factor of the scores.
     """
 
     query: Array
     keys: Array
-    own: Array
     allowed: Bool[Array, "B 1 T S"]
     scale: float
 
-    def weights(self, keys: Array | None = None) -> Float[Array, "B N T S"]:
-        """Computes the attention weights in float32, over other keys if any are given."""
-        keys = self.keys if keys is None else keys
+    def scores(self) -> Float[Array, "B N T S"]:
+        """Computes the scores before softmax in float32, −inf where a token may not attend."""
         B, T, N, H = self.query.shape
-        heads = keys.shape[2]
+        heads = self.keys.shape[2]
         grouped = self.query.reshape(B, T, heads, N // heads, H)
-        scores = self.scale * jnp.einsum("BTKGH,BSKH->BKGTS", grouped, keys, preferred_element_type=jnp.float32)
-        scores = jnp.where(self.allowed, scores.reshape(B, N, T, -1), -jnp.inf)
-        return jax.nn.softmax(scores, axis=-1)
+        scores = self.scale * jnp.einsum("BTKGH,BSKH->BKGTS", grouped, self.keys, preferred_element_type=jnp.float32)
+        return jnp.where(self.allowed, scores.reshape(B, N, T, -1), -jnp.inf)
+
+    def weights(self) -> Float[Array, "B N T S"]:
+        """Computes the attention weights in float32."""
+        return jax.nn.softmax(self.scores(), axis=-1)
 
 
 class ForwardCosts(NamedTuple):

@@ -126,16 +126,19 @@ class RankChoice(NamedTuple):
 
 
 def check_integer(value: Any, what: str, least: int) -> None:
+    """Raises CertificateError unless a value is an int from `least` to 2**40."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**40:
         raise CertificateError(f"{what}: got {shortened(value)}; expected an integer >= {least}")
 
 
 def check_float(value: Any, what: str, least: float, most: float) -> None:
+    """Raises CertificateError unless a value is a finite float from `least` to `most`."""
     if not isinstance(value, float) or not math.isfinite(value) or not least <= value <= most:
         raise CertificateError(f"{what}: got {shortened(value)}; expected a finite float from {least:g} to {most:g}")
 
 
 def check_ascending(what: str, *numbers: float) -> None:
+    """Raises CertificateError unless the numbers ascend, within the rounding of a file."""
     # Ends of an interval are rounded when they are written: equal ones may cross by that much.
     for low, high in itertools.pairwise(numbers):
         if low > high + 1e-4 * abs(high):
@@ -143,6 +146,7 @@ def check_ascending(what: str, *numbers: float) -> None:
 
 
 def check_text(value: Any, what: str) -> None:
+    """Raises CertificateError unless a value is a string of 1 to `MAX_LETTERS` letters."""
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_LETTERS:
         raise CertificateError(f"{what}: got {shortened(value)}; expected a string of 1 to {MAX_LETTERS} letters")
 

@@ -38,12 +38,7 @@ def attention_scores(
       seen: a question over its context; over a mesh, over the keys of this device.
       axis: the mesh axis that keys lie over, inside `jax.shard_map`; None: all keys are here.
     """
-    B, T, N, H = seen.query.shape
-    K = seen.keys.shape[2]
-    grouped = seen.query.reshape(B, T, K, N // K, H)
-    scores = seen.scale * jnp.einsum("BTKGH,BSKH->BKGTS", grouped, seen.keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen.allowed, scores.reshape(B, N, T, -1), -jnp.inf)
-
+    scores = seen.scores()
     top = jnp.max(scores, axis=-1, keepdims=True)
     top = top if axis is None else jax.lax.pmax(top, axis)
     weights = jnp.exp(scores - top)

@@ -13,7 +13,7 @@ from ..errors import InputError
 from .budget import Budget
 from .keys import attended_keys, scaled_queries
 from .recomputation import LayerRun, LayerSet, begin, repair_everywhere, run_layers
-from .references import all_tokens
+from .references import all_tokens, new_text_alone
 from .spliced_cache import (
     RepairBytes,
     Repaired,
@@ -26,7 +26,6 @@ from .spliced_cache import (
     read_slots,
     recompute_bytes,
     required,
-    untouched,
 )
 
 
@@ -49,7 +48,7 @@ def cacheblend(backbone: Backbone, splice: SplicedCache, budget: Budget | float,
     count = check_budget(backbone, splice, budget, "cacheblend")
     _check_layers(backbone.layout, (check_layer,), "cacheblend.check_layer")
     if count == 0:
-        return _blind(backbone, splice)
+        return new_text_alone(backbone, splice)
     return _blend(backbone, splice, {check_layer: count})
 
 
@@ -69,13 +68,13 @@ def cacheblend_gradual(
     gives no ratios: here the surplus over the budget falls evenly from `surplus` at the first check to 0 at the last.
 
     Args:
-      budget: cached tokens above the last check layer; by layer: the tokens that are run at each layer, where the
-        checks are the layers at which the number falls.
+      budget: cached tokens above the last check layer; 0 returns the cache unchanged.
       check_layers: ascending; those that the backbone lacks are left out.
 
     Raises:
-      InputError: the budget is out of range, the first of the check layers is not in the backbone, they do not ascend,
-        or the surplus is negative. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
+      InputError: the budget is out of range or by layer, the first of the check layers is not in the backbone, they do
+        not ascend, or the surplus is negative. ShapeError, LayoutError, DtypeError: the splice does not match the
+        backbone.
     """
     layout, checks = backbone.layout, tuple(check_layers)
     count = check_budget(backbone, splice, budget, "cacheblend_gradual")
@@ -84,7 +83,7 @@ def cacheblend_gradual(
         found = f"check_layers {checks}, surplus {surplus}"
         raise InputError(f"cacheblend_gradual: got {found}; expected ascending layers and a surplus of at least 0")
     if count == 0:
-        return _blind(backbone, splice)
+        return new_text_alone(backbone, splice)
 
     # A check of the last layer would choose nothing.
     checks = tuple(layer for layer in checks if layer < layout.layers - 1) or checks[:1]
@@ -117,13 +116,10 @@ def _blend(backbone: Backbone, splice: SplicedCache, counts: dict[int, int]) -> 
 
     if start < layout.layers:
         run = run_layers(backbone, splice, run, LayerSet(start, layout.layers, index))
-    bytes = recompute_bytes(layout, splice, tuple(chosen_at), compared=_compared(splice, counts, chosen_at))
+    # Cached KV is read at the checks, to be compared with what overwrites it.
+    compared = sum(chosen_at[layer] for layer in counts)
+    bytes = recompute_bytes(layout, splice, tuple(chosen_at), compared=compared)
     return _result(run, bytes)
-
-
-def _compared(splice: SplicedCache, counts: dict[int, int], chosen_at: Sequence[int]) -> int:
-    """Returns token-layers whose cached KV is read to be compared with what overwrote it."""
-    return sum(chosen_at[layer] for layer in counts)
 
 
 @counted
@@ -146,7 +142,7 @@ def kvshare(backbone: Backbone, splice: SplicedCache, budget: Budget | float, *,
     count = check_budget(backbone, splice, budget, "kvshare")
     _check_layers(layout, (check_layer,), "kvshare.check_layer")
     if count == 0:
-        return _blind(backbone, splice)
+        return new_text_alone(backbone, splice)
 
     everything, run = all_tokens(splice, np.arange(T)), begin(layout.layers, splice)
     if check_layer:
@@ -220,7 +216,7 @@ def oracle_delta(backbone: Backbone, splice: SplicedCache, budget: Budget | floa
     count = check_budget(backbone, splice, budget, "oracle_delta")
     conditioned = required(splice, "conditioned", "oracle_delta", "the chunk's phase-free KV in context")
     if count == 0:
-        return _blind(backbone, splice)
+        return new_text_alone(backbone, splice)
 
     # The truth is rotated to where the chunk lies, and only scored: the values are recomputed as in any repair.
     true = to_engine(backbone.layout, conditioned, splice.tokens.positions, 0)
@@ -246,19 +242,11 @@ def random_tokens(
     if len(seeds) != B:
         raise InputError(f"random_tokens.seed: got {len(seeds)} seeds; expected one, or one for each of {B} rows")
     if count == 0:
-        return _blind(backbone, splice)
+        return new_text_alone(backbone, splice)
 
     score = np.stack([np.random.default_rng(number).random(T, np.float32) for number in seeds])
     score = jnp.where(live_tokens(splice), jnp.asarray(score), -jnp.inf)
     return repair_everywhere(backbone, splice, choose_scored(splice, score, count))
-
-
-def _blind(backbone: Backbone, splice: SplicedCache) -> Repaired:
-    """Returns the result for a budget of 0: nothing is run but new text."""
-    new = np.flatnonzero(splice.new_text())
-    if not len(new):
-        return untouched(backbone.layout, splice)
-    return repair_everywhere(backbone, splice, all_tokens(splice, new))
 
 
 def _result(run: LayerRun, bytes: RepairBytes) -> Repaired:

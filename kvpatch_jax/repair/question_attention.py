@@ -21,12 +21,11 @@ from .budget import Budget
 from .keys import attended_keys, scaled_queries
 from .positions import Geometry, chunk_scores, placed_for_scoring, reordered
 from .recomputation import LayerSet, recompute_sets, repair_everywhere
-from .references import all_tokens
+from .references import all_tokens, new_text_alone
 from .spliced_cache import (
     AnyArray,
     Repaired,
     SplicedCache,
-    blind_bytes,
     check_budget,
     choose_scored,
     counted,
@@ -142,7 +141,7 @@ def infoflow(
         found = f"whole_layers {whole_layers}, first_tokens {first_tokens}"
         raise InputError(f"infoflow: got {found}; expected 0 to {layout.layers - 1} layers, and 0 tokens or more")
     if count == 0:
-        return _computed_text(backbone, splice)
+        return new_text_alone(backbone, splice)
 
     chosen_layers = infoflow_layers(layout, reading) if layers is None else tuple(layers)
     score = question_scores(backbone, splice, chosen_layers, reading, geometry)
@@ -150,7 +149,9 @@ def infoflow(
         leading = np.zeros(T, bool)
         for first, last in splice.parts:
             leading[first : min(last, first + first_tokens)] = True
-        score = jnp.where(jnp.asarray(leading) & live_tokens(splice), score + 1e6, score)
+        # Raised above all others by no more than that: a large number would round what tells them apart.
+        above = 1 + jnp.max(score, axis=1, keepdims=True)
+        score = jnp.where(jnp.asarray(leading) & live_tokens(splice), score + above, score)
     index = choose_scored(splice, score, count)
 
     sets = [LayerSet(whole_layers, layout.layers, index)]
@@ -210,7 +211,7 @@ def prophetkv(backbone: Backbone, splice: SplicedCache, budget: Budget | float) 
     """
     count = check_budget(backbone, splice, budget, "prophetkv")
     if count == 0:
-        return _computed_text(backbone, splice)
+        return new_text_alone(backbone, splice)
 
     question = required(splice, "question", "prophetkv", "the question's tokens behind the cache")
     found = backbone.attention(
@@ -300,7 +301,7 @@ def quest(
     if page < 1:
         raise InputError(f"quest.page: got {page}; expected at least 1")
     if count == 0:
-        return _computed_text(backbone, splice)
+        return new_text_alone(backbone, splice)
 
     question = required(splice, "question", "quest", "the question's tokens behind the cache")
     on_page = jnp.where(live_tokens(splice), jnp.asarray(page_numbers(splice, page)), -1)
@@ -370,12 +371,3 @@ def _least(key: Float[Array, "T K H"], member: Bool[Array, "P T"]) -> Float[Arra
         return jnp.where(own.any(), jnp.where(own[:, None, None], key, jnp.inf).min(0), 0.0)
 
     return jax.lax.map(of_page, member)
-
-
-def _computed_text(backbone: Backbone, splice: SplicedCache) -> Repaired:
-    """Returns the result for a budget of 0: nothing is run but new text."""
-    new = np.flatnonzero(splice.new_text())
-    if not len(new):
-        return untouched(backbone.layout, splice)
-    bytes = blind_bytes(backbone.layout, splice)
-    return repair_everywhere(backbone, splice, all_tokens(splice, new), bytes)

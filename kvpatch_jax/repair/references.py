@@ -41,11 +41,7 @@ def blind(backbone: Backbone, splice: SplicedCache, budget: Budget | float = NOT
     if any(counts):
         raise InputError(f"blind.budget: got {budget}; expected 0")
 
-    new = splice.new_text()
-    if not new.any():
-        return untouched(backbone.layout, splice)
-    index = all_tokens(splice, np.flatnonzero(new))
-    return repair_everywhere(backbone, splice, index, blind_bytes(backbone.layout, splice))
+    return new_text_alone(backbone, splice)
 
 
 @counted
@@ -139,6 +135,14 @@ def layer_reprefill(backbone: Backbone, splice: SplicedCache, budget: Budget | f
     lower = token_layer_bytes(layout, splice) * splice.cached_count * boundary
     numbers = splice.cached_count * residual.shape[-1] * jnp.result_type(residual).itemsize
     return Repaired(dict(step.cache), chosen, RepairBytes(canonical=lower, inputs=numbers, moved=lower + numbers))
+
+
+def new_text_alone(backbone: Backbone, splice: SplicedCache) -> Repaired:
+    """Computes new text over the cache as it was spliced: what every repair returns for a budget of 0."""
+    new = np.flatnonzero(splice.new_text())
+    if not len(new):
+        return untouched(backbone.layout, splice)
+    return repair_everywhere(backbone, splice, all_tokens(splice, new), blind_bytes(backbone.layout, splice))
 
 
 def all_tokens(splice: SplicedCache, tokens: np.ndarray) -> jax.Array:

@@ -62,12 +62,10 @@ class GroupedAttention(nnx.Module):
         mixed = attend(query["turning"], kv["k"], kv["v"], mask, scale=self.head_dim**-0.5)
         return self.output(mixed.reshape(*mixed.shape[:2], -1))
 
-    def compared(
-        self, query: Mapping[str, Array], kv: Mapping[str, Array], own: Mapping[str, Array], mask: Mask
-    ) -> LayerAttention:
-        """Returns the rotated queries and the keys that `mix` compares; `own` is the tokens' engine-frame KV."""
+    def compared(self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask) -> LayerAttention:
+        """Returns the rotated queries and the keys that `mix` compares."""
         allowed = mask.dense(query["turning"].shape[1], kv["k"].shape[1])
-        return LayerAttention(query["turning"], kv["k"], own["k"], allowed, self.head_dim**-0.5)
+        return LayerAttention(query["turning"], kv["k"], allowed, self.head_dim**-0.5)
 
 
 class LatentAttention(nnx.Module):
@@ -118,13 +116,11 @@ class LatentAttention(nnx.Module):
         values = jnp.einsum("BTNC,CNW->BTNW", mixed, up, preferred_element_type=jnp.float32).astype(mixed.dtype)
         return self.output(values.reshape(*values.shape[:2], -1))
 
-    def compared(
-        self, query: Mapping[str, Array], kv: Mapping[str, Array], own: Mapping[str, Array], mask: Mask
-    ) -> LayerAttention:
+    def compared(self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask) -> LayerAttention:
         """Returns the absorbed queries and the latent keys that `mix` compares, of one head that all queries share."""
         queries, keys = _joined_queries(query), _joined_keys(kv)
         allowed = mask.dense(queries.shape[1], keys.shape[1])
-        return LayerAttention(queries, keys, _joined_keys(own), allowed, self.latent.scale)
+        return LayerAttention(queries, keys, allowed, self.latent.scale)
 
     def _up(self, dtype: jnp.dtype) -> Array:
         """Returns the latent's way up to every head's plain key and value, [C,N,U+W]."""

@@ -282,7 +282,7 @@ class Decoder(nnx.Module):
         mixed = layer.attention.mix(query, keys, step.mask, step.attend)
         seen = None
         if step.observe is not None:
-            seen = step.observe(layer.attention.compared(query, keys, turned, step.mask))
+            seen = step.observe(layer.attention.compared(query, keys, step.mask))
         # GLM-4-0414 norms what attention and MLP add as well.
         if layer.attention_post_norm is not None:
             mixed = layer.attention_post_norm(mixed)

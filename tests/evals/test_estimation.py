@@ -138,7 +138,6 @@ def test_landmark_keys_are_those_that_receive_the_attention_of_all_tokens_and_he
     attention = LayerAttention(
         jnp.asarray(query, jnp.float32),
         jnp.asarray(keys, jnp.float32),
-        jnp.asarray(keys[:, behind:], jnp.float32),
         jnp.asarray(np.broadcast_to(allowed, (B, 1, T, S))),
         0.7,
     )

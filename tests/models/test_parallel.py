@@ -179,7 +179,7 @@ def test_scores_are_the_reductions_of_paper_and_code(reading):
     query, keys = rng.standard_normal((B, T, N, H)), rng.standard_normal((B, S, K, H))
     allowed = np.broadcast_to(np.arange(S) <= S - T + np.arange(T)[:, None], (B, 1, T, S))
     heads = jnp.asarray(keys, jnp.float32)
-    seen = LayerAttention(jnp.asarray(query, jnp.float32), heads, heads[:, -T:], jnp.asarray(allowed), 0.5)
+    seen = LayerAttention(jnp.asarray(query, jnp.float32), heads, jnp.asarray(allowed), 0.5)
     found = attention_scores(seen, reading, S - T)
 
     # Query head n reads KV head n // 2.

@@ -93,6 +93,14 @@ def test_new_text_is_always_computed_and_counts_in_no_budget(case, name):
     assert repaired.logits is not None
 
 
+def test_a_budget_of_nothing_keeps_no_inputs(case):
+    backbone, splice, _, _ = case
+    expected = blind(backbone, splice).bytes
+    assert expected.inputs == 0
+    for name in ("cacheblend", "kvshare", "random_tokens"):
+        assert TOKEN_REPAIRS[name](backbone, splice, 0.0).bytes == expected
+
+
 def test_vlcache_takes_the_first_tokens_of_every_image_by_layer(case):
     backbone, splice, _, _ = case
     layers = backbone.layout.layers

@@ -10,6 +10,7 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, PositionError
 from kvpatch_jax.repair import (
+    Budget,
     PromptPiece,
     blind,
     chunk_scores,
@@ -107,6 +108,17 @@ def test_another_order_is_the_splice_that_would_have_been_made(case):
     back = reordered(backbone.layout, moved, [1, 2, 0])
     for name, value in splice.cache.items():
         assert error(back.cache[name], value) <= 1e-5
+
+
+def test_first_tokens_are_chosen_by_their_scores_where_not_all_fit(case):
+    """Every chunk's first four tokens compete for three places, and no other token is chosen."""
+    backbone, splice, _ = case
+    leading = [token for start in STARTS for token in range(start, start + 4)]
+    score = np.asarray(question_scores(backbone, splice, infoflow_layers(backbone.layout)))
+    chosen = np.asarray(infoflow(backbone, splice, Budget(tokens=3), first_tokens=4).chosen)[-1]
+    for row in range(ROWS):
+        wanted = sorted(leading, key=lambda token: -score[row, token])[:3]
+        assert set(np.flatnonzero(chosen[row])) == set(wanted)
 
 
 def test_orders_that_are_none(case, unchecked):
