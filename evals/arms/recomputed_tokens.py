@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.repair import REPAIRS, Budget, count_of_equal_bytes, fraction_to_count, repair_everywhere
+from kvpatch_jax.repair import REPAIRS, RepairBudget, count_of_equal_bytes, fraction_to_count, repair_everywhere
 
 from ..results.costs import ArmCost
 from ..rules import RULES
@@ -50,7 +50,7 @@ def make_repaired(factory: ArmFactory, method: str, share: float = 0.0, rank: in
     else:
         count = fraction_to_count(share, tokens)
 
-    repaired = REPAIRS[method](backbone, splice, Budget(tokens=count))
+    repaired = REPAIRS[method](backbone, splice, RepairBudget(tokens=count))
 
     # Which tokens come first is known ahead; other methods may choose any token, so all inputs are kept.
     inputs = count if method == "first_k" else None

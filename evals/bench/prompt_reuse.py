@@ -15,8 +15,8 @@ import numpy as np
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import PhaseFreeKV
 from kvpatch_jax.repair import (
-    Budget,
     PromptPiece,
+    RepairBudget,
     Repaired,
     SplicedCache,
     encoder_cached_reprefill,
@@ -76,15 +76,15 @@ class ReuseMethod:
 
     name: str
     repair: Callable[..., Repaired]
-    budget: Budget | float
+    budget: RepairBudget | float
     prefix: bool = False
 
 
 REPREFILL = ReuseMethod("encoder-cached re-prefill", encoder_cached_reprefill, 1.0)
 PREFIX = ReuseMethod("prefix caching", prefix_caching, 1.0, prefix=True)
-TWO_STEP = ReuseMethod("two-step full reuse", two_step_reuse, Budget(tokens=0))
-MPIC_32 = ReuseMethod("MPIC-32", mpic, Budget(tokens=32))
-MPIC_8 = ReuseMethod("MPIC-8", mpic, Budget(tokens=8))
+TWO_STEP = ReuseMethod("two-step full reuse", two_step_reuse, RepairBudget(tokens=0))
+MPIC_32 = ReuseMethod("MPIC-32", mpic, RepairBudget(tokens=32))
+MPIC_8 = ReuseMethod("MPIC-8", mpic, RepairBudget(tokens=8))
 VLCACHE = ReuseMethod("VLCache, static r = 0.1", vlcache, 0.1)
 VLCACHE_LOW = ReuseMethod("VLCache, static r = 0.02", vlcache, 0.02)
 

@@ -18,7 +18,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.core import flatten_heads
 from kvpatch_jax.repair import (
     REPAIRS,
-    Budget,
+    RepairBudget,
     Repaired,
     fraction_to_count,
     infoflow,
@@ -101,7 +101,7 @@ class PassageArms:
 
         if self.by_layer is not None:
             of, counts = self.of, [fraction_to_count(share, self.of.length) for share in self.by_layer]
-            schedule = Budget(by_layer=tuple(count / of.length for count in counts))
+            schedule = RepairBudget(by_layer=tuple(count / of.length for count in counts))
             cache = vlcache(of.backbone, self.splice, schedule).cache
             serving = sum(map(self._flops, counts)) / (len(counts) * self._flops(of.length))
             yield PretrainedArm(f"vlcache.budget={BUDGET:g}", dict(cache), serving=serving)
@@ -149,7 +149,7 @@ class PassageArms:
     def _repaired(self, method: str, budget: float) -> PretrainedArm:
         """Makes a token repair at a share of the tokens; queries are read once over the blind cache to choose them."""
         count = fraction_to_count(budget, self.of.length)
-        tokens = Budget(tokens=count)
+        tokens = RepairBudget(tokens=count)
         if method in CHOSEN:
             cache = CHOSEN[method](self, tokens).cache
         else:
@@ -235,14 +235,14 @@ def _in_others_directions(delta: Float[Array, "L B T K H"], rank: int) -> Float[
 # --------------------------------------------------------------------------------- repairs that choose by attention
 
 
-def _query_aware(arms: PassageArms, budget: Budget) -> Repaired:
+def _query_aware(arms: PassageArms, budget: RepairBudget) -> Repaired:
     """Recomputes what the query attends to at a quarter, a half, three quarters and the whole of the depth."""
     layers = arms.of.backbone.layout.layers
     wanted = sorted({layers // 4, layers // 2, 3 * layers // 4, layers - 1})
     return infoflow(arms.of.backbone, arms.splice, budget, layers=tuple(wanted))
 
 
-def _prophetkv(arms: PassageArms, budget: Budget) -> Repaired:
+def _prophetkv(arms: PassageArms, budget: RepairBudget) -> Repaired:
     """Recomputes what the query attends to at all layers together, by the sum over them.
 
     ProphetKV (arXiv 2602.02579), as its abstract describes it; `repair.prophetkv` divides by each layer's sum.
@@ -250,13 +250,13 @@ def _prophetkv(arms: PassageArms, budget: Budget) -> Repaired:
     return infoflow(arms.of.backbone, arms.splice, budget, layers=tuple(range(arms.of.backbone.layout.layers)))
 
 
-def _random(arms: PassageArms, budget: Budget) -> Repaired:
+def _random(arms: PassageArms, budget: RepairBudget) -> Repaired:
     # Seeded by the text that follows, so that every passage draws its own.
     seeds = [(budget.tokens or 0, *row) for row in arms.of.ids.tolist()]
     return random_tokens(arms.of.backbone, arms.splice, budget, seed=seeds)
 
 
-CHOSEN: dict[str, Callable[[PassageArms, Budget], Repaired]] = {
+CHOSEN: dict[str, Callable[[PassageArms, RepairBudget], Repaired]] = {
     "query_aware": _query_aware,
     "prophetkv": _prophetkv,
     "random": _random,

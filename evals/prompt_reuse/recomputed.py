@@ -17,7 +17,7 @@ from kvpatch_jax.backbone import KV
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import (
     RATIOS,
-    Budget,
+    RepairBudget,
     SplicedCache,
     first_k,
     greedy_schedule,
@@ -111,13 +111,13 @@ def schedule_arms(
         static = vlcache(backbone, splice, ratio)
         tokens = float(static.token_layers[0])
         yield RecomputedArm(f"static {ratio:g}", static.cache, tokens)
-        drawn = random_tokens(backbone, splice, Budget(tokens=round(tokens / backbone.layout.layers)))
+        drawn = random_tokens(backbone, splice, RepairBudget(tokens=round(tokens / backbone.layout.layers)))
         yield RecomputedArm(f"random {ratio:g}", drawn.cache, float(drawn.token_layers[0]))
     for name, schedule in schedules.items():
-        dynamic = vlcache(backbone, splice, Budget(by_layer=schedule))
+        dynamic = vlcache(backbone, splice, RepairBudget(by_layer=schedule))
         yield RecomputedArm(name, dynamic.cache, float(dynamic.token_layers[0]))
     for k in (4,):
-        mended = first_k(backbone, splice, Budget(tokens=k))
+        mended = first_k(backbone, splice, RepairBudget(tokens=k))
         yield RecomputedArm(f"MPIC-{k}", mended.cache, float(mended.token_layers[0]))
 
 

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvpatch_jax.repair import REPAIRS, Budget, Repair, infoflow
+from kvpatch_jax.repair import REPAIRS, Repair, RepairBudget, infoflow
 
 SHARES = (0.05, 0.10, 0.15, 0.25, 0.50)
 """Of the page's tokens and, which is the same number of bytes, of its KV."""
@@ -44,7 +44,7 @@ class RepairArm:
     name: str
     method: str
     repair: Repair
-    budget: Budget
+    budget: RepairBudget
     asks: bool = False
 
 
@@ -57,8 +57,8 @@ def repair_arms(
       kv_numbers: of one page's KV, of whose bytes stored forms take a share.
       schedules: VLCache's shares by layer, by their mean; without them its arms are left out.
     """
-    arms = [RepairArm("blind", "blind", REPAIRS["blind"], Budget(tokens=0))]
-    arms.append(RepairArm("attention_sink", "attention_sink", REPAIRS["attention_sink"], Budget(tokens=0)))
+    arms = [RepairArm("blind", "blind", REPAIRS["blind"], RepairBudget(tokens=0))]
+    arms.append(RepairArm("attention_sink", "attention_sink", REPAIRS["attention_sink"], RepairBudget(tokens=0)))
     for share in SHARES:
         for method in TOKEN_METHODS:
             arms.append(_arm(method, share))
@@ -68,25 +68,25 @@ def repair_arms(
             # Runs are in float32, but bytes count as KV is served, in 16 bits a number: a share of factors is the same
             # in both, a number of bits is not. If nothing of a form fits a budget, the arm is left out.
             itemsize = SERVED_BYTES if method == "quantised" else 4
-            budget = Budget(kv_bytes=int(share * kv_numbers * itemsize))
+            budget = RepairBudget(kv_bytes=int(share * kv_numbers * itemsize))
             arms.append(RepairArm(f"{method}.budget={share:g}", method, REPAIRS[method], budget))
         if schedules is not None and share in schedules:
-            by_layer = Budget(by_layer=tuple(schedules[share]))
+            by_layer = RepairBudget(by_layer=tuple(schedules[share]))
             arms.append(RepairArm(f"vlcache.budget={share:g}", "vlcache", REPAIRS["vlcache"], by_layer))
 
     for name, settings in VARIANTS.items():
         repair = functools.partial(infoflow, **settings)
         arms.append(
-            RepairArm(f"{name}.budget={GEOMETRY_SHARE:g}", name, repair, Budget(share=GEOMETRY_SHARE), asks=True)
+            RepairArm(f"{name}.budget={GEOMETRY_SHARE:g}", name, repair, RepairBudget(share=GEOMETRY_SHARE), asks=True)
         )
     for boundary in range(1, layers):
         share = 1 - boundary / layers
         name = f"layer_reprefill.from={boundary}"
-        arms.append(RepairArm(name, "layer_reprefill", REPAIRS["layer_reprefill"], Budget(share=share)))
+        arms.append(RepairArm(name, "layer_reprefill", REPAIRS["layer_reprefill"], RepairBudget(share=share)))
     for method in WHOLE:
-        arms.append(RepairArm(method, method, REPAIRS[method], Budget(share=1.0)))
+        arms.append(RepairArm(method, method, REPAIRS[method], RepairBudget(share=1.0)))
     return arms
 
 
 def _arm(method: str, share: float, *, asks: bool = False) -> RepairArm:
-    return RepairArm(f"{method}.budget={share:g}", method, REPAIRS[method], Budget(share=share), asks)
+    return RepairArm(f"{method}.budget={share:g}", method, REPAIRS[method], RepairBudget(share=share), asks)

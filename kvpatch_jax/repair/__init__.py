@@ -7,10 +7,6 @@ They work on identical KV and say what they cost: token-layers, bytes stored and
 from .attention_scores import READINGS as READINGS
 from .attention_scores import Reading as Reading
 from .attention_scores import attention_scores as attention_scores
-from .budget import Budget as Budget
-from .budget import count_of_equal_bytes as count_of_equal_bytes
-from .budget import fraction_to_count as fraction_to_count
-from .budget import rank_of_bytes as rank_of_bytes
 from .catalogue import REPAIRS as REPAIRS
 from .catalogue import STORED_FORMS as STORED_FORMS
 from .catalogue import TOKEN_REPAIRS as TOKEN_REPAIRS
@@ -54,6 +50,10 @@ from .references import full_reprefill as full_reprefill
 from .references import joined_tokens as joined_tokens
 from .references import layer_reprefill as layer_reprefill
 from .references import prefix_caching as prefix_caching
+from .repair_budget import RepairBudget as RepairBudget
+from .repair_budget import count_of_equal_bytes as count_of_equal_bytes
+from .repair_budget import fraction_to_count as fraction_to_count
+from .repair_budget import rank_of_bytes as rank_of_bytes
 from .schedules import RATIOS as RATIOS
 from .schedules import behind_substitute as behind_substitute
 from .schedules import greedy_schedule as greedy_schedule

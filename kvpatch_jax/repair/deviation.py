@@ -10,10 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 from ..backbone import Backbone
 from ..core import KVLayout, to_engine
 from ..errors import InputError
-from .budget import Budget
 from .keys import attended_keys, scaled_queries
 from .recomputation import LayerRun, LayerSet, begin, repair_everywhere, run_layers
 from .references import all_tokens, new_text_alone
+from .repair_budget import RepairBudget
 from .spliced_cache import (
     RepairBytes,
     Repaired,
@@ -30,7 +30,9 @@ from .spliced_cache import (
 
 
 @counted
-def cacheblend(backbone: Backbone, splice: SplicedCache, budget: Budget | float, *, check_layer: int = 1) -> Repaired:
+def cacheblend(
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, *, check_layer: int = 1
+) -> Repaired:
     """Recomputes all tokens through one layer, and above it those whose KV deviates most there.
 
     The single check of CacheBlend's released code (LMCache, `check_layers` of one layer). Tokens that are not chosen
@@ -56,7 +58,7 @@ def cacheblend(backbone: Backbone, splice: SplicedCache, budget: Budget | float,
 def cacheblend_gradual(
     backbone: Backbone,
     splice: SplicedCache,
-    budget: Budget | float,
+    budget: RepairBudget | float,
     *,
     check_layers: Sequence[int] = (1, 2, 3),
     surplus: float = 0.5,
@@ -123,7 +125,9 @@ def _blend(backbone: Backbone, splice: SplicedCache, counts: dict[int, int]) -> 
 
 
 @counted
-def kvshare(backbone: Backbone, splice: SplicedCache, budget: Budget | float, *, check_layer: int = 1) -> Repaired:
+def kvshare(
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, *, check_layer: int = 1
+) -> Repaired:
     """Recomputes all tokens through one layer, and above it those whose attention there deviates most.
 
     Source: KVShare (Yang et al. 2025, arXiv 2503.16525), as VLCache describes it ("the deviation of the attention
@@ -198,7 +202,7 @@ def attention_shift(
 
 
 @counted
-def oracle_delta(backbone: Backbone, splice: SplicedCache, budget: Budget | float) -> Repaired:
+def oracle_delta(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
     """Recomputes in context, at every layer, the tokens with the largest true deficit ‖Δ‖.
 
     It cannot be used in serving, because it needs Δ. It is not an upper bound of token selection either: a question
@@ -226,7 +230,11 @@ def oracle_delta(backbone: Backbone, splice: SplicedCache, budget: Budget | floa
 
 @counted
 def random_tokens(
-    backbone: Backbone, splice: SplicedCache, budget: Budget | float, *, seed: int | Sequence[int | Sequence[int]] = 0
+    backbone: Backbone,
+    splice: SplicedCache,
+    budget: RepairBudget | float,
+    *,
+    seed: int | Sequence[int | Sequence[int]] = 0,
 ) -> Repaired:
     """Recomputes tokens drawn at random in context, at every layer: what choosing has to beat.
 

@@ -3,9 +3,9 @@
 import numpy as np
 
 from ..backbone import Backbone
-from .budget import Budget
 from .recomputation import repair_by_layer
 from .references import all_tokens
+from .repair_budget import RepairBudget
 from .spliced_cache import (
     Repaired,
     SplicedCache,
@@ -21,7 +21,7 @@ SINK_TOKENS = 4
 
 
 @counted
-def first_k(backbone: Backbone, splice: SplicedCache, budget: Budget | float) -> Repaired:
+def first_k(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
     """Recomputes the first tokens of every chunk in context, at every layer.
 
     A chunk that is prefilled alone has its attention sink there. Source: EPIC (Hu et al. 2025, LegoLink) and its
@@ -38,11 +38,11 @@ def first_k(backbone: Backbone, splice: SplicedCache, budget: Budget | float) ->
       InputError: the budget is out of range. ShapeError, LayoutError, DtypeError: the splice does not match the
         backbone.
     """
-    return _first(backbone, splice, Budget.of(budget), "first_k")
+    return _first(backbone, splice, RepairBudget.of(budget), "first_k")
 
 
 @counted
-def attention_sink(backbone: Backbone, splice: SplicedCache, budget: Budget | float = 0.0) -> Repaired:
+def attention_sink(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = 0.0) -> Repaired:
     """Recomputes the first 4 tokens of every chunk in context, whatever the budget.
 
     A chunk that was prefilled alone made sinks of them, which they are no longer behind other chunks. Source:
@@ -52,13 +52,13 @@ def attention_sink(backbone: Backbone, splice: SplicedCache, budget: Budget | fl
       ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
     """
     check_splice(backbone.layout, splice)
-    Budget.of(budget)
+    RepairBudget.of(budget)
     smallest = min(last - first for first, last in splice.parts)
-    return _first(backbone, splice, Budget(tokens=min(SINK_TOKENS, smallest)), "attention_sink")
+    return _first(backbone, splice, RepairBudget(tokens=min(SINK_TOKENS, smallest)), "attention_sink")
 
 
 @counted
-def vlcache(backbone: Backbone, splice: SplicedCache, budget: Budget | float) -> Repaired:
+def vlcache(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
     """Recomputes the first tokens of every chunk in context, with a share for each layer.
 
     Tokens that a layer does not need are dropped below it: regions of computation are contiguous, and shrink with
@@ -69,10 +69,12 @@ def vlcache(backbone: Backbone, splice: SplicedCache, budget: Budget | float) ->
       InputError: the budget is out of range, is not one share per layer, or increases with depth. ShapeError,
         LayoutError, DtypeError: the splice does not match the backbone.
     """
-    return _first(backbone, splice, Budget.of(budget), "vlcache", floor=True)
+    return _first(backbone, splice, RepairBudget.of(budget), "vlcache", floor=True)
 
 
-def _first(backbone: Backbone, splice: SplicedCache, budget: Budget, method: str, floor: bool = False) -> Repaired:
+def _first(
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget, method: str, floor: bool = False
+) -> Repaired:
     """Recomputes the first tokens of every chunk, as many as the budget says at each layer, and all new text."""
     layout, layers = backbone.layout, backbone.layout.layers
     check_splice(layout, splice)
@@ -106,10 +108,10 @@ def _first(backbone: Backbone, splice: SplicedCache, budget: Budget, method: str
     return repair_by_layer(backbone, splice, all_tokens(splice, order), counts, bytes)
 
 
-def _per_chunk(budget: Budget, size: int, splice: SplicedCache) -> Budget:
+def _per_chunk(budget: RepairBudget, size: int, splice: SplicedCache) -> RepairBudget:
     """Returns one chunk's part of a budget: its share, of a prompt at most k tokens, or bytes by its length."""
     if budget.tokens is not None and splice.chunks is not None:
-        return Budget(tokens=min(budget.tokens, size))
+        return RepairBudget(tokens=min(budget.tokens, size))
     if budget.kv_bytes is not None:
-        return Budget(kv_bytes=budget.kv_bytes * size // splice.cached_count)
+        return RepairBudget(kv_bytes=budget.kv_bytes * size // splice.cached_count)
     return budget

@@ -12,13 +12,13 @@ import numpy as np
 from ..backbone import KV, Backbone, Tokens
 from ..core import EngineKV, to_engine
 from ..errors import InputError
-from .budget import Budget
 from .leading_tokens import first_k
 from .recomputation import LayerSet, begin, run_layers
 from .references import NOTHING, all_tokens, joined_tokens
+from .repair_budget import RepairBudget
 from .spliced_cache import Repaired, SplicedCache, blind_bytes, check_splice, counted
 
-MPIC_32 = Budget(tokens=32)
+MPIC_32 = RepairBudget(tokens=32)
 """The k that MPIC reports most (section 5.2)."""
 
 
@@ -68,7 +68,7 @@ def splice_prompt(backbone: Backbone, pieces: Sequence[PromptPiece]) -> SplicedC
 
 
 @counted
-def mpic(backbone: Backbone, splice: SplicedCache, budget: Budget | float = MPIC_32) -> Repaired:
+def mpic(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = MPIC_32) -> Repaired:
     """Computes new text and the first k tokens of every chunk in one forward, and reads the last token there.
 
     MPIC-k (section 4.2), as selective attention in a single step: `first_k` of a whole prompt.
@@ -90,7 +90,7 @@ def mpic(backbone: Backbone, splice: SplicedCache, budget: Budget | float = MPIC
 
 @counted
 def two_step_reuse(
-    backbone: Backbone, splice: SplicedCache, budget: Budget | float = NOTHING, *, text_sees_chunks: bool = False
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = NOTHING, *, text_sees_chunks: bool = False
 ) -> Repaired:
     """Computes the KV of new text first, and then the last token over all that is cached: full reuse in two steps.
 
@@ -105,7 +105,7 @@ def two_step_reuse(
         the splice does not match the backbone.
     """
     _check_prompt(backbone, splice, "two_step_reuse")
-    if any(Budget.of(budget).counts(backbone.layout, splice.cached_count, 1, "two_step_reuse")):
+    if any(RepairBudget.of(budget).counts(backbone.layout, splice.cached_count, 1, "two_step_reuse")):
         raise InputError(f"two_step_reuse.budget: got {budget}; expected 0")
 
     new, layers = splice.new_text(), backbone.layout.layers

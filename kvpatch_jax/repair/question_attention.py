@@ -17,11 +17,11 @@ from ..backbone import Backbone, LayerAttention, Tokens
 from ..core import KVLayout
 from ..errors import InputError
 from .attention_scores import READINGS, Reading, attention_scores
-from .budget import Budget
 from .keys import attended_keys, scaled_queries
 from .positions import Geometry, chunk_scores, placed_for_scoring, reordered
 from .recomputation import LayerSet, recompute_sets, repair_everywhere
 from .references import all_tokens, new_text_alone
+from .repair_budget import RepairBudget
 from .spliced_cache import (
     AnyArray,
     Repaired,
@@ -113,7 +113,7 @@ def _question_mask(splice: SplicedCache, question: Tokens) -> Bool[Array, "B 1 Q
 def infoflow(
     backbone: Backbone,
     splice: SplicedCache,
-    budget: Budget | float,
+    budget: RepairBudget | float,
     *,
     layers: Sequence[int] | None = None,
     reading: Reading = "mass",
@@ -197,7 +197,7 @@ def reordered_by_question(
 
 
 @counted
-def prophetkv(backbone: Backbone, splice: SplicedCache, budget: Budget | float) -> Repaired:
+def prophetkv(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
     """Recomputes in context the tokens that the question attends to most, all layers weighing alike.
 
     Source: ProphetKV (arXiv 2602.02579). What is public describes tokens ranked by their relevance to the user's query
@@ -237,7 +237,7 @@ def _alike(found: Float[Array, "L B S"], slots: Array, live: Array) -> Float[Arr
 
 @counted
 def prcr(
-    backbone: Backbone, splice: SplicedCache, budget: Budget | float, *, layers: Sequence[int] | None = None
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, *, layers: Sequence[int] | None = None
 ) -> Repaired:
     """Shows the question only the cached tokens that it attends to most, and recomputes none.
 
@@ -275,7 +275,7 @@ def _hidden(seen: Array, slots: AnyArray, kept: Array) -> Array:
 def quest(
     backbone: Backbone,
     splice: SplicedCache,
-    budget: Budget | float,
+    budget: RepairBudget | float,
     *,
     layers: Sequence[int] | None = None,
     page: int = PAGE,

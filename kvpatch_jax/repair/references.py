@@ -8,8 +8,8 @@ import numpy as np
 
 from ..backbone import Backbone, Tokens
 from ..errors import InputError
-from .budget import Budget, fraction_to_count
 from .recomputation import repair_everywhere
+from .repair_budget import RepairBudget, fraction_to_count
 from .spliced_cache import (
     RepairBytes,
     Repaired,
@@ -24,11 +24,11 @@ from .spliced_cache import (
     untouched,
 )
 
-NOTHING, ALL = Budget(tokens=0), Budget(share=1.0)
+NOTHING, ALL = RepairBudget(tokens=0), RepairBudget(share=1.0)
 
 
 @counted
-def blind(backbone: Backbone, splice: SplicedCache, budget: Budget | float = NOTHING) -> Repaired:
+def blind(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = NOTHING) -> Repaired:
     """Returns the cache as it was spliced; new text of a prompt is computed over it.
 
     Full reuse, as MPIC (section 2.2) and Prompt Cache call it, in one forward.
@@ -37,7 +37,7 @@ def blind(backbone: Backbone, splice: SplicedCache, budget: Budget | float = NOT
       InputError: the budget is not 0. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
     """
     check_splice(backbone.layout, splice)
-    counts = Budget.of(budget).counts(backbone.layout, splice.cached_count, 1, "blind")
+    counts = RepairBudget.of(budget).counts(backbone.layout, splice.cached_count, 1, "blind")
     if any(counts):
         raise InputError(f"blind.budget: got {budget}; expected 0")
 
@@ -45,7 +45,7 @@ def blind(backbone: Backbone, splice: SplicedCache, budget: Budget | float = NOT
 
 
 @counted
-def full_reprefill(backbone: Backbone, splice: SplicedCache, budget: Budget | float = ALL) -> Repaired:
+def full_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = ALL) -> Repaired:
     """Recomputes everything, with nothing kept: the tower, what precedes the chunk, and the chunk.
 
     `splice.front` and `splice.tower_flops` say how much that is; where they are not given, it is the chunk alone.
@@ -58,7 +58,7 @@ def full_reprefill(backbone: Backbone, splice: SplicedCache, budget: Budget | fl
 
 
 @counted
-def encoder_cached_reprefill(backbone: Backbone, splice: SplicedCache, budget: Budget | float = ALL) -> Repaired:
+def encoder_cached_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = ALL) -> Repaired:
     """Recomputes everything in the decoder, from image features that were kept ("w/o ViT" in VLCache, Table 1).
 
     Raises:
@@ -70,7 +70,7 @@ def encoder_cached_reprefill(backbone: Backbone, splice: SplicedCache, budget: B
 
 
 @counted
-def prefix_caching(backbone: Backbone, splice: SplicedCache, budget: Budget | float = ALL) -> Repaired:
+def prefix_caching(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = ALL) -> Repaired:
     """Recomputes all tokens behind the longest cached prefix.
 
     Of a whole prompt, the prefix is its first chunk, if the prompt begins with it. Of one chunk behind others, it is
@@ -89,7 +89,7 @@ def prefix_caching(backbone: Backbone, splice: SplicedCache, budget: Budget | fl
 
 
 @counted
-def layer_reprefill(backbone: Backbone, splice: SplicedCache, budget: Budget | float) -> Repaired:
+def layer_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
     """Recomputes the deep layers of all tokens in context, from the residual that entered the lowest of them alone.
 
     Layers below keep the canonical's KV; of the layers above no KV is kept, but the residual. Kamera App. C.3, Table 8
@@ -104,7 +104,7 @@ def layer_reprefill(backbone: Backbone, splice: SplicedCache, budget: Budget | f
     """
     layout = backbone.layout
     check_splice(layout, splice)
-    share = Budget.of(budget).share
+    share = RepairBudget.of(budget).share
     if share is None or splice.chunks is not None:
         found = f"{budget} and chunks {splice.chunks}"
         raise InputError(f"layer_reprefill: got {found}; expected a share of the layers, and a splice of one chunk")
@@ -150,15 +150,15 @@ def all_tokens(splice: SplicedCache, tokens: np.ndarray) -> jax.Array:
     return jax.device_put(np.broadcast_to(tokens.astype(np.int32), (splice.slots.shape[0], len(tokens))))
 
 
-def _check_all(backbone: Backbone, splice: SplicedCache, budget: Budget | float, method: str) -> None:
+def _check_all(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, method: str) -> None:
     check_splice(backbone.layout, splice)
-    budget = Budget.of(budget)
+    budget = RepairBudget.of(budget)
     if budget.share != 1.0 and budget.tokens != splice.cached_count:
-        raise InputError(f"{method}.budget: got {budget}; expected all tokens, Budget(share=1.0)")
+        raise InputError(f"{method}.budget: got {budget}; expected all tokens, RepairBudget(share=1.0)")
 
 
 def _reprefill(
-    backbone: Backbone, splice: SplicedCache, budget: Budget | float, method: str, bytes: RepairBytes
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, method: str, bytes: RepairBytes
 ) -> Repaired:
     """Recomputes all tokens, those in front of them too where the splice has them."""
     _check_all(backbone, splice, budget, method)

@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Int
 from ..backbone import KV, Backbone, Tokens
 from ..core import KVLayout, PhaseFreeKV, to_engine
 from ..errors import InputError
-from .budget import Budget
 from .recomputation import LayerSet, begin, run_layers
 from .references import all_tokens, joined_tokens
+from .repair_budget import RepairBudget
 from .spliced_cache import AnyArray, SplicedCache, check_splice, required
 
 RATIOS = tuple(round(0.002 * step, 3) for step in range(1, 151))
@@ -83,7 +83,7 @@ def recomputed_sensitivity(
     for number, splice in enumerate(proxies):
         reused = loss(number, dict(splice.cache))
         for place, ratio in enumerate(ratios):
-            Budget(share=float(ratio))
+            RepairBudget(share=float(ratio))
             first = [
                 token
                 for begin_, end in splice.parts
@@ -242,7 +242,7 @@ def layer_sensitivity(
     """
     check_splice(layout, splice)
     for count in counts:
-        Budget(tokens=count).count(layout, splice.cached_count, 1, "layer_sensitivity")
+        RepairBudget(tokens=count).count(layout, splice.cached_count, 1, "layer_sensitivity")
     conditioned = required(splice, "conditioned", "layer_sensitivity", "the chunk's phase-free KV in context")
     if blocks is not None and (blocks < 1 or layout.layers % blocks):
         raise InputError(f"layer_sensitivity.blocks: got {blocks}; expected a divisor of {layout.layers} layers")

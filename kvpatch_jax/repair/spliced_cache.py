@@ -20,7 +20,7 @@ from ..core import KVLayout, expect_frame, to_phase_free
 from ..errors import InputError, ShapeError
 from ..utils.pytrees import pytree
 from ..utils.traced_flops import traced_flops
-from .budget import Budget
+from .repair_budget import RepairBudget
 
 AnyArray = jax.Array | np.ndarray
 
@@ -158,7 +158,7 @@ class Repaired:
 class Repair(Protocol):
     """Signature of repairs. Settings of a method are keyword arguments with defaults."""
 
-    def __call__(self, backbone: Backbone, splice: SplicedCache, budget: Budget | float, /) -> Repaired:
+    def __call__(self, backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, /) -> Repaired:
         """Repairs `splice` within a budget; a float is a share of the cached tokens.
 
         Raises:
@@ -270,10 +270,10 @@ def required(splice: SplicedCache, name: str, method: str, expected: str) -> Any
     return value
 
 
-def check_budget(backbone: Backbone, splice: SplicedCache, budget: Budget | float, method: str) -> int:
-    """Checks a splice, and returns the number of cached tokens per row that a budget allows; see `Budget.count`."""
+def check_budget(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, method: str) -> int:
+    """Checks a splice, and returns how many cached tokens per row a budget allows; see `RepairBudget.count`."""
     check_splice(backbone.layout, splice)
-    return Budget.of(budget).count(backbone.layout, splice.cached_count, kv_itemsize(splice), method)
+    return RepairBudget.of(budget).count(backbone.layout, splice.cached_count, kv_itemsize(splice), method)
 
 
 # ------------------------------------------------------------------------------------------------ tokens and bytes

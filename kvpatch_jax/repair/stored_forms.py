@@ -19,7 +19,7 @@ from ..backbone import KV, Backbone
 from ..core import KVLayout, flatten_heads, to_engine
 from ..core.ops import jitted_apply
 from ..errors import InputError, RankError
-from .budget import Budget, patch_numbers, rank_of_bytes
+from .repair_budget import RepairBudget, patch_numbers, rank_of_bytes
 from .spliced_cache import (
     AnyArray,
     RepairBytes,
@@ -47,7 +47,9 @@ SHADOW_CHUNK = 8
 """Tokens of one landmark in ShadowKV (Sun et al. 2025, section 4.2)."""
 
 
-def patched(backbone: Backbone, splice: SplicedCache, budget: Budget | float, *, rank: int | None = None) -> Repaired:
+def patched(
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, *, rank: int | None = None
+) -> Repaired:
     """Adds the low-rank patch of the deficit, R(p) · (canonical + u v): this library's method.
 
     Kamera eq. 1; the patch is formed by a full SVD of recorded − canonical in the phase-free frame.
@@ -99,7 +101,12 @@ def _deficit_factors(
 
 
 def quantised(
-    backbone: Backbone, splice: SplicedCache, budget: Budget | float, *, bits: int | None = None, group: int = GROUP
+    backbone: Backbone,
+    splice: SplicedCache,
+    budget: RepairBudget | float,
+    *,
+    bits: int | None = None,
+    group: int = GROUP,
 ) -> Repaired:
     """Serves the recorded KV itself in few bits, in the canonical's place.
 
@@ -190,7 +197,7 @@ def restore_groups(
 def low_rank(
     backbone: Backbone,
     splice: SplicedCache,
-    budget: Budget | float,
+    budget: RepairBudget | float,
     *,
     rank: int | None = None,
     channels: tuple[str, ...] | None = None,
@@ -211,7 +218,9 @@ def low_rank(
     return _reduced(backbone, splice, budget, rank, names, "low_rank", shadow=False)
 
 
-def shadowkv(backbone: Backbone, splice: SplicedCache, budget: Budget | float, *, rank: int | None = None) -> Repaired:
+def shadowkv(
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, *, rank: int | None = None
+) -> Repaired:
     """Serves the recorded KV with keys of low rank, landmarks' outliers whole, and whole values.
 
     Source: ShadowKV (Sun et al. 2025, arXiv 2410.21465), sections 3 and 4: keys before rotation are low in rank;
@@ -234,7 +243,7 @@ def shadowkv(backbone: Backbone, splice: SplicedCache, budget: Budget | float, *
 def _reduced(
     backbone: Backbone,
     splice: SplicedCache,
-    budget: Budget | float,
+    budget: RepairBudget | float,
     rank: int | None,
     names: tuple[str, ...],
     method: str,
@@ -309,10 +318,10 @@ def _outlier_tokens(keys: Float[Array, "L B T K H"], live: Array, outliers: int)
     return jnp.repeat(marked, SHADOW_CHUNK, axis=-1)[..., :T]
 
 
-def _allowed_bytes(layout: KVLayout, splice: SplicedCache, budget: Budget | float, method: str) -> int:
+def _allowed_bytes(layout: KVLayout, splice: SplicedCache, budget: RepairBudget | float, method: str) -> int:
     """Returns the bytes per row of a budget that is given in bytes, or as a share of the chunk's KV."""
     check_splice(layout, splice)
-    budget = Budget.of(budget)
+    budget = RepairBudget.of(budget)
     if splice.chunks is not None:
         raise InputError(f"{method}.chunks: got {splice.chunks}; expected a splice of one chunk")
     if budget.kv_bytes is not None:

@@ -16,7 +16,7 @@ from evals.prompt_reuse import document, insights, recomputed, suite
 from evals.prompt_reuse.contexts import load_prompts
 from evals.report.documents import block
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.repair import Budget, mpic, vlcache
+from kvpatch_jax.repair import RepairBudget, mpic, vlcache
 from tests.compiled_flops import hlo_flops
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,9 @@ def test_no_proxies_or_no_images_are_refused(unchecked_shapes):
     with pytest.raises(InputError, match="sizes: got no images"):
         recomputed.menu_of([])
     with pytest.raises(InputError, match="none larger than the one below it"):
-        vlcache(random_backbone(TINY), bench.drawn_splice(random_backbone(TINY), SHAPE, 0), Budget(by_layer=(0.1,)))
+        vlcache(
+            random_backbone(TINY), bench.drawn_splice(random_backbone(TINY), SHAPE, 0), RepairBudget(by_layer=(0.1,))
+        )
 
 
 @pytest.fixture
@@ -152,7 +154,7 @@ def test_first_tokens_that_are_recomputed_are_right_where_nothing_in_front_is_wr
 
 
 @pytest.mark.parametrize(
-    ("repair", "budget"), [(mpic, Budget(tokens=4)), (vlcache, Budget(by_layer=(0.5, 0.25, 0.25)))]
+    ("repair", "budget"), [(mpic, RepairBudget(tokens=4)), (vlcache, RepairBudget(by_layer=(0.5, 0.25, 0.25)))]
 )
 def test_flops_that_are_counted_are_those_of_the_compiled_program(repair, budget):
     backbone = random_backbone(TINY)

@@ -16,7 +16,7 @@ from ...cache import Chunk, Text, chunk_id, one_form
 from ...core import EngineKV, to_engine
 from ...errors import InputError, StoreError
 from ...patching import lead_digest, lead_tokens, make_chunk
-from ...repair import REPAIRS, Budget, Repaired, SplicedCache, joined_tokens, prefix_caching, splice_prompt
+from ...repair import REPAIRS, RepairBudget, Repaired, SplicedCache, joined_tokens, prefix_caching, splice_prompt
 from ...sampling import check_steps
 from ...store import DynamicLibrary, LinkedChunk, LinkedPrompt, Linker, Miss, Reference, StaticLibrary, fetch, pooled
 from .prompt_layout import PromptLayout
@@ -24,7 +24,7 @@ from .prompt_layout import PromptLayout
 Origin = Literal["store", "shared", "computed", "joined", "prefilled"]
 """Where a chunk's KV came from: as `fetch` says, or "prefilled" with the whole prompt, because loading failed."""
 PREFILLED: Origin = "prefilled"
-MPIC_K = Budget(tokens=32)
+MPIC_K = RepairBudget(tokens=32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class PromptServer:
         *,
         retrieval: RetrievalOptions | None = None,
         repair: str = "mpic",
-        budget: Budget | float = MPIC_K,
+        budget: RepairBudget | float = MPIC_K,
         substitute: Sequence[Any] | None = None,
     ):
         check_is_backbone(backbone, "prompt server")
@@ -112,7 +112,7 @@ class PromptServer:
         if substitute is not None and REPAIRS[repair] is prefix_caching:
             raise InputError("prompt server.substitute: got one with prefix_caching; expected None")
         self.backbone, self.static, self.dynamic, self.retrieval = backbone, static, dynamic, retrieval
-        self.repair, self.budget = REPAIRS[repair], Budget.of(budget)
+        self.repair, self.budget = REPAIRS[repair], RepairBudget.of(budget)
         self.linker = Linker(backbone.fingerprint, static, dynamic)
         self._lead = None if substitute is None else lead_tokens(backbone, substitute)
         self._lead_digest = None if self._lead is None else lead_digest(backbone.fingerprint, self._lead)

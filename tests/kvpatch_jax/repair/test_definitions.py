@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvpatch_jax.repair import REPAIRS, Budget, infoflow, infoflow_layers, quest
+from kvpatch_jax.repair import REPAIRS, RepairBudget, infoflow, infoflow_layers, quest
 from tests.kvpatch_jax.repair.slow_decoder import SlowDecoder
 from tests.kvpatch_jax.repair.splices import ASKED, BEFORE, CHUNK, LAYERS, ROWS, SPARE, make_splice, tiny_backbone
 
@@ -163,7 +163,7 @@ def check(method, seeds, counts):
     for seed in seeds:
         splice, _ = make_splice(backbone, seed=100 + seed)
         for count in counts:
-            chosen = np.asarray(chosen_by(method, backbone, splice, Budget(tokens=count)))[-1]
+            chosen = np.asarray(chosen_by(method, backbone, splice, RepairBudget(tokens=count)))[-1]
             for row in range(ROWS):
                 score = globals()[f"{method}_scores"](SlowRow(decoder, splice, row), count)
                 order = np.argsort(-score, kind="stable")

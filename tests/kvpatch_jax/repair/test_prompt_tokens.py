@@ -5,7 +5,7 @@ import numpy as np
 from splices import make_prompt, tiny_backbone
 
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.repair import Budget, blind, joined_tokens, mpic, two_step_reuse
+from kvpatch_jax.repair import RepairBudget, blind, joined_tokens, mpic, two_step_reuse
 
 
 def tokens(first: int, count: int, deepstack: bool) -> Tokens:
@@ -28,5 +28,5 @@ def test_two_step_reuse_computes_logits_once():
     backbone = tiny_backbone()
     splice = make_prompt(backbone)[0]
     one_step = blind(backbone, splice).flops
-    token = (mpic(backbone, splice, Budget(tokens=1)).flops - one_step) / len(splice.parts)
+    token = (mpic(backbone, splice, RepairBudget(tokens=1)).flops - one_step) / len(splice.parts)
     assert two_step_reuse(backbone, splice).flops - one_step == token

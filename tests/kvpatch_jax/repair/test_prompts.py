@@ -8,8 +8,8 @@ import pytest
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import (
     TOKEN_REPAIRS,
-    Budget,
     PromptPiece,
+    RepairBudget,
     blind,
     first_k,
     mpic,
@@ -55,17 +55,17 @@ def test_all_tokens_of_every_chunk_equal_a_prefill(case):
 
 def test_mpic_runs_new_text_and_the_first_k_of_each_chunk_in_one_forward(case):
     backbone, splice, _, _ = case
-    repaired = mpic(backbone, splice, Budget(tokens=2))
+    repaired = mpic(backbone, splice, RepairBudget(tokens=2))
     for row in range(ROWS):
         assert np.flatnonzero(np.asarray(repaired.chosen)[0, row]).tolist() == sorted([*NEW, 3, 4, 11, 12])
     assert bool((repaired.chosen == repaired.chosen[:1]).all())
     # The dummy cache is never read: anything may lie there.
     noise = jnp.asarray(1e3 * splice.new_text()[:, None, None], jnp.float32)
     spoilt = splice.replace(cache={name: value + noise for name, value in splice.cache.items()})
-    again = mpic(backbone, spoilt, Budget(tokens=2))
+    again = mpic(backbone, spoilt, RepairBudget(tokens=2))
     np.testing.assert_array_equal(again.logits, repaired.logits)
     # Chunks that are shorter than k are recomputed whole, as in full.
-    whole, full = mpic(backbone, splice, Budget(tokens=9)), mpic(backbone, splice, 1.0)
+    whole, full = mpic(backbone, splice, RepairBudget(tokens=9)), mpic(backbone, splice, 1.0)
     assert error(whole.logits, full.logits) <= 1e-6
 
 
@@ -85,7 +85,7 @@ def test_full_reuse_in_one_forward_equals_two_where_text_sees_chunks(case):
 def test_new_text_is_always_computed_and_counts_in_no_budget(case, name):
     backbone, splice, _, _ = case
     conditioned = backbone.prefill(splice.tokens).kv
-    repaired = TOKEN_REPAIRS[name](backbone, splice.replace(conditioned=conditioned), Budget(tokens=1))
+    repaired = TOKEN_REPAIRS[name](backbone, splice.replace(conditioned=conditioned), RepairBudget(tokens=1))
     chosen = np.asarray(repaired.chosen)
     assert chosen[:, :, NEW].all()
     wanted = len(NEW) + (2 if name == "first_k" else 1)
@@ -105,7 +105,7 @@ def test_vlcache_takes_the_first_tokens_of_every_image_by_layer(case):
     backbone, splice, _, _ = case
     layers = backbone.layout.layers
     shares = tuple(np.linspace(0.7, 0.1, layers).tolist())
-    repaired = vlcache(backbone, splice, Budget(by_layer=shares))
+    repaired = vlcache(backbone, splice, RepairBudget(by_layer=shares))
     for layer, share in enumerate(shares):
         wanted = list(NEW)
         for first, last in CHUNKS:
@@ -128,7 +128,7 @@ def test_prompts_that_cannot_be(unchecked):
             repair(backbone, splice)
     prompt, _, _ = make_prompt(backbone)
     with pytest.raises(InputError, match="expected 0"):
-        two_step_reuse(backbone, prompt, Budget(tokens=1))
+        two_step_reuse(backbone, prompt, RepairBudget(tokens=1))
     with pytest.raises(InputError, match="expected 0"):
         blind(backbone, prompt, 0.5)
-    assert first_k(backbone, prompt, Budget(tokens=100)).token_layers.tolist() == [TOTAL * 4] * ROWS
+    assert first_k(backbone, prompt, RepairBudget(tokens=100)).token_layers.tolist() == [TOTAL * 4] * ROWS

@@ -10,7 +10,7 @@ from kvpatch_jax.backbone import Backbone
 from kvpatch_jax.errors import InputError, LayoutError, RankError, ShapeError
 from kvpatch_jax.repair import (
     TOKEN_REPAIRS,
-    Budget,
+    RepairBudget,
     SplicedCache,
     cacheblend,
     count_of_equal_bytes,
@@ -35,8 +35,8 @@ from tests.kvpatch_jax.repair.splices import (
     tiny_backbone,
 )
 
-COUNTS = (Budget(tokens=2), Budget(tokens=5))
-TWO, THREE, FIVE = Budget(tokens=2), Budget(tokens=3), Budget(tokens=5)
+COUNTS = (RepairBudget(tokens=2), RepairBudget(tokens=5))
+TWO, THREE, FIVE = RepairBudget(tokens=2), RepairBudget(tokens=3), RepairBudget(tokens=5)
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_no_tokens_leave_the_cache_bit_equal(backbone, spliced, name):
 @pytest.mark.parametrize("name", TOKEN_REPAIRS)
 def test_what_is_not_chosen_is_not_touched_and_sets_are_nested(backbone, spliced, name, count):
     splice, _ = spliced
-    repaired = TOKEN_REPAIRS[name](backbone, splice, Budget(tokens=count))
+    repaired = TOKEN_REPAIRS[name](backbone, splice, RepairBudget(tokens=count))
     chosen = np.asarray(repaired.chosen)
     assert not (chosen[1:] & ~chosen[:-1]).any()
     assert (chosen[-1].sum(-1) == count).all()
@@ -125,19 +125,19 @@ def test_oracle_takes_the_largest_deficits(backbone, spliced):
         norm = np.sqrt(np.square(value - blind[name], dtype=np.float64).sum((-2, -1)))
         score += (norm / np.sqrt(np.square(value, dtype=np.float64).sum((-2, -1)).mean(-1, keepdims=True))).sum(0)
     for count in (2, 5):
-        chosen = np.asarray(oracle_delta(backbone, splice, Budget(tokens=count)).chosen)
+        chosen = np.asarray(oracle_delta(backbone, splice, RepairBudget(tokens=count)).chosen)
         for row in range(ROWS):
             assert set(np.flatnonzero(chosen[0, row])) == set(np.argsort(-score[row])[:count])
 
 
 def test_vlcache_equals_first_k_of_like_counts_and_leaves_the_rest(backbone, spliced):
     splice, _ = spliced
-    like = vlcache(backbone, splice, Budget(by_layer=(5 / CHUNK,) * LAYERS))
+    like = vlcache(backbone, splice, RepairBudget(by_layer=(5 / CHUNK,) * LAYERS))
     for channel, value in first_k(backbone, splice, FIVE).cache.items():
         np.testing.assert_allclose(like.cache[channel], value, atol=1e-6)
 
     counts = (5, 5, 2, 0)
-    repaired = vlcache(backbone, splice, Budget(by_layer=tuple(count / CHUNK for count in counts)))
+    repaired = vlcache(backbone, splice, RepairBudget(by_layer=tuple(count / CHUNK for count in counts)))
     chosen = np.asarray(repaired.chosen)
     assert repaired.token_layers.tolist() == [sum(counts)] * ROWS
     assert chosen[..., 0, :].sum(-1).tolist() == list(counts)
@@ -150,7 +150,7 @@ def test_vlcache_equals_first_k_of_like_counts_and_leaves_the_rest(backbone, spl
 def test_dropping_tokens_below_a_layer_changes_no_number(backbone, spliced):
     """What is really not run equals a pass of all tokens in which it is not written."""
     splice, _ = spliced
-    for name, budget in (("vlcache", Budget(by_layer=(0.8, 0.5, 0.5, 0.2))), ("cacheblend_gradual", THREE)):
+    for name, budget in (("vlcache", RepairBudget(by_layer=(0.8, 0.5, 0.5, 0.2))), ("cacheblend_gradual", THREE)):
         repaired = TOKEN_REPAIRS[name](backbone, splice, budget)
         once = backbone.recompute(splice.tokens, splice.cache, splice.slots, keep=repaired.chosen).cache
         for channel, value in once.items():
@@ -236,8 +236,8 @@ def test_repairs_are_jittable(backbone, spliced):
 @pytest.mark.parametrize("name", TOKEN_REPAIRS)
 def test_budgets_out_of_range(backbone, spliced, name, unchecked):
     with pytest.raises(InputError, match=f"got {CHUNK + 1} tokens; expected 0 to the {CHUNK}"):
-        TOKEN_REPAIRS[name](backbone, spliced[0], Budget(tokens=CHUNK + 1))
-    with pytest.raises(InputError, match="got 3; expected a Budget, or a float"):
+        TOKEN_REPAIRS[name](backbone, spliced[0], RepairBudget(tokens=CHUNK + 1))
+    with pytest.raises(InputError, match="got 3; expected a RepairBudget, or a float"):
         TOKEN_REPAIRS[name](backbone, spliced[0], 3)
 
 
@@ -258,14 +258,14 @@ def test_budgets_out_of_range(backbone, spliced, name, unchecked):
 )
 def test_budgets_that_cannot_be(settings, words, unchecked):
     with pytest.raises(InputError, match=words):
-        Budget(**settings)
+        RepairBudget(**settings)
 
 
 def test_a_schedule_of_another_depth_is_refused(backbone, spliced):
     with pytest.raises(InputError, match="expected 4, none larger"):
-        vlcache(backbone, spliced[0], Budget(by_layer=(0.5, 0.2)))
+        vlcache(backbone, spliced[0], RepairBudget(by_layer=(0.5, 0.2)))
     with pytest.raises(InputError, match="got shares by layer"):
-        cacheblend(backbone, spliced[0], Budget(by_layer=(0.5,) * LAYERS))
+        cacheblend(backbone, spliced[0], RepairBudget(by_layer=(0.5,) * LAYERS))
 
 
 def test_splices_that_do_not_fit(backbone, spliced, unchecked):

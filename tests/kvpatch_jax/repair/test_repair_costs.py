@@ -7,7 +7,7 @@ import pytest
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import (
     REPAIRS,
-    Budget,
+    RepairBudget,
     blind,
     encoder_cached_reprefill,
     first_k,
@@ -31,7 +31,7 @@ def spliced():
 def test_counted_flops_are_those_of_the_compiled_program(spliced, name):
     splice, _ = spliced
     backbone = tiny_backbone()
-    budget = Budget(share=0.5)
+    budget = RepairBudget(share=0.5)
     repaired = REPAIRS[name](backbone, splice, budget)
     if name == "patched":
         # Formed before it is served: the serving part is one thin product per channel and layer.
@@ -50,7 +50,7 @@ def test_first_k_costs_its_share_of_a_reprefill(spliced):
     backbone = tiny_backbone()
     whole = prefix_caching(backbone, splice).flops
     assert first_k(backbone, splice, 0.5).flops == whole / 2
-    schedule = Budget(by_layer=(1.0, 0.5, 0.25, 0.25))
+    schedule = RepairBudget(by_layer=(1.0, 0.5, 0.25, 0.25))
     assert vlcache(backbone, splice, schedule).flops == pytest.approx(whole / 2)
     assert blind(backbone, splice).flops == 0
 
@@ -69,7 +69,7 @@ def test_reprefills_count_what_is_kept_of_nothing(spliced):
     assert full.bytes == (0, 0, 0, 0)
     embedding = 64 * 4
     assert encoded.bytes.inputs == encoded.bytes.moved == embedding * (BEFORE + CHUNK)
-    for budget in (0.5, Budget(tokens=2)):
+    for budget in (0.5, RepairBudget(tokens=2)):
         with pytest.raises(InputError, match="expected all tokens"):
             prefix_caching(backbone, splice, budget)
 
@@ -78,11 +78,11 @@ def test_bytes_are_of_what_is_read_and_kept(spliced):
     splice, _ = spliced
     backbone = tiny_backbone()
     token = 4 * 2 * 2 * 16  # a token's keys and values at one layer, float32
-    repaired = first_k(backbone, splice, Budget(tokens=3))
+    repaired = first_k(backbone, splice, RepairBudget(tokens=3))
     assert repaired.bytes.canonical == token * CHUNK * LAYERS
     assert repaired.bytes.inputs == 3 * 64 * 4
     assert repaired.bytes.moved == token * (CHUNK - 3) * LAYERS + 3 * 64 * 4
-    chosen = REPAIRS["oracle_delta"](backbone, splice, Budget(tokens=3))
+    chosen = REPAIRS["oracle_delta"](backbone, splice, RepairBudget(tokens=3))
     assert chosen.bytes.inputs == CHUNK * 64 * 4  # any token may be chosen, so all are kept
     assert blind(backbone, splice).bytes.moved == token * CHUNK * LAYERS
 
@@ -104,7 +104,7 @@ def test_layers_from_the_residual_equal_a_prefill_over_what_is_below(spliced, sh
         with pytest.raises(InputError, match=f"layer {boundary}"):
             layer_reprefill(backbone, splice.replace(hidden={}), share)
     with pytest.raises(InputError, match="share of the layers"):
-        layer_reprefill(backbone, splice, Budget(tokens=2))
+        layer_reprefill(backbone, splice, RepairBudget(tokens=2))
 
 
 def test_few_sizes_are_compiled_and_little_is_padded():

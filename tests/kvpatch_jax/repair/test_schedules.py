@@ -9,7 +9,7 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import (
-    Budget,
+    RepairBudget,
     behind_substitute,
     greedy_schedule,
     layer_counts,
@@ -86,10 +86,12 @@ def test_sensitivity_by_blocks_is_of_caches_that_vlcache_serves(backbone, splice
     assert np.allclose(lost[:, 0], 0)
     for column, count in ((1, 3), (2, CHUNK)):
         # First tokens recomputed at the lower half, and then at all layers.
-        half = loss(vlcache(backbone, splice, Budget(by_layer=(count / CHUNK,) * 2 + (0.0, 0.0))).cache) - loss(
+        half = loss(vlcache(backbone, splice, RepairBudget(by_layer=(count / CHUNK,) * 2 + (0.0, 0.0))).cache) - loss(
             splice.cache
         )
-        whole = loss(vlcache(backbone, splice, Budget(by_layer=(count / CHUNK,) * LAYERS)).cache) - loss(splice.cache)
+        whole = loss(vlcache(backbone, splice, RepairBudget(by_layer=(count / CHUNK,) * LAYERS)).cache) - loss(
+            splice.cache
+        )
         np.testing.assert_allclose([lost[0, column], lost[:, column].sum()], [half, whole], rtol=1e-3, atol=1e-3)
 
 
@@ -135,7 +137,7 @@ def test_one_layer_alone_is_recomputed_as_it_would_be_while_serving(backbone, sp
         assert not differs[np.arange(LAYERS) != layer].any()
         assert not differs[:, :, CHUNK // 2 :].any()
     # The first layers above the embeddings see what a served schedule of these tokens sees there.
-    served = vlcache(backbone, splice, Budget(by_layer=(0.5, 0.5, 0.0, 0.0)))
+    served = vlcache(backbone, splice, RepairBudget(by_layer=(0.5, 0.5, 0.0, 0.0)))
     for name in splice.cache:
         assert error(in_chunk(seen[2])[name][1, :, :1], in_chunk(served.cache)[name][1, :, :1]) <= 1e-5
 

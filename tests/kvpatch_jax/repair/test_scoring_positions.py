@@ -10,8 +10,8 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, PositionError
 from kvpatch_jax.repair import (
-    Budget,
     PromptPiece,
+    RepairBudget,
     blind,
     chunk_scores,
     infoflow,
@@ -115,7 +115,7 @@ def test_first_tokens_are_chosen_by_their_scores_where_not_all_fit(case):
     backbone, splice, _ = case
     leading = [token for start in STARTS for token in range(start, start + 4)]
     score = np.asarray(question_scores(backbone, splice, infoflow_layers(backbone.layout)))
-    chosen = np.asarray(infoflow(backbone, splice, Budget(tokens=3), first_tokens=4).chosen)[-1]
+    chosen = np.asarray(infoflow(backbone, splice, RepairBudget(tokens=3), first_tokens=4).chosen)[-1]
     for row in range(ROWS):
         wanted = sorted(leading, key=lambda token: -score[row, token])[:3]
         assert set(np.flatnonzero(chosen[row])) == set(wanted)

@@ -6,7 +6,7 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, RankError
-from kvpatch_jax.repair import STORED_FORMS, Budget, low_rank, patched, quantised, shadowkv
+from kvpatch_jax.repair import STORED_FORMS, RepairBudget, low_rank, patched, quantised, shadowkv
 from tests.kvpatch_jax.repair.splices import BEFORE, LAYERS, ROWS, error, make_splice, tiny_backbone
 
 TOKENS, FEATURES = 40, 32
@@ -63,7 +63,7 @@ def test_what_is_stored_fits_the_budget_and_more_is_nearer(case, name):
     distances, before = [], None
     for share in (0.3, 0.6, 0.95):
         try:
-            repaired = STORED_FORMS[name](backbone, splice, Budget(kv_bytes=int(share * whole)))
+            repaired = STORED_FORMS[name](backbone, splice, RepairBudget(kv_bytes=int(share * whole)))
         except RankError:
             # Whole values leave no room for the smallest rank of keys.
             assert name == "shadowkv"
@@ -130,7 +130,7 @@ def test_what_is_recorded_is_read_and_no_truth(case):
         for channel in found[0]:
             np.testing.assert_array_equal(found[0][channel], found[1][channel], err_msg=name)
         with pytest.raises(InputError, match="expected bytes, or a share"):
-            form(backbone, splice, Budget(tokens=2))
+            form(backbone, splice, RepairBudget(tokens=2))
         with pytest.raises(InputError, match="splice of one chunk"):
             form(backbone, splice.replace(chunks=((0, TOKENS),)), 0.9)
 
@@ -138,11 +138,11 @@ def test_what_is_recorded_is_read_and_no_truth(case):
 def test_forms_that_do_not_fit(case):
     backbone, splice, _ = case
     with pytest.raises(InputError, match="expected bits of"):
-        quantised(backbone, splice, Budget(kv_bytes=10))
+        quantised(backbone, splice, RepairBudget(kv_bytes=10))
     with pytest.raises(RankError, match="for 10 bytes"):
-        low_rank(backbone, splice, Budget(kv_bytes=10))
+        low_rank(backbone, splice, RepairBudget(kv_bytes=10))
     with pytest.raises(RankError, match="got 1000"):
         patched(backbone, splice, 1.0, rank=1000)
-    none = patched(backbone, splice, Budget(kv_bytes=10))
+    none = patched(backbone, splice, RepairBudget(kv_bytes=10))
     for name, value in splice.cache.items():
         np.testing.assert_array_equal(none.cache[name], value)

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, UnknownReferenceError
-from kvpatch_jax.repair import Budget, behind_substitute, encoder_cached_reprefill, vlcache
+from kvpatch_jax.repair import RepairBudget, behind_substitute, encoder_cached_reprefill, vlcache
 from kvpatch_jax.serving.linked_prompts import PromptServer, RequestCache, RetrievalOptions
 from kvpatch_jax.store import ChunkStore, DynamicLibrary, ExactRetriever, StaticLibrary
 
@@ -89,7 +89,7 @@ def test_linked_prompts_with_all_tokens_recomputed_give_the_prefilled_answer(sto
 
 def test_mpic_serves_stored_files_in_one_forward_and_without_a_prefill(store):
     counting = counting_backbone()
-    server = PromptServer(counting, library(store), budget=Budget(tokens=2))
+    server = PromptServer(counting, library(store), budget=RepairBudget(tokens=2))
     server.upload("ONE", image_of(1))
     server.upload("TWO", image_of(2))
     before, towers = counting.prefills, counting.encodes
@@ -104,7 +104,7 @@ def test_mpic_serves_stored_files_in_one_forward_and_without_a_prefill(store):
 
 
 def test_expired_kv_is_computed_while_the_other_loads_and_an_expired_file_is_unknown(store, clock):
-    server = PromptServer(backbone(), library(store), budget=Budget(tokens=2))
+    server = PromptServer(backbone(), library(store), budget=RepairBudget(tokens=2))
     server.upload("ONE", image_of(1), ttl=100.0, kv_ttl=10.0)
     server.upload("TWO", image_of(2))
     fresh = server.answer(PROMPT, STEPS, stop=())
@@ -118,7 +118,7 @@ def test_expired_kv_is_computed_while_the_other_loads_and_an_expired_file_is_unk
 
 
 def test_a_damaged_file_is_computed_and_the_answer_stays(store, tmp_path):
-    server = PromptServer(backbone(), library(store), budget=Budget(tokens=2))
+    server = PromptServer(backbone(), library(store), budget=RepairBudget(tokens=2))
     server.upload("ONE", image_of(1))
     server.upload("TWO", image_of(2))
     expected = server.answer(PROMPT, STEPS, stop=())
@@ -129,7 +129,7 @@ def test_a_damaged_file_is_computed_and_the_answer_stays(store, tmp_path):
             raw[len(raw) // 2] ^= 255
             path.write_bytes(bytes(raw))
     with ChunkStore(tmp_path / "store", tenant="one", clock=lambda: 1_000_000.0) as again:
-        found = PromptServer(backbone(), library(again), budget=Budget(tokens=2)).answer(PROMPT, STEPS, stop=())
+        found = PromptServer(backbone(), library(again), budget=RepairBudget(tokens=2)).answer(PROMPT, STEPS, stop=())
         assert again.counters["quarantined"] == 2
     assert [record.origin for record in found.linked] == ["computed", "computed"]
     assert found.ids == expected.ids
@@ -137,7 +137,7 @@ def test_a_damaged_file_is_computed_and_the_answer_stays(store, tmp_path):
 
 def test_kv_of_another_content_falls_back_to_inference_without_the_cache(store):
     files = library(store)
-    server = PromptServer(backbone(), files, budget=Budget(tokens=2))
+    server = PromptServer(backbone(), files, budget=RepairBudget(tokens=2))
     other = kvp.make_chunk(backbone(), [image_of(1, 56)])
     files.put("ONE", image_of(1), chunk=other)
     server.upload("TWO", image_of(2))
@@ -148,7 +148,7 @@ def test_kv_of_another_content_falls_back_to_inference_without_the_cache(store):
 
 
 def test_users_reach_their_own_files_only_and_bad_prompts_change_nothing(store, tmp_path, unchecked):
-    server = PromptServer(backbone(), library(store), budget=Budget(tokens=2))
+    server = PromptServer(backbone(), library(store), budget=RepairBudget(tokens=2))
     server.upload("ONE", image_of(1))
     with ChunkStore(tmp_path / "store", tenant="two") as theirs:
         PromptServer(backbone(), library(theirs)).upload("TWO", image_of(2))
@@ -165,7 +165,7 @@ def test_users_reach_their_own_files_only_and_bad_prompts_change_nothing(store, 
     with pytest.raises(InputError, match="prefix_caching"):
         PromptServer(backbone(), library(store), repair="prefix_caching", substitute=[kvp.Text("w5")])
     with pytest.raises(InputError, match=r"budget.*got 1000"):
-        PromptServer(backbone(), library(store), repair="cacheblend", budget=Budget(tokens=1000)).answer(
+        PromptServer(backbone(), library(store), repair="cacheblend", budget=RepairBudget(tokens=1000)).answer(
             "w7 IMAGE#ONE w8", 1
         )
     assert [str(entry.reference) for entry in server.static.entries()] == ["IMAGE#ONE"]
@@ -187,7 +187,7 @@ def test_the_retriever_links_the_operators_chunk_behind_what_was_decoded(store, 
             DynamicLibrary(theirs),
             retrieval=RetrievalOptions(retriever, lambda ids: len(ids) == 2, "w30 w31", query),
             repair=repair,
-            budget=Budget(tokens=2) if repair == "mpic" else 1.0,
+            budget=RepairBudget(tokens=2) if repair == "mpic" else 1.0,
         )
         server.upload("ONE", image_of(1))
         rng = np.random.default_rng(0)
@@ -273,7 +273,7 @@ def test_cached_images_were_prefilled_behind_the_substitute(store):
             np.asarray(found.cache[name][:, :, first:last]), np.asarray(placed[name]), atol=1e-5, rtol=1e-5
         )
     # The server's canonicals behind a substitute are the same, by the same name in the store.
-    server = PromptServer(backbone(), library(store), substitute=substitute, budget=Budget(tokens=2))
+    server = PromptServer(backbone(), library(store), substitute=substitute, budget=RepairBudget(tokens=2))
     server.static.put("ONE", image_of(1))
     store.flush()
     assert [own.origin for own in server.answer("w7 IMAGE#ONE w9", 1, stop=()).linked] == ["store"]

@@ -10,7 +10,7 @@ from ..errors import InputError, RankError
 
 
 @dataclasses.dataclass(frozen=True)
-class Budget:
+class RepairBudget:
     """What a repair may spend on the cached tokens of a splice. Exactly one attribute is set.
 
     Tokens that no cached chunk holds (new text of a prompt) are computed by every method, and count in no budget.
@@ -50,12 +50,12 @@ class Budget:
             check_schedule(self.by_layer, len(self.by_layer), "budget.by_layer")
 
     @classmethod
-    def of(cls, budget: "Budget | float") -> "Budget":
+    def of(cls, budget: "RepairBudget | float") -> "RepairBudget":
         """Returns a budget; a float is a share of the tokens."""
-        if isinstance(budget, Budget):
+        if isinstance(budget, RepairBudget):
             return budget
         if isinstance(budget, bool) or not isinstance(budget, float):
-            raise InputError(f"budget: got {budget!r}; expected a Budget, or a float: a share of the tokens")
+            raise InputError(f"budget: got {budget!r}; expected a RepairBudget, or a float: a share of the tokens")
         return cls(share=budget)
 
     def count(self, layout: KVLayout, tokens: int, itemsize: int, what: str) -> int:
