@@ -4,6 +4,7 @@ Chunks, from a model:
   make_chunk          prefill one unit alone and keep its KV without its position
   conditioned         the KV of every unit of a sequence, conditioned on the units that precede it
   joined              chunks in the engine frame, one after the other: a context
+  encode_chunk, decode_chunk   a chunk in 1 to 8 bits, and back
   Chunk, Tokens       the containers of a canonical and of a prompt
   Text                a str that is text although it looks like a file's name
   Backbone            what a model must provide (`models.load` returns such models)
@@ -49,7 +50,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
 from .backbone import Backbone, Tokens, joined
-from .cache import Chunk, Patch, Text
+from .cache import Chunk, Patch, Text, decode_chunk, encode_chunk
 from .core import (
     Channel,
     KVLayout,
@@ -110,8 +111,10 @@ __all__ = [
     "batch",
     "conditioned",
     "correction_patch",
+    "decode_chunk",
     "deficit",
     "empty_readout",
+    "encode_chunk",
     "engines",
     "errors",
     "form_patch",

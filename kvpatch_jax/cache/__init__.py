@@ -12,6 +12,8 @@ from .chunk import Chunk as Chunk
 from .chunk import brief as brief
 from .chunk import check_finite as check_finite
 from .chunk import content_of as content_of
+from .chunk import decode_chunk as decode_chunk
+from .chunk import encode_chunk as encode_chunk
 from .chunk import trusted as trusted
 from .chunk_ids import chunk_id as chunk_id
 from .chunk_ids import content_digest as content_digest

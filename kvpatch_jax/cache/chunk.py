@@ -15,7 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
 
-from ..core import AnyArray, KVLayout, PhaseFreeKV, check_extent, expect_frame, extent
+from ..core import (
+    AnyArray,
+    KVEncoding,
+    KVLayout,
+    PackedArray,
+    PhaseFreeKV,
+    arrays_of,
+    check_extent,
+    encode_kv,
+    expect_frame,
+    extent,
+    is_packed,
+)
+from ..core.encoding import resize
 from ..errors import InputError, NotFiniteError, PositionError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 from .checksum import examine
@@ -45,6 +58,8 @@ class Chunk:
         for NaN, and again wherever a chunk is made of this one's fields. It finds mistakes, not forgeries.
       lead: the digest of the lead that the chunk was prefilled after (`canonical.lead_digest`), such as
         a system prompt; None for a chunk that was prefilled alone. Another lead is another canonical.
+      encoding: word of the encoding whose decoded numbers kv has, packed or not (`encode_chunk`); None: as they were
+        prefilled. Patches are of one encoding.
 
     NumPy arrays that are writeable are copied, so that later changes to them do not change the chunk.
 
@@ -54,7 +69,7 @@ class Chunk:
       InputError: length out of range, an empty id or content, or no fingerprint.
     """
 
-    kv: Mapping[str, Float[AnyArray, "L *B T _ _"]]
+    kv: Mapping[str, Float[AnyArray, "L *B T _ _"] | PackedArray]
     local: Num[AnyArray, " T"] | Num[AnyArray, "T A"]
     span: int
     length: int
@@ -65,12 +80,13 @@ class Chunk:
     hidden: Mapping[int, Float[AnyArray, "*B T D"]] | None = None
     content: str | None = None
     lead: str | None = None
+    encoding: str | None = None
 
     def __post_init__(self) -> None:
         expect_kind(self.layout, KVLayout, "chunk: layout", "a KVLayout, such as `backbone.layout`")
         expect_kind(self.local, AnyArray, "chunk: local", "an array of positions", PositionError)
-        for word in ("content", "lead"):
-            expect_kind(getattr(self, word), str | None, f"chunk: {word}", "a digest, or None")
+        for word in ("content", "lead", "encoding"):
+            expect_kind(getattr(self, word), str | None, f"chunk: {word}", "a digest or a word, or None")
         expect_frame(self.kv, f"chunk {self.id!r}", "phase_free")
         self.layout.check(self.kv, f"chunk {self.id!r}")
         shape = self.kv[self.layout.names[0]].shape
@@ -93,6 +109,12 @@ class Chunk:
             raise PositionError(f"chunk {self.id!r}: got span {self.span!r:.80}; expected a whole number from 0")
 
         check_extent(self.layout.rope, self.extent, np.zeros((), np.int32))
+        packed = any(is_packed(value) for value in self.kv.values())
+        if packed and (self.encoding is None or not all(is_packed(value) for value in self.kv.values())):
+            raise InputError(
+                f"chunk {self.id!r}: got packed kv and encoding {self.encoding!r}; expected every channel packed, and "
+                "the encoding's word (`encode_chunk` makes such chunks)"
+            )
         if "" in (self.content, self.lead):
             raise InputError(
                 f"chunk {self.id!r}: got content {self.content!r}, lead {self.lead!r}; expected a digest each, or None"
@@ -114,7 +136,8 @@ class Chunk:
         return (
             f"Chunk({brief(self.id)!r}, {self.length} tokens, span {self.span}: {kinds}, "
             f"backbone {self.backbone[:16]!r}, content {self.content!r:.24}"
-            f"{'' if self.lead is None else f', behind the lead {self.lead[:12]}…'})"
+            f"{'' if self.lead is None else f', behind the lead {self.lead[:12]}…'}"
+            f"{'' if self.encoding is None else f', encoded as {self.encoding}'})"
         )
 
     @functools.cached_property
@@ -142,7 +165,7 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of kv."""
+        """Bytes of kv as it is kept: of packed kv, codes and scales."""
         return sum(int(value.nbytes) for value in self.kv.values())
 
     def pad(self, tokens: int) -> "Chunk":
@@ -157,7 +180,9 @@ class Chunk:
 
         # Padding changes neither the content nor whether it is finite, so nothing is examined again.
         hidden = None if self.hidden is None else {layer: pad(value, -2, more) for layer, value in self.hidden.items()}
-        kv = {name: pad(value, -3, more) for name, value in self.kv.items()}
+        kv = {}
+        for name, value in self.kv.items():
+            kv[name] = resize(value, -2, tokens) if is_packed(value) else pad(value, -3, more)
         return trusted(self, kv=PhaseFreeKV(kv), local=pad(self.local, 0, more), hidden=hidden)
 
 
@@ -200,9 +225,10 @@ def trusted(chunk: Chunk, **changes: Any) -> Chunk:
 
 
 def _examined(chunk: Chunk) -> tuple[str, bool]:
-    """Returns a checksum of a chunk's kv and whether it is finite."""
+    """Returns a checksum of a chunk's kv, decoded, and whether it is finite."""
+    kv = chunk.kv if chunk.encoding is None else arrays_of(chunk.kv)
     # `examine` takes tokens on the second axis.
-    kv = chunk.kv if chunk.batch is None else {name: jnp.moveaxis(value, 1, 2) for name, value in chunk.kv.items()}
+    kv = kv if chunk.batch is None else {name: jnp.moveaxis(value, 1, 2) for name, value in kv.items()}
     return examine(kv, chunk.length)
 
 
@@ -220,12 +246,39 @@ def _not_finite(values: list[Num[AnyArray, "..."]]) -> list[Array]:
     return [jnp.sum(~jnp.isfinite(value), dtype=jnp.uint32) for value in values]
 
 
-def check_finite(values: Mapping[str, Num[AnyArray, "..."]] | list[tuple[str, AnyArray]], what: str) -> None:
-    """Raises NotFiniteError, naming the first channel that holds NaN or infinity."""
+def check_finite(values: Mapping[str, Any] | list[tuple[str, AnyArray]], what: str) -> None:
+    """Raises NotFiniteError, naming the first channel that holds NaN or infinity; packed ones are decoded."""
     named = list(values.items()) if isinstance(values, Mapping) else values
-    counts = jax.device_get(_not_finite([value for _, value in named]))
+    counts = jax.device_get(_not_finite([jnp.asarray(value) if is_packed(value) else value for _, value in named]))
     for (name, _), count in zip(named, counts, strict=True):
         if count:
             raise NotFiniteError(
                 f"{what}[{name!r}]: got {count} values that are NaN or infinite; expected finite values"
             )
+
+
+def encode_chunk(chunk: Chunk, encoding: KVEncoding | str) -> Chunk:
+    """Encodes a chunk's KV in few bits: the same chunk and content, and another base for patches.
+
+    Args:
+      encoding: bits of keys and of values, or its word, such as "k4v4".
+
+    Returns:
+      A chunk whose kv is packed ({channel: `PackedArray`}), and decoded where it is used. Tokens beyond its length take
+      no part in the ranges of groups.
+
+    Raises:
+      InputError: not an encoding, or a chunk that is encoded already.
+    """
+    expect_kind(chunk, Chunk, "encode_chunk", "a Chunk")
+    encoding = KVEncoding.of(encoding)
+    if chunk.encoding is not None:
+        raise InputError(f"encode_chunk: got chunk {chunk.id!r} encoded as {chunk.encoding}; expected one as prefilled")
+    kv = encode_kv(chunk.layout, chunk.kv, encoding, chunk.length)
+    return trusted(chunk, kv=PhaseFreeKV(kv), encoding=str(encoding), content=content_of(chunk))
+
+
+def decode_chunk(chunk: Chunk) -> Chunk:
+    """Decodes a chunk's packed KV to arrays. It keeps the word of its encoding: its patches are the same."""
+    expect_kind(chunk, Chunk, "decode_chunk", "a Chunk")
+    return trusted(chunk, kv=PhaseFreeKV(arrays_of(chunk.kv)))

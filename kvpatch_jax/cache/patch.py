@@ -9,7 +9,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from ..core import ChannelFactors, Heads, KVLayout, Leaf, PatchFrame, Quantised, is_low_rank
+from ..core import ChannelFactors, Heads, KVLayout, Leaf, PatchFrame, Quantised, RaggedFactors, is_low_rank, is_packed
+from ..core.encoding import resize
 from ..errors import InputError, PatchMismatchError, ShapeError, StalePatchError
 from ..utils.kinds import all_of, expect_kind
 from .antecedent import Antecedent, Member, antecedent_of
@@ -44,6 +45,8 @@ class PatchMetadata:
       base_members: likewise for `base_antecedent`.
       lead: of the chunk (`Chunk.lead`): the digest of what its canonical was prefilled after, or None.
       basis: the digest of the shared basis that v is taken from (`basis.Basis`); None where v is the patch's own.
+      encoding: word of the encoding of the base that the deficit was taken against (`Chunk.encoding`); None: the KV as
+        it was prefilled. Another encoding of the same chunk is another base.
 
     Raises:
       InputError: a str in place of a sequence of ids, or members of other ids.
@@ -69,6 +72,7 @@ class PatchMetadata:
     base_members: tuple[Member, ...] | None = None
     lead: str | None = None
     basis: str | None = None
+    encoding: str | None = None
 
     def __post_init__(self) -> None:
         for word, ids in (("members", self.antecedent), ("base_members", self.base_antecedent or ())):
@@ -103,8 +107,8 @@ class Patch:
     """Low-rank (or dense) factors per channel, with their metadata.
 
     `factors` is a pytree of arrays, the only part that enters jitted code: {channel: (u, v)} with u [L', T, M] and
-    v [L', M, F] (per head: [L', K, T, M] and [L', K, M, H]), or {channel: dense [L', T, K, H]}; L' counts the
-    metadata's layers. Patches of a batch of chunks have the axis B after L' in every factor; stores do not take them.
+    v [L', M, F] (per head: [L', K, T, M] and [L', K, M, H]), or {channel: dense [L', T, K, H]}, or with a rank for each
+    layer {channel: `RaggedFactors`}; L' counts the metadata's layers. Patches of a batch of chunks have the axis B after L' in every factor; stores do not take them.
     u carries the singular values and v's rows are orthonormal (until quantised). A channel without factors gets no
     correction.
 
@@ -155,7 +159,9 @@ class Patch:
 
         factors: dict[str, Any] = {}
         for name, own in self.factors.items():
-            if is_low_rank(own):
+            if isinstance(own, RaggedFactors):
+                factors[name] = dataclasses.replace(own, u=_padded(own.u, -1, more))
+            elif is_low_rank(own):
                 factors[name] = (_padded(own[0], -2, more), own[1])  # pyright: ignore
             else:
                 factors[name] = _padded(own, -3, more)  # pyright: ignore[reportArgumentType]
@@ -164,9 +170,15 @@ class Patch:
 
     @property
     def ranks(self) -> dict[str, int | None]:
-        """Rank of each channel of the layout: 0 where it has no factors, None where it is dense."""
+        """Rank of each channel of the layout: 0 where it has no factors, None where it is dense.
+
+        Of a channel with a rank for each layer, the highest.
+        """
         ranks: dict[str, int | None] = dict.fromkeys(self.metadata.layout.names, 0)
         for name, factors in self.factors.items():
+            if isinstance(factors, RaggedFactors):
+                ranks[name] = factors.rows.shape[-1]
+                continue
             ranks[name] = _shape(factors[0])[-1] if is_low_rank(factors) else None  # pyright: ignore[reportIndexIssue]
         return ranks
 
@@ -196,6 +208,8 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 def _padded(leaf: Leaf, axis: int, more: int) -> Leaf:
     """Appends `more` zeros along a token axis. A scale is shared by whole directions, or belongs to one token."""
+    if is_packed(leaf):
+        return resize(leaf, axis, leaf.shape[axis] + more) if more else leaf
     if not isinstance(leaf, Quantised):
         return pad(leaf, axis, more)
     return Quantised(pad(leaf.values, axis, more), pad(leaf.scale, axis, more if leaf.scale.shape[axis] != 1 else 0))
@@ -226,6 +240,10 @@ def check_factors(
 
     for name, own in factors.items():
         channel, low_rank = layout.channel(name), is_low_rank(own)
+        if isinstance(own, RaggedFactors):
+            tokens.add(_check_ragged(own, name, channel.features, len(layers)))
+            continue
+
         # The first channel's batch counts. More axes than are allowed are left out, so that its shape is refused below.
         if batch is None:
             axes = _shape(own[0])[1 : -3 if per_head else -2] if low_rank else _shape(own)[1:-3]
@@ -267,6 +285,15 @@ def check_factors(
     return next(iter(tokens), None), batch[0] if batch else None
 
 
+def _check_ragged(factors: RaggedFactors, name: str, features: int, layers: int) -> int:
+    """Checks the shapes of factors with a rank for each layer; returns their padded number of tokens."""
+    u, v, rows = _shape(factors.u), _shape(factors.v), tuple(factors.rows.shape)
+    _check_shape(v, (None, features), f"v of {name!r}", "directions of all layers, features")
+    _check_shape(u, (v[0], None), f"u of {name!r}", "directions of all layers, tokens")
+    _check_shape(rows, (layers, None), f"rows of {name!r}", "layers, directions of one")
+    return u[1]
+
+
 def _check_shape(found: tuple[int, ...], expected: tuple[int | None, ...], what: str, axes: str) -> None:
     """Raises ShapeError where sizes differ; None in `expected` is any size."""
     if len(found) != len(expected) or any(size not in (None, own) for own, size in zip(found, expected, strict=True)):
@@ -292,7 +319,7 @@ def patch_digest(patch: Patch) -> str:
         del fields[word]
 
     # Patches that were formed before a field existed keep their digest.
-    for word in ("members", "base_members", "lead", "basis"):
+    for word in ("members", "base_members", "lead", "basis", "encoding"):
         if fields[word] is None:
             del fields[word]
 
@@ -322,6 +349,7 @@ def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
         ("base", metadata.base, base),
         ("backbone", metadata.backbone, chunk.backbone),
         ("lead", metadata.lead, chunk.lead),
+        ("encoding", metadata.encoding, chunk.encoding),
     ):
         if found != expected:
             raise PatchMismatchError(f"patch: got {word} {found!r}; expected {expected!r}")

@@ -4,6 +4,14 @@ Pure functions on arrays and static descriptions of them. Nothing here depends o
 """
 
 from .buckets import Buckets as Buckets
+from .encoding import KVEncoding as KVEncoding
+from .encoding import PackedArray as PackedArray
+from .encoding import encode_kv as encode_kv
+from .encoding import is_packed as is_packed
+from .encoding import pack as pack
+from .encoding import packed_bytes as packed_bytes
+from .encoding import round_trip as round_trip
+from .encoding import unpack as unpack
 from .frames import EngineKV as EngineKV
 from .frames import FramedKV as FramedKV
 from .frames import LocalKV as LocalKV
@@ -28,6 +36,7 @@ from .ops import Heads as Heads
 from .ops import Leaf as Leaf
 from .ops import PatchFrame as PatchFrame
 from .ops import Quantised as Quantised
+from .ops import RaggedFactors as RaggedFactors
 from .ops import flatten_heads as flatten_heads
 from .ops import is_low_rank as is_low_rank
 from .ops import value_of as value_of

@@ -22,7 +22,8 @@ from .frames import Frame as Frame
 from .rope import POSITION_LIMIT, Angles, Rope, check_positions, relocation_tables, rope_tables, rotate
 
 AnyArray = jax.Array | np.ndarray
-KV = Mapping[str, Float[AnyArray, "..."]]
+KV = Mapping[str, Any]
+"""{channel: array}, or a `PackedArray`."""
 Positions = Num[AnyArray, "..."]
 Start = Int[AnyArray, "..."] | int | np.integer | tuple[int, ...]
 
@@ -225,8 +226,8 @@ def jitted_relocate(layout: KVLayout, kv: dict[str, Array], old: Array, new: Arr
     return {name: rotate(value, cos, sin, layout.rope.cached) for name, value in kv.items()}
 
 
-def arrays_of(kv: Mapping[str, AnyArray]) -> dict[str, Array]:
-    """Returns arrays by channel, such as KV or a pool, as a plain dictionary of jax arrays."""
+def arrays_of(kv: Mapping[str, Any]) -> dict[str, Array]:
+    """Returns arrays by channel, such as KV or a pool, as a plain dictionary of jax arrays; packed ones are decoded."""
     # `jnp.asarray` takes 30 µs to return a jax array unchanged.
     return {name: value if isinstance(value, jax.Array) else jnp.asarray(value) for name, value in kv.items()}
 

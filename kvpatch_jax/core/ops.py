@@ -2,12 +2,15 @@
 
 Shapes: kv {channel: [L, ..., T, K, H]} with any batch dimensions between layers and tokens. Factors of a channel are
 (u, v) — joint over heads u [L, ..., T, M], v [L, ..., M, F]; per head u [L, ..., K, T, M], v [L, ..., K, M, H] — or one
-dense array [L, ..., T, K, H]; every leaf may be `Quantised`. Static: layouts, ranks, layer sets, padded lengths.
+dense array [L, ..., T, K, H], or `RaggedFactors`, with a rank for each layer. Every leaf may be `Quantised` or a
+`PackedArray`, and so may kv. Static: layouts, ranks, layer sets, padded lengths.
 Traced: arrays, starts, local positions, lengths, keys. Nothing is checked here: callers check their arguments first.
 """
 
 import dataclasses
 import functools
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,6 +21,7 @@ from jaxtyping import Array, Float, Int, Key, Num
 from pallas_kernels import factorise, rotate_patch
 from pallas_kernels.factorise import merge as merge_factors
 
+from .encoding import GROUP, PackedArray, is_packed, pack, unpack
 from .layout import KVLayout, to_engine
 from .rope import rope_tables
 from .rope import rotate as rotate
@@ -33,8 +37,38 @@ class Quantised(NamedTuple):
     scale: Array
 
 
-Leaf = Array | Quantised
-ChannelFactors = tuple[Leaf, Leaf] | Array | Quantised
+Leaf = Array | Quantised | PackedArray
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("u", "v", "rows"), meta_fields=())
+@dataclasses.dataclass(frozen=True, eq=False)
+class RaggedFactors:
+    """Low-rank factors of a channel with a rank for each layer: all layers' directions, one below the other.
+
+    Attributes:
+      u: [R, T], the directions' coefficients, singular values included. v: [R, F], orthonormal in each layer.
+      rows: int32 [L, M], which of the R directions a layer has, the strongest first; R where it has no more.
+    """
+
+    u: Leaf
+    v: Leaf
+    rows: Array
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank of each layer."""
+        count = self.v.values.shape[0] if isinstance(self.v, Quantised) else self.v.shape[0]
+        return tuple(int(number) for number in (np.asarray(self.rows) < count).sum(axis=1))
+
+    def by_layer(self) -> tuple[Array, Array]:
+        """Returns u [L, T, M] and v [L, M, F] in float32, zero where a layer has fewer directions than M."""
+        u, v = (value_of(leaf).astype(jnp.float32) for leaf in (self.u, self.v))
+        # Indices beyond the last direction give zeros.
+        u, v = (leaf.at[self.rows].get(mode="fill", fill_value=0.0) for leaf in (u, v))
+        return jnp.swapaxes(u, -1, -2), v
+
+
+ChannelFactors = tuple[Leaf, Leaf] | Array | Quantised | PackedArray | RaggedFactors
 Factors = dict[str, ChannelFactors]
 
 
@@ -49,7 +83,7 @@ class FormPlan:
       layers: the layers to keep, or None for all.
       shared_left: whether all low-rank channels share one left factor, and therefore one rank.
       frame: frame of the deficit: "phase_free", or "engine" (the paper's order, as a control).
-      dtype: of the factors; an 8-bit dtype gets one scale per direction.
+      dtype: of the factors; an 8-bit dtype gets one scale per direction, int2 to int7 one per group (`stored`).
     """
 
     ranks: tuple[tuple[str, int | None], ...]
@@ -65,6 +99,8 @@ def value_of(leaf: Leaf) -> Num[Array, "..."]:
     """Returns the values of a factor, dequantised."""
     if isinstance(leaf, Quantised):
         return leaf.values.astype(jnp.float32) * leaf.scale
+    if is_packed(leaf):
+        return unpack(leaf, jnp.float32)
     return leaf
 
 
@@ -200,10 +236,13 @@ def kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | N
     if factors is None:
         return {}
 
+    if isinstance(factors, RaggedFactors):
+        factors = factors.by_layer()
     if is_low_rank(factors):
         arguments: dict = {"per_head": heads == "separate"}
         for name, leaf in zip("uv", factors, strict=True):
-            values, scale = leaf if isinstance(leaf, Quantised) else (leaf, None)
+            # Packed factors are decoded for all layers at once: they are small.
+            values, scale = leaf if isinstance(leaf, Quantised) else (value_of(leaf) if is_packed(leaf) else leaf, None)
             arguments[name] = _spread(values, layers, total)
             if scale is not None:
                 arguments[f"{name}_scale"] = _spread(scale, layers, total)
@@ -235,7 +274,7 @@ def correction(
 
 def apply(
     layout: KVLayout,
-    kv: dict[str, Float[Array, "L *B T _ _"]],
+    kv: Mapping[str, Float[Array, "L *B T _ _"] | PackedArray],
     factors: Factors,
     local: Num[Array | np.ndarray, "..."],
     start: Int[Array, "..."],
@@ -246,7 +285,7 @@ def apply(
 ) -> dict[str, Float[Array, "L *B T _ _"]]:
     """Computes R(start + local) · (kv + u v) from phase-free kv and a patch, rounded once. Kamera eq. 1.
 
-    Without factors the result is exactly the rotation. In the engine frame (control) the correction is added after
+    Packed channels are decoded one layer at a time. Without factors the result is exactly the rotation. In the engine frame (control) the correction is added after
     the rotation, as the paper does. For shapes see the module's docstring; the result has kv's shapes and dtypes.
     """
     # Rounded once here too, so that the control differs from the operator in the order alone.
@@ -256,11 +295,73 @@ def apply(
         added = correction(layout, factors, layers=layers, heads=heads)
         return {name: (rotated[name] + added.get(name, 0.0)).astype(kv[name].dtype) for name in rotated}
 
+    arguments = operator_arguments(layout, factors, local, start, layers, heads)
+    kernel = functools.partial(rotate_patch, layout=layout.rope.cached)
+    if any(map(is_packed, kv.values())):
+        return jax.lax.map(_layer_program(arguments, kernel), _layered(kv, arguments))
+
     result = {}
-    for name, arguments in operator_arguments(layout, factors, local, start, layers, heads).items():
-        value = kv[name]
-        result[name] = rotate_patch(value, layout=layout.rope.cached, **arguments) if arguments else value
+    for name, own in arguments.items():
+        result[name] = kernel(kv[name], **own) if own else kv[name]
     return result
+
+
+def over_layers(
+    kv: Mapping[str, PackedArray],
+    arguments: dict[str, dict[str, Any]],
+    kernel: Callable[..., Array],
+    write: Callable[[Any, Array, dict[str, Array]], Any],
+    into: Any,
+) -> Any:
+    """Runs a kernel on packed channels [L, ...], one layer at a time, and passes each layer's result on.
+
+    So one layer at most is unpacked. All channels go through one loop: of several, XLA copies the results.
+
+    Args:
+      arguments: of the kernel by channel, as `operator_arguments` gives them.
+      write: into, layer, {channel: [..., T, K, H]} → into.
+    """
+    program = _layer_program(arguments, kernel)
+
+    def step(into: Any, operands: tuple[Array, Any]) -> tuple[Any, None]:
+        layer, own = operands
+        return write(into, layer, program(own)), None
+
+    layers = jnp.arange(next(iter(kv.values())).shape[0])
+    return jax.lax.scan(step, into, (layers, _layered(kv, arguments)))[0]
+
+
+def _layered(kv: Mapping[str, PackedArray], arguments: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, dict]]:
+    """Returns what has layers of every channel: its codes, and of its arguments the factors with their scales."""
+    layered = {}
+    for name, own in arguments.items():
+        layered[name] = kv[name], {word: value for word, value in own.items() if word in _LAYERED}
+    return layered
+
+
+def _layer_program(
+    arguments: dict[str, dict[str, Any]], kernel: Callable[..., Array]
+) -> Callable[[dict[str, tuple[Any, dict]]], dict[str, Array]]:
+    """Returns a function of one layer of what `_layered` returns, which decodes, patches and rotates every channel."""
+
+    def program(operands: dict[str, tuple[Any, dict]]) -> dict[str, Array]:
+        result = {}
+        for name, (x, own) in operands.items():
+            others = {word: value for word, value in arguments[name].items() if word not in _LAYERED}
+            if not own and "cos" not in others:
+                result[name] = unpack(x)
+                continue
+            value = unpack(x, jnp.float32)
+            # A rotation reads every number twice, and a fused program would decode it twice.
+            value = jax.lax.optimization_barrier(value) if "cos" in others else value
+            result[name] = kernel(value, out_dtype=x.dtype, **own, **others)
+        return result
+
+    return program
+
+
+_LAYERED = ("u", "v", "u_scale", "v_scale", "dense")
+"""Keyword arguments of the kernels whose first axis is that of layers."""
 
 
 def operator_arguments(
@@ -309,12 +410,32 @@ def _scaled(value: Array, target: np.dtype, axis: int) -> tuple[Array, Array]:
     return (jnp.round(scaled) if target == jnp.int8 else scaled).astype(target), scale
 
 
+_FACTOR_WORD = re.compile(r"int([2-7])(?:g([1-9][0-9]{0,4}|all))?")
+
+
+def factor_bits(dtype: Any) -> tuple[int, int | None] | None:
+    """Returns the bits and the group that a factor's dtype stands for; None for dtypes that are not packed.
+
+    "int4" is 4 bits in groups of 32; "int4g64" in groups of 64, "int4gall" with one scale per direction.
+    """
+    word = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or getattr(dtype, "name", "")
+    found = _FACTOR_WORD.fullmatch(word)
+    if found is None:
+        return None
+    group = found.group(2)
+    return int(found.group(1)), GROUP if group is None else None if group == "all" else int(group)
+
+
 def stored(value: Float[Array, "..."], dtype: jax.typing.DTypeLike, axis: int) -> Leaf:
-    """Converts a factor to its stored dtype: int8 or a float8 with scales, others by rounding.
+    """Converts a factor to its stored dtype: int8 or a float8 with scales, int2 to int7 in groups, others by rounding.
 
     8-bit dtypes get one float32 scale per slice along `axis`, an axis of length 1 in the scale. It maps the largest
-    magnitude of the slice to the largest of the dtype, so nothing overflows.
+    magnitude of the slice to the largest of the dtype, so nothing overflows. int2 to int7 are packed, symmetric about
+    zero, in groups along `axis`; see `factor_bits`.
     """
+    few = factor_bits(dtype)
+    if few is not None:
+        return pack(value, *few, axis, symmetric=True)
     target = jnp.dtype(dtype)
     return Quantised(*_scaled(value, target, axis)) if target.itemsize == 1 else value.astype(target)
 

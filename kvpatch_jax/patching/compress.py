@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from ..cache import Patch, check_finite
-from ..core import ChannelFactors, KVLayout, is_low_rank, ops, value_of
+from ..core import ChannelFactors, KVLayout, RaggedFactors, is_low_rank, is_packed, ops, value_of
+from ..core.encoding import resize
 from ..errors import InputError, RankError
 from ..utils.kinds import expect_kind, is_whole
 
@@ -19,6 +20,8 @@ Rank = int | Mapping[str, int]
 
 def _rank_slice(leaf: ops.Leaf, rank: int, axis: int) -> ops.Leaf:
     """Returns the first `rank` directions along a negative axis, of values and scales alike."""
+    if is_packed(leaf):
+        return resize(leaf, axis, rank)
     return jax.tree.map(lambda part: jax.lax.slice_in_dim(part, 0, rank, axis=part.ndim + axis), leaf)
 
 
@@ -71,9 +74,22 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
             continue
         if not 1 <= wanted <= have:
             raise RankError(f"truncate: got rank {wanted} for channel {name!r}; expected 1 to {have}")
+        if isinstance(own, RaggedFactors):
+            factors[name] = _with_rows(own, np.asarray(own.rows)[:, :wanted])
+            continue
         factors[name] = (_rank_slice(own[0], wanted, -1), _rank_slice(own[1], wanted, -2))  # pyright: ignore
 
     return Patch(factors, patch.metadata)
+
+
+def _with_rows(factors: RaggedFactors, rows: Int[np.ndarray, "L M"]) -> RaggedFactors:
+    """Returns ragged factors with some of their directions: those of `rows`, in the order in which layers have them."""
+    total = factors.v.values.shape[0] if isinstance(factors.v, ops.Quantised) else factors.v.shape[0]
+    kept = rows[rows < total]
+    place = np.full(total + 1, len(kept), np.int32)
+    place[kept] = np.arange(len(kept))
+    u, v = jax.tree.map(lambda leaf: leaf[kept], (factors.u, factors.v))
+    return RaggedFactors(u, v, jnp.asarray(place[np.minimum(rows, total)]))
 
 
 # One program for all leaves.
@@ -97,28 +113,40 @@ def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
     # Factors have rows for the patch's own layers, which need not be all of the model's.
     kept = tuple(sorted({int(layer) for layer in listed}))
     rows = np.asarray([have.index(layer) for layer in kept])
-    factors = _rows_of(dict(patch.factors), rows)
+    ragged = {name: own for name, own in patch.factors.items() if isinstance(own, RaggedFactors)}
+    factors = _rows_of({name: own for name, own in patch.factors.items() if name not in ragged}, rows)
+    for name, own in ragged.items():
+        factors[name] = _with_rows(own, np.asarray(own.rows)[rows])
     return Patch(factors, dataclasses.replace(patch.metadata, layers=kept))
 
 
 def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
-    """Converts a patch to a smaller dtype: 8 bits with one float32 scale per direction, wider ones by rounding.
+    """Converts a patch to a smaller dtype: 8 bits with one float32 scale per direction, fewer in groups, wider ones by
+    rounding.
+
+    Args:
+      dtype: a floating dtype, int8, or a word from "int2" to "int7": that many bits, in groups of 32 numbers with a
+        bfloat16 scale each; "int4g64" has groups of 64, and "int4gall" one scale per direction.
 
     Raises:
-      InputError: a dtype that is neither floating-point nor int8. NotFiniteError: factors beyond the dtype's range.
+      InputError: another dtype. NotFiniteError: factors beyond the dtype's range.
     """
     expect_kind(patch, Patch, "patch", "a Patch")
+    few = ops.factor_bits(dtype)
     # None is float64 to NumPy.
     try:
-        target = None if dtype is None else jnp.dtype(dtype)
+        target = dtype if few is not None else None if dtype is None else jnp.dtype(dtype)
     except TypeError:
         target = None
-    if target is None or not (jnp.issubdtype(target, jnp.floating) or target == jnp.int8):
-        raise InputError(f"quantise: got dtype {dtype!r:.80}; expected a floating dtype or int8")
+    if few is None and (target is None or not (jnp.issubdtype(target, jnp.floating) or target == jnp.int8)):
+        raise InputError(f"quantise: got dtype {dtype!r:.80}; expected a floating dtype, int8, or 'int2' to 'int7'")
 
     factors: dict[str, ChannelFactors] = {}
     for name, own in patch.factors.items():
-        if is_low_rank(own):
+        if isinstance(own, RaggedFactors):
+            u, v = (ops.stored(value_of(leaf), target, -1) for leaf in (own.u, own.v))
+            factors[name] = RaggedFactors(u, v, own.rows)
+        elif is_low_rank(own):
             u, v = own[0], own[1]  # pyright: ignore
             # A shared basis stays as it is: other patches hold it too.
             if patch.metadata.basis is None:

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from ..cache import Antecedent, Base, Chunk, Patch, PatchMetadata, check_finite, content_of
-from ..core import AnyArray, FormPlan, Heads, arrays_of, expect_frame, ops
+from ..core import AnyArray, FormPlan, Heads, PackedArray, arrays_of, expect_frame, ops
+from ..core.ops import factor_bits
 from ..errors import InputError, RankError, ShapeError
 from ..utils.kinds import expect_kind
 from .compress import Rank, finite_factors, rank_by_channel
 
 Method = Literal["randomised", "exact"]
-KVArrays = Mapping[str, Float[AnyArray, "L *B T _ _"]]
+KVArrays = Mapping[str, Float[AnyArray, "L *B T _ _"] | PackedArray]
 
 
 def check_alike(chunk: Chunk, kv: KVArrays, what: str) -> None:
@@ -110,7 +111,9 @@ def choose_ranks(
 
 
 def factor_dtype(chunk: Chunk, dtype: jax.typing.DTypeLike | None) -> str:
-    """Returns the name of the dtype of a patch's factors: the chunk's for None."""
+    """Returns the name of the dtype of a patch's factors: the chunk's for None; int2 to int7 are packed in groups."""
+    if factor_bits(dtype) is not None:
+        return dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     return jnp.dtype(next(iter(chunk.kv.values())).dtype if dtype is None else dtype).name
 
 
@@ -129,6 +132,7 @@ def metadata_of(
         backbone=chunk.backbone,
         content=content_of(chunk),
         lead=chunk.lead,
+        encoding=chunk.encoding,
         local=chunk.places,
         **fields,
     )

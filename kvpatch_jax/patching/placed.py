@@ -1,12 +1,26 @@
 """Placing a chunk at a position: `Placed`, which is checked once, and `apply_patch`, which computes its KV."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtyping import Array
 
 from ..cache import AntecedentLike, Chunk, Patch, antecedent_of, check_applies, check_finite
-from ..core import Angles, EngineKV, Factors, KVLayout, Start, arrays_of, as_start, check_extent, ops, rotate_kv
+from ..core import (
+    Angles,
+    EngineKV,
+    Factors,
+    KVLayout,
+    PackedArray,
+    Start,
+    arrays_of,
+    as_start,
+    check_extent,
+    is_packed,
+    ops,
+    rotate_kv,
+)
 from ..utils.kinds import expect_kind
 from .factors import KVArrays, check_alike
 
@@ -51,7 +65,7 @@ class Placed:
     allow_stale: bool = False
     angles: Angles | None = None
     layout: KVLayout = dataclasses.field(init=False)
-    kv: dict[str, Array] = dataclasses.field(init=False)
+    kv: Mapping[str, Array | PackedArray] = dataclasses.field(init=False)
     factors: Factors = dataclasses.field(init=False)
     options: dict[str, Any] = dataclasses.field(init=False)
 
@@ -76,7 +90,10 @@ class Placed:
             layers = None if len(metadata.layers) == layout.layers else metadata.layers
             options = {"layers": layers, "heads": metadata.heads, "frame": metadata.frame}
 
-        kv = arrays_of(chunk.kv if base is None else base)
+        # Packed KV stays packed: the operator decodes it, one layer at a time.
+        kv = chunk.kv if base is None else base
+        if chunk.encoding is None or base is not None or not any(map(is_packed, kv.values())):
+            kv = arrays_of(kv)
         made = {"start": start, "antecedent": antecedent, "base_antecedent": base_antecedent, "layout": layout}
         for name, value in (made | {"kv": kv, "factors": factors, "options": options}).items():
             object.__setattr__(self, name, value)
@@ -98,7 +115,7 @@ def apply_patch(placed: Placed) -> EngineKV:
         check_finite(placed.base, f"base of chunk {placed.chunk.id!r}")
 
     # Blind reuse rotates the keys alone and returns the values as they are, without a copy.
-    layout, kv, local, start = placed.layout, placed.kv, placed.chunk.local, placed.start
-    if not placed.factors:
+    layout, kv, local, start = placed.layout, dict(placed.kv), placed.chunk.local, placed.start
+    if not placed.factors and not any(map(is_packed, kv.values())):
         return EngineKV(rotate_kv(layout, kv, local, start))
     return EngineKV(ops.jitted_apply(layout, kv, placed.factors, local, start, **placed.options))

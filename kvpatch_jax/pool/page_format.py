@@ -6,7 +6,7 @@ split over devices the result lies as they did, and only what is read goes betwe
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from ..core import (
     Channel,
     EngineKV,
     KVLayout,
+    PackedArray,
     Slots,
     Start,
     ops,
@@ -38,7 +39,7 @@ def jitted_splice(
     form: PageLayout,
     pages: tuple[Array, ...],
     slots: Array,
-    kv: dict[str, Array],
+    kv: Mapping[str, Array | PackedArray],
     factors: ops.Factors,
     local: Array,
     start: Array,

@@ -18,6 +18,7 @@ from pallas_kernels.splice import check_slots, padded_width
 from ..core import (
     AnyArray,
     KVLayout,
+    PackedArray,
     Pool,
     Positions,
     Slots,
@@ -26,6 +27,7 @@ from ..core import (
     check_held,
     check_pool,
     flat,
+    is_packed,
     ops,
     padded_slots,
     relocation_tables,
@@ -36,6 +38,7 @@ from ..core import (
 from ..errors import DtypeError, PoolError, ShapeError
 from ..patching import Placed
 from ..utils.kinds import expect_kind, is_whole
+from .packed_splice import splice_packed
 
 
 def make_pool(
@@ -111,7 +114,7 @@ def jitted_splice(
     layout: KVLayout,
     pool: dict[str, Array],
     slots: Array,
-    kv: dict[str, Array],
+    kv: Mapping[str, Array | PackedArray],
     factors: ops.Factors,
     local: Array,
     start: Array,
@@ -130,10 +133,14 @@ def jitted_splice(
         kv = ops.apply(layout, kv, factors, local, start, layers=layers, heads=heads, frame=frame)
         return {name: splice_kernel(pool[name], slots, kv[name], length=length) for name in pool}
 
+    how = {"layout": layout.rope.cached, "length": length}
+    arguments = ops.operator_arguments(layout, factors, local, start, layers, heads)
+    if any(map(is_packed, kv.values())):
+        return splice_packed(pool, slots, kv, arguments, **how)  # pyright: ignore[reportArgumentType]
+
     spliced = {}
-    for name, arguments in ops.operator_arguments(layout, factors, local, start, layers, heads).items():
-        how = {"layout": layout.rope.cached, "length": length}
-        spliced[name] = splice_kernel(pool[name], slots, kv[name], **how, **arguments)
+    for name, own in arguments.items():
+        spliced[name] = splice_kernel(pool[name], slots, kv[name], **how, **own)  # pyright: ignore[reportArgumentType]
     return spliced
 
 
