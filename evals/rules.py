@@ -24,7 +24,8 @@ class ArmRules:
 
     Attributes:
       ranks: of the patch, and of truncated KV(B|A). shown_rank: of the patch's variants. rotated_ranks, int8_ranks,
-        pooled_ranks: of the patch formed after the rotation, in 8 bits, in a pooled basis.
+        pooled_ranks: of the patch formed after the rotation, in 8 bits, in a pooled basis. encodings: of the canonical,
+        each with a patch in 4 bits of the encoded_ranks.
       budgets: of token repairs, as shares of the tokens. byte_ranks: ranks whose bytes they are matched to.
       query_budgets: of tokens chosen by the question. query_layers: whose attention chooses, as shares of the depth.
       random_budget: of tokens drawn at random. bits: of KV(B|A). residual_depths: shares of the depth.
@@ -37,6 +38,8 @@ class ArmRules:
     budgets: tuple[float, ...]
     byte_ranks: tuple[int, ...]
     int8_ranks: tuple[int, ...]
+    encodings: tuple[str, ...]
+    encoded_ranks: tuple[int, ...]
     query_budgets: tuple[float, ...]
     query_layers: tuple[float, ...]
     random_budget: float

@@ -3,6 +3,7 @@
 Axis letters: B contexts, T tokens of the page, L layers, F features of a channel, M rank.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import kvpatch_jax as kvp
-from kvpatch_jax.core import flatten_heads
+from kvpatch_jax.core import KVEncoding, flatten_heads
 
 from ..results.costs import NUMBER_BITS, ArmCost
 from ..rules import RULES
@@ -45,11 +46,15 @@ def patch_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
 
 
 def compressed_patch_makers() -> dict[str, ArmMaker]:
-    """Lists the patches that are kept in fewer bytes: in 8 bits, and as coefficients in a pooled basis."""
+    """Lists the patches that are kept in fewer bytes: in 8 bits, in 4 bits of an encoded canonical, in a pooled basis."""
     arms = RULES.arms
     int8 = {f"patch.int8.rank={rank}": functools.partial(_int8, rank=rank) for rank in arms.int8_ranks}
+    encoded: dict[str, ArmMaker] = {}
+    for word in arms.encodings:
+        for rank in arms.encoded_ranks:
+            encoded[f"patch.{word}.int4.rank={rank}"] = functools.partial(_encoded, word=word, rank=rank)
     pooled = {f"pooled.rank={rank}": functools.partial(_pooled, rank=rank) for rank in arms.pooled_ranks}
-    return {**int8, **pooled}
+    return {**int8, **encoded, **pooled}
 
 
 def make_patch(
@@ -79,6 +84,17 @@ def _int8(factory: ArmFactory, rank: int) -> AlternativeArm:
     """Returns the patch with its factors in 8 bits, a float32 scale per direction."""
     patch = kvp.quantise(factory.page.patch(rank), jnp.int8)
     return AlternativeArm(factory.costs.of_patch(patch), factory.page.cache(patch))
+
+
+def _encoded(factory: ArmFactory, word: str, rank: int) -> AlternativeArm:
+    """Returns the canonical in few bits and a patch of what it decodes to, its factors in 4 bits, groups of 32."""
+    page, costs = factory.page, factory.costs
+    patch = kvp.quantise(page.patch(rank, encoding=word), "int4")
+    cost = costs.of_patch(patch)
+    # Two FLOPs a number: its product with the scale, and the least value added.
+    share = 8 * KVEncoding.of(word).nbytes(costs.layout, costs.tokens) / (NUMBER_BITS * costs.numbers)
+    cost = dataclasses.replace(cost, canonical=share, serving=cost.serving + 2 * costs.numbers)
+    return AlternativeArm(cost, page.cache(patch), patch.nbytes / page.page.nbytes)
 
 
 def _pooled(factory: ArmFactory, rank: int) -> AlternativeArm:

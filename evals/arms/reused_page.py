@@ -59,7 +59,8 @@ class ReusedPage:
 
     def __post_init__(self) -> None:
         # Two threads may ask for patches of one page.
-        self._largest, self._factorising = dict[tuple[int, bool], kvp.Patch](), threading.Lock()
+        self._largest, self._factorising = dict[tuple[int, bool, str | None], kvp.Patch](), threading.Lock()
+        self._encoded = dict[str, kvp.Chunk]()
 
     def __len__(self) -> int:
         return len(self.contexts)
@@ -104,21 +105,23 @@ class ReusedPage:
         tokens, width = self.slots.stop - self.slots.start, input_width(self.tokens)
         return ChunkCosts(self.backbone.forward_costs, self.backbone.layout, tokens, self.slots.start, width)
 
-    def patch(self, rank: int, place: int = -1, *, rotated: bool = False) -> kvp.Patch:
+    def patch(self, rank: int, place: int = -1, *, rotated: bool = False, encoding: str | None = None) -> kvp.Patch:
         """Forms the patch of a chunk behind those in front of it, by a full SVD.
 
         Args:
           place: of the chunk; the page by default.
           rotated: in the engine frame, after the rotation, as the paper does.
+          encoding: of the page's canonical, whose decoded numbers the patch is a patch of.
         """
         place %= len(self.chunks)
         # Factors are kept even where they are no smaller than the deficit, so that every smaller rank is a slice of
         # the largest: the SVD is done once per chunk.
         with self._factorising:
-            if (place, rotated) not in self._largest:
+            if (place, rotated, encoding) not in self._largest:
                 where: dict[str, Any] = {"frame": "engine", "start": self.starts[place]} if rotated else {}
-                self._largest[place, rotated] = kvp.form_patch(
-                    self.chunks[place],
+                chunk = self.chunks[place] if encoding is None else self.encoded(encoding)
+                self._largest[place, rotated, encoding] = kvp.form_patch(
+                    chunk,
                     cut(self.conditioned, self.form.slices[place]),
                     max(RULES.arms.ranks),
                     self.antecedent_of(place),
@@ -127,13 +130,21 @@ class ReusedPage:
                     **where,
                 )
 
-        return leading(self._largest[place, rotated], rank)
+        return leading(self._largest[place, rotated, encoding], rank)
+
+    def encoded(self, word: str) -> kvp.Chunk:
+        """Returns the page's canonical in an encoding."""
+        if word not in self._encoded:
+            self._encoded[word] = kvp.encode_chunk(self.page, word)
+        return self._encoded[word]
 
     def placed(self, patch: kvp.Patch | None = None, place: int = -1, *, allow_stale: bool = False) -> KV:
         """Places a cached chunk in the engine frame, rotated and patched, without a forward pass."""
         place %= len(self.chunks)
         antecedent = self.antecedent_of(place)
         chunk, start = self.chunks[place], self.starts[place]
+        if patch is not None and patch.metadata.encoding is not None:
+            chunk = self.encoded(patch.metadata.encoding)
         return dict(kvp.apply_patch(kvp.Placed(chunk, patch, start, antecedent, allow_stale=allow_stale)))
 
     def cache(self, patch: kvp.Patch | None = None, *, allow_stale: bool = False) -> KV:

@@ -33,7 +33,7 @@ README_ARMS = (
     "re-prefill",
     "blind",
     "patch.rank=4",
-    "patch.rank=8",
+    "patch.k4v4g32.int4.rank=8",
     "quantised.bits=3",
     "quantised.bits=16",
     "residual.layer=1",
@@ -45,7 +45,7 @@ RESULTS_KINDS = ("page", "chain", "aggregate", "override")
 PICTURES = {"example.png": "example.png", "accuracy.png": "rank.png"}
 """In docs/pictures: the run's figure of the other name."""
 SMALL_PROBES = ("reorder", "slide", "recall")
-KEPT_METRICS = ("accuracy", "stored_bytes", "serving_flops", "bytes", "kl")
+KEPT_METRICS = ("accuracy", "stored_bytes", "serving_flops", "moved_bytes", "forming_flops", "bytes", "kl")
 
 
 def kept(results: Results) -> dict[str, Any]:
@@ -88,7 +88,8 @@ def section(results: Results, page: str) -> str:
             f"Accuracy over {config['contexts']} held-out contexts with the legends in view: the mean over the "
             f"training seeds {', '.join(seeds)}, the least and the largest in brackets. *kept, N*: all bytes stored "
             "for each of N antecedents over the page's KV, an N-th of the canonical (and of the inputs of recomputed "
-            f"tokens) included. *serving FLOPs*: over a re-prefill of the page. From `{config['command']}`; tables of "
+            f"tokens) included. *bytes moved*: read for one reuse. *serving* and *forming FLOPs*: of one "
+            f"reuse, and before the first, over a re-prefill of the page. From `{config['command']}`; tables of "
             "single instances with 95 % intervals are in `out/run/table.md`:"
         )
         parts.append(markdown_table(*comparison_table(Rows(mean), headline_arms(mean), RESULTS_KINDS)))
@@ -120,8 +121,9 @@ def _readme(mean: Results) -> str:
     about = (
         f"Accuracy over {mean['config']['contexts']} held-out contexts of the small task: the mean over "
         f"{len(seeds_of(mean))} training seeds, the least and the largest in brackets. *kept, N*: all bytes stored for "
-        "each of N antecedents, a share of the canonical included, over the page's KV. *serving FLOPs*: over a "
-        f"re-prefill's. From `{mean['config']['command']}`:"
+        "each of N antecedents, a share of the canonical included, over the page's KV. *bytes moved*: read for one "
+        "reuse. *serving* and *forming FLOPs*: of one reuse, and before the first, over a re-prefill's. "
+        f"From `{mean['config']['command']}`:"
     )
     head, lines = comparison_table(rows, README_ARMS, MULTI_HOP)
     return "\n\n".join([filled(found), filled(about), markdown_table(head[:-1], [line[:-1] for line in lines])])

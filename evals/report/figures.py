@@ -75,6 +75,9 @@ NAMES = {
     "shadowkv": "ShadowKV-style",
     "keys_alone": "keys alone",
     "int8": "8 bits",
+    "int4": "factors in 4 bits",
+    "k4v4g32": "canonical in 4 bits",
+    "k6v6g32": "canonical in 6 bits",
     "pooled": "pooled basis",
     "class_mean": "class mean (diagnostic)",
 }

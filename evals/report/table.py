@@ -9,7 +9,7 @@ from ..results.rows import VISIBLE, Rows
 from ..results.tables import markdown_table
 from ..small_task import KINDS
 from .figures import Results, arm_label
-from .verdict import COSTS, cost, cost_axes, first_arms, shower
+from .verdict import COSTS, cost, cost_columns, first_arms, shower
 from .wording import share
 
 ARMS = (
@@ -46,7 +46,7 @@ def comparison_table(
 
     Of a mean over seeds the interval is the least and the largest.
     """
-    axes, kinds, show = cost_axes(rows), KINDS if kinds is None else kinds, shower(rows.results)
+    axes, kinds, show = cost_columns(rows), KINDS if kinds is None else kinds, shower(rows.results)
     lines = []
     for arm in arms:
         costs = [share(cost(rows, arm, axis)) for axis in axes]

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from ..results.costs import ANTECEDENTS, TOGETHER
+from ..results.costs import ANTECEDENTS, AXES, BESIDE, TOGETHER
 from ..results.dominance import DominatingArm, on_both
 from ..results.dominance import dominating_arms as results_beating
 from ..results.headline import seeds_of
@@ -29,6 +29,8 @@ COSTS = {
     **{axis: f"kept, N = {count}" for count, axis in BY_COUNT.items()},
     "serving_flops": "serving FLOPs",
     "bytes": "share of KV bytes",
+    "moved_bytes": "bytes moved",
+    "forming_flops": "forming FLOPs",
 }
 """Heads of columns. "kept": all that lies stored for each of N antecedents, an N-th of the canonical with it."""
 
@@ -42,10 +44,16 @@ def cost_axes(rows: Rows) -> list[str]:
     """Lists the axes that the rows have: stored bytes by antecedents and serving FLOPs, or the one share of bytes."""
     arms = rows.arms(VISIBLE)
     axes = []
-    for axis in COSTS:
+    for axis in (*AXES, "bytes"):
         if any(math.isfinite(cost(rows, arm, axis)) for arm in arms):
             axes.append(axis)
     return [axis for axis in axes if axis != "bytes"] or axes
+
+
+def cost_columns(rows: Rows) -> list[str]:
+    """Lists the costs that a table shows: the axes, and where the rows have them bytes moved and forming FLOPs."""
+    arms = rows.arms(VISIBLE)
+    return cost_axes(rows) + [axis for axis in BESIDE if any(math.isfinite(cost(rows, arm, axis)) for arm in arms)]
 
 
 def shower(results: Results) -> Callable[[Interval], str]:

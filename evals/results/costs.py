@@ -13,13 +13,16 @@ them shares, none with an interval:
 * `stored_bytes.antecedents=N`: all that lies stored, for each of N antecedents that the chunk is met behind: what is
   kept for each, and an N-th of the canonical and of the inputs, which are kept once. With one antecedent a patch costs
   its canonical too, and KV(B|A) only itself. What a backbone's chunks share is in none of these.
+* `moved_bytes`: what is read of all this for one reuse, over the chunk's KV: the canonical's part and what is kept for the
+  antecedent, or of tokens that are run again the embeddings of these.
 * `shared_bytes`: what one backbone's chunks share (a pooled basis), over one chunk's KV.
 * `serving_flops`: FLOPs of one reuse that is asked one question, over re-prefilling the chunk behind the same context:
   tokens run again, layer by layer (CacheBlend's check layer with all tokens), the question's own pass that chooses
   tokens, a patch's thin product, rotation, bringing back from fewer bits.
 * `question_flops`: the part of it that every further question costs again. 0 but for ways that choose by the question.
-* `serving_flops.reuses=N`: the same with what was computed once, ahead, spread over N reuses: the canonical's own
-  prefill, the prefill in context that a patch or KV(B|A) is made of, and factorising.
+* `forming_flops`: FLOPs before the first reuse, over re-prefilling the chunk: the canonical's own prefill, the prefill in
+  context that a patch or KV(B|A) is made of, and factorising.
+* `serving_flops.reuses=N`: the same with what was computed once, ahead, spread over N reuses.
 
 Bytes count numbers at 16 bits, as KV is served; fewer bits count with their scales. FLOPs are two for each
 multiplication with its addition, of forwards by the backbone's own `forward_costs`. Softmax, norms and the question's
@@ -35,7 +38,7 @@ from jaxtyping import Bool, Int
 
 from kvpatch_jax import KVLayout, Patch
 from kvpatch_jax.backbone import ForwardCosts, Tokens
-from kvpatch_jax.core import Quantised
+from kvpatch_jax.core import PackedArray, Quantised
 from kvpatch_jax.window import ROTATION, adding_flops
 
 REUSES = (1, 3, 10)
@@ -46,7 +49,12 @@ ANTECEDENTS = (1, 4, 16)
 TOGETHER = tuple(f"stored_bytes.antecedents={count}" for count in ANTECEDENTS)
 AXES = (*TOGETHER, "serving_flops")
 """What an arm is judged by: all that lies stored, by the number of antecedents, and work."""
-METRICS = ("stored_bytes", *AXES, "canonical_bytes", "input_bytes", "shared_bytes", "question_flops", *AMORTISED)
+BESIDE = ("moved_bytes", "forming_flops")
+"""What tables show beside the axes."""
+METRICS = (
+    *("stored_bytes", *AXES, "canonical_bytes", "input_bytes", "shared_bytes", "question_flops"),
+    *(*BESIDE, *AMORTISED),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +63,8 @@ class ArmCost:
 
     Attributes:
       stored: bits kept for this antecedent. canonical: share of the canonical that is read. inputs: tokens whose
-        embeddings are kept, or numbers that stand for them. shared: bits that a backbone's chunks share.
+        embeddings are kept, or numbers that stand for them; moved_inputs: those that one reuse reads, None for all.
+        shared: bits that a backbone's chunks share.
       serving: FLOPs of placing the chunk once. question: FLOPs that every question adds to it.
       forming: FLOPs before the first reuse.
     """
@@ -67,6 +76,7 @@ class ArmCost:
     serving: int | float = 0.0
     question: int | float = 0.0
     forming: int | float = 0.0
+    moved_inputs: int | float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +152,7 @@ class ChunkCosts:
         """Computes the rows of an arm, {metric: share}."""
         bits = NUMBER_BITS * self.numbers
         inputs = NUMBER_BITS * self.input_width * cost.inputs / bits
+        read = inputs if cost.moved_inputs is None else NUMBER_BITS * self.input_width * cost.moved_inputs / bits
         serving = (cost.serving + cost.question) / self.prefill
         spread = {
             metric: serving + cost.forming / count / self.prefill
@@ -158,6 +169,8 @@ class ChunkCosts:
             "input_bytes": inputs,
             "shared_bytes": cost.shared / bits,
             "question_flops": cost.question / self.prefill,
+            "moved_bytes": cost.stored / bits + cost.canonical + read,
+            "forming_flops": cost.forming / self.prefill,
             **together,
             **spread,
         }
@@ -196,7 +209,10 @@ class ChunkCosts:
         inputs: how many tokens' embeddings are kept; None: all of them, for any may be chosen.
         """
         serving = self.rotation + self.rerun(chosen, slots)
-        return ArmCost(inputs=self.tokens if inputs is None else inputs, serving=serving, forming=self.alone)
+        # A token that any layer runs again is read once.
+        moved = float(np.asarray(chosen).any(axis=0).sum(axis=-1).mean())
+        kept = self.tokens if inputs is None else inputs
+        return ArmCost(inputs=kept, serving=serving, forming=self.alone, moved_inputs=min(moved, kept))
 
     def of_conditioned(
         self, stored: int | float, bringing_back: int | float, factorised: tuple[str, ...] = ()
@@ -217,10 +233,12 @@ def input_width(tokens: Tokens) -> int:
 
 
 def stored_bits(patch: Patch) -> int:
-    """Counts the bits of a patch's factors: 16 a number, those of 8 bits with their float32 scales."""
+    """Counts the bits of a patch's factors: 16 a number, those of 8 bits and fewer with their scales."""
     bits = 0
-    for leaf in jax.tree.leaves(dict(patch.factors), is_leaf=lambda leaf: isinstance(leaf, Quantised)):
-        if isinstance(leaf, Quantised):
+    for leaf in jax.tree.leaves(dict(patch.factors), is_leaf=lambda leaf: isinstance(leaf, Quantised | PackedArray)):
+        if isinstance(leaf, PackedArray):
+            bits += 8 * leaf.nbytes
+        elif isinstance(leaf, Quantised):
             bits += 8 * leaf.values.size + SCALE_BITS * leaf.scale.size
         else:
             bits += NUMBER_BITS * leaf.size
