@@ -46,7 +46,7 @@ def patch_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
 
 
 def compressed_patch_makers() -> dict[str, ArmMaker]:
-    """Lists the patches that are kept in fewer bytes: in 8 bits, in 4 bits of an encoded canonical, in a pooled basis."""
+    """Lists the patches in fewer bytes: in 8 bits, in 4 bits of an encoded canonical, in a pooled basis."""
     arms = RULES.arms
     int8 = {f"patch.int8.rank={rank}": functools.partial(_int8, rank=rank) for rank in arms.int8_ranks}
     encoded: dict[str, ArmMaker] = {}

@@ -5,6 +5,7 @@ Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where
 
   calls              one warm call of the public face: CPU time, and functions and files of ours that it enters
   kernels            apply_patch, splice and relocate over x · 2, their checks, the kernels' XLA path, factorisation
+  encoded            placing chunks in few bits over the same in 16 bits: CPU time, memory
   patch              the factorisation alone, with the energy captured of real deficits
   store              put, get, patches, opening, eviction and fetch, beside raw files, safetensors and Orbax
   fetch              one fetch that loads half and computes half
@@ -39,6 +40,7 @@ from . import (
     backbones,
     calls,
     costs,
+    encoded,
     fetch,
     kernels,
     needs,
@@ -58,6 +60,7 @@ BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
         backbones.BENCHMARK,
+        encoded.BENCHMARK,
         calls.BENCHMARK,
         costs.BENCHMARK,
         fetch.BENCHMARK,

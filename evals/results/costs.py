@@ -13,15 +13,15 @@ them shares, none with an interval:
 * `stored_bytes.antecedents=N`: all that lies stored, for each of N antecedents that the chunk is met behind: what is
   kept for each, and an N-th of the canonical and of the inputs, which are kept once. With one antecedent a patch costs
   its canonical too, and KV(B|A) only itself. What a backbone's chunks share is in none of these.
-* `moved_bytes`: what is read of all this for one reuse, over the chunk's KV: the canonical's part and what is kept for the
-  antecedent, or of tokens that are run again the embeddings of these.
+* `moved_bytes`: what is read of all this for one reuse, over the chunk's KV: the canonical's part and what is kept for
+  the antecedent, or of tokens that are run again the embeddings of these.
 * `shared_bytes`: what one backbone's chunks share (a pooled basis), over one chunk's KV.
 * `serving_flops`: FLOPs of one reuse that is asked one question, over re-prefilling the chunk behind the same context:
   tokens run again, layer by layer (CacheBlend's check layer with all tokens), the question's own pass that chooses
   tokens, a patch's thin product, rotation, bringing back from fewer bits.
 * `question_flops`: the part of it that every further question costs again. 0 but for ways that choose by the question.
-* `forming_flops`: FLOPs before the first reuse, over re-prefilling the chunk: the canonical's own prefill, the prefill in
-  context that a patch or KV(B|A) is made of, and factorising.
+* `forming_flops`: FLOPs before the first reuse, over re-prefilling the chunk: the canonical's own prefill, the prefill
+  in context that a patch or KV(B|A) is made of, and factorising.
 * `serving_flops.reuses=N`: the same with what was computed once, ahead, spread over N reuses.
 
 Bytes count numbers at 16 bits, as KV is served; fewer bits count with their scales. FLOPs are two for each

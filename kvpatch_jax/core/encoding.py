@@ -211,16 +211,32 @@ def _packed(
 ) -> PackedArray:
     count = value.shape[-2] if heads else None
     matrix = value.reshape(*value.shape[:-2], -1) if heads else value
-    rows, columns = matrix.shape[-2:]
-    wide = matrix.astype(jnp.float32)
+    size = min(group or matrix.shape[axis], matrix.shape[axis])
+
+    def encode(matrix: Array) -> PackedArray:
+        planes, scale, least = _encoded(matrix, length, bits, size, axis, symmetric)
+        return PackedArray(planes, scale, least, bits, size, axis, matrix.shape[-1], count, matrix.dtype)
+
+    # Layer by layer, so that float32 of one layer at most is there, in the cache.
+    return jax.lax.map(encode, matrix) if matrix.ndim > 2 else encode(matrix)
+
+
+_jitted_pack = jax.jit(_packed, static_argnums=(2, 3, 4, 5, 6), inline=True)
+
+
+def _encoded(
+    matrix: Array, length: Array | None, bits: int, size: int, axis: int, symmetric: bool
+) -> tuple[tuple[Array, ...], Array, Array | None]:
+    """Returns planes, scales and least values of a matrix in groups of `size` numbers."""
+    # Written once, since every step reads it again.
+    wide = jax.lax.optimization_barrier(matrix.astype(jnp.float32))
     if length is not None:
-        live = (jnp.arange(rows) < length)[:, None]
+        live = (jnp.arange(wide.shape[-2]) < length)[:, None]
         # A padded row repeats the last one, which leaves every range as it is.
         filling = 0.0 if symmetric else jnp.take(wide, jnp.maximum(length, 1) - 1, axis=-2)[..., None, :]
         wide = jnp.where(live, wide, filling)
 
-    size = min(group or wide.shape[axis], wide.shape[axis])
-    cut = _grouped(wide, size, axis)
+    cut, along = _grouped(wide, size, axis), wide.shape[axis]
     most = 2 ** (bits - 1) - 1 if symmetric else 2**bits - 1
     if symmetric:
         least = None
@@ -230,18 +246,16 @@ def _packed(
         # Divided first: the difference of two large numbers may be infinite.
         scale = _rounded_up(jnp.max(cut, axis=axis) / most - least.astype(jnp.float32) / most)
 
-    step, base = _spread(scale, size, axis, wide.shape[axis]), 0.0
-    if least is not None:
-        base = _spread(least, size, axis, wide.shape[axis])
-    safe = jnp.where(step > 0, step, 1.0)
-    levels = jnp.round(wide / safe - base / safe) if least is not None else jnp.round(wide / safe) + most + 1
-    low, high = (0, most) if least is not None else (1, 2 * most + 1)
-    codes = jnp.clip(levels, low, high).astype(jnp.uint8)
-    planes = _planes_of(codes, bits)
-    return PackedArray(planes, scale, least, bits, size, axis, columns, count, matrix.dtype)
-
-
-_jitted_pack = jax.jit(_packed, static_argnums=(2, 3, 4, 5, 6), inline=True)
+    # The inverse of a subnormal step may be infinite; numbers so small are encoded as the least one.
+    step = scale.astype(jnp.float32)
+    step = jnp.where(step > 2.0**-125, step, 1.0)
+    inverse = _spread(jax.lax.optimization_barrier(1.0 / step), size, axis, along)
+    if least is None:
+        levels, low, high = jnp.round(wide * inverse) + most + 1, 1, 2 * most + 1
+    else:
+        levels, low, high = jnp.round((wide - _spread(least, size, axis, along)) * inverse), 0, most
+    codes = jax.lax.optimization_barrier(jnp.clip(levels, low, high).astype(jnp.uint8))
+    return _planes_of(codes, bits), scale, least
 
 
 def _grouped(matrix: Array, size: int, axis: int) -> Array:

@@ -14,7 +14,7 @@ from operator_cases import LAYOUTS, chunk_of, conditioned_of
 import kvpatch_jax as kvp
 from kvpatch_jax import pool
 from kvpatch_jax.core import KVEncoding, PackedArray, RaggedFactors, ops, pack, packed_bytes, round_trip, unpack
-from kvpatch_jax.core.encoding import BITS, resize
+from kvpatch_jax.core.encoding import resize
 from kvpatch_jax.errors import InputError, NotFiniteError, PatchMismatchError, ShapeError
 
 A = ("A1", "A2")
@@ -51,7 +51,8 @@ def decoded_in_numpy(packed: PackedArray) -> tuple[np.ndarray, np.ndarray]:
 
 @st.composite
 def matrices(draw):
-    rows, columns = draw(st.integers(1, 70)), draw(st.integers(1, 70))
+    # Few shapes, because each is compiled.
+    rows, columns = draw(st.sampled_from([(1, 1), (37, 51), (70, 8)]))
     seed, kind = draw(st.integers(0, 2**31)), draw(st.sampled_from(["normal", "outliers", "constant", "tiny", "huge"]))
     rng = np.random.default_rng(seed)
     value = rng.normal(size=(2, rows, columns))
@@ -66,8 +67,14 @@ def matrices(draw):
     return np.asarray(jnp.asarray(np.clip(value, -bound, bound).astype(np.float32)).astype(dtype))
 
 
-@given(matrices(), st.sampled_from(BITS), st.sampled_from([None, 1, 7, 32]), st.sampled_from([-1, -2]), st.booleans())
-@settings(max_examples=150, deadline=None)
+@given(
+    matrices(),
+    st.sampled_from([1, 3, 4, 6, 8]),
+    st.sampled_from([None, 1, 32]),
+    st.sampled_from([-1, -2]),
+    st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
 def test_decoded_numbers_are_within_half_a_step(value, bits, group, axis, symmetric):
     bits = max(bits, 2) if symmetric else bits
     packed = pack(value, bits, group, axis, symmetric=symmetric)
@@ -80,10 +87,11 @@ def test_decoded_numbers_are_within_half_a_step(value, bits, group, axis, symmet
     found = np.asarray(unpack(packed, jnp.float32), np.float64)
     np.testing.assert_allclose(found, oracle, rtol=0, atol=np.abs(oracle).max() * 2.0**-21 + SMALLEST * 2**bits)
     assert packed.nbytes == 2 * packed_bytes(*value.shape[1:], bits, group, axis, symmetric=symmetric)
-    assert packed.shape == value.shape and packed.dtype == value.dtype
+    assert packed.shape == value.shape
+    assert packed.dtype == value.dtype
 
 
-@pytest.mark.parametrize("bits", (2, 3, 4, 6, 8))
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
 def test_padding_takes_no_part_in_a_group(bits):
     rng = np.random.default_rng(bits)
     value = rng.normal(size=(2, 40, 3, 8)).astype(np.float32) + 5
@@ -94,8 +102,8 @@ def test_padding_takes_no_part_in_a_group(bits):
         np.testing.assert_array_equal(behind[:, :40], own)
 
 
-@pytest.mark.parametrize("axis", (-1, -2))
-@pytest.mark.parametrize("bits", (2, 3, 4, 6, 7))
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("bits", [2, 5, 7])
 def test_resizing_keeps_every_code(bits, axis):
     value = np.random.default_rng(0).normal(size=(3, 40, 24)).astype(np.float32)
     packed = pack(value, bits, 16, axis, symmetric=True)
@@ -131,11 +139,12 @@ def test_bad_arguments_are_refused(unchecked):
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-@pytest.mark.parametrize("factors", ("float32", "int8", "int4", "int3gall"))
+@pytest.mark.parametrize("factors", ["float32", "int8", "int4", "int3gall"])
 def test_an_encoded_chunk_is_placed_as_its_decoded_twin(kind, factors):
     chunk = kvp.encode_chunk(chunk_of(kind), "k4v6g8")
     plain = kvp.decode_chunk(chunk)
-    assert chunk.content == plain.content == chunk_of(kind).content and chunk.nbytes < plain.nbytes / 3
+    assert chunk.content == plain.content == chunk_of(kind).content
+    assert chunk.nbytes < plain.nbytes / 3
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, A, dtype=factors)
     assert patch.metadata.encoding == "k4v6g8"
     for served in (None, patch):
@@ -159,7 +168,8 @@ def test_an_encoded_chunk_is_spliced_as_it_is_applied(kind):
             own = flat[:, slots[: chunk.length], :, : value.shape[-1]]
             np.testing.assert_array_equal(own, np.asarray(value)[:, : chunk.length])
             rest = np.delete(flat, slots[: chunk.length], axis=1)
-            assert not rest.any() and not flat[..., value.shape[-1] :].any()
+            assert not rest.any()
+            assert not flat[..., value.shape[-1] :].any()
 
 
 def test_another_encoding_is_another_base():
@@ -255,7 +265,8 @@ def test_gradients_pass_straight_through_rounding():
         return sum(jnp.sum(value) for value in ops.apply(chunk.layout, kv, {}, chunk.local, jnp.int32(3)).values())
 
     gradients = jax.grad(loss, allow_int=True)(dict(chunk.kv))
-    assert np.asarray(gradients["v"].scale, np.float32).any() and np.asarray(gradients["k"].least, np.float32).any()
+    assert np.asarray(gradients["v"].scale, np.float32).any()
+    assert np.asarray(gradients["k"].least, np.float32).any()
 
 
 def test_no_layer_but_one_is_unpacked_at_a_time():
