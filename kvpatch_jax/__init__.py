@@ -5,6 +5,9 @@ Chunks, from a model:
   conditioned         the KV of every unit of a sequence, conditioned on the units that precede it
   joined              chunks in the engine frame, one after the other: a context
   encode_chunk, decode_chunk   a chunk in 1 to 8 bits, and back
+  mean_base, MeanBase, first_history_base   bases of patches in place of the canonical: the mean over antecedents, …
+  first_token_rerun, first_tokens_base      … one history, or first tokens from behind a lead or an antecedent
+  default_lead        a short neutral text for `make_chunk(lead=)`
   Chunk, Tokens       the containers of a canonical and of a prompt
   Text                a str that is text although it looks like a file's name
   Backbone            what a model must provide (`models.load` returns such models)
@@ -68,14 +71,20 @@ from .core import ops as ops
 from .core import rope as rope
 from .patching import (
     ByteBudget,
+    MeanBase,
     Placed,
     accumulate,
     apply_patch,
     conditioned,
     correction_patch,
+    default_lead,
+    first_history_base,
+    first_token_rerun,
+    first_tokens_base,
     form_patch,
     keep_layers,
     make_chunk,
+    mean_base,
     orbit_patch,
     quantise,
     removal_patch,
@@ -100,6 +109,7 @@ __all__ = [
     "Chunk",
     "ChunkStore",
     "KVLayout",
+    "MeanBase",
     "Patch",
     "Placed",
     "Rope",
@@ -115,15 +125,20 @@ __all__ = [
     "conditioned",
     "correction_patch",
     "decode_chunk",
+    "default_lead",
     "deficit",
     "empty_readout",
     "encode_chunk",
     "engines",
     "errors",
+    "first_history_base",
+    "first_token_rerun",
+    "first_tokens_base",
     "form_patch",
     "joined",
     "keep_layers",
     "make_chunk",
+    "mean_base",
     "merge_readouts",
     "ops",
     "orbit_patch",

@@ -1,5 +1,11 @@
 """Forms, applies, updates and compresses the patches of chunks."""
 
+from .bases import MeanBase as MeanBase
+from .bases import default_lead as default_lead
+from .bases import first_history_base as first_history_base
+from .bases import first_token_rerun as first_token_rerun
+from .bases import first_tokens_base as first_tokens_base
+from .bases import mean_base as mean_base
 from .basis import Basis as Basis
 from .basis import check_in_basis as check_in_basis
 from .basis import coefficients as coefficients
