@@ -16,6 +16,7 @@ Patches:
   form_patch          low-rank factors of what a chunk absorbed from its antecedent
   ByteBudget          most bytes of a patch, in place of a rank: a rank for each layer and channel
   Placed              a chunk at a position after an antecedent, with its patch or (blind) without
+  calibrate_weights, ReadingWeights   how much queries read of each feature, for `form_patch(weights=)`
   apply_patch         the KV of a placed chunk, in the engine frame
   accumulate, orbit_patch            one patch for every order of an antecedent set
   removal_patch                      for a chunk that stays when one that precedes it leaves
@@ -73,8 +74,10 @@ from .patching import (
     ByteBudget,
     MeanBase,
     Placed,
+    ReadingWeights,
     accumulate,
     apply_patch,
+    calibrate_weights,
     conditioned,
     correction_patch,
     default_lead,
@@ -112,6 +115,7 @@ __all__ = [
     "MeanBase",
     "Patch",
     "Placed",
+    "ReadingWeights",
     "Rope",
     "Session",
     "Sessions",
@@ -122,6 +126,7 @@ __all__ = [
     "apply_patch",
     "attention_with_lse",
     "batch",
+    "calibrate_weights",
     "conditioned",
     "correction_patch",
     "decode_chunk",
