@@ -5,8 +5,7 @@ Chunks, from a model:
   conditioned         the KV of every unit of a sequence, conditioned on the units that precede it
   joined              chunks in the engine frame, one after the other: a context
   encode_chunk, decode_chunk   a chunk in 1 to 8 bits, and back
-  mean_base, MeanBase, first_history_base   bases of patches in place of the canonical: the mean over antecedents, …
-  first_token_rerun, first_tokens_base      … one history, or first tokens from behind a lead or an antecedent
+  mean_base           a base of patches in place of the canonical: the mean over antecedents
   default_lead        a short neutral text for `make_chunk(lead=)`
   Chunk, Tokens       the containers of a canonical and of a prompt
   Text                a str that is text although it looks like a file's name
@@ -16,7 +15,6 @@ Patches:
   form_patch          low-rank factors of what a chunk absorbed from its antecedent
   ByteBudget          most bytes of a patch, in place of a rank: a rank for each layer and channel
   Placed              a chunk at a position after an antecedent, with its patch or (blind) without
-  calibrate_weights, ReadingWeights   how much queries read of each feature, for `form_patch(weights=)`
   apply_patch         the KV of a placed chunk, in the engine frame
   accumulate, orbit_patch            one patch for every order of an antecedent set
   removal_patch                      for a chunk that stays when one that precedes it leaves
@@ -72,18 +70,12 @@ from .core import ops as ops
 from .core import rope as rope
 from .patching import (
     ByteBudget,
-    MeanBase,
     Placed,
-    ReadingWeights,
     accumulate,
     apply_patch,
-    calibrate_weights,
     conditioned,
     correction_patch,
     default_lead,
-    first_history_base,
-    first_token_rerun,
-    first_tokens_base,
     form_patch,
     keep_layers,
     make_chunk,
@@ -112,10 +104,8 @@ __all__ = [
     "Chunk",
     "ChunkStore",
     "KVLayout",
-    "MeanBase",
     "Patch",
     "Placed",
-    "ReadingWeights",
     "Rope",
     "Session",
     "Sessions",
@@ -126,7 +116,6 @@ __all__ = [
     "apply_patch",
     "attention_with_lse",
     "batch",
-    "calibrate_weights",
     "conditioned",
     "correction_patch",
     "decode_chunk",
@@ -136,9 +125,6 @@ __all__ = [
     "encode_chunk",
     "engines",
     "errors",
-    "first_history_base",
-    "first_token_rerun",
-    "first_tokens_base",
     "form_patch",
     "joined",
     "keep_layers",

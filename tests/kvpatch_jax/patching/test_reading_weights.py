@@ -13,13 +13,14 @@ from operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of
 import kvpatch_jax as kvp
 from kvpatch_jax.core import FormPlan
 from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
+from kvpatch_jax.patching import ReadingWeights, calibrate_weights
 from kvpatch_jax.patching.reading_weights import factorise_weighted
 from tests.kvpatch_jax.repair.splices import text_tokens, tiny_backbone
 
 A = ("A",)
 
 
-def weights_of(chunk: kvp.Chunk, seed: int = 3) -> kvp.ReadingWeights:
+def weights_of(chunk: kvp.Chunk, seed: int = 3) -> ReadingWeights:
     """Weights from 0.1 to 10, equal within rotary pairs."""
     rng, found = np.random.default_rng(seed), {}
     for channel in chunk.layout.channels:
@@ -30,7 +31,7 @@ def weights_of(chunk: kvp.Chunk, seed: int = 3) -> kvp.ReadingWeights:
         elif R:
             value[..., 1:R:2] = value[..., 0:R:2]
         found[channel.name] = value.reshape(chunk.layout.layers, -1).astype(np.float32)
-    return kvp.ReadingWeights(found, chunk.layout, chunk.backbone)
+    return ReadingWeights(found, chunk.layout, chunk.backbone)
 
 
 def deltas(chunk: kvp.Chunk, kv: dict) -> dict[str, np.ndarray]:
@@ -73,7 +74,7 @@ def test_the_weighted_error_is_the_least_there_is(kind):
 def test_equal_weights_give_the_plain_factors():
     chunk = chunk_of("gqa", length=20)
     kv = conditioned_of(chunk, rank=12)
-    equal = kvp.ReadingWeights.equal(chunk.layout, chunk.backbone)
+    equal = ReadingWeights.equal(chunk.layout, chunk.backbone)
     budget = kvp.ByteBudget(2000)
     for rank, more in ((3, {"method": "exact"}), (3, {"heads": "separate", "method": "exact"}), (budget, {})):
         found = corrections(chunk, kvp.form_patch(chunk, kv, rank, A, weights=equal, **more))
@@ -136,7 +137,7 @@ def test_calibrated_weights_are_what_queries_read(kind):
     layout = backbone.layout
     ids = np.random.default_rng(0).integers(0, 200, (2, 12))
     tokens = text_tokens(backbone, ids)
-    weights = kvp.calibrate_weights(backbone, [tokens])
+    weights = calibrate_weights(backbone, [tokens])
     first, rest = tokens.take(0, 6), tokens.take(6, 12)
     context = kvp.to_engine(layout, backbone.prefill(first).kv, first.positions, 0)
     queries = np.asarray(backbone.attention(rest, context, layers=range(layout.layers), reduce=raw_queries), np.float64)
@@ -162,11 +163,11 @@ def test_calibrated_weights_are_what_queries_read(kind):
 def test_calibrated_weights_do_not_depend_on_position():
     backbone = tiny_backbone()
     tokens = text_tokens(backbone, np.arange(20, 34)[None])
-    here, there = (kvp.calibrate_weights(backbone, [own]) for own in (tokens, tokens.shift(1000)))
+    here, there = (calibrate_weights(backbone, [own]) for own in (tokens, tokens.shift(1000)))
     for name, value in here.weights.items():
         np.testing.assert_allclose(value, there.weights[name], rtol=2e-3)
     # Prompts count by their tokens.
-    twice = kvp.calibrate_weights(backbone, [tokens, tokens])
+    twice = calibrate_weights(backbone, [tokens, tokens])
     np.testing.assert_allclose(twice.weights["k"], here.weights["k"], rtol=1e-5)
 
 
@@ -175,7 +176,7 @@ def test_weights_are_kept_as_plain_arrays(tmp_path):
     weights = weights_of(chunk)
     np.savez(tmp_path / "weights.npz", **weights.arrays())
     with np.load(tmp_path / "weights.npz") as file:
-        again = kvp.ReadingWeights(dict(file), chunk.layout, chunk.backbone)
+        again = ReadingWeights(dict(file), chunk.layout, chunk.backbone)
     assert again.digest == weights.digest != weights_of(chunk, seed=4).digest
     assert dataclasses.replace(again, backbone="another").digest != weights.digest
 
@@ -187,17 +188,17 @@ def test_what_are_no_weights_is_refused(unchecked):
     uneven = arrays["k"].copy()
     uneven[0, 0] *= 2
     for error, call in (
-        (ShapeError, lambda: kvp.ReadingWeights({"k": arrays["k"]}, layout, "tiny")),
-        (ShapeError, lambda: kvp.ReadingWeights({**arrays, "v": arrays["v"][:2]}, layout, "tiny")),
-        (InputError, lambda: kvp.ReadingWeights({**arrays, "v": arrays["v"] * 0}, layout, "tiny")),
-        (InputError, lambda: kvp.ReadingWeights({**arrays, "k": uneven}, layout, "tiny")),
-        (InputError, lambda: kvp.ReadingWeights(arrays, layout, "")),
+        (ShapeError, lambda: ReadingWeights({"k": arrays["k"]}, layout, "tiny")),
+        (ShapeError, lambda: ReadingWeights({**arrays, "v": arrays["v"][:2]}, layout, "tiny")),
+        (InputError, lambda: ReadingWeights({**arrays, "v": arrays["v"] * 0}, layout, "tiny")),
+        (InputError, lambda: ReadingWeights({**arrays, "k": uneven}, layout, "tiny")),
+        (InputError, lambda: ReadingWeights(arrays, layout, "")),
         (InputError, lambda: kvp.form_patch(chunk, kv, 2, A, weights=arrays)),
         (InputError, lambda: kvp.form_patch(chunk, kv, 2, A, weights=good, frame="engine", start=3)),
         (PatchMismatchError, lambda: kvp.form_patch(dataclasses.replace(chunk, backbone="b"), kv, 2, A, weights=good)),
-        (InputError, lambda: kvp.calibrate_weights(backbone, [])),
-        (InputError, lambda: kvp.calibrate_weights("backbone", [[1, 2]])),
-        (ShapeError, lambda: kvp.calibrate_weights(backbone, [[[1]]])),
+        (InputError, lambda: calibrate_weights(backbone, [])),
+        (InputError, lambda: calibrate_weights("backbone", [[1, 2]])),
+        (ShapeError, lambda: calibrate_weights(backbone, [[[1]]])),
     ):
         with pytest.raises(error, match="got"):
             call()
