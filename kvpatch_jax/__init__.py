@@ -5,12 +5,15 @@ Chunks, from a model:
   conditioned         the KV of every unit of a sequence, conditioned on the units that precede it
   joined              chunks in the engine frame, one after the other: a context
   encode_chunk, decode_chunk   a chunk in 1 to 8 bits, and back
+  mean_base           a base of patches in place of the canonical: the mean over antecedents
+  default_lead        a short neutral text for `make_chunk(lead=)`
   Chunk, Tokens       the containers of a canonical and of a prompt
   Text                a str that is text although it looks like a file's name
   Backbone            what a model must provide (`models.load` returns such models)
 
 Patches:
   form_patch          low-rank factors of what a chunk absorbed from its antecedent
+  ByteBudget          most bytes of a patch, in place of a rank: a rank for each layer and channel
   Placed              a chunk at a position after an antecedent, with its patch or (blind) without
   apply_patch         the KV of a placed chunk, in the engine frame
   accumulate, orbit_patch            one patch for every order of an antecedent set
@@ -66,14 +69,17 @@ from .core import (
 from .core import ops as ops
 from .core import rope as rope
 from .patching import (
+    ByteBudget,
     Placed,
     accumulate,
     apply_patch,
     conditioned,
     correction_patch,
+    default_lead,
     form_patch,
     keep_layers,
     make_chunk,
+    mean_base,
     orbit_patch,
     quantise,
     removal_patch,
@@ -92,6 +98,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Backbone",
+    "ByteBudget",
     "Certificate",
     "Channel",
     "Chunk",
@@ -112,6 +119,7 @@ __all__ = [
     "conditioned",
     "correction_patch",
     "decode_chunk",
+    "default_lead",
     "deficit",
     "empty_readout",
     "encode_chunk",
@@ -121,6 +129,7 @@ __all__ = [
     "joined",
     "keep_layers",
     "make_chunk",
+    "mean_base",
     "merge_readouts",
     "ops",
     "orbit_patch",

@@ -1,10 +1,19 @@
 """Forms, applies, updates and compresses the patches of chunks."""
 
+from .bases import MeanBase as MeanBase
+from .bases import default_lead as default_lead
+from .bases import first_history_base as first_history_base
+from .bases import first_token_rerun as first_token_rerun
+from .bases import first_tokens_base as first_tokens_base
+from .bases import mean_base as mean_base
 from .basis import Basis as Basis
 from .basis import check_in_basis as check_in_basis
 from .basis import coefficients as coefficients
 from .basis import fit_basis as fit_basis
 from .basis import with_basis as with_basis
+from .byte_budget import ByteBudget as ByteBudget
+from .byte_budget import choose_directions as choose_directions
+from .byte_budget import direction_bytes as direction_bytes
 from .canonical import conditioned as conditioned
 from .canonical import lead_digest as lead_digest
 from .canonical import lead_tokens as lead_tokens
@@ -28,5 +37,7 @@ from .orbit import orbit_patch as orbit_patch
 from .orbit import orders_of as orders_of
 from .placed import Placed as Placed
 from .placed import apply_patch as apply_patch
+from .reading_weights import ReadingWeights as ReadingWeights
+from .reading_weights import calibrate_weights as calibrate_weights
 from .update import correction_patch as correction_patch
 from .update import update_patch as update_patch
