@@ -7,7 +7,7 @@ the two features of a rotary pair into one another, so both have one weight, whi
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from ..backbone import Backbone, LayerAttention, Tokens, check_is_backbone
 from ..cache import Chunk, digest_of, encoded, fingerprint_of, same_storage
 from ..core import AnyArray, Channel, FormPlan, KVLayout, is_low_rank, ops, to_engine
 from ..errors import InputError, PatchMismatchError, ShapeError
-from ..utils.kinds import expect_kind
+from ..utils.kinds import expect_kind, is_whole
 from .canonical import unit_tokens
 
 _LEAST = 1e-2
@@ -139,6 +139,71 @@ def calibrate_weights(backbone: Backbone, prompts: Sequence[Sequence[Any] | Toke
             square = (square + 1) / 2
         square = _over_pairs(square, channel, layout)
         weights[channel.name] = np.maximum(np.sqrt(square), _LEAST).astype(np.float32)
+    return ReadingWeights(weights, layout, backbone.fingerprint)
+
+
+def calibrate_sensitivity(
+    backbone: Backbone,
+    prompts: Sequence[Sequence[Any] | Tokens],
+    *,
+    samples: int = 2,
+    key: Key[Array, ""] | None = None,
+) -> ReadingWeights:
+    """Measures how much an error in each feature of the cached KV changes what the backbone predicts.
+
+    The second half of every prompt reads the first. Let p be the predicted distribution of each next token; then to
+    second order an error δ in the cached KV costs a KL divergence of ½ δᵀ F δ, F being the Fisher information
+    E[∇ log p(y) ∇ log p(y)ᵀ] over y drawn from p. A feature's weight is the root of its diagonal entry, the mean over
+    tokens, a rotary pair having one. Layers and channels keep their relation to one another, so that a `ByteBudget`
+    is spent where predictions depend on it; all weights together have a mean square of 1.
+
+    Args:
+      prompts: each the items of one, as `Backbone.prepare` takes them, or `Tokens`; of two tokens or more.
+      samples: draws of y for each prompt.
+      key: a typed PRNG key of the draws; None is `jax.random.key(0)`.
+
+    Raises:
+      InputError: no prompts or samples, or as `prepare`. ShapeError: a prompt of one token.
+    """
+    check_is_backbone(backbone, "calibrate_sensitivity")
+    if not is_whole(samples, 1):
+        raise InputError(f"calibrate_sensitivity: got samples {samples!r:.80}; expected a whole number from 1")
+    layout, key = backbone.layout, jax.random.key(0) if key is None else key
+    total, count = {channel.name: np.zeros((layout.layers, channel.features)) for channel in layout.channels}, 0
+
+    for number, prompt in enumerate(prompts):
+        tokens = unit_tokens(backbone, prompt, "calibrate_sensitivity")
+        rows, length = tokens.embeddings.shape[:2]
+        if length < 2:
+            raise ShapeError(f"calibrate_sensitivity: got a prompt of {length} token; expected at least 2")
+        first, rest = tokens.take(0, length // 2), tokens.take(length // 2, length)
+        kv, positions = dict(backbone.prefill(first).kv), jnp.asarray(first.positions)
+
+        def logits_of(kv: Any, positions: Array = positions, rest: Tokens = rest) -> Array:
+            context = to_engine(layout, kv, positions, 0)
+            return jax.nn.log_softmax(backbone.prefill(rest, context=context, logits="all").logits)
+
+        def log_probability(kv: Any, drawn: Array, logits_of: Callable[..., Array] = logits_of) -> Array:
+            return jnp.take_along_axis(logits_of(kv), drawn[..., None], -1).sum()
+
+        predicted = logits_of(kv)
+        for sample in range(samples):
+            drawn = jax.random.categorical(jax.random.fold_in(key, number * samples + sample), predicted)
+            gradient = jax.grad(log_probability)(kv, drawn)
+            for name, value in gradient.items():
+                square = np.square(np.asarray(value, np.float64)).sum((1, 2))
+                total[name] += square.reshape(layout.layers, -1)
+            count += rows * (length // 2)
+    if not count:
+        raise InputError("calibrate_sensitivity: got no prompts; expected at least one")
+
+    mean = np.mean(np.concatenate([value.ravel() for value in total.values()])) / count
+    weights = {}
+    for channel in layout.channels:
+        square = _over_pairs(total[channel.name] / count, channel, layout) / max(mean, np.finfo(np.float64).tiny)
+        # A feature that hardly mattered to these prompts may matter to others.
+        least = _LEAST * np.sqrt(square.mean(axis=1, keepdims=True)) + np.finfo(np.float32).tiny
+        weights[channel.name] = np.maximum(np.sqrt(square), least).astype(np.float32)
     return ReadingWeights(weights, layout, backbone.fingerprint)
 
 

@@ -13,7 +13,7 @@ from operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of
 import kvpatch_jax as kvp
 from kvpatch_jax.core import FormPlan
 from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
-from kvpatch_jax.patching import ReadingWeights, calibrate_weights
+from kvpatch_jax.patching import ReadingWeights, calibrate_sensitivity, calibrate_weights
 from kvpatch_jax.patching.reading_weights import factorise_weighted
 from tests.kvpatch_jax.repair.splices import text_tokens, tiny_backbone
 
@@ -171,6 +171,44 @@ def test_calibrated_weights_do_not_depend_on_position():
     np.testing.assert_allclose(twice.weights["k"], here.weights["k"], rtol=1e-5)
 
 
+def test_sensitivity_says_what_small_errors_cost():
+    """The KL of errors of random signs, in one channel of one layer at a time, goes with the squared weights there.
+
+    Not of a model with routed experts: there the smallest error may choose another expert.
+    """
+    backbone = tiny_backbone()
+    layout, rng = backbone.layout, np.random.default_rng(0)
+    tokens = text_tokens(backbone, rng.integers(0, 200, (2, 12)))
+    weights = calibrate_sensitivity(backbone, [tokens], samples=24)
+    first, rest = tokens.take(0, 6), tokens.take(6, 12)
+    kv = {name: np.asarray(value) for name, value in backbone.prefill(first).kv.items()}
+
+    def logs(kv):
+        context = kvp.to_engine(layout, kv, first.positions, 0)
+        logits = np.asarray(backbone.prefill(rest, context=context, logits="all").logits, np.float64)
+        logits -= logits.max(axis=-1, keepdims=True)
+        return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+    whole, ratios = logs(kv), []
+    size = 1e-2
+    for name in layout.names:
+        for layer in range(layout.layers):
+            costs = []
+            for _ in range(12):
+                changed = {other: value.copy() for other, value in kv.items()}
+                changed[name][layer] += size * rng.choice([-1, 1], changed[name][layer].shape)
+                costs.append((np.exp(whole) * (whole - logs(changed))).sum())
+            ratios.append(np.mean(costs) / np.square(weights.weights[name][layer]).sum())
+    ratios = np.array(ratios) / np.median(ratios)
+    assert (0.4 < ratios).all()
+    assert (ratios < 2.5).all()
+    # Layers and channels differ by far more than that.
+    sums = [np.square(weights.weights[name][layer]).sum() for name in layout.names for layer in range(layout.layers)]
+    assert max(sums) > 10 * min(sums)
+    together = np.concatenate([value.ravel() for value in weights.weights.values()])
+    np.testing.assert_allclose(np.square(together).mean(), 1, rtol=0.02)
+
+
 def test_weights_are_kept_as_plain_arrays(tmp_path):
     chunk = chunk_of("gqa")
     weights = weights_of(chunk)
@@ -197,6 +235,12 @@ def test_what_are_no_weights_is_refused(unchecked):
         (InputError, lambda: kvp.form_patch(chunk, kv, 2, A, weights=good, frame="engine", start=3)),
         (PatchMismatchError, lambda: kvp.form_patch(dataclasses.replace(chunk, backbone="b"), kv, 2, A, weights=good)),
         (InputError, lambda: calibrate_weights(backbone, [])),
+        (InputError, lambda: calibrate_sensitivity(backbone, [])),
+        (
+            InputError,
+            lambda: calibrate_sensitivity(backbone, [text_tokens(backbone, np.zeros((1, 4), int))], samples=0),
+        ),
+        (ShapeError, lambda: calibrate_sensitivity(backbone, [text_tokens(backbone, np.zeros((1, 1), int))])),
         (InputError, lambda: calibrate_weights("backbone", [[1, 2]])),
         (ShapeError, lambda: calibrate_weights(backbone, [[[1]]])),
     ):
