@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..results.costs import ANTECEDENTS, TOGETHER
 from ..results.headline import headline_arms, headline_results, seeds_of
 from ..results.rows import VISIBLE, Rows, rounded_row
 from ..results.tables import markdown_table
@@ -22,9 +23,9 @@ from .comparison import DEEP
 from .figures import MULTI_HOP, Results
 from .summary import NO_WINDOW, control_of
 from .table import comparison_table
-from .verdict import answers, first_arms, shown_patch, undercut_at_once, verdict
+from .verdict import answers, cost, first_arms, shown_patch, undercut_at_once, verdict
 from .window_paper import side_by_side
-from .wording import number
+from .wording import number, share
 
 ROOT = Path(__file__).resolve().parents[2]
 README, RESULTS = "README.md", "docs/experiments/results.md"
@@ -112,17 +113,21 @@ def _readme(mean: Results) -> str:
     rows, patch = Rows(mean), shown_patch(mean) or README_ARMS[2]
     alone, whole = (number(rows.accuracy(arm, "page").value) for arm in ("blind", "re-prefill"))
     join = "but only" if rows.gap(VISIBLE, "blind", "chain") < -0.05 else "and"
+    encoded = "patch.k4v4g32.int4.rank=8"
+    kept = [share(cost(rows, encoded, axis)) for axis in TOGETHER]
     found = (
         f"Blind reuse answers {alone} of the questions about a page alone (re-prefill: {whole}), {join} "
         f"{answers(rows, 'blind')}, which also need the images before it. A patch of rank "
-        f"{patch.rpartition('=')[2]} answers {answers(rows, patch)}. It is undercut in bytes and in serving FLOPs at "
-        f"once {undercut_at_once(rows, patch, 'no method tried')}."
+        f"{patch.rpartition('=')[2]} answers {answers(rows, patch)}. Canonical and patch in 4 bits "
+        f"(rank 8) answer {answers(rows, encoded)}, and keep {', '.join(kept[:-1])} and {kept[-1]} of the KV for each of "
+        f"N = {', '.join(map(str, ANTECEDENTS))} antecedents. In bytes and in serving FLOPs at once they are undercut "
+        f"{undercut_at_once(rows, encoded, 'no method tried')}."
     )
     about = (
         f"Accuracy over {mean['config']['contexts']} held-out contexts of the small task: the mean over "
         f"{len(seeds_of(mean))} training seeds, the least and the largest in brackets. *kept, N*: all bytes stored for "
-        "each of N antecedents, a share of the canonical included, over the page's KV. *bytes moved*: read for one "
-        "reuse. *serving* and *forming FLOPs*: of one reuse, and before the first, over a re-prefill's. "
+        "each of N antecedents, a share of the canonical included; *moved*: read for one reuse; both over the page's KV. "
+        "*FLOPs* are over a re-prefill's; *forming*: before the first reuse. "
         f"From `{mean['config']['command']}`:"
     )
     head, lines = comparison_table(rows, README_ARMS, MULTI_HOP)

@@ -205,11 +205,11 @@ def undercut_at_once(rows: Rows, patch: str, nothing: str) -> str:
 
     Not only the cheapest on an axis: another of its family may be cheap enough on both. `nothing`: where no arm does.
     """
-    found = all_beating(rows, patch)
-    return "; ".join(
-        f"for N = {count} by {', '.join(map(arm_label, on_both(found, axis))) or nothing}"
-        for count, axis in BY_COUNT.items()
-    )
+    found, counts = all_beating(rows, patch), dict[str, list[str]]()
+    for count, axis in BY_COUNT.items():
+        arms = ", ".join(map(arm_label, on_both(found, axis))) or nothing
+        counts.setdefault(arms, []).append(str(count))
+    return "; ".join(f"for N = {', '.join(numbers)} by {arms}" for arms, numbers in counts.items())
 
 
 def _axes_in_words(axes: Sequence[str], joint: str = " and ") -> str:
