@@ -119,16 +119,15 @@ def _readme(mean: Results) -> str:
         f"Blind reuse answers {alone} of the questions about a page alone (re-prefill: {whole}), {join} "
         f"{answers(rows, 'blind')}, which also need the images before it. A patch of rank "
         f"{patch.rpartition('=')[2]} answers {answers(rows, patch)}. Canonical and patch in 4 bits "
-        f"(rank 8) answer {answers(rows, encoded)}, and keep {', '.join(kept[:-1])} and {kept[-1]} of the KV for each of "
-        f"N = {', '.join(map(str, ANTECEDENTS))} antecedents. In bytes and in serving FLOPs at once they are undercut "
-        f"{undercut_at_once(rows, encoded, 'no method tried')}."
+        f"(rank 8) answer {answers(rows, encoded)}, and keep {', '.join(kept[:-1])} and {kept[-1]} of the KV for each "
+        f"of N = {', '.join(map(str, ANTECEDENTS))} antecedents; undercut in bytes and serving FLOPs at once "
+        f"{undercut_at_once(rows, encoded, 'none tried')}."
     )
     about = (
-        f"Accuracy over {mean['config']['contexts']} held-out contexts of the small task: the mean over "
-        f"{len(seeds_of(mean))} training seeds, the least and the largest in brackets. *kept, N*: all bytes stored for "
-        "each of N antecedents, a share of the canonical included; *moved*: read for one reuse; both over the page's KV. "
-        "*FLOPs* are over a re-prefill's; *forming*: before the first reuse. "
-        f"From `{mean['config']['command']}`:"
+        f"Accuracy over {mean['config']['contexts']} held-out contexts of the small task, mean over "
+        f"{len(seeds_of(mean))} training seeds (least to largest). *kept, N*: all bytes stored for each of N "
+        "antecedents, a share of the canonical included; *moved*: read for one reuse; both over the page's KV. *FLOPs* are over a "
+        f"re-prefill's; *forming*: before the first reuse. From `{mean['config']['command']}`:"
     )
     head, lines = comparison_table(rows, README_ARMS, MULTI_HOP)
     return "\n\n".join([filled(found), filled(about), markdown_table(head[:-1], [line[:-1] for line in lines])])
