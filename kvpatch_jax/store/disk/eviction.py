@@ -141,14 +141,14 @@ def _units_of(disk: Disk, parts: dict[str, DirectoryEntry]) -> list[_Unit]:
     canonicals: list[_Unit] = []
     for part, entry in parts.items():
         # Turns: 0 expired, 1 derived from a canonical, 2 can be formed again from the encoder output, 3 others.
-        canonical = part.partition(".")[0] == "kv"
-        derived = part.startswith("p.") or (canonical and (whole := unreduced_part(part)) != part and whole in parts)
+        canonical, whole = part.partition(".")[0] == "kv", unreduced_part(part)
+        derived = part.startswith("p.") or (canonical and whole != part and whole in parts and not looked[whole][1])
         turn = 1 if derived else 2 if canonical and "enc" in parts else 3
         turn = 0 if looked[part][1] else turn
         unit = _Unit(turn, disk.recent_use.last(entry.path, entry.used), (entry,))
-        (canonicals if canonical and not derived else units).append(unit)
+        (canonicals if canonical else units).append(unit)
 
-    # The names of patches do not say on which canonical they were formed, so they go with the last one.
+    # The names of patches do not say on which canonical they were formed, so they go with the last one to go.
     canonicals.sort(key=lambda unit: (unit.turn, unit.used))
     if canonicals:
         last = canonicals.pop()

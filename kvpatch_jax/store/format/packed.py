@@ -164,10 +164,9 @@ def kv_forms(body: Mapping[str, Any], layout: KVLayout, encoding: KVEncoding) ->
         bits, axis = encoding.of_channel(channel)
         group, dtype = body["groups"][channel.name], body["dtypes"][channel.name]
         form = PackedForm(bits, group, axis, channel.features, channel.heads, dtype, False)
-        # Features are as many as the channel has. Fewer tokens than a group has are one group, and its size remains
-        # when the chunk is padded later.
-        largest = encoding.group or (channel.features if axis == -1 else group)
-        if group > largest or (axis == -1 and group != min(largest, channel.features)):
+        # Fewer numbers than a group has are one group, of that size even when the chunk is padded later.
+        whole, largest = channel.features if axis == -1 else body["length"], encoding.group or group
+        if group != encoding.group and not whole <= group <= largest:
             raise StoreCorruptError(f"object: got groups of {group} in {encoding}; expected those of the encoding")
         forms[channel.name] = form
     return forms
