@@ -189,10 +189,11 @@ def name_of(
     """
     if kind == "entry":
         return entry_name(names, body)
+    if kind == "kv":
+        expect_encoding(part)
+        expect_part(body, part)
     try:
         if kind == "kv":
-            expect_encoding(part)
-            expect_part(body, part)
             return names.canonical(body["backbone"], body["id"], encoding_in(part), digest_in(body, "lead"))
         if kind == "encoder":
             return names.encoder(body["backbone"], body["id"])

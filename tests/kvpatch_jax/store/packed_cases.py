@@ -16,7 +16,8 @@ WIDTHS = {"bytes": 8, "nibbles": 4, "pairs": 2, "bits": 1}
 
 
 def encoded(word: str = "k4v4", seed: int = 0, **more: Any) -> kvp.Chunk:
-    return kvp.encode_chunk(chunk_of(seed=seed, **({"tokens": 70} | more)), word)
+    given: dict[str, Any] = {"tokens": 70} | more
+    return kvp.encode_chunk(chunk_of(seed=seed, **given), word)
 
 
 def same_leaves(first: Any, second: Any) -> bool:
@@ -37,7 +38,8 @@ def same_packed(found: kvp.Chunk | None, chunk: kvp.Chunk) -> bool:
 
 
 def few_bit_patch(chunk: kvp.Chunk, dtype: str = "int4", **more: Any) -> kvp.Patch:
-    return kvp.quantise(patch_of(chunk, **({"encoding": chunk.encoding, "lead": chunk.lead} | more)), dtype)
+    given: dict[str, Any] = {"encoding": chunk.encoding, "lead": chunk.lead} | more
+    return kvp.quantise(patch_of(chunk, **given), dtype)
 
 
 def ragged_patch(chunk: kvp.Chunk, dtype: str | None = None, seed: int = 0, **more: Any) -> kvp.Patch:
@@ -49,8 +51,8 @@ def ragged_patch(chunk: kvp.Chunk, dtype: str | None = None, seed: int = 0, **mo
         v = rng.standard_normal((4, channel.features)).astype(np.float32)
         rows = np.array([[2, 0, 3], [4, 4, 4], [1, 4, 4]], np.int32)
         factors[channel.name] = RaggedFactors(*map(jax.numpy.asarray, (u, v, rows)))
-    plain = patch_of(chunk, **({"encoding": chunk.encoding, "lead": chunk.lead} | more))
-    patch = kvp.Patch(factors, plain.metadata)
+    given: dict[str, Any] = {"encoding": chunk.encoding, "lead": chunk.lead} | more
+    patch = kvp.Patch(factors, patch_of(chunk, **given).metadata)
     return patch if dtype is None else kvp.quantise(patch, dtype)
 
 
