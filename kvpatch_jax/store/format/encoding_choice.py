@@ -55,9 +55,9 @@ class EncodingChoice:
     def served(self, chunk: Chunk, encoding: Encoding | None) -> Chunk:
         """Returns a chunk as it is read once it is put: in few bits, if it is put so. Raises as `to_put`."""
         word = self.to_put(chunk, encoding)
-        return (
-            chunk if word is None or few_bits(word) is None or chunk.encoding is not None else encode_chunk(chunk, word)
-        )
+        if word is None or few_bits(word) is None or chunk.encoding is not None:
+            return chunk
+        return encode_chunk(chunk, word)
 
 
 def _word_of(encoding: Encoding | None) -> str | None:

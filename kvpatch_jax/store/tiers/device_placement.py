@@ -62,11 +62,8 @@ def place_chunk(chunk: Chunk, placement: Placement) -> Chunk:
     kv: dict[str, Any] = {}
     for name, value in chunk.kv.items():
         target = target_of(placement, name)
-        kv[name] = (
-            jax.tree.map(functools.partial(_put_part, target), value)
-            if is_packed(value)
-            else jax.device_put(value, target)
-        )
+        put = _put_part if is_packed(value) else _put
+        kv[name] = jax.tree.map(functools.partial(put, target), value)
     fields = {field.name: getattr(chunk, field.name) for field in dataclasses.fields(chunk)}
     return unchecked_chunk(**(fields | {"kv": kv}))
 
@@ -90,6 +87,10 @@ def packed_target(target: Target, shape: tuple[int, ...]) -> Target:
         parts = math.prod(target.mesh.shape[name] for name in names)
         spec.append(axes if size % parts == 0 else None)
     return jax.sharding.NamedSharding(target.mesh, jax.P(*spec))
+
+
+def _put(target: Target, value: Any) -> jax.Array:
+    return jax.device_put(value, target)
 
 
 def _put_part(target: Target, part: Any) -> jax.Array:
