@@ -328,6 +328,7 @@ def test_damaged_and_forged_objects_are_misses_and_go_to_quarantine(store: Chunk
     assert store.get("B", BACKBONE, encoding="k4v4") is None
     assert store.counters["quarantined"] == 4
     file.write_bytes(file_bytes_of("k8v8", file.name))
+    assert store.stream("B", BACKBONE, encoding="k4v4") is None
     assert store.get("B", BACKBONE, encoding="k4v4") is None
 
 

@@ -141,6 +141,8 @@ FORGERIES: dict[str, Any] = {
     "bits that are more": lambda body, arrays: (body | {"encoding": "k8v4g32"}, arrays),
     "another group": lambda body, arrays: (body | {"groups": {"k": 16, "v": 32}}, arrays),
     "a group beyond the encoding's": lambda body, arrays: (body | {"groups": {"k": 64, "v": 32}}, arrays),
+    "fewer in a group, and as many groups": lambda body, arrays: (body | {"groups": {"k": 24, "v": 32}}, arrays),
+    "more in a group, and as many groups": lambda body, arrays: (body | {"groups": {"k": 34, "v": 32}}, arrays),
     "a huge group": lambda body, arrays: (body | {"encoding": "k4v4gall", "groups": {"k": 1 << 40, "v": 32}}, arrays),
     "no group": lambda body, arrays: (body | {"groups": {"k": 32}}, arrays),
     "group zero": lambda body, arrays: (body | {"groups": {"k": 0, "v": 32}}, arrays),
@@ -167,6 +169,24 @@ def test_a_forged_file_is_refused_and_allocates_nothing(case):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 << 20
+
+
+@pytest.mark.parametrize("group", [69, 71, 1 << 40])
+def test_one_group_over_all_is_no_larger_than_all(group):
+    """Decoding allocates for whole groups, so the only one may not be larger than what is there."""
+    blob = chunk_blob(encoded("k4v4gall"))
+    arrays = dict(blob.arrays)
+    assert decoded(blob.body, arrays).tokens == 70
+    body = {**blob.body, "groups": {"k": group, "v": 32}}
+    if group == 69:  # as many as count, before the chunk was padded: two groups
+        arrays = {
+            name: np.repeat(value, 2, 0) if ".k." in name and ".nib" not in name else value
+            for name, value in arrays.items()
+        }
+        assert decoded(body, arrays).tokens == 70
+        return
+    with pytest.raises(StoreCorruptError):
+        decoded(body, arrays)
 
 
 @pytest.mark.parametrize("word", ["k9v4g32", "k4v4", "nf4g64", "K4V4G32", "k4v4g032", "int8"])
