@@ -6,7 +6,6 @@ Chunks, from a model:
   joined              chunks in the engine frame, one after the other: a context
   encode_chunk, decode_chunk   a chunk in 1 to 8 bits, and back
   mean_base           a base of patches in place of the canonical: the mean over antecedents
-  default_lead        a short neutral text for `make_chunk(lead=)`
   Chunk, Tokens       the containers of a canonical and of a prompt
   Text                a str that is text although it looks like a file's name
   Backbone            what a model must provide (`models.load` returns such models)
@@ -26,6 +25,7 @@ Windows and agents:
   Session             an agent's window with what it takes to run it: add, ask, slide, recall, fork
   Sessions            many sessions in one process, on one pool and one store
   answer_batch        many questions over shared images and texts, as lines of JSON
+  advise              which encoding and rank keeps a chunk in the fewest bytes at a quality
   Certificate         measured loss of each way of reuse on a backbone, with bounds
 
 Frames of keys, described by a layout:
@@ -75,7 +75,6 @@ from .patching import (
     apply_patch,
     conditioned,
     correction_patch,
-    default_lead,
     form_patch,
     keep_layers,
     make_chunk,
@@ -91,7 +90,7 @@ if TYPE_CHECKING:
     from . import batch, plan, pool, repair, session, store, traces, window
     from .batch import answer_batch
     from .core import deficit
-    from .plan import Certificate
+    from .plan import Certificate, advise
     from .pool import engines
     from .session import Session, Sessions
     from .store import ChunkStore
@@ -112,6 +111,7 @@ __all__ = [
     "Text",
     "Tokens",
     "accumulate",
+    "advise",
     "answer_batch",
     "apply_patch",
     "attention_with_lse",
@@ -119,7 +119,6 @@ __all__ = [
     "conditioned",
     "correction_patch",
     "decode_chunk",
-    "default_lead",
     "deficit",
     "empty_readout",
     "encode_chunk",
@@ -169,6 +168,7 @@ _LAZY_CLASSES = {
     "ChunkStore": "store",
     "Session": "session",
     "Sessions": "session",
+    "advise": "plan",
     "answer_batch": "batch",
 }
 

@@ -128,7 +128,8 @@ class Chunk:
         computed, finite = _examined(self)
         if not finite:
             check_finite(self.kv, f"chunk {self.id!r}")
-        if self.content is None or self.content.startswith(COMPUTED):
+        # A computed content is that of kv as it was prefilled, so it outlives an encoding.
+        if self.content is None or (self.content.startswith(COMPUTED) and self.encoding is None):
             object.__setattr__(self, "content", COMPUTED + computed)
 
     def __repr__(self) -> str:

@@ -168,6 +168,11 @@ def packed_bytes(rows: int, columns: int, bits: int, group: int | None, axis: in
     return codes + (2 if symmetric else 4) * groups * across
 
 
+def plane_widths(bits: int) -> tuple[int, ...]:
+    """Returns the widths of the planes that codes of some bits are cut into, the highest bits first."""
+    return _PLANES[bits]
+
+
 # ------------------------------------------------------------------------------------------------------ packing
 
 

@@ -45,14 +45,16 @@ Leaf = Array | Quantised | PackedArray
 class RaggedFactors:
     """Low-rank factors of a channel with a rank for each layer: all layers' directions, one below the other.
 
+    A pytree; a store has its arrays on the host.
+
     Attributes:
       u: [R, T], the directions' coefficients, singular values included. v: [R, F], orthonormal in each layer.
       rows: integers [L, M], which of the R directions a layer has, the strongest first; R where it has no more.
     """
 
-    u: Leaf
-    v: Leaf
-    rows: Array
+    u: Any
+    v: Any
+    rows: Any
 
     @property
     def ranks(self) -> tuple[int, ...]:

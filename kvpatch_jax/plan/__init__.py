@@ -4,6 +4,7 @@
 """
 
 from ..window import Way, Ways
+from .byte_advice import ByteAdvice, KeptForm, advise, measured_forms
 from .certificate import Certificate
 from .certified_rows import CertifiedLoss, CertifiedPlan, RankChoice
 from .device_costs import DeviceCosts, Rates
@@ -20,12 +21,14 @@ __all__ = [
     "POINTS",
     "AuditPolicy",
     "AvailablePatch",
+    "ByteAdvice",
     "Certificate",
     "CertifiedLoss",
     "CertifiedPlan",
     "DeviceCosts",
     "EvictionPolicy",
     "Goal",
+    "KeptForm",
     "LoopSizes",
     "OnlineCertificate",
     "PatchInventory",
@@ -39,7 +42,9 @@ __all__ = [
     "Rates",
     "Way",
     "Ways",
+    "advise",
     "compare_policies",
+    "measured_forms",
     "plan",
     "price_policy",
 ]

@@ -20,7 +20,9 @@ import numpy as np
 from ..cache import Chunk, fingerprint_of
 from ..core import AnyArray
 from ..errors import FetchError, InputError, StoreClosedError, StoreError
-from .format.naming import Encoding
+from .format.encoding_choice import UNREDUCED
+from .format.naming import Encoding, encoding_word
+from .format.packed import layer_in
 from .store import Ack, ChunkStore
 from .tiers.device_placement import Placement, place_chunk, placement_key
 from .tiers.write_order import Write, WriteOrder
@@ -37,7 +39,7 @@ class Request:
 
     Attributes:
       id, backbone, encoding, lead: as in `ChunkStore.get`. A computed chunk is stored in this encoding, and must have
-        this lead.
+        this lead. In few bits it is returned encoded too, as it will be read, because its patches are of that base.
       item: input of the computation, such as an item for `Backbone.prepare`, or a function that returns it.
       expires: expiry of a computed chunk in the store, in seconds since the epoch; None: the store's default.
       shared: a store that is read after the tenant's own, and never written.
@@ -53,6 +55,8 @@ class Request:
 
     def __post_init__(self) -> None:
         fingerprint_of(self.backbone, "request")
+        if self.encoding not in (None, UNREDUCED):
+            object.__setattr__(self, "encoding", encoding_word(self.encoding, "request.encoding"))
 
 
 def _kept_as(request: Request) -> dict[str, Any]:
@@ -161,8 +165,9 @@ class _Flight:
         self._copies: list[tuple[WriteOrder, Write]] = []
         for source in (store, request.shared):
             if source is not None:
-                name = source.names.canonical(request.backbone, request.id, **_kept_as(request))
-                self._copies.append((source.order, source.order.copy(name)))
+                for word in source.encodings.to_get(request.encoding):
+                    name = source.names.canonical(request.backbone, request.id, word, request.lead)
+                    self._copies.append((source.order, source.order.copy(name)))
         self.landed: concurrent.futures.Future[Chunk | None] = concurrent.futures.Future()
         self.computing = False
 
@@ -338,7 +343,7 @@ class _Round:
         """Calls `on_layer` for the layers of a chunk that was not streamed."""
         if self.on_layer is not None:
             for layer in range(chunk.layout.layers):
-                self._call(request, layer, {name: value[layer] for name, value in chunk.kv.items()})
+                self._call(request, layer, layer_in(chunk.kv, layer))
 
     def _take(self, wait: bool) -> None:
         """Takes the results of finished loads; with `wait`, waits until one finishes or the deadline passes."""
@@ -408,7 +413,12 @@ class _Round:
             raise FetchError(
                 f"fetch: got {len(found)} computed chunks, {right} of them as requested; expected {len(wanted)}"
             )
-        return chunks
+        try:
+            return [
+                self.store.encodings.served(c, miss.request.encoding) for c, miss in zip(chunks, misses, strict=True)
+            ]
+        except InputError as error:
+            raise FetchError("fetch: got a computed chunk in another encoding; expected the requested one") from error
 
     def _save(self) -> None:
         """Queues the puts of computed chunks, after the loads, which need the cores and for which the caller waits."""

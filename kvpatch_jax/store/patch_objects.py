@@ -11,10 +11,11 @@ from ..patching import Basis, check_in_basis
 from .antecedent_match import match_antecedents
 from .disk.tenant_disk import TenantDisk
 from .format.bases import basis_blobs, basis_id, basis_of, completed
-from .format.codec import encoder_of, patch_parts
+from .format.codec import encoder_of
 from .format.expiry import is_before, later
 from .format.naming import Name, PatchKey, part_of
 from .format.objects import Blob
+from .format.patch_codec import patch_parts
 from .tiers.memory import DERIVED, ENCODER, CacheEntry
 from .tiers.reader import TieredReader
 

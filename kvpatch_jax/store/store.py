@@ -20,10 +20,12 @@ from ..utils.sizes import Size, size_of
 from .disk.budget import Budget, budget_of
 from .disk.quarantine import QuarantineRestore, purge, restore
 from .disk.tenant_disk import TenantDisk
-from .format.codec import chunk_blob, chunk_of, encoder_blob, encoder_of, patch_blob, with_encoder
+from .format.codec import canonical_of, chunk_blob, encoder_blob, encoder_of, with_encoder
+from .format.encoding_choice import EncodingChoice
 from .format.expiry import Seconds, checked_ttl, expires_at
-from .format.naming import Encoding, Name, PatchKey
+from .format.naming import Encoding, Name, PatchKey, part_of
 from .format.objects import Blob
+from .format.patch_codec import patch_blob
 from .io.per_root import shared
 from .metrics import Statistics
 from .patch_objects import PatchObjects
@@ -58,6 +60,9 @@ class ChunkStore:
       wipe: whether host buffers are overwritten when they are freed; None: if there is a key.
       queue: bytes that asynchronous puts may hold at a time, as a number or such as "64 MiB".
       clock: returns seconds since the epoch.
+      encoding: of canonicals that are put and read without one, such as "int8" or "k4v4". Then a put makes that object
+        alone, and a read tries it first and then the unreduced one; a call's "unreduced" means the canonical as it was
+        prefilled. None: calls without an encoding mean that one, and never get fewer bits.
 
     Raises:
       StoreError: the root cannot be created or is not a store.
@@ -80,7 +85,9 @@ class ChunkStore:
         wipe: bool | None = None,
         queue: Size = 256 << 20,
         clock: Callable[[], float] = time.time,
+        encoding: Encoding | None = None,
     ):
+        self.encodings = EncodingChoice(encoding)
         self._ttl = checked_ttl(ttl, "store")
         if policy not in get_args(Policy):
             raise InputError(f"store.policy: got {policy!r:.80}; expected one of {get_args(Policy)}")
@@ -107,12 +114,14 @@ class ChunkStore:
 
         Args:
           encoding: a smaller dtype to store kv in; such an object is separate from the unreduced one. int8 and float8
-            have one float32 scale per layer, head and feature.
+            have one float32 scale per layer, head and feature. Or few bits, such as "k4v4" (`KVEncoding`), in which kv
+            are packed first. None: the store's default, and for a packed chunk (`encode_chunk`) its own.
           ttl: time to live in seconds.
 
         Raises:
           StoreFullError, StoreReadOnlyError, StoreIOError: the put is not acknowledged.
           DtypeError: objects cannot hold the dtype.
+          InputError: the encoding is unknown; the chunk is encoded otherwise, or was decoded.
           StoreClosedError: after `close`.
         """
         self.put_many([chunk], encoding=encoding, ttl=ttl)
@@ -160,8 +169,10 @@ class ChunkStore:
 
         Args:
           backbone: fingerprint of the model that will use it.
-          encoding: encoding of the object to read; values are converted back to their original dtype.
-          placement: a sharding or device for kv [L, T, K, H], or one per channel; by default read-only host arrays.
+          encoding: encoding of the object to read. Of a dtype, values are converted back to their original one; few
+            bits stay packed, and are decoded where they are used. None: the store's default.
+          placement: a sharding or device for kv [L, T, K, H], or one per channel; by default read-only host arrays. Of
+            packed kv, codes and scales are placed, partitioned by layers and tokens alone.
           encoder: whether to also read the encoder output, if there is one.
           lead: digest of the lead behind which it was prefilled (`Chunk.lead`); None: prefilled alone.
 
@@ -169,14 +180,14 @@ class ChunkStore:
           StoreKeyError: the object is encrypted with another key. It is left unchanged.
         """
         self.tenant_disk.expect_open()
-        name = self.names.canonical(backbone, id, encoding, lead)
-        if placement is None:
-            entry = self._reader.load(name, chunk_of, CANONICAL)
-        else:
-            entry = self._reader.load_placed(name, placement)
-        if entry is None:
-            return None
-        return with_encoder(entry.value, self.get_encoder(id, backbone)) if encoder else entry.value
+        for name in self._names_to_read(id, backbone, encoding, lead):
+            if placement is None:
+                entry = self._reader.load(name, canonical_of(part_of(name.path)), CANONICAL)
+            else:
+                entry = self._reader.load_placed(name, placement)
+            if entry is not None:
+                return with_encoder(entry.value, self.get_encoder(id, backbone)) if encoder else entry.value
+        return None
 
     def stream(
         self,
@@ -190,9 +201,10 @@ class ChunkStore:
         """Opens a canonical for reading layer by layer, so that layer 0 can be used while later ones are read.
 
         It may be queued, on the disk or in the remote store. In the last case the disk keeps a copy once all of it was
-        read, unless it was written or deleted since this call.
+        read, unless it was written or deleted since this call. Layers in few bits are decoded, one at a time.
 
         Args:
+          encoding: as `get`.
           placement: a sharding or device for one layer's [T, K, H], or one per channel.
           lead: as `get`.
 
@@ -203,12 +215,12 @@ class ChunkStore:
           StoreKeyError: as `get`.
         """
         self.tenant_disk.expect_open()
-        return self._reader.stream(self.names.canonical(backbone, id, encoding, lead), placement)
+        names = self._names_to_read(id, backbone, encoding, lead)
+        return next(filter(None, (self._reader.stream(name, placement) for name in names)), None)
 
     def contains(self, id: str, backbone: str, *, encoding: Encoding | None = None, lead: str | None = None) -> bool:
-        """Returns whether an object is on the disk or queued. It is not read, so `get` may still return None."""
-        name = self.names.canonical(backbone, id, encoding, lead)
-        return self._writer.has(name) or self.tenant_disk.exists(name)
+        """Returns whether what `get` reads is on the disk or queued. It is not opened, so `get` may still be None."""
+        return any(map(self._is_here, self._names_of(id, backbone, encoding, lead)))
 
     def may_have(self, id: str, backbone: str, *, encoding: Encoding | None = None, lead: str | None = None) -> bool:
         """Returns whether `get` may succeed: the object is on the disk or queued, or there is a remote store.
@@ -423,6 +435,17 @@ class ChunkStore:
 
     # ------------------------------------------------------------------------------------------------ inside
 
+    def _names_of(self, id: str, backbone: str, encoding: Encoding | None, lead: str | None) -> list[Name]:
+        return [self.names.canonical(backbone, id, word, lead) for word in self.encodings.to_get(encoding)]
+
+    def _names_to_read(self, id: str, backbone: str, encoding: Encoding | None, lead: str | None) -> list[Name]:
+        """Returns the names to try in order; the last one even if it is not here, so that a miss is counted once."""
+        *others, last = self._names_of(id, backbone, encoding, lead)
+        return [name for name in others if self._remote is not None or self._is_here(name)] + [last]
+
+    def _is_here(self, name: Name) -> bool:
+        return self._writer.has(name) or self.tenant_disk.exists(name)
+
     def _expiry(self, ttl: Seconds | None) -> float | None:
         return expires_at(self.tenant_disk.clock(), self._ttl if ttl is None else ttl, "store")
 
@@ -443,8 +466,9 @@ class ChunkStore:
         if chunk.encoder is not None:
             make = functools.partial(encoder_blob, chunk.id, chunk.backbone, chunk.encoder, expires)
             jobs.append((self.names.encoder(chunk.backbone, chunk.id), make, chunk.encoder.nbytes))
-        name = self.names.canonical(chunk.backbone, chunk.id, encoding, chunk.lead)
-        jobs.append((name, functools.partial(chunk_blob, chunk, encoding, expires), chunk.nbytes))
+        word = self.encodings.to_put(chunk, encoding)
+        name = self.names.canonical(chunk.backbone, chunk.id, word, chunk.lead)
+        jobs.append((name, functools.partial(chunk_blob, chunk, word, expires), chunk.nbytes))
         return jobs
 
     def _timed(self, ack: Ack, began: float) -> Ack:

@@ -11,12 +11,12 @@ from ...errors import StoreCorruptError, StoreKeyError, StoreVersionError
 from ..disk import quarantine
 from ..disk.directory import DirectoryEntry
 from ..disk.disk import Disk
-from ..format.codec import chunk_of, encoder_of, patch_parts
-from ..format.compatibility import expect_known
+from ..format.codec import canonical_of, encoder_of
 from ..format.encryption import decrypted, is_sealed
 from ..format.header import Header
-from ..format.naming import ENCODINGS, LEAD_NAME, Name, encoding_in, name_at, part_of
+from ..format.naming import LEAD_NAME, Name, expect_encoding, name_at, part_of
 from ..format.objects import Arrays, check_name, read_header, read_leaves
+from ..format.patch_codec import patch_parts
 from ..io.files import ReadInto, folder, identity_of, open_regular, typed_errors
 from ..libraries.entries import check_body, check_resource
 
@@ -227,8 +227,9 @@ def _rebuild(disk: Disk, name: Name, header: Header, arrays: Arrays) -> Verdict:
         check_resource(header.body, leaves, header.expires)
     elif name.kind == "encoder":
         encoder_of(header.body, leaves)
+    elif name.kind == "kv":
+        expect_encoding(part_of(name.path))
+        canonical_of(part_of(name.path))(header.body, leaves)
     else:
-        if name.kind == "kv" and (encoding := encoding_in(part_of(name.path))) is not None:
-            expect_known("canonical of encoding", [encoding], ENCODINGS)
-        (chunk_of if name.kind == "kv" else patch_parts)(header.body, leaves)
+        patch_parts(header.body, leaves)
     return "good"

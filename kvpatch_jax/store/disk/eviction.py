@@ -1,8 +1,9 @@
 """Eviction from the disk: expired objects first, then objects that can be derived again, then the least recently used.
 
 Patches and smaller encodings of all chunks are evicted before any canonical, and a canonical with a stored encoder
-output (an eighth of its bytes, and sufficient to form it again) before one without. A canonical is evicted together
-with its patches.
+output (an eighth of its bytes, and sufficient to form it again) before one without. A smaller encoding of a chunk whose
+unreduced canonical (behind the same lead) is not stored is a canonical as any other: nothing else has its content. A
+chunk's last canonical is evicted together with the chunk's patches, whatever they were formed on.
 """
 
 import collections
@@ -137,16 +138,22 @@ def _units_of(disk: Disk, parts: dict[str, DirectoryEntry]) -> list[_Unit]:
     patches = tuple(entry for part, entry in parts.items() if part.startswith("p."))
 
     units: list[_Unit] = []
+    canonicals: list[_Unit] = []
     for part, entry in parts.items():
         # Turns: 0 expired, 1 derived from a canonical, 2 can be formed again from the encoder output, 3 others.
-        canonical = part.partition(".")[0] == "kv"
-        derived = part.startswith("p.") or (canonical and (whole := unreduced_part(part)) != part and whole in parts)
+        canonical, whole = part.partition(".")[0] == "kv", unreduced_part(part)
+        derived = part.startswith("p.") or (canonical and whole != part and whole in parts and not looked[whole][1])
         turn = 1 if derived else 2 if canonical and "enc" in parts else 3
         turn = 0 if looked[part][1] else turn
-        with_patches = canonical and not derived
-        used = disk.recent_use.last(entry.path, entry.used)
-        units.append(_Unit(turn, used, (entry, *patches) if with_patches else (entry,)))
-    return units
+        unit = _Unit(turn, disk.recent_use.last(entry.path, entry.used), (entry,))
+        (canonicals if canonical else units).append(unit)
+
+    # The names of patches do not say on which canonical they were formed, so they go with the last one to go.
+    canonicals.sort(key=lambda unit: (unit.turn, unit.used))
+    if canonicals:
+        last = canonicals.pop()
+        units.append(dataclasses.replace(last, entries=(*last.entries, *patches)))
+    return units + canonicals
 
 
 def collect(disk: Disk, below: str = "obj", libraries: str | None = None) -> int:

@@ -8,8 +8,9 @@ from ...cache import Patch
 from ...core import KVLayout
 from ...errors import KVPatchError
 from ...patching import Basis, coefficients, with_basis
-from .codec import Parts, encoder_blob, patch_of
+from .codec import encoder_blob
 from .objects import Blob
+from .patch_codec import Parts, patch_of
 
 
 def basis_id(digest: str, channel: str) -> str:

@@ -1,26 +1,30 @@
-"""Encoding of chunks, patches and encoder outputs as objects, and decoding. Each layer's leaves are adjacent."""
+"""Encoding of chunks and encoder outputs as objects, and decoding. Each layer's leaves are adjacent."""
 
 import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...cache import Chunk, Member, Patch, PatchMetadata, check_factors, trusted
-from ...core import Channel, KVLayout, PhaseFreeKV, Quantised, Rope, Scaling, is_low_rank
-from ...errors import KVPatchError, ShapeError, StoreCorruptError, StoreVersionError
+from ...cache import Chunk, brief, encode_chunk, trusted
+from ...core import Channel, KVLayout, PackedArray, PhaseFreeKV, Rope, Scaling, is_packed
+from ...errors import InputError, KVPatchError, ShapeError, StoreCorruptError, StoreVersionError
 from .compatibility import expect_fields, expect_known
 from .header import DTYPES, MALFORMED, dtype_word
-from .naming import Encoding
+from .host_memory import stack_views
+from .naming import Encoding, encoding_in, encoding_word, few_bits
 from .objects import Arrays, Blob
+from .packed import SUFFIXES, PackedForm, form_of, kv_encoding, kv_forms, leaves_of, packed_of, stacked
 
 CHUNK_FIELDS = ("lead", "id", "backbone", "span", "length", "layout", "dtypes", "hidden", "content")
 """Fields of a canonical's body. `lead` is absent from canonicals that were prefilled alone."""
+PACKED_FIELDS = (*CHUNK_FIELDS, "encoding", "groups")
+"""Fields of the body of a canonical with packed kv: the encoding's word too, and each channel's group."""
 
 _DTYPES = frozenset(str(dtype) for dtype in DTYPES.values())
 
@@ -77,7 +81,7 @@ def _layout_of_text(text: str) -> KVLayout:
 # ------------------------------------------------------------------------------------------- smaller encodings
 
 
-def encode(value: np.ndarray, encoding: Encoding | None) -> tuple[np.ndarray, np.ndarray | None]:
+def encode(value: np.ndarray, encoding: str | None) -> tuple[np.ndarray, np.ndarray | None]:
     """Converts one layer's channel [T, K, H] to a smaller dtype; for int8 and float8 with float32 scales [1, K, H].
 
     There is one scale per feature over the tokens, because keys have a few large features.
@@ -118,36 +122,47 @@ def decode(value: Any, scale: Any, dtype: np.dtype) -> Any:
 def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | None = None) -> Blob:
     """Encodes a canonical as an object: local positions, every channel [T, K, H] of each layer, then residuals.
 
+    Packed kv are stored as they are; a few-bit encoding packs kv that are not.
+
     Raises:
       DtypeError: objects cannot hold a dtype.
       ShapeError: the chunk is a batch.
+      InputError: as `chunk_body`.
     """
-    kv = {name: np.asarray(chunk.kv[name]) for name in chunk.layout.names}
+    word = encoding_word(encoding)
+    if word is not None and few_bits(word) is not None and chunk.encoding is None and chunk.batch is None:
+        chunk = encode_chunk(chunk, word)
+    body = chunk_body(chunk)
+    kv: dict[str, Any] = {name: chunk.kv[name] for name in chunk.layout.names}
+    kv = {name: jax.tree.map(np.asarray, value) for name, value in kv.items()}
     arrays: dict[str, np.ndarray] = {"local": np.asarray(chunk.local)}
 
     for layer in range(chunk.layout.layers):
         for name, value in kv.items():
-            stored, scale = encode(value[layer], encoding)
+            if is_packed(value):
+                arrays |= {leaf: part[layer] for leaf, part in leaves_of(value, f"layer.{layer}.{name}").items()}
+                continue
+            stored, scale = encode(value[layer], word)
             arrays[f"layer.{layer}.{name}"] = stored
             if scale is not None:
                 arrays[f"layer.{layer}.{name}.scale"] = scale
 
     for layer, states in sorted((chunk.hidden or {}).items()):
         arrays[f"hidden.{layer}"] = np.asarray(states)
-    return _checked(Blob("kv", chunk_body(chunk), arrays, expires))
+    return checked_blob(Blob("kv", body, arrays, expires))
 
 
 def chunk_body(chunk: Chunk) -> dict[str, Any]:
     """Returns the JSON description of a canonical, for its header.
 
     Raises:
-      ShapeError: the chunk is a batch.
+      ShapeError: the chunk is a batch. InputError: its kv were decoded, or are packed in another encoding than it says.
     """
     if chunk.batch is not None:
         raise ShapeError(f"store: chunk {chunk.id!r}: got a batch of {chunk.batch}; expected one chunk per object")
 
-    lead = {} if chunk.lead is None else {"lead": chunk.lead}
-    return lead | {
+    optional: dict[str, Any] = {} if chunk.lead is None else {"lead": chunk.lead}
+    body = optional | {
         "id": chunk.id,
         "backbone": chunk.backbone,
         "span": int(chunk.span),
@@ -157,6 +172,30 @@ def chunk_body(chunk: Chunk) -> dict[str, Any]:
         "hidden": None if chunk.hidden is None else sorted(int(layer) for layer in chunk.hidden),
         "content": chunk.content,
     }
+    return body if chunk.encoding is None else body | _packed_fields(chunk, body)
+
+
+def _packed_fields(chunk: Chunk, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that only the body of a canonical with packed kv has. Raises InputError as `chunk_body`."""
+    forms: dict[str, PackedForm] = {}
+    value: Any
+    for name, value in chunk.kv.items():
+        if not is_packed(value):
+            raise InputError(
+                f"store: got chunk {brief(chunk.id)!r} decoded from {chunk.encoding}; expected its packed kv, or "
+                "the chunk as it was prefilled"
+            )
+        forms[name] = form_of(value)
+    fields = {"encoding": chunk.encoding, "groups": {name: forms[name].group for name in chunk.layout.names}}
+    encoding, expected = few_bits(chunk.encoding), None
+    with contextlib.suppress(StoreCorruptError):  # groups that the encoding cannot have
+        expected = None if encoding is None else kv_forms({**body, **fields}, chunk.layout, encoding)
+    if expected != forms:
+        raise InputError(
+            f"store: got chunk {brief(chunk.id)!r} whose codes are not those of {chunk.encoding!r:.40}; expected kv "
+            "that `encode_chunk` made"
+        )
+    return fields
 
 
 def digest_in(body: Mapping[str, Any], field: Literal["content", "lead"]) -> str | None:
@@ -179,10 +218,11 @@ def chunk_layout(body: Mapping[str, Any], leaves: Iterable[str]) -> KVLayout:
     Raises:
       StoreVersionError: a later version wrote it. Any of `MALFORMED` for a malformed body.
     """
-    expect_known("canonical with a field", body, CHUNK_FIELDS)
-    expect_known("canonical of dtype", body["dtypes"].values(), _DTYPES)
-    layout = layout_of(body["layout"])
-    parts = {*layout.names, *(f"{name}.scale" for name in layout.names)}
+    layout = body_layout(body)
+    suffixes = ("scale",) if kv_encoding(body) is None else SUFFIXES
+    parts = set(layout.names)
+    for name in layout.names:
+        parts |= {f"{name}.{suffix}" for suffix in suffixes}
 
     # Goes through the leaves and not through the layers: a forged header may claim any number of layers.
     others: list[str] = []
@@ -196,31 +236,56 @@ def chunk_layout(body: Mapping[str, Any], leaves: Iterable[str]) -> KVLayout:
     return layout
 
 
-def layer_names(layout: KVLayout, layer: int, names: Iterable[str]) -> list[str]:
+def body_layout(body: Mapping[str, Any]) -> KVLayout:
+    """Decodes a canonical's layout, and checks its fields. Raises as `chunk_layout`."""
+    packed = kv_encoding(body) is not None
+    expect_known("canonical with a field", body, PACKED_FIELDS if packed else CHUNK_FIELDS)
+    expect_known("canonical of dtype", body["dtypes"].values(), _DTYPES)
+    return layout_of(body["layout"])
+
+
+def expect_part(body: Mapping[str, Any], part: str) -> None:
+    """Checks that a canonical's body has the encoding that its part (`naming.part_of`) names.
+
+    Raises:
+      StoreVersionError: an encoding of a later version. StoreCorruptError: another encoding.
+    """
+    named, own = few_bits(encoding_in(part)), kv_encoding(body)
+    if named != own:
+        raise StoreCorruptError(f"object: got encoding {own} in one named {part[-40:]}; expected the same")
+
+
+def layer_names(layer: int, names: Iterable[str]) -> list[str]:
     """Returns the names of one layer's leaves, in the order of the file."""
-    present = set(names)
-    found = []
-    for channel in layout.names:
-        for name in (f"layer.{layer}.{channel}", f"layer.{layer}.{channel}.scale"):
-            if name in present:
-                found.append(name)
-    return found
+    return [name for name in names if name.startswith(f"layer.{layer}.")]
 
 
-def layer_of(body: Mapping[str, Any], layer: int, arrays: Arrays) -> dict[str, np.ndarray]:
-    """Decodes one layer, {channel: [T, K, H]}, in its original dtype.
+def layer_of(body: Mapping[str, Any], layer: int, arrays: Arrays) -> dict[str, Any]:
+    """Decodes one layer, {channel: [T, K, H]}, in its original dtype; packed channels stay packed.
 
     Raises:
       StoreCorruptError: the body does not match its arrays.
       StoreVersionError: a later version wrote it.
     """
-    with _decoding("layer"):
-        values = {}
+    with decoding("layer"):
+        values: dict[str, Any] = {}
+        if (encoding := kv_encoding(body)) is not None:
+            return _packed_layer(kv_forms(body, layout_of(body["layout"]), encoding), layer, arrays)
         for channel in body["layout"]["channels"]:
             name = channel["name"]
             leaf, dtype = f"layer.{layer}.{name}", np.dtype(jnp.dtype(body["dtypes"][name]))
             values[name] = decode(arrays[leaf], arrays.get(f"{leaf}.scale"), dtype)
         return values
+
+
+def _packed_layer(forms: Mapping[str, PackedForm], layer: int, arrays: Arrays) -> dict[str, PackedArray]:
+    """Returns the packed channels of one layer, [T, K, H] each."""
+    values = {}
+    for name, form in forms.items():
+        values[name] = packed_of(arrays, f"layer.{layer}.{name}", form)
+        if values[name].ndim != 3:
+            raise ShapeError(f"object: got {name} of shape {values[name].shape}; expected [T, K, H]")
+    return values
 
 
 def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
@@ -233,14 +298,20 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
       StoreCorruptError: the body does not match its arrays.
       StoreVersionError: a later version wrote it.
     """
-    with _decoding("chunk"):
+    with decoding("chunk"):
         layout = chunk_layout(body, arrays)
         layers = range(layout.layers)
-        encoded = any(name.endswith(".scale") for name in arrays)
-        for name, dtype in body["dtypes"].items():
-            encoded = encoded or str(arrays[f"layer.0.{name}"].dtype) != dtype
+        encoding = kv_encoding(body)
+        reduced = any(name.endswith(".scale") for name in arrays)
+        for name, dtype in body["dtypes"].items() if encoding is None else ():
+            reduced = reduced or str(arrays[f"layer.0.{name}"].dtype) != dtype
 
-        if encoded:
+        rest, kv = arrays, dict[str, Any]()
+        if encoding is not None:
+            forms = kv_forms(body, layout, encoding)
+            packed = [_packed_layer(forms, layer, arrays) for layer in layers]
+            kv = {name: stacked([value[name] for value in packed], stack_views) for name in layout.names}
+        elif reduced:
             values = [layer_of(body, layer, arrays) for layer in layers]
             kv = {name: np.stack([value[name] for value in values]) for name in layout.names}
             # Copied, because these few small views would keep the whole buffer alive.
@@ -248,7 +319,6 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
             for value in rest.values():
                 value.flags.writeable = False
         else:
-            rest, kv = arrays, {}
             for name in layout.names:
                 kv[name] = stack_views([arrays[f"layer.{layer}.{name}"] for layer in layers])
 
@@ -265,7 +335,18 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
             hidden=None if hidden is None else {layer: rest[f"hidden.{layer}"] for layer in hidden},
             content=digest_in(body, "content"),
             lead=digest_in(body, "lead"),
+            encoding=body.get("encoding"),
         )
+
+
+def canonical_of(part: str) -> Callable[[Mapping[str, Any], Arrays], Chunk]:
+    """Returns a function that decodes as `chunk_of`, and refuses a chunk of another encoding than the part names."""
+
+    def read(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
+        expect_part(body, part)
+        return chunk_of(body, arrays)
+
+    return read
 
 
 def unchecked_chunk(**fields: Any) -> Chunk:
@@ -280,82 +361,17 @@ def unchecked_chunk(**fields: Any) -> Chunk:
     return chunk
 
 
-def memory_of(value: Any) -> int:
-    """Counts the host bytes that a chunk, the parts of a patch or an array keep alive: whole buffers, each once."""
-    arrays = value
-    if isinstance(value, Chunk):
-        arrays = (dict(value.kv), value.local, value.encoder, dict(value.hidden or {}))
-    blocks = (_block(leaf) for leaf in jax.tree.leaves(arrays) if isinstance(leaf, np.ndarray))
-    return sum({id(block): block.nbytes for block in blocks}.values())
-
-
-def _block(array: np.ndarray) -> np.ndarray:
-    """Returns the array that owns a view's memory."""
-    while True:
-        owner = array.base
-        if not isinstance(owner, np.ndarray):
-            owner = getattr(owner, "base", None)  # the base of a strided view is an intermediate object
-        if not isinstance(owner, np.ndarray):
-            return array
-        array = owner
-
-
 def with_encoder(chunk: Chunk, output: np.ndarray | None) -> Chunk:
     """Returns the chunk with its encoder output, or without one."""
     return trusted(chunk, encoder=output)
 
 
-def stack_views(parts: list[np.ndarray]) -> np.ndarray:
-    """Stacks L arrays of one shape; as a view if they are evenly spaced in one buffer."""
-    first = parts[0]
-    addresses = [part.ctypes.data for part in parts]
-    steps = set(np.diff(addresses).tolist())
-    base = first.base
-    even = len(steps) == 1 and min(steps) >= first.nbytes and all(part.base is base for part in parts)
-    if base is None or not even or any(part.shape != first.shape or part.dtype != first.dtype for part in parts):
-        return np.stack(parts)
-
-    raw = first.view(np.uint8)  # NumPy's stride tricks do not support every dtype, bfloat16 for one
-    shape, strides = (len(parts), *raw.shape), (steps.pop(), *raw.strides)
-    return np.lib.stride_tricks.as_strided(raw, shape, strides, writeable=False).view(first.dtype)
-
-
-# -------------------------------------------------------------------------------------- encoder outputs, patches
+# ------------------------------------------------------------------------------------------------ encoder outputs
 
 
 def encoder_blob(id: str, backbone: str, output: np.ndarray | jax.Array, expires: float | None = None) -> Blob:
     """Encodes an encoder output, [T, D] or any other shape, as an object."""
-    return _checked(Blob("encoder", {"id": id, "backbone": backbone}, {"encoder": np.asarray(output)}, expires))
-
-
-def patch_blob(patch: Patch, expires: float | None = None) -> Blob:
-    """Encodes a patch as an object: one leaf per factor with the layers stacked; a shared left factor only once.
-
-    Raises:
-      DtypeError: objects cannot hold a dtype.
-      ShapeError: the patch is of a batch of chunks.
-    """
-    if patch.batch is not None:
-        raise ShapeError(
-            f"store: patch of chunk {patch.metadata.chunk!r}: got a batch of {patch.batch}; expected one per object"
-        )
-
-    arrays: dict[str, np.ndarray] = {}
-    forms: dict[str, list[str]] = {}
-    for name, factors in patch.factors.items():
-        is_pair = is_low_rank(factors)
-        forms[name] = ["u", "v"] if is_pair else ["dense"]
-        if is_pair and patch.metadata.basis is not None:
-            forms[name] = ["u"]  # the directions are stored once for all patches, under the basis's digest
-        for part, factor in zip(forms[name], factors if is_pair else (factors,), strict=False):  # pyright: ignore
-            leaf = "shared.u" if part == "u" and patch.metadata.shared_left else f"{name}.{part}"
-            arrays[leaf] = np.asarray(factor.values if isinstance(factor, Quantised) else factor)
-            if isinstance(factor, Quantised):
-                arrays[f"{leaf}.scale"] = np.asarray(factor.scale)
-
-    metadata = {field.name: getattr(patch.metadata, field.name) for field in dataclasses.fields(PatchMetadata)}
-    metadata["layout"] = layout_body(patch.metadata.layout)
-    return _checked(Blob("patch", {"stamp": metadata, "forms": forms}, arrays, expires))
+    return checked_blob(Blob("encoder", {"id": id, "backbone": backbone}, {"encoder": np.asarray(output)}, expires))
 
 
 def encoder_of(body: Mapping[str, Any], arrays: Arrays) -> np.ndarray:
@@ -367,83 +383,18 @@ def encoder_of(body: Mapping[str, Any], arrays: Arrays) -> np.ndarray:
     return arrays["encoder"]
 
 
-type Parts = tuple[dict[str, Any], PatchMetadata]
+# -------------------------------------------------------------------------------------------------------- checks
 
 
-def patch_of(parts: Parts) -> Patch:
-    """Makes a patch from the result of `patch_parts`, its factors on the default device."""
-    factors, metadata = parts
-    return Patch(jax.tree.map(jnp.asarray, factors), metadata)
-
-
-def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
-    """Decodes the factors and the metadata that `patch_blob` encoded, the factors on the host.
-
-    The directions of a patch in a shared basis are NaN until `basis.with_basis` inserts them.
-
-    Raises:
-      StoreCorruptError: the body does not match its arrays.
-      StoreVersionError: a later version wrote it.
-    """
-    with _decoding("patch"):
-        expect_known("patch with a field", body, ("stamp", "forms"))
-        expect_fields("patch", body["stamp"], PatchMetadata)
-        leaves = {"shared.u"}
-        for name, parts in body["forms"].items():
-            expect_known("patch with a factor", parts, ("u", "v", "dense"))
-            leaves |= {f"{name}.{part}" for part in parts}
-        expect_known("patch with a leaf", arrays, {*leaves, *(f"{leaf}.scale" for leaf in leaves)})
-
-        fields = _metadata_fields(body["stamp"])
-        factors: dict[str, Any] = {}
-        for name, parts in body["forms"].items():
-            pair = []
-            for part in parts:
-                leaf = "shared.u" if part == "u" and fields["shared_left"] else f"{name}.{part}"
-                scale = arrays.get(f"{leaf}.scale")
-                pair.append(arrays[leaf] if scale is None else Quantised(arrays[leaf], scale))  # pyright: ignore
-            if fields.get("basis") is not None:
-                # NaN in place of the basis's rows: they take no memory, and spoil any use of the patch without a basis.
-                u = pair[0].values if isinstance(pair[0], Quantised) else pair[0]
-                form = (len(fields["layers"]), u.shape[-1], fields["layout"].channel(name).features)
-                pair = [pair[0], np.broadcast_to(np.float32(np.nan), form)]
-            factors[name] = tuple(pair) if len(pair) == 2 else pair[0]
-
-        metadata = PatchMetadata(**fields)
-        check_factors(factors, metadata, batched=False)
-        return factors, metadata
-
-
-def _metadata_fields(stamp: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a patch's metadata from JSON. Fields that files of earlier versions lack may be absent."""
-    fields = dict(stamp)
-    fields["layout"] = layout_of(fields["layout"])
-    for name in ("antecedent", "layers", "start", "base_antecedent"):
-        fields[name] = None if fields[name] is None else tuple(fields[name])
-    if fields.get("asked") is not None:
-        fields["asked"] = tuple((name, rank) for name, rank in fields["asked"])
-    for name in ("members", "base_members"):
-        if fields.get(name) is None:
-            continue
-        members = []
-        for values in fields[name]:
-            if len(values) > len(Member._fields):
-                raise StoreVersionError(
-                    f"object: got a member of {len(values)} fields; expected at most {len(Member._fields)}"
-                )
-            members.append(Member(*values))
-        fields[name] = tuple(members)
-    return fields
-
-
-def _checked(blob: Blob) -> Blob:
+def checked_blob(blob: Blob) -> Blob:
+    """Returns an object whose leaves have dtypes that objects can hold; else raises DtypeError."""
     for array in blob.arrays.values():
         dtype_word(array.dtype)
     return blob
 
 
 @contextlib.contextmanager
-def _decoding(what: str) -> Iterator[None]:
+def decoding(what: str) -> Iterator[None]:
     """Raises StoreCorruptError in place of whatever a malformed body causes."""
     try:
         yield

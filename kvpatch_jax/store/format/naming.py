@@ -26,11 +26,15 @@ from ...cache import (
     encoded,
     fingerprint_of,
 )
-from ...core import PatchFrame
+from ...core import KVEncoding, PatchFrame, Quantised, RaggedFactors, is_low_rank, is_packed
 from ...errors import InputError, StoreCorruptError
+from .compatibility import expect_known
 
-Encoding = Literal["bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2"]
 ENCODINGS: tuple[str, ...] = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
+"""Dtypes that kv can be stored in, beside the words of `KVEncoding`."""
+Encoding = str | KVEncoding
+"""Encoding of a canonical: a dtype of `ENCODINGS`, or few bits: a `KVEncoding` or its word, such as "k4v4"."""
+
 _BYTES = 32
 _KINDS: dict[str, Literal["kv", "patch", "encoder"]] = {"kv": "kv", "p": "patch", "enc": "encoder"}
 _PATH = re.compile(
@@ -67,6 +71,38 @@ def unreduced_part(part: str) -> str:
 def encoding_in(part: str) -> Any:
     """Returns the encoding in a canonical's part, unchecked; None for the unreduced one."""
     return part[len(unreduced_part(part)) + 1 :] or None
+
+
+def few_bits(word: str | None) -> KVEncoding | None:
+    """Returns the few-bit encoding that a word in a name stands for; None for a dtype, None and unknown words."""
+    try:
+        encoding = None if word is None or word in ENCODINGS else KVEncoding.of(word)
+    except InputError:
+        return None
+    return encoding if str(encoding) == word else None
+
+
+def encoding_word(encoding: Encoding | None, what: str = "store.encoding") -> str | None:
+    """Returns the word that an encoding has in names: of "k4v4" that with its group; None for the unreduced canonical.
+
+    Raises:
+      InputError: the encoding is unknown.
+    """
+    if encoding is None or (isinstance(encoding, str) and encoding in ENCODINGS):
+        return encoding
+    try:
+        return str(KVEncoding.of(encoding))
+    except InputError:
+        raise InputError(
+            f"{what}: got {encoding!r:.80}; expected None, one of {ENCODINGS}, or a KVEncoding such as 'k4v4'"
+        ) from None
+
+
+def expect_encoding(part: str) -> None:
+    """Raises StoreVersionError where a canonical's part names an encoding that this version does not know."""
+    word = encoding_in(part)
+    if word is not None and few_bits(word) is None:
+        expect_known("canonical of encoding", [word], ENCODINGS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +156,8 @@ class PatchKey:
         unknown, that of its stored canonical counts.
       content: content of the chunk to be patched; None: that of the stored canonical.
       lead: digest of the chunk's lead (`Chunk.lead`).
+      encoding: encoding of the base that the patches were formed against (`Chunk.encoding`), such as "k4v4"; None: the
+        KV as it was prefilled. Patches of another encoding are not found.
     """
 
     chunk: str = dataclasses.field(repr=False)
@@ -132,9 +170,17 @@ class PatchKey:
     start: tuple[int, ...] | None = None
     content: str | None = dataclasses.field(default=None, repr=False)
     lead: str | None = None
+    encoding: Encoding | None = None
 
     def __post_init__(self) -> None:
         fingerprint_of(self.backbone, "served")
+        if self.encoding is not None:
+            try:
+                object.__setattr__(self, "encoding", str(KVEncoding.of(self.encoding)))
+            except InputError:
+                raise InputError(
+                    f"served.encoding: got {self.encoding!r:.80}; expected `Chunk.encoding`, such as 'k4v4'"
+                ) from None
         fits = {
             "chunk": isinstance(self.chunk, str),
             "orbit": isinstance(self.orbit, bool),
@@ -213,14 +259,13 @@ class ObjectNames:
         folder = f"{self.space}/{self._name(16, 'backbone', backbone)}/{name[:2]}"
         return Name(folder, name, f"{name}.{rest}.safetensors", kind)
 
-    def canonical(self, backbone: str, chunk: str, encoding: str | None = None, lead: str | None = None) -> Name:
+    def canonical(self, backbone: str, chunk: str, encoding: Encoding | None = None, lead: str | None = None) -> Name:
         """Names a canonical. Each encoding, and each lead, has an object of its own.
 
         Raises:
           InputError: the encoding is unknown.
         """
-        if encoding is not None and encoding not in ENCODINGS:
-            raise InputError(f"store.encoding: got {encoding!r}; expected None or one of {ENCODINGS}")
+        encoding = encoding_word(encoding)
         words = ["kv"] if lead is None else ["kv", f"{_BEHIND}{self._name(16, 'lead', lead)}"]
         return self._place(backbone, chunk, ".".join(words if encoding is None else [*words, encoding]), "kv")
 
@@ -266,6 +311,8 @@ class ObjectNames:
             served.append({"states": [states, base_states]})
         if metadata.lead is not None:
             served.append({"lead": metadata.lead})
+        if metadata.encoding is not None:
+            served.append({"encoding": metadata.encoding})
         own = self._place(metadata.backbone, metadata.chunk, "p", "patch")
         return dataclasses.replace(own, file=f"{own.chunk}.p.{self._name(20, 'served', json.dumps(served))}.")
 
@@ -275,8 +322,14 @@ def _form(patch: Patch) -> list:
     dtypes: list[tuple[str, list[str]]] = []
     for name, factors in patch.factors.items():
         # A patch in a shared basis has no directions of its own.
-        own: Any = factors if metadata.basis is None else factors[:1]  # pyright: ignore
-        dtypes.append((name, [str(leaf.dtype) for leaf in jax.tree.leaves(own)]))
+        own: Any = factors if metadata.basis is None or not is_low_rank(factors) else factors[:1]  # pyright: ignore
+        words = []
+        for leaf in jax.tree.leaves(own, is_leaf=is_packed):
+            words.append(f"int{leaf.bits}g{leaf.group}" if is_packed(leaf) else str(leaf.dtype))
+        if isinstance(factors, RaggedFactors):
+            # How many directions all layers have: an import knows shapes alone.
+            words.append(f"{factors.v.values.shape[0] if isinstance(factors.v, Quantised) else factors.v.shape[0]}")
+        dtypes.append((name, words))
     form = [sorted(patch.ranks.items()), metadata.layers, metadata.heads, metadata.shared_left, sorted(dtypes)]
 
     base = metadata.base_behind

@@ -16,13 +16,13 @@ import numpy as np
 from jaxtyping import Array, Shaped, UInt32
 
 from ...cache import Chunk, bits_of, mixed
-from ...core import AnyArray
+from ...core import AnyArray, is_packed
 from ...errors import StoreCorruptError, StoreVersionError
-from ..format.codec import CHUNK_FIELDS, chunk_body, decode, digest_in, layout_of, unchecked_chunk
-from ..format.compatibility import expect_known
+from ..format.codec import body_layout, chunk_body, decode, digest_in, expect_part, unchecked_chunk
 from ..format.header import DTYPES, LARGEST_ARRAY, MALFORMED, check_depth, dtype_word
 from ..format.naming import Encoding, encoding_in
 from ..format.objects import Blob, Kind
+from ..format.packed import kv_encoding, kv_forms, leaves_of, packed_of
 
 _BLOCK = 1 << 14
 _SECOND = 0x85EBCA77
@@ -109,17 +109,20 @@ def entry_of(blob: Blob, part: str) -> ArrayEntry:
 
 
 def entry_of_chunk(chunk: Chunk) -> ArrayEntry:
-    """Returns the entry of a canonical. kv and residuals stay on their devices."""
-    names, hidden = chunk.layout.names, {} if chunk.hidden is None else chunk.hidden
+    """Returns the entry of a canonical. kv and residuals stay on their devices; packed kv are codes and scales."""
+    hidden, body = {} if chunk.hidden is None else chunk.hidden, chunk_body(chunk)
+    kv: dict[str, Any] = {}
+    for name in chunk.layout.names:
+        value: Any = chunk.kv[name]
+        kv |= leaves_of(value, name) if is_packed(value) else {name: value}
     arrays: dict[str, AnyArray] = {"local": np.asarray(chunk.local)}
-    arrays |= {f"layers.{name}": chunk.kv[name] for name in names}
+    arrays |= {f"layers.{name}": value for name, value in kv.items()}
     arrays |= {f"hidden.{layer}": hidden[layer] for layer in sorted(hidden)}
     leaves = ["local"]
     for layer in range(chunk.layout.layers):
-        leaves += [f"layer.{layer}.{name}" for name in names]
-    return _described(
-        "kv", "kv", chunk_body(chunk), None, leaves + [name for name in arrays if "hidden" in name], arrays
-    )
+        leaves += [f"layer.{layer}.{name}" for name in kv]
+    part = "kv" if chunk.encoding is None else f"kv.{chunk.encoding}"
+    return _described("kv", part, body, None, leaves + [name for name in arrays if "hidden" in name], arrays)
 
 
 _WORDS = {"kind": str, "part": str, "body": dict, "leaves": list, "arrays": dict}
@@ -219,17 +222,20 @@ def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:
     """
     body, arrays = entry.about["body"], entry.arrays
     try:
-        expect_known("canonical with a field", body, CHUNK_FIELDS)
-        layout = layout_of(body["layout"])
-        kv = {
-            name: decode(arrays[f"layers.{name}"], arrays.get(f"layers.{name}.scale"), np.dtype(jnp.dtype(dtype)))
-            for name, dtype in body["dtypes"].items()
-        }
+        expect_part(body, entry.about["part"])
+        layout, encoding = body_layout(body), kv_encoding(body)
+        kv: dict[str, Any] = {}
+        if encoding is not None:
+            for name, form in kv_forms(body, layout, encoding).items():
+                kv[name] = packed_of(arrays, f"layers.{name}", form)
+        for name, dtype in body["dtypes"].items() if encoding is None else ():
+            scale = arrays.get(f"layers.{name}.scale")
+            kv[name] = decode(arrays[f"layers.{name}"], scale, np.dtype(jnp.dtype(dtype)))
         hidden = None if body["hidden"] is None else {layer: arrays[f"hidden.{layer}"] for layer in body["hidden"]}
         fields = {word: body[word] for word in ("span", "length", "id", "backbone")}
         local = np.asarray(arrays["local"])
         digests = {"content": digest_in(body, "content"), "lead": digest_in(body, "lead")}
-        fields |= {"encoder": None, "hidden": hidden} | digests
+        fields |= {"encoder": None, "hidden": hidden, "encoding": body.get("encoding")} | digests
         chunk = unchecked_chunk(kv=kv, local=local, layout=layout, **fields)
     except StoreVersionError:
         raise

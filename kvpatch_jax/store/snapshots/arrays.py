@@ -23,10 +23,11 @@ from ..disk.disk import Disk
 from ..disk.partial_exports import new_directory
 from ..disk.tenant_disk import TenantDisk, TenantStore
 from ..format.bases import basis_id, basis_of, completed
-from ..format.codec import encoder_blob, patch_blob, patch_parts
+from ..format.codec import encoder_blob
 from ..format.header import MALFORMED
 from ..format.naming import Encoding, name_at, part_of
 from ..format.objects import blob_of, file_size
+from ..format.patch_codec import patch_blob, patch_parts
 from ..io.files import make_private, sync_file_system, typed_errors
 from ..libraries.entries import Resource, check_resource, resource_of
 from ..tiers.device_placement import Placement
@@ -48,7 +49,8 @@ class ExportContents:
 
     Attributes:
       chunks: unreduced canonicals.
-      reduced: canonicals that were stored in a smaller encoding, in their original dtype, with the encoding.
+      reduced: canonicals that were stored in a smaller encoding, with its word: a dtype's in the original dtype; few
+        bits packed (`Chunk.encoding`).
       patches: patches.
       encoders: encoder outputs by backbone and id.
       resources: entries of libraries, all versions.

@@ -19,11 +19,11 @@ from ..disk.disk import Disk
 from ..disk.key_check import check_key
 from ..disk.object_writer import LinkSource
 from ..disk.tenant_disk import TenantDisk
-from ..format.codec import digest_in, patch_of, patch_parts
-from ..format.compatibility import expect_known
+from ..format.codec import digest_in, expect_part
 from ..format.header import MALFORMED
-from ..format.naming import ENCODINGS, Name, ObjectNames, encoding_in
+from ..format.naming import Name, ObjectNames, encoding_in, expect_encoding
 from ..format.objects import Blob, file_size
+from ..format.patch_codec import patch_of, patch_parts
 from ..io.files import open_regular, typed_errors
 from ..libraries.entries import chunk_bytes, entry_name
 from ..libraries.folder import LibraryFolder, changing, check_quota
@@ -189,10 +189,11 @@ def name_of(
     """
     if kind == "entry":
         return entry_name(names, body)
+    if kind == "kv":
+        expect_encoding(part)
+        expect_part(body, part)
     try:
         if kind == "kv":
-            if encoding_in(part) is not None:
-                expect_known("canonical of encoding", [encoding_in(part)], ENCODINGS)
             return names.canonical(body["backbone"], body["id"], encoding_in(part), digest_in(body, "lead"))
         if kind == "encoder":
             return names.encoder(body["backbone"], body["id"])

@@ -20,7 +20,7 @@ from ...errors import StoreCorruptError, StoreFullError, StoreIOError, StoreSnap
 from ..format.buffers import expect_memory
 from ..format.header import MALFORMED
 from ..io.files import typed_errors
-from ..tiers.device_placement import Placement, target_of
+from ..tiers.device_placement import Placement, packed_target, target_of
 from .array_entries import ArrayEntry, check_about, check_entry, empty_array, nbytes_of, specs_of
 from .multihost import ProcessGroup
 
@@ -137,13 +137,15 @@ def _read(path: str, template: Mapping[str, Any]) -> dict[str, Any]:
 def _template(about: Mapping[str, Any], placement: Placement | None) -> dict[str, Any]:
     """Returns Orbax's template for loading: host arrays, except for kv with a placement."""
     template: dict[str, Any] = {}
+    packed = about["body"].get("encoding") is not None
     for name, (dtype, shape) in specs_of(about).items():
         if 0 in shape:
             continue
-        if placement is None or not name.startswith("layers.") or name.endswith(".scale"):
+        if placement is None or not name.startswith("layers.") or (name.endswith(".scale") and not packed):
             template[name] = empty_array(dtype, shape)
             continue
-        target = target_of(placement, name.removeprefix("layers."))
+        target = target_of(placement, name.split(".")[1])
+        target = packed_target(target, shape) if packed else target
         if not isinstance(target, jax.sharding.Sharding):
             target = jax.sharding.SingleDeviceSharding(target)
         template[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=target)

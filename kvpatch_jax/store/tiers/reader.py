@@ -10,7 +10,8 @@ from ...cache import Chunk
 from ...errors import StoreCorruptError, StoreError, StoreVersionError
 from ..disk.directory import NameState
 from ..disk.tenant_disk import TenantDisk
-from ..format.codec import chunk_of, digest_in, memory_of
+from ..format.codec import canonical_of, digest_in
+from ..format.host_memory import memory_of
 from ..format.naming import Name, part_of, unreduced_part
 from ..format.objects import Blob, VerifiedObject, planned_header
 from .device_placement import LayerStream, Placement, place_chunk, placement_key
@@ -122,7 +123,7 @@ class TieredReader:
             self._count_read("device", began)
             return entry
 
-        host = self.load(name, chunk_of, CANONICAL)
+        host = self.load(name, canonical_of(part_of(name.path)), CANONICAL)
         if host is None:
             return None
         placed = place_chunk(host.value, placement)
@@ -233,7 +234,7 @@ class TieredReader:
             if value is None:
                 return None
 
-        nbytes = max(header.size, memory_of(value))  # a reduced encoding takes its original width in memory
+        nbytes = max(header.size, memory_of(value))  # a dtype's encoding takes its original width in memory
         return CacheEntry(value, nbytes, rank, name.chunk_key, header.expires, found.version)
 
     @contextlib.contextmanager

@@ -280,3 +280,12 @@ def test_no_layer_but_one_is_unpacked_at_a_time():
     layer = 128 * 4 * 64 * 4
     assert memory.temp_size_in_bytes <= 2 * layer
     assert memory.argument_size_in_bytes <= 0.36 * chunk.nbytes
+
+
+def test_content_outlives_encoding_in_every_copy():
+    """A content computed of the KV as it was prefilled is not computed again of the decoded one."""
+    plain = chunk_of("gqa")
+    chunk = kvp.encode_chunk(plain, "k2v2")
+    for own in (chunk, kvp.decode_chunk(chunk)):
+        assert dataclasses.replace(own).content == plain.content
+    assert dataclasses.replace(chunk, content=None).content != plain.content

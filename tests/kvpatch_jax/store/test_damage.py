@@ -1,6 +1,7 @@
 """Damage and malice: every byte region of every kind of object, and headers made to mislead."""
 
 import dataclasses
+import functools
 import json
 import random
 import tracemalloc
@@ -11,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from packed_cases import few_bit_patch, ragged_patch
 from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
 
+import kvpatch_jax as kvp
 from kvpatch_jax.errors import DtypeError, ShapeError, StoreCorruptError
 from kvpatch_jax.store import Budget, ChunkStore
 from kvpatch_jax.store.disk import damage_rate
@@ -21,6 +24,8 @@ from kvpatch_jax.store.format.header import DTYPES, PAGE, parse_header
 
 CHUNK = chunk_of(tokens=5)
 PATCH = patch_of(CHUNK)
+PACKED = kvp.encode_chunk(CHUNK, "k4v3")
+FEW_BITS, RAGGED = few_bit_patch(PACKED, "int3"), ragged_patch(CHUNK, "int4", antecedent=("C",))
 
 
 @pytest.fixture
@@ -64,18 +69,30 @@ def shelf(store: ChunkStore) -> list[Kept]:
     store.put(CHUNK)
     store.put(CHUNK, encoding="int8")
     store.put_encoder("B", BACKBONE, np.ones((3, 7), np.float32))
-    store.put_patches([PATCH])
-    patch = Path(store.disk.root) / store.names.patch(PATCH).path
+    store.put(PACKED)
+    store.put_patches([PATCH, FEW_BITS, RAGGED])
+    root = Path(store.disk.root)
+    patch = root / store.names.patch(PATCH).path
     encoder = Path(store.disk.root) / store.names.encoder(BACKBONE, "B").path
     reads: list[tuple[Path, Callable[[], object]]] = [
         (file_of(store, CHUNK), lambda: store.get("B", BACKBONE)),
         (file_of(store, CHUNK), lambda: streamed(store, None)),
         (file_of(store, CHUNK, "int8"), lambda: store.get("B", BACKBONE, encoding="int8")),
         (file_of(store, CHUNK, "int8"), lambda: streamed(store, "int8")),
+        (file_of(store, CHUNK, "k4v3"), lambda: store.get("B", BACKBONE, encoding="k4v3")),
+        (file_of(store, CHUNK, "k4v3"), lambda: streamed(store, "k4v3")),
+        *(
+            (root / store.names.patch(one).path, functools.partial(found_patches, store, one))
+            for one in (FEW_BITS, RAGGED)
+        ),
         (patch, lambda: store.get_patches(PATCH.metadata) or None),
         (encoder, lambda: store.get_encoder("B", BACKBONE)),
     ]
     return [Kept(path, path.read_bytes(), read, regions_of(path.read_bytes())) for path, read in reads]
+
+
+def found_patches(store: ChunkStore, patch: Any) -> object:
+    return store.get_patches(patch.metadata) or None
 
 
 def streamed(store: ChunkStore, encoding: Any) -> object:
@@ -232,7 +249,7 @@ def fits(found: Any) -> bool:
 @pytest.mark.parametrize("trials", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_forged_headers_are_misses_or_whole_chunks(store: ChunkStore, trials: int):
     """Whoever can write the directory can forge an object; it may not bring the reader down, nor make it allocate."""
-    rng, kept = random.Random(1), shelf(store)[:4]
+    rng, kept = random.Random(1), shelf(store)[:6]
     refused = 0
     for _ in range(trials):
         each = rng.choice(kept)

@@ -265,7 +265,7 @@ def test_an_intact_object_under_a_wrong_name_is_quarantined_by_the_file_that_was
         replaced_with_its_inode(path, lambda: store.put(chunk))
         raise StoreCorruptError("object: not what its name says; expected it to be")
 
-    monkeypatch.setattr(module, "chunk_of", build)
+    monkeypatch.setattr(module, "canonical_of", lambda part: build)
     assert store.get("B", BACKBONE) is None
     monkeypatch.undo()
     assert same_chunk(store.get("B", BACKBONE), chunk)

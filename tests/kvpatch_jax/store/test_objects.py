@@ -24,11 +24,12 @@ from kvpatch_jax.errors import DtypeError, InputError, StoreCorruptError, StoreV
 from kvpatch_jax.store import Budget, ChunkStore
 from kvpatch_jax.store.format import objects
 from kvpatch_jax.store.format.buffers import Buffers
-from kvpatch_jax.store.format.codec import chunk_blob, decode, encode, patch_blob, patch_parts
+from kvpatch_jax.store.format.codec import chunk_blob, decode, encode
 from kvpatch_jax.store.format.codec import chunk_of as decoded
-from kvpatch_jax.store.format.codec import patch_of as patch_back
 from kvpatch_jax.store.format.header import PAGE, crc32, header_length, make_header, parse_header
 from kvpatch_jax.store.format.objects import Blob, arranged, blob_bytes, file_size, take_leaves
+from kvpatch_jax.store.format.patch_codec import patch_blob, patch_parts
+from kvpatch_jax.store.format.patch_codec import patch_of as patch_back
 from kvpatch_jax.store.io.thread_pool import ThreadPool
 
 NAME = "a.kv.safetensors"

@@ -14,7 +14,7 @@ from kvpatch_jax.cache import Antecedent, AntecedentLike, Member, patch_digest
 from kvpatch_jax.errors import StalePatchError, StoreCorruptError
 from kvpatch_jax.store import ChunkStore, PatchKey, load_snapshot, save_snapshot
 from kvpatch_jax.store.cli.audit import verify
-from kvpatch_jax.store.format import codec
+from kvpatch_jax.store.format import patch_codec as codec
 from kvpatch_jax.store.format.naming import ObjectNames
 from kvpatch_jax.store.snapshots.array_entries import blob_of_entry, entry_of
 from kvpatch_jax.store.snapshots.import_rules import name_of

@@ -15,6 +15,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.errors import PatchMismatchError, StoreCorruptError
 from kvpatch_jax.store import ChunkStore, PatchKey
 from kvpatch_jax.store.format import codec as codecs
+from kvpatch_jax.store.format import patch_codec
 from kvpatch_jax.store.snapshots.array_entries import blob_of_entry, chunk_of_entry, entry_of, entry_of_chunk
 
 SERVED = PatchKey("B", BACKBONE, ("A",))
@@ -110,7 +111,7 @@ def test_corrections_and_requested_ranks_are_stored(store: ChunkStore):
 def test_files_of_earlier_versions_stay_readable(store: ChunkStore, monkeypatch):
     """Headers without the new words, as they were written before: read, served and applied."""
     chunk, stamps = chunk_of(), ("content", "local", "corrects", "asked", "members", "base_members")
-    body_of, blob_of = codecs.chunk_body, codecs.patch_blob
+    body_of, blob_of = codecs.chunk_body, patch_codec.patch_blob
 
     def older_patch(patch, expires=None):
         blob = blob_of(patch, expires)
@@ -141,11 +142,11 @@ def test_headers_that_lie_about_it_make_no_chunk():
     for content in (3, "", ["a"]):
         with pytest.raises(StoreCorruptError):
             codecs.chunk_of({**blob.body, "content": content}, blob.arrays)
-    blob = codecs.patch_blob(patch_of(chunk_of()))
+    blob = patch_codec.patch_blob(patch_of(chunk_of()))
     body = json.loads(json.dumps(blob.body))
     for change in ({"layers": [0]}, {"asked": [["k"]]}, {"asked": 3}, {"heads": "separate"}):
         with pytest.raises(StoreCorruptError):
-            codecs.patch_parts({**body, "stamp": body["stamp"] | change}, blob.arrays)
+            patch_codec.patch_parts({**body, "stamp": body["stamp"] | change}, blob.arrays)
 
 
 def test_a_damaged_canonical_states_no_content(store: ChunkStore):

@@ -1,0 +1,422 @@
+"""Canonicals in few bits in every tier: objects of their own, under the word of their encoding."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tensorstore
+from packed_cases import encoded, few_bit_patch, same_leaves, same_packed
+from store_cases import BACKBONE, ManualClock, chunk_of, file_of, name_of, patch_of, same, same_chunk
+
+import kvpatch_jax as kvp
+from kvpatch_jax.core import KVEncoding, PackedArray
+from kvpatch_jax.errors import FetchError, InputError
+from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, Request, fetch
+from kvpatch_jax.store.cli.main import main
+from kvpatch_jax.store.format.codec import chunk_blob
+from kvpatch_jax.store.format.objects import Blob, blob_bytes, file_size
+from kvpatch_jax.store.io.files import identity
+
+CHUNK = chunk_of(tokens=70)
+PACKED = kvp.encode_chunk(CHUNK, "k4v4")
+KEY = b"k" * 32
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    with ChunkStore(tmp_path / "root", budget=Budget(host=0)) as store:
+        yield store
+
+
+def rewrite(path: Path, change: Any) -> None:
+    """A file of the same name whose body and leaves were changed, with the right checksums."""
+    blob = chunk_blob(PACKED)
+    body, arrays = change(dict(blob.body), dict(blob.arrays))
+    path.write_bytes(blob_bytes(Blob("kv", body, arrays), path.name))
+
+
+# ------------------------------------------------------------------------------------------------- put and get
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "sealed"])
+@pytest.mark.parametrize("host", [0, 1 << 20])
+def test_a_packed_chunk_is_the_same_from_the_queue_the_disk_and_memory(tmp_path: Path, key, host):
+    with ChunkStore(tmp_path, budget=Budget(host=host), key=key) as store:
+        ack = store.put_async(CHUNK, encoding="k4v4")
+        assert same_packed(store.get("B", BACKBONE, encoding="k4v4"), PACKED)
+        ack.result(timeout=300)
+        for word in ("k4v4", "k4v4g32", KVEncoding(4, 4)):
+            assert same_packed(store.get("B", BACKBONE, encoding=word), PACKED)
+        assert store.get("B", BACKBONE) is None  # no store gives fewer bits than it was asked for
+        assert store.get("B", BACKBONE, encoding="k4v3") is None
+        assert store.get("B", BACKBONE, encoding="int8") is None
+        assert store.get("B", BACKBONE, encoding="k4v4", lead="another") is None
+
+
+def test_a_packed_chunk_is_stored_under_its_own_word(store: ChunkStore):
+    lead = dataclasses.replace(CHUNK, lead="a lead")
+    for chunk in (PACKED, kvp.encode_chunk(CHUNK, "k6v2g16"), kvp.encode_chunk(lead, "k4v4")):
+        store.put(chunk)
+    store.put(PACKED, encoding="k4v4")
+    store.put_many([CHUNK, lead])
+    names = sorted(path.name.partition(".")[2] for path in Path(store.disk.root).rglob("*.safetensors"))
+    behind = names[0].split(".")[1]
+    words = [f"kv.{behind}.k4v4g32", f"kv.{behind}", "kv.k4v4g32", "kv.k6v2g16", "kv"]
+    assert names == [f"{word}.safetensors" for word in words]
+    assert same_packed(store.get("B", BACKBONE, encoding="k6v2g16"), kvp.encode_chunk(CHUNK, "k6v2g16"))
+    assert same_packed(store.get("B", BACKBONE, encoding="k4v4", lead="a lead"), kvp.encode_chunk(lead, "k4v4"))
+    assert same_chunk(store.get("B", BACKBONE), CHUNK)
+
+
+def test_another_encoding_than_the_chunks_is_refused_before_anything_is_written(store: ChunkStore):
+    for encoding in ("k8v8", "k4v4g64", "int8", "unreduced"):
+        for put in (store.put, store.put_async):
+            with pytest.raises(InputError, match="k4v4g32"):
+                put(PACKED, encoding=encoding)
+    for put in (store.put, store.put_async):
+        with pytest.raises(InputError, match="decoded"):
+            put(kvp.decode_chunk(PACKED))
+    with pytest.raises(InputError, match="k4v4g32"):
+        store.put_many([CHUNK, PACKED], encoding="k8v8")
+    assert not list(Path(store.disk.root).rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("encoding", ["int4", "k4", "k9v4", "kv", "", 4, ("k4v4",)])
+def test_an_unknown_encoding_is_refused(store: ChunkStore, encoding, unchecked):
+    for call in (store.get, store.stream, store.contains, store.may_have):
+        with pytest.raises(InputError, match="encoding"):
+            call("B", BACKBONE, encoding=encoding)
+    with pytest.raises(InputError, match="encoding"):
+        store.put(CHUNK, encoding=encoding)
+    with pytest.raises(InputError, match="encoding"):
+        Request("B", BACKBONE, encoding=encoding)
+    with pytest.raises(InputError, match="encoding"):
+        ChunkStore(store.disk.root, encoding=encoding)
+
+
+def test_contains_may_have_and_delete_know_encoded_objects(store: ChunkStore):
+    store.put(PACKED)
+    assert store.contains("B", BACKBONE, encoding="k4v4")
+    assert store.may_have("B", BACKBONE, encoding="k4v4")
+    assert not store.contains("B", BACKBONE)
+    assert not store.may_have("B", BACKBONE, encoding="k4v4g64")
+    store.put_async(CHUNK, encoding="k2v2")
+    assert store.contains("B", BACKBONE, encoding="k2v2")
+    store.put_patches([few_bit_patch(PACKED)])
+    assert store.delete("B", BACKBONE)
+    assert not list(Path(store.disk.root).rglob("obj/**/*.safetensors"))
+    assert store.get("B", BACKBONE, encoding="k4v4") is None
+    assert store.get("B", BACKBONE, encoding="k2v2") is None
+
+
+# ------------------------------------------------------------------------------------------- a store's default
+
+
+def test_a_default_is_put_and_read_first_and_the_unreduced_canonical_after_it(tmp_path: Path):
+    with ChunkStore(tmp_path, encoding="k4v4", budget=Budget(host=0)) as store:
+        store.put(chunk_of("before", tokens=70), encoding="unreduced")
+        assert same_chunk(store.get("before", BACKBONE), chunk_of("before", tokens=70))
+        assert store.contains("before", BACKBONE)
+        assert store.counters["misses"] == 0
+
+        store.put(CHUNK)
+        assert same_packed(store.get("B", BACKBONE), PACKED)
+        assert store.get("B", BACKBONE, encoding="unreduced") is None
+        assert not store.contains("B", BACKBONE, encoding="unreduced")
+        store.put(CHUNK, encoding="unreduced")
+        assert same_packed(store.get("B", BACKBONE), PACKED)
+        assert same_chunk(store.get("B", BACKBONE, encoding="unreduced"), CHUNK)
+        stream = store.stream("B", BACKBONE)
+        assert stream is not None
+        assert same_packed(stream.chunk(lambda layer, values: None), PACKED)
+        whole = store.stream("before", BACKBONE)
+        assert whole is not None
+        assert same_chunk(whole.chunk(lambda layer, values: None), chunk_of("before", tokens=70))
+
+        misses = store.counters["misses"]
+        assert store.get("absent", BACKBONE) is None
+        assert store.counters["misses"] == misses + 1
+        # A damaged object of the default is a miss, and the other one is read in its place.
+        path = file_of(store, CHUNK, "k4v4")
+        path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+        assert same_chunk(store.get("B", BACKBONE), CHUNK)
+        assert store.counters["quarantined"] == 1
+        # A chunk in another encoding keeps it.
+        store.put(kvp.encode_chunk(CHUNK, "k8v8"))
+        assert store.contains("B", BACKBONE, encoding="k8v8")
+
+
+def test_a_dtype_may_be_the_default(tmp_path: Path):
+    with ChunkStore(tmp_path, encoding="int8", budget=Budget(host=0)) as store:
+        store.put(CHUNK)
+        found = store.get("B", BACKBONE)
+        assert found is not None
+        assert found.encoding is None
+        assert same_chunk(store.get("B", BACKBONE, encoding="int8"), found)
+        assert store.get("B", BACKBONE, encoding="unreduced") is None
+
+
+# -------------------------------------------------------------------------------------------- layers and devices
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_stream_decodes_one_layer_at_a_time_and_keeps_the_chunk_packed(store: ChunkStore, queued):
+    ack = store.put_async(PACKED)
+    if not queued:
+        ack.result(timeout=300)
+    for placement in (None, jax.devices()[0]):
+        stream = store.stream("B", BACKBONE, encoding="k4v4", placement=placement)
+        assert stream is not None
+        with stream:
+            assert same(stream.layer(2)["v"], np.asarray(PACKED.kv["v"])[2])
+        seen = dict(store.stream("B", BACKBONE, encoding="k4v4", placement=placement) or ())
+        assert list(seen) == [0, 1, 2]
+        for layer, values in seen.items():
+            assert isinstance(values["k"], np.ndarray if placement is None else jax.Array)
+            assert all(same(values[name], np.asarray(PACKED.kv[name])[layer]) for name in ("k", "v"))
+        stream = store.stream("B", BACKBONE, encoding="k4v4", placement=placement)
+        assert stream is not None
+        found = stream.chunk(lambda layer, values: None)
+        assert same_packed(found, PACKED)
+        for value in found.kv.values():
+            assert isinstance(value, PackedArray)
+            assert isinstance(value.scale, np.ndarray if placement is None else jax.Array)
+    ack.result(timeout=300)
+
+
+def test_planes_are_placed_and_the_device_tier_counts_packed_bytes(tmp_path: Path):
+    with ChunkStore(tmp_path, budget=Budget(device=1 << 20, host=1 << 20)) as store:
+        store.put(PACKED)
+        found = store.get("B", BACKBONE, encoding="k4v4", placement=jax.devices()[0])
+        assert same_packed(found, PACKED)
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(dict(found.kv)))  # pyright: ignore
+        held = store.statistics().held
+        assert held["device"] == PACKED.nbytes
+        # The whole file's buffer: leaves, each up to 64 bytes longer, and the header's page at most.
+        size = file_of(store, CHUNK, "k4v4").stat().st_size
+        assert PACKED.nbytes < held["host"] <= size + 4096
+        assert held["host"] < CHUNK.nbytes / 2
+        store.get("B", BACKBONE, encoding="k4v4", placement=jax.devices()[0])
+        assert store.counters["device_hits"] == 1
+
+
+# ------------------------------------------------------------------------------------------------------- fetch
+
+
+def test_fetch_loads_encoded_chunks_and_encodes_computed_ones(store: ChunkStore):
+    store.put(chunk_of("kept", 1, tokens=70), encoding="k4v4")
+    requests = [Request(id, BACKBONE, encoding="k4v4") for id in ("kept", "made")]
+    calls: list[str] = []
+
+    def compute(misses):
+        calls.extend(miss.request.id for miss in misses)
+        return [chunk_of(miss.request.id, 2, tokens=70) for miss in misses]
+
+    seen: dict[str, list[Any]] = {"kept": [], "made": []}
+    for on_layer in (None, lambda request, layer, values: seen[request.id].append(values)):
+        got = fetch(store, requests, compute, on_layer=on_layer)
+        wanted = [kvp.encode_chunk(chunk_of(id, seed, tokens=70), "k4v4") for id, seed in (("kept", 1), ("made", 2))]
+        assert all(same_packed(one.chunk, chunk) for one, chunk in zip(got, wanted, strict=True))
+        store.flush()
+    assert calls == ["made"]
+    for id, chunk in zip(("kept", "made"), wanted, strict=True):
+        for layer in range(3):
+            assert same(seen[id][layer]["k"], np.asarray(chunk.kv["k"])[layer])
+
+    # Layers of a computed chunk are shown decoded, one by one.
+    shown: list[Any] = []
+    fetch(store, [Request("new", BACKBONE, encoding="k4v4")], compute, on_layer=lambda *args: shown.append(args[2]))
+    new = kvp.encode_chunk(chunk_of("new", 2, tokens=70), "k4v4")
+    assert all(same(values["v"], np.asarray(new.kv["v"])[layer]) for layer, values in enumerate(shown))
+    assert len(shown) == 3
+
+
+def test_fetch_takes_the_stores_default_and_refuses_another_encoding(tmp_path: Path):
+    with ChunkStore(tmp_path, encoding="k4v4") as store:
+        store.put(chunk_of("whole", tokens=70), encoding="unreduced")
+        requests = [Request("whole", BACKBONE), Request("made", BACKBONE), Request("own", BACKBONE, "k8v8")]
+        got = fetch(
+            store,
+            requests,
+            lambda misses: [
+                kvp.encode_chunk(chunk_of("own"), "k8v8") if miss.request.id == "own" else chunk_of(miss.request.id)
+                for miss in misses
+            ],
+        )
+        assert [one.chunk.encoding for one in got] == [None, "k4v4g32", "k8v8g32"]
+        store.flush()
+        assert store.contains("made", BACKBONE, encoding="k4v4")
+        assert store.contains("own", BACKBONE, encoding="k8v8")
+        with pytest.raises(FetchError, match="encoding"):
+            fetch(store, [Request("bad", BACKBONE, "k2v2")], lambda misses: [kvp.encode_chunk(chunk_of("bad"), "k8v8")])
+        assert Request("B", BACKBONE, "k4v4") == Request("B", BACKBONE, KVEncoding(4, 4))
+
+
+# ------------------------------------------------------------------------------------------ eviction and expiry
+
+
+def sizes(store: ChunkStore) -> dict[str, int]:
+    return {path.name.partition(".")[2]: path.stat().st_size for path in Path(store.disk.root).rglob("*.safetensors")}
+
+
+def test_an_encoded_canonical_goes_first_only_where_the_unreduced_one_is_stored(tmp_path: Path):
+    """Of "both" the smaller one can be made again; of "alone" it is all there is, though it was used longer ago."""
+    clock = ManualClock()
+    with ChunkStore(tmp_path, budget=Budget(host=0), clock=clock) as store:
+        store.put(chunk_of("alone", tokens=70), encoding="k4v4")
+        store.put(chunk_of("alone", tokens=70), encoding="k2v2")
+        store.put(chunk_of("both", tokens=70))
+        store.put(chunk_of("both", tokens=70), encoding="k4v4")
+        total = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    more = chunk_of("more", tokens=9)
+    need = file_size(chunk_blob(more), name_of(store, more).file)
+    with ChunkStore(tmp_path, budget=Budget(host=0, disk=total + need - 1), clock=clock) as store:
+        store.put(more)
+        assert store.contains("alone", BACKBONE, encoding="k4v4")
+        assert store.contains("alone", BACKBONE, encoding="k2v2")
+        assert store.contains("both", BACKBONE)
+        assert not store.contains("both", BACKBONE, encoding="k4v4")
+
+
+def test_patches_stay_as_long_as_one_canonical_of_their_chunk_does(tmp_path: Path):
+    clock = ManualClock()
+    with ChunkStore(tmp_path, budget=Budget(host=0), clock=clock) as store:
+        store.put(CHUNK, ttl=10)
+        store.put(CHUNK, encoding="k4v4", ttl=20)
+        patch = few_bit_patch(PACKED)
+        store.put_patches([patch])
+        clock.now += 15
+        store.collect()
+        assert not store.contains("B", BACKBONE)
+        assert same_packed(store.get("B", BACKBONE, encoding="k4v4"), PACKED)
+        assert len(store.get_patches(patch.metadata)) == 1
+        clock.now += 10
+        store.collect()
+        assert not sizes(store)
+
+
+# --------------------------------------------------------------------------------- damage, remote tier, programs
+
+
+def test_damaged_and_forged_objects_are_misses_and_go_to_quarantine(store: ChunkStore):
+    path = name_of(store, CHUNK, "k4v4")
+    file = Path(store.disk.root) / path.path
+    for count, change in enumerate(
+        (
+            lambda body, arrays: (body, arrays | {"layer.1.k.scale": arrays["layer.1.k.scale"][:1, :1]}),
+            lambda body, arrays: (body | {"encoding": "k4v4g16", "groups": {"k": 16, "v": 16}}, arrays),
+            lambda body, arrays: (body | {"groups": {"k": 70, "v": 32}}, arrays),
+        ),
+        1,
+    ):
+        store.put(PACKED)
+        rewrite(file, change)
+        stream = store.stream("B", BACKBONE, encoding="k4v4")
+        if stream is not None:
+            with pytest.raises(Exception, match="valid"):
+                list(stream)
+        assert store.get("B", BACKBONE, encoding="k4v4") is None
+        assert store.counters["quarantined"] == count
+    store.put(PACKED)
+    raw = bytearray(file.read_bytes())
+    raw[-70] ^= 4  # in the last leaf, the least values of the last layer
+    file.write_bytes(raw)
+    assert store.get("B", BACKBONE, encoding="k4v4") is None
+    assert store.counters["quarantined"] == 4
+    file.write_bytes(file_bytes_of("k8v8", file.name))
+    assert store.stream("B", BACKBONE, encoding="k4v4") is None
+    assert store.get("B", BACKBONE, encoding="k4v4") is None
+
+
+def file_bytes_of(word: str, name: str) -> bytes:
+    return blob_bytes(chunk_blob(kvp.encode_chunk(CHUNK, word)), name)
+
+
+def test_an_object_of_a_later_encoding_is_a_miss_and_stays(store: ChunkStore, capsys):
+    store.put(PACKED)
+    file = file_of(store, CHUNK, "k4v4")
+    rewrite(file, lambda body, arrays: (body | {"rotation": "hadamard"}, arrays))
+    later = file.with_name(file.name.replace("k4v4g32", "e8p_2bit"))
+    rewrite(later, lambda body, arrays: (body | {"encoding": "e8p_2bit"}, arrays))
+    before = {path.name: path.read_bytes() for path in file.parent.iterdir()}
+    assert store.get("B", BACKBONE, encoding="k4v4") is None
+    assert store.counters["newer"] == 1
+    assert store.stream("B", BACKBONE, encoding="k4v4") is None
+    assert main(["verify", f"--root={store.disk.root}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["good"], found["bad"], len(found["newer"])) == (0, [], 2)
+    assert {path.name: path.read_bytes() for path in file.parent.iterdir()} == before
+
+
+def test_the_programs_name_the_encoding(store: ChunkStore, capsys):
+    store.put(PACKED)
+    store.put(dataclasses.replace(CHUNK, lead="a lead"), encoding="k6v3")
+    store.put_patches([few_bit_patch(PACKED)])
+    assert main(["ls", f"--root={store.disk.root}"]) == 0
+    listed = capsys.readouterr().out
+    assert "kv.k4v4g32" in listed
+    assert "kv.behind.k6v3g32" in listed
+    assert main(["verify", f"--root={store.disk.root}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["good"], found["bad"], found["newer"], found["unreadable"]) == (3, [], [], [])
+
+
+def test_a_quarantined_object_that_was_good_comes_back(store: ChunkStore):
+    store.put(PACKED)
+    name = name_of(store, CHUNK, "k4v4")
+    file = Path(store.disk.root) / name.path
+    stat = file.stat()
+    assert store.disk.quarantine(name, identity(stat), "by mistake", certain=True)
+    assert store.get("B", BACKBONE, encoding="k4v4") is None
+    assert store.restore_quarantined().restored == [name.path]
+    assert same_packed(store.get("B", BACKBONE, encoding="k4v4"), PACKED)
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "sealed"])
+def test_another_machine_reads_encoded_objects_from_the_remote_store(tmp_path: Path, key):
+    remote = KeyValueStore({"driver": "memory", "path": "store/"}, context=tensorstore.Context())
+    more: dict[str, Any] = {"secret": b"shared by the machines", "remote": remote, "key": key}
+    with (
+        ChunkStore(tmp_path / "one", **more) as one,
+        ChunkStore(tmp_path / "two", encoding="k4v4", budget=Budget(host=0), **more) as two,
+    ):
+        one.put(CHUNK, encoding="k4v4")
+        one.put(chunk_of("whole"))
+        patch = few_bit_patch(PACKED)
+        one.put_patches([patch])
+        stream = two.stream("B", BACKBONE)
+        assert stream is not None
+        assert same_packed(stream.chunk(lambda layer, values: None), PACKED)
+        assert two.contains("B", BACKBONE)  # a copy that was read whole stays
+        assert same_packed(two.get("B", BACKBONE), PACKED)
+        assert same_chunk(two.get("whole", BACKBONE), chunk_of("whole"))
+        (found,) = two.get_patches(patch.metadata)
+        assert same_leaves(found.factors, patch.factors)
+        assert two.delete("B", BACKBONE)
+
+
+def test_a_patch_of_an_encoded_base_applies_to_what_the_store_returns(store: ChunkStore):
+    store.put(PACKED)
+    store.put(CHUNK)
+    patch = patch_of(PACKED, (), encoding=PACKED.encoding)
+    store.put_patches([patch])
+    (found,) = store.get_patches(patch.metadata)
+    chunk = store.get("B", BACKBONE, encoding="k4v4")
+    assert chunk is not None
+    placed = kvp.apply_patch(kvp.Placed(chunk, found, 3))
+    wanted = kvp.apply_patch(kvp.Placed(PACKED, patch, 3))
+    assert all(same(placed[name], wanted[name]) for name in ("k", "v"))
+    whole = store.get("B", BACKBONE)
+    assert whole is not None
+    with pytest.raises(kvp.errors.PatchMismatchError, match="encoding"):
+        kvp.Placed(whole, found, 3)
+
+
+def test_encoded_copies_of_different_seeds_differ():
+    """The comparison that the tests above rest on can fail."""
+    assert not same_packed(encoded(seed=1), encoded(seed=2))
+    assert not same_packed(encoded("k4v4"), encoded("k4v5"))

@@ -1,0 +1,150 @@
+"""Chunks and patches in few bits in snapshots, exports and checkpoints: codes and scales, bit for bit."""
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from packed_cases import few_bit_patch, ragged_patch, same_leaves, same_packed
+from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, same_chunk
+
+import kvpatch_jax as kvp
+from kvpatch_jax.core import PackedArray
+from kvpatch_jax.errors import InputError, StoreSnapshotError
+from kvpatch_jax.store import Budget, ChunkStore, load_snapshot, save_snapshot
+from kvpatch_jax.store.format.codec import chunk_blob
+from kvpatch_jax.store.format.objects import Blob, blob_bytes
+from kvpatch_jax.store.snapshots.array_entries import ArrayEntry, chunk_of_entry, entry_of, entry_of_chunk
+from kvpatch_jax.store.snapshots.arrays import export_arrays, import_arrays, load_arrays, save_arrays
+from kvpatch_jax.store.snapshots.orbax_arrays import save_entries
+
+CHUNK = chunk_of(tokens=40, hidden={1: np.ones((40, 5), np.float32)})
+PACKED = kvp.encode_chunk(CHUNK, "k4v4")
+BEHIND = kvp.encode_chunk(dataclasses.replace(CHUNK, lead="a lead"), "k6v3g16")
+PATCHES = [few_bit_patch(PACKED), few_bit_patch(CHUNK, "int3"), ragged_patch(PACKED), ragged_patch(BEHIND, "int4")]
+
+
+def filled(root: Path, **more: Any) -> ChunkStore:
+    store = ChunkStore(root, budget=Budget(host=0), **more)
+    store.put_many([CHUNK, PACKED, BEHIND])
+    store.put_patches(PATCHES)
+    return store
+
+
+def check(store: ChunkStore) -> None:
+    assert same_chunk(store.get("B", BACKBONE), CHUNK)
+    assert same_packed(store.get("B", BACKBONE, encoding="k4v4"), PACKED)
+    assert same_packed(store.get("B", BACKBONE, encoding="k6v3g16", lead="a lead"), BEHIND)
+    for patch in PATCHES:
+        found = store.get_patches(patch.metadata)
+        assert any(one.metadata == patch.metadata and same_leaves(one.factors, patch.factors) for one in found)
+    assert store.counters["quarantined"] == store.counters["newer"] == 0
+
+
+@pytest.mark.parametrize("key", [None, b"k" * 32], ids=["plain", "sealed"])
+@pytest.mark.parametrize("renamed", [False, True], ids=["same secret", "another secret"])
+def test_a_snapshot_brings_them_back(tmp_path: Path, key, renamed):
+    with filled(tmp_path / "one", key=key, secret=b"a secret of the first") as store:
+        save_snapshot(store.disk.root, tmp_path / "snapshot", tenant="default", secret=b"a secret of the first")
+    secret = b"a secret of another" if renamed else b"a secret of the first"
+    load_snapshot(tmp_path / "snapshot", tmp_path / "two", tenant="default", secret=secret, key=key)
+    with ChunkStore(tmp_path / "two", key=key, secret=secret, budget=Budget(host=0)) as store:
+        check(store)
+
+
+def test_an_export_brings_them_back_into_another_store(tmp_path: Path):
+    with filled(tmp_path / "one") as store:
+        assert export_arrays(store, tmp_path / "export").objects == 3 + len(PATCHES)
+        files = {path.name.partition(".")[2]: path.stat().st_size for path in Path(store.disk.root).rglob("obj/**/*.*")}
+    with ChunkStore(tmp_path / "two", tenant="other", budget=Budget(host=0)) as store:
+        assert import_arrays(tmp_path / "export", store).objects == 3 + len(PATCHES)
+        check(store)
+        again = {path.name.partition(".")[2]: path.stat().st_size for path in Path(store.disk.root).rglob("obj/**/*.*")}
+    assert sorted(files.values()) == sorted(again.values())
+
+    loaded = load_arrays(tmp_path / "export")
+    assert [chunk.encoding for chunk in loaded.chunks] == [None]
+    reduced = dict(loaded.reduced)
+    assert same_packed(reduced["k4v4g32"], PACKED)
+    assert same_packed(reduced["k6v3g16"], BEHIND)
+    assert len(loaded.patches) == len(PATCHES)
+    for patch in PATCHES:
+        assert any(same_leaves(one.factors, patch.factors) for one in loaded.patches)
+
+
+def test_arrays_are_saved_as_planes_and_come_back_packed(tmp_path: Path):
+    on_device = dataclasses.replace(PACKED, kv=jax.device_put(dict(PACKED.kv), jax.devices()[0]))
+    save_arrays(tmp_path / "arrays", [on_device, BEHIND], PATCHES)
+    for placement in (None, jax.devices()[0]):
+        loaded = load_arrays(tmp_path / "arrays", placement)
+        assert loaded.chunks == ()
+        reduced = dict(loaded.reduced)
+        assert same_packed(reduced["k4v4g32"], PACKED)
+        assert same_packed(reduced["k6v3g16"], BEHIND)
+        for value in reduced["k4v4g32"].kv.values():
+            assert isinstance(value, PackedArray)
+            assert isinstance(value.planes[0], np.ndarray if placement is None else jax.Array)
+    with ChunkStore(tmp_path / "store", budget=Budget(host=0)) as store:
+        assert import_arrays(tmp_path / "arrays", store).objects == 2 + len(PATCHES)
+        store.put(CHUNK)
+        check(store)
+    with pytest.raises(InputError, match="decoded"):
+        save_arrays(tmp_path / "decoded", [kvp.decode_chunk(PACKED)])
+    assert not (tmp_path / "decoded").exists()
+
+
+def test_an_entry_of_a_chunk_is_that_of_its_object():
+    one, other = entry_of_chunk(PACKED), entry_of(chunk_blob(PACKED), "kv.k4v4g32")
+    assert one.about == other.about
+    assert same_leaves(one.host, other.host)
+    assert "layers.k.nibbles" in one.arrays
+
+
+FORGED: dict[str, Any] = {
+    "another encoding": lambda about, arrays: (about | {"body": about["body"] | {"encoding": "k2v2g32"}}, arrays),
+    "another part": lambda about, arrays: (about | {"part": "kv.k8v8g32"}, arrays),
+    "an unreduced part": lambda about, arrays: (about | {"part": "kv"}, arrays),
+    "another group": lambda about, arrays: (about | {"body": about["body"] | {"groups": {"k": 20, "v": 32}}}, arrays),
+    "a later encoding": lambda about, arrays: (about | {"body": about["body"] | {"encoding": "nf4"}}, arrays),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_forged_export_is_refused_and_nothing_is_added(tmp_path: Path, case):
+    entry = entry_of_chunk(PACKED)
+    about, arrays = FORGED[case](dict(entry.about), dict(entry.arrays))
+    with pytest.raises(kvp.errors.StoreError):
+        chunk_of_entry(ArrayEntry(about, arrays))
+    save_entries(str(tmp_path / "export"), [ArrayEntry(about, arrays)], compress=False)
+    with pytest.raises(StoreSnapshotError):
+        load_arrays(tmp_path / "export")
+    with ChunkStore(tmp_path / "store", budget=Budget(host=0)) as store:
+        if "group" not in case:
+            with pytest.raises(StoreSnapshotError):
+                import_arrays(tmp_path / "export", store)
+            assert not list((tmp_path / "store").rglob("*.safetensors"))
+        assert store.get("B", BACKBONE, encoding="k4v4") is None
+
+
+def test_a_snapshot_whose_object_says_another_encoding_is_refused(tmp_path: Path):
+    with filled(tmp_path / "one") as store:
+        path = file_of(store, CHUNK, "k4v4")
+        blob = chunk_blob(kvp.encode_chunk(CHUNK, "k8v8"))
+        path.write_bytes(blob_bytes(Blob("kv", blob.body, blob.arrays), path.name))
+        save_snapshot(store.disk.root, tmp_path / "snapshot", tenant="default")
+    with pytest.raises(StoreSnapshotError) as caught:
+        load_snapshot(tmp_path / "snapshot", tmp_path / "two", tenant="default", secret=b"a secret of another")
+    assert "got encoding k8v8g32" in caught.value.bad[0]
+
+
+def test_planes_are_resharded_over_eight_devices(tmp_path: Path):
+    program = Path(__file__).with_name("packed_sharding.py")
+    done = subprocess.run(
+        [PYTHON, str(program), str(tmp_path)], env=child_environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"devices": 8, "placed": 4}

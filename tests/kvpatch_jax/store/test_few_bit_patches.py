@@ -1,0 +1,297 @@
+"""Patches in few bits, and with a rank for each layer, as objects; and patches of encoded bases."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from packed_cases import arranged_leaves, few_bit_patch, numbers_in, ragged_patch, raw_leaves, same_leaves
+from store_cases import AXES, BACKBONE, LAYOUT, MLA, chunk_of, patch_of
+
+import kvpatch_jax as kvp
+from kvpatch_jax.cache import PatchMetadata
+from kvpatch_jax.core import PackedArray, Quantised, RaggedFactors
+from kvpatch_jax.errors import InputError, StoreCorruptError, StoreVersionError
+from kvpatch_jax.patching import Basis, coefficients, with_basis
+from kvpatch_jax.store import Budget, ChunkStore, PatchKey
+from kvpatch_jax.store.format.naming import ObjectNames
+from kvpatch_jax.store.format.objects import Blob, blob_bytes
+from kvpatch_jax.store.format.patch_codec import patch_blob, patch_parts
+from kvpatch_jax.store.format.patch_codec import patch_of as patch_back
+
+NAME = "a.p.safetensors"
+CHUNK = chunk_of(tokens=40)
+PACKED = kvp.encode_chunk(CHUNK, "k4v4")
+NAMES = ObjectNames("default", b"a secret of sixteen")
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    with ChunkStore(tmp_path / "root", budget=Budget(host=0)) as store:
+        yield store
+
+
+def dense(dtype: str = "int4") -> kvp.Patch:
+    rng = np.random.default_rng(2)
+    factors: Any = {"v": jnp.asarray(rng.standard_normal((3, 40, 2, 16)), jnp.float32)}
+    return kvp.quantise(kvp.Patch(factors, patch_of(CHUNK).metadata), dtype)
+
+
+def shared(dtype: str = "int4") -> kvp.Patch:
+    patch = patch_of(CHUNK)
+    left = patch.factors["k"][0]  # pyright: ignore
+    factors: Any = {name: (left, own[1]) for name, own in patch.factors.items()}  # pyright: ignore
+    return kvp.quantise(kvp.Patch(factors, dataclasses.replace(patch.metadata, shared_left=True)), dtype)
+
+
+CASES = {
+    **{dtype: few_bit_patch(CHUNK, dtype) for dtype in ("int2", "int3", "int4", "int5g16", "int6g7", "int7gall")},
+    "of an encoded base": few_bit_patch(PACKED),
+    "rank 5": few_bit_patch(CHUNK, "int3", rank=5),
+    "dense": dense(),
+    "dense of three bits": dense("int3"),
+    "shared": shared(),
+    "ragged": ragged_patch(CHUNK),
+    "ragged in bfloat16": ragged_patch(CHUNK, "bfloat16"),
+    "ragged in int8": ragged_patch(CHUNK, "int8"),
+    "ragged in few bits": ragged_patch(CHUNK, "int4"),
+    "ragged of an encoded base": ragged_patch(PACKED, "int3"),
+    "truncated": kvp.truncate(few_bit_patch(CHUNK, rank=5), {"k": 3, "v": 2}),
+    "ragged and truncated": kvp.truncate(ragged_patch(CHUNK, "int4"), {"k": 2, "v": 1}),
+    "fewer layers": kvp.keep_layers(ragged_patch(CHUNK, "int4"), [0, 2]),
+    "padded": few_bit_patch(CHUNK).pad(50),
+    "ragged and padded": ragged_patch(CHUNK, "int4").pad(50),
+}
+
+
+def through_a_file(patch: kvp.Patch) -> kvp.Patch:
+    return patch_back(patch_parts(*arranged_leaves(blob_bytes(patch_blob(patch), NAME))))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_patches_come_back_bit_for_bit(case, store: ChunkStore):
+    patch = CASES[case]
+    found = through_a_file(patch)
+    assert found.metadata == patch.metadata
+    assert same_leaves(found.factors, patch.factors)
+    assert found.ranks == patch.ranks
+    assert found.nbytes == patch.nbytes == patch_blob(patch).nbytes
+    store.put_patches([patch])
+    (stored,) = store.get_patches(patch.metadata)
+    assert same_leaves(stored.factors, patch.factors)
+
+
+@pytest.mark.parametrize("layout", [MLA, AXES], ids=["mla", "axes"])
+def test_patches_of_other_layouts_come_back(layout):
+    chunk = chunk_of(layout=layout, tokens=40)
+    found = through_a_file(few_bit_patch(chunk))
+    assert same_leaves(found.factors, few_bit_patch(chunk).factors)
+
+
+@pytest.mark.parametrize("dtype", ["int2", "int3", "int6g7", "int7gall"])
+def test_another_reader_decodes_the_same_factors(dtype):
+    patch = few_bit_patch(CHUNK, dtype)
+    body, leaves = raw_leaves(blob_bytes(patch_blob(patch), NAME))
+    for name in ("k", "v"):
+        for part, value in zip("uv", patch.factors[name], strict=True):  # pyright: ignore
+            form, ours = body["packed"][f"{name}.{part}"], np.asarray(value)
+            for layer in range(3):
+                one = {}
+                for leaf, (word, shape, raw) in leaves.items():
+                    step = len(raw) // shape[0]
+                    one[leaf] = (word, shape[1:], raw[layer * step : (layer + 1) * step])
+                words = (form["bits"], form["group"], form["axis"], form["columns"])
+                numbers = numbers_in(one, f"{name}.{part}", *words)
+                # A product of a bfloat16 and a small whole number, rounded to the dtype of the factors.
+                wanted = numbers.astype(np.float32).astype(ours.dtype).astype(np.float64)
+                assert (wanted == ours[layer].astype(np.float64)).all()
+
+
+def test_patches_in_a_shared_basis_are_packed_too(store: ChunkStore):
+    rng = np.random.default_rng(5)
+    directions = {}
+    for name in LAYOUT.names:
+        rows = np.linalg.qr(rng.standard_normal((3, 32, 4)))[0].swapaxes(-1, -2)
+        directions[name] = jnp.asarray(rows, jnp.float32)
+    basis = Basis(directions, LAYOUT, BACKBONE)
+    patch = patch_of(CHUNK, rank=4)
+    us = {name: own[0] for name, own in kvp.quantise(patch, "int4").factors.items()}  # pyright: ignore
+    patch = with_basis(us, dataclasses.replace(patch.metadata, basis=basis.digest), basis)
+    store.put_basis(basis)
+    store.put_patches([patch])
+    (found,) = store.get_patches(patch.metadata)
+    assert all(isinstance(leaf, PackedArray) for leaf in coefficients(found).values())
+    assert same_leaves(coefficients(found), us)
+    assert same_leaves(found.factors, patch.factors)
+
+
+# -------------------------------------------------------------------------------------------- names and lookup
+
+
+def test_patches_of_every_width_and_group_have_names_of_their_own():
+    patches = [*CASES.values(), few_bit_patch(CHUNK, "int4g16"), few_bit_patch(CHUNK, "int4gall"), patch_of(CHUNK)]
+    patches += [few_bit_patch(CHUNK, "int4", antecedent=("C",)), few_bit_patch(CHUNK, "int8")]
+    names = {}
+    for patch in patches:
+        names.setdefault(NAMES.patch(patch).path, []).append(patch)
+    # Padding is not a part of a patch's name.
+    alike = [len(group) for group in names.values() if len(group) > 1]
+    assert sorted(alike) == [2, 2]
+    again = few_bit_patch(CHUNK, "int4", seed=9)
+    assert NAMES.patch(again).path == NAMES.patch(CASES["int4"]).path
+
+
+def test_patches_of_unencoded_bases_keep_their_names():
+    """The digests are those that the version before encodings gave."""
+    found = {}
+    for word, patch in {"plain": patch_of(CHUNK), "behind": patch_of(CHUNK, lead="lead")}.items():
+        found[word] = NAMES.patch(patch).file.split(".")[2:4]
+    assert found == {
+        "plain": ["15a4b49692510abb0292884c70a0104efe6db66a", "1f99992445534262c3847035e4e41be1cf5fbe61"],
+        "behind": ["6ed1d9a023d977ff891e0e444e9127efa2c65cc9", "1f99992445534262c3847035e4e41be1cf5fbe61"],
+    }
+
+
+def test_an_encoding_is_part_of_what_is_looked_for(store: ChunkStore):
+    plain, packed, wider = patch_of(CHUNK), few_bit_patch(PACKED), few_bit_patch(CHUNK, encoding="k8v8g32")
+    store.put_patches([plain, packed, wider])
+    store.put_patch_async(ragged_patch(PACKED)).result(timeout=300)
+
+    def found(encoding: Any) -> list[Any]:
+        key = PatchKey("B", BACKBONE, ("A",), encoding=encoding)
+        return [(type(patch.factors["k"]), patch.metadata.encoding) for patch in store.get_patches(key)]
+
+    assert found(None) == [(tuple, None)]
+    assert found("k4v4") == found("k4v4g32") == [(RaggedFactors, "k4v4g32"), (tuple, "k4v4g32")]
+    assert found("k8v8") == [(tuple, "k8v8g32")]
+    assert found("k4v4g64") == []
+    assert [patch.metadata for patch in store.get_patches(packed.metadata)] == [packed.metadata] * 2
+    assert store.patch_count("B", BACKBONE) == 4
+    assert PatchKey("B", BACKBONE, (), encoding="k4v4") == PatchKey("B", BACKBONE, (), encoding="k4v4g32")
+
+
+@pytest.mark.parametrize("encoding", ["int8", "k9v9", "", 4])
+def test_a_key_with_an_unknown_encoding_is_refused(encoding, unchecked):
+    with pytest.raises(InputError, match=r"served\.encoding"):
+        PatchKey("B", BACKBONE, (), encoding=encoding)
+
+
+def test_what_is_new_is_written_only_where_it_is_used():
+    """So versions that do not know the fields read all other patches."""
+    body = patch_blob(patch_of(CHUNK)).body
+    assert set(body) == {"stamp", "forms"}
+    assert "encoding" not in body["stamp"]
+    assert set(body["stamp"]) == {field.name for field in dataclasses.fields(PatchMetadata)} - {"encoding"}
+    assert patch_blob(few_bit_patch(PACKED)).body["stamp"]["encoding"] == "k4v4g32"
+    assert set(patch_blob(ragged_patch(CHUNK)).body) == {"stamp", "forms"}
+
+
+# ------------------------------------------------------------------------------------------------------ forgeries
+
+
+def form(**fields: Any) -> Any:
+    def change(body: dict[str, Any], arrays: dict[str, Any]) -> tuple[dict, dict]:
+        packed = {leaf: own | (fields if leaf == "k.u" else {}) for leaf, own in body["packed"].items()}
+        return body | {"packed": packed}, arrays
+
+    return change
+
+
+def part(**leaves: Any) -> Any:
+    """Replaces leaves; None removes one."""
+
+    def change(body: dict[str, Any], arrays: dict[str, Any]) -> tuple[dict, dict]:
+        named = {name.replace("__", "."): value for name, value in leaves.items()}
+        changed = {name: named[name](value) if named.get(name) else value for name, value in arrays.items()}
+        return body, {name: value for name, value in changed.items() if named.get(name, value) is not None}
+
+    return change
+
+
+FORGED: dict[str, Any] = {
+    "other bits": form(bits=2),
+    "bits above": form(bits=9),
+    "one bit, symmetric": form(bits=1),
+    "a huge group": form(group=1 << 40),
+    "no group": form(group=0),
+    "columns beyond the bytes": form(columns=1 << 40),
+    "columns of fewer bytes": form(columns=1),
+    "heads that do not divide": form(heads=3),
+    "another axis": form(axis=-1),
+    "axis zero": form(axis=0),
+    "not symmetric": form(symmetric=False),
+    "symmetric by number": form(symmetric=1),
+    "bits by word": form(bits="4"),
+    "dtype of numbers": form(dtype="int8"),
+    "no scale": part(k__u__scale=None),
+    "no plane": part(k__u__nibbles=None),
+    "scale of one group": part(k__u__scale=lambda array: array[..., :1, :1]),
+    "scale in float32": part(k__u__scale=lambda array: array.astype(np.float32)),
+    "plane of fewer layers": part(k__u__nibbles=lambda array: array[:2]),
+    "missing form": lambda body, arrays: (body | {"packed": {}}, arrays),
+    "form of no fields": lambda body, arrays: (body | {"packed": {"k.u": {}}}, arrays),
+    "forms as a list": lambda body, arrays: (body | {"packed": ["k.u"]}, arrays),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_forged_forms_are_refused(case):
+    blob = patch_blob(few_bit_patch(CHUNK, "int4"))
+    body, arrays = FORGED[case](json.loads(json.dumps(blob.body)), dict(blob.arrays))
+    with pytest.raises((StoreCorruptError, StoreVersionError)):
+        patch_parts(body, arrays)
+
+
+RAGGED: dict[str, Any] = {
+    "rows beyond": part(k__rows=lambda array: array + 1),
+    "rows below": part(k__rows=lambda array: array - 1),
+    "rows of another dtype": part(k__rows=lambda array: array.astype(np.int64)),
+    "rows of one axis": part(k__rows=lambda array: array[0]),
+    "rows of fewer layers": part(k__rows=lambda array: array[:2]),
+    "more rows than directions": part(k__rows=lambda array: np.repeat(array, 2, 1)),
+    "no rows": part(k__rows=None),
+    "fewer directions": part(k__u=lambda array: array[:3]),
+    "v of another width": part(k__v=lambda array: array[:, :3]),
+    "u of more axes": part(k__u=lambda array: array[None]),
+    "no v": lambda body, arrays: (body | {"forms": body["forms"] | {"k": ["u", "rows"]}}, arrays),
+    "dense and rows": lambda body, arrays: (body | {"forms": body["forms"] | {"k": ["dense", "rows"]}}, arrays),
+    "rows alone": lambda body, arrays: (body | {"forms": body["forms"] | {"k": ["rows"]}}, arrays),
+}
+
+
+@pytest.mark.parametrize("case", RAGGED)
+def test_forged_ranks_are_refused(case):
+    blob = patch_blob(ragged_patch(CHUNK))
+    body, arrays = RAGGED[case](dict(blob.body), dict(blob.arrays))
+    with pytest.raises((StoreCorruptError, StoreVersionError)):
+        patch_parts(body, arrays)
+    assert isinstance(patch_parts(blob.body, blob.arrays)[0]["k"], RaggedFactors)
+
+
+def test_words_of_later_versions_are_no_damage():
+    blob = patch_blob(few_bit_patch(PACKED))
+    packed = {leaf: own | {"rotation": "hadamard"} for leaf, own in blob.body["packed"].items()}
+    for body in (
+        {**blob.body, "packed": packed},
+        {**blob.body, "stamp": {**blob.body["stamp"], "encoding": "nf4g64"}},
+        {**blob.body, "codebook": 3},
+    ):
+        with pytest.raises(StoreVersionError):
+            patch_parts(body, blob.arrays)
+    with pytest.raises(StoreCorruptError):
+        patch_parts({**blob.body, "stamp": {**blob.body["stamp"], "encoding": 4}}, blob.arrays)
+
+
+def test_quantised_and_packed_leaves_are_told_apart():
+    found = through_a_file(kvp.quantise(patch_of(CHUNK), "int8"))
+    assert all(isinstance(leaf, Quantised) for own in found.factors.values() for leaf in own)  # pyright: ignore
+    packed = through_a_file(CASES["int4"])
+    assert all(isinstance(leaf, PackedArray) for own in packed.factors.values() for leaf in own)  # pyright: ignore
+    blob = patch_blob(CASES["int4"])
+    assert isinstance(blob, Blob)
+    assert {array.dtype for array in blob.arrays.values()} == {np.dtype(np.uint8), np.dtype(jnp.bfloat16)}
+    assert len(jax.tree.leaves(packed.factors)) == len(blob.arrays)
