@@ -5,7 +5,6 @@ kept for one antecedent; the base is kept once for all and counts in `RepairByte
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -358,13 +357,15 @@ def gear(
         raise InputError(f"gear.bits: got {bits}; expected bits of {BITS}")
 
     size = extra + precision.nbytes(layout, tokens)
-    live, sparse, rest = live_tokens(splice), {}, {}
+    live = live_tokens(splice)
+    sparse: dict[str, tuple[Array, Array]] = {}
+    rest: dict[str, Array] = {}
     for channel in layout.channels:
         value = jnp.asarray(recorded[channel.name]).astype(jnp.float32)
         axis = precision.of_channel(channel)[1]
         sparse[channel.name], rest[channel.name] = _without_outliers(value, live, axis, ends[channel.name])
     dense = encode_kv_rows(layout, rest, precision, splice.length)
-    factors = _error_factors(rest, decode_kv_rows(dense), live, rank)
+    factors = _error_factors(rest, decode_kv_rows(dense), sparse, live, rank)
     bytes = RepairBytes(stored=size, moved=size)
 
     def serve(own: SplicedCache) -> Repaired:
@@ -397,10 +398,13 @@ def _without_outliers(
 
 
 @functools.partial(jax.jit, static_argnames=("rank",))
-def _error_factors(rest: KV, decoded: KV, live: Array, rank: int) -> dict[str, tuple[Array, Array]]:
+def _error_factors(
+    rest: KV, decoded: KV, sparse: dict[str, tuple[Array, Array]], live: Array, rank: int
+) -> dict[str, tuple[Array, Array]]:
     factors = {}
     for name, value in rest.items() if rank else ():
-        error = jnp.where(live[..., None, None], value - decoded[name], 0.0)
+        # Where numbers are kept whole there is no error.
+        error = jnp.where(live[..., None, None] & ~sparse[name][0], value - decoded[name], 0.0)
         u, v = factorise(jnp.swapaxes(error, -3, -2), rank, method="exact")
         factors[name] = u.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
     return factors
@@ -408,7 +412,7 @@ def _error_factors(rest: KV, decoded: KV, live: Array, rank: int) -> dict[str, t
 
 @jax.jit
 def _gear_sum(
-    dense: dict[str, Array], factors: dict[str, tuple[Array, Array]], sparse: dict[str, Any]
+    dense: dict[str, Array], factors: dict[str, tuple[Array, Array]], sparse: dict[str, tuple[Array, Array]]
 ) -> dict[str, Array]:
     total = {}
     for name, value in dense.items():

@@ -145,7 +145,6 @@ def anchored(
     return with_flops(serve(splice), serve, splice, backbone, ("anchored", kept, count, str(encoding)))
 
 
-@jax.jit
 def anchor_weights(
     embedding: Float[AnyArray, "B D"], anchors: Float[AnyArray, "N B D"], temperature: float | int = 1.0
 ) -> Float[Array, "N B"]:
