@@ -11,6 +11,7 @@ Chunks, from a model:
 
 Patches:
   form_patch          low-rank factors of what a chunk absorbed from its antecedent
+  ByteBudget          most bytes of a patch, in place of a rank: a rank for each layer and channel
   Placed              a chunk at a position after an antecedent, with its patch or (blind) without
   apply_patch         the KV of a placed chunk, in the engine frame
   accumulate, orbit_patch            one patch for every order of an antecedent set
@@ -66,6 +67,7 @@ from .core import (
 from .core import ops as ops
 from .core import rope as rope
 from .patching import (
+    ByteBudget,
     Placed,
     accumulate,
     apply_patch,
@@ -92,6 +94,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Backbone",
+    "ByteBudget",
     "Certificate",
     "Channel",
     "Chunk",

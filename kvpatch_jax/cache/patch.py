@@ -182,6 +182,15 @@ class Patch:
             ranks[name] = _shape(factors[0])[-1] if is_low_rank(factors) else None  # pyright: ignore[reportIndexIssue]
         return ranks
 
+    @functools.cached_property
+    def operands(self) -> dict[str, Any]:
+        """The factors as jitted operators take them: those with a rank for each layer padded to few shapes."""
+        operands = dict(self.factors)
+        for name, own in operands.items():
+            if isinstance(own, RaggedFactors):
+                operands[name] = own.padded()
+        return operands
+
     @property
     def nbytes(self) -> int:
         """Bytes of the factors, scales included; a shared left factor counts once, a shared basis not at all.

@@ -47,7 +47,7 @@ class RaggedFactors:
 
     Attributes:
       u: [R, T], the directions' coefficients, singular values included. v: [R, F], orthonormal in each layer.
-      rows: int32 [L, M], which of the R directions a layer has, the strongest first; R where it has no more.
+      rows: integers [L, M], which of the R directions a layer has, the strongest first; R where it has no more.
     """
 
     u: Leaf
@@ -63,9 +63,35 @@ class RaggedFactors:
     def by_layer(self) -> tuple[Array, Array]:
         """Returns u [L, T, M] and v [L, M, F] in float32, zero where a layer has fewer directions than M."""
         u, v = (value_of(leaf).astype(jnp.float32) for leaf in (self.u, self.v))
-        # Indices beyond the last direction give zeros.
-        u, v = (leaf.at[self.rows].get(mode="fill", fill_value=0.0) for leaf in (u, v))
+        # Indices beyond the last direction give zeros. Rows are kept in 16 bits where these suffice.
+        rows = jnp.asarray(self.rows, jnp.int32)
+        u, v = (leaf.at[rows].get(mode="fill", fill_value=0.0) for leaf in (u, v))
         return jnp.swapaxes(u, -1, -2), v
+
+    def padded(self) -> "RaggedFactors":
+        """Pads R to a multiple of 32 and M to one of 8 by directions of zeros, so that many patches share a program.
+
+        For programs alone: on the host, because a padding on a device would be a program for each R. Traced factors
+        are returned as they are.
+        """
+        leaves = jax.tree.leaves(self)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return self
+        # Zeros of codes, scales and numbers alike decode to zeros.
+        u, v = jax.tree.map(functools.partial(_zeros_behind, axis=0, multiple=32), (self.u, self.v))
+        rows = np.asarray(self.rows, np.int32)
+        total = jax.tree.leaves(u)[0].shape[0]
+        # A padded place is that of no direction; so is the number of those that were there, whose row is zero now.
+        short = -rows.shape[1] % 8
+        rows = np.pad(rows, [(0, 0), (0, short)], constant_values=total)
+        return RaggedFactors(u, v, jax.device_put(rows))
+
+
+def _zeros_behind(leaf: Array | np.ndarray, axis: int, multiple: int) -> Array:
+    widths = [(0, 0)] * leaf.ndim
+    widths[axis] = (0, -leaf.shape[axis] % multiple)
+    # `jnp.asarray` would compile a program for each shape.
+    return jax.device_put(np.pad(np.asarray(leaf), widths) if widths[axis][1] else leaf)
 
 
 ChannelFactors = tuple[Leaf, Leaf] | Array | Quantised | PackedArray | RaggedFactors

@@ -5,6 +5,9 @@ from .basis import check_in_basis as check_in_basis
 from .basis import coefficients as coefficients
 from .basis import fit_basis as fit_basis
 from .basis import with_basis as with_basis
+from .byte_budget import ByteBudget as ByteBudget
+from .byte_budget import choose_directions as choose_directions
+from .byte_budget import direction_bytes as direction_bytes
 from .canonical import conditioned as conditioned
 from .canonical import lead_digest as lead_digest
 from .canonical import lead_tokens as lead_tokens

@@ -89,7 +89,7 @@ def _with_rows(factors: RaggedFactors, rows: Int[np.ndarray, "L M"]) -> RaggedFa
     place = np.full(total + 1, len(kept), np.int32)
     place[kept] = np.arange(len(kept))
     u, v = jax.tree.map(lambda leaf: leaf[kept], (factors.u, factors.v))
-    return RaggedFactors(u, v, jnp.asarray(place[np.minimum(rows, total)]))
+    return RaggedFactors(u, v, jnp.asarray(place[np.minimum(rows, total)].astype(rows.dtype)))
 
 
 # One program for all leaves.
@@ -156,6 +156,20 @@ def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
             factors[name] = ops.stored(value_of(own), target, -1)  # pyright: ignore
 
     return Patch(finite_factors(factors, f"patch of chunk {patch.metadata.chunk!r} in {target}"), patch.metadata)
+
+
+def dtype_of(patch: Patch) -> str | None:
+    """Returns the dtype of a patch's factors as `quantise` takes it; None of a patch without factors."""
+
+    def is_leaf(value: Any) -> bool:
+        return isinstance(value, ops.Quantised) or is_packed(value)
+
+    leaf = next(iter(jax.tree.leaves(dict(patch.factors), is_leaf=is_leaf)), None)
+    if leaf is None:
+        return None
+    if is_packed(leaf):
+        return f"int{leaf.bits}g{leaf.group}"
+    return (leaf.values if isinstance(leaf, ops.Quantised) else leaf).dtype.name
 
 
 def finite_factors(factors: ops.Factors, what: str) -> ops.Factors:

@@ -13,6 +13,7 @@ from ..core import AnyArray, FormPlan, Heads, PackedArray, arrays_of, expect_fra
 from ..core.ops import factor_bits
 from ..errors import InputError, RankError, ShapeError
 from ..utils.kinds import expect_kind
+from .byte_budget import ByteBudget, form_ragged
 from .compress import Rank, finite_factors, rank_by_channel
 
 Method = Literal["randomised", "exact"]
@@ -141,7 +142,7 @@ def metadata_of(
 def from_deficit(
     chunk: Chunk,
     delta: Mapping[str, Float[Array, "L *B T _ _"]],
-    rank: Rank,
+    rank: Rank | ByteBudget,
     metadata: PatchMetadata,
     *,
     method: Method = "randomised",
@@ -151,17 +152,23 @@ def from_deficit(
     """Forms a joint-head, phase-free patch of a deficit.
 
     Args:
+      rank: as in `form_patch`; a `ByteBudget` is spent on exact directions, whatever the method.
       method: "randomised" (deterministic by `key`) or "exact".
       key: a typed PRNG key; None is `jax.random.key(0)`.
       dtype: of the factors; None is the chunk's.
 
     Raises:
-      RankError, LayoutError: as `choose_ranks`. NotFiniteError: factors beyond the dtype's range.
+      RankError, LayoutError: as `choose_ranks`. NotFiniteError: factors beyond the dtype's range. ShapeError: a batch
+      of chunks with a budget.
     """
+    what = f"factors of chunk {metadata.chunk!r} in {factor_dtype(chunk, dtype)}"
+    if isinstance(rank, ByteBudget):
+        return Patch(form_ragged(delta, chunk.length, rank, factor_dtype(chunk, dtype), what), metadata)
+
     # No key means a fixed one: the same deficit gives the same patch.
     ranks, asked = choose_ranks(chunk, rank)
     plan = FormPlan(ranks=ranks, method=method, dtype=factor_dtype(chunk, dtype))
     key = jax.random.key(0) if key is None else key
     factors = ops.jitted_factorise(dict(delta), key, jnp.int32(chunk.length), plan=plan)
-    factors = finite_factors(factors, f"factors of chunk {metadata.chunk!r} in {plan.dtype}")
+    factors = finite_factors(factors, what)
     return Patch(factors, dataclasses.replace(metadata, asked=asked))

@@ -14,10 +14,11 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Key
 
-from ..cache import AntecedentLike, Chunk, Patch, antecedent_of, brief
+from ..cache import Antecedent, AntecedentLike, Chunk, Patch, antecedent_of, brief
 from ..core import Angles, FormPlan, Heads, PatchFrame, Start, arrays_of, as_start, ops
 from ..errors import InputError
 from .basis import Basis, form_in_basis
+from .byte_budget import ByteBudget, form_ragged
 from .compress import Rank, finite_factors
 from .factors import (
     KVArrays,
@@ -81,14 +82,18 @@ class FormOptions:
             )
 
 
-def form_patch(chunk: Chunk, conditioned: KVArrays, rank: Rank, antecedent: AntecedentLike, **options: Any) -> Patch:
+def form_patch(
+    chunk: Chunk, conditioned: KVArrays, rank: Rank | ByteBudget, antecedent: AntecedentLike, **options: Any
+) -> Patch:
     """Forms the patch of a chunk after an antecedent: thin factors of KV(B|A) − KV(B|∅). Kamera App. A.
 
     Args:
       chunk: the canonical. The patch of a batch of chunks is a batch too: every factor has the axis B after L.
       conditioned: KV(B|A), phase-free, {channel: [L, T, K, H]} or [L, B, T, K, H], of the chunk's shapes.
       rank: M for every channel, or one per channel (0, or leaving a channel out, gives it no patch). At most min(T, F):
-        a larger rank is reduced to that and recorded in `metadata.asked`.
+        a larger rank is reduced to that and recorded in `metadata.asked`. Or a `ByteBudget`: a rank for each layer and
+        channel, so that the patch holds most of the deficit within these bytes; of one chunk, joint heads in the
+        phase-free frame, from exact directions whatever `method` says.
       antecedent: the chunks that precede this one, in order: chunks, ids, or members that say how they were served. Ids
         and chunks mean that each was served exactly.
       options: fields of `FormOptions`: heads, method, key, layers, shared_left, dense, frame, start, angles, dtype,
@@ -102,7 +107,7 @@ def form_patch(chunk: Chunk, conditioned: KVArrays, rank: Rank, antecedent: Ante
     chosen = FormOptions(**options)
     if chosen.basis is not None:
         if not isinstance(rank, int | np.integer):
-            raise InputError(f"patch: got rank {rank} with a basis; expected one rank")
+            raise InputError(f"patch: got rank {rank!r:.80} with a basis; expected one rank")
         return form_in_basis(
             chunk, conditioned, chosen.basis, antecedent, int(rank), layers=chosen.layers, dtype=chosen.dtype
         )
@@ -113,6 +118,8 @@ def form_patch(chunk: Chunk, conditioned: KVArrays, rank: Rank, antecedent: Ante
     # In the phase-free frame the start has no effect, but the program takes one.
     start = as_start(layout.rope, 0 if chosen.start is None else chosen.start, (), "patch")
     layers = check_layers(chosen.layers, layout.layers)
+    if isinstance(rank, ByteBudget):
+        return _form_within(chunk, conditioned, rank, antecedent, layers, chosen)
     ranks, asked = choose_ranks(chunk, rank, chosen.heads, chosen.shared_left, chosen.dense)
 
     plan = FormPlan(
@@ -145,6 +152,29 @@ def form_patch(chunk: Chunk, conditioned: KVArrays, rank: Rank, antecedent: Ante
     return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r} in {plan.dtype}"), metadata)
 
 
+def _form_within(
+    chunk: Chunk,
+    conditioned: KVArrays,
+    budget: ByteBudget,
+    antecedent: Antecedent,
+    layers: tuple[int, ...],
+    chosen: FormOptions,
+) -> Patch:
+    """Forms a patch with a rank for each layer and channel."""
+    if (chosen.heads, chosen.frame, chosen.shared_left) != ("joint", "phase_free", False):
+        raise InputError(
+            f"patch: got heads {chosen.heads!r}, frame {chosen.frame!r}, shared_left {chosen.shared_left} with a "
+            "ByteBudget; expected 'joint', 'phase_free', no shared left factor"
+        )
+    delta = deficit_of(conditioned, chunk.kv, chunk)
+    if len(layers) < chunk.layout.layers:
+        delta = {name: value[np.asarray(layers)] for name, value in delta.items()}
+
+    dtype = factor_dtype(chunk, chosen.dtype)
+    factors = form_ragged(delta, chunk.length, budget, dtype, f"factors of chunk {chunk.id!r} in {dtype}")
+    return Patch(factors, metadata_of(chunk, "canonical", antecedent, layers=layers))
+
+
 def _is_canonical(chunk: Chunk, kv: KVArrays) -> bool:
     """Returns whether KV is a chunk's canonical, number for number; of traced arrays, whether it is the same."""
     for name, value in arrays_of(kv).items():
@@ -162,7 +192,7 @@ def removal_patch(
     chunk: Chunk,
     target: KVArrays,
     conditioned: KVArrays,
-    rank: Rank,
+    rank: Rank | ByteBudget,
     antecedent: AntecedentLike,
     base_antecedent: AntecedentLike,
     **options: Any,

@@ -15,6 +15,7 @@ from ..cache import Antecedent, AntecedentLike, Chunk, Patch, antecedent_of
 from ..core import AnyArray, PhaseFreeKV, arrays_of, ops
 from ..errors import InputError, PatchMismatchError, ShapeError
 from ..utils.kinds import expect_kind
+from .byte_budget import ByteBudget
 from .canonical import conditioned as conditioned_kv
 from .canonical import unit_tokens
 from .compress import Rank
@@ -95,7 +96,9 @@ def accumulate(
     return Accumulated(total, acc.count + 1, acc.chunk, members)
 
 
-def orbit_patch(acc: Accumulated, rank: Rank, antecedent: AntecedentLike | None = None, **options: Any) -> Patch:
+def orbit_patch(
+    acc: Accumulated, rank: Rank | ByteBudget, antecedent: AntecedentLike | None = None, **options: Any
+) -> Patch:
     """Forms one patch for every ordering of an antecedent set: factors of the mean deficit. Kamera §5.
 
     Args:
@@ -164,7 +167,7 @@ def form_orbit(
     chunk: Chunk,
     antecedent: AntecedentLike,
     condition: Callable[[Order], KVArrays],
-    rank: Rank,
+    rank: Rank | ByteBudget,
     orders: Iterable[Order] | None = None,
     **options: Any,
 ) -> Patch:

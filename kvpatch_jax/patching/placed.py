@@ -85,7 +85,7 @@ class Placed:
         if patch is not None:
             conditioned = None if base is None else base_antecedent
             check_applies(patch, chunk, start, antecedent, conditioned, allow_stale=self.allow_stale)
-            factors, metadata = dict(patch.factors), patch.metadata
+            factors, metadata = dict(patch.operands), patch.metadata
             # None for all layers, so that such patches share one compiled program.
             layers = None if len(metadata.layers) == layout.layers else metadata.layers
             options = {"layers": layers, "heads": metadata.heads, "frame": metadata.frame}

@@ -8,15 +8,21 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..cache import AntecedentLike, Chunk, Patch, PatchMetadata, antecedent_of, check_chunk, patch_digest
-from ..core import ChannelFactors, is_low_rank, ops, value_of
+from ..core import ChannelFactors, RaggedFactors, is_low_rank, ops, value_of
 from ..errors import PatchMismatchError, RankError
 from ..utils.kinds import expect_kind
-from .compress import Rank, quantise, rank_by_channel
+from .byte_budget import ByteBudget
+from .compress import Rank, dtype_of, quantise, rank_by_channel
 from .factors import KVArrays, check_conditioned, deficit_of, from_deficit, metadata_of
 
 
 def correction_patch(
-    chunk: Chunk, patch: Patch, conditioned: KVArrays, rank: Rank, antecedent: AntecedentLike, **options: Any
+    chunk: Chunk,
+    patch: Patch,
+    conditioned: KVArrays,
+    rank: Rank | ByteBudget,
+    antecedent: AntecedentLike,
+    **options: Any,
 ) -> Patch:
     """Forms what a stored patch lacks after a changed antecedent: factors of KV(B|A′) − KV(B|∅) − u v. Kamera App. D.
 
@@ -64,7 +70,8 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
     Args:
       patch: joint-head patch of all layers.
       correction: from `correction_patch` of this very patch, at the same rank and in the same dtype.
-      rank: of the result, per channel or for all; None keeps each channel's rank.
+      rank: of the result, per channel or for all; None keeps each channel's rank, of a channel with a rank for each
+        layer the highest, which the result has in all layers.
 
     Returns:
       A patch stamped with the correction's antecedent, in the dtype of `patch`.
@@ -98,13 +105,13 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
     metadata = dataclasses.replace(
         old, antecedent=new.antecedent, members=new.members, orbit=False, layout=new.layout, asked=None, basis=None
     )
-    updated = Patch(factors, metadata)
-    leaf = next(iter(jax.tree.leaves(dict(patch.factors))), None)
-    return updated if leaf is None else quantise(updated, leaf.dtype)
+    updated, dtype = Patch(factors, metadata), dtype_of(patch)
+    return updated if dtype is None else quantise(updated, dtype)
 
 
 def _merge(first: ChannelFactors, second: ChannelFactors, rank: int | None, name: str) -> ChannelFactors:
     """Adds two corrections of one channel: low-rank ones at `rank`, others densely."""
+    first, second = (own.by_layer() if isinstance(own, RaggedFactors) else own for own in (first, second))
     if is_low_rank(first) and is_low_rank(second):
         (u1, v1), (u2, v2) = map(value_of, first), map(value_of, second)  # pyright: ignore[reportArgumentType]
         rank = u1.shape[-1] if rank is None else rank

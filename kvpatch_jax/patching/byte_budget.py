@@ -1,0 +1,235 @@
+"""Ranks by layer and channel under a budget of bytes: the directions that hold most of a deficit.
+
+The exact singular value decomposition of each layer and channel gives directions whose squared singular values are
+what the patch's squared error loses by keeping them. So the largest ones over all layers and channels are the best set
+at equal bytes for each direction: no other set of factors of the same ranks' sum has a smaller error.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ..cache import Chunk, check_finite
+from ..core import AnyArray, RaggedFactors, ops, packed_bytes
+from ..errors import InputError, RankError, ShapeError
+from ..utils.kinds import expect_kind, is_whole
+
+Weights = Mapping[str, Float[AnyArray, "L F"]]
+"""A weight for each feature of each layer, by channel: an error in it counts that many times."""
+
+_STEP = 32
+"""Directions are selected in multiples of this, so that patches of many sizes share a program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ByteBudget:
+    """Most bytes that a patch may take (`Patch.nbytes`), in place of one rank everywhere.
+
+    Attributes:
+      nbytes: 1 or more.
+      per_byte: chooses directions by their squared singular value per byte; False: by the value alone. They differ
+        where a direction of one channel takes more bytes than that of another, as of latent attention.
+      most: the highest rank of one layer, which bounds what serving costs; None: as high as the chunk allows.
+
+    Raises:
+      InputError: a number below 1, or none.
+    """
+
+    nbytes: int
+    per_byte: bool = False
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        for word, number in (("nbytes", self.nbytes), ("most", 1 if self.most is None else self.most)):
+            if not is_whole(number, 1):
+                raise InputError(f"ByteBudget.{word}: got {number!r:.80}; expected a whole number from 1")
+
+    @classmethod
+    def share(cls, chunk: Chunk, share: float | int, **options: Any) -> "ByteBudget":
+        """Returns a share of the bytes of a chunk's KV in 16 bits, padding left out.
+
+        Args:
+          share: above 0.
+          options: per_byte and most.
+
+        Raises:
+          InputError: not such a share, or one of less than a byte.
+        """
+        expect_kind(chunk, Chunk, "ByteBudget.share", "a Chunk")
+        if not isinstance(share, float | int) or isinstance(share, bool) or not 0 < share < 1e6:
+            raise InputError(f"ByteBudget.share: got {share!r:.80}; expected a number above 0")
+        return cls(int(share * chunk.layout.bytes_per_token() * chunk.length), **options)
+
+
+def direction_bytes(tokens: int, features: int, dtype: jax.typing.DTypeLike) -> int:
+    """Counts the bytes of one direction: a coefficient for each token and a number for each feature, with scales.
+
+    Args:
+      tokens: padded, as factors have them. dtype: of factors, as `form_patch` takes it.
+    """
+    few = ops.factor_bits(dtype)
+    if few is not None:
+        return sum(packed_bytes(1, size, *few, -1, symmetric=True) for size in (tokens, features))
+    size = jnp.dtype(dtype).itemsize
+    # 8-bit dtypes have one float32 scale for each of the two vectors.
+    return size * (tokens + features) + (8 if size == 1 else 0)
+
+
+def choose_directions(
+    singular_values: Mapping[str, Float[AnyArray, "L R"]],
+    costs: Mapping[str, int],
+    budget: int,
+    *,
+    per_byte: bool = False,
+    column_bytes: Mapping[str, int] | None = None,
+) -> dict[str, Int[np.ndarray, " L"]]:
+    """Chooses how many directions each layer and channel keeps, by greedy choice of the largest squared values.
+
+    At equal costs no other choice within the budget has a smaller sum of the squared values that are left out, which is
+    the squared error. Of unequal costs a direction that does not fit any more is passed over for cheaper ones.
+    Directions of no energy are not taken.
+
+    Args:
+      singular_values: by channel, descending in each layer. costs: bytes of one direction, by channel.
+      budget: bytes.
+      per_byte: chooses by the squared value per byte.
+      column_bytes: by channel, what every further rank of its highest layer costs beside (the table of rows).
+
+    Raises:
+      InputError: channels without a cost, costs below 1, or values that are negative, not finite, or ascend.
+    """
+    if set(singular_values) != set(costs) or not all(is_whole(cost, 1) for cost in costs.values()):
+        raise InputError(f"choose_directions: got costs {dict(costs)!r:.200}; expected bytes for each channel, from 1")
+
+    # All directions in one list: their energy, channel, layer, and place within the layer.
+    names, columns = list(singular_values), dict(column_bytes or {})
+    energies, places = [], []
+    for number, name in enumerate(names):
+        values = np.asarray(singular_values[name], np.float64)
+        if values.ndim != 2 or not np.isfinite(values).all() or (values < 0).any() or (np.diff(values) > 0).any():
+            raise InputError(f"choose_directions: got singular values of {name!r} that do not descend to 0 or above")
+        layer, rank = np.indices(values.shape)
+        energies.append((values**2 / (costs[name] if per_byte else 1)).ravel())
+        places.append(np.stack([np.full(values.size, number), layer.ravel(), rank.ravel()], axis=1))
+
+    ranks = {name: np.zeros(len(singular_values[name]), np.int64) for name in names}
+    if not names:
+        return ranks
+    energy, place = np.concatenate(energies), np.concatenate(places)
+    # The stable order keeps equal values of a layer in theirs.
+    order = np.argsort(-energy, kind="stable")
+    order = order[energy[order] > 0]
+
+    left, cheapest = budget, min(costs.values())
+    for number, layer, rank in place[order].tolist():
+        if left < cheapest:
+            break
+        # A direction counts on those before it in its layer: after one was passed over, so are the rest.
+        name = names[number]
+        cost = costs[name] + (columns.get(name, 0) if rank == ranks[name].max() else 0)
+        if rank == ranks[name][layer] and cost <= left:
+            ranks[name][layer] += 1
+            left -= cost
+
+    return ranks
+
+
+def form_ragged(
+    delta: Mapping[str, Float[Array, "L T _ _"]],
+    length: int,
+    budget: ByteBudget,
+    dtype: str,
+    what: str,
+    weights: Weights | None = None,
+) -> ops.Factors:
+    """Factorises a deficit with a rank for each layer and channel, within a budget of bytes.
+
+    Args:
+      delta: float32, zero on padding. length: tokens that are not padding.
+      dtype: of the factors, as `factor_dtype` names it. what: begins messages.
+      weights: for each layer and feature; the error is minimised in the norm that they give.
+
+    Returns:
+      `RaggedFactors` by channel; channels without directions are left out.
+
+    Raises:
+      RankError: the budget does not hold one direction. NotFiniteError: factors beyond the dtype's range.
+    """
+    shapes = {name: value.shape for name, value in delta.items()}
+    if any(len(shape) != 4 for shape in shapes.values()):
+        raise ShapeError(
+            f"{what}: got a batch with a ByteBudget; expected one chunk (`choose_directions` is on arrays)"
+        )
+    found = _jitted_directions(dict(delta), None if weights is None else dict(weights))
+    values, costs, columns, index_dtype = {}, {}, {}, {}
+    for name, (singular, _, _) in found.items():
+        layers, tokens, features = shapes[name][0], shapes[name][1], shapes[name][2] * shapes[name][3]
+        limit = min(length, features, features if budget.most is None else budget.most)
+        # Rounding must not let values ascend, nor the tail of a thin deficit count as energy.
+        host = np.minimum.accumulate(np.asarray(singular)[:, :limit].clip(0), axis=1)
+        values[name] = np.where(host > 1e-7 * host[:, :1], host, 0.0)
+        costs[name] = direction_bytes(tokens, features, dtype)
+        # The budget bounds how many rows there are.
+        index_dtype[name] = np.int16 if min(layers * limit, budget.nbytes // costs[name]) < 1 << 15 else np.int32
+        columns[name] = layers * np.dtype(index_dtype[name]).itemsize
+
+    ranks = choose_directions(values, costs, budget.nbytes, per_byte=budget.per_byte, column_bytes=columns)
+    least = min(costs[name] + columns[name] for name in costs)
+    if budget.nbytes < least:
+        raise RankError(f"{what}: got a budget of {budget.nbytes} bytes; expected at least {least}, for one direction")
+
+    factors: ops.Factors = {}
+    for name, own in ranks.items():
+        total = int(own.sum())
+        if not total:
+            continue
+        rows = np.full((len(own), own.max()), total, index_dtype[name])
+        taken = np.arange(own.max()) < own[:, None]
+        rows[taken] = np.arange(total)
+        # Numbers of all directions, layer by layer; the selection is padded with the first one, and cut on the host.
+        layer, rank = np.nonzero(taken)
+        index = np.zeros((2, -(-total // _STEP) * _STEP), np.int32)
+        index[:, :total] = layer, rank
+        _, u, v = found[name]
+        pair = _jitted_selection(u, v, index, None if weights is None else jnp.asarray(weights[name]), dtype)
+        check_finite([(name, leaf) for leaf in jax.tree.leaves(pair) if jnp.issubdtype(leaf.dtype, jnp.floating)], what)
+        cut = jax.tree.map(functools.partial(_first, count=total), jax.device_get(pair))
+        factors[name] = RaggedFactors(*cut, jax.device_put(rows))
+
+    return factors
+
+
+def _first(leaf: np.ndarray, count: int) -> Array:
+    return jax.device_put(leaf[:count])
+
+
+@jax.jit
+def _jitted_directions(
+    delta: dict[str, Float[Array, "L T _ _"]], weights: dict[str, Array] | None
+) -> dict[str, tuple[Array, Array, Array]]:
+    """Computes by channel the singular values [L, R], u with them [L, T, R] and v [L, R, F] of each layer."""
+    result = {}
+    for name, value in delta.items():
+        matrix = ops.flatten_heads(value)
+        matrix = matrix if weights is None else matrix * jnp.asarray(weights[name], jnp.float32)[:, None]
+        u, singular, v = jnp.linalg.svd(matrix, full_matrices=False)
+        result[name] = singular, u * singular[:, None], v
+    return result
+
+
+@functools.partial(jax.jit, static_argnames=("dtype",))
+def _jitted_selection(
+    u: Array, v: Array, index: Int[AnyArray, "2 R"], weights: Array | None, dtype: str
+) -> tuple[Any, Any]:
+    """Returns the u [R, T] and v [R, F] of some directions (layer, rank), in the dtype of factors."""
+    layer, rank = index
+    own = v[layer, rank]
+    # Directions were found of weighted features; the product u v is of the features themselves.
+    own = own if weights is None else own / weights[layer]
+    return ops.stored(u[layer, :, rank], dtype, -1), ops.stored(own, dtype, -1)
