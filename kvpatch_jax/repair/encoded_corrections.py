@@ -5,19 +5,22 @@ kept for one antecedent; the base is kept once for all and counts in `RepairByte
 """
 
 import functools
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from pallas_kernels import factorise
 
 from ..backbone import KV, Backbone
-from ..core import KVEncoding, KVLayout, Leaf, flatten_heads
+from ..core import KVEncoding, KVLayout, Leaf, RaggedFactors, flatten_heads, value_of
 from ..core.encoding import BITS, GROUP
 from ..core.ops import factor_bits, jitted_apply, stored
 from ..errors import InputError, RankError
+from ..patching.byte_budget import ByteBudget, form_ragged
 from .repair_budget import RepairBudget
 from .spliced_cache import RepairBytes, Repaired, SplicedCache, live_tokens, required, with_flops
 from .stored_kv import (
@@ -38,6 +41,8 @@ from .stored_kv import (
 
 Encoding = KVPrecision | KVEncoding | str | int | None
 """Of a base: a precision, an encoding or its word, bits; None: the cache's dtype."""
+Ranks = Literal["uniform", "by_energy"]
+"""One rank of all layers and channels, or a rank for each, by the energy of directions."""
 RECORDED = "KV that an earlier prefill behind the same antecedent left"
 BLOCK_TOKENS = 16
 """Tokens of a block of TokenDance: a page of its engine's cache."""
@@ -54,6 +59,7 @@ def encoded_patch(
     base: Base = "canonical",
     rank: int | None = None,
     dtype: str = "int4",
+    ranks: Ranks = "uniform",
 ) -> Repaired:
     """Adds a low-rank patch in few bits to an encoded base: this library's method at the bytes of its encodings.
 
@@ -65,25 +71,35 @@ def encoded_patch(
       base: "canonical"; "mean" or "first" of `splice.others`.
       rank: of every channel, in place of the budget's; 0: the decoded base alone.
       dtype: of the factors, as `form_patch` takes it: "int2" to "int8", "bfloat16", …
+      ranks: "uniform": one rank; "by_energy": a rank for each layer and channel of each row, as a `ByteBudget` chooses,
+        with its table in the bytes, which are the rows' mean. Not inside a trace.
 
     Raises:
-      InputError: no recorded KV, a budget in tokens or by layer, another base, encoding or dtype, or no KV of others.
-      RankError: the rank is out of range. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
+      InputError: no recorded KV, a budget in tokens or by layer, another base, encoding or dtype, no KV of others, a
+        rank together with ranks by energy, or these inside a trace. RankError: the rank is out of range. ShapeError,
+        LayoutError, DtypeError: the splice does not match the backbone.
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
     allowed = allowed_bytes(layout, splice, budget, "encoded_patch")
     recorded = required(splice, "recorded", "encoded_patch", RECORDED)
     _check_factor_dtype(dtype)
+    if ranks not in get_args(Ranks) or (ranks == "by_energy" and rank is not None):
+        raise InputError(
+            f"encoded_patch.ranks: got {ranks!r:.80}, rank {rank}; expected 'uniform', or 'by_energy' alone"
+        )
     kept = stored_base(layout, splice, base, encoding, "encoded_patch")
-    highest = max(min(tokens, channel.features) for channel in layout.channels)
-    rank = _largest_rank(layout, tokens, highest, dtype, allowed) if rank is None else rank
-    if not 0 <= rank <= highest:
-        raise RankError(f"encoded_patch.rank: got {rank}; expected 0 to {highest}, the rank of {tokens} tokens' KV")
-
-    size = patch_bytes(layout, tokens, rank, dtype)
+    live = live_tokens(splice)
+    if ranks == "by_energy":
+        factors, size = _ragged_factors(layout, dict(recorded), kept.kv, live, dtype, allowed)
+    else:
+        highest = max(min(tokens, channel.features) for channel in layout.channels)
+        rank = _largest_rank(layout, tokens, highest, dtype, allowed) if rank is None else rank
+        if not 0 <= rank <= highest:
+            raise RankError(f"encoded_patch.rank: got {rank}; expected 0 to {highest}, the rank of {tokens} tokens' KV")
+        size = patch_bytes(layout, tokens, rank, dtype)
+        by_channel = [(channel.name, min(rank, tokens, channel.features)) for channel in layout.channels if rank]
+        factors = _encoded_factors(dict(recorded), kept.kv, live, tuple(by_channel), dtype)
     bytes = kept.bytes._replace(stored=size, moved=kept.bytes.moved + size)
-    ranks = tuple((channel.name, min(rank, tokens, channel.features)) for channel in layout.channels) if rank else ()
-    factors = _encoded_factors(dict(recorded), kept.kv, live_tokens(splice), ranks, dtype)
 
     def serve(own: SplicedCache) -> Repaired:
         if not factors:
@@ -91,7 +107,46 @@ def encoded_patch(
         kv = jitted_apply(layout, kept.read(own), factors, own.tokens.positions, jnp.zeros((), jnp.int32))
         return engine_written(layout, own, kv, bytes)
 
-    return with_flops(serve(splice), serve, splice, backbone, ("encoded_patch", ranks, dtype, base, str(encoding)))
+    shapes = tuple((name, value_of(pair[1]).shape) for name, pair in factors.items())
+    return with_flops(serve(splice), serve, splice, backbone, ("encoded_patch", shapes, dtype, base, str(encoding)))
+
+
+def _ragged_factors(
+    layout: KVLayout, recorded: KV, base: KV, live: Array, dtype: str, allowed: int
+) -> tuple[dict[str, tuple[Array, Array]], int]:
+    """Factors of each row with ranks of its own, decoded and padded to one rank, and their mean bytes."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((recorded, base, live))):
+        raise InputError("encoded_patch.ranks: got KV inside a trace; expected arrays, because ranks depend on values")
+    delta = {}
+    for name in layout.names:
+        exact = jnp.asarray(recorded[name]).astype(jnp.float32) - base[name]
+        delta[name] = jnp.where(live[..., None, None], exact, 0.0)
+
+    own, sizes = [], []
+    for row, length in enumerate(np.asarray(live).sum(1).tolist()):
+        one = {name: value[:, row] for name, value in delta.items()}
+        try:
+            ragged = form_ragged(one, length, ByteBudget(max(allowed, 1), per_byte=True), dtype, "encoded_patch")
+        except RankError:
+            # Not even one direction fits.
+            ragged = {}
+        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(ragged)))
+        own.append({name: factors.by_layer() for name, factors in ragged.items() if isinstance(factors, RaggedFactors)})
+
+    factors = {}
+    for channel in layout.channels:
+        pairs = [row.get(channel.name) for row in own]
+        most = max((pair[1].shape[1] for pair in pairs if pair is not None), default=0)
+        if not most:
+            continue
+        tokens, us, vs = live.shape[1], [], []
+        for pair in pairs:
+            u, v = pair or (jnp.zeros((layout.layers, tokens, 0)), jnp.zeros((layout.layers, 0, channel.features)))
+            short = most - v.shape[1]
+            us.append(jnp.pad(u, ((0, 0), (0, 0), (0, short))))
+            vs.append(jnp.pad(v, ((0, 0), (0, short), (0, 0))))
+        factors[channel.name] = jnp.stack(us, axis=1), jnp.stack(vs, axis=1)
+    return factors, round(float(np.mean(sizes)))
 
 
 def patch_bytes(layout: KVLayout, tokens: int, rank: int, dtype: str) -> int:

@@ -236,6 +236,46 @@ def test_an_encoded_patch_is_that_of_numpy(case, bits, rank, dtype, base):
     assert repaired.flops == 2 * backbone.layout.layers * TOKENS * sum(ranks)
 
 
+def test_ranks_by_energy_lose_as_little_as_a_greedy_choice(case):
+    backbone, splice, _ = case
+    lengths, budget = [TOKENS - 9, TOKENS], 6000
+    splice = splice.replace(length=jnp.asarray(lengths))
+    settings = {"encoding": None, "dtype": "bfloat16"}
+    repaired = encoded_patch(backbone, splice, RepairBudget(kv_bytes=budget), ranks="by_energy", **settings)
+    uniform = encoded_patch(backbone, splice, RepairBudget(kv_bytes=budget), **settings)
+    found, other, base = (served(backbone, splice, result) for result in (repaired, uniform, blind(backbone, splice)))
+    sizes = []
+    for row, length in enumerate(lengths):
+        own = {name: (value - base[name])[:, row, :length] for name, value in recorded(splice).items()}
+        # All directions of the row by energy per byte; every further rank of a channel adds a column to its table.
+        gains, ranks, left = [], {}, budget
+        for name, delta in own.items():
+            for layer in range(delta.shape[0]):
+                ranks[name, layer] = 0
+                cost = 2 * (TOKENS + delta.shape[2])
+                gains += [(s**2 / cost, name, layer) for s in np.linalg.svd(delta[layer], compute_uv=False)]
+        lost = sum(np.square(delta).sum() for delta in own.values())
+        for gain, name, layer in sorted(gains, reverse=True):
+            cost = 2 * (TOKENS + own[name].shape[2])
+            highest = max(rank for (channel, _), rank in ranks.items() if channel == name)
+            table = 2 * backbone.layout.layers if ranks[name, layer] == highest else 0
+            if cost + table <= left:
+                ranks[name, layer] += 1
+                left -= cost + table
+                lost -= gain * cost
+        sizes.append(budget - left)
+        off = [
+            sum(np.square((kv[n] - v)[:, row, :length]).sum() for n, v in recorded(splice).items())
+            for kv in (found, other)
+        ]
+        assert off[0] == pytest.approx(lost, rel=0.03)
+        assert off[0] < 0.95 * off[1]
+    assert repaired.bytes.stored == pytest.approx(np.mean(sizes), abs=1)
+    nothing = encoded_patch(backbone, splice, RepairBudget(kv_bytes=3), ranks="by_energy", **settings)
+    assert nothing.bytes.stored == 0
+    assert repaired.flops > nothing.flops == 0
+
+
 @pytest.mark.parametrize("dtype", ["int3", "int4g64", "int8", "bfloat16"])
 def test_a_patch_takes_the_bytes_of_the_librarys(case, dtype):
     backbone, splice, _ = case
@@ -529,6 +569,11 @@ def test_forms_that_are_refused(case, unchecked):
         encoded_deficit(backbone, splice, PLENTY, base="last")
     with pytest.raises(RankError, match="got 1000; expected 0 to"):
         encoded_patch(backbone, splice, PLENTY, rank=1000)
+    for settings in ({"ranks": "by_energy", "rank": 3}, {"ranks": "greedy"}):
+        with pytest.raises(InputError, match="expected 'uniform', or 'by_energy' alone"):
+            encoded_patch(backbone, splice, PLENTY, **settings)
+    with pytest.raises(InputError, match="ranks depend on values"):
+        jax.make_jaxpr(lambda own: encoded_patch(backbone, own, PLENTY, ranks="by_energy").cache)(splice)
     with pytest.raises(InputError, match="dtype: got 'int9'"):
         encoded_patch(backbone, splice, PLENTY, dtype="int9")
     with pytest.raises(InputError, match="dtype: got 'int32'"):
