@@ -47,7 +47,7 @@ RECORDED = "KV that an earlier prefill behind the same antecedent left"
 BLOCK_TOKENS = 16
 """Tokens of a block of TokenDance: a page of its engine's cache."""
 GEAR_RANK, GEAR_OUTLIERS = 4, 0.02
-"""GEAR's rank of each head's error, and its share of numbers that are kept whole (Kang et al. 2024, section 5)."""
+"""GEAR's rank of each head's error, and its share of numbers that are kept whole, by default."""
 
 
 def encoded_patch(
@@ -97,8 +97,8 @@ def encoded_patch(
         if not 0 <= rank <= highest:
             raise RankError(f"encoded_patch.rank: got {rank}; expected 0 to {highest}, the rank of {tokens} tokens' KV")
         size = patch_bytes(layout, tokens, rank, dtype)
-        by_channel = [(channel.name, min(rank, tokens, channel.features)) for channel in layout.channels if rank]
-        factors = _encoded_factors(dict(recorded), kept.kv, live, tuple(by_channel), dtype)
+        # Programs of the decomposition do not depend on the rank, and those of the rest are small.
+        factors = _truncated(_directions(dict(recorded), kept.kv, live), rank, dtype) if rank else {}
     bytes = kept.bytes._replace(stored=size, moved=kept.bytes.moved + size)
 
     def serve(own: SplicedCache) -> Repaired:
@@ -196,15 +196,21 @@ def _check_factor_dtype(dtype: str) -> None:
         raise InputError(f"patch.dtype: got {dtype!r:.80}; expected int2 to int8, or a floating-point dtype")
 
 
-@functools.partial(jax.jit, static_argnames=("ranks", "dtype"))
-def _encoded_factors(
-    recorded: KV, base: KV, live: Array, ranks: tuple[tuple[str, int], ...], dtype: str
-) -> dict[str, tuple[Leaf, Leaf]]:
+@jax.jit
+def _directions(recorded: KV, base: KV, live: Array) -> dict[str, tuple[Array, Array]]:
+    """Factors of full rank of the deficit, the strongest direction first."""
     factors = {}
-    for name, rank in ranks:
-        delta = flatten_heads(recorded[name].astype(jnp.float32) - base[name])
-        u, v = factorise(jnp.where(live[..., None], delta, 0.0), rank, method="exact")
-        factors[name] = stored(u, dtype, -2), stored(v, dtype, -1)
+    for name, value in base.items():
+        delta = flatten_heads(recorded[name].astype(jnp.float32) - value)
+        factors[name] = factorise(jnp.where(live[..., None], delta, 0.0), min(delta.shape[-2:]), method="exact")
+    return factors
+
+
+@functools.partial(jax.jit, static_argnames=("rank", "dtype"))
+def _truncated(directions: dict[str, tuple[Array, Array]], rank: int, dtype: str) -> dict[str, tuple[Leaf, Leaf]]:
+    factors: dict[str, tuple[Leaf, Leaf]] = {}
+    for name, (u, v) in directions.items():
+        factors[name] = stored(u[..., :rank], dtype, -2), stored(v[..., :rank, :], dtype, -1)
     return factors
 
 
@@ -369,7 +375,7 @@ def gear(
 ) -> Repaired:
     """Serves the recorded KV in few bits, with a low-rank approximation of the rest and a few numbers whole.
 
-    Source: GEAR (Kang et al. 2024, arXiv 2403.05527), section 4: X ≈ D + L + S. S: of each feature over tokens (keys)
+    Source: GEAR (Kang et al. 2024, arXiv 2403.05527): X ≈ D + L + S. S: of each feature over tokens (keys)
     or of each token over features (values), the largest and the smallest numbers, kept in 16 bits with an index; they
     are taken out, here replaced by the middle of the others, so that they widen no range. D: the rest in few bits.
     L: the error of D, head by head, in a low rank, its factors in bfloat16.

@@ -21,11 +21,11 @@ from .spliced_cache import AnyArray, RepairBytes, Repaired, SplicedCache, requir
 from .stored_kv import allowed_bytes, array_bytes, encode_rows, phase_free_written
 
 ANCHOR_GROUP = 10
-"""Tokens of a group in CacheGen, its anchor the first (Liu et al. 2024, section 5.2)."""
+"""Tokens of a group in CacheGen, its anchor the first."""
 ANCHOR_BITS = 8
 """Bits of an anchor token's numbers."""
 STEP_RATIOS = (0.5, 1.0, 1.5)
-"""Relative steps of the first, middle and last third of the layers (section 5.2)."""
+"""Relative steps of the first, middle and last third of the layers: CacheGen rounds deeper layers more."""
 STEPS = tuple(2.0 ** (power / 4) for power in range(-16, 13))
 """Steps that a budget chooses from, in standard deviations of a feature's differences: 1/16 to 8."""
 MOST = 1023
@@ -57,7 +57,7 @@ def cachegen(
 ) -> Repaired:
     """Serves the recorded KV from entropy-coded differences to anchor tokens.
 
-    Source: CacheGen (Liu et al. 2024, arXiv 2310.07240), section 5.2: of each group of tokens the first is the anchor,
+    Source: CacheGen (Liu et al. 2024, arXiv 2310.07240): of each group of tokens the first is the anchor,
     in 8 bits; the others are differences to it, rounded to steps that are finer in the first third of the layers than
     in the last, and coded arithmetically by layer and feature. Here differences are to the decoded anchor, a step is in
     standard deviations of a feature's differences, and keys are taken before rotation, where tokens differ less.
