@@ -16,11 +16,11 @@ from jaxtyping import Array, Float
 from pallas_kernels import factorise
 
 from ..backbone import KV, Backbone
-from ..core import KVEncoding, KVLayout, Leaf, RaggedFactors, flatten_heads, value_of
+from ..core import KVEncoding, KVLayout, Leaf, flatten_heads, value_of
 from ..core.encoding import BITS, GROUP
 from ..core.ops import factor_bits, jitted_apply, stored
 from ..errors import InputError, RankError
-from ..patching.byte_budget import ByteBudget, form_ragged
+from ..patching.byte_budget import choose_directions, direction_bytes
 from .repair_budget import RepairBudget
 from .spliced_cache import RepairBytes, Repaired, SplicedCache, live_tokens, required, with_flops
 from .stored_kv import (
@@ -90,7 +90,7 @@ def encoded_patch(
     kept = stored_base(layout, splice, base, encoding, "encoded_patch")
     live = live_tokens(splice)
     if ranks == "by_energy":
-        factors, size = _ragged_factors(layout, dict(recorded), kept.kv, live, dtype, allowed)
+        factors, size = _ragged_factors(layout, _directions(dict(recorded), kept.kv, live), live, dtype, allowed)
     else:
         highest = max(min(tokens, channel.features) for channel in layout.channels)
         rank = _largest_rank(layout, tokens, highest, dtype, allowed) if rank is None else rank
@@ -112,41 +112,45 @@ def encoded_patch(
 
 
 def _ragged_factors(
-    layout: KVLayout, recorded: KV, base: KV, live: Array, dtype: str, allowed: int
+    layout: KVLayout, directions: dict[str, tuple[Array, Array]], live: Array, dtype: str, allowed: int
 ) -> tuple[dict[str, tuple[Array, Array]], int]:
-    """Factors of each row with ranks of its own, decoded and padded to one rank, and their mean bytes."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((recorded, base, live))):
+    """Factors of each row with ranks of its own, decoded, zero beyond them; and the mean bytes of `RaggedFactors`."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((directions, live))):
         raise InputError("encoded_patch.ranks: got KV inside a trace; expected arrays, because ranks depend on values")
-    delta = {}
-    for name in layout.names:
-        exact = jnp.asarray(recorded[name]).astype(jnp.float32) - base[name]
-        delta[name] = jnp.where(live[..., None, None], exact, 0.0)
-
-    own, sizes = [], []
-    for row, length in enumerate(np.asarray(live).sum(1).tolist()):
-        one = {name: value[:, row] for name, value in delta.items()}
-        try:
-            ragged = form_ragged(one, length, ByteBudget(max(allowed, 1), per_byte=True), dtype, "encoded_patch")
-        except RankError:
-            # Not even one direction fits.
-            ragged = {}
-        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(ragged)))
-        own.append({name: factors.by_layer() for name, factors in ragged.items() if isinstance(factors, RaggedFactors)})
+    tokens, lengths = live.shape[1], np.asarray(live).sum(1).tolist()
+    energies = {name: np.asarray(jnp.linalg.norm(u, axis=-2)) for name, (u, _) in directions.items()}
+    costs = {channel.name: direction_bytes(tokens, channel.features, dtype) for channel in layout.channels}
+    ranks: dict[str, list[np.ndarray]] = {name: [] for name in directions}
+    sizes = []
+    for row, length in enumerate(lengths):
+        values, columns = {}, {}
+        for name, own in energies.items():
+            # Rounding must not let values ascend, nor the tail of a thin deficit count as energy.
+            host = np.minimum.accumulate(own[:, row, :length], axis=-1)
+            values[name] = np.where(host > 1e-7 * host[:, :1], host, 0.0)
+            short = min(values[name].size, allowed // costs[name]) < 1 << 15
+            columns[name] = layout.layers * (2 if short else 4)
+        found = choose_directions(values, costs, allowed, per_byte=True, column_bytes=columns)
+        sizes.append(sum(int(own.sum()) * costs[name] + int(own.max()) * columns[name] for name, own in found.items()))
+        for name, own in found.items():
+            ranks[name].append(own)
 
     factors = {}
-    for channel in layout.channels:
-        pairs = [row.get(channel.name) for row in own]
-        most = max((pair[1].shape[1] for pair in pairs if pair is not None), default=0)
-        if not most:
-            continue
-        tokens, us, vs = live.shape[1], [], []
-        for pair in pairs:
-            u, v = pair or (jnp.zeros((layout.layers, tokens, 0)), jnp.zeros((layout.layers, 0, channel.features)))
-            short = most - v.shape[1]
-            us.append(jnp.pad(u, ((0, 0), (0, 0), (0, short))))
-            vs.append(jnp.pad(v, ((0, 0), (0, short), (0, 0))))
-        factors[channel.name] = jnp.stack(us, axis=1), jnp.stack(vs, axis=1)
+    for name, (u, v) in directions.items():
+        own = np.stack(ranks[name], axis=1)
+        # A multiple of 8, as operators pad ragged factors, so that many patches share a program.
+        most = min(v.shape[-2], -(-int(own.max()) // 8) * 8)
+        if most:
+            factors[name] = _masked(u[..., :most], v[..., :most, :], jnp.asarray(own), dtype)
     return factors, round(float(np.mean(sizes)))
+
+
+@functools.partial(jax.jit, static_argnames=("dtype",))
+def _masked(u: Array, v: Array, ranks: Array, dtype: str) -> tuple[Array, Array]:
+    """Factors as they are stored, decoded, with zeros for directions that a row [L,B] does not have."""
+    taken = jnp.arange(v.shape[-2]) < ranks[..., None]
+    u, v = value_of(stored(u, dtype, -2)), value_of(stored(v, dtype, -1))
+    return jnp.where(taken[..., None, :], u, 0).astype(jnp.float32), v.astype(jnp.float32)
 
 
 def patch_bytes(layout: KVLayout, tokens: int, rank: int, dtype: str) -> int:

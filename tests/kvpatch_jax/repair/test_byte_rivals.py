@@ -24,6 +24,7 @@ from kvpatch_jax.repair import (
     blind,
     block_differences,
     cachegen,
+    encode_differences,
     encoded_deficit,
     encoded_patch,
     gear,
@@ -276,21 +277,41 @@ def test_ranks_by_energy_lose_as_little_as_a_greedy_choice(case):
     assert repaired.flops > nothing.flops == 0
 
 
+def chunk_of(backbone, splice, row):
+    """The canonical of one row as the library's chunk, and its KV in context."""
+    places = np.asarray(splice.tokens.positions)[row]
+    spliced = {name: value[:, row, BEFORE : BEFORE + TOKENS] for name, value in splice.cache.items()}
+    own = dict(kvp.to_phase_free(backbone.layout, spliced, places))
+    local = places - BEFORE
+    chunk = kvp.Chunk(kv=own, local=local, span=TOKENS, length=TOKENS, id="B", layout=backbone.layout, backbone="m")
+    return chunk, {name: value[:, row] for name, value in splice.recorded.items()}
+
+
 @pytest.mark.parametrize("dtype", ["int3", "int4g64", "int8", "bfloat16"])
 def test_a_patch_takes_the_bytes_of_the_librarys(case, dtype):
     backbone, splice, _ = case
-    local = np.asarray(splice.tokens.positions)[0] - BEFORE
-    own = kvp.to_phase_free(
-        backbone.layout,
-        {name: value[:, 0, BEFORE : BEFORE + TOKENS] for name, value in splice.cache.items()},
-        np.asarray(splice.tokens.positions)[0],
-    )
-    chunk = kvp.Chunk(
-        kv=dict(own), local=local, span=TOKENS, length=TOKENS, id="B", layout=backbone.layout, backbone="m"
-    )
-    conditioned = {name: value[:, 0] for name, value in splice.recorded.items()}
+    chunk, conditioned = chunk_of(backbone, splice, 0)
     patch = kvp.form_patch(chunk, conditioned, 3, ["A"], method="exact", dense=False, dtype=dtype)
     assert patch_bytes(backbone.layout, TOKENS, 3, dtype) == patch.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+def test_ranks_by_energy_are_those_of_the_librarys_patch(case, dtype):
+    backbone, splice, _ = case
+    budget, sizes = 3000, []
+    repaired = encoded_patch(
+        backbone, splice, RepairBudget(kv_bytes=budget), encoding=None, dtype=dtype, ranks="by_energy"
+    )
+    for row in range(ROWS):
+        chunk, conditioned = chunk_of(backbone, splice, row)
+        patch = kvp.form_patch(chunk, conditioned, kvp.ByteBudget(budget, per_byte=True), ["A"], dtype=dtype)
+        sizes.append(patch.nbytes)
+        expected = kvp.apply_patch(kvp.Placed(chunk, patch, BEFORE, ["A"]))
+        for name, value in expected.items():
+            found = np.asarray(repaired.cache[name])[:, row, BEFORE : BEFORE + TOKENS]
+            # Two decompositions differ in their last bits, and codes of numbers midway with them.
+            assert np.linalg.norm(found - value) <= 0.01 * np.linalg.norm(value)
+    assert repaired.bytes.stored == round(np.mean(sizes))
 
 
 @pytest.mark.parametrize(("bits", "axes", "symmetric"), [(4, "kivi", False), (3, "token", True), (2, "feature", False)])
@@ -373,6 +394,23 @@ def test_cachegen_is_that_of_numpy_with_the_entropy_of_its_symbols(case, step):
             total[row] += min(0, saved / 1e6)
     # Symbols that lie midway may round to either side.
     assert repaired.bytes.stored == pytest.approx(np.ceil(total).mean(), rel=2e-3)
+
+
+def test_without_tables_the_coder_takes_the_entropy_alone(case):
+    backbone, splice, _ = case
+    layers = backbone.layout.layers
+    repaired = cachegen(backbone, splice, PLENTY, step=1.0, tables=False)
+    steps, total = np.asarray([(0.5, 1.0, 1.5)[layer * 3 // layers] for layer in range(layers)], np.float32), 0.0
+    for channel in backbone.layout.channels:
+        coded = encode_differences(splice.recorded[channel.name], None, steps)
+        symbols = np.asarray(coded.symbols).reshape(-1, ROWS, TOKENS, channel.features)
+        differences = np.delete(symbols, np.arange(0, TOKENS, 10), axis=2)
+        for own in np.moveaxis(differences, 2, -1).reshape(-1, differences.shape[2]):
+            share = np.unique(own, return_counts=True)[1] / own.size
+            total += own.size * -(share * np.log2(share)).sum() / 8
+        total += coded.anchors.nbytes + coded.deviation.nbytes
+    assert repaired.bytes.stored == pytest.approx(total / ROWS, abs=1.5)
+    assert repaired.bytes.stored < cachegen(backbone, splice, PLENTY, step=1.0).bytes.stored
 
 
 # ---------------------------------------------------------------------------------------------------- shared forms
