@@ -126,8 +126,8 @@ def _readme(mean: Results) -> str:
     about = (
         f"Accuracy over {mean['config']['contexts']} held-out contexts of the small task, mean over "
         f"{len(seeds_of(mean))} training seeds (least to largest). *kept, N*: all bytes stored for each of N "
-        "antecedents, a share of the canonical included; *moved*: read for one reuse; both over the page's KV. *FLOPs* are over a "
-        f"re-prefill's; *forming*: before the first reuse. From `{mean['config']['command']}`:"
+        "antecedents, a share of the canonical included; *moved*: read for one reuse; both over the page's KV. *FLOPs* "
+        f"are over a re-prefill's; *forming*: before the first reuse. From `{mean['config']['command']}`:"
     )
     head, lines = comparison_table(rows, README_ARMS, MULTI_HOP)
     return "\n\n".join([filled(found), filled(about), markdown_table(head[:-1], [line[:-1] for line in lines])])

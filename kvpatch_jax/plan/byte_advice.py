@@ -123,7 +123,7 @@ def advise(
       InputError: tokens or antecedents below 1, a quality that no measured form reaches, a budget that none fits, or
         both a quality and a budget.
     """
-    layout = model if isinstance(model, KVLayout) else getattr(model, "layout", None)
+    layout: Any = model if isinstance(model, KVLayout) else getattr(model, "layout", None)
     expect_kind(layout, KVLayout, "advise: model", "a backbone or a KVLayout")
     for word, count in (("tokens", tokens), ("antecedents", antecedents)):
         if not is_whole(count, 1):
