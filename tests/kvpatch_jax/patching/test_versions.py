@@ -1,5 +1,6 @@
 """Versions of one chunk kept together: shared directions, differences, interpolation, and what each is refused for."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false
 
 import dataclasses
 
