@@ -5,13 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
+from jaxtyping import Array, Float
 
 from ..cache import AntecedentLike, Chunk, Patch, PatchMetadata, antecedent_of, check_chunk, patch_digest
-from ..core import ChannelFactors, is_low_rank, ops, value_of
+from ..core import ChannelFactors, RaggedFactors, is_low_rank, ops, value_of
 from ..errors import PatchMismatchError, RankError
 from ..utils.kinds import expect_kind
-from .compress import Rank, quantise, rank_by_channel
+from .compress import Rank, dtype_of, quantise, rank_by_channel
 from .factors import KVArrays, check_conditioned, deficit_of, from_deficit, metadata_of
 
 
@@ -67,7 +68,8 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
       rank: of the result, per channel or for all; None keeps each channel's rank.
 
     Returns:
-      A patch stamped with the correction's antecedent, in the dtype of `patch`.
+      A patch stamped with the correction's antecedent, in the dtype of `patch`, bits and groups included. Of a patch
+      with a rank for each layer, every layer keeps its rank, or has `rank` where that is smaller.
 
     Raises:
       PatchMismatchError: the correction is of another patch. RankError: a rank beyond the two patches' ranks together.
@@ -98,31 +100,51 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
     metadata = dataclasses.replace(
         old, antecedent=new.antecedent, members=new.members, orbit=False, layout=new.layout, asked=None, basis=None
     )
-    updated = Patch(factors, metadata)
-    leaf = next(iter(jax.tree.leaves(dict(patch.factors))), None)
-    return updated if leaf is None else quantise(updated, leaf.dtype)
+    updated, dtype = Patch(factors, metadata), dtype_of(patch)
+    return updated if dtype is None else quantise(updated, dtype)
 
 
-def _merge(first: ChannelFactors, second: ChannelFactors, rank: int | None, name: str) -> ChannelFactors:
+def _merge(own: ChannelFactors, other: ChannelFactors, rank: int | None, name: str) -> ChannelFactors:
     """Adds two corrections of one channel: low-rank ones at `rank`, others densely."""
-    if is_low_rank(first) and is_low_rank(second):
-        (u1, v1), (u2, v2) = map(value_of, first), map(value_of, second)  # pyright: ignore[reportArgumentType]
+    first, second = (_decoded(factors) for factors in (own, other))
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        (u1, v1), (u2, v2) = first, second
         rank = u1.shape[-1] if rank is None else rank
         limit = min(u1.shape[-1] + u2.shape[-1], u1.shape[-2], v1.shape[-1])
         if not 1 <= rank <= limit:
             raise RankError(f"update: got rank {rank} for channel {name!r}; expected 1 to {limit}")
         u, v = ops.jitted_merge((u1, v1), (u2, v2), rank)
-        return u, v
+        return _ragged_as(own, u, v) if isinstance(own, RaggedFactors) else (u, v)
 
-    dense = second if is_low_rank(first) else first
-    shape = value_of(dense).shape  # pyright: ignore[reportArgumentType]
-    total: Array = jnp.zeros(shape, jnp.float32)
-
+    dense = second if isinstance(first, tuple) else first
+    assert not isinstance(dense, tuple)
+    total: Array = jnp.zeros(dense.shape, jnp.float32)
     for factors in (first, second):
-        if is_low_rank(factors):
-            u, v = (value_of(leaf).astype(jnp.float32) for leaf in factors)
-            total = total + jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST).reshape(shape)
+        if isinstance(factors, tuple):
+            u, v = (leaf.astype(jnp.float32) for leaf in factors)
+            total = total + jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST).reshape(dense.shape)
         else:
-            total = total + value_of(factors)  # pyright: ignore[reportArgumentType]
+            total = total + factors
 
     return total
+
+
+def _decoded(factors: ChannelFactors) -> tuple[Array, Array] | Array:
+    """Returns factors as arrays: (u, v) with as many directions in every layer, or dense."""
+    if isinstance(factors, RaggedFactors):
+        return factors.by_layer()
+    if is_low_rank(factors):
+        return value_of(factors[0]), value_of(factors[1])
+    return value_of(factors)  # pyright: ignore[reportArgumentType]
+
+
+def _ragged_as(own: RaggedFactors, u: Float[Array, "L T M"], v: Float[Array, "L M F"]) -> RaggedFactors:
+    """Returns factors with the ranks by layer that others have, at most M each."""
+    rank, layers, directions = u.shape[-1], [], []
+    for layer, have in enumerate(own.ranks):
+        layers += [layer] * min(have, rank)
+        directions += range(min(have, rank))
+    # The number of directions stands for none.
+    rows = np.full((len(u), rank), len(layers), np.int32)
+    rows[layers, directions] = np.arange(len(layers))
+    return RaggedFactors(u[layers, :, directions], v[layers, directions], jnp.asarray(rows))

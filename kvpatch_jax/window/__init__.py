@@ -62,6 +62,12 @@ from .kv_snapshot import SIDES as SIDES
 from .kv_snapshot import PieceSnapshot as PieceSnapshot
 from .kv_snapshot import placed as placed
 from .kv_snapshot import taken as taken
+from .padding import bucket as bucket
+from .padding import padded_chunk as padded_chunk
+from .padding import padded_patch as padded_patch
+from .padding import padded_tokens as padded_tokens
+from .padding import trimmed_patch as trimmed_patch
+from .padding import zero_padded as zero_padded
 from .patch_former import Executor as Executor
 from .rearrangement import KEEP as KEEP
 from .rearrangement import PREFILL as PREFILL
@@ -74,13 +80,7 @@ from .slot_table import all_slots as all_slots
 from .sources import PatchStore as PatchStore
 from .sources import PieceSources as PieceSources
 from .sources import asked_behind as asked_behind
-from .sources import bucket as bucket
-from .sources import padded_chunk as padded_chunk
-from .sources import padded_patch as padded_patch
-from .sources import padded_tokens as padded_tokens
 from .sources import stored as stored
-from .sources import trimmed_patch as trimmed_patch
-from .sources import zero_padded as zero_padded
 from .stored_prefill import StoredPrefills as StoredPrefills
 from .stored_prefill import likeness_keys as likeness_keys
 from .window_state import Promise as Promise

@@ -20,8 +20,9 @@ from .costs import Ledger
 from .edit_run import PrefillObserver
 from .edits import Edit
 from .entry import Entry, contents_differ
+from .padding import padded_chunk, zero_padded
 from .precompilation import samples
-from .sources import Lead, PatchStore, PieceSources, asked_behind, padded_chunk, stored, zero_padded
+from .sources import Lead, PatchStore, PieceSources, asked_behind, stored
 from .stored_prefill import Likeness, StoredPrefills, likeness_keys
 from .window import Window
 

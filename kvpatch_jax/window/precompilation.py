@@ -10,8 +10,8 @@ from ..backbone import Backbone, Tokens
 from ..core import Buckets, Paged, as_start
 from . import programs
 from .edit_run import packed
+from .padding import bucket, padded_tokens
 from .paged_pool import PagedPool
-from .sources import bucket, padded_tokens
 
 NO_TOKENS = np.int32(0)
 """Length of what is written: programs run on zeros of which none count."""
