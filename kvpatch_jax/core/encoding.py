@@ -285,6 +285,12 @@ def _planes_of(codes: UInt8[AnyArray, "*rest rows columns"], bits: int, xp: Modu
     return tuple(planes)
 
 
+def steps_of(packed: PackedArray) -> Float[Array, "..."]:
+    """Returns the step between codes of each number, float32, in the shape of the decoded array."""
+    along = packed.planes[0].shape[-2] if packed.axis == -2 else packed.columns
+    return _spread(jnp.asarray(packed.scale), packed.group, packed.axis, along).reshape(packed.shape)
+
+
 def _codes_of(packed: PackedArray, xp: ModuleType = jnp) -> UInt8[AnyArray, "*rest rows columns"]:
     """Unpacks codes."""
     codes, above = None, packed.bits

@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 # For other packages of the library, and for evaluations.
+from .canonical_encoding import CANONICALS as CANONICALS
+from .canonical_encoding import CanonicalEncoding as CanonicalEncoding
+from .canonical_encoding import encoding_choice as encoding_choice
 from .costs import ROTATION as ROTATION
 from .costs import CostMeter as CostMeter
 from .costs import adding_flops as adding_flops
@@ -77,10 +80,13 @@ from .rearrangement import ServingChoice as ServingChoice
 from .rearrangement import arrange as arrange
 from .slot_table import ResidentPiece as ResidentPiece
 from .slot_table import all_slots as all_slots
+from .sources import Encodings as Encodings
 from .sources import PatchStore as PatchStore
 from .sources import PieceSources as PieceSources
 from .sources import asked_behind as asked_behind
 from .sources import stored as stored
+from .sources import stored_patches as stored_patches
 from .stored_prefill import StoredPrefills as StoredPrefills
 from .stored_prefill import likeness_keys as likeness_keys
+from .stored_prefill import unreduced as unreduced
 from .window_state import Promise as Promise

@@ -65,11 +65,18 @@ def stored(
     # A store that knows neither leads nor encodings need not take the arguments.
     if store is None:
         return None
-    options: dict[str, Any] = unreduced(store) if encoding is None else {"encoding": encoding}
-    if lead is not None:
-        options["lead"] = lead
-    chunk = store.get(id, backbone, **options)
+    options: dict[str, Any] = {} if lead is None else {"lead": lead}
+    own = unreduced(store) if encoding is None else {"encoding": encoding}
+    chunk = store.get(id, backbone, **options, **own)
+    if chunk is None and encoding is None and own:
+        chunk = store.get(id, backbone, **options)
     return None if chunk is None or chunk.encoding != encoding else chunk
+
+
+def stored_patches(store: PatchStore | None, query: PatchMetadata) -> list[Patch]:
+    """Reads the patches that serve a query, of a base in its encoding."""
+    found = [] if store is None else store.get_patches(query)
+    return [patch for patch in found if patch.metadata.encoding == query.encoding]
 
 
 def asked_behind(
@@ -167,6 +174,11 @@ class PieceSources:
 
     def __contains__(self, id: str) -> bool:
         return id in self._units
+
+    @property
+    def canonical_bytes(self) -> int:
+        """Bytes of the canonicals that are held, with their padding: of encoded ones, codes and scales."""
+        return sum(unit.chunk.nbytes for unit in list(self._units.values()) if unit.chunk is not None)
 
     def give(
         self,
@@ -318,7 +330,7 @@ class PieceSources:
         query = asked_behind(window.target(id), id, content, self._backbone.layout, fingerprint, self._lead)
         for encoding, orbit in itertools.product(self._encodings, (False, True)):
             served = dataclasses.replace(query, encoding=encoding, orbit=orbit)
-            for patch in [] if store is None else store.get_patches(served):
+            for patch in stored_patches(store, served):
                 if self.give(id, patch=patch) == edit.digest:
                     return patch.nbytes
 
