@@ -321,7 +321,7 @@ def unpack(packed: PackedArray, dtype: jax.typing.DTypeLike | None = None) -> Fl
         value = codes.astype(jnp.float32) * step
         value += _spread(jnp.asarray(packed.least), packed.group, packed.axis, along)
     dtype = packed.dtype if dtype is None else jnp.dtype(dtype)
-    if jnp.float16 in (dtype, packed.dtype):
+    if dtype == jnp.float16:
         # Steps are rounded up, so the largest number of a group may come out above it, and here above all of float16.
         value = jnp.clip(value, -65504.0, 65504.0)
     return value.astype(dtype).reshape(packed.shape)
