@@ -474,5 +474,5 @@ class PagedExecutor:
             raise InputError(f"warm_up.keys: got {keys}; expected 0 to {pages * page_size}, the slots of the pool")
 
         pieces, asked = (samples(self.backbone, self.buckets, inputs) for inputs in (tokens, questions))
-        precompiler = Precompiler(self.backbone, self.pool, keys, pages, page_size)
+        precompiler = Precompiler(self.backbone, self.pool, keys, pages, page_size, self.encodings)
         precompiler.compile(pieces, asked, ranks=tuple(ranks), steps=steps, ask=ask)

@@ -1,5 +1,6 @@
 """Patches of encoded canonicals: formed, corrected, averaged and compared on the numbers that these decode to."""
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOptionalMemberAccess=false
 
 import jax.numpy as jnp
 import numpy as np

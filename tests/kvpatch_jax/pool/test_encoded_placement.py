@@ -1,5 +1,6 @@
 """Encoded chunks wherever they are placed: the very bits of their decoded twins, in every pool and format of pages."""
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,6 @@
 """Sessions over a store on the disk that keeps canonicals encoded: read packed, formed on once, exact data exact."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
 
 import inspect
 

@@ -1,5 +1,6 @@
 """Sessions over encoded canonicals: as over their decoded twins, by budget, saved and restored, and never for exact."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
 
 import numpy as np
 import pytest

@@ -1,5 +1,6 @@
 """Windows over encoded canonicals: placed as their decoded twins are, kept packed, and never taken for a prefill."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from kvpatch_jax.window import (
     Window,
     padded_chunk,
     padded_patch,
+    programs,
     trimmed_patch,
 )
 
@@ -307,3 +309,18 @@ def test_a_canonical_of_another_content_is_refused_in_any_encoding():
     entry = Entry("c1", other.content, chunk.length, chunk.span)
     with pytest.raises(PatchMismatchError, match="content"):
         executor.run(*window_of(executor).append(entry, "bare", fetched=True))
+
+
+def test_nothing_compiles_for_encoded_canonicals_after_a_warm_up():
+    store, (first, own) = MemoryStore(), chunk_of(0)
+    chunks = [chunk_of(seed, length)[0] for seed, length in ((1, 7), (2, 11), (3, 16))]
+    for chunk in chunks:
+        store.put(kvp.encode_chunk(chunk, "k8v8"))
+    executor = executor_of(store, encodings=("k8v8", None))
+    executor.warm_up([7], keys=64)
+    executor.provide("c0", tokens=own)
+    window = run(executor, window_of(executor).append(Entry.of(first)))
+    before = programs.write_piece._cache_size()
+    for chunk in chunks:
+        window = run(executor, window.append(Entry.of(chunk), "bare"))
+    assert programs.write_piece._cache_size() == before
