@@ -317,7 +317,7 @@ def test_nothing_compiles_for_encoded_canonicals_after_a_warm_up():
     for chunk in chunks:
         store.put(kvp.encode_chunk(chunk, "k8v8"))
     executor = executor_of(store, encodings=("k8v8", None))
-    executor.warm_up([7], keys=64)
+    executor.warm_up([7, 16], keys=64)
     executor.provide("c0", tokens=own)
     window = run(executor, window_of(executor).append(Entry.of(first)))
     before = programs.write_piece._cache_size()
