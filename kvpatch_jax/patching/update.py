@@ -145,6 +145,6 @@ def _ragged_as(own: RaggedFactors, u: Float[Array, "L T M"], v: Float[Array, "L 
         layers += [layer] * min(have, rank)
         directions += range(min(have, rank))
     # The number of directions stands for none.
-    rows = np.full((len(u), rank), len(layers), np.int32)
+    rows = np.full((len(u), rank), len(layers), np.asarray(own.rows).dtype)
     rows[layers, directions] = np.arange(len(layers))
     return RaggedFactors(u[layers, :, directions], v[layers, directions], jnp.asarray(rows))
