@@ -18,7 +18,7 @@ from ..cache import Antecedent, Chunk, Member, Patch
 from ..core import EngineKV, to_engine
 from ..errors import InputError, KVPatchError, NotFiniteError, StoreError
 from ..patching import Placed, Rank, apply_patch, choose_ranks, factor_dtype, form_patch
-from ..window import PatchStore, asked_behind, bucket, padded_chunk, padded_patch
+from ..window import PatchStore, asked_behind, bucket, padded_chunk, padded_patch, stored
 
 Path = tuple[str, ...]
 """Ids of chunks from the front: the last one, after its antecedent."""
@@ -164,7 +164,8 @@ class BatchPatchCache:
                 continue
 
             # Ids are of contents here; another program may have stored something else under one.
-            found = None if self._store is None else self._store.get(id, self._backbone.fingerprint)
+            # Encoded canonicals are left out: answers would depend on what a store has.
+            found = stored(self._store, id, self._backbone.fingerprint, None)
             if found is not None and found.content == id:
                 self._chunks[id] = found
                 self.counts["found_canonicals"] += 1

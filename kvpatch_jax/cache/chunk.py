@@ -183,7 +183,7 @@ class Chunk:
         hidden = None if self.hidden is None else {layer: pad(value, -2, more) for layer, value in self.hidden.items()}
         kv = {}
         for name, value in self.kv.items():
-            kv[name] = resize(value, -2, tokens) if is_packed(value) else pad(value, -3, more)
+            kv[name] = resize(value, -2, tokens) if isinstance(value, PackedArray) else pad(value, -3, more)
         return trusted(self, kv=PhaseFreeKV(kv), local=pad(self.local, 0, more), hidden=hidden)
 
 
@@ -198,6 +198,8 @@ def _kept(value: Any) -> Any:
     """Returns a value with its writeable NumPy arrays copied; mappings are copied, jax arrays are not."""
     if isinstance(value, Mapping):
         return {key: _kept(item) for key, item in value.items()}
+    if is_packed(value):
+        return jax.tree.map(_kept, value)
 
     # A read-only view may be of an array that is writeable.
     owner = value
@@ -227,7 +229,7 @@ def trusted(chunk: Chunk, **changes: Any) -> Chunk:
 
 def _examined(chunk: Chunk) -> tuple[str, bool]:
     """Returns a checksum of a chunk's kv, decoded, and whether it is finite."""
-    kv = chunk.kv if chunk.encoding is None else arrays_of(chunk.kv)
+    kv: Mapping[str, Any] = chunk.kv if chunk.encoding is None else arrays_of(chunk.kv)
     # `examine` takes tokens on the second axis.
     kv = kv if chunk.batch is None else {name: jnp.moveaxis(value, 1, 2) for name, value in kv.items()}
     return examine(kv, chunk.length)
@@ -275,7 +277,7 @@ def encode_chunk(chunk: Chunk, encoding: KVEncoding | str) -> Chunk:
     encoding = KVEncoding.of(encoding)
     if chunk.encoding is not None:
         raise InputError(f"encode_chunk: got chunk {chunk.id!r} encoded as {chunk.encoding}; expected one as prefilled")
-    kv = encode_kv(chunk.layout, chunk.kv, encoding, chunk.length)
+    kv = encode_kv(chunk.layout, arrays_of(chunk.kv), encoding, chunk.length)
     return trusted(chunk, kv=PhaseFreeKV(kv), encoding=str(encoding), content=content_of(chunk))
 
 

@@ -9,7 +9,17 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from ..core import ChannelFactors, Heads, KVLayout, Leaf, PatchFrame, Quantised, RaggedFactors, is_low_rank, is_packed
+from ..core import (
+    ChannelFactors,
+    Heads,
+    KVLayout,
+    Leaf,
+    PackedArray,
+    PatchFrame,
+    Quantised,
+    RaggedFactors,
+    is_low_rank,
+)
 from ..core.encoding import resize
 from ..errors import InputError, PatchMismatchError, ShapeError, StalePatchError
 from ..utils.kinds import all_of, expect_kind
@@ -108,7 +118,8 @@ class Patch:
 
     `factors` is a pytree of arrays, the only part that enters jitted code: {channel: (u, v)} with u [L', T, M] and
     v [L', M, F] (per head: [L', K, T, M] and [L', K, M, H]), or {channel: dense [L', T, K, H]}, or with a rank for each
-    layer {channel: `RaggedFactors`}; L' counts the metadata's layers. Patches of a batch of chunks have the axis B after L' in every factor; stores do not take them.
+    layer {channel: `RaggedFactors`}; L' counts the metadata's layers. Patches of a batch of chunks have the axis B
+    after L' in every factor; stores do not take them.
     u carries the singular values and v's rows are orthonormal (until quantised). A channel without factors gets no
     correction.
 
@@ -217,7 +228,7 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 def _padded(leaf: Leaf, axis: int, more: int) -> Leaf:
     """Appends `more` zeros along a token axis. A scale is shared by whole directions, or belongs to one token."""
-    if is_packed(leaf):
+    if isinstance(leaf, PackedArray):
         return resize(leaf, axis, leaf.shape[axis] + more) if more else leaf
     if not isinstance(leaf, Quantised):
         return pad(leaf, axis, more)

@@ -16,7 +16,8 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -287,7 +288,7 @@ def _spread(value: Array, size: int, axis: int, along: int) -> Array:
     return jax.lax.slice_in_dim(joined, 0, along, axis=place)
 
 
-def _planes_of(codes: UInt8[Array, "*rest rows columns"], bits: int) -> tuple[Array, ...]:
+def _planes_of(codes: UInt8[AnyArray, "*rest rows columns"], bits: int, xp: ModuleType = jnp) -> tuple[Any, ...]:
     """Packs codes into planes of bytes, the highest bits first."""
     planes, above = [], bits
     for width in _PLANES[bits]:
@@ -295,22 +296,28 @@ def _planes_of(codes: UInt8[Array, "*rest rows columns"], bits: int) -> tuple[Ar
         part = (codes >> above) & np.uint8((1 << width) - 1)
         per_byte = 8 // width
         short = -part.shape[-1] % per_byte
-        part = jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, short)])
+        part = xp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, short)])
         part = part.reshape(*part.shape[:-1], per_byte, -1)
         # Each summand has bits of its own.
         shifts = (width * np.arange(per_byte, dtype=np.uint8))[:, None]
-        planes.append(jnp.sum(part << shifts, axis=-2, dtype=jnp.uint8))
+        planes.append(xp.sum(part << shifts, axis=-2, dtype=np.uint8))
     return tuple(planes)
 
 
-def _codes_of(packed: PackedArray) -> UInt8[Array, "*rest rows columns"]:
+def steps_of(packed: PackedArray) -> Float[Array, "..."]:
+    """Returns the step between codes of each number, float32, in the shape of the decoded array."""
+    along = packed.planes[0].shape[-2] if packed.axis == -2 else packed.columns
+    return _spread(jnp.asarray(packed.scale), packed.group, packed.axis, along).reshape(packed.shape)
+
+
+def _codes_of(packed: PackedArray, xp: ModuleType = jnp) -> UInt8[AnyArray, "*rest rows columns"]:
     """Unpacks codes."""
     codes, above = None, packed.bits
     for width, plane in zip(_PLANES[packed.bits], packed.planes, strict=True):
         above -= width
         per_byte = 8 // width
         shifts = (width * np.arange(per_byte, dtype=np.uint8))[:, None]
-        part = (jnp.asarray(plane)[..., None, :] >> shifts) & np.uint8((1 << width) - 1)
+        part = (xp.asarray(plane)[..., None, :] >> shifts) & np.uint8((1 << width) - 1)
         part = part.reshape(*part.shape[:-2], -1)[..., : packed.columns] << np.uint8(above)
         codes = part if codes is None else codes | part
     assert codes is not None
@@ -325,7 +332,7 @@ def unpack(packed: PackedArray, dtype: jax.typing.DTypeLike | None = None) -> Fl
     Args:
       dtype: of the result in place of the array's own.
     """
-    codes, along = _codes_of(packed), packed.planes[0].shape[-2] if packed.axis == -2 else packed.columns
+    codes, along = jnp.asarray(_codes_of(packed)), packed.planes[0].shape[-2] if packed.axis == -2 else packed.columns
     step = _spread(jnp.asarray(packed.scale), packed.group, packed.axis, along)
     if packed.least is None:
         value = (codes.astype(jnp.float32) - 2.0 ** (packed.bits - 1)) * step
@@ -384,32 +391,44 @@ def encode_kv(
     return encoded
 
 
-def is_packed(value: Any) -> bool:
+def is_packed(value: Any) -> TypeGuard[PackedArray]:
     """Whether an array is in few bits."""
     return isinstance(value, PackedArray)
 
 
-def resize(packed: PackedArray, axis: int, size: int) -> PackedArray:
+def resize(packed: PackedArray, axis: int, size: int, *, host: bool = False) -> PackedArray:
     """Cuts a packed matrix to its first `size` rows (−2) or columns (−1), or pads it; codes that stay are the same.
 
-    Padding of a symmetric array is zero, exactly; of others it is finite.
-    """
-    codes, middle = _codes_of(packed), 0 if packed.least is not None else 2 ** (packed.bits - 1)
-    have = codes.shape[axis]
-    groups = -(-size // packed.group) if axis == packed.axis else size
+    Padding of a symmetric array is zero, exactly; of others it is finite. One group over everything stays one group.
 
-    def fitted(value: Array, count: int, filling: int) -> Array:
+    Args:
+      host: on the host, where another size compiles no program; the result has NumPy arrays.
+    """
+    if host:
+        return _resized(jax.tree.map(np.asarray, packed), axis, size, np)
+    return _resized(jax.tree.map(jnp.asarray, packed), axis, size, jnp)
+
+
+def _resized(packed: PackedArray, axis: int, size: int, xp: ModuleType) -> PackedArray:
+    codes, middle = _codes_of(packed, xp), 0 if packed.least is not None else 2 ** (packed.bits - 1)
+    along, have = axis == packed.axis, codes.shape[axis]
+    # Arrays of many lengths then have groups of few sizes: those of the padded lengths.
+    single = along and packed.scale.shape[axis] == 1
+    group = size if single else packed.group
+    groups = -(-size // group) if along else size
+
+    def fitted(value: Any, count: int, filling: int) -> Any:
         widths = [(0, 0)] * value.ndim
         widths[axis] = (0, max(0, count - value.shape[axis]))
-        return jax.lax.slice_in_dim(jnp.pad(value, widths, constant_values=filling), 0, count, axis=value.ndim + axis)
+        index = [slice(None)] * value.ndim
+        index[axis] = slice(count)
+        return xp.pad(value, widths, constant_values=filling)[tuple(index)]
 
-    least = None if packed.least is None else fitted(jnp.asarray(packed.least), groups, 0)
     return dataclasses.replace(
         packed,
-        planes=_planes_of(fitted(codes, size, middle), packed.bits),
-        scale=fitted(jnp.asarray(packed.scale), groups, 0),
-        least=least,
+        planes=_planes_of(fitted(codes, size, middle), packed.bits, xp),
+        scale=fitted(packed.scale, groups, 0),
+        least=None if packed.least is None else fitted(packed.least, groups, 0),
         columns=packed.columns + (size - have if axis == -1 else 0),
-        # One group over everything stays one group.
-        group=packed.group,
+        group=group,
     )

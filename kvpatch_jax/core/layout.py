@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Int, Num
 
 from ..errors import DtypeError, LayoutError, PositionError, ShapeError
 from ..utils.kinds import expect_kind, is_whole

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Key, Num
 from pallas_kernels import factorise, rotate_patch
 from pallas_kernels.factorise import merge as merge_factors
 
-from .encoding import GROUP, PackedArray, is_packed, pack, unpack
+from .encoding import GROUP, PackedArray, pack, unpack
 from .layout import KVLayout, to_engine
 from .rope import rope_tables
 from .rope import rotate as rotate
@@ -127,12 +127,10 @@ def value_of(leaf: Leaf) -> Num[Array, "..."]:
     """Returns the values of a factor, dequantised."""
     if isinstance(leaf, Quantised):
         return leaf.values.astype(jnp.float32) * leaf.scale
-    if is_packed(leaf):
-        return unpack(leaf, jnp.float32)
-    return leaf
+    return unpack(leaf, jnp.float32) if isinstance(leaf, PackedArray) else leaf
 
 
-def is_low_rank(factors: ChannelFactors | tuple | np.ndarray) -> bool:
+def is_low_rank(factors: ChannelFactors | tuple | np.ndarray) -> TypeGuard[tuple[Leaf, Leaf]]:
     """Whether a channel holds (u, v) rather than a dense correction."""
     return isinstance(factors, tuple) and not isinstance(factors, Quantised)
 
@@ -270,7 +268,7 @@ def kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | N
         arguments: dict = {"per_head": heads == "separate"}
         for name, leaf in zip("uv", factors, strict=True):
             # Packed factors are decoded for all layers at once: they are small.
-            values, scale = leaf if isinstance(leaf, Quantised) else (value_of(leaf) if is_packed(leaf) else leaf, None)
+            values, scale = leaf if isinstance(leaf, Quantised) else (value_of(leaf), None)
             arguments[name] = _spread(values, layers, total)
             if scale is not None:
                 arguments[f"{name}_scale"] = _spread(scale, layers, total)
@@ -313,8 +311,9 @@ def apply(
 ) -> dict[str, Float[Array, "L *B T _ _"]]:
     """Computes R(start + local) · (kv + u v) from phase-free kv and a patch, rounded once. Kamera eq. 1.
 
-    Packed channels are decoded one layer at a time. Without factors the result is exactly the rotation. In the engine frame (control) the correction is added after
-    the rotation, as the paper does. For shapes see the module's docstring; the result has kv's shapes and dtypes.
+    Packed channels are decoded one layer at a time, to the numbers that their decoded twins have. Without factors the
+    result is exactly the rotation. In the engine frame (control) the correction is added after the rotation, as the
+    paper does. For shapes see the module's docstring; the result has kv's shapes and dtypes.
     """
     # Rounded once here too, so that the control differs from the operator in the order alone.
     if frame == "engine":
@@ -325,12 +324,13 @@ def apply(
 
     arguments = operator_arguments(layout, factors, local, start, layers, heads)
     kernel = functools.partial(rotate_patch, layout=layout.rope.cached)
-    if any(map(is_packed, kv.values())):
-        return jax.lax.map(_layer_program(arguments, kernel), _layered(kv, arguments))
+    packed = {name: value for name, value in kv.items() if isinstance(value, PackedArray)}
+    if packed:
+        return jax.lax.map(_layer_program(arguments, kernel), _layered(packed, arguments))
 
-    result = {}
+    result: dict[str, Any] = {}
     for name, own in arguments.items():
-        result[name] = kernel(kv[name], **own) if own else kv[name]
+        result[name] = kernel(kv[name], **own) if own else kv[name]  # pyright: ignore[reportArgumentType]
     return result
 
 
@@ -363,8 +363,13 @@ def _layered(kv: Mapping[str, PackedArray], arguments: dict[str, dict[str, Any]]
     """Returns what has layers of every channel: its codes, and of its arguments the factors with their scales."""
     layered = {}
     for name, own in arguments.items():
-        layered[name] = kv[name], {word: value for word, value in own.items() if word in _LAYERED}
+        layered[name] = kv[name], layered_arguments(own)
     return layered
+
+
+def layered_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of a kernel's keyword arguments whose first axis is that of layers: factors and their scales."""
+    return {word: value for word, value in arguments.items() if word in _LAYERED}
 
 
 def _layer_program(
@@ -375,11 +380,12 @@ def _layer_program(
     def program(operands: dict[str, tuple[Any, dict]]) -> dict[str, Array]:
         result = {}
         for name, (x, own) in operands.items():
-            others = {word: value for word, value in arguments[name].items() if word not in _LAYERED}
+            others = {word: value for word, value in arguments[name].items() if word not in own}
             if not own and "cos" not in others:
                 result[name] = unpack(x)
                 continue
-            value = unpack(x, jnp.float32)
+            # Rounded to x's dtype, because patches are formed against those numbers. A CPU converts to bfloat16 slowly.
+            value = jax.lax.reduce_precision(unpack(x, jnp.float32), 8, 7) if x.dtype == jnp.bfloat16 else unpack(x)
             # A rotation reads every number twice, and a fused program would decode it twice.
             value = jax.lax.optimization_barrier(value) if "cos" in others else value
             result[name] = kernel(value, out_dtype=x.dtype, **own, **others)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from ..cache import Patch, check_finite
-from ..core import ChannelFactors, KVLayout, RaggedFactors, is_low_rank, is_packed, ops, value_of
+from ..core import ChannelFactors, KVLayout, PackedArray, RaggedFactors, is_low_rank, is_packed, ops, value_of
 from ..core.encoding import resize
 from ..errors import InputError, RankError
 from ..utils.kinds import expect_kind, is_whole
@@ -20,7 +20,7 @@ Rank = int | Mapping[str, int]
 
 def _rank_slice(leaf: ops.Leaf, rank: int, axis: int) -> ops.Leaf:
     """Returns the first `rank` directions along a negative axis, of values and scales alike."""
-    if is_packed(leaf):
+    if isinstance(leaf, PackedArray):
         return resize(leaf, axis, rank)
     return jax.tree.map(lambda part: jax.lax.slice_in_dim(part, 0, rank, axis=part.ndim + axis), leaf)
 
@@ -112,9 +112,9 @@ def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
 
     # Factors have rows for the patch's own layers, which need not be all of the model's.
     kept = tuple(sorted({int(layer) for layer in listed}))
-    rows = np.asarray([have.index(layer) for layer in kept])
+    rows = np.asarray([have.index(layer) for layer in kept], np.int32)
     ragged = {name: own for name, own in patch.factors.items() if isinstance(own, RaggedFactors)}
-    factors = _rows_of({name: own for name, own in patch.factors.items() if name not in ragged}, rows)
+    factors: dict[str, Any] = _rows_of({name: own for name, own in patch.factors.items() if name not in ragged}, rows)
     for name, own in ragged.items():
         factors[name] = _with_rows(own, np.asarray(own.rows)[rows])
     return Patch(factors, dataclasses.replace(patch.metadata, layers=kept))
@@ -135,7 +135,7 @@ def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
     few = ops.factor_bits(dtype)
     # None is float64 to NumPy.
     try:
-        target = dtype if few is not None else None if dtype is None else jnp.dtype(dtype)
+        target: Any = dtype if few is not None else None if dtype is None else jnp.dtype(dtype)
     except TypeError:
         target = None
     if few is None and (target is None or not (jnp.issubdtype(target, jnp.floating) or target == jnp.int8)):
@@ -160,16 +160,16 @@ def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
 
 def dtype_of(patch: Patch) -> str | None:
     """Returns the dtype of a patch's factors as `quantise` takes it; None of a patch without factors."""
-
-    def is_leaf(value: Any) -> bool:
-        return isinstance(value, ops.Quantised) or is_packed(value)
-
-    leaf = next(iter(jax.tree.leaves(dict(patch.factors), is_leaf=is_leaf)), None)
-    if leaf is None:
-        return None
-    if is_packed(leaf):
-        return f"int{leaf.bits}g{leaf.group}"
-    return (leaf.values if isinstance(leaf, ops.Quantised) else leaf).dtype.name
+    leaves: list[Any] = []
+    for own in patch.factors.values():
+        leaves += [own.u, own.v] if isinstance(own, RaggedFactors) else own if is_low_rank(own) else [own]
+    few = [leaf for leaf in leaves if is_packed(leaf)]
+    if few:
+        # An array of one group does not say what size its groups may have; every other one does.
+        groups = {leaf.group for leaf in few if leaf.scale.shape[leaf.axis] > 1}
+        return f"int{few[0].bits}g{groups.pop() if groups else 'all'}"
+    values = [leaf.values if isinstance(leaf, ops.Quantised) else leaf for leaf in leaves]
+    return values[0].dtype.name if values else None
 
 
 def finite_factors(factors: ops.Factors, what: str) -> ops.Factors:

@@ -73,10 +73,10 @@ def accumulate(
         total = {name: jnp.zeros(value.shape, jnp.float32) for name, value in chunk.kv.items()}
         acc = Accumulated(total, 0, chunk, members)
     else:
-        # What one of the two chunks does not know, but for the lead, differs from nothing.
-        for word in ("id", "backbone", "layout", "length", "content", "lead"):
+        # What one of the two chunks does not know differs from nothing; no lead and no encoding are known.
+        for word in ("id", "backbone", "layout", "length", "content", "lead", "encoding"):
             found, expected = getattr(chunk, word), getattr(acc.chunk, word)
-            known = word == "lead" or None not in (found, expected)
+            known = word in ("lead", "encoding") or None not in (found, expected)
             if known and found != expected:
                 what = "chunk" if word == "id" else f"chunk {acc.chunk.id!r}: {word}"
                 raise PatchMismatchError(f"accumulate: got {what} {found!r}; expected {expected!r}")

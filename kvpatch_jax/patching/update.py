@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
+from jaxtyping import Array, Float
 
 from ..cache import AntecedentLike, Chunk, Patch, PatchMetadata, antecedent_of, check_chunk, patch_digest
 from ..core import ChannelFactors, RaggedFactors, is_low_rank, ops, value_of
@@ -70,11 +71,11 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
     Args:
       patch: joint-head patch of all layers.
       correction: from `correction_patch` of this very patch, at the same rank and in the same dtype.
-      rank: of the result, per channel or for all; None keeps each channel's rank, of a channel with a rank for each
-        layer the highest, which the result has in all layers.
+      rank: of the result, per channel or for all; None keeps each channel's rank.
 
     Returns:
-      A patch stamped with the correction's antecedent, in the dtype of `patch`.
+      A patch stamped with the correction's antecedent, in the dtype of `patch`, bits and groups included. Of a patch
+      with a rank for each layer, every layer keeps its rank, or has `rank` where that is smaller.
 
     Raises:
       PatchMismatchError: the correction is of another patch. RankError: a rank beyond the two patches' ranks together.
@@ -109,27 +110,47 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
     return updated if dtype is None else quantise(updated, dtype)
 
 
-def _merge(first: ChannelFactors, second: ChannelFactors, rank: int | None, name: str) -> ChannelFactors:
+def _merge(own: ChannelFactors, other: ChannelFactors, rank: int | None, name: str) -> ChannelFactors:
     """Adds two corrections of one channel: low-rank ones at `rank`, others densely."""
-    first, second = (own.by_layer() if isinstance(own, RaggedFactors) else own for own in (first, second))
-    if is_low_rank(first) and is_low_rank(second):
-        (u1, v1), (u2, v2) = map(value_of, first), map(value_of, second)  # pyright: ignore[reportArgumentType]
+    first, second = (_decoded(factors) for factors in (own, other))
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        (u1, v1), (u2, v2) = first, second
         rank = u1.shape[-1] if rank is None else rank
         limit = min(u1.shape[-1] + u2.shape[-1], u1.shape[-2], v1.shape[-1])
         if not 1 <= rank <= limit:
             raise RankError(f"update: got rank {rank} for channel {name!r}; expected 1 to {limit}")
         u, v = ops.jitted_merge((u1, v1), (u2, v2), rank)
-        return u, v
+        return _ragged_as(own, u, v) if isinstance(own, RaggedFactors) else (u, v)
 
-    dense = second if is_low_rank(first) else first
-    shape = value_of(dense).shape  # pyright: ignore[reportArgumentType]
-    total: Array = jnp.zeros(shape, jnp.float32)
-
+    dense = second if isinstance(first, tuple) else first
+    assert not isinstance(dense, tuple)
+    total: Array = jnp.zeros(dense.shape, jnp.float32)
     for factors in (first, second):
-        if is_low_rank(factors):
-            u, v = (value_of(leaf).astype(jnp.float32) for leaf in factors)
-            total = total + jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST).reshape(shape)
+        if isinstance(factors, tuple):
+            u, v = (leaf.astype(jnp.float32) for leaf in factors)
+            total = total + jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST).reshape(dense.shape)
         else:
-            total = total + value_of(factors)  # pyright: ignore[reportArgumentType]
+            total = total + factors
 
     return total
+
+
+def _decoded(factors: ChannelFactors) -> tuple[Array, Array] | Array:
+    """Returns factors as arrays: (u, v) with as many directions in every layer, or dense."""
+    if isinstance(factors, RaggedFactors):
+        return factors.by_layer()
+    if is_low_rank(factors):
+        return value_of(factors[0]), value_of(factors[1])
+    return value_of(factors)  # pyright: ignore[reportArgumentType]
+
+
+def _ragged_as(own: RaggedFactors, u: Float[Array, "L T M"], v: Float[Array, "L M F"]) -> RaggedFactors:
+    """Returns factors with the ranks by layer that others have, at most M each."""
+    rank, layers, directions = u.shape[-1], [], []
+    for layer, have in enumerate(own.ranks):
+        layers += [layer] * min(have, rank)
+        directions += range(min(have, rank))
+    # The number of directions stands for none.
+    rows = np.full((len(u), rank), len(layers), np.asarray(own.rows).dtype)
+    rows[layers, directions] = np.arange(len(layers))
+    return RaggedFactors(u[layers, :, directions], v[layers, directions], jnp.asarray(rows))

@@ -10,6 +10,7 @@ from ..core import KVLayout
 from ..errors import PlanError
 from ..patching import update_patch
 from ..window import (
+    Encodings,
     Entry,
     PatchNote,
     PatchStore,
@@ -20,6 +21,8 @@ from ..window import (
     chain_of,
     contents_differ,
     stored,
+    stored_patches,
+    unreduced,
 )
 from .operating_points import Point
 
@@ -80,6 +83,7 @@ class PatchInventory:
         self._store = store
         self._layout = layout
         self._lead: str | None = None
+        self._encodings: Encodings = (None,)
         self.in_memory = False
         self.prefills: StoredPrefills | None = None
         self.chunks: dict[str, Chunk] = {}
@@ -100,6 +104,7 @@ class PatchInventory:
         *,
         lead: str | None = None,
         prefills: StoredPrefills | None = None,
+        encodings: Encodings = (None,),
     ) -> "PatchInventory":
         """Returns the inventory of a store for a backbone.
 
@@ -107,6 +112,7 @@ class PatchInventory:
           store: None: nothing, until something is added.
           lead: digest of what canonicals were prefilled behind (`Executor.lead`).
           prefills: the stored prefills that it offers. None: none.
+          encodings: of canonicals that it offers, and of those whose patches it does (`PagedExecutor.encodings`).
         """
         if not all(hasattr(backbone, name) for name in ("fingerprint", "layout")):
             raise PlanError(f"inventory.backbone: got {backbone!r:.80}; expected a Backbone, as models.load returns")
@@ -114,7 +120,7 @@ class PatchInventory:
             raise PlanError(f"inventory.store: got {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
 
         inventory = cls(backbone.fingerprint, store, backbone.layout)
-        inventory._lead = lead
+        inventory._lead, inventory._encodings = lead, encodings
         inventory.prefills = prefills
         return inventory
 
@@ -183,10 +189,16 @@ class PatchInventory:
             return False
         # A `ChunkStore` knows without reading. Other stores may not.
         contains = getattr(self._store, "contains", None)
-        if contains is not None:
-            return contains(entry.id, self.backbone, lead=self._lead)
-        chunk = stored(self._store, entry.id, self.backbone, self._lead)
-        return chunk is not None and not contents_differ(entry.content, chunk.content)
+        for word in self._encodings:
+            if contains is not None:
+                own = unreduced(self._store) if word is None else {"encoding": word}
+                if contains(entry.id, self.backbone, lead=self._lead, **own):
+                    return True
+                continue
+            chunk = stored(self._store, entry.id, self.backbone, self._lead, word)
+            if chunk is not None and not contents_differ(entry.content, chunk.content):
+                return True
+        return False
 
     def note(self, id: str, digest: str) -> AvailablePatch | None:
         """Returns a chunk's patch of this digest, if it was added or looked up before."""
@@ -219,11 +231,14 @@ class PatchInventory:
             assert self._layout is not None
             full = antecedent() if full is None else full
             query = asked_behind(full, entry.id, entry.content, self._layout, self.backbone, self._lead)
-            stored_patches = [*self._store.get_patches(query)]
-            if full.ids:
-                stored_patches += self._store.get_patches(dataclasses.replace(query, orbit=True))
+            found = list[Patch]()
+            for word in self._encodings:
+                query = dataclasses.replace(query, encoding=word, orbit=False)
+                found += stored_patches(self._store, query)
+                if full.ids:
+                    found += stored_patches(self._store, dataclasses.replace(query, orbit=True))
             # All notes are made before the first is indexed, because that may refuse a patch.
-            notes = [PatchNote.of(patch) for patch in stored_patches]
+            notes = [PatchNote.of(patch) for patch in found]
             patches = [self._index(note) for note in notes]
             if not patches and self._misses is not None:
                 self._misses.add((entry.id, target))

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import rotate_patch
 from pallas_kernels.splice import padded_width
 
-from ..core import AnyArray, KVLayout, arrays_of, check_held
+from ..core import AnyArray, KVLayout, arrays_of, check_held, is_packed
 from ..errors import DtypeError, LayoutError, ShapeError
 
 Pages = Float[AnyArray, "..."] | Sequence[Float[AnyArray, "..."]]
@@ -52,15 +52,15 @@ class Split(NamedTuple):
         return NamedSharding(self.sharding.mesh, PartitionSpec(*axes))
 
     def placed(self, kv: Any, others: Any) -> Any:
-        """Moves a program's operands to the pages' devices: KV split by heads if they divide evenly."""
+        """Moves a program's operands to the pages' devices: split by heads if they divide evenly, packed KV whole."""
         if self.sharding is None:
             return kv, others
 
         shardings = {}
         for name, value in kv.items():
-            # Fewer heads than devices are repeated only in rows, so this KV is replicated.
-            axis = None if value.shape[-2] % self.devices else self.axis
-            shardings[name] = self.over(None, None, axis)
+            # A byte has codes of several heads. Fewer heads than devices are repeated only in rows.
+            whole = is_packed(value) or value.shape[-2] % self.devices
+            shardings[name] = self.over() if whole else self.over(None, None, self.axis)
         return jax.device_put(kv, shardings), jax.device_put(others, self.over())
 
 

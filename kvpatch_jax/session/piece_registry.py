@@ -367,6 +367,7 @@ class PieceRegistry:
         with self.runtime.locked():
             allocator = self.runtime.executor.books.allocator
             pages, free = allocator.pages, allocator.free_pages
+            canonical_bytes = self.runtime.executor.sources.canonical_bytes
 
         return Stats(
             **self.counters,
@@ -374,6 +375,7 @@ class PieceRegistry:
             tokens_held=window.tokens,
             pages=pages,
             free_pages=free,
+            canonical_bytes=canonical_bytes,
             formed=None if former is None else former.done,
             policy=self.policy,
         )

@@ -9,6 +9,7 @@ from ..errors import InputError, PatchMismatchError, ShapeError
 from ..plan import AvailablePatch, OnlineCertificate, PatchInventory, Plan, plan
 from ..traces import Op
 from ..window import (
+    Encodings,
     Entry,
     Fetch,
     Likeness,
@@ -19,6 +20,7 @@ from ..window import (
     Window,
     chain_digest,
     likeness_keys,
+    unreduced,
 )
 from .piece_registry import PieceRecord, PieceRegistry
 from .session_config import Keep
@@ -98,7 +100,7 @@ class ReusePlanner:
         """Places a piece where there is room for it."""
         registry, entry = self._registry, record.entry
         evicted = entry.id in registry.window.evicted_by_id
-        seen_before = evicted or self._is_stored(entry)
+        seen_before = evicted or self._is_stored(entry, registry.runtime.executor.encodings)
 
         # What follows a placeholder has not seen it, which only a plan knows to mend.
         stay, sliding = room.window, room.edits
@@ -178,7 +180,7 @@ class ReusePlanner:
 
         # The same is true of a canonical at the front of a window.
         alone = not len(stay) and entry.kind == "chunk" and runtime.executor.lead is None
-        if alone and self._is_stored(entry):
+        if alone and self._is_stored(entry, (None,)):
             return Entrance("leading")
 
         # Without certificate and goal, a plan comes to a forward. Planning would take longer than the choice.
@@ -189,10 +191,11 @@ class ReusePlanner:
         # A patch for the very antecedent is what a plan would choose without a certificate.
         if config.uncertified and config.certificate is None and runtime.store is not None and entry.kind == "chunk":
             backbone = runtime.backbone
-            if PatchInventory.of(runtime.store, backbone).canonical(entry):
+            encodings = runtime.executor.encodings
+            if PatchInventory.of(runtime.store, backbone, encodings=encodings).canonical(entry):
                 target = stay.target()
                 digest = chain_digest(stay.backbone, target)
-                inventory = LargestPatchInventory.of(runtime.store, backbone)
+                inventory = LargestPatchInventory.of(runtime.store, backbone, encodings=encodings)
                 for patch in inventory.serving(entry, digest, lambda: target):
                     if patch.note.base == "canonical":
                         return Entrance("patch", patch.note)
@@ -215,7 +218,9 @@ class ReusePlanner:
         kind = LargestPatchInventory if config.uncertified and not certified else PatchInventory
         inventory = PatchInventory(runtime.backbone.fingerprint)
         if fetching:
-            inventory = kind.of(runtime.store, runtime.backbone, prefills=self._prefills)
+            # Bounds were measured on canonicals as they were prefilled.
+            encodings = (None,) if certified else runtime.executor.encodings
+            inventory = kind.of(runtime.store, runtime.backbone, prefills=self._prefills, encodings=encodings)
         return plan(
             self._registry.window,
             [*(piece.entry for piece in stay.pieces), *entries],
@@ -238,7 +243,14 @@ class ReusePlanner:
         covers = certificate.covers if isinstance(certificate, OnlineCertificate) else None
         return StoredPrefills(runtime.store, runtime.backbone.fingerprint, runtime.executor.dtype, covers)
 
-    def _is_stored(self, entry: Entry) -> bool:
-        """Returns whether the store has an entry, as far as it can say without reading."""
-        contains = getattr(self._registry.runtime.store, "contains", None)
-        return contains is not None and contains(entry.id, self._registry.runtime.backbone.fingerprint)
+    def _is_stored(self, entry: Entry, encodings: Encodings) -> bool:
+        """Returns whether the store has an entry in one of these encodings, as far as it can say without reading."""
+        store, fingerprint = self._registry.runtime.store, self._registry.runtime.backbone.fingerprint
+        contains = getattr(store, "contains", None)
+        if contains is None:
+            return False
+        for word in encodings:
+            own = unreduced(store) if word is None else {"encoding": word}
+            if contains(entry.id, fingerprint, **own):
+                return True
+        return False

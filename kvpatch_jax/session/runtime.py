@@ -18,7 +18,7 @@ from ..core import AnyArray
 from ..errors import PoolError, PoolLostError
 from ..patching import Rank
 from ..sampling import Sampling, TextPiece
-from ..window import Edit, Ledger, PagedExecutor, PatchFormer, PatchStore, Window
+from ..window import CanonicalEncoding, Edit, Ledger, PagedExecutor, PatchFormer, PatchStore, Window
 from .argument_checks import float_dtype
 
 FIRST_PAGES = 256
@@ -183,6 +183,7 @@ class PrivateRuntime(ExecutorRuntime):
         dtype: jax.typing.DTypeLike | None = None,
         rank: Rank | None = None,
         prefills: int = 0,
+        encoding: CanonicalEncoding | None = None,
         **options: Any,
     ):
         """Allocates the pool. With a store, patches are formed in the background.
@@ -193,11 +194,16 @@ class PrivateRuntime(ExecutorRuntime):
           dtype: of the pool. None: the dtype that the backbone computes in.
           rank: of the patches that are formed; 0 forms none. None: 16, from the first session that may serve them.
           prefills: bytes of prefills that may be added to the store (`SessionConfig.prefills`).
+          encoding: of canonicals (`SessionConfig.encoding`); None: as they were prefilled.
           options: of `PagedExecutor`.
         """
         dtype = float_dtype(dtype_of(backbone) if dtype is None else dtype, "session")
-        executor = PagedExecutor(backbone, pages or FIRST_PAGES, page_size, dtype, store=store, **options)
-        former = None if store is None else PatchFormer(backbone, store, rank, prefill_bytes=prefills)
+        encoding = CanonicalEncoding() if encoding is None else encoding
+        options |= {"store": store, "encodings": encoding.words}
+        executor = PagedExecutor(backbone, pages or FIRST_PAGES, page_size, dtype, **options)
+        former = None
+        if store is not None:
+            former = PatchFormer(backbone, store, rank, prefill_bytes=prefills, encoding=encoding)
         super().__init__(executor, former)
         if self.former is not None:
             self.former.watch(executor)

@@ -105,6 +105,7 @@ class Session:
         dtype = dtype_of(backbone) if config.dtype is None else config.dtype
         # Costs count bytes of the pool that the KV is in, whatever this session would have chosen.
         if runtime is not None:
+            config.check_runtime(runtime)
             dtype = runtime.executor.dtype
         window = Window.empty(Costs.of(backbone, dtype), lead=pinned, promise=promise, branch=branch)
         opened = config.private_runtime(backbone, store) if runtime is None else runtime

@@ -8,11 +8,12 @@ import jax
 
 from ..backbone import Backbone
 from ..cache import Text, check_text
+from ..core import KVEncoding
 from ..errors import CertificateError, PoolError, RankError, SessionError
 from ..patching import Rank
 from ..plan import AnyCertificate, DeviceCosts, Goal, OnlineCertificate
 from ..utils.sizes import Size, size_of
-from ..window import PatchFormer, PatchStore
+from ..window import CANONICALS, CanonicalEncoding, PatchFormer, PatchStore, encoding_choice
 from .argument_checks import check_rank, float_dtype
 from .runtime import PAGE_SIZE, PREFILLS, RANK, PrivateRuntime, Runtime
 
@@ -86,6 +87,12 @@ class SessionConfig:
         otherwise none.
       prefills: bytes of prefills that the session may add to its store, as they are. Behind the very same pieces a
         chunk is served by one without a forward, bit for bit. 0 stores none.
+      encoding: of the canonicals that the session keeps, and forms and serves its patches on: a `KVEncoding` or its
+        word, such as "k8v8". None: as they were prefilled, or the store's default where that is in few bits. "auto": by
+        `canonicals`. Not with a certificate, whose bounds were measured on canonicals as they were prefilled. Exact
+        data is never encoded: prefills, and chunks at the front of a window.
+      canonicals: with "auto", the bytes of canonicals that are kept as they were prefilled; as many again are kept in
+        k8v8, and all later ones in k4v4. What the store had before is not counted.
       pages, page_size, dtype: of the pool; see `PrivateRuntime`.
 
     Raises:
@@ -107,6 +114,8 @@ class SessionConfig:
     memory: Size = MEMORY
     rank: Rank | None = None
     prefills: Size = PREFILLS
+    encoding: KVEncoding | str | None = None
+    canonicals: Size = CANONICALS
     pages: int | None = None
     page_size: int = PAGE_SIZE
     dtype: jax.typing.DTypeLike | None = None
@@ -157,9 +166,16 @@ class SessionConfig:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", float_dtype(self.dtype, "session"))
         # Sizes may be texts such as "64 MiB". From here on they are whole numbers.
-        for name in ("largest_image", "memory", "prefills"):
+        for name in ("largest_image", "memory", "prefills", "canonicals"):
             size = size_of(getattr(self, name), f"session.{name}", refused=SessionError)
             object.__setattr__(self, name, size)
+
+        object.__setattr__(self, "encoding", encoding_choice(self.encoding, "session.encoding", SessionError))
+        if self.encoding is not None and self.certificate is not None:
+            raise SessionError(
+                f"session.encoding: got {self.encoding!r:.80} with a certificate; expected None, because bounds were "
+                "measured on canonicals as they were prefilled"
+            )
 
     @classmethod
     def with_options(cls, config: "SessionConfig | None", options: Mapping[str, Any]) -> "SessionConfig":
@@ -174,8 +190,11 @@ class SessionConfig:
 
     def private_runtime(self, backbone: Backbone, store: PatchStore | None) -> PrivateRuntime:
         """Returns a new runtime for one session, with a pool of these options."""
-        pages, page_size = self.pages, self.page_size
-        pool: dict[str, Any] = {"pages": pages, "page_size": page_size, "dtype": self.dtype}
+        pages, page_size, encoding = self.pages, self.page_size, CanonicalEncoding()
+        # Certified are only canonicals as they were prefilled, whatever the store's default is.
+        if self.certificate is None:
+            encoding = CanonicalEncoding.of_store(store, self.encoding, int(self.canonicals))
+        pool: dict[str, Any] = {"pages": pages, "page_size": page_size, "dtype": self.dtype, "encoding": encoding}
         return PrivateRuntime(backbone, store, rank=self.rank, prefills=int(self.prefills), **pool)
 
     def form_for(self, former: PatchFormer | None) -> None:
@@ -186,6 +205,17 @@ class SessionConfig:
         # A certificate that learns admits no patch.
         if not isinstance(self.certificate, OnlineCertificate):
             former.form_patches(RANK)
+
+    def check_runtime(self, runtime: Runtime) -> None:
+        """Refuses an encoding that a shared runtime does not have: canonicals of all its sessions are kept alike.
+
+        Raises:
+          SessionError.
+        """
+        encodings = runtime.executor.encodings
+        if self.encoding is not None and CanonicalEncoding(self.encoding).words != encodings:
+            expected = f"one with encodings {encodings}, or None"
+            raise SessionError(f"session.encoding: got {self.encoding!r:.80} beside a runtime; expected {expected}")
 
     def check_backbone(self, backbone: Backbone) -> None:
         """Refuses a certificate or a linker of other weights, and what the backbone does not have or read.

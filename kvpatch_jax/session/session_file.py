@@ -28,6 +28,8 @@ from .session_input import SessionInput
 FORMAT, VERSION = "kvpatch session", 1
 SAVED_OPTIONS = ("around", "chat", "placeholder", "uncertified", "largest_image", "memory")
 """Options in the file."""
+ENCODING_OPTIONS = ("encoding", "canonicals")
+"""Options in the file of a session with an encoding of its own."""
 GIVEN_OPTIONS = ("certificate", "goal", "costs", "linker", "retriever", "rank", "pages")
 """Options that a restore takes, because the file does not have them."""
 Arrays = dict[str, np.ndarray]
@@ -97,6 +99,9 @@ def save(path: str | os.PathLike[str], registry: PieceRegistry, keep: Keep, kv: 
 
     settings = {name: getattr(registry.config, name) for name in SAVED_OPTIONS}
     settings |= {"name": registry.name, "policy": registry.policy}
+    # Files without an encoding are as they always were.
+    if registry.config.encoding is not None:
+        settings |= {name: getattr(registry.config, name) for name in ENCODING_OPTIONS}
     settings["keep"] = dataclasses.asdict(keep) if isinstance(keep, CheapestKeep) else keep
     used = list(registry.used_names)
     window = registry.window.to_json()
@@ -234,15 +239,19 @@ def restore(
     saved = read(path)
     window = Window.from_json(saved.window, backbone=backbone).renamed(branch)
     # Files of older versions lack these.
-    settings = {"chat": False, "placeholder": None, "policy": None, **saved.settings}
+    settings = {"chat": False, "placeholder": None, "policy": None, "encoding": None, **saved.settings}
     _check_settings(settings)
     saved_options: dict[str, Any] = {name: settings[name] for name in SAVED_OPTIONS}
     saved_options["around"] = tuple(settings["around"])
+    if settings["encoding"] is not None:
+        saved_options |= {name: settings[name] for name in ENCODING_OPTIONS}
     config = SessionConfig(**options, **saved_options)
     config.check_backbone(backbone)
 
     private = runtime is None
-    if runtime is None:
+    if runtime is not None:
+        config.check_runtime(runtime)
+    else:
         dtype, page_size = saved.pool.get("dtype"), saved.pool.get("page_size")
         whole = isinstance(page_size, int) and 1 <= page_size <= 1 << 20
         if dtype not in ("float32", "bfloat16", "float16") or not whole:
@@ -281,6 +290,8 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
         "uncertified": isinstance(settings.get("uncertified"), bool),
         "largest_image": is_count("largest_image", 1),
         "memory": is_count("memory", 0),
+        "encoding": settings["encoding"] is None or isinstance(settings["encoding"], str),
+        "canonicals": settings["encoding"] is None or is_count("canonicals", 0),
         "name": isinstance(settings.get("name"), str) and bool(settings["name"]),
     }
     for name, right in valid.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..backbone import Backbone
 from ..errors import InputError
-from ..window import PagedExecutor, PatchFormer, PatchStore
+from ..window import CanonicalEncoding, PagedExecutor, PatchFormer, PatchStore
 from .argument_checks import check_backbone
 from .runtime import dtype_of
 from .session import Session
@@ -95,12 +95,14 @@ class Sessions:
         config = SharedConfig(**changes) if config is None else dataclasses.replace(config, **changes)
 
         dtype = dtype_of(backbone) if config.dtype is None else config.dtype
-        executor = PagedExecutor(backbone, config.pages, config.page_size, dtype, store=store, **options)
+        encoding = CanonicalEncoding.of_store(store, config.encoding, int(config.canonicals))
+        options |= {"store": store, "encodings": encoding.words}
+        executor = PagedExecutor(backbone, config.pages, config.page_size, dtype, **options)
         self.backbone, self.store = backbone, store
         # The former has a thread, which must not outlive a constructor that raises.
-        former = (
-            None if store is None else PatchFormer(backbone, store, config.rank, prefill_bytes=int(config.prefills))
-        )
+        former = None
+        if store is not None:
+            former = PatchFormer(backbone, store, config.rank, prefill_bytes=int(config.prefills), encoding=encoding)
 
         try:
             self.shared = SharedRuntime(executor, former, config)
@@ -179,6 +181,6 @@ class Sessions:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Raises InputError for an option of the runtime, which all sessions share."""
-    for name in ("runtime", "branch", "pages", "page_size", "dtype", "rank"):
+    for name in ("runtime", "branch", "pages", "page_size", "dtype", "rank", "encoding", "canonicals"):
         if name in options:
             raise InputError(f"sessions.{name}: got {options[name]!r:.80}; expected none, for sessions share the pool")

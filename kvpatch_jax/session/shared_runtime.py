@@ -16,11 +16,13 @@ import jax
 
 from ..backbone import Tokens
 from ..cache import brief
+from ..core import KVEncoding
 from ..errors import InputError, PoolError, PoolLostError, SessionBusyError, SessionClosedError
 from ..patching import Rank
 from ..sampling import Sampling, check_steps
 from ..utils.sizes import Size, size_of
 from ..window import (
+    CANONICALS,
     ApplyPatch,
     Compact,
     Copy,
@@ -31,6 +33,7 @@ from ..window import (
     PatchFormer,
     Prefill,
     Window,
+    encoding_choice,
 )
 from .argument_checks import check_rank, float_dtype
 from .decode_batch import DecodeRequest
@@ -55,6 +58,8 @@ class SharedConfig:
       rank: of the patches that are formed; 0 forms none. None: 16, from the first session that has a certificate or
         serves without one.
       prefills: bytes of prefills that may be added to the store, as of `SessionConfig`.
+      encoding, canonicals: of what all these sessions keep, as of `SessionConfig`. A session with a certificate serves
+        only canonicals as they were prefilled, and patches of them.
 
     Raises:
       InputError, RankError, DtypeError: an invalid option. `PagedExecutor` checks pages.
@@ -68,6 +73,8 @@ class SharedConfig:
     dtype: jax.typing.DTypeLike | None = None
     rank: Rank | None = None
     prefills: Size = PREFILLS
+    encoding: KVEncoding | str | None = None
+    canonicals: Size = CANONICALS
 
     def __post_init__(self) -> None:
         for name in ("batch", "waiting"):
@@ -80,7 +87,9 @@ class SharedConfig:
             raise InputError(f"sessions: got timeout {self.timeout!r:.80}; expected seconds, 0 or more")
 
         check_rank(self.rank, "sessions", 0)
-        object.__setattr__(self, "prefills", size_of(self.prefills, "sessions.prefills", refused=InputError))
+        for name in ("prefills", "canonicals"):
+            object.__setattr__(self, name, size_of(getattr(self, name), f"sessions.{name}", refused=InputError))
+        object.__setattr__(self, "encoding", encoding_choice(self.encoding, "sessions.encoding"))
         if self.dtype is not None:
             object.__setattr__(self, "dtype", float_dtype(self.dtype, "sessions"))
 

@@ -31,6 +31,7 @@ class Stats:
       fidelity: the number of pieces by fidelity: "exact", "survivor", "approximate".
       tokens_held: in the window.
       pages, free_pages: of the pool.
+      canonical_bytes: of the canonicals that are held for pieces, as they are kept: of encoded ones, codes and scales.
       formed: counts of the patches that were formed in the background, or None.
       policy: how the window is kept, and why not otherwise, once `CheapestKeep` has chosen; else None.
     """
@@ -56,6 +57,7 @@ class Stats:
     tokens_held: int = 0
     pages: int = 0
     free_pages: int = 0
+    canonical_bytes: int = 0
     formed: FormerStats | None = None
     policy: str | None = None
 

@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 # For other packages of the library, and for evaluations.
+from .canonical_encoding import CANONICALS as CANONICALS
+from .canonical_encoding import CanonicalEncoding as CanonicalEncoding
+from .canonical_encoding import encoding_choice as encoding_choice
 from .costs import ROTATION as ROTATION
 from .costs import CostMeter as CostMeter
 from .costs import adding_flops as adding_flops
@@ -62,6 +65,12 @@ from .kv_snapshot import SIDES as SIDES
 from .kv_snapshot import PieceSnapshot as PieceSnapshot
 from .kv_snapshot import placed as placed
 from .kv_snapshot import taken as taken
+from .padding import bucket as bucket
+from .padding import padded_chunk as padded_chunk
+from .padding import padded_patch as padded_patch
+from .padding import padded_tokens as padded_tokens
+from .padding import trimmed_patch as trimmed_patch
+from .padding import zero_padded as zero_padded
 from .patch_former import Executor as Executor
 from .rearrangement import KEEP as KEEP
 from .rearrangement import PREFILL as PREFILL
@@ -71,16 +80,13 @@ from .rearrangement import ServingChoice as ServingChoice
 from .rearrangement import arrange as arrange
 from .slot_table import ResidentPiece as ResidentPiece
 from .slot_table import all_slots as all_slots
+from .sources import Encodings as Encodings
 from .sources import PatchStore as PatchStore
 from .sources import PieceSources as PieceSources
 from .sources import asked_behind as asked_behind
-from .sources import bucket as bucket
-from .sources import padded_chunk as padded_chunk
-from .sources import padded_patch as padded_patch
-from .sources import padded_tokens as padded_tokens
 from .sources import stored as stored
-from .sources import trimmed_patch as trimmed_patch
-from .sources import zero_padded as zero_padded
+from .sources import stored_patches as stored_patches
 from .stored_prefill import StoredPrefills as StoredPrefills
 from .stored_prefill import likeness_keys as likeness_keys
+from .stored_prefill import unreduced as unreduced
 from .window_state import Promise as Promise

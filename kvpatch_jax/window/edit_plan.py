@@ -260,7 +260,7 @@ class EditPlan:
             case Copy(source="conditioned"):
                 self._restore(edit.id, resolved.start)
             case Copy() | ApplyPatch():
-                self._place(edit, resolved)
+                self._place(edit, resolved, store)
             case Prefill():
                 self._prefill(edit.id, resolved)
             case Recompute():
@@ -327,16 +327,19 @@ class EditPlan:
             if group:
                 self.launches.append(RotateLaunch(group, whole))
 
-    def _place(self, edit: Copy | ApplyPatch, resolved: ResolvedEdit) -> None:
+    def _place(self, edit: Copy | ApplyPatch, resolved: ResolvedEdit, store: PatchStore | None) -> None:
         """Plans that a canonical is placed, patched or bare: in fresh slots, or over what the piece has."""
         kind, id, patch, patch_bytes = type(edit).__name__, edit.id, None, 0
-        if isinstance(edit, Copy) and edit.source == "prefill":
-            state = None if resolved.piece is None else resolved.piece.state
-            chunk = self.sources.take_prefill(id, "" if state is None else state.patch or state.behind)
-        else:
-            chunk = self.sources.chunk(id, resolved.content)
         if isinstance(edit, ApplyPatch):
             patch, patch_bytes = self.sources.patch(id, edit.patch)
+        state = None if resolved.piece is None else resolved.piece.state
+        if isinstance(edit, Copy) and edit.source == "prefill":
+            chunk = self.sources.take_prefill(id, "" if state is None else state.patch or state.behind)
+        else:
+            # A patch is added to the base that it was formed on; what stands for a prefill is not encoded.
+            whole = patch is None and state is not None and state.kind == "conditioned"
+            encodings = (None,) if whole else None if patch is None else (patch.metadata.encoding,)
+            chunk = self.sources.chunk(id, resolved.content, encodings, store)
         removal = patch is not None and patch.metadata.base == "conditioned"
 
         # A removal patch is added to what the piece has in the pool; here the canonical stands for its shapes.

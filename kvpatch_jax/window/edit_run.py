@@ -26,9 +26,9 @@ from .edit_plan import (
     RestoreLaunch,
     RotateLaunch,
 )
+from .padding import bucket
 from .paged_pool import KeyRotation, PagedPool, key_count
 from .slot_table import all_slots
-from .sources import bucket
 from .window import Window
 
 Undo = Callable[[], None]

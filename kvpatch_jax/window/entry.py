@@ -14,7 +14,7 @@ import numpy as np
 
 from ..backbone import Tokens
 from ..cache import EXACT, Antecedent, Chunk, Member, Patch, brief, content_of, encoded, patch_digest
-from ..core import Quantised
+from ..core import PackedArray, Quantised, RaggedFactors
 from ..errors import WindowError
 from .costs import adding_flops
 
@@ -295,6 +295,11 @@ def apart(service: str, gap: int) -> str:
     return f"apart:{short_digest(f'apart {gap} {service}')}" if gap else service
 
 
+def is_unmeasured(factors: object) -> bool:
+    """Returns whether factors are of a kind that no certificate was measured on: in few bits, or of uneven ranks."""
+    return isinstance(factors, Quantised | PackedArray | RaggedFactors)
+
+
 @dataclasses.dataclass(frozen=True)
 class PatchNote:
     """What a window needs to know of a patch. `PatchNote.of(patch)` digests its factors on the device, so make it once.
@@ -306,7 +311,8 @@ class PatchNote:
       antecedent: what it was formed behind; any order of it if `orbit`.
       base_antecedent: what the base was conditioned on, of a removal patch.
       rank: directions of its own that it has in every channel and layer (all of a dense one), by which a certificate is
-        looked up; 0 if it leaves some out, was rounded to 8 bits or has a shared basis.
+        looked up; 0 if it leaves some out, was rounded to few bits, has a shared basis or a rank for each layer, or was
+        formed on an encoded canonical.
       nbytes: of its factors.
       flops: per token, of multiplying and adding them.
       updated: whether a correction was folded in.
@@ -348,8 +354,8 @@ class PatchNote:
         # Bounds were measured on whole patches with factors of their own, not rounded. They are looked up by the
         # smallest rank of any channel, and a dense channel has every direction.
         rank, layout = 0, metadata.layout
-        leaves = jax.tree.leaves(patch.factors, is_leaf=lambda leaf: isinstance(leaf, Quantised))
-        rounded = any(isinstance(leaf, Quantised) for leaf in leaves)
+        leaves = jax.tree.leaves(dict(patch.factors), is_leaf=is_unmeasured)
+        rounded = any(map(is_unmeasured, leaves)) or metadata.encoding is not None
         if not rounded and metadata.basis is None and len(metadata.layers) >= layout.layers:
             ranks = patch.ranks.items()
             rank = min(layout.channel(name).features if own is None else own for name, own in ranks)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from ..backbone import Backbone, Output, Tokens, check_tokens
 from ..cache import Chunk, Patch, brief
-from ..core import AnyArray, EngineKV, Paged, PhaseFreeKV
+from ..core import AnyArray, EngineKV, KVEncoding, Paged, PhaseFreeKV
 from ..errors import InputError, WindowError
 from ..patching import lead_digest, lead_tokens
 from ..pool import SlotAllocator
@@ -19,10 +19,11 @@ from .edit_plan import EditPlan, check_pieces
 from .edit_run import EditRun, FusedQuestion, PrefillObserver
 from .edits import Compact, Edit
 from .entry import PlacedPiece
+from .padding import bucket, padded_tokens
 from .paged_pool import PagedPool, PoolOptions, key_count
 from .precompilation import Precompiler, samples
 from .slot_table import DecodedAnswer, ResidentPiece, SlotTable, all_slots
-from .sources import Lead, PatchStore, PieceSources, bucket, padded_tokens
+from .sources import Encodings, Lead, PatchStore, PieceSources
 from .window import Window
 
 
@@ -42,6 +43,7 @@ class PagedExecutor:
       sources: inputs of pieces.
       store: where canonicals and patches are fetched from.
       lead: digest of what their canonicals were prefilled behind (`Chunk.lead`), or None.
+      encodings: in which canonicals are read from the store.
       formers: called after each prefill.
       meter: counts everything executed.
       pool: the vectors.
@@ -58,6 +60,7 @@ class PagedExecutor:
         *,
         store: PatchStore | None = None,
         lead: Lead = None,
+        encodings: Encodings = (None,),
         options: PoolOptions | None = None,
         **changes: Any,
     ):
@@ -67,6 +70,9 @@ class PagedExecutor:
           dtype: of the pool; None: bfloat16.
           store: where canonicals and patches are fetched from.
           lead: what canonicals were prefilled behind, as `make_chunk` takes it; others are refused.
+          encodings: words of the encodings in which canonicals, and patches of them, are read from the store, the first
+            in preference; None among them stands for canonicals as they were prefilled. They stay packed, and are
+            decoded where they are placed.
           options: of the pool.
           changes: fields of `PoolOptions`, such as `keep="none"`, which override `options`.
 
@@ -81,7 +87,10 @@ class PagedExecutor:
         # Canonicals were prefilled behind this lead, and are padded to the buckets of the backbone's prompts.
         self.lead = None if lead is None else lead_digest(backbone.fingerprint, lead_tokens(backbone, lead))
         self.dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
-        self.sources = PieceSources(backbone, buckets=self.buckets, single=True, lead=self.lead, dtype=self.dtype)
+        self.encodings = tuple(None if word is None else str(KVEncoding.of(word)) for word in encodings)
+        self.sources = PieceSources(
+            backbone, buckets=self.buckets, single=True, lead=self.lead, dtype=self.dtype, encodings=self.encodings
+        )
         self.formers: list[PrefillObserver] = []
 
         # The pool's vectors on the device, and the books of them on the host.
@@ -465,5 +474,5 @@ class PagedExecutor:
             raise InputError(f"warm_up.keys: got {keys}; expected 0 to {pages * page_size}, the slots of the pool")
 
         pieces, asked = (samples(self.backbone, self.buckets, inputs) for inputs in (tokens, questions))
-        precompiler = Precompiler(self.backbone, self.pool, keys, pages, page_size)
+        precompiler = Precompiler(self.backbone, self.pool, keys, pages, page_size, self.encodings)
         precompiler.compile(pieces, asked, ranks=tuple(ranks), steps=steps, ask=ask)

@@ -10,9 +10,9 @@ import numpy as np
 from ..cache import brief
 from ..errors import WindowError
 from .executor import PagedExecutor
+from .padding import bucket, zero_padded
 from .programs import SavedRows
 from .slot_table import ResidentPiece, StashedKV
-from .sources import bucket, zero_padded
 from .window import Window
 
 SIDES = ("engine", "source")

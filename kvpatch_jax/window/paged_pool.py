@@ -14,8 +14,8 @@ from ..errors import InputError, PoolLostError
 from ..pool import make_pool, trimmed
 from . import programs
 from .costs import CostMeter
+from .padding import bucket, zero_padded
 from .slot_table import ResidentPiece, all_slots
-from .sources import bucket, zero_padded
 
 Keep = Literal["all", "rotating", "none"]
 

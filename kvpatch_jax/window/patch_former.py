@@ -16,12 +16,14 @@ from ..core import AnyArray
 from ..errors import InputError, PatchMismatchError
 from ..patching import Method, Rank, conditioned, form_patch, lead_digest, lead_tokens
 from ..utils.background import JobQueue
+from .canonical_encoding import AUTO, CanonicalEncoding
 from .costs import Ledger
 from .edit_run import PrefillObserver
 from .edits import Edit
 from .entry import Entry, contents_differ
+from .padding import padded_chunk, zero_padded
 from .precompilation import samples
-from .sources import Lead, PatchStore, PieceSources, asked_behind, padded_chunk, stored, zero_padded
+from .sources import Lead, PatchStore, PieceSources, asked_behind, stored, stored_patches
 from .stored_prefill import Likeness, StoredPrefills, likeness_keys
 from .window import Window
 
@@ -94,6 +96,7 @@ class FormerStats:
     Attributes:
       patches: formed and stored.
       prefills, canonicals, encoders: stored.
+      encoded: of the canonicals, those in few bits. canonical_bytes: of all of them, as they are kept.
       forwards: prefills of chunks alone.
       skipped: prefills that need no patch (texts, patches that were formed before or that the store has, all of them
         while no patches are formed, chunks that came for the first time) or whose front changed since.
@@ -109,6 +112,8 @@ class FormerStats:
     skipped: int = 0
     dropped: int = 0
     failed: int = 0
+    encoded: int = 0
+    canonical_bytes: int = 0
 
 
 class PatchFormer:
@@ -137,6 +142,7 @@ class PatchFormer:
         method: Method = "randomised",
         dtype: jax.typing.DTypeLike | None = None,
         lead: Lead = None,
+        encoding: CanonicalEncoding | None = None,
         pending: int = 64,
         pending_bytes: int = PENDING_BYTES,
         prefill_bytes: int = 0,
@@ -149,6 +155,8 @@ class PatchFormer:
             `form_patches` sets one; until then only prefills behind nothing are stored, which are canonicals.
           lead: what canonicals are prefilled behind, as `make_chunk` takes it; they are stored with its digest. The
             window's lead is another matter: patches are stamped with everything in front, pinned pieces included.
+          encoding: chooses what canonicals are kept in; patches are formed on them as they are decoded. A prefill at
+            the front of a window is stored as it is, so that it serves there bit for bit. None: nothing is encoded.
           pending, pending_bytes: prefills that may wait, and bytes of their KV; those beyond are dropped and counted.
           prefill_bytes: how many bytes of prefills behind other pieces are stored as they are (`StoredPrefills`), the
             first ones; 0 stores none. Means over them are, too, once `form_means` was called.
@@ -163,6 +171,7 @@ class PatchFormer:
         # The lead runs in front of every canonical, so its tokens are made once.
         self.backbone, self.store, self.rank = backbone, store, rank
         self._form_options: dict[str, Any] = {"method": method, "dtype": dtype}
+        self.encoding = CanonicalEncoding() if encoding is None else encoding
         self._lead_tokens = None if lead is None else lead_tokens(backbone, lead)
         self.lead = None if self._lead_tokens is None else lead_digest(backbone.fingerprint, self._lead_tokens)
         self.errors: collections.deque[Exception] = collections.deque(maxlen=KEPT_ERRORS)
@@ -377,7 +386,10 @@ class PatchFormer:
 
         entry, backbone = job.entry, self.backbone
         query = asked_behind(job.antecedent, entry.id, entry.content, backbone.layout, backbone.fingerprint, self.lead)
-        for patch in self.store.get_patches(query):
+        found = list[Patch]()
+        for word in self.encoding.words:
+            found += stored_patches(self.store, dataclasses.replace(query, encoding=word))
+        for patch in found:
             metadata = patch.metadata
             same = metadata.behind == job.antecedent and metadata.base == "canonical" and not metadata.orbit
             # A rank of None is that of a dense patch, which has every direction.
@@ -389,18 +401,25 @@ class PatchFormer:
     def _canonical(self, job: PrefillRecord) -> Chunk:
         """Returns the chunk's canonical, of at least as many tokens as the padded prefill; stores it if it is new.
 
+        It is encoded as it is kept, but for that of a prefill at the front of a window.
+
         Raises:
           PatchMismatchError: the store has another content under this id. What a forward or the store raises.
         """
         entry, size = job.entry, next(iter(job.kv.values())).shape[2]
-        found = stored(self.store, entry.id, self.backbone.fingerprint, self.lead)
-        if found is not None:
+        encoding = self.encoding if job.antecedent.members else CanonicalEncoding()
+        for word in encoding.words:
+            found = stored(self.store, entry.id, self.backbone.fingerprint, self.lead, word)
+            if found is None:
+                continue
             if contents_differ(entry.content, found.content) or found.length != job.length:
                 raise PatchMismatchError(
                     f"former: got {brief(entry.id)!r} from the store with content {found.content!r} and {found.length} "
                     f"tokens; expected {entry.content!r} and {job.length}"
                 )
-            return padded_chunk(found, size)
+            # It may have been stored as it was prefilled, by a session without an encoding or at a window's front.
+            fixed = encoding.choice not in (None, AUTO) and found.encoding is None
+            return padded_chunk(self._kept(found, encoding) if fixed else found, size)
 
         # A prefill at the front of a window is a canonical already, unless canonicals have a lead.
         kv = job.kv
@@ -408,9 +427,17 @@ class PatchFormer:
             kv = self._prefill_alone(job.tokens, job.length)
             self._count("forwards")
 
-        chunk = self._chunk_of(kv, job.tokens, job.length, entry, self.lead)
+        return self._kept(self._chunk_of(kv, job.tokens, job.length, entry, self.lead), encoding)
+
+    def _kept(self, chunk: Chunk, encoding: CanonicalEncoding) -> Chunk:
+        """Stores a canonical in its encoding, and returns it so."""
+        chunk = encoding.encoded(chunk)
         self.store.put(chunk)
         self._count("canonicals")
+        if chunk.encoding is not None:
+            self._count("encoded")
+        with self._lock:
+            self._counts["canonical_bytes"] += chunk.nbytes
         return chunk
 
     def _prefill_alone(self, tokens: Tokens, length: int) -> Mapping[str, Array]:

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..backbone import Backbone, Tokens
-from ..core import Buckets, Paged, as_start
+from ..core import Buckets, KVEncoding, Paged, as_start, encode_kv
 from . import programs
 from .edit_run import packed
+from .padding import bucket, padded_tokens
 from .paged_pool import PagedPool
-from .sources import bucket, padded_tokens
 
 NO_TOKENS = np.int32(0)
 """Length of what is written: programs run on zeros of which none count."""
@@ -37,8 +37,16 @@ class Precompiler:
     Windows have up to `keys` tokens, on at most `pages` pages of `page_size`.
     """
 
-    def __init__(self, backbone: Backbone, pool: PagedPool, keys: int, pages: int, page_size: int):
-        self._pool, self._keys = pool, keys
+    def __init__(
+        self,
+        backbone: Backbone,
+        pool: PagedPool,
+        keys: int,
+        pages: int,
+        page_size: int,
+        encodings: Sequence[str | None] = (None,),
+    ):
+        self._pool, self._keys, self._encodings = pool, keys, encodings
         self._backbone: Any = backbone
 
         # No context, and one of each bucket of page tables.
@@ -90,14 +98,16 @@ class Precompiler:
 
         # As a prefill returns it, [L,1,T,K,H]; as a chunk has it; and with factors.
         inputs: list[tuple[Any, Any]] = [({name: value[:, None] for name, value in kv.items()}, {})]
+        bases: list[Any] = [kv]
+        bases += [encode_kv(layout, kv, KVEncoding.of(word)) for word in self._encodings if word is not None]
         if spliced:
-            inputs.append((kv, {}))
+            inputs += [(base, {}) for base in bases]
         for rank in ranks:
             factors = {}
             for channel in layout.channels:
                 u = jnp.zeros((layout.layers, size, rank), dtype)
                 factors[channel.name] = u, jnp.zeros((layout.layers, rank, channel.features), dtype)
-            inputs.append((kv, factors))
+            inputs += [(base, factors) for base in bases]
 
         local, start = np.asarray(sample.positions[0], np.float32), np.asarray(as_start(layout.rope, 0))
         destination = programs.Destination(np.zeros(size, np.int32), local, start, NO_TOKENS)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import rotate_patch, splice
 
-from ..core import KVLayout, flat, ops, relocation_tables, rope_tables
+from ..core import KVLayout, PackedArray, flat, is_packed, ops, relocation_tables, rope_tables, unpack
 
 Vectors = dict[str, Float[Array, "L P O _ _"]]
 Rows = dict[str, Float[Array, "L N _ _"]]
@@ -108,7 +108,7 @@ def write_piece(
     layout: KVLayout,
     pools: Pools,
     destination: Destination,
-    kv: Mapping[str, Float[Array, "..."]],
+    kv: Mapping[str, Float[Array, "..."] | PackedArray],
     factors: ops.Factors,
     *,
     layers: tuple[int, ...] | None = None,
@@ -116,11 +116,15 @@ def write_piece(
 ) -> Pools:
     """Writes R(start + local) · (KV + u v) to slots of the pool, and KV + u v to those of its source.
 
-    `kv` is phase-free, {channel: [L,T,K,H]} or, as a prefill gives it, [L,1,T,K,H].
+    `kv` is phase-free, {channel: [L,T,K,H]} or, as a prefill gives it, [L,1,T,K,H]. Packed channels are decoded one
+    layer at a time, and written as their decoded twins are.
     """
     slots, local, start, length = destination
     # Per channel, what the kernel adds and by what it rotates.
     arguments_of = ops.operator_arguments(layout, factors, local, start, layers, heads)
+    packed = {name: value for name, value in kv.items() if is_packed(value)}
+    if packed:
+        return _write_packed(layout, pools, destination, packed, arguments_of)
     engine, source = {}, {}
 
     for name, value in pools.engine.items():
@@ -138,6 +142,47 @@ def write_piece(
         engine[name] = splice(value, slots, rows, layout=layout.rope.cached, length=length, **arguments)
 
     return Pools(engine, source)
+
+
+def _write_packed(
+    layout: KVLayout,
+    pools: Pools,
+    destination: Destination,
+    kv: Mapping[str, PackedArray],
+    arguments_of: Mapping[str, dict[str, Any]],
+) -> Pools:
+    """Does what `write_piece` does with packed channels: one layer is decoded, patched and written before the next."""
+    slots, length, cached = destination.slots, destination.length, layout.rope.cached
+    tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
+
+    def scatter(value: Array, layer: Array, rows: Array) -> Array:
+        # Padding gets slots behind the pool, each its own so that indices stay unique.
+        pages, size = value.shape[1:3]
+        where = jnp.where(tokens < length, slots, pages * size + tokens)
+        rows = jnp.pad(rows.astype(value.dtype), [(0, 0), (0, 0), (0, value.shape[-1] - rows.shape[-1])])
+        return value.at[layer, where // size, where % size].set(rows, mode="drop", unique_indices=True)
+
+    def step(pools: Pools, operands: tuple[Array, Any]) -> tuple[Pools, None]:
+        layer, (packed, layered) = operands
+        engine, source = dict(pools.engine), dict(pools.source)
+        for name, value in engine.items():
+            # As of plain KV: numbers of the chunk's dtype, then of the pool's, and one rounding after each addition.
+            rows = jax.lax.optimization_barrier(unpack(packed[name])).astype(value.dtype)
+            arguments = {**arguments_of[name], **layered[name]}
+            if name in source:
+                patching = {word: own for word, own in arguments.items() if word not in ROTATION_ARGUMENTS}
+                arguments = {word: own for word, own in arguments.items() if word in ROTATION_ARGUMENTS}
+                rows = rotate_patch(rows, **patching) if patching else rows
+                source[name] = scatter(source[name], layer, rows)
+                # The pool must hold the rotated source, bit for bit.
+                rows = jax.lax.optimization_barrier(rows)
+            rows = rotate_patch(rows, layout=cached, **arguments) if arguments else rows
+            engine[name] = scatter(value, layer, rows)
+        return Pools(engine, source), None
+
+    layered = {name: ops.layered_arguments(arguments_of[name]) for name in kv}
+    layers = jnp.arange(layout.layers)
+    return jax.lax.scan(step, pools, (layers, (dict(kv), layered)))[0]
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "first"), donate_argnames="pools")

@@ -4,7 +4,8 @@ All are padded to the buckets that prompts have, on the host, where no length co
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -14,14 +15,17 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Num
 
 from ..backbone import Backbone, Tokens, check_tokens
-from ..cache import Antecedent, Chunk, Patch, PatchMetadata, brief, content_of, patch_digest, trusted
-from ..core import AnyArray, Buckets, KVLayout, PhaseFreeKV, Quantised, is_low_rank
+from ..cache import Antecedent, Chunk, Patch, PatchMetadata, brief, content_of, encode_chunk, patch_digest
+from ..core import AnyArray, Buckets, KVLayout
 from ..errors import InputError, PatchMismatchError, ShapeError
 from .edits import Fetch
 from .entry import contents_differ
-from .stored_prefill import StoredPrefills
+from .padding import bucket, padded_chunk, padded_patch, padded_tokens, zero_padded
+from .stored_prefill import StoredPrefills, unreduced
 from .window import Window
 
+Encodings = tuple[str | None, ...]
+"""Words of encodings; None stands for KV as it was prefilled."""
 Lead = Sequence[Any] | Tokens | None
 """What canonicals are prefilled behind, as `make_chunk` takes it."""
 
@@ -31,7 +35,10 @@ class PatchStore(Protocol):
     """Store of canonicals and patches, as `kvpatch_jax.ChunkStore` is one."""
 
     def get(self, id: str, backbone: str, *, lead: str | None = None) -> Chunk | None:
-        """Reads a canonical, None if there is none. `lead` is passed only if canonicals are prefilled behind one."""
+        """Reads a canonical, None if there is none.
+
+        `lead` is passed only if canonicals are prefilled behind one, and `encoding`, a word, only if they are encoded.
+        """
         ...
 
     def put(self, chunk: Chunk) -> None:
@@ -47,18 +54,45 @@ class PatchStore(Protocol):
         ...
 
 
-def stored(store: PatchStore | None, id: str, backbone: str, lead: str | None) -> Chunk | None:
-    """Reads a canonical, prefilled behind `lead` if there is one; None if no store has it."""
-    # A store that knows no leads need not take the argument.
+def stored(
+    store: PatchStore | None, id: str, backbone: str, lead: str | None, encoding: str | None = None
+) -> Chunk | None:
+    """Reads a canonical, prefilled behind `lead` if there is one; None if no store has it.
+
+    Args:
+      encoding: that it is to have, as a word; None: as it was prefilled.
+    """
+    # A store that knows neither leads nor encodings need not take the arguments.
     if store is None:
         return None
-    return store.get(id, backbone) if lead is None else store.get(id, backbone, lead=lead)
+    options: dict[str, Any] = {} if lead is None else {"lead": lead}
+    own = unreduced(store) if encoding is None else {"encoding": encoding}
+    chunk = store.get(id, backbone, **options, **own)
+    if chunk is None and encoding is None and own:
+        chunk = store.get(id, backbone, **options)
+    return None if chunk is None or chunk.encoding != encoding else chunk
+
+
+def stored_patches(store: PatchStore | None, query: PatchMetadata) -> list[Patch]:
+    """Reads the patches that serve a query, of a base in its encoding."""
+    found = [] if store is None else store.get_patches(query)
+    return [patch for patch in found if patch.metadata.encoding == query.encoding]
 
 
 def asked_behind(
-    behind: Antecedent, chunk: str, content: str | None, layout: KVLayout, backbone: str, lead: str | None = None
+    behind: Antecedent,
+    chunk: str,
+    content: str | None,
+    layout: KVLayout,
+    backbone: str,
+    lead: str | None = None,
+    encoding: str | None = None,
 ) -> PatchMetadata:
-    """Describes what a store is queried for: patches of a chunk's canonical, of every layer, behind an antecedent."""
+    """Describes what a store is queried for: patches of a chunk's canonical, of every layer, behind an antecedent.
+
+    Args:
+      encoding: of the canonical; None: as it was prefilled.
+    """
     return PatchMetadata(
         chunk=chunk,
         base="canonical",
@@ -69,78 +103,8 @@ def asked_behind(
         layers=tuple(range(layout.layers)),
         content=content,
         lead=lead,
+        encoding=encoding,
     )
-
-
-# ----------------------------------------------------------------------------------------------------------- padding
-
-
-def bucket(buckets: Buckets | None, size: int) -> int:
-    """Returns a size rounded up to its bucket, or unchanged without buckets."""
-    return size if buckets is None else buckets.round_up(size)
-
-
-def zero_padded(value: AnyArray, axis: int, size: int) -> AnyArray:
-    """Pads an array with zeros to `size` along an axis, on the host; returns it unchanged if it has that size."""
-    if value.shape[axis] == size:
-        return value
-
-    # On the device every length would compile a program.
-    host = np.asarray(value)
-    axis %= host.ndim
-    padded = np.zeros((*host.shape[:axis], size, *host.shape[axis + 1 :]), host.dtype)
-    padded[(*(slice(None),) * axis, slice(host.shape[axis]))] = host
-    return padded
-
-
-def padded_tokens(tokens: Tokens, size: int) -> Tokens:
-    """Pads tokens with zeros to [B,size]."""
-    deepstack = None if tokens.deepstack is None else jnp.asarray(zero_padded(tokens.deepstack, 1, size))
-    positions = np.asarray(zero_padded(np.asarray(tokens.positions), 1, size))
-    return Tokens(jnp.asarray(zero_padded(tokens.embeddings, 1, size)), positions, deepstack)
-
-
-def padded_chunk(chunk: Chunk, size: int) -> Chunk:
-    """Pads a canonical to `size` tokens; its length and content stay. A longer one is returned unchanged."""
-    # Its metadata were checked when it was made, and padding changes none.
-    size = max(size, chunk.tokens)
-    kv = PhaseFreeKV({name: jnp.asarray(zero_padded(value, -3, size)) for name, value in chunk.kv.items()})
-    hidden = None
-    if chunk.hidden is not None:
-        hidden = {layer: zero_padded(value, -2, size) for layer, value in chunk.hidden.items()}
-    local = zero_padded(np.asarray(chunk.local, np.float32), 0, size)
-    return trusted(chunk, kv=kv, local=local, hidden=hidden)
-
-
-def padded_patch(patch: Patch, size: int) -> Patch:
-    """Pads a patch for its chunk padded to `size`: nothing is added to padding."""
-    return _resized_patch(patch, size, zero_padded)
-
-
-def trimmed_patch(patch: Patch, length: int) -> Patch:
-    """Cuts a patch to the tokens of its chunk that count."""
-    return _resized_patch(patch, length, lambda leaf, axis, size: np.asarray(leaf).take(range(size), axis))
-
-
-def _resized_patch(patch: Patch, size: int, resize: Callable[[AnyArray, int, int], AnyArray]) -> Patch:
-    if patch.tokens in (None, size):
-        return patch
-
-    def resized(leaf: Any, axis: int) -> Any:
-        if not isinstance(leaf, Quantised):
-            return jnp.asarray(resize(leaf, axis, size))
-
-        # Values and scales of a rounded factor are resized alike, unless one scale is for all tokens.
-        scale = leaf.scale if leaf.scale.shape[axis] == 1 else jnp.asarray(resize(leaf.scale, axis, size))
-        return Quantised(jnp.asarray(resize(leaf.values, axis, size)), scale)
-
-    factors: dict[str, Any] = {}
-    for name, own in patch.factors.items():
-        factors[name] = (resized(own[0], -2), own[1]) if is_low_rank(own) else resized(own, -3)  # pyright: ignore
-    return Patch(factors, patch.metadata)
-
-
-# ----------------------------------------------------------------------------------------------------------- sources
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -190,6 +154,7 @@ class PieceSources:
         single: bool,
         lead: str | None = None,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
+        encodings: Encodings = (None,),
     ):
         """Starts without sources.
 
@@ -198,9 +163,10 @@ class PieceSources:
           single: refuses batches.
           lead: digest of what canonicals were prefilled behind; None accepts any.
           dtype: of the KV that forwards read, by which stored prefills are named.
+          encodings: in which canonicals are read from a store, the first in preference.
         """
         self._backbone, self._buckets, self._single, self._lead = backbone, buckets, single, lead
-        self._dtype = dtype
+        self._dtype, self._encodings = dtype, encodings
         self._units: dict[str, PieceSource] = {}
 
     def __getitem__(self, id: str) -> PieceSource:
@@ -208,6 +174,11 @@ class PieceSources:
 
     def __contains__(self, id: str) -> bool:
         return id in self._units
+
+    @property
+    def canonical_bytes(self) -> int:
+        """Bytes of the canonicals that are held, with their padding: of encoded ones, codes and scales."""
+        return sum(unit.chunk.nbytes for unit in list(self._units.values()) if unit.chunk is not None)
 
     def give(
         self,
@@ -293,17 +264,33 @@ class PieceSources:
             raise InputError(f"piece {brief(id)!r}: got patch {digest}; expected one of the provided {sorted(patches)}")
         return patches[digest]
 
-    def chunk(self, id: str, content: str | None) -> Chunk:
+    def chunk(self, id: str, content: str | None, encodings: Encodings | None = None, store: Any = None) -> Chunk:
         """Returns a canonical.
 
+        Args:
+          encodings: one of which it has to have; None: any. A canonical as it was prefilled is encoded if need be, and
+            then kept so; in place of one in another encoding the store's is read.
+
         Raises:
-          InputError: it is unknown. PatchMismatchError: it has another content.
+          InputError: it is unknown, or not in such an encoding. PatchMismatchError: it has another content.
         """
         chunk = self[id].chunk
         if chunk is None:
             raise InputError(
                 f"piece {brief(id)!r}: got no canonical; expected provide({brief(id)!r}, chunk=…), or a store"
             )
+        if encodings is not None and chunk.encoding not in encodings:
+            found, word = chunk, encodings[0]
+            if chunk.encoding is not None or word is None:
+                found = stored(store, id, self._backbone.fingerprint, self._lead, word)
+            if found is None:
+                raise InputError(
+                    f"piece {brief(id)!r}: got a canonical in {chunk.encoding or 'no encoding'}; expected one in "
+                    f"{word or 'none'}, provided or from a store"
+                )
+            self.give(id, chunk=found if word is None or found.encoding is not None else encode_chunk(found, word))
+            chunk = self[id].chunk
+            assert chunk is not None
         if contents_differ(content, chunk.content):
             raise PatchMismatchError(f"piece {brief(id)!r}: got content {chunk.content!r}; expected {content!r}")
         return chunk
@@ -325,9 +312,11 @@ class PieceSources:
             return self._fetch_prefill(edit, content, store)
 
         if edit.what == "canonical":
-            if unit.has_canonical(content):
+            encodings = self._wanted(id, window)
+            if unit.has_canonical(content) and (unit.chunk is None or unit.chunk.encoding in encodings):
                 return None
-            chunk = stored(store, id, fingerprint, self._lead)
+            found = (stored(store, id, fingerprint, self._lead, encoding) for encoding in encodings)
+            chunk = next((chunk for chunk in found if chunk is not None), None)
             if chunk is None:
                 raise InputError(f"fetch: got {brief(id)!r}, of which no store has the canonical; expected it provided")
             self.give(id, chunk=chunk)
@@ -339,12 +328,22 @@ class PieceSources:
 
         # The edit names a digest; a store is searched by antecedent, in any order of it for an orbit patch.
         query = asked_behind(window.target(id), id, content, self._backbone.layout, fingerprint, self._lead)
-        for served in (query, dataclasses.replace(query, orbit=True)):
-            for patch in [] if store is None else store.get_patches(served):
+        for encoding, orbit in itertools.product(self._encodings, (False, True)):
+            served = dataclasses.replace(query, encoding=encoding, orbit=orbit)
+            for patch in stored_patches(store, served):
                 if self.give(id, patch=patch) == edit.digest:
                     return patch.nbytes
 
         raise InputError(f"fetch: got patch {edit.digest} of {brief(id)!r}, which no store has; expected it provided")
+
+    def _wanted(self, id: str, window: Window) -> Encodings:
+        """Returns the encodings that a piece's canonical may have, as the window serves the piece."""
+        state = window.piece(id).state if id in window else None
+        # At the front of a window the canonical stands for the prefill itself.
+        if state is not None and state.kind == "conditioned":
+            return (None,)
+        patch = None if state is None or state.patch is None else self[id].patches.get(state.patch)
+        return self._encodings if patch is None else (patch[0].metadata.encoding,)
 
     def take_prefill(self, id: str, front: str) -> Chunk:
         """Returns a stored prefill behind this front, which was fetched before, and forgets it.

@@ -53,8 +53,14 @@ def likeness_keys(pieces: Sequence[PlacedPiece], index: int, lead: int) -> dict[
     }
 
 
+def unreduced(store: Any) -> dict[str, Any]:
+    """Returns the keyword by which a store that encodes by default keeps and reads KV as it was prefilled."""
+    default = getattr(getattr(store, "encodings", None), "default", None)
+    return {} if default is None else {"encoding": "unreduced"}
+
+
 class StoredPrefills:
-    """Stored prefills of one backbone's chunks in one store.
+    """Stored prefills of one backbone's chunks in one store, never encoded: they are served bit for bit.
 
     Attributes:
       store: a `ChunkStore`, or anything that keeps chunks and arrays under names as one does.
@@ -89,11 +95,13 @@ class StoredPrefills:
 
     def contains(self, id: str, front: str) -> bool:
         """Returns whether a chunk's prefill behind exactly this front is stored, without reading it."""
-        return self.store.contains(id, self.backbone, lead=self.lead(front))
+        return self.store.contains(id, self.backbone, lead=self.lead(front), **unreduced(self.store))
 
     def get(self, id: str, front: str) -> Chunk | None:
         """Reads a chunk's prefill behind exactly this front; None if it is not stored."""
-        return self.store.get(id, self.backbone, lead=self.lead(front))
+        chunk = self.store.get(id, self.backbone, lead=self.lead(front), **unreduced(self.store))
+        # An encoded one would be no prefill.
+        return None if chunk is None or chunk.encoding is not None else chunk
 
     def front_alike(self, id: str, key: str, likeness: Likeness | None = None) -> str | None:
         """Returns what the stored prefill of a chunk with this key was computed behind; None without one.
@@ -128,7 +136,7 @@ class StoredPrefills:
         Returns:
           How many times the size of a prefill was stored.
         """
-        self.store.put(chunk, ttl=TIME_TO_LIVE)
+        self.store.put(chunk, ttl=TIME_TO_LIVE, **unreduced(self.store))
         stored = 1 + (mean and "mean" in keys and self._add_to_mean(chunk, front, keys))
         # The first one stays: what follows was often served by it.
         for likeness, key in keys.items():
@@ -164,7 +172,7 @@ class StoredPrefills:
         new = short_digest(f"mean {count + 1} {old} {front}")
         local = np.asarray(chunk.local)[:length]
         mean = dataclasses.replace(chunk, kv=kv, local=local, lead=self.lead(new))
-        self.store.put(mean, ttl=TIME_TO_LIVE)
+        self.store.put(mean, ttl=TIME_TO_LIVE, **unreduced(self.store))
         self._write(chunk.id, key, new, count + 1)
         return True
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from ...cache import Chunk
-from ...core import EngineKV, KVLayout, to_phase_free
+from ...cache import Chunk, encode_chunk
+from ...core import EngineKV, KVLayout, PackedArray, to_phase_free
+from ...core.encoding import steps_of
 from ...errors import InputError
 from ...patching import form_patch
 from ...utils.background import JobQueue
@@ -57,19 +58,25 @@ class _ReadTask(NamedTuple):
 def check_lowest_layer(canonical: Chunk, conditioned: Mapping[str, Float[jax.Array, "L T _ _"]]) -> None:
     """Raises if a chunk's conditioned KV differs from its canonical in the lowest layer, which no antecedent reaches.
 
-    This detects a rope, an order of layers or an image other than assumed, before it is stored in a patch.
+    This detects a rope, an order of layers or an image other than assumed, before it is stored in a patch. Of an
+    encoded canonical every number may differ by half a step more.
 
     Raises:
       InputError: the difference exceeds rounding.
     """
     for name, value in conditioned.items():
         actual = np.asarray(value[0], np.float32)
-        expected = np.asarray(canonical.kv[name][:, : value.shape[1]][0], np.float32)
-        error = float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))
-        if not error <= MAX_LOWEST_LAYER_ERROR:  # also refuses NaN
+        own, limit = canonical.kv[name], MAX_LOWEST_LAYER_ERROR
+        lowest = jax.tree.map(lambda leaf: leaf[:1], own)
+        expected = np.asarray(lowest, np.float32)[0, : value.shape[1]]
+        norm = max(float(np.linalg.norm(expected)), 1e-30)
+        if isinstance(lowest, PackedArray):
+            limit += float(np.linalg.norm(np.asarray(steps_of(lowest))[0, : value.shape[1]])) / 2 / norm
+        error = float(np.linalg.norm(actual - expected)) / norm
+        if not error <= limit:  # also refuses NaN
             raise InputError(
                 f"chunk {canonical.id[:12]}…: got {name!r} in the lowest layer at {error:.2g} of its norm from the "
-                f"canonical; expected at most {MAX_LOWEST_LAYER_ERROR}, because no antecedent reaches it"
+                f"canonical; expected at most {limit:.2g}, because no antecedent reaches it"
             )
 
 
@@ -183,11 +190,12 @@ class ChunkFormer:
         if not task.antecedent:
             span, count = int(local.max()) + 1, len(local)
             host_kv = jax.device_get(dict(free))
-            store.put(Chunk(host_kv, local, span, count, segment.id, self.layout, self.config.backbone))
+            chunk = Chunk(host_kv, local, span, count, segment.id, self.layout, self.config.backbone)
+            store.put(chunk if self.config.encoding is None else encode_chunk(chunk, self.config.encoding))
             self.counts["canonicals"] += 1
             return
 
-        canonical = store.get(segment.id, self.config.backbone)
+        canonical = self.stores.canonical(task.tenant, segment.id)
         if canonical is None:  # evicted since the request was planned
             return
 

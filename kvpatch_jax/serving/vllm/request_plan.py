@@ -112,12 +112,13 @@ def plan_request(
 ) -> RequestPlan:
     """Plans as many chunks from the start of the prompt as are stored and may be served.
 
-    The first chunk is exact: it was prefilled alone, and nothing precedes it. Every later chunk is its canonical with
-    the largest patch that was formed behind the chunks before it, or without a patch if there is none. Approximate
-    chunks are served as far as the certificate bounds the answer within the limits of the request and the operator,
-    including the loss of chunks that the engine prefills behind them. If both allow "blind", all of them are served.
+    The first chunk is exact unless it is encoded: it was prefilled alone, and nothing precedes it. Every later chunk is
+    its canonical with the largest patch that was formed behind the chunks before it, or without a patch if there is
+    none. Approximate chunks are served as far as the certificate bounds the answer within the limits of the request and
+    the operator, including the loss of chunks that the engine prefills behind them. If both allow "blind", all of them
+    are served.
     """
-    steps = _available_steps(segments, catalog, options)
+    steps = _available_steps(segments, catalog, options, encoded=config.encoding is not None)
 
     # A certificate bounds nothing for a prompt unlike those that it was measured on. The first chunk is exact, so only
     # its tokens count.
@@ -129,6 +130,8 @@ def plan_request(
     why = "" if len(steps) == len(segments) else f"chunk {len(steps) + 1} of {len(segments)} is not stored"
     if options.policy == "exact" and steps and why:
         why = "what stands behind another chunk is approximate"
+    if options.policy == "exact" and config.encoding is not None:
+        why = "encoded canonicals are approximate"
 
     # Take the longest prefix of the steps whose loss is within the limits.
     blind = options.policy == "blind" and config.uncertified
@@ -146,15 +149,20 @@ def plan_request(
 
 
 def _available_steps(
-    segments: Sequence[PromptSegment], catalog: ChunkCatalog, options: RequestOptions
+    segments: Sequence[PromptSegment], catalog: ChunkCatalog, options: RequestOptions, encoded: bool
 ) -> list[ChunkStep]:
-    """Returns the best available step for every chunk, up to the first one that is not stored."""
+    """Returns the best available step for every chunk, up to the first one that is not stored.
+
+    Args:
+      encoded: whether canonicals are in few bits, so that none of them is exact.
+    """
     steps: list[ChunkStep] = []
     for index, segment in enumerate(segments):
-        if (index > 0 and options.policy == "exact") or not catalog.has_canonical(segment.id):
+        exact = index == 0 and not encoded
+        if (not exact and options.policy == "exact") or not catalog.has_canonical(segment.id):
             break
         if index == 0:
-            steps.append(ChunkStep(segment, "leading"))
+            steps.append(ChunkStep(segment, "leading" if exact else "bare"))
             continue
 
         patches = catalog.patches(segment.id, tuple(before.id for before in segments[:index]))

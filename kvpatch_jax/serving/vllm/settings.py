@@ -5,6 +5,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ...core import KVEncoding
 from ...errors import ConfigError, InputError
 from ...plan import DEFAULT_KL
 from ...utils.sizes import size_of
@@ -26,6 +27,9 @@ class ConnectorConfig:
         engine with other weights is served nothing from that store and adds nothing. Weights that do not come from
         safetensors files cannot be checked: engines that use one name must then have the same weights.
       certificate: path of the certificate; without one nothing approximate is served.
+      encoding: word of the encoding in which canonicals are kept, served and patches formed on them, such as "k8v8";
+        None: as they were prefilled. Encoded ones are no prefills, so nothing is then served to requests with policy
+        "exact". Not with a certificate, whose bounds were measured on canonicals as they were prefilled.
       rank: rank of the patches formed from traffic.
       save: whether chunks and patches are formed from prefills.
       most_kl: nats; upper limit of the bound of a request with policy "approximate". It is always finite.
@@ -47,6 +51,7 @@ class ConnectorConfig:
     store: str
     backbone: str
     certificate: str | None = None
+    encoding: str | None = None
     rank: int = 16
     save: bool = True
     most_kl: float = DEFAULT_KL
@@ -81,6 +86,17 @@ class ConnectorConfig:
         for name, (valid, expected) in checks.items():
             if not valid:
                 raise ConfigError(f"connector.{name}: got {getattr(self, name)!r:.80}; expected {expected}")
+
+        if self.encoding is None:
+            return
+        if self.certificate is not None:
+            raise ConfigError(f"connector.encoding: got {self.encoding!r:.80} with a certificate; expected None")
+        try:
+            object.__setattr__(self, "encoding", str(KVEncoding.of(self.encoding)))
+        except InputError as error:
+            raise ConfigError(
+                f"connector.encoding: got {self.encoding!r:.80}; expected a word such as 'k8v8', or None"
+            ) from error
 
     @classmethod
     def read(cls, extra_config: Mapping[str, Any]) -> "ConnectorConfig":

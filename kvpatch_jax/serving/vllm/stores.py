@@ -92,17 +92,33 @@ class Stores:
         return not any(thread.is_alive() for thread in threads)
 
     def has_canonical(self, tenant: str, id: str) -> bool:
-        """Returns whether a canonical is stored or queued, without reading it."""
-        return self.of(tenant).contains(id, self.config.backbone)
+        """Returns whether a canonical in the config's encoding is stored or queued, without reading it."""
+        return self.of(tenant).contains(id, self.config.backbone, **self.encoding)
+
+    def canonical(self, tenant: str, id: str) -> Chunk | None:
+        """Reads a canonical in the config's encoding; None if there is none."""
+        return self.of(tenant).get(id, self.config.backbone, **self.encoding)
+
+    @property
+    def encoding(self) -> dict[str, Any]:
+        """The config's encoding as a keyword of stores; none of canonicals as they were prefilled."""
+        return {} if self.config.encoding is None else {"encoding": self.config.encoding}
 
     def patches_behind(self, tenant: str, id: str, antecedent: tuple[str, ...]) -> list[tuple[StockedPatch, Patch]]:
         """Returns a chunk's patches that were formed behind exactly this antecedent, with their catalog entries."""
-        key = PatchKey(chunk=id, backbone=self.config.backbone, antecedent=antecedent)
+        key = PatchKey(chunk=id, backbone=self.config.backbone, antecedent=antecedent, **self.encoding)
         patches = []
         for patch in self.of(tenant).get_patches(key):
+            if patch.metadata.encoding != self.config.encoding:
+                continue
             note = PatchNote.of(patch)
-            if note.rank:
-                patches.append((StockedPatch(note.digest, note.rank), patch))
+            rank = note.rank
+            # No certificate looks up patches of encoded canonicals, whose rank only says which is the largest.
+            if self.config.encoding is not None:
+                channels = patch.metadata.layout.channels
+                rank = min(_rank_of(patch.ranks[channel.name], channel.features) for channel in channels)
+            if rank:
+                patches.append((StockedPatch(note.digest, rank), patch))
         return patches
 
     def is_formed(self, tenant: str, id: str, antecedent: tuple[str, ...]) -> bool:
@@ -110,6 +126,10 @@ class Stores:
         if antecedent:
             return bool(self.patches_behind(tenant, id, antecedent))
         return self.has_canonical(tenant, id)
+
+
+def _rank_of(rank: int | None, features: int) -> int:
+    return features if rank is None else rank
 
 
 def _close(store: ChunkStore) -> None:
@@ -146,7 +166,7 @@ class StoreCatalog:
         if id not in self._lengths:
             return False
         if id not in self._chunks:
-            chunk = self._stores.of(self._tenant).get(id, self._stores.config.backbone)
+            chunk = self._stores.canonical(self._tenant, id)
             if chunk is not None and not self._fits(self._cache.check, chunk, self._lengths[id]):
                 chunk = None
             self._chunks[id] = chunk

@@ -1,0 +1,54 @@
+"""A store in memory that keeps canonicals of every encoding and lead, and patches of each base apart."""
+
+import numpy as np
+
+import kvpatch_jax as kvp
+
+
+class MemoryStore:
+    """Keeps what it is given as it is; an encoded chunk under its own word."""
+
+    def __init__(self):
+        self.chunks, self.patches, self.encoders = {}, [], {}
+
+    def put(self, chunk, *, encoding=None, ttl=None):
+        chunk = chunk if encoding is None else kvp.encode_chunk(chunk, encoding)
+        self.chunks[chunk.id, chunk.lead, chunk.encoding] = chunk
+
+    def get(self, id, backbone, *, encoding=None, lead=None):
+        return self.chunks.get((id, lead, encoding))
+
+    def contains(self, id, backbone, *, encoding=None, lead=None):
+        return (id, lead, encoding) in self.chunks
+
+    def get_patches(self, served):
+        encoding = getattr(served, "encoding", None)
+        found = [patch for patch in self.patches if patch.metadata.chunk == served.chunk]
+        return [
+            patch
+            for patch in found
+            if (patch.metadata.encoding, patch.metadata.orbit) == (encoding, served.orbit)
+            and patch.metadata.behind.difference(served.behind, served.orbit) is None
+        ]
+
+    def put_patches(self, patches):
+        self.patches += patches
+
+    def put_encoder(self, id, backbone, output, *, ttl=None):
+        self.encoders[id] = np.asarray(output)
+
+    def get_encoder(self, id, backbone):
+        return self.encoders.get(id)
+
+    def patch_count(self, id, backbone):
+        return sum(patch.metadata.chunk == id for patch in self.patches)
+
+    def decoded(self):
+        """The same store, whose canonicals are the numbers that they decode to."""
+        twin = MemoryStore()
+        twin.patches, twin.encoders = self.patches, self.encoders
+        twin.chunks = {key: kvp.decode_chunk(chunk) for key, chunk in self.chunks.items()}
+        return twin
+
+    def encodings_of(self, id):
+        return {encoding for own, lead, encoding in self.chunks if own == id and lead is None}

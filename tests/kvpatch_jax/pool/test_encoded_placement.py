@@ -1,0 +1,147 @@
+"""Encoded chunks wherever they are placed: the very bits of their decoded twins, in every pool and format of pages."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operator_cases import LAYOUTS, chunk_of, conditioned_of
+
+import kvpatch_jax as kvp
+from kvpatch_jax import pool
+from kvpatch_jax.core import RaggedFactors
+from kvpatch_jax.pool.page_layout import Split
+from kvpatch_jax.window import programs
+from kvpatch_jax.window.paged_pool import PoolOptions
+
+A = ("A1", "A2")
+PAGES, PAGE_SIZE, LENGTH = 6, 8, 19
+SLOTS = np.random.default_rng(3).permutation(PAGES * PAGE_SIZE)[:24].astype(np.int32)
+
+
+def bits(value) -> np.ndarray:
+    array = np.asarray(value)
+    return array.view(f"uint{8 * array.dtype.itemsize}")
+
+
+def twins(kind: str, dtype, word: str = "k4v6g8") -> tuple[kvp.Chunk, kvp.Chunk]:
+    chunk = kvp.encode_chunk(chunk_of(kind, dtype=dtype, length=LENGTH), word)
+    return chunk, kvp.decode_chunk(chunk)
+
+
+def ragged(patch: kvp.Patch) -> kvp.Patch:
+    """The same patch with one direction less in every layer than in the one before."""
+    factors = {}
+    for name, (u, v) in patch.factors.items():
+        layers, rank = u.shape[0], u.shape[-1]
+        ranks = [max(1, rank - layer) for layer in range(layers)]
+        rows = np.full((layers, rank), sum(ranks), np.int32)
+        for layer, own in enumerate(ranks):
+            rows[layer, :own] = sum(ranks[:layer]) + np.arange(own)
+        left = [np.asarray(u)[layer, :, :own].T for layer, own in enumerate(ranks)]
+        right = [np.asarray(v)[layer, :own] for layer, own in enumerate(ranks)]
+        left, right = (jnp.asarray(np.concatenate(parts)) for parts in (left, right))
+        factors[name] = RaggedFactors(left, right, jnp.asarray(rows))
+    return kvp.Patch(factors, patch.metadata)
+
+
+def patches_of(chunk: kvp.Chunk) -> dict[str, kvp.Patch | None]:
+    whole = kvp.form_patch(chunk, conditioned_of(chunk), 4, A)
+    return {"blind": None, "whole": whole, "int4": kvp.quantise(whole, "int4"), "ragged": ragged(whole)}
+
+
+def check_twins(place, chunk, plain, patches, **options):
+    for word, patch in patches.items():
+        found, wanted = (place(kvp.Placed(own, patch, 1000, A, **options)) for own in (chunk, plain))
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(bits(one), bits(other), err_msg=word)
+            assert bits(one).any()
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla", *(pytest.param(kind, marks=pytest.mark.slow) for kind in LAYOUTS)])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (jnp.float32, jnp.float16))]
+)
+def test_operators_and_pools_write_the_twins_bits(kind, dtype):
+    chunk, plain = twins(kind, dtype)
+    patches = patches_of(chunk)
+    check_twins(lambda placed: dict(kvp.apply_patch(placed)), chunk, plain, patches)
+    for padded in (False, True):
+
+        def spliced(placed, padded=padded):
+            return pool.splice(pool.make_pool(chunk.layout, PAGES, PAGE_SIZE, dtype, padded=padded), SLOTS, placed)
+
+        check_twins(spliced, chunk, plain, patches)
+
+
+@pytest.mark.parametrize(
+    ("kind", "format", "convert", "options"),
+    [
+        ("gqa", pool.RAGGED, kvp.engines.to_ragged_paged_attention, {"packing": 2}),
+        ("gqa", pool.JOINED, kvp.engines.to_joined_heads, {}),
+        ("mla", pool.LATENT, kvp.engines.to_latent_rows, {"packing": 2}),
+    ],
+    ids=["ragged", "joined", "latent"],
+)
+def test_engines_pages_hold_the_twins_bits(kind, format, convert, options):
+    layout = LAYOUTS[kind]
+    for dtype, first in ((jnp.float32, 5), (jnp.bfloat16, 0)):
+        chunk, plain = twins(kind, dtype)
+
+        def spliced(placed, dtype=dtype, first=first):
+            pages = convert(layout, pool.make_pool(layout, PAGES, PAGE_SIZE, dtype), **options)
+            return format.splice(pages, SLOTS, placed, first)
+
+        check_twins(spliced, chunk, plain, patches_of(chunk))
+
+
+@pytest.mark.parametrize(("keep", "padded"), [("rotating", True), ("none", False), ("all", False)])
+def test_a_windows_pool_holds_the_twins_bits(keep, padded):
+    """In the pool and in its phase-free source, also where the pool has fewer bits than the chunk."""
+    options = PoolOptions(keep=keep, padded=padded)
+    for kind, dtype, held in (("gqa", jnp.float32, jnp.bfloat16), ("mla", jnp.bfloat16, jnp.bfloat16)):
+        chunk, plain = twins(kind, dtype)
+
+        def written(placed, kind=kind, held=held):
+            layout = LAYOUTS[kind]
+            engine = pool.make_pool(layout, PAGES, PAGE_SIZE, held, padded=options.padded)
+            source = {}
+            for channel in layout.channels:
+                if options.keep == "all" or (options.keep == "rotating" and channel.rotates):
+                    source[channel.name] = jnp.zeros_like(engine[channel.name])
+            local = np.asarray(placed.chunk.local, np.float32)
+            destination = programs.Destination(SLOTS, local, placed.start, np.int32(LENGTH))
+            own = {word: value for word, value in placed.options.items() if word != "frame"}
+            pools = programs.Pools(engine, source)
+            return programs.write_piece(layout, pools, destination, dict(placed.kv), placed.factors, **own)
+
+        check_twins(written, chunk, plain, patches_of(chunk))
+
+
+def test_no_more_than_a_layer_is_unpacked_into_a_windows_pool():
+    rng = np.random.default_rng(0)
+    layout = kvp.KVLayout.gqa(16, 4, 64, kvp.Rope(1e4, 64))
+    kv = {name: jnp.asarray(rng.normal(size=(16, 128, 4, 64)), jnp.bfloat16) for name in "kv"}
+    chunk = kvp.Chunk(kv, np.arange(128, dtype=np.int32), 128, 128, "c", layout, "tiny")
+    engine = pool.make_pool(layout, 16, 16, jnp.bfloat16)
+    pools = programs.Pools(engine, {"k": jnp.zeros_like(engine["k"])})
+    start, local = np.zeros((), np.int32), np.arange(128, dtype=np.float32)
+    destination = programs.Destination(np.arange(128, dtype=np.int32), local, start, np.int32(128))
+    lowered = programs.write_piece.lower(layout, pools, destination, dict(kvp.encode_chunk(chunk, "k4v4").kv), {})
+    memory = lowered.compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(value.nbytes for value in jax.tree.leaves(pools))
+    assert memory.temp_size_in_bytes <= 6 * 128 * 4 * 64 * 4, "a few layers in float32; all would be sixteen"
+
+
+def test_split_pages_take_packed_kv_whole():
+    """Codes of several heads share a byte, so that packed KV is not divided by heads."""
+    chunk, _ = twins("gqa", jnp.bfloat16)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("heads",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "heads"))
+    kv, _ = Split(1, sharding, "heads").placed(dict(chunk.kv), {})
+    for name, value in kv.items():
+        for leaf, own in zip(jax.tree.leaves(value), jax.tree.leaves(chunk.kv[name]), strict=True):
+            assert leaf.sharding.spec == jax.sharding.PartitionSpec()
+            np.testing.assert_array_equal(bits(leaf), bits(own))
