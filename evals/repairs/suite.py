@@ -180,7 +180,7 @@ def shares_of(repaired: Repaired, page_flops: float, kv_bytes: int, token_layers
     bytes = repaired.bytes
     return {
         "flops": repaired.flops / page_flops,
-        "stored_bytes": (bytes.canonical + bytes.stored + bytes.inputs) / kv_bytes,
+        "stored_bytes": bytes.per_antecedent(1) / kv_bytes,
         "moved_bytes": bytes.moved / kv_bytes,
         "token_layers": float(np.mean(np.asarray(repaired.token_layers))) / token_layers,
     }

@@ -25,10 +25,22 @@ from .repair_budget import RepairBudget
 AnyArray = jax.Array | np.ndarray
 
 
+class OtherAntecedent(NamedTuple):
+    """The chunk's KV behind another antecedent than the splice's.
+
+    Attributes:
+      kv: phase-free, as `prefill` returns it, {channel: [L,B,T,K,H]}.
+      embedding: [B,D], the mean of that antecedent's token embeddings (`pooled_embedding`); None: not known.
+    """
+
+    kv: KV
+    embedding: Float[AnyArray, "B D"] | None = None
+
+
 @pytree(
     data=(
         *("tokens", "cache", "slots", "mask", "front", "question", "seen", "length"),
-        *("conditioned", "recorded", "hidden"),
+        *("conditioned", "recorded", "hidden", "others"),
     ),
     static=("chunks", "tower_flops"),
 )
@@ -44,7 +56,8 @@ class SplicedCache:
       cache: engine-frame KV of the whole sequence, {channel: [L,B,S,K,H]}. At new text it may hold anything.
       slots: indices of the tokens in the cache, int [B,T].
       mask: True where a token may attend, bool [B,1,T,S]; None: to slots up to its own.
-      front: tokens that precede, in the first slots. Only methods read it that keep nothing of them.
+      front: tokens that precede, in the first slots. Methods read it that keep nothing of them, that keep them with the
+        chunk, or that compare antecedents by their embeddings.
       question: what is asked after the cache, with absolute positions. Query-aware methods read it.
       seen: keys that the question may attend to, bool [B,S]; None: all.
       length: int [B], tokens per row that are not padding; None: all. Padding is never recomputed.
@@ -53,6 +66,8 @@ class SplicedCache:
       recorded: KV that an earlier prefill behind the same antecedent left, phase-free {channel: [L,B,T,K,H]}. Methods
         that store a form of it (patches, quantised KV, low-rank keys) read it; no method that recomputes does.
       hidden: {layer: [B,T,D]}, the residual of the chunk alone as it enters a layer, kept beside its canonical.
+      others: the chunk's KV behind other antecedents, in the order in which they were met. Only methods read it that
+        keep one form for all antecedents.
       chunks: (first, one past the last) token of each cached chunk, ascending and static; what none of them covers is
         new text. None: all tokens are one chunk.
       tower_flops: of encoding the images of one row, which methods pay that keep no embeddings.
@@ -69,6 +84,7 @@ class SplicedCache:
     conditioned: KV | None = None
     recorded: KV | None = None
     hidden: Mapping[int, Array] | None = None
+    others: tuple[OtherAntecedent, ...] = ()
     chunks: tuple[tuple[int, int], ...] | None = None
     tower_flops: int = 0
 
@@ -102,12 +118,24 @@ class RepairBytes(NamedTuple):
       stored: kept for this antecedent alone: a patch, or a form of the conditioned KV.
       inputs: kept so that tokens can run again: their embeddings, or the residual at a boundary.
       moved: read from where all this lies, for one reuse.
+      shared: kept once for all antecedents beside canonicals: another base, anchors, an average.
     """
 
     canonical: int = 0
     stored: int = 0
     inputs: int = 0
     moved: int = 0
+    shared: int = 0
+
+    def per_antecedent(self, antecedents: int) -> float:
+        """Returns the bytes kept in all for each of a chunk's antecedents: `stored`, and a share of all the others.
+
+        Raises:
+          InputError: fewer than one antecedent.
+        """
+        if antecedents < 1:
+            raise InputError(f"bytes.antecedents: got {antecedents}; expected at least 1")
+        return self.stored + (self.canonical + self.inputs + self.shared) / antecedents
 
 
 NO_BYTES = RepairBytes()
@@ -232,6 +260,13 @@ def check_splice(layout: KVLayout, splice: SplicedCache) -> None:
             expect_frame(kv, f"repair: {name}", "phase_free")
             layout.check(kv, f"repair: {name}")
             shapes += [(name, kv[first].shape[:3], (L, B, T))]
+    for place, other in enumerate(splice.others):
+        expect_frame(other.kv, f"repair: others[{place}]", "phase_free")
+        layout.check(other.kv, f"repair: others[{place}]")
+        shapes += [(f"others[{place}]", other.kv[first].shape[:3], (L, B, T))]
+        if other.embedding is not None:
+            width = splice.tokens.embeddings.shape[-1]
+            shapes += [(f"others[{place}].embedding", other.embedding.shape, (B, width))]
     for name, expected in (("mask", (B, 1, T, S)), ("seen", (B, S)), ("length", (B,))):
         if getattr(splice, name) is not None:
             shapes += [(name, getattr(splice, name).shape, expected)]
@@ -315,6 +350,11 @@ def canonical_of(layout: KVLayout, splice: SplicedCache) -> dict[str, Array]:
     """Returns what was spliced blind, phase-free: {channel: [L,B,T,K,H]} in float32."""
     spliced = {name: value.astype(jnp.float32) for name, value in read_slots(splice.cache, splice.slots).items()}
     return dict(to_phase_free(layout, spliced, splice.tokens.positions))
+
+
+def pooled_embedding(tokens: Tokens) -> Float[Array, "B D"]:
+    """Computes the mean embedding of an antecedent's tokens, in float32."""
+    return jnp.asarray(tokens.embeddings).astype(jnp.float32).mean(1)
 
 
 def kv_itemsize(splice: SplicedCache) -> int:

@@ -4,9 +4,7 @@ They read `splice.recorded` when they form what is kept, and nothing of it when 
 one antecedent: `kv_bytes`, or a share of the chunk's KV in the cache's dtype. FLOPs are those of serving alone.
 """
 
-import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,33 +14,36 @@ from jaxtyping import Array, Float
 from pallas_kernels import factorise
 
 from ..backbone import KV, Backbone
-from ..core import KVLayout, flatten_heads, to_engine
+from ..core import flatten_heads, to_engine
+from ..core.encoding import GROUP
 from ..core.ops import jitted_apply
 from ..errors import InputError, RankError
 from .repair_budget import RepairBudget, patch_numbers, rank_of_bytes
 from .spliced_cache import (
-    AnyArray,
     RepairBytes,
     Repaired,
     SplicedCache,
     blind_bytes,
     canonical_of,
-    check_splice,
     kv_itemsize,
     live_tokens,
     required,
-    token_layer_bytes,
     untouched,
     with_flops,
-    write_slots,
+)
+from .stored_kv import (
+    WHOLE,
+    Axes,
+    KVPrecision,
+    allowed_bytes,
+    check_fit,
+    decode_kv_rows,
+    encode_kv_rows,
+    engine_written,
+    most_bits,
+    phase_free_written,
 )
 
-BITS = (1, 2, 3, 4, 6, 8)
-"""Bits that `quantised` keeps numbers in."""
-GROUP = 32
-"""Numbers that share a scale and a least value, as in KIVI (Liu et al. 2024, section 4)."""
-SCALE_BYTES = 4
-"""Bytes of a scale and a least value, 16 bits each."""
 SHADOW_CHUNK = 8
 """Tokens of one landmark in ShadowKV (Sun et al. 2025, section 4.2)."""
 
@@ -63,7 +64,7 @@ def patched(
         LayoutError, DtypeError: the splice does not match the backbone.
     """
     layout = backbone.layout
-    allowed = _allowed_bytes(layout, splice, budget, "patched")
+    allowed = allowed_bytes(layout, splice, budget, "patched")
     recorded = required(splice, "recorded", "patched", "KV that an earlier prefill behind the same antecedent left")
     tokens = splice.slots.shape[1]
     rank = rank_of_bytes(layout, allowed, tokens, kv_itemsize(splice)) if rank is None else rank
@@ -84,7 +85,7 @@ def patched(
 
     def serve(own: SplicedCache) -> Repaired:
         kv = jitted_apply(layout, canonical_of(layout, own), factors, own.tokens.positions, jnp.zeros((), jnp.int32))
-        return _written(layout, own, kv, bytes)
+        return engine_written(layout, own, kv, bytes)
 
     return with_flops(serve(splice), serve, splice, backbone, ("patched", tuple(ranks.items())))
 
@@ -106,7 +107,10 @@ def quantised(
     budget: RepairBudget | float,
     *,
     bits: int | None = None,
-    group: int = GROUP,
+    keys: int | None = None,
+    values: int | None = None,
+    group: int | None = GROUP,
+    axes: Axes = "kivi",
 ) -> Repaired:
     """Serves the recorded KV itself in few bits, in the canonical's place.
 
@@ -115,83 +119,75 @@ def quantised(
     residual of recent tokens in full precision has no counterpart, because a chunk does not grow.
 
     Args:
-      budget: bytes of the quantised KV with its scales; the most bits that fit are taken.
-      bits: in place of the budget's.
+      budget: bytes of the quantised KV with its scales; the most bits that fit are taken, keys and values alike.
+      bits: in place of the budget's; 1 to 8, or 16: bfloat16.
+      keys, values: likewise, of keys (channels that rotate) and of the others.
+      group: numbers that share a scale; None: all tokens of a feature, or all features of a token.
+      axes: "kivi", or all channels by "token" or by "feature".
 
     Raises:
-      InputError: no recorded KV, a budget in tokens or by layer, or too small for 1 bit; unknown bits. ShapeError,
-        LayoutError, DtypeError: the splice does not match the backbone.
+      InputError: no recorded KV, a budget in tokens or by layer, or too small for 1 bit; unknown bits or axes, or keys
+        without values. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
     """
-    layout = backbone.layout
-    allowed = _allowed_bytes(layout, splice, budget, "quantised")
+    layout, tokens = backbone.layout, splice.slots.shape[1]
+    allowed = allowed_bytes(layout, splice, budget, "quantised")
     recorded = required(splice, "recorded", "quantised", "KV that an earlier prefill behind the same antecedent left")
-    sizes = {number: quantised_bytes(layout, splice.slots.shape[1], number, group) for number in BITS}
-    if bits is None:
-        bits = max((number for number in BITS if sizes[number] <= allowed), default=0)
-    if bits not in BITS or group < 1:
-        found = f"{allowed} bytes, bits {bits}, group {group}"
-        raise InputError(f"quantised: got {found}; expected bits of {BITS}, and at least {sizes[1]} bytes")
+    if (keys is None) != (values is None) or (bits is not None and keys is not None):
+        found = f"bits {bits}, keys {keys}, values {values}"
+        raise InputError(f"quantised: got {found}; expected bits, or keys and values, or none of them")
+    if bits is None and keys is None:
+        precision = most_bits(layout, allowed, tokens, "quantised", KVPrecision(group=group, axes=axes))
+    else:
+        keys, values = (bits, bits) if bits is not None else (keys, values)
+        precision = KVPrecision(keys, values, group, axes)  # pyright: ignore[reportArgumentType]
 
-    codes = {}
-    for channel in layout.channels:
-        by_token = not channel.rotates
-        codes[channel.name] = quantise_groups(jnp.asarray(recorded[channel.name]), bits, group, by_token=by_token)
-    bytes = RepairBytes(stored=sizes[bits], moved=sizes[bits])
+    stored = encode_kv_rows(layout, recorded, precision, splice.length)
+    size = precision.nbytes(layout, tokens)
+    bytes = RepairBytes(stored=size, moved=size)
 
     def serve(own: SplicedCache) -> Repaired:
-        kv = {}
-        for channel in layout.channels:
-            shape = tuple(recorded[channel.name].shape)
-            kv[channel.name] = restore_groups(codes[channel.name], shape, by_token=not channel.rotates)
-        return _written(layout, own, to_engine(layout, kv, own.tokens.positions, 0), bytes)
+        return phase_free_written(layout, own, decode_kv_rows(stored), bytes)
 
-    return with_flops(serve(splice), serve, splice, backbone, ("quantised", bits, group))
+    return with_flops(serve(splice), serve, splice, backbone, ("quantised", precision))
 
 
-def quantised_bytes(layout: KVLayout, tokens: int, bits: int, group: int = GROUP) -> int:
-    """Counts the bytes of a chunk's KV in few bits, with its scales; see `quantised`."""
-    total = 0
-    for channel in layout.channels:
-        along, across = (tokens, channel.features) if channel.rotates else (channel.features, tokens)
-        total += -(-bits * tokens * channel.features // 8) + SCALE_BYTES * across * -(-along // group)
-    return total * layout.layers
+def sixteen_bits(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
+    """Serves the recorded KV in bfloat16: what a cache of every version of a chunk keeps.
 
-
-@functools.partial(jax.jit, static_argnames=("bits", "group", "by_token"))
-def quantise_groups(
-    value: Float[Array, "L B T K H"], bits: int, group: int, by_token: bool
-) -> tuple[Array, Array, Array]:
-    """Rounds numbers to 2^bits levels between each group's least and largest.
-
-    Groups run over tokens of one feature, or with `by_token` over features of one token; the last may be shorter.
-
-    Returns:
-      Codes uint8 [L,B,groups,group,rest], and least values and scales bfloat16 [L,B,groups,1,rest].
+    Raises:
+      InputError: no recorded KV, or a budget in tokens or by layer, or too small. As `quantised`.
     """
-    flat = flatten_heads(value)
-    flat = jnp.swapaxes(flat, -1, -2) if by_token else flat
-    L, B, along, across = flat.shape
-    short = -along % group
-    # Repeating the last number leaves its group's extremes.
-    flat = jnp.pad(flat, ((0, 0), (0, 0), (0, short), (0, 0)), mode="edge")
-    grouped = flat.reshape(L, B, (along + short) // group, group, across).astype(jnp.float32)
-    least = grouped.min(3, keepdims=True).astype(jnp.bfloat16)
-    scale = ((grouped.max(3, keepdims=True) - least) / (2**bits - 1)).astype(jnp.bfloat16)
-    safe = jnp.where(scale > 0, scale, 1).astype(jnp.float32)
-    codes = jnp.clip(jnp.round((grouped - least) / safe), 0, 2**bits - 1).astype(jnp.uint8)
-    return codes, least, scale
+    return _of_precision(backbone, splice, budget, "sixteen_bits", WHOLE, WHOLE)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "by_token"))
-def restore_groups(
-    code: tuple[Array, Array, Array], shape: tuple[int, ...], by_token: bool
-) -> Float[Array, "L B T K H"]:
-    """Restores numbers [L,B,T,K,H] in float32 from `quantise_groups`."""
-    codes, least, scale = code
-    L, B, T, K, H = shape
-    flat = (codes.astype(jnp.float32) * scale + least).reshape(L, B, -1, codes.shape[-1])
-    flat = jnp.swapaxes(flat[:, :, : K * H], -1, -2) if by_token else flat[:, :, :T]
-    return flat.reshape(shape)
+def polykv(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
+    """Serves the recorded KV with keys in 8 bits and values in 3.
+
+    Source: PolyKV (arXiv 2604.24971), its bits; the pool that agents share has no counterpart, and groups are KIVI's.
+
+    Raises:
+      InputError: no recorded KV, or a budget in tokens or by layer, or too small. As `quantised`.
+    """
+    return _of_precision(backbone, splice, budget, "polykv", 8, 3)
+
+
+def kv_adaquant(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
+    """Serves the recorded KV with keys in 4 bits and values in 2.
+
+    Source: KV-AdaQuant (arXiv 2502.15075), the split that it finds best; groups are KIVI's.
+
+    Raises:
+      InputError: no recorded KV, or a budget in tokens or by layer, or too small. As `quantised`.
+    """
+    return _of_precision(backbone, splice, budget, "kv_adaquant", 4, 2)
+
+
+def _of_precision(
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, method: str, keys: int, values: int
+) -> Repaired:
+    allowed = allowed_bytes(backbone.layout, splice, budget, method)
+    check_fit(KVPrecision(keys, values).nbytes(backbone.layout, splice.slots.shape[1]), allowed, method)
+    return quantised(backbone, splice, budget, keys=keys, values=values)
 
 
 def low_rank(
@@ -250,7 +246,7 @@ def _reduced(
     shadow: bool,
 ) -> Repaired:
     layout, tokens = backbone.layout, splice.slots.shape[1]
-    allowed = _allowed_bytes(layout, splice, budget, method)
+    allowed = allowed_bytes(layout, splice, budget, method)
     recorded = required(splice, "recorded", method, "KV that an earlier prefill behind the same antecedent left")
     widths = {name: layout.channel(name).features for name in names}
     itemsize = kv_itemsize(splice)
@@ -286,7 +282,7 @@ def _reduced(
         for name, (u, v) in factors.items():
             value = jnp.matmul(u, v).reshape(originals[name].shape)
             kv[name] = value if kept is None else jnp.where(kept[name][..., None, None], originals[name], value)
-        return _written(layout, own, to_engine(layout, kv, own.tokens.positions, 0), bytes)
+        return engine_written(layout, own, to_engine(layout, kv, own.tokens.positions, 0), bytes)
 
     return with_flops(serve(splice), serve, splice, backbone, (method, rank, names))
 
@@ -316,22 +312,3 @@ def _outlier_tokens(keys: Float[Array, "L B T K H"], live: Array, outliers: int)
     marked = jnp.zeros(least.shape, bool)
     marked = marked.at[jnp.arange(L)[:, None, None], jnp.arange(B)[:, None], index].set(True)
     return jnp.repeat(marked, SHADOW_CHUNK, axis=-1)[..., :T]
-
-
-def _allowed_bytes(layout: KVLayout, splice: SplicedCache, budget: RepairBudget | float, method: str) -> int:
-    """Returns the bytes per row of a budget that is given in bytes, or as a share of the chunk's KV."""
-    check_splice(layout, splice)
-    budget = RepairBudget.of(budget)
-    if splice.chunks is not None:
-        raise InputError(f"{method}.chunks: got {splice.chunks}; expected a splice of one chunk")
-    if budget.kv_bytes is not None:
-        return budget.kv_bytes
-    if budget.share is None:
-        raise InputError(f"{method}.budget: got {budget}; expected bytes, or a share of the chunk's KV")
-    return int(budget.share * token_layer_bytes(layout, splice) * splice.slots.shape[1] * layout.layers)
-
-
-def _written(layout: KVLayout, splice: SplicedCache, kv: Mapping[str, AnyArray], bytes: RepairBytes) -> Repaired:
-    """Returns the cache with engine-frame KV at the splice's slots; no token was run."""
-    cache = write_slots(dict(splice.cache), jnp.asarray(splice.slots), dict(kv), live_tokens(splice))
-    return dataclasses.replace(untouched(layout, splice), cache=cache, bytes=bytes)

@@ -13,7 +13,7 @@ from evals.results.rows import Rows
 from evals.small_task import KINDS
 from evals.small_task.reader import EVICTED, VISIBLE
 from evals.trained import MAIN, shipped
-from kvpatch_jax.repair import REPAIRS
+from kvpatch_jax.repair import REPAIRS, SHARED_FORMS, STORED_FORMS
 from models import load
 
 
@@ -28,8 +28,10 @@ def test_every_repair_has_an_arm_and_every_budget():
     arms = repair_arms(1000, 6, {share: (share,) * 6 for share in SHARES[:4]})
     names = [arm.name for arm in arms]
     assert len(set(names)) == len(names)
-    # Whole prompts have two of their own, which a single page cannot be asked.
-    assert {arm.method.partition(".")[0] for arm in arms} == set(REPAIRS) - {"mpic", "two_step_reuse"}
+    # Whole prompts have two of their own, which a single page cannot be asked; other forms of stored bytes have another
+    # suite.
+    elsewhere = {"mpic", "two_step_reuse", *SHARED_FORMS} | set(STORED_FORMS) - set(STORED)
+    assert {arm.method.partition(".")[0] for arm in arms} == set(REPAIRS) - elsewhere
     for method in (*TOKEN_METHODS, *QUESTION_METHODS, *STORED):
         assert [f"{method}.budget={share:g}" in names for share in SHARES] == [True] * 5
     assert [arm.asks for arm in arms if arm.method in QUESTION_METHODS] == [True] * 20

@@ -14,7 +14,7 @@ from flax import nnx
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.repair import PromptPiece, SplicedCache, splice_prompt
+from kvpatch_jax.repair import OtherAntecedent, PromptPiece, SplicedCache, pooled_embedding, splice_prompt
 from models import ModelBackbone, load
 from models.families.family import parameters
 from models.families.qwen2_5_vl import Qwen25VLConfig
@@ -80,6 +80,20 @@ def make_splice(
         hidden=alone.hidden,
     )
     return splice, expected
+
+
+def other_antecedents(
+    backbone: ModelBackbone, count: int, seed: int = 0, chunk: int = CHUNK
+) -> tuple[OtherAntecedent, ...]:
+    """The chunk of `make_splice` of this seed behind other antecedents."""
+    ids = np.random.default_rng(seed).integers(0, 300, (ROWS, BEFORE + chunk + ASKED))[:, : BEFORE + chunk]
+    others = []
+    for place in range(count):
+        front = np.random.default_rng(100 + place).integers(0, 300, (ROWS, BEFORE))
+        tokens = text_tokens(backbone, np.concatenate([front, ids[:, BEFORE:]], axis=1))
+        kv = {name: value[:, :, BEFORE:] for name, value in backbone.prefill(tokens).kv.items()}
+        others.append(OtherAntecedent(kv, pooled_embedding(tokens.take(0, BEFORE))))
+    return tuple(others)
 
 
 PIECES = (3, -6, 2, -9, 4)

@@ -66,7 +66,7 @@ def test_reprefills_count_what_is_kept_of_nothing(spliced):
     full, encoded, prefix = found.values()
     assert full.flops == encoded.flops + 12345
     assert prefix.flops < encoded.flops
-    assert full.bytes == (0, 0, 0, 0)
+    assert full.bytes == (0, 0, 0, 0, 0)
     embedding = 64 * 4
     assert encoded.bytes.inputs == encoded.bytes.moved == embedding * (BEFORE + CHUNK)
     for budget in (0.5, RepairBudget(tokens=2)):

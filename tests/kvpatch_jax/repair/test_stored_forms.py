@@ -64,9 +64,9 @@ def test_what_is_stored_fits_the_budget_and_more_is_nearer(case, name):
     for share in (0.3, 0.6, 0.95):
         try:
             repaired = STORED_FORMS[name](backbone, splice, RepairBudget(kv_bytes=int(share * whole)))
-        except RankError:
-            # Whole values leave no room for the smallest rank of keys.
-            assert name == "shadowkv"
+        except (RankError, InputError):
+            # Whole values leave no room for the smallest rank of keys, and bfloat16 is half of float32.
+            assert name == "shadowkv" or (name == "sixteen_bits" and share < 0.5)
             continue
         assert repaired.bytes.stored <= share * whole
         assert not repaired.chosen.any()

@@ -1,0 +1,424 @@
+"""Corrections in few bits, beside a base in few bits: patches, differences without low rank, sparse ones, and GEAR.
+
+A deficit is taken against the *decoded* base, so that a correction mends the base's rounding too. A budget is bytes
+kept for one antecedent; the base is kept once for all and counts in `RepairBytes.canonical` or `shared`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from pallas_kernels import factorise
+
+from ..backbone import KV, Backbone
+from ..core import KVEncoding, KVLayout, Leaf, flatten_heads
+from ..core.encoding import BITS, GROUP
+from ..core.ops import factor_bits, jitted_apply, stored
+from ..errors import InputError, RankError
+from .repair_budget import RepairBudget
+from .spliced_cache import RepairBytes, Repaired, SplicedCache, live_tokens, required, with_flops
+from .stored_kv import (
+    WHOLE,
+    Axes,
+    Base,
+    KVPrecision,
+    allowed_bytes,
+    array_bytes,
+    decode_kv_rows,
+    encode_kv_rows,
+    encode_rows,
+    engine_written,
+    most_bits,
+    phase_free_written,
+    stored_base,
+)
+
+Encoding = KVPrecision | KVEncoding | str | int | None
+"""Of a base: a precision, an encoding or its word, bits; None: the cache's dtype."""
+RECORDED = "KV that an earlier prefill behind the same antecedent left"
+BLOCK_TOKENS = 16
+"""Tokens of a block of TokenDance: a page of its engine's cache."""
+GEAR_RANK, GEAR_OUTLIERS = 4, 0.02
+"""GEAR's rank of each head's error, and its share of numbers that are kept whole (Kang et al. 2024, section 5)."""
+
+
+def encoded_patch(
+    backbone: Backbone,
+    splice: SplicedCache,
+    budget: RepairBudget | float,
+    *,
+    encoding: Encoding = "k4v4",
+    base: Base = "canonical",
+    rank: int | None = None,
+    dtype: str = "int4",
+) -> Repaired:
+    """Adds a low-rank patch in few bits to an encoded base: this library's method at the bytes of its encodings.
+
+    The deficit is taken against the decoded base, factorised by a full SVD, and its factors are rounded to `dtype`.
+
+    Args:
+      budget: bytes of the factors; the largest rank that fits is taken, and none if none fits.
+      encoding: of the base, such as "k4v4", "k6v6g64" or 16 (bfloat16); None: the cache's dtype.
+      base: "canonical"; "mean" or "first" of `splice.others`.
+      rank: of every channel, in place of the budget's; 0: the decoded base alone.
+      dtype: of the factors, as `form_patch` takes it: "int2" to "int8", "bfloat16", …
+
+    Raises:
+      InputError: no recorded KV, a budget in tokens or by layer, another base, encoding or dtype, or no KV of others.
+      RankError: the rank is out of range. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
+    """
+    layout, tokens = backbone.layout, splice.slots.shape[1]
+    allowed = allowed_bytes(layout, splice, budget, "encoded_patch")
+    recorded = required(splice, "recorded", "encoded_patch", RECORDED)
+    _check_factor_dtype(dtype)
+    kept = stored_base(layout, splice, base, encoding, "encoded_patch")
+    highest = max(min(tokens, channel.features) for channel in layout.channels)
+    rank = _largest_rank(layout, tokens, highest, dtype, allowed) if rank is None else rank
+    if not 0 <= rank <= highest:
+        raise RankError(f"encoded_patch.rank: got {rank}; expected 0 to {highest}, the rank of {tokens} tokens' KV")
+
+    size = patch_bytes(layout, tokens, rank, dtype)
+    bytes = kept.bytes._replace(stored=size, moved=kept.bytes.moved + size)
+    ranks = tuple((channel.name, min(rank, tokens, channel.features)) for channel in layout.channels) if rank else ()
+    factors = _encoded_factors(dict(recorded), kept.kv, live_tokens(splice), ranks, dtype)
+
+    def serve(own: SplicedCache) -> Repaired:
+        if not factors:
+            return phase_free_written(layout, own, kept.read(own), bytes)
+        kv = jitted_apply(layout, kept.read(own), factors, own.tokens.positions, jnp.zeros((), jnp.int32))
+        return engine_written(layout, own, kv, bytes)
+
+    return with_flops(serve(splice), serve, splice, backbone, ("encoded_patch", ranks, dtype, base, str(encoding)))
+
+
+def patch_bytes(layout: KVLayout, tokens: int, rank: int, dtype: str) -> int:
+    """Counts the bytes of one row's patch of this rank, in every channel and layer, scales included.
+
+    Raises:
+      InputError: factors cannot be kept in this dtype.
+    """
+    _check_factor_dtype(dtype)
+    if rank < 1:
+        return 0
+    return layout.layers * sum(
+        _factor_bytes(tokens, channel.features, min(rank, tokens, channel.features), dtype)
+        for channel in layout.channels
+    )
+
+
+def _largest_rank(layout: KVLayout, tokens: int, highest: int, dtype: str, allowed: int) -> int:
+    """The largest rank whose patch takes at most these bytes, which grow with the rank; found by halving."""
+    rank = 0
+    while rank < highest:
+        middle = (rank + highest + 1) // 2
+        fits = patch_bytes(layout, tokens, middle, dtype) <= allowed
+        rank, highest = (middle, highest) if fits else (rank, middle - 1)
+    return rank
+
+
+@functools.cache
+def _factor_bytes(tokens: int, features: int, rank: int, dtype: str) -> int:
+    """Bytes of u and v of one matrix, as `stored` makes them."""
+
+    def factors() -> tuple[Leaf, Leaf]:
+        return stored(jnp.zeros((tokens, rank)), dtype, -2), stored(jnp.zeros((rank, features)), dtype, -1)
+
+    leaves = jax.tree.leaves(jax.eval_shape(factors))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _check_factor_dtype(dtype: str) -> None:
+    if factor_bits(dtype) is not None:
+        return
+    try:
+        known = jnp.issubdtype(jnp.dtype(dtype), jnp.floating) or jnp.dtype(dtype) == jnp.int8
+    except TypeError:
+        known = False
+    if not known:
+        raise InputError(f"patch.dtype: got {dtype!r:.80}; expected int2 to int8, or a floating-point dtype")
+
+
+@functools.partial(jax.jit, static_argnames=("ranks", "dtype"))
+def _encoded_factors(
+    recorded: KV, base: KV, live: Array, ranks: tuple[tuple[str, int], ...], dtype: str
+) -> dict[str, tuple[Leaf, Leaf]]:
+    factors = {}
+    for name, rank in ranks:
+        delta = flatten_heads(recorded[name].astype(jnp.float32) - base[name])
+        u, v = factorise(jnp.where(live[..., None], delta, 0.0), rank, method="exact")
+        factors[name] = stored(u, dtype, -2), stored(v, dtype, -1)
+    return factors
+
+
+def encoded_deficit(
+    backbone: Backbone,
+    splice: SplicedCache,
+    budget: RepairBudget | float,
+    *,
+    bits: int | None = None,
+    encoding: Encoding = "k4v4",
+    base: Base = "canonical",
+    group: int | None = GROUP,
+    axes: Axes = "kivi",
+    symmetric: bool = False,
+) -> Repaired:
+    """Adds the whole deficit in few bits to an encoded base: a patch without low rank, as DeltaKV-like residuals.
+
+    Args:
+      budget: bytes of the deficit; the most bits that fit are taken, and nothing is added if none do.
+      bits: in place of the budget's, 1 to 8 or 16.
+      encoding, base: what it is added to, as `encoded_patch`.
+      group, axes, symmetric: of the deficit's scales, as `KVPrecision`.
+
+    Raises:
+      InputError: no recorded KV, a budget in tokens or by layer, another base, encoding, bits or axes, or no KV of
+        others. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
+    """
+    layout, tokens = backbone.layout, splice.slots.shape[1]
+    allowed = allowed_bytes(layout, splice, budget, "encoded_deficit")
+    recorded = required(splice, "recorded", "encoded_deficit", RECORDED)
+    kept = stored_base(layout, splice, base, encoding, "encoded_deficit")
+    fewest = 2 if symmetric else 1
+    like = KVPrecision(fewest, fewest, group, axes, symmetric)
+    if bits is not None:
+        precision = KVPrecision(bits, bits, group, axes, symmetric)
+    elif like.nbytes(layout, tokens) <= allowed:
+        precision = most_bits(layout, allowed, tokens, "encoded_deficit", like)
+    else:
+        precision = None
+
+    size = 0 if precision is None else precision.nbytes(layout, tokens)
+    bytes = kept.bytes._replace(stored=size, moved=kept.bytes.moved + size)
+    delta = {}
+    if precision is not None:
+        exact = {name: jnp.asarray(recorded[name]).astype(jnp.float32) - kept.kv[name] for name in layout.names}
+        delta = encode_kv_rows(layout, exact, precision, splice.length)
+
+    def serve(own: SplicedCache) -> Repaired:
+        return phase_free_written(layout, own, _sum(kept.read(own), decode_kv_rows(delta)), bytes)
+
+    setting = ("encoded_deficit", precision, base, str(encoding))
+    return with_flops(serve(splice), serve, splice, backbone, setting)
+
+
+@jax.jit
+def _sum(base: dict[str, Array], delta: dict[str, Array]) -> dict[str, Array]:
+    return {name: value + delta[name] if name in delta else value for name, value in base.items()}
+
+
+# ---------------------------------------------------------------------------------------------- sparse differences
+
+
+def block_differences(
+    backbone: Backbone,
+    splice: SplicedCache,
+    budget: RepairBudget | float,
+    *,
+    bits: int = WHOLE,
+    encoding: Encoding = WHOLE,
+    base: Base = "canonical",
+    block: int = BLOCK_TOKENS,
+    group: int | None = GROUP,
+) -> Repaired:
+    """Adds the largest blocks of the deficit to a master copy: block-sparse differences.
+
+    Source: TokenDance (arXiv 2604.03143), "Diff-Aware Storage": sibling caches as block-sparse differences against one
+    master. There a block differs where tokens were recomputed, and is exact where not; here every block differs, since
+    all tokens have absorbed another antecedent, so the blocks with the most energy per byte are kept that the
+    budget allows. A block is the tokens of a page at one layer in one channel. The source has no differences in 4 bits.
+
+    Args:
+      budget: bytes of the blocks' differences and indices (16 bits each, or 32 beyond 65 536 blocks).
+      bits: of a difference: 16 (bfloat16), or 2 to 8, about zero, in groups over a token's features.
+      encoding, base: of the master, as `encoded_patch`; "first" is the KV of the first antecedent.
+      block: tokens of a block; the last may be shorter.
+
+    Raises:
+      InputError: no recorded KV, a budget in tokens or by layer, another base, encoding or bits, no KV of others, or no
+        tokens in a block. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
+    """
+    layout, tokens = backbone.layout, splice.slots.shape[1]
+    allowed = allowed_bytes(layout, splice, budget, "block_differences")
+    recorded = required(splice, "recorded", "block_differences", RECORDED)
+    if block < 1:
+        raise InputError(f"block_differences.block: got {block}; expected at least 1 token")
+    # Checks the bits and the group.
+    KVPrecision(bits, bits, group, "token", symmetric=True)
+    kept = stored_base(layout, splice, base, encoding, "block_differences")
+    costs = _block_costs(layout, tokens, block, bits, group)
+    dense = {name: jnp.asarray(recorded[name]).astype(jnp.float32) - kept.kv[name] for name in layout.names}
+    marked = _marked_blocks(layout, dense, live_tokens(splice), costs, allowed, block)
+
+    # Blocks of different channels may differ in size, so rows may fill their budget differently.
+    size = round(float((np.asarray(marked) * costs).sum((-1, -2, -3)).mean()))
+    bytes = kept.bytes._replace(stored=size, moved=kept.bytes.moved + size)
+    masks = jnp.repeat(marked, block, axis=-1)[..., :tokens]
+    delta = {}
+    for place, name in enumerate(layout.names):
+        value = jnp.where(jnp.moveaxis(masks[:, place], 0, 1)[..., None, None], dense[name], 0.0)
+        # Groups lie within a token, so a block's codes are the same in whatever it is packed with.
+        delta[name] = encode_rows(value, None, bits, group, -1, symmetric=True)
+
+    def serve(own: SplicedCache) -> Repaired:
+        return phase_free_written(layout, own, _sum(kept.read(own), decode_kv_rows(delta)), bytes)
+
+    setting = ("block_differences", bits, block, base, str(encoding))
+    return with_flops(serve(splice), serve, splice, backbone, setting)
+
+
+def _block_costs(layout: KVLayout, tokens: int, block: int, bits: int, group: int | None) -> np.ndarray:
+    """Bytes of each block with its index: [channels, layers, blocks]."""
+    lengths = [min(block, tokens - first) for first in range(0, tokens, block)]
+    index = 2 if len(layout.channels) * layout.layers * len(lengths) <= 65_536 else 4
+    costs = []
+    for channel in layout.channels:
+        own = [index + array_bytes(length, channel.features, bits, group, -1, True) for length in lengths]
+        costs.append([own] * layout.layers)
+    return np.asarray(costs)
+
+
+def _marked_blocks(
+    layout: KVLayout, dense: dict[str, Array], live: Array, costs: np.ndarray, allowed: int, block: int
+) -> Array:
+    """Marks the blocks [B, channels, layers, blocks] with the most energy per byte, until the next one does not fit."""
+    energies = []
+    for channel in layout.channels:
+        square = jnp.where(live, jnp.square(dense[channel.name]).sum((-1, -2)), 0.0)
+        padded = jnp.pad(square, ((0, 0), (0, 0), (0, -square.shape[-1] % block)))
+        energies.append(padded.reshape(*padded.shape[:2], -1, block).sum(-1))
+    by_byte = jnp.moveaxis(jnp.stack(energies), 2, 0) / costs
+    flat = by_byte.reshape(by_byte.shape[0], -1)
+    order = jnp.argsort(-flat, axis=-1)
+    spent = jnp.cumsum(jnp.asarray(costs.reshape(-1))[order], axis=-1)
+    rows = jnp.arange(flat.shape[0])[:, None]
+    fits = (spent <= allowed) & (jnp.take_along_axis(flat, order, -1) > 0)
+    return jnp.zeros(flat.shape, bool).at[rows, order].set(fits).reshape(by_byte.shape)
+
+
+# ------------------------------------------------------------------------------------------------------------ GEAR
+
+
+def gear(
+    backbone: Backbone,
+    splice: SplicedCache,
+    budget: RepairBudget | float,
+    *,
+    bits: int | None = None,
+    rank: int = GEAR_RANK,
+    outliers: float | int = GEAR_OUTLIERS,
+    group: int | None = GROUP,
+    axes: Axes = "kivi",
+) -> Repaired:
+    """Serves the recorded KV in few bits, with a low-rank approximation of the rest and a few numbers whole.
+
+    Source: GEAR (Kang et al. 2024, arXiv 2403.05527), section 4: X ≈ D + L + S. S: of each feature over tokens (keys)
+    or of each token over features (values), the largest and the smallest numbers, kept in 16 bits with an index; they
+    are taken out, here replaced by the middle of the others, so that they widen no range. D: the rest in few bits.
+    L: the error of D, head by head, in a low rank, its factors in bfloat16.
+
+    Args:
+      budget: bytes of all three; the most bits that fit are taken.
+      bits: in place of the budget's; 1 to 8.
+      rank: of each head's error; 0: none.
+      outliers: share of numbers that S keeps, half of it at either end, rounded half up; 0: none ("GEAR-L").
+      group, axes: of scales, as `quantised`.
+
+    Raises:
+      InputError: no recorded KV, a budget in tokens or by layer, or too small; unknown bits or axes, a share outside
+        0 … 0.5. RankError: the rank is out of range. ShapeError, LayoutError, DtypeError: the splice does not match.
+    """
+    layout, tokens = backbone.layout, splice.slots.shape[1]
+    allowed = allowed_bytes(layout, splice, budget, "gear")
+    recorded = required(splice, "recorded", "gear", RECORDED)
+    if not 0 <= outliers <= 0.5:
+        raise InputError(f"gear.outliers: got {outliers}; expected a share of 0 to 0.5")
+    highest = min(min(tokens, channel.width) for channel in layout.channels)
+    if not 0 <= rank <= highest:
+        raise RankError(f"gear.rank: got {rank}; expected 0 to {highest}, the rank of a head's KV")
+
+    extra, ends = 0, {}
+    for channel in layout.channels:
+        # Outliers along the axis of the groups, whatever their size.
+        axis = KVPrecision(axes=axes).of_channel(channel)[1]
+        along, across = (tokens, channel.features) if axis == -2 else (channel.features, tokens)
+        count = int(along * outliers / 2 + 0.5)
+        ends[channel.name] = count
+        extra += 2 * count * across * (2 + (2 if along <= 65_536 else 4))
+        extra += 2 * rank * channel.heads * (tokens + channel.width)
+    extra *= layout.layers
+    if bits is None:
+        precision = most_bits(layout, allowed, tokens, "gear", KVPrecision(group=group, axes=axes), beside=extra)
+    elif bits in BITS:
+        precision = KVPrecision(bits, bits, group, axes)
+    else:
+        raise InputError(f"gear.bits: got {bits}; expected bits of {BITS}")
+
+    size = extra + precision.nbytes(layout, tokens)
+    live = live_tokens(splice)
+    sparse: dict[str, tuple[Array, Array]] = {}
+    rest: dict[str, Array] = {}
+    for channel in layout.channels:
+        value = jnp.asarray(recorded[channel.name]).astype(jnp.float32)
+        axis = precision.of_channel(channel)[1]
+        sparse[channel.name], rest[channel.name] = _without_outliers(value, live, axis, ends[channel.name])
+    dense = encode_kv_rows(layout, rest, precision, splice.length)
+    factors = _error_factors(rest, decode_kv_rows(dense), sparse, live, rank)
+    bytes = RepairBytes(stored=size, moved=size)
+
+    def serve(own: SplicedCache) -> Repaired:
+        return phase_free_written(layout, own, _gear_sum(decode_kv_rows(dense), factors, sparse), bytes)
+
+    return with_flops(serve(splice), serve, splice, backbone, ("gear", precision, rank, outliers))
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "count"))
+def _without_outliers(
+    value: Float[Array, "L B T K H"], live: Array, axis: int, count: int
+) -> tuple[tuple[Array, Array], Array]:
+    """Returns which numbers are kept whole, with the numbers in bfloat16 (zero elsewhere), and KV without them."""
+    flat = flatten_heads(value)
+    there = jnp.broadcast_to(live[..., None], flat.shape)
+    if not count:
+        return (jnp.zeros(value.shape, bool), jnp.zeros(value.shape, jnp.bfloat16)), value
+
+    # Ranks from either end, padding last in both.
+    order = jnp.argsort(jnp.argsort(jnp.where(there, -flat, jnp.inf), axis=axis), axis=axis)
+    back = jnp.argsort(jnp.argsort(jnp.where(there, flat, jnp.inf), axis=axis), axis=axis)
+    whole = ((order < count) | (back < count)) & there
+    left = there & ~whole
+    low = jnp.min(jnp.where(left, flat, jnp.inf), axis=axis, keepdims=True)
+    high = jnp.max(jnp.where(left, flat, -jnp.inf), axis=axis, keepdims=True)
+    middle = jnp.where(jnp.isfinite(low) & jnp.isfinite(high), (low + high) / 2, 0.0)
+    rest = jnp.where(whole, middle, flat).reshape(value.shape)
+    whole = whole.reshape(value.shape)
+    return (whole, jnp.where(whole, value, 0.0).astype(jnp.bfloat16)), rest
+
+
+@functools.partial(jax.jit, static_argnames=("rank",))
+def _error_factors(
+    rest: KV, decoded: KV, sparse: dict[str, tuple[Array, Array]], live: Array, rank: int
+) -> dict[str, tuple[Array, Array]]:
+    factors = {}
+    for name, value in rest.items() if rank else ():
+        # Where numbers are kept whole there is no error.
+        error = jnp.where(live[..., None, None] & ~sparse[name][0], value - decoded[name], 0.0)
+        u, v = factorise(jnp.swapaxes(error, -3, -2), rank, method="exact")
+        factors[name] = u.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
+    return factors
+
+
+@jax.jit
+def _gear_sum(
+    dense: dict[str, Array], factors: dict[str, tuple[Array, Array]], sparse: dict[str, tuple[Array, Array]]
+) -> dict[str, Array]:
+    total = {}
+    for name, value in dense.items():
+        if name in factors:
+            u, v = (leaf.astype(jnp.float32) for leaf in factors[name])
+            value = value + jnp.swapaxes(jnp.matmul(u, v), -3, -2)
+        whole, numbers = sparse[name]
+        total[name] = jnp.where(whole, numbers.astype(jnp.float32), value)
+    return total
