@@ -1,0 +1,244 @@
+"""The arms of the suite: what may be kept of a chunk and its versions, by name and family."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvpatch_jax.core import KVEncoding
+from kvpatch_jax.repair import REPAIRS, RepairBudget, Repaired
+from kvpatch_jax.repair.stored_kv import KVPrecision
+
+from .forms import FormFactory, StoredForm
+
+SIMPLE, OURS, RIVALS, BASES_ALONE, KEYS = "kv", "patch", "rival", "base", "keys"
+"""Families: KV(B|A) in few bits; a base and a patch; published rivals; a base alone; keys rounded, values whole."""
+ANY_BYTES = RepairBudget(kv_bytes=1 << 40)
+"""Of rivals whose setting is given."""
+BASE_LABELS = {
+    "canonical": "the canonical",
+    "lead": "the canonical behind a lead",
+    "first": "the first history",
+    "others": "the mean of the others",
+    "mean": "the mean of all",
+}
+RIVAL_LABELS = {
+    "polykv": "PolyKV: K 8, V 3",
+    "kv_adaquant": "KV-AdaQuant: K 4, V 2",
+    "gear": "GEAR",
+    "cachegen": "CacheGen",
+    "block_differences": "TokenDance: sparse blocks",
+    "anchored": "KVCOMM: anchors",
+    "joint_pair": "[A B] as one chunk",
+    "averaged": "averaged KV",
+    "encoded_deficit": "Δ in few bits",
+}
+KEY_PLACES = {"before": "by feature, before rotation", "after": "by feature, after", "token": "by token, after"}
+CORE_KV = ("16", "k6v6gall", "k5v5gall", "k5v4gall", "k4v4gall", "k4v4g32", "k3v3g32")
+WIDE_KV = ("k8v8gall", "k6v5gall", "k4v5gall", "k4v4g64", "k2v2g32")
+Make = Callable[[FormFactory, int, int], StoredForm]
+
+
+@dataclasses.dataclass(frozen=True)
+class BytesArm:
+    """One thing to keep.
+
+    Attributes:
+      name: as rows have it; where it depends on the number of antecedents, rows have "@N" behind it.
+      family: what it is. label: in figures and tables.
+      make: makes it of a version, as one of so many antecedents.
+      by_count: whether it depends on how many antecedents there are.
+      settings: of the curves: base, encoding, factors, share, rank, weights.
+    """
+
+    name: str
+    family: str
+    label: str
+    make: Make
+    by_count: bool = False
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def row_name(self, antecedents: int) -> str:
+        """Returns the name of its rows for a number of antecedents."""
+        return f"{self.name}@{antecedents}" if self.by_count else self.name
+
+
+def precision_of(word: str) -> KVPrecision:
+    """Returns the precision of an encoding's word, or of "16"."""
+    return KVPrecision.of(16 if word == "16" else word)
+
+
+def encoding_settings(word: str) -> dict[str, Any]:
+    """Returns the bits of keys and values, and the group, of an encoding's word; 16 bits have no group."""
+    if word == "16":
+        return {"keys": 16, "values": 16, "group": None}
+    found = KVEncoding.of(word)
+    return {"keys": found.keys, "values": found.values, "group": "all" if found.group is None else found.group}
+
+
+def kv_arm(word: str) -> BytesArm:
+    """Makes the arm of KV(B|A) in an encoding, or in 16 bits ("16")."""
+    precision = precision_of(word)
+
+    def make(factory: FormFactory, version: int, antecedents: int) -> StoredForm:
+        return factory.few_bits(precision, version)
+
+    return BytesArm(f"kv.{word}", SIMPLE, "KV(B|A) in few bits", make, settings=encoding_settings(word))
+
+
+def patch_arm(
+    base: str,
+    word: str,
+    factors: str,
+    *,
+    share: float | None = None,
+    rank: int | None = None,
+    weights: str | None = None,
+) -> BytesArm:
+    """Makes the arm of a patch on a base: ranks by layer and channel within a share of the KV's bytes, or one rank."""
+    precision = precision_of(word)
+    size = f"share={share:g}" if rank is None else f"rank={rank}"
+    name = f"patch.{base}.{word}.{factors}.{size}" + ("" if weights is None else f".{weights}")
+
+    def make(factory: FormFactory, version: int, antecedents: int) -> StoredForm:
+        return factory.patched(
+            base, precision, version, antecedents, factors=factors, share=share, rank=rank, weights=weights
+        )
+
+    own = {"base": base, "factors": factors, "share": share, "rank": rank, "weights": weights}
+    settings = {**encoding_settings(word), **own}
+    return BytesArm(name, OURS, f"patch on {BASE_LABELS[base]}", make, depends_on_count(base), settings)
+
+
+def base_arm(base: str, word: str = "16") -> BytesArm:
+    """Makes the arm of a base without a patch."""
+    precision = precision_of(word)
+
+    def make(factory: FormFactory, version: int, antecedents: int) -> StoredForm:
+        return factory.base_alone(base, precision, version, antecedents)
+
+    settings = {**encoding_settings(word), "base": base}
+    return BytesArm(f"base.{base}.{word}", BASES_ALONE, BASE_LABELS[base], make, depends_on_count(base), settings)
+
+
+def depends_on_count(base: str) -> bool:
+    """Returns whether a base is another one for another number of antecedents."""
+    return base in ("first", "others", "mean")
+
+
+def rival_arm(
+    method: str, setting: str, *, by_count: bool = False, budget: float | None = None, **options: Any
+) -> BytesArm:
+    """Makes the arm of a repair of the library that stores a form of KV.
+
+    Args:
+      setting: in the name.
+      budget: bytes as a share of the KV's; None: as many as its settings take.
+      options: settings of the method.
+    """
+
+    def make(factory: FormFactory, version: int, antecedents: int) -> StoredForm:
+        splice = factory.chunks.splice(version)
+        members = set(factory.members("others", version, antecedents))
+        numbers = [number for number in range(len(factory.chunks)) if number != version]
+        others = tuple(other for number, other in zip(numbers, splice.others, strict=True) if number in members)
+        allowed = ANY_BYTES if budget is None else RepairBudget(kv_bytes=int(budget * factory.kv_bytes))
+        own = {"embedding": factory.chunks.embeddings[version]} if method == "anchored" else {}
+        splice = splice.replace(others=others)
+        repaired: Repaired = REPAIRS[method](factory.chunks.backbone, splice, allowed, **own, **options)
+        forming = float(factory.costs.prefill)
+        return StoredForm(None, repaired.bytes, repaired.flops, forming, dict(repaired.cache))
+
+    return BytesArm(f"{method}.{setting}", RIVALS, RIVAL_LABELS[method], make, by_count)
+
+
+def key_arm(bits: int, where: str, group: int | None) -> BytesArm:
+    """Makes the arm that rounds keys alone, by feature before or after the rotation, or by token."""
+
+    def make(factory: FormFactory, version: int, antecedents: int) -> StoredForm:
+        return factory.keys_rounded(version, bits, where, group)
+
+    settings = {"keys": bits, "values": 16, "group": "all" if group is None else group, "where": where}
+    width = "gall" if group is None else f"g{group}"
+    return BytesArm(f"keys.{where}.{bits}{width}", KEYS, KEY_PLACES[where], make, settings=settings)
+
+
+def core_arms(weights: Sequence[str] = ()) -> list[BytesArm]:
+    """Lists the arms that every batch has, those of one base behind one another, so that a deficit is decomposed once.
+
+    Args:
+      weights: names of the weights by which directions are also chosen.
+    """
+    arms = [base_arm("canonical"), *map(kv_arm, CORE_KV)]
+    arms += [base_arm(base) for base in BASE_LABELS if base != "canonical"]
+    for base, word, shares in (
+        ("mean", "k6v6gall", (0.05, 0.10)),
+        ("mean", "k5v5gall", (0.03, 0.05, 0.07, 0.10)),
+        ("mean", "k5v4gall", (0.05, 0.07)),
+        ("mean", "k4v4gall", (0.07, 0.10)),
+        ("others", "k5v5gall", (0.07, 0.10)),
+        ("lead", "k5v5gall", (0.07, 0.10)),
+        ("canonical", "k5v5gall", (0.10,)),
+    ):
+        arms += [patch_arm(base, word, "int4", share=share) for share in shares]
+        for name in weights if (base, word) in (("mean", "k5v5gall"), ("mean", "k5v4gall")) else ():
+            arms += [patch_arm(base, word, "int4", share=share, weights=name) for share in (0.03, 0.05, 0.07)]
+    arms.append(patch_arm("canonical", "16", "int8", rank=16))
+    return arms
+
+
+def wide_arms() -> list[BytesArm]:
+    """Lists the arms that a part of the batches has: other encodings, bases, factors, published rivals, keys alone."""
+    arms = list(map(kv_arm, WIDE_KV))
+    for base, word, factors, shares in (
+        ("mean", "k5v5gall", ("int3", "int4gall", "int5", "int8"), (0.05, 0.10)),
+        ("mean", "k4v4g32", ("int4",), (0.05, 0.10)),
+        ("first", "k5v5gall", ("int4",), (0.05, 0.10)),
+        ("lead", "k6v6gall", ("int4",), (0.10,)),
+        ("canonical", "k6v6gall", ("int4",), (0.10,)),
+        ("canonical", "k4v4gall", ("int4",), (0.10,)),
+    ):
+        for dtype in factors:
+            arms += [patch_arm(base, word, dtype, share=share) for share in shares]
+    arms += [patch_arm("mean", "k5v5gall", "int4", rank=rank) for rank in (16, 32)]
+    arms += rival_arms()
+    for bits in (3, 4):
+        for where in KEY_PLACES:
+            arms += [key_arm(bits, where, group) for group in (32, None)]
+    return arms
+
+
+def rival_arms() -> list[BytesArm]:
+    """Lists the published rivals."""
+    blocks = {"base": "mean", "encoding": "k5v5gall", "bits": 4}
+    delta = {"group": None, "encoding": "k4v4gall"}
+    pairs = {"precision": "k5v5gall"}
+    return [
+        rival_arm("polykv", "k8v3"),
+        rival_arm("kv_adaquant", "k4v2"),
+        rival_arm("gear", "bits=4", bits=4),
+        rival_arm("gear", "bits=3", bits=3),
+        *(rival_arm("cachegen", f"share={share:g}", budget=share) for share in (0.2, 0.25, 0.3)),
+        rival_arm("block_differences", "first.16.share=0.3", by_count=True, budget=0.3, base="first"),
+        rival_arm("block_differences", "others.k5v5gall.int4.share=0.1", by_count=True, budget=0.1, **blocks),
+        rival_arm("anchored", "k5v5gall", by_count=True, **pairs, encoding="k5v5gall"),
+        rival_arm("joint_pair", "k5v5gall", **pairs),
+        rival_arm("averaged", "k4v4gall", by_count=True, precision="k4v4gall"),
+        *(rival_arm("encoded_deficit", f"k4v4gall.bits={bits}", bits=bits, **delta) for bits in (3, 4)),
+        rival_arm("encoded_deficit", "others.k4v4gall.bits=3", by_count=True, bits=3, base="mean", **delta),
+    ]
+
+
+def sixteen_arms(weights: Sequence[str] = ()) -> list[BytesArm]:
+    """Lists the arms that are measured with sixteen antecedents: the best simple rivals, and patches on few bases."""
+    arms = [base_arm("canonical"), *map(kv_arm, ("k5v5gall", "k5v4gall", "k4v4gall")), base_arm("mean")]
+    for word, shares in (("k6v6gall", (0.05, 0.07, 0.10)), ("k5v5gall", (0.05, 0.07, 0.10))):
+        arms += [patch_arm("mean", word, "int4", share=share) for share in shares]
+        for name in weights:
+            arms += [patch_arm("mean", word, "int4", share=share, weights=name) for share in shares[:2]]
+    return arms
+
+
+def all_arms(weights: Sequence[str] = ("reading", "fisher")) -> dict[str, BytesArm]:
+    """Returns every arm by name."""
+    arms = [*core_arms(weights), *wide_arms(), *sixteen_arms(weights)]
+    return {arm.name: arm for arm in arms}
