@@ -5,8 +5,7 @@ Chunks, from a model:
   conditioned         the KV of every unit of a sequence, conditioned on the units that precede it
   joined              chunks in the engine frame, one after the other: a context
   encode_chunk, decode_chunk   a chunk in 1 to 8 bits, and back
-  mean_base, MeanBase, first_history_base   bases of patches in place of the canonical: the mean over antecedents, …
-  first_token_rerun, first_tokens_base      … one history, or first tokens from behind a lead or an antecedent
+  mean_base           a base of patches in place of the canonical: the mean over antecedents
   default_lead        a short neutral text for `make_chunk(lead=)`
   Chunk, Tokens       the containers of a canonical and of a prompt
   Text                a str that is text although it looks like a file's name
@@ -71,16 +70,12 @@ from .core import ops as ops
 from .core import rope as rope
 from .patching import (
     ByteBudget,
-    MeanBase,
     Placed,
     accumulate,
     apply_patch,
     conditioned,
     correction_patch,
     default_lead,
-    first_history_base,
-    first_token_rerun,
-    first_tokens_base,
     form_patch,
     keep_layers,
     make_chunk,
@@ -109,7 +104,6 @@ __all__ = [
     "Chunk",
     "ChunkStore",
     "KVLayout",
-    "MeanBase",
     "Patch",
     "Placed",
     "Rope",
@@ -131,9 +125,6 @@ __all__ = [
     "encode_chunk",
     "engines",
     "errors",
-    "first_history_base",
-    "first_token_rerun",
-    "first_tokens_base",
     "form_patch",
     "joined",
     "keep_layers",

@@ -37,5 +37,7 @@ from .orbit import orbit_patch as orbit_patch
 from .orbit import orders_of as orders_of
 from .placed import Placed as Placed
 from .placed import apply_patch as apply_patch
+from .reading_weights import ReadingWeights as ReadingWeights
+from .reading_weights import calibrate_weights as calibrate_weights
 from .update import correction_patch as correction_patch
 from .update import update_patch as update_patch

@@ -199,8 +199,8 @@ def form_ragged(
         _, u, v = found[name]
         pair = _jitted_selection(u, v, index, None if weights is None else jnp.asarray(weights[name]), dtype)
         check_finite([(name, leaf) for leaf in jax.tree.leaves(pair) if jnp.issubdtype(leaf.dtype, jnp.floating)], what)
-        cut = jax.tree.map(functools.partial(_first, count=total), jax.device_get(pair))
-        factors[name] = RaggedFactors(*cut, jax.device_put(rows))
+        u, v = jax.tree.map(functools.partial(_first, count=total), jax.device_get(pair))
+        factors[name] = RaggedFactors(u, v, jax.device_put(rows))
 
     return factors
 

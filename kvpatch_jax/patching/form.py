@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Key
+from jaxtyping import Array, Float, Key
 
 from ..cache import Antecedent, AntecedentLike, Chunk, Patch, antecedent_of, brief
 from ..core import Angles, FormPlan, Heads, PatchFrame, Start, arrays_of, as_start, ops
@@ -31,6 +31,7 @@ from .factors import (
     from_deficit,
     metadata_of,
 )
+from .reading_weights import ReadingWeights, check_weights, factorise_weighted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +52,12 @@ class FormOptions:
       dtype: of the factors; None is the chunk's.
       basis: directions that patches of this backbone share (`fit_basis`): the patch has coefficients alone, of the
         first `rank` of them. For joint heads in the phase-free frame; `method`, `key` and `dense` have no effect then.
+      weights: how much an error in each feature counts (`calibrate_weights`): the factors have the least error as
+        queries read it, in place of the least error. In the phase-free frame, without a basis.
 
     Raises:
-      InputError: an engine frame without a start, a start without it, or a basis with separate heads, another frame or
-      a shared left factor.
+      InputError: an engine frame without a start, a start without it, a basis with separate heads, another frame or
+      a shared left factor, or weights with a basis or another frame.
     """
 
     heads: Heads = "joint"
@@ -68,8 +71,15 @@ class FormOptions:
     angles: Angles | None = None
     dtype: jax.typing.DTypeLike | None = None
     basis: Basis | None = None
+    weights: ReadingWeights | None = None
 
     def __post_init__(self) -> None:
+        if self.weights is not None:
+            check_weights(self.weights)
+            if self.basis is not None or self.frame != "phase_free":
+                raise InputError(
+                    f"patch: got weights with frame {self.frame!r}, basis {self.basis}; expected 'phase_free', no basis"
+                )
         if self.basis is not None and (self.heads, self.frame, self.shared_left) != ("joint", "phase_free", False):
             raise InputError(
                 f"patch: got heads {self.heads!r}, frame {self.frame!r}, shared_left {self.shared_left} with a basis; "
@@ -97,12 +107,12 @@ def form_patch(
       antecedent: the chunks that precede this one, in order: chunks, ids, or members that say how they were served. Ids
         and chunks mean that each was served exactly.
       options: fields of `FormOptions`: heads, method, key, layers, shared_left, dense, frame, start, angles, dtype,
-        basis.
+        basis, weights.
 
     Raises:
       RankError: a rank below 1. LayoutError, ShapeError, DtypeError, NotFiniteError: `conditioned` or the chunk do not
-      fit. InputError: layers out of range, or as `FormOptions`. PatchMismatchError: a basis of another backbone or
-      layout.
+      fit. InputError: layers out of range, or as `FormOptions`. PatchMismatchError: a basis or weights of another
+      backbone or layout.
     """
     chosen = FormOptions(**options)
     if chosen.basis is not None:
@@ -134,8 +144,13 @@ def form_patch(
     )
     key = jax.random.key(0) if chosen.key is None else chosen.key
     length, local = jnp.int32(chunk.length), jnp.asarray(chunk.local)
-    arrays = (arrays_of(conditioned), arrays_of(chunk.kv), length, key, local, start)
-    factors = ops.jitted_form(layout, *arrays, plan=plan)
+    if chosen.weights is None:
+        arrays = (arrays_of(conditioned), arrays_of(chunk.kv), length, key, local, start)
+        factors = ops.jitted_form(layout, *arrays, plan=plan)
+    else:
+        weights = chosen.weights.of_layers(chunk, layers)
+        delta = _delta_of(chunk, conditioned, layers)
+        factors = factorise_weighted(delta, weights, key, length, plan=dataclasses.replace(plan, layers=None))
 
     metadata = metadata_of(
         chunk,
@@ -152,6 +167,14 @@ def form_patch(
     return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r} in {plan.dtype}"), metadata)
 
 
+def _delta_of(chunk: Chunk, conditioned: KVArrays, layers: tuple[int, ...]) -> dict[str, Float[Array, "kept *B T _ _"]]:
+    """Computes the deficit of some layers."""
+    delta = deficit_of(conditioned, chunk.kv, chunk)
+    if len(layers) < chunk.layout.layers:
+        delta = {name: value[np.asarray(layers)] for name, value in delta.items()}
+    return delta
+
+
 def _form_within(
     chunk: Chunk,
     conditioned: KVArrays,
@@ -166,12 +189,9 @@ def _form_within(
             f"patch: got heads {chosen.heads!r}, frame {chosen.frame!r}, shared_left {chosen.shared_left} with a "
             "ByteBudget; expected 'joint', 'phase_free', no shared left factor"
         )
-    delta = deficit_of(conditioned, chunk.kv, chunk)
-    if len(layers) < chunk.layout.layers:
-        delta = {name: value[np.asarray(layers)] for name, value in delta.items()}
-
-    dtype = factor_dtype(chunk, chosen.dtype)
-    factors = form_ragged(delta, chunk.length, budget, dtype, f"factors of chunk {chunk.id!r} in {dtype}")
+    weights = None if chosen.weights is None else chosen.weights.of_layers(chunk, layers)
+    delta, dtype = _delta_of(chunk, conditioned, layers), factor_dtype(chunk, chosen.dtype)
+    factors = form_ragged(delta, chunk.length, budget, dtype, f"factors of chunk {chunk.id!r} in {dtype}", weights)
     return Patch(factors, metadata_of(chunk, "canonical", antecedent, layers=layers))
 
 

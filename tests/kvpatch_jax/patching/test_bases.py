@@ -1,5 +1,5 @@
 """Bases in place of the canonical: their numbers, their names, and that patches of one are refused on another."""
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import dataclasses
 

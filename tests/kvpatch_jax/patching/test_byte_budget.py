@@ -1,5 +1,5 @@
 """Ranks by layer and channel within a budget of bytes: the best ones, never more bytes, few programs."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 
 import dataclasses
 import itertools
