@@ -33,8 +33,10 @@ RIVAL_LABELS = {
     "encoded_deficit": "Δ in few bits",
 }
 KEY_PLACES = {"before": "by feature, before rotation", "after": "by feature, after", "token": "by token, after"}
-CORE_KV = ("16", "k6v6gall", "k5v5gall", "k5v4gall", "k4v4gall", "k4v4g32", "k3v3g32")
+TEXT_KV = ("16", "k6v6gall", "k5v5gall", "k5v4gall", "k4v4gall", "k4v4g32", "k3v3g32")
 WIDE_KV = ("k8v8gall", "k6v5gall", "k4v5gall", "k4v4g64", "k2v2g32")
+TASK_KV = ("16", "k4v4gall", "k3v3gall", "k3v3g32", "k3v2gall", "k2v2gall", "k2v2g32", "k1v1g32")
+"""Encodings of KV(B|A): on text, on a part of the text, and on small tasks."""
 Make = Callable[[FormFactory, int, int], StoredForm]
 
 
@@ -162,28 +164,65 @@ def key_arm(bits: int, where: str, group: int | None) -> BytesArm:
     return BytesArm(f"keys.{where}.{bits}{width}", KEYS, KEY_PLACES[where], make, settings=settings)
 
 
+TEXT_GRID = (
+    ("mean", "k6v6gall", (0.05, 0.10)),
+    ("mean", "k5v5gall", (0.03, 0.05, 0.07, 0.10)),
+    ("mean", "k5v4gall", (0.05, 0.07)),
+    ("mean", "k4v4gall", (0.07, 0.10)),
+    ("others", "k5v5gall", (0.07, 0.10)),
+    ("lead", "k5v5gall", (0.07, 0.10)),
+    ("canonical", "k5v5gall", (0.10,)),
+)
+TASK_GRID = (
+    ("mean", "k4v4gall", (0.02, 0.04, 0.07)),
+    ("mean", "k3v3gall", (0.02, 0.04, 0.07)),
+    ("mean", "k2v2g32", (0.02, 0.04, 0.07)),
+    ("mean", "k2v2gall", (0.04, 0.07)),
+    ("others", "k3v3gall", (0.04, 0.07)),
+    ("lead", "k4v4gall", (0.04, 0.07)),
+    ("lead", "k3v3gall", (0.04, 0.07)),
+    ("lead", "k2v2g32", (0.04, 0.07)),
+    ("canonical", "k4v4gall", (0.04, 0.07)),
+    ("canonical", "k3v3gall", (0.07,)),
+)
+"""Bases, their encodings, and shares of the KV's bytes of patches on them. Small models of tasks need fewer bits."""
+WEIGHED = (("mean", "k5v5gall"), ("mean", "k5v4gall"))
+"""Bases in encodings on which directions are also chosen by weights, at `WEIGHED_SHARES`."""
+WEIGHED_SHARES = (0.03, 0.05, 0.07)
+
+
 def core_arms(weights: Sequence[str] = ()) -> list[BytesArm]:
-    """Lists the arms that every batch has, those of one base behind one another, so that a deficit is decomposed once.
+    """Lists the arms that every batch of text has, those of one base together: a deficit is decomposed once.
 
     Args:
       weights: names of the weights by which directions are also chosen.
     """
-    arms = [base_arm("canonical"), *map(kv_arm, CORE_KV)]
+    arms = [base_arm("canonical"), *map(kv_arm, TEXT_KV)]
     arms += [base_arm(base) for base in BASE_LABELS if base != "canonical"]
-    for base, word, shares in (
-        ("mean", "k6v6gall", (0.05, 0.10)),
-        ("mean", "k5v5gall", (0.03, 0.05, 0.07, 0.10)),
-        ("mean", "k5v4gall", (0.05, 0.07)),
-        ("mean", "k4v4gall", (0.07, 0.10)),
-        ("others", "k5v5gall", (0.07, 0.10)),
-        ("lead", "k5v5gall", (0.07, 0.10)),
-        ("canonical", "k5v5gall", (0.10,)),
-    ):
+    for base, word, shares in TEXT_GRID:
         arms += [patch_arm(base, word, "int4", share=share) for share in shares]
-        for name in weights if (base, word) in (("mean", "k5v5gall"), ("mean", "k5v4gall")) else ():
-            arms += [patch_arm(base, word, "int4", share=share, weights=name) for share in (0.03, 0.05, 0.07)]
+        for name in weights if (base, word) in WEIGHED else ():
+            arms += [patch_arm(base, word, "int4", share=share, weights=name) for share in WEIGHED_SHARES]
     arms.append(patch_arm("canonical", "16", "int8", rank=16))
     return arms
+
+
+def task_arms() -> list[BytesArm]:
+    """Lists the arms of small tasks: as those of text, in fewer bits."""
+    arms = [base_arm("canonical"), *map(kv_arm, TASK_KV)]
+    arms += [base_arm(base) for base in BASE_LABELS if base != "canonical"]
+    for base, word, shares in TASK_GRID:
+        arms += [patch_arm(base, word, "int4", share=share) for share in shares]
+    arms.append(patch_arm("canonical", "16", "int8", rank=8))
+    return arms
+
+
+def task_wide_arms() -> list[BytesArm]:
+    """Lists the arms of a part of the small tasks' batches: published rivals, factors, and keys alone."""
+    arms = [patch_arm("mean", "k3v3gall", dtype, share=0.04) for dtype in ("int3", "int8")]
+    arms += [patch_arm("mean", "k3v3gall", "int4", rank=rank) for rank in (4, 8)]
+    arms += [patch_arm("first", "k3v3gall", "int4", share=share) for share in (0.04, 0.07)]
+    return [*arms, *rival_arms("k3v3gall", (0.1, 0.15, 0.2), (2, 3)), *key_arms((2, 3))]
 
 
 def wide_arms() -> list[BytesArm]:
@@ -200,32 +239,37 @@ def wide_arms() -> list[BytesArm]:
         for dtype in factors:
             arms += [patch_arm(base, word, dtype, share=share) for share in shares]
     arms += [patch_arm("mean", "k5v5gall", "int4", rank=rank) for rank in (16, 32)]
-    arms += rival_arms()
-    for bits in (3, 4):
-        for where in KEY_PLACES:
-            arms += [key_arm(bits, where, group) for group in (32, None)]
+    return [*arms, *rival_arms(), *key_arms()]
+
+
+def key_arms(bits: Sequence[int] = (3, 4)) -> list[BytesArm]:
+    """Lists the arms that round keys alone."""
+    return [key_arm(count, where, group) for count in bits for where in KEY_PLACES for group in (32, None)]
+
+
+def rival_arms(
+    word: str = "k5v5gall", shares: Sequence[float] = (0.2, 0.25, 0.3), bits: Sequence[int] = (3, 4)
+) -> list[BytesArm]:
+    """Lists the published rivals.
+
+    Args:
+      word: encoding of bases and of KV that is averaged, paired, or interpolated.
+      shares: of the KV's bytes, for CacheGen. bits: of a number, for GEAR and for a deficit without low rank.
+    """
+    blocks = {"base": "mean", "encoding": word, "bits": 4, "budget": 0.1}
+    delta = {"group": None, "encoding": word}
+    arms = [rival_arm("polykv", "k8v3"), rival_arm("kv_adaquant", "k4v2")]
+    arms += [rival_arm("gear", f"bits={count}", bits=count) for count in bits]
+    arms += [rival_arm("cachegen", f"share={share:g}", budget=share) for share in shares]
+    arms.append(rival_arm("block_differences", "first.16.share=0.3", by_count=True, budget=0.3, base="first"))
+    arms.append(rival_arm("block_differences", f"others.{word}.int4.share=0.1", by_count=True, **blocks))
+    arms.append(rival_arm("anchored", word, by_count=True, precision=word, encoding=word))
+    arms.append(rival_arm("joint_pair", word, precision=word))
+    arms.append(rival_arm("averaged", word, by_count=True, precision=word))
+    arms += [rival_arm("encoded_deficit", f"{word}.bits={count}", bits=count, **delta) for count in bits]
+    others = {"base": "mean", "bits": bits[0], **delta}
+    arms.append(rival_arm("encoded_deficit", f"others.{word}.bits={bits[0]}", by_count=True, **others))
     return arms
-
-
-def rival_arms() -> list[BytesArm]:
-    """Lists the published rivals."""
-    blocks = {"base": "mean", "encoding": "k5v5gall", "bits": 4}
-    delta = {"group": None, "encoding": "k4v4gall"}
-    pairs = {"precision": "k5v5gall"}
-    return [
-        rival_arm("polykv", "k8v3"),
-        rival_arm("kv_adaquant", "k4v2"),
-        rival_arm("gear", "bits=4", bits=4),
-        rival_arm("gear", "bits=3", bits=3),
-        *(rival_arm("cachegen", f"share={share:g}", budget=share) for share in (0.2, 0.25, 0.3)),
-        rival_arm("block_differences", "first.16.share=0.3", by_count=True, budget=0.3, base="first"),
-        rival_arm("block_differences", "others.k5v5gall.int4.share=0.1", by_count=True, budget=0.1, **blocks),
-        rival_arm("anchored", "k5v5gall", by_count=True, **pairs, encoding="k5v5gall"),
-        rival_arm("joint_pair", "k5v5gall", **pairs),
-        rival_arm("averaged", "k4v4gall", by_count=True, precision="k4v4gall"),
-        *(rival_arm("encoded_deficit", f"k4v4gall.bits={bits}", bits=bits, **delta) for bits in (3, 4)),
-        rival_arm("encoded_deficit", "others.k4v4gall.bits=3", by_count=True, bits=3, base="mean", **delta),
-    ]
 
 
 def sixteen_arms(weights: Sequence[str] = ()) -> list[BytesArm]:
@@ -238,7 +282,16 @@ def sixteen_arms(weights: Sequence[str] = ()) -> list[BytesArm]:
     return arms
 
 
+def task_sixteen_arms() -> list[BytesArm]:
+    """Lists the arms of a small task's pages with sixteen antecedents."""
+    arms = [base_arm("canonical"), *map(kv_arm, TASK_KV), base_arm("mean")]
+    for base, word, shares in TASK_GRID:
+        arms += [patch_arm(base, word, "int4", share=share) for share in shares if base in ("mean", "lead")]
+    return arms
+
+
 def all_arms(weights: Sequence[str] = ("reading", "fisher")) -> dict[str, BytesArm]:
     """Returns every arm by name."""
     arms = [*core_arms(weights), *wide_arms(), *sixteen_arms(weights)]
+    arms += [*task_arms(), *task_wide_arms(), *task_sixteen_arms()]
     return {arm.name: arm for arm in arms}
