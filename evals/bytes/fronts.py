@@ -1,4 +1,4 @@
-"""Who wins at each number of antecedents: total bytes of every arm, Pareto fronts, and the fewest bytes at a quality."""
+"""Who wins at each number of antecedents: total bytes, Pareto fronts, the fewest bytes at a quality."""
 
 import dataclasses
 import math

@@ -35,9 +35,7 @@ PACKED_QUESTIONS = {"chain": 8, "aggregate": 5}
 DATASETS = {"sheets": SHEETS_DATASET, "documents": DOCUMENTS_DATASET}
 
 
-def scene_chunks(
-    backbone: ModelBackbone, seed: int, number: int, batch: int, versions: int, folder: Path
-) -> MetChunks:
+def scene_chunks(backbone: ModelBackbone, seed: int, number: int, batch: int, versions: int, folder: Path) -> MetChunks:
     """Draws pages of the small task, each behind legends in `versions` colourings."""
     rng = np.random.default_rng([seed, number])
     contexts, known, readers = small_task.sample_contexts(rng, batch), None, []
@@ -174,7 +172,8 @@ def fisher_weights(chunks: MetChunks, samples: int = 2) -> dict[str, Float[np.nd
       chunks: passages that nothing is measured on.
       samples: draws of y.
     """
-    layout, total, count = chunks.backbone.layout, {name: 0.0 for name in chunks.backbone.layout.names}, 0
+    layout, count = chunks.backbone.layout, 0
+    total: dict[str, Any] = dict.fromkeys(layout.names, 0.0)
     for reader, kv in zip(chunks.readers, chunks.conditioned, strict=True):
         assert isinstance(reader, PassageVersion)
         passages, start = reader.passages, reader.page.slots.start

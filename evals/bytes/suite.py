@@ -15,6 +15,7 @@ from models import ModelBackbone, load
 from ..datasets import RecordedDataset
 from ..pretrained import texts
 from ..real_weights import checkpoint
+from ..report.summary import NO_WINDOW
 from ..results import intervals
 from ..results.parts import TOKENS_PER_SECOND, PlannedPart, make_out
 from ..results.rows import Row, measured_row
@@ -65,12 +66,15 @@ class SmallPlan:
     batch: int = 16
     versions: int = 4
     counts: tuple[int, ...] = (2, 4)
-    wide: int = 1
+    wide: int = 2
     sixteen: int = 1
 
 
 SMALL_FULL = SmallPlan()
 SMALL_QUICK = SmallPlan(contexts=8, batch=8, versions=2, counts=(2,), wide=0, sixteen=0)
+
+
+SIZES = TextSizes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +91,11 @@ class TextPlan:
 
     documents: int = 13
     passages: int = 2
-    sizes: TextSizes = TextSizes()
+    sizes: TextSizes = SIZES
     versions: int = 4
     counts: tuple[int, ...] = (2, 4)
-    wide: int = 4
-    sixteen: int = 3
+    wide: int = 6
+    sixteen: int = 2
     calibrated: bool = True
 
 
@@ -111,7 +115,7 @@ def small_dataset(instances: Sequence[tuple[str, str, Path]], seed: int, plan: S
     loaded = functools.lru_cache(maxsize=1)(lambda path: load(path, dtype="float32"))
     parts = []
     for task, name, path in instances:
-        model = name if task == SMALL else f"{task}.{name}"
+        model = model_name(task, path)
 
         def measure(
             _: Any,
@@ -138,12 +142,19 @@ def small_dataset(instances: Sequence[tuple[str, str, Path]], seed: int, plan: S
             parts.append(PlannedPart(f"{model}, sixteen {number}", own, 0))
 
     config = {
-        "model": ", ".join(name for _, name, _ in instances),
+        "model": ", ".join(model_name(task, path) for task, _, path in instances),
         "plan": dataclasses.asdict(plan),
         "seed": seed,
-        "fingerprints": {name: load(path, dtype="float32").fingerprint for _, name, path in instances},
+        "fingerprints": {
+            model_name(task, path): load(path, dtype="float32").fingerprint for task, _, path in instances
+        },
     }
     return RecordedDataset(config, parts, rows_of, PACKAGES)
+
+
+def model_name(task: str, path: Path) -> str:
+    """Returns what an instance is called in rows: that of a task of packed questions with its folder's name."""
+    return path.name if task == SMALL else f"{path.parent.name}.{path.name}"
 
 
 def chunks_of(
@@ -243,7 +254,8 @@ def records_of(
     for version, reader in enumerate(chunks.readers):
         for count in counts:
             for arm in arms:
-                if not arm.by_count and count != counts[0]:
+                # Of fewer antecedents than versions, the first group alone.
+                if (count != counts[-1]) if not arm.by_count else (count != counts[-1] and version >= count):
                     continue
                 form = arm.make(factory, version, count)
                 cache = reader.page.served(form.kv) if form.cache is None and form.kv is not None else form.cache
@@ -314,7 +326,8 @@ def _rows_of_group(probe: str, model: str, parts: Sequence[Sequence[Mapping[str,
         if not own:
             continue
         kl, cluster = _column(own, "kl"), _column(own, "cluster")
-        kl_blind = _column(blind, "kl")
+        # Versions are in one order: an arm that was measured on the first of them has the first items.
+        kl_blind = np.concatenate([np.asarray(b["kl"][: len(a["kl"])]) for a, b in zip(own, blind, strict=True)])
         yield measured_row(probe, model, arm, "eta", intervals.eta(kl, kl_blind, cluster))
         yield measured_row(probe, model, arm, "kl", intervals.mean(kl, cluster))
         yield measured_row(probe, model, arm, "flips", intervals.mean(_column(own, "flips"), cluster))
@@ -337,7 +350,9 @@ def arm_of(name: str) -> BytesArm:
 def instances_of(name: str, task: str = SMALL) -> list[tuple[str, str, Path]]:
     """Lists the instances of a task, (task, name, directory), for `small_dataset`."""
     if task in DATASETS:
-        return [(task, path.name, path) for path in DATASETS[task].instances(name)]
+        paths = DATASETS[task].instances(name)
+        # A control that was trained without a window is measured where it is asked for alone.
+        return [(task, path.name, path) for path in paths if len(paths) == 1 or not path.name.endswith(NO_WINDOW)]
     names = backbone_names() if name == "all" else [name]
     return [(SMALL, own, shipped(own)) for own in names]
 
@@ -358,7 +373,7 @@ def run(out: Path, name: str, task: str, seed: int, limit: int = 0, quick: bool 
     for own in (SMALL, *DATASETS) if task == "all" else (task,):
         instances += instances_of(name, own)
     if task == "all" and name == "all":
-        instances += [("sheets", path.name, path) for path in DATASETS["sheets"].instances("sheets_qwen3_vl")]
+        instances += instances_of("sheets_qwen3_vl", "sheets")
     dataset = small_dataset(instances, seed, SMALL_QUICK if quick else SMALL_FULL)
     minutes = len(dataset.parts) * PART_SECONDS / 60
     print(f"{len(dataset.parts)} parts, about {minutes:.0f} minutes on two quiet cores", flush=True)

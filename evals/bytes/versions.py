@@ -5,7 +5,7 @@ Axis letters: B chunks, T tokens of a chunk, n tokens that follow, Q questions, 
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ class ScoredItems(NamedTuple):
     row: np.ndarray
 
 
+@runtime_checkable
 class VersionReader(Protocol):
     """A batch of chunks behind one antecedent each."""
 
@@ -95,7 +96,6 @@ class MetChunks:
     Args:
       readers: one for each antecedent, in the order in which they were met; of one canonical.
       embeddings: mean embeddings [B, D] of each antecedent.
-      lead: tokens that say nothing about any chunk, [1, M, D]; None: `kvpatch_jax.default_lead`.
     """
 
     def __init__(self, readers: Sequence[VersionReader], embeddings: Sequence[AnyArray]):
