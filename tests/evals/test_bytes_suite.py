@@ -21,6 +21,7 @@ from evals.runner import run_recorded
 from evals.trained import MAIN, shipped
 from kvpatch_jax.core import KVEncoding, ops
 from kvpatch_jax.errors import InputError
+from kvpatch_jax.patching.reading_weights import ReadingWeights
 from models import load
 
 
@@ -117,6 +118,8 @@ def test_weights_find_directions_with_less_weighted_error(chunks):
     keys = weights["k"].reshape(layout.layers, layout.channels[0].heads, -1)
     half = keys.shape[-1] // 2
     np.testing.assert_allclose(keys[..., :half], keys[..., half:])
+    # The library takes them: one weight for a rotary pair.
+    ReadingWeights(weights, layout, chunks.backbone.fingerprint)
 
     factory = FormFactory(chunks, {"drawn": weights})
     plain, weighed = (factory.patched("mean", 8, 0, 3, factors="float32", rank=2, weights=w) for w in (None, "drawn"))
@@ -293,6 +296,13 @@ def test_a_page_is_written_from_a_run(tmp_path):
     assert (tmp_path / document.PICTURE).stat().st_size > 10_000
     with pytest.raises(ValueError, match="expected a run"):
         document.write(tmp_path / "docs", tmp_path)
+
+
+def test_a_default_lead_is_found_where_the_first_ids_are_pads(chunks):
+    lead = kvp.default_lead(chunks.backbone)
+    assert lead.embeddings.shape[1] == 7
+    behind = chunks.behind_lead
+    assert np.abs(np.asarray(behind["v"]) - np.asarray(chunks.canonical["v"])).max() > 1e-3
 
 
 @pytest.mark.slow
