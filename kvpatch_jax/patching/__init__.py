@@ -7,9 +7,12 @@ from .bases import first_token_rerun as first_token_rerun
 from .bases import first_tokens_base as first_tokens_base
 from .bases import mean_base as mean_base
 from .basis import Basis as Basis
+from .basis import DeficitSum as DeficitSum
 from .basis import check_in_basis as check_in_basis
 from .basis import coefficients as coefficients
+from .basis import extend_basis as extend_basis
 from .basis import fit_basis as fit_basis
+from .basis import in_basis as in_basis
 from .basis import with_basis as with_basis
 from .byte_budget import ByteBudget as ByteBudget
 from .byte_budget import choose_directions as choose_directions
@@ -41,3 +44,9 @@ from .reading_weights import ReadingWeights as ReadingWeights
 from .reading_weights import calibrate_weights as calibrate_weights
 from .update import correction_patch as correction_patch
 from .update import update_patch as update_patch
+from .versions import chunk_basis as chunk_basis
+from .versions import difference_patch as difference_patch
+from .versions import interpolate_patches as interpolate_patches
+from .versions import interpolation_weights as interpolation_weights
+from .versions import nearest_patch as nearest_patch
+from .versions import resolve_difference as resolve_difference

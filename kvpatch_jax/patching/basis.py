@@ -16,9 +16,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..cache import AntecedentLike, Chunk, Patch, PatchMetadata, antecedent_of, examine, fingerprint_of, same_storage
-from ..core import AnyArray, Factors, KVLayout, is_low_rank, ops, value_of
+from ..core import AnyArray, Factors, KVLayout, RaggedFactors, is_low_rank, ops, value_of
 from ..errors import InputError, PatchMismatchError, RankError, ShapeError
-from .compress import Rank, finite_factors, rank_by_channel
+from ..utils.kinds import is_whole
+from .compress import Rank, dtype_of, finite_factors, rank_by_channel
 from .factors import KVArrays, check_conditioned, check_layers, deficit_of, factor_dtype, metadata_of
 
 
@@ -75,6 +76,67 @@ class Basis:
         return value if rank == value.shape[1] else value[:, :rank]
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class DeficitSum:
+    """Running sum ΣΔᵀΔ of deficits in each layer and channel, from which `basis` gives the directions that they share.
+
+    A deficit that comes later is added without the earlier ones. Of one chunk's antecedents it gives the basis of that
+    chunk, of many chunks' that of a backbone.
+
+    Attributes:
+      layout, backbone: of the deficits.
+      sums: {channel: float32 [L, F, F]}; empty of no deficits.
+      count: how many deficits.
+    """
+
+    layout: KVLayout
+    backbone: str
+    sums: Mapping[str, Float[AnyArray, "L F F"]] = dataclasses.field(default_factory=dict)
+    count: int = 0
+
+    def __repr__(self) -> str:
+        return f"DeficitSum({self.count} deficits, backbone {self.backbone[:16]!r})"
+
+    def add(self, chunk: Chunk, conditioned: KVArrays) -> "DeficitSum":
+        """Adds KV(B|A) − KV(B|∅) of one more chunk or antecedent.
+
+        Raises:
+          PatchMismatchError: a chunk of another backbone or layout. Else as `form_patch` of `conditioned`.
+        """
+        check_conditioned(chunk, conditioned)
+        _check_same_model(self.backbone, self.layout, chunk)
+        sums = {}
+        for name, value in deficit_of(conditioned, chunk.kv, chunk).items():
+            sums[name] = self.sums.get(name, 0.0) + _jitted_gram(value)
+        return dataclasses.replace(self, sums=sums, count=self.count + 1)
+
+    def basis(self, rank: Rank, *, dtype: jax.typing.DTypeLike = jnp.float32) -> Basis:
+        """Computes the directions of largest energy: the eigenvectors of the sums.
+
+        Args:
+          rank: directions for every channel, or per channel (0, or leaving one out: none).
+
+        Raises:
+          InputError: no deficits. RankError: a rank below 1, or beyond a channel's features. LayoutError: an unknown
+          channel.
+        """
+        if not self.count:
+            raise InputError("basis: got no deficits; expected some chunks, each with its conditioned KV")
+
+        directions = {}
+        for name, size in rank_by_channel(self.layout, rank, "basis").items():
+            features = self.layout.channel(name).features
+            if size == 0 and isinstance(rank, Mapping):
+                continue
+            if not 1 <= size <= features:
+                raise RankError(f"basis: got rank {size} for channel {name!r}; expected 1 to {features}")
+            # Columns, the weakest first.
+            vectors = jnp.linalg.eigh(jnp.asarray(self.sums[name]))[1]
+            directions[name] = jnp.swapaxes(vectors[..., ::-1][..., :size], -1, -2).astype(dtype)
+
+        return Basis(directions, self.layout, self.backbone)
+
+
 def fit_basis(
     pairs: Iterable[tuple[Chunk, KVArrays]], rank: Rank, *, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> Basis:
@@ -90,32 +152,97 @@ def fit_basis(
       InputError: no pairs. PatchMismatchError: chunks of several backbones. RankError: a rank below 1, or beyond a
       channel's features. LayoutError: an unknown channel. Else as `form_patch` of `conditioned`.
     """
-    first: Chunk | None = None
-    sums: dict[str, Array] = {}
+    total: DeficitSum | None = None
     for chunk, conditioned in pairs:
         check_conditioned(chunk, conditioned)
-        first = first or chunk
-        _check_same_model(first.backbone, first.layout, chunk)
         # Summed as they come, so that one deficit is held at a time.
-        delta = deficit_of(conditioned, chunk.kv, chunk)
-        for name, value in delta.items():
-            sums[name] = sums.get(name, 0.0) + _jitted_gram(value)
+        total = (total or DeficitSum(chunk.layout, chunk.backbone)).add(chunk, conditioned)
 
-    if first is None:
+    if total is None:
         raise InputError("basis: got no deficits; expected some chunks, each with its conditioned KV")
+    return total.basis(rank, dtype=dtype)
 
+
+def extend_basis(basis: Basis, chunk: Chunk, conditioned: KVArrays, more: int) -> Basis:
+    """Adds to a basis the strongest directions of a deficit that it lacks; those that it has stay, and stay in front.
+
+    So `in_basis` re-expresses patches of the old basis in the new one without a loss.
+
+    Args:
+      chunk, conditioned: as in `form_in_basis`; one chunk.
+      more: directions of every channel, 1 or more; fewer where a channel has no more features.
+
+    Raises:
+      RankError: less than one. PatchMismatchError: a basis of another backbone or layout. ShapeError: a batch of
+      chunks.
+    """
+    check_conditioned(chunk, conditioned)
+    _check_one(basis, chunk)
+    if not is_whole(more, 1):
+        raise RankError(f"extend_basis: got {more!r:.80} more directions; expected a whole number from 1")
+    delta = deficit_of(conditioned, chunk.kv, chunk)
     directions = {}
-    for name, size in rank_by_channel(first.layout, rank, "basis").items():
-        features = first.layout.channel(name).features
-        if size == 0 and isinstance(rank, Mapping):
-            continue
-        if not 1 <= size <= features:
-            raise RankError(f"basis: got rank {size} for channel {name!r}; expected 1 to {features}")
-        # Columns, the weakest first.
-        vectors = jnp.linalg.eigh(sums[name])[1]
-        directions[name] = jnp.swapaxes(vectors[..., ::-1][..., :size], -1, -2).astype(dtype)
+    for name, own in basis.directions.items():
+        room = min(more, delta[name].shape[1], basis.layout.channel(name).features - own.shape[1])
+        directions[name] = own if room == 0 else _jitted_extension(jnp.asarray(own), delta[name], room)
+    return Basis(directions, basis.layout, basis.backbone)
 
-    return Basis(directions, first.layout, first.backbone)
+
+@functools.partial(jax.jit, static_argnames=("more",))
+def _jitted_extension(own: Float[Array, "L M F"], delta: Array, more: int) -> Float[Array, "L N F"]:
+    flat, wide = ops.flatten_heads(delta), own.astype(jnp.float32)
+
+    def outside(rows: Array) -> Array:
+        inner = jnp.einsum("lnf,lmf->lnm", rows, wide, precision=jax.lax.Precision.HIGHEST)
+        return rows - jnp.einsum("lnm,lmf->lnf", inner, wide, precision=jax.lax.Precision.HIGHEST)
+
+    # Of a rest near zero the directions are those of roundings, so they are made orthogonal once more.
+    found = jnp.linalg.svd(outside(flat), full_matrices=False)[2][:, :more]
+    joined = jnp.concatenate([wide, outside(found)], axis=1)
+    complete = jnp.swapaxes(jnp.linalg.qr(jnp.swapaxes(joined, -1, -2))[0], -1, -2)[:, own.shape[1] :]
+    return jnp.concatenate([own, complete.astype(own.dtype)], axis=1)
+
+
+def in_basis(patch: Patch, basis: Basis) -> Patch:
+    """Re-expresses a patch in a basis, without KV: the coefficients of u v. What lies outside the basis is dropped.
+
+    Args:
+      patch: of joint heads in the phase-free frame, of one chunk.
+
+    Returns:
+      A patch of all the basis's directions, in the dtype of `patch`.
+
+    Raises:
+      PatchMismatchError: another backbone or layout, another form, or a channel that the basis lacks or that is dense.
+    """
+    metadata = patch.metadata
+    if (metadata.heads, metadata.frame, metadata.shared_left, patch.batch) != ("joint", "phase_free", False, None):
+        raise PatchMismatchError(
+            f"in_basis: got heads {metadata.heads!r}, frame {metadata.frame!r}, shared_left {metadata.shared_left}, "
+            f"batch {patch.batch}; expected 'joint', 'phase_free', no shared left factor, one chunk"
+        )
+    if metadata.backbone != basis.backbone or not same_storage(metadata.layout, basis.layout):
+        raise PatchMismatchError(
+            f"in_basis: got a patch of backbone {metadata.backbone!r:.40}, {metadata.layout}; expected "
+            f"{basis.backbone!r:.40}, {basis.layout}"
+        )
+
+    factors, dtype = {}, dtype_of(patch)
+    for name, own in patch.factors.items():
+        pair = own.by_layer() if isinstance(own, RaggedFactors) else own
+        if not is_low_rank(pair) or name not in basis.directions:
+            raise PatchMismatchError(f"in_basis: got channel {name!r}, dense or not in {basis}; expected a low rank")
+        v = jnp.asarray(basis.rows(name, metadata.layers, basis.ranks[name]))
+        u = _jitted_coefficients(*(value_of(leaf).astype(jnp.float32) for leaf in pair), v)  # pyright: ignore
+        factors[name] = (ops.stored(u, dtype or u.dtype, -2), v)
+    return Patch(factors, dataclasses.replace(metadata, basis=basis.digest, asked=None))
+
+
+@jax.jit
+def _jitted_coefficients(u: Array, v: Array, directions: Array) -> Array:
+    highest = jax.lax.Precision.HIGHEST
+    turned = jnp.einsum("lmf,lnf->lmn", v, directions.astype(jnp.float32), precision=highest)
+    return jnp.einsum("ltm,lmn->ltn", u, turned, precision=highest)
 
 
 @jax.jit
@@ -150,9 +277,7 @@ def form_in_basis(
     """
     check_conditioned(chunk, conditioned)
     behind = antecedent_of(antecedent)
-    _check_same_model(basis.backbone, basis.layout, chunk)
-    if chunk.batch is not None:
-        raise ShapeError(f"basis: got chunk {chunk.id!r}, a batch of {chunk.batch}; expected one chunk")
+    _check_one(basis, chunk)
     if rank is not None and rank < 1:
         raise RankError(f"basis: got rank {rank}; expected at least 1, or None")
 
@@ -169,6 +294,12 @@ def form_in_basis(
 
     metadata = metadata_of(chunk, "canonical", behind, layers=kept, basis=basis.digest)
     return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r}"), metadata)
+
+
+def _check_one(basis: Basis, chunk: Chunk) -> None:
+    _check_same_model(basis.backbone, basis.layout, chunk)
+    if chunk.batch is not None:
+        raise ShapeError(f"basis: got chunk {chunk.id!r}, a batch of {chunk.batch}; expected one chunk")
 
 
 def _check_same_model(backbone: str, layout: KVLayout, chunk: Chunk) -> None:

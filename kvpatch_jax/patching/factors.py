@@ -15,6 +15,7 @@ from ..errors import InputError, RankError, ShapeError
 from ..utils.kinds import expect_kind
 from .byte_budget import ByteBudget, form_ragged
 from .compress import Rank, finite_factors, rank_by_channel
+from .reading_weights import ReadingWeights, check_weights, factorise_weighted
 
 Method = Literal["randomised", "exact"]
 KVArrays = Mapping[str, Float[AnyArray, "L *B T _ _"] | PackedArray]
@@ -148,6 +149,7 @@ def from_deficit(
     method: Method = "randomised",
     key: Key[Array, ""] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
+    weights: ReadingWeights | None = None,
 ) -> Patch:
     """Forms a joint-head, phase-free patch of a deficit.
 
@@ -156,19 +158,27 @@ def from_deficit(
       method: "randomised" (deterministic by `key`) or "exact".
       key: a typed PRNG key; None is `jax.random.key(0)`.
       dtype: of the factors; None is the chunk's.
+      weights: as in `form_patch`.
 
     Raises:
       RankError, LayoutError: as `choose_ranks`. NotFiniteError: factors beyond the dtype's range. ShapeError: a batch
-      of chunks with a budget.
+      of chunks with a budget. InputError, PatchMismatchError: what are no weights of the chunk's backbone.
     """
     what = f"factors of chunk {metadata.chunk!r} in {factor_dtype(chunk, dtype)}"
+    own = None
+    if weights is not None:
+        check_weights(weights)
+        own = weights.of_layers(chunk, range(chunk.layout.layers))
     if isinstance(rank, ByteBudget):
-        return Patch(form_ragged(delta, chunk.length, rank, factor_dtype(chunk, dtype), what), metadata)
+        return Patch(form_ragged(delta, chunk.length, rank, factor_dtype(chunk, dtype), what, own), metadata)
 
     # No key means a fixed one: the same deficit gives the same patch.
     ranks, asked = choose_ranks(chunk, rank)
     plan = FormPlan(ranks=ranks, method=method, dtype=factor_dtype(chunk, dtype))
     key = jax.random.key(0) if key is None else key
-    factors = ops.jitted_factorise(dict(delta), key, jnp.int32(chunk.length), plan=plan)
+    if own is None:
+        factors = ops.jitted_factorise(dict(delta), key, jnp.int32(chunk.length), plan=plan)
+    else:
+        factors = factorise_weighted(dict(delta), own, key, jnp.int32(chunk.length), plan=plan)
     factors = finite_factors(factors, what)
     return Patch(factors, dataclasses.replace(metadata, asked=asked))

@@ -228,7 +228,7 @@ def removal_patch(
       rank: as in `form_patch`.
       antecedent: the chunks that precede C afterwards (B).
       base_antecedent: what the base was conditioned on (A, B).
-      options: keywords of `from_deficit`: method, key, dtype.
+      options: keywords of `from_deficit`: method, key, dtype, weights.
 
     Returns:
       A patch of conditioned KV; where that is the canonical, conditioned on nothing, the patch that `form_patch` forms.

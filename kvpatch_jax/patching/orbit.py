@@ -105,7 +105,7 @@ def orbit_patch(
       acc: from `accumulate`.
       rank: as in `form_patch`.
       antecedent: the set, where `accumulate` got none.
-      options: keywords of `from_deficit`: method, key, dtype.
+      options: keywords of `from_deficit`: method, key, dtype, weights.
 
     Raises:
       RankError: as in `form_patch`. PatchMismatchError: another set than was accumulated. InputError: no set known.
@@ -180,7 +180,7 @@ def form_orbit(
         for each order.
       rank: as in `form_patch`.
       orders: as `orders_of` lists them; None for its default.
-      options: keywords of `from_deficit`: method, key, dtype.
+      options: keywords of `from_deficit`: method, key, dtype, weights.
 
     Raises:
       InputError: no order. Else as `accumulate` and `orbit_patch`.

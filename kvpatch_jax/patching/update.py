@@ -31,7 +31,7 @@ def correction_patch(
     Args:
       chunk, conditioned, rank, antecedent: as in `form_patch`, after the changed antecedent A′.
       patch: the stored patch.
-      options: keywords of `from_deficit`: method, key, dtype.
+      options: keywords of `from_deficit`: method, key, dtype, weights.
 
     Raises:
       PatchMismatchError: `patch` is of another chunk or layout, or one that `update_patch` does not take. Else as

@@ -126,6 +126,18 @@ def test_a_batch_and_a_dense_channel_have_weights():
     np.testing.assert_array_equal(patch.factors["v"], kv["v"] - batch.kv["v"])
 
 
+def test_other_patches_are_formed_by_weights_too():
+    chunk = chunk_of("gqa", length=20)
+    kv, weights = conditioned_of(chunk, rank=12), weights_of(chunk)
+    own = corrections(chunk, kvp.form_patch(chunk, kv, 3, A, method="exact", weights=weights))
+    orbit = kvp.orbit_patch(kvp.accumulate(None, kv, chunk, A), 3, method="exact", weights=weights)
+    removal = kvp.removal_patch(chunk, kv, dict(chunk.kv), 3, A, (), method="exact", weights=weights)
+    budget = kvp.removal_patch(chunk, kv, dict(chunk.kv), kvp.ByteBudget(9000, most=3), A, (), weights=weights)
+    for patch in (orbit, removal, budget):
+        for name, value in corrections(chunk, patch).items():
+            np.testing.assert_allclose(value, own[name], atol=1e-4)
+
+
 def raw_queries(layer):
     return layer.query
 
