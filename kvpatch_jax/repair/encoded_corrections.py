@@ -5,19 +5,22 @@ kept for one antecedent; the base is kept once for all and counts in `RepairByte
 """
 
 import functools
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from pallas_kernels import factorise
 
 from ..backbone import KV, Backbone
-from ..core import KVEncoding, KVLayout, Leaf, flatten_heads
+from ..core import KVEncoding, KVLayout, Leaf, flatten_heads, value_of
 from ..core.encoding import BITS, GROUP
 from ..core.ops import factor_bits, jitted_apply, stored
 from ..errors import InputError, RankError
+from ..patching.byte_budget import choose_directions, direction_bytes
 from .repair_budget import RepairBudget
 from .spliced_cache import RepairBytes, Repaired, SplicedCache, live_tokens, required, with_flops
 from .stored_kv import (
@@ -38,11 +41,13 @@ from .stored_kv import (
 
 Encoding = KVPrecision | KVEncoding | str | int | None
 """Of a base: a precision, an encoding or its word, bits; None: the cache's dtype."""
+Ranks = Literal["uniform", "by_energy"]
+"""One rank of all layers and channels, or a rank for each, by the energy of directions."""
 RECORDED = "KV that an earlier prefill behind the same antecedent left"
 BLOCK_TOKENS = 16
 """Tokens of a block of TokenDance: a page of its engine's cache."""
 GEAR_RANK, GEAR_OUTLIERS = 4, 0.02
-"""GEAR's rank of each head's error, and its share of numbers that are kept whole (Kang et al. 2024, section 5)."""
+"""GEAR's rank of each head's error, and its share of numbers that are kept whole, by default."""
 
 
 def encoded_patch(
@@ -54,6 +59,7 @@ def encoded_patch(
     base: Base = "canonical",
     rank: int | None = None,
     dtype: str = "int4",
+    ranks: Ranks = "uniform",
 ) -> Repaired:
     """Adds a low-rank patch in few bits to an encoded base: this library's method at the bytes of its encodings.
 
@@ -65,25 +71,35 @@ def encoded_patch(
       base: "canonical"; "mean" or "first" of `splice.others`.
       rank: of every channel, in place of the budget's; 0: the decoded base alone.
       dtype: of the factors, as `form_patch` takes it: "int2" to "int8", "bfloat16", …
+      ranks: "uniform": one rank; "by_energy": a rank for each layer and channel of each row, as a `ByteBudget` chooses,
+        with its table in the bytes, which are the rows' mean. Not inside a trace.
 
     Raises:
-      InputError: no recorded KV, a budget in tokens or by layer, another base, encoding or dtype, or no KV of others.
-      RankError: the rank is out of range. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
+      InputError: no recorded KV, a budget in tokens or by layer, another base, encoding or dtype, no KV of others, a
+        rank together with ranks by energy, or these inside a trace. RankError: the rank is out of range. ShapeError,
+        LayoutError, DtypeError: the splice does not match the backbone.
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
     allowed = allowed_bytes(layout, splice, budget, "encoded_patch")
     recorded = required(splice, "recorded", "encoded_patch", RECORDED)
     _check_factor_dtype(dtype)
+    if ranks not in get_args(Ranks) or (ranks == "by_energy" and rank is not None):
+        raise InputError(
+            f"encoded_patch.ranks: got {ranks!r:.80}, rank {rank}; expected 'uniform', or 'by_energy' alone"
+        )
     kept = stored_base(layout, splice, base, encoding, "encoded_patch")
-    highest = max(min(tokens, channel.features) for channel in layout.channels)
-    rank = _largest_rank(layout, tokens, highest, dtype, allowed) if rank is None else rank
-    if not 0 <= rank <= highest:
-        raise RankError(f"encoded_patch.rank: got {rank}; expected 0 to {highest}, the rank of {tokens} tokens' KV")
-
-    size = patch_bytes(layout, tokens, rank, dtype)
+    live = live_tokens(splice)
+    if ranks == "by_energy":
+        factors, size = _ragged_factors(layout, _directions(dict(recorded), kept.kv, live), live, dtype, allowed)
+    else:
+        highest = max(min(tokens, channel.features) for channel in layout.channels)
+        rank = _largest_rank(layout, tokens, highest, dtype, allowed) if rank is None else rank
+        if not 0 <= rank <= highest:
+            raise RankError(f"encoded_patch.rank: got {rank}; expected 0 to {highest}, the rank of {tokens} tokens' KV")
+        size = patch_bytes(layout, tokens, rank, dtype)
+        # Programs of the decomposition do not depend on the rank, and those of the rest are small.
+        factors = _truncated(_directions(dict(recorded), kept.kv, live), rank, dtype) if rank else {}
     bytes = kept.bytes._replace(stored=size, moved=kept.bytes.moved + size)
-    ranks = tuple((channel.name, min(rank, tokens, channel.features)) for channel in layout.channels) if rank else ()
-    factors = _encoded_factors(dict(recorded), kept.kv, live_tokens(splice), ranks, dtype)
 
     def serve(own: SplicedCache) -> Repaired:
         if not factors:
@@ -91,7 +107,50 @@ def encoded_patch(
         kv = jitted_apply(layout, kept.read(own), factors, own.tokens.positions, jnp.zeros((), jnp.int32))
         return engine_written(layout, own, kv, bytes)
 
-    return with_flops(serve(splice), serve, splice, backbone, ("encoded_patch", ranks, dtype, base, str(encoding)))
+    shapes = tuple((name, value_of(pair[1]).shape) for name, pair in factors.items())
+    return with_flops(serve(splice), serve, splice, backbone, ("encoded_patch", shapes, dtype, base, str(encoding)))
+
+
+def _ragged_factors(
+    layout: KVLayout, directions: dict[str, tuple[Array, Array]], live: Array, dtype: str, allowed: int
+) -> tuple[dict[str, tuple[Array, Array]], int]:
+    """Factors of each row with ranks of its own, decoded, zero beyond them; and the mean bytes of `RaggedFactors`."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((directions, live))):
+        raise InputError("encoded_patch.ranks: got KV inside a trace; expected arrays, because ranks depend on values")
+    tokens, lengths = live.shape[1], np.asarray(live).sum(1).tolist()
+    energies = {name: np.asarray(jnp.linalg.norm(u, axis=-2)) for name, (u, _) in directions.items()}
+    costs = {channel.name: direction_bytes(tokens, channel.features, dtype) for channel in layout.channels}
+    ranks: dict[str, list[np.ndarray]] = {name: [] for name in directions}
+    sizes = []
+    for row, length in enumerate(lengths):
+        values, columns = {}, {}
+        for name, own in energies.items():
+            # Rounding must not let values ascend, nor the tail of a thin deficit count as energy.
+            host = np.minimum.accumulate(own[:, row, :length], axis=-1)
+            values[name] = np.where(host > 1e-7 * host[:, :1], host, 0.0)
+            short = min(values[name].size, allowed // costs[name]) < 1 << 15
+            columns[name] = layout.layers * (2 if short else 4)
+        found = choose_directions(values, costs, allowed, per_byte=True, column_bytes=columns)
+        sizes.append(sum(int(own.sum()) * costs[name] + int(own.max()) * columns[name] for name, own in found.items()))
+        for name, own in found.items():
+            ranks[name].append(own)
+
+    factors = {}
+    for name, (u, v) in directions.items():
+        own = np.stack(ranks[name], axis=1)
+        # A multiple of 8, as operators pad ragged factors, so that many patches share a program.
+        most = min(v.shape[-2], -(-int(own.max()) // 8) * 8)
+        if most:
+            factors[name] = _masked(u[..., :most], v[..., :most, :], jnp.asarray(own), dtype)
+    return factors, round(float(np.mean(sizes)))
+
+
+@functools.partial(jax.jit, static_argnames=("dtype",))
+def _masked(u: Array, v: Array, ranks: Array, dtype: str) -> tuple[Array, Array]:
+    """Factors as they are stored, decoded, with zeros for directions that a row [L,B] does not have."""
+    taken = jnp.arange(v.shape[-2]) < ranks[..., None]
+    u, v = value_of(stored(u, dtype, -2)), value_of(stored(v, dtype, -1))
+    return jnp.where(taken[..., None, :], u, 0).astype(jnp.float32), v.astype(jnp.float32)
 
 
 def patch_bytes(layout: KVLayout, tokens: int, rank: int, dtype: str) -> int:
@@ -141,15 +200,21 @@ def _check_factor_dtype(dtype: str) -> None:
         raise InputError(f"patch.dtype: got {dtype!r:.80}; expected int2 to int8, or a floating-point dtype")
 
 
-@functools.partial(jax.jit, static_argnames=("ranks", "dtype"))
-def _encoded_factors(
-    recorded: KV, base: KV, live: Array, ranks: tuple[tuple[str, int], ...], dtype: str
-) -> dict[str, tuple[Leaf, Leaf]]:
+@jax.jit
+def _directions(recorded: KV, base: KV, live: Array) -> dict[str, tuple[Array, Array]]:
+    """Factors of full rank of the deficit, the strongest direction first."""
     factors = {}
-    for name, rank in ranks:
-        delta = flatten_heads(recorded[name].astype(jnp.float32) - base[name])
-        u, v = factorise(jnp.where(live[..., None], delta, 0.0), rank, method="exact")
-        factors[name] = stored(u, dtype, -2), stored(v, dtype, -1)
+    for name, value in base.items():
+        delta = flatten_heads(recorded[name].astype(jnp.float32) - value)
+        factors[name] = factorise(jnp.where(live[..., None], delta, 0.0), min(delta.shape[-2:]), method="exact")
+    return factors
+
+
+@functools.partial(jax.jit, static_argnames=("rank", "dtype"))
+def _truncated(directions: dict[str, tuple[Array, Array]], rank: int, dtype: str) -> dict[str, tuple[Leaf, Leaf]]:
+    factors: dict[str, tuple[Leaf, Leaf]] = {}
+    for name, (u, v) in directions.items():
+        factors[name] = stored(u[..., :rank], dtype, -2), stored(v[..., :rank, :], dtype, -1)
     return factors
 
 
@@ -314,7 +379,7 @@ def gear(
 ) -> Repaired:
     """Serves the recorded KV in few bits, with a low-rank approximation of the rest and a few numbers whole.
 
-    Source: GEAR (Kang et al. 2024, arXiv 2403.05527), section 4: X ≈ D + L + S. S: of each feature over tokens (keys)
+    Source: GEAR (Kang et al. 2024, arXiv 2403.05527): X ≈ D + L + S. S: of each feature over tokens (keys)
     or of each token over features (values), the largest and the smallest numbers, kept in 16 bits with an index; they
     are taken out, here replaced by the middle of the others, so that they widen no range. D: the rest in few bits.
     L: the error of D, head by head, in a low rank, its factors in bfloat16.

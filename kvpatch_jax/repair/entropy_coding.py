@@ -21,11 +21,11 @@ from .spliced_cache import AnyArray, RepairBytes, Repaired, SplicedCache, requir
 from .stored_kv import allowed_bytes, array_bytes, encode_rows, phase_free_written
 
 ANCHOR_GROUP = 10
-"""Tokens of a group in CacheGen, its anchor the first (Liu et al. 2024, section 5.2)."""
+"""Tokens of a group in CacheGen, its anchor the first."""
 ANCHOR_BITS = 8
 """Bits of an anchor token's numbers."""
 STEP_RATIOS = (0.5, 1.0, 1.5)
-"""Relative steps of the first, middle and last third of the layers (section 5.2)."""
+"""Relative steps of the first, middle and last third of the layers: CacheGen rounds deeper layers more."""
 STEPS = tuple(2.0 ** (power / 4) for power in range(-16, 13))
 """Steps that a budget chooses from, in standard deviations of a feature's differences: 1/16 to 8."""
 MOST = 1023
@@ -54,22 +54,25 @@ def cachegen(
     step: float | int | None = None,
     group: int = ANCHOR_GROUP,
     ratios: tuple[float | int, ...] = STEP_RATIOS,
+    tables: bool = True,
 ) -> Repaired:
     """Serves the recorded KV from entropy-coded differences to anchor tokens.
 
-    Source: CacheGen (Liu et al. 2024, arXiv 2310.07240), section 5.2: of each group of tokens the first is the anchor,
+    Source: CacheGen (Liu et al. 2024, arXiv 2310.07240): of each group of tokens the first is the anchor,
     in 8 bits; the others are differences to it, rounded to steps that are finer in the first third of the layers than
     in the last, and coded arithmetically by layer and feature. Here differences are to the decoded anchor, a step is in
     standard deviations of a feature's differences, and keys are taken before rotation, where tokens differ less.
     Bytes are those of an ideal coder, the symbols' empirical entropy, which no coder beats with a static table; its
     tables are counted, by feature or one for all features of a layer's channel, whichever takes fewer bytes in all. The
-    source's tables are of a model, learnt once and shared by all contexts, which `coded_bytes(tables=False)` counts.
+    source's tables are of a model, learnt once and shared by all contexts; without `tables` bytes are the fewest that
+    any such tables could reach.
 
     Args:
       budget: bytes of all that; the smallest step is taken with which every row fits. Bytes are the rows' mean.
       step: in place of the budget's.
       group: tokens of a group.
       ratios: relative steps of equal parts of the layers, from the first on.
+      tables: whether the coder's tables count.
 
     Raises:
       InputError: no recorded KV, a budget in tokens or by layer, or too small; a step or a ratio that is not positive,
@@ -92,7 +95,7 @@ def cachegen(
             steps = _layer_steps(layout.layers, size, tuple(ratios))
             value = jnp.asarray(recorded[channel.name])
             channels[channel.name] = encode_differences(value, splice.length, steps, group)
-        return channels, coded_bytes(channels, splice.length, group)
+        return channels, coded_bytes(channels, splice.length, group, tables=tables)
 
     if step is None:
         step = _smallest_step(lambda size: int(coded(size)[1].max()) <= allowed)
@@ -108,7 +111,7 @@ def cachegen(
         kv = {name: decode_differences(channel, steps, group) for name, channel in channels.items()}
         return phase_free_written(layout, own, kv, bytes)
 
-    return with_flops(serve(splice), serve, splice, backbone, ("cachegen", step, group, ratios))
+    return with_flops(serve(splice), serve, splice, backbone, ("cachegen", step, group, ratios, tables))
 
 
 def _smallest_step(fits: Callable[[float], bool]) -> float | None:

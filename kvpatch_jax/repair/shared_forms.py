@@ -91,7 +91,7 @@ def anchored(
 ) -> Repaired:
     """Adds a weighted mean of the deviations that the chunk's KV has behind other antecedents, the anchors.
 
-    Source: KVCOMM (arXiv 2510.12872), section 3: anchors keep observed deviations from the base KV, positions aligned;
+    Source: KVCOMM (arXiv 2510.12872): anchors keep observed deviations from the base KV, positions aligned;
     an unseen context's is their sum, weighted by a softmax of negative distances of embeddings. There anchors are of
     other contents too, and a request far from all of them is computed; here they are of the same chunk, and all are
     used, whatever the distance. Distances are Euclidean, of mean token embeddings of antecedents. It reads no KV of the
@@ -170,7 +170,7 @@ def joint_pair(
 ) -> Repaired:
     """Serves the antecedent and the chunk as one relocatable chunk [A B]: exact for that pair, up to its precision.
 
-    Prompt Cache calls it a scaffold (Gim et al. 2024, section 3.3): modules that attend to one another are encoded
+    Prompt Cache calls it a scaffold (Gim et al. 2024): modules that attend to one another are encoded
     together. `stored` is of the whole pair: A's KV is kept again for every chunk that it is paired with, where other
     forms leave A to its own chunk, which no repair of B counts. At N antecedents of B there are N pairs.
 

@@ -70,7 +70,7 @@ def gear(
         order = np.argsort(vector, kind="stable")
         outliers = [*order[:count], *order[len(order) - count :]] if count else []
         for place in outliers:
-            whole[(place, across) if axis == -2 else (across, place)] = nearest(np.float32(vector[place]))
+            whole[(place, across) if axis == -2 else (across, place)] = nearest(np.asarray(vector[place], np.float32))
         left = np.delete(vector, outliers)
         vector[outliers] = (left.min() + left.max()) / 2
     dense, nbytes = quantised(rest.astype(np.float32), bits, group, axis)
@@ -96,7 +96,7 @@ def cachegen(matrix: np.ndarray, step: float, group: int, live: int) -> tuple[np
     for feature in range(features):
         base = np.array([anchors[token // group, feature] for token in range(tokens)], np.float32)
         delta = matrix[:, feature].astype(np.float32) - base
-        deviation = nearest(np.sqrt(np.mean(np.square(delta[coded], dtype=np.float64))).astype(np.float32))
+        deviation = nearest(np.asarray(np.sqrt(np.mean(np.square(delta[coded], dtype=np.float64))), np.float32))
         size = np.float32(step) * deviation
         symbols = {token: int(np.clip(np.round(delta[token] / size), -1023, 1023)) for token in coded}
         entry = 4 if any(abs(symbol) > 127 for symbol in symbols.values()) else entry

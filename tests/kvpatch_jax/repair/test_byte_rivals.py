@@ -24,6 +24,7 @@ from kvpatch_jax.repair import (
     blind,
     block_differences,
     cachegen,
+    encode_differences,
     encoded_deficit,
     encoded_patch,
     gear,
@@ -236,21 +237,81 @@ def test_an_encoded_patch_is_that_of_numpy(case, bits, rank, dtype, base):
     assert repaired.flops == 2 * backbone.layout.layers * TOKENS * sum(ranks)
 
 
+def test_ranks_by_energy_lose_as_little_as_a_greedy_choice(case):
+    backbone, splice, _ = case
+    lengths, budget = [TOKENS - 9, TOKENS], 6000
+    splice = splice.replace(length=jnp.asarray(lengths))
+    settings = {"encoding": None, "dtype": "bfloat16"}
+    repaired = encoded_patch(backbone, splice, RepairBudget(kv_bytes=budget), ranks="by_energy", **settings)
+    uniform = encoded_patch(backbone, splice, RepairBudget(kv_bytes=budget), **settings)
+    found, other, base = (served(backbone, splice, result) for result in (repaired, uniform, blind(backbone, splice)))
+    sizes = []
+    for row, length in enumerate(lengths):
+        own = {name: (value - base[name])[:, row, :length] for name, value in recorded(splice).items()}
+        # All directions of the row by energy per byte; every further rank of a channel adds a column to its table.
+        gains, ranks, left = [], {}, budget
+        for name, delta in own.items():
+            for layer in range(delta.shape[0]):
+                ranks[name, layer] = 0
+                cost = 2 * (TOKENS + delta.shape[2])
+                gains += [(s**2 / cost, name, layer) for s in np.linalg.svd(delta[layer], compute_uv=False)]
+        lost = sum(np.square(delta).sum() for delta in own.values())
+        for gain, name, layer in sorted(gains, reverse=True):
+            cost = 2 * (TOKENS + own[name].shape[2])
+            highest = max(rank for (channel, _), rank in ranks.items() if channel == name)
+            table = 2 * backbone.layout.layers if ranks[name, layer] == highest else 0
+            if cost + table <= left:
+                ranks[name, layer] += 1
+                left -= cost + table
+                lost -= gain * cost
+        sizes.append(budget - left)
+        off = [
+            sum(np.square((kv[n] - v)[:, row, :length]).sum() for n, v in recorded(splice).items())
+            for kv in (found, other)
+        ]
+        assert off[0] == pytest.approx(lost, rel=0.03)
+        assert off[0] < 0.95 * off[1]
+    assert repaired.bytes.stored == pytest.approx(np.mean(sizes), abs=1)
+    nothing = encoded_patch(backbone, splice, RepairBudget(kv_bytes=3), ranks="by_energy", **settings)
+    assert nothing.bytes.stored == 0
+    assert repaired.flops > nothing.flops == 0
+
+
+def chunk_of(backbone, splice, row):
+    """The canonical of one row as the library's chunk, and its KV in context."""
+    places = np.asarray(splice.tokens.positions)[row]
+    spliced = {name: value[:, row, BEFORE : BEFORE + TOKENS] for name, value in splice.cache.items()}
+    own = dict(kvp.to_phase_free(backbone.layout, spliced, places))
+    local = places - BEFORE
+    chunk = kvp.Chunk(kv=own, local=local, span=TOKENS, length=TOKENS, id="B", layout=backbone.layout, backbone="m")
+    return chunk, {name: value[:, row] for name, value in splice.recorded.items()}
+
+
 @pytest.mark.parametrize("dtype", ["int3", "int4g64", "int8", "bfloat16"])
 def test_a_patch_takes_the_bytes_of_the_librarys(case, dtype):
     backbone, splice, _ = case
-    local = np.asarray(splice.tokens.positions)[0] - BEFORE
-    own = kvp.to_phase_free(
-        backbone.layout,
-        {name: value[:, 0, BEFORE : BEFORE + TOKENS] for name, value in splice.cache.items()},
-        np.asarray(splice.tokens.positions)[0],
-    )
-    chunk = kvp.Chunk(
-        kv=dict(own), local=local, span=TOKENS, length=TOKENS, id="B", layout=backbone.layout, backbone="m"
-    )
-    conditioned = {name: value[:, 0] for name, value in splice.recorded.items()}
+    chunk, conditioned = chunk_of(backbone, splice, 0)
     patch = kvp.form_patch(chunk, conditioned, 3, ["A"], method="exact", dense=False, dtype=dtype)
     assert patch_bytes(backbone.layout, TOKENS, 3, dtype) == patch.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+def test_ranks_by_energy_are_those_of_the_librarys_patch(case, dtype):
+    backbone, splice, _ = case
+    budget, sizes = 3000, []
+    repaired = encoded_patch(
+        backbone, splice, RepairBudget(kv_bytes=budget), encoding=None, dtype=dtype, ranks="by_energy"
+    )
+    for row in range(ROWS):
+        chunk, conditioned = chunk_of(backbone, splice, row)
+        patch = kvp.form_patch(chunk, conditioned, kvp.ByteBudget(budget, per_byte=True), ["A"], dtype=dtype)
+        sizes.append(patch.nbytes)
+        expected = kvp.apply_patch(kvp.Placed(chunk, patch, BEFORE, ["A"]))
+        for name, value in expected.items():
+            found = np.asarray(repaired.cache[name])[:, row, BEFORE : BEFORE + TOKENS]
+            # Two decompositions differ in their last bits, and codes of numbers midway with them.
+            assert np.linalg.norm(found - value) <= 0.01 * np.linalg.norm(value)
+    assert repaired.bytes.stored == round(np.mean(sizes))
 
 
 @pytest.mark.parametrize(("bits", "axes", "symmetric"), [(4, "kivi", False), (3, "token", True), (2, "feature", False)])
@@ -333,6 +394,23 @@ def test_cachegen_is_that_of_numpy_with_the_entropy_of_its_symbols(case, step):
             total[row] += min(0, saved / 1e6)
     # Symbols that lie midway may round to either side.
     assert repaired.bytes.stored == pytest.approx(np.ceil(total).mean(), rel=2e-3)
+
+
+def test_without_tables_the_coder_takes_the_entropy_alone(case):
+    backbone, splice, _ = case
+    layers = backbone.layout.layers
+    repaired = cachegen(backbone, splice, PLENTY, step=1.0, tables=False)
+    steps, total = np.asarray([(0.5, 1.0, 1.5)[layer * 3 // layers] for layer in range(layers)], np.float32), 0.0
+    for channel in backbone.layout.channels:
+        coded = encode_differences(splice.recorded[channel.name], None, steps)
+        symbols = np.asarray(coded.symbols).reshape(-1, ROWS, TOKENS, channel.features)
+        differences = np.delete(symbols, np.arange(0, TOKENS, 10), axis=2)
+        for own in np.moveaxis(differences, 2, -1).reshape(-1, differences.shape[2]):
+            share = np.unique(own, return_counts=True)[1] / own.size
+            total += own.size * -(share * np.log2(share)).sum() / 8
+        total += coded.anchors.nbytes + coded.deviation.nbytes
+    assert repaired.bytes.stored == pytest.approx(total / ROWS, abs=1.5)
+    assert repaired.bytes.stored < cachegen(backbone, splice, PLENTY, step=1.0).bytes.stored
 
 
 # ---------------------------------------------------------------------------------------------------- shared forms
@@ -529,6 +607,11 @@ def test_forms_that_are_refused(case, unchecked):
         encoded_deficit(backbone, splice, PLENTY, base="last")
     with pytest.raises(RankError, match="got 1000; expected 0 to"):
         encoded_patch(backbone, splice, PLENTY, rank=1000)
+    for settings in ({"ranks": "by_energy", "rank": 3}, {"ranks": "greedy"}):
+        with pytest.raises(InputError, match="expected 'uniform', or 'by_energy' alone"):
+            encoded_patch(backbone, splice, PLENTY, **settings)
+    with pytest.raises(InputError, match="ranks depend on values"):
+        jax.make_jaxpr(lambda own: encoded_patch(backbone, own, PLENTY, ranks="by_energy").cache)(splice)
     with pytest.raises(InputError, match="dtype: got 'int9'"):
         encoded_patch(backbone, splice, PLENTY, dtype="int9")
     with pytest.raises(InputError, match="dtype: got 'int32'"):
