@@ -95,18 +95,28 @@ def patch_arm(
     share: float | None = None,
     rank: int | None = None,
     weights: str | None = None,
+    shared: bool = False,
 ) -> BytesArm:
     """Makes the arm of a patch on a base: ranks by layer and channel within a share of the KV's bytes, or one rank."""
     precision = precision_of(word)
     size = f"share={share:g}" if rank is None else f"rank={rank}"
     name = f"patch.{base}.{word}.{factors}.{size}" + ("" if weights is None else f".{weights}")
+    name += ".shared" if shared else ""
 
     def make(factory: FormFactory, version: int, antecedents: int) -> StoredForm:
         return factory.patched(
-            base, precision, version, antecedents, factors=factors, share=share, rank=rank, weights=weights
+            base,
+            precision,
+            version,
+            antecedents,
+            factors=factors,
+            share=share,
+            rank=rank,
+            weights=weights,
+            shared=shared,
         )
 
-    own = {"base": base, "factors": factors, "share": share, "rank": rank, "weights": weights}
+    own = {"base": base, "factors": factors, "share": share, "rank": rank, "weights": weights, "shared": shared}
     settings = {**encoding_settings(word), **own}
     return BytesArm(name, OURS, f"patch on {BASE_LABELS[base]}", make, depends_on_count(base), settings)
 
@@ -242,6 +252,7 @@ def wide_arms() -> list[BytesArm]:
     for base, word, factors, shares in TEXT_MORE:
         arms += [patch_arm(base, word, factors, share=share) for share in shares]
     arms += [patch_arm("mean", "k5v5gall", "int4", rank=rank) for rank in (16, 32)]
+    arms += [patch_arm("mean", "k5v5gall", "int4", share=share, shared=True) for share in (0.05, 0.10)]
     return [*arms, *rival_arms(), *key_arms()]
 
 
@@ -279,6 +290,7 @@ def sixteen_arms(weights: Sequence[str] = ()) -> list[BytesArm]:
     """Lists the arms that are measured with sixteen antecedents: the best simple rivals, and patches on few bases."""
     arms = [base_arm("canonical"), *map(kv_arm, ("k5v5gall", "k5v4gall", "k4v4gall")), base_arm("mean")]
     arms += [patch_arm("mean", "k5v5gall", "int4", share=share) for share in (0.05, 0.10)]
+    arms.append(patch_arm("mean", "k5v5gall", "int4", share=0.05, shared=True))
     for name in weights:
         for word in ("k5v5gall", "k6v6gall"):
             arms += [patch_arm("mean", word, "int4", share=share, weights=name) for share in (0.05, 0.07)]

@@ -27,6 +27,8 @@ from .versions import MetChunks
 BASES = ("canonical", "lead", "first", "others", "mean")
 """Alone; behind the default lead; the first history; the mean over the other antecedents; that over all, the own one
 among them. The last is what is stored when all N versions are kept, the one before it what a new antecedent meets."""
+KEPT_BASES = 4
+"""Encoded bases that are kept at once."""
 Weights = Mapping[str, Float[np.ndarray, "L F"]]
 
 
@@ -107,6 +109,9 @@ class FormFactory:
         own = KVPrecision.of(precision)
         key = base, own, self.members(base, version, antecedents)
         if key not in self._bases:
+            # Arms of one base lie together; more of them would fill the memory.
+            while len(self._bases) >= KEPT_BASES:
+                self._bases.pop(next(iter(self._bases)))
             stored = encode_kv_rows(self.layout, self.base(base, version, antecedents), own)
             self._bases[key] = decode_kv_rows(stored), own.nbytes(self.layout, self.tokens)
         kv, size = self._bases[key]
@@ -119,15 +124,24 @@ class FormFactory:
     # ----------------------------------------------------------------------------------------------------- patches
 
     def directions(
-        self, base: str, precision: KVPrecision | int, version: int, antecedents: int, weights: str | None
+        self,
+        base: str,
+        precision: KVPrecision | int,
+        version: int,
+        antecedents: int,
+        weights: str | None,
+        shared: bool = False,
     ) -> Directions:
-        """Decomposes the deficit of a version against a decoded base."""
-        key = base, KVPrecision.of(precision), version, antecedents, weights
+        """Decomposes a version's deficit against a decoded base; `shared`: in directions of all antecedents' ones."""
+        key = base, KVPrecision.of(precision), version, antecedents, weights, shared
         if self._last is None or self._last[0] != key:
             self._last = None
             kv, _ = self.encoded_base(base, precision, version, antecedents)
             own = None if weights is None else {name: jnp.asarray(w) for name, w in self.weights[weights].items()}
-            found = _jitted_directions(self.chunks.conditioned[version], kv, own)
+            group = [version]
+            if shared:
+                group += self.members("others", version, antecedents)
+            found = _jitted_directions([self.chunks.conditioned[number] for number in group], kv, own)
             values = {name: np.asarray(channel[2]) for name, channel in found.items()}
             self._last = (
                 key,
@@ -150,6 +164,7 @@ class FormFactory:
         share: float | None = None,
         rank: int | None = None,
         weights: str | None = None,
+        shared: bool = False,
     ) -> StoredForm:
         """Adds a patch in few bits to a base in few bits.
 
@@ -157,18 +172,19 @@ class FormFactory:
           factors: dtype of the patch's factors, as `form_patch` takes it.
           share: bytes of the patch as a share of the KV's, ranks chosen by layer and channel; or `rank`: one for all.
           weights: name of the weights by which directions are found and chosen; None: none.
+          shared: whether all antecedents' patches are coefficients in directions that they share, kept once.
         """
         kv, bytes = self.encoded_base(base, precision, version, antecedents)
-        found = self.directions(base, precision, version, antecedents, weights)
+        found = self.directions(base, precision, version, antecedents, weights, shared)
         if share is None:
             assert rank is not None
             masks, counts = {}, {}
             for name, values in found.values.items():
                 masks[name] = np.broadcast_to(np.arange(values.shape[-1]) < rank, values.shape)
                 counts[name] = int(masks[name][:, 0].sum())
-            size = float(patch_bytes(self.layout, self.tokens, rank, factors))
+            size, once = float(patch_bytes(self.layout, self.tokens, rank, factors)), 0.0
         else:
-            masks, size = self._within(found, int(share * self.kv_bytes), factors)
+            masks, size, once = self._within(found, int(share * self.kv_bytes), factors, antecedents if shared else 1)
 
         added = sum(2.0 * mask.sum() / mask.shape[1] * self._direction_size(name) for name, mask in masks.items())
         most = max(int(mask.sum(-1).max()) for mask in masks.values())
@@ -180,7 +196,8 @@ class FormFactory:
         v = {name: value[:, :, :width] for name, value in found.v.items()}
         own = None if weights is None else {name: jnp.asarray(w) for name, w in self.weights[weights].items()}
         served = _jitted_patched(kv, u, v, cut, own, factors)
-        kept = bytes._replace(stored=round(size), moved=bytes.moved + round(size))
+        moved = bytes.moved + round(size + once)
+        kept = bytes._replace(stored=round(size), shared=bytes.shared + round(once), moved=moved)
         forming = self.costs.prefill + self.costs.factorising() + self.base_forming(base) / antecedents
         return StoredForm(served, kept, float(added), float(forming))
 
@@ -188,22 +205,37 @@ class FormFactory:
         return self.tokens * self.layout.channel(name).features
 
     def _within(
-        self, found: Directions, budget: int, factors: str
-    ) -> tuple[dict[str, Bool[np.ndarray, "L B R"]], float]:
-        """Marks the directions that each row's budget holds; returns their bytes too, the rows' mean."""
-        costs, columns = {}, {}
+        self, found: Directions, budget: int, factors: str, sharing: int = 1
+    ) -> tuple[dict[str, Bool[np.ndarray, "L B R"]], float, float]:
+        """Marks the directions that each row's budget holds.
+
+        Args:
+          budget: bytes for each antecedent. sharing: how many of them share v and the table of rows.
+
+        Returns:
+          Also the bytes kept for each antecedent, and those kept once where they are shared; the rows' mean.
+        """
+        costs, columns, whole = {}, {}, {}
         for name in found.values:
-            costs[name] = direction_bytes(self.tokens, self.layout.channel(name).features, factors)
+            whole[name] = direction_bytes(self.tokens, self.layout.channel(name).features, factors)
+            own = direction_bytes(self.tokens, 1, factors) - direction_bytes(1, 1, factors) // 2
+            # In bytes of all that share.
+            costs[name] = whole[name] if sharing == 1 else sharing * own + whole[name] - own
             columns[name] = 2 * self.layout.layers
         masks = {name: np.zeros(values.shape, bool) for name, values in found.values.items()}
         total, rows = 0, self.chunks.rows
         for row in range(rows):
             values = {name: np.minimum.accumulate(own[:, row], axis=1) for name, own in found.values.items()}
-            ranks = choose_directions(values, costs, budget, column_bytes=columns)
+            ranks = choose_directions(values, costs, budget * sharing, column_bytes=columns)
             for name, own in ranks.items():
                 masks[name][:, row] = np.arange(masks[name].shape[-1]) < own[:, None]
                 total += int(own.sum()) * costs[name] + int(own.max(initial=0)) * columns[name]
-        return masks, total / rows
+        if sharing == 1:
+            return masks, total / rows, 0.0
+        coefficients = sum(
+            float(mask.sum()) * (costs[name] - whole[name]) / (sharing - 1) for name, mask in masks.items()
+        )
+        return masks, coefficients / rows, total / rows - sharing * coefficients / rows
 
     # -------------------------------------------------------------------------------------------------- other forms
 
@@ -251,20 +283,23 @@ class FormFactory:
 
 @jax.jit
 def _jitted_directions(
-    conditioned: KV, base: KV, weights: dict[str, Array] | None
+    versions: list[KV], base: KV, weights: dict[str, Array] | None
 ) -> dict[str, tuple[Array, Array, Array]]:
     """Returns by channel u [L,B,R,T] with singular values, v [L,B,R,F] and the values [L,B,R], weighted where asked.
+
+    The directions are those of all versions together, u is of the first.
 
     By the eigenvectors of Δᵀ Δ, which take a quarter of the time of a singular value decomposition: whatever v is,
     u = Δ v is the best there is, so rounding costs energy and no correctness.
     """
     found = {}
-    for name, value in conditioned.items():
-        delta = flatten_heads(value - base[name])
+    for name, own in base.items():
+        deltas = [flatten_heads(version[name] - own) for version in versions]
         if weights is not None:
-            delta = delta * weights[name][:, None, None]
-        energy, vectors = jnp.linalg.eigh(jnp.swapaxes(delta, -1, -2) @ delta)
-        limit = min(delta.shape[-2:])
+            deltas = [delta * weights[name][:, None, None] for delta in deltas]
+        gram = jnp.stack([jnp.swapaxes(delta, -1, -2) @ delta for delta in deltas]).sum(0)
+        energy, vectors = jnp.linalg.eigh(gram)
+        delta, limit = deltas[0], min(len(deltas) * own.shape[2], gram.shape[-1])
         v = jnp.swapaxes(vectors, -1, -2)[..., ::-1, :][..., :limit, :]
         u = jnp.einsum("lbtf,lbrf->lbrt", delta, v)
         found[name] = u, v, jnp.sqrt(jnp.maximum(energy[..., ::-1][..., :limit], 0.0))

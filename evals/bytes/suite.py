@@ -47,7 +47,7 @@ COSTS = ("kept", "once", "moved", "serving", "forming")
 SMALL, TEXT = "small", "text"
 DIGITS = 4
 """Significant digits of an item's KL in the file of parts."""
-PART_SECONDS = 45
+PART_SECONDS = 35
 """Of a batch of a small task, about, on two quiet cores."""
 
 

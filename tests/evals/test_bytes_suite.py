@@ -108,6 +108,24 @@ def test_a_patch_within_a_budget_is_that_of_the_library(chunks):
         assert own == pytest.approx(error, rel=0.05)
 
 
+def test_shared_directions_are_kept_once_and_coefficients_for_each(chunks):
+    factory, share, count = FormFactory(chunks), 0.1, 3
+    arm = patch_arm("mean", "k4v4g32", "int4", share=share, shared=True)
+    forms = [arm.make(factory, version, count) for version in range(count)]
+    base = KVEncoding.of("k4v4g32").nbytes(factory.layout, factory.tokens)
+    for form in forms:
+        once = form.bytes.shared - base
+        assert once > 0
+        total = form.bytes.stored + once / count
+        assert 0.07 * factory.kv_bytes < total <= share * factory.kv_bytes * 1.001
+    # One budget chooses the same directions for all, so each keeps as many coefficients.
+    assert len({form.bytes for form in forms}) == 1
+    own = patch_arm("mean", "k4v4g32", "int4", share=share).make(factory, 0, count)
+    blind = factory.error(factory.base_alone("mean", 16, 0, count).kv, 0)
+    assert factory.error(own.kv, 0) < 0.8 * blind
+    assert factory.error(forms[0].kv, 0) < 0.8 * blind
+
+
 def test_weights_find_directions_with_less_weighted_error(chunks):
     layout = chunks.backbone.layout
     rng = np.random.default_rng(0)
