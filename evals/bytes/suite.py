@@ -45,6 +45,8 @@ WEIGHTS = ("fisher",)
 """Weights that directions of text are also chosen by."""
 COSTS = ("kept", "once", "moved", "serving", "forming")
 SMALL, TEXT = "small", "text"
+SIXTEEN = (MAIN, "qwen3_vl")
+"""Instances, of every task, whose pages are also met behind sixteen antecedents."""
 DIGITS = 4
 """Significant digits of an item's KL in the file of parts."""
 PART_SECONDS = 35
@@ -59,7 +61,7 @@ class SmallPlan:
       contexts: of each instance. batch: at once. versions: antecedents of every page.
       counts: numbers of antecedents that bases are made of, each at most `versions`.
       wide: every so many batches have all arms.
-      sixteen: batches of the main instance whose pages have sixteen antecedents.
+      sixteen: batches of one instance of a kind whose pages have sixteen antecedents.
     """
 
     contexts: int = 32
@@ -114,7 +116,7 @@ def small_dataset(instances: Sequence[tuple[str, str, Path]], seed: int, plan: S
     """
     loaded = functools.lru_cache(maxsize=1)(lambda path: load(path, dtype="float32"))
     parts = []
-    for task, name, path in instances:
+    for task, _, path in instances:
         model = model_name(task, path)
 
         def measure(
@@ -137,7 +139,7 @@ def small_dataset(instances: Sequence[tuple[str, str, Path]], seed: int, plan: S
             arms = _joined(task_arms, task_wide_arms) if wide else task_arms
             own = functools.partial(measure, number=number, arms=arms)
             parts.append(PlannedPart(f"{model}, batch {number}", own, 0))
-        for number in range(plan.sixteen if (task, name) == (SMALL, MAIN) else 0):
+        for number in range(plan.sixteen if path.name in SIXTEEN else 0):
             own = functools.partial(measure, number=number, versions=16, arms=task_sixteen_arms)
             parts.append(PlannedPart(f"{model}, sixteen {number}", own, 0))
 
