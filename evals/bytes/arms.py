@@ -35,7 +35,7 @@ RIVAL_LABELS = {
 KEY_PLACES = {"before": "by feature, before rotation", "after": "by feature, after", "token": "by token, after"}
 TEXT_KV = ("k6v6gall", "k5v5gall", "k5v4gall", "k4v4gall", "k4v4g64", "k4v4g32")
 WIDE_KV = ("16", "k8v8gall", "k6v5gall", "k4v5gall", "k5v3gall", "k3v3g32", "k2v2g32")
-TASK_KV = ("16", "k4v4gall", "k3v3gall", "k3v3g32", "k3v2gall", "k2v2gall", "k2v2g32", "k2v1gall", "k1v2gall", "k1v1g32")
+TASK_KV = ("16", "k4v4gall", "k3v3gall", "k3v3g32", "k3v2gall", "k2v2gall", "k2v2g32", "k2v1gall", "k1v1g32")
 """Encodings of KV(B|A): on text, on a part of the text, and on small tasks."""
 Make = Callable[[FormFactory, int, int], StoredForm]
 
