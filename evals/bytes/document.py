@@ -25,8 +25,10 @@ from .suite import COSTS, TEXT
 
 PAGE, KEPT, PICTURE = Path("docs/experiments/bytes.md"), Path("docs/bytes.json"), Path("docs/pictures/bytes.png")
 METRICS = ("eta", "kl", "flips", "accuracy", "error", *COSTS)
+FEW_METRICS = ("eta", "kept", "once")
+"""Of models that the page shows in one table alone."""
 SHOWN_FAMILIES = {
-    OURS: ("a base and patches in few bits", "C0", "o"),
+    OURS: ("base and patches in few bits", "C0", "o"),
     SIMPLE: ("KV(B|A) in few bits", "C1", "s"),
     RIVALS: ("published rivals", "C2", "^"),
 }
@@ -171,7 +173,7 @@ def arms_table(results: Mapping[str, Any], probe: str, model: str, families: Seq
 def sections(kept: Mapping[str, Any]) -> dict[str, str]:
     """Writes the text between each pair of the page's marks."""
     settings = settings_of(kept)
-    (probe, model), first_task = settings[0], next((pair for pair in settings if pair[0] != TEXT), settings[0])
+    (probe, model), first_task = settings[0], _first_task(settings)
     said = [f"* {sentence(found)}" for found in winners(kept, model, probe)]
     notes = []
     for name, config in kept["config"].items():
@@ -220,14 +222,15 @@ def draw(kept: Mapping[str, Any], path: Path) -> None:
             best = [point for point in front(own) if point.total < 1.2]
             axes.plot([100 * point.total for point in best], [point.eta.value for point in best], label=label, **style)
         axes.axhline(ENOUGH, color="0.5", lw=0.8, ls="--")
-        axes.set(xscale="log", xlim=(3, 120), ylim=(0.6, 1.01), title=f"N = {count}")
-        axes.set_xticks([5, 10, 20, 50, 100], ["5 %", "10 %", "20 %", "50 %", "100 %"])
+        axes.set(xscale="log", xlim=(2.5, 120), ylim=(0.6, 1.01), title=f"N = {count}")
+        axes.set_xticks([5, 10, 20, 50, 100], ["5", "10", "20", "50", "100"])
         axes.minorticks_off()
+        axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3)
-    figure.supxlabel("all bytes kept per antecedent, share of the chunk's KV in 16 bits")
-    figure.supylabel("η: share of blind reuse's KL removed")
+    figure.supxlabel("all bytes kept per antecedent, % of the chunk's KV in 16 bits", fontsize=9)
+    figure.supylabel("η: share of blind reuse's KL removed", fontsize=9)
     handles, names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, fontsize=8, loc="outside lower center", ncols=3)
+    figure.legend(handles, names, fontsize=8, loc="outside upper center", ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
@@ -237,12 +240,24 @@ def summary(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     config, rows = {}, []
     for name, results in runs.items():
         config[name] = {word: results["config"].get(word) for word in CONFIG}
-        rows += [rounded_row(row) for row in results["rows"] if row["metric"] in METRICS]
-    kept = {"config": config, "rows": rows}
+        rows += [row for row in results["rows"] if row["metric"] in METRICS]
+    settings = settings_of({"rows": rows})
+    whole = [settings[0], _first_task(settings)]
+    # Of each task the first model stands for all in the curves.
+    shown = dict.fromkeys(next(pair for pair in settings if pair[0] == task) for task, _ in settings)
     listed = []
-    for probe, model in settings_of(kept):
-        listed += curves(kept, model, probe)
-    return {**kept, "curves": listed}
+    for probe, model in shown:
+        listed += curves({"rows": rows}, model, probe)
+    picked = []
+    for row in rows:
+        pair = row["probe"].partition(".")[0], row["model"]
+        if pair in whole or row["metric"] in FEW_METRICS:
+            picked.append(rounded_row(row))
+    return {"config": config, "rows": picked, "curves": listed}
+
+
+def _first_task(settings: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    return next((pair for pair in settings if pair[0] != TEXT), settings[0])
 
 
 def write(folder: Path, root: Path = ROOT) -> Path:
@@ -270,9 +285,10 @@ def write(folder: Path, root: Path = ROOT) -> Path:
 def _lines(kept: Mapping[str, Any]) -> Iterator[str]:
     """Yields strict JSON with a row and a curve a line."""
     yield f'{{"config": {json.dumps(kept["config"], ensure_ascii=False)},\n"rows": [\n'
-    yield ",\n".join(json.dumps(row, ensure_ascii=False, allow_nan=False) for row in kept["rows"])
+    compact: dict[str, Any] = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
+    yield ",\n".join(json.dumps(row, **compact) for row in kept["rows"])
     yield '\n],\n"curves": [\n'
-    yield ",\n".join(json.dumps(curve, ensure_ascii=False, allow_nan=False) for curve in kept["curves"])
+    yield ",\n".join(json.dumps(curve, **compact) for curve in kept["curves"])
     yield "\n]}\n"
 
 

@@ -81,7 +81,7 @@ class TextSizes(NamedTuple):
 
     antecedent: int = 192
     chunk: int = 192
-    scored: int = 32
+    scored: int = 24
 
 
 class TextCorpus:

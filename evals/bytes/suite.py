@@ -132,7 +132,8 @@ def small_dataset(instances: Sequence[tuple[str, str, Path]], seed: int, plan: S
                 chunks = chunks_of(task, loaded(path), seed, number, plan.batch, versions, Path(folder))
                 counts = plan.counts if versions == plan.versions else (versions,)
                 clusters = [f"{number}.{row}" for row in range(plan.batch)]
-                yield from records_of(chunks, arms(), counts, task, model, clusters, None)
+                probe = task if versions == plan.versions else f"{task}.{versions}"
+                yield from records_of(chunks, arms(), counts, probe, model, clusters, None)
 
         for number in range(plan.contexts // plan.batch):
             wide = plan.wide and number % plan.wide == 0
@@ -195,7 +196,8 @@ def text_dataset(backbone: ModelBackbone, corpus: TextCorpus, plan: TextPlan, fi
         clusters = []
         for domain, documents in corpus.by_domain.items():
             clusters += [f"{domain}/{documents[number].name}"] * passages
-        yield from records_of(chunks, arms(), counts, TEXT, model, clusters, weights_of(finished))
+        probe = TEXT if versions == plan.versions else f"{TEXT}.{versions}"
+        yield from records_of(chunks, arms(), counts, probe, model, clusters, weights_of(finished))
 
     parts, sizes = [], plan.sizes
     if plan.calibrated:
@@ -251,7 +253,6 @@ def records_of(
       weights: by name, as `FormFactory` takes them.
     """
     factory, found = FormFactory(chunks, weights), {}
-    probe = f"{probe}.{len(chunks)}" if len(chunks) > max(4, *counts[:-1], 0) else probe
     # Versions outside, so that a deficit's directions serve every arm of its base before they are let go.
     for version, reader in enumerate(chunks.readers):
         for count in counts:
