@@ -85,7 +85,7 @@ def test_the_error_is_what_was_left_out_and_below_that_of_one_rank():
     kv = conditioned()
     values = singular(CHUNK, kv)
     even = kvp.form_patch(CHUNK, kv, 3, A, method="exact")
-    budget = kvp.ByteBudget(even.nbytes + 3 * 2 * 20)  # and the table of rows
+    budget = kvp.ByteBudget(even.nbytes + 3 * 2 * 20, relative=0)  # and the table of rows
     patch = kvp.form_patch(CHUNK, kv, budget, A)
     dropped = 0.0
     for name, own in patch.factors.items():
@@ -98,6 +98,27 @@ def test_the_error_is_what_was_left_out_and_below_that_of_one_rank():
     one_rank = sum(float((values[name][:, 3:] ** 2).sum()) for name in values)
     assert dropped < 0.85 * one_rank
     assert len({own.ranks for own in patch.factors.values()}) > 1
+
+
+def test_relative_shares_make_up_for_layers_of_other_sizes():
+    """A layer whose deficit is 100 times as large gets no more directions; by energy it gets all of them."""
+    kv = conditioned()
+    sizes = np.array([1.0, 100.0, 1.0]).reshape(3, 1, 1, 1)
+    large = {
+        name: value + jnp.asarray((sizes - 1) * np.asarray(value - CHUNK.kv[name]), jnp.float32)
+        for name, value in kv.items()
+    }
+    plain, found, wanted = (
+        kvp.form_patch(CHUNK, own, kvp.ByteBudget(4000, relative=power), A)
+        for own, power in ((large, 0), (large, 1), (kv, 1))
+    )
+    assert plain.factors["k"].ranks[0] < found.factors["k"].ranks[0]
+    assert {name: own.ranks for name, own in found.factors.items()} == {
+        name: own.ranks for name, own in wanted.factors.items()
+    }
+    assert max(plain.nbytes, found.nbytes) <= 4000
+    between = kvp.form_patch(CHUNK, large, kvp.ByteBudget(4000, relative=0.5), A)
+    assert plain.factors["k"].ranks[0] <= between.factors["k"].ranks[0] <= found.factors["k"].ranks[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "int4g8", "int6gall", "float8_e4m3fn"])
@@ -204,6 +225,8 @@ def test_what_no_budget_can_form_is_refused(unchecked):
         (InputError, lambda: kvp.ByteBudget(0)),
         (InputError, lambda: kvp.ByteBudget(2.5)),
         (InputError, lambda: kvp.ByteBudget(10, most=0)),
+        (InputError, lambda: kvp.ByteBudget(10, relative=1.5)),
+        (InputError, lambda: kvp.ByteBudget(10, relative="all")),
         (InputError, lambda: kvp.ByteBudget.share(CHUNK, 0)),
         (InputError, lambda: kvp.ByteBudget.share("chunk", 0.1)),
         (RankError, lambda: kvp.form_patch(CHUNK, kv, kvp.ByteBudget(60), A)),
