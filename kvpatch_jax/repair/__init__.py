@@ -20,7 +20,6 @@ from .deviation import random_tokens as random_tokens
 from .encoded_corrections import block_differences as block_differences
 from .encoded_corrections import encoded_deficit as encoded_deficit
 from .encoded_corrections import encoded_patch as encoded_patch
-from .encoded_corrections import gear as gear
 from .encoded_corrections import patch_bytes as patch_bytes
 from .entropy_coding import cachegen as cachegen
 from .entropy_coding import coded_bytes as coded_bytes
@@ -64,6 +63,7 @@ from .repair_budget import RepairBudget as RepairBudget
 from .repair_budget import count_of_equal_bytes as count_of_equal_bytes
 from .repair_budget import fraction_to_count as fraction_to_count
 from .repair_budget import rank_of_bytes as rank_of_bytes
+from .rounding_error import gear as gear
 from .schedules import RATIOS as RATIOS
 from .schedules import behind_substitute as behind_substitute
 from .schedules import greedy_schedule as greedy_schedule

@@ -1,12 +1,13 @@
 """All repairs by name."""
 
 from .deviation import cacheblend, cacheblend_gradual, kvshare, oracle_delta, random_tokens
-from .encoded_corrections import block_differences, encoded_deficit, encoded_patch, gear
+from .encoded_corrections import block_differences, encoded_deficit, encoded_patch
 from .entropy_coding import cachegen
 from .leading_tokens import attention_sink, first_k, vlcache
 from .prompts import mpic, two_step_reuse
 from .question_attention import infoflow, prcr, prophetkv, quest
 from .references import blind, encoder_cached_reprefill, full_reprefill, layer_reprefill, prefix_caching
+from .rounding_error import gear
 from .shared_forms import anchored, averaged, joint_pair
 from .spliced_cache import Repair
 from .stored_forms import kv_adaquant, low_rank, patched, polykv, quantised, shadowkv, sixteen_bits

@@ -1,4 +1,4 @@
-"""Corrections in few bits, beside a base in few bits: patches, differences without low rank, sparse ones, and GEAR.
+"""Corrections in few bits, beside a base in few bits: patches, differences without low rank, and sparse ones.
 
 A deficit is taken against the *decoded* base, so that a correction mends the base's rounding too. A budget is bytes
 kept for one antecedent; the base is kept once for all and counts in `RepairBytes.canonical` or `shared`.
@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from pallas_kernels import factorise
 
 from ..backbone import KV, Backbone
 from ..core import KVEncoding, KVLayout, Leaf, flatten_heads, value_of
-from ..core.encoding import BITS, GROUP
+from ..core.encoding import GROUP
 from ..core.ops import factor_bits, jitted_apply, stored
 from ..errors import InputError, RankError
 from ..patching.byte_budget import choose_directions, direction_bytes
 from .repair_budget import RepairBudget
-from .spliced_cache import RepairBytes, Repaired, SplicedCache, live_tokens, required, with_flops
+from .spliced_cache import Repaired, SplicedCache, live_tokens, required, with_flops
 from .stored_kv import (
     WHOLE,
     Axes,
@@ -46,8 +46,6 @@ Ranks = Literal["uniform", "by_energy"]
 RECORDED = "KV that an earlier prefill behind the same antecedent left"
 BLOCK_TOKENS = 16
 """Tokens of a block of TokenDance: a page of its engine's cache."""
-GEAR_RANK, GEAR_OUTLIERS = 4, 0.02
-"""GEAR's rank of each head's error, and its share of numbers that are kept whole, by default."""
 
 
 def encoded_patch(
@@ -115,8 +113,7 @@ def _ragged_factors(
     layout: KVLayout, directions: dict[str, tuple[Array, Array]], live: Array, dtype: str, allowed: int
 ) -> tuple[dict[str, tuple[Array, Array]], int]:
     """Factors of each row with ranks of its own, decoded, zero beyond them; and the mean bytes of `RaggedFactors`."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((directions, live))):
-        raise InputError("encoded_patch.ranks: got KV inside a trace; expected arrays, because ranks depend on values")
+    _check_concrete((directions, live), "encoded_patch.ranks")
     tokens, lengths = live.shape[1], np.asarray(live).sum(1).tolist()
     energies = {name: np.asarray(jnp.linalg.norm(u, axis=-2)) for name, (u, _) in directions.items()}
     costs = {channel.name: direction_bytes(tokens, channel.features, dtype) for channel in layout.channels}
@@ -187,6 +184,11 @@ def _factor_bytes(tokens: int, features: int, rank: int, dtype: str) -> int:
 
     leaves = jax.tree.leaves(jax.eval_shape(factors))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _check_concrete(values: object, what: str) -> None:
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values)):
+        raise InputError(f"{what}: got KV inside a trace; expected arrays, because its bytes depend on their values")
 
 
 def _check_factor_dtype(dtype: str) -> None:
@@ -302,8 +304,9 @@ def block_differences(
       block: tokens of a block; the last may be shorter.
 
     Raises:
-      InputError: no recorded KV, a budget in tokens or by layer, another base, encoding or bits, no KV of others, or no
-        tokens in a block. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
+      InputError: no recorded KV, a budget in tokens or by layer, another base, encoding or bits, no KV of others, no
+        tokens in a block, or it is called inside a trace. ShapeError, LayoutError, DtypeError: the splice does not
+        match the backbone.
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
     allowed = allowed_bytes(layout, splice, budget, "block_differences")
@@ -315,6 +318,7 @@ def block_differences(
     kept = stored_base(layout, splice, base, encoding, "block_differences")
     costs = _block_costs(layout, tokens, block, bits, group)
     dense = {name: jnp.asarray(recorded[name]).astype(jnp.float32) - kept.kv[name] for name in layout.names}
+    _check_concrete((dense, splice.length), "block_differences")
     marked = _marked_blocks(layout, dense, live_tokens(splice), costs, allowed, block)
 
     # Blocks of different channels may differ in size, so rows may fill their budget differently.
@@ -361,129 +365,3 @@ def _marked_blocks(
     rows = jnp.arange(flat.shape[0])[:, None]
     fits = (spent <= allowed) & (jnp.take_along_axis(flat, order, -1) > 0)
     return jnp.zeros(flat.shape, bool).at[rows, order].set(fits).reshape(by_byte.shape)
-
-
-# ------------------------------------------------------------------------------------------------------------ GEAR
-
-
-def gear(
-    backbone: Backbone,
-    splice: SplicedCache,
-    budget: RepairBudget | float,
-    *,
-    bits: int | None = None,
-    rank: int = GEAR_RANK,
-    outliers: float | int = GEAR_OUTLIERS,
-    group: int | None = GROUP,
-    axes: Axes = "kivi",
-) -> Repaired:
-    """Serves the recorded KV in few bits, with a low-rank approximation of the rest and a few numbers whole.
-
-    Source: GEAR (Kang et al. 2024, arXiv 2403.05527): X ≈ D + L + S. S: of each feature over tokens (keys)
-    or of each token over features (values), the largest and the smallest numbers, kept in 16 bits with an index; they
-    are taken out, here replaced by the middle of the others, so that they widen no range. D: the rest in few bits.
-    L: the error of D, head by head, in a low rank, its factors in bfloat16.
-
-    Args:
-      budget: bytes of all three; the most bits that fit are taken.
-      bits: in place of the budget's; 1 to 8.
-      rank: of each head's error; 0: none.
-      outliers: share of numbers that S keeps, half of it at either end, rounded half up; 0: none ("GEAR-L").
-      group, axes: of scales, as `quantised`.
-
-    Raises:
-      InputError: no recorded KV, a budget in tokens or by layer, or too small; unknown bits or axes, a share outside
-        0 … 0.5. RankError: the rank is out of range. ShapeError, LayoutError, DtypeError: the splice does not match.
-    """
-    layout, tokens = backbone.layout, splice.slots.shape[1]
-    allowed = allowed_bytes(layout, splice, budget, "gear")
-    recorded = required(splice, "recorded", "gear", RECORDED)
-    if not 0 <= outliers <= 0.5:
-        raise InputError(f"gear.outliers: got {outliers}; expected a share of 0 to 0.5")
-    highest = min(min(tokens, channel.width) for channel in layout.channels)
-    if not 0 <= rank <= highest:
-        raise RankError(f"gear.rank: got {rank}; expected 0 to {highest}, the rank of a head's KV")
-
-    extra, ends = 0, {}
-    for channel in layout.channels:
-        # Outliers along the axis of the groups, whatever their size.
-        axis = KVPrecision(axes=axes).of_channel(channel)[1]
-        along, across = (tokens, channel.features) if axis == -2 else (channel.features, tokens)
-        count = int(along * outliers / 2 + 0.5)
-        ends[channel.name] = count
-        extra += 2 * count * across * (2 + (2 if along <= 65_536 else 4))
-        extra += 2 * rank * channel.heads * (tokens + channel.width)
-    extra *= layout.layers
-    if bits is None:
-        precision = most_bits(layout, allowed, tokens, "gear", KVPrecision(group=group, axes=axes), beside=extra)
-    elif bits in BITS:
-        precision = KVPrecision(bits, bits, group, axes)
-    else:
-        raise InputError(f"gear.bits: got {bits}; expected bits of {BITS}")
-
-    size = extra + precision.nbytes(layout, tokens)
-    live = live_tokens(splice)
-    sparse: dict[str, tuple[Array, Array]] = {}
-    rest: dict[str, Array] = {}
-    for channel in layout.channels:
-        value = jnp.asarray(recorded[channel.name]).astype(jnp.float32)
-        axis = precision.of_channel(channel)[1]
-        sparse[channel.name], rest[channel.name] = _without_outliers(value, live, axis, ends[channel.name])
-    dense = encode_kv_rows(layout, rest, precision, splice.length)
-    factors = _error_factors(rest, decode_kv_rows(dense), sparse, live, rank)
-    bytes = RepairBytes(stored=size, moved=size)
-
-    def serve(own: SplicedCache) -> Repaired:
-        return phase_free_written(layout, own, _gear_sum(decode_kv_rows(dense), factors, sparse), bytes)
-
-    return with_flops(serve(splice), serve, splice, backbone, ("gear", precision, rank, outliers))
-
-
-@functools.partial(jax.jit, static_argnames=("axis", "count"))
-def _without_outliers(
-    value: Float[Array, "L B T K H"], live: Array, axis: int, count: int
-) -> tuple[tuple[Array, Array], Array]:
-    """Returns which numbers are kept whole, with the numbers in bfloat16 (zero elsewhere), and KV without them."""
-    flat = flatten_heads(value)
-    there = jnp.broadcast_to(live[..., None], flat.shape)
-    if not count:
-        return (jnp.zeros(value.shape, bool), jnp.zeros(value.shape, jnp.bfloat16)), value
-
-    # Ranks from either end, padding last in both.
-    order = jnp.argsort(jnp.argsort(jnp.where(there, -flat, jnp.inf), axis=axis), axis=axis)
-    back = jnp.argsort(jnp.argsort(jnp.where(there, flat, jnp.inf), axis=axis), axis=axis)
-    whole = ((order < count) | (back < count)) & there
-    left = there & ~whole
-    low = jnp.min(jnp.where(left, flat, jnp.inf), axis=axis, keepdims=True)
-    high = jnp.max(jnp.where(left, flat, -jnp.inf), axis=axis, keepdims=True)
-    middle = jnp.where(jnp.isfinite(low) & jnp.isfinite(high), (low + high) / 2, 0.0)
-    rest = jnp.where(whole, middle, flat).reshape(value.shape)
-    whole = whole.reshape(value.shape)
-    return (whole, jnp.where(whole, value, 0.0).astype(jnp.bfloat16)), rest
-
-
-@functools.partial(jax.jit, static_argnames=("rank",))
-def _error_factors(
-    rest: KV, decoded: KV, sparse: dict[str, tuple[Array, Array]], live: Array, rank: int
-) -> dict[str, tuple[Array, Array]]:
-    factors = {}
-    for name, value in rest.items() if rank else ():
-        # Where numbers are kept whole there is no error.
-        error = jnp.where(live[..., None, None] & ~sparse[name][0], value - decoded[name], 0.0)
-        u, v = factorise(jnp.swapaxes(error, -3, -2), rank, method="exact")
-        factors[name] = u.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
-    return factors
-
-
-@jax.jit
-def _gear_sum(
-    dense: dict[str, Array], factors: dict[str, tuple[Array, Array]], sparse: dict[str, tuple[Array, Array]]
-) -> dict[str, Array]:
-    total = {}
-    for name, value in dense.items():
-        if name in factors:
-            u, v = (leaf.astype(jnp.float32) for leaf in factors[name])
-            value = value + jnp.swapaxes(jnp.matmul(u, v), -3, -2)
-        whole, numbers = sparse[name]
-        total[name] = jnp.where(whole, numbers.astype(jnp.float32), value)
-    return total

@@ -610,7 +610,7 @@ def test_forms_that_are_refused(case, unchecked):
     for settings in ({"ranks": "by_energy", "rank": 3}, {"ranks": "greedy"}):
         with pytest.raises(InputError, match="expected 'uniform', or 'by_energy' alone"):
             encoded_patch(backbone, splice, PLENTY, **settings)
-    with pytest.raises(InputError, match="ranks depend on values"):
+    with pytest.raises(InputError, match="ranks: got KV inside a trace"):
         jax.make_jaxpr(lambda own: encoded_patch(backbone, own, PLENTY, ranks="by_energy").cache)(splice)
     with pytest.raises(InputError, match="dtype: got 'int9'"):
         encoded_patch(backbone, splice, PLENTY, dtype="int9")
@@ -620,6 +620,8 @@ def test_forms_that_are_refused(case, unchecked):
         encoded_patch(backbone, splice, PLENTY, encoding="k44")
     with pytest.raises(InputError, match="block: got 0"):
         block_differences(backbone, splice, PLENTY, block=0)
+    with pytest.raises(InputError, match="block_differences: got KV inside a trace"):
+        jax.make_jaxpr(lambda own: block_differences(backbone, own, PLENTY).cache)(splice)
     with pytest.raises(InputError, match="got 1 bits"):
         block_differences(backbone, splice, PLENTY, bits=1)
     for settings in ({"bits": 4, "keys": 3, "values": 2}, {"keys": 3}):
