@@ -12,6 +12,8 @@ from .forms import FormFactory, StoredForm
 
 SIMPLE, OURS, RIVALS, BASES_ALONE, KEYS = "kv", "patch", "rival", "base", "keys"
 """Families: KV(B|A) in few bits; a base and a patch; published rivals; a base alone; keys rounded, values whole."""
+FISHER, READING = "fisher", "reading"
+"""Weights of features: by the gradient of what follows, and by the queries that read keys (`calibrate_weights`)."""
 ANY_BYTES = RepairBudget(kv_bytes=1 << 40)
 """Of rivals whose setting is given."""
 BASE_LABELS = {
@@ -96,28 +98,23 @@ def patch_arm(
     rank: int | None = None,
     weights: str | None = None,
     shared: bool = False,
+    relative: float | None = None,
 ) -> BytesArm:
-    """Makes the arm of a patch on a base: ranks by layer and channel within a share of the KV's bytes, or one rank."""
-    precision = precision_of(word)
-    size = f"share={share:g}" if rank is None else f"rank={rank}"
-    name = f"patch.{base}.{word}.{factors}.{size}" + ("" if weights is None else f".{weights}")
+    """Makes the arm of a patch on a base: ranks by layer and channel within a share of the KV's bytes, or one rank.
+
+    Fisher weights compare layers themselves, so with them energies are compared as they are.
+    """
+    precision, fisher = precision_of(word), weights == FISHER
+    name = f"patch.{base}.{word}.{factors}." + (f"share={share:g}" if rank is None else f"rank={rank}")
+    name += ("" if weights is None else f".{weights}") + ("" if relative is None else f".relative={relative:g}")
     name += ".shared" if shared else ""
+    own = {"share": share, "rank": rank, "weights": weights, "shared": shared}
+    own["relative"] = 0.0 if fisher and relative is None else relative
 
     def make(factory: FormFactory, version: int, antecedents: int) -> StoredForm:
-        return factory.patched(
-            base,
-            precision,
-            version,
-            antecedents,
-            factors=factors,
-            share=share,
-            rank=rank,
-            weights=weights,
-            shared=shared,
-        )
+        return factory.patched(base, precision, version, antecedents, factors=factors, **own)
 
-    own = {"base": base, "factors": factors, "share": share, "rank": rank, "weights": weights, "shared": shared}
-    settings = {**encoding_settings(word), **own}
+    settings = {**encoding_settings(word), "base": base, "factors": factors, **own}
     return BytesArm(name, OURS, f"patch on {BASE_LABELS[base]}", make, depends_on_count(base), settings)
 
 
@@ -207,7 +204,7 @@ TASK_GRID = (
     ("canonical", "k3v3gall", (0.07,)),
 )
 """Of small tasks, whose models need fewer bits."""
-WEIGHED = (("k5v5gall", (0.03, 0.05, 0.07)), ("k5v4gall", (0.03, 0.05)))
+WEIGHED = (("k5v5gall", (0.03, 0.05, 0.07)), ("k5v4gall", (0.05, 0.07)))
 """Encodings of the mean, and shares, at which directions are also chosen by weights."""
 
 
@@ -245,14 +242,23 @@ def task_wide_arms() -> list[BytesArm]:
     return [*arms, *rival_arms("k3v3gall", (0.1, 0.15, 0.2), (2, 3)), *key_arms((2, 3))]
 
 
-def wide_arms() -> list[BytesArm]:
-    """Lists the arms that a part of the batches has: other encodings, bases, factors, published rivals, keys alone."""
+def wide_arms(weights: Sequence[str] = ()) -> list[BytesArm]:
+    """Lists the arms that a part of the batches has: other encodings, bases, factors, published rivals, keys alone.
+
+    Args:
+      weights: names of the weights by which directions are also chosen.
+    """
     arms = list(map(kv_arm, WIDE_KV))
     arms += [base_arm(base) for base in BASE_LABELS if base != "canonical"]
     for base, word, factors, shares in TEXT_MORE:
         arms += [patch_arm(base, word, factors, share=share) for share in shares]
     arms += [patch_arm("mean", "k5v5gall", "int4", rank=rank) for rank in (16, 32)]
     arms += [patch_arm("mean", "k5v5gall", "int4", share=share, shared=True) for share in (0.05, 0.10)]
+    arms += [patch_arm("mean", "k5v5gall", "int4", share=0.05, relative=relative) for relative in (0.0, 1.0)]
+    for name in weights:
+        # Those of queries beside the others on one base.
+        for base in ("others", "lead") if name == FISHER else ("mean",):
+            arms += [patch_arm(base, "k5v5gall", "int4", share=share, weights=name) for share in (0.05, 0.07, 0.10)]
     return [*arms, *rival_arms(), *key_arms()]
 
 
@@ -305,8 +311,8 @@ def task_sixteen_arms() -> list[BytesArm]:
     return arms
 
 
-def all_arms(weights: Sequence[str] = ("reading", "fisher")) -> dict[str, BytesArm]:
+def all_arms(weights: Sequence[str] = (FISHER, READING)) -> dict[str, BytesArm]:
     """Returns every arm by name."""
-    arms = [*core_arms(weights), *wide_arms(), *sixteen_arms(weights)]
+    arms = [*core_arms(weights), *wide_arms(weights), *sixteen_arms(weights)]
     arms += [*task_arms(), *task_wide_arms(), *task_sixteen_arms()]
     return {arm.name: arm for arm in arms}

