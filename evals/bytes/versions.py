@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 import kvpatch_jax as kvp
 from kvpatch_jax.core import AnyArray
+from kvpatch_jax.patching import default_lead
 from kvpatch_jax.repair import OtherAntecedent, SplicedCache
 from models import ModelBackbone
 
@@ -136,7 +137,7 @@ class MetChunks:
     def behind_lead(self) -> KV:
         """The chunks' KV behind the library's default lead, which says nothing about them."""
         backbone, alone = self.backbone, self.first.alone
-        lead = kvp.default_lead(backbone)
+        lead = default_lead(backbone)
         rows, count = self.rows, lead.embeddings.shape[1]
         lead = jax.tree.map(lambda leaf: jnp.repeat(jnp.asarray(leaf), rows, axis=0), lead)
         front = kvp.to_engine(backbone.layout, dict(backbone.prefill(lead).kv), lead.positions, 0)

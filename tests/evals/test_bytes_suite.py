@@ -21,6 +21,7 @@ from evals.runner import run_recorded
 from evals.trained import MAIN, shipped
 from kvpatch_jax.core import KVEncoding, ops
 from kvpatch_jax.errors import InputError
+from kvpatch_jax.patching import default_lead
 from kvpatch_jax.patching.reading_weights import ReadingWeights
 from models import load
 
@@ -317,7 +318,7 @@ def test_a_page_is_written_from_a_run(tmp_path):
 
 
 def test_a_default_lead_is_found_where_the_first_ids_are_pads(chunks):
-    lead = kvp.default_lead(chunks.backbone)
+    lead = default_lead(chunks.backbone)
     assert lead.embeddings.shape[1] == 7
     behind = chunks.behind_lead
     assert np.abs(np.asarray(behind["v"]) - np.asarray(chunks.canonical["v"])).max() > 1e-3
