@@ -195,11 +195,13 @@ TASK_GRID = (
     ("mean", "k4v4gall", (0.02, 0.04, 0.07)),
     ("mean", "k3v3gall", (0.02, 0.04, 0.07)),
     ("mean", "k2v2g32", (0.02, 0.04, 0.07)),
-    ("mean", "k2v2gall", (0.04, 0.07)),
+    ("mean", "k2v2gall", (0.01, 0.02, 0.04)),
+    ("mean", "k2v1gall", (0.01, 0.02, 0.04)),
     ("others", "k3v3gall", (0.04, 0.07)),
     ("lead", "k4v4gall", (0.04, 0.07)),
     ("lead", "k3v3gall", (0.04, 0.07)),
-    ("lead", "k2v2g32", (0.04, 0.07)),
+    ("lead", "k2v2g32", (0.02, 0.04)),
+    ("lead", "k2v1gall", (0.02, 0.04)),
     ("canonical", "k4v4gall", (0.04, 0.07)),
     ("canonical", "k3v3gall", (0.07,)),
 )
@@ -298,8 +300,8 @@ def sixteen_arms(weights: Sequence[str] = ()) -> list[BytesArm]:
     arms += [patch_arm("mean", "k5v5gall", "int4", share=share) for share in (0.05, 0.10)]
     arms.append(patch_arm("mean", "k5v5gall", "int4", share=0.05, shared=True))
     for name in weights:
-        for word in ("k5v5gall", "k6v6gall"):
-            arms += [patch_arm("mean", word, "int4", share=share, weights=name) for share in (0.05, 0.07)]
+        for word, shares in (("k5v5gall", (0.05, 0.06, 0.065)), ("k6v6gall", (0.05, 0.06, 0.07))):
+            arms += [patch_arm("mean", word, "int4", share=share, weights=name) for share in shares]
     return arms
 
 

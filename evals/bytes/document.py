@@ -95,11 +95,10 @@ def front_table(results: Mapping[str, Any], probe: str, model: str, antecedents:
     """Makes the table of the Pareto front at a number of antecedents, all families together."""
     rows, lines = Rows(results, model), []
     points = points_of(results, model, probe, antecedents)
-    where = f"{probe}.{antecedents}" if f"{probe}.{antecedents}" in {row[0] for row in rows.table} else probe
     for point in front(points):
         if point.eta.value > 0:
-            costs = [rows.get(where, point.row, metric).value for metric in ("moved", "serving", "forming")]
-            flips = rows.get(where, point.row, "flips")
+            costs = [rows.get(point.probe, point.row, metric).value for metric in ("moved", "serving", "forming")]
+            flips = rows.get(point.probe, point.row, "flips")
             shown = [f"{cost:.1%}" for cost in costs]
             lines.append([f"{point.total:.1%}", point.row, _with_interval(point.eta), f"{flips.value:.1%}", *shown])
     return ["kept in all", "arm", "η", "flips", "bytes moved", "FLOPs of a reuse", "FLOPs of forming"], lines

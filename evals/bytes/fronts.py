@@ -24,15 +24,15 @@ class Point:
     """An arm at a number of antecedents.
 
     Attributes:
-      arm: what is kept. row: name of its rows. total: bytes per antecedent, all of them, as a share of the KV's.
-      eta: share of blind reuse's KL that it removes. measured: whether bases were made of that many antecedents.
+      arm: what is kept. row: name of its rows. probe: where they are.
+      total: bytes per antecedent, all of them, as a share of the KV's. eta: share of blind reuse's KL that it removes.
     """
 
     arm: BytesArm
     row: str
+    probe: str
     total: float
     eta: Interval
-    measured: bool = True
 
 
 def total_share(kept: float, once: float, antecedents: int) -> float:
@@ -44,21 +44,25 @@ def points_of(results: Mapping[str, Any], model: str, probe: str, antecedents: i
     """Lists the arms of a model at a number of antecedents.
 
     An arm whose base depends on that number is taken where it was measured with as many. Sixteen were measured on
-    chunks of their own (probe "….16"): there every arm is read, where there are such rows.
+    chunks of their own (probe "….16"): there arms are read, where there are such rows, and published rivals elsewhere.
     """
     own = f"{probe}.{antecedents}"
     rows, known = Rows(results, model), all_arms()
     measured = any(where == own for where, _, _ in rows.table)
-    probe, found = own if measured else probe, []
-    for row in rows.arms(probe):
-        name, _, count = row.partition("@")
-        arm = known.get(name)
-        if arm is None or arm.family not in JUDGED or (count and int(count) != antecedents):
-            continue
-        kept, once = (rows.get(probe, row, metric).value for metric in ("kept", "once"))
-        eta = rows.get(probe, row, "eta")
-        if math.isfinite(eta.value) and math.isfinite(kept):
-            found.append(Point(arm, row, total_share(kept, once, antecedents), eta, measured or bool(count)))
+    found = []
+    for where in (own, probe) if measured else (probe,):
+        for row in rows.arms(where):
+            name, _, count = row.partition("@")
+            arm = known.get(name)
+            if arm is None or arm.family not in JUDGED or (count and int(count) != antecedents):
+                continue
+            # Rivals that were not measured there keep as much for any number of antecedents.
+            if measured and where == probe and arm.family != RIVALS:
+                continue
+            kept, once = (rows.get(where, row, metric).value for metric in ("kept", "once"))
+            eta = rows.get(where, row, "eta")
+            if math.isfinite(eta.value) and math.isfinite(kept):
+                found.append(Point(arm, row, where, total_share(kept, once, antecedents), eta))
     return found
 
 

@@ -243,7 +243,7 @@ def test_a_front_has_no_point_with_more_bytes_and_less_quality():
     arm = kv_arm("k4v4gall")
     points = []
     for total, eta in ((0.3, 0.9), (0.1, 0.5), (0.2, 0.4), (0.3, 0.95), (0.4, 0.95)):
-        points.append(fronts.Point(arm, "row", total, Interval(eta, math.nan, math.nan, 2)))
+        points.append(fronts.Point(arm, "row", "text", total, Interval(eta, math.nan, math.nan, 2)))
     assert [(point.total, point.eta.value) for point in fronts.front(points)] == [(0.1, 0.5), (0.3, 0.95)]
 
 
@@ -263,7 +263,11 @@ def test_sixteen_antecedents_are_read_where_they_were_measured():
         rows.append(measured_row("text.16", "m", arm, "kept", Interval(total, total, total, 1)))
         rows.append(measured_row("text.16", "m", arm, "once", Interval(0.0, 0.0, 0.0, 1)))
     found = fronts.points_of({"rows": rows}, "m", "text", 16)
-    assert {point.row for point in found} == {"patch.mean.k5v5gall.int4.share=0.05@16", "kv.k5v4gall"}
+    assert {(point.row, point.probe) for point in found} == {
+        ("patch.mean.k5v5gall.int4.share=0.05@16", "text.16"),
+        ("kv.k5v4gall", "text.16"),
+        ("gear.bits=4", "text"),
+    }
 
 
 # -------------------------------------------------------------------------------------------------- parts and the page
