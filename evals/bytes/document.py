@@ -19,6 +19,7 @@ from ..report.figures import NARROW
 from ..results.intervals import Interval
 from ..results.rows import Rows, rounded_row
 from ..results.tables import aligned_table, markdown_table
+from .advice import write_curves
 from .arms import BASE_LABELS, KEY_PLACES, KEYS, OURS, RIVAL_LABELS, RIVALS, SIMPLE, all_arms
 from .fronts import BARS, COUNTS, ENOUGH, Point, Winner, curves, front, points_of, winners
 from .suite import COSTS, TEXT
@@ -278,6 +279,7 @@ def write(folder: Path, root: Path = ROOT) -> Path:
     for mark, text in sections(kept).items():
         (root / PAGE).write_text(block(text, root / PAGE, mark), encoding="utf-8")
     draw(kept, root / PICTURE)
+    write_curves(kept, root)
     return root / PAGE
 
 

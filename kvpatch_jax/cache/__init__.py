@@ -9,6 +9,7 @@ from .checksum import bits_of as bits_of
 from .checksum import examine as examine
 from .checksum import mixed as mixed
 from .chunk import Chunk as Chunk
+from .chunk import KVArray as KVArray
 from .chunk import brief as brief
 from .chunk import check_finite as check_finite
 from .chunk import content_of as content_of

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,12 @@ from ..errors import InputError, NotFiniteError, PositionError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 from .checksum import examine
 from .content import fingerprint_of
+
+if TYPE_CHECKING:
+    # Wherever an array is taken, a packed one decodes.
+    KVArray = AnyArray
+else:
+    KVArray = Float[AnyArray, "L *B T _ _"] | PackedArray
 
 COMPUTED = "kv:"
 """What a content begins with that was computed from kv."""
@@ -69,7 +75,7 @@ class Chunk:
       InputError: length out of range, an empty id or content, or no fingerprint.
     """
 
-    kv: Mapping[str, Float[AnyArray, "L *B T _ _"] | PackedArray]
+    kv: Mapping[str, KVArray]
     local: Num[AnyArray, " T"] | Num[AnyArray, "T A"]
     span: int
     length: int

@@ -10,7 +10,7 @@ Traced: arrays, starts, local positions, lengths, keys. Nothing is checked here:
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import jax
@@ -69,6 +69,10 @@ class RaggedFactors:
         rows = jnp.asarray(self.rows, jnp.int32)
         u, v = (leaf.at[rows].get(mode="fill", fill_value=0.0) for leaf in (u, v))
         return jnp.swapaxes(u, -1, -2), v
+
+    def __iter__(self) -> Iterator[Array]:
+        """Yields u and v with as many directions in every layer, as `by_layer` returns them."""
+        return iter(self.by_layer())
 
     def padded(self) -> "RaggedFactors":
         """Pads R to a multiple of 32 and M to one of 8 by directions of zeros, so that many patches share a program.

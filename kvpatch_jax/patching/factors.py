@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from ..cache import Antecedent, Base, Chunk, Patch, PatchMetadata, check_finite, content_of
-from ..core import AnyArray, FormPlan, Heads, PackedArray, arrays_of, expect_frame, ops
+from ..cache import Antecedent, Base, Chunk, KVArray, Patch, PatchMetadata, check_finite, content_of
+from ..core import FormPlan, Heads, arrays_of, expect_frame, ops
 from ..core.ops import factor_bits
 from ..errors import InputError, RankError, ShapeError
 from ..utils.kinds import expect_kind
@@ -18,7 +18,7 @@ from .compress import Rank, finite_factors, rank_by_channel
 from .reading_weights import ReadingWeights, check_weights, factorise_weighted
 
 Method = Literal["randomised", "exact"]
-KVArrays = Mapping[str, Float[AnyArray, "L *B T _ _"] | PackedArray]
+KVArrays = Mapping[str, KVArray]
 
 
 def check_alike(chunk: Chunk, kv: KVArrays, what: str) -> None:

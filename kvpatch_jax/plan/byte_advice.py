@@ -35,6 +35,9 @@ class KeptForm:
       base: what a patch is added to: "alone", "lead", "mean" or "first"; None of conditioned KV.
       factors: dtype of a patch's factors; None of conditioned KV.
       rank: of the patch, the mean over layers and channels; 0 of conditioned KV.
+      weights: by which directions were chosen: "fisher" (`calibrate_sensitivity`), "reading" (`calibrate_weights`), or
+        None.
+      antecedents: how many there were in the measurement, where that changes the base; None: any number.
       eta, low, high: share of blind reuse's KL that is removed, and its 95 % interval.
     """
 
@@ -42,7 +45,9 @@ class KeptForm:
     encoding: str | None
     base: str | None
     factors: str | None
-    rank: float
+    rank: float | int
+    weights: str | None
+    antecedents: int | None
     eta: float
     low: float
     high: float
@@ -68,7 +73,9 @@ class KeptForm:
         bits = "16 bits" if self.encoding is None else self.encoding
         if self.kept == "conditioned":
             return f"KV behind each antecedent in {bits}"
-        return f"base ({self.base}) in {bits}, and a patch of rank {self.rank:g} in {self.factors} for each antecedent"
+        chosen = "" if self.weights is None else f", directions by {self.weights} weights"
+        patch = f"a patch of rank {self.rank:g} in {self.factors}{chosen}"
+        return f"base ({self.base}) in {bits}, and for each antecedent {patch}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +138,7 @@ def advise(
     if quality is not None and budget is not None:
         raise InputError(f"advise: got quality {quality} and budget {budget!r}; expected one of them")
 
-    forms = measured_forms()
+    forms = _forms_at(antecedents)
     costs = {form: _bytes_of(form, layout, tokens, antecedents) for form in forms}
     if budget is not None:
         allowed = size_of(budget, "advise: budget")
@@ -159,7 +166,7 @@ def advise(
         share=costs[chosen] / _kv_bytes(layout, tokens, None),
         rival=rival,
         rival_nbytes=None if rival is None else costs[rival],
-        break_even=_break_even(alike, layout, tokens),
+        break_even=_break_even(least, layout, tokens),
         patch_nbytes=chosen.bytes_each(layout, tokens) if chosen.kept == "patched" else None,
     )
 
@@ -181,13 +188,25 @@ def _kv_bytes(layout: KVLayout, tokens: int, encoding: str | None) -> int:
     return layout.bytes_per_token() * tokens if encoding is None else KVEncoding.of(encoding).nbytes(layout, tokens)
 
 
-def _break_even(forms: list[KeptForm], layout: KVLayout, tokens: int) -> int | None:
-    """Returns the least N at which some base with patches takes fewer bytes than every conditioned form."""
-    conditioned = [form.bytes_each(layout, tokens) for form in forms if form.kept == "conditioned"]
-    counts = []
-    for form in forms:
-        saved = min(conditioned, default=math.inf) - form.bytes_each(layout, tokens)
-        if form.kept == "patched" and saved > 0:
-            # Fewer bytes, not as many: once / N < saved.
-            counts.append(1 if saved == math.inf else math.floor(form.bytes_once(layout, tokens) / saved) + 1)
-    return min(counts, default=None)
+def _forms_at(antecedents: int) -> list[KeptForm]:
+    """Lists the forms that were measured with so many antecedents, or with the next larger number that was tried.
+
+    A base that depends on their number lies the further from each the more there are; of one antecedent it would be
+    the conditioned KV itself.
+    """
+    tried = sorted({form.antecedents for form in measured_forms() if form.antecedents is not None})
+    nearest = next((count for count in tried if count >= antecedents), tried[-1] if tried else None)
+    nearest = None if antecedents == 1 else nearest
+    return [form for form in measured_forms() if form.antecedents in (None, nearest)]
+
+
+def _break_even(quality: float, layout: KVLayout, tokens: int) -> int | None:
+    """Returns the least N at which some base with patches takes fewer bytes than every conditioned form; to 64."""
+    for count in range(1, 65):
+        best = {"conditioned": math.inf, "patched": math.inf}
+        for form in _forms_at(count):
+            if form.eta >= quality:
+                best[form.kept] = min(best[form.kept], _bytes_of(form, layout, tokens, count))
+        if best["patched"] < best["conditioned"]:
+            return count
+    return None
