@@ -97,7 +97,8 @@ class _EncodedCase:
         for word, placed in self.placed.items():
             arguments = (placed.layout, dict(placed.kv), placed.factors, placed.chunk.local, placed.start)
             memory = ops.jitted_apply.lower(*arguments, **placed.options).compile().memory_analysis()
-            labels = {"operation": "apply_patch", "encoding": word}
+            assert memory is not None
+            labels: dict[str, Any] = {"operation": "apply_patch", "encoding": word}
             bar = MEMORY_BAR if word == BARRED else None
             kept = [placed.chunk.nbytes / plain]
             rows.append(measured_row("bytes kept over 16 bits", kept, at_most=bar, **labels))

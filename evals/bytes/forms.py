@@ -234,7 +234,7 @@ class FormFactory:
                 values[name] = np.minimum.accumulate(own[:, row], axis=1)
                 # As `form_patch` compares directions of different layers.
                 norms = np.linalg.norm(values[name], axis=1, keepdims=True)
-                values[name] = values[name] / np.maximum(norms, 1e-3 * norms.max() + 1e-30) ** budget.relative
+                values[name] = values[name] / np.maximum(norms, 1e-3 * norms.max() + 1e-30) ** budget.power()
             ranks = choose_directions(values, costs, budget.nbytes * sharing, column_bytes=columns)
             for name, own in ranks.items():
                 masks[name][:, row] = np.arange(masks[name].shape[-1]) < own[:, None]

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, Num
 
 from pallas_kernels import factorise, rotate_patch
@@ -74,6 +75,10 @@ class RaggedFactors:
         """Yields u and v with as many directions in every layer, as `by_layer` returns them."""
         return iter(self.by_layer())
 
+    def __getitem__(self, index: int) -> Array:
+        """Returns u (0) or v (1) with as many directions in every layer, as `by_layer` returns them."""
+        return self.by_layer()[index]
+
     def padded(self) -> "RaggedFactors":
         """Pads R to a multiple of 32 and M to one of 8 by directions of zeros, so that many patches share a program.
 
@@ -81,7 +86,7 @@ class RaggedFactors:
         are returned as they are.
         """
         leaves = jax.tree.leaves(self)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
             return self
         # Zeros of codes, scales and numbers alike decode to zeros.
         u, v = jax.tree.map(functools.partial(_zeros_behind, axis=0, multiple=32), (self.u, self.v))

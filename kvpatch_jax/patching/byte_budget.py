@@ -39,8 +39,8 @@ class ByteBudget:
       most: the highest rank of one layer, which bounds what serving costs; None: as high as the chunk allows.
       relative: 0 compares directions by their energy, which leaves the least error over all; 1 by their share of the
         energy of their layer and channel, so that layers of small numbers are corrected as far as others; between, by
-        energy over that power of the layer's. On SmolLM2's real weights both ends lost to one rank everywhere; the
-        middle came near it.
+        energy over that power of the layer's. None: 0 with weights that compare layers (`calibrate_sensitivity`), else
+        0.5.
 
     Raises:
       InputError: a number below 1, or none; `relative` outside 0 to 1.
@@ -49,14 +49,19 @@ class ByteBudget:
     nbytes: int
     per_byte: bool = False
     most: int | None = None
-    relative: float | int = 0.5
+    relative: float | int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.relative, bool) or not isinstance(self.relative, float | int) or not 0 <= self.relative <= 1:
+        power = 0 if self.relative is None else self.relative
+        if isinstance(power, bool) or not isinstance(power, float | int) or not 0 <= power <= 1:
             raise InputError(f"ByteBudget.relative: got {self.relative!r:.80}; expected a number from 0 to 1")
         for word, number in (("nbytes", self.nbytes), ("most", 1 if self.most is None else self.most)):
             if not is_whole(number, 1):
                 raise InputError(f"ByteBudget.{word}: got {number!r:.80}; expected a whole number from 1")
+
+    def power(self, weights_compare_layers: bool = False) -> float | int:
+        """Returns `relative`, or what None stands for."""
+        return (0.0 if weights_compare_layers else 0.5) if self.relative is None else self.relative
 
     @classmethod
     def share(cls, chunk: Chunk, share: float | int, **options: Any) -> "ByteBudget":
@@ -155,13 +160,15 @@ def form_ragged(
     dtype: str,
     what: str,
     weights: Weights | None = None,
+    compare_layers: bool = False,
 ) -> ops.Factors:
     """Factorises a deficit with a rank for each layer and channel, within a budget of bytes.
 
     Args:
       delta: float32, zero on padding. length: tokens that are not padding.
       dtype: of the factors, as `factor_dtype` names it. what: begins messages.
-      weights: for each layer and feature; the error is minimised in the norm that they give.
+      weights: for each layer and feature; the error is minimised in the norm that they give. compare_layers: whether
+        those of different layers compare.
 
     Returns:
       `RaggedFactors` by channel; channels without directions are left out.
@@ -182,10 +189,10 @@ def form_ragged(
         # Rounding must not let values ascend, nor the tail of a thin deficit count as energy.
         host = np.minimum.accumulate(np.asarray(singular)[:, :limit].clip(0), axis=1)
         values[name] = np.where(host > 1e-7 * host[:, :1], host, 0.0)
-        if budget.relative:
+        if budget.power(compare_layers):
             # A layer of next to nothing, such as the roundings of the first one, has no claim to a share of its own.
             norms = np.linalg.norm(np.asarray(singular, np.float64), axis=1, keepdims=True)
-            values[name] = values[name] / np.maximum(norms, 1e-3 * norms.max() + 1e-30) ** budget.relative
+            values[name] = values[name] / np.maximum(norms, 1e-3 * norms.max() + 1e-30) ** budget.power(compare_layers)
         costs[name] = direction_bytes(tokens, features, dtype)
         # The budget bounds how many rows there are.
         index_dtype[name] = np.int16 if min(layers * limit, budget.nbytes // costs[name]) < 1 << 15 else np.int32

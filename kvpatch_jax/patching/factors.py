@@ -170,7 +170,9 @@ def from_deficit(
         check_weights(weights)
         own = weights.of_layers(chunk, range(chunk.layout.layers))
     if isinstance(rank, ByteBudget):
-        return Patch(form_ragged(delta, chunk.length, rank, factor_dtype(chunk, dtype), what, own), metadata)
+        compare = weights is not None and weights.compare_layers
+        factors = form_ragged(delta, chunk.length, rank, factor_dtype(chunk, dtype), what, own, compare)
+        return Patch(factors, metadata)
 
     # No key means a fixed one: the same deficit gives the same patch.
     ranks, asked = choose_ranks(chunk, rank)

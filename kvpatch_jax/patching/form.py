@@ -191,7 +191,9 @@ def _form_within(
         )
     weights = None if chosen.weights is None else chosen.weights.of_layers(chunk, layers)
     delta, dtype = _delta_of(chunk, conditioned, layers), factor_dtype(chunk, chosen.dtype)
-    factors = form_ragged(delta, chunk.length, budget, dtype, f"factors of chunk {chunk.id!r} in {dtype}", weights)
+    compare = chosen.weights is not None and chosen.weights.compare_layers
+    what = f"factors of chunk {chunk.id!r} in {dtype}"
+    factors = form_ragged(delta, chunk.length, budget, dtype, what, weights, compare)
     return Patch(factors, metadata_of(chunk, "canonical", antecedent, layers=layers))
 
 

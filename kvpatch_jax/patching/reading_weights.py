@@ -33,6 +33,8 @@ class ReadingWeights:
     Attributes:
       weights: {channel: float32 [L, F]}, positive; equal for the two features of a rotary pair.
       layout, backbone: of the KV.
+      compare_layers: whether weights of different layers and channels compare, so that a `ByteBudget` may spend more on
+        some layers than on others.
 
     Raises:
       LayoutError: an unknown channel. ShapeError: weights of another shape, or of fewer channels than the layout.
@@ -42,6 +44,7 @@ class ReadingWeights:
     weights: Mapping[str, Float[AnyArray, "L F"]]
     layout: KVLayout
     backbone: str
+    compare_layers: bool = False
 
     def __post_init__(self) -> None:
         fingerprint_of(self.backbone, "weights")
@@ -202,9 +205,9 @@ def calibrate_sensitivity(
     for channel in layout.channels:
         square = _over_pairs(total[channel.name] / count, channel, layout) / max(mean, np.finfo(np.float64).tiny)
         # A feature that hardly mattered to these prompts may matter to others.
-        least = _LEAST * np.sqrt(square.mean(axis=1, keepdims=True)) + np.finfo(np.float32).tiny
+        least = 0.1 * np.sqrt(square.mean(axis=1, keepdims=True)) + np.finfo(np.float32).tiny
         weights[channel.name] = np.maximum(np.sqrt(square), least).astype(np.float32)
-    return ReadingWeights(weights, layout, backbone.fingerprint)
+    return ReadingWeights(weights, layout, backbone.fingerprint, compare_layers=True)
 
 
 def query_power(layer: LayerAttention) -> Float[Array, "K H"]:

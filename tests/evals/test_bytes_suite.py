@@ -1,4 +1,5 @@
 """The suite of bytes: accounting by hand, numbers of antecedents, forms against the library's, parts, page."""
+# pyright: reportOptionalSubscript=false, reportOptionalMemberAccess=false, reportArgumentType=false
 
 import dataclasses
 import json

@@ -1,5 +1,6 @@
 """Packed arrays: half a step everywhere, bytes as counted, operators equal to those on decoded arrays."""
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportCallIssue=false
 
 import dataclasses
 

@@ -1,4 +1,5 @@
 """Placing an encoded chunk of a 7B model's image, compiled for an H200 and a v5e: bytes that are read, and memory."""
+# pyright: reportOptionalMemberAccess=false
 
 import functools
 from importlib.util import find_spec

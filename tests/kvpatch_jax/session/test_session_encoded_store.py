@@ -2,8 +2,6 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
 
-import inspect
-
 import numpy as np
 import pytest
 from session_cases import image_of, logits
@@ -11,11 +9,6 @@ from session_cases import image_of, logits
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import chunk_id
 from kvpatch_jax.core import is_packed
-
-# Until the store takes encodings of a KVEncoding.
-pytestmark = pytest.mark.skipif(
-    "encoding" not in inspect.signature(kvp.ChunkStore).parameters, reason="the store has no default encoding yet"
-)
 
 
 def loop(backbone, store, images=(0, 1, 2), **options):
