@@ -112,8 +112,13 @@ def choose_ranks(
     return tuple(chosen), tuple(reduced) or None
 
 
-def factor_dtype(chunk: Chunk, dtype: jax.typing.DTypeLike | None) -> str:
-    """Returns the name of the dtype of a patch's factors: the chunk's for None; int2 to int7 are packed in groups."""
+def factor_dtype(chunk: Chunk, dtype: jax.typing.DTypeLike | None, rank: Any = None) -> str:
+    """Returns the name of the dtype of a patch's factors; int2 to int7 are packed in groups.
+
+    None is the chunk's, and of a `ByteBudget` int4: of a number of bytes, 4 bits and more directions leave less error.
+    """
+    if dtype is None and isinstance(rank, ByteBudget):
+        return "int4"
     if factor_bits(dtype) is not None:
         return dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     return jnp.dtype(next(iter(chunk.kv.values())).dtype if dtype is None else dtype).name
@@ -157,21 +162,21 @@ def from_deficit(
       rank: as in `form_patch`; a `ByteBudget` is spent on exact directions, whatever the method.
       method: "randomised" (deterministic by `key`) or "exact".
       key: a typed PRNG key; None is `jax.random.key(0)`.
-      dtype: of the factors; None is the chunk's.
+      dtype: of the factors; None is the chunk's, of a `ByteBudget` int4.
       weights: as in `form_patch`.
 
     Raises:
       RankError, LayoutError: as `choose_ranks`. NotFiniteError: factors beyond the dtype's range. ShapeError: a batch
       of chunks with a budget. InputError, PatchMismatchError: what are no weights of the chunk's backbone.
     """
-    what = f"factors of chunk {metadata.chunk!r} in {factor_dtype(chunk, dtype)}"
+    what = f"factors of chunk {metadata.chunk!r} in {factor_dtype(chunk, dtype, rank)}"
     own = None
     if weights is not None:
         check_weights(weights)
         own = weights.of_layers(chunk, range(chunk.layout.layers))
     if isinstance(rank, ByteBudget):
         compare = weights is not None and weights.compare_layers
-        factors = form_ragged(delta, chunk.length, rank, factor_dtype(chunk, dtype), what, own, compare)
+        factors = form_ragged(delta, chunk.length, rank, factor_dtype(chunk, dtype, rank), what, own, compare)
         return Patch(factors, metadata)
 
     # No key means a fixed one: the same deficit gives the same patch.

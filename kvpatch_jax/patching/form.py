@@ -49,7 +49,7 @@ class FormOptions:
       frame: "phase_free", or "engine" for the paper's order, which holds only at `start`.
       start: where the engine-frame patch is to be applied.
       angles: "exact" or "float32" in place of the layout's, for the engine frame.
-      dtype: of the factors; None is the chunk's.
+      dtype: of the factors; None is the chunk's, of a `ByteBudget` int4.
       basis: directions that patches of this backbone share (`fit_basis`): the patch has coefficients alone, of the
         first `rank` of them. For joint heads in the phase-free frame; `method`, `key` and `dense` have no effect then.
       weights: how much an error in each feature counts (`calibrate_weights`): the factors have the least error as
@@ -190,7 +190,7 @@ def _form_within(
             "ByteBudget; expected 'joint', 'phase_free', no shared left factor"
         )
     weights = None if chosen.weights is None else chosen.weights.of_layers(chunk, layers)
-    delta, dtype = _delta_of(chunk, conditioned, layers), factor_dtype(chunk, chosen.dtype)
+    delta, dtype = _delta_of(chunk, conditioned, layers), factor_dtype(chunk, chosen.dtype, budget)
     compare = chosen.weights is not None and chosen.weights.compare_layers
     what = f"factors of chunk {chunk.id!r} in {dtype}"
     factors = form_ragged(delta, chunk.length, budget, dtype, what, weights, compare)

@@ -86,7 +86,7 @@ def test_the_error_is_what_was_left_out_and_below_that_of_one_rank():
     values = singular(CHUNK, kv)
     even = kvp.form_patch(CHUNK, kv, 3, A, method="exact")
     budget = kvp.ByteBudget(even.nbytes + 3 * 2 * 20, relative=0)  # and the table of rows
-    patch = kvp.form_patch(CHUNK, kv, budget, A)
+    patch = kvp.form_patch(CHUNK, kv, budget, A, dtype="float32")
     dropped = 0.0
     for name, own in patch.factors.items():
         assert isinstance(own, RaggedFactors)
@@ -109,7 +109,7 @@ def test_relative_shares_make_up_for_layers_of_other_sizes():
         for name, value in kv.items()
     }
     plain, found, wanted = (
-        kvp.form_patch(CHUNK, own, kvp.ByteBudget(4000, relative=power), A)
+        kvp.form_patch(CHUNK, own, kvp.ByteBudget(4000, relative=power), A, dtype="float32")
         for own, power in ((large, 0), (large, 1), (kv, 1))
     )
     assert plain.factors["k"].ranks[0] < found.factors["k"].ranks[0]
@@ -117,7 +117,7 @@ def test_relative_shares_make_up_for_layers_of_other_sizes():
         name: own.ranks for name, own in wanted.factors.items()
     }
     assert max(plain.nbytes, found.nbytes) <= 4000
-    between = kvp.form_patch(CHUNK, large, kvp.ByteBudget(4000, relative=0.5), A)
+    between = kvp.form_patch(CHUNK, large, kvp.ByteBudget(4000, relative=0.5), A, dtype="float32")
     assert plain.factors["k"].ranks[0] <= between.factors["k"].ranks[0] <= found.factors["k"].ranks[0]
 
 
@@ -141,7 +141,7 @@ def test_a_patch_within_a_budget_is_applied_and_spliced_like_any_other(kind):
     kv = conditioned_of(chunk, rank=2)
     start = 7 if chunk.layout.rope.axes is None else np.array([1, 2, 3])
     # The rounding of float32 has energy too, so the rank is bounded.
-    patch = kvp.form_patch(chunk, kv, kvp.ByteBudget(1 << 20, most=2), A)
+    patch = kvp.form_patch(chunk, kv, kvp.ByteBudget(1 << 20, most=2), A, dtype="float32")
     found = kvp.apply_patch(kvp.Placed(chunk, patch, start, A))
     wanted = kvp.to_engine(chunk.layout, kv, chunk.local, start)
     assert {own.ranks for own in patch.factors.values()} == {(2,) * chunk.layout.layers}
@@ -181,21 +181,23 @@ def test_many_budgets_share_programs():
 
 def test_smaller_patches_of_a_budget():
     kv = conditioned()
-    patch = kvp.form_patch(CHUNK, kv, kvp.ByteBudget(4000), A, layers=[0, 2])
+    patch = kvp.form_patch(CHUNK, kv, kvp.ByteBudget(4000), A, layers=[0, 2], dtype="float32")
     assert patch.metadata.layers == (0, 2)
     assert kvp.keep_layers(patch, [2]).nbytes < patch.nbytes
     assert kvp.quantise(patch, "int4").nbytes < patch.nbytes / 4
     assert patch_digest(patch) != patch_digest(kvp.truncate(patch, 1))
-    capped = kvp.form_patch(CHUNK, kv, kvp.ByteBudget(9000, most=2), A)
+    capped = kvp.form_patch(CHUNK, kv, kvp.ByteBudget(9000, most=2), A, dtype="float32")
     assert max(capped.ranks.values()) == 2
-    removed = kvp.removal_patch(CHUNK, kv, conditioned(seed=6), kvp.ByteBudget(2000), ["B"], ["A", "B"])
+    removed = kvp.removal_patch(
+        CHUNK, kv, conditioned(seed=6), kvp.ByteBudget(2000), ["B"], ["A", "B"], dtype="float32"
+    )
     assert removed.nbytes <= 2000
     correction = kvp.correction_patch(CHUNK, kvp.quantise(patch_of(kv), "int4"), conditioned(seed=7), 4, ["C"])
     assert correction.metadata.base == "patched"
 
 
 def patch_of(kv: dict, **options) -> kvp.Patch:
-    return kvp.form_patch(CHUNK, kv, kvp.ByteBudget(4000), A, **options)
+    return kvp.form_patch(CHUNK, kv, kvp.ByteBudget(4000), A, **{"dtype": "float32", **options})
 
 
 def test_a_correction_is_folded_into_a_patch_with_many_ranks():
@@ -208,12 +210,20 @@ def test_a_correction_is_folded_into_a_patch_with_many_ranks():
         np.testing.assert_allclose(found[name][:, :20], value[:, :20], atol=1e-4)
     few = kvp.quantise(patch, "int5g16")
     updated = kvp.update_patch(few, kvp.correction_patch(CHUNK, few, second, 4, ["C"], dtype="int5g16"))
-    assert (updated.factors["k"][0].bits, updated.factors["k"][0].group) == (5, 16)
+    assert (updated.factors["k"].u.bits, updated.factors["k"].u.group) == (5, 16)
 
 
 def test_a_chunk_without_a_deficit_needs_no_factors():
     patch = kvp.form_patch(CHUNK, dict(CHUNK.kv), kvp.ByteBudget(1000), A)
     assert (dict(patch.factors), patch.nbytes) == ({}, 0)
+
+
+def test_a_budget_is_spent_in_four_bits_unless_told_otherwise():
+    kv = conditioned()
+    found, wanted = (kvp.form_patch(CHUNK, kv, kvp.ByteBudget(2000), A, **more) for more in ({}, {"dtype": "int4"}))
+    assert found.factors["k"].u.bits == 4
+    assert found.ranks == wanted.ranks
+    assert kvp.form_patch(CHUNK, kv, 2, A).factors["k"][0].dtype == np.float32
 
 
 def test_what_no_budget_can_form_is_refused(unchecked):
@@ -229,7 +239,7 @@ def test_what_no_budget_can_form_is_refused(unchecked):
         (InputError, lambda: kvp.ByteBudget(10, relative="all")),
         (InputError, lambda: kvp.ByteBudget.share(CHUNK, 0)),
         (InputError, lambda: kvp.ByteBudget.share("chunk", 0.1)),
-        (RankError, lambda: kvp.form_patch(CHUNK, kv, kvp.ByteBudget(60), A)),
+        (RankError, lambda: kvp.form_patch(CHUNK, kv, kvp.ByteBudget(30), A)),
         (InputError, lambda: kvp.form_patch(CHUNK, kv, kvp.ByteBudget(600), A, heads="separate")),
         (InputError, lambda: kvp.form_patch(CHUNK, kv, kvp.ByteBudget(600), A, frame="engine", start=3)),
         (InputError, lambda: kvp.form_patch(CHUNK, kv, kvp.ByteBudget(600), A, shared_left=True)),

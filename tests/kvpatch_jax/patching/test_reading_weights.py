@@ -132,7 +132,9 @@ def test_other_patches_are_formed_by_weights_too():
     own = corrections(chunk, kvp.form_patch(chunk, kv, 3, A, method="exact", weights=weights))
     orbit = kvp.orbit_patch(kvp.accumulate(None, kv, chunk, A), 3, method="exact", weights=weights)
     removal = kvp.removal_patch(chunk, kv, dict(chunk.kv), 3, A, (), method="exact", weights=weights)
-    budget = kvp.removal_patch(chunk, kv, dict(chunk.kv), kvp.ByteBudget(9000, most=3), A, (), weights=weights)
+    budget = kvp.removal_patch(
+        chunk, kv, dict(chunk.kv), kvp.ByteBudget(9000, most=3), A, (), weights=weights, dtype="float32"
+    )
     for patch in (orbit, removal, budget):
         for name, value in corrections(chunk, patch).items():
             np.testing.assert_allclose(value, own[name], atol=1e-4)

@@ -90,7 +90,7 @@ def test_a_basis_grows_and_its_patches_stay_as_they_were():
 
 def test_patches_of_any_rank_are_put_into_a_basis():
     basis = chunk_basis(CHUNK, KVS, 6)
-    ragged = kvp.form_patch(CHUNK, KVS[0], kvp.ByteBudget(10_000, most=2), BEHIND[0])
+    ragged = kvp.form_patch(CHUNK, KVS[0], kvp.ByteBudget(10_000, most=2), BEHIND[0], dtype="float32")
     few = kvp.quantise(PATCHES[0], "int6")
     for patch, atol in ((ragged, 3e-4), (PATCHES[0], 3e-4), (few, 0.1)):
         found = in_basis(patch, basis)
@@ -129,7 +129,7 @@ def test_a_difference_to_the_nearest_patch_is_resolved_to_the_whole():
 def test_a_difference_within_a_budget_to_a_patch_in_few_bits():
     """What the few bits lost is part of the difference."""
     stored = kvp.quantise(PATCHES[0], "int4")
-    difference, nearest = difference_patch(CHUNK, [stored], KVS[0], kvp.ByteBudget(20_000), ("A",))
+    difference, nearest = difference_patch(CHUNK, [stored], KVS[0], kvp.ByteBudget(20_000), ("A",), dtype="float32")
     close(applied(resolve_difference(nearest, difference), ("A",)), wanted(KVS[0]), 1e-4)
     dense = kvp.form_patch(CHUNK, KVS[0], 24, BEHIND[0])
     assert dense.ranks["k"] is None
