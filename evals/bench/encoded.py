@@ -20,7 +20,7 @@ from ..results.environment import environment
 from .benchmark import Benchmark, Row, measured_row
 from .timing import interleave_cpu, ratios
 
-WORDS = ("k4v4", "k3v3", "k6v6", "k8v8")
+WORDS = ("k4v4", "k3v3", "k5v5gall", "k6v6", "k8v8")
 TIME_BAR, MEMORY_BAR = 1.5, 0.4
 """Of 4 bits: CPU time of placing over that of the chunk in 16 bits, and bytes that go in over its bytes."""
 BARRED = "k4v4"

@@ -14,6 +14,7 @@ there is no byte order.
 
 import dataclasses
 import functools
+import operator
 import re
 from collections.abc import Mapping
 from types import ModuleType
@@ -312,16 +313,15 @@ def steps_of(packed: PackedArray) -> Float[Array, "..."]:
 
 def _codes_of(packed: PackedArray, xp: ModuleType = jnp) -> UInt8[AnyArray, "*rest rows columns"]:
     """Unpacks codes."""
-    codes, above = None, packed.bits
+    parts, above = [], packed.bits
     for width, plane in zip(_PLANES[packed.bits], packed.planes, strict=True):
         above -= width
-        per_byte = 8 // width
-        shifts = (width * np.arange(per_byte, dtype=np.uint8))[:, None]
-        part = (xp.asarray(plane)[..., None, :] >> shifts) & np.uint8((1 << width) - 1)
-        part = part.reshape(*part.shape[:-2], -1)[..., : packed.columns] << np.uint8(above)
-        codes = part if codes is None else codes | part
-    assert codes is not None
-    return codes
+        plane, mask = xp.asarray(plane), np.uint8((1 << width) - 1)
+        codes = [(plane >> np.uint8(width * place)) & mask for place in range(8 // width)]
+        part = xp.concatenate(codes, axis=-1)[..., : packed.columns] << np.uint8(above)
+        # Each plane is unpacked in whole words; fused with what follows, it would be read number by number.
+        parts.append(jax.lax.optimization_barrier(part) if xp is jnp else part)
+    return functools.reduce(operator.or_, parts)
 
 
 def unpack(packed: PackedArray, dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:

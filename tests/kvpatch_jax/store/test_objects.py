@@ -1,4 +1,5 @@
 """The file format: round trips bit for bit, plain safetensors reads it, hostile headers are refused."""
+# pyright: reportArgumentType=false
 
 import dataclasses
 import itertools
