@@ -37,7 +37,7 @@ def run(*, repeats: int = 9, seed: int = 0, quick: bool = False) -> dict[str, An
 
 
 class _EncodedCase:
-    """A bfloat16 chunk and its encodings, each with a patch in 4 bits of the same rank, and pools to splice into."""
+    """A bfloat16 chunk and its encodings, each with a patch in 4 bits and in 16 of the same rank, and pools."""
 
     def __init__(self, layers: int, tokens: int, heads: int, width: int, rank: int, seed: int):
         rng = np.random.default_rng(seed)
@@ -51,6 +51,7 @@ class _EncodedCase:
         factors = {name: (normal(layers, tokens, rank), normal(layers, rank, heads * width)) for name in kv}
         self.layout, self.tokens = layout, tokens
         self.placed: dict[str, kvp.Placed] = {}
+        self.alike: dict[str, kvp.Placed] = {}
         self.blind: dict[str, kvp.Placed] = {}
 
         for word in ("16 bits", *WORDS):
@@ -60,8 +61,9 @@ class _EncodedCase:
                 "chunk", "canonical", antecedent, "none", layout, all_layers, encoding=own.encoding
             )
             patch = kvp.Patch(factors, metadata)
-            patch = patch if word == "16 bits" else kvp.quantise(patch, "int4")
-            self.placed[word] = kvp.Placed(own, patch, 7, ("other",))
+            few = patch if word == "16 bits" else kvp.quantise(patch, "int4")
+            self.placed[word] = kvp.Placed(own, few, 7, ("other",))
+            self.alike[word] = kvp.Placed(own, patch, 7, ("other",))
             self.blind[word] = kvp.Placed(own, None, 7)
         pages = -(-tokens // PAGE_SIZE) + 1
         self.pools = {word: kvp.pool.make_pool(layout, pages, PAGE_SIZE) for word in self.placed}
@@ -75,6 +77,7 @@ class _EncodedCase:
         """Measures CPU time of placing an encoded chunk with its patch over the chunk in 16 bits with its own."""
         operations = {
             "apply_patch": lambda word: kvp.apply_patch(self.placed[word]),
+            "apply_patch, factors in 16 bits": lambda word: kvp.apply_patch(self.alike[word]),
             "apply_patch, blind": lambda word: kvp.apply_patch(self.blind[word]),
             "splice": self.splice,
         }
