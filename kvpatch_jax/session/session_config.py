@@ -92,7 +92,7 @@ class SessionConfig:
         `canonicals`. Not with a certificate, whose bounds were measured on canonicals as they were prefilled. Exact
         data is never encoded: prefills, and chunks at the front of a window.
       canonicals: with "auto", the bytes of canonicals that are kept as they were prefilled; as many again are kept in
-        k8v8, and all later ones in k4v4. What the store had before is not counted.
+        k8v8gall, and all later ones in k5v5gall. What the store had before is not counted.
       pages, page_size, dtype: of the pool; see `PrivateRuntime`.
 
     Raises:

@@ -9,8 +9,8 @@ from .sources import Encodings
 
 AUTO = "auto"
 """Word for a choice by budget."""
-AUTO_ENCODINGS: Encodings = (None, "k8v8g32", "k4v4g32")
-"""What "auto" chooses among, in this order."""
+AUTO_ENCODINGS: Encodings = (None, "k8v8gall", "k5v5gall")
+"""What "auto" chooses among, in this order: of the measured encodings those that lose least for their bytes."""
 CANONICALS = 1 << 30
 """Bytes of canonicals that "auto" keeps as they were prefilled, unless it is told otherwise."""
 
@@ -33,8 +33,8 @@ def encoding_choice(value: Any, what: str, refused: type[Exception] = InputError
 class CanonicalEncoding:
     """Choice of the encoding of each new canonical. Not safe for several threads at once.
 
-    "auto" keeps the first `budget` bytes of canonicals as they were prefilled, as many again in k8v8, and all later
-    ones in k4v4. Counted is what was chosen here, not what a store had before.
+    "auto" keeps the first `budget` bytes of canonicals as they were prefilled, as many again in 8 bits, and all later
+    ones in 5. Counted is what was chosen here, not what a store had before.
 
     Attributes:
       choice: None (as prefilled), "auto", or the word of an encoding.

@@ -78,17 +78,17 @@ def test_auto_switches_once_its_budget_is_spent(backbone):
     whole = loop(backbone, MemoryStore(), images)[2]
     ids = ids_of(backbone, *images)
     size = max(whole.get(id, "").nbytes for id in ids[1:])
-    half = max(kvp.encode_chunk(whole.get(id, ""), "k8v8").nbytes for id in ids[1:])
+    half = max(kvp.encode_chunk(whole.get(id, ""), "k8v8gall").nbytes for id in ids[1:])
     budget = 2 * size
     store = loop(backbone, MemoryStore(), images, encoding="auto", canonicals=budget)[2]
     words = [store.encodings_of(id) for id in ids]
     assert words[:3] == [{None}] * 3, "the one at the front is not counted"
-    assert words[3:] == [{"k8v8g32"}] * 2
+    assert words[3:] == [{"k8v8gall"}] * 2
     assert 2 * half <= budget
     store = loop(backbone, MemoryStore(), images, encoding="auto", canonicals=0)[2]
-    assert [store.encodings_of(id) for id in ids[1:]] == [{"k4v4g32"}] * 4
+    assert [store.encodings_of(id) for id in ids[1:]] == [{"k5v5gall"}] * 4
     for patch in store.patches:
-        assert patch.metadata.encoding == "k4v4g32"
+        assert patch.metadata.encoding == "k5v5gall"
     # Whatever was chosen is read again.
     stats = loop(backbone, store, images, encoding="auto")[1]
     assert (stats.forwards, stats.formed.patches) == (0, 0)

@@ -250,15 +250,15 @@ def _fields(given: kvp.Chunk, padded: kvp.Chunk) -> dict:
 
 def test_auto_takes_fewer_bits_once_its_budget_is_spent():
     chunk, _ = chunk_of(1)
-    small = kvp.encode_chunk(chunk, "k8v8").nbytes
+    small = kvp.encode_chunk(chunk, "k8v8gall").nbytes
     assert 2 * small < chunk.nbytes, "float32 KV"
     choice = CanonicalEncoding("auto", 2 * chunk.nbytes)
     found = [choice.encoded(chunk).encoding for _ in range(14)]
     most = 2 * chunk.nbytes // small
-    assert found == [None] * 2 + ["k8v8g32"] * min(12, most) + ["k4v4g32"] * max(0, 12 - most)
+    assert found == [None] * 2 + ["k8v8gall"] * min(12, most) + ["k5v5gall"] * max(0, 12 - most)
     assert choice.kept[None] == 2 * chunk.nbytes
-    assert choice.kept["k8v8g32"] <= 2 * chunk.nbytes
-    assert CanonicalEncoding("auto", 0).encoded(chunk).encoding == "k4v4g32"
+    assert choice.kept["k8v8gall"] <= 2 * chunk.nbytes
+    assert CanonicalEncoding("auto", 0).encoded(chunk).encoding == "k5v5gall"
     assert CanonicalEncoding(kvp.core.KVEncoding(3, 2)).words == ("k3v2g32", None)
     assert CanonicalEncoding().encoded(chunk) is chunk
     for wrong in ("k0v1", "automatic", "int8"):
@@ -270,7 +270,7 @@ class StoreWithDefault(MemoryStore):
     """A store that encodes what it is given, unless it is told to leave it as it is."""
 
     class encodings:
-        default = "k4v4g32"
+        default = "k5v5gall"
 
     def put(self, chunk, *, encoding=None, ttl=None):
         word = None if encoding == "unreduced" or chunk.encoding else encoding or self.encodings.default
