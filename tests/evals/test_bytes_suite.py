@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from evals.bytes import document, fronts, suite
+from evals.bytes import advice, document, fronts, suite
 from evals.bytes.arms import all_arms, base_arm, kv_arm, patch_arm
 from evals.bytes.forms import FormFactory
 from evals.bytes.sources import as_weights, scene_chunks
 from evals.bytes.versions import MetChunks, ScoredItems
+from evals.report.documents import block
 from evals.results.intervals import Interval
 from evals.results.parts import PlannedPart
 from evals.results.rows import Rows, measured_row
@@ -343,3 +344,16 @@ def test_a_quick_part_ranks_more_bits_and_larger_patches_higher():
     assert eta("kv.k4v4gall") > eta("kv.k2v2gall") > eta("kv.k1v1g32")
     assert eta("patch.lead.k4v4gall.int4.share=0.07") > 0.9
     assert rows.get("small", "patch.lead.k4v4gall.int4.share=0.07", "kept").value <= 0.07
+
+
+def test_the_guide_and_the_shipped_curves_are_of_the_kept_run():
+    kept = json.loads((document.ROOT / document.KEPT).read_text("utf-8"))
+    shipped_curves = json.loads((document.ROOT / advice.CURVES).read_text("utf-8"))["points"]
+    assert shipped_curves == advice.forms_of(kept["curves"], kept["config"]["text"]["plan"]["sizes"][1])
+    guide = document.ROOT / advice.GUIDE
+    assert block(advice.table(), guide, "advice") == guide.read_text("utf-8")
+    # A form's average rank comes back as the bytes that were measured.
+    for form in advice.measured_forms():
+        if form.kept == "patched" and form.weights == "fisher" and form.antecedents == 2:
+            share = form.bytes_each(advice.MEASURED, 192) / (advice.MEASURED.bytes_per_token() * 192)
+            assert any(abs(curve["kept"] - share) < 1e-3 for curve in kept["curves"] if curve["weights"] == "fisher")

@@ -317,7 +317,7 @@ def test_what_undercuts_on_both_axes_need_not_be_the_cheapest_on_one():
         made.costs("repair.visible", arm, stored, work)
     said = verdict.verdict({"config": {}, "rows": made.rows})[2]
     by = "magic, tokens 2"
-    assert said.endswith(f"at once it is undercut for N = 1 by {by}; for N = 4 by {by}; for N = 16 by {by}.")
+    assert said.endswith(f"at once it is undercut for N = 1, 4, 16 by {by}.")
 
 
 def test_what_needs_no_canonical_undercuts_a_patch_that_serves_one_antecedent():

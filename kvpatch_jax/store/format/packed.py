@@ -164,9 +164,11 @@ def kv_forms(body: Mapping[str, Any], layout: KVLayout, encoding: KVEncoding) ->
         bits, axis = encoding.of_channel(channel)
         group, dtype = body["groups"][channel.name], body["dtypes"][channel.name]
         form = PackedForm(bits, group, axis, channel.features, channel.heads, dtype, False)
-        # Fewer numbers than a group has are one group, of that size even when the chunk is padded later.
-        whole, largest = channel.features if axis == -1 else body["length"], encoding.group or group
-        if group != encoding.group and not whole <= group <= largest:
+        # Fewer numbers than a group has are one group, which grows with the chunk when that is padded; `shapes` refuses
+        # one beyond the padded tokens.
+        whole, declared = channel.features if axis == -1 else body["length"], encoding.group
+        several = declared is not None and whole > declared
+        if group != declared and (several or group < whole):
             raise StoreCorruptError(f"object: got groups of {group} in {encoding}; expected those of the encoding")
         forms[channel.name] = form
     return forms

@@ -101,7 +101,9 @@ def test_what_cannot_be_advised_is_refused(unchecked):
     ):
         with pytest.raises(InputError, match=word):
             kvp.advise(*arguments)
+    assert kvp.advise(LAYOUT, TOKENS, forms=[KV6]).form == KV6
     for options, word in (
+        ({"quality": 0.99, "forms": [KV4]}, "at most 0.900"),
         ({"quality": 0.999}, "highest measured"),
         ({"quality": 2}, "0 to 1"),
         ({"quality": 0.9, "budget": 10}, "one of them"),

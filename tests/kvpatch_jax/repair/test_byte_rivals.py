@@ -304,7 +304,9 @@ def test_ranks_by_energy_are_those_of_the_librarys_patch(case, dtype):
     )
     for row in range(ROWS):
         chunk, conditioned = chunk_of(backbone, splice, row)
-        patch = kvp.form_patch(chunk, conditioned, kvp.ByteBudget(budget, per_byte=True), ["A"], dtype=dtype)
+        patch = kvp.form_patch(
+            chunk, conditioned, kvp.ByteBudget(budget, per_byte=True, relative=0), ["A"], dtype=dtype
+        )
         sizes.append(patch.nbytes)
         expected = kvp.apply_patch(kvp.Placed(chunk, patch, BEFORE, ["A"]))
         for name, value in expected.items():

@@ -270,7 +270,7 @@ class StoreWithDefault(MemoryStore):
     """A store that encodes what it is given, unless it is told to leave it as it is."""
 
     class encodings:
-        default = "k5v5gall"
+        default = "k4v4g32"
 
     def put(self, chunk, *, encoding=None, ttl=None):
         word = None if encoding == "unreduced" or chunk.encoding else encoding or self.encodings.default
