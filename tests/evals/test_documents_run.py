@@ -50,6 +50,7 @@ HOLDS = {
     "start": ["both_patches['k'].shape[0] == 2"],
     "store": ["sources == ['computed', 'store']", "found.id == chunk.id"],
     "traces": ["[event.op for event in trace.events] == ['add']"],
+    "what-to-keep": ["advice.form.kept == 'patched'", "base.encoding == 'k6v6g32'", "kept < 2 * chunk.nbytes"],
     "windows": ["len(window.pieces) == 4", "answer.shape == (1, 1)"],  # pinned, two that stayed, the new one
 }
 """What holds at a page's end besides."""
