@@ -104,7 +104,7 @@ class ByteAdvice:
     def __str__(self) -> str:
         lines = [f"{self.form}: {self.share:.1%} of the KV in 16 bits per antecedent, eta {self.form.eta:.3f}"]
         if self.rival is not None and self.rival_nbytes is not None:
-            lines.append(f"instead of {self.rival_nbytes / self.nbytes:.2f} times as much for: {self.rival}")
+            lines.append(f"the other way takes {self.rival_nbytes / self.nbytes:.2f} times as many bytes: {self.rival}")
         when = "never" if self.break_even is None else f"from {self.break_even} antecedents on"
         return "\n".join([*lines, f"a base with patches takes fewer bytes {when}"])
 
