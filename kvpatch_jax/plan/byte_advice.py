@@ -130,8 +130,8 @@ def advise(
       forms: measured ones to choose among, such as of the caller's own model; None: `measured_forms`.
 
     Raises:
-      InputError: tokens or antecedents below 1, a quality that no measured form reaches, a budget that none fits, or
-        both a quality and a budget.
+      InputError: tokens or antecedents below 1, a quality that no measured form reaches, a budget that none fits, both
+        a quality and a budget, or no form that was measured for so many antecedents.
     """
     layout: Any = model if isinstance(model, KVLayout) else getattr(model, "layout", None)
     expect_kind(layout, KVLayout, "advise: model", "a backbone or a KVLayout")
@@ -140,9 +140,16 @@ def advise(
             raise InputError(f"advise: got {word} {count!r:.80}; expected a whole number from 1")
     if quality is not None and budget is not None:
         raise InputError(f"advise: got quality {quality} and budget {budget!r}; expected one of them")
+    wanted = QUALITY if quality is None else quality
+    if isinstance(wanted, bool) or not isinstance(wanted, int | float) or not 0 <= wanted <= 1:
+        raise InputError(f"advise: got quality {quality!r:.80}; expected 0 to 1")
 
     known = measured_forms() if forms is None else tuple(forms)
     forms = _forms_at(antecedents, known)
+    if not forms:
+        raise InputError(
+            f"advise: got {len(known)} forms, none of them for {antecedents} antecedents; expected at least one"
+        )
     costs = {form: _bytes_of(form, layout, tokens, antecedents) for form in forms}
     if budget is not None:
         allowed = size_of(budget, "advise: budget")
@@ -150,19 +157,16 @@ def advise(
         if not fitting:
             raise InputError(f"advise: got a budget of {allowed} bytes; expected at least {min(costs.values())}")
         chosen = max(fitting, key=lambda form: (form.eta, -costs[form]))
+        # Others are compared at the quality that the chosen form is known to reach.
+        wanted = chosen.eta
     else:
-        wanted = QUALITY if quality is None else quality
-        if isinstance(wanted, bool) or not isinstance(wanted, int | float) or not 0 <= wanted <= 1:
-            raise InputError(f"advise: got quality {quality!r:.80}; expected 0 to 1")
         fitting = [form for form in forms if form.eta >= wanted]
         if not fitting:
             best = max(form.eta for form in forms)
             raise InputError(f"advise: got quality {wanted}; expected at most {best:.3f}, the highest measured")
         chosen = min(fitting, key=lambda form: (costs[form], -form.eta))
 
-    # Others are compared at the quality that the chosen form is known to reach.
-    least = chosen.eta if budget is not None else (QUALITY if quality is None else quality)
-    alike = [form for form in forms if form.eta >= least]
+    alike = [form for form in forms if form.eta >= wanted]
     rival = min((form for form in alike if form.kept != chosen.kept), key=lambda form: costs[form], default=None)
     return ByteAdvice(
         form=chosen,
@@ -170,7 +174,7 @@ def advise(
         share=costs[chosen] / _kv_bytes(layout, tokens, None),
         rival=rival,
         rival_nbytes=None if rival is None else costs[rival],
-        break_even=_break_even(least, layout, tokens, known),
+        break_even=_break_even(wanted, layout, tokens, known),
         patch_nbytes=chosen.bytes_each(layout, tokens) if chosen.kept == "patched" else None,
     )
 

@@ -104,6 +104,9 @@ def test_what_cannot_be_advised_is_refused(unchecked):
     assert kvp.advise(LAYOUT, TOKENS, forms=[KV6]).form == KV6
     for options, word in (
         ({"quality": 0.99, "forms": [KV4]}, "at most 0.900"),
+        ({"forms": []}, "got 0 forms"),
+        ({"budget": 1 << 40, "forms": []}, "got 0 forms"),
+        ({"forms": [MEAN2, MEAN4]}, "none of them for 1 antecedents"),  # a mean of one is the KV itself
         ({"quality": 0.999}, "highest measured"),
         ({"quality": 2}, "0 to 1"),
         ({"quality": 0.9, "budget": 10}, "one of them"),
