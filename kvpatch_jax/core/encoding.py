@@ -307,8 +307,13 @@ def _planes_of(codes: UInt8[AnyArray, "*rest rows columns"], bits: int, xp: Modu
 
 def steps_of(packed: PackedArray) -> Float[Array, "..."]:
     """Returns the step between codes of each number, float32, in the shape of the decoded array."""
+    return _of_numbers(packed, packed.scale).reshape(packed.shape)
+
+
+def _of_numbers(packed: PackedArray, value: Any) -> Float[Array, "*rest rows columns"]:
+    """Repeats what each group of an array has, its scale or least value, for each of its numbers."""
     along = packed.planes[0].shape[-2] if packed.axis == -2 else packed.columns
-    return _spread(jnp.asarray(packed.scale), packed.group, packed.axis, along).reshape(packed.shape)
+    return _spread(jnp.asarray(value), packed.group, packed.axis, along)
 
 
 def _codes_of(packed: PackedArray, xp: ModuleType = jnp) -> UInt8[AnyArray, "*rest rows columns"]:
@@ -332,13 +337,11 @@ def unpack(packed: PackedArray, dtype: jax.typing.DTypeLike | None = None) -> Fl
     Args:
       dtype: of the result in place of the array's own.
     """
-    codes, along = jnp.asarray(_codes_of(packed)), packed.planes[0].shape[-2] if packed.axis == -2 else packed.columns
-    step = _spread(jnp.asarray(packed.scale), packed.group, packed.axis, along)
+    value, step = jnp.asarray(_codes_of(packed)).astype(jnp.float32), _of_numbers(packed, packed.scale)
     if packed.least is None:
-        value = (codes.astype(jnp.float32) - 2.0 ** (packed.bits - 1)) * step
+        value = (value - 2.0 ** (packed.bits - 1)) * step
     else:
-        value = codes.astype(jnp.float32) * step
-        value += _spread(jnp.asarray(packed.least), packed.group, packed.axis, along)
+        value = value * step + _of_numbers(packed, packed.least)
     dtype = packed.dtype if dtype is None else jnp.dtype(dtype)
     if dtype == jnp.float16:
         # Steps are rounded up, so the largest number of a group may come out above it, and here above all of float16.
