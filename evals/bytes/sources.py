@@ -5,7 +5,7 @@ every answer that needs both does. A passage of text is met behind the text befo
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvpatch_jax.core import KVLayout, to_engine
-from kvpatch_jax.patching.reading_weights import calibrate_weights
+from kvpatch_jax.core import to_engine
+from kvpatch_jax.patching.reading_weights import ReadingWeights, calibrate_weights
 from models import ModelBackbone
 
 from .. import small_task
@@ -202,24 +202,5 @@ def fisher_weights(chunks: MetChunks, samples: int = 2) -> dict[str, Float[np.nd
                 square = np.square(np.asarray(value, np.float64)).mean((1, 2))
                 total[name] = total[name] + square.reshape(len(square), -1)
             count += 1
-    return as_weights(layout, {name: np.asarray(value) / count for name, value in total.items()})
-
-
-def as_weights(layout: KVLayout, squares: Mapping[str, np.ndarray]) -> dict[str, Float[np.ndarray, "L F"]]:
-    """Makes weights of mean squares [L, F]: one for a rotary pair, at least a tenth of a layer's root mean square."""
-    weights = {}
-    for channel in layout.channels:
-        heads = squares[channel.name].reshape(layout.layers, channel.heads, channel.width).copy()
-        rotary = channel.rotary if channel.rotates else 0
-        if rotary:
-            pairs = layout.rope.cached == "pairs"
-            first = slice(0, rotary, 2) if pairs else slice(0, rotary // 2)
-            second = slice(1, rotary, 2) if pairs else slice(rotary // 2, rotary)
-            mean = (heads[..., first] + heads[..., second]) / 2
-            heads[..., first], heads[..., second] = mean, mean
-        flat = heads.reshape(layout.layers, -1)
-        least = 0.01 * flat.mean(axis=1, keepdims=True)
-        weights[channel.name] = np.sqrt(np.maximum(flat, np.maximum(least, 1e-30))).astype(np.float32)
-    # Only ratios matter; a mean of 1 keeps factors in range.
-    scale = np.mean([np.mean(value) for value in weights.values()])
-    return {name: value / scale for name, value in weights.items()}
+    information = {name: np.asarray(value) / count for name, value in total.items()}
+    return ReadingWeights.of_information(information, layout, chunks.backbone.fingerprint).arrays()

@@ -86,6 +86,26 @@ class ReadingWeights:
         ones = {channel.name: np.ones((layout.layers, channel.features), np.float32) for channel in layout.channels}
         return cls(ones, layout, backbone)
 
+    @classmethod
+    def of_information(
+        cls, information: Mapping[str, Float[np.ndarray, "L F"]], layout: KVLayout, backbone: str
+    ) -> "ReadingWeights":
+        """Returns the weights of measured Fisher information, as `calibrate_sensitivity` makes them.
+
+        A rotary pair has one weight, and a feature that hardly mattered a tenth of its layer's root mean square: it may
+        matter to other prompts. All together have a mean square of 1 but for these.
+
+        Args:
+          information: by channel, the diagonal: mean squares of gradients.
+        """
+        mean = np.mean(np.concatenate([value.ravel() for value in information.values()]))
+        weights = {}
+        for channel in layout.channels:
+            square = _over_pairs(information[channel.name], channel, layout) / max(mean, np.finfo(np.float64).tiny)
+            least = 0.1 * np.sqrt(square.mean(axis=1, keepdims=True)) + np.finfo(np.float32).tiny
+            weights[channel.name] = np.maximum(np.sqrt(square), least).astype(np.float32)
+        return cls(weights, layout, backbone, compare_layers=True)
+
     def of_layers(self, chunk: Chunk, layers: Sequence[int]) -> dict[str, Float[Array, "L F"]]:
         """Returns the weights of some layers, for a chunk.
 
@@ -200,14 +220,8 @@ def calibrate_sensitivity(
     if not count:
         raise InputError("calibrate_sensitivity: got no prompts; expected at least one")
 
-    mean = np.mean(np.concatenate([value.ravel() for value in total.values()])) / count
-    weights = {}
-    for channel in layout.channels:
-        square = _over_pairs(total[channel.name] / count, channel, layout) / max(mean, np.finfo(np.float64).tiny)
-        # A feature that hardly mattered to these prompts may matter to others.
-        least = 0.1 * np.sqrt(square.mean(axis=1, keepdims=True)) + np.finfo(np.float32).tiny
-        weights[channel.name] = np.maximum(np.sqrt(square), least).astype(np.float32)
-    return ReadingWeights(weights, layout, backbone.fingerprint, compare_layers=True)
+    information = {name: value / count for name, value in total.items()}
+    return ReadingWeights.of_information(information, layout, backbone.fingerprint)
 
 
 def query_power(layer: LayerAttention) -> Float[Array, "K H"]:

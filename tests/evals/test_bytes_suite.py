@@ -13,7 +13,7 @@ import kvpatch_jax as kvp
 from evals.bytes import advice, document, fronts, suite
 from evals.bytes.arms import all_arms, base_arm, kv_arm, patch_arm
 from evals.bytes.forms import FormFactory
-from evals.bytes.sources import as_weights, scene_chunks
+from evals.bytes.sources import scene_chunks
 from evals.bytes.versions import MetChunks, ScoredItems
 from evals.report.documents import block
 from evals.results.intervals import Interval
@@ -135,12 +135,11 @@ def test_weights_find_directions_with_less_weighted_error(chunks):
     squares = {}
     for channel in layout.channels:
         squares[channel.name] = np.exp(3 * rng.standard_normal((layout.layers, channel.features)))
-    weights = as_weights(layout, squares)
+    # One weight for a rotary pair.
+    weights = ReadingWeights.of_information(squares, layout, chunks.backbone.fingerprint).weights
     keys = weights["k"].reshape(layout.layers, layout.channels[0].heads, -1)
     half = keys.shape[-1] // 2
     np.testing.assert_allclose(keys[..., :half], keys[..., half:])
-    # The library takes them: one weight for a rotary pair.
-    ReadingWeights(weights, layout, chunks.backbone.fingerprint)
 
     factory = FormFactory(chunks, {"drawn": weights})
     plain, weighed = (factory.patched("mean", 8, 0, 3, factors="float32", rank=2, weights=w) for w in (None, "drawn"))
