@@ -5,7 +5,7 @@
 Every write draws a salt of 256 bits, so an object's key encrypts that object once, and the numbers of its leaves are
 the nonces: no nonce is used twice with a key. The encrypted object is an object again: its leaves are uint8, its body
 holds the salt and a check value of the tenant's key, and its first leaf has the content of the plain header. The file's
-name, kind, expiry and salt, and the leaf's number and name, are authenticated with each leaf.
+name, kind, revision, expiry and salt, and the leaf's number and name, are authenticated with each leaf.
 
 A leaf longer than `MOST` is stored in pieces, each a leaf of the file, encrypted with a nonce of the leaf's and the
 piece's number; the piece's number and the number of pieces are authenticated. The file states which leaves are in
@@ -144,7 +144,7 @@ class AesGcm:
         text = json.dumps(inside, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _STEP)
         parts = {_INSIDE: np.frombuffer(text, np.uint8)} | {n: as_bytes(array) for n, array in blob.arrays.items()}
-        cipher = _Cipher(self._key, salt, [file, blob.kind, repr(blob.expires)])
+        cipher = _Cipher(self._key, salt, _authenticated(file, blob))
 
         arrays: dict[str, np.ndarray] = {}
         for number, (name, part) in enumerate(parts.items()):
@@ -155,7 +155,7 @@ class AesGcm:
             for piece in range(count):
                 bound, own = _Piece(number, name, piece, count), part[piece * MOST : (piece + 1) * MOST]
                 arrays[f"{_outside(number)}.{piece}"] = cipher.encrypted(bound, own)
-        return Blob(blob.kind, {"sealed": 1, "check": self.check, "salt": salt.hex()}, arrays, blob.expires)
+        return Blob(blob.kind, {"sealed": 1, "check": self.check, "salt": salt.hex()}, arrays, blob.expires, blob.revision)
 
     def opened(self, header: Header, read: Read) -> tuple[Header, Read] | None:
         """Decrypts the header of an object; None if it is not encrypted, as anyone could have written it."""
@@ -169,7 +169,7 @@ class AesGcm:
         if header.body.get("check") != self.check:
             raise StoreKeyError("object: got one encrypted with another key; expected the key that it was put with")
 
-        cipher = _Cipher(self._key, _salt(header.body), [header.name, header.kind, repr(header.expires)])
+        cipher = _Cipher(self._key, _salt(header.body), _authenticated(header.name, header))
         outer = header.leaves.get(_INSIDE)
         if outer is None or outer.nbytes < _TAG or outer.dtype != np.uint8:
             raise StoreCorruptError(f"object: got no leaf {_INSIDE}; expected one of uint8")
@@ -255,6 +255,12 @@ def _derived(key: bytes, salt: bytes, info: bytes, size: int) -> bytes:
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
     return HKDF(SHA256(), size, salt, b"kvpatch_jax store 1\0" + info).derive(key)
+
+
+def _authenticated(file: str, object: Header | Blob) -> list[str]:
+    """Returns the plain fields that are authenticated with every leaf. Format version 1 had no revision."""
+    revision = [f"revision {object.revision}"] if object.revision else []
+    return [file, object.kind, repr(object.expires), *revision]
 
 
 def _outside(number: int) -> str:

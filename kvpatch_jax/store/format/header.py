@@ -28,7 +28,10 @@ except ImportError:
 crc32 = _zlib.crc32
 """zlib's checksum of any bytes."""
 
-VERSION = "1"
+VERSION = 2
+"""Version of the format that is written. Version 1 had neither `reader` nor `revision`."""
+READER = 2
+"""Least version of a reader that understands what is written."""
 PAGE = 4096
 ALIGNMENT = 64
 LARGEST_HEADER = 1 << 22
@@ -56,7 +59,9 @@ _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _OPENING = b'{"__metadata__":{"header_crc":"'
 _NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+){0,4}")
 _CRC = re.compile("[0-9a-f]{8}")
-_METADATA = ("header_crc", "version", "name", "kind", "expires", "crc", "body")
+_METADATA = ("header_crc", "version", "reader", "name", "kind", "revision", "expires", "crc", "body")
+_METADATA_1 = ("header_crc", "version", "name", "kind", "expires", "crc", "body")
+_NUMBER = re.compile("0|[1-9][0-9]{0,19}")
 _KINDS = ("kv", "patch", "encoder", "entry")
 _ENTRY = ("dtype", "shape", "data_offsets")
 _DEPTH = 12
@@ -86,6 +91,7 @@ class Header:
       start: bytes before the first leaf.
       size: bytes of the file.
       crc: checksum of everything before the first leaf. It covers the leaves' checksums, so it identifies a version.
+      revision: revision of the name, of which every write has a larger one (`revisions`); 0: of format version 1.
     """
 
     name: str
@@ -96,6 +102,7 @@ class Header:
     start: int
     size: int
     crc: bytes = b""
+    revision: int = 0
 
 
 def dtype_word(dtype: np.dtype) -> str:
@@ -116,6 +123,7 @@ def make_header(
     body: Mapping[str, Any],
     specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     crcs: Mapping[str, int] | None = None,
+    revision: int = 0,
 ) -> tuple[bytes, Header]:
     """Returns the bytes of a header, and the header parsed. The number of bytes does not depend on `crcs`.
 
@@ -148,9 +156,11 @@ def make_header(
 
     metadata = {
         "header_crc": "0" * 8,
-        "version": VERSION,
+        "version": str(VERSION),
+        "reader": str(READER),
         "name": name,
         "kind": kind,
+        "revision": str(revision),
         "expires": "" if expires is None else repr(float(expires)),
         "crc": " ".join(f"{leaf}={crcs[leaf]:08x}" for leaf in specs),
         "body": json.dumps(body, separators=(",", ":")),
@@ -167,7 +177,7 @@ def make_header(
     raw = b"".join((raw[:at], b"%08x" % crc32(raw), raw[at + 8 :]))
     start = len(raw)
     leaves = {leaf: Leaf(leaf, dtype, shape, start + at, n, crcs[leaf]) for leaf, dtype, shape, at, n in placed}
-    return raw, Header(name, kind, expires, body, leaves, start, start + offset, opening_crc(raw))
+    return raw, Header(name, kind, expires, body, leaves, start, start + offset, opening_crc(raw), revision)
 
 
 def _entry(dtype: np.dtype, shape: tuple[int, ...], offset: int, nbytes: int) -> dict[str, Any]:
@@ -214,12 +224,9 @@ def parse_header(raw: bytes, size: int | None) -> Header:
         raise StoreCorruptError(f"object: got header checksum {crc!r}; expected {computed!r}, computed from the bytes")
 
     tree = _parse_json(raw[8:], "header")
-    metadata = tree.pop("__metadata__")
-    expect_known("version", [metadata.get("version")], (VERSION,))
-    expect_known("metadata", metadata, _METADATA)
-    if tuple(metadata) != _METADATA or not set(map(type, metadata.values())) == {str}:
-        raise StoreCorruptError(f"object: got metadata {str(list(metadata))[:200]}; expected strings named {_METADATA}")
+    metadata = _known_metadata(tree.pop("__metadata__"))
     expect_known("kind", [metadata["kind"]], _KINDS)
+    revision = int(metadata.get("revision", "0"))
 
     leaves, size = _parse_leaves(tree, metadata["crc"], len(raw), size)
     body = _parse_json(metadata["body"], "body")
@@ -234,7 +241,30 @@ def parse_header(raw: bytes, size: int | None) -> Header:
             expires = math.nan
         if not math.isfinite(expires):
             raise StoreCorruptError(f"object: got expires {text[:40]!r}; expected seconds since the epoch")
-    return Header(metadata["name"], metadata["kind"], expires, body, leaves, len(raw), size, crc)
+    return Header(metadata["name"], metadata["kind"], expires, body, leaves, len(raw), size, crc, revision)
+
+
+def _known_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Returns the metadata fields that this version knows.
+
+    A later version says in `reader` which readers understand its objects. Those may ignore metadata that they do not
+    know; everything else that is unknown makes the object one of a later version.
+    """
+    version, reader = metadata.get("version"), metadata.get("reader")
+    known = _METADATA_1 if version == "1" else _METADATA
+    if isinstance(version, str) and _NUMBER.fullmatch(version) and int(version) > VERSION:
+        if not (isinstance(reader, str) and _NUMBER.fullmatch(reader) and int(reader) <= VERSION):
+            expect_known("version", [version], ("1", str(VERSION)))
+        metadata = {name: value for name, value in metadata.items() if name in known}
+    else:
+        expect_known("version", [version], ("1", str(VERSION)))
+        expect_known("metadata", metadata, known)
+
+    if tuple(metadata) != known or not set(map(type, metadata.values())) == {str}:
+        raise StoreCorruptError(f"object: got metadata {str(list(metadata))[:200]}; expected strings named {known}")
+    if not _NUMBER.fullmatch(metadata.get("revision", "0")):
+        raise StoreCorruptError(f"object: got revision {metadata['revision'][:40]!r}; expected a number of 20 digits")
+    return metadata
 
 
 OPENING_BYTES = 8 + len(_OPENING) + 8

@@ -35,7 +35,8 @@ _NO_DIGITS = str.maketrans("", "", string.digits)
 class Blob:
     """Content of an object to be written: its leaves in the order of the file, and the fields of its header.
 
-    The arrays are not copied, and must not change until the object is durable. `expires` is converted to a float, so
+    The arrays are not copied, and must not change until the object is durable. `revision` is the name's, which the write
+    is given when it begins (`revisions`). `expires` is converted to a float, so
     that its text is the same in the header, its checksum and its authentication.
 
     Raises:
@@ -46,6 +47,7 @@ class Blob:
     body: Mapping[str, Any] = dataclasses.field(repr=False)
     arrays: Arrays = dataclasses.field(repr=False)
     expires: float | None = None
+    revision: int = 0
 
     def __post_init__(self) -> None:
         if self.expires is not None:
@@ -69,7 +71,7 @@ class Blob:
 
 def blob_of(header: Header, arrays: Arrays) -> Blob:
     """Returns the content of an object that was read, to be written again."""
-    return Blob(header.kind, header.body, arrays, header.expires)  # pyright: ignore[reportArgumentType]
+    return Blob(header.kind, header.body, arrays, header.expires, header.revision)  # pyright: ignore[reportArgumentType]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +109,7 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
 
 def planned_header(blob: Blob, name: str) -> Header:
     """Returns the header of an object's file, with zeros for the leaves' checksums."""
-    return make_header(name, blob.kind, blob.expires, blob.body, blob.specs)[1]
+    return make_header(name, blob.kind, blob.expires, blob.body, blob.specs, revision=blob.revision)[1]
 
 
 def file_size(blob: Blob, name: str) -> int:
@@ -133,7 +135,8 @@ def _parts(arrays: Arrays) -> list[np.ndarray]:
 
 def blob_bytes(blob: Blob, name: str) -> bytes:
     """Returns the whole file as bytes, for stores that write it in one call."""
-    raw, _ = make_header(name, blob.kind, blob.expires, blob.body, blob.specs, _crcs(blob.arrays))
+    crcs = _crcs(blob.arrays)
+    raw, _ = make_header(name, blob.kind, blob.expires, blob.body, blob.specs, crcs, blob.revision)
     return b"".join([raw, *(part.tobytes() for part in _parts(blob.arrays))])
 
 
@@ -142,7 +145,9 @@ def write_blob(fd: int, blob: Blob, name: str) -> Header:
 
     The file's modification time encodes when the object expires.
     """
-    describe = functools.partial(make_header, name, blob.kind, blob.expires, blob.body, blob.specs)
+    describe = functools.partial(
+        make_header, name, blob.kind, blob.expires, blob.body, blob.specs, revision=blob.revision
+    )
     if blob.nbytes < _OVERLAP:
         raw, header = describe(_crcs(blob.arrays))
         reserve(fd, header.size)
