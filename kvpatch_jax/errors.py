@@ -148,6 +148,10 @@ class StoreIOError(StoreError):
     """Any other failure of the file system. A put that fails is not acknowledged."""
 
 
+class StoreBusyError(StoreIOError):
+    """Another process holds a lock for too long; the message names it. Nothing was changed."""
+
+
 class StoreUnreachableError(StoreIOError):
     """A remote store that did not answer in time or failed temporarily, or was not contacted (`asked` is False)."""
 

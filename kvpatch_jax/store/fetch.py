@@ -20,12 +20,12 @@ import numpy as np
 from ..cache import Chunk, fingerprint_of
 from ..core import AnyArray
 from ..errors import FetchError, InputError, StoreClosedError, StoreError
+from .disk.directory import NameState
 from .format.encoding_choice import UNREDUCED
-from .format.naming import Encoding, encoding_word
+from .format.naming import Encoding, Name, encoding_word
 from .format.packed import layer_in
 from .store import Ack, ChunkStore
 from .tiers.device_placement import Placement, place_chunk, placement_key
-from .tiers.write_order import Write, WriteOrder
 
 Source = Literal["store", "shared", "computed", "joined"]
 """Origin of a chunk: the store, the request's shared store, computation, or another thread's fetch."""
@@ -161,25 +161,23 @@ class _Flight:
 
     def __init__(self, store: ChunkStore, request: Request) -> None:
         self.owner = threading.get_ident()
-        # Registered as copies, which any write or deletion of the name outdates.
-        self._copies: list[tuple[WriteOrder, Write]] = []
+        # States of the names, by which a later write or deletion is noticed.
+        self._states: list[tuple[ChunkStore, Name, NameState]] = []
         for source in (store, request.shared):
             if source is not None:
                 for word in source.encodings.to_get(request.encoding):
                     name = source.names.canonical(request.backbone, request.id, word, request.lead)
-                    self._copies.append((source.order, source.order.copy(name)))
+                    self._states.append((source, name, source.disk.name_state(name)))
         self.landed: concurrent.futures.Future[Chunk | None] = concurrent.futures.Future()
         self.computing = False
 
     @property
     def outdated(self) -> bool:
         """Whether the chunk was written or deleted since the start, so that new requests must not use it."""
-        return any(copy.outdated for _, copy in self._copies)
+        return any(not before.allows(source.disk.name_state(name)) for source, name, before in self._states)
 
     def land(self, chunk: Chunk | None) -> None:
         """Passes the chunk to the waiting threads; None if it failed."""
-        for order, copy in self._copies:
-            order.end(copy)
         self.landed.set_result(chunk)
 
     def wait(self, deadline: float | None) -> Chunk | None:

@@ -1,6 +1,7 @@
 """The chunk store: one tenant's canonicals, patches and encoder outputs in device, host, disk and remote tiers."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import time
@@ -12,7 +13,7 @@ import numpy as np
 
 from ..cache import Chunk, Patch, PatchMetadata
 from ..core import AnyArray, KVLayout
-from ..errors import InputError, StoreReadOnlyError
+from ..errors import InputError
 from ..patching import Basis
 from ..utils.atomic_files import path_of
 from ..utils.kinds import all_of, expect_kind
@@ -26,7 +27,6 @@ from .format.expiry import Seconds, checked_ttl, expires_at
 from .format.naming import Encoding, Name, PatchKey, part_of
 from .format.objects import Blob
 from .format.patch_codec import patch_blob
-from .io.per_root import shared
 from .metrics import Statistics
 from .patch_objects import PatchObjects
 from .tenants import DeletionReport, delete_tenant
@@ -35,7 +35,6 @@ from .tiers.memory import CANONICAL, ENCODER, Policy
 from .tiers.reader import TieredReader
 from .tiers.remote import RemoteStore
 from .tiers.remote_tier import RemoteTier
-from .tiers.write_order import Write, WriteOrder
 from .tiers.writer import Ack, Writer, joined
 
 
@@ -102,9 +101,8 @@ class ChunkStore:
         self.disk, self.names = self.tenant_disk.disk, self.tenant_disk.names
         self.budget, self.counters = self.tenant_disk.budget, self.tenant_disk.counters
         self._remote = None if remote is None else RemoteTier(remote, self.counters, self.disk.encryption)
-        self.order = shared(WriteOrder, self.disk.root)
-        self._writer = Writer(self._commit, self.order, queue_bytes)
-        self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, self.order, policy)
+        self._writer = Writer(self._commit, self.tenant_disk, queue_bytes)
+        self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, policy)
         self._patches = PatchObjects(self.tenant_disk, self._reader)
 
     # ----------------------------------------------------------------------------------------------- chunks
@@ -141,7 +139,7 @@ class ChunkStore:
             blobs = []
             for chunk in all_of(Chunk, chunks, "store"):
                 blobs += [(name, make()) for name, make, _ in self._jobs_of(chunk, encoding, ttl)]
-            self._commit([(self.order.begin(name), blob) for name, blob in blobs])
+            self._commit(self._begun(blobs))
 
     def put_async(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: Seconds | None = None) -> Ack:
         """Queues a `put`. The future is done when the chunk is durable, or holds the error.
@@ -234,7 +232,7 @@ class ChunkStore:
     def delete(self, id: str, backbone: str) -> bool:
         """Deletes a chunk with all its encodings, patches and encoder output, also in quarantine.
 
-        Queued puts of it in this process are cancelled, and writes in progress are waited for.
+        Puts that began before, queued ones too, are then without effect, in every process.
 
         Returns:
           Whether there was anything to delete.
@@ -244,24 +242,17 @@ class ChunkStore:
         """
         self.tenant_disk.expect_open()
         name = self.names.canonical(backbone, id)
-        prefix = f"{name.folder}/{name.chunk}."
-
-        with self.order.turn_to_delete(prefix) as place:
+        prefix = f"{name.chunk_key}."
+        queued = self._writer.waiting_paths(prefix)
+        try:
+            # The remote store comes first, or a reader could copy the chunk back from there.
+            if self._remote is not None:
+                self._remote.delete(prefix)
+        finally:
+            deleted = self.tenant_disk.delete_chunk(name)
             self._reader.drop_chunk(name.chunk_key)
-            try:
-                # The remote store comes first, or a reader could copy the chunk back from there.
-                if self._remote is not None:
-                    self._remote.delete(prefix)
-            finally:
-                with contextlib.suppress(StoreReadOnlyError):  # then nobody can write a copy either
-                    self.disk.note_deletion()
-                # Canonicals come first: nobody may find one when other parts of the chunk are gone.
-                entries = sorted(self.disk.of_chunk(name), key=lambda entry: entry.part.partition(".")[0] != "kv")
-                deleted = any([self.disk.delete(entry.path) for entry in entries])
-                # Cancelled last, and whatever failed before: a queued put would bring the chunk back.
-                deleted = self.order.outdate(prefix, place) or deleted
-                purge(self.disk.root, name.tenant, name.chunk)
-        return deleted
+            purge(self.disk.root, name.tenant, name.chunk)
+        return deleted or bool(queued)
 
     # -------------------------------------------------------------------------------- encoder outputs, patches
 
@@ -269,8 +260,8 @@ class ChunkStore:
         """Stores an encoder output, [T, D] or any shape, under a chunk's id or an `encoder_id`. Raises as `put`."""
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
-            write = self.order.begin(self.names.encoder(backbone, id))
-            self._commit([(write, encoder_blob(id, backbone, output, self._expiry(ttl)))])
+            blob = encoder_blob(id, backbone, output, self._expiry(ttl))
+            self._commit(self._begun([(self.names.encoder(backbone, id), blob)]))
 
     def get_encoder(self, id: str, backbone: str) -> np.ndarray | None:
         """Reads an encoder output as a read-only host array; None if there is none."""
@@ -289,7 +280,7 @@ class ChunkStore:
             patches, expires = all_of(Patch, patches, "store"), self._expiry(ttl)
             blobs = self._patches.bases_to_extend(patches, expires)
             blobs += [(self.names.patch(patch), patch_blob(patch, expires)) for patch in patches]
-            self._commit([(self.order.begin(name), blob) for name, blob in blobs])
+            self._commit(self._begun(blobs))
 
     def put_patch_async(self, patch: Patch, *, ttl: Seconds | None = None) -> Ack:
         """Queues a patch, as `put_async` a chunk. Patches that are queued close together are committed together."""
@@ -343,7 +334,7 @@ class ChunkStore:
         expires = self._expiry(ttl)
         with self.counters.timed("put", "disk"):
             blobs = self._patches.basis_objects(basis, expires)
-            self._commit([(self.order.begin(name), blob) for name, blob in blobs])
+            self._commit(self._begun(blobs))
 
     def get_basis(self, digest: str, layout: KVLayout, backbone: str) -> Basis | None:
         """Reads a basis; None if there is none whose content matches the digest."""
@@ -402,10 +393,8 @@ class ChunkStore:
         finally:  # also after a failed put: its error is raised once the tenant is deleted
             self._reader.clear()
             self.tenant_disk.forget_usage()
-            prefix = f"{self.names.space}/"
-            with self.order.turn_to_delete(prefix) as place:
-                report = delete_tenant(self.disk, self.names, None if self._remote is None else self._remote.remote)
-                self.order.outdate(prefix, place)
+            report = delete_tenant(self.disk, self.names, None if self._remote is None else self._remote.remote)
+            self._reader.clear()
         return report
 
     def statistics(self) -> Statistics:
@@ -479,20 +468,19 @@ class ChunkStore:
         ack.add_done_callback(note)
         return ack
 
-    def _commit(self, blobs: Sequence[tuple[Write, Blob]]) -> None:
-        """Writes objects to the disk and the remote store, except those that a newer write of their name replaces."""
-        with self.order.turn([write for write, _ in blobs]) as current:
-            items = []
-            for write, blob in blobs:
-                if write in current:
-                    items.append((write.name, self.disk.encryption.sealed(blob, write.name.file)))
-            if not items:
-                return
+    def _begun(self, blobs: Sequence[tuple[Name, Blob]]) -> list[tuple[Name, Blob]]:
+        """Returns objects with the revisions of writes that begin now."""
+        return [(name, dataclasses.replace(blob, revision=self.tenant_disk.begin(name))) for name, blob in blobs]
 
-            # The disk comes first: neither memory nor the remote store may have what it lacks.
-            self.tenant_disk.put(items)
-            for name, _ in items:
-                self._reader.replaced(name)
-            if self._remote is not None:
-                with self.counters.timed("commit", "remote"):
-                    self._remote.put(items)
+    def _commit(self, blobs: Sequence[tuple[Name, Blob]]) -> None:
+        """Writes objects to the disk and the remote store, except those that a later write of their name replaces."""
+        items = [(name, self.disk.encryption.sealed(blob, name.file)) for name, blob in blobs]
+        if not items:
+            return
+        # The disk comes first: neither memory nor the remote store may have what it lacks.
+        self.tenant_disk.put(items)
+        for name, _ in items:
+            self._reader.replaced(name)
+        if self._remote is not None:
+            with self.counters.timed("commit", "remote"):
+                self._remote.put(items)

@@ -5,12 +5,12 @@ import dataclasses
 import os
 import time
 
-from .disk.directory import note_deletion
 from .disk.disk import Disk
 from .disk.partial_exports import WHOLE, sweep_unfinished
 from .disk.quarantine import purge
+from .disk.revisions import CLOCK, Tombstones
 from .format.naming import ObjectNames
-from .io.files import folder, locked, remove, rename, typed_errors
+from .io.files import folder, remove, rename, typed_errors
 from .tiers.remote import RemoteStore
 from .tiers.remote_tier import delete_below
 
@@ -46,6 +46,8 @@ def delete_tenant(disk: Disk, names: ObjectNames, remote: RemoteStore | None = N
     finally:
         entries = [*disk.scan(names.space), *disk.scan(names.libraries)]
         with typed_errors("store: delete a tenant"):
+            # First, so that puts which began before cannot bring anything back.
+            Tombstones(disk.root, names).put_tenant(CLOCK.next())
             for space in (names.libraries, names.space):  # nobody may find an entry whose chunk is gone
                 _rename_away(disk, space, tenant)
             quarantined = len(purge(disk.root, tenant))
@@ -60,11 +62,9 @@ def _rename_away(disk: Disk, space: str, tenant: str) -> None:
     above, _, name = space.rpartition("/")
     with (
         folder(disk.root, "deleted", make=True) as target,
-        locked(f"{disk.root}/names.lock", shared=False) as lock,
         contextlib.suppress(FileNotFoundError),
         folder(disk.root, above) as source,
     ):
-        note_deletion(lock)  # before the name is free: a copy that was read earlier must not be written to it
         rename(source, name, target, f"{tenant}.{os.getpid()}-{time.time_ns()}")
         os.fsync(source)
         os.fsync(target)

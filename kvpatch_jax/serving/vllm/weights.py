@@ -1,5 +1,6 @@
 """Identity of an engine's weights: the digest of their checkpoint, and its record in a tenant's store."""
 
+import dataclasses
 import glob
 import json
 import logging
@@ -125,19 +126,16 @@ def expect_weights(store: ChunkStore, backbone: str, digest: str) -> None:
     """
     record = store.get_encoder(RECORD, backbone)
     if record is None:
-        # The state is taken before the second read: `copy` then writes nothing if another engine has been faster.
-        # `put_encoder` would let the last engine win, and those before it would not notice.
+        # Written only if there is none: `put_encoder` would let the last engine win, and those before it would not
+        # notice.
         name = store.names.encoder(backbone, RECORD)
-        before = store.disk.name_state(name)
+        blob = encoder_blob(RECORD, backbone, np.frombuffer(bytes.fromhex(digest), np.uint8))
+        blob = dataclasses.replace(blob, revision=store.tenant_disk.begin(name))
+        try:
+            store.tenant_disk.put([(name, store.tenant_disk.sealed(name, blob))], "absent")
+        except (StoreReadOnlyError, StoreFullError):
+            return
         record = store.get_encoder(RECORD, backbone)
-
-        if record is None:
-            blob = encoder_blob(RECORD, backbone, np.frombuffer(bytes.fromhex(digest), np.uint8))
-            try:
-                store.tenant_disk.copy(name, store.tenant_disk.sealed(name, blob), before)
-            except (StoreReadOnlyError, StoreFullError):
-                return
-            record = store.get_encoder(RECORD, backbone)
 
     if record is not None and record.tobytes().hex() != digest:
         raise WeightsError(

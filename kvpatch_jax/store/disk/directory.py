@@ -2,13 +2,17 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from ..format.header import Header
-from ..format.naming import is_object, part_of
+from ..format.naming import Name, is_object, part_of
 from ..format.objects import check_name, read_header
-from ..io.files import Identity, folder, identity, locked, open_regular, typed, typed_errors, written
+from ..io.files import Identity, folder, identity, open_regular, typed, typed_errors, written
+from ..io.locks import SECONDS
+from .index import Changes, Index
+from .revisions import GONE
+from .shard import Shard, locked_shards
 
 _DEPTH = 4
 """Folders above an object: obj/tenant/backbone/xx."""
@@ -93,96 +97,77 @@ Still = Callable[[int, str], bool]
 """Test whether the object under a name in an open directory is the expected one, called while no name can change."""
 
 
-class Removal:
-    """Removal of objects of a root by their paths; made by `removing`.
+def remove_objects(
+    root: str, index: Index, paths: Mapping[str, Still | None], *, evicted: bool = True, seconds: float = SECONDS
+) -> set[str]:
+    """Removes objects durably, each if its test allows it. Returns the paths that were removed.
 
-    Attributes:
-      root: the root.
-      folders: folders of removed objects below the root, to be synced.
-    """
-
-    def __init__(self, root: str):
-        self.root = root
-        self.folders: set[str] = set()
-
-    @contextlib.contextmanager
-    def _expected(self, path: str, still: Still | None) -> Iterator[tuple[int, str] | None]:
-        """Yields the open folder and the name of an object; None if it is gone or not the expected one."""
-        above, _, file = path.rpartition("/")
-        with contextlib.ExitStack() as stack:
-            found = None
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                fd = stack.enter_context(folder(self.root, above))
-                os.stat(file, dir_fd=fd, follow_symlinks=False)  # raises if it is gone, also without a test
-                found = (fd, file) if still is None or still(fd, file) else None
-            yield found
-
-    def is_there(self, path: str, still: Still | None = None) -> bool:
-        """Returns whether an object exists and is the expected one."""
-        with self._expected(path, still) as found:
-            return found is not None
-
-    def remove(self, path: str, still: Still | None = None) -> bool:
-        """Removes an object if it is the expected one. Returns whether it was removed."""
-        with self._expected(path, still) as found, contextlib.suppress(FileNotFoundError):
-            if found is not None:
-                fd, file = found
-                os.unlink(file, dir_fd=fd)
-                self.folders.add(path.rpartition("/")[0])
-                return True
-        return False
-
-
-@contextlib.contextmanager
-def removing(root: str) -> Iterator[Removal]:
-    """Context in which objects of a root are removed and no name can be added. At its end the removals are durable.
+    Args:
+      paths: paths below the root, with a test or None.
+      evicted: whether an older put of a name must not bring back an older object (`Changes.evicted`).
+      seconds: how long a shard's lock is tried.
 
     Raises:
-      StoreReadOnlyError, StoreIOError: an object could not be removed.
+      StoreBusyError, StoreReadOnlyError, StoreIOError: an object could not be removed.
     """
-    removal = Removal(root)
+    folders: dict[str, dict[str, Still | None]] = {}
+    for path, still in paths.items():
+        folders.setdefault(os.path.dirname(path), {})[path] = still
+    removed: set[str] = set()
     with typed_errors("store: delete"):
-        with locked(f"{root}/names.lock", shared=False):
-            yield removal
+        for above, below in folders.items():
+            changes = Changes(evicted=evicted)
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                with locked_shards(root, [above], seconds=seconds) as shards:
+                    shard = shards[above]
+                    try:
+                        for path, still in below.items():
+                            if unlink_if(shard, os.path.basename(path), still):
+                                changes.removed.append(path)
+                    finally:
+                        index.record([shard], changes)
+                        removed.update(changes.removed)
+                if changes.removed:
+                    with folder(root, above) as fd:  # its tenant may be deleted by now
+                        os.fsync(fd)
+    return removed
 
-        # Without the lock: it is not fair, so syncs under it could delay writers for long.
-        for path in sorted(removal.folders):
-            with contextlib.suppress(FileNotFoundError), folder(root, path) as fd:  # its tenant may be deleted by now
-                os.fsync(fd)
+
+def unlink_if(shard: Shard, file: str, still: Still | None = None) -> bool:
+    """Removes an object of a locked shard if it exists and passes a test. Returns whether it was removed."""
+    try:
+        os.stat(file, dir_fd=shard.fd, follow_symlinks=False)
+        if still is not None and not still(shard.fd, file):
+            return False
+        os.unlink(file, dir_fd=shard.fd)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 class NameState(NamedTuple):
-    """State of a name, by which a later write of it, or any deletion in its root, is recognised.
+    """State of a name, by which a later write or deletion of it is recognised.
 
     Attributes:
-      deletions: number of deletions in the root so far.
       file: identity of the name's file as its writer knows it (`io.files.written`); None: no file.
+      gone: the same of its chunk's tombstone.
     """
 
-    deletions: int
     file: Identity | None
+    gone: Identity | None
 
     def allows(self, now: "NameState") -> bool:
         """Returns whether nothing was written or deleted since. Evicted or damaged objects may be written again."""
-        return now.deletions == self.deletions and now.file in (self.file, None)
+        return now.gone == self.gone and now.file in (self.file, None)
 
 
-def name_state(root: str, path: str) -> NameState:
+def name_state(root: str, name: Name) -> NameState:
     """Returns the state of an object's name."""
-    deletions, file = 0, None  # no lock file: nothing was ever deleted
-    with contextlib.suppress(OSError):
-        deletions = os.lstat(f"{root}/names.lock").st_size
-    with contextlib.suppress(OSError):
-        file = written(os.lstat(f"{root}/{path}"))
-    return NameState(deletions, file)
-
-
-def note_deletion(lock: int) -> None:
-    """Counts a deletion, which invalidates copies of objects that were read before it.
-
-    The count is the length of names.lock, which is held exclusively. The file is a hole, so it fits on a full disk.
-    """
-    os.ftruncate(lock, os.fstat(lock).st_size + 1)
+    found: list[Identity | None] = [None, None]
+    for number, path in enumerate((name.path, f"{name.chunk_key}{GONE}")):
+        with contextlib.suppress(OSError):
+            found[number] = written(os.lstat(f"{root}/{path}"))
+    return NameState(*found)
 
 
 def same_file(file: Identity) -> Still:

@@ -5,10 +5,9 @@
     root/tmp/            objects being written, locked by their writer
     root/quarantine/     objects that failed verification
     root/deleted/        tenants being deleted
-    root/names.lock      held shared to add a name, exclusively to remove one
-    root/evict.lock      held during eviction
+    root/index.sqlite    a cache of what the directories say (`index`)
 
-There is no index: the directory alone says what is stored.
+The directory alone says what is stored. Names change under the lock of their folder (`shard`).
 """
 
 import contextlib
@@ -22,9 +21,9 @@ import numpy as np
 from ...errors import StoreCorruptError, StoreError, StoreVersionError
 from ..format.buffers import Buffers
 from ..format.encryption import Encryption, Plain, Read, open_object
-from ..format.expiry import expiry_mtime, expiry_test, mtime_agrees
+from ..format.expiry import expiry_mtime, mtime_agrees
 from ..format.header import OPENING_BYTES, Header, opening_crc, parse_header
-from ..format.naming import Name
+from ..format.naming import Name, is_object
 from ..format.objects import Arrays, Blob, VerifiedObject, Version, check_name, read_header, read_leaves
 from ..io.files import (
     Identity,
@@ -33,7 +32,6 @@ from ..io.files import (
     forget_pages,
     identity,
     identity_of,
-    locked,
     make_directories,
     make_root,
     open_regular,
@@ -47,11 +45,14 @@ from ..io.files import (
 from ..io.per_root import shared
 from .counters import Counters
 from .damage_rate import DamageRate
-from .directory import DirectoryEntry, NameState, Still, directory_entry, name_state, note_deletion, removing, scan
-from .object_writer import ObjectWriter
+from .directory import DirectoryEntry, NameState, Still, name_state, remove_objects, scan
+from .index import Changes, Index, IndexedObject, object_of
+from .object_writer import ObjectWriter, Only
 from .quarantine import BYTES as QUARANTINE_BYTES
 from .quarantine import keep_within, reason_text
 from .recent_use import RecentUse
+from .revisions import NEWER_FORMAT, revision_in
+from .shard import locked_shards
 
 _KNOWN = 256
 _LARGEST_KNOWN = 64 << 10
@@ -96,7 +97,8 @@ class Disk:
                 if not os.path.isdir(f"{self.root}/{top}"):
                     make_directories(self.root, top)
 
-        self.writer = ObjectWriter(self.root, self.encryption.check)
+        self.index = shared(functools.partial(Index, self.root), self.root, Index)
+        self.writer = ObjectWriter(self.root, self.encryption.check, self.index)
         self.recent_use = shared(RecentUse, self.root)
 
     # ----------------------------------------------------------------------------------------------- writing
@@ -105,28 +107,28 @@ class Disk:
         """Writes one object durably. Returns the bytes of its file."""
         return self.put_group([(name, blob)])
 
-    def put_group(self, items: Sequence[tuple[Name, Blob]]) -> int:
+    def put_group(self, items: Sequence[tuple[Name, Blob]], only: Only = "later") -> int:
         """Writes several objects durably and counts them. Returns their bytes. Raises as `ObjectWriter.put`."""
-        total = self.writer.put(items)
-        self.counters.add("puts", len(items))
+        before = self.writer.outdated
+        total = self.writer.put(items, only)
+        outdated = self.writer.outdated - before
+        self.counters.add("puts", len(items) - outdated)
         self.counters.add("put_bytes", total)
+        if outdated:
+            self.counters.add("outdated", outdated)
         return total
 
-    def copy(self, name: Name, blob: Blob, before: NameState) -> int:
-        """Writes a copy of an object, as `ObjectWriter.copy`, and counts it. Returns the bytes of its file."""
-        nbytes = self.writer.copy(name, blob, before)
-        self.counters.add("puts", int(nbytes > 0))
-        self.counters.add("put_bytes", nbytes)
-        return nbytes
-
     def name_state(self, name: Name) -> NameState:
-        """Returns the state of a name, for `copy`."""
-        return name_state(self.root, name.path)
+        """Returns the state of a name, by which a later write or deletion is recognised."""
+        return name_state(self.root, name)
 
-    def note_deletion(self) -> None:
-        """Invalidates copies, in every process, of objects that were read until now. Raises StoreError."""
-        with typed_errors("store: delete"), locked(f"{self.root}/names.lock", shared=False) as lock:
-            note_deletion(lock)
+    def revision(self, name: Name) -> int:
+        """Returns the latest revision of a name: its object's, or that of its chunk's deletion; 0: neither."""
+        known = 0
+        with contextlib.suppress(OSError), folder(self.root, name.folder) as fd:
+            known = revision_in(fd, name.file)
+        gone = 0 if self.writer.tombstones is None else self.writer.tombstones.of(name)
+        return max(gone, 0 if known == NEWER_FORMAT else known, 0)
 
     def sweep(self, tenant: str = "") -> int:
         """Removes files of dead writers from tmp/, as `ObjectWriter.sweep`. Returns their number."""
@@ -333,17 +335,15 @@ class Disk:
             return False
 
         aside, moved = f"{name.tenant}.{time.time_ns()}-{file[0]}-{name.file}", False
-        # Under the exclusive lock, because a writer may replace the damaged file by a good one at any other time.
-        with (
-            contextlib.suppress(OSError),
-            locked(f"{self.root}/names.lock", shared=False),
-            folder(self.root, name.folder) as source,
-        ):
-            if identity(os.stat(name.file, dir_fd=source, follow_symlinks=False)) == file:
+        # Under the lock, because a writer may replace the damaged file by a good one at any other time.
+        with contextlib.suppress(OSError, StoreError), locked_shards(self.root, [name.folder]) as shards:
+            shard = shards[name.folder]
+            if identity(os.stat(name.file, dir_fd=shard.fd, follow_symlinks=False)) == file:
                 # Moved before its reason is written: on a full disk, only the reason is missing.
                 with folder(self.root, "quarantine", make=True) as target:
-                    rename(source, name.file, target, aside)
+                    rename(shard.fd, name.file, target, aside)
                     moved = True
+                    self.index.record([shard], Changes(removed=[name.path]))
                     self.counters.add("quarantined")
                     with open_regular_in(target, f"{aside}.reason", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                         write_all(fd, [reason_text(reason, name.path)], 0)
@@ -366,8 +366,7 @@ class Disk:
         Raises:
           StoreReadOnlyError, StoreIOError: it could not be removed.
         """
-        with removing(self.root) as removal:
-            return removal.remove(path, still)
+        return bool(remove_objects(self.root, self.index, {path: still}))
 
     def examine(self, name: Name, *, leaves: bool = True, certain: bool = False) -> Header | None:
         """Verifies every byte of an object's file, encrypted or not.
@@ -437,38 +436,36 @@ class Disk:
             pass  # absent, damaged or of another key: no later version is known to have written it
         return False
 
-    def of_chunk(self, name: Name) -> list[DirectoryEntry]:
-        """Lists every object of a chunk: its canonical in any encoding, encoder output and patches."""
-        return [entry for entry in self.scan(name.folder) if entry.chunk == f"{name.folder}/{name.chunk}"]
+    def of_chunk(self, name: Name) -> list[IndexedObject]:
+        """Lists every object of a chunk: canonicals in any encoding, encoder output, patches. Raises StoreError."""
+        if name.kind != "entry":
+            return self.index.in_folder(name.folder, f"{name.chunk}.")
+        found: list[IndexedObject] = []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(self.root, name.folder) as fd:
+            for file in os.listdir(fd):
+                path = f"{name.folder}/{file}"
+                if file.startswith(f"{name.chunk}.") and is_object(path):
+                    found.append(object_of(path, os.stat(file, dir_fd=fd, follow_symlinks=False)))
+        return found
+
+    def holds(self, path: str) -> bool:
+        """Returns whether there is a file of an object's path."""
+        return os.path.lexists(f"{self.root}/{path}")
 
     def expires(self, path: str) -> float | None:
         """Returns when an object expires; None if it does not, or cannot be read."""
         above, _, file = path.rpartition("/")
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(self.root, above) as fd:
-            return _expires(fd, file)
+            return header_expiry(fd, file)
         return None
 
     def has_expired(self, fd: int, file: str) -> bool:
         """Returns whether the object in a file of an open directory has expired, by its header."""
-        expires = _expires(fd, file)
+        expires = header_expiry(fd, file)
         return expires is not None and self.clock() >= expires
 
-    def check_expiry(self, entry: DirectoryEntry) -> tuple[DirectoryEntry, bool]:
-        """Returns whether an object of `scan` has expired, with its entry.
 
-        It is opened only if its modification time says so. A wrong modification time is corrected, in the entry too.
-        """
-        if not expiry_test(self.clock())(entry.mtime_ns):
-            return entry, False
-        above, _, file = entry.path.rpartition("/")
-        expired = False  # also if it cannot be read: such an object is not deleted as expired
-        with contextlib.suppress(OSError), folder(self.root, above) as fd:
-            expired = self.has_expired(fd, file)
-            entry = directory_entry(entry.path, os.stat(file, dir_fd=fd, follow_symlinks=False))
-        return entry, expired
-
-
-def _expires(parent: int, file: str) -> float | None:
+def header_expiry(parent: int, file: str) -> float | None:
     """Returns when an object expires; None if it cannot be read. Corrects a wrong modification time."""
     try:
         with open_regular_in(parent, file, noatime=True) as fd:

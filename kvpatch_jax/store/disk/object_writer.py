@@ -1,7 +1,7 @@
 """Durable writes: objects are written to temporary files, synced and then renamed, so each exists whole or not at all.
 
 An acknowledged write has its data and its name on the disk: data, rename, directory, in this order. Of two writers of
-one name the later wins.
+one name the one with the later revision wins (`revisions`).
 """
 
 import concurrent.futures
@@ -13,9 +13,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ...errors import StoreError
+from ..format.header import Header
 from ..format.naming import Name
 from ..format.objects import Blob, write_blob
 from ..io.files import (
@@ -24,19 +25,20 @@ from ..io.files import (
     copy_into,
     folder,
     link,
-    locked,
-    make_directories,
     open_regular_in,
     rename,
     start_writing,
     sync_files,
-    try_lock,
     typed_errors,
     written,
 )
+from ..io.locks import try_lock
 from ..io.thread_pool import ThreadPool
-from .directory import NameState, name_state, removing, was_written
+from .directory import remove_objects, was_written
+from .index import Changes, Index, object_of
 from .key_check import check_key
+from .revisions import NEWER_FORMAT, Tombstones, revision_in
+from .shard import Shard, locked_shards
 
 GROUP = 64
 """Limit of objects per commit: each has a file open until it is renamed."""
@@ -47,10 +49,15 @@ _group = ThreadPool(min(4, max(2, os.cpu_count() or 1)), "kvpatch-group")
 
 
 class LinkSource(NamedTuple):
-    """A file that is already an object: a root directory, and the path below it."""
+    """A file that is already an object: a root directory, the path below it, and the revision in its header."""
 
     root: str
     path: str
+    revision: int = 0
+
+
+Only = Literal["later", "copy", "absent"]
+"""What a write may replace; see `ObjectWriter.put`."""
 
 
 class _Place(NamedTuple):
@@ -60,23 +67,44 @@ class _Place(NamedTuple):
     name: str
 
 
+class _Written(NamedTuple):
+    """An object in a temporary file."""
+
+    name: Name
+    place: _Place
+    fd: int
+    header: Header
+
+
 class ObjectWriter:
     """Writes objects below a root.
 
     Args:
       root: the store's directory.
       check: the value of the tenant's key-check file (`Encryption.check`); None without encryption.
+      index: the root's index.
+
+    Attributes:
+      tombstones: of the tenant whose objects are written; None: deletions are not looked at.
+      outdated: number of writes that a later write or deletion had replaced.
     """
 
-    def __init__(self, root: str, check: str | None):
-        self.root, self._check = root, check
-        self._durable: set[str] = set()  # folders that this process has created durably
+    def __init__(self, root: str, check: str | None, index: Index):
+        self.root, self._check, self._index = root, check, index
+        self.tombstones: Tombstones | None = None
+        self.outdated = 0
 
-    def put(self, items: Sequence[tuple[Name, Blob]]) -> int:
+    def put(self, items: Sequence[tuple[Name, Blob]], only: Only = "later") -> int:
         """Writes several objects durably, in groups of `GROUP`, each with one sync of the data and one of the names.
 
+        An object is not written if its name has a later revision: then it counts as replaced. Blobs without a revision
+        replace anything.
+
+        Args:
+          only: "later" as above; "copy": neither over an object of a later format; "absent": over no object.
+
         Returns:
-          The bytes of their files.
+          The bytes of the files that were written.
 
         Raises:
           StoreFullError, StoreReadOnlyError, StoreIOError: no object is acknowledged or partly there. If there is more
@@ -86,7 +114,7 @@ class ObjectWriter:
         total = 0
         for start in range(0, len(items), GROUP):
             try:
-                total += self._put_group(items[start : start + GROUP])
+                total += self._put_group(items[start : start + GROUP], only)
             except StoreError as error:
                 if start == 0:
                     raise
@@ -94,14 +122,13 @@ class ObjectWriter:
                 raise type(error)(f"{stored} {error}") from error
         return total
 
-    def _put_group(self, items: Sequence[tuple[Name, Blob]]) -> int:
+    def _put_group(self, items: Sequence[tuple[Name, Blob]], only: Only) -> int:
         with typed_errors(f"store: put {len(items)} objects"), contextlib.ExitStack() as stack:
             aside = stack.enter_context(self.temporaries())
 
-            def write(name: Name, blob: Blob) -> tuple[Name, _Place, int, int]:
+            def write(name: Name, blob: Blob) -> _Written:
                 temporary = self.written(name, aside, functools.partial(write_blob, blob=blob, name=name.file))
-                place, fd, header = stack.enter_context(temporary)
-                return name, place, fd, header.size
+                return _Written(name, *stack.enter_context(temporary))
 
             if len(items) == 1:  # a thread of the pool would gain nothing
                 files = [write(*items[0])]
@@ -111,27 +138,65 @@ class ObjectWriter:
                 files = [job.result() for job in jobs]
 
             # Data before names: a name that survives a crash must refer to a whole object.
-            sync_files([fd for _, _, fd, _ in files])
-            with self._naming(items, noted=True):
-                for name, place, _, _ in files:
-                    self._publish(name, place, rename)
-        return sum(size for *_, size in files)
+            sync_files([file.fd for file in files])
+            self._check_keys(items)
+            waiting, named = files, list[_Written]()
+            while waiting:
+                waiting = self._name(waiting, named, only)
+            # Without the locks, which others wait for.
+            for path in sorted({file.name.folder for file in named}):
+                with contextlib.suppress(FileNotFoundError), folder(self.root, path) as fd:
+                    os.fsync(fd)
+        return sum(file.header.size for file in named)
 
-    def copy(self, name: Name, blob: Blob, before: NameState) -> int:
-        """Writes a copy of an object, unless its name was written or deleted since the state `before` the read.
+    def _name(self, files: Sequence[_Written], named: list[_Written], only: Only) -> list[_Written]:
+        """Gives files their names, under the locks of their shards, unless later ones have them.
+
+        Args:
+          named: receives the files that have their names.
 
         Returns:
-          The bytes of its file; 0 if it was not written. Raises as `put`.
+          The files whose tenant was deleted in the meantime, so that their folder has to be made again.
         """
-        with typed_errors("store: put a copy"), contextlib.ExitStack() as stack:
-            aside = stack.enter_context(self.temporaries())
-            write = functools.partial(write_blob, blob=blob, name=name.file)
-            place, fd, header = stack.enter_context(self.written(name, aside, write))
-            sync_files([fd])  # before the lock, because it takes long
-            with self._naming([(name, blob)], noted=True, before=before) as allowed:
-                if allowed:
-                    self._publish(name, place, rename)
-        return header.size if allowed else 0
+        changes = Changes()
+        placed: list[_Written] = []
+        with locked_shards(self.root, [file.name.folder for file in files], make=True) as shards:
+            for file in files:
+                shard = shards[file.name.folder]
+                if self._is_outdated(shard, file.name, file.header.revision, only):
+                    self.outdated += 1
+                    continue
+                rename(file.place.folder, file.place.name, shard.fd, file.name.file)
+                placed.append(file)
+                entry = object_of(file.name.path, os.fstat(file.fd), file.header.revision, file.header.expires)
+                changes.added.append(entry)
+
+            moved = [file for file in placed if not shards[file.name.folder].in_place]
+            for file in moved:
+                rename(shards[file.name.folder].fd, file.name.file, file.place.folder, file.place.name)
+            if not moved:
+                self._index.record(shards.values(), changes)
+        named += [file for file in placed if file not in moved]
+        return moved
+
+    def _is_outdated(self, shard: Shard, name: Name, revision: int, only: Only) -> bool:
+        """Returns whether a later write or deletion has replaced a write that was given a revision when it began."""
+        known = revision_in(shard.fd, name.file) if revision or only != "later" else -1
+        if known >= 0 and only == "absent":
+            return True
+        if known == NEWER_FORMAT and only == "later":  # the owner's put replaces what this release cannot read
+            known = -1
+        if not revision:
+            return False
+        gone = 0 if self.tombstones is None else self.tombstones.of(name, shard.fd)
+        if revision <= max(known, gone):
+            return True
+        return known < 0 and self._index.was_evicted_since(name.path, revision)
+
+    def _check_keys(self, items: Sequence[tuple[Name, object]]) -> None:
+        """Writes and compares the key-check files of tenants, which a deletion of a tenant may have removed."""
+        for space in sorted({f"obj/{name.tenant}" for name, _ in items}):
+            check_key(self.root, space, self._check, note=True)
 
     def add_all(self, groups: Iterable[Sequence[tuple[Name, Blob | LinkSource]]], copy: bool) -> int:
         """Calls `add` for every group, and on any exception removes what was added. Returns the number of objects."""
@@ -141,8 +206,8 @@ class ObjectWriter:
                 self.add(group, added, copy=copy)
         except BaseException:  # an interrupt too: all or none
             for path, file in added.items():
-                with contextlib.suppress(StoreError), removing(self.root) as removal:
-                    removal.remove(path, was_written(file))
+                with contextlib.suppress(StoreError):
+                    remove_objects(self.root, self._index, {path: was_written(file)})
             raise
         return len(added)
 
@@ -164,39 +229,31 @@ class ObjectWriter:
             aside = stack.enter_context(self.temporaries())
             sources = [stack.enter_context(self._source(name, item, aside, copy)) for name, item in items]
             sync_files([fd for _, fd in sources])
-            with self._naming(items, noted=self._check is not None):
+            if self._check is not None:
+                self._check_keys(items)
+
+            changes = Changes()
+            folders = {name.folder for name, _ in items}
+            with locked_shards(self.root, folders, make=True) as shards:
                 for (name, item), (place, fd) in zip(items, sources, strict=True):
+                    shard = shards[name.folder]
+                    gone = 0 if self.tombstones is None else self.tombstones.of(name, shard.fd)
+                    if gone and item.revision <= gone:  # deleted since the import began
+                        continue
                     with contextlib.suppress(FileExistsError):
-                        if self._publish(name, place, link):
+                        if link(place.folder, place.name, shard.fd, name.file):
                             added[name.path] = written(os.fstat(fd))
+                            changes.added.append(object_of(name.path, os.fstat(fd), item.revision))
                         else:
                             refused.append((name, item))
+                self._index.record(shards.values(), changes)
+            for path in sorted(folders):
+                with contextlib.suppress(FileNotFoundError), folder(self.root, path) as fd:
+                    os.fsync(fd)
 
         # The file system cannot link these. Copies are written like blobs, in a commit of their own.
         if refused:
             self.add(refused, added, copy=True)
-
-    @contextlib.contextmanager
-    def _naming(
-        self, items: Sequence[tuple[Name, object]], noted: bool, before: NameState | None = None
-    ) -> Iterator[bool]:
-        """Locks the names of the root while objects are renamed, then syncs their folders.
-
-        Args:
-          noted: whether key-check files are written and compared, because a deletion of a tenant may have removed them.
-          before: the state of the one name before the object was read, for a copy. Yields whether it may be written.
-        """
-        with locked(f"{self.root}/names.lock", shared=before is None):
-            if before is not None and not before.allows(name_state(self.root, items[0][0].path)):
-                yield False
-                return
-            for space in sorted({f"obj/{name.tenant}" for name, _ in items} if noted else ()):
-                check_key(self.root, space, self._check, note=True)
-            yield True
-        # Without the lock: it is not fair, so syncs under it could delay a deletion for long.
-        for path in sorted({name.folder for name, _ in items}):
-            with folder(self.root, path) as fd:
-                os.fsync(fd)
 
     @contextlib.contextmanager
     def _source(self, name: Name, item: Blob | LinkSource, aside: int, copy: bool) -> Iterator[tuple[_Place, int]]:
@@ -240,18 +297,6 @@ class ObjectWriter:
                     with contextlib.suppress(OSError):
                         os.unlink(own, dir_fd=aside)
                 return
-
-    def _publish[T](self, name: Name, source: _Place, place: Callable[[int, str, int, str], T]) -> T:
-        """Gives a file its name, by `link` or `rename`."""
-        if name.folder not in self._durable:
-            make_directories(self.root, name.folder)
-            self._durable.add(name.folder)
-        try:
-            with folder(self.root, name.folder) as target:
-                return place(*source, target, name.file)
-        except FileNotFoundError:  # the folder was removed in the meantime
-            with folder(self.root, name.folder, make=True) as target:
-                return place(*source, target, name.file)
 
     def sweep(self, tenant: str = "") -> int:
         """Removes files of dead writers from tmp/; a live writer holds a lock on its file. Returns their number.

@@ -22,10 +22,10 @@ from ..io.files import (
     open_regular,
     open_regular_in,
     sync_directory,
-    try_lock,
     typed_errors,
     write_all,
 )
+from ..io.locks import try_lock
 
 WHOLE = "store"
 """Stands for a tenant's keyed name in snapshots of the whole store."""

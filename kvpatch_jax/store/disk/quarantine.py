@@ -16,7 +16,8 @@ from ...errors import StoreCorruptError, StoreVersionError
 from ..format.buffers import Buffers
 from ..format.naming import is_object
 from ..format.objects import check_name, read_header, read_leaves
-from ..io.files import folder, locked, make_directories, open_regular, remove, rename, typed_errors
+from ..io.files import folder, open_regular, remove, rename, typed_errors
+from .shard import locked_shards
 
 BYTES = 256 << 20
 """Default budget of a tenant's quarantine, in bytes."""
@@ -162,19 +163,21 @@ def _place_of(root: str, one: Quarantined) -> str | None:
 def _put_back(root: str, one: Quarantined, path: str) -> bool:
     """Durably gives a file its former name, if that is free. Returns whether it did."""
     (above, _, name), file = path.rpartition("/"), os.path.basename(one.path)
-    with typed_errors(f"store {root}: quarantine"):
-        make_directories(root, above)
-        with folder(root, "quarantine") as source, folder(root, above) as target:
-            with locked(f"{root}/names.lock", shared=False):  # nobody can take the name in the meantime
-                with contextlib.suppress(FileNotFoundError):
-                    os.stat(name, dir_fd=target, follow_symlinks=False)
-                    return False
-                rename(source, file, target, name)
-                # Its note goes last: after a crash in between, the file in quarantine would have no path.
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(f"{file}{_REASON}", dir_fd=source)
-            os.fsync(target)
-            os.fsync(source)
+    with (
+        typed_errors(f"store {root}: quarantine"),
+        folder(root, "quarantine") as source,
+        locked_shards(root, [above], make=True) as shards,  # nobody can take the name in the meantime
+    ):
+        target = shards[above].fd
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(name, dir_fd=target, follow_symlinks=False)
+            return False
+        rename(source, file, target, name)
+        # Its note goes last: after a crash in between, the file in quarantine would have no path.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{file}{_REASON}", dir_fd=source)
+        os.fsync(target)
+        os.fsync(source)
     return True
 
 
@@ -230,8 +233,7 @@ def _delete(root: str, gone: Iterable[Quarantined]) -> None:
     if not names:
         return
     with typed_errors(f"store {root}: quarantine"), folder(root, "quarantine") as fd:
-        with locked(f"{root}/names.lock", shared=False):
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    remove(fd, name)
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                remove(fd, name)
         os.fsync(fd)

@@ -5,29 +5,34 @@
 
 import collections
 import contextlib
+import dataclasses
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from ...cache import Chunk
-from ...errors import StoreClosedError, StoreError
+from ...errors import StoreClosedError
 from ..format.buffers import Buffers
-from ..format.encryption import AesGcm, Plain
+from ..format.encryption import AesGcm, Plain, decrypted
 from ..format.expiry import Seconds
-from ..format.naming import Name, ObjectNames
-from ..format.objects import Blob, file_size
-from ..io.thread_pool import register_fork_guard
+from ..format.naming import Name, ObjectNames, is_object
+from ..format.objects import Blob, blob_of, file_size, read_leaves
+from ..io.files import typed_errors
+from ..io.per_root import shared
 from .budget import Budget
 from .counters import Counters
-from .directory import NameState
+from .directory import reading
 from .disk import Disk
 from .eviction import collect, make_room
+from .evictor import HIGH, SMALL, Evictor
+from .index import Changes
 from .key_check import check_key
-from .object_writer import LinkSource
+from .object_writer import LinkSource, Only
 from .partial_exports import sweep_unfinished
+from .revisions import CLOCK, Tombstones
 from .root_config import names_secret
+from .shard import locked_shards
 from .shared_budget import note_budget, shared_budget
 from .version_floor import Floors
 
@@ -70,23 +75,17 @@ class TenantDisk:
         encryption = Plain() if key is None else AesGcm(key, tenant, buffers)
         self.disk = Disk(os.fspath(root), self.counters, buffers, clock, encryption, self.budget.quarantine)
         self.names = ObjectNames(tenant, names_secret(self.disk.root, secret))
+        self.tombstones = self.disk.writer.tombstones = Tombstones(self.disk.root, self.names)
         check_key(self.disk.root, self.names.space, encryption.check)
 
         self._pins: collections.Counter[str] = collections.Counter()
         # The whole root's budget: the tenants' notes are read before anything is evicted for it.
         self._whole_root = whole_root
         self._shared: int | None = self.budget.disk if whole_root else None
-        self._budget_noted = whole_root
-        # Per budgeted folder: bytes at the last scan, and bytes written by this process since.
-        self._used: dict[str, int] = {}
-        self._fresh: collections.Counter[str] = collections.Counter()
-        self._counting = threading.Lock()
+        self._budget_noted = self._asked = whole_root
+        self._indexed = False
+        self.evictor = shared(Evictor, self.disk.root)
         self.closed = False
-        register_fork_guard(self)
-
-    def forked(self) -> None:
-        """Replaces the lock in a forked process, where its holder may not exist."""
-        self._counting = threading.Lock()
 
     def close(self) -> None:
         """Refuses further calls and drops cached headers."""
@@ -112,21 +111,46 @@ class TenantDisk:
         """Encrypts an object if the tenant has a key; otherwise returns it unchanged."""
         return self.disk.encryption.sealed(blob, name.file)
 
-    def put(self, items: Sequence[tuple[Name, Blob]]) -> None:
+    def begin(self, name: Name) -> int:
+        """Returns the revision of a write of a name that begins now, after all that is known of the name."""
+        return CLOCK.next(self.disk.revision(name))
+
+    def revision(self, name: Name) -> int:
+        """Returns the latest revision of a name; 0: none."""
+        return self.disk.revision(name)
+
+    def put(self, items: Sequence[tuple[Name, Blob]], only: Only = "later") -> None:
         """Writes sealed objects durably, and evicts others for them. Raises as `ChunkStore.put`."""
         self.make_room(lambda: sum(file_size(blob, name.file) for name, blob in items))
-        try:
-            with self.counters.timed("commit", "disk"):
-                written = self.disk.put_group(items)
-        except StoreError:
-            self.forget_usage()  # some of them may have been written
-            raise
-        self._note_written(written)
+        with self.counters.timed("commit", "disk"):
+            self.disk.put_group(items, only)
 
-    def copy(self, name: Name, blob: Blob, before: NameState) -> None:
-        """Writes a copy of an object, as `ObjectWriter.copy`, and evicts others for it."""
-        self.make_room(lambda: file_size(blob, name.file))
-        self._note_written(self.disk.copy(name, blob, before))
+    def delete_chunk(self, name: Name) -> bool:
+        """Deletes all objects of a chunk durably, and forbids writes that began before. Returns whether there were any.
+
+        Raises:
+          StoreReadOnlyError, StoreFullError, StoreIOError: not everything was deleted.
+        """
+        with typed_errors("store: delete"):
+            if not os.path.isdir(f"{self.disk.root}/{name.folder}") and not os.access(self.disk.root, os.W_OK):
+                return False
+            with locked_shards(self.disk.root, [name.folder], make=True) as shards:
+                shard = shards[name.folder]
+                files = [file for file in os.listdir(shard.fd) if file.startswith(f"{name.chunk}.")]
+                files = [file for file in files if is_object(f"{name.folder}/{file}")]
+                known = [one.revision for one in self.disk.index.known_in_folder(name.folder, f"{name.chunk}.")]
+                changes = Changes(evicted=False)
+                try:
+                    # Canonicals come first: nobody may find one when other parts of the chunk are gone.
+                    for file in sorted(files, key=lambda file: not file.startswith(f"{name.chunk}.kv")):
+                        os.unlink(file, dir_fd=shard.fd)
+                        changes.removed.append(f"{name.folder}/{file}")
+                    # Last, because on a full disk there is room for it by now.
+                    self.tombstones.put(shard, name.chunk, CLOCK.next(max(known, default=0)))
+                finally:
+                    self.disk.index.record([shard], changes)
+                os.fsync(shard.fd)
+        return bool(files)
 
     def add(self, groups: Iterable[Sequence[tuple[Name, Blob | LinkSource]]], need: int, *, copy: bool = False) -> int:
         """Adds imported objects to the disk, all or none, except those whose name exists already.
@@ -151,49 +175,60 @@ class TenantDisk:
         def coming() -> Iterator[list[tuple[Name, Blob | LinkSource]]]:
             for group in groups:
                 floors.admit(group, noted)
-                yield [(name, self.sealed(name, item) if isinstance(item, Blob) else item) for name, item in group]
+                yield [(name, self._revived(name, item)) for name, item in group]
 
-        added = self.disk.writer.add_all(coming(), copy)
-        self._note_written(need)
-        return added
+        return self.disk.writer.add_all(coming(), copy)
+
+    def _revived(self, name: Name, item: Blob | LinkSource) -> Blob | LinkSource:
+        """Returns an imported object as it is stored. One that was deleted since it was written gets a new revision.
+
+        An import is the owner's request, so it brings deleted objects back.
+        """
+        if isinstance(item, LinkSource):
+            with reading(item.root, item.path) as (_, header):
+                item = item._replace(revision=header.revision)
+        gone = 0 if name.kind == "entry" else self.tombstones.of(name)
+        if gone >= item.revision and gone:
+            if isinstance(item, LinkSource):
+                with reading(item.root, item.path) as (fd, header):
+                    arrays = read_leaves(fd, header, list(header.leaves), self.disk.buffers)
+                    item = blob_of(*decrypted(header, arrays, self.disk.encryption))
+            item = dataclasses.replace(item, revision=CLOCK.next(gone))
+        return self.sealed(name, item) if isinstance(item, Blob) else item
 
     def make_room(self, size: Callable[[], int]) -> None:
-        """Evicts if `size` more bytes may exceed a budget. Raises StoreFullError.
-
-        The folder is scanned only if the last scan and the bytes written since do not show that they fit.
-        """
+        """Evicts if `size` more bytes exceed a budget; if they come near it, a thread does. Raises StoreFullError."""
         if not self._budget_noted:
             note_budget(self.disk.root, self.names.space, self.budget.disk)
             self._budget_noted = True
-        bounds = self._bounds()
-        need = size() if bounds else 0
+        if self.budget.disk is None and self.budget.tenant is None:
+            return
+        if not self._indexed:
+            self.disk.index.refresh()
+            self._indexed = True
 
-        with self._counting:
-            if self.budget.disk is not None and any(self._may_exceed(*bound, need) for bound in bounds.items()):
-                if not self._whole_root:  # other tenants' budgets may have changed
-                    self._shared = shared_budget(self.disk.root, self.names.space, self.budget.disk)
-                bounds = self._bounds()
-            for below, budget in bounds.items():
-                if self._may_exceed(below, budget, need):
-                    self._used[below] = make_room(self.disk, budget, need, self.pinned, below, self.names.space)
-                    self._fresh[below] = 0
+        need = size()
+        for below, budget in self._bounds().items():
+            used = self.disk.index.usage(below)[1]
+            if used + need > budget:
+                if not self._whole_root and below == "obj":  # other tenants' budgets may have changed
+                    self._shared = shared_budget(self.disk.root, self.names.space, self.budget.disk or 0)
+                    if self._shared is None or self._shared > budget:
+                        return self.make_room(lambda: need)
+                make_room(self.disk, budget, need, self.pinned, below, self.names.space)
+            elif used + need > HIGH * budget and need <= budget // SMALL:
+                self.evictor.wake(self.disk, below, budget, self.pinned, self.names.space)
 
     def _bounds(self) -> dict[str, int]:
         """Returns the budgets by folder: the tenant's and the root's, as far as there are any."""
+        if self._shared is None and self.budget.disk is not None and not self._asked:
+            self._shared = shared_budget(self.disk.root, self.names.space, self.budget.disk)
+            self._asked = True
         own, shared = [self.budget.tenant], self._shared
         if shared is None or shared != self.budget.disk:  # else the root's bound is the tenant's too
             own.append(self.budget.disk)
         bounds = [budget for budget in own if budget is not None]
         return ({self.names.space: min(bounds)} if bounds else {}) | ({} if shared is None else {"obj": shared})
-
-    def _may_exceed(self, below: str, budget: int, need: int) -> bool:
-        used, fresh = self._used.get(below), self._fresh[below]
-        # Other processes write too: after a sixteenth of the budget, the last scan is too old.
-        return used is None or fresh > budget // 16 or used + fresh + need > budget
-
-    def _note_written(self, nbytes: int) -> None:
-        with self._counting:
-            self._fresh.update(dict.fromkeys(("obj", self.names.space), nbytes))
 
     # ------------------------------------------------------------------------------------------------ keeping
 
@@ -225,8 +260,8 @@ class TenantDisk:
         return gone
 
     def forget_usage(self) -> None:
-        """Makes the next write scan the disk for its budget."""
-        self._used.clear()
+        """Makes the next write look whether others have changed the disk."""
+        self._indexed = self._asked = False
 
 
 @runtime_checkable

@@ -99,3 +99,11 @@ def mtime_agrees(mtime: int, expires: float | None) -> bool:
     if expires is None:
         return mtime % _MILLISECOND == _NEVER
     return mtime % _MILLISECOND != _NEVER and abs(mtime - expiry_mtime(expires, 0)) <= _NEAR
+
+
+def expiry_from_mtime(mtime: int) -> float | None:
+    """Returns when an object expires as its file's modification time says, in seconds; None: never, or unknown.
+
+    For old files, and files copied without times, it may be too early: the header decides.
+    """
+    return None if mtime % _MILLISECOND == _NEVER else mtime / _SECOND

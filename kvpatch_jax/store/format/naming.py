@@ -241,6 +241,10 @@ class ObjectNames:
     def _name(self, size: int, *fields: str) -> str:
         return digest_of([encoded(field) for field in fields], self._key, size)
 
+    def signature(self, *fields: str) -> str:
+        """Returns a digest of fields that only a holder of the tenant's key of names can make."""
+        return self._name(32, "signature", *fields)
+
     @functools.cached_property
     def space(self) -> str:
         """Directory of the tenant below the store's root."""

@@ -438,29 +438,3 @@ def sync_files(fds: Sequence[int]) -> None:
     elif whole(fds[0]) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-
-
-@contextlib.contextmanager
-def locked(path: str, *, shared: bool, below: str = "") -> Iterator[int]:
-    """Holds a lock file, among threads and processes, and yields it. The system releases it when a process dies.
-
-    Args:
-      below: path of the file below `path`, which is then a root; no link is followed.
-    """
-    root, name = (path, below) if below else os.path.split(path)
-    with open_regular(root, name, os.O_RDWR | os.O_CREAT) as fd:
-        fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-        try:
-            yield fd
-        finally:  # closing is not enough: a process forked in the meantime has the descriptor too
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)
-
-
-def try_lock(fd: int) -> bool:
-    """Tries to lock an open file until it is closed. Returns whether it succeeded."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

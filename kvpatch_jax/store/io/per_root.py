@@ -21,8 +21,8 @@ class _Shared:
         """Replaces the lock in a forked process, where its holder may not exist."""
         self._lock = threading.Lock()
 
-    def get[T](self, kind: Callable[[], T], root: str) -> T:
-        key = kind, os.path.realpath(root)
+    def get[T](self, kind: Callable[[], T], root: str, word: Any) -> T:
+        key = word, os.path.realpath(root)
         with self._lock:
             found = self._living.get(key)
             if found is None:
@@ -33,6 +33,11 @@ class _Shared:
 _shared = _Shared()
 
 
-def shared[T](kind: Callable[[], T], root: str) -> T:
-    """Returns the process's object of a class for a root, created on first use."""
-    return _shared.get(kind, root)
+def shared[T](make: Callable[[], T], root: str, word: Any = None) -> T:
+    """Returns the process's object for a root, created on first use.
+
+    Args:
+      make: a class, or a function that makes the object.
+      word: what the object is known by; None: `make`.
+    """
+    return _shared.get(make, root, make if word is None else word)

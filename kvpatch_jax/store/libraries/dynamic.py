@@ -19,7 +19,8 @@ from ...errors import StoreReadOnlyError
 from ..disk.disk import Disk
 from ..disk.tenant_disk import TenantStore
 from ..format.naming import Name, name_at
-from ..io.files import NotRegularError, open_regular, try_lock, typed, typed_errors
+from ..io.files import NotRegularError, open_regular, typed, typed_errors
+from ..io.locks import try_lock
 from .entries import LibraryEntry, Resource, entry_blob, named_content, withdrawn_blob
 from .folder import LibraryFolder, changing, check_library_store
 from .references import Kind, Reference, check_name

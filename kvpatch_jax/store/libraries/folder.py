@@ -15,7 +15,8 @@ from ..disk.version_floor import Floor, Floors, number_of
 from ..format.header import Header
 from ..format.naming import Name, name_at
 from ..format.objects import Arrays, Blob
-from ..io.files import locked, make_directories, typed_errors
+from ..io.files import make_directories, typed_errors
+from ..io.locks import locked
 from .entries import LibraryEntry, Resource, check_body, check_resource, entry_of_header, resource_of
 from .folder_index import CachedEntry, FolderIndex
 from .references import Reference

@@ -3,12 +3,11 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from ...cache import Chunk
 from ...errors import StoreCorruptError, StoreError, StoreVersionError
-from ..disk.directory import NameState
 from ..disk.tenant_disk import TenantDisk
 from ..format.codec import canonical_of, digest_in
 from ..format.host_memory import memory_of
@@ -17,7 +16,6 @@ from ..format.objects import Blob, VerifiedObject, planned_header
 from .device_placement import LayerStream, Placement, place_chunk, placement_key
 from .memory import CANONICAL, CacheEntry, MemoryTier, Policy
 from .remote_tier import PendingObject, RemoteTier
-from .write_order import Write, WriteOrder
 from .writer import Writer
 
 type Build[T] = Callable[[Mapping[str, Any], Any], T]
@@ -34,15 +32,11 @@ class TieredReader:
       tenant_disk: the disk, the tenant's budgets and its counters.
       writer: its queued objects are read before the disk's.
       remote: read after the disk, which then keeps a copy; None: no remote store.
-      order: order of the root's writes; an object that was written or deleted during its lookup is not copied.
       policy: eviction policy of both memory tiers.
     """
 
-    def __init__(
-        self, tenant_disk: TenantDisk, writer: Writer, remote: RemoteTier | None, order: WriteOrder, policy: Policy
-    ):
+    def __init__(self, tenant_disk: TenantDisk, writer: Writer, remote: RemoteTier | None, policy: Policy):
         self._tenant_disk, self._disk, self._writer, self._remote = tenant_disk, tenant_disk.disk, writer, remote
-        self._order = order
         self._counters, budget = tenant_disk.counters, tenant_disk.budget
         common = (policy, tenant_disk.pinned, tenant_disk.counters, tenant_disk.clock)
         self.host: MemoryTier[Any] = MemoryTier("host", budget.host, *common)
@@ -95,18 +89,13 @@ class TieredReader:
             self._count_read("host", began)
             return entry
 
-        tier = "disk"
-        if self._remote is None:
-            found = self._disk.get(name)
-        else:
-            with self._copying(name) as (write, before):
-                found = self._disk.get(name)
-                if found is None:
-                    tier, pending = "remote", self._remote.open(name)
-                    arrays = None if pending is None else pending.whole()
-                    if pending is not None and arrays is not None:
-                        self._keep(write, before, pending)
-                        found = VerifiedObject(pending.header, arrays)
+        tier, found = "disk", self._disk.get(name)
+        if found is None and self._remote is not None:
+            tier, pending = "remote", self._open_remote(name)
+            arrays = None if pending is None else pending.whole()
+            if pending is not None and arrays is not None:
+                self._keep(name, pending)
+                found = VerifiedObject(pending.header, arrays)
 
         entry = None if found is None else self._decoded(name, found, build, rank)
         if entry is not None:
@@ -143,13 +132,11 @@ class TieredReader:
                 if not self._has_expired(queued):
                     opened = planned_header(queued, name.file), queued.some
             else:
-                # The name's state is noted before the disk is read: a write or deletion since then forbids the copy.
-                copy = None if self._remote is None else stack.enter_context(self._copying(name))
                 opened = stack.enter_context(self._disk.reading(name))
-                pending = None if opened is not None or self._remote is None else self._remote.open(name)
-                if copy is not None and pending is not None:
+                pending = None if opened is not None else self._open_remote(name)
+                if pending is not None:
                     opened, tier = (pending.header, pending.read), "remote"
-                    stack.callback(self._keep, *copy, pending)
+                    stack.callback(self._keep, name, pending)
             with contextlib.suppress(*_NOT_A_CHUNK):
                 stream = None if opened is None else LayerStream(*opened, placement, owned)
             if stream is not None:
@@ -237,23 +224,18 @@ class TieredReader:
         nbytes = max(header.size, memory_of(value))  # a dtype's encoding takes its original width in memory
         return CacheEntry(value, nbytes, rank, name.chunk_key, header.expires, found.version)
 
-    @contextlib.contextmanager
-    def _copying(self, name: Name) -> Iterator[tuple[Write, NameState]]:
-        """Registers a lookup of an object that may be copied from the remote store, and the state of its name."""
-        write = self._order.copy(name)
-        try:
-            yield write, self._disk.name_state(name)
-        finally:
-            self._order.end(write)
+    def _open_remote(self, name: Name) -> PendingObject | None:
+        """Opens an object of the remote store; None: none, or it was deleted since."""
+        pending = None if self._remote is None else self._remote.open(name)
+        if pending is None:
+            return None
+        gone = self._tenant_disk.tombstones.of(name)
+        return None if gone and pending.header.revision <= gone else pending
 
-    def _keep(self, write: Write, before: NameState, pending: PendingObject) -> None:
-        """Copies a remote object to the disk, if it was read whole, there is room, and nothing newer has its name."""
-        blob = pending.blob
-        if blob is None or self._disk.is_newer(write.name):  # an object of a later library version stays
-            return
-        with self._order.turn_to_copy(write) as allowed:
-            if allowed:
-                try:
-                    self._tenant_disk.copy(write.name, blob, before)
-                except StoreError:  # the read itself has succeeded
-                    self._counters.add("promotion_errors")
+    def _keep(self, name: Name, pending: PendingObject) -> None:
+        """Copies a remote object to the disk, if it was read whole, there is room, and nothing later has its name."""
+        if pending.blob is not None:
+            with contextlib.suppress(StoreError):  # the read itself has succeeded
+                self._tenant_disk.put([(name, pending.blob)], "copy")
+                return
+            self._counters.add("promotion_errors")

@@ -12,22 +12,36 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from ...errors import StoreClosedError
 from ..format.naming import Name
 from ..format.objects import Blob
 from ..io.thread_pool import register_fork_guard
-from .write_order import Write, WriteOrder
 
-Put = Callable[[Sequence[tuple[Write, Blob]]], object]
+Put = Callable[[Sequence[tuple[Name, Blob]]], object]
 Ack = concurrent.futures.Future[None]
+
+
+@runtime_checkable
+class Revisions(Protocol):
+    """Interface of the source of revisions: `TenantDisk`."""
+
+    def begin(self, name: Name) -> int:
+        """Returns the revision of a write that begins now."""
+        ...
+
+    def revision(self, name: Name) -> int:
+        """Returns the latest revision of a name."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Job:
-    """A queued write, the function that encodes its object, and its future."""
+    """A queued write with its revision, the function that encodes its object, and its future."""
 
-    write: Write
+    name: Name
+    revision: int
     make: Callable[[], Blob] = dataclasses.field(repr=False)
     nbytes: int
     future: concurrent.futures.Future[None]
@@ -35,7 +49,7 @@ class _Job:
 
     @functools.cached_property
     def _blob(self) -> Blob:
-        return self.make()
+        return dataclasses.replace(self.make(), revision=self.revision)
 
     def blob(self) -> Blob:
         """Encodes the object once, for the writer and for readers of the queue."""
@@ -48,7 +62,8 @@ class Writer:
 
     Args:
       put: writes a group durably, or raises.
-      order: order of the root's writes; outdated writes are neither made nor read from the queue.
+      revisions: revisions of names. A queued write gets its own when it is queued, and is not read from the queue once
+        its name has a later one.
       room: bytes that may wait; `add` waits until there is room. A larger object is queued alone.
       small: bytes up to which objects are committed together.
       group: largest number of objects per commit.
@@ -58,13 +73,13 @@ class Writer:
     def __init__(
         self,
         put: Put,
-        order: WriteOrder,
+        revisions: Revisions,
         room: int = 256 << 20,
         small: int = 4 << 20,
         group: int = 64,
         patience: float = 0.005,
     ):
-        self._put, self._order = put, order
+        self._put, self._revisions = put, revisions
         self._room, self._small, self._group, self._patience = room, small, group, patience
         self._jobs: collections.deque[_Job] = collections.deque()
         self._newest: dict[str, _Job] = {}  # by path, until the job is durable or failed
@@ -99,12 +114,13 @@ class Writer:
         """
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()  # a queued object cannot be cancelled
+        revision = self._revisions.begin(name)
 
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._bytes or self._bytes + nbytes <= self._room)
             if self._closed:  # perhaps while it waited
                 raise StoreClosedError("store: got a put after close; expected an open store")
-            self._jobs.append(job := _Job(self._order.queue(name), make, nbytes, future))
+            self._jobs.append(job := _Job(name, revision, make, nbytes, future))
             self._newest[name.path] = job
             self._bytes += nbytes
             if not self._threads:
@@ -116,7 +132,7 @@ class Writer:
         return future
 
     def has(self, name: Name) -> bool:
-        """Returns whether an object of that name is queued, not yet durable and not outdated."""
+        """Returns whether an object of that name is queued, not yet durable, and its name has no later revision."""
         return self._waiting(name.path) is not None
 
     def waiting(self, name: Name) -> Blob | None:
@@ -129,19 +145,19 @@ class Writer:
     def waiting_paths(self, prefix: str) -> list[str]:
         """Returns the paths of queued objects, as `has`, with a prefix."""
         with self._changed:
-            return [path for path in self._newest if path.startswith(prefix) and self._waiting(path) is not None]
+            paths = [path for path in self._newest if path.startswith(prefix)]
+        return [path for path in paths if self._waiting(path) is not None]
 
     def _waiting(self, path: str) -> _Job | None:
         job = self._newest.get(path)
-        return None if job is None or job.write.outdated else job
+        return None if job is None or self._revisions.revision(job.name) > job.revision else job
 
     def _end(self, jobs: Sequence[_Job]) -> None:
         """Removes finished jobs from the queue's index, before their futures are set."""
         with self._changed:
             for job in jobs:
-                self._order.end(job.write)
-                if self._newest.get(job.write.name.path) is job:  # a later put of the name may wait
-                    del self._newest[job.write.name.path]
+                if self._newest.get(job.name.path) is job:  # a later put of the name may wait
+                    del self._newest[job.name.path]
 
     def flush(self) -> None:
         """Waits until every queued object is durable and acknowledged; within a callback of a future only durable.
@@ -229,7 +245,7 @@ class Writer:
     def _written(self, batch: list[_Job]) -> list[tuple[_Job, BaseException | None]]:
         """Writes a group. Returns each job with its error or None."""
         try:
-            self._put([(job.write, job.blob()) for job in batch if not job.write.outdated])
+            self._put([(job.name, job.blob()) for job in batch])
         except BaseException as error:
             if len(batch) > 1:
                 # Alone, so that one bad object does not fail the others.

@@ -1,0 +1,521 @@
+"""Index of a root: what its folders hold, in SQLite, so that nothing walks directories to list, count or evict.
+
+    root/index.sqlite      and its -wal and -shm
+
+The files are the truth, and the index a cache of what they say. The rows of a folder count only while its modification
+time is the one that the index has for it: every writer records the time, under the shard's lock, with the names that
+it has changed. Otherwise (a crash in between, an older release, copied files, a lost or damaged index) the folder is
+listed again. What is removed or read is looked at first, so a wrong row costs a look and nothing else.
+
+Nothing here is synced: a crash of the machine may lose the last records, which the folders' times then show.
+"""
+
+import contextlib
+import dataclasses
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ...errors import StoreIOError
+from ..format.expiry import expiry_from_mtime
+from ..format.naming import is_object, part_of, unreduced_part
+from ..io.files import folder
+from ..io.thread_pool import register_fork_guard
+from .shard import Shard, locked_shards
+
+FILE = "index.sqlite"
+GHOST_SECONDS = 3600.0
+"""Seconds for which the index knows that a name was evicted."""
+_IN_MEMORY_SECONDS = 60.0
+"""Seconds after which a file that could not be written is tried again."""
+_BUSY = 2.0
+"""Seconds to wait for another process's transaction, which takes microseconds."""
+_SCHEMA = (
+    "CREATE TABLE folders(id INTEGER PRIMARY KEY, path TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, mtime INTEGER)",
+    "CREATE TABLE objects(folder INTEGER NOT NULL, file TEXT NOT NULL, tenant TEXT NOT NULL, turn INTEGER NOT NULL, "
+    "size INTEGER NOT NULL, revision INTEGER NOT NULL, expires REAL, used REAL NOT NULL, inode INTEGER NOT NULL, "
+    "mtime INTEGER NOT NULL, PRIMARY KEY(folder, file)) WITHOUT ROWID",
+    "CREATE INDEX by_turn ON objects(turn, used)",
+    "CREATE INDEX by_tenant ON objects(tenant, turn, used)",
+    "CREATE INDEX by_expiry ON objects(expires) WHERE expires IS NOT NULL",
+    "CREATE TABLE usage(tenant TEXT PRIMARY KEY, objects INTEGER NOT NULL, bytes INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE ghosts(path TEXT PRIMARY KEY, since INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE TRIGGER added AFTER INSERT ON objects BEGIN INSERT INTO usage VALUES(new.tenant, 1, new.size) "
+    "ON CONFLICT(tenant) DO UPDATE SET objects = objects + 1, bytes = bytes + new.size; END",
+    "CREATE TRIGGER changed AFTER UPDATE OF size ON objects BEGIN UPDATE usage SET bytes = bytes + new.size - "
+    "old.size WHERE tenant = new.tenant; END",
+    "CREATE TRIGGER gone AFTER DELETE ON objects BEGIN UPDATE usage SET objects = objects - 1, bytes = bytes - "
+    "old.size WHERE tenant = old.tenant; END",
+)
+_SELECT = (
+    "SELECT f.path || '/' || o.file, o.size, o.used, o.expires, o.revision, o.inode, o.mtime, o.turn "
+    "FROM objects o JOIN folders f ON f.id = o.folder "
+)
+
+
+class IndexedObject(NamedTuple):
+    """An object as the index knows it.
+
+    Attributes:
+      path: path below the root.
+      size: bytes of its file.
+      used: time of its last use, in seconds since the epoch.
+      expires: when it expires, in seconds since the epoch; None: never. The header decides.
+      revision: revision of its name; 0 if only its folder was listed.
+      inode, mtime_ns: of its file, by which it is recognised.
+      turn: when it is evicted, before those of a higher turn: 1 derived from a canonical, 2 can be formed again from
+        the encoder output, 3 others.
+    """
+
+    path: str
+    size: int
+    used: float
+    expires: float | None
+    revision: int
+    inode: int
+    mtime_ns: int
+    turn: int = 3
+
+    @property
+    def chunk(self) -> str:
+        """Folder and keyed name of its chunk."""
+        return self.path.partition(".")[0]
+
+    @property
+    def part(self) -> str:
+        """Part of the chunk that it is (`naming.part_of`)."""
+        return part_of(self.path)
+
+    @property
+    def written(self) -> tuple[int, int, int]:
+        """Identity of its file (`io.files.written`)."""
+        return self.inode, self.mtime_ns, self.size
+
+
+def object_of(path: str, stat: os.stat_result, revision: int = 0, expires: float | None = None) -> IndexedObject:
+    """Returns the entry of an object from its file's `stat`."""
+    known = expires if revision else expiry_from_mtime(stat.st_mtime_ns)
+    used = max(stat.st_atime, 0.0)
+    return IndexedObject(path, stat.st_size, used, known, revision, stat.st_ino, stat.st_mtime_ns)
+
+
+@dataclasses.dataclass
+class Changes:
+    """Changes of names in locked shards, to be recorded together.
+
+    Attributes:
+      added: objects that were given their names.
+      removed: paths of objects that were removed.
+      evicted: those of `removed` whose content may be put again: an older put must not bring back an older one.
+    """
+
+    added: list[IndexedObject] = dataclasses.field(default_factory=list)
+    removed: list[str] = dataclasses.field(default_factory=list)
+    evicted: bool = True
+
+
+class Index:
+    """Index of a root, one per root and process. Thread-safe.
+
+    Calls that only record never fail: what was not recorded is found by its folder's time. Where the file cannot be
+    written (a read-only medium, a full disk), the index is in memory, made by listing every folder once.
+    """
+
+    def __init__(self, root: str):
+        self.root = root
+        self.rebuilds = 0
+        self._connection: sqlite3.Connection | None = None
+        self._in_memory_until = 0.0
+        self._place: tuple[int, int] | None = None
+        self._lock = threading.RLock()
+        self._checked = 0.0
+        register_fork_guard(self)
+
+    def forked(self) -> None:
+        """Opens the index again in a forked process, which must not use its parent's connection."""
+        self._connection, self._lock = None, threading.RLock()
+
+    def close(self) -> None:
+        """Closes the connection; the next call opens it again."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+
+    # ----------------------------------------------------------------------------------------------- connection
+
+    def _open(self) -> sqlite3.Connection:
+        """Returns the connection; opens it, and makes the index anew if it is damaged or of another form."""
+        path, now = f"{self.root}/{FILE}", time.monotonic()
+        if self._connection is not None and now - self._checked > 1.0:
+            self._checked = now
+            wanted = None if now < self._in_memory_until else _place_of(path)
+            if self._place != wanted or (self._in_memory_until and now >= self._in_memory_until):
+                self._connection.close()  # another process has made it anew, or it may be on the disk again
+                self._connection = None
+        if self._connection is None and now < self._in_memory_until:
+            self._connection, self._place = _connect(":memory:"), None
+        if self._connection is None:
+            self._in_memory_until = 0.0
+            try:
+                self._connection = _connect(path)
+            except sqlite3.Error as error:
+                if not _is_damage(error):
+                    raise
+                self._discard()
+                self._connection = _connect(path)
+            self._place = _place_of(path)
+        return self._connection
+
+    def _discard(self) -> None:
+        """Removes a damaged index. Other processes notice, and open the new one."""
+        self.rebuilds += 1
+        if self._connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.close()
+        self._connection = None
+        for end in ("", "-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{self.root}/{FILE}{end}")
+
+    @contextlib.contextmanager
+    def _transaction(self, *, write: bool) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            connection = self._open()
+            connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    connection.execute("ROLLBACK")
+                raise
+
+    def _asked[T](self, ask: Callable[[sqlite3.Connection], T], *, write: bool = False) -> T:
+        """Runs one transaction. If the file is damaged, again on a new one, and else, if it fails, in memory.
+
+        Raises:
+          StoreIOError: another process keeps the index busy, or there is no memory.
+        """
+        for left in (2, 1, 0):
+            try:
+                with self._transaction(write=write) as connection:
+                    return ask(connection)
+            except sqlite3.Error as error:
+                if not left or _is_busy(error):
+                    raise StoreIOError(f"store {self.root}: index: got {error}; expected SQLite to do it") from error
+                with self._lock:
+                    if _is_damage(error) and self._place is not None:
+                        with contextlib.suppress(OSError):
+                            self._discard()
+                    else:
+                        self.close()
+                        self._in_memory_until = time.monotonic() + _IN_MEMORY_SECONDS
+        raise AssertionError
+
+    # ------------------------------------------------------------------------------------------------ recording
+
+    def record(self, shards: Iterable[Shard], changes: Changes) -> None:
+        """Records changed names of locked shards. A folder that nobody else has changed stays current."""
+        folders = {shard.path: (shard.before, shard.mtime_ns) for shard in shards if shard.path.startswith("obj/")}
+        if not folders:
+            return
+
+        def ask(connection: sqlite3.Connection) -> None:
+            ids = {path: _folder_id(connection, path) for path in folders}
+            for path in changes.removed:
+                above, _, file = path.rpartition("/")
+                connection.execute("DELETE FROM objects WHERE folder = ? AND file = ?", (ids[above], file))
+            if changes.removed and changes.evicted:
+                since = time.time_ns()
+                rows = [(path, since) for path in changes.removed]
+                connection.executemany("INSERT OR REPLACE INTO ghosts VALUES(?, ?)", rows)
+            for one in changes.added:
+                above = one.path.rpartition("/")[0]
+                _upsert(connection, ids[above], one)
+            _set_turns(connection, ids, [one.path for one in changes.added] + changes.removed)
+            for path, (before, after) in folders.items():
+                connection.execute(
+                    "UPDATE folders SET mtime = ? WHERE id = ? AND mtime = ?", (after, ids[path], before)
+                )
+
+        with contextlib.suppress(StoreIOError):
+            self._asked(ask, write=True)
+
+    def see(self, path: str, stat: os.stat_result, expires: float | None = None) -> None:
+        """Records the file that an object has: another program may have replaced it, or its times be wrong."""
+        above = path.rpartition("/")[0]
+        one = object_of(path, stat)._replace(expires=expires)
+
+        def ask(connection: sqlite3.Connection) -> None:
+            _upsert(connection, _folder_id(connection, above), one)
+
+        with contextlib.suppress(StoreIOError):
+            self._asked(ask, write=True)
+
+    def forget(self, path: str) -> None:
+        """Removes the row of an object that is gone."""
+        where = "folder = (SELECT id FROM folders WHERE path = ?) AND file = ?"
+        values = path.rpartition("/")[::2]
+        with contextlib.suppress(StoreIOError):
+            self._asked(lambda connection: connection.execute(f"DELETE FROM objects WHERE {where}", values), write=True)
+
+    def was_evicted_since(self, path: str, revision: int) -> bool:
+        """Returns whether an object was evicted from a name since a write of it began, as far as the index knows."""
+
+        def ask(connection: sqlite3.Connection) -> bool:
+            row = connection.execute("SELECT since FROM ghosts WHERE path = ?", (path,)).fetchone()
+            return row is not None and row[0] >= revision
+
+        try:
+            return self._asked(ask)
+        except StoreIOError:
+            return False
+
+    # -------------------------------------------------------------------------------------------------- listing
+
+    def refresh(self, below: str = "obj") -> None:
+        """Lists again the folders below one whose time shows that they have changed. Raises StoreIOError."""
+        known = dict(self._asked(lambda connection: connection.execute("SELECT path, mtime FROM folders").fetchall()))
+        found = _folders_in(self.root, below)
+        for path, mtime in found.items():
+            if known.get(path) != mtime:
+                self._list_again(path)
+        lost = [path for path in known if path not in found and _is_below(path, below)]
+        if lost:
+
+            def forget(connection: sqlite3.Connection) -> None:
+                for path in lost:
+                    if not os.path.isdir(f"{self.root}/{path}"):
+                        own = _folder_id(connection, path)
+                        connection.execute("DELETE FROM objects WHERE folder = ?", (own,))
+                        connection.execute("DELETE FROM folders WHERE id = ?", (own,))
+                connection.execute("DELETE FROM usage WHERE objects = 0")
+
+            self._asked(forget, write=True)
+
+    def _list_again(self, path: str) -> None:
+        """Lists one folder, under its lock, and replaces its rows."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), locked_shards(self.root, [path]) as shards:
+            shard = shards[path]
+            found: dict[str, os.stat_result] = {}
+            with os.scandir(shard.fd) as entries:
+                for entry in entries:
+                    if is_object(f"{path}/{entry.name}"):
+                        with contextlib.suppress(FileNotFoundError):
+                            found[entry.name] = entry.stat(follow_symlinks=False)
+
+            def ask(connection: sqlite3.Connection) -> None:
+                own = _folder_id(connection, path)
+                query = "SELECT file, inode, mtime, size FROM objects WHERE folder = ?"
+                held = {row[0]: row[1:] for row in connection.execute(query, (own,))}
+                gone = [(own, file) for file in held if file not in found]
+                connection.executemany("DELETE FROM objects WHERE folder = ? AND file = ?", gone)
+                for file, stat in found.items():
+                    if held.get(file) != (stat.st_ino, stat.st_mtime_ns, stat.st_size):
+                        _upsert(connection, own, object_of(f"{path}/{file}", stat))
+                _set_turns(connection, {path: own}, [f"{path}/{file}" for file in found])
+                connection.execute("UPDATE folders SET mtime = ? WHERE id = ?", (shard.mtime_ns, own))
+
+            self._asked(ask, write=True)
+
+    def in_folder(self, path: str, prefix: str = "") -> list[IndexedObject]:
+        """Lists the objects of one folder whose file names begin with a prefix, sorted. Raises StoreIOError."""
+        for _ in range(8):
+            try:
+                mtime = os.stat(f"{self.root}/{path}", follow_symlinks=False).st_mtime_ns
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+            def ask(connection: sqlite3.Connection, mtime: int = mtime) -> list[IndexedObject] | None:
+                row = connection.execute("SELECT id, mtime FROM folders WHERE path = ?", (path,)).fetchone()
+                if row is None or row[1] != mtime:
+                    return None
+                query = f"{_SELECT} WHERE o.folder = ? AND o.file >= ? AND o.file < ? ORDER BY o.file"
+                return [
+                    IndexedObject(*found)
+                    for found in connection.execute(query, (row[0], prefix, prefix + "\U0010ffff"))
+                ]
+
+            found = self._asked(ask)
+            if found is not None:
+                return found
+            self._list_again(path)
+        # Others change it all the time; each change was recorded, so the rows are as current as a listing would be.
+        return self.known_in_folder(path, prefix)
+
+    def known_in_folder(self, path: str, prefix: str) -> list[IndexedObject]:
+        """Lists objects as `in_folder`, by the rows that there are. Raises StoreIOError."""
+        query = f"{_SELECT} WHERE f.path = ? AND o.file >= ? AND o.file < ? ORDER BY o.file"
+        values = (path, prefix, prefix + "\U0010ffff")
+        return self._asked(lambda connection: [IndexedObject(*row) for row in connection.execute(query, values)])
+
+    def below(self, below: str = "obj", after: str = "", most: int = -1) -> list[IndexedObject]:
+        """Lists objects below a folder, sorted by path, from behind a path on. Call `refresh` first."""
+        query = (
+            f"{_SELECT} WHERE f.path >= ? AND f.path < ? AND (f.path > ? OR (f.path = ? AND o.file > ?)) "
+            "ORDER BY f.path, o.file LIMIT ?"
+        )
+        above, _, file = after.rpartition("/")
+        values = (below, below + "\U0010ffff", above, above, file, most)
+        return self._asked(lambda connection: [IndexedObject(*row) for row in connection.execute(query, values)])
+
+    def usage(self, below: str = "obj") -> tuple[int, int]:
+        """Returns the number of objects and their bytes, of the root or of one tenant's folder. Raises StoreIOError."""
+        tenant = below.partition("/")[2]
+        query = "SELECT coalesce(sum(objects), 0), coalesce(sum(bytes), 0) FROM usage"
+        if not tenant:
+            return self._asked(lambda connection: connection.execute(query).fetchone())
+        return self._asked(lambda connection: connection.execute(f"{query} WHERE tenant = ?", (tenant,)).fetchone())
+
+    def usage_by_tenant(self) -> dict[str, tuple[int, int]]:
+        """Returns objects and bytes by the keyed names of tenants. Raises StoreIOError."""
+        rows = self._asked(lambda connection: connection.execute("SELECT * FROM usage WHERE objects > 0").fetchall())
+        return {tenant: (objects, nbytes) for tenant, objects, nbytes in rows}
+
+    # ------------------------------------------------------------------------------------------------- eviction
+
+    def victims(self, below: str, after: IndexedObject | None, most: int) -> list[IndexedObject]:
+        """Lists objects in their order of eviction, by turn and last use, from behind one on. Raises StoreIOError."""
+        tenant = below.partition("/")[2]
+        own = "o.tenant = ? AND" if tenant else ""
+        turn, used = (0, 0.0) if after is None else (after.turn, after.used)
+        query = f"{_SELECT} WHERE {own} (o.turn, o.used) >= (?, ?) ORDER BY o.turn, o.used LIMIT ?"
+        values = (*([tenant] if tenant else []), turn, used, most)
+        return self._asked(lambda connection: [IndexedObject(*row) for row in connection.execute(query, values)])
+
+    def expired(self, below: str, now: float, most: int = -1) -> list[IndexedObject]:
+        """Lists objects that have expired as far as the index knows, earliest first. Raises StoreIOError."""
+        tenant = below.partition("/")[2]
+        own = "AND o.tenant = ?" if tenant else ""
+        query = f"{_SELECT} WHERE o.expires <= ? {own} ORDER BY o.expires LIMIT ?"
+        values = (now, *([tenant] if tenant else []), most)
+        return self._asked(lambda connection: [IndexedObject(*row) for row in connection.execute(query, values)])
+
+    def correct(self, one: IndexedObject, **fields: Any) -> None:
+        """Changes fields of an object's row that turned out to be wrong: `used`, `expires`."""
+        words = ", ".join(f"{name} = ?" for name in fields)
+        where = " WHERE folder = (SELECT id FROM folders WHERE path = ?) AND file = ?"
+        values = (*fields.values(), *one.path.rpartition("/")[::2])
+        with contextlib.suppress(StoreIOError):
+            self._asked(lambda connection: connection.execute(f"UPDATE objects SET {words}{where}", values), write=True)
+
+    def forget_ghosts(self) -> None:
+        """Removes old notes of evictions."""
+        least = time.time_ns() - int(2 * GHOST_SECONDS * 1e9)
+        with contextlib.suppress(StoreIOError):
+            self._asked(
+                lambda connection: connection.execute("DELETE FROM ghosts WHERE since < ?", (least,)), write=True
+            )
+
+
+def _connect(path: str) -> sqlite3.Connection:
+    """Opens the index, and makes its tables. Raises sqlite3.DatabaseError if it is of another form."""
+    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
+        raise sqlite3.DatabaseError("got a link or the like; expected a file")
+    connection = sqlite3.connect(path, timeout=_BUSY, isolation_level=None, check_same_thread=False)
+    try:
+        for pragma in ("trusted_schema=OFF", "journal_mode=WAL", "synchronous=OFF", "cache_size=-16000"):
+            connection.execute(f"PRAGMA {pragma}").fetchall()
+        connection.execute("BEGIN IMMEDIATE")
+        found = [row[0] for row in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
+        if not found:
+            for statement in _SCHEMA:
+                connection.execute(statement)
+        connection.execute("COMMIT")
+        if found and sorted(found) != sorted(_SCHEMA):
+            raise sqlite3.DatabaseError("got other tables; expected those of this release")
+        with contextlib.suppress(OSError):
+            os.chmod(path, 0o600)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _is_busy(error: sqlite3.Error) -> bool:
+    return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    """Returns whether an error means that the file is no index of ours, and not that it cannot be written now."""
+    words = ("no such", "malformed", "corrupt", "not a database", "other tables", "a link", "has no column", "datatype")
+    return any(word in str(error) for word in words) or isinstance(error, sqlite3.IntegrityError)
+
+
+def _place_of(path: str) -> tuple[int, int] | None:
+    try:
+        stat = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino
+
+
+def _folder_id(connection: sqlite3.Connection, path: str) -> int:
+    row = connection.execute("SELECT id FROM folders WHERE path = ?", (path,)).fetchone()
+    if row is None:
+        tenant = path.split("/")[1]
+        row = connection.execute(
+            "INSERT INTO folders(path, tenant, mtime) VALUES(?, ?, NULL) RETURNING id", (path, tenant)
+        ).fetchone()
+    return row[0]
+
+
+def _upsert(connection: sqlite3.Connection, own: int, one: IndexedObject) -> None:
+    _, tenant, *_, file = one.path.split("/")
+    values = (one.size, one.revision, one.expires, one.used, one.inode, one.mtime_ns)
+    connection.execute(
+        "INSERT INTO objects VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(folder, file) DO UPDATE SET size = "
+        "excluded.size, revision = excluded.revision, expires = excluded.expires, used = max(used, excluded.used), "
+        "inode = excluded.inode, mtime = excluded.mtime",
+        (own, file, tenant, 1 if one.part.startswith("p.") else 3, *values),
+    )
+
+
+def _set_turns(connection: sqlite3.Connection, ids: Mapping[str, int], paths: Sequence[str]) -> None:
+    """Sets the turns of the canonicals of chunks of which a canonical or an encoder output has come or gone."""
+    changed = {path.partition(".")[0] for path in paths if not part_of(path).startswith("p.")}
+    for chunk in changed:
+        above, _, key = chunk.rpartition("/")
+        rows = connection.execute(
+            "SELECT file, turn FROM objects WHERE folder = ? AND (file BETWEEN ? AND ? OR file BETWEEN ? AND ?)",
+            (ids[above], f"{key}.kv", f"{key}.kw", f"{key}.enc", f"{key}.end"),
+        ).fetchall()
+        turns = {part_of(f"x/{file}"): (file, turn) for file, turn in rows}
+        for part, (file, turn) in turns.items():
+            whole = unreduced_part(part)
+            if part.startswith("kv"):
+                right = 1 if whole != part and whole in turns else 2 if "enc" in turns else 3
+                if right != turn:
+                    connection.execute(
+                        "UPDATE objects SET turn = ? WHERE folder = ? AND file = ?", (right, ids[above], file)
+                    )
+
+
+def _folders_in(root: str, below: str) -> dict[str, int]:
+    """Maps the folders that may hold objects below one, obj/tenant/backbone/xx, to their times in nanoseconds."""
+    found: dict[str, int] = {}
+    waiting = [below]
+    while waiting:
+        current = waiting.pop()
+        depth = current.count("/")
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(root, current) as fd:
+            if depth == 3:
+                found[current] = os.fstat(fd).st_mtime_ns
+                continue
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    if not entry.is_dir(follow_symlinks=False):
+                        continue
+                    if depth < 2:
+                        waiting.append(f"{current}/{entry.name}")
+                    else:
+                        found[f"{current}/{entry.name}"] = entry.stat(follow_symlinks=False).st_mtime_ns
+    return found
+
+
+def _is_below(path: str, below: str) -> bool:
+    return path == below or path.startswith(f"{below}/")
