@@ -13,7 +13,7 @@ from .disk.tenant_disk import TenantDisk
 from .format.bases import basis_blobs, basis_id, basis_of, completed
 from .format.codec import encoder_of
 from .format.expiry import is_before, later
-from .format.naming import Name, PatchKey, part_of
+from .format.naming import Name, PatchKey
 from .format.objects import Blob
 from .format.patch_codec import patch_parts
 from .tiers.memory import DERIVED, ENCODER, CacheEntry
@@ -56,8 +56,7 @@ class PatchObjects:
 
     def count(self, id: str, backbone: str) -> int:
         """Counts a chunk's patches on the disk, behind any antecedent."""
-        entries = self._disk.of_chunk(self._names.canonical(backbone, id))
-        return sum(part_of(entry.path).startswith("p.") for entry in entries)
+        return len(self._disk.of_chunk(self._names.canonical(backbone, id), "p."))
 
     # ------------------------------------------------------------------------------------------------- bases
 

@@ -436,10 +436,14 @@ class Disk:
             pass  # absent, damaged or of another key: no later version is known to have written it
         return False
 
-    def of_chunk(self, name: Name) -> list[IndexedObject]:
-        """Lists every object of a chunk: canonicals in any encoding, encoder output, patches. Raises StoreError."""
+    def of_chunk(self, name: Name, part: str = "") -> list[IndexedObject]:
+        """Lists every object of a chunk: canonicals in any encoding, encoder output, patches. Raises StoreError.
+
+        Args:
+          part: beginning of the parts to list, such as "kv" or "p."; "" lists all.
+        """
         if name.kind != "entry":
-            return self.index.in_folder(name.folder, f"{name.chunk}.")
+            return self.index.in_folder(name.folder, f"{name.chunk}.{part}")
         found: list[IndexedObject] = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(self.root, name.folder) as fd:
             for file in os.listdir(fd):

@@ -224,19 +224,22 @@ class Index:
         if not folders:
             return
 
+        added = [one for one in changes.added if one.path.startswith("obj/")]
+        removed = [path for path in changes.removed if path.startswith("obj/")]
+
         def ask(connection: sqlite3.Connection) -> None:
             ids = {path: _folder_id(connection, path) for path in folders}
-            for path in changes.removed:
+            for path in removed:
                 above, _, file = path.rpartition("/")
                 connection.execute("DELETE FROM objects WHERE folder = ? AND file = ?", (ids[above], file))
-            if changes.removed and changes.evicted:
+            if removed and changes.evicted:
                 since = time.time_ns()
-                rows = [(path, since) for path in changes.removed]
+                rows = [(path, since) for path in removed]
                 connection.executemany("INSERT OR REPLACE INTO ghosts VALUES(?, ?)", rows)
-            for one in changes.added:
+            for one in added:
                 above = one.path.rpartition("/")[0]
                 _upsert(connection, ids[above], one)
-            _set_turns(connection, ids, [one.path for one in changes.added] + changes.removed)
+            _set_turns(connection, ids, [one.path for one in added] + removed)
             for path, (before, after) in folders.items():
                 connection.execute(
                     "UPDATE folders SET mtime = ? WHERE id = ? AND mtime = ?", (after, ids[path], before)

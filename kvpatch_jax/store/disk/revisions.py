@@ -64,6 +64,7 @@ def revision_in(parent: int, file: str) -> int:
     Raises OSError if it cannot be read.
     """
     try:
+        os.stat(file, dir_fd=parent, follow_symlinks=False)  # most often there is none
         with open_regular_in(parent, file, noatime=True) as fd:
             header = read_header(fd)
             check_name(header, file)

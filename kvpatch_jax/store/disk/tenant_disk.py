@@ -32,6 +32,7 @@ from .object_writer import LinkSource, Only
 from .partial_exports import sweep_unfinished
 from .revisions import CLOCK, Tombstones
 from .root_config import names_secret
+from .root_limits import LimitsFile
 from .shard import locked_shards
 from .shared_budget import note_budget, shared_budget
 from .version_floor import Floors
@@ -84,6 +85,7 @@ class TenantDisk:
         self._shared: int | None = self.budget.disk if whole_root else None
         self._budget_noted = self._asked = whole_root
         self._indexed = False
+        self._limits = LimitsFile(self.disk.root)
         self.evictor = shared(Evictor, self.disk.root)
         self.closed = False
 
@@ -91,6 +93,7 @@ class TenantDisk:
         """Refuses further calls and drops cached headers."""
         self.closed = True
         self.disk.forget()
+        self.disk.index.close()  # other stores of the root open it again
 
     def expect_open(self) -> None:
         """Raises StoreClosedError after `close`."""
@@ -201,17 +204,18 @@ class TenantDisk:
         if not self._budget_noted:
             note_budget(self.disk.root, self.names.space, self.budget.disk)
             self._budget_noted = True
-        if self.budget.disk is None and self.budget.tenant is None:
+        bounds = self._bounds()
+        if not bounds:
             return
         if not self._indexed:
             self.disk.index.refresh()
             self._indexed = True
 
         need = size()
-        for below, budget in self._bounds().items():
+        for below, budget in bounds.items():
             used = self.disk.index.usage(below)[1]
             if used + need > budget:
-                if not self._whole_root and below == "obj":  # other tenants' budgets may have changed
+                if below == "obj" and not self._whole_root and self._limits.read() is None:  # others' may have changed
                     self._shared = shared_budget(self.disk.root, self.names.space, self.budget.disk or 0)
                     if self._shared is None or self._shared > budget:
                         return self.make_room(lambda: need)
@@ -221,6 +225,12 @@ class TenantDisk:
 
     def _bounds(self) -> dict[str, int]:
         """Returns the budgets by folder: the tenant's and the root's, as far as there are any."""
+        limits = self._limits.read()
+        if limits is not None:
+            given = [self.budget.tenant, self.budget.disk, limits.of(self.names.tenant_name)]
+            own = min((budget for budget in given if budget is not None), default=None)
+            bounds = {} if own is None or own == limits.disk else {self.names.space: own}
+            return bounds | ({} if limits.disk is None else {"obj": limits.disk})
         if self._shared is None and self.budget.disk is not None and not self._asked:
             self._shared = shared_budget(self.disk.root, self.names.space, self.budget.disk)
             self._asked = True

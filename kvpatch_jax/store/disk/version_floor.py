@@ -188,7 +188,7 @@ class Floors:
     def _body(self, item: Blob | LinkSource) -> Mapping[str, Any]:
         if isinstance(item, Blob):
             return item.body
-        with reading(*item) as (fd, header):
+        with reading(item.root, item.path) as (fd, header):
             opened = open_object(fd, header, self._disk.encryption, self._disk.buffers)
         if opened is None:
             raise StoreCorruptError("object: got an entry that is not encrypted; expected an encrypted one")

@@ -150,7 +150,7 @@ def _incoming(
 ) -> ImportCandidate | None:
     """Verifies one object and derives its name in the store. None if it has expired."""
     source, name = LinkSource(directory, entry.path), name_at(entry.path)
-    with reading(*source) as (fd, header):
+    with reading(source.root, source.path) as (fd, header):
         if header.size != entry.size or header_crc(fd, header) != entry.crc:
             raise StoreCorruptError(
                 f"object: got another header than {MANIFEST} lists; expected checksum {entry.crc:08x}"
@@ -192,7 +192,7 @@ def _key_check(header: Header) -> str | None:
 def _read_again(disk: Disk, source: LinkSource) -> Blob:
     """Reads an object with a new name or encryption when it is written, so that not all are in memory at once."""
     try:
-        with typed_errors("snapshot: read"), reading(*source) as (fd, header):
+        with typed_errors("snapshot: read"), reading(source.root, source.path) as (fd, header):
             arrays = read_leaves(fd, header, list(header.leaves), disk.buffers)
         return blob_of(*decrypted(header, arrays, disk.encryption))
     except (StoreCorruptError, StoreVersionError) as error:

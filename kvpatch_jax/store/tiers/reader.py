@@ -151,7 +151,8 @@ class TieredReader:
         A listing that fails counts as empty.
         """
         try:
-            paths = {entry.path for entry in self._disk.of_chunk(prefix)}
+            part = prefix.file.partition(".")[2]
+            paths = {entry.path for entry in self._disk.of_chunk(prefix, part)}
         except StoreError:
             self._counters.add("read_errors")
             paths = set()
@@ -168,7 +169,7 @@ class TieredReader:
         """
         paths = set(self._writer.waiting_paths(f"{canonical.chunk_key}.kv"))
         with contextlib.suppress(StoreError):
-            paths |= {entry.path for entry in self._disk.of_chunk(canonical)}
+            paths |= {entry.path for entry in self._disk.of_chunk(canonical, "kv")}
 
         unreduced = unreduced_part(part_of(canonical.path))
 

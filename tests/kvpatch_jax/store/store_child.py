@@ -22,8 +22,9 @@ import kvpatch_jax as kvp
 from kvpatch_jax.cache import Antecedent, Member
 from kvpatch_jax.errors import StoreFullError, StoreUnreachableError
 from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, PatchKey, Request, StaticLibrary, fetch, load_snapshot
-from kvpatch_jax.store.disk.directory import Removal, Still
+from kvpatch_jax.store.disk import eviction
 from kvpatch_jax.store.disk.eviction import make_room
+from kvpatch_jax.store.disk.shard import Shard
 
 ANTECEDENTS = (("A",), ("other",))
 KEPT = 3 << 20
@@ -136,13 +137,13 @@ def layers(store: ChunkStore, id: str) -> bool | None:
 
 def evict(root: str, **more: object) -> None:
     """Keeps the disk within KEPT for ever; says what goes before it goes."""
-    disk, remove = ChunkStore(root, budget=Budget(host=0)).disk, Removal.remove
+    disk, unlink_if = ChunkStore(root, budget=Budget(host=0)).disk, eviction.unlink_if
 
-    def recorded(self: Removal, path: str, still: Still | None = None) -> bool:
-        say("evicted", path)
-        return remove(self, path, still)
+    def recorded(shard: Shard, file: str) -> bool:
+        say("evicted", f"{shard.path}/{file}")
+        return unlink_if(shard, file)
 
-    Removal.remove = recorded
+    eviction.unlink_if = recorded  # pyright: ignore[reportAttributeAccessIssue]
     while True:
         make_room(disk, KEPT, 0, lambda _: False)
         disk.sweep()
@@ -305,10 +306,10 @@ def fork_queue(root: str, **more: object) -> None:
     store.put_async(made("first")).result()
     gate, reached, put_group = threading.Event(), threading.Event(), store.disk.put_group
 
-    def held(items: Any) -> int:
+    def held(items: Any, *more: Any) -> int:
         reached.set()
         gate.wait(60)
-        return put_group(items)
+        return put_group(items, *more)
 
     store.disk.put_group = held
     waiting = [store.put_async(made(id)) for id in ("busy", "queued")]

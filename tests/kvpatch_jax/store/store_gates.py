@@ -50,10 +50,10 @@ class GatedStore(ChunkStore):
         super().__init__(*arguments, **more)
         self.gate, put_group = WriteGate(), self.disk.put_group
 
-        def gated(items: Any) -> int:
+        def gated(items: Any, *more: Any) -> int:
             if threading.current_thread().name == "kvpatch-writer":
                 self.gate.wait()
-            return put_group(items)
+            return put_group(items, *more)
 
         self.disk.put_group = gated
 

@@ -83,12 +83,13 @@ def check_all(root: Path) -> tuple[int, int]:
     assert list((root / "tmp").iterdir()) == []
     assert list((root / "quarantine").iterdir()) == []
     files = [path.name for path in (root / "obj").rglob("*") if path.is_file()]
-    assert all(name.endswith(".safetensors") or name in ("KEY", "KEY.copy") for name in files)
+    assert all(name.endswith((".safetensors", ".gone")) or name in ("KEY", "KEY.copy") for name in files)
     assert files.count("KEY") == 2  # of the two tenants that encrypt
     return sum(1 if kind == "kv" else len(ANTECEDENTS) for kind, _ in acknowledged), kept
 
 
-NAMES = ["STORE.copy.json", "STORE.json", "evict.lock", "lib", "names.lock", "obj", "quarantine", "tmp"]
+INDEX = ["index.sqlite", "index.sqlite-shm", "index.sqlite-wal"]
+NAMES = ["STORE.copy.json", "STORE.json", *INDEX, "lib", "obj", "quarantine", "tmp"]
 
 
 def last_words(lines: list[str]) -> dict[str, str]:

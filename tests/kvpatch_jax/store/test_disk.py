@@ -257,7 +257,9 @@ def test_a_root_that_cannot_be(tmp_path: Path):
 def test_many_chunks_are_put_in_one_commit(store: ChunkStore, monkeypatch, encoding):
     sizes: list[int] = []
     put_group = store.disk.put_group
-    monkeypatch.setattr(store.disk, "put_group", lambda items: sizes.append(len(items)) or put_group(items))
+    monkeypatch.setattr(
+        store.disk, "put_group", lambda items, *more: sizes.append(len(items)) or put_group(items, *more)
+    )
     output = np.arange(12, dtype=np.float32).reshape(3, 4)
     chunks = [chunk_of("with", 1, encoder=output), *(chunk_of(f"B{number}", number) for number in range(20))]
     store.put_many(chunks, encoding=encoding)
@@ -316,7 +318,9 @@ def test_other_types_than_chunks_and_patches_are_refused_and_nothing_is_stored(u
 def test_acks_come_when_durable_and_groups_form(store: ChunkStore, monkeypatch):
     sizes: list[int] = []
     put_group = store.disk.put_group
-    monkeypatch.setattr(store.disk, "put_group", lambda items: sizes.append(len(items)) or put_group(items))
+    monkeypatch.setattr(
+        store.disk, "put_group", lambda items, *more: sizes.append(len(items)) or put_group(items, *more)
+    )
     chunk = chunk_of()
     patches = [patch_of(chunk, (f"A{number}",)) for number in range(40)]
     acks = [store.put_patch_async(patch) for patch in patches]
@@ -341,7 +345,7 @@ def test_one_bad_object_does_not_take_its_group_along(store: ChunkStore):
 def test_the_queue_is_bounded(tmp_path: Path, monkeypatch):
     store = ChunkStore(tmp_path, queue=2 * chunk_of().nbytes)
     gate, put_group = threading.Event(), store.disk.put_group
-    monkeypatch.setattr(store.disk, "put_group", lambda items: gate.wait(300) and put_group(items))
+    monkeypatch.setattr(store.disk, "put_group", lambda items, *more: gate.wait(300) and put_group(items, *more))
     acks = [store.put_async(chunk_of(f"B{number}")) for number in range(2)]
     third = threading.Thread(target=lambda: acks.append(store.put_async(chunk_of("B2"))))
     third.start()

@@ -55,7 +55,7 @@ def between_look_and_removal(monkeypatch: pytest.MonkeyPatch, change: Callable[[
     flock, left = fcntl.flock, [change]
 
     def locking(fd: int, how: int) -> None:
-        if how == fcntl.LOCK_EX and os.readlink(f"/proc/self/fd/{fd}").endswith("/names.lock") and left:
+        if how & fcntl.LOCK_EX and "/obj/" in os.readlink(f"/proc/self/fd/{fd}") and left:
             left.pop()()
         flock(fd, how)
 

@@ -21,9 +21,9 @@ class Held:
         self.store, self.go = ChunkStore(root, **more), threading.Event()
         put = self.store.disk.put_group
 
-        def late(items):
+        def late(items, *more):
             assert self.go.wait(300)
-            return put(items)
+            return put(items, *more)
 
         monkeypatch.setattr(self.store.disk, "put_group", late)
 
@@ -126,7 +126,7 @@ def test_an_object_that_could_not_be_written_is_a_miss(tmp_path, monkeypatch):
     with ChunkStore(tmp_path / "store") as store:
         go = threading.Event()
 
-        def broken(items):
+        def broken(items, *more):
             assert go.wait(300)
             raise StoreIOError("no disk; expected one")
 

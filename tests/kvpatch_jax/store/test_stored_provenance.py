@@ -57,7 +57,7 @@ def test_a_queued_canonical_states_the_chunks_content(store: ChunkStore, monkeyp
     store.put(first)
     store.put_patches([formed(first), formed(second, dtype=jnp.bfloat16)])
     go, put = threading.Event(), store.disk.put_group
-    monkeypatch.setattr(store.disk, "put_group", lambda items: put(items) if go.wait(300) else None)
+    monkeypatch.setattr(store.disk, "put_group", lambda items, *more: put(items, *more) if go.wait(300) else None)
     ack = store.put_async(second)
     (found,) = store.get_patches(SERVED)
     go.set()
