@@ -11,7 +11,7 @@ from .disk.partial_exports import WHOLE, sweep_unfinished
 from .disk.quarantine import purge
 from .format.naming import ObjectNames
 from .io.files import folder, locked, remove, rename, typed_errors
-from .tiers.remote import RemoteStore
+from .remotes.remote_store import RemoteStore
 from .tiers.remote_tier import delete_below
 
 
