@@ -79,7 +79,9 @@ class ValkeyAdapter:
             kinds = tuple(getattr(errors, name) for name in _PASSING)
             passing = isinstance(error, kinds) or _PASSING_WORDS.match(str(error))
             kind = StoreUnreachableError if passing and not refused else StoreIOError
-            raise kind(f"remote store: {what}: got {error!r:.200}; expected the service to do it") from error
+            raise kind(
+                f"remote store: {what}: got {type(error).__name__}: {str(error)[:200]}; expected the service to do it"
+            ) from error
 
     def _key(self, path: str) -> str:
         return f"{self._prefix}v:{path}"
