@@ -83,7 +83,10 @@ class LocalAdapter:
                         ) from error
                 time.sleep(pause)
                 pause = min(pause * 2, 0.02)
-            yield
+            try:
+                yield
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor too
         finally:
             os.close(fd)
 

@@ -23,7 +23,7 @@ from .leases import FOLDER as LEASES
 from .leases import Lease, is_over, take_lease
 from .retry_policy import RetryPolicy
 from .retrying_adapter import RetryingAdapter
-from .tombstones import CHANGES, SUFFIX, delete_value_if, parse_tombstone, raise_tombstone, read_tombstone
+from .tombstones import CHANGES, SUFFIX, Tombstone, raise_tombstone, read_tombstone
 
 GRACE = 3600.0
 """Seconds for which an expired object stays: the clock of the reader that finds it may be ahead."""
@@ -350,30 +350,42 @@ class RemoteStore:
     def collect(self, prefix: str) -> Collected:
         """Deletes objects that expired more than `GRACE` seconds ago, tombstones after `RETENTION`, and old leases.
 
+        A tombstone stays for as long as there is an object that it covers.
+
         Args:
           prefix: beginning of the paths of objects and tombstones. Every header is read.
 
         Raises:
           StoreIOError: the service cannot list.
         """
-        now, paths = self._clock(), self._remote.paths(prefix)
+        now = self._clock()
+        old: list[tuple[str, Tombstone]] = []
 
         def expired(header: Header) -> bool:
             return header.expires is not None and header.expires + GRACE < now
 
-        def delete(path: str) -> bool | StoreError:
+        def collect(path: str) -> bool | StoreError:
             try:
                 if is_object(path):
                     return self._delete_if(path, expired)
                 if path.startswith(LEASES):
-                    delete_value_if(self._remote, path, lambda data: is_over(data, now - GRACE))
+                    found = self._remote.read(path)
+                    if found is not None and is_over(found.data, now - GRACE):
+                        self._remote.delete(path, found.generation)
                 elif path.endswith(SUFFIX):
-                    delete_value_if(self._remote, path, lambda data: parse_tombstone(data) < (now - RETENTION) * 1e9)
+                    chunk = path.removesuffix(SUFFIX)
+                    found = read_tombstone(self._remote, chunk)
+                    if found is not None and found.revision < (now - RETENTION) * 1e9:
+                        old.append((chunk, found))
                 return False
             except StoreError as error:
                 return error
 
-        results = _deleters.run_all(functools.partial(delete, path) for path in [*paths, *self._remote.paths(LEASES)])
+        paths = [*self._remote.paths(prefix), *self._remote.paths(LEASES)]
+        results = _deleters.run_all(functools.partial(collect, path) for path in paths)
+        for chunk, tombstone in old:
+            if not self.bury(chunk, tombstone.revision).left:
+                self._remote.delete(f"{chunk}{SUFFIX}", tombstone.generation)
         return Collected(results.count(True), tuple(result for result in results if isinstance(result, StoreError)))
 
     # ------------------------------------------------------------------------------------------------ leases

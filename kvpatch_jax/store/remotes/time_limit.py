@@ -53,6 +53,9 @@ def call_within[T](seconds: float, call: Callable[[], T]) -> T:
 
     if not slots.acquire(timeout=seconds):
         raise TimeoutError(f"got {_AT_ONCE} calls that do not end; expected fewer")
-    # A thread of a pool would be waited for when the interpreter ends.
-    threading.Thread(target=work, name="kvpatch-remote-call", daemon=True).start()
+    try:
+        # A thread of a pool would be waited for when the interpreter ends.
+        threading.Thread(target=work, name="kvpatch-remote-call", daemon=True).start()
+    except RuntimeError:  # the interpreter ends, or there are too many threads
+        work()
     return outcome.result(max(until - time.monotonic(), 0) + _GRACE)

@@ -1,7 +1,6 @@
 """Tombstones: values `{"revision": n}` in `<chunk>.gone` that say which objects of a chunk are deleted."""
 
 import json
-from collections.abc import Callable
 from typing import NamedTuple
 
 from ...errors import StoreCorruptError, StoreUnreachableError
@@ -70,10 +69,3 @@ def raise_tombstone(remote: RemoteAdapter, chunk: str, revision: int) -> int:
         if remote.write(f"{chunk}{SUFFIX}", text, ABSENT if found is None else found.generation) is not None:
             return revision
     raise StoreUnreachableError("remote store: delete: got a tombstone that keeps changing; expected one")
-
-
-def delete_value_if(remote: RemoteAdapter, path: str, condition: Callable[[bytes], bool]) -> None:
-    """Deletes a small value that meets a condition, unless it was replaced in between. Raises StoreIOError."""
-    found = remote.read(path)
-    if found is not None and condition(found.data):
-        remote.delete(path, found.generation)

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import fcntl
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -108,7 +109,7 @@ class Racing(MemoryAdapter):
     def write(self, path: str, data: bytes, expected: Any = ANY) -> bytes | None:
         if not self._holds(path, expected):
             return None
-        time.sleep(1e-4)
+        time.sleep(1e-3)
         return super().write(path, data)
 
 
@@ -124,6 +125,7 @@ class Torn(MemoryAdapter):
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> RemoteValue | None:
         first = super().read(path, start, stop)
+        time.sleep(1e-3)  # as on a network
         second = super().read(path, start, stop)
         if first is None or second is None:
             return second
@@ -137,6 +139,7 @@ class Growing(MemoryAdapter):
     def write(self, path: str, data: bytes, expected: Any = ANY) -> bytes | None:
         if super().write(path, data[: len(data) // 2], expected) is None:
             return None
+        time.sleep(1e-3)
         return super().write(path, data)
 
 
@@ -346,6 +349,36 @@ def test_processes_lose_no_update_of_a_directory(tmp_path: Path):
     assert value.data == b"150"
 
 
+ALTERNATE = """
+import itertools, sys
+from kvpatch_jax.store import LocalAdapter
+adapter = LocalAdapter(sys.argv[1])
+for letter in itertools.cycle(b"ab"):
+    adapter.write("value", bytes([letter]) * 2_000_000)
+    print(chr(letter), flush=True)
+"""
+
+
+def test_a_killed_writer_leaves_a_whole_value(tmp_path: Path):
+    """The last acknowledged one, or the one after it; its lock is free."""
+    rng = random.Random(0)
+    for _ in range(6):
+        command = [sys.executable, "-c", ALTERNATE, str(tmp_path)]
+        with subprocess.Popen(command, env=child_environment(), stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            said = [process.stdout.readline() for _ in range(rng.randrange(1, 5))]
+            time.sleep(rng.random() * 0.02)
+            process.kill()
+            said += process.stdout.readlines()
+        value = LocalAdapter(tmp_path).read("value")
+        assert value is not None
+        assert len(value.data) == 2_000_000
+        assert set(value.data) <= {ord("a"), ord("b")}
+        assert len(set(value.data)) == 1
+        assert all(said)
+        assert LocalAdapter(tmp_path).write("value", b"free", value.generation)
+
+
 # ----------------------------------------------------------------------------------------------------------- Valkey
 
 
@@ -366,7 +399,7 @@ def test_objects_end_on_the_server_an_hour_after_they_expire():
     assert remote.put(name_in(part="kv"), blob_at(1, expires=now + 100))
     assert remote.put(name_in(part="kv.int8"), blob_at(1))
     assert remote.put_if_absent("leases/x", b"{}")
-    ends = {key.decode().rpartition("/")[2]: client.ttl(key) for key in client.keys("kvpatch:v:*")}
+    ends = {bytes(key).decode().rpartition("/")[2]: client.ttl(key) for key in client.keys("kvpatch:v:*")}
     assert 3690 <= ends.pop(name_in().file) <= 3702
     assert set(ends.values()) == {-1}
 

@@ -358,6 +358,24 @@ def test_collections_reports_what_cannot_be_read_and_forgets_tombstones_and_leas
     assert sorted(adapter.service.values) == ["elsewhere/x", NAME.path]
 
 
+def test_a_tombstone_stays_while_something_that_it_may_cover_cannot_be_read(
+    remote: RemoteStore, adapter: MemoryAdapter, clock: ManualClock
+):
+    """Damaged for this reader, sound for another: it would come back."""
+    adapter.write(NAME.path, b"no object")
+    covered, revision = name_in(part="enc"), int(clock.now * 1e9)
+    assert remote.bury(CHUNK, revision).left == (NAME.path,)
+    adapter.write(covered.path, blob_bytes(blob_at(1), covered.file))  # of a writer that died
+    clock.now += RETENTION + 1
+    remote.collect("")
+    assert sorted(adapter.service.values) == sorted([GONE, NAME.path])
+    version = remote.damaged(NAME)
+    assert version is not None
+    assert remote.drop(NAME.path, version)
+    remote.collect("")
+    assert adapter.service.values == {}
+
+
 # ------------------------------------------------------------------------------------------------------------ leases
 
 
@@ -448,7 +466,11 @@ def test_a_service_that_blocks_is_unreachable_in_time(service: MemoryService, ad
     """Then the breaker is open; when the service answers again, all goes on."""
     patience = RetryPolicy(timeout=0.05, deadline=0.2, tries=2, pause=0.001, failures=4, rest=0.3)
     remote, answers = RemoteStore(adapter, patience=patience), threading.Event()
-    service.before = lambda method, path: answers.wait(60)
+
+    def block(method: str, path: str) -> None:
+        answers.wait(60)
+
+    service.before = block
     calls = [lambda: remote.open(NAME), lambda: remote.put(NAME, blob_at(1)), lambda: remote.paths("")]
     began = time.monotonic()
     for call in [*calls, lambda: remote.lease("chunk", 60), lambda: remote.bury(CHUNK, 1)]:
