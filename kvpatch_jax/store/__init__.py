@@ -36,6 +36,18 @@ from .linker import Linker as Linker
 from .metrics import Statistics as Statistics
 from .metrics import StatisticsCollector as StatisticsCollector
 from .metrics import prometheus_text as prometheus_text
+from .remotes.adapter import ABSENT as ABSENT
+from .remotes.adapter import ANY as ANY
+from .remotes.adapter import RemoteAdapter as RemoteAdapter
+from .remotes.adapter import RemoteValue as RemoteValue
+from .remotes.leases import Lease as Lease
+from .remotes.local_adapter import LocalAdapter as LocalAdapter
+from .remotes.remote_store import RemoteStore as RemoteStore
+from .remotes.retry_policy import RetryPolicy as RetryPolicy
+from .remotes.tensorstore_adapter import KeyValueStore as KeyValueStore
+from .remotes.tensorstore_adapter import TensorStoreAdapter as TensorStoreAdapter
+from .remotes.urls import open_remote as open_remote
+from .remotes.valkey_adapter import ValkeyAdapter as ValkeyAdapter
 from .snapshots.manifest import Summary as Summary
 from .snapshots.orbax_item import StoreItem as StoreItem
 from .snapshots.orbax_item import make_durable as make_durable
@@ -44,6 +56,3 @@ from .snapshots.save import save_snapshot as save_snapshot
 from .store import ChunkStore as ChunkStore
 from .tenants import DeletionReport as DeletionReport
 from .tiers.device_placement import LayerStream as LayerStream
-from .tiers.remote import KeyValueStore as KeyValueStore
-from .tiers.remote import RemoteStore as RemoteStore
-from .tiers.retry_policy import RetryPolicy as RetryPolicy

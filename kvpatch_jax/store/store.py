@@ -29,11 +29,11 @@ from .format.objects import Blob
 from .format.patch_codec import patch_blob
 from .metrics import Statistics
 from .patch_objects import PatchObjects
+from .remotes.remote_store import RemoteStore
 from .tenants import DeletionReport, delete_tenant
 from .tiers.device_placement import LayerStream, Placement
 from .tiers.memory import CANONICAL, ENCODER, Policy
 from .tiers.reader import TieredReader
-from .tiers.remote import RemoteStore
 from .tiers.remote_tier import RemoteTier
 from .tiers.writer import Ack, Writer, joined
 
@@ -90,7 +90,7 @@ class ChunkStore:
         self._ttl = checked_ttl(ttl, "store")
         if policy not in get_args(Policy):
             raise InputError(f"store.policy: got {policy!r:.80}; expected one of {get_args(Policy)}")
-        expect_kind(remote, (RemoteStore, NoneType), "store: remote", "a KeyValueStore, or None")
+        expect_kind(remote, (RemoteStore, NoneType), "store: remote", "a RemoteStore, or None")
         expect_kind(wipe, (bool, NoneType), "store: wipe", "True, False or None")
         expect_kind(clock, Callable, "store: clock", "a function that returns seconds since the epoch")
         queue_bytes, budgets = size_of(queue, "store: queue"), budget_of(budget, "store: budget")

@@ -11,7 +11,7 @@ from .disk.quarantine import purge
 from .disk.revisions import CLOCK, Tombstones
 from .format.naming import ObjectNames
 from .io.files import folder, remove, rename, typed_errors
-from .tiers.remote import RemoteStore
+from .remotes.remote_store import RemoteStore
 from .tiers.remote_tier import delete_below
 
 

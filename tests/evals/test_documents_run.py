@@ -46,6 +46,12 @@ HOLDS = {
     "generation": ["both.shape == (2, 4)"],
     "operators": ["patch.ranks == {'k': 12, 'v': 12}"],
     "plans": ["executor.ledger['ApplyPatch'].launches == 1"],
+    "remotes": [
+        "found.id == chunk.id",
+        "lease is not None and others is None and formed is chunk and not lease.held",
+        "{'conditions', 'no lost update', 'one winner'} <= set(broken)",
+        "[path.endswith('.kv.safetensors') for path in Service.values] == [True]",
+    ],
     "serving": ["backbone.text(answer[0]) == 'b5'", "kv['k'].shape[1] == len(slots)"],
     "start": ["both_patches['k'].shape[0] == 2"],
     "store": ["sources == ['computed', 'store']", "found.id == chunk.id"],

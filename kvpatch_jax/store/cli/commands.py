@@ -20,12 +20,14 @@ from ..format.buffers import Buffers
 from ..format.encryption import AesGcm
 from ..format.naming import ObjectNames, is_object, name_at
 from ..libraries.dynamic import drop_old_versions
+from ..remotes.remote_store import RemoteStore
+from ..remotes.tensorstore_adapter import KeyValueStore
+from ..remotes.urls import open_remote
 from ..snapshots.manifest import Progress, Summary
 from ..snapshots.restore import load_snapshot
 from ..snapshots.save import save_snapshot
 from ..store import ChunkStore
 from ..tenants import delete_tenant, finish
-from ..tiers.remote import KeyValueStore
 from ..tiers.remote_tier import RemoteTier
 from .audit import ALL, ObjectInfo, ObjectProgress, listing, names_in, totals, verify
 
@@ -195,12 +197,12 @@ def _verify(options: Options) -> Outcome:
     if options.remote is None:
         return Outcome(result, lines, good)
 
-    remote_bad, deleted = _verify_remote(options, KeyValueStore(_spec(options.remote)), f"{below[0]}/")
+    remote_bad, deleted = _verify_remote(options, _remote(options.remote), f"{below[0]}/")
     lines += [f"bad in the remote store{', deleted' * deleted}: {path}" for path in remote_bad]
     return Outcome(result | {"remote_bad": remote_bad, "remote_deleted": deleted}, lines, good and not remote_bad)
 
 
-def _verify_remote(options: Options, remote: KeyValueStore, prefix: str) -> tuple[list[str], bool]:
+def _verify_remote(options: Options, remote: RemoteStore, prefix: str) -> tuple[list[str], bool]:
     """Verifies every remote object; deletes damaged ones if confirmed. Returns their paths, and whether it deleted."""
     bad: dict[str, bytes] = {}
     for path in filter(is_object, remote.paths(prefix)):
@@ -227,7 +229,7 @@ def _gc(options: Options) -> Outcome:
     old_versions = drop_old_versions(disk, libraries)
     left = {"quarantine": disk.collect_quarantine(tenant), "unfinished": sweep_unfinished(disk.root, tenant)}
     if options.remote is not None:
-        remote = RemoteTier(KeyValueStore(_spec(options.remote)), disk.counters, disk.encryption)
+        remote = RemoteTier(_remote(options.remote), disk.counters, disk.encryption)
         left["remote"] = remote.collect(f"{below}/")
         left["remote_errors"] = disk.counters["remote_errors"] + disk.counters["remote_skipped"]
     if options.budget is not None:
@@ -284,7 +286,7 @@ def _rm_tenant(options: Options) -> Outcome:
     question = f"Delete every object of tenant {options.tenant!r} in {disk.root}, for good? Type yes: "
     if not options.yes and options.ask(question).strip() != "yes":
         return Outcome({"deleted": False}, ["nothing was deleted"], good=False)
-    remote = None if options.remote is None else KeyValueStore(_spec(options.remote))
+    remote = None if options.remote is None else _remote(options.remote)
     known = _has_tenant(options, disk)
     deleted = delete_tenant(disk, names, remote)
     some = known or any(dataclasses.asdict(deleted).values())
@@ -293,21 +295,23 @@ def _rm_tenant(options: Options) -> Outcome:
     return Outcome(result, lines, some, () if some else (_unknown(options),))
 
 
-def _spec(text: str) -> Any:
-    """Parses --remote, TensorStore's specification as JSON or as a URL.
+def _remote(text: str) -> RemoteStore:
+    """Opens the store of --remote: a URL (`open_remote`), or TensorStore's specification as JSON.
 
     Raises:
-      InputError: it begins as JSON and is invalid.
+      InputError: it is neither.
+      StoreIOError: the store cannot be opened.
     """
     if not text.lstrip().startswith("{"):
-        return text
+        return open_remote(text)
     try:
-        return json.loads(text)
+        spec = json.loads(text)
     except ValueError as error:
         raise InputError(
             f"--remote: got {text[:80]!r} ({error}); expected JSON such as "
             '{"driver": "file", "path": "/srv/store/"}, or a URL such as gs://bucket/store/'
         ) from None
+    return KeyValueStore(spec)
 
 
 def _export(options: Options) -> Outcome:

@@ -32,7 +32,10 @@ def _flags():
     text("secret-file", "File with the secret of the names, where the store was not opened with its own.")
     text("key-file", "File with the master key, so that verify can open what --tenant has encrypted.")
     text("directory", "export, import: where the snapshot is to be, or is.")
-    text("remote", "rm-tenant, gc, verify: a TensorStore key-value spec (JSON or URL) to delete from, or read, too.")
+    text(
+        "remote",
+        "rm-tenant, gc, verify: a remote store to delete from, or read, too: a URL, or a TensorStore spec as JSON.",
+    )
     text("budget", "gc, import: bytes to evict down to, such as 10GB.")
     text("library-quota", "import: bytes that --tenant's static library may have then; more is refused.")
     truth("copy", "export, import: copy files in place of linking them.")

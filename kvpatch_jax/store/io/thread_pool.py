@@ -4,7 +4,7 @@ import concurrent.futures
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -56,3 +56,12 @@ class ThreadPool:
             except BaseException as error:
                 done.set_exception(error)
             return done
+
+    def run_all[T](self, calls: Iterable[Callable[[], T]]) -> list[T]:
+        """Runs several calls in the threads and returns their results. Waits for all before it raises the first error.
+
+        Not to be called from a thread of the same pool.
+        """
+        jobs = [self.submit(call) for call in calls]
+        concurrent.futures.wait(jobs)
+        return [job.result() for job in jobs]

@@ -4,11 +4,10 @@ An object that does not verify is read a second time. If it fails again it is a 
 it correctly.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -16,19 +15,12 @@ from ...errors import StoreCorruptError, StoreError, StoreIOError, StoreUnreacha
 from ..disk.counters import Counters
 from ..format.encryption import Encryption, Read
 from ..format.header import Header
-from ..format.naming import Name, name_at
+from ..format.naming import Name
 from ..format.objects import Blob, blob_of
 from ..io.thread_pool import ThreadPool
-from .remote import RemoteStore
+from ..remotes.remote_store import RemoteStore
 
 _callers = ThreadPool(8, "kvpatch-remote")
-
-
-def at_once(calls: Iterable[Callable[[], Any]]) -> list[Any]:
-    """Runs several calls in threads and returns their results. Waits for all before it raises the first error."""
-    jobs = [_callers.submit(call) for call in calls]
-    concurrent.futures.wait(jobs)
-    return [job.result() for job in jobs]
 
 
 def delete_below(remote: RemoteStore, prefix: str) -> int:
@@ -38,7 +30,7 @@ def delete_below(remote: RemoteStore, prefix: str) -> int:
       StoreError: some could not be deleted; the others were.
     """
     paths = remote.paths(prefix)
-    at_once((lambda path=path: remote.delete(path)) for path in paths)
+    _callers.run_all(functools.partial(remote.delete, path) for path in paths)
     return len(paths)
 
 
@@ -113,7 +105,7 @@ class RemoteTier:
     def put(self, items: Sequence[tuple[Name, Blob]]) -> None:
         """Writes several objects concurrently. Raises StoreError if not all are acknowledged."""
         with self._counted():
-            at_once((lambda name=name, blob=blob: self.remote.put(name, blob)) for name, blob in items)
+            _callers.run_all(functools.partial(self.remote.put, name, blob) for name, blob in items)
 
     def open(self, name: Name) -> PendingObject | None:
         """Opens an object, whose `read` raises StoreCorruptError and StoreIOError; None if it cannot be read.
@@ -122,8 +114,8 @@ class RemoteTier:
           StoreKeyError: it is encrypted with another key.
         """
         found = None
-        with contextlib.suppress(StoreError):
-            found = self._read_twice(lambda: self.remote.open(name))
+        with contextlib.suppress(StoreError), self._counted():
+            found = self.remote.open(name, lambda: self._counters.add("unsteady_reads"))
         if found is None:
             return None
         kept: dict[str, np.ndarray] = {}
@@ -163,15 +155,11 @@ class RemoteTier:
             return delete_below(self.remote, prefix)
 
     def collect(self, prefix: str) -> int:
-        """Reads every header and deletes expired objects. Returns their number; objects that cannot be read stay."""
-        return sum(at_once((lambda path=path: self._delete_expired(path)) for path in self.paths(prefix)))
-
-    def _delete_expired(self, path: str) -> int:
-        try:
-            name = name_at(path)
-        except StoreCorruptError:
-            return 0  # no object of this library
-        try:
-            return int(self._read_twice(lambda: self.remote.open(name)) is None)
-        except StoreError:
-            return 0  # counted: it stays
+        """Deletes what expired long enough ago. Returns the number of objects; those that cannot be read stay."""
+        with contextlib.suppress(StoreError), self._counted():
+            deleted, errors = self.remote.collect(prefix)
+            for error in errors:
+                with contextlib.suppress(StoreError), self._counted():
+                    raise error
+            return deleted
+        return 0

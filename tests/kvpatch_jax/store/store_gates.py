@@ -11,7 +11,7 @@ import pytest
 import tensorstore
 from store_processes import wait_until
 
-from kvpatch_jax.store import ChunkStore, KeyValueStore
+from kvpatch_jax.store import ChunkStore, KeyValueStore, RemoteStore, TensorStoreAdapter
 
 PATIENCE = 120
 """Seconds that only a hang takes."""
@@ -77,21 +77,21 @@ def remote_through[S](make: Callable[[Any], S], spec: Any, **options: Any) -> tu
     return opening.result(), remote
 
 
-class GatedRemote:
+class GatedRemote(RemoteStore):
     """A remote store whose objects wait at a gate when all of them was read; puts at gates before they begin."""
 
     def __init__(self) -> None:
-        self.inner = KeyValueStore({"driver": "memory"}, context=tensorstore.Context())
+        super().__init__(TensorStoreAdapter({"driver": "memory"}, context=tensorstore.Context()))
         self.read_gate: WriteGate | None = None
         self.put_gates: list[WriteGate] = []
 
-    def put(self, name: Any, blob: Any) -> None:
+    def put(self, name: Any, blob: Any) -> bool:
         if self.put_gates:
             self.put_gates.pop(0).wait()
-        self.inner.put(name, blob)
+        return super().put(name, blob)
 
-    def open(self, name: Any) -> Any:
-        found = self.inner.open(name)
+    def open(self, name: Any, unsteady: Any = None) -> Any:
+        found = super().open(name, unsteady)
         if found is None:
             return None
 
@@ -102,9 +102,3 @@ class GatedRemote:
             return arrays
 
         return found._replace(read=read)
-
-    def delete(self, path: str) -> None:
-        self.inner.delete(path)
-
-    def paths(self, prefix: str) -> list[str]:
-        return self.inner.paths(prefix)

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from store_cases import BACKBONE, chunk_of, name_of
 from store_gates import PATIENCE, GatedRemote, WriteGate
 
-from kvpatch_jax.store import Budget, ChunkStore
+from kvpatch_jax.store import Budget, ChunkStore, RemoteStore
 
 IDS, SEEDS = ("a", "b"), range(4)
 CHUNKS = {(id, seed): chunk_of(id, seed, tokens=2) for id in IDS for seed in SEEDS}
@@ -29,9 +29,9 @@ ids, seeds, numbers = st.sampled_from(IDS), st.sampled_from(SEEDS), st.sampled_f
 class GatedByThread(GatedRemote):
     """A remote store at whose gate only the threads of the machine wait."""
 
-    def open(self, name: Any) -> Any:
+    def open(self, name: Any, unsteady: Any = None) -> Any:
         held = threading.current_thread().name.startswith("held")
-        return super().open(name) if held else self.inner.open(name)
+        return super().open(name, unsteady) if held else RemoteStore.open(self, name, unsteady)
 
 
 class Machine(RuleBasedStateMachine):

@@ -70,7 +70,7 @@ class CircuitBreaker:
         """Calls a function with the seconds that it may take, and again if it raises StoreUnreachableError.
 
         Raises:
-          StoreUnreachableError: the last try failed, or the breaker is open.
+          StoreUnreachableError: the last try failed, the breaker is open, or `call` did not ask the service.
           Any other exception of `call`: it counts as an answer, and is not retried.
         """
         transfer = nbytes / self.patience.rate
@@ -78,15 +78,16 @@ class CircuitBreaker:
 
         for number in range(int(self.patience.tries)):
             self._admit(what)
-            answered = False
+            answered: bool | None = False
             try:
                 limit = min(self.patience.timeout + transfer, deadline - self._clock())
                 value = call(max(limit, 0.001))
                 answered = True
                 return value
-            except StoreUnreachableError:
+            except StoreUnreachableError as error:
+                answered = False if error.asked else None
                 pause = self.patience.pause * 2**number * random.uniform(0.5, 1)
-                if number + 1 == self.patience.tries or self._clock() + pause >= deadline:
+                if not error.asked or number + 1 == self.patience.tries or self._clock() + pause >= deadline:
                     raise
             except Exception:
                 answered = True
@@ -108,8 +109,10 @@ class CircuitBreaker:
                 )
             self._probing = True
 
-    def _record(self, answered: bool) -> None:
+    def _record(self, answered: bool | None) -> None:
         with self._lock:
             self._probing = False
+            if answered is None:
+                return  # the service was not asked
             self._failed = 0 if answered else self._failed + 1
             self._until = self._clock() + self.patience.rest
