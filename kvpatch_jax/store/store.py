@@ -13,7 +13,7 @@ import numpy as np
 
 from ..cache import Chunk, Patch, PatchMetadata
 from ..core import AnyArray, KVLayout
-from ..errors import InputError
+from ..errors import InputError, StoreError
 from ..patching import Basis
 from ..utils.atomic_files import path_of
 from ..utils.kinds import all_of, expect_kind
@@ -100,7 +100,7 @@ class ChunkStore:
         self.tenant_disk = TenantDisk(path, tenant, budget=budgets, secret=secret, key=key, wipe=wipe, clock=clock)
         self.disk, self.names = self.tenant_disk.disk, self.tenant_disk.names
         self.budget, self.counters = self.tenant_disk.budget, self.tenant_disk.counters
-        self._remote = None if remote is None else RemoteTier(remote, self.counters, self.disk.encryption)
+        self._remote = None if remote is None else RemoteTier(remote, self.tenant_disk)
         self._writer = Writer(self._commit, self.tenant_disk, queue_bytes)
         self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, policy)
         self._patches = PatchObjects(self.tenant_disk, self._reader)
@@ -139,7 +139,7 @@ class ChunkStore:
             blobs = []
             for chunk in all_of(Chunk, chunks, "store"):
                 blobs += [(name, make()) for name, make, _ in self._jobs_of(chunk, encoding, ttl)]
-            self._commit(self._begun(blobs))
+            self._put_now(blobs)
 
     def put_async(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: Seconds | None = None) -> Ack:
         """Queues a `put`. The future is done when the chunk is durable, or holds the error.
@@ -242,16 +242,14 @@ class ChunkStore:
         """
         self.tenant_disk.expect_open()
         name = self.names.canonical(backbone, id)
-        prefix = f"{name.chunk_key}."
-        queued = self._writer.waiting_paths(prefix)
+        queued = self._writer.waiting_paths(f"{name.chunk_key}.")
         try:
-            # The remote store comes first, or a reader could copy the chunk back from there.
-            if self._remote is not None:
-                self._remote.delete(prefix)
+            deleted, revision = self.tenant_disk.delete_chunk(name)
         finally:
-            deleted = self.tenant_disk.delete_chunk(name)
             self._reader.drop_chunk(name.chunk_key)
-            purge(self.disk.root, name.tenant, name.chunk)
+        purge(self.disk.root, name.tenant, name.chunk)
+        if self._remote is not None and revision:
+            self._remote.delete(name, revision)
         return deleted or bool(queued)
 
     # -------------------------------------------------------------------------------- encoder outputs, patches
@@ -261,7 +259,7 @@ class ChunkStore:
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
             blob = encoder_blob(id, backbone, output, self._expiry(ttl))
-            self._commit(self._begun([(self.names.encoder(backbone, id), blob)]))
+            self._put_now([(self.names.encoder(backbone, id), blob)])
 
     def get_encoder(self, id: str, backbone: str) -> np.ndarray | None:
         """Reads an encoder output as a read-only host array; None if there is none."""
@@ -280,7 +278,7 @@ class ChunkStore:
             patches, expires = all_of(Patch, patches, "store"), self._expiry(ttl)
             blobs = self._patches.bases_to_extend(patches, expires)
             blobs += [(self.names.patch(patch), patch_blob(patch, expires)) for patch in patches]
-            self._commit(self._begun(blobs))
+            self._put_now(blobs)
 
     def put_patch_async(self, patch: Patch, *, ttl: Seconds | None = None) -> Ack:
         """Queues a patch, as `put_async` a chunk. Patches that are queued close together are committed together."""
@@ -334,7 +332,7 @@ class ChunkStore:
         expires = self._expiry(ttl)
         with self.counters.timed("put", "disk"):
             blobs = self._patches.basis_objects(basis, expires)
-            self._commit(self._begun(blobs))
+            self._put_now(blobs)
 
     def get_basis(self, digest: str, layout: KVLayout, backbone: str) -> Basis | None:
         """Reads a basis; None if there is none whose content matches the digest."""
@@ -404,14 +402,27 @@ class ChunkStore:
         return Statistics(self.counters.read(), self.counters.latencies(), held)
 
     def flush(self) -> None:
-        """Waits for asynchronous puts. Raises the first error since the last `flush`, with the others in its notes."""
+        """Waits for asynchronous puts, and until the remote store has everything.
+
+        Raises:
+          StoreError: the first error of a put since the last `flush`, with the others in its notes; or the remote store
+            does not answer. What it lacks stays in the outbox, and is sent later, by this process or another.
+        """
         self._writer.flush()
+        if self._remote is not None:
+            self._remote.sender.flush()
 
     def close(self) -> None:
         """Writes queued puts and frees memory. Idempotent. Raises as `flush`."""
         self.tenant_disk.close()  # first, so that no call fills memory or the queue again
         self._reader.clear()
-        self._writer.close()
+        try:
+            self._writer.close()
+            if self._remote is not None:
+                with contextlib.suppress(StoreError):  # what was not sent is in the outbox
+                    self._remote.sender.flush()
+        finally:
+            self.disk.index.close()
 
     def __repr__(self) -> str:
         return f"ChunkStore({self.disk.root!r}{', closed' if self.tenant_disk.closed else ''})"
@@ -468,19 +479,21 @@ class ChunkStore:
         ack.add_done_callback(note)
         return ack
 
-    def _begun(self, blobs: Sequence[tuple[Name, Blob]]) -> list[tuple[Name, Blob]]:
-        """Returns objects with the revisions of writes that begin now."""
-        return [(name, dataclasses.replace(blob, revision=self.tenant_disk.begin(name))) for name, blob in blobs]
+    def _put_now(self, blobs: Sequence[tuple[Name, Blob]]) -> None:
+        """Writes objects by writes that begin now. One whose chunk is deleted meanwhile follows the deletion."""
+        while blobs:
+            begun = [(name, dataclasses.replace(blob, revision=self.tenant_disk.begin(name))) for name, blob in blobs]
+            buried = {name.path for name in self._commit(begun)}
+            blobs = [(name, blob) for name, blob in blobs if name.path in buried]
 
-    def _commit(self, blobs: Sequence[tuple[Name, Blob]]) -> None:
-        """Writes objects to the disk and the remote store, except those that a later write of their name replaces."""
-        items = [(name, self.disk.encryption.sealed(blob, name.file)) for name, blob in blobs]
-        if not items:
-            return
+    def _commit(self, items: Sequence[tuple[Name, Blob]]) -> list[Name]:
+        """Writes objects to the disk, and has the remote store get them. Returns names that were deleted meanwhile."""
+        if self._remote is not None:
+            self._remote.sender.expect_room(sum(blob.nbytes for _, blob in items))
         # The disk comes first: neither memory nor the remote store may have what it lacks.
-        self.tenant_disk.put(items)
+        buried = self.tenant_disk.put(items) if items else []
         for name, _ in items:
             self._reader.replaced(name)
-        if self._remote is not None:
-            with self.counters.timed("commit", "remote"):
-                self._remote.put(items)
+        if self._remote is not None and items:
+            self._remote.sender.wake()
+        return buried

@@ -6,6 +6,7 @@ import os
 import time
 
 from .disk.disk import Disk
+from .disk.outbox import Outbox
 from .disk.partial_exports import WHOLE, sweep_unfinished
 from .disk.quarantine import purge
 from .disk.revisions import CLOCK, Tombstones
@@ -50,6 +51,8 @@ def delete_tenant(disk: Disk, names: ObjectNames, remote: RemoteStore | None = N
             Tombstones(disk.root, names).put_tenant(CLOCK.next())
             for space in (names.libraries, names.space):  # nobody may find an entry whose chunk is gone
                 _rename_away(disk, space, tenant)
+            Outbox(disk.root, tenant).clear()
+            disk.index.refresh(names.space)
             quarantined = len(purge(disk.root, tenant))
         disk.sweep(f"{tenant}.")
         for scope in (tenant, WHOLE):  # a snapshot of the whole store has the tenant's objects too

@@ -47,7 +47,7 @@ from .counters import Counters
 from .damage_rate import DamageRate
 from .directory import DirectoryEntry, NameState, Still, name_state, remove_objects, scan
 from .index import Changes, Index, IndexedObject, object_of
-from .object_writer import ObjectWriter, Only
+from .object_writer import ObjectWriter, Only, PutResult
 from .quarantine import BYTES as QUARANTINE_BYTES
 from .quarantine import keep_within, reason_text
 from .recent_use import RecentUse
@@ -105,18 +105,15 @@ class Disk:
 
     def put(self, name: Name, blob: Blob) -> int:
         """Writes one object durably. Returns the bytes of its file."""
-        return self.put_group([(name, blob)])
+        return self.put_group([(name, blob)]).nbytes
 
-    def put_group(self, items: Sequence[tuple[Name, Blob]], only: Only = "later") -> int:
-        """Writes several objects durably and counts them. Returns their bytes. Raises as `ObjectWriter.put`."""
-        before = self.writer.outdated
-        total = self.writer.put(items, only)
-        outdated = self.writer.outdated - before
-        self.counters.add("puts", len(items) - outdated)
-        self.counters.add("put_bytes", total)
-        if outdated:
-            self.counters.add("outdated", outdated)
-        return total
+    def put_group(self, items: Sequence[tuple[Name, Blob]], only: Only = "later") -> PutResult:
+        """Writes several objects durably and counts them, as `ObjectWriter.put`."""
+        result = self.writer.put(items, only)
+        self.counters.add("puts", len(items) - result.outdated)
+        self.counters.add("put_bytes", result.nbytes)
+        self.counters.add("outdated", result.outdated)
+        return result
 
     def name_state(self, name: Name) -> NameState:
         """Returns the state of a name, by which a later write or deletion is recognised."""

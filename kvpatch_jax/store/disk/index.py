@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ...errors import StoreIOError
 from ..format.expiry import expiry_from_mtime
 from ..format.naming import is_object, part_of, unreduced_part
-from ..io.files import folder
+from ..io.files import folder, typed, typed_errors
 from ..io.thread_pool import register_fork_guard
 from .shard import Shard, locked_shards
 
@@ -152,7 +152,9 @@ class Index:
         path, now = f"{self.root}/{FILE}", time.monotonic()
         if self._connection is not None and now - self._checked > 1.0:
             self._checked = now
-            wanted = None if now < self._in_memory_until else _place_of(path)
+            wanted = self._place
+            with contextlib.suppress(OSError):
+                wanted = None if now < self._in_memory_until else _place_of(path)
             if self._place != wanted or (self._in_memory_until and now >= self._in_memory_until):
                 self._connection.close()  # another process has made it anew, or it may be on the disk again
                 self._connection = None
@@ -283,7 +285,8 @@ class Index:
     def refresh(self, below: str = "obj") -> None:
         """Lists again the folders below one whose time shows that they have changed. Raises StoreIOError."""
         known = dict(self._asked(lambda connection: connection.execute("SELECT path, mtime FROM folders").fetchall()))
-        found = _folders_in(self.root, below)
+        with typed_errors("store: list"):
+            found = _folders_in(self.root, below)
         for path, mtime in found.items():
             if known.get(path) != mtime:
                 self._list_again(path)
@@ -302,7 +305,11 @@ class Index:
 
     def _list_again(self, path: str) -> None:
         """Lists one folder, under its lock, and replaces its rows."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), locked_shards(self.root, [path]) as shards:
+        with (
+            typed_errors("store: list"),
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            locked_shards(self.root, [path]) as shards,
+        ):
             shard = shards[path]
             found: dict[str, os.stat_result] = {}
             with os.scandir(shard.fd) as entries:
@@ -332,6 +339,8 @@ class Index:
                 mtime = os.stat(f"{self.root}/{path}", follow_symlinks=False).st_mtime_ns
             except (FileNotFoundError, NotADirectoryError):
                 return []
+            except OSError as error:
+                raise typed(error, "store: list") from error
 
             def ask(connection: sqlite3.Connection, mtime: int = mtime) -> list[IndexedObject] | None:
                 row = connection.execute("SELECT id, mtime FROM folders WHERE path = ?", (path,)).fetchone()
@@ -452,7 +461,7 @@ def _is_damage(error: sqlite3.Error) -> bool:
 def _place_of(path: str) -> tuple[int, int] | None:
     try:
         stat = os.stat(path, follow_symlinks=False)
-    except OSError:
+    except FileNotFoundError:
         return None
     return stat.st_dev, stat.st_ino
 

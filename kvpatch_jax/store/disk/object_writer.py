@@ -37,6 +37,7 @@ from ..io.thread_pool import ThreadPool
 from .directory import remove_objects, was_written
 from .index import Changes, Index, object_of
 from .key_check import check_key
+from .outbox import Outbox
 from .revisions import NEWER_FORMAT, Tombstones, revision_in
 from .shard import Shard, locked_shards
 
@@ -54,6 +55,20 @@ class LinkSource(NamedTuple):
     root: str
     path: str
     revision: int = 0
+
+
+class PutResult(NamedTuple):
+    """Result of a write.
+
+    Attributes:
+      nbytes: bytes of the files that were written.
+      outdated: number of objects that were not, because a later write or deletion has replaced them.
+      buried: names of those that a later deletion has replaced.
+    """
+
+    nbytes: int
+    outdated: int
+    buried: list[Name]
 
 
 Only = Literal["later", "copy", "absent"]
@@ -86,15 +101,15 @@ class ObjectWriter:
 
     Attributes:
       tombstones: of the tenant whose objects are written; None: deletions are not looked at.
-      outdated: number of writes that a later write or deletion had replaced.
+      outbox: receives what is put, for the remote store; None: there is none.
     """
 
     def __init__(self, root: str, check: str | None, index: Index):
         self.root, self._check, self._index = root, check, index
         self.tombstones: Tombstones | None = None
-        self.outdated = 0
+        self.outbox: Outbox | None = None
 
-    def put(self, items: Sequence[tuple[Name, Blob]], only: Only = "later") -> int:
+    def put(self, items: Sequence[tuple[Name, Blob]], only: Only = "later") -> PutResult:
         """Writes several objects durably, in groups of `GROUP`, each with one sync of the data and one of the names.
 
         An object is not written if its name has a later revision: then it counts as replaced. Blobs without a revision
@@ -103,26 +118,25 @@ class ObjectWriter:
         Args:
           only: "later" as above; "copy": neither over an object of a later format; "absent": over no object.
 
-        Returns:
-          The bytes of the files that were written.
-
         Raises:
           StoreFullError, StoreReadOnlyError, StoreIOError: no object is acknowledged or partly there. If there is more
             than one group, the first ones may be stored, and the error says how many objects.
           StoreKeyError: in the meantime the tenant's objects have been encrypted with another key.
         """
-        total = 0
+        result = PutResult(0, 0, [])
         for start in range(0, len(items), GROUP):
             try:
-                total += self._put_group(items[start : start + GROUP], only)
+                part = self._put_group(items[start : start + GROUP], only)
+                buried = result.buried + part.buried
+                result = PutResult(result.nbytes + part.nbytes, result.outdated + part.outdated, buried)
             except StoreError as error:
                 if start == 0:
                     raise
                 stored = f"store: put: the first {start} of {len(items)} objects are stored, then"
                 raise type(error)(f"{stored} {error}") from error
-        return total
+        return result
 
-    def _put_group(self, items: Sequence[tuple[Name, Blob]], only: Only) -> int:
+    def _put_group(self, items: Sequence[tuple[Name, Blob]], only: Only) -> PutResult:
         with typed_errors(f"store: put {len(items)} objects"), contextlib.ExitStack() as stack:
             aside = stack.enter_context(self.temporaries())
 
@@ -140,20 +154,23 @@ class ObjectWriter:
             # Data before names: a name that survives a crash must refer to a whole object.
             sync_files([file.fd for file in files])
             self._check_keys(items)
-            waiting, named = files, list[_Written]()
+            waiting, named, buried = files, list[_Written](), list[Name]()
             while waiting:
-                waiting = self._name(waiting, named, only)
+                waiting = self._name(waiting, named, buried, only)
+            if self.outbox is not None and named and only != "copy":
+                self.outbox.sync()
             # Without the locks, which others wait for.
             for path in sorted({file.name.folder for file in named}):
                 with contextlib.suppress(FileNotFoundError), folder(self.root, path) as fd:
                     os.fsync(fd)
-        return sum(file.header.size for file in named)
+        return PutResult(sum(file.header.size for file in named), len(files) - len(named), buried)
 
-    def _name(self, files: Sequence[_Written], named: list[_Written], only: Only) -> list[_Written]:
+    def _name(self, files: Sequence[_Written], named: list[_Written], buried: list[Name], only: Only) -> list[_Written]:
         """Gives files their names, under the locks of their shards, unless later ones have them.
 
         Args:
           named: receives the files that have their names.
+          buried: receives the names of files that were not given theirs because of a later deletion.
 
         Returns:
           The files whose tenant was deleted in the meantime, so that their folder has to be made again.
@@ -163,11 +180,14 @@ class ObjectWriter:
         with locked_shards(self.root, [file.name.folder for file in files], make=True) as shards:
             for file in files:
                 shard = shards[file.name.folder]
-                if self._is_outdated(shard, file.name, file.header.revision, only):
-                    self.outdated += 1
+                why = self._outdated(shard, file.name, file.header.revision, only)
+                if why is not None:
+                    buried += [file.name] if why == "buried" else []
                     continue
                 rename(file.place.folder, file.place.name, shard.fd, file.name.file)
                 placed.append(file)
+                if self.outbox is not None and only != "copy" and file.name.kind != "entry":
+                    self.outbox.add(shard, file.name.file)
                 entry = object_of(file.name.path, os.fstat(file.fd), file.header.revision, file.header.expires)
                 changes.added.append(entry)
 
@@ -179,19 +199,19 @@ class ObjectWriter:
         named += [file for file in placed if file not in moved]
         return moved
 
-    def _is_outdated(self, shard: Shard, name: Name, revision: int, only: Only) -> bool:
-        """Returns whether a later write or deletion has replaced a write that was given a revision when it began."""
+    def _outdated(self, shard: Shard, name: Name, revision: int, only: Only) -> str | None:
+        """Returns why a write is not made, which was given a revision when it began: "replaced" or "buried" since."""
         known = revision_in(shard.fd, name.file) if revision or only != "later" else -1
         if known >= 0 and only == "absent":
-            return True
+            return "replaced"
         if known == NEWER_FORMAT and only == "later":  # the owner's put replaces what this release cannot read
             known = -1
         if not revision:
-            return False
+            return None
+        if revision <= known or (known < 0 and self._index.was_evicted_since(name.path, revision)):
+            return "replaced"
         gone = 0 if self.tombstones is None else self.tombstones.of(name, shard.fd)
-        if revision <= max(known, gone):
-            return True
-        return known < 0 and self._index.was_evicted_since(name.path, revision)
+        return "buried" if revision <= gone else None
 
     def _check_keys(self, items: Sequence[tuple[Name, object]]) -> None:
         """Writes and compares the key-check files of tenants, which a deletion of a tenant may have removed."""

@@ -12,8 +12,20 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ...errors import StoreError
 from ..format.naming import Name, is_object, name_at
-from ..io.files import Identity, folder, make_directories, open_regular_in, read_small, rename, write_all, written
+from ..io.files import (
+    Identity,
+    copy_into,
+    folder,
+    link,
+    make_directories,
+    open_regular_in,
+    read_small,
+    rename,
+    write_all,
+    written,
+)
 from .revisions import GONE
 from .shard import Shard, locked_shards
 
@@ -55,7 +67,10 @@ class Outbox:
         _, tenant, backbone, _ = shard.path.split("/")
         aside = f"{tenant}.new-{secrets.token_hex(6)}"
         with self._folder() as fd:
-            os.link(file, aside, src_dir_fd=shard.fd, dst_dir_fd=fd, follow_symlinks=False)
+            if not link(shard.fd, file, fd, aside):  # the file system has no links
+                with open_regular_in(fd, aside, os.O_RDWR | os.O_CREAT | os.O_EXCL) as new:
+                    copy_into(new, self._root, f"{shard.path}/{file}")
+                    os.fsync(new)
             try:
                 rename(fd, aside, fd, f"{tenant}.{backbone}.{file}")
             finally:  # renaming a link to another one of the same file leaves both
@@ -114,9 +129,22 @@ class Outbox:
             if written(os.stat(entry.file, dir_fd=fd, follow_symlinks=False)) == entry.identity:
                 os.unlink(entry.file, dir_fd=fd)
 
-    def holds(self, name: Name) -> bool:
-        """Returns whether an object waits to be sent."""
-        return os.path.lexists(f"{self._root}/{FOLDER}/{file_of(name)}")
+    def bring_back(self, name: Name) -> bool:
+        """Links an object that waits to be sent back to its name, from which it was evicted. Returns whether it did."""
+        try:
+            with locked_shards(self._root, [name.folder], make=True) as shards, folder(self._root, FOLDER) as fd:
+                return link(fd, file_of(name), shards[name.folder].fd, name.file)
+        except (OSError, StoreError):
+            return False
+
+    def clear(self) -> None:
+        """Removes all entries. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError), folder(self._root, FOLDER) as fd:
+            for file in os.listdir(fd):
+                if file.startswith(self._tenant):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(file, dir_fd=fd)
+            os.fsync(fd)
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[int]:

@@ -103,8 +103,7 @@ def _parsed(text: bytes) -> RootLimits:
         raise StoreCorruptError(f"store: {FILE}: got no JSON ({error}); expected limits") from error
     if isinstance(tree, dict) and type(tree.get("version")) is int and tree["version"] > 1:
         raise StoreVersionError(f"store: {FILE}: got version {tree['version']}; expected 1")
-    shares = tree.get("tenants") if isinstance(tree, dict) else None
-    fits = isinstance(shares, dict) and tuple(tree) == _FIELDS and is_size(tree["disk"]) and is_size(tree["tenant"])
-    if not fits or not all(is_size(size) and size is not None for size in shares.values()):
+    fits = isinstance(tree, dict) and tuple(tree) == _FIELDS and isinstance(tree["tenants"], dict)
+    if not fits or not all(map(is_size, [tree["disk"], tree["tenant"], *tree["tenants"].values()])):
         raise StoreCorruptError(f"store: {FILE}: got {str(tree)[:80]}; expected {_FIELDS} in bytes")
-    return RootLimits(tree["disk"], tree["tenant"], shares)
+    return RootLimits(tree["disk"], tree["tenant"], {name: size for name, size in tree["tenants"].items() if size})

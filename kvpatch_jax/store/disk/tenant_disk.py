@@ -22,7 +22,7 @@ from ..io.files import typed_errors
 from ..io.per_root import shared
 from .budget import Budget
 from .counters import Counters
-from .directory import reading
+from .directory import reading, unlink_if
 from .disk import Disk
 from .eviction import collect, make_room
 from .evictor import HIGH, SMALL, Evictor
@@ -30,7 +30,7 @@ from .index import Changes
 from .key_check import check_key
 from .object_writer import LinkSource, Only
 from .partial_exports import sweep_unfinished
-from .revisions import CLOCK, Tombstones
+from .revisions import CLOCK, Tombstones, revision_in
 from .root_config import names_secret
 from .root_limits import LimitsFile
 from .shard import locked_shards
@@ -122,21 +122,34 @@ class TenantDisk:
         """Returns the latest revision of a name; 0: none."""
         return self.disk.revision(name)
 
-    def put(self, items: Sequence[tuple[Name, Blob]], only: Only = "later") -> None:
-        """Writes sealed objects durably, and evicts others for them. Raises as `ChunkStore.put`."""
-        self.make_room(lambda: sum(file_size(blob, name.file) for name, blob in items))
-        with self.counters.timed("commit", "disk"):
-            self.disk.put_group(items, only)
+    def put(self, items: Sequence[tuple[Name, Blob]], only: Only = "later") -> list[Name]:
+        """Writes objects durably, encrypted if there is a key, and evicts others for them. Raises as `ChunkStore.put`.
 
-    def delete_chunk(self, name: Name) -> bool:
-        """Deletes all objects of a chunk durably, and forbids writes that began before. Returns whether there were any.
+        Returns:
+          The names that were not written because their chunk was deleted since the write began.
+        """
+        sealed = [(name, self.sealed(name, blob)) for name, blob in items]
+        self.make_room(lambda: sum(file_size(blob, name.file) for name, blob in sealed))
+        with self.counters.timed("commit", "disk"):
+            return self.disk.put_group(sealed, only).buried
+
+    def keep(self, name: Name, blob: Blob) -> None:
+        """Writes a copy of a stored object, encrypted as it is. Raises as `ChunkStore.put`."""
+        self.make_room(lambda: file_size(blob, name.file))
+        self.disk.put_group([(name, blob)], "copy")
+
+    def delete_chunk(self, name: Name) -> tuple[bool, int]:
+        """Deletes all objects of a chunk durably, and forbids writes that began before.
+
+        Returns:
+          Whether there were any, and the revision of the deletion; 0 if nothing can be stored.
 
         Raises:
           StoreReadOnlyError, StoreFullError, StoreIOError: not everything was deleted.
         """
         with typed_errors("store: delete"):
             if not os.path.isdir(f"{self.disk.root}/{name.folder}") and not os.access(self.disk.root, os.W_OK):
-                return False
+                return False, 0
             with locked_shards(self.disk.root, [name.folder], make=True) as shards:
                 shard = shards[name.folder]
                 files = [file for file in os.listdir(shard.fd) if file.startswith(f"{name.chunk}.")]
@@ -149,11 +162,34 @@ class TenantDisk:
                         os.unlink(file, dir_fd=shard.fd)
                         changes.removed.append(f"{name.folder}/{file}")
                     # Last, because on a full disk there is room for it by now.
-                    self.tombstones.put(shard, name.chunk, CLOCK.next(max(known, default=0)))
+                    revision = CLOCK.next(max(known, default=0))
+                    self.tombstones.put(shard, name.chunk, revision)
                 finally:
                     self.disk.index.record([shard], changes)
                 os.fsync(shard.fd)
-        return bool(files)
+        return bool(files), revision
+
+    def delete_as_of(self, name: Name, revision: int) -> int:
+        """Deletes a chunk's objects up to a revision, that of its deletion on another machine. Returns their number.
+
+        Raises:
+          StoreError: not everything was deleted.
+        """
+        if self.tombstones.of(name) >= revision:
+            return 0
+        with (
+            typed_errors("store: delete"),
+            locked_shards(self.disk.root, [name.folder], make=True) as shards,
+        ):
+            shard, changes = shards[name.folder], Changes(evicted=False)
+            for one in self.disk.index.known_in_folder(name.folder, f"{name.chunk}."):
+                file = os.path.basename(one.path)
+                if revision_in(shard.fd, file) <= revision and unlink_if(shard, file):
+                    changes.removed.append(one.path)
+            self.tombstones.put(shard, name.chunk, revision)
+            self.disk.index.record([shard], changes)
+            os.fsync(shard.fd)
+        return len(changes.removed)
 
     def add(self, groups: Iterable[Sequence[tuple[Name, Blob | LinkSource]]], need: int, *, copy: bool = False) -> int:
         """Adds imported objects to the disk, all or none, except those whose name exists already.

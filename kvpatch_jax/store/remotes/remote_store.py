@@ -303,6 +303,12 @@ class RemoteStore:
 
     # ------------------------------------------------------------------------------------------------ deletion
 
+    def deletions(self, prefix: str) -> dict[str, int]:
+        """Returns the revisions of deletions by the keys of chunks that begin with a prefix. Raises StoreIOError."""
+        chunks = [path.removesuffix(SUFFIX) for path in self._remote.paths(prefix) if path.endswith(SUFFIX)]
+        revisions = _deleters.run_all(functools.partial(self.buried, chunk) for chunk in chunks)
+        return dict(zip(chunks, revisions, strict=True))
+
     def buried(self, chunk: str) -> int:
         """Returns the revision of a chunk's deletion; -1 if it was not deleted.
 

@@ -90,8 +90,10 @@ class TieredReader:
             return entry
 
         tier, found = "disk", self._disk.get(name)
+        if found is None and self._remote is not None and self._remote.outbox.bring_back(name):
+            found = self._disk.get(name)  # the remote store may have an earlier one
         if found is None and self._remote is not None:
-            tier, pending = "remote", self._open_remote(name)
+            tier, pending = "remote", self._remote.open(name)
             arrays = None if pending is None else pending.whole()
             if pending is not None and arrays is not None:
                 self._keep(name, pending)
@@ -133,7 +135,9 @@ class TieredReader:
                     opened = planned_header(queued, name.file), queued.some
             else:
                 opened = stack.enter_context(self._disk.reading(name))
-                pending = None if opened is not None else self._open_remote(name)
+                if opened is None and self._remote is not None and self._remote.outbox.bring_back(name):
+                    opened = stack.enter_context(self._disk.reading(name))
+                pending = None if opened is not None or self._remote is None else self._remote.open(name)
                 if pending is not None:
                     opened, tier = (pending.header, pending.read), "remote"
                     stack.callback(self._keep, name, pending)
@@ -225,18 +229,10 @@ class TieredReader:
         nbytes = max(header.size, memory_of(value))  # a dtype's encoding takes its original width in memory
         return CacheEntry(value, nbytes, rank, name.chunk_key, header.expires, found.version)
 
-    def _open_remote(self, name: Name) -> PendingObject | None:
-        """Opens an object of the remote store; None: none, or it was deleted since."""
-        pending = None if self._remote is None else self._remote.open(name)
-        if pending is None:
-            return None
-        gone = self._tenant_disk.tombstones.of(name)
-        return None if gone and pending.header.revision <= gone else pending
-
     def _keep(self, name: Name, pending: PendingObject) -> None:
         """Copies a remote object to the disk, if it was read whole, there is room, and nothing later has its name."""
         if pending.blob is not None:
             with contextlib.suppress(StoreError):  # the read itself has succeeded
-                self._tenant_disk.put([(name, pending.blob)], "copy")
+                self._tenant_disk.keep(name, pending.blob)
                 return
             self._counters.add("promotion_errors")

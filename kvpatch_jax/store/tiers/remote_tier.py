@@ -8,17 +8,22 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ...errors import StoreCorruptError, StoreError, StoreIOError, StoreUnreachableError, StoreVersionError
-from ..disk.counters import Counters
-from ..format.encryption import Encryption, Read
+from ..disk.outbox import Outbox
+from ..disk.shard import locked_shards
+from ..disk.tenant_disk import TenantDisk
+from ..format.encryption import Read
 from ..format.header import Header
-from ..format.naming import Name
+from ..format.naming import Name, name_at
 from ..format.objects import Blob, blob_of
+from ..io.files import typed_errors
 from ..io.thread_pool import ThreadPool
 from ..remotes.remote_store import RemoteStore
+from .remote_sender import RemoteSender
 
 _callers = ThreadPool(8, "kvpatch-remote")
 
@@ -66,6 +71,13 @@ class PendingObject:
         return blob_of(self.stored, arrays)
 
 
+class Resync(NamedTuple):
+    """Result of `ChunkStore.resync`: objects that were sent, and objects here that were deleted elsewhere."""
+
+    sent: int
+    deleted: int
+
+
 class RemoteTier:
     """Access to the objects of a remote store. Decrypts what it reads.
 
@@ -74,8 +86,12 @@ class RemoteTier:
     later library version as `newer`.
     """
 
-    def __init__(self, remote: RemoteStore, counters: Counters, encryption: Encryption):
-        self.remote, self._counters, self._encryption = remote, counters, encryption
+    def __init__(self, remote: RemoteStore, tenant_disk: TenantDisk):
+        self.remote, self._counters, self._encryption = remote, tenant_disk.counters, tenant_disk.disk.encryption
+        self._tenant_disk = tenant_disk
+        root, self.outbox = tenant_disk.disk.root, Outbox(tenant_disk.disk.root, tenant_disk.names.tenant_name)
+        tenant_disk.disk.writer.outbox = self.outbox
+        self.sender = RemoteSender(remote, root, self.outbox, self._counters, tenant_disk.budget.disk)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -102,13 +118,10 @@ class RemoteTier:
         self._counters.add("unsteady_reads")
         return result
 
-    def put(self, items: Sequence[tuple[Name, Blob]]) -> None:
-        """Writes several objects concurrently. Raises StoreError if not all are acknowledged."""
-        with self._counted():
-            _callers.run_all(functools.partial(self.remote.put, name, blob) for name, blob in items)
-
     def open(self, name: Name) -> PendingObject | None:
         """Opens an object, whose `read` raises StoreCorruptError and StoreIOError; None if it cannot be read.
+
+        None also if the chunk was deleted here since the object was put.
 
         Raises:
           StoreKeyError: it is encrypted with another key.
@@ -116,7 +129,7 @@ class RemoteTier:
         found = None
         with contextlib.suppress(StoreError), self._counted():
             found = self.remote.open(name, lambda: self._counters.add("unsteady_reads"))
-        if found is None:
+        if found is None or 0 < self._tenant_disk.tombstones.of(name) >= found.header.revision:
             return None
         kept: dict[str, np.ndarray] = {}
 
@@ -149,10 +162,36 @@ class RemoteTier:
             return self.remote.paths(prefix)
         return []
 
-    def delete(self, prefix: str) -> int:
-        """Deletes every object whose path begins with a prefix. Returns their number. Raises StoreError."""
-        with self._counted():
-            return delete_below(self.remote, prefix)
+    def delete(self, name: Name, revision: int) -> None:
+        """Has the remote store delete a chunk, durably noted before this returns. Raises StoreError."""
+        with typed_errors("store: delete"):
+            self.outbox.add_deletion(name.chunk_key, revision)
+        self.sender.wake()
+
+    def resync(self) -> Resync:
+        """Compares the tenant's objects here and in the remote store, and makes both have what they should.
+
+        Sends what waits and what the remote store lacks, and deletes here what was deleted there. Raises StoreError.
+        """
+        disk, space = self._tenant_disk.disk, self._tenant_disk.names.space
+        self.sender.flush()
+        deleted = 0
+        for chunk, revision in self.remote.deletions(f"{space}/").items():
+            deleted += self._tenant_disk.delete_as_of(name_at(f"{chunk}.kv.safetensors"), revision)
+
+        there, sent = set(self.remote.paths(f"{space}/")), 0
+        disk.index.refresh(space)
+        with typed_errors("store: resync"):
+            for one in disk.index.below(space):
+                if one.path not in there:
+                    above, _, file = one.path.rpartition("/")
+                    with contextlib.suppress(FileNotFoundError), locked_shards(disk.root, [above]) as shards:
+                        self.outbox.add(shards[above], file)
+                        sent += 1
+            if sent:
+                self.outbox.sync()
+        self.sender.flush()
+        return Resync(sent, deleted)
 
     def collect(self, prefix: str) -> int:
         """Deletes what expired long enough ago. Returns the number of objects; those that cannot be read stay."""
