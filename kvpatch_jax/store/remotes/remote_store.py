@@ -64,7 +64,7 @@ class Burial(NamedTuple):
     left: tuple[str, ...]
 
 
-class Collected(NamedTuple):
+class CollectionReport(NamedTuple):
     """Result of a collection: how many expired objects were deleted, and errors of those that could not be read."""
 
     deleted: int
@@ -353,7 +353,7 @@ class RemoteStore:
                 return True
         raise StoreUnreachableError("remote store: delete: got an object that keeps changing; expected one version")
 
-    def collect(self, prefix: str) -> Collected:
+    def collect(self, prefix: str) -> CollectionReport:
         """Deletes objects that expired more than `GRACE` seconds ago, tombstones after `RETENTION`, and old leases.
 
         A tombstone stays for as long as there is an object that it covers.
@@ -392,7 +392,9 @@ class RemoteStore:
         for chunk, tombstone in old:
             if not self.bury(chunk, tombstone.revision).left:
                 self._remote.delete(f"{chunk}{SUFFIX}", tombstone.generation)
-        return Collected(results.count(True), tuple(result for result in results if isinstance(result, StoreError)))
+        return CollectionReport(
+            results.count(True), tuple(result for result in results if isinstance(result, StoreError))
+        )
 
     # ------------------------------------------------------------------------------------------------ leases
 

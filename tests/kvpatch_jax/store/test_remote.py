@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fakeredis
 import numpy as np
 import pytest
 import tensorstore
@@ -16,7 +17,18 @@ from store_cases import BACKBONE, ManualClock, chunk_of, name_of, patch_of, same
 from store_gates import remote_through
 
 from kvpatch_jax.errors import InputError, StoreCorruptError, StoreIOError, StoreUnreachableError
-from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, Request, RetryPolicy, fetch
+from kvpatch_jax.store import (
+    Budget,
+    ChunkStore,
+    KeyValueStore,
+    LocalAdapter,
+    RemoteStore,
+    Request,
+    RetryPolicy,
+    ValkeyAdapter,
+    fetch,
+    open_remote,
+)
 from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.remotes.retry_policy import CircuitBreaker
 
@@ -39,7 +51,7 @@ def values(service: dict[str, Any]) -> tensorstore.KvStore:
     return tensorstore.KvStore.open(service["spec"], context=service["context"]).result()
 
 
-def machine(folder: Path, remote: KeyValueStore, key: bytes | None = None) -> ChunkStore:
+def machine(folder: Path, remote: RemoteStore, key: bytes | None = None) -> ChunkStore:
     """A store on another machine: its own disk, the same names."""
     return ChunkStore(folder, budget=Budget(host=0), secret=b"shared by the machines", remote=remote, key=key)
 
@@ -61,6 +73,37 @@ def test_another_machine_reads_remote_objects(remote: KeyValueStore, tmp_path: P
             one.disk.delete(entry.path)
         assert one.get("B", BACKBONE) is None
         assert one.get_patches(patch.metadata) == []
+
+
+@pytest.mark.parametrize("key", [None, b"k" * 32], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("where", ["directory", "valkey"])
+def test_any_adapter_carries_chunks_between_machines(where: str, key: bytes | None, tmp_path: Path):
+    server, chunk = fakeredis.FakeServer(), chunk_of()
+    make = lambda: ValkeyAdapter(fakeredis.FakeValkey(server=server), ttl=True)
+    shared = [RemoteStore(LocalAdapter(tmp_path / "shared") if where == "directory" else make()) for _ in range(2)]
+    with machine(tmp_path / "one", shared[0], key) as one, machine(tmp_path / "two", shared[1], key) as two:
+        one.put(chunk, ttl=1000)
+        one.put_patches([patch_of(chunk), patch_of(chunk, rank=1)])
+        assert same_chunk(two.get("B", BACKBONE), chunk)
+        assert [found.ranks["k"] for found in two.get_patches(patch_of(chunk).metadata)] == [2, 1]
+        assert two.counters["remote_hits"] == 3
+        assert two.delete("B", BACKBONE)
+        assert shared[0].paths("") == []
+
+
+def test_commands_take_the_url_of_a_remote_store(tmp_path: Path, capsys):
+    url = f"file://{tmp_path}/shared"
+    remote = open_remote(url)
+    with machine(tmp_path / "one", remote) as one:
+        one.put(chunk_of())
+        path = tmp_path / "shared" / name_of(one, chunk_of()).path
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    call = ["verify", f"--root={tmp_path}/one", f"--remote={url}", "--json", "--yes"]
+    assert main(call) == 1
+    assert json.loads(capsys.readouterr().out)["remote_deleted"] is True
+    assert remote.paths("") == []
+    assert main([*call[:2], "--remote=file://elsewhere/x"]) == 2
+    assert "expected one such as" in capsys.readouterr().err
 
 
 def test_a_damaged_copy_is_replaced_from_beyond(remote: KeyValueStore, tmp_path: Path):

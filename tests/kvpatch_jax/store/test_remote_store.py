@@ -452,6 +452,18 @@ def test_of_many_takers_one_gets_the_lease_also_an_old_one(fleet: list[RemoteSto
         clock.now += 60 + SKEW + 1
 
 
+def test_a_lease_that_is_released_while_another_looks_is_taken(service: MemoryService, remote: RemoteStore):
+    held = taken(RemoteStore(MemoryAdapter(service)).lease("chunk", 60))
+
+    def release(method: str, path: str) -> None:
+        if method == "read":
+            service.before = lambda method, path: None
+            assert held.release()
+
+    service.before = release
+    assert taken(remote.lease("chunk", 60)).held
+
+
 def test_what_is_no_lease_is_taken_over(remote: RemoteStore, adapter: MemoryAdapter):
     taken(remote.lease("chunk", 60))
     (path,) = adapter.paths("leases/")
