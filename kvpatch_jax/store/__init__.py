@@ -36,6 +36,7 @@ from .linker import Linker as Linker
 from .metrics import Statistics as Statistics
 from .metrics import StatisticsCollector as StatisticsCollector
 from .metrics import prometheus_text as prometheus_text
+from .snapshots.array_entries import ArrayContents as ArrayContents
 from .snapshots.manifest import Summary as Summary
 from .snapshots.orbax_item import StoreItem as StoreItem
 from .snapshots.orbax_item import make_durable as make_durable

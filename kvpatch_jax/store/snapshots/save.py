@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from ...errors import InputError, StoreCorruptError, StoreIOError, StoreVersionError
 from ...utils.atomic_files import path_of
@@ -32,7 +33,7 @@ from ..io.files import (
     typed_errors,
     write_all,
 )
-from .manifest import MANIFEST, ManifestEntry, Progress, Summary, header_crc, write_list
+from .manifest import MANIFEST, ManifestEntry, Progress, Summary, file_crc, header_crc, write_list
 
 _LARGEST_KEY = 1 << 10
 """Limit in bytes; a longer key-check file is refused before it is read."""
@@ -91,9 +92,9 @@ def write_snapshot(
     """Fills an empty directory durably with the objects and libraries of a tenant or of all tenants.
 
     Objects that are evicted or replaced in the meantime are either saved whole or left out. Headers are verified, and
-    with `copy` every byte. Damaged objects are moved to quarantine and left out; objects of a later library version are
-    left out and stay. Libraries are saved first, in a consistent state: changes wait until their entries are saved. So
-    the chunks of entries are saved too.
+    with `copy` every byte. Damaged objects are moved to quarantine and left out; files of a later library version are
+    carried as they are. Libraries are saved first, in a consistent state: changes wait until their entries are saved.
+    So the chunks of entries are saved too.
 
     Raises:
       StoreFullError, StoreReadOnlyError, StoreIOError: the directory is no snapshot, because it has no manifest.
@@ -110,19 +111,19 @@ def write_snapshot(
         _save_key_checks(disk.root, directory, {name_at(entry.path).tenant for entry in saved})
 
         # Written last: a directory without it is no snapshot.
-        listed = [[entry.path, entry.size, f"{entry.crc:08x}"] for entry in saved]
+        manifest: dict[str, Any] = {"version": 1, "scope": "store" if names is None else "tenant"}
+        for word, newer in ("objects", False), ("newer", True):
+            own = [entry for entry in saved if entry.newer == newer]
+            manifest[word] = [[entry.path, entry.size, f"{entry.crc:08x}"] for entry in own]
         if names is None:
-            manifest = {"version": 1, "scope": "store", "objects": listed}
             manifest["secret"] = _save_secret(disk.root, directory)
-        else:
-            manifest = {"version": 1, "scope": "tenant", "objects": listed}
         write_list(f"{directory}/{MANIFEST}", manifest)
         for path, _, _ in os.walk(directory):
             sync_directory(path)
 
     left_out = of_entries + of_chunks
     nbytes = sum(entry.size for entry in saved)
-    return Summary(len(saved), nbytes, left_out["skipped"], left_out["damaged"], left_out["newer"])
+    return Summary(len(saved), nbytes, left_out["skipped"], left_out["damaged"])
 
 
 @contextlib.contextmanager
@@ -162,8 +163,6 @@ def _save_all(
                 left_out["skipped"] += 1
             else:
                 saved.append(found)
-        except StoreVersionError:
-            left_out["newer"] += 1
         except StoreCorruptError:
             disk.examine(name_at(entry.path))  # reads it again, because the link has changed its file's identity
             left_out["damaged"] += 1
@@ -212,13 +211,18 @@ def _save(disk: Disk, entry: DirectoryEntry, directory: str, copy: bool) -> Mani
                     os.fsync(fd)
 
         # The result is verified and not the source: the name may have got another file in between.
-        with reading(directory, entry.path) as (fd, header):
-            if header.expires is not None and disk.clock() >= header.expires:
-                return None
-            if copy:  # a link shares the store's bytes, which are verified when they are read
-                read_leaves(fd, header, list(header.leaves), disk.buffers)
-            good = True
-            return ManifestEntry(entry.path, header.size, header_crc(fd, header))
+        try:
+            with reading(directory, entry.path) as (fd, header):
+                if header.expires is not None and disk.clock() >= header.expires:
+                    return None
+                if copy:  # a link shares the store's bytes, which are verified when they are read
+                    read_leaves(fd, header, list(header.leaves), disk.buffers)
+                found = ManifestEntry(entry.path, header.size, header_crc(fd))
+        except StoreVersionError:  # its header's checksum is right
+            with open_regular(directory, entry.path, noatime=True) as fd:
+                found = ManifestEntry(entry.path, os.fstat(fd).st_size, file_crc(fd), newer=True)
+        good = True
+        return found
     except (FileNotFoundError, NotADirectoryError, NotRegularError):  # it vanished, or is no object
         return None
     except OSError as error:
