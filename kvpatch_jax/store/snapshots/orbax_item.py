@@ -16,7 +16,7 @@ from ..tiers.device_placement import Placement
 from .array_entries import ArrayContents, entries_of
 from .manifest import MANIFEST, Summary
 from .multihost import TIMEOUT, ProcessGroup
-from .restore import load_objects
+from .restore import holds_arrays, load_objects
 from .save import save_objects
 
 
@@ -211,6 +211,10 @@ class StoreItem:
             self.contents = load_contents(path, self.placement)
             return
         folders = _snapshots(path)
+        if together.count > 1 and holds_arrays(path):
+            from .arrays import expect_one_process
+
+            expect_one_process("a store from arrays")  # in every process
         if self.shared:
             folders = folders if together.index == 0 else []
         elif len(folders) > 1:

@@ -83,7 +83,7 @@ def load_snapshot(
     budget = None if budget is None else budget_of(budget, "snapshot: budget")
     root = str(path_of(root, "snapshot: root", InputError, "a directory's name"))
     directory = _source(str(path_of(directory, "snapshot: directory", InputError, "a directory's name")))
-    manifest = None if _holds_arrays(directory) else read_manifest(directory)
+    manifest = None if holds_arrays(directory) else read_manifest(directory)
     if tenant is not None:
         if manifest is not None:
             manifest = of_tenant(directory, manifest, tenant, secret)
@@ -108,7 +108,7 @@ def load_snapshot(
 
 def load_objects(store: TenantStore, directory: str, *, copy: bool = False, skip_damaged: bool = False) -> Summary:
     """Adds a tenant's snapshot or arrays to an open store, under the store's names, as `load_snapshot`."""
-    manifest = None if _holds_arrays(directory) else read_manifest(directory)
+    manifest = None if holds_arrays(directory) else read_manifest(directory)
     if manifest is not None and manifest.scope != "tenant":
         raise StoreSnapshotError(
             f"snapshot {directory}: got one of a whole store; expected a tenant's (load_snapshot takes both)"
@@ -122,7 +122,7 @@ def _source(directory: str) -> str:
     return directory if os.path.lexists(f"{directory}/{MANIFEST}") or not os.path.isdir(item) else item
 
 
-def _holds_arrays(directory: str) -> bool:
+def holds_arrays(directory: str) -> bool:
     """Returns whether a directory holds arrays in place of a snapshot."""
     names = () if os.path.lexists(f"{directory}/{MANIFEST}") else (EXPORT, "objects")
     return any(os.path.lexists(f"{directory}/{name}") for name in names)
