@@ -1,5 +1,6 @@
 """The store in Orbax checkpoints, and its objects as Orbax arrays: bit for bit, verified, over a mesh too."""
 
+import dataclasses
 import json
 import subprocess
 from pathlib import Path
@@ -16,8 +17,9 @@ from store_cases import BACKBONE, MLA, PYTHON, child_environment, chunk_of, file
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, StoreFullError, StoreSnapshotError
-from kvpatch_jax.store import Budget, ChunkStore, PatchKey, StoreItem, make_durable
-from kvpatch_jax.store.snapshots import arrays
+from kvpatch_jax.store import ArrayContents, Budget, ChunkStore, PatchKey, StoreItem, make_durable
+from kvpatch_jax.store.format.objects import blob_of
+from kvpatch_jax.store.snapshots import arrays as orbax_arrays
 from kvpatch_jax.store.snapshots.array_entries import array_sum
 
 SERVED = PatchKey("B", BACKBONE, ("A",))
@@ -103,7 +105,7 @@ def test_export_and_import_are_bit_equal(tmp_path: Path, monkeypatch: pytest.Mon
     with opened(tmp_path / "store") as store:
         fill(store)
         before = bytes_below(store)
-        monkeypatch.setattr(arrays, "PART_BYTES", 5_000)
+        monkeypatch.setattr(orbax_arrays, "PART_BYTES", 5_000)
         made = export_arrays(store, tmp_path / "export")
         assert made.objects == len(before) == 9
         assert len(list((tmp_path / "export" / "chunk_store").glob("part-*"))) > 2
@@ -133,6 +135,48 @@ def test_exported_arrays_are_loaded_without_a_store(tmp_path: Path):
         assert len(loaded.reduced) == 4
         assert [patch.metadata for patch in loaded.patches] == [patch_of(chunk_of()).metadata]
         import_arrays(tmp_path / "export", store)
+
+
+@pytest.mark.parametrize("arrays", [False, True], ids=["snapshot", "arrays"])
+@pytest.mark.parametrize("tenant", ["one", "two"], ids=["same names", "other names"])
+def test_an_object_keeps_its_revision(tmp_path: Path, arrays: bool, tenant: str):
+    revision = 2**63 + 7
+    with opened(tmp_path / "store") as store, opened(tmp_path / "other", tenant) as other:
+        store.put(chunk_of())
+        name = store.names.canonical(BACKBONE, "B")
+        found = store.disk.get(name)
+        assert found is not None
+        store.disk.put(name, dataclasses.replace(blob_of(found.header, found.arrays), revision=revision))
+        ocp.save_checkpointables(str(tmp_path / "step"), {"chunk_store": StoreItem(store, arrays=arrays)})
+        import_arrays(tmp_path / "step", other)
+        restored = other.disk.get(other.names.canonical(BACKBONE, "B"))
+        assert restored is not None
+        assert restored.header.revision == revision
+
+
+def test_plain_orbax_reads_the_arrays(tmp_path: Path):
+    """Without this library: kv of all layers in one array."""
+    chunk = chunk_of()
+    with opened(tmp_path / "store") as store:
+        store.put(chunk)
+        export_arrays(store, tmp_path / "export")
+    part = tmp_path / "export" / "chunk_store" / "part-00000" / "arrays"
+    (found,) = ocp.load(str(part), checkpointable_name=None).values()  # pyright: ignore
+    for name, value in chunk.kv.items():
+        assert same(np.asarray(found[f"layers.{name}"]), np.asarray(value))
+
+
+def test_an_item_is_a_store_or_contents(tmp_path: Path):
+    with opened(tmp_path / "store") as store:
+        for more in ({"contents": ArrayContents()}, {"placement": jax.devices()[0]}):
+            with pytest.raises(InputError, match="expected a store"):
+                StoreItem(store, **more)
+        with pytest.raises(InputError, match="expected a store"):
+            StoreItem(arrays=True)
+        store.put(chunk_of())
+        ocp.save_checkpointables(str(tmp_path / "step"), {"chunk_store": StoreItem(store)})
+        with pytest.raises(StoreSnapshotError, match="no arrays there"):
+            load_arrays(tmp_path / "step")
 
 
 def flip(folder: Path, needle: bytes) -> bool:
@@ -166,7 +210,7 @@ def test_a_failed_import_removes_the_objects_that_it_added(tmp_path: Path, monke
     with opened(tmp_path / "store") as store:
         for chunk in chunks:
             store.put(chunk)
-        monkeypatch.setattr(arrays, "PART_BYTES", 1)
+        monkeypatch.setattr(orbax_arrays, "PART_BYTES", 1)
         export_arrays(store, tmp_path / "export")
         size = sum(len(raw) for raw in bytes_below(store).values())
     with opened(tmp_path / "small", disk=size - 1) as small:

@@ -68,7 +68,6 @@ def test_an_older_checkpoint_is_loaded_by_orbax(tmp_path: Path, made: Path):
 
 
 def test_older_objects_have_no_revision(tmp_path: Path, made: Path):
-    """And what has a revision keeps it in every way of saving (below)."""
     with opened(tmp_path / "root") as store:
         load_objects(store, str(made / "arrays"))
         found = store.disk.get(store.names.canonical(golden.BACKBONE, "B"))
