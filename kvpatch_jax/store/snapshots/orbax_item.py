@@ -220,7 +220,7 @@ class StoreItem:
         elif len(folders) > 1:
             folders = folders[together.index :: together.count]
         for folder in folders:
-            self.summary = load_objects(self.store, folder, copy=self.copy, skip_damaged=self.skip_damaged)
+            self.summary = load_objects(self.store.tenant_disk, folder, copy=self.copy, skip_damaged=self.skip_damaged)
 
 
 def _make_private(path: str) -> None:

@@ -12,7 +12,6 @@ import functools
 import os
 import re
 import time
-from collections.abc import Sequence
 
 from ...errors import InputError, StoreCorruptError, StoreSnapshotError, StoreVersionError
 from ...utils.atomic_files import path_of
@@ -21,11 +20,11 @@ from ..disk.budget import Budget, budget_of
 from ..disk.directory import reading
 from ..disk.disk import Disk
 from ..disk.object_writer import LinkSource
-from ..disk.tenant_disk import TenantDisk, TenantStore
+from ..disk.tenant_disk import TenantDisk
 from ..format.buffers import Buffers
 from ..format.encryption import decrypted, is_sealed
 from ..format.header import Header
-from ..format.naming import name_at, part_of
+from ..format.naming import Name, name_at, part_of
 from ..format.objects import Arrays, Blob, blob_of, read_leaves
 from ..io.files import open_regular, typed_errors
 from ..libraries.entries import check_resource
@@ -82,13 +81,14 @@ def load_snapshot(
     """
     budget = None if budget is None else budget_of(budget, "snapshot: budget")
     root = str(path_of(root, "snapshot: root", InputError, "a directory's name"))
-    directory = _source(str(path_of(directory, "snapshot: directory", InputError, "a directory's name")))
+    directory = str(path_of(directory, "snapshot: directory", InputError, "a directory's name"))
+    if not os.path.lexists(f"{directory}/{MANIFEST}") and os.path.isdir(f"{directory}/chunk_store"):
+        directory += "/chunk_store"  # an item of a checkpoint
     manifest = None if holds_arrays(directory) else read_manifest(directory)
     if tenant is not None:
-        if manifest is not None:
-            manifest = of_tenant(directory, manifest, tenant, secret)
+        manifest = None if manifest is None else of_tenant(directory, manifest, tenant, secret)
         tenant_disk = TenantDisk(root, tenant, secret=secret, key=key, budget=budget)
-        return _restored(directory, manifest, tenant_disk, copy, skip_damaged, progress)
+        return load_objects(tenant_disk, directory, manifest, copy=copy, skip_damaged=skip_damaged, progress=progress)
 
     if manifest is None or manifest.scope != "store":
         raise InputError(f"snapshot {directory}: got tenant None; expected the tenant whose snapshot it is")
@@ -103,23 +103,37 @@ def load_snapshot(
     coming, left_out = _verified(directory, manifest, None, skip_damaged, progress)
     adopt_secret(root, own)
     tenant_disk = TenantDisk(root, secret=secret, budget=budget, whole_root=True)
-    return _added(tenant_disk, [coming], len(manifest.objects), copy, left_out)
+    return _added(tenant_disk, coming, manifest, left_out, copy)
 
 
-def load_objects(store: TenantStore, directory: str, *, copy: bool = False, skip_damaged: bool = False) -> Summary:
-    """Adds a tenant's snapshot or arrays to an open store, under the store's names, as `load_snapshot`."""
-    manifest = None if holds_arrays(directory) else read_manifest(directory)
-    if manifest is not None and manifest.scope != "tenant":
+def load_objects(
+    tenant_disk: TenantDisk,
+    directory: str,
+    manifest: Manifest | None = None,
+    *,
+    copy: bool = False,
+    skip_damaged: bool = False,
+    progress: Progress | None = None,
+) -> Summary:
+    """Adds a tenant's snapshot or arrays to an open store, under the store's names, as `load_snapshot`.
+
+    Args:
+      manifest: the part of a snapshot of a whole store that is the tenant's.
+    """
+    if manifest is None and holds_arrays(directory):
+        from .arrays import array_candidates  # Orbax takes a second to import
+
+        batches, total = array_candidates(directory, tenant_disk)
+        added, nbytes = import_objects(tenant_disk, batches, copy=copy, progress=progress)
+        return Summary(added, nbytes, total - added)
+
+    manifest = read_manifest(directory) if manifest is None else manifest
+    if manifest.scope != "tenant":
         raise StoreSnapshotError(
             f"snapshot {directory}: got one of a whole store; expected a tenant's (load_snapshot takes both)"
         )
-    return _restored(directory, manifest, store.tenant_disk, copy, skip_damaged, None)
-
-
-def _source(directory: str) -> str:
-    """Returns the directory of a snapshot, which may be an item of a checkpoint."""
-    item = f"{directory}/chunk_store"
-    return directory if os.path.lexists(f"{directory}/{MANIFEST}") or not os.path.isdir(item) else item
+    coming, left_out = _verified(directory, manifest, tenant_disk, skip_damaged, progress)
+    return _added(tenant_disk, coming, manifest, left_out, copy)
 
 
 def holds_arrays(directory: str) -> bool:
@@ -128,36 +142,12 @@ def holds_arrays(directory: str) -> bool:
     return any(os.path.lexists(f"{directory}/{name}") for name in names)
 
 
-def _restored(
-    directory: str,
-    manifest: Manifest | None,
-    tenant_disk: TenantDisk,
-    copy: bool,
-    skip_damaged: bool,
-    progress: Progress | None,
-) -> Summary:
-    """Adds a tenant's snapshot, or the arrays in a directory without a manifest."""
-    if manifest is not None:
-        coming, left_out = _verified(directory, manifest, tenant_disk, skip_damaged, progress)
-        return _added(tenant_disk, [coming], len(manifest.objects), copy, left_out)
-
-    from .arrays import array_candidates  # Orbax takes a second to import
-
-    batches, total = array_candidates(directory, tenant_disk)
-    return _added(tenant_disk, batches, total, copy, (0, 0), progress)
-
-
 def _added(
-    tenant_disk: TenantDisk,
-    batches: Sequence[Sequence[ImportCandidate]],
-    total: int,
-    copy: bool,
-    left_out: tuple[int, int],
-    progress: Progress | None = None,
+    tenant_disk: TenantDisk, coming: list[ImportCandidate], manifest: Manifest, left_out: tuple[int, int], copy: bool
 ) -> Summary:
-    """Adds verified objects. `left_out` are the numbers of damaged and of newer ones among all."""
-    added, nbytes = import_objects(tenant_disk, batches, copy=copy, progress=progress)
-    return Summary(added, nbytes, total - sum(left_out) - added, *left_out)
+    """Adds verified objects. `left_out` are the numbers of damaged and of newer ones."""
+    added, nbytes = import_objects(tenant_disk, [coming], copy=copy)
+    return Summary(added, nbytes, len(manifest.objects) - sum(left_out) - added, *left_out)
 
 
 def _verified(
@@ -212,43 +202,35 @@ def _incoming(
     with open_regular(*source, noatime=True) as fd:
         if os.fstat(fd).st_size != entry.size or entry.crc != (file_crc(fd) if entry.newer else header_crc(fd)):
             raise StoreCorruptError(f"object: got other bytes than {MANIFEST} lists; expected checksum {entry.crc:08x}")
+    verified = entry.newer
     try:
         with reading(*source) as (fd, header):
             arrays = read_leaves(fd, header, list(header.leaves), buffers)
-    except StoreVersionError:
-        if entry.newer and _keeps_name(unchanged, tenant_disk):
-            return unchanged
-        raise
-
-    clock = time.time if tenant_disk is None else tenant_disk.clock
-    if header.expires is not None and clock() >= header.expires:
-        return None
-    unchanged = dataclasses.replace(unchanged, key_check=_key_check(header))
-    try:
+        verified = True
+        clock = time.time if tenant_disk is None else tenant_disk.clock
+        if header.expires is not None and clock() >= header.expires:
+            return None
+        unchanged = dataclasses.replace(unchanged, key_check=_key_check(header))
         return unchanged if tenant_disk is None else _renamed(unchanged, header, arrays, tenant_disk)
-    except StoreVersionError:  # of its body, so that its leaves are verified
-        if _keeps_name(unchanged, tenant_disk):
-            return unchanged
-        raise
+    except StoreVersionError:
+        if not verified or not (tenant_disk is None or _keeps_name(unchanged.name, tenant_disk)):
+            raise
+        return unchanged
 
 
-def _keeps_name(unchanged: ImportCandidate, tenant_disk: TenantDisk | None) -> bool:
-    """Returns whether a file of a later version may come in unread: not into libraries that count or number entries."""
-    if tenant_disk is None:
-        return True
-    names, name = tenant_disk.names, unchanged.name
-    numbered = tenant_disk.disk.encryption.check is not None and name.kind == "entry"
+def _keeps_name(name: Name, tenant_disk: TenantDisk) -> bool:
+    """Returns whether a file may come in unread: it is the tenant's, and not in a library that counts or numbers."""
+    names, numbers = tenant_disk.names, tenant_disk.disk.encryption.check is not None
     own = name.path.startswith((f"{names.space}/", f"{names.libraries}/"))
-    return own and not numbered and not is_counted(tenant_disk, name)
+    return own and not (numbers and name.kind == "entry") and not is_counted(tenant_disk, name)
 
 
 def _renamed(unchanged: ImportCandidate, header: Header, arrays: Arrays, tenant_disk: TenantDisk) -> ImportCandidate:
     """Returns a verified object under its name in the store: its file, or its content that is written again."""
-    source, names, encryption = unchanged.source, tenant_disk.names, tenant_disk.disk.encryption
-    assert source is not None
-    own = source.path.startswith((f"{names.space}/", f"{names.libraries}/"))
+    names, encryption, source = tenant_disk.names, tenant_disk.disk.encryption, unchanged.source
     keyed = encryption.check is not None
-    if own and is_sealed(header) and not keyed and not is_counted(tenant_disk, unchanged.name):
+    assert source is not None
+    if is_sealed(header) and not keyed and _keeps_name(unchanged.name, tenant_disk):
         return unchanged  # an encrypted object that keeps its name needs no key
 
     plain, arrays = decrypted(header, arrays, encryption)
@@ -256,10 +238,10 @@ def _renamed(unchanged: ImportCandidate, header: Header, arrays: Arrays, tenant_
         check_resource(plain.body, arrays, plain.expires)
     name = name_of(names, plain.kind, part_of(plain.name), plain.body, arrays)
     blob = blob_of(plain, arrays)
-    if name.path == source.path and is_sealed(header) == keyed:
+    if name.path == unchanged.name.path and is_sealed(header) == keyed:
         return dataclasses.replace(unchanged, library_bytes=library_bytes(tenant_disk, name, blob, unchanged.nbytes))
-    again = functools.partial(_read_again, tenant_disk.disk, source)
     counted = library_bytes(tenant_disk, name, blob)
+    again = functools.partial(_read_again, tenant_disk.disk, source)
     return ImportCandidate(name, unchanged.nbytes, again, source, library_bytes=counted)
 
 

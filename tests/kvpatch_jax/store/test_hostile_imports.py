@@ -188,7 +188,7 @@ def attempt(export: Path, root: Path) -> int:
 
 def imported(export: Path, root: Path) -> None:
     with ChunkStore(root, tenant="two", budget=Budget(library=1 << 20), key=b"k" * 32) as store:
-        load_objects(store, str(export))
+        load_objects(store.tenant_disk, str(export))
 
 
 @pytest.mark.parametrize("trials", [12, pytest.param(200, marks=pytest.mark.slow)])

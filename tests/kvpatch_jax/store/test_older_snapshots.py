@@ -69,7 +69,7 @@ def test_an_older_checkpoint_is_loaded_by_orbax(tmp_path: Path, made: Path):
 
 def test_older_objects_have_no_revision(tmp_path: Path, made: Path):
     with opened(tmp_path / "root") as store:
-        load_objects(store, str(made / "arrays"))
+        load_objects(store.tenant_disk, str(made / "arrays"))
         found = store.disk.get(store.names.canonical(golden.BACKBONE, "B"))
         assert found is not None
         assert found.header.revision == 0
