@@ -3,7 +3,6 @@
     directory/obj/…        objects, hard links to the store's files, or copies
     directory/lib/…        entries of libraries, likewise
     directory/STORE.json   the secret of the names, with STORE.copy.json; only in a snapshot of the whole store
-    directory/obj/…/KEY    check value of the key of a tenant's encrypted objects
     directory/MANIFEST     path, bytes and header checksum of every object, and a digest of this list; written last
 
 A header contains the checksums of its leaves, so the list verifies every byte. Objects that a later version wrote are

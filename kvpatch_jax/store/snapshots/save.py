@@ -3,12 +3,11 @@
 Objects are linked or copied unchanged; `manifest` defines the format.
 """
 
-import collections
 import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ...errors import InputError, StoreCorruptError, StoreIOError, StoreVersionError
@@ -28,15 +27,11 @@ from ..io.files import (
     link,
     open_regular,
     open_regular_in,
-    read_small,
     sync_directory,
     typed_errors,
     write_all,
 )
 from .manifest import MANIFEST, ManifestEntry, Progress, Summary, file_crc, header_crc, write_list
-
-_LARGEST_KEY = 1 << 10
-"""Limit in bytes; a longer key-check file is refused before it is read."""
 
 
 def save_snapshot(
@@ -73,17 +68,14 @@ def save_snapshot(
         return write_snapshot(Disk(root), names, unfinished, copy=copy, progress=progress)
 
 
-def save_objects(
-    store: TenantStore, directory: str, *, copy: bool = False, progress: Progress | None = None
-) -> Summary:
+def save_objects(store: TenantStore, directory: str, *, copy: bool = False) -> Summary:
     """Fills an empty directory with a snapshot of an open store's tenant, after its asynchronous puts.
 
     Raises:
       StoreError: as `flush`, or the directory cannot be written.
     """
     store.flush()
-    tenant_disk = store.tenant_disk
-    return write_snapshot(tenant_disk.disk, tenant_disk.names, directory, copy=copy, progress=progress)
+    return write_snapshot(store.tenant_disk.disk, store.tenant_disk.names, directory, copy=copy)
 
 
 def write_snapshot(
@@ -105,10 +97,9 @@ def write_snapshot(
 
         # Libraries first, so that the chunks of their entries are listed afterwards.
         with unchanged_libraries(disk.root, libraries):
-            entries, of_entries = _save_all(disk, libraries, directory, copy, None)
-        chunks, of_chunks = _save_all(disk, space, directory, copy, progress)
-        saved = entries + chunks
-        _save_key_checks(disk.root, directory, {name_at(entry.path).tenant for entry in saved})
+            saved, skipped, damaged = _save_all(disk, libraries, directory, copy, None)
+        chunks, skipped_chunks, damaged_chunks = _save_all(disk, space, directory, copy, progress)
+        saved += chunks
 
         # Written last: a directory without it is no snapshot.
         manifest: dict[str, Any] = {"version": 1, "scope": "store" if names is None else "tenant"}
@@ -121,9 +112,8 @@ def write_snapshot(
         for path, _, _ in os.walk(directory):
             sync_directory(path)
 
-    left_out = of_entries + of_chunks
     nbytes = sum(entry.size for entry in saved)
-    return Summary(len(saved), nbytes, left_out["skipped"], left_out["damaged"])
+    return Summary(len(saved), nbytes, skipped + skipped_chunks, damaged + damaged_chunks)
 
 
 @contextlib.contextmanager
@@ -149,27 +139,22 @@ def _listed(root: str, below: str) -> list[str]:
 
 def _save_all(
     disk: Disk, below: str, directory: str, copy: bool, progress: Progress | None
-) -> tuple[list[ManifestEntry], collections.Counter[str]]:
-    """Saves all objects below a folder. Returns their entries, and the numbers of others by the fields of `Summary`."""
+) -> tuple[list[ManifestEntry], int, int]:
+    """Saves all objects below a folder. Returns their entries, and how many were skipped and damaged."""
     entries = sorted(disk.scan(below), key=lambda entry: entry.path)
-    total, done = sum(entry.size for entry in entries), 0
-
-    left_out = collections.Counter[str]()
+    total, done, damaged = sum(entry.size for entry in entries), 0, 0
     saved: list[ManifestEntry] = []
     for entry in entries:
         try:
             found = _save(disk, entry, directory, copy)
-            if found is None:
-                left_out["skipped"] += 1
-            else:
-                saved.append(found)
+            saved += [] if found is None else [found]
         except StoreCorruptError:
             disk.examine(name_at(entry.path))  # reads it again, because the link has changed its file's identity
-            left_out["damaged"] += 1
+            damaged += 1
         done += entry.size
         if progress is not None:
             progress(done, total)
-    return saved, left_out
+    return saved, len(entries) - len(saved) - damaged, damaged
 
 
 def _save_secret(root: str, directory: str) -> str | None:
@@ -182,19 +167,6 @@ def _save_secret(root: str, directory: str) -> str | None:
             write_all(fd, [secret_text(secret)], 0)
             os.fsync(fd)
     return secret_digest(secret)
-
-
-def _save_key_checks(root: str, directory: str, tenants: Iterable[str]) -> None:
-    """Saves the tenants' key-check files."""
-    for tenant in tenants:
-        with contextlib.suppress(FileNotFoundError):
-            check = read_small(root, f"obj/{tenant}/KEY", _LARGEST_KEY, noatime=True)
-            with (
-                folder(directory, f"obj/{tenant}", make=True) as parent,
-                open_regular_in(parent, "KEY", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as target,
-            ):
-                write_all(target, [check], 0)
-                os.fsync(target)
 
 
 def _save(disk: Disk, entry: DirectoryEntry, directory: str, copy: bool) -> ManifestEntry | None:
