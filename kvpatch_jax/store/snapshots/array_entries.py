@@ -220,11 +220,6 @@ def empty_array(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-def outline(about: Mapping[str, Any]) -> ArrayEntry:
-    """Returns an entry with arrays that take no memory: sufficient for its name and size."""
-    return ArrayEntry(about, {name: empty_array(*spec) for name, spec in specs_of(about).items()})
-
-
 def check_entry(entry: ArrayEntry) -> None:
     """Verifies every array on its devices. All are processed even after a failure, because all processes take part.
 

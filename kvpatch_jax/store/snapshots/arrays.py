@@ -42,7 +42,6 @@ from .array_entries import (
     empty_array,
     entry_of,
     nbytes_of,
-    outline,
     specs_of,
 )
 from .import_rules import ImportCandidate, library_bytes, name_of
@@ -204,7 +203,7 @@ def array_candidates(directory: str, tenant_disk: TenantDisk) -> tuple[list[list
             if about["expires"] is not None and tenant_disk.clock() >= about["expires"]:
                 continue
             # Names and sizes need no arrays, and the part may be larger than memory.
-            entry = outline(about)
+            entry = ArrayEntry(about, {name: empty_array(*spec) for name, spec in specs_of(about).items()})
             try:
                 name = name_of(tenant_disk.names, about["kind"], about["part"], about["body"], entry.host)
                 blob = blob_of_entry(entry)

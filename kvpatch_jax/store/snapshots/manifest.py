@@ -148,10 +148,7 @@ def read_manifest(directory: str) -> Manifest:
     Raises:
       StoreSnapshotError: it does not exist, or was changed.
     """
-    return _parsed(directory, read_list(f"{directory}/{MANIFEST}"))
-
-
-def _parsed(directory: str, tree: Any) -> Manifest:
+    tree = read_list(f"{directory}/{MANIFEST}")
     try:
         if tree["version"] != 1 or tree["scope"] not in ("tenant", "store"):
             raise ValueError(f"version {tree['version']}, scope {tree['scope']}")

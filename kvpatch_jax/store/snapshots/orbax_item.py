@@ -123,7 +123,7 @@ class StoreItem:
 
         async def saved() -> None:
             await pending
-            if together.index == 0 and "://" not in os.fspath(directory.path):
+            if together.index == 0:
                 _make_private(os.fspath(directory.path))
 
         return saved()
@@ -224,9 +224,10 @@ class StoreItem:
 
 
 def _make_private(path: str) -> None:
-    """Removes others' permissions, which Orbax gives by umask."""
-    with typed_errors(f"checkpoint {path}: write"):
-        make_private(path)
+    """Removes others' permissions, which Orbax gives by umask, from a local directory."""
+    if "://" not in path:
+        with typed_errors(f"checkpoint {path}: write"):
+            make_private(path)
 
 
 def _folder(path: str, index: int, count: int) -> str:

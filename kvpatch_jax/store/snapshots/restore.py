@@ -20,11 +20,12 @@ from ..disk.budget import Budget, budget_of
 from ..disk.directory import reading
 from ..disk.disk import Disk
 from ..disk.object_writer import LinkSource
+from ..disk.root_config import SECRETS, find_secret, holds_objects, put_secret, secret_digest
 from ..disk.tenant_disk import TenantDisk
 from ..format.buffers import Buffers
 from ..format.encryption import decrypted, is_sealed
 from ..format.header import Header
-from ..format.naming import Name, name_at, part_of
+from ..format.naming import Name, ObjectNames, name_at, part_of
 from ..format.objects import Arrays, Blob, blob_of, read_leaves
 from ..io.files import open_regular, typed_errors
 from ..libraries.entries import check_resource
@@ -32,6 +33,7 @@ from .import_rules import ImportCandidate, import_objects, is_counted, library_b
 from .manifest import (
     EXPORT,
     MANIFEST,
+    UNTOLD,
     Manifest,
     ManifestEntry,
     Progress,
@@ -40,7 +42,6 @@ from .manifest import (
     header_crc,
     read_manifest,
 )
-from .snapshot_secret import adopt_secret, check_secret, of_tenant, snapshot_secret
 
 
 def load_snapshot(
@@ -86,7 +87,7 @@ def load_snapshot(
         directory += "/chunk_store"  # an item of a checkpoint
     manifest = None if holds_arrays(directory) else read_manifest(directory)
     if tenant is not None:
-        manifest = None if manifest is None else of_tenant(directory, manifest, tenant, secret)
+        manifest = None if manifest is None else _of_tenant(directory, manifest, tenant, secret)
         tenant_disk = TenantDisk(root, tenant, secret=secret, key=key, budget=budget)
         return load_objects(tenant_disk, directory, manifest, copy=copy, skip_damaged=skip_damaged, progress=progress)
 
@@ -98,10 +99,12 @@ def load_snapshot(
         )
 
     # The root adopts the secret only after every byte was verified: a refused snapshot leaves it unchanged.
-    own = snapshot_secret(directory, manifest, secret)
-    check_secret(directory, manifest, root, own)
+    own = _snapshot_secret(directory, manifest, secret)
+    _check_secret(directory, manifest, root, own)
     coming, left_out = _verified(directory, manifest, None, skip_damaged, progress)
-    adopt_secret(root, own)
+    if own is not None and _readable_secret(root) is None:
+        Disk(root)  # creates its folders
+        put_secret(root, own)
     tenant_disk = TenantDisk(root, secret=secret, budget=budget, whole_root=True)
     return _added(tenant_disk, coming, manifest, left_out, copy)
 
@@ -263,3 +266,67 @@ def _read_again(disk: Disk, source: LinkSource) -> Blob:
         raise StoreSnapshotError(
             f"snapshot: got a change of {source.path} while it was read ({error}); expected none"
         ) from error
+
+
+def _snapshot_secret(directory: str, manifest: Manifest, given: bytes | None) -> bytes | None:
+    """Returns the secret in a snapshot of the whole store; None if its names have the secret `given` from outside.
+
+    Raises:
+      StoreSnapshotError: it is damaged, missing, or not the one of the snapshot's manifest.
+    """
+    try:
+        kept = find_secret(directory, mend=False)
+    except StoreCorruptError as error:
+        raise StoreSnapshotError(f"snapshot {directory}: {error}") from error
+    if manifest.secret in (None, UNTOLD):
+        if kept is None and given is None:
+            raise StoreSnapshotError(
+                f"snapshot {directory}: got neither {SECRETS[0]} nor a secret; expected one of them"
+            )
+        return kept
+    kept = given if kept is None else kept
+    if kept is None or secret_digest(kept) != manifest.secret:
+        what = "no" if kept is None else "another"
+        raise StoreSnapshotError(
+            f"snapshot {directory}: got {what} {SECRETS[0]}; expected the one of its {MANIFEST}, or its secret"
+        )
+    return kept
+
+
+def _of_tenant(directory: str, manifest: Manifest, tenant: str, given: bytes | None) -> Manifest:
+    """Returns the part of a manifest with the objects of one tenant."""
+    if manifest.scope == "tenant":
+        return manifest
+    secret = _snapshot_secret(directory, manifest, given) or given
+    assert secret is not None
+    names = ObjectNames(tenant, secret)
+    own = (f"{names.space}/", f"{names.libraries}/")
+    return Manifest("tenant", tuple(entry for entry in manifest.objects if entry.path.startswith(own)))
+
+
+def _check_secret(directory: str, manifest: Manifest, root: str, secret: bytes | None) -> None:
+    """Raises for a snapshot of a whole store whose names could not be found in a root.
+
+    A root with objects that has lost its secret may adopt a snapshot's if they have a tenant in common: a tenant's name
+    is a digest of 128 bits with the secret.
+
+    Raises:
+      StoreSnapshotError: the secrets differ.
+    """
+    found = _readable_secret(root)
+    if found == secret or (found is None and not holds_objects(root)):
+        return
+    tenants = {name_at(entry.path).tenant for entry in manifest.objects}
+    shared = any(os.path.isdir(f"{root}/obj/{tenant}") or os.path.isdir(f"{root}/lib/{tenant}") for tenant in tenants)
+    if found is not None or not shared:
+        raise StoreSnapshotError(
+            f"snapshot {directory}: got another secret than {root}; expected the same, or a new root, or one tenant "
+            "after the other"
+        )
+
+
+def _readable_secret(root: str) -> bytes | None:
+    try:
+        return find_secret(root)
+    except StoreCorruptError:
+        return None
