@@ -1,7 +1,7 @@
 """Makes `store/snapshots.zip`: snapshots and arrays as they were before the arrays were part of the Orbax item.
 
-To make it again, with the code of ac517fb6: `git archive ac517fb6 kvpatch_jax pallas_kernels | tar x -C <directory>`, and
-`PYTHONPATH=<directory> python tests/goldens/make_snapshots.py`.
+To make it again, with the code of ac517fb6: `git archive ac517fb6 kvpatch_jax pallas_kernels | tar x -C <directory>`,
+and `PYTHONPATH=<directory> python tests/goldens/make_snapshots.py`.
 """
 
 import sys
