@@ -48,6 +48,7 @@ from .remotes.tensorstore_adapter import KeyValueStore as KeyValueStore
 from .remotes.tensorstore_adapter import TensorStoreAdapter as TensorStoreAdapter
 from .remotes.urls import open_remote as open_remote
 from .remotes.valkey_adapter import ValkeyAdapter as ValkeyAdapter
+from .snapshots.array_entries import ArrayContents as ArrayContents
 from .snapshots.manifest import Summary as Summary
 from .snapshots.orbax_item import StoreItem as StoreItem
 from .snapshots.orbax_item import make_durable as make_durable

@@ -459,7 +459,7 @@ class ChunkStore:
         for value in chunk.kv.values():
             if not getattr(value, "is_fully_addressable", True):
                 raise InputError(
-                    "store: got kv that other processes have a part of; expected all of it here (or save_arrays)"
+                    "store: got kv that other processes have a part of; expected all of it here, or StoreItem(contents=)"
                 )
 
         jobs: list[tuple[Name, Callable[[], Blob], int]] = []

@@ -24,6 +24,7 @@ from ..remotes.remote_store import RemoteStore
 from ..remotes.tensorstore_adapter import KeyValueStore
 from ..remotes.urls import open_remote
 from ..snapshots.manifest import Progress, Summary
+from ..snapshots.orbax_item import StoreItem, make_durable
 from ..snapshots.restore import load_snapshot
 from ..snapshots.save import save_snapshot
 from ..store import ChunkStore
@@ -319,21 +320,22 @@ def _export(options: Options) -> Outcome:
     if not _has_tenant(options, _disk(options)):
         raise InputError(_unknown(options))
     if options.arrays:
-        from ..snapshots.arrays import export_arrays
+        from orbax.checkpoint import v1 as ocp
 
+        if os.path.lexists(directory):
+            raise InputError(f"--directory: got the existing path {directory}; expected a name that is free")
         with _store(options) as store:
-            return _done(export_arrays(store, directory, progress=options.byte_progress))
+            item = StoreItem(store, arrays=True)
+            ocp.save_checkpointables(directory, {"chunk_store": item})
+        make_durable(directory)
+        assert item.summary is not None
+        return _done(item.summary)
     more = {"tenant": options.tenant, "secret": options.secret, "copy": options.copy}
     return _done(save_snapshot(options.root, directory, **more, progress=options.byte_progress))
 
 
 def _import(options: Options) -> Outcome:
     directory = _directory(options)
-    if options.arrays:
-        from ..snapshots.arrays import import_arrays
-
-        with _store(options) as store:
-            return _done(import_arrays(directory, store, progress=options.byte_progress))
     more = {"tenant": options.tenant, "secret": options.secret, "key": options.key, "copy": options.copy}
     return _done(
         load_snapshot(directory, options.root, **more, budget=_budget(options), progress=options.byte_progress)
@@ -385,9 +387,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "quarantine purge": Command("Deletes what is in quarantine; asks unless --yes.", _quarantine_purge),
     "export": Command(
-        "Makes a snapshot of the objects as --directory; with --arrays, Orbax arrays of --tenant.", _export
+        "Makes a snapshot of the objects as --directory; with --arrays, an Orbax checkpoint of --tenant.", _export
     ),
-    "import": Command("Takes over a snapshot, or with --arrays an export, from --directory, verified.", _import),
+    "import": Command("Takes over a snapshot or arrays from --directory, verified.", _import),
     "rm-tenant": Command("Deletes all that --tenant has; with --remote, there too.", _rm_tenant),
 }
 """Subcommands by name."""

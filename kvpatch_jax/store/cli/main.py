@@ -39,7 +39,7 @@ def _flags():
     text("budget", "gc, import: bytes to evict down to, such as 10GB.")
     text("library-quota", "import: bytes that --tenant's static library may have then; more is refused.")
     truth("copy", "export, import: copy files in place of linking them.")
-    truth("arrays", "export, import: Orbax arrays, without secret or encryption, in place of a snapshot.")
+    truth("arrays", "export: Orbax arrays, without secret or encryption, in place of a snapshot.")
     truth("yes", "rm-tenant, quarantine purge, verify: do not ask.")
     truth("json", "Print one JSON object.")
     truth("help", "Print this.")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from ...cache import Chunk
-from ...errors import StoreClosedError
+from ...errors import StoreClosedError, StoreVersionError
 from ..format.buffers import Buffers
 from ..format.encryption import AesGcm, Plain, decrypted
 from ..format.expiry import Seconds
@@ -30,7 +30,7 @@ from .index import Changes
 from .key_check import check_key
 from .object_writer import LinkSource, Only
 from .partial_exports import sweep_unfinished
-from .revisions import CLOCK, Tombstones, revision_in
+from .revisions import CLOCK, NEWER_FORMAT, Tombstones, revision_in
 from .root_config import names_secret
 from .root_limits import LimitsFile
 from .shard import locked_shards
@@ -224,8 +224,11 @@ class TenantDisk:
         An import is the owner's request, so it brings deleted objects back.
         """
         if isinstance(item, LinkSource):
-            with reading(item.root, item.path) as (_, header):
-                item = item._replace(revision=header.revision)
+            try:
+                with reading(item.root, item.path) as (_, header):
+                    item = item._replace(revision=header.revision)
+            except StoreVersionError:  # a later release's, which comes in as it is
+                return item._replace(revision=NEWER_FORMAT)
         gone = 0 if name.kind == "entry" else self.tombstones.of(name)
         if gone >= item.revision and gone:
             if isinstance(item, LinkSource):

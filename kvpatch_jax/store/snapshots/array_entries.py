@@ -1,13 +1,13 @@
 """Array entries: objects as a few arrays with stacked layers, from which the same objects can be restored.
 
-They are the content of exports to other machines and meshes. Arrays may be sharded; their checksums do not depend on
-the sharding, so each is verified on its devices.
+They are what the Orbax item saves for other machines and meshes. Arrays may be sharded; their checksums do not depend
+on the sharding, so each is verified on its devices.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import jax
@@ -15,23 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped, UInt32
 
-from ...cache import Chunk, bits_of, mixed
+from ...cache import Chunk, Patch, bits_of, mixed
 from ...core import AnyArray, is_packed
-from ...errors import StoreCorruptError, StoreVersionError
-from ..format.codec import body_layout, chunk_body, decode, digest_in, expect_part, unchecked_chunk
+from ...errors import InputError, StoreCorruptError, StoreVersionError
+from ..format.codec import body_layout, chunk_body, decode, digest_in, encoder_blob, expect_part, unchecked_chunk
 from ..format.header import DTYPES, LARGEST_ARRAY, MALFORMED, check_depth, dtype_word
 from ..format.naming import Encoding, encoding_in
 from ..format.objects import Blob, Kind
 from ..format.packed import kv_encoding, kv_forms, leaves_of, packed_of
+from ..format.patch_codec import patch_blob
 
 _BLOCK = 1 << 14
 _SECOND = 0x85EBCA77
 _DEPTH = 12
 _MOST_LAYERS = 1 << 16
 _PART = re.compile(r"(?:kv|enc|p|entry|v[0-9]{9})(?:\.[a-z0-9_]{1,40}){0,2}")
-
-
-# ----------------------------------------------------------------------------------------------------------- sums
 
 
 @jax.jit
@@ -64,7 +62,20 @@ def array_sum(value: Shaped[AnyArray, "..."]) -> int:
     return int(_device_sum(value)) if isinstance(value, jax.Array) else _host_sum(value)
 
 
-# -------------------------------------------------------------------------------------------------------- entries
+@dataclasses.dataclass(frozen=True, eq=False)
+class ArrayContents:
+    """Chunks and patches as arrays, which may be sharded over a mesh of several processes.
+
+    Attributes:
+      chunks: canonicals, unreduced or packed in few bits (`Chunk.encoding`).
+      patches: patches, with their own directions.
+      reduced: of a store's arrays, canonicals that were reduced to a smaller dtype, in the original dtype, with the
+        word of the encoding. Loaded, not saved.
+    """
+
+    chunks: Sequence[Chunk] = ()
+    patches: Sequence[Patch] = ()
+    reduced: Sequence[tuple[Encoding, Chunk]] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,8 +83,8 @@ class ArrayEntry:
     """An object as arrays.
 
     Attributes:
-      about: JSON: kind, part ("kv.int8" and the like), body, expires, leaves (their order in the file), arrays
-        (dtype, shape and sum of each).
+      about: JSON: kind, part ("kv.int8" and the like), body, expires, revision, leaves (their order in the file),
+        arrays (dtype, shape and sum of each).
       arrays: by name; "layers.k" [L, T, K, H] instead of "layer.0.k" and so on.
     """
 
@@ -86,10 +97,10 @@ class ArrayEntry:
         return {name: np.asarray(value) for name, value in self.arrays.items()}
 
 
-def _described(kind: str, part: str, body: Any, expires: float | None, leaves: list[str], arrays: Any) -> ArrayEntry:
+def _described(part: str, blob: Blob, leaves: list[str], arrays: Any) -> ArrayEntry:
     specs = {name: [dtype_word(v.dtype), list(v.shape), array_sum(v)] for name, v in arrays.items()}
-    about = {"kind": kind, "part": part, "body": body, "expires": expires, "leaves": leaves, "arrays": specs}
-    return ArrayEntry(about, arrays)
+    about = {"kind": blob.kind, "part": part, "body": blob.body, "expires": blob.expires, "revision": blob.revision}
+    return ArrayEntry(about | {"leaves": leaves, "arrays": specs}, arrays)
 
 
 def _stacked_name(leaf: str) -> tuple[str, int | None]:
@@ -105,12 +116,12 @@ def entry_of(blob: Blob, part: str) -> ArrayEntry:
     for leaf, value in blob.arrays.items():
         stacks.setdefault(_stacked_name(leaf)[0], []).append(value)
     arrays = {name: np.stack(values) if name.startswith("layers.") else values[0] for name, values in stacks.items()}
-    return _described(blob.kind, part, blob.body, blob.expires, list(blob.arrays), arrays)
+    return _described(part, blob, list(blob.arrays), arrays)
 
 
 def entry_of_chunk(chunk: Chunk) -> ArrayEntry:
     """Returns the entry of a canonical. kv and residuals stay on their devices; packed kv are codes and scales."""
-    hidden, body = {} if chunk.hidden is None else chunk.hidden, chunk_body(chunk)
+    hidden: Any = {} if chunk.hidden is None else chunk.hidden
     kv: dict[str, Any] = {}
     for name in chunk.layout.names:
         value: Any = chunk.kv[name]
@@ -122,10 +133,33 @@ def entry_of_chunk(chunk: Chunk) -> ArrayEntry:
     for layer in range(chunk.layout.layers):
         leaves += [f"layer.{layer}.{name}" for name in kv]
     part = "kv" if chunk.encoding is None else f"kv.{chunk.encoding}"
-    return _described("kv", part, body, None, leaves + [name for name in arrays if "hidden" in name], arrays)
+    leaves += [name for name in arrays if "hidden" in name]
+    return _described(part, Blob("kv", chunk_body(chunk), {}), leaves, arrays)
 
 
-_WORDS = {"kind": str, "part": str, "body": dict, "leaves": list, "arrays": dict}
+def entries_of(contents: ArrayContents) -> list[ArrayEntry]:
+    """Returns the entries of chunks with their encoder outputs, and of patches.
+
+    Raises:
+      InputError: there is nothing to save, or it needs a store: reduced chunks, patches in a shared basis.
+      DtypeError: objects cannot hold a dtype.
+    """
+    if contents.reduced or any(patch.metadata.basis is not None for patch in contents.patches):
+        raise InputError(
+            "StoreItem: got reduced chunks, or a patch in a shared basis; expected StoreItem(store, arrays=True) of a "
+            "store that has them"
+        )
+    chunks = contents.chunks
+    entries = [entry_of_chunk(chunk) for chunk in chunks]
+    encoders = [encoder_blob(c.id, c.backbone, np.asarray(c.encoder)) for c in chunks if c.encoder is not None]
+    entries += [entry_of(blob, "enc") for blob in encoders]
+    entries += [entry_of(patch_blob(patch), "p") for patch in contents.patches]
+    if not entries:
+        raise InputError("StoreItem: got contents without chunks and patches; expected some")
+    return entries
+
+
+_WORDS = {"kind": str, "part": str, "body": dict, "leaves": list, "arrays": dict, "revision": int}
 
 
 def check_about(about: Any) -> None:
@@ -135,8 +169,10 @@ def check_about(about: Any) -> None:
       StoreCorruptError: `_described` cannot have made it.
     """
     try:
+        about = {"revision": 0, **about}  # the first version had none
         whole = set(about) == {*_WORDS, "expires"} and all(type(about[word]) is kind for word, kind in _WORDS.items())
         whole = whole and about["kind"] in get_args(Kind) and _PART.fullmatch(about["part"]) is not None
+        whole = whole and 0 <= about["revision"] < 10**20
         expires = about.get("expires")
         whole = whole and (expires is None or (type(expires) is float and math.isfinite(expires)))
         whole = whole and all(map(_is_array, about["arrays"].values()))
@@ -184,11 +220,6 @@ def empty_array(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-def outline(about: Mapping[str, Any]) -> ArrayEntry:
-    """Returns an entry with arrays that take no memory: sufficient for its name and size."""
-    return ArrayEntry(about, {name: empty_array(*spec) for name, spec in specs_of(about).items()})
-
-
 def check_entry(entry: ArrayEntry) -> None:
     """Verifies every array on its devices. All are processed even after a failure, because all processes take part.
 
@@ -211,7 +242,8 @@ def blob_of_entry(entry: ArrayEntry) -> Blob:
     for leaf in entry.about["leaves"]:
         name, layer = _stacked_name(leaf)
         arrays[leaf] = host[name] if layer is None else host[name][layer]
-    return Blob(entry.about["kind"], entry.about["body"], arrays, entry.about["expires"])
+    about = entry.about
+    return Blob(about["kind"], about["body"], arrays, about["expires"], about.get("revision", 0))
 
 
 def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:

@@ -127,7 +127,7 @@ def _is_there(disk: Disk, name: Name, source: LinkSource | None = None) -> bool:
         with (
             contextlib.suppress(OSError),
             open_regular(disk.root, name.path, noatime=True) as here,
-            open_regular(*source, noatime=True) as there,
+            open_regular(source.root, source.path, noatime=True) as there,
         ):
             same = os.path.sameopenfile(here, there)
 

@@ -1,13 +1,18 @@
-"""Snapshot format: a directory with the store's objects under the same paths, and a list of them.
+"""Formats of snapshots: a directory with the store's objects under the same paths, and a list of them.
 
     directory/obj/…        objects, hard links to the store's files, or copies
     directory/lib/…        entries of libraries, likewise
     directory/STORE.json   the secret of the names, with STORE.copy.json; only in a snapshot of the whole store
-    directory/obj/…/KEY    check value of the key of a tenant's encrypted objects
     directory/MANIFEST     path, bytes and header checksum of every object, and a digest of this list; written last
 
-A header contains the checksums of its leaves, so the list verifies every byte. A tenant's snapshot contains that
-tenant's objects, and nothing that reveals names of others or the store's secret.
+A header contains the checksums of its leaves, so the list verifies every byte. Objects that a later version wrote are
+listed apart ("newer"), with the checksum of the whole file, because their leaves are not known. A tenant's snapshot
+contains that tenant's objects, and nothing that reveals names of others or the store's secret.
+
+The Orbax item (`orbax_item`) also writes objects as Orbax arrays; `arrays` reads them:
+
+    directory/objects/, arrays/      descriptions of objects, and their arrays, as pytrees of Orbax
+    directory/part-…/, EXPORT        the same in parts of a store, and their number
 """
 
 import dataclasses
@@ -20,7 +25,8 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import StoreCorruptError, StoreIOError, StoreSnapshotError
-from ..format.header import MALFORMED, Header, crc32
+from ..format.buffers import expect_memory
+from ..format.header import MALFORMED, crc32, header_length
 from ..format.naming import name_at
 from ..io.files import open_regular, read_into, read_small, typed_errors, write_all
 
@@ -28,20 +34,21 @@ Progress = Callable[[int, int], object]
 """Called with the processed and the total number of bytes."""
 
 Scope = Literal["tenant", "store"]
-MANIFEST, UNTOLD = "MANIFEST", ""
+MANIFEST, EXPORT, UNTOLD = "MANIFEST", "EXPORT", ""
 _LARGEST_LIST, _DIGEST_BYTES = 1 << 30, 66
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Counts of a snapshot, restore, export or import.
+    """Counts of a snapshot or restore.
 
     Attributes:
       objects: number of saved or added objects.
       nbytes: their bytes.
-      skipped: number of objects that have expired, vanished in the meantime, or (in a restore or import) exist already.
+      skipped: number of objects that have expired, vanished in the meantime, or (in a restore) exist already.
       damaged: number of objects that did not verify.
-      newer: number of objects that a later version of the library wrote.
+      newer: number of objects of a later version of the library that were left out, because this version can neither
+        give them other names nor make arrays of them. A snapshot carries them, and a restore under the same names.
     """
 
     objects: int
@@ -53,11 +60,12 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class ManifestEntry:
-    """An object of a snapshot: path, bytes and checksum of its header."""
+    """An object of a snapshot: path, bytes, and checksum of its header, or of the file if `newer`."""
 
     path: str
     size: int
     crc: int
+    newer: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +84,24 @@ class Manifest:
     secret: str | None = UNTOLD
 
 
-def header_crc(fd: int, header: Header) -> int:
-    """Returns the checksum of a manifest's entry: crc32 of all bytes before the leaves."""
-    raw = np.empty(header.start, np.uint8)
+def header_crc(fd: int) -> int:
+    """Returns the checksum of a manifest's entry: crc32 of all bytes before the leaves, in any version's objects.
+
+    Raises:
+      StoreCorruptError: it is no object.
+    """
+    raw = np.empty(header_length(os.pread(fd, 8, 0), os.fstat(fd).st_size), np.uint8)
     read_into(fd, [raw], 0)
     return crc32(raw)
+
+
+def file_crc(fd: int) -> int:
+    """Returns the checksum of a file, for an object of a later version. Raises OSError as `expect_memory`."""
+    expect_memory(os.fstat(fd).st_size)  # the limit of all objects: a sparse file would be read for long
+    crc, offset = 0, 0
+    while part := os.pread(fd, 4 << 20, offset):
+        crc, offset = crc32(part, crc), offset + len(part)
+    return crc
 
 
 def _digest(text: bytes) -> str:
@@ -127,14 +148,12 @@ def read_manifest(directory: str) -> Manifest:
     Raises:
       StoreSnapshotError: it does not exist, or was changed.
     """
-    return _parsed(directory, read_list(f"{directory}/{MANIFEST}"))
-
-
-def _parsed(directory: str, tree: Any) -> Manifest:
+    tree = read_list(f"{directory}/{MANIFEST}")
     try:
         if tree["version"] != 1 or tree["scope"] not in ("tenant", "store"):
             raise ValueError(f"version {tree['version']}, scope {tree['scope']}")
-        objects = tuple(ManifestEntry(path, size, int(crc, 16)) for path, size, crc in tree["objects"])
+        objects = [ManifestEntry(path, size, int(crc, 16)) for path, size, crc in tree["objects"]]
+        objects += [ManifestEntry(path, size, int(crc, 16), True) for path, size, crc in tree.get("newer", ())]
         for entry in objects:
             name_at(entry.path)
             if type(entry.size) is not int:
@@ -142,7 +161,7 @@ def _parsed(directory: str, tree: Any) -> Manifest:
         secret = tree.get("secret", UNTOLD)
         if not (secret is None or isinstance(secret, str)):
             raise ValueError(f"secret of type {type(secret).__name__}")
-        return Manifest(tree["scope"], objects, secret)
+        return Manifest(tree["scope"], tuple(objects), secret)
     except MALFORMED as error:
         raise StoreSnapshotError(
             f"snapshot {directory}: {MANIFEST}: got {str(error)[:200]}; expected version 1"

@@ -73,16 +73,16 @@ class ProcessGroup:
         except Exception as raised:  # whatever failed, the others must not wait for this process in vain
             error = raised
 
-        failed = np.empty(0, np.int64)
+        failed = np.zeros(1, np.uint8)
         if self.count > 1:
             self.wait()  # first, because it has a time limit, which the exchange over the devices lacks
-            flags = multihost_utils.process_allgather(np.asarray([error is not None], np.uint8))
-            failed = np.flatnonzero(np.asarray(flags))
-
+            failed = _gathered(error is not None)
         if error is not None:
             raise error
-        if failed.size:
-            raise StoreIOError(f"{what}: got a failure in process {failed[0]}, which says why; expected all to succeed")
+        if failed.any():
+            raise StoreIOError(
+                f"{what}: got a failure in process {np.argmax(failed)}, which says why; expected all to succeed"
+            )
 
     def expect_one_root(self, root: str) -> None:
         """Checks that the store's root is the same directory, on a shared file system, in all processes.
@@ -93,27 +93,29 @@ class ProcessGroup:
         if self.count == 1:
             return
 
+        token = bytes(_TOKEN) if self.index else secrets.token_bytes(_TOKEN)
         with contextlib.ExitStack() as stack:
-            token = bytes(_TOKEN) if self.index else secrets.token_bytes(_TOKEN)
-            path = f"tmp/settings-{token.hex()}"
             if self.index == 0:
+                path = f"tmp/settings-{token.hex()}"
                 try:
                     fd = stack.enter_context(open_regular(root, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
                     stack.callback(os.unlink, f"{root}/{path}")
                     fcntl.flock(fd, fcntl.LOCK_EX)  # a sweep removes unlocked files
                 except OSError:
                     token = bytes(_TOKEN)  # zeros: nothing could be written
-
             token = self.shared(token)
-            there = np.asarray([os.path.exists(f"{root}/tmp/settings-{token.hex()}")], np.uint8)
-            found = np.asarray(multihost_utils.process_allgather(there)).reshape(-1)
-
+            found = _gathered(os.path.exists(f"{root}/tmp/settings-{token.hex()}"))
         if not any(token):
             raise StoreReadOnlyError(
                 f"store {root}: got a read-only root, which processes cannot compare; expected write access"
             )
         if not found.all():
             raise InputError(
-                f"store {root}: got another root in process {int(np.flatnonzero(found == 0)[0])}; expected one that "
+                f"store {root}: got another root in process {int(np.argmin(found))}; expected one that "
                 "all share, or StoreItem(..., shared=False)"
             )
+
+
+def _gathered(flag: bool) -> np.ndarray:
+    """Returns the flags of all processes, uint8 [count]."""
+    return np.asarray(multihost_utils.process_allgather(np.asarray([flag], np.uint8))).reshape(-1)

@@ -3,12 +3,12 @@
 Objects are linked or copied unchanged; `manifest` defines the format.
 """
 
-import collections
 import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 from ...errors import InputError, StoreCorruptError, StoreIOError, StoreVersionError
 from ...utils.atomic_files import path_of
@@ -27,15 +27,11 @@ from ..io.files import (
     link,
     open_regular,
     open_regular_in,
-    read_small,
     sync_directory,
     typed_errors,
     write_all,
 )
-from .manifest import MANIFEST, ManifestEntry, Progress, Summary, header_crc, write_list
-
-_LARGEST_KEY = 1 << 10
-"""Limit in bytes; a longer key-check file is refused before it is read."""
+from .manifest import MANIFEST, ManifestEntry, Progress, Summary, file_crc, header_crc, write_list
 
 
 def save_snapshot(
@@ -72,17 +68,14 @@ def save_snapshot(
         return write_snapshot(Disk(root), names, unfinished, copy=copy, progress=progress)
 
 
-def save_objects(
-    store: TenantStore, directory: str, *, copy: bool = False, progress: Progress | None = None
-) -> Summary:
+def save_objects(store: TenantStore, directory: str, *, copy: bool = False) -> Summary:
     """Fills an empty directory with a snapshot of an open store's tenant, after its asynchronous puts.
 
     Raises:
       StoreError: as `flush`, or the directory cannot be written.
     """
     store.flush()
-    tenant_disk = store.tenant_disk
-    return write_snapshot(tenant_disk.disk, tenant_disk.names, directory, copy=copy, progress=progress)
+    return write_snapshot(store.tenant_disk.disk, store.tenant_disk.names, directory, copy=copy)
 
 
 def write_snapshot(
@@ -91,9 +84,9 @@ def write_snapshot(
     """Fills an empty directory durably with the objects and libraries of a tenant or of all tenants.
 
     Objects that are evicted or replaced in the meantime are either saved whole or left out. Headers are verified, and
-    with `copy` every byte. Damaged objects are moved to quarantine and left out; objects of a later library version are
-    left out and stay. Libraries are saved first, in a consistent state: changes wait until their entries are saved. So
-    the chunks of entries are saved too.
+    with `copy` every byte. Damaged objects are moved to quarantine and left out; files of a later library version are
+    carried as they are. Libraries are saved first, in a consistent state: changes wait until their entries are saved.
+    So the chunks of entries are saved too.
 
     Raises:
       StoreFullError, StoreReadOnlyError, StoreIOError: the directory is no snapshot, because it has no manifest.
@@ -104,25 +97,23 @@ def write_snapshot(
 
         # Libraries first, so that the chunks of their entries are listed afterwards.
         with unchanged_libraries(disk.root, libraries):
-            entries, of_entries = _save_all(disk, libraries, directory, copy, None)
-        chunks, of_chunks = _save_all(disk, space, directory, copy, progress)
-        saved = entries + chunks
-        _save_key_checks(disk.root, directory, {name_at(entry.path).tenant for entry in saved})
+            saved, skipped, damaged = _save_all(disk, libraries, directory, copy, None)
+        chunks, skipped_chunks, damaged_chunks = _save_all(disk, space, directory, copy, progress)
+        saved += chunks
 
         # Written last: a directory without it is no snapshot.
-        listed = [[entry.path, entry.size, f"{entry.crc:08x}"] for entry in saved]
+        manifest: dict[str, Any] = {"version": 1, "scope": "store" if names is None else "tenant"}
+        for word, newer in ("objects", False), ("newer", True):
+            own = [entry for entry in saved if entry.newer == newer]
+            manifest[word] = [[entry.path, entry.size, f"{entry.crc:08x}"] for entry in own]
         if names is None:
-            manifest = {"version": 1, "scope": "store", "objects": listed}
             manifest["secret"] = _save_secret(disk.root, directory)
-        else:
-            manifest = {"version": 1, "scope": "tenant", "objects": listed}
         write_list(f"{directory}/{MANIFEST}", manifest)
         for path, _, _ in os.walk(directory):
             sync_directory(path)
 
-    left_out = of_entries + of_chunks
     nbytes = sum(entry.size for entry in saved)
-    return Summary(len(saved), nbytes, left_out["skipped"], left_out["damaged"], left_out["newer"])
+    return Summary(len(saved), nbytes, skipped + skipped_chunks, damaged + damaged_chunks)
 
 
 @contextlib.contextmanager
@@ -148,29 +139,22 @@ def _listed(root: str, below: str) -> list[str]:
 
 def _save_all(
     disk: Disk, below: str, directory: str, copy: bool, progress: Progress | None
-) -> tuple[list[ManifestEntry], collections.Counter[str]]:
-    """Saves all objects below a folder. Returns their entries, and the numbers of others by the fields of `Summary`."""
+) -> tuple[list[ManifestEntry], int, int]:
+    """Saves all objects below a folder. Returns their entries, and how many were skipped and damaged."""
     entries = sorted(disk.scan(below), key=lambda entry: entry.path)
-    total, done = sum(entry.size for entry in entries), 0
-
-    left_out = collections.Counter[str]()
+    total, done, damaged = sum(entry.size for entry in entries), 0, 0
     saved: list[ManifestEntry] = []
     for entry in entries:
         try:
             found = _save(disk, entry, directory, copy)
-            if found is None:
-                left_out["skipped"] += 1
-            else:
-                saved.append(found)
-        except StoreVersionError:
-            left_out["newer"] += 1
+            saved += [] if found is None else [found]
         except StoreCorruptError:
             disk.examine(name_at(entry.path))  # reads it again, because the link has changed its file's identity
-            left_out["damaged"] += 1
+            damaged += 1
         done += entry.size
         if progress is not None:
             progress(done, total)
-    return saved, left_out
+    return saved, len(entries) - len(saved) - damaged, damaged
 
 
 def _save_secret(root: str, directory: str) -> str | None:
@@ -183,19 +167,6 @@ def _save_secret(root: str, directory: str) -> str | None:
             write_all(fd, [secret_text(secret)], 0)
             os.fsync(fd)
     return secret_digest(secret)
-
-
-def _save_key_checks(root: str, directory: str, tenants: Iterable[str]) -> None:
-    """Saves the tenants' key-check files."""
-    for tenant in tenants:
-        with contextlib.suppress(FileNotFoundError):
-            check = read_small(root, f"obj/{tenant}/KEY", _LARGEST_KEY, noatime=True)
-            with (
-                folder(directory, f"obj/{tenant}", make=True) as parent,
-                open_regular_in(parent, "KEY", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as target,
-            ):
-                write_all(target, [check], 0)
-                os.fsync(target)
 
 
 def _save(disk: Disk, entry: DirectoryEntry, directory: str, copy: bool) -> ManifestEntry | None:
@@ -212,13 +183,18 @@ def _save(disk: Disk, entry: DirectoryEntry, directory: str, copy: bool) -> Mani
                     os.fsync(fd)
 
         # The result is verified and not the source: the name may have got another file in between.
-        with reading(directory, entry.path) as (fd, header):
-            if header.expires is not None and disk.clock() >= header.expires:
-                return None
-            if copy:  # a link shares the store's bytes, which are verified when they are read
-                read_leaves(fd, header, list(header.leaves), disk.buffers)
-            good = True
-            return ManifestEntry(entry.path, header.size, header_crc(fd, header))
+        try:
+            with reading(directory, entry.path) as (fd, header):
+                if header.expires is not None and disk.clock() >= header.expires:
+                    return None
+                if copy:  # a link shares the store's bytes, which are verified when they are read
+                    read_leaves(fd, header, list(header.leaves), disk.buffers)
+                found = ManifestEntry(entry.path, header.size, header_crc(fd))
+        except StoreVersionError:  # its header's checksum is right
+            with open_regular(directory, entry.path, noatime=True) as fd:
+                found = ManifestEntry(entry.path, os.fstat(fd).st_size, file_crc(fd), newer=True)
+        good = True
+        return found
     except (FileNotFoundError, NotADirectoryError, NotRegularError):  # it vanished, or is no object
         return None
     except OSError as error:

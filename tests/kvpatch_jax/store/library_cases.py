@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import numpy as np
+from array_cases import export_arrays, import_arrays
 from orbax.checkpoint import v1 as ocp
 from store_cases import chunk_of
 
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, StoreItem, load_snapshot, save_snapshot
-from kvpatch_jax.store.snapshots.arrays import export_arrays, import_arrays
 
 KEY = b"one key of the store, 32 bytes at least"
 PIXELS = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
@@ -68,7 +68,7 @@ def travel(way: str, store: ChunkStore, into: ChunkStore, folder: Path) -> None:
         ocp.save_checkpointables(name, {"chunk_store": StoreItem(store)})
         ocp.load_checkpointables(name, {"chunk_store": StoreItem(into)})
     elif way == "arrays":
-        export_arrays(store, name, part_bytes=5_000)
+        export_arrays(store, name)
         import_arrays(name, into)
     else:
         tenant = None if way == "whole" else "one"

@@ -10,12 +10,12 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax
 import numpy as np
+from array_cases import load_arrays, save_arrays
 from packed_cases import same_packed
 from store_cases import BACKBONE, chunk_of, same
 
 import kvpatch_jax as kvp
 from kvpatch_jax.store import Budget, ChunkStore
-from kvpatch_jax.store.snapshots.arrays import load_arrays, save_arrays
 
 LAYOUT = kvp.KVLayout.gqa(2, 4, 16, kvp.Rope(1e4, 16))
 SPECS = {
@@ -53,7 +53,7 @@ def main(folder: Path) -> None:
                 other.put(dataclasses.replace(whole, kv=kv), encoding="k6v6")
                 assert same_packed(other.get("B", BACKBONE, encoding="k6v6"), kvp.encode_chunk(whole, "k6v6")), word
             save_arrays(folder / f"{word} arrays", [found])
-            ((_, loaded),) = load_arrays(folder / f"{word} arrays", {"k": sharding, "v": sharding}).reduced
+            (loaded,) = load_arrays(folder / f"{word} arrays", {"k": sharding, "v": sharding}).chunks
             assert same_packed(loaded, chunk), word
             assert loaded.kv["v"].planes[0].sharding == plane.sharding, word  # pyright: ignore
             placed += 1

@@ -11,11 +11,11 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax
 import jax.numpy as jnp
 import numpy as np
+from array_cases import export_arrays, import_arrays, load_arrays, save_arrays
 from store_cases import BACKBONE, chunk_of, patch_of, same, same_chunk
 
 import kvpatch_jax as kvp
 from kvpatch_jax.store import ChunkStore
-from kvpatch_jax.store.snapshots.arrays import export_arrays, import_arrays, load_arrays, save_arrays
 
 LAYOUT = kvp.KVLayout.gqa(2, 4, 16, kvp.Rope(1e4, 16))
 SPECS = {

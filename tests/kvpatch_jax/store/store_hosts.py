@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from array_cases import export_arrays, import_arrays, load_arrays, save_arrays
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 from store_cases import BACKBONE, chunk_of, patch_of, same, same_chunk
@@ -27,8 +28,7 @@ from store_cases import BACKBONE, chunk_of, patch_of, same, same_chunk
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, StoreCorruptError, StoreFullError, StoreIOError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, StoreItem, make_durable
-from kvpatch_jax.store.snapshots import orbax_arrays, orbax_item
-from kvpatch_jax.store.snapshots.arrays import export_arrays, import_arrays, load_arrays, save_arrays
+from kvpatch_jax.store.snapshots import arrays
 from kvpatch_jax.store.snapshots.multihost import ProcessGroup
 
 INDEX, COUNT, PORT, FOLDER = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
@@ -87,13 +87,11 @@ def export() -> None:
             assert isinstance(value, jax.Array)
             assert not value.is_fully_addressable
             placed.append(found)
-        refused(InputError, lambda: store.put(placed[0]), "save_arrays")
+        refused(InputError, lambda: store.put(placed[0]), "StoreItem")
         refused(InputError, lambda: export_arrays(store, FOLDER / "no"), "2 processes")
-        refused(InputError, lambda: import_arrays(FOLDER / "no", store), "2 processes")
-    save_arrays(FOLDER / "arrays", placed, [patch_of(CHUNKS[0])])
-    assert sorted(path.name for path in FOLDER.iterdir()) == ["arrays", "store"]
-    refused(InputError, lambda: save_arrays(FOLDER / "arrays", placed), "existing path")
-    refused(StoreSnapshotError, lambda: load_arrays(FOLDER / "nowhere"), "no checkpoint there")
+        together("refused")
+        save_arrays(FOLDER / "arrays", placed, [patch_of(CHUNKS[0])])
+        refused(InputError, lambda: import_arrays(FOLDER / "arrays", store), "2 processes")
 
 
 def load() -> None:
@@ -135,31 +133,19 @@ def damaged() -> None:
         refused(StoreSnapshotError, lambda: load_arrays(FOLDER / "damaged", sharding_of(name)), "other bits")  # noqa: B023
 
 
-def unacknowledged() -> None:
-    """An export that the process which writes it could not make durable is acknowledged by none."""
-    if INDEX == 0:
-
-        def fail(path: str) -> None:
-            raise OSError(5, "Input/output error")
-
-        orbax_item.sync_file_system = fail
-    words = ("Input/output",) if INDEX == 0 else ("failure in process 0",)
-    refused(StoreIOError, lambda: save_arrays(FOLDER / "unacknowledged", CHUNKS), *words)
-
-
 def disagreeing() -> None:
     """What one process alone cannot read is loaded by none."""
-    real = orbax_arrays.check_entry
+    real = arrays.check_entry
 
     def fail(entry) -> None:
         real(entry)
         if INDEX == 1 and entry.about["kind"] == "patch":
             raise StoreCorruptError("export: here only")
 
-    orbax_arrays.check_entry = fail
+    arrays.check_entry = fail
     kind, word = (StoreSnapshotError, "here only") if INDEX == 1 else (StoreIOError, "failure in process 1")
     refused(kind, lambda: load_arrays(FOLDER / "arrays", sharding_of("tokens")), word)
-    orbax_arrays.check_entry = real
+    arrays.check_entry = real
 
 
 # ---------------------------------------------------------------------------------------------------------- item

@@ -1,5 +1,6 @@
 """The store in Orbax checkpoints, and its objects as Orbax arrays: bit for bit, verified, over a mesh too."""
 
+import dataclasses
 import json
 import subprocess
 from pathlib import Path
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from array_cases import export_arrays, import_arrays, load_arrays, save_arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
@@ -15,9 +17,10 @@ from store_cases import BACKBONE, MLA, PYTHON, child_environment, chunk_of, file
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, StoreFullError, StoreSnapshotError
-from kvpatch_jax.store import Budget, ChunkStore, PatchKey, StoreItem, make_durable
+from kvpatch_jax.store import ArrayContents, Budget, ChunkStore, PatchKey, StoreItem, make_durable
+from kvpatch_jax.store.format.objects import blob_of
+from kvpatch_jax.store.snapshots import arrays as orbax_arrays
 from kvpatch_jax.store.snapshots.array_entries import array_sum
-from kvpatch_jax.store.snapshots.arrays import export_arrays, import_arrays, load_arrays, save_arrays
 
 SERVED = PatchKey("B", BACKBONE, ("A",))
 MODEL = {"weights": np.arange(6, dtype=np.float32).reshape(2, 3)}
@@ -97,14 +100,15 @@ def test_a_damaged_checkpoint_loads_nothing(tmp_path: Path):
         assert len(bytes_below(other)) == len(bytes_below(store)) - 1
 
 
-def test_export_and_import_are_bit_equal(tmp_path: Path):
+def test_export_and_import_are_bit_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The same file, byte for byte, where the names are the same; every dtype and kind, in several parts."""
     with opened(tmp_path / "store") as store:
         fill(store)
         before = bytes_below(store)
-        made = export_arrays(store, tmp_path / "export", part_bytes=5_000)
+        monkeypatch.setattr(orbax_arrays, "PART_BYTES", 5_000)
+        made = export_arrays(store, tmp_path / "export")
         assert made.objects == len(before) == 9
-        assert len(list((tmp_path / "export").glob("part-*"))) > 2
+        assert len(list((tmp_path / "export" / "chunk_store").glob("part-*"))) > 2
         again = import_arrays(tmp_path / "export", store)
         assert (again.objects, again.skipped) == (0, 9)
         for chunk in ("B", "bf16", "none"):
@@ -116,8 +120,6 @@ def test_export_and_import_are_bit_equal(tmp_path: Path):
         import_arrays(tmp_path / "export", other)
         assert same_chunk(other.get("bf16", BACKBONE), chunk_of("bf16", 3, layout=MLA, dtype=jnp.bfloat16))
         assert len(other.get_patches(SERVED)) == 1
-        with pytest.raises(InputError, match="name that is free"):
-            export_arrays(other, tmp_path / "export")
 
 
 def test_exported_arrays_are_loaded_without_a_store(tmp_path: Path):
@@ -132,7 +134,50 @@ def test_exported_arrays_are_loaded_without_a_store(tmp_path: Path):
             assert same_chunk(store.get("B", BACKBONE, encoding=encoding), chunk), encoding
         assert len(loaded.reduced) == 4
         assert [patch.metadata for patch in loaded.patches] == [patch_of(chunk_of()).metadata]
-        assert same(loaded.encoders[BACKBONE, "none"], np.zeros((0, 6), np.float32))
+        import_arrays(tmp_path / "export", store)
+
+
+@pytest.mark.parametrize("arrays", [False, True], ids=["snapshot", "arrays"])
+@pytest.mark.parametrize("tenant", ["one", "two"], ids=["same names", "other names"])
+def test_an_object_keeps_its_revision(tmp_path: Path, arrays: bool, tenant: str):
+    revision = 2**63 + 7
+    with opened(tmp_path / "store") as store, opened(tmp_path / "other", tenant) as other:
+        store.put(chunk_of())
+        name = store.names.canonical(BACKBONE, "B")
+        found = store.disk.get(name)
+        assert found is not None
+        store.disk.put(name, dataclasses.replace(blob_of(found.header, found.arrays), revision=revision))
+        ocp.save_checkpointables(str(tmp_path / "step"), {"chunk_store": StoreItem(store, arrays=arrays)})
+        import_arrays(tmp_path / "step", other)
+        restored = other.disk.get(other.names.canonical(BACKBONE, "B"))
+        assert restored is not None
+        assert restored.header.revision == revision
+
+
+def test_plain_orbax_reads_the_arrays(tmp_path: Path):
+    """Without this library: kv of all layers in one array."""
+    chunk = chunk_of()
+    with opened(tmp_path / "store") as store:
+        store.put(chunk)
+        export_arrays(store, tmp_path / "export")
+    part = tmp_path / "export" / "chunk_store" / "part-00000" / "arrays"
+    (found,) = ocp.load(str(part), checkpointable_name=None).values()  # pyright: ignore
+    for name, value in chunk.kv.items():
+        assert same(np.asarray(found[f"layers.{name}"]), np.asarray(value))
+
+
+def test_an_item_is_a_store_or_contents(tmp_path: Path):
+    with opened(tmp_path / "store") as store:
+        with pytest.raises(InputError, match="expected a store"):
+            StoreItem(store, contents=ArrayContents())
+        with pytest.raises(InputError, match="expected a store"):
+            StoreItem(store, placement=jax.devices()[0])
+        with pytest.raises(InputError, match="expected a store"):
+            StoreItem(arrays=True)
+        store.put(chunk_of())
+        ocp.save_checkpointables(str(tmp_path / "step"), {"chunk_store": StoreItem(store)})
+        with pytest.raises(StoreSnapshotError, match="no arrays there"):
+            load_arrays(tmp_path / "step")
 
 
 def flip(folder: Path, needle: bytes) -> bool:
@@ -159,24 +204,21 @@ def test_bit_flips_in_exported_arrays_are_detected(tmp_path: Path, needle: bytes
         with pytest.raises(StoreSnapshotError):
             import_arrays(tmp_path / "export", store)
         assert bytes_below(store) == {}
-        with pytest.raises(StoreSnapshotError, match="no checkpoint there"):
-            load_arrays(tmp_path / "store")
-        with pytest.raises(StoreSnapshotError, match="no checkpoint there"):
-            load_arrays(tmp_path / "nowhere")
 
 
-def test_a_failed_import_removes_the_objects_that_it_added(tmp_path: Path):
+def test_a_failed_import_removes_the_objects_that_it_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     chunks = [chunk_of(f"B{number}", number) for number in range(3)]
     with opened(tmp_path / "store") as store:
         for chunk in chunks:
             store.put(chunk)
-        export_arrays(store, tmp_path / "export", part_bytes=1)
+        monkeypatch.setattr(orbax_arrays, "PART_BYTES", 1)
+        export_arrays(store, tmp_path / "export")
         size = sum(len(raw) for raw in bytes_below(store).values())
     with opened(tmp_path / "small", disk=size - 1) as small:
         with pytest.raises(StoreFullError):
             import_arrays(tmp_path / "export", small)
         assert bytes_below(small) == {}
-    assert sum(flip(tmp_path / "export" / "part-00002", opening(chunk)) for chunk in chunks) == 1
+    assert sum(flip(tmp_path / "export" / "chunk_store" / "part-00002", opening(chunk)) for chunk in chunks) == 1
     with opened(tmp_path / "other") as other:
         with pytest.raises(StoreSnapshotError):
             import_arrays(tmp_path / "export", other)
@@ -184,8 +226,11 @@ def test_a_failed_import_removes_the_objects_that_it_added(tmp_path: Path):
 
 
 def test_nothing_to_save_is_refused(tmp_path: Path):
-    with pytest.raises(InputError, match="no chunks"):
-        save_arrays(tmp_path / "export")
+    with pytest.raises(InputError, match="expected some"):
+        save_arrays(tmp_path / "empty")
+    with pytest.raises(InputError, match="expected some"):
+        ocp.save_checkpointables(str(tmp_path / "none"), {"chunk_store": StoreItem()})
+    assert not list(tmp_path.iterdir()) or not any(path.name in ("empty", "none") for path in tmp_path.iterdir())
     with opened(tmp_path / "store") as store:
         assert export_arrays(store, tmp_path / "export").objects == 0
         assert import_arrays(tmp_path / "export", store).objects == 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from array_cases import export_arrays
 from orbax.checkpoint import v1 as ocp
 from store_cases import BACKBONE, chunk_of, patch_of, same_chunk
 from test_damage import VALUES, forged, places_of, replaced
@@ -21,9 +22,9 @@ from kvpatch_jax.errors import KVPatchError, StoreCorruptError, StoreSnapshotErr
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, load_snapshot, save_snapshot
 from kvpatch_jax.store.format.header import crc32
 from kvpatch_jax.store.snapshots.array_entries import check_about
-from kvpatch_jax.store.snapshots.arrays import export_arrays, import_arrays, load_arrays
+from kvpatch_jax.store.snapshots.arrays import load_contents, text_digest
 from kvpatch_jax.store.snapshots.manifest import read_list, write_list
-from kvpatch_jax.store.snapshots.orbax_arrays import text_digest
+from kvpatch_jax.store.snapshots.restore import load_objects
 
 CHUNK = chunk_of(encoder=np.ones(5, np.float32))
 
@@ -51,7 +52,11 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exports")
     with filled(folder / "root") as store:
         export_arrays(store, folder / "export")
-    return folder / "export"
+    return folder / "export" / "chunk_store"
+
+
+def load_arrays(directory: Path) -> None:
+    load_contents(str(directory))
 
 
 def nothing_came(root: Path) -> bool:
@@ -157,9 +162,10 @@ def test_forged_objects_in_a_snapshot_come_whole_or_not_at_all(tmp_path: Path, s
 
 def rewritten(export: Path, target: Path, change: Callable[[list[dict[str, Any]]], Any]) -> Path:
     """The export with other descriptions of its objects, their digest made right."""
-    found = ocp.load_checkpointables(str(export / "part-00000"), {"objects": None, "arrays": None})
+    part = export / "part-00000"
+    found = {word: ocp.load(str(part / word), checkpointable_name=None) for word in ("objects", "arrays")}
     tree = json.loads(found["objects"]["json"].tobytes())
-    text = json.dumps({"version": 1, "objects": change(tree["objects"])}).encode()
+    text = json.dumps({"version": 2, "objects": change(tree["objects"])}).encode()
     about = {"json": np.frombuffer(text, np.uint8), "digest": np.frombuffer(text_digest(text), np.uint8)}
     target.mkdir()
     shutil.copy(export / "EXPORT", target / "EXPORT")
@@ -182,7 +188,7 @@ def attempt(export: Path, root: Path) -> int:
 
 def imported(export: Path, root: Path) -> None:
     with ChunkStore(root, tenant="two", budget=Budget(library=1 << 20), key=b"k" * 32) as store:
-        import_arrays(export, store)
+        load_objects(store.tenant_disk, str(export))
 
 
 @pytest.mark.parametrize("trials", [12, pytest.param(200, marks=pytest.mark.slow)])
@@ -245,7 +251,7 @@ def test_the_list_of_an_export_states_its_number_of_parts(tmp_path: Path, export
 
 
 @pytest.mark.parametrize("make", [fifo, link, listening], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("pattern", ["_CHECKPOINT_METADATA", "arrays/manifest.ocdbt", "objects/manifest.ocdbt"])
+@pytest.mark.parametrize("pattern", ["objects/_METADATA", "arrays/manifest.ocdbt", "objects/manifest.ocdbt"])
 def test_a_file_of_an_export_is_a_file(tmp_path: Path, export: Path, make, pattern: str):
     mine = tmp_path / "mine"
     shutil.copytree(export, mine)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from array_cases import export_arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from library_cases import KEY, PIXELS, WAYS, fill, libraries, opened, plain, shown, travel
+from library_cases import KEY, PIXELS, WAYS, fill, libraries, opened, shown, travel
 from store_cases import BACKBONE, chunk_of, same, same_chunk
 
 from kvpatch_jax.errors import InputError, LibraryFullError, StoreFullError, StoreKeyError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, load_snapshot, save_snapshot
-from kvpatch_jax.store.snapshots.arrays import export_arrays, load_arrays
 from kvpatch_jax.store.snapshots.manifest import read_list, write_list
 
 SOME = [way if way in ("link", "arrays") else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
@@ -280,15 +280,6 @@ def test_a_snapshot_waits_for_library_changes_and_needs_no_write_access(tmp_path
             assert not done.wait(0.2)
         thread.join()
         assert done.is_set()
-
-
-def test_resources_are_loaded_without_a_store(tmp_path: Path):
-    with opened(tmp_path / "store") as store:
-        fill(store)
-        export_arrays(store, tmp_path / "export")
-        loaded = {str(resource.reference): plain(resource) for resource in load_arrays(tmp_path / "export").resources
-                  if resource.chunk is not None or resource.content is not None}  # fmt: skip
-        assert loaded == shown(store)
 
 
 HISTORY = st.lists(st.tuples(st.sampled_from(["publish", "withdraw"]), st.sampled_from("ABC")), max_size=6)

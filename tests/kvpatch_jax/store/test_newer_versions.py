@@ -23,6 +23,7 @@ from kvpatch_jax.store import (
 )
 from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.format.header import PAGE
+from kvpatch_jax.store.snapshots.manifest import read_list, write_list
 
 KEY = b"k" * 32
 CHUNK = chunk_of()
@@ -262,23 +263,87 @@ def test_a_library_with_a_newer_floor_is_neither_read_nor_changed(tmp_path: Path
 # ------------------------------------------------------------------------------------------- snapshots, settings
 
 
-def test_a_snapshot_leaves_newer_objects_out_and_a_restore_refuses_them(store: ChunkStore, tmp_path: Path):
-    path, _ = shelf(store)["kv"]
-    root, good = Path(store.disk.root), path.read_bytes()
-    assert save_snapshot(root, tmp_path / "good", tenant="default", copy=True).objects == 3
-    path.write_bytes(rewritten(good, version))
-    before = files_of(root)
-    found = save_snapshot(root, tmp_path / "snapshot", tenant="default", copy=True)
-    assert (found.objects, found.newer, found.damaged) == (2, 1, 0)
+def later_version(tree: dict[str, Any], body: dict[str, Any]) -> None:
+    tree["__metadata__"].update(version="900", reader="900")
 
-    # What is there stays, newer than what comes in or not.
-    assert load_snapshot(tmp_path / "good", root, tenant="default").skipped == 3
+
+@pytest.mark.parametrize("change", [later_version, inside(compression="zstd")], ids=["version", "body"])
+@pytest.mark.parametrize("copy", [False, True], ids=["linked", "copied"])
+def test_a_snapshot_carries_newer_objects_and_a_restore_leaves_them(
+    store: ChunkStore, tmp_path: Path, change: Change, copy: bool
+):
+    path, _ = shelf(store)["kv"]
+    root = Path(store.disk.root)
+    raw = rewritten(path.read_bytes(), change)
+    path.write_bytes(raw)
+    before = files_of(root)
+    found = save_snapshot(root, tmp_path / "snapshot", tenant="default", copy=copy)
+    assert (found.objects, found.newer, found.damaged) == (3, 0, 0)
+    assert files_of(tmp_path / "snapshot") == files_of(root) == before
+
+    # Under the same names, byte for byte, as a miss that stays.
+    secret = store.names.secret
+    found = load_snapshot(tmp_path / "snapshot", tmp_path / "into", tenant="default", secret=secret, copy=copy)
+    assert (found.objects, found.newer, found.skipped) == (3, 0, 0)
+    assert files_of(tmp_path / "into") == before
+    with ChunkStore(tmp_path / "into", secret=secret, budget=Budget(host=0)) as into:
+        assert into.get("B", BACKBONE) is None
+        assert into.counters["newer"] > 0
+        assert into.get_encoder("B", BACKBONE) is not None
+    assert files_of(tmp_path / "into") == before
+    assert load_snapshot(tmp_path / "snapshot", root, tenant="default").skipped == 3
     assert files_of(root) == before
 
-    brought = tmp_path / "good" / path.relative_to(root)
-    brought.write_bytes(rewritten(good, inside(compression="zstd")))
-    with pytest.raises(StoreSnapshotError):
-        load_snapshot(tmp_path / "good", tmp_path / "into", tenant="default")
+    # Under other names only what this version can name: a body with more fields is written again with all of them.
+    found = load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="default")
+    assert (found.objects, found.newer, found.skipped) == ((2, 1, 0) if change is later_version else (3, 0, 0))
+    assert raw not in files_of(tmp_path / "other").values()
+    with ChunkStore(tmp_path / "other", budget=Budget(host=0)) as other:
+        assert other.get("B", BACKBONE) is None
+        assert other.get_encoder("B", BACKBONE) is not None
+
+
+@pytest.mark.parametrize("word", ["objects", "newer"])
+def test_a_newer_object_of_a_snapshot_is_verified(store: ChunkStore, tmp_path: Path, word: str):
+    """By the whole file's checksum, where the snapshot says that it is newer; otherwise only its header can be."""
+    path, _ = shelf(store)["kv"]
+    path.write_bytes(rewritten(path.read_bytes(), later_version))
+    name, root = str(path.relative_to(store.disk.root)), tmp_path / "into"
+    save_snapshot(store.disk.root, tmp_path / "snapshot", tenant="default", copy=True)
+    brought = tmp_path / "snapshot" / name
+    good = brought.read_bytes()
+    end = 8 + int.from_bytes(good[:8], "little")
+    if word == "objects":  # as the later version itself lists it
+        listed = read_list(str(tmp_path / "snapshot" / "MANIFEST"))
+        listed["objects"].append([name, len(good), f"{zlib.crc32(good[:end]):08x}"])
+        listed["newer"] = []
+        (tmp_path / "snapshot" / "MANIFEST").unlink()
+        write_list(str(tmp_path / "snapshot" / "MANIFEST"), listed)
+    more: dict[str, Any] = {"tenant": "default", "secret": store.names.secret}
+    found = load_snapshot(tmp_path / "snapshot", root, **more)
+    assert (found.objects, found.newer) == ((2, 1) if word == "objects" else (3, 0))
+
+    for at in (end - 5, len(good) - 1) if word == "newer" else (end - 5,):
+        raw = bytearray(good)
+        raw[at] ^= 1
+        brought.unlink()
+        brought.write_bytes(raw)
+        with pytest.raises(StoreSnapshotError) as caught:
+            load_snapshot(tmp_path / "snapshot", tmp_path / "no", **more)
+        assert len(caught.value.bad) == 1
+        assert files_of(tmp_path / "no") == {}
+        assert load_snapshot(tmp_path / "snapshot", tmp_path / f"some{at}", skip_damaged=True, **more).damaged == 1
+
+
+def test_a_restore_leaves_newer_entries_out_where_they_must_be_counted(store: ChunkStore, tmp_path: Path):
+    StaticLibrary(store, quota=1 << 20).put("NAME", "a text", kind="TEXT")
+    (path,) = Path(store.disk.root, "lib").rglob("*.entry.safetensors")
+    path.write_bytes(rewritten(path.read_bytes(), later_version))
+    save_snapshot(store.disk.root, tmp_path / "snapshot", tenant="default")
+    more: dict[str, Any] = {"tenant": "default", "secret": store.names.secret}
+    for name, budget, expected in (("free", None, (1, 0)), ("counted", Budget(library=1 << 20), (0, 1))):
+        found = load_snapshot(tmp_path / "snapshot", tmp_path / name, budget=budget, **more)
+        assert (found.objects, found.newer) == expected
 
 
 def test_a_root_with_newer_settings_is_not_opened_and_stays(tmp_path: Path):

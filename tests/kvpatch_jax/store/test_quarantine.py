@@ -15,7 +15,6 @@ from kvpatch_jax.errors import StoreFullError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, save_snapshot
 from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.disk import damage_rate
-from kvpatch_jax.store.snapshots.arrays import export_arrays
 
 MARK = b"a text that nobody else has written"
 
@@ -179,13 +178,9 @@ def test_purge_requires_a_confirmation(tmp_path: Path, capsys, monkeypatch: pyte
 KILLED = """
 import os, signal, sys
 from kvpatch_jax.store import ChunkStore, save_snapshot
-from kvpatch_jax.store.snapshots.arrays import export_arrays
 root, directory, way = sys.argv[1:]
 die = lambda done, total: os.kill(os.getpid(), signal.SIGKILL)
-if way == "export":
-    export_arrays(ChunkStore(root, tenant="one"), directory, part_bytes=1, progress=die)
-else:
-    save_snapshot(root, directory, tenant=None if way == "whole" else "one", copy=True, progress=die)
+save_snapshot(root, directory, tenant=None if way == "whole" else "one", copy=True, progress=die)
 """
 
 
@@ -198,7 +193,7 @@ def killed(root: Path, directory: Path, way: str) -> Path:
     return left
 
 
-SOME = (("whole", "collect"), ("export", "gc"), ("tenant", "delete_tenant"), ("export", "collect"))
+SOME = (("whole", "collect"), ("whole", "gc"), ("tenant", "delete_tenant"), ("tenant", "collect"))
 """Of what is left and what takes it away, each once, and what a tenant's own collection takes; the rest is slow."""
 
 
@@ -207,7 +202,7 @@ SOME = (("whole", "collect"), ("export", "gc"), ("tenant", "delete_tenant"), ("e
     [
         pytest.param(way, by, marks=() if (way, by) in SOME else pytest.mark.slow)
         for by in ("collect", "gc", "delete_tenant")
-        for way in ("tenant", "whole", "export")
+        for way in ("tenant", "whole")
     ],
 )
 def test_files_of_a_killed_snapshot_are_removed(tmp_path: Path, way: str, by: str, capsys):
@@ -240,7 +235,6 @@ def test_a_snapshot_that_is_being_made_stays(tmp_path: Path, monkeypatch: pytest
             seen.extend(tmp_path.glob("snapshot.unfinished-*"))
 
         save_snapshot(tmp_path / "root", tmp_path / "snapshot", tenant="one", progress=meanwhile)
-        export_arrays(store, tmp_path / "export", progress=meanwhile)
         assert seen
         assert not list(tmp_path.glob("*.unfinished-*"))
         assert not list(tmp_path.rglob("UNFINISHED"))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from array_cases import export_arrays, load_arrays, save_arrays
 from failing_system import read_only
 from orbax.checkpoint import v1 as ocp
 from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
@@ -31,7 +32,6 @@ from kvpatch_jax.store import (
 )
 from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.format import encryption
-from kvpatch_jax.store.snapshots.arrays import export_arrays, load_arrays, save_arrays
 from kvpatch_jax.store.tenants import delete_tenant
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
@@ -130,7 +130,15 @@ def test_everything_that_is_made_is_its_owners_alone(tmp_path: Path):
     for copy in (False, True):
         save_snapshot(root, tmp_path / f"snapshot{copy}", tenant="default", copy=copy)
         load_snapshot(tmp_path / f"snapshot{copy}", tmp_path / f"into{copy}", tenant="default", copy=copy)
-    for each in ("root", "export", "arrays", "snapshotFalse", "snapshotTrue", "intoFalse", "intoTrue"):
+    for each in (
+        "root",
+        "export/chunk_store",
+        "arrays/chunk_store",
+        "snapshotFalse",
+        "snapshotTrue",
+        "intoFalse",
+        "intoTrue",
+    ):
         assert open_to_others(tmp_path / each) == [], each
     assert open_to_others(tmp_path / "step" / "chunk_store") == []
     (found,) = load_arrays(tmp_path / "arrays").chunks

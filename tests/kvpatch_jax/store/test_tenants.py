@@ -310,7 +310,7 @@ def saved(store: ChunkStore, delete: str | None) -> object:
         if delete is not None:
             store.delete(delete, BACKBONE)
             StaticLibrary(store, quota=1).delete("TEXT", delete)
-        return made, files, delete and load_objects(store, folder)
+        return made, files, delete and load_objects(store.tenant_disk, folder)
 
 
 def transcript(root: Path, steps: list[tuple[str, str]], other: bool, shared: Budget) -> list[object]:
