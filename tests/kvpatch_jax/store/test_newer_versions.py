@@ -47,7 +47,8 @@ def rewritten(raw: bytes, change: Change) -> bytes:
 
 
 def version(tree: dict[str, Any], body: dict[str, Any]) -> None:
-    tree["__metadata__"]["version"] = "2"
+    """A later version, whose objects only its own readers understand."""
+    tree["__metadata__"].update(version="3", reader="3")
 
 
 def inside(*way: str, **fields: Any) -> Change:
@@ -146,7 +147,7 @@ def test_damage_of_a_newer_object_is_damage(store: ChunkStore):
     """A flip in its header is no other version: the checksum of the header is the same in all versions."""
     path, read = shelf(store)["kv"]
     raw = bytearray(path.read_bytes())
-    raw[raw.index(b'"version":"1"') + 11] ^= 3  # "2"
+    raw[raw.index(b'"version":"2"') + 11] ^= 1  # "3"
     path.write_bytes(raw)
     assert read() is None
     assert not path.exists()

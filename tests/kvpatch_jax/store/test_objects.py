@@ -212,7 +212,7 @@ HOSTILE = {
     "infinity": forged(header_text(',"a":{"dtype":"F32","shape":[Infinity],"data_offsets":[0,64]}'), 64),
     "checksum missing": forged(header_text(f',"a":{entry()}', ""), 64),
     "checksum for nothing": forged(header_text(f',"a":{entry()}', "a=00000000 b=00000000"), 64),
-    "version": forged(header_text(f',"a":{entry()}', version="2"), 64),
+    "version": forged(header_text(f',"a":{entry()}', version="3"), 64),
     "expires": forged(header_text(f',"a":{entry()}', expires="nan"), 64),
     "extra metadata": forged(header_text(f',"a":{entry()}', more="x"), 64),
     "pad as large as a leaf": forged(header_text(f',"pad.1":{entry("U8", (64,))}', ""), 64),
