@@ -42,8 +42,8 @@ class KeyState:
 
     Attributes:
       current: of the key with which objects are written.
-      retiring: of the key that a rotation is replacing, which may still read; `PLAIN` if the objects were not encrypted;
-        None: no rotation is going on.
+      retiring: of the key that a rotation is replacing, which may still read; `PLAIN` if objects were not encrypted
+        before; None: no rotation is going on.
     """
 
     current: str
@@ -78,17 +78,17 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
     damaged = "" if state is not None and texts[0] == state.text else f" ({space}/{NAME} is damaged or gone)"
     if state is None and check is None:
         # A put without a key does not look for encrypted objects: opening did.
-        if texts != (None, None) or (not note and _survey(root, space, None, _FEW) == "others"):
+        if texts != (None, None) or (not note and survey_objects(root, space, None, _FEW) == "others"):
             raise StoreKeyError(f"store {root}: got no key; expected the one of this tenant's objects{damaged}")
         return
 
     if state is None:
         assert check is not None
         # Without a digest KEY alone is no evidence against the given key: the objects decide.
-        found = "stated" if texts[0] == check.encode() else _survey(root, space, check)
+        found = "stated" if texts[0] == check.encode() else survey_objects(root, space, check)
         if found == "plain" and texts == (None, None):
             raise StoreKeyError(
-                f"store {root}: got a first key for a tenant with objects that are not encrypted, all of which it would "
+                f"store {root}: got a first key for a tenant with objects that are not encrypted, which it would all "
                 "miss; expected no key, or `rotate_key(root, tenant, old=None, new=key)`, which encrypts them"
             )
         if found == "none" and texts == (None, None):
@@ -125,7 +125,7 @@ def changing_keys(root: str, space: str) -> Iterator[None]:
 
 
 def write_keys(root: str, space: str, state: KeyState) -> None:
-    """Writes both files durably, within `changing_keys`. Raises StoreError.
+    """Writes both files durably, in `changing_keys`. Raises StoreError.
 
     In this order: KEY counts if both are intact and differ, as after a crash in between.
     """
@@ -183,7 +183,7 @@ def _parsed(root: str, path: str, text: bytes | None) -> KeyState | None:
     return state if state.text == text else None
 
 
-def _survey(
+def survey_objects(
     root: str, space: str, check: str | None, most: int | None = None
 ) -> Literal["stated", "others", "plain", "none"]:
     """Reads the headers of a tenant's objects until one states the check value.
@@ -196,7 +196,7 @@ def _survey(
       none states a value (damaged and later versions' too); "none": there is no object.
     """
     found: Literal["others", "plain", "none"] = "none"
-    for number, path in enumerate(objects_of(root, space)):
+    for number, path in enumerate(_objects(root, space)):
         if number == most:
             break
         found = "plain" if found == "none" else found
@@ -208,7 +208,7 @@ def _survey(
     return found
 
 
-def objects_of(root: str, space: str) -> Iterator[str]:
+def _objects(root: str, space: str) -> Iterator[str]:
     """Yields the paths of a tenant's objects and entries, unordered."""
     for below in (space, f"lib/{os.path.basename(space)}"):
         for above, _, files in os.walk(f"{root}/{below}"):

@@ -155,7 +155,9 @@ class AesGcm:
             for piece in range(count):
                 bound, own = _Piece(number, name, piece, count), part[piece * MOST : (piece + 1) * MOST]
                 arrays[f"{_outside(number)}.{piece}"] = cipher.encrypted(bound, own)
-        return Blob(blob.kind, {"sealed": 1, "check": self.check, "salt": salt.hex()}, arrays, blob.expires, blob.revision)
+        return Blob(
+            blob.kind, {"sealed": 1, "check": self.check, "salt": salt.hex()}, arrays, blob.expires, blob.revision
+        )
 
     def opened(self, header: Header, read: Read) -> tuple[Header, Read] | None:
         """Decrypts the header of an object; None if it is not encrypted, as anyone could have written it."""

@@ -35,9 +35,9 @@ _NO_DIGITS = str.maketrans("", "", string.digits)
 class Blob:
     """Content of an object to be written: its leaves in the order of the file, and the fields of its header.
 
-    The arrays are not copied, and must not change until the object is durable. `revision` is the name's, which the write
-    is given when it begins (`revisions`). `expires` is converted to a float, so
-    that its text is the same in the header, its checksum and its authentication.
+    The arrays are not copied, and must not change until the object is durable. `revision` is the name's, which the
+    write is given when it begins (`revisions`). `expires` is converted to a float, so that its text is the same in the
+    header, its checksum and its authentication.
 
     Raises:
       InputError: `expires` is not finite.
