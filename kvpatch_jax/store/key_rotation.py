@@ -19,7 +19,7 @@ from ..errors import InputError, StoreCorruptError, StoreError, StoreKeyError, S
 from .disk import quarantine
 from .disk.directory import DirectoryEntry, NameState, directory_entry, reading
 from .disk.disk import Disk
-from .disk.key_check import PLAIN, KeyState, changing_keys, check_key, read_keys, survey_objects, write_keys
+from .disk.key_check import NAME, PLAIN, KeyState, changing_keys, check_key, read_keys, survey_objects, write_keys
 from .disk.root_config import names_secret, read_secret
 from .format.buffers import Buffers
 from .format.encryption import AesGcm, Encryption, Plain, is_sealed
@@ -83,7 +83,8 @@ def rotate_key(
       progress: wraps the objects to show progress.
 
     Raises:
-      InputError: there is no store, the keys are equal or too short, or the secret is not the root's.
+      InputError: there is no store, it has nothing of the tenant, the keys are equal or too short, or the secret is not
+        the root's.
       StoreKeyError: the objects are encrypted with another key, or a rotation between other keys is unfinished; nothing
         was changed.
       StoreError: an object could not be written, or the remote store failed; the rotation is unfinished.
@@ -138,6 +139,10 @@ class _Rotation:
         if state is None:
             # Never written, or lost: the objects decide, and the files are repaired.
             found = survey_objects(self.root, space, new)
+            if found == "none" and not os.path.lexists(f"{self.root}/{space}/{NAME}"):
+                raise InputError(
+                    f"rotate_key: got a tenant with nothing in {self.root}; expected one that put something"
+                )
             check_key(self.root, space, new if found == "stated" else old)
             if found == "others" and old is None:
                 raise StoreKeyError(f"store {self.root}: got no old key; expected the one of this tenant's objects")

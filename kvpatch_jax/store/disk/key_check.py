@@ -74,6 +74,8 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
       StoreVersionError: a later version wrote the files.
     """
     texts = _texts(root, space)
+    if check is not None and texts[0] == texts[1] == KeyState(check).text:
+        return  # the usual case, at each put
     state = _intact(root, space, texts)
     damaged = "" if state is not None and texts[0] == state.text else f" ({space}/{NAME} is damaged or gone)"
     if state is None and check is None:
@@ -167,7 +169,7 @@ def _intact(root: str, space: str, texts: tuple[bytes | None, bytes | None]) -> 
 def _parsed(root: str, path: str, text: bytes | None) -> KeyState | None:
     """Parses a file; None if it is missing, damaged or the bare value. Raises StoreVersionError."""
     try:
-        tree = strict_json.loads((text or b"").decode(errors="replace"))
+        tree = None if text is None else strict_json.loads(text.decode(errors="replace"))
     except ValueError:
         return None
     if not isinstance(tree, dict):

@@ -148,15 +148,6 @@ def test_what_is_not_encrypted_yet_is_encrypted(tmp_path: Path):
     expect_all(tmp_path)
 
 
-def test_an_empty_tenant_gets_the_key(tmp_path: Path):
-    opened(tmp_path, None).close()
-    assert rotate_key(tmp_path, old=None, new=NEW_KEY).finished
-    with pytest.raises(StoreKeyError):
-        opened(tmp_path, KEY)
-    with opened(tmp_path) as store:
-        store.put(chunk_of())
-
-
 def test_other_tenants_are_not_touched(tmp_path: Path):
     fill(tmp_path)
     with opened(tmp_path, KEY, tenant="other") as other:
@@ -187,10 +178,15 @@ def test_calls_that_cannot_be_meant_are_refused(tmp_path: Path):
     with pytest.raises(InputError, match="no store there"):
         rotate_key(tmp_path / "nowhere", old=KEY, new=NEW_KEY)
     fill(tmp_path)
+    before = files_of(tmp_path)
+    for old in (KEY, None):
+        with pytest.raises(InputError, match="a tenant with nothing"):
+            rotate_key(tmp_path, "misspelt", old=old, new=NEW_KEY)
     with pytest.raises(InputError, match="same key twice"):
         rotate_key(tmp_path, old=KEY, new=KEY)
     with pytest.raises(InputError, match="a key of 3 bytes"):
         rotate_key(tmp_path, old=KEY, new=b"new")
+    assert files_of(tmp_path) == before
 
 
 # ----------------------------------------------------------------------------------------------------- interruptions

@@ -15,7 +15,7 @@ from packed_cases import few_bit_patch, ragged_patch, same_leaves, same_packed
 from store_cases import BACKBONE, PYTHON, chunk_of, patch_of, same, same_chunk
 
 import kvpatch_jax as kvp
-from kvpatch_jax.store import Budget, ChunkStore
+from kvpatch_jax.store import Budget, ChunkStore, rotate_key
 from kvpatch_jax.store.cli.main import main
 from tests.goldens import make_store as golden
 
@@ -405,3 +405,30 @@ def test_libraries_of_two_releases(tmp_path: Path, fleet: tuple[Release, Release
     else:
         assert (old.do("get_entry", "E"), old.do("get_entry", "F")) == (None, None)
     assert new.do("get_entry", "E") == 3
+
+
+@pytest.mark.slow
+def test_the_release_before_stops_while_a_key_is_rotated(tmp_path: Path, before: Path):
+    """It does not know that there may be two keys, and changes nothing."""
+    root, old_key, new_key = tmp_path / "root", b"k" * 32, b"n" * 32
+    root.mkdir()
+    old = Release(before, root, "old", old_key)
+    assert [old.do("put", id, 1) for id in ("B", "C")] == [None, None]
+
+    def stopped(entries: list[Any]) -> Iterator[Any]:
+        yield entries[0]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rotate_key(root, old=old_key, new=new_key, progress=stopped)
+    files = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    again = Release(before, root, "old", old_key)
+    for process in (old, again):
+        process.tell("put", "D", 1)
+        with pytest.raises(json.JSONDecodeError):  # it ended by StoreVersionError
+            process.answer()
+        process.close()
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == files
+    assert rotate_key(root, old=old_key, new=new_key).finished
+    with ChunkStore(root, key=new_key, budget=Budget(host=0)) as store:
+        assert all(same_chunk(store.get(id, BACKBONE), chunk_of(id, 1)) for id in ("B", "C"))
