@@ -1,8 +1,8 @@
 """Makes roots that earlier versions of the store wrote.
 
 `store/before_encodings.zip`, with the code of 1b3a6d7e: a root, before chunks and patches in few bits existed.
-`store/before_revisions.zip`, with the code of ac517fb6 (format 1 of objects): below `root`, a plain tenant "default" and
-"sealed" encrypted with `KEY`, each with libraries; below `snapshot` and `export`, those of "default"; below
+`store/before_revisions.zip`, with the code of ac517fb6 (format 1 of objects): below `root`, a plain tenant "default"
+and an encrypted one, "sealed", each with libraries; below `snapshot` and `export`, those of "default"; below
 `sealed_snapshot`, that of "sealed".
 
 To make one again: `git archive <commit> kvpatch_jax | tar x -C <directory>`, and
