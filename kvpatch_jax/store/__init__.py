@@ -17,6 +17,8 @@ from .fetch import Request as Request
 from .fetch import fetch as fetch
 from .format.naming import ENCODINGS as ENCODINGS
 from .format.naming import PatchKey as PatchKey
+from .key_rotation import RotationReport as RotationReport
+from .key_rotation import rotate_key as rotate_key
 from .libraries.dynamic import DynamicLibrary as DynamicLibrary
 from .libraries.dynamic import HeldReference as HeldReference
 from .libraries.entries import LibraryEntry as LibraryEntry

@@ -1,22 +1,30 @@
-"""Makes `store/before_encodings.zip`: a root that the store wrote before chunks and patches in few bits existed.
+"""Makes roots that earlier versions of the store wrote.
 
-To make it again, with the code of 1b3a6d7e: `git archive 1b3a6d7e kvpatch_jax | tar x -C <directory>`, and
-`PYTHONPATH=<directory> python tests/goldens/make_store.py`.
+`store/before_encodings.zip`, with the code of 1b3a6d7e: a root, before chunks and patches in few bits existed.
+`store/before_revisions.zip`, with the code of ac517fb6 (format 1 of objects): below `root`, a plain tenant "default"
+and an encrypted one, "sealed", each with libraries; below `snapshot` and `export`, those of "default"; below
+`sealed_snapshot`, that of "sealed".
+
+To make one again: `git archive <commit> kvpatch_jax | tar x -C <directory>`, and
+`PYTHONPATH=<directory> python tests/goldens/make_store.py [revisions]`.
 """
 
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import PatchMetadata
-from kvpatch_jax.store import ChunkStore
+from kvpatch_jax.store import ChunkStore, DynamicLibrary, StaticLibrary, save_snapshot
 
 ZIP = Path(__file__).parent / "store" / "before_encodings.zip"
+REVISIONS = Path(__file__).parent / "store" / "before_revisions.zip"
+KEY = b"k" * 32
 LAYOUT = kvp.KVLayout.gqa(2, 2, 8, kvp.Rope(1e4, 8))
 BACKBONE, TOKENS, LEAD = "golden", 5, "a lead"
 
@@ -57,22 +65,49 @@ def conditioned(antecedent: tuple[str, ...], dtype: str, lead: str | None = None
 PATCHES = [conditioned(("A",), "bfloat16"), conditioned(("A",), "int8"), conditioned(("C", "A"), "bfloat16", LEAD)]
 
 
-def main() -> None:
-    """Writes the archive."""
-    with tempfile.TemporaryDirectory() as root:
-        with ChunkStore(root, secret=None) as store:
-            store.put(CHUNK)
-            store.put(CHUNK, encoding="int8")
-            store.put(BEHIND)
-            store.put_patches(PATCHES)
-        ZIP.parent.mkdir(exist_ok=True)
-        with zipfile.ZipFile(ZIP, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-            for path in sorted(Path(root).rglob("*")):
-                if path.is_file():
-                    archive.writestr(
-                        zipfile.ZipInfo(str(path.relative_to(root))), path.read_bytes(), zipfile.ZIP_DEFLATED
-                    )
+def put_all(store: Any) -> None:
+    """Puts everything of this module."""
+    store.put(CHUNK)
+    store.put(CHUNK, encoding="int8")
+    store.put(BEHIND)
+    store.put_patches(PATCHES)
+
+
+def write_root(root: Path) -> None:
+    """Writes the root before encodings."""
+    with ChunkStore(root, secret=None) as store:
+        put_all(store)
+
+
+def write_revisions(directory: Path) -> None:
+    """Writes what there was before revisions."""
+    from kvpatch_jax.store.snapshots.arrays import export_arrays
+
+    for tenant, key in (("default", None), ("sealed", KEY)):
+        with ChunkStore(directory / "root", tenant=tenant, key=key) as store:
+            put_all(store)
+            store.put(kvp.encode_chunk(CHUNK, "k4v4"))
+            StaticLibrary(store, quota=1 << 20).put("NAME", "a text", kind="TEXT")
+            for content in ("one", "two"):
+                DynamicLibrary(store).publish("NAME", content, kind="TEXT")
+            if key is None:
+                export_arrays(store, directory / "export", compress=True)
+    save_snapshot(directory / "root", directory / "snapshot", tenant="default", copy=True)
+    save_snapshot(directory / "root", directory / "sealed_snapshot", tenant="sealed", copy=True)
+
+
+def main(what: str = "encodings") -> None:
+    """Writes an archive."""
+    path, write = {"encodings": (ZIP, write_root), "revisions": (REVISIONS, write_revisions)}[what]
+    with tempfile.TemporaryDirectory() as directory:
+        write(Path(directory))
+        path.parent.mkdir(exist_ok=True)
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+            for file in sorted(Path(directory).rglob("*")):
+                if file.is_file():
+                    entry = zipfile.ZipInfo(str(file.relative_to(directory)))
+                    archive.writestr(entry, file.read_bytes(), zipfile.ZIP_DEFLATED)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -19,6 +19,7 @@ from ..disk.root_config import names_secret, read_secret
 from ..format.buffers import Buffers
 from ..format.encryption import AesGcm
 from ..format.naming import ObjectNames, is_object, name_at
+from ..key_rotation import rotate_key
 from ..libraries.dynamic import drop_old_versions
 from ..remotes.remote_store import RemoteStore
 from ..remotes.tensorstore_adapter import KeyValueStore
@@ -54,6 +55,8 @@ class Options:
     copy: bool = False
     arrays: bool = False
     library_quota: int | None = None
+    old_key: bytes | None = dataclasses.field(default=None, repr=False)
+    new_key: bytes | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,6 +299,24 @@ def _rm_tenant(options: Options) -> Outcome:
     return Outcome(result, lines, some, () if some else (_unknown(options),))
 
 
+def _rotate_key(options: Options) -> Outcome:
+    disk = _disk(options)
+    if not _names(options, disk) or options.new_key is None:
+        raise InputError("rotate-key: got no new key; expected --new-key-file")
+    remote = None if options.remote is None else _remote(options.remote)
+    assert options.tenant is not None
+    keys = {"old": options.old_key, "new": options.new_key, "secret": options.secret}
+    found = rotate_key(disk.root, options.tenant, **keys, remote=remote, progress=options.progress)
+    lines = [
+        f"{found.objects} objects, {found.nbytes:,} bytes, and {found.remote} of the remote store have the new key"
+    ]
+    lines += [f"{found.dropped} files of the old key deleted from quarantine"] * bool(found.dropped)
+    lines += [f"newer than this version of the library, has to be rotated by it: {path}" for path in found.newer]
+    lines += [f"could not be read, keeps the old key: {path}" for path in found.left]
+    lines += ["the old key is still valid: call this again"] * (not found.finished)
+    return Outcome(dataclasses.asdict(found), lines, found.finished)
+
+
 def _remote(text: str) -> RemoteStore:
     """Opens the store of --remote: a URL (`open_remote`), or TensorStore's specification as JSON.
 
@@ -390,6 +411,11 @@ COMMANDS: dict[str, Command] = {
         "Makes a snapshot of the objects as --directory; with --arrays, an Orbax checkpoint of --tenant.", _export
     ),
     "import": Command("Takes over a snapshot or arrays from --directory, verified.", _import),
+    "rotate-key": Command(
+        "Encrypts what --tenant has (with --remote, there too) with --new-key-file instead of --old-key-file; without "
+        "the latter, what is not encrypted yet. Others may read and write meanwhile. If it was interrupted: again.",
+        _rotate_key,
+    ),
     "rm-tenant": Command("Deletes all that --tenant has; with --remote, there too.", _rm_tenant),
 }
 """Subcommands by name."""

@@ -31,6 +31,8 @@ def _flags():
     text("tenant", "Only this tenant's objects. Without it, the whole root.")
     text("secret-file", "File with the secret of the names, where the store was not opened with its own.")
     text("key-file", "File with the master key, so that verify can open what --tenant has encrypted.")
+    text("old-key-file", "rotate-key: private file with the master key until now.")
+    text("new-key-file", "rotate-key: private file with the master key from now on.")
     text("directory", "export, import: where the snapshot is to be, or is.")
     text(
         "remote",
@@ -99,6 +101,17 @@ def _file(path: str | None) -> bytes | None:
         raise InputError(f"{path}: got {error.strerror}; expected a file that can be read") from error
 
 
+def _private_file(path: str | None) -> bytes | None:
+    """Reads a key. Raises InputError if others than the file's owner may read it."""
+    if (
+        path is not None
+        and os.path.exists(full := os.path.expanduser(path))
+        and (mode := os.stat(full).st_mode) & 0o077
+    ):
+        raise InputError(f"{path}: got mode {mode & 0o777:03o}; expected 600 or 400: a key is its owner's alone")
+    return _file(path)
+
+
 def _lines(outcome: Outcome, as_json: bool) -> Iterator[str]:
     """Formats a command's result; each of many rows as soon as it is available."""
     name, rows = outcome.rows or (None, iter(()))
@@ -141,7 +154,8 @@ def main(arguments: Sequence[str]) -> int:
         options = Options(os.path.expanduser(values.root), _progress, bar, _ask, values.tenant,
                           _file(values["secret-file"].value), _file(values["key-file"].value), values.remote,
                           _size(values, "budget", 0), values.yes, directory, values.copy, values.arrays,
-                          _size(values, "library-quota", 1))  # fmt: skip
+                          _size(values, "library-quota", 1), old_key=_private_file(values["old-key-file"].value),
+                          new_key=_private_file(values["new-key-file"].value))  # fmt: skip
         outcome = COMMANDS[" ".join(names)].run(options)
         for warning in outcome.remarks:
             print(f"warning: {warning}", file=sys.stderr)

@@ -1,131 +1,218 @@
-"""Check value of the key with which a tenant's objects are encrypted, by which a wrong key is recognised.
+"""Check values of the keys with which a tenant's objects are encrypted, by which a wrong key is recognised.
 
-    root/obj/<tenant>/KEY        the value, 32 hexadecimal digits
-    root/obj/<tenant>/KEY.copy   the value with a digest; older versions neither write nor read it
+    root/obj/<tenant>/KEY, KEY.copy   the values, each time with a digest
 
-Each encrypted object states the value too. If one file is damaged or missing, the value is taken from the other or from
-the objects, and the files are written again, but only by a process that has the key.
+Each encrypted object states its key's value too. A damaged or missing file is repaired from the other; if neither is
+intact, the objects decide, and only a process that has their key writes the files again. The first key is noted before
+the tenant's first object: never over objects, which would all be misses from then on. Before there were digests in both
+files, KEY was the bare value; it is read, and replaced when the tenant is opened.
 """
 
 import contextlib
+import dataclasses
+import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Iterator
+from typing import Literal
 
 from ...errors import StoreCorruptError, StoreError, StoreKeyError, StoreVersionError
 from ...utils import strict_json
 from ..format.encryption import is_sealed
 from ..format.naming import is_object
-from ..io.files import NotRegularError, read_small, typed_errors
+from ..io.files import NotRegularError, folder, read_small, typed_errors
 from .directory import reading
 from .root_config import publish_setting, replace_setting
 
 NAME, COPY = "KEY", "KEY.copy"
+PLAIN = ""
+"""Stands for the check value of a key where objects are not encrypted yet."""
+
+_VERSION = 2
+"""Version of the files during a rotation. Otherwise they are of version 1, which older libraries read."""
 _LARGEST = 1 << 12
 _FEW = 16
 """Number of objects in which an encrypted one is searched if there is no key: most tenants have none."""
 
 
+@dataclasses.dataclass(frozen=True)
+class KeyState:
+    """Keys that are valid for a tenant's objects, by their check values (`Encryption.check`).
+
+    Attributes:
+      current: of the key with which objects are written.
+      retiring: of the key that a rotation is replacing, which may still read; `PLAIN` if objects were not encrypted
+        before; None: no rotation is going on.
+    """
+
+    current: str
+    retiring: str | None = None
+
+    @property
+    def text(self) -> bytes:
+        """Content of the files."""
+        fields = {"version": 1, "check": self.current}
+        if self.retiring is not None:
+            fields |= {"version": _VERSION, "retiring": self.retiring}
+        covered = self.current if self.retiring is None else f"{self.current} {self.retiring}"
+        digest = hashlib.blake2b(covered.encode(), digest_size=16, person=b"kvpatch key").hexdigest()
+        return json.dumps(fields | {"digest": digest}).encode()
+
+
 def check_key(root: str, space: str, check: str | None, note: bool = False) -> None:
-    """Compares a tenant's key with the key of its objects.
+    """Compares a tenant's key with the keys of its objects.
 
     Args:
       space: the tenant's folder.
       check: check value of the key (`Encryption.check`); None without encryption.
-      note: writes the files before the tenant's first encrypted object.
+      note: before objects are written: the key has to be the current one, and the first one is noted.
 
     Raises:
-      StoreKeyError: the objects are encrypted with another key, or `check` is None; nothing was changed.
+      StoreKeyError: the objects are encrypted with another key, or not at all, or `check` is None; or, if `note`, the
+        key is being replaced. Nothing was changed.
       StoreVersionError: a later version wrote the files.
     """
-    plain, copy = _read(root, f"{space}/{NAME}"), _read_copy(root, space)
-    if check is not None and plain == check == copy:
+    texts = _texts(root, space)
+    if check is not None and texts[0] == texts[1] == KeyState(check).text:
+        return  # the usual case, at each put
+    state = _intact(root, space, texts)
+    damaged = "" if state is not None and texts[0] == state.text else f" ({space}/{NAME} is damaged or gone)"
+    if state is None and check is None:
+        # A put without a key does not look for encrypted objects: opening did.
+        if texts != (None, None) or (not note and survey_objects(root, space, None, _FEW) == "others"):
+            raise StoreKeyError(f"store {root}: got no key; expected the one of this tenant's objects{damaged}")
         return
 
-    known = plain if copy is None else copy
-    if (copy is None and plain != check) or (plain is None and check is None and not note):
-        # KEY has no digest, so it alone is no evidence against the given key: the objects decide.
-        stated = None if copy is not None else _stated_by_objects(root, space, None if check is not None else _FEW)
-        known = known if stated is None else stated
+    if state is None:
+        assert check is not None
+        # Without a digest KEY alone is no evidence against the given key: the objects decide.
+        found = "stated" if texts[0] == check.encode() else survey_objects(root, space, check)
+        if found == "plain" and texts == (None, None):
+            raise StoreKeyError(
+                f"store {root}: got a first key for a tenant with objects that are not encrypted, which it would all "
+                "miss; expected no key, or `rotate_key(root, tenant, old=None, new=key)`, which encrypts them"
+            )
+        if found == "none" and texts == (None, None):
+            if note:
+                _note_first(root, space, KeyState(check))
+            return
+        if found != "stated":
+            raise StoreKeyError(f"store {root}: got another key; expected the one of this tenant's objects{damaged}")
+        state = KeyState(check)
 
-    if known is None:  # no object of this tenant is encrypted
-        if note and check is not None:
-            _publish(root, space, check)
-        return
-    if known != check:
+    if (PLAIN if check is None else check) not in (state.current, state.retiring):
         given = "no key" if check is None else "another key"
-        intact = plain == known and len(known) == 32 and set(known) <= set("0123456789abcdef")
-        damaged = "" if intact else f" ({space}/{NAME} is damaged or gone)"
         raise StoreKeyError(f"store {root}: got {given}; expected the one of this tenant's objects{damaged}")
+    if note and check != state.current:
+        raise StoreKeyError(f"store {root}: got a key that is being replaced; expected the new one for writing")
+    # A put leaves a bare KEY beside an intact copy as it is: older libraries that share the root would write it again.
+    if texts != (state.text, state.text) and (not note or _intact(root, space, texts) is None):
+        with contextlib.suppress(StoreError), changing_keys(root, space):  # a read-only root is used as it is
+            if _texts(root, space) == texts:
+                write_keys(root, space, state)
 
-    with contextlib.suppress(StoreError):  # a read-only root is used as it is
-        if plain != known:
-            replace_setting(root, f"{space}/{NAME}", known.encode())
-        if copy != known:
-            replace_setting(root, f"{space}/{COPY}", _copy_text(known))
+
+def read_keys(root: str, space: str) -> KeyState | None:
+    """Returns the keys that a tenant's files state; None if neither file is intact. Raises StoreVersionError."""
+    return _intact(root, space, _texts(root, space))
 
 
-def _publish(root: str, space: str, check: str) -> None:
+@contextlib.contextmanager
+def changing_keys(root: str, space: str) -> Iterator[None]:
+    """Context in which no other process changes a tenant's files. Raises StoreError."""
+    with typed_errors(f"store {root}: change {space}/{NAME}"), folder(root, space, make=True) as fd:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+
+
+def write_keys(root: str, space: str, state: KeyState) -> None:
+    """Writes both files durably, in `changing_keys`. Raises StoreError.
+
+    In this order: KEY counts if both are intact and differ, as after a crash in between.
+    """
+    for name in (NAME, COPY):
+        replace_setting(root, f"{space}/{name}", state.text)
+
+
+def _note_first(root: str, space: str, state: KeyState) -> None:
     """Writes the files for the first time. Of several writers one wins, and those with other keys fail."""
-    publish_setting(root, f"{space}/{NAME}", check.encode())
-    # Read again, because `publish_setting` leaves a file that another process has written first.
-    if _read(root, f"{space}/{NAME}") != check:
-        raise StoreKeyError(f"store {root}: got another key; expected the one of this tenant's objects")
-    publish_setting(root, f"{space}/{COPY}", _copy_text(check))
+    with changing_keys(root, space):
+        publish_setting(root, f"{space}/{NAME}", state.text)
+        # Read again, because `publish_setting` leaves a file that another process has written first.
+        if read_keys(root, space) != state:
+            raise StoreKeyError(f"store {root}: got another key; expected the one of this tenant's objects")
+        publish_setting(root, f"{space}/{COPY}", state.text)
 
 
-def _read(root: str, path: str) -> str | None:
-    """Reads a file; None if there is none, "" if it is invalid."""
-    with typed_errors(f"store {root}: open"):
-        try:
-            return read_small(root, path, _LARGEST).decode(errors="replace")
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (NotRegularError, StoreCorruptError):
-            return ""
+def _texts(root: str, space: str) -> tuple[bytes | None, bytes | None]:
+    """Reads both files: None for one that does not exist, b"" for one that is no small file."""
+
+    def text(name: str) -> bytes | None:
+        with typed_errors(f"store {root}: open"):
+            try:
+                return read_small(root, f"{space}/{name}", _LARGEST)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except (NotRegularError, StoreCorruptError):
+                return b""
+
+    return text(NAME), text(COPY)
 
 
-def _read_copy(root: str, space: str) -> str | None:
-    """Reads the value in the copy; None if it is missing or damaged."""
-    text = _read(root, f"{space}/{COPY}")
-    if text is None:
-        return None
+def _intact(root: str, space: str, texts: tuple[bytes | None, bytes | None]) -> KeyState | None:
+    """Returns the keys of the first intact file."""
+    states = [_parsed(root, f"{space}/{name}", text) for name, text in zip((NAME, COPY), texts, strict=True)]
+    return next((state for state in states if state is not None), None)
+
+
+def _parsed(root: str, path: str, text: bytes | None) -> KeyState | None:
+    """Parses a file; None if it is missing, damaged or the bare value. Raises StoreVersionError."""
     try:
-        tree = strict_json.loads(text)
+        tree = None if text is None else strict_json.loads(text.decode(errors="replace"))
     except ValueError:
         return None
     if not isinstance(tree, dict):
         return None
-    check, version = tree.get("check"), tree.get("version")
-    if type(version) is int and version > 1 and set(tree) != {"version", "check", "digest"}:
-        raise StoreVersionError(f"store {root}: got {space}/{COPY} of version {version}; expected 1")
-    return check if isinstance(check, str) and text.encode() == _copy_text(check) else None
+    version, fields = tree.get("version"), set(tree) - {"retiring"}
+    # With the fields of this version another number is a flipped bit: later versions mark a change by more fields.
+    if type(version) is int and version > _VERSION and fields != {"version", "check", "digest"}:
+        raise StoreVersionError(f"store {root}: got {path} of version {version}; expected at most {_VERSION}")
+    check, retiring = tree.get("check"), tree.get("retiring")
+    if not isinstance(check, str) or not isinstance(retiring, str | None):
+        return None
+    state = KeyState(check, retiring)
+    return state if state.text == text else None
 
 
-def _copy_text(check: str) -> bytes:
-    digest = hashlib.blake2b(check.encode(), digest_size=16, person=b"kvpatch key").hexdigest()
-    return json.dumps({"version": 1, "check": check, "digest": digest}).encode()
-
-
-def _stated_by_objects(root: str, space: str, most: int | None) -> str | None:
-    """Returns the check value in the first encrypted object of a tenant; None if no object is encrypted.
+def survey_objects(
+    root: str, space: str, check: str | None, most: int | None = None
+) -> Literal["stated", "others", "plain", "none"]:
+    """Reads the headers of a tenant's objects until one states the check value.
 
     Args:
       most: number of objects to read; None for all.
+
+    Returns:
+      "stated": an object states it; "others": objects state other values only; "plain": there are objects, of which
+      none states a value (damaged and later versions' too); "none": there is no object.
     """
+    found: Literal["others", "plain", "none"] = "none"
     for number, path in enumerate(_objects(root, space)):
-        if most is not None and number >= most:
+        if number == most:
             break
+        found = "plain" if found == "none" else found
         with contextlib.suppress(OSError, StoreError), reading(root, path) as (_, header):
-            if is_sealed(header) and isinstance(check := header.body.get("check"), str):
-                return check
-    return None
+            if is_sealed(header) and isinstance(stated := header.body.get("check"), str):
+                found = "others"
+                if stated == check:
+                    return "stated"
+    return found
 
 
 def _objects(root: str, space: str) -> Iterator[str]:
     """Yields the paths of a tenant's objects and entries, unordered."""
     for below in (space, f"lib/{os.path.basename(space)}"):
-        for folder, _, files in os.walk(f"{root}/{below}"):
-            paths = (os.path.relpath(f"{folder}/{file}", root) for file in files)
+        for above, _, files in os.walk(f"{root}/{below}"):
+            paths = (os.path.relpath(f"{above}/{file}", root) for file in files)
             yield from filter(is_object, paths)

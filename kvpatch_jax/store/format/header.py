@@ -40,6 +40,9 @@ LARGEST_HEADER = 1 << 22
 MALFORMED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 """Exceptions that malformed metadata causes in Python: strings for numbers, sizes that no array can have, …"""
 
+LARGEST_REVISION = (1 << 63) - 1
+"""Limit of revisions, which databases hold as signed integers."""
+
 LARGEST_ARRAY = 1 << 56
 """Limit in elements, whatever the file's size."""
 
@@ -252,19 +255,23 @@ def _known_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     """
     version, reader = metadata.get("version"), metadata.get("reader")
     known = _METADATA_1 if version == "1" else _METADATA
-    if isinstance(version, str) and _NUMBER.fullmatch(version) and int(version) > VERSION:
-        if not (isinstance(reader, str) and _NUMBER.fullmatch(reader) and int(reader) <= VERSION):
-            expect_known("version", [version], ("1", str(VERSION)))
+    if _number(version) > VERSION and 0 <= _number(reader) <= VERSION:
         metadata = {name: value for name, value in metadata.items() if name in known}
     else:
         expect_known("version", [version], ("1", str(VERSION)))
         expect_known("metadata", metadata, known)
+        expect_known("reader", [reader], (str(READER),))
 
     if tuple(metadata) != known or not set(map(type, metadata.values())) == {str}:
         raise StoreCorruptError(f"object: got metadata {str(list(metadata))[:200]}; expected strings named {known}")
-    if not _NUMBER.fullmatch(metadata.get("revision", "0")):
-        raise StoreCorruptError(f"object: got revision {metadata['revision'][:40]!r}; expected a number of 20 digits")
+    if not 0 <= _number(metadata.get("revision", "0")) <= LARGEST_REVISION:
+        raise StoreCorruptError(f"object: got revision {metadata['revision'][:40]!r}; expected at most 2^63 - 1")
     return metadata
+
+
+def _number(text: Any) -> int:
+    """Returns the number in a metadata field; -1 if it is none."""
+    return int(text) if isinstance(text, str) and _NUMBER.fullmatch(text) else -1
 
 
 OPENING_BYTES = 8 + len(_OPENING) + 8

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,6 +69,18 @@ class OneFailure:
             ctypes.set_errno(self.code)
             return -1
         return 0
+
+
+class OneKill(OneFailure):
+    """Kills this process before the system call number `at`."""
+
+    def __init__(self, root: str, at: int):
+        super().__init__(root, at, 0)
+
+    def _due(self, name: str) -> bool:
+        if super()._due(name):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
 
 
 @contextlib.contextmanager

@@ -16,12 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from failing_system import OneKill
 from store_cases import BACKBONE, host_chunk, patch_of, same, same_chunk
 
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Antecedent, Member
 from kvpatch_jax.errors import StoreFullError, StoreUnreachableError
-from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, PatchKey, Request, StaticLibrary, fetch, load_snapshot
+from kvpatch_jax.store import (
+    Budget,
+    ChunkStore,
+    KeyValueStore,
+    PatchKey,
+    Request,
+    StaticLibrary,
+    fetch,
+    load_snapshot,
+    rotate_key,
+)
 from kvpatch_jax.store.disk import eviction
 from kvpatch_jax.store.disk.eviction import make_room
 from kvpatch_jax.store.disk.shard import Shard
@@ -29,7 +40,7 @@ from kvpatch_jax.store.disk.shard import Shard
 ANTECEDENTS = (("A",), ("other",))
 KEPT = 3 << 20
 """Bytes that the evictor leaves."""
-KEY, SEALED, SHELVED = b"k" * 32, "sealed", "shelved"
+KEY, NEW_KEY, SEALED, SHELVED = b"k" * 32, b"n" * 32, "sealed", "shelved"
 SECRET = b"another secret of the names"
 SEALED_IDS = [f"sealed.{number}" for number in range(6)]
 """What is in the snapshot that is restored."""
@@ -191,6 +202,14 @@ def shelve(root: str, **more: object) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- until it is done
+
+
+def rotate(root: str, at: int, **more: object) -> None:
+    """Rotates the key of a tenant, and is killed before the system call number `at`; says how many there were."""
+    kill = OneKill(root, at)
+    with kill.installed():
+        rotate_key(root, old=KEY, new=NEW_KEY)
+    say(kill.count)
 
 
 def operate(root: str, worker: int, steps: int, versions: int, **more: object) -> None:
@@ -388,7 +407,23 @@ def store_of(root: str) -> ChunkStore:
 
 WORK = {
     work.__name__: work
-    for work in (write, read, evict, restore, shelve, operate, stress, fork, fork_queue, fork_remote, fork_fetch, form)
+    for work in (
+        *(
+            write,
+            read,
+            evict,
+            restore,
+            shelve,
+            operate,
+            stress,
+            fork,
+            fork_queue,
+            fork_remote,
+            fork_fetch,
+            form,
+            rotate,
+        ),
+    )
 }
 
 

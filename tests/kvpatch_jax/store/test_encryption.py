@@ -227,8 +227,9 @@ def test_an_object_renamed_with_its_header_is_a_miss(store: ChunkStore):
 def test_an_unencrypted_object_is_a_miss_to_a_store_with_a_key(store: ChunkStore):
     """Anyone could have put it there. It stays, and the next put replaces it."""
     chunk = chunk_of()
+    store.put(chunk_of("first"))  # from here on, the tenant has a key
     path = file_of(store, chunk)
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(blob_bytes(chunk_blob(chunk_of(seed=9)), path.name))
     assert store.get("B", BACKBONE) is None
     assert store.stream("B", BACKBONE) is None

@@ -1,6 +1,7 @@
 """What a later version of the library wrote is a miss here, and is left as it is."""
 
 import json
+import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore
-from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, same_chunk
+from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, same, same_chunk
 
 from kvpatch_jax.errors import StoreError, StoreSnapshotError, StoreVersionError
 from kvpatch_jax.store import (
@@ -22,6 +23,7 @@ from kvpatch_jax.store import (
     save_snapshot,
 )
 from kvpatch_jax.store.cli.main import main
+from kvpatch_jax.store.disk.eviction import make_room
 from kvpatch_jax.store.format.header import PAGE
 from kvpatch_jax.store.snapshots.manifest import read_list, write_list
 
@@ -48,7 +50,15 @@ def rewritten(raw: bytes, change: Change) -> bytes:
 
 
 def version(tree: dict[str, Any], body: dict[str, Any]) -> None:
-    tree["__metadata__"]["version"] = "2"
+    """A later version, whose objects only its own readers understand."""
+    tree["__metadata__"].update(version="3", reader="3")
+
+
+def readable(tree: dict[str, Any], body: dict[str, Any]) -> None:
+    """A later version, whose objects this one understands: only metadata are new."""
+    first, *rest = tree["__metadata__"].items()
+    fields = dict([first, ("early", "a field"), *rest, ("late", "another")]) | {"version": "3"}
+    tree["__metadata__"] = fields
 
 
 def inside(*way: str, **fields: Any) -> Change:
@@ -124,6 +134,53 @@ def files_of(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.safetensors")}
 
 
+@pytest.mark.parametrize("kind", ["kv", "patch", "encoder"])
+def test_an_object_of_a_later_version_that_this_one_understands_is_read(store: ChunkStore, kind: str, capsys):
+    path, read = shelf(store)[kind]
+    good = read()
+    path.write_bytes(rewritten(path.read_bytes(), readable))
+    before = files_of(Path(store.disk.root))
+    found = read()
+    if kind == "kv":
+        assert same_chunk(found, good)  # pyright: ignore[reportArgumentType]
+        stream = store.stream("B", BACKBONE)
+        assert stream is not None
+        assert [layer for layer, _ in stream] == [0, 1, 2]
+    elif kind == "patch":
+        assert [patch.metadata for patch in found] == [PATCH.metadata]  # pyright: ignore
+    else:
+        assert same(found, np.ones((3, 7), np.float32))
+    assert store.counters["newer"] == 0
+    assert store.collect() == 0
+    assert main(["verify", f"--root={store.disk.root}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["good"] == 3
+    assert files_of(Path(store.disk.root)) == before
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+def test_what_a_library_and_a_remote_store_hold_of_such_a_version_is_read(tmp_path: Path, key: bytes | None):
+    remote = KeyValueStore({"driver": "file", "path": f"{tmp_path}/remote/"})
+    more: dict[str, Any] = {"secret": b"shared by the machines", "remote": remote, "key": key, "budget": Budget(host=0)}
+    with ChunkStore(tmp_path / "one", **more) as one:
+        one.put(CHUNK)
+        StaticLibrary(one, quota=1 << 20).put("NAME", "a text", kind="TEXT")
+        for path in [*(tmp_path / "one").rglob("*.entry.safetensors"), *(tmp_path / "one").rglob("*.floor")]:
+            path.write_bytes(rewritten(path.read_bytes(), readable))
+        path = tmp_path / "remote" / name_of(one, CHUNK).path
+        path.write_bytes(raw := rewritten(path.read_bytes(), readable))
+        found = StaticLibrary(one, quota=1 << 20).get("TEXT", "NAME")
+        assert found is not None
+        assert found.content == "a text"
+    with ChunkStore(tmp_path / "two", **more) as two:
+        assert same_chunk(two.get("B", BACKBONE), CHUNK)
+        assert path.read_bytes() == raw
+        # The copy on the disk is of this version: it has the content, not what only the later version knows.
+        copy = file_of(two, CHUNK).read_bytes()
+        assert b'"version":"2"' in copy
+        assert copy[-1000:] == raw[-1000:]
+        assert same_chunk(two.get("B", BACKBONE), CHUNK)
+
+
 @pytest.mark.parametrize(("kind", "case"), CASES)
 def test_a_newer_object_is_a_miss_and_stays(store: ChunkStore, kind: str, case: str, capsys):
     changes = {"kv": CANONICAL, "patch": CONDITIONED, "encoder": COMMON}[kind]
@@ -147,7 +204,7 @@ def test_damage_of_a_newer_object_is_damage(store: ChunkStore):
     """A flip in its header is no other version: the checksum of the header is the same in all versions."""
     path, read = shelf(store)["kv"]
     raw = bytearray(path.read_bytes())
-    raw[raw.index(b'"version":"1"') + 11] ^= 3  # "2"
+    raw[raw.index(b'"version":"2"') + 11] ^= 1  # "3"
     path.write_bytes(raw)
     assert read() is None
     assert not path.exists()
@@ -164,6 +221,64 @@ def test_a_newer_object_is_evicted_as_any_other(tmp_path: Path):
         store.put(chunk_of("C"))
         assert not path.exists()
         assert same_chunk(store.get("C", BACKBONE), chunk_of("C"))
+
+
+def test_a_newer_object_counts_for_budgets_and_stays_where_it_fits(tmp_path: Path, capsys):
+    with ChunkStore(tmp_path, budget=Budget(host=0)) as store:
+        for id in ("B", "C"):
+            store.put(chunk_of(id))
+        path, other = file_of(store, CHUNK), file_of(store, chunk_of("C"))
+        path.write_bytes(raw := rewritten(path.read_bytes(), version))
+        sizes = path.stat().st_size + other.stat().st_size
+        assert make_room(store.disk, sizes, 0, lambda chunk: False) == sizes
+        os.utime(path)  # used last
+        make_room(store.disk, sizes - 1, 0, lambda chunk: False)
+        assert not other.exists()
+    assert path.read_bytes() == raw
+    assert main(["stat", f"--root={tmp_path}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["objects"], found["bytes"], found["newer"], found["unreadable"]) == (1, len(raw), 1, 0)
+
+
+def test_the_times_of_a_newer_objects_file_do_not_expire_it(store: ChunkStore):
+    """The header decides, and this version cannot read it."""
+    path, read = shelf(store)["kv"]
+    store.put(CHUNK, ttl=1e-6)
+    path.write_bytes(rewritten(path.read_bytes(), version))
+    os.utime(path, ns=(10**18, 10**18))
+    before = files_of(Path(store.disk.root))
+    assert store.collect() == 0
+    assert read() is None
+    assert files_of(Path(store.disk.root)) == before
+
+
+def test_neither_examination_nor_quarantine_takes_a_newer_object(store: ChunkStore):
+    path, _ = shelf(store)["kv"]
+    good = path.read_bytes()
+    path.write_bytes(raw := rewritten(good, version))
+    before = files_of(Path(store.disk.root))
+    with pytest.raises(StoreVersionError):
+        store.disk.examine(name_of(store, CHUNK))
+    assert files_of(Path(store.disk.root)) == before
+
+    # One that an older library moved to quarantine stays there, and is neither damaged nor put back.
+    path.write_bytes(good)
+    status = path.stat()
+    assert store.disk.quarantine(
+        name_of(store, CHUNK), (status.st_ino, status.st_ctime_ns, status.st_size), "a test", certain=True
+    )
+    (aside,) = (path for path in Path(store.disk.root, "quarantine").iterdir() if path.suffix == ".safetensors")
+    aside.write_bytes(raw)
+    found = store.restore_quarantined()
+    assert (len(found.newer), found.damaged, found.restored) == (1, [], [])
+    assert aside.read_bytes() == raw
+
+
+def test_deleting_a_chunk_deletes_what_is_newer_of_it_too(store: ChunkStore):
+    for path, _ in shelf(store).values():
+        path.write_bytes(rewritten(path.read_bytes(), version))
+    assert store.delete("B", BACKBONE)
+    assert files_of(Path(store.disk.root)) == {}
 
 
 def test_a_put_replaces_a_newer_object(store: ChunkStore):
@@ -189,6 +304,7 @@ def test_a_newer_remote_object_is_a_miss_and_stays(tmp_path: Path, capsys):
             assert two.counters["remote_damaged"] == 0
             two.collect()
             assert main(["gc", f"--root={two.disk.root}", f"--remote={json.dumps(spec)}"]) == 0
+            assert main(["verify", f"--root={two.disk.root}", f"--remote={json.dumps(spec)}", "--yes"]) == 0
             assert path.read_bytes() == raw, case
     capsys.readouterr()
 

@@ -173,8 +173,8 @@ def forged(text: str, payload: int, length: int | None = None) -> bytes:
 
 
 def header_text(entries: str, crc: str = "a=00000000", body: str = "{}", **changes: str) -> str:
-    metadata = {"header_crc": "0" * 8, "version": "1", "name": NAME, "kind": "kv", "expires": "", "crc": crc}
-    metadata |= {"body": body} | changes
+    metadata = {"header_crc": "0" * 8, "version": "2", "reader": "2", "name": NAME, "kind": "kv", "revision": "7"}
+    metadata |= {"expires": "", "crc": crc, "body": body} | changes
     return '{"__metadata__":' + json.dumps(metadata, separators=(",", ":")) + entries + "}"
 
 
@@ -212,19 +212,42 @@ HOSTILE = {
     "infinity": forged(header_text(',"a":{"dtype":"F32","shape":[Infinity],"data_offsets":[0,64]}'), 64),
     "checksum missing": forged(header_text(f',"a":{entry()}', ""), 64),
     "checksum for nothing": forged(header_text(f',"a":{entry()}', "a=00000000 b=00000000"), 64),
-    "version": forged(header_text(f',"a":{entry()}', version="2"), 64),
+    "version": forged(header_text(f',"a":{entry()}', version="3", reader="3"), 64),
+    "reader of a later version": forged(header_text(f',"a":{entry()}', reader="3"), 64),
+    "no reader": forged(header_text(f',"a":{entry()}').replace('"reader":"2",', ""), 64),
+    "version before with a reader": forged(header_text(f',"a":{entry()}', version="1"), 64),
+    "number as a version": forged(header_text(f',"a":{entry()}').replace('"version":"2"', '"version":2'), 64),
+    "negative revision": forged(header_text(f',"a":{entry()}', revision="-1"), 64),
+    "revision with a zero before": forged(header_text(f',"a":{entry()}', revision="01"), 64),
+    "revision beyond 63 bits": forged(header_text(f',"a":{entry()}', revision=str(1 << 63)), 64),
+    "word as a revision": forged(header_text(f',"a":{entry()}', revision="first"), 64),
+    "later version without a revision": forged(
+        header_text(f',"a":{entry()}', version="3").replace('"revision":"7",', ""), 64
+    ),
     "expires": forged(header_text(f',"a":{entry()}', expires="nan"), 64),
     "extra metadata": forged(header_text(f',"a":{entry()}', more="x"), 64),
     "pad as large as a leaf": forged(header_text(f',"pad.1":{entry("U8", (64,))}', ""), 64),
 }
 
 
-UNKNOWN = ("dtype", "object dtype", "version", "extra metadata")
+UNKNOWN = (
+    *("dtype", "object dtype", "version", "extra metadata", "reader of a later version"),
+    "version before with a reader",
+)
 """What a later version might have written, and is left as it is."""
 
 
 def test_the_forger_can_make_a_header_that_passes():
-    assert list(parse_header(forged(header_text(f',"a":{entry()}'), 0), PAGE + 64).leaves) == ["a"]
+    for text in (
+        header_text(f',"a":{entry()}'),
+        header_text(f',"a":{entry()}', revision=str((1 << 63) - 1)),
+        header_text(f',"a":{entry()}', version="3", more="metadata of a later version"),
+        header_text(f',"a":{entry()}', version="12", reader="1"),
+    ):
+        assert list(parse_header(forged(text, 0), PAGE + 64).leaves) == ["a"]
+    before = header_text(f',"a":{entry()}', version="1").replace('"reader":"2",', "").replace('"revision":"7",', "")
+    assert parse_header(forged(before, 0), PAGE + 64).revision == 0
+    assert parse_header(forged(header_text(f',"a":{entry()}'), 0), PAGE + 64).revision == 7
 
 
 @pytest.mark.parametrize("what", HOSTILE)
