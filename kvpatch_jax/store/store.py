@@ -29,6 +29,7 @@ from .format.patch_codec import patch_blob
 from .io.per_root import shared
 from .metrics import Statistics
 from .patch_objects import PatchObjects
+from .process_statistics import publish_statistics, withdraw_statistics
 from .tenants import DeletionReport, delete_tenant
 from .tiers.device_placement import LayerStream, Placement
 from .tiers.memory import CANONICAL, ENCODER, Policy
@@ -106,6 +107,7 @@ class ChunkStore:
         self._writer = Writer(self._commit, self.order, queue_bytes)
         self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, self.order, policy)
         self._patches = PatchObjects(self.tenant_disk, self._reader)
+        publish_statistics(self.disk.root, self.names.tenant_name, self)
 
     # ----------------------------------------------------------------------------------------------- chunks
 
@@ -422,7 +424,10 @@ class ChunkStore:
         """Writes queued puts and frees memory. Idempotent. Raises as `flush`."""
         self.tenant_disk.close()  # first, so that no call fills memory or the queue again
         self._reader.clear()
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            withdraw_statistics(self.disk.root, self)
 
     def __repr__(self) -> str:
         return f"ChunkStore({self.disk.root!r}{', closed' if self.tenant_disk.closed else ''})"

@@ -11,9 +11,12 @@ from typing import Any
 from ...errors import InputError, KVPatchError
 from ...utils.sizes import size_of
 from ..disk.directory import DirectoryEntry
+from . import sizing, top
 from .commands import COMMANDS, Options, Outcome
 
 _PROGRAM = "python -m kvpatch_jax.store"
+_OTHERS = {"top": top.main, "sizing": sizing.main}
+"""Commands with flags of their own."""
 
 
 def _flags():
@@ -45,6 +48,8 @@ def _flags():
 
 def _usage(values) -> str:
     rows = "\n".join(f"  {name:<18} {command.help}" for name, command in COMMANDS.items())
+    rows += "\n  top ROOT           Shows what all processes of a store do, live; see top --help."
+    rows += "\n  sizing             Predicts what a store needs; see sizing --help."
     return f"usage: {_PROGRAM} COMMAND --root=DIR [flags]\n\n{rows}\n{values.get_help()}"
 
 
@@ -118,6 +123,12 @@ def main(arguments: Sequence[str]) -> int:
       The exit status. 0: no problem; 1: a problem was found (`verify`), nothing was done, or there is nothing of the
       tenant; 2: the command could not be run; 141: the output was closed.
     """
+    if arguments and arguments[0] in _OTHERS:
+        try:
+            return _OTHERS[arguments[0]](arguments[1:])
+        except BrokenPipeError:
+            return _output_closed()
+
     values, wrong = _flags()
     try:
         names = values([_PROGRAM, *arguments])[1:]
@@ -152,7 +163,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _wrongly_called(names: Sequence[str], root: str | None) -> str | None:
     """Checks a call before anything is run. Returns the problem, or None."""
-    every, command = ", ".join(COMMANDS), " ".join(names)
+    every, command = ", ".join((*COMMANDS, *_OTHERS)), " ".join(names)
     if not names:
         return f"no command; expected one of {every}"
     if command not in COMMANDS and names[0] in COMMANDS:
@@ -170,6 +181,11 @@ def _printed(lines: Iterable[str], status: int = 0) -> int:
             print(line)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
-        return 128 + signal.SIGPIPE
+        return _output_closed()
     return status
+
+
+def _output_closed() -> int:
+    """Returns the status of a program whose output nobody reads any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+    return 128 + signal.SIGPIPE

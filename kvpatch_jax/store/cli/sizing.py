@@ -21,7 +21,8 @@ from ..object_bytes import ObjectBytes, canonical_bytes, layout_of_config, patch
 from ..reuse import DAY, RequestLog, RevisitCurve
 from ..sizing import FleetSize, TierSettings, Workload, size_fleet
 
-USAGE = """usage: python -m kvpatch_jax.store sizing --config=DIR (--trace=FILE | --chunks-per-day=N --revisits=CURVE) [flags]
+USAGE = """usage: python -m kvpatch_jax.store sizing --config=DIR --trace=FILE [flags]
+       python -m kvpatch_jax.store sizing --config=DIR --chunks-per-day=N --revisits=CURVE [flags]
 
 Prints disk, memory, network and remote requests of a store. Nothing is opened but the named files.
 """
@@ -158,9 +159,7 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _parts(
-    layout: KVLayout, tokens: int, encoding: str | None, patches: int, rank: int
-) -> tuple[ObjectBytes, ...]:
+def _parts(layout: KVLayout, tokens: int, encoding: str | None, patches: int, rank: int) -> tuple[ObjectBytes, ...]:
     parts = (canonical_bytes(layout, tokens, encoding),)
     if patches:
         one = patch_bytes(layout, tokens, rank)
