@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ..errors import InputError, StoreError
@@ -255,9 +255,13 @@ def publish_statistics(root: str, tenant: str, source: StatisticsSource) -> None
     _publisher.add(root, tenant, source)
 
 
-def withdraw_statistics(root: str, source: StatisticsSource) -> None:
-    """Ends it for a store that is closed. With the last one of a root, the process's file is removed."""
-    _publisher.remove(root, source)
+@contextlib.contextmanager
+def withdrawing_statistics(root: str, source: StatisticsSource) -> Iterator[None]:
+    """Ends it after the block, which closes the store. With the last one of a root, the process's file is removed."""
+    try:
+        yield
+    finally:
+        _publisher.remove(root, source)
 
 
 def publish_now() -> None:

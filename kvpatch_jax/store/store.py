@@ -29,7 +29,7 @@ from .format.patch_codec import patch_blob
 from .io.per_root import shared
 from .metrics import Statistics
 from .patch_objects import PatchObjects
-from .process_statistics import publish_statistics, withdraw_statistics
+from .process_statistics import publish_statistics, withdrawing_statistics
 from .tenants import DeletionReport, delete_tenant
 from .tiers.device_placement import LayerStream, Placement
 from .tiers.memory import CANONICAL, ENCODER, Policy
@@ -412,9 +412,10 @@ class ChunkStore:
 
     def statistics(self) -> Statistics:
         """Returns counts, latencies and bytes held of this store object; `prometheus_text` formats them."""
-        pool = self.disk.buffers.idle_bytes
-        held = {"device": self._reader.device.nbytes, "host": self._reader.host.nbytes, "pool": pool}
-        return Statistics(self.counters.read(), self.counters.latencies(), held)
+        held = {"device": self._reader.device.nbytes, "host": self._reader.host.nbytes}
+        return Statistics(
+            self.counters.read(), self.counters.latencies(), held | {"pool": self.disk.buffers.idle_bytes}
+        )
 
     def flush(self) -> None:
         """Waits for asynchronous puts. Raises the first error since the last `flush`, with the others in its notes."""
@@ -424,10 +425,8 @@ class ChunkStore:
         """Writes queued puts and frees memory. Idempotent. Raises as `flush`."""
         self.tenant_disk.close()  # first, so that no call fills memory or the queue again
         self._reader.clear()
-        try:
+        with withdrawing_statistics(self.disk.root, self):
             self._writer.close()
-        finally:
-            withdraw_statistics(self.disk.root, self)
 
     def __repr__(self) -> str:
         return f"ChunkStore({self.disk.root!r}{', closed' if self.tenant_disk.closed else ''})"
