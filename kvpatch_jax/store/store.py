@@ -412,10 +412,9 @@ class ChunkStore:
 
     def statistics(self) -> Statistics:
         """Returns counts, latencies and bytes held of this store object; `prometheus_text` formats them."""
-        held = {"device": self._reader.device.nbytes, "host": self._reader.host.nbytes}
-        return Statistics(
-            self.counters.read(), self.counters.latencies(), held | {"pool": self.disk.buffers.idle_bytes}
-        )
+        pool = self.disk.buffers.idle_bytes
+        held = {"device": self._reader.device.nbytes, "host": self._reader.host.nbytes, "pool": pool}
+        return Statistics(self.counters.read(), self.counters.latencies(), held)
 
     def flush(self) -> None:
         """Waits for asynchronous puts. Raises the first error since the last `flush`, with the others in its notes."""
@@ -472,8 +471,7 @@ class ChunkStore:
             jobs.append((self.names.encoder(chunk.backbone, chunk.id), make, chunk.encoder.nbytes))
         word = self.encodings.to_put(chunk, encoding)
         name = self.names.canonical(chunk.backbone, chunk.id, word, chunk.lead)
-        jobs.append((name, functools.partial(chunk_blob, chunk, word, expires), chunk.nbytes))
-        return jobs
+        return [*jobs, (name, functools.partial(chunk_blob, chunk, word, expires), chunk.nbytes)]
 
     def _timed(self, ack: Ack, began: float) -> Ack:
         def note(done: Ack) -> None:

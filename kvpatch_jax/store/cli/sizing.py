@@ -201,7 +201,7 @@ def table(sized: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _bytes(number: float) -> str:
+def _bytes(number: float | int) -> str:
     """Formats bytes in three digits."""
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if number < 999.5:
@@ -210,7 +210,7 @@ def _bytes(number: float) -> str:
     return f"{number:,.0f} EB"
 
 
-def _time(seconds: float) -> str:
+def _time(seconds: float | int) -> str:
     if math.isinf(seconds):
         return "for good"
     for unit, one in (("d", DAY), ("h", 3600.0), ("min", 60.0)):
