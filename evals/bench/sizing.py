@@ -124,7 +124,7 @@ def chunk_of(key: int, tokens: int) -> kvp.Chunk:
 
 def _counted() -> dict[str, float]:
     """Returns what TensorStore's file driver has counted in this process."""
-    found = dict.fromkeys(("read", "write", "bytes_read", "bytes_written"), 0.0)
+    found: dict[str, float] = {"read": 0.0, "write": 0.0, "bytes_read": 0.0, "bytes_written": 0.0}
     for metric in tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/"):
         name = metric["name"].rpartition("/")[2]
         if name in found:

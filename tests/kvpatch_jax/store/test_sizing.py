@@ -4,6 +4,7 @@ import collections
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -196,7 +197,8 @@ def test_bad_arguments_are_refused(unchecked: None):
     for rate, stay in ((0, 1), (math.nan, 1), (1, 1.5)):
         with pytest.raises(InputError, match="expected chunks a second"):
             Workload(rate, ramp, None, stay)
-    for settings in ({"host": -1}, {"disk": -1}, {"low_water": 0}, {"retention": -1}):
+    wrong: list[dict[str, Any]] = [{"host": -1}, {"disk": -1}, {"low_water": 0}, {"retention": -1}]
+    for settings in wrong:
         with pytest.raises(InputError, match="expected sizes"):
             TierSettings(**settings)
     with pytest.raises(InputError, match="engines"):
