@@ -15,8 +15,8 @@ from . import sizing, top
 from .commands import COMMANDS, Options, Outcome
 
 _PROGRAM = "python -m kvpatch_jax.store"
-_OTHERS = {"top": top.main, "sizing": sizing.main}
-"""Commands with flags of their own."""
+_OTHERS = {"top": top.lines, "sizing": sizing.lines}
+"""Commands with flags of their own, as the lines that they print."""
 
 
 def _flags():
@@ -125,9 +125,12 @@ def main(arguments: Sequence[str]) -> int:
     """
     if arguments and arguments[0] in _OTHERS:
         try:
-            return _OTHERS[arguments[0]](arguments[1:])
-        except BrokenPipeError:
-            return _output_closed()
+            return _printed(_OTHERS[arguments[0]](arguments[1:]))
+        except KVPatchError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:  # the end of a live view
+            return 0
 
     values, wrong = _flags()
     try:
@@ -181,11 +184,6 @@ def _printed(lines: Iterable[str], status: int = 0) -> int:
             print(line)
         sys.stdout.flush()
     except BrokenPipeError:
-        return _output_closed()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        return 128 + signal.SIGPIPE
     return status
-
-
-def _output_closed() -> int:
-    """Returns the status of a program whose output nobody reads any more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
-    return 128 + signal.SIGPIPE

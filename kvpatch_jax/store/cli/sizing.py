@@ -5,15 +5,14 @@ import json
 import math
 import os
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...core import KVLayout
-from ...errors import InputError, KVPatchError
+from ...errors import InputError
 from ...traces import Trace
 from ...utils import strict_json
 from ...utils.sizes import size_of
@@ -58,22 +57,20 @@ def _flags() -> tuple[Any, type[Exception]]:
     return values, flags.Error
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Prints the sizes that the flags ask for. Returns the exit status: 0, or 2 if the flags are wrong."""
+def lines(arguments: Sequence[str]) -> Iterator[str]:
+    """Yields what the program prints. Raises InputError and other errors of the library if the flags are wrong."""
     values, wrong = _flags()
     try:
         extra = values(["sizing", *arguments])[1:]
-        if values.help:
-            print(USAGE + values.get_help())
-            return 0
-        if extra:
-            raise InputError(f"sizing: got {extra[0]!r:.80}; expected flags only")
-        sized = _sized(values)
-    except (wrong, KVPatchError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(_without_infinity(sized)) if values.json else "\n\n".join(map(table, sized)))
-    return 0
+    except wrong as error:
+        raise InputError(f"sizing: {error}") from None
+    if values.help:
+        yield USAGE + values.get_help()
+        return
+    if extra:
+        raise InputError(f"sizing: got {extra[0]!r:.80}; expected flags only")
+    sized = _sized(values)
+    yield json.dumps(_without_infinity(sized)) if values.json else "\n\n".join(map(table, sized))
 
 
 def _sized(values: Any) -> list[dict[str, Any]]:
@@ -194,11 +191,11 @@ def table(sized: Mapping[str, Any]) -> str:
     for name, format_of in _ROWS.items():
         rows.append([name, *(format_of(fleet) for fleet in sized["fleets"])])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [title]
+    shown = [title]
     for first, *cells in rows:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *padded]).rstrip())
-    return "\n".join(lines)
+        shown.append("  ".join([first.ljust(widths[0]), *padded]).rstrip())
+    return "\n".join(shown)
 
 
 def _bytes(number: float | int) -> str:

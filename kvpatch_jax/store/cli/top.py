@@ -1,6 +1,5 @@
 """`python -m kvpatch_jax.store top ROOT`: shows what the processes of a root do, again and again."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -10,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...errors import InputError, KVPatchError
+from ...errors import InputError
 from ..disk.usage import Usage, usage
 from ..metrics import Statistics, StatisticsCollector
 from ..process_statistics import ProcessList, read_processes, total_of
@@ -186,26 +185,26 @@ def _flags() -> tuple[Any, type[Exception]]:
     return values, flags.Error
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Shows a root. Returns the exit status: 0, or 2 if the flags are wrong or the root cannot be read."""
+def lines(arguments: Sequence[str]) -> Iterator[str]:
+    """Yields what the program prints; a live view never ends. Raises InputError if the flags are wrong, StoreError."""
     values, wrong = _flags()
     try:
         names = values(["top", *arguments])[1:]
-        if values.help:
-            print(USAGE + values.get_help())
-            return 0
-        root = _root(names, values.root)
-        if values.prometheus:
-            print(prometheus_page(root), end="")
-        elif values.json:
-            print(json.dumps(as_json(view_of(root, time.time()))))
-        else:
-            with contextlib.suppress(KeyboardInterrupt):
-                _show(root, values.once, values.interval)
-    except (wrong, KVPatchError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    except wrong as error:
+        raise InputError(f"top: {error}") from None
+    if values.help:
+        yield USAGE + values.get_help()
+        return
+
+    root = _root(names, values.root)
+    if values.prometheus:
+        yield prometheus_page(root)
+    elif values.json:
+        yield json.dumps(as_json(view_of(root, time.time())))
+    elif values.once:
+        yield from screen(root, view_of(root, time.time()))
+    else:
+        yield from _live(root, values.interval)
 
 
 def _root(names: Sequence[str], flag: str | None) -> str:
@@ -218,13 +217,11 @@ def _root(names: Sequence[str], flag: str | None) -> str:
     return root
 
 
-def _show(root: str, once: bool, interval: float) -> None:
+def _live(root: str, interval: float) -> Iterator[str]:
     before: RootView | None = None
     while True:
         view = view_of(root, time.time())
-        lines = "\n".join(screen(root, view, before))
-        print(f"{_CLEAR if sys.stdout.isatty() and not once else ''}{lines}", flush=True)
-        if once:
-            return
+        clear = _CLEAR if sys.stdout.isatty() else ""
+        yield clear + "\n".join(screen(root, view, before))
         before = view
         time.sleep(interval)

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from store_cases import BACKBONE, PYTHON, child_environment, chunk_of
 
 from kvpatch_jax.store import Budget, ChunkStore, Statistics, process_statistics
+from kvpatch_jax.store.cli import top
 from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.disk.counters import BOUNDS, Histogram
 from kvpatch_jax.store.disk.usage import usage
@@ -357,3 +358,19 @@ def test_top_refuses_what_it_cannot_show(tmp_path: Path, capsys):
         assert "error: " in capsys.readouterr().err
     assert main(["top", "--help"]) == 0
     assert "--interval" in capsys.readouterr().out
+
+
+def test_the_live_view_has_rates_between_two_readings(shown, monkeypatch: pytest.MonkeyPatch):
+    root, one, _ = shown
+    times = iter([1000.0, 1004.0])
+    monkeypatch.setattr(top.time, "time", lambda: next(times))
+    monkeypatch.setattr(top.time, "sleep", lambda seconds: None)
+    view = top.lines([str(root)])
+    (first,) = [line.split() for line in next(view).splitlines() if line.startswith("disk")]
+    assert first[4] == "-"
+    for _ in range(6):
+        one.get("B4", BACKBONE)  # from memory
+    publish_now()
+    second = next(view).splitlines()
+    (host,) = [line.split() for line in second if line.startswith("host")]
+    assert (host[2], host[4]) == ("6", "1.5")

@@ -119,3 +119,11 @@ def test_the_guide_s_tables_are_what_its_commands_print(capsys, monkeypatch: pyt
         assert words[:4] == ["python", "-m", "kvpatch_jax.store", "sizing"]
         assert main(words[3:]) == 0
         assert capsys.readouterr().out == shown
+
+
+def test_the_guide_s_code_runs():
+    (block,) = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    space: dict = {}
+    exec(compile(block, str(GUIDE), "exec"), space)
+    assert space["one"].hits.missed == pytest.approx(2 / 3)
+    assert space["fleet"].engines == 10
