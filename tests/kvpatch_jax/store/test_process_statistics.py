@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import threading
+import time
+import types
 from pathlib import Path
 
 import pytest
@@ -363,8 +365,9 @@ def test_top_refuses_what_it_cannot_show(tmp_path: Path, capsys):
 def test_the_live_view_has_rates_between_two_readings(shown, monkeypatch: pytest.MonkeyPatch):
     root, one, _ = shown
     times = iter([1000.0, 1004.0])
-    monkeypatch.setattr(top.time, "time", lambda: next(times))
-    monkeypatch.setattr(top.time, "sleep", lambda seconds: None)
+    clock = types.SimpleNamespace(time=lambda: next(times), sleep=lambda seconds: None)
+    clock.strftime, clock.gmtime = time.strftime, time.gmtime
+    monkeypatch.setattr(top, "time", clock)
     view = top.lines([str(root)])
     (first,) = [line.split() for line in next(view).splitlines() if line.startswith("disk")]
     assert first[4] == "-"
