@@ -27,6 +27,8 @@ class RequestCosts:
       absent_gets: reads that find nothing, for a chunk that nobody has.
       lists: listings for a chunk with patches, whenever its patches are asked for.
       long_header_gets: further reads for a header that is longer than a page.
+      deletes: deletions for each object of a chunk that is deleted.
+      delete_puts, delete_lists: further writes, of the tombstone, and listings for such a chunk.
     """
 
     puts: int = 1
@@ -35,6 +37,9 @@ class RequestCosts:
     absent_gets: int = 1
     lists: int = 1
     long_header_gets: int = 1
+    deletes: int = 1
+    delete_puts: int = 1
+    delete_lists: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,26 +51,30 @@ class Workload:
       revisits: how soon chunks are asked for again.
       log: the very requests, if they are known.
       stay: share of revisits that come to the engine that was asked last, if there are several.
+      deleted: chunks that are deleted over chunks that are put. Their bytes are counted as if they stayed.
 
     Raises:
-      InputError: the rate is not above 0, or `stay` not from 0 to 1.
+      InputError: the rate is not above 0, or a share not from 0 to 1.
     """
 
     rate: float | int
     revisits: RevisitCurve
     log: RequestLog | None = None
     stay: float | int = 1.0
+    deleted: float | int = 0.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.rate) and self.rate > 0 and 0 <= self.stay <= 1):
+        shares = (self.stay, self.deleted)
+        if not (math.isfinite(self.rate) and self.rate > 0 and min(shares) >= 0 and max(shares) <= 1):
             raise InputError(
-                f"sizing: got rate {self.rate}, stay {self.stay}; expected chunks a second above 0, a share from 0 to 1"
+                f"sizing: got rate {self.rate}, stay {self.stay}, deleted {self.deleted}; expected chunks a second "
+                "above 0, shares from 0 to 1"
             )
 
     @classmethod
-    def of_log(cls, log: RequestLog, stay: float | int = 1.0) -> "Workload":
+    def of_log(cls, log: RequestLog, stay: float | int = 1.0, deleted: float | int = 0.0) -> "Workload":
         """Returns the workload of a log."""
-        return cls(log.rate, log.revisits(), log, stay)
+        return cls(log.rate, log.revisits(), log, stay, deleted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +133,7 @@ class FleetSize:
       remote_bytes: of the remote store, with a retention or of a log; None: it grows.
       remote_growth: bytes that it grows a day; 0 with a retention.
       sent, received: bytes to and from the remote store.
-      remote_puts, remote_gets, remote_lists: its requests.
+      remote_puts, remote_gets, remote_lists, remote_deletes: its requests.
     """
 
     engines: int
@@ -142,6 +151,7 @@ class FleetSize:
     remote_puts: float
     remote_gets: float
     remote_lists: float
+    remote_deletes: float
 
 
 class _EngineSize(NamedTuple):
@@ -188,6 +198,7 @@ def size_fleet(
 
     rate, hits = workload.rate * engines, one.hits
     loaded, written = rate * hits.remote, rate * hits.missed
+    deleted = written * workload.deleted
     remote = int(settings.remote)
     gets = written * (costs.absent_gets + objects * costs.put_gets)
     gets += loaded * sum(_gets_of(part, costs) for part in parts)
@@ -206,9 +217,10 @@ def size_fleet(
         remote_growth=0.0 if settings.retention is not None else growth,
         sent=remote * written * file,
         received=loaded * file,
-        remote_puts=remote * written * objects * costs.puts,
+        remote_puts=remote * (written * objects * costs.puts + deleted * costs.delete_puts),
         remote_gets=remote * gets,
-        remote_lists=float(remote * rate * costs.lists * int(len(parts) > 1)),
+        remote_lists=remote * (rate * costs.lists * float(len(parts) > 1) + deleted * costs.delete_lists),
+        remote_deletes=remote * deleted * objects * costs.deletes,
     )
 
 

@@ -51,6 +51,7 @@ def _flags() -> tuple[Any, type[Exception]]:
     flags.DEFINE_bool("remote", True, "Whether there is a remote store, shared by all engines.", flag_values=values)
     text("retention", None, "How long after its last use the remote store keeps an object, such as 7d.")
     flags.DEFINE_float("stay", 1.0, "Share of revisits that come to the engine asked last.", flag_values=values)
+    flags.DEFINE_float("deleted", 0.0, "Chunks that are deleted over chunks that are put.", flag_values=values)
     flags.DEFINE_list("engines", ["1", "10", "1000"], "Numbers of engines.", flag_values=values)
     flags.DEFINE_bool("json", False, "Print one JSON object.", flag_values=values)
     flags.DEFINE_bool("help", False, "Print this.", flag_values=values)
@@ -121,10 +122,10 @@ def _workload(values: Any) -> tuple[Workload, int]:
     if values.trace is not None:
         log = RequestLog.of(Trace.read(os.path.expanduser(values.trace)), values.tokens)
         log = log if rate is None else log.at_rate(rate)
-        return Workload.of_log(log, values.stay), max(round(float(log.tokens.mean())), 1)
+        return Workload.of_log(log, values.stay, values.deleted), max(round(float(log.tokens.mean())), 1)
     if rate is None or values.revisits is None:
         raise InputError("sizing: got no --trace; expected one, or --chunks-per-day and --revisits")
-    return Workload(rate, curve_of(values.revisits), None, values.stay), values.tokens
+    return Workload(rate, curve_of(values.revisits), None, values.stay, values.deleted), values.tokens
 
 
 def curve_of(text: str) -> RevisitCurve:
@@ -241,5 +242,6 @@ _ROWS = {
     "network in": lambda fleet: f"{_bytes(fleet['received'])}/s",
     "remote writes": lambda fleet: f"{fleet['remote_puts']:.3g}/s",
     "remote reads": lambda fleet: f"{fleet['remote_gets']:.3g}/s",
+    "remote deletions": lambda fleet: f"{fleet['remote_deletes']:.3g}/s",
     "remote listings": lambda fleet: f"{fleet['remote_lists']:.3g}/s",
 }

@@ -159,7 +159,7 @@ def test_a_curve_s_working_set_is_that_of_a_log():
 def test_a_fleet_s_requests_and_bytes_are_those_worked_out_by_hand():
     # Half of all requests come back, all within a minute; a disk of 1000 chunks keeps them for longer.
     curve = RevisitCurve(np.array([59.0, 60.0]), np.array([0.0, 0.5]))
-    workload = Workload(1.0, curve, stay=0.8)
+    workload = Workload(1.0, curve, stay=0.8, deleted=0.2)
     parts = (MB._replace(long_header=True), ObjectBytes(100_000, 100_000, 2))
     settings = TierSettings(host=0, disk=1_100_000_000, low_water=1, retention=3600)
     one = size_fleet(workload, parts, settings, 1)
@@ -168,9 +168,10 @@ def test_a_fleet_s_requests_and_bytes_are_those_worked_out_by_hand():
     ten = size_fleet(workload, parts, settings, 10)
     assert ten.hits == pytest.approx((0, 0.4, 0.1, 0.5))
     assert (ten.sent, ten.received) == (pytest.approx(10 * 0.5 * 1.1e6), pytest.approx(10 * 0.1 * 1.1e6))
-    assert ten.remote_puts == pytest.approx(10 * 0.5 * 3)
+    assert ten.remote_puts == pytest.approx(10 * 0.5 * (3 + 0.2))
+    assert ten.remote_deletes == pytest.approx(10 * 0.5 * 0.2 * 3)
     assert ten.remote_gets == pytest.approx(10 * 0.5 * 4 + 10 * 0.1 * (3 + 2 * 2))
-    assert ten.remote_lists == 10
+    assert ten.remote_lists == pytest.approx(10 + 10 * 0.5 * 0.2)
     assert ten.disk_bytes == pytest.approx(10 * 1.1e9)
     assert ten.remote_bytes == pytest.approx(10 * 1.1e6 * (60 + 0.5 * 3540), rel=0.01)
     forever = size_fleet(workload, parts, TierSettings(disk=None, remote=True), 10, RequestCosts(put_gets=0))
@@ -195,8 +196,10 @@ def test_bad_arguments_are_refused(unchecked: None):
         with pytest.raises(InputError, match="expected times"):
             RevisitCurve(*map(np.array, curve))
     for rate, stay in ((0, 1), (math.nan, 1), (1, 1.5)):
-        with pytest.raises(InputError, match="expected chunks a second"):
+        with pytest.raises(InputError, match="expected chunks a second above 0"):
             Workload(rate, ramp, None, stay)
+    with pytest.raises(InputError, match="shares from 0 to 1"):
+        Workload(1, ramp, deleted=-1)
     wrong: list[dict[str, Any]] = [{"host": -1}, {"disk": -1}, {"low_water": 0}, {"retention": -1}]
     for settings in wrong:
         with pytest.raises(InputError, match="expected sizes"):
