@@ -8,6 +8,7 @@ Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where
   encoded            placing chunks in few bits over the same in 16 bits: CPU time, memory
   patch              the factorisation alone, with the energy captured of real deficits
   store              put, get, patches, opening, eviction and fetch, beside raw files, safetensors and Orbax
+  sizing             hits, bytes and remote requests that sizing predicts, beside a store that is asked for the same
   fetch              one fetch that loads half and computes half
   retrieval          nearest-neighbour search: recall@10 and seconds
   costs              every kind of edit of a window on this device; planning of 32, 256 and 1024 chunks
@@ -50,6 +51,7 @@ from . import (
     retrieval,
     sessions,
     sizes,
+    sizing,
     store,
     window,
     window_pretrained,
@@ -74,6 +76,7 @@ BENCHMARKS = {
         retrieval.BENCHMARK,
         sessions.BENCHMARK,
         sizes.BENCHMARK,
+        sizing.BENCHMARK,
         store.BENCHMARK,
         window.BENCHMARK,
         window_pretrained.BENCHMARK,

@@ -29,8 +29,32 @@ _FAMILIES: tuple[tuple[str, str, str], ...] = (
     (r"remote_errors", "remote_errors", "Calls that the remote store failed, its tries included."),
     (r"remote_skipped", "remote_skipped", "Calls that the remote store was spared, for calls before had failed."),
     (r"remote_damaged", "remote_damaged", "Remote reads that did not verify, twice."),
+    (r"promotions", "promotions", "Remote objects that the disk took."),
     (r"promotion_errors", "promotion_errors", "Remote objects that the disk did not take."),
+    (r"fetch_errors", "fetch_errors", "Loads of a fetch that failed."),
+    (r"outdated", "outdated", "Writes that did not take place: their name had a later revision."),
+    (r"lock_waits", "lock_waits", "Locks that were not free at once."),
+    (r"lock_timeouts", "lock_timeouts", "Locks that were not got in time."),
+    (r"index_rebuilds", "index_rebuilds", "Times that the index was made again of the files."),
 )
+_GAUGES: Mapping[str, str] = {
+    "disk_bytes": "Bytes of the tenant's objects on the disk.",
+    "disk_objects": "Objects of the tenant on the disk.",
+    "oldest_use_seconds": "Seconds since the last use of the tenant's least recently used object.",
+    "outbox_bytes": "Bytes of the writes that the remote store does not have yet.",
+    "outbox_objects": "Writes that the remote store does not have yet.",
+    "outbox_age_seconds": "Seconds since the oldest of them was acknowledged.",
+}
+_HELD = "Bytes held in memory now; pool: idle buffers."
+_SECONDS = "How long calls took, by operation and by the tier that answered."
+
+METRICS: Mapping[str, tuple[str, str]] = {
+    **{f"{_PREFIX}_{family}_total": ("counter", text) for _, family, text in _FAMILIES},
+    **{f"{_PREFIX}_{name}": ("gauge", text) for name, text in _GAUGES.items()},
+    f"{_PREFIX}_held_bytes": ("gauge", _HELD),
+    f"{_PREFIX}_seconds": ("histogram", _SECONDS),
+}
+"""All metrics by name: type and help. Counters that are not listed are exported under their own name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +65,14 @@ class Statistics:
       counts: counts by name, as in `ChunkStore.counters`.
       latencies: latencies by operation ("get", "put", "commit") and the tier that answered ("none": a miss).
       held: current bytes in "device", "host", and "pool" (idle buffers).
+      gauges: current values by name, of the tenant or the whole root: "disk_bytes", "disk_objects",
+        "oldest_use_seconds", "outbox_bytes", "outbox_objects", "outbox_age_seconds".
     """
 
     counts: Mapping[str, int]
     latencies: Mapping[tuple[str, str], Histogram]
     held: Mapping[str, int]
+    gauges: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
 
 
 class StatisticsCollector:
@@ -123,8 +150,10 @@ def _samples(statistics: Statistics) -> Iterator[_Sample]:
     """Yields all samples, grouped by family."""
     yield from _counted(statistics.counts)
     for tier, value in statistics.held.items():
-        text = "Bytes held in memory now; pool: idle buffers."
-        yield _Sample(f"{_PREFIX}_held_bytes", "gauge", text, "", {"tier": tier}, value)
+        yield _Sample(f"{_PREFIX}_held_bytes", "gauge", _HELD, "", {"tier": tier}, value)
+    for name, value in statistics.gauges.items():
+        text = _GAUGES.get(name, "Of that name in the store's gauges.")
+        yield _Sample(f"{_PREFIX}_{name}", "gauge", text, "", {}, value)
     for (operation, tier), histogram in statistics.latencies.items():
         yield from _timed({"operation": operation, "tier": tier}, histogram)
 
@@ -140,10 +169,8 @@ def _counted(counts: Mapping[str, int]) -> Iterator[_Sample]:
 
 
 def _timed(own: Mapping[str, str], histogram: Histogram) -> Iterator[_Sample]:
-    text = "How long calls took, by operation and by the tier that answered."
-
     def sample(ending: str, value: float | int, **more: str) -> _Sample:
-        return _Sample(f"{_PREFIX}_seconds", "histogram", text, ending, {**own, **more}, value)
+        return _Sample(f"{_PREFIX}_seconds", "histogram", _SECONDS, ending, {**own, **more}, value)
 
     running = 0
     for bound, count in zip((*map(repr, BOUNDS), "+Inf"), histogram.counts, strict=True):

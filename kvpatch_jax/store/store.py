@@ -29,6 +29,7 @@ from .format.objects import Blob
 from .format.patch_codec import patch_blob
 from .metrics import Statistics
 from .patch_objects import PatchObjects
+from .process_statistics import publish_statistics, withdrawing_statistics
 from .remotes.remote_store import RemoteStore
 from .tenants import DeletionReport, delete_tenant
 from .tiers.device_placement import LayerStream, Placement
@@ -104,6 +105,7 @@ class ChunkStore:
         self._writer = Writer(self._commit, self.tenant_disk, queue_bytes)
         self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, policy)
         self._patches = PatchObjects(self.tenant_disk, self._reader)
+        publish_statistics(self.disk.root, self.names.tenant_name, self)
 
     # ----------------------------------------------------------------------------------------------- chunks
 
@@ -417,7 +419,8 @@ class ChunkStore:
         self.tenant_disk.close()  # first, so that no call fills memory or the queue again
         self._reader.clear()
         try:
-            self._writer.close()
+            with withdrawing_statistics(self.disk.root, self):
+                self._writer.close()
             if self._remote is not None:
                 with contextlib.suppress(StoreError):  # what was not sent is in the outbox
                     self._remote.sender.flush()
@@ -459,7 +462,7 @@ class ChunkStore:
         for value in chunk.kv.values():
             if not getattr(value, "is_fully_addressable", True):
                 raise InputError(
-                    "store: got kv that other processes have a part of; expected all of it here, or StoreItem(contents=)"
+                    "store: got kv that others have a part of; expected all of it here, or StoreItem(contents=)"
                 )
 
         jobs: list[tuple[Name, Callable[[], Blob], int]] = []
@@ -468,8 +471,7 @@ class ChunkStore:
             jobs.append((self.names.encoder(chunk.backbone, chunk.id), make, chunk.encoder.nbytes))
         word = self.encodings.to_put(chunk, encoding)
         name = self.names.canonical(chunk.backbone, chunk.id, word, chunk.lead)
-        jobs.append((name, functools.partial(chunk_blob, chunk, word, expires), chunk.nbytes))
-        return jobs
+        return [*jobs, (name, functools.partial(chunk_blob, chunk, word, expires), chunk.nbytes)]
 
     def _timed(self, ack: Ack, began: float) -> Ack:
         def note(done: Ack) -> None:

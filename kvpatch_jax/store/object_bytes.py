@@ -1,0 +1,159 @@
+"""Bytes of objects before any is made: files on the disk and copies in memory, by a model's layout and the encoding.
+
+The sizes are those of the library's own header and codec, over arrays that take no memory.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..core import KVEncoding, KVLayout, Rope
+from ..errors import ConfigError, InputError
+from ..utils.kinds import expect_kind, is_whole
+from .format.codec import encode, layout_body
+from .format.header import PAGE
+from .format.naming import Encoding, encoding_word, few_bits
+from .format.objects import Blob, planned_header
+from .format.packed import kv_forms
+
+_DIGEST = "0" * 64
+"""As long as ids and fingerprints are."""
+
+
+class ObjectBytes(NamedTuple):
+    """Bytes of one object, or of several together.
+
+    Attributes:
+      file: on the disk and in the remote store, the header included.
+      memory: in the host tier.
+      objects: the number of objects.
+      long_header: whether their headers are longer than a page, for which a remote store is asked once more.
+    """
+
+    file: float | int
+    memory: float | int
+    objects: int = 1
+    long_header: bool = False
+
+
+def canonical_bytes(
+    layout: KVLayout, tokens: int, encoding: Encoding | None = None, dtype: str = "bfloat16"
+) -> ObjectBytes:
+    """Returns the bytes of a stored canonical.
+
+    Args:
+      layout: of the model.
+      tokens: of the chunk.
+      encoding: as of `ChunkStore.put`; None: unreduced.
+      dtype: of the KV as it was prefilled.
+
+    Raises:
+      InputError: the encoding is unknown, or there are no tokens.
+    """
+    expect_kind(layout, KVLayout, "sizing: layout", "a KVLayout")
+    if not is_whole(tokens, 1):
+        raise InputError(f"sizing: tokens: got {tokens!r:.80}; expected a whole number above 0")
+    word = encoding_word(encoding, "sizing: encoding")
+    bits = few_bits(word)
+
+    body: dict[str, Any] = {"id": _DIGEST, "backbone": _DIGEST, "span": tokens, "length": tokens}
+    body |= {"layout": layout_body(layout), "dtypes": dict.fromkeys(layout.names, dtype)}
+    body |= {"hidden": None, "content": _DIGEST}
+    if bits is not None:
+        body |= {"encoding": word, "groups": _groups(layout, bits, tokens)}
+
+    axes = () if layout.rope.axes is None else (layout.rope.axes,)
+    arrays = {"local": np.broadcast_to(np.float32(0), (tokens, *axes))}
+    layer = _packed_layer(body, layout, bits, tokens) if bits is not None else _layer(layout, word, tokens, dtype)
+    for number in range(layout.layers):
+        arrays |= {f"layer.{number}.{leaf}": array for leaf, array in layer.items()}
+    words = ".".join(["kv"] if word is None else ["kv", word])
+    header = planned_header(Blob("kv", body, arrays), f"{_DIGEST}.{words}.safetensors")
+
+    # A dtype's encoding is decoded when it is read: in memory it has its original width.
+    decoded = 0 if word is None or bits is not None else tokens * layout.bytes_per_token(dtype) + arrays["local"].nbytes
+    return ObjectBytes(header.size, max(header.size, decoded), 1, header.start > PAGE)
+
+
+def _layer(layout: KVLayout, word: str | None, tokens: int, dtype: str) -> dict[str, np.ndarray]:
+    """Returns one layer's leaves, as `codec.chunk_blob` makes them; their values are zeros that take no memory."""
+    leaves: dict[str, np.ndarray] = {}
+    for channel in layout.channels:
+        one, scale = encode(np.zeros((1, channel.heads, channel.width), jnp.dtype(dtype)), word)
+        leaves[channel.name] = np.broadcast_to(one[:, :1, :1], (tokens, channel.heads, channel.width))
+        if scale is not None:
+            leaves[f"{channel.name}.scale"] = scale
+    return leaves
+
+
+def _groups(layout: KVLayout, bits: KVEncoding, tokens: int) -> dict[str, int]:
+    groups: dict[str, int] = {}
+    for channel in layout.channels:
+        along = tokens if bits.of_channel(channel)[1] == -2 else channel.features
+        groups[channel.name] = along if bits.group is None else min(bits.group, along)
+    return groups
+
+
+def _packed_layer(body: Mapping[str, Any], layout: KVLayout, bits: KVEncoding, tokens: int) -> dict[str, np.ndarray]:
+    leaves: dict[str, np.ndarray] = {}
+    for name, form in kv_forms(body, layout, bits).items():
+        for suffix, shape in form.shapes(tokens).items():
+            dtype = np.dtype(jnp.bfloat16) if suffix in ("scale", "least") else np.dtype(np.uint8)
+            leaves[f"{name}.{suffix}"] = np.broadcast_to(np.zeros((), dtype), shape)
+    return leaves
+
+
+def patch_bytes(layout: KVLayout, tokens: int, rank: int, dtype: str = "bfloat16") -> ObjectBytes:
+    """Returns the bytes of a stored patch of one rank in all layers and channels, with a header of one page or more.
+
+    Its header also has the antecedent, of which a chunk or two are counted.
+
+    Raises:
+      InputError: the rank or the tokens are no whole number above 0.
+    """
+    expect_kind(layout, KVLayout, "sizing: layout", "a KVLayout")
+    if not (is_whole(tokens, 1) and is_whole(rank, 1)):
+        raise InputError(f"sizing: got {tokens!r:.40} tokens, rank {rank!r:.40}; expected whole numbers above 0")
+    zero = np.zeros((), jnp.dtype(dtype))
+    arrays: dict[str, np.ndarray] = {}
+    for channel in layout.channels:
+        arrays[f"{channel.name}.u"] = np.broadcast_to(zero, (layout.layers, tokens, rank))
+        arrays[f"{channel.name}.v"] = np.broadcast_to(zero, (layout.layers, rank, channel.features))
+    body = {"chunk": _DIGEST, "backbone": _DIGEST, "antecedent": [_DIGEST] * 2, "layout": layout_body(layout)}
+    header = planned_header(Blob("patch", body, arrays), f"{_DIGEST}.p.{_DIGEST[:40]}.{_DIGEST[:40]}.safetensors")
+    return ObjectBytes(header.size, header.size, 1, header.start > PAGE)
+
+
+def layout_of_config(config: Mapping[str, Any]) -> KVLayout:
+    """Returns the layout of the KV of a model, from its `config.json`, by the fields that all families share.
+
+    For sizes only: the frequencies are not those of the model.
+
+    Raises:
+      ConfigError: the configuration does not say how large its KV are.
+    """
+    text: Any = config
+    for name in ("text_config", "language_config", "llm_config"):
+        text = text[name] if isinstance(text.get(name), Mapping) else text
+
+    def number(*names: str) -> int:
+        for name in names:
+            if text.get(name) is not None:
+                if not is_whole(text[name], 1):
+                    raise ConfigError(f"config.{name}: got {text[name]!r:.80}; expected a whole number above 0")
+                return text[name]
+        raise ConfigError(f"config: got no {names[0]}; expected one, as the text model of a config.json has it")
+
+    layers = number("num_hidden_layers")
+    if text.get("kv_lora_rank") is not None:
+        width = number("qk_rope_head_dim")
+        return KVLayout.mla(layers, number("kv_lora_rank"), width, rope=Rope(1e4, width))
+    heads = number("num_attention_heads")
+    width = text.get("head_dim") or number("hidden_size") // heads
+    # Axes of positions are stored with a chunk.
+    scaling = text.get("rope_scaling")
+    sections = scaling.get("mrope_section") if isinstance(scaling, Mapping) else None
+    rope = Rope(1e4, width, sections=None if sections is None else tuple(sections))
+    return KVLayout.gqa(layers, number("num_key_value_heads", "num_attention_heads"), width, rope)
