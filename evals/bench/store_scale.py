@@ -135,6 +135,8 @@ def _rows_of(sides: Sequence[StoreSide], options: ScaleOptions, together: bool) 
     for operation, samples in ((LISTED, listed), (PUT, plain), (GET, got)):
         for name, batches in samples.items():
             yield row(operation, name, batches)
+    for name, batches in plain.items():
+        yield tail_row("plain put's p99 over its median", name, batches, batches, None, labels)
 
     yield from _group_rows(sides, options, row)
 
@@ -171,15 +173,14 @@ RowMaker = Callable[..., Row]
 
 def _store_rows(side: ChunkStoreSide, options: ScaleOptions, row: RowMaker, count: int) -> Iterator[Row]:
     """Measures what only the store has: the operator's commands, opening and collecting."""
-    repeats = range(options.repeats)
-    yield row(STAT, side.name, [[side.sums(count)] for _ in repeats])
-    yield row(COLLECT, side.name, [[side.collect()] for _ in repeats])
-    opened = [side.opening(f"opened{number}") for number in repeats]
+    yield row(STAT, side.name, repeated(lambda: side.sums(count), options.repeats))
+    yield row(COLLECT, side.name, repeated(side.collect, options.repeats))
+    opened = [side.opening(f"opened{number}") for number in range(options.repeats)]
     yield row(OPENING, side.name, [[seconds] for seconds, _ in opened])
     yield row(FIRST_PUT, side.name, [[seconds] for _, seconds in opened])
     if not options.quick:
         for command in ("ls", "stat", "--help"):
-            yield row(f"process: {command}", side.name, [[side.process(command)] for _ in range(3)])
+            yield row(f"process: {command}", side.name, repeated(lambda word=command: side.process(word), 3))
 
 
 def _group_rows(sides: Sequence[StoreSide], options: ScaleOptions, row: RowMaker) -> Iterator[Row]:
@@ -225,6 +226,14 @@ def batches_of(
                 batch.append(call())
             samples[name].append(batch)
     return samples
+
+
+def repeated(call: Callable[[], float], repeats: int, most: float = 3 * _MOST_SECONDS) -> list[list[float]]:
+    """Times calls as batches of one, until there are enough or they have taken long together."""
+    batches = [[call()]]
+    while len(batches) < repeats and sum(seconds for (seconds,) in batches) < most:
+        batches.append([call()])
+    return batches
 
 
 def percentile(seconds: Sequence[float], share: float) -> float:

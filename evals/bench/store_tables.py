@@ -27,7 +27,8 @@ def format_result(result: Mapping[str, Any]) -> str:
 def scale_table(rows: Sequence[Row]) -> str:
     """Formats rows of sides: a line per operation and side, a column per number of objects.
 
-    A cell is the median and the 99th percentile of all calls, or a ratio; "no" marks a missed bar.
+    A cell is the median, the 99th percentile and the longest of all calls (of fewer than 20, the median alone), or a
+    ratio; "no" marks a missed bar.
     """
     rows = [row for row in rows if "side" in row]
     columns = sorted({(row["objects"], row.get("place", "")) for row in rows})
@@ -50,7 +51,7 @@ def _cell(row: Row) -> str:
     missed = " **no**" if row.get("passed") is False else ""
     if row["unit"] == "×":
         return f"{row['value']:.3g}×{missed}"
-    tail = "" if row["calls"] < 20 else f" / {duration(row['p99'])}"
+    tail = "" if row["calls"] < 20 else f" / {duration(row['p99'])} / {duration(row['longest'])}"
     return f"{duration(row['value'])}{tail}{missed}"
 
 

@@ -129,8 +129,10 @@ def test_the_table_has_a_column_per_number_and_marks_what_missed():
     rows.append(row(1000, 2e-5, "LMDB"))
     lines = store_tables.scale_table(rows).splitlines()
     assert lines[0] == "| operation | side | 1,000 ext4 | 10,000 ext4 | bar |"
-    assert lines[2] == "| ls, first rows | kvpatch_jax | 4 ms / 4 ms | 300 ms / 300 ms **no** | 0.05 s |"
-    assert lines[3] == "| ls, first rows | LMDB | 20 µs / 20 µs |  |  |"
+    assert (
+        lines[2] == "| ls, first rows | kvpatch_jax | 4 ms / 4 ms / 4 ms | 300 ms / 300 ms / 300 ms **no** | 0.05 s |"
+    )
+    assert lines[3] == "| ls, first rows | LMDB | 20 µs / 20 µs / 20 µs |  |  |"
     text = store_tables.format_result({"rows": rows, "config": {"absent": {"diskcache": "not there"}}})
     assert "1 of 2 of these within their bars" in text
     assert "diskcache was left out: not there" in text
