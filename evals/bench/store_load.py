@@ -228,19 +228,25 @@ def verdict_rows(counts: LoadCounts, samples: LoadSamples, hung: int) -> list[Ro
     return rows
 
 
+def verdict(result: Mapping[str, Any]) -> str:
+    """Says in a sentence what ran and what was missed."""
+    config, counts = result["config"], result["counts"]
+    missed = [row["metric"] for row in result["rows"] if row.get("passed") is False]
+    words = f"{sum(counts['calls'].values()):,} calls by {config['workers']} processes in {config['minutes']:g} minutes"
+    words += ", two of them with a remote store" if config["remote"] else ""
+    found = f"missed: {'; '.join(missed)}" if missed else "every read right, memory flat, every budget held"
+    return f"{words}, {sum(counts['reads'].values()):,} reads checked: {found}."
+
+
 def format_result(result: Mapping[str, Any]) -> str:
     """Formats the verdict, what was called and what failed as Markdown."""
     rows, counts = result["rows"], result["counts"]
-    missed = [row["metric"] for row in rows if row.get("passed") is False]
-    config = result["config"]
-    words = f"{sum(counts['calls'].values())} calls by {config['workers']} processes in {config['minutes']:g} minutes"
     parts = [rows_table(rows)]
     for head in ("calls", "reads", "failures", "store"):
         lines = [[name, f"{count}"] for name, count in sorted(counts[head].items())]
         parts.append(markdown_table([head, "count"], lines) + "\n")
     parts += [f"- {example}\n" for example in counts["examples"][:20]]
-    verdict = f"missed: {'; '.join(missed)}" if missed else "every read right, memory flat, every budget held"
-    parts.append(f"{words}: {verdict}\n")
+    parts.append(f"{verdict(result)}\n")
     return "\n".join(parts)
 
 

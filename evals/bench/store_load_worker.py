@@ -138,7 +138,7 @@ def chunk_of_write(name: int, number: int, chunk: int) -> kvp.Chunk:
 
 def patch_of_write(name: int, number: int, chunk: int) -> kvp.Patch:
     """Makes the patch that a write stores."""
-    u = jnp.ones((1, tokens_of(chunk), 1))
+    u = jnp.asarray(np.ones((1, tokens_of(chunk), 1), np.float32))  # compiles nothing
     v = jnp.asarray(pattern(name, number, HEADS * WIDTH).reshape(1, 1, HEADS * WIDTH))
     metadata = PatchMetadata(f"chunk{chunk}", "canonical", ("lead",), BACKBONE, LAYOUT, (0,))
     return kvp.Patch(dict.fromkeys(LAYOUT.names, (u, v)), metadata)
