@@ -28,6 +28,7 @@ from .store_load_log import DELETE, FAILED_DELETE, FAILED_PUT, PUT, LoadLog
 BACKBONE = "load"
 HEADS, WIDTH = 2, 64
 LAYOUT = kvp.KVLayout.gqa(1, HEADS, WIDTH, kvp.Rope(1e4, WIDTH))
+SIZES = 5
 _NOTED = 20
 
 
@@ -108,8 +109,8 @@ class LoadCounts:
 
 
 def tokens_of(chunk: int) -> int:
-    """Returns how many tokens a chunk has, 16 to 256: a KiB each."""
-    return 16 + chunk * 37 % 241
+    """Returns how many tokens a chunk has, 16 to 256: a KiB each. Few sizes, for each is compiled for."""
+    return 16 << chunk % SIZES
 
 
 def pattern(name: int, number: int, size: int) -> np.ndarray:
@@ -160,6 +161,9 @@ class LoadWorker:
         self._tenant, self._log, self._chosen = tenant, log, random.Random(seed)
         self.counts = LoadCounts()
         self._store = tenant.open(host=(seed % 2) << 20)
+        for chunk in range(SIZES):  # compiles what every process compiles once, before any is measured
+            chunk_of_write(0, 1, chunk)
+            patch_of_write(0, 1, chunk)
         self._operations: dict[str, tuple[float, Callable[[int], object]]] = {
             "get": (46, self._get),
             "get_patches": (14, self._get_patches),
@@ -181,7 +185,9 @@ class LoadWorker:
             if time.monotonic() >= until:
                 break
             (operation,) = self._chosen.choices(names, weights)
-            chunk = self._chosen.randrange(self._tenant.chunks)
+            # Half of the calls are on a tenth of the chunks, where processes meet.
+            hot = self._chosen.random() < 0.5
+            chunk = self._chosen.randrange(max(1, self._tenant.chunks // 10) if hot else self._tenant.chunks)
             began = time.perf_counter()
             try:
                 self._operations[operation][1](chunk)

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from safetensors import numpy as safetensors
@@ -26,6 +26,7 @@ _BATCH = 10_000
 _SHARDS = 256
 
 
+@runtime_checkable
 class StoreSide(Protocol):
     """A directory of small objects by key, and of groups of objects with a common prefix."""
 

@@ -84,6 +84,18 @@ def test_putting_and_direct_filling_store_the_same(tmp_path: Path):
     assert len(set(sizes)) == 1
 
 
+def test_sides_that_do_not_fit_together_are_measured_one_after_another(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(store_scale, "TOGETHER", 10)
+    monkeypatch.setattr(store_scale, "installed", lambda: (["raw files"], {}))
+    options = store_scale.ScaleOptions(tmp_path, 20, "ext4", group=4, repeats=2, quick=True)
+    seen: list[tuple[str, int]] = []
+    for row in store_scale.rows(options):
+        seen.append((row["side"], len(list(tmp_path.iterdir()))))
+        assert row["turns"] is False
+    assert set(seen) == {("kvpatch_jax", 1), ("raw files", 1)}
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_not_installed_is_left_out_with_the_reason(monkeypatch):
     monkeypatch.setattr(store_rivals.importlib.util, "find_spec", lambda package: None)
     present, absent = store_rivals.installed()
