@@ -7,7 +7,9 @@ Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where
   kernels            apply_patch, splice and relocate over x · 2, their checks, the kernels' XLA path, factorisation
   encoded            placing chunks in few bits over the same in 16 bits: CPU time, memory
   patch              the factorisation alone, with the energy captured of real deficits
-  store              put, get, patches, opening, eviction and fetch, beside raw files, safetensors and Orbax
+  store              put, get, patches and fetch, beside raw files, safetensors and Orbax; and evicting, listing and
+                     deleting among ever more small objects, beside diskcache and LMDB too
+  store_load         many processes on one root for --minutes: every read checked, memory and budgets sampled
   sizing             hits, bytes and remote requests that sizing predicts, beside a store that is asked for the same
   fetch              one fetch that loads half and computes half
   retrieval          nearest-neighbour search: recall@10 and seconds
@@ -53,6 +55,7 @@ from . import (
     sizes,
     sizing,
     store,
+    store_load,
     window,
     window_pretrained,
 )
@@ -78,6 +81,7 @@ BENCHMARKS = {
         sizes.BENCHMARK,
         sizing.BENCHMARK,
         store.BENCHMARK,
+        store_load.BENCHMARK,
         window.BENCHMARK,
         window_pretrained.BENCHMARK,
     )
@@ -113,6 +117,12 @@ flags.DEFINE_integer(
     "parts", 0, "window_pretrained: parts measured now, of 34; the same command resumes. 0 for all.", lower_bound=0
 )
 flags.DEFINE_list("traces", [], "placement: files of recorded traces, measured beside those that are drawn.")
+flags.DEFINE_list("objects", [], "store: numbers of small objects, with where they are: 1000,1000000@/dev/shm.")
+flags.DEFINE_list("sections", list(store.SECTIONS), "store: what is measured.")
+flags.DEFINE_enum("fill", "direct", ["direct", "put"], "store: how a root is filled: object files unsynced, or puts.")
+flags.DEFINE_float("minutes", 0.2, "store_load: how long the load lasts.", lower_bound=0)
+flags.DEFINE_integer("workers", 32, "store_load: processes.", lower_bound=1)
+flags.DEFINE_string("remote", None, "store_load: URL of a remote store that two of the processes use.")
 flags.DEFINE_bool(
     "quick",
     False,

@@ -1,4 +1,4 @@
-"""The chunk store beside raw files, safetensors and Orbax, on the disk that holds --out.
+"""The chunk store beside raw files, safetensors, Orbax, diskcache and LMDB, on the disk that holds --out.
 
 Both sides of a pair are timed in turns and only the ratios of neighbouring turns are judged. What is prepared before a
 call, and deleted after it, is not timed. Reads are warm: from the system's page cache, never from the store's own
@@ -26,14 +26,15 @@ from kvpatch_jax.errors import InputError
 from kvpatch_jax.store import Budget, ChunkStore
 
 from ..results.environment import environment
-from . import fetch, store_growth
-from .benchmark import AT_MOST, Benchmark, Row, comparison_row, measured_row
+from . import fetch, store_scale, store_tables
+from .benchmark import AT_MOST, Benchmark, Row, comparison_row
+from .store_rivals import installed
 from .store_workload import (
     BACKBONE,
     QUICK,
-    SMALL,
     WHOLE,
     StoreSizes,
+    busy_writer,
     chunk_of,
     leaves_of,
     patches_of,
@@ -45,6 +46,7 @@ from .timing import Samples, interleave, stopwatch
 LEAST_REPEATS = 7
 """Turns of every pair: the extremes of seven ratios hold their median with 98 %."""
 NO_DISK = ("tmpfs", "ramfs", "devtmpfs")
+SECTIONS = ("large", "fixed", "scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,16 @@ class StoreCase:
         return interleave({"ours": ours, "theirs": theirs}, self.repeats, warm_ups=1)
 
 
-def run(*, repeats: int = LEAST_REPEATS, seed: int = 0, out: str | None = None, quick: bool = False) -> dict[str, Any]:
+def run(
+    *,
+    repeats: int = LEAST_REPEATS,
+    seed: int = 0,
+    out: str | None = None,
+    quick: bool = False,
+    objects: Sequence[str] = (),
+    sections: Sequence[str] = SECTIONS,
+    fill: str = "direct",
+) -> dict[str, Any]:
     """Times everything that the store has a bar for.
 
     Args:
@@ -72,34 +83,57 @@ def run(*, repeats: int = LEAST_REPEATS, seed: int = 0, out: str | None = None, 
       seed: of the data.
       out: a directory on the disk to measure; here by default.
       quick: tiny sizes and two repeats: a preview, not a measurement.
+      objects: numbers of small objects, each with the directory that they are in if not `out`: "1000000@/dev/shm". By
+        default those of the sizes.
+      sections: what is measured: "large" objects; "fixed", small reads, the host tier and libraries; and "scale", what
+        depends on the number of objects.
+      fill: "direct" fills the store for "scale" by writing object files without syncing them, "put" by puts.
 
     Raises:
-      InputError: `out` is in memory (except for `quick`).
+      InputError: `out` is in memory (except for `quick`), a number is no number, a section unknown.
     """
     place = Path(out or ".").resolve()
     place.mkdir(parents=True, exist_ok=True)
     kind = file_system(place)
-    if kind in NO_DISK and not quick:
+    if kind in NO_DISK and not quick and not {"large", "fixed"}.isdisjoint(sections):
         raise InputError(f"--out: got {out}, on {kind}; expected a directory on a disk")
+    if unknown := set(sections) - set(SECTIONS):
+        raise InputError(f"--sections: got {sorted(unknown)}; expected some of {SECTIONS}")
 
     repeats = 2 if quick else max(repeats, LEAST_REPEATS)
     sizes = QUICK if quick else WHOLE
+    wanted = [store_scale.count_and_place(word, place) for word in objects or map(str, sizes.growth)]
     rows: list[Row] = []
 
     with tempfile.TemporaryDirectory(prefix="bench-store-", dir=place) as name:
-        chunk = chunk_of(sizes, seed)
-        patches = patches_of(chunk, sizes, seed)
-        with ChunkStore(f"{name}/store", budget=Budget(host=0)) as store:
-            case = StoreCase(Path(name), store, chunk, patches, sizes, repeats, seed)
-            for section in (put_rows, get_rows, patch_rows, opening_rows):
-                rows += section(case)
-            rows += store_growth.rows(case.folder, sizes, repeats, seed)
-            rows += sharded_rows(case)
-            rows += fetch.ratio_rows(repeats, case.folder)
+        if "large" in sections:
+            rows += large_rows(Path(name), sizes, repeats, seed)
+        if "fixed" in sections:
+            host_entries = {"host_entries": sizes.entries} if quick else {}
+            rows += store_scale.fixed_rows(Path(name), repeats, seed, sizes.entries, **host_entries)
+
+    if "scale" in sections:
+        for count, folder in wanted:
+            with tempfile.TemporaryDirectory(prefix="bench-store-", dir=folder) as name:
+                options = store_scale.ScaleOptions(
+                    Path(name), count, file_system(folder), sizes.patches, repeats, fill == "direct", quick
+                )
+                rows += store_scale.rows(options)
 
     config = {"repeats": repeats, "seed": seed, "quick": quick, "file_system": kind, "sizes": dataclasses.asdict(sizes)}
-    config |= {"chunk_bytes": chunk.nbytes, "patch_bytes": patches[0].nbytes}
+    config |= {"fill": fill, "absent": installed()[1]}
     return {"config": config, "environment": environment(), "rows": rows}
+
+
+def large_rows(folder: Path, sizes: StoreSizes, repeats: int, seed: int) -> list[Row]:
+    """Times large chunks, patches and fetches."""
+    chunk = chunk_of(sizes, seed)
+    rows: list[Row] = []
+    with ChunkStore(folder / "store", budget=Budget(host=0)) as store:
+        case = StoreCase(folder, store, chunk, patches_of(chunk, sizes, seed), sizes, repeats, seed)
+        for section in (put_rows, get_rows, patch_rows, sharded_rows):
+            rows += section(case)
+        return rows + list(fetch.ratio_rows(repeats, folder))
 
 
 def file_system(folder: Path) -> str:
@@ -258,29 +292,11 @@ def patch_rows(case: StoreCase) -> Iterator[Row]:
     against = "raw write and sync of one"
     yield comparison_row("patch put", case.interleave(put_each, write_each), at_most=2.5, against=against)
     yield comparison_row("patch put, grouped", case.interleave(put_group, write_each), at_most=0.6, against=against)
-    with store_growth.busy_writer(case.folder / "busy"):
+    with busy_writer(case.folder / "busy"):
         samples = case.interleave(put_group, write_each)
     metric = "patch put, grouped, beside a busy writer"
     yield comparison_row(metric, samples, sense=AT_MOST, against=f"{against}, beside it too")
     store.delete(case.chunk.id, BACKBONE)
-
-
-def opening_rows(case: StoreCase) -> Iterator[Row]:
-    """Times opening a store of many objects, and finding them all as the first eviction does."""
-    root, count = case.folder / "many", case.sizes.objects
-    small = chunk_of(SMALL, case.seed)
-    with ChunkStore(root, budget=Budget(host=0)) as store:
-        for number in range(count):
-            store.put_async(dataclasses.replace(small, id=f"small{number}"))
-
-    def opened() -> None:
-        with ChunkStore(root, budget=Budget(disk=1 << 40)) as store:
-            if (size := len(store.disk.scan())) != count:
-                raise InputError(f"benchmark: got a store of {size} objects; expected the {count} that were put")
-
-    seconds = interleave({"ours": lambda: stopwatch(opened)}, case.repeats, warm_ups=1)["ours"]
-    metric = f"opening {count} objects"
-    yield measured_row(metric, seconds, at_most=0.25, against="", unit=" s", seconds={"ours": seconds})
 
 
 def sharded_rows(case: StoreCase) -> Iterator[Row]:
@@ -300,4 +316,4 @@ def sharded_rows(case: StoreCase) -> Iterator[Row]:
     yield comparison_row("get over heads on 8 devices", samples, at_least=3.0, against="Orbax, layers stacked")
 
 
-BENCHMARK = Benchmark("store", run, ("against",), draw=store_growth.draw)
+BENCHMARK = Benchmark("store", run, table=store_tables.format_result, draw=store_tables.draw)

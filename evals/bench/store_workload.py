@@ -1,7 +1,12 @@
 """What the store's benchmark stores, a canonical of 28 layers, patches of about a megabyte; and the same by Orbax."""
 
+import contextlib
 import dataclasses
+import os
+import subprocess
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +20,25 @@ import kvpatch_jax as kvp
 from kvpatch_jax.cache import PatchMetadata
 
 BACKBONE = "benchmark"
+_WRITER = """
+import os, sys
+data = os.urandom(1 << 22)
+while True:
+    with open(sys.argv[1], "wb") as file:
+        for _ in range(16):
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    print("wrote", flush=True)
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoreSizes:
     """Sizes of all that is timed.
 
-    `WHOLE`: 58.7 MB of bf16 in 56 leaves, patches of 1.03 MB, 10 000 small objects, growth to 50 000, a library of
-    4 000 entries.
+    `WHOLE`: 58.7 MB of bf16 in 56 leaves, patches of 1.03 MB, growth to 10 000 small objects, a chunk of 5 000 patches,
+    a library of 4 000 entries.
     """
 
     layers: int = 28
@@ -31,15 +47,13 @@ class StoreSizes:
     width: int = 64
     rank: int = 6
     group: int = 64
-    objects: int = 10_000
-    growth: tuple[int, ...] = (1_000, 10_000, 50_000)
+    growth: tuple[int, ...] = (1_000, 10_000)
+    patches: int = 5_000
     entries: int = 4_000
 
 
 WHOLE = StoreSizes()
-QUICK = StoreSizes(layers=4, tokens=64, heads=8, width=16, rank=2, group=4, objects=40, growth=(20, 40), entries=20)
-SMALL = StoreSizes(layers=1, tokens=1, heads=1, width=8)
-"""Of a chunk whose file is little more than its header."""
+QUICK = StoreSizes(layers=4, tokens=64, heads=8, width=16, rank=2, group=4, growth=(20, 40), patches=6, entries=20)
 
 
 def chunk_of(sizes: StoreSizes, seed: int, id: str = "large") -> kvp.Chunk:
@@ -92,3 +106,16 @@ def restore_by_orbax(path: Path, arrays: dict[str, Any], sharding: jax.sharding.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Orbax's own
         return jax.block_until_ready(ocp.load(str(path), wanted))
+
+
+@contextlib.contextmanager
+def busy_writer(path: Path) -> Iterator[None]:
+    """Runs another process that writes 64 MB after 64 MB to the same disk, each synced, until this is left."""
+    with subprocess.Popen([sys.executable, "-c", _WRITER, os.fspath(path)], stdout=subprocess.PIPE) as writer:
+        try:
+            assert writer.stdout is not None
+            writer.stdout.readline()  # it has begun
+            yield
+        finally:
+            writer.kill()
+    path.unlink()
