@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-import json
+import marshal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -16,16 +16,17 @@ from ...core import Channel, KVLayout, PackedArray, PhaseFreeKV, Rope, Scaling, 
 from ...errors import InputError, KVPatchError, ShapeError, StoreCorruptError, StoreVersionError
 from .compatibility import expect_fields, expect_known
 from .header import DTYPES, MALFORMED, dtype_word
-from .host_memory import stack_views
 from .naming import Encoding, encoding_in, encoding_word, few_bits
-from .objects import Arrays, Blob
-from .packed import SUFFIXES, PackedForm, form_of, kv_encoding, kv_forms, leaves_of, packed_of, stacked
+from .objects import Arrays, Blob, stack_layers
+from .packed import SUFFIXES, PackedForm, form_of, kv_encoding, kv_forms, leaves_of, packed_of
 
 CHUNK_FIELDS = ("lead", "id", "backbone", "span", "length", "layout", "dtypes", "hidden", "content")
 """Fields of a canonical's body. `lead` is absent from canonicals that were prefilled alone."""
 PACKED_FIELDS = (*CHUNK_FIELDS, "encoding", "groups")
 """Fields of the body of a canonical with packed kv: the encoding's word too, and each channel's group."""
 
+_KNOWN_LEAVES = 4096
+"""Leaves of the largest canonical whose names are remembered."""
 _DTYPES = frozenset(str(dtype) for dtype in DTYPES.values())
 
 _LARGEST = {
@@ -51,13 +52,18 @@ def layout_of(body: Mapping[str, Any]) -> KVLayout:
       StoreVersionError: a later version wrote it.
       StoreCorruptError, ValueError, TypeError, LookupError: it is malformed.
     """
-    # Decoded once per text: building and checking a layout takes longer than reading a small object.
-    return _layout_of_text(json.dumps(body))
+    # Decoded once per content: building and checking a layout takes longer than reading a small object.
+    return _layout_of_bytes(_content(body))
+
+
+def _content(*values: Any) -> bytes:
+    """Returns values from JSON as bytes, equal only for equal values of equal types: 1, 1.0 and true differ."""
+    return marshal.dumps(values, 2)
 
 
 @functools.lru_cache(maxsize=64)
-def _layout_of_text(text: str) -> KVLayout:
-    body = json.loads(text)
+def _layout_of_bytes(content: bytes) -> KVLayout:
+    [body] = marshal.loads(content)
     expect_fields("layout", body, KVLayout)
     expect_fields("rope", body["rope"], Rope)
     expect_fields("scaling", body["rope"]["scaling"], Scaling)
@@ -218,8 +224,16 @@ def chunk_layout(body: Mapping[str, Any], leaves: Iterable[str]) -> KVLayout:
     Raises:
       StoreVersionError: a later version wrote it. Any of `MALFORMED` for a malformed body.
     """
-    layout = body_layout(body)
-    suffixes = ("scale",) if kv_encoding(body) is None else SUFFIXES
+    layout, leaves = body_layout(body), tuple(leaves)
+    check = _check_leaves if len(leaves) <= _KNOWN_LEAVES else _check_leaves.__wrapped__
+    check(layout, kv_encoding(body) is not None, _content(body["hidden"]), leaves)
+    return layout
+
+
+@functools.lru_cache(maxsize=64)
+def _check_leaves(layout: KVLayout, packed: bool, hidden: bytes, leaves: tuple[str, ...]) -> None:
+    """Checks the names of a canonical's leaves, once for all canonicals of a model that have the same."""
+    suffixes = SUFFIXES if packed else ("scale",)
     parts = set(layout.names)
     for name in layout.names:
         parts |= {f"{name}.{suffix}" for suffix in suffixes}
@@ -232,8 +246,8 @@ def chunk_layout(body: Mapping[str, Any], leaves: Iterable[str]) -> KVLayout:
         if word != "layer" or part not in parts or not number.isdecimal() or int(number) >= layout.layers:
             others.append(leaf)
 
-    expect_known("canonical with a leaf", others, ("local", *(f"hidden.{layer}" for layer in body["hidden"] or ())))
-    return layout
+    [kept] = marshal.loads(hidden)
+    expect_known("canonical with a leaf", others, ("local", *(f"hidden.{layer}" for layer in kept or ())))
 
 
 def body_layout(body: Mapping[str, Any]) -> KVLayout:
@@ -300,7 +314,6 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
     """
     with decoding("chunk"):
         layout = chunk_layout(body, arrays)
-        layers = range(layout.layers)
         encoding = kv_encoding(body)
         reduced = any(name.endswith(".scale") for name in arrays)
         for name, dtype in body["dtypes"].items() if encoding is None else ():
@@ -309,10 +322,15 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
         rest, kv = arrays, dict[str, Any]()
         if encoding is not None:
             forms = kv_forms(body, layout, encoding)
-            packed = [_packed_layer(forms, layer, arrays) for layer in layers]
-            kv = {name: stacked([value[name] for value in packed], stack_views) for name in layout.names}
+            for name, form in forms.items():
+                parts: dict[str, np.ndarray] = {}
+                for leaf in form.leaves:
+                    parts[f"{name}.{leaf}"] = stack_layers(arrays, layout.layers, f"{name}.{leaf}")
+                kv[name] = packed_of(parts, name, form)
+                if kv[name].ndim != 4:
+                    raise ShapeError(f"object: got {name} of shape {kv[name].shape}; expected [L, T, K, H]")
         elif reduced:
-            values = [layer_of(body, layer, arrays) for layer in layers]
+            values = [layer_of(body, layer, arrays) for layer in range(layout.layers)]
             kv = {name: np.stack([value[name] for value in values]) for name in layout.names}
             # Copied, because these few small views would keep the whole buffer alive.
             rest = {name: value.copy() for name, value in arrays.items() if not name.startswith("layer.")}
@@ -320,7 +338,7 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
                 value.flags.writeable = False
         else:
             for name in layout.names:
-                kv[name] = stack_views([arrays[f"layer.{layer}.{name}"] for layer in layers])
+                kv[name] = stack_layers(arrays, layout.layers, name)
 
         hidden = body["hidden"]
         return unchecked_chunk(

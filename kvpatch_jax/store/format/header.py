@@ -92,6 +92,7 @@ class Header:
       size: bytes of the file.
       crc: checksum of everything before the first leaf. It covers the leaves' checksums, so it identifies a version.
       revision: revision of the name, of which every write has a larger one (`revisions`); 0: of format version 1.
+      memo: what readers of the object keep about it.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Header:
     size: int
     crc: bytes = b""
     revision: int = 0
+    memo: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 def dtype_word(dtype: np.dtype) -> str:

@@ -1,6 +1,5 @@
-"""Host arrays of objects: the memory that they keep alive, and stacks of layers that are views of it."""
+"""Host arrays of objects: the memory that they keep alive."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,25 +19,6 @@ def memory_of(value: Any) -> int:
 
 def _block(array: np.ndarray) -> np.ndarray:
     """Returns the array that owns a view's memory."""
-    while True:
-        owner = array.base
-        if not isinstance(owner, np.ndarray):
-            owner = getattr(owner, "base", None)  # the base of a strided view is an intermediate object
-        if not isinstance(owner, np.ndarray):
-            return array
-        array = owner
-
-
-def stack_views(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Stacks L arrays of one shape; as a view if they are evenly spaced in one buffer."""
-    first = parts[0]
-    addresses = [part.ctypes.data for part in parts]
-    steps = set(np.diff(addresses).tolist())
-    base = first.base
-    even = len(steps) == 1 and min(steps) >= first.nbytes and all(part.base is base for part in parts)
-    if base is None or not even or any(part.shape != first.shape or part.dtype != first.dtype for part in parts):
-        return np.stack(parts)
-
-    raw = first.view(np.uint8)  # NumPy's stride tricks do not support every dtype, bfloat16 for one
-    shape, strides = (len(parts), *raw.shape), (steps.pop(), *raw.strides)
-    return np.lib.stride_tricks.as_strided(raw, shape, strides, writeable=False).view(first.dtype)
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
