@@ -25,10 +25,21 @@ from ..format.encryption import Encryption, Plain, Read, open_object
 from ..format.expiry import expiry_mtime, expiry_test, mtime_agrees
 from ..format.header import OPENING_BYTES, Header, opening_crc, parse_header
 from ..format.naming import Name
-from ..format.objects import Arrays, Blob, VerifiedObject, Version, check_name, read_header, read_leaves
+from ..format.objects import (
+    Arrays,
+    Blob,
+    Leaves,
+    VerifiedObject,
+    Version,
+    check_name,
+    map_leaves,
+    read_header,
+    read_leaves,
+)
 from ..io.files import (
     Identity,
     ReadInto,
+    close,
     folder,
     forget_pages,
     identity,
@@ -36,6 +47,7 @@ from ..io.files import (
     locked,
     make_directories,
     make_root,
+    open_file,
     open_regular,
     open_regular_in,
     read_again,
@@ -53,6 +65,8 @@ from .quarantine import BYTES as QUARANTINE_BYTES
 from .quarantine import keep_within, reason_text
 from .recent_use import RecentUse
 
+MAPPED_BYTES = 4 << 20
+"""Size from which files are mapped, if that is wanted: below it, a copy into a warm buffer is faster."""
 _KNOWN = 256
 _LARGEST_KNOWN = 64 << 10
 
@@ -67,6 +81,8 @@ class Disk:
       clock: returns seconds since the epoch; used for expiry only.
       encryption: decrypts reads. Objects to be written are encrypted already.
       quarantine: bytes of quarantined objects per tenant; None: no limit.
+      mapped: whether `get` maps files of `MAPPED_BYTES` and more in place of copying them, so that processes share the
+        page cache as one host tier. Only if they belong to this user and nobody else may write them or their folder.
 
     Raises:
       StoreReadOnlyError, StoreFullError, StoreIOError: the directory cannot be created.
@@ -80,7 +96,9 @@ class Disk:
         clock: Callable[[], float] = time.time,
         encryption: Encryption | None = None,
         quarantine: int | None = QUARANTINE_BYTES,
+        mapped: bool = False,
     ):
+        self.mapped = mapped
         self.root = os.path.abspath(root)
         self.encryption: Encryption = Plain() if encryption is None else encryption
         self.clock, self._quarantine_bytes = clock, quarantine
@@ -143,21 +161,29 @@ class Disk:
         Raises:
           StoreKeyError: it is encrypted with another key; it stays too.
         """
-        with self._opened(name) as opened:
-            if opened is None:
+        file = self._file(name)
+        if file is None:
+            return None
+        fd, stat = file
+        try:
+            opening = self._opening(name, fd, stat)
+            if opening is None:
                 return None
-            fd, header, read = opened
-            try:
+            header, read = opening
+            arrays = self._mapped_leaves(name, fd, stat, header)
+            if arrays is None:
                 arrays = read(list(header.leaves))
-            except StoreCorruptError:
-                return None
-            except OSError:
-                self.counters.add("read_errors")
-                return None
-            self._touch(fd)
+            self._touch(fd, stat)
             self.counters.add("get_bytes", header.size)
             # The identity is taken last, because the access time has just changed it.
             return VerifiedObject(header, arrays, identity_of(fd))
+        except StoreCorruptError:
+            return None
+        except OSError:
+            self.counters.add("read_errors")
+            return None
+        finally:
+            close(fd)
 
     @contextlib.contextmanager
     def reading(self, name: Name, *, noatime: bool = False) -> Iterator[tuple[Header, Read] | None]:
@@ -171,68 +197,104 @@ class Disk:
         Raises:
           StoreKeyError: as `get`.
         """
-        with self._opened(name, noatime) as opened:
-            if opened is None:
+        file = self._file(name, noatime)
+        if file is None:
+            yield None
+            return
+        fd, stat = file
+        try:
+            # The file stays open as long as the caller reads its leaves.
+            opening = self._opening(name, fd, stat)
+            if opening is None:
                 yield None
                 return
-            fd, header, read_leaves = opened
+            header, read_leaves = opening
 
             def read(names: Sequence[str]) -> dict[str, np.ndarray]:
                 with typed_errors(f"store: read {names[0]}"):
                     return read_leaves(names)
 
             if not noatime:
-                self._touch(fd)
+                self._touch(fd, stat)
             yield header, read
+        finally:
+            close(fd)
 
-    @contextlib.contextmanager
-    def _opened(self, name: Name, noatime: bool = False) -> Iterator[tuple[int, Header, Read] | None]:
-        """Opens an object: yields file, decrypted header and a reader of decrypted leaves; None as `get`.
+    def _file(self, name: Name, noatime: bool = False) -> tuple[int, os.stat_result] | None:
+        """Opens an object's file: descriptor and `stat`; None, and counted if it is a failure, as `get`."""
+        try:
+            return open_file(self.root, name.path, noatime=noatime)
+        except (FileNotFoundError, NotADirectoryError):
+            return None  # an ordinary miss
+        except OSError:
+            self.counters.add("read_errors")
+            return None
+
+    def _opening(self, name: Name, fd: int, stat: os.stat_result) -> tuple[Header, Read] | None:
+        """Reads an open object's decrypted header, and makes a reader of its decrypted leaves; None as `get`.
 
         What does not verify is read twice.
         """
-        with contextlib.ExitStack() as stack:
-            # The file stays open as long as the caller reads its leaves.
-            fd, opening = -1, None
-            try:
-                fd = stack.enter_context(open_regular(self.root, name.path, noatime=noatime))
-                opening = self._read_twice(name, fd, functools.partial(self._open, name, fd))
-            except (FileNotFoundError, NotADirectoryError):
-                pass  # an ordinary miss
-            except OSError:
-                self.counters.add("read_errors")
-            except StoreVersionError:
-                self.counters.add("newer")
-            except StoreCorruptError:
-                pass  # it is in quarantine by now
-            if opening is None:
-                yield None
-                return
-            header, read_first = opening
 
-            def read(names: Sequence[str]) -> dict[str, np.ndarray]:
-                def attempt(read_bytes: ReadInto) -> dict[str, np.ndarray]:
-                    if read_bytes is read_into:
-                        return read_first(names)
-                    # The second attempt reads the header again too, by the same function.
-                    again = self._open(name, fd, read_bytes)
-                    if again is None:
-                        raise StoreCorruptError("object: got nothing in a second read; expected the opened object")
-                    return again[1](names)
+        def first(read_bytes: ReadInto) -> tuple[Header, Read] | None:
+            return self._open(name, fd, read_bytes, stat.st_size)
 
-                return self._read_twice(name, fd, attempt)
+        try:
+            opening = self._read_twice(name, fd, first)
+        except OSError:
+            self.counters.add("read_errors")
+            return None
+        except StoreVersionError:
+            self.counters.add("newer")
+            return None
+        except StoreCorruptError:
+            return None  # it is in quarantine by now
+        if opening is None:
+            return None
+        header, read_first = opening
 
-            yield fd, header, read
+        def read(names: Sequence[str]) -> dict[str, np.ndarray]:
+            def attempt(read_bytes: ReadInto) -> dict[str, np.ndarray]:
+                if read_bytes is read_into:
+                    return read_first(names)
+                # The second attempt reads the header again too, by the same function.
+                again = self._open(name, fd, read_bytes)
+                if again is None:
+                    raise StoreCorruptError("object: got nothing in a second read; expected the opened object")
+                return again[1](names)
 
-    def _open(self, name: Name, fd: int, read_bytes: ReadInto) -> tuple[Header, Read] | None:
+            return self._read_twice(name, fd, attempt)
+
+        return header, read
+
+    def _mapped_leaves(self, name: Name, fd: int, stat: os.stat_result, header: Header) -> Leaves | None:
+        """Returns the leaves of a file by mapping it; None if it is to be read, which then judges what is damaged.
+
+        Mapped pages are the file itself, which nobody else may change after they were verified. What is encrypted has
+        to be decrypted elsewhere, and small files are read faster.
+        """
+        if not self.mapped or stat.st_size < MAPPED_BYTES or self.buffers.wipes or type(self.encryption) is not Plain:
+            return None
+        folder = os.lstat(f"{self.root}/{name.folder}")
+        for owner in (stat, folder):
+            if owner.st_uid != os.geteuid() or owner.st_mode & 0o022:
+                return None
+        with contextlib.suppress(StoreCorruptError):
+            arrays = map_leaves(fd, header)
+            self.counters.add("mapped", int(arrays is not None))
+            return arrays
+        return None
+
+    def _open(self, name: Name, fd: int, read_bytes: ReadInto, size: int | None = None) -> tuple[Header, Read] | None:
         """Reads and decrypts the header of an open object; None if it has expired or is not encrypted but should be."""
-        header = read_header(fd, self._parse if read_bytes is read_into else parse_header, read_bytes)
+        header = read_header(fd, self._parse if read_bytes is read_into else parse_header, read_bytes, size)
         check_name(header, name.file)
         if header.expires is not None and self.clock() >= header.expires:
             self.counters.add("expired")
             return None
         opening = open_object(fd, header, self.encryption, self.buffers, read_bytes)
-        self.counters.add("unsealed", int(opening is None))
+        if opening is None:
+            self.counters.add("unsealed")
         return opening
 
     def _parse(self, raw: bytes, size: int) -> Header:
@@ -308,11 +370,11 @@ class Disk:
         self._note_unsteady()
         return found
 
-    def _touch(self, fd: int) -> None:
+    def _touch(self, fd: int, stat: os.stat_result) -> None:
         """Sets an object's access time, by which it is evicted. Does nothing on a read-only root."""
         with contextlib.suppress(OSError):
             # The modification time stays, because it encodes when the object expires.
-            os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
+            os.utime(fd, ns=(time.time_ns(), stat.st_mtime_ns))
 
     # --------------------------------------------------------------------------------------------- removing
 
@@ -421,7 +483,7 @@ class Disk:
                 if opening_crc(os.pread(fd, OPENING_BYTES, 0)) != known.crc:
                     return None
                 if due:
-                    self._touch(fd)
+                    self._touch(fd, stat)
                 return Version(identity(os.fstat(fd)), known.crc)
         except OSError:
             return None

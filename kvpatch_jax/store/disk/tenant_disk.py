@@ -89,9 +89,10 @@ class TenantDisk:
         self._counting = threading.Lock()
 
     def close(self) -> None:
-        """Refuses further calls and drops cached headers."""
+        """Refuses further calls, drops cached headers and frees idle buffers."""
         self.closed = True
         self.disk.forget()
+        self.disk.buffers.close()
 
     def expect_open(self) -> None:
         """Raises StoreClosedError after `close`."""
