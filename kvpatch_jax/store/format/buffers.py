@@ -68,9 +68,9 @@ class _Process:
         self.lock = threading.RLock()  # garbage collection within the lock may return a buffer
         register_fork_guard(self)
 
-    def largest(self) -> "Buffers":
-        """Returns the pool with the most idle bytes."""
-        return max(list(self.pools), key=lambda pool: pool.idle_bytes)
+    def largest(self, last: "Buffers") -> "Buffers":
+        """Returns the pool with the most idle bytes; of several rather another than `last`, which is in use."""
+        return max(list(self.pools), key=lambda pool: (pool.idle_bytes, pool is not last))
 
     def forked(self) -> None:
         """Replaces the lock in a forked process, and drops idle buffers, whose count may be inconsistent."""
@@ -128,7 +128,7 @@ class Buffers:
         with self._process.lock:
             while self.idle_bytes > limit and self._free_oldest():
                 pass
-            while self._process.idle > IDLE_BYTES and self._process.largest()._free_oldest():
+            while self._process.idle > IDLE_BYTES and self._process.largest(self)._free_oldest():
                 pass
 
     def _free_oldest(self) -> bool:
