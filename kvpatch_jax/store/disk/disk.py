@@ -166,24 +166,36 @@ class Disk:
             return None
         fd, stat = file
         try:
-            opening = self._opening(name, fd, stat)
-            if opening is None:
+            found = self._read_twice(name, fd, functools.partial(self._whole, name, fd, stat))
+            if found is None:
                 return None
-            header, read = opening
-            arrays = self._mapped_leaves(name, fd, stat, header)
-            if arrays is None:
-                arrays = read(list(header.leaves))
+            header, arrays = found
             self._touch(fd, stat)
             self.counters.add("get_bytes", header.size)
             # The identity is taken last, because the access time has just changed it.
             return VerifiedObject(header, arrays, identity_of(fd))
         except StoreCorruptError:
+            return None  # it is in quarantine by now
+        except StoreVersionError:
+            self.counters.add("newer")
             return None
         except OSError:
             self.counters.add("read_errors")
             return None
         finally:
             close(fd)
+
+    def _whole(self, name: Name, fd: int, stat: os.stat_result, read_bytes: ReadInto) -> tuple[Header, Arrays] | None:
+        """Reads header and leaves of an open object, decrypted; None as `_open`."""
+        opening = self._open(name, fd, read_bytes, stat.st_size)
+        if opening is None:
+            return None
+        header, read = opening
+        if self.mapped and read_bytes is read_into:
+            arrays = self._mapped_leaves(name, fd, stat, header)
+            if arrays is not None:
+                return header, arrays
+        return header, read(list(header.leaves))
 
     @contextlib.contextmanager
     def reading(self, name: Name, *, noatime: bool = False) -> Iterator[tuple[Header, Read] | None]:
@@ -268,27 +280,26 @@ class Disk:
         return header, read
 
     def _mapped_leaves(self, name: Name, fd: int, stat: os.stat_result, header: Header) -> Leaves | None:
-        """Returns the leaves of a file by mapping it; None if it is to be read, which then judges what is damaged.
+        """Returns the leaves of a file by mapping it; None if it is to be read.
 
         Mapped pages are the file itself, which nobody else may change after they were verified. What is encrypted has
         to be decrypted elsewhere, and small files are read faster.
         """
-        if not self.mapped or stat.st_size < MAPPED_BYTES or self.buffers.wipes or type(self.encryption) is not Plain:
+        if stat.st_size < MAPPED_BYTES or self.buffers.wipes or type(self.encryption) is not Plain:
             return None
         folder = os.lstat(f"{self.root}/{name.folder}")
         for owner in (stat, folder):
             if owner.st_uid != os.geteuid() or owner.st_mode & 0o022:
                 return None
-        with contextlib.suppress(StoreCorruptError):
-            arrays = map_leaves(fd, header)
-            self.counters.add("mapped", int(arrays is not None))
-            return arrays
-        return None
+        arrays = map_leaves(fd, header)
+        self.counters.add("mapped", int(arrays is not None))
+        return arrays
 
     def _open(self, name: Name, fd: int, read_bytes: ReadInto, size: int | None = None) -> tuple[Header, Read] | None:
         """Reads and decrypts the header of an open object; None if it has expired or is not encrypted but should be."""
         header = read_header(fd, self._parse if read_bytes is read_into else parse_header, read_bytes, size)
-        check_name(header, name.file)
+        if header.name != name.file:
+            check_name(header, name.file)
         if header.expires is not None and self.clock() >= header.expires:
             self.counters.add("expired")
             return None

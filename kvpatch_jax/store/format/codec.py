@@ -224,16 +224,27 @@ def chunk_layout(body: Mapping[str, Any], leaves: Iterable[str]) -> KVLayout:
     Raises:
       StoreVersionError: a later version wrote it. Any of `MALFORMED` for a malformed body.
     """
-    layout, leaves = body_layout(body), tuple(leaves)
-    check = _check_leaves if len(leaves) <= _KNOWN_LEAVES else _check_leaves.__wrapped__
-    check(layout, kv_encoding(body) is not None, _content(body["hidden"]), leaves)
-    return layout
+    return _layout_and_scales(body, leaves)[0]
+
+
+def _layout_and_scales(body: Mapping[str, Any], leaves: Iterable[str]) -> tuple[KVLayout, bool]:
+    """Returns the layout as `chunk_layout`, and whether a leaf holds the scales of a smaller dtype.
+
+    The canonicals of a model are alike, so the last answers are remembered, by all that they depend on.
+    """
+    leaves = tuple(leaves)
+    content = _content(list(body), *map(body.get, ("dtypes", "layout", "hidden", "encoding")))
+    check = _checked_layout if len(leaves) <= _KNOWN_LEAVES else _checked_layout.__wrapped__
+    return check(content, leaves)
 
 
 @functools.lru_cache(maxsize=64)
-def _check_leaves(layout: KVLayout, packed: bool, hidden: bytes, leaves: tuple[str, ...]) -> None:
-    """Checks the names of a canonical's leaves, once for all canonicals of a model that have the same."""
-    suffixes = SUFFIXES if packed else ("scale",)
+def _checked_layout(content: bytes, leaves: tuple[str, ...]) -> tuple[KVLayout, bool]:
+    fields, dtypes, layout_fields, hidden, encoding = marshal.loads(content)
+    body = dict.fromkeys(fields) | {"dtypes": dtypes, "layout": layout_fields}
+    body |= {} if encoding is None else {"encoding": encoding}
+    layout = body_layout(body)
+    suffixes = ("scale",) if encoding is None else SUFFIXES
     parts = set(layout.names)
     for name in layout.names:
         parts |= {f"{name}.{suffix}" for suffix in suffixes}
@@ -246,8 +257,8 @@ def _check_leaves(layout: KVLayout, packed: bool, hidden: bytes, leaves: tuple[s
         if word != "layer" or part not in parts or not number.isdecimal() or int(number) >= layout.layers:
             others.append(leaf)
 
-    [kept] = marshal.loads(hidden)
-    expect_known("canonical with a leaf", others, ("local", *(f"hidden.{layer}" for layer in kept or ())))
+    expect_known("canonical with a leaf", others, ("local", *(f"hidden.{layer}" for layer in hidden or ())))
+    return layout, any(leaf.endswith(".scale") for leaf in leaves)
 
 
 def body_layout(body: Mapping[str, Any]) -> KVLayout:
@@ -313,9 +324,8 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
       StoreVersionError: a later version wrote it.
     """
     with decoding("chunk"):
-        layout = chunk_layout(body, arrays)
+        layout, reduced = _layout_and_scales(body, arrays)
         encoding = kv_encoding(body)
-        reduced = any(name.endswith(".scale") for name in arrays)
         for name, dtype in body["dtypes"].items() if encoding is None else ():
             reduced = reduced or str(arrays[f"layer.0.{name}"].dtype) != dtype
 
