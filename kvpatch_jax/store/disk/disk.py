@@ -28,11 +28,9 @@ from ..format.naming import Name
 from ..format.objects import (
     Arrays,
     Blob,
-    Leaves,
     VerifiedObject,
     Version,
     check_name,
-    map_leaves,
     read_header,
     read_leaves,
 )
@@ -60,13 +58,12 @@ from ..io.per_root import shared
 from .counters import Counters
 from .damage_rate import DamageRate
 from .directory import DirectoryEntry, NameState, Still, directory_entry, name_state, note_deletion, removing, scan
+from .mapping import map_leaves
 from .object_writer import ObjectWriter
 from .quarantine import BYTES as QUARANTINE_BYTES
 from .quarantine import keep_within, reason_text
 from .recent_use import RecentUse
 
-MAPPED_BYTES = 4 << 20
-"""Size from which files are mapped, if that is wanted: below it, a copy into a warm buffer is faster."""
 _KNOWN = 256
 _LARGEST_KNOWN = 64 << 10
 
@@ -81,8 +78,7 @@ class Disk:
       clock: returns seconds since the epoch; used for expiry only.
       encryption: decrypts reads. Objects to be written are encrypted already.
       quarantine: bytes of quarantined objects per tenant; None: no limit.
-      mapped: whether `get` maps files of `MAPPED_BYTES` and more in place of copying them, so that processes share the
-        page cache as one host tier. Only if they belong to this user and nobody else may write them or their folder.
+      mapped: whether `get` maps large files in place of copying them (`mapping`).
 
     Raises:
       StoreReadOnlyError, StoreFullError, StoreIOError: the directory cannot be created.
@@ -191,9 +187,11 @@ class Disk:
         if opening is None:
             return None
         header, read = opening
-        if self.mapped and read_bytes is read_into:
-            arrays = self._mapped_leaves(name, fd, stat, header)
+        # Mapped pages are the file itself, so what is encrypted, or wiped after its use, is copied.
+        if self.mapped and read_bytes is read_into and self.encryption.check is None and not self.buffers.wipes:
+            arrays = map_leaves(self.root, name, fd, stat, header)
             if arrays is not None:
+                self.counters.add("mapped")
                 return header, arrays
         return header, read(list(header.leaves))
 
@@ -278,22 +276,6 @@ class Disk:
             return self._read_twice(name, fd, attempt)
 
         return header, read
-
-    def _mapped_leaves(self, name: Name, fd: int, stat: os.stat_result, header: Header) -> Leaves | None:
-        """Returns the leaves of a file by mapping it; None if it is to be read.
-
-        Mapped pages are the file itself, which nobody else may change after they were verified. What is encrypted has
-        to be decrypted elsewhere, and small files are read faster.
-        """
-        if stat.st_size < MAPPED_BYTES or self.buffers.wipes or type(self.encryption) is not Plain:
-            return None
-        folder = os.lstat(f"{self.root}/{name.folder}")
-        for owner in (stat, folder):
-            if owner.st_uid != os.geteuid() or owner.st_mode & 0o022:
-                return None
-        arrays = map_leaves(fd, header)
-        self.counters.add("mapped", int(arrays is not None))
-        return arrays
 
     def _open(self, name: Name, fd: int, read_bytes: ReadInto, size: int | None = None) -> tuple[Header, Read] | None:
         """Reads and decrypts the header of an open object; None if it has expired or is not encrypted but should be."""

@@ -27,7 +27,7 @@ PACKED_FIELDS = (*CHUNK_FIELDS, "encoding", "groups")
 
 _KNOWN_LEAVES = 4096
 """Leaves of the largest canonical whose names are remembered."""
-_DTYPES = frozenset(str(dtype) for dtype in DTYPES.values())
+_DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
 
 _LARGEST = {
     "int8": 127.0,
@@ -327,7 +327,7 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
         layout, reduced = _layout_and_scales(body, arrays)
         encoding = kv_encoding(body)
         for name, dtype in body["dtypes"].items() if encoding is None else ():
-            reduced = reduced or str(arrays[f"layer.0.{name}"].dtype) != dtype
+            reduced = reduced or arrays[f"layer.0.{name}"].dtype != _DTYPES.get(dtype)
 
         rest, kv = arrays, dict[str, Any]()
         if encoding is not None:
@@ -381,8 +381,7 @@ def unchecked_chunk(**fields: Any) -> Chunk:
     """Makes a chunk with checks of its shapes and not of its values, which would take a pass over them."""
     fields["layout"].check(fields["kv"], "chunk")
     chunk = object.__new__(Chunk)
-    for name, value in (fields | {"kv": PhaseFreeKV(fields["kv"])}).items():
-        object.__setattr__(chunk, name, value)
+    vars(chunk).update(fields, kv=PhaseFreeKV(fields["kv"]))
     is_one = chunk.batch is None and len(chunk.local) == chunk.tokens
     if not is_one or not 1 <= chunk.length <= chunk.tokens or chunk.span < 0:
         raise StoreCorruptError(f"chunk: got length {chunk.length}, span {chunk.span}; expected them within its kv")

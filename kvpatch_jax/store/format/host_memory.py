@@ -1,4 +1,4 @@
-"""Host arrays of objects: the memory that they keep alive."""
+"""Memory that the host arrays of objects keep alive."""
 
 from typing import Any
 
@@ -9,16 +9,17 @@ from ...cache import Chunk
 
 
 def memory_of(value: Any) -> int:
-    """Counts the host bytes that a chunk, the parts of a patch or an array keep alive: whole buffers, each once."""
-    arrays = value
+    """Counts the host bytes that a chunk, the parts of a patch or an array keep alive: whole buffers, each once.
+
+    The buffer of a mapped file is the file, as if it had been copied: processes that share it count it in each.
+    """
+    arrays = [value]
     if isinstance(value, Chunk):
-        arrays = (dict(value.kv), value.local, value.encoder, dict(value.hidden or {}))
-    blocks = (_block(leaf) for leaf in jax.tree.leaves(arrays) if isinstance(leaf, np.ndarray))
-    return sum({id(block): block.nbytes for block in blocks}.values())
-
-
-def _block(array: np.ndarray) -> np.ndarray:
-    """Returns the array that owns a view's memory."""
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
+        arrays = [value.local, value.encoder, *value.kv.values(), *(value.hidden or {}).values()]
+    blocks: dict[int, int] = {}
+    for array in arrays if all(isinstance(array, np.ndarray | None) for array in arrays) else jax.tree.leaves(arrays):
+        if isinstance(array, np.ndarray):
+            while isinstance(array.base, np.ndarray):
+                array = array.base
+            blocks[id(array)] = array.nbytes
+    return sum(blocks.values())

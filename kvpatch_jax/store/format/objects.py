@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import mmap
 import os
 import string
 import time
@@ -29,7 +28,6 @@ _OPENING = 4 * PAGE  # at least as long as most headers
 _WORKERS = max(1, min(4, (os.cpu_count() or 1) // 2))
 """Threads per read: half of few cores, because reading is limited by memory bandwidth, and others compute."""
 
-_POPULATE = 22  # MADV_POPULATE_READ of Linux 5.14, which Python's `mmap` does not name
 _NO_DIGITS = str.maketrans("", "", string.digits)
 
 
@@ -305,30 +303,6 @@ def read_leaves(
         for job in reads:
             job.result()
     return Leaves(block, plan.places, plan.leaves)
-
-
-def map_leaves(fd: int, header: Header) -> Leaves | None:
-    """Maps a file and verifies all of its leaves. Returns views of the page cache, in the order of the file.
-
-    The processes of a machine that map a file share its memory. Afterwards the file must not change: a process whose
-    mapped file is cut short, or cannot be read again, is killed (SIGBUS).
-
-    Returns:
-      The leaves; None if the file cannot be mapped, and should be read.
-
-    Raises:
-      StoreCorruptError: a checksum does not match.
-    """
-    try:
-        memory = mmap.mmap(fd, header.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        memory.madvise(_POPULATE)  # a part that cannot be read is an error here, and a signal anywhere else
-    except (OSError, ValueError):
-        return None
-    view = memoryview(memory)
-    for leaf in header.leaves.values():
-        verify(leaf, view[leaf.offset : leaf.offset + padded(leaf.nbytes)])
-    places = {leaf.name: leaf.offset for leaf in header.leaves.values()}
-    return Leaves(np.frombuffer(memory, np.uint8), places, header.leaves.values())
 
 
 def arranged(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:

@@ -19,13 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ...errors import StoreCorruptError, StoreError, StoreFullError, StoreIOError, StoreReadOnlyError
-from .openat2 import open_beneath
+from .folders import close, made_folder, open_folder
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _MOST_BUFFERS = 512
 _RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE, which Python's `os` does not name
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _REGULAR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO would wait for its other end
 _IRREGULAR = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP)
 """Errors of the system for links, FIFOs and sockets, directories and devices that are opened in this way."""
@@ -107,51 +106,11 @@ def folder(root: str, path: str = "", *, make: bool = False) -> Iterator[int]:
       NotADirectoryError: there is a link or a file on the path.
       OSError: another error.
     """
-    fd = _walked(os.open(root, _FOLDER), path, make=True) if make else open_folder(root, path)
+    fd = made_folder(root, path) if make else open_folder(root, path)
     try:
         yield fd
     finally:
         close(fd)
-
-
-def open_folder(root: str, path: str) -> int:
-    """Opens the directory at `path` below a root, as `folder`, and returns its descriptor."""
-    fd = os.open(root, _FOLDER)
-    # What one call refuses, whatever the reason, is opened or refused name by name.
-    found = open_beneath(fd, path) if path else -1
-    if found < 0:
-        return _walked(fd, path, make=False)
-    close(fd)
-    return found
-
-
-def _walked(fd: int, path: str, *, make: bool) -> int:
-    """Opens a directory below an open one, which it closes, name by name. Raises as `folder`."""
-    try:
-        for part in path.split("/") if path else ():
-            if make:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, 0o700, dir_fd=fd)
-                os.fsync(fd)  # also of an existing directory: its maker may not have synced its name yet
-
-            outer = fd
-            try:
-                fd = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=outer)
-            except OSError as error:
-                if error.errno not in (errno.ELOOP, errno.ENOTDIR):
-                    raise
-                raise NotADirectoryError(errno.ENOTDIR, f"{part} is a link or a file, not a directory") from None
-            close(outer)
-    except BaseException:
-        close(fd)
-        raise
-    return fd
-
-
-def close(fd: int) -> None:
-    """Closes a file. Errors are ignored: data that must be durable was synced."""
-    with contextlib.suppress(OSError):
-        os.close(fd)
 
 
 @contextlib.contextmanager

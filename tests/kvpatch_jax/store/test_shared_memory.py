@@ -13,7 +13,7 @@ import pytest
 from store_cases import BACKBONE, chunk_of, file_of, host_chunk, same_chunk
 
 from kvpatch_jax.store import Budget, ChunkStore
-from kvpatch_jax.store.disk import disk
+from kvpatch_jax.store.disk import mapping as mapping_module
 from kvpatch_jax.store.format import buffers
 from kvpatch_jax.store.format.buffers import Buffers
 
@@ -21,7 +21,7 @@ from kvpatch_jax.store.format.buffers import Buffers
 @pytest.fixture
 def mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChunkStore]:
     """A store that maps files of any size."""
-    monkeypatch.setattr(disk, "MAPPED_BYTES", 0)
+    monkeypatch.setattr(mapping_module, "MAPPED_BYTES", 0)
     with ChunkStore(tmp_path, budget=Budget(host=1 << 20)) as store:
         store.disk.mapped = True
         yield store
@@ -95,7 +95,7 @@ def test_a_file_that_others_may_change_is_copied(mapping: ChunkStore, monkeypatc
 @pytest.mark.parametrize("more", [{"key": b"k" * 32}, {"wipe": True}, {}], ids=["encrypted", "wiped", "small"])
 def test_what_may_not_stay_in_memory_or_is_small_is_copied(tmp_path: Path, more: dict[str, Any], monkeypatch):
     if more:
-        monkeypatch.setattr(disk, "MAPPED_BYTES", 0)
+        monkeypatch.setattr(mapping_module, "MAPPED_BYTES", 0)
     with ChunkStore(tmp_path, **more) as store:
         store.disk.mapped = True
         store.put(chunk_of())
