@@ -181,7 +181,9 @@ class Disk:
         finally:
             close(fd)
 
-    def _whole(self, name: Name, fd: int, stat: os.stat_result, read_bytes: ReadInto) -> tuple[Header, Arrays] | None:
+    def _whole(
+        self, name: Name, fd: int, stat: os.stat_result, read_bytes: ReadInto
+    ) -> tuple[Header, dict[str, np.ndarray]] | None:
         """Reads header and leaves of an open object, decrypted; None as `_open`."""
         opening = self._open(name, fd, read_bytes, stat.st_size)
         if opening is None:
