@@ -151,7 +151,7 @@ class KVLayout:
             value = kv[channel.name]
             if not hasattr(value, "dtype") or not hasattr(value, "shape"):
                 raise LayoutError(f"{what}[{channel.name!r}]: got a {type(value).__name__}; expected an array")
-            if not jnp.issubdtype(value.dtype, jnp.floating):
+            if not _is_floating(value.dtype):
                 raise DtypeError(f"{what}[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
 
             shape = value.shape
@@ -165,6 +165,11 @@ class KVLayout:
                     f"{what}[{channel.name!r}]: got shape {shape}; expected {middle} between layers and heads"
                 )
             middle = shape[1:-2]
+
+
+@functools.cache
+def _is_floating(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def as_start(

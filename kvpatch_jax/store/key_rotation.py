@@ -12,24 +12,29 @@ raises StoreKeyError.
 
 import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from ..errors import InputError, StoreCorruptError, StoreError, StoreKeyError, StoreVersionError
 from .disk import quarantine
-from .disk.directory import DirectoryEntry, NameState, directory_entry, reading
+from .disk.directory import DirectoryEntry, directory_entry, reading
 from .disk.disk import Disk
 from .disk.key_check import NAME, PLAIN, KeyState, changing_keys, check_key, read_keys, survey_objects, write_keys
+from .disk.outbox import Outbox
 from .disk.root_config import names_secret, read_secret
+from .disk.shard import locked_shards
 from .format.buffers import Buffers
 from .format.encryption import AesGcm, Encryption, Plain, is_sealed
 from .format.header import Header
 from .format.naming import Name, ObjectNames, name_at
-from .format.objects import Blob, blob_of
-from .io.files import NotRegularError, locked, open_regular, typed_errors
-from .tiers.remote import RemoteStore
-from .tiers.remote_tier import RemoteTier, at_once
+from .format.objects import blob_of
+from .io.files import NotRegularError, typed_errors, written
+from .io.thread_pool import ThreadPool
+from .remotes.remote_store import RemoteStore
+from .tiers.remote_tier import RemoteReader
 
+_rotators = ThreadPool(8, "kvpatch-rotate")
 _PASSES = 4
 """Number of times that the objects are listed: those that are written or deleted meanwhile are looked at again."""
 
@@ -149,7 +154,7 @@ class _Rotation:
         elif state.current != new:
             check_key(self.root, space, old)
 
-        with _without_writers(self.root), changing_keys(self.root, space):
+        with changing_keys(self.root, space):
             state = read_keys(self.root, space) or KeyState(self.retiring)
             # An unfinished rotation may also be turned round.
             if state in (KeyState(self.retiring), KeyState(self.retiring, new)):
@@ -158,10 +163,23 @@ class _Rotation:
                 raise StoreKeyError(
                     f"store {self.root}: got keys of another rotation than the unfinished one; expected its keys"
                 )
+        # Writers look at the keys in the locks of their shards: who saw the old state has written after this.
+        for path in sorted({os.path.dirname(entry.path) for entry in self.after.scan(space)}):
+            with (
+                typed_errors(f"store {self.root}: rotate"),
+                contextlib.suppress(FileNotFoundError),
+                locked_shards(self.root, [path]),
+            ):
+                pass
+        # What only waits for the remote store is rotated under its name.
+        outbox = Outbox(self.root, space.removeprefix("obj/"))
+        for waiting in outbox.entries():
+            if not waiting.deletion:
+                outbox.bring_back(name_at(waiting.path))
 
     def finish(self, space: str) -> None:
         """Ends the validity of the retiring key."""
-        with _without_writers(self.root), changing_keys(self.root, space):
+        with changing_keys(self.root, space):
             state = read_keys(self.root, space)
             if state is not None and state.retiring == self.retiring:
                 write_keys(self.root, space, KeyState(state.current))
@@ -169,8 +187,8 @@ class _Rotation:
     def rotate(self, entry: DirectoryEntry) -> None:
         """Encrypts an object again if it states the retiring key."""
         name = _name(entry.path)
-        state = self.after.name_state(name)
         try:
+            file = written(os.stat(f"{self.root}/{entry.path}", follow_symlinks=False))
             with reading(self.root, entry.path) as (_, header):
                 if not self._is_retiring(header):
                     return
@@ -180,14 +198,14 @@ class _Rotation:
             self.newer.append(entry.path)
             return
         except (OSError, StoreCorruptError):
-            pass  # it is read twice below, and moved to quarantine if it is damaged
+            file = (0, 0, 0)  # it is read twice below, and moved to quarantine if it is damaged
 
         newer = self.before.counters["newer"]
         with contextlib.suppress(StoreKeyError):  # another process may have rotated it meanwhile
             found = self.before.get(name)
             if found is not None:
                 blob = self.after.encryption.sealed(blob_of(found.header, found.arrays), name.file)
-                if nbytes := _replace(self.after, name, blob, state, entry.used):
+                if nbytes := self.after.writer.replace(name, blob, file, entry.used):
                     self.objects += 1
                     self.nbytes += nbytes
                     return
@@ -211,51 +229,33 @@ class _Rotation:
 
     def rotate_remote(self, remote: RemoteStore, prefix: str) -> int:
         """Encrypts the objects of a remote store again. Returns their number. Raises StoreError."""
-        tier = RemoteTier(remote, self.before.counters, self.before.encryption)
+        tier = RemoteReader(remote, self.before)
 
         def rotate(path: str) -> int:
             name = name_at(path)
             try:
-                opened = remote.open(name)
-                if opened is None or not self._is_retiring(opened.header):
+                stored = remote.stored(name)
+                if stored is None or (isinstance(stored.header, Header) and not self._is_retiring(stored.header)):
                     return 0
+                if isinstance(stored.header, StoreError):
+                    raise stored.header
                 pending = tier.open(name)
             except StoreVersionError:
                 self.newer.append(path)
                 return 0
             except (StoreCorruptError, StoreKeyError):
-                pending = None
+                stored = pending = None
             arrays = None if pending is None else pending.whole()
-            if pending is None or arrays is None:
+            if stored is None or pending is None or arrays is None:
                 self.left.append(path)
                 return 0
-            remote.put(name, self.after.encryption.sealed(blob_of(pending.header, arrays), name.file))
+            blob = self.after.encryption.sealed(blob_of(pending.header, arrays), name.file)
+            if not remote.replace(name, blob, stored.generation):
+                self.left.append(path)
+                return 0
             return 1
 
-        return sum(at_once((lambda path=path: rotate(path)) for path in remote.paths(prefix)))
-
-
-def _replace(disk: Disk, name: Name, blob: Blob, state: NameState, used: float) -> int:
-    """Replaces an object's file durably, unless its name was written or deleted since `state`; keeps its last use.
-
-    Returns:
-      The bytes of the file; 0 if it was not replaced. Raises StoreError.
-    """
-    nbytes = disk.copy(name, blob, state)
-    if nbytes:
-        with contextlib.suppress(OSError), open_regular(disk.root, name.path, noatime=True) as fd:
-            os.utime(fd, ns=(int(used * 1e9), os.fstat(fd).st_mtime_ns))
-    return nbytes
-
-
-@contextlib.contextmanager
-def _without_writers(root: str) -> Iterator[None]:
-    """Context in which nobody gives an object its name: who compared its key before has written, others compare later.
-
-    Raises StoreError.
-    """
-    with typed_errors(f"store {root}: rotate"), locked(f"{root}/names.lock", shared=False):
-        yield
+        return sum(_rotators.run_all(functools.partial(rotate, path) for path in remote.paths(prefix)))
 
 
 def _listed(root: str, names: ObjectNames) -> list[DirectoryEntry]:

@@ -23,6 +23,18 @@ def loads(text: str | bytes, parse_float: Callable[[str], Any] | None = None) ->
         raise ValueError("nested too deeply") from error
 
 
+def first_value(text: str, at: int) -> tuple[Any, int]:
+    """Parses the value that begins at a place in a text, as `loads` does. Also returns where it ends.
+
+    Raises:
+      ValueError: as `loads`.
+    """
+    try:
+        return _DECODER.raw_decode(text, at)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def object_of(text: str | bytes, what: str, refused: type[KVPatchError]) -> dict[str, Any]:
     """Parses one JSON object, as `loads` does.
 
@@ -48,3 +60,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(word: str) -> Any:
     raise ValueError(f"{word} is no number")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_no_constant)

@@ -30,7 +30,7 @@ from ..snapshots.restore import load_snapshot
 from ..snapshots.save import save_snapshot
 from ..store import ChunkStore
 from ..tenants import delete_tenant, finish
-from ..tiers.remote_tier import RemoteTier
+from ..tiers.remote_tier import RemoteReader
 from .audit import ALL, ObjectInfo, ObjectProgress, listing, names_in, totals, verify
 
 
@@ -233,7 +233,7 @@ def _gc(options: Options) -> Outcome:
     old_versions = drop_old_versions(disk, libraries)
     left = {"quarantine": disk.collect_quarantine(tenant), "unfinished": sweep_unfinished(disk.root, tenant)}
     if options.remote is not None:
-        remote = RemoteTier(_remote(options.remote), disk.counters, disk.encryption)
+        remote = RemoteReader(_remote(options.remote), disk)
         left["remote"] = remote.collect(f"{below}/")
         left["remote_errors"] = disk.counters["remote_errors"] + disk.counters["remote_skipped"]
     if options.budget is not None:

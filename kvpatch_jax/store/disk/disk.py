@@ -28,12 +28,14 @@ from ..format.objects import Arrays, Blob, VerifiedObject, Version, check_name, 
 from ..io.files import (
     Identity,
     ReadInto,
+    close,
     folder,
     forget_pages,
     identity,
     identity_of,
     make_directories,
     make_root,
+    open_file,
     open_regular,
     open_regular_in,
     read_again,
@@ -47,6 +49,7 @@ from .counters import Counters
 from .damage_rate import DamageRate
 from .directory import DirectoryEntry, NameState, Still, name_state, remove_objects, scan
 from .index import Changes, Index, IndexedObject, object_of
+from .mapping import map_leaves
 from .object_writer import ObjectWriter, Only, PutResult
 from .quarantine import BYTES as QUARANTINE_BYTES
 from .quarantine import keep_within, reason_text
@@ -68,6 +71,7 @@ class Disk:
       clock: returns seconds since the epoch; used for expiry only.
       encryption: decrypts reads. Objects to be written are encrypted already.
       quarantine: bytes of quarantined objects per tenant; None: no limit.
+      mapped: whether `get` maps large files in place of copying them (`mapping`).
 
     Raises:
       StoreReadOnlyError, StoreFullError, StoreIOError: the directory cannot be created.
@@ -81,7 +85,9 @@ class Disk:
         clock: Callable[[], float] = time.time,
         encryption: Encryption | None = None,
         quarantine: int | None = QUARANTINE_BYTES,
+        mapped: bool = False,
     ):
+        self.mapped = mapped
         self.root = os.path.abspath(root)
         self.encryption: Encryption = Plain() if encryption is None else encryption
         self.clock, self._quarantine_bytes = clock, quarantine
@@ -142,21 +148,45 @@ class Disk:
         Raises:
           StoreKeyError: it is encrypted with another key; it stays too.
         """
-        with self._opened(name) as opened:
-            if opened is None:
+        file = self._file(name)
+        if file is None:
+            return None
+        fd, stat = file
+        try:
+            found = self._read_twice(name, fd, functools.partial(self._whole, name, fd, stat))
+            if found is None:
                 return None
-            fd, header, read = opened
-            try:
-                arrays = read(list(header.leaves))
-            except StoreCorruptError:
-                return None
-            except OSError:
-                self.counters.add("read_errors")
-                return None
-            self._touch(fd)
+            header, arrays = found
+            self._touch(fd, stat)
             self.counters.add("get_bytes", header.size)
             # The identity is taken last, because the access time has just changed it.
             return VerifiedObject(header, arrays, identity_of(fd))
+        except StoreCorruptError:
+            return None  # it is in quarantine by now
+        except StoreVersionError:
+            self.counters.add("newer")
+            return None
+        except OSError:
+            self.counters.add("read_errors")
+            return None
+        finally:
+            close(fd)
+
+    def _whole(
+        self, name: Name, fd: int, stat: os.stat_result, read_bytes: ReadInto
+    ) -> tuple[Header, dict[str, np.ndarray]] | None:
+        """Reads header and leaves of an open object, decrypted; None as `_open`."""
+        opening = self._open(name, fd, read_bytes, stat.st_size)
+        if opening is None:
+            return None
+        header, read = opening
+        # Mapped pages are the file itself, so what is encrypted, or wiped after its use, is copied.
+        if self.mapped and read_bytes is read_into and self.encryption.check is None and not self.buffers.wipes:
+            arrays = map_leaves(self.root, name, fd, stat, header)
+            if arrays is not None:
+                self.counters.add("mapped")
+                return header, arrays
+        return header, read(list(header.leaves))
 
     @contextlib.contextmanager
     def reading(self, name: Name, *, noatime: bool = False) -> Iterator[tuple[Header, Read] | None]:
@@ -170,68 +200,87 @@ class Disk:
         Raises:
           StoreKeyError: as `get`.
         """
-        with self._opened(name, noatime) as opened:
-            if opened is None:
+        file = self._file(name, noatime)
+        if file is None:
+            yield None
+            return
+        fd, stat = file
+        try:
+            # The file stays open as long as the caller reads its leaves.
+            opening = self._opening(name, fd, stat)
+            if opening is None:
                 yield None
                 return
-            fd, header, read_leaves = opened
+            header, read_leaves = opening
 
             def read(names: Sequence[str]) -> dict[str, np.ndarray]:
                 with typed_errors(f"store: read {names[0]}"):
                     return read_leaves(names)
 
             if not noatime:
-                self._touch(fd)
+                self._touch(fd, stat)
             yield header, read
+        finally:
+            close(fd)
 
-    @contextlib.contextmanager
-    def _opened(self, name: Name, noatime: bool = False) -> Iterator[tuple[int, Header, Read] | None]:
-        """Opens an object: yields file, decrypted header and a reader of decrypted leaves; None as `get`.
+    def _file(self, name: Name, noatime: bool = False) -> tuple[int, os.stat_result] | None:
+        """Opens an object's file: descriptor and `stat`; None, and counted if it is a failure, as `get`."""
+        try:
+            return open_file(self.root, name.path, noatime=noatime)
+        except (FileNotFoundError, NotADirectoryError):
+            return None  # an ordinary miss
+        except OSError:
+            self.counters.add("read_errors")
+            return None
+
+    def _opening(self, name: Name, fd: int, stat: os.stat_result) -> tuple[Header, Read] | None:
+        """Reads an open object's decrypted header, and makes a reader of its decrypted leaves; None as `get`.
 
         What does not verify is read twice.
         """
-        with contextlib.ExitStack() as stack:
-            # The file stays open as long as the caller reads its leaves.
-            fd, opening = -1, None
-            try:
-                fd = stack.enter_context(open_regular(self.root, name.path, noatime=noatime))
-                opening = self._read_twice(name, fd, functools.partial(self._open, name, fd))
-            except (FileNotFoundError, NotADirectoryError):
-                pass  # an ordinary miss
-            except OSError:
-                self.counters.add("read_errors")
-            except StoreVersionError:
-                self.counters.add("newer")
-            except StoreCorruptError:
-                pass  # it is in quarantine by now
-            if opening is None:
-                yield None
-                return
-            header, read_first = opening
 
-            def read(names: Sequence[str]) -> dict[str, np.ndarray]:
-                def attempt(read_bytes: ReadInto) -> dict[str, np.ndarray]:
-                    if read_bytes is read_into:
-                        return read_first(names)
-                    # The second attempt reads the header again too, by the same function.
-                    again = self._open(name, fd, read_bytes)
-                    if again is None:
-                        raise StoreCorruptError("object: got nothing in a second read; expected the opened object")
-                    return again[1](names)
+        def first(read_bytes: ReadInto) -> tuple[Header, Read] | None:
+            return self._open(name, fd, read_bytes, stat.st_size)
 
-                return self._read_twice(name, fd, attempt)
+        try:
+            opening = self._read_twice(name, fd, first)
+        except OSError:
+            self.counters.add("read_errors")
+            return None
+        except StoreVersionError:
+            self.counters.add("newer")
+            return None
+        except StoreCorruptError:
+            return None  # it is in quarantine by now
+        if opening is None:
+            return None
+        header, read_first = opening
 
-            yield fd, header, read
+        def read(names: Sequence[str]) -> dict[str, np.ndarray]:
+            def attempt(read_bytes: ReadInto) -> dict[str, np.ndarray]:
+                if read_bytes is read_into:
+                    return read_first(names)
+                # The second attempt reads the header again too, by the same function.
+                again = self._open(name, fd, read_bytes)
+                if again is None:
+                    raise StoreCorruptError("object: got nothing in a second read; expected the opened object")
+                return again[1](names)
 
-    def _open(self, name: Name, fd: int, read_bytes: ReadInto) -> tuple[Header, Read] | None:
+            return self._read_twice(name, fd, attempt)
+
+        return header, read
+
+    def _open(self, name: Name, fd: int, read_bytes: ReadInto, size: int | None = None) -> tuple[Header, Read] | None:
         """Reads and decrypts the header of an open object; None if it has expired or is not encrypted but should be."""
-        header = read_header(fd, self._parse if read_bytes is read_into else parse_header, read_bytes)
-        check_name(header, name.file)
+        header = read_header(fd, self._parse if read_bytes is read_into else parse_header, read_bytes, size)
+        if header.name != name.file:
+            check_name(header, name.file)
         if header.expires is not None and self.clock() >= header.expires:
             self.counters.add("expired")
             return None
         opening = open_object(fd, header, self.encryption, self.buffers, read_bytes)
-        self.counters.add("unsealed", int(opening is None))
+        if opening is None:
+            self.counters.add("unsealed")
         return opening
 
     def _parse(self, raw: bytes, size: int) -> Header:
@@ -307,11 +356,11 @@ class Disk:
         self._note_unsteady()
         return found
 
-    def _touch(self, fd: int) -> None:
+    def _touch(self, fd: int, stat: os.stat_result) -> None:
         """Sets an object's access time, by which it is evicted. Does nothing on a read-only root."""
         with contextlib.suppress(OSError):
             # The modification time stays, because it encodes when the object expires.
-            os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
+            os.utime(fd, ns=(time.time_ns(), stat.st_mtime_ns))
 
     # --------------------------------------------------------------------------------------------- removing
 
@@ -417,7 +466,7 @@ class Disk:
                 if opening_crc(os.pread(fd, OPENING_BYTES, 0)) != known.crc:
                     return None
                 if due:
-                    self._touch(fd)
+                    self._touch(fd, stat)
                 return Version(identity(os.fstat(fd)), known.crc)
         except OSError:
             return None

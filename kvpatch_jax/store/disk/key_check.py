@@ -10,7 +10,6 @@ files, KEY was the bare value; it is read, and replaced when the tenant is opene
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +21,7 @@ from ...utils import strict_json
 from ..format.encryption import is_sealed
 from ..format.naming import is_object
 from ..io.files import NotRegularError, folder, read_small, typed_errors
+from ..io.locks import lock
 from .directory import reading
 from .root_config import publish_setting, replace_setting
 
@@ -122,7 +122,7 @@ def read_keys(root: str, space: str) -> KeyState | None:
 def changing_keys(root: str, space: str) -> Iterator[None]:
     """Context in which no other process changes a tenant's files. Raises StoreError."""
     with typed_errors(f"store {root}: change {space}/{NAME}"), folder(root, space, make=True) as fd:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        lock(fd, f"{root}/{space}")
         yield
 
 

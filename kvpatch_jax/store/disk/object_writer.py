@@ -153,7 +153,6 @@ class ObjectWriter:
 
             # Data before names: a name that survives a crash must refer to a whole object.
             sync_files([file.fd for file in files])
-            self._check_keys(items)
             waiting, named, buried = files, list[_Written](), list[Name]()
             while waiting:
                 waiting = self._name(waiting, named, buried, only)
@@ -178,6 +177,7 @@ class ObjectWriter:
         changes = Changes()
         placed: list[_Written] = []
         with locked_shards(self.root, [file.name.folder for file in files], make=True) as shards:
+            self._check_keys(file.name for file in files)
             for file in files:
                 shard = shards[file.name.folder]
                 why = self._outdated(shard, file.name, file.header.revision, only)
@@ -213,10 +213,44 @@ class ObjectWriter:
         gone = 0 if self.tombstones is None else self.tombstones.of(name, shard.fd)
         return "buried" if revision <= gone else None
 
-    def _check_keys(self, items: Sequence[tuple[Name, object]]) -> None:
-        """Writes and compares the key-check files of tenants, which a deletion of a tenant may have removed."""
-        for space in sorted({f"obj/{name.tenant}" for name, _ in items}):
+    def _check_keys(self, names: Iterable[Name]) -> None:
+        """Compares the key with the tenants' own, and writes the files that a deletion of a tenant may have removed.
+
+        In the locks of the shards: a rotation waits for them, so that nothing is written with the old key afterwards.
+        """
+        for space in sorted({f"obj/{name.tenant}" for name in names}):
             check_key(self.root, space, self._check, note=True)
+
+    def replace(self, name: Name, blob: Blob, file: Identity, used: float) -> int:
+        """Replaces an object by another form of it durably, with its revision and its time of last use.
+
+        Args:
+          file: identity (`written`) of the file that the form was made of.
+          used: time of the last use, in seconds since the epoch.
+
+        Returns:
+          The bytes of the file; 0 if the object was written or deleted in the meantime. Raises as `put`.
+        """
+        with typed_errors("store: replace"), contextlib.ExitStack() as stack:
+            aside = stack.enter_context(self.temporaries())
+            write = functools.partial(write_blob, blob=blob, name=name.file)
+            place, fd, header = stack.enter_context(self.written(name, aside, write))
+            os.utime(fd, ns=(int(used * 1e9), os.fstat(fd).st_mtime_ns))
+            sync_files([fd])
+            with contextlib.suppress(FileNotFoundError), locked_shards(self.root, [name.folder]) as shards:
+                shard = shards[name.folder]
+                if written(os.stat(name.file, dir_fd=shard.fd, follow_symlinks=False)) != file:
+                    return 0
+                rename(place.folder, place.name, shard.fd, name.file)
+                entry = object_of(name.path, os.fstat(fd), header.revision, header.expires)
+                self._index.record([shard], Changes(added=[entry] if name.kind != "entry" else []))
+                outbox = Outbox(self.root)
+                if outbox.holds(name):  # what waits for the remote store has this form too
+                    outbox.add(shard, name.file)
+                    outbox.sync()
+                os.fsync(shard.fd)
+                return header.size
+        return 0
 
     def add_all(self, groups: Iterable[Sequence[tuple[Name, Blob | LinkSource]]], copy: bool) -> int:
         """Calls `add` for every group, and on any exception removes what was added. Returns the number of objects."""
@@ -249,12 +283,11 @@ class ObjectWriter:
             aside = stack.enter_context(self.temporaries())
             sources = [stack.enter_context(self._source(name, item, aside, copy)) for name, item in items]
             sync_files([fd for _, fd in sources])
-            if self._check is not None:
-                self._check_keys(items)
-
             changes = Changes()
             folders = {name.folder for name, _ in items}
             with locked_shards(self.root, folders, make=True) as shards:
+                if self._check is not None:
+                    self._check_keys(name for name, _ in items)
                 for (name, item), (place, fd) in zip(items, sources, strict=True):
                     shard = shards[name.folder]
                     gone = 0 if self.tombstones is None else self.tombstones.of(name, shard.fd)

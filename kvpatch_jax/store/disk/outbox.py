@@ -129,6 +129,10 @@ class Outbox:
             if written(os.stat(entry.file, dir_fd=fd, follow_symlinks=False)) == entry.identity:
                 os.unlink(entry.file, dir_fd=fd)
 
+    def holds(self, name: Name) -> bool:
+        """Returns whether an object waits to be sent."""
+        return name.kind != "entry" and os.path.lexists(f"{self._root}/{FOLDER}/{file_of(name)}")
+
     def bring_back(self, name: Name) -> bool:
         """Links an object that waits to be sent back to its name, from which it was evicted. Returns whether it did."""
         try:

@@ -90,10 +90,11 @@ class TenantDisk:
         self.closed = False
 
     def close(self) -> None:
-        """Refuses further calls and drops cached headers."""
+        """Refuses further calls, drops cached headers and frees idle buffers."""
         self.closed = True
         self.disk.forget()
         self.disk.index.close()  # other stores of the root open it again
+        self.disk.buffers.close()
 
     def expect_open(self) -> None:
         """Raises StoreClosedError after `close`."""

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-import json
+import marshal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -16,17 +16,18 @@ from ...core import Channel, KVLayout, PackedArray, PhaseFreeKV, Rope, Scaling, 
 from ...errors import InputError, KVPatchError, ShapeError, StoreCorruptError, StoreVersionError
 from .compatibility import expect_fields, expect_known
 from .header import DTYPES, MALFORMED, dtype_word
-from .host_memory import stack_views
 from .naming import Encoding, encoding_in, encoding_word, few_bits
-from .objects import Arrays, Blob
-from .packed import SUFFIXES, PackedForm, form_of, kv_encoding, kv_forms, leaves_of, packed_of, stacked
+from .objects import Arrays, Blob, stack_layers
+from .packed import SUFFIXES, PackedForm, form_of, kv_encoding, kv_forms, leaves_of, packed_of
 
 CHUNK_FIELDS = ("lead", "id", "backbone", "span", "length", "layout", "dtypes", "hidden", "content")
 """Fields of a canonical's body. `lead` is absent from canonicals that were prefilled alone."""
 PACKED_FIELDS = (*CHUNK_FIELDS, "encoding", "groups")
 """Fields of the body of a canonical with packed kv: the encoding's word too, and each channel's group."""
 
-_DTYPES = frozenset(str(dtype) for dtype in DTYPES.values())
+_KNOWN_LEAVES = 4096
+"""Leaves of the largest canonical whose names are remembered."""
+_DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
 
 _LARGEST = {
     "int8": 127.0,
@@ -51,13 +52,18 @@ def layout_of(body: Mapping[str, Any]) -> KVLayout:
       StoreVersionError: a later version wrote it.
       StoreCorruptError, ValueError, TypeError, LookupError: it is malformed.
     """
-    # Decoded once per text: building and checking a layout takes longer than reading a small object.
-    return _layout_of_text(json.dumps(body))
+    # Decoded once per content: building and checking a layout takes longer than reading a small object.
+    return _layout_of_bytes(_content(body))
+
+
+def _content(*values: Any) -> bytes:
+    """Returns values from JSON as bytes, equal only for equal values of equal types: 1, 1.0 and true differ."""
+    return marshal.dumps(values, 2)
 
 
 @functools.lru_cache(maxsize=64)
-def _layout_of_text(text: str) -> KVLayout:
-    body = json.loads(text)
+def _layout_of_bytes(content: bytes) -> KVLayout:
+    [body] = marshal.loads(content)
     expect_fields("layout", body, KVLayout)
     expect_fields("rope", body["rope"], Rope)
     expect_fields("scaling", body["rope"]["scaling"], Scaling)
@@ -218,8 +224,27 @@ def chunk_layout(body: Mapping[str, Any], leaves: Iterable[str]) -> KVLayout:
     Raises:
       StoreVersionError: a later version wrote it. Any of `MALFORMED` for a malformed body.
     """
+    return _layout_and_scales(body, leaves)[0]
+
+
+def _layout_and_scales(body: Mapping[str, Any], leaves: Iterable[str]) -> tuple[KVLayout, bool]:
+    """Returns the layout as `chunk_layout`, and whether a leaf holds the scales of a smaller dtype.
+
+    The canonicals of a model are alike, so the last answers are remembered, by all that they depend on.
+    """
+    leaves = tuple(leaves)
+    content = _content(list(body), *map(body.get, ("dtypes", "layout", "hidden", "encoding")))
+    check = _checked_layout if len(leaves) <= _KNOWN_LEAVES else _checked_layout.__wrapped__
+    return check(content, leaves)
+
+
+@functools.lru_cache(maxsize=64)
+def _checked_layout(content: bytes, leaves: tuple[str, ...]) -> tuple[KVLayout, bool]:
+    fields, dtypes, layout_fields, hidden, encoding = marshal.loads(content)
+    body = dict.fromkeys(fields) | {"dtypes": dtypes, "layout": layout_fields}
+    body |= {} if encoding is None else {"encoding": encoding}
     layout = body_layout(body)
-    suffixes = ("scale",) if kv_encoding(body) is None else SUFFIXES
+    suffixes = ("scale",) if encoding is None else SUFFIXES
     parts = set(layout.names)
     for name in layout.names:
         parts |= {f"{name}.{suffix}" for suffix in suffixes}
@@ -232,8 +257,8 @@ def chunk_layout(body: Mapping[str, Any], leaves: Iterable[str]) -> KVLayout:
         if word != "layer" or part not in parts or not number.isdecimal() or int(number) >= layout.layers:
             others.append(leaf)
 
-    expect_known("canonical with a leaf", others, ("local", *(f"hidden.{layer}" for layer in body["hidden"] or ())))
-    return layout
+    expect_known("canonical with a leaf", others, ("local", *(f"hidden.{layer}" for layer in hidden or ())))
+    return layout, any(leaf.endswith(".scale") for leaf in leaves)
 
 
 def body_layout(body: Mapping[str, Any]) -> KVLayout:
@@ -299,20 +324,23 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
       StoreVersionError: a later version wrote it.
     """
     with decoding("chunk"):
-        layout = chunk_layout(body, arrays)
-        layers = range(layout.layers)
+        layout, reduced = _layout_and_scales(body, arrays)
         encoding = kv_encoding(body)
-        reduced = any(name.endswith(".scale") for name in arrays)
         for name, dtype in body["dtypes"].items() if encoding is None else ():
-            reduced = reduced or str(arrays[f"layer.0.{name}"].dtype) != dtype
+            reduced = reduced or arrays[f"layer.0.{name}"].dtype != _DTYPES.get(dtype)
 
         rest, kv = arrays, dict[str, Any]()
         if encoding is not None:
             forms = kv_forms(body, layout, encoding)
-            packed = [_packed_layer(forms, layer, arrays) for layer in layers]
-            kv = {name: stacked([value[name] for value in packed], stack_views) for name in layout.names}
+            for name, form in forms.items():
+                parts: dict[str, np.ndarray] = {}
+                for leaf in form.leaves:
+                    parts[f"{name}.{leaf}"] = stack_layers(arrays, layout.layers, f"{name}.{leaf}")
+                kv[name] = packed_of(parts, name, form)
+                if kv[name].ndim != 4:
+                    raise ShapeError(f"object: got {name} of shape {kv[name].shape}; expected [L, T, K, H]")
         elif reduced:
-            values = [layer_of(body, layer, arrays) for layer in layers]
+            values = [layer_of(body, layer, arrays) for layer in range(layout.layers)]
             kv = {name: np.stack([value[name] for value in values]) for name in layout.names}
             # Copied, because these few small views would keep the whole buffer alive.
             rest = {name: value.copy() for name, value in arrays.items() if not name.startswith("layer.")}
@@ -320,7 +348,7 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
                 value.flags.writeable = False
         else:
             for name in layout.names:
-                kv[name] = stack_views([arrays[f"layer.{layer}.{name}"] for layer in layers])
+                kv[name] = stack_layers(arrays, layout.layers, name)
 
         hidden = body["hidden"]
         return unchecked_chunk(
@@ -353,8 +381,7 @@ def unchecked_chunk(**fields: Any) -> Chunk:
     """Makes a chunk with checks of its shapes and not of its values, which would take a pass over them."""
     fields["layout"].check(fields["kv"], "chunk")
     chunk = object.__new__(Chunk)
-    for name, value in (fields | {"kv": PhaseFreeKV(fields["kv"])}).items():
-        object.__setattr__(chunk, name, value)
+    vars(chunk).update(fields, kv=PhaseFreeKV(fields["kv"]))
     is_one = chunk.batch is None and len(chunk.local) == chunk.tokens
     if not is_one or not 1 <= chunk.length <= chunk.tokens or chunk.span < 0:
         raise StoreCorruptError(f"chunk: got length {chunk.length}, span {chunk.span}; expected them within its kv")

@@ -30,7 +30,7 @@ from ..io.files import ReadInto, read_into
 from .buffers import Buffers
 from .compatibility import expect_known
 from .header import DTYPES, Header, Leaf, dtype_word
-from .objects import Arrays, Blob, arranged, as_bytes, read_leaves
+from .objects import Arrays, Blob, Leaves, arranged, as_bytes, read_leaves
 
 Read = Callable[[Sequence[str]], dict[str, np.ndarray]]
 """Reads adjacent leaves and verifies their checksums."""
@@ -197,18 +197,17 @@ class AesGcm:
 
     def _decrypted(
         self, cipher: "_Cipher", wanted: Mapping[str, Mapping["_Piece", np.ndarray]], leaves: Mapping[str, Leaf]
-    ) -> dict[str, np.ndarray]:
+    ) -> Leaves:
         """Decrypts leaves into one buffer, placed by `arranged`, as those of a plain file. Returns read-only views."""
         places, room = arranged({name: leaves[name].nbytes for name in wanted})
         data = self._buffers.lease(room)
-        spans = {name: slice(at, at + leaves[name].nbytes) for name, at in places.items()}
         for name, found in wanted.items():
             at = places[name]
             for piece, value in found.items():
                 cipher.decrypt(piece, value, data[at : at + len(value) - _TAG])
                 at += len(value) - _TAG
         data.flags.writeable = False
-        return {n: data[spans[n]].view(leaves[n].dtype).reshape(leaves[n].shape) for n in wanted}
+        return Leaves(data, places, [leaves[name] for name in wanted])
 
 
 class _Piece(NamedTuple):

@@ -7,10 +7,11 @@ before anything is allocated from it.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -59,7 +60,8 @@ DTYPES: dict[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
 }
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
-_OPENING = b'{"__metadata__":{"header_crc":"'
+_METADATA_OPENING = b'{"header_crc":"'
+_OPENING = b'{"__metadata__":' + _METADATA_OPENING
 _NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+){0,4}")
 _CRC = re.compile("[0-9a-f]{8}")
 _METADATA = ("header_crc", "version", "reader", "name", "kind", "revision", "expires", "crc", "body")
@@ -68,6 +70,7 @@ _NUMBER = re.compile("0|[1-9][0-9]{0,19}")
 _KINDS = ("kv", "patch", "encoder", "entry")
 _ENTRY = ("dtype", "shape", "data_offsets")
 _DEPTH = 12
+_LARGEST_KNOWN = 64 << 10  # characters of leaves' entries that are remembered
 
 
 class Leaf(NamedTuple):
@@ -95,6 +98,7 @@ class Header:
       size: bytes of the file.
       crc: checksum of everything before the first leaf. It covers the leaves' checksums, so it identifies a version.
       revision: revision of the name, of which every write has a larger one (`revisions`); 0: of format version 1.
+      memo: what readers of the object keep about it.
     """
 
     name: str
@@ -106,6 +110,7 @@ class Header:
     size: int
     crc: bytes = b""
     revision: int = 0
+    memo: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 def dtype_word(dtype: np.dtype) -> str:
@@ -226,12 +231,19 @@ def parse_header(raw: bytes, size: int | None) -> Header:
     if crc != computed:
         raise StoreCorruptError(f"object: got header checksum {crc!r}; expected {computed!r}, computed from the bytes")
 
-    tree = _parse_json(raw[8:], "header")
-    metadata = _known_metadata(tree.pop("__metadata__"))
+    # The entries of the leaves are the same text in all objects of one form, so they are parsed apart.
+    try:
+        text = raw[8:].decode("utf-8")
+        value, end = strict_json.first_value(text, len(_OPENING) - len(_METADATA_OPENING))
+    except ValueError as error:
+        raise StoreCorruptError(f"object: got a header that is not JSON: {str(error)[:200]}; expected JSON") from error
+    metadata = _known_metadata(value)
     expect_known("kind", [metadata["kind"]], _KINDS)
     revision = int(metadata.get("revision", "0"))
 
-    leaves, size = _parse_leaves(tree, metadata["crc"], len(raw), size)
+    entries = text[end:].rstrip(" ")
+    parse = _parse_leaves if len(entries) <= _LARGEST_KNOWN else _parse_leaves.__wrapped__
+    leaves, size = _placed_leaves(*parse(entries), metadata["crc"], len(raw), size)
     body = _parse_json(metadata["body"], "body")
     check_depth(body, _DEPTH)
 
@@ -307,11 +319,10 @@ type _Form = tuple[np.dtype, tuple[int, ...], int]
 """Dtype, shape, bytes."""
 
 
-def _parse_leaves(tree: dict[str, Any], checksums: str, start: int, size: int | None) -> tuple[dict[str, Leaf], int]:
-    """Parses the leaves, which begin at `start`. Also returns where the last of them ends.
-
-    Error messages contain no whole values: these may be nested deeply.
-    """
+def _placed_leaves(
+    forms: Sequence[Leaf], end: int, checksums: str, start: int, size: int | None
+) -> tuple[dict[str, Leaf], int]:
+    """Returns the leaves of `_parse_leaves` with checksums and offsets in a file. Also returns where the last ends."""
     crcs: dict[str, int] = {}
     for part in checksums.split(" ") if checksums else ():
         name, _, digits = part.partition("=")
@@ -319,9 +330,26 @@ def _parse_leaves(tree: dict[str, Any], checksums: str, start: int, size: int | 
             raise StoreCorruptError(f"object: got checksums {checksums[:60]!r}; expected name=8 hexadecimal digits")
         crcs[name] = int(digits, 16)
 
-    leaves: dict[str, Leaf] = {}
+    end += start
+    if size not in (None, end) or list(crcs) != [form.name for form in forms]:
+        raise StoreCorruptError(f"object: got {len(crcs)} checksums, {end} bytes; expected {len(forms)} and {size}")
+    leaves = {}
+    for name, dtype, shape, offset, nbytes, _ in forms:
+        leaves[name] = Leaf(name, dtype, shape, start + offset, nbytes, crcs[name])
+    return leaves, end
+
+
+@functools.lru_cache(64)
+def _parse_leaves(entries: str) -> tuple[tuple[Leaf, ...], int]:
+    """Parses what follows the metadata: the leaves, by offsets from the first and without checksums, and their end.
+
+    Error messages contain no whole values: these may be nested deeply.
+    """
+    tree = _parse_json(f'{{"__metadata__":0{entries}', "header")
+    del tree["__metadata__"]
+    leaves: list[Leaf] = []
     forms: dict[Any, _Form] = {}  # the layers are alike: each form is parsed once
-    offset = start
+    offset = 0
 
     for name, entry in tree.items():
         if len(name) > 80 or not _NAME.fullmatch(name):
@@ -340,20 +368,14 @@ def _parse_leaves(tree: dict[str, Any], checksums: str, start: int, size: int | 
             form = forms[key] = _parse_form(name, word, shape)
 
         dtype, shape, nbytes = form
-        begin = offset - start
-        if offsets != [begin, begin + nbytes] or set(map(type, offsets)) != {int}:
-            raise StoreCorruptError(f"object: leaf {name}: got other offsets; expected {[begin, begin + nbytes]}")
+        if offsets != [offset, offset + nbytes] or set(map(type, offsets)) != {int}:
+            raise StoreCorruptError(f"object: leaf {name}: got other offsets; expected {[offset, offset + nbytes]}")
         if not name.startswith("pad."):
-            leaves[name] = Leaf(name, dtype, shape, offset, nbytes, crcs.get(name, -1))
+            leaves.append(Leaf(name, dtype, shape, offset, nbytes, 0))
         elif dtype != np.uint8 or nbytes >= ALIGNMENT:
             raise StoreCorruptError(f"object: {name}: got {nbytes} bytes of {dtype}; expected uint8 below {ALIGNMENT}")
         offset += nbytes
-        if size is not None and offset > size:
-            raise StoreCorruptError(f"object: got leaf {name} up to byte {offset}; expected at most {size}")
-
-    if size not in (None, offset) or list(crcs) != list(leaves):
-        raise StoreCorruptError(f"object: got {len(crcs)} checksums, {offset} bytes; expected {len(leaves)} and {size}")
-    return leaves, offset
+    return tuple(leaves), offset
 
 
 def _parse_form(name: str, word: Any, shape: Any) -> _Form:

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -238,7 +239,12 @@ class ObjectNames:
     def _key(self) -> bytes:
         return bytes.fromhex(digest_of([b"tenant", encoded(self.tenant)], hashlib.blake2b(self.secret).digest()))
 
-    def _name(self, size: int, *fields: str) -> str:
+    @functools.cached_property
+    def _name(self) -> Callable[..., str]:
+        """Function of bytes and fields that returns their keyed digest; the last ones are remembered."""
+        return functools.lru_cache(1024)(self._digest)
+
+    def _digest(self, size: int, *fields: str) -> str:
         return digest_of([encoded(field) for field in fields], self._key, size)
 
     def signature(self, *fields: str) -> str:

@@ -8,7 +8,7 @@ import os
 import string
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -72,6 +72,39 @@ class Blob:
 def blob_of(header: Header, arrays: Arrays) -> Blob:
     """Returns the content of an object that was read, to be written again."""
     return Blob(header.kind, header.body, arrays, header.expires, header.revision)  # pyright: ignore[reportArgumentType]
+
+
+class Leaves(dict[str, np.ndarray]):
+    """Verified leaves of an object by name: read-only views of one block of memory.
+
+    Attributes:
+      block: uint8 [n], read-only.
+      places: offset of each leaf in the block.
+    """
+
+    def __init__(self, block: np.ndarray, places: Mapping[str, int], leaves: Iterable[Leaf]):
+        super().__init__()
+        self.block, self.places = block, places
+        for name, dtype, shape, _, _, _ in leaves:
+            self[name] = np.ndarray(shape, dtype, block, places[name])
+
+
+def stack_layers(arrays: Arrays, layers: int, leaf: str) -> np.ndarray:
+    """Stacks the leaves `layer.<n>.<leaf>`, [L, ...]: as a view if they are evenly spaced in one block.
+
+    Raises:
+      StoreCorruptError: they differ in shape or dtype. KeyError: one is missing.
+    """
+    parts = [arrays[f"layer.{layer}.{leaf}"] for layer in range(layers)]  # ends where a forged number of layers does
+    first = parts[0]
+    if len({(part.shape, part.dtype) for part in parts}) != 1:
+        raise StoreCorruptError(f"object: got layers of {leaf} of several forms; expected one")
+    if isinstance(arrays, Leaves):
+        places = [arrays.places[f"layer.{layer}.{leaf}"] for layer in range(layers)]
+        step = places[1] - places[0] if layers > 1 else padded(first.nbytes)
+        if step >= first.nbytes > 0 and places == list(range(places[0], places[0] + step * layers, step)):
+            return np.ndarray((layers, *first.shape), first.dtype, arrays.block, places[0], (step, *first.strides))
+    return np.stack(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,20 +200,24 @@ def write_blob(fd: int, blob: Blob, name: str) -> Header:
 
 
 def read_header(
-    fd: int, parse: Callable[[bytes, int], Header] = parse_header, read_bytes: ReadInto = read_into
+    fd: int,
+    parse: Callable[[bytes, int], Header] = parse_header,
+    read_bytes: ReadInto = read_into,
+    size: int | None = None,
 ) -> Header:
     """Reads and verifies the header of an open file.
 
     Args:
       parse: `parse_header`, or a cached version of it.
       read_bytes: reads from the file.
+      size: bytes of the file, if they are known.
 
     Raises:
       StoreCorruptError: it is no object.
       StoreVersionError: a later version wrote it.
       OSError: the read failed.
     """
-    size = os.fstat(fd).st_size
+    size = os.fstat(fd).st_size if size is None else size
     opening = os.pread(fd, _OPENING, 0) if read_bytes is read_into else _read_bytes(fd, min(size, _OPENING), read_bytes)
     length = header_length(opening, size)
     if length > len(opening):
@@ -194,9 +231,47 @@ def _read_bytes(fd: int, size: int, read_bytes: ReadInto) -> bytes:
     return raw.tobytes()
 
 
+class _Plan(NamedTuple):
+    """How adjacent leaves are read: `places` in memory by `arranged`, `spans` there with their padding.
+
+    A run is a number of leaves, `_RUN` bytes or a little more, by the numbers of its first and of the one after it.
+    """
+
+    leaves: tuple[Leaf, ...]
+    places: Mapping[str, int]
+    room: int
+    spans: tuple[tuple[int, int], ...]
+    sums: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...]
+
+
+def _plan(header: Header, names: Sequence[str]) -> _Plan:
+    """Returns how leaves are read. That of all leaves is kept with the header, which may be read again."""
+    whole = len(names) == len(header.leaves)
+    if whole and "plan" in header.memo:
+        return header.memo["plan"]
+    leaves = tuple(header.leaves[name] for name in names)
+    places, room = arranged({leaf.name: leaf.nbytes for leaf in leaves})
+    spans = tuple((places[leaf.name], places[leaf.name] + padded(leaf.nbytes)) for leaf in leaves)
+
+    runs: list[tuple[int, int]] = []
+    begin = size = 0
+    for end, leaf in enumerate(leaves, 1):
+        size += padded(leaf.nbytes)
+        if size >= _RUN or end == len(leaves):
+            runs.append((begin, end))
+            begin, size = end, 0
+    # The checksum of a leaf with padding is not that of its span, so it is compared on its own.
+    sums = tuple(-1 if leaf.nbytes % ALIGNMENT else leaf.crc for leaf in leaves)
+    plan = _Plan(leaves, places, room, spans, sums, tuple(runs))
+    if whole and tuple(names) == tuple(header.leaves):
+        header.memo["plan"] = plan
+    return plan
+
+
 def read_leaves(
     fd: int, header: Header, names: Sequence[str], buffers: Buffers, read_bytes: ReadInto = read_into
-) -> dict[str, np.ndarray]:
+) -> Leaves:
     """Reads and verifies adjacent leaves. Returns read-only views of one buffer, placed by `arranged`.
 
     They are read in runs, and each run's checksums are computed while it is in the cache; large reads use several
@@ -206,36 +281,28 @@ def read_leaves(
       StoreCorruptError: a checksum does not match, or the file is too short.
       OSError: the read failed.
     """
-    leaves = [header.leaves[name] for name in names]
-    if not leaves:
-        return {}
+    plan = _plan(header, names)
+    block = buffers.lease(plan.room)
+    memory = memoryview(block)
+    block.flags.writeable = False  # the view made before stays writable, to be read into
 
-    places, room = arranged({leaf.name: leaf.nbytes for leaf in leaves})
-    data = buffers.lease(room)
-    rooms = [(leaf, data[places[leaf.name] : places[leaf.name] + padded(leaf.nbytes)]) for leaf in leaves]
-    data.flags.writeable = False  # the views made before stay writable, to be read into
+    def read(run: tuple[int, int]) -> None:
+        first, end = run
+        rooms = [memory[begin:end] for begin, end in plan.spans[first:end]]
+        read_bytes(fd, rooms, plan.leaves[first].offset)
+        for number, crc in enumerate(map(crc32, rooms), first):
+            if crc != plan.sums[number]:
+                verify(plan.leaves[number], rooms[number - first])
 
-    # Group adjacent leaves into runs of `_RUN` bytes or more.
-    runs: list[list[_Room]] = [[]]
-    size = 0
-    for leaf, space in rooms:
-        if size >= _RUN:
-            runs.append([])
-            size = 0
-        runs[-1].append((leaf, space))
-        size += len(space)
-
-    arrays: dict[str, np.ndarray] = {}
-    if room < _SPLIT or _WORKERS == 1:
-        for run in runs:
-            arrays |= _read_run(fd, run, read_bytes)
-        return arrays
-
-    reads = [_helpers.submit(_read_run, fd, run, read_bytes) for run in runs]
-    concurrent.futures.wait(reads)  # all of them: the caller closes the descriptor if one fails
-    for read in reads:
-        arrays |= read.result()
-    return arrays
+    if plan.room < _SPLIT or _WORKERS == 1:
+        for run in plan.runs:
+            read(run)
+    else:
+        reads = [_helpers.submit(read, run) for run in plan.runs]
+        concurrent.futures.wait(reads)  # all of them: the caller closes the descriptor if one fails
+        for job in reads:
+            job.result()
+    return Leaves(block, plan.places, plan.leaves)
 
 
 def arranged(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
@@ -255,43 +322,38 @@ def arranged(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
     return places, at
 
 
-type _Room = tuple[Leaf, np.ndarray]
-"""A leaf, and the memory for it and its padding."""
-
-
-def _read_run(fd: int, rooms: Sequence[_Room], read_bytes: ReadInto) -> dict[str, np.ndarray]:
-    read_bytes(fd, [room for _, room in rooms], rooms[0][0].offset)
-    return {leaf.name: _verified(leaf, room) for leaf, room in rooms}
-
-
 def padded(size: int) -> int:
     """Returns the size of a leaf in a file, including padding."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _verified(leaf: Leaf, room: np.ndarray) -> np.ndarray:
-    """Verifies a leaf and its padding. Returns a read-only view of the leaf."""
-    room.flags.writeable = False  # first, so that nothing changes what is verified
-    content, padding = room[: leaf.nbytes], room[leaf.nbytes :]
-    crc = crc32(content)
+def verify(leaf: Leaf, room: memoryview) -> None:
+    """Verifies a leaf and its padding. Raises StoreCorruptError."""
+    padding = len(room) - leaf.nbytes
+    crc = crc32(room[: leaf.nbytes] if padding else room)
     if crc != leaf.crc:
         raise StoreCorruptError(f"object: leaf {leaf.name}: got checksum {crc:08x}; expected {leaf.crc:08x}")
-    if len(padding) and padding.any():
-        index = int(np.argmax(padding != 0))
+    if padding and any(room[leaf.nbytes :]):
+        index, byte = next((index, byte) for index, byte in enumerate(room[leaf.nbytes :]) if byte)
         raise StoreCorruptError(
-            f"object: leaf {leaf.name}: got padding byte {index} of {padding[index]}; expected {len(padding)} zeros"
+            f"object: leaf {leaf.name}: got padding byte {index} of {byte}; expected {padding} zeros"
         )
-    return content.view(leaf.dtype).reshape(leaf.shape)
 
 
-def take_leaves(data: np.ndarray, first: int, leaves: Iterable[Leaf]) -> dict[str, np.ndarray]:
+def take_leaves(data: np.ndarray, first: int, leaves: Iterable[Leaf]) -> Leaves:
     """Returns verified read-only views of leaves in the file's bytes, which begin at offset `first`.
 
     Raises:
       StoreCorruptError: a checksum does not match, or padding is not zero.
     """
-    starts = ((leaf, leaf.offset - first) for leaf in leaves)
-    return {leaf.name: _verified(leaf, data[at : at + padded(leaf.nbytes)]) for leaf, at in starts}
+    block, leaves = data.view(), list(leaves)
+    block.flags.writeable = False
+    memory = memoryview(block)
+    places = {leaf.name: leaf.offset - first for leaf in leaves}
+    for leaf in leaves:
+        at = places[leaf.name]
+        verify(leaf, memory[at : at + padded(leaf.nbytes)])
+    return Leaves(block, places, leaves)
 
 
 def check_name(header: Header, name: str) -> None:

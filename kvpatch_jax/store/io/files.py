@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ...errors import StoreCorruptError, StoreError, StoreFullError, StoreIOError, StoreReadOnlyError
+from .folders import close, made_folder, open_folder
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _MOST_BUFFERS = 512
 _RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE, which Python's `os` does not name
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _REGULAR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO would wait for its other end
 _IRREGULAR = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP)
 """Errors of the system for links, FIFOs and sockets, directories and devices that are opened in this way."""
@@ -56,13 +56,12 @@ def typed_errors(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(path: str, flags: int, mode: int = 0o600) -> Iterator[int]:
-    """Opens a file and closes it at the end. Errors of closing are ignored: data that must be durable was synced."""
+    """Opens a file and closes it at the end, as `close`."""
     fd = os.open(path, flags | os.O_CLOEXEC, mode)
     try:
         yield fd
     finally:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+        close(fd)
 
 
 type Identity = tuple[int, int, int]
@@ -107,27 +106,11 @@ def folder(root: str, path: str = "", *, make: bool = False) -> Iterator[int]:
       NotADirectoryError: there is a link or a file on the path.
       OSError: another error.
     """
-    fd = os.open(root, _FOLDER)
+    fd = made_folder(root, path) if make else open_folder(root, path)
     try:
-        for part in path.split("/") if path else ():
-            if make:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, 0o700, dir_fd=fd)
-                os.fsync(fd)  # also of an existing directory: its maker may not have synced its name yet
-
-            outer = fd
-            try:
-                fd = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=outer)
-            except OSError as error:
-                if error.errno not in (errno.ELOOP, errno.ENOTDIR):
-                    raise
-                raise NotADirectoryError(errno.ENOTDIR, f"{part} is a link or a file, not a directory") from None
-            with contextlib.suppress(OSError):
-                os.close(outer)
         yield fd
     finally:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+        close(fd)
 
 
 @contextlib.contextmanager
@@ -141,17 +124,37 @@ def open_regular(root: str, path: str, flags: int = os.O_RDONLY, *, noatime: boo
       NotRegularError: it is a link, a directory, a FIFO, ….
       OSError: as `folder`, or another error.
     """
-    above, _, name = path.rpartition("/")
-    with contextlib.ExitStack() as stack:
-        # The folder is closed before the file is used, so that an open object takes one descriptor.
-        with folder(root, above) as parent:
-            fd = stack.enter_context(open_regular_in(parent, name, flags, noatime=noatime))
+    fd, _ = open_file(root, path, flags, noatime=noatime)
+    try:
         yield fd
+    finally:
+        close(fd)
 
 
 @contextlib.contextmanager
 def open_regular_in(parent: int, name: str, flags: int = os.O_RDONLY, *, noatime: bool = False) -> Iterator[int]:
     """Opens a regular file in an open directory, as `open_regular`."""
+    fd, _ = open_file_in(parent, name, flags, noatime=noatime)
+    try:
+        yield fd
+    finally:
+        close(fd)
+
+
+def open_file(root: str, path: str, flags: int = os.O_RDONLY, *, noatime: bool = False) -> tuple[int, os.stat_result]:
+    """Opens a regular file at `path` below a root, as `open_regular`. Returns its descriptor and its `stat`."""
+    above, _, name = path.rpartition("/")
+    parent = open_folder(root, above)
+    try:
+        return open_file_in(parent, name, flags, noatime=noatime)
+    finally:
+        close(parent)  # before the file is used, so that an open object takes one descriptor
+
+
+def open_file_in(
+    parent: int, name: str, flags: int = os.O_RDONLY, *, noatime: bool = False
+) -> tuple[int, os.stat_result]:
+    """Opens a regular file in an open directory, as `open_regular`. Returns its descriptor and its `stat`."""
     quiet = getattr(os, "O_NOATIME", 0) if noatime else 0
     try:
         try:
@@ -167,12 +170,13 @@ def open_regular_in(parent: int, name: str, flags: int = os.O_RDONLY, *, noatime
 
     try:
         # Some FIFOs and devices can be opened: what was opened is examined, and not the path, which may change.
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
             raise NotRegularError(errno.EINVAL, "a FIFO, a directory or the like", name)
-        yield fd
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+    except BaseException:
+        close(fd)
+        raise
+    return fd, found
 
 
 def read_small(root: str, path: str, most: int, *, noatime: bool = False) -> bytes:
@@ -205,30 +209,31 @@ def write_all(fd: int, parts: Sequence[bytes | np.ndarray], offset: int) -> None
         waiting = _behind(waiting, written)
 
 
-def read_into(fd: int, targets: Sequence[np.ndarray], offset: int) -> None:
-    """Fills arrays of uint8 consecutively with the bytes from `offset` on.
+def read_into(fd: int, targets: Sequence[np.ndarray | memoryview], offset: int) -> None:
+    """Fills buffers of bytes consecutively with the bytes from `offset` on.
 
     Raises:
       StoreCorruptError: the file is too short.
     """
-    waiting = [memoryview(target) for target in targets if len(target)]
-    while waiting:
+    waiting, left = targets, sum(map(len, targets))
+    while left:
         count = os.preadv(fd, waiting[:_MOST_BUFFERS], offset)
         if count == 0:
-            raise StoreCorruptError(f"object: got an end at byte {offset}; expected {sum(map(len, waiting))} more")
-        offset += count
-        waiting = _behind(waiting, count)
+            raise StoreCorruptError(f"object: got an end at byte {offset}; expected {left} more")
+        offset, left = offset + count, left - count
+        if left:
+            waiting = _behind([memoryview(target) for target in waiting], count)
 
 
-ReadInto = Callable[[int, Sequence[np.ndarray], int], None]
+ReadInto = Callable[[int, Sequence[np.ndarray | memoryview], int], None]
 """`read_into` or `read_again`."""
 
 _APART, _BEFORE = 4093, 37
 """Bytes per call of `read_again`, and bytes before the first: neither is a multiple of a page or of a leaf."""
 
 
-def read_again(fd: int, targets: Sequence[np.ndarray], offset: int) -> None:
-    """Fills arrays as `read_into`, for a second attempt at the same bytes.
+def read_again(fd: int, targets: Sequence[np.ndarray | memoryview], offset: int) -> None:
+    """Fills buffers as `read_into`, for a second attempt at the same bytes.
 
     It uses other memory, and calls with other offsets and lengths, so that a faulty reader does not see the same
     damage twice.

@@ -285,6 +285,14 @@ class RemoteStore:
         self._remote.delete(name.path, generation)
         return False
 
+    def replace(self, name: Name, blob: Blob, generation: bytes) -> bool:
+        """Writes another form of an object, unless it was written since `stored` found a generation of it.
+
+        Returns:
+          Whether it was written. Raises StoreIOError.
+        """
+        return self._remote.write(name.path, blob_bytes(blob, name.file), generation) is not None
+
     def put_if_absent(self, path: str, data: bytes) -> bool:
         """Writes a value if there is none. Returns whether this call wrote it, if `data` is unique to the caller.
 

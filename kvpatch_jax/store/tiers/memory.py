@@ -4,14 +4,17 @@ SLRU separates entries that were requested once from those requested again, so t
 evict those in use. A newcomer is admitted only if it was requested at least as often as all of its victims together,
 which weighs a large object against many small ones (aggregated victims: Einziger, Eytan, Friedman, Manes, "Lightweight
 Robust Size Aware Cache Management", 2021).
+
+A call takes constant time on average, however many entries there are: recency is the order of linked lists, expired
+entries are found by a heap, and bytes are counted and not summed. An eviction passes over pinned entries one by one.
 """
 
 import collections
 import dataclasses
-import itertools
+import heapq
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 from ..disk.counters import Counters
@@ -46,6 +49,14 @@ class CacheEntry[V]:
     version: Any = dataclasses.field(default=None, repr=False)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class _Slot[V]:
+    """Place of an entry: `list` is the number of its list, 2 * rank, and 1 more if it is protected."""
+
+    held: CacheEntry[V]
+    list: int
+
+
 class MemoryTier[V]:
     """Cache of entries within a budget. Thread-safe.
 
@@ -69,12 +80,15 @@ class MemoryTier[V]:
     ):
         self.word, self.budget, self.policy, self._pinned, self._clock = word, budget, policy, pinned, clock
         self._counters = Counters() if counters is None else counters
-        self._segments: dict[tuple[int, bool], collections.OrderedDict[Hashable, CacheEntry[V]]] = {
-            (rank, protected): collections.OrderedDict()
-            for rank, protected in itertools.product((DERIVED, ENCODER, CANONICAL), (False, True))
-        }
-        self._chunks: dict[str, set[Hashable]] = {}
+        self._slots: dict[Hashable, _Slot[V]] = {}
+        # Keys from the least to the most recently used, by rank and protection, in the order of eviction.
+        self._lists: list[collections.OrderedDict[Hashable, None]] = [collections.OrderedDict() for _ in range(6)]
+        self._protected = [0, 0, 0]  # bytes by rank
+        self._chunks: dict[str, dict[Hashable, None]] = {}
         self._asked: collections.Counter[Hashable] = collections.Counter()
+        # Times of expiry. An item whose entry is gone or was replaced stays until it is met, or most are such.
+        self._expiries: list[tuple[float, int, Hashable, _Slot[V]]] = []
+        self._number = 0  # of the item, so that no keys are compared
         self._bytes = 0
         self._lock = threading.RLock()
         register_fork_guard(self)
@@ -89,10 +103,10 @@ class MemoryTier[V]:
         return self._bytes
 
     def __len__(self) -> int:
-        return sum(map(len, self._segments.values()))
+        return len(self._slots)
 
     def __contains__(self, key: Hashable) -> bool:
-        return self._find(key) is not None
+        return key in self._slots
 
     def get(self, key: Hashable) -> CacheEntry[V] | None:
         """Returns an entry and makes it the most recently used; None if it is absent or expired."""
@@ -100,56 +114,68 @@ class MemoryTier[V]:
             # Requests of absent keys count too, for their admission. All counts are halved at times, so that old ones
             # fade.
             self._asked[key] += 1
-            if len(self._asked) > 64 + 8 * len(self):
+            if len(self._asked) > 64 + 8 * len(self._slots):
                 halved = {key: count // 2 for key, count in self._asked.items() if count > 1}
                 self._asked = collections.Counter(halved)
 
-            place = self._find(key)
-            if place is None:
+            slot = self._slots.get(key)
+            if slot is None:
                 return None
-            held = self._segments[place][key]
+            held = slot.held
             if held.expires is not None and self._clock() >= held.expires:
                 self._drop(key, "expired")
                 return None
 
-            rank, protected = place
-            if self.policy == "lru" or protected:
-                self._segments[place].move_to_end(key)
+            if self.policy == "lru" or slot.list % 2:
+                self._lists[slot.list].move_to_end(key)
                 return held
 
             # SLRU protects what is requested again; the least recently used beyond the share lose their protection.
-            upper, lower = self._segments[rank, True], self._segments[rank, False]
-            upper[key] = lower.pop(key)
-            protected_bytes = sum(entry.nbytes for entry in upper.values())
-            while protected_bytes > PROTECTED_SHARE * self.budget and len(upper) > 1:
-                oldest, entry = upper.popitem(last=False)
-                lower[oldest] = entry
-                protected_bytes -= entry.nbytes
+            lower, upper = self._lists[2 * held.rank : 2 * held.rank + 2]
+            del lower[key]
+            upper[key] = None
+            slot.list += 1
+            self._protected[held.rank] += held.nbytes
+            while self._protected[held.rank] > PROTECTED_SHARE * self.budget and len(upper) > 1:
+                oldest, _ = upper.popitem(last=False)
+                lower[oldest] = None
+                self._slots[oldest].list -= 1
+                self._protected[held.rank] -= self._slots[oldest].held.nbytes
             return held
 
     def put(self, key: Hashable, held: CacheEntry[V]) -> bool:
-        """Adds an entry, and evicts others for it if necessary and possible. Returns whether it was added."""
+        """Adds an entry, and evicts others for it if necessary and possible. Returns whether it was added.
+
+        Where room is needed, expired entries go first, even if the new one is refused then.
+        """
         with self._lock:
-            if self._find(key) is not None:
-                self._drop(key, "replaced")
-            victims = self._victims(held)
-            if victims is None or not self._admits(key, held, victims):
+            self._drop(key, "replaced")
+            victims = self._victims(key, held)
+            if victims is None:
                 self._counters.add(f"{self.word}_refused")
                 return False
 
             for victim in victims:
                 self._drop(victim, "budget")
-            self._segments[held.rank, False][key] = held
-            self._chunks.setdefault(held.chunk, set()).add(key)
+            slot = self._slots[key] = _Slot(held, 2 * held.rank)
+            self._lists[slot.list][key] = None
+            self._chunks.setdefault(held.chunk, {})[key] = None
             self._bytes += held.nbytes
+
+            if held.expires is not None:
+                if len(self._expiries) > 64 + 2 * len(self._slots):
+                    self._expiries = [item for item in self._expiries if self._slots.get(item[2]) is item[3]]
+                    heapq.heapify(self._expiries)
+                self._number += 1
+                heapq.heappush(self._expiries, (held.expires, self._number, key, slot))
             return True
 
     def note_version(self, key: Hashable, held: CacheEntry[V], version: Any) -> None:
         """Replaces an entry's version, unless the entry was replaced."""
         with self._lock:
-            place = self._find(key)
-            if place is not None and self._segments[place][key] is held:
-                self._segments[place][key] = dataclasses.replace(held, version=version)
+            slot = self._slots.get(key)
+            if slot is not None and slot.held is held:
+                slot.held = dataclasses.replace(held, version=version)
 
     def drop(self, key: Hashable) -> None:
         """Drops one entry."""
@@ -165,70 +191,77 @@ class MemoryTier[V]:
     def clear(self) -> None:
         """Drops all entries."""
         with self._lock:
-            for chunk in list(self._chunks):
-                self.drop_chunk(chunk)
+            for key in list(self._slots):
+                self._drop(key, "dropped")
 
     # ---------------------------------------------------------------------------------------------------- inside
 
-    def _find(self, key: Hashable) -> tuple[int, bool] | None:
-        for place, segment in self._segments.items():
-            if key in segment:
-                return place
-        return None
-
     def _drop(self, key: Hashable, reason: str) -> None:
-        place = self._find(key)
-        if place is None:
+        slot = self._slots.pop(key, None)
+        if slot is None:
             return
-        held = self._segments[place].pop(key)
+        held = slot.held
+        del self._lists[slot.list][key]
         self._bytes -= held.nbytes
+        self._protected[held.rank] -= held.nbytes * (slot.list % 2)
         own = self._chunks[held.chunk]
-        own.discard(key)
+        del own[key]
         if not own:
             del self._chunks[held.chunk]
         self._counters.add(f"{self.word}_evicted_{reason}")
 
-    def _in_order(self, rank: int) -> Iterator[tuple[Hashable, CacheEntry[V]]]:
-        """Yields entries in the order of eviction for a newcomer of this rank: expired ones, lower ranks, then LRU."""
-        now = self._clock()
-        for segment in self._segments.values():
-            for key, held in list(segment.items()):
-                if held.expires is not None and now >= held.expires:
-                    yield key, held
-        for (own, _), segment in self._segments.items():
-            if own <= rank:
-                yield from list(segment.items())
+    def _victims(self, key: Hashable, newcomer: CacheEntry[V]) -> list[Hashable] | None:
+        """Returns the entries to evict for a newcomer; None if there cannot be room, or SLRU prefers the victims.
 
-    def _victims(self, newcomer: CacheEntry[V]) -> list[Hashable] | None:
-        """Returns the entries to evict for a newcomer; None if there cannot be room."""
+        Lower ranks come first, then the least recently used. SLRU compares the newcomer's requests with those of all
+        victims of its rank together.
+        """
         if newcomer.nbytes > self.budget:
             return None
-
+        if self._bytes + newcomer.nbytes > self.budget:
+            self._drop_expired(self.budget - newcomer.nbytes)
         missing = self._bytes + newcomer.nbytes - self.budget
+        if missing <= 0:
+            return []
 
         chosen: dict[Hashable, None] = {}
-        for key, held in self._in_order(newcomer.rank) if missing > 0 else ():
-            if missing <= 0:
-                break
-            if key in chosen or self._pinned(held.chunk):
+        asked, rivals = self._asked[key], 0
+        for number in range(2 * newcomer.rank + 2):
+            for oldest in self._lists[number]:
+                if oldest in chosen or self._pinned(self._slots[oldest].held.chunk):
+                    continue
+                for victim in self._group(oldest):
+                    if victim in chosen:
+                        continue
+                    held = self._slots[victim].held
+                    chosen[victim] = None
+                    missing -= held.nbytes
+                    rivals += held.rank == newcomer.rank and self._asked[victim]
+                if self.policy == "slru" and rivals > asked:
+                    return None
+                if missing <= 0:
+                    return list(chosen)
+        return None
+
+    def _group(self, key: Hashable) -> list[Hashable]:
+        """Returns an entry's key, and with a canonical those of what was derived from it, of no use without it."""
+        held = self._slots[key].held
+        if held.rank != CANONICAL:
+            return [key]
+        return [key, *(other for other in self._chunks[held.chunk] if self._slots[other].held.rank == DERIVED)]
+
+    def _drop_expired(self, enough: int) -> None:
+        """Drops expired entries, the first to expire first, until `enough` bytes or fewer are held."""
+        now, pinned = self._clock(), []
+        while self._bytes > enough and self._expiries and self._expiries[0][0] <= now:
+            item = heapq.heappop(self._expiries)
+            _, _, key, slot = item
+            if self._slots.get(key) is not slot:
                 continue
-            group = [key]
-            if held.rank == CANONICAL:  # without it, what is derived from it is of no use
-                group += [other for other in self._chunks[held.chunk] if self._held(other).rank == DERIVED]
-            for other in group:
-                if other not in chosen:
-                    chosen[other] = None
-                    missing -= self._held(other).nbytes
-        return None if missing > 0 else list(chosen)
-
-    def _held(self, key: Hashable) -> CacheEntry[V]:
-        place = self._find(key)
-        assert place is not None
-        return self._segments[place][key]
-
-    def _admits(self, key: Hashable, newcomer: CacheEntry[V], victims: list[Hashable]) -> bool:
-        """Returns whether a newcomer was requested as often as the victims of its rank together, as SLRU demands."""
-        if self.policy == "lru":
-            return True
-        rivals = [other for other in victims if self._held(other).rank == newcomer.rank]
-        return not rivals or self._asked[key] >= sum(self._asked[other] for other in rivals)
+            if self._pinned(slot.held.chunk):
+                pinned.append(item)
+                continue
+            for victim in self._group(key):
+                self._drop(victim, "budget")
+        for item in pinned:
+            heapq.heappush(self._expiries, item)

@@ -40,6 +40,8 @@ class TieredReader:
         self._counters, budget = tenant_disk.counters, tenant_disk.budget
         common = (policy, tenant_disk.pinned, tenant_disk.counters, tenant_disk.clock)
         self.host: MemoryTier[Any] = MemoryTier("host", budget.host, *common)
+        # Idle buffers take what the host tier leaves of its budget.
+        self._disk.buffers.bound_by(lambda: budget.host - self.host.nbytes)
         self.device: MemoryTier[Chunk] = MemoryTier("device", budget.device, *common)
 
     # ---------------------------------------------------------------------------------------------- memory
@@ -100,8 +102,8 @@ class TieredReader:
                 found = VerifiedObject(pending.header, arrays)
 
         entry = None if found is None else self._decoded(name, found, build, rank)
-        if entry is not None:
-            self.host.put(name.path, entry)
+        if entry is not None and self.host.put(name.path, entry):
+            self._disk.buffers.trim()
         self._count_read("none" if entry is None else tier, began)
         return entry
 

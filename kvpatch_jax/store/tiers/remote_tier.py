@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import StoreCorruptError, StoreError, StoreIOError, StoreUnreachableError, StoreVersionError
+from ..disk.disk import Disk
 from ..disk.outbox import Outbox
 from ..disk.shard import locked_shards
 from ..disk.tenant_disk import TenantDisk
@@ -78,7 +79,7 @@ class Resync(NamedTuple):
     deleted: int
 
 
-class RemoteTier:
+class RemoteReader:
     """Access to the objects of a remote store. Decrypts what it reads.
 
     Counts failures as `remote_errors`, calls that the circuit breaker prevented as `remote_skipped`, reads that failed
@@ -86,12 +87,9 @@ class RemoteTier:
     later library version as `newer`.
     """
 
-    def __init__(self, remote: RemoteStore, tenant_disk: TenantDisk):
-        self.remote, self._counters, self._encryption = remote, tenant_disk.counters, tenant_disk.disk.encryption
-        self._tenant_disk = tenant_disk
-        root, self.outbox = tenant_disk.disk.root, Outbox(tenant_disk.disk.root, tenant_disk.names.tenant_name)
-        tenant_disk.disk.writer.outbox = self.outbox
-        self.sender = RemoteSender(remote, root, self.outbox, self._counters, tenant_disk.budget.disk)
+    def __init__(self, remote: RemoteStore, disk: Disk):
+        self.remote, self._counters, self._encryption = remote, disk.counters, disk.encryption
+        self._tombstones = disk.writer.tombstones
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -129,7 +127,8 @@ class RemoteTier:
         found = None
         with contextlib.suppress(StoreError), self._counted():
             found = self.remote.open(name, lambda: self._counters.add("unsteady_reads"))
-        if found is None or 0 < self._tenant_disk.tombstones.of(name) >= found.header.revision:
+        gone = 0 if self._tombstones is None else self._tombstones.of(name)
+        if found is None or 0 < gone >= found.header.revision:
             return None
         kept: dict[str, np.ndarray] = {}
 
@@ -162,6 +161,27 @@ class RemoteTier:
             return self.remote.paths(prefix)
         return []
 
+    def collect(self, prefix: str) -> int:
+        """Deletes what expired long enough ago. Returns the number of objects; those that cannot be read stay."""
+        with contextlib.suppress(StoreError), self._counted():
+            deleted, errors = self.remote.collect(prefix)
+            for error in errors:
+                with contextlib.suppress(StoreError), self._counted():
+                    raise error
+            return deleted
+        return 0
+
+
+class RemoteTier(RemoteReader):
+    """Remote tier of one tenant's store: reads, and by the outbox everything that is put or deleted."""
+
+    def __init__(self, remote: RemoteStore, tenant_disk: TenantDisk):
+        super().__init__(remote, tenant_disk.disk)
+        self._tenant_disk = tenant_disk
+        root, self.outbox = tenant_disk.disk.root, Outbox(tenant_disk.disk.root, tenant_disk.names.tenant_name)
+        tenant_disk.disk.writer.outbox = self.outbox
+        self.sender = RemoteSender(remote, root, self.outbox, self._counters, tenant_disk.budget.disk)
+
     def delete(self, name: Name, revision: int) -> None:
         """Has the remote store delete a chunk, durably noted before this returns. Raises StoreError."""
         with typed_errors("store: delete"):
@@ -192,13 +212,3 @@ class RemoteTier:
                 self.outbox.sync()
         self.sender.flush()
         return Resync(sent, deleted)
-
-    def collect(self, prefix: str) -> int:
-        """Deletes what expired long enough ago. Returns the number of objects; those that cannot be read stay."""
-        with contextlib.suppress(StoreError), self._counted():
-            deleted, errors = self.remote.collect(prefix)
-            for error in errors:
-                with contextlib.suppress(StoreError), self._counted():
-                    raise error
-            return deleted
-        return 0

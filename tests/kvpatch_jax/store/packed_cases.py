@@ -10,7 +10,7 @@ from store_cases import chunk_of, patch_of, same
 import kvpatch_jax as kvp
 from kvpatch_jax.core import RaggedFactors
 from kvpatch_jax.store.format.header import parse_header
-from kvpatch_jax.store.format.objects import arranged, take_leaves
+from kvpatch_jax.store.format.objects import Leaves, arranged, take_leaves
 
 WIDTHS = {"bytes": 8, "nibbles": 4, "pairs": 2, "bits": 1}
 
@@ -66,10 +66,7 @@ def arranged_leaves(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]
     for name, array in found.items():
         buffer[places[name] : places[name] + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
     buffer.flags.writeable = False
-    views = {}
-    for name, leaf in header.leaves.items():
-        views[name] = buffer[places[name] : places[name] + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
-    return dict(header.body), views
+    return dict(header.body), Leaves(buffer, places, header.leaves.values())
 
 
 # ------------------------------------------------------------------------------------------------ another reader

@@ -1,0 +1,183 @@
+"""Files that are mapped in place of being copied, and the idle buffers of a process."""
+
+import gc
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from store_cases import BACKBONE, chunk_of, file_of, host_chunk, same_chunk
+
+from kvpatch_jax.store import Budget, ChunkStore
+from kvpatch_jax.store.disk import mapping as mapping_module
+from kvpatch_jax.store.format import buffers
+from kvpatch_jax.store.format.buffers import Buffers
+
+
+@pytest.fixture
+def mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChunkStore]:
+    """A store that maps files of any size."""
+    monkeypatch.setattr(mapping_module, "MAPPED_BYTES", 0)
+    with ChunkStore(tmp_path, budget=Budget(host=1 << 20)) as store:
+        store.disk.mapped = True
+        yield store
+
+
+def mapped_files() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+def test_a_mapped_chunk_has_the_same_numbers_and_no_copy(mapping: ChunkStore):
+    chunk = chunk_of(tokens=13, hidden={1: np.ones((13, 5), np.float32)})
+    mapping.put(chunk)
+    found = mapping.get(chunk.id, BACKBONE)
+    assert found is not None
+    assert (mapping.counters["mapped"], mapping.disk.buffers.idle_bytes) == (1, 0)
+    assert str(file_of(mapping, chunk)) in mapped_files()
+    assert same_chunk(found, chunk)
+    assert found.hidden is not None
+    assert np.array_equal(found.hidden[1], np.ones((13, 5), np.float32))
+    for name, value in found.kv.items():
+        value = np.asarray(value)
+        assert not value.flags.writeable
+        assert np.array_equal(np.asarray(jax.device_put(value)), np.asarray(chunk.kv[name]))
+        assert np.array_equal(np.asarray(jax.jit(lambda x: 2 * x)(value)), 2 * np.asarray(chunk.kv[name]))
+    assert mapping.get(chunk.id, BACKBONE) is found  # kept in the host tier
+    assert mapping.statistics().held["host"] == file_of(mapping, chunk).stat().st_size
+
+
+def test_a_mapped_chunk_outlives_its_file_and_its_store(mapping: ChunkStore):
+    chunk = chunk_of()
+    mapping.put(chunk)
+    found = mapping.get(chunk.id, BACKBONE)
+    mapping.put(chunk_of(seed=5))
+    assert mapping.delete(chunk.id, BACKBONE)
+    mapping.close()
+    assert same_chunk(found, chunk)
+    del found
+    gc.collect()
+    assert str(mapping.disk.root) not in mapped_files()
+
+
+@pytest.mark.parametrize("at", [5000, -1], ids=["first leaf", "last leaf"])
+def test_a_damaged_file_is_found_when_it_is_mapped(mapping: ChunkStore, at: int):
+    mapping.put(chunk_of())
+    path = file_of(mapping, chunk_of())
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+    assert mapping.get("B", BACKBONE) is None
+    assert (mapping.counters["quarantined"], mapping.counters["mapped"]) == (1, 0)
+    assert not path.exists()
+
+
+def test_a_file_that_others_may_change_is_copied(mapping: ChunkStore, monkeypatch: pytest.MonkeyPatch):
+    mapping.put(chunk_of())
+    path = file_of(mapping, chunk_of())
+    for changed, mode in ((path, 0o620), (path, 0o602), (path.parent, 0o720), (path.parent, 0o702)):
+        before = changed.stat().st_mode
+        changed.chmod(mode)
+        mapping.disk.forget()
+        assert mapping.disk.get(mapping.names.canonical(BACKBONE, "B")) is not None
+        changed.chmod(before)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: 12345)
+        assert mapping.disk.get(mapping.names.canonical(BACKBONE, "B")) is not None
+    assert mapping.counters["mapped"] == 0
+    assert mapping.disk.get(mapping.names.canonical(BACKBONE, "B")) is not None
+    assert mapping.counters["mapped"] == 1
+
+
+@pytest.mark.parametrize("more", [{"key": b"k" * 32}, {"wipe": True}, {}], ids=["encrypted", "wiped", "small"])
+def test_what_may_not_stay_in_memory_or_is_small_is_copied(tmp_path: Path, more: dict[str, Any], monkeypatch):
+    if more:
+        monkeypatch.setattr(mapping_module, "MAPPED_BYTES", 0)
+    with ChunkStore(tmp_path, **more) as store:
+        store.disk.mapped = True
+        store.put(chunk_of())
+        assert same_chunk(store.get("B", BACKBONE), chunk_of())
+        assert store.counters["mapped"] == 0
+
+
+def test_a_system_that_cannot_map_copies(mapping: ChunkStore, monkeypatch: pytest.MonkeyPatch):
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    mapping.put(chunk_of())
+    monkeypatch.setattr(mmap, "mmap", refused)
+    assert same_chunk(mapping.get("B", BACKBONE), chunk_of())
+    assert (mapping.counters["mapped"], mapping.counters["read_errors"]) == (0, 0)
+
+
+# ---------------------------------------------------------------------------------------------------- idle buffers
+
+
+def used(pool: Buffers, count: int, size: int) -> None:
+    """Leases buffers at the same time, and returns them."""
+    leases = [pool.lease(size) for _ in range(count)]
+    leases.clear()
+
+
+def test_all_pools_of_a_process_have_one_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(buffers, "IDLE_BYTES", 1 << 20)
+    pools = [Buffers() for _ in range(40)]
+    for pool in pools:
+        used(pool, 5, 64 << 10)
+    total = sum(pool.idle_bytes for pool in pools)
+    assert 0 < total <= 1 << 20
+    assert pools[-1].idle_bytes > 0  # a new pool is not shut out by those that were first
+
+
+def test_a_closed_pool_frees_its_memory_and_keeps_what_is_in_use():
+    pool = Buffers()
+    lease = pool.lease(10_000)
+    lease[:] = 7
+    used(pool, 3, 10_000)
+    assert pool.idle_bytes == 3 * 12_288
+    pool.close()
+    assert pool.idle_bytes == 0
+    assert bytes(lease) == b"\x07" * 10_000
+    del lease
+    assert pool.idle_bytes == 0
+
+
+def test_idle_buffers_take_what_the_host_tier_leaves(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(buffers, "SPARE_BYTES", 20_000)
+    left, pool = [100_000], Buffers()
+    pool.bound_by(lambda: left[0])
+    used(pool, 50, 4096)
+    assert pool.idle_bytes == 24 * 4096
+    left[0] = 50_000
+    pool.trim()
+    assert pool.idle_bytes == 12 * 4096
+    left[0] = -1
+    pool.trim()
+    assert pool.idle_bytes == 4 * 4096
+
+
+def test_a_wiping_pool_shares_no_buffer_and_returns_zeros():
+    plain, wiping = Buffers(), Buffers(wipe=True)
+    lease = plain.lease(4096)
+    lease[:] = 9
+    address = lease.ctypes.data
+    del lease
+    secret = wiping.lease(4096)
+    assert secret.ctypes.data != address
+    secret[:] = 5
+    del secret
+    assert not wiping.lease(4096).any()
+    assert plain.lease(4096).ctypes.data == address
+
+
+def test_stores_keep_no_idle_memory_when_they_are_closed(tmp_path: Path):
+    stores = [ChunkStore(tmp_path, tenant=f"tenant {number}", budget=Budget(host=0)) for number in range(3)]
+    for store in stores:
+        store.put(host_chunk("B", 0, tokens=40))
+        assert store.get("B", BACKBONE) is not None
+        assert store.statistics().held["pool"] > 0
+        store.close()
+        assert store.statistics().held["pool"] == 0
