@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from store_contract import Words
 
 from kvpatch_jax.store.io import files
 
@@ -59,7 +60,7 @@ Planted = Callable[[str, str], bool]
 """Whether a sync ("file" or "folder", path below the root) is left out, as a bug would."""
 
 
-class FileLog:
+class FileLog(Words):
     """Record of the changes below a folder, which must be a real path. What is there at first counts as durable.
 
     Args:
@@ -110,13 +111,6 @@ class FileLog:
         return {os.path.relpath(path, self.base): path.read_bytes() for path in found}
 
     # ------------------------------------------------------------------------------------------- words of the test
-
-    @contextlib.contextmanager
-    def operation(self, what: Any) -> Iterator[None]:
-        """An operation of the test, which is acknowledged at its end."""
-        number = self.begin(what)
-        yield
-        self.end(number)
 
     def begin(self, what: Any) -> int:
         """Notes that an operation begins. Returns its number."""
