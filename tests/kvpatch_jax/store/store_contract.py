@@ -8,7 +8,7 @@ began later and may have been interrupted.
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ SEEDS = range(1, 4)
 LOST = -1
 """Effect of an operation that may evict: the object or nothing."""
 SECRET = b"the secret of the names"
-Effects = dict[str, int | None]
+Effects = Mapping[str, int | None]
 """What an operation makes of the objects, "kv:id", "patch:id" or "text:name": seed of the content, None, LOST."""
 
 
