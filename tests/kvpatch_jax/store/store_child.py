@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import store_actors
 from store_cases import BACKBONE, host_chunk, patch_of, same, same_chunk
 
 import kvpatch_jax as kvp
@@ -381,13 +382,32 @@ def fork_fetch(root: str, **more: object) -> None:
     say("child", found.source)
 
 
+def act(address: str, **more: object) -> None:
+    """Uses a store on the command of the process that listens there."""
+    store_actors.serve(address)
+
+
 def store_of(root: str) -> ChunkStore:
     return ChunkStore(root, budget=Budget(host=0))
 
 
 WORK = {
     work.__name__: work
-    for work in (write, read, evict, restore, shelve, operate, stress, fork, fork_queue, fork_remote, fork_fetch, form)
+    for work in (
+        act,
+        write,
+        read,
+        evict,
+        restore,
+        shelve,
+        operate,
+        stress,
+        fork,
+        fork_queue,
+        fork_remote,
+        fork_fetch,
+        form,
+    )
 }
 
 
