@@ -10,14 +10,15 @@ import signal
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import store_actors
+import store_roles
 from store_cases import BACKBONE, host_chunk, patch_of, same, same_chunk
+from store_roles import made, say
 
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Antecedent, Member
@@ -35,11 +36,6 @@ SEALED_IDS = [f"sealed.{number}" for number in range(6)]
 """What is in the snapshot that is restored."""
 LEAST_ROUNDS = 20
 """Of every thread under stress, five actions each, on however busy a machine."""
-
-
-def made(id: str) -> kvp.Chunk:
-    """The chunk of this id: its content is a function of it, so that whoever reads it can tell whether it is right."""
-    return host_chunk(id, zlib.crc32(id.encode()))
 
 
 BEHIND = (
@@ -68,10 +64,6 @@ def form(root: str, worker: int, steps: int, **more: object) -> None:
 def patches_made(id: str, array: Any = np.asarray) -> list[kvp.Patch]:
     """The patches of this id, likewise; on the host, so that a process needs no backend."""
     return [patch_of(made(id), antecedent, array=array) for antecedent in ANTECEDENTS]
-
-
-def say(*words: object) -> None:
-    print(*words, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------- until it is killed
@@ -394,19 +386,8 @@ def store_of(root: str) -> ChunkStore:
 WORK = {
     work.__name__: work
     for work in (
-        act,
-        write,
-        read,
-        evict,
-        restore,
-        shelve,
-        operate,
-        stress,
-        fork,
-        fork_queue,
-        fork_remote,
-        fork_fetch,
-        form,
+        *(act, write, read, evict, restore, shelve, operate, stress, fork, fork_queue, fork_remote, fork_fetch, form),
+        *store_roles.ROLES,
     )
 }
 

@@ -203,3 +203,59 @@ def test_programs_of_several_processes_have_an_explanation(actors: Actors, base:
 @pytest.mark.xfail(strict=False, reason=UNORDERED)
 def test_many_programs_of_several_processes_have_an_explanation(actors: Actors, base: Path):
     explore(actors, base, int(os.environ.get("KVPATCH_MACHINE_EXAMPLES", "300")), 30, shrink=True)
+
+
+HELD = ("put", "queue", "delete", "get", "stream", "evict", "restore", "delete_tenant")
+MEANWHILE = ("put", "queue", "delete", "get", "evict", "restore", "delete_tenant")
+
+
+def held_at_every_call(actors: Actors, base: Path, held: str, meanwhile: str, every: int, first: str) -> None:
+    """Holds a call of one process before each of its system calls, while another process does something whole.
+
+    Then it goes on, everything is read, evicted, and read from the remote store.
+
+    Args:
+      first: what is there: "" nothing, "put" an object, "evict" one that is in the remote store alone.
+    """
+    at, stopped = 0, True
+    while stopped:
+        scene = Scene(actors, base)
+        if first:
+            scene.run(1, "put", "a")
+        if first == "evict":
+            scene.run(1, "evict")
+        words = [] if held in ("evict", "restore", "delete_tenant") else ["a"]
+        scene.run(2, held, *words, at=at)
+        if held == "queue":
+            time.sleep(0.02)  # the writer is another thread
+            actors.hear()
+        stopped = 2 in actors.stopped
+        scene.run(0, meanwhile, *([] if meanwhile in ("evict", "restore", "delete_tenant") else ["a"]))
+        scene.run(0, "flush")
+        scene.run(1, "get", "a")
+        scene.run(2, "go")
+        scene.run(2, "flush")
+        for what in ("get", "evict", "get"):
+            scene.run(3, what, *([] if what == "evict" else ["a"]))
+        try:
+            scene.end()
+        except AssertionError as error:
+            error.add_note(f"{held} held at its system call {at}, {meanwhile} meanwhile, after {first or 'nothing'}")
+            raise
+        at += every
+
+
+@pytest.mark.xfail(strict=False, reason=UNORDERED)
+@pytest.mark.parametrize("meanwhile", ["put", "delete"])
+@pytest.mark.parametrize("held", ["put", "queue", "delete", "get"])
+def test_a_call_that_is_held_has_an_explanation(actors: Actors, base: Path, held: str, meanwhile: str):
+    held_at_every_call(actors, base, held, meanwhile, 5, "evict" if held == "get" else "put")
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=False, reason=UNORDERED)
+@pytest.mark.parametrize("first", ["", "put", "evict"])
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+@pytest.mark.parametrize("held", HELD)
+def test_any_call_that_is_held_has_an_explanation(actors: Actors, base: Path, held: str, meanwhile: str, first: str):
+    held_at_every_call(actors, base, held, meanwhile, 1, first)
