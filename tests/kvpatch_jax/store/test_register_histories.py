@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -105,7 +106,7 @@ shapes = st.lists(st.tuples(st.sampled_from(["put", "get", "delete", "evict"]), 
 
 @settings(max_examples=150, deadline=None)
 @given(shapes)
-def test_the_checker_of_registers_agrees_with_trying_every_order(shape: list):
+def test_the_checker_of_registers_agrees_with_trying_every_order(shape: list[tuple[Any, int, tuple[int, int, bool]]]):
     """Every value is put once, and readers are others than writers."""
     history: list[RegisterCall] = []
     for number, (what, value, (begin, length, fails)) in enumerate(shape):
@@ -122,7 +123,7 @@ def test_a_register_that_works_has_an_explanation():
     history: list[RegisterCall] = []
     for moment in range(10, 300, 10):
         begin, end = moment - rng.randrange(30), moment + rng.randrange(30)
-        what = rng.choice(["put", "get", "get", "delete"])
+        what: Any = rng.choice(["put", "get", "get", "delete"])
         if what == "put":
             there = moment
         elif what == "delete":
