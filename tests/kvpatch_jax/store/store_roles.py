@@ -20,7 +20,7 @@ from store_cases import BACKBONE, host_chunk, patch_of, same, same_chunk
 import kvpatch_jax as kvp
 from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore
 
-CHANGED, LEAVING, PROMOTED, CROWDED, SWEPT = "changed", "leaving", "promoted", "crowded", "swept"
+CHANGED, LEAVING, PROMOTED, CROWDED, SWEPT, STOPPED = "changed", "leaving", "promoted", "crowded", "swept", "stopped"
 """Tenants of the roles."""
 REMOTE_SECRET = b"the secret of both machines"
 
@@ -148,20 +148,31 @@ def sweep(root: str, worker: int, **more: object) -> None:
             say("bad", id)
 
 
-def stop_inside(root: str, worker: int, id: str, **more: object) -> None:
-    """Puts an object, and stops for ever before it gets its name, with every lock that this takes."""
-    store = ChunkStore(root, tenant="stopped", budget=Budget(host=0))
-    store.put(made("before"))
-    rename = os.rename
+def stop_inside(root: str, worker: int, call: str, **more: object) -> None:
+    """Puts or deletes an object, and stops for ever before its name is there or gone, with every lock that this takes.
 
-    def stopping(source: Any, target: Any, **places: Any) -> None:
-        if str(target).endswith(".safetensors"):
+    Args:
+      call: "put" of "within", or "delete" of "before".
+    """
+    store = ChunkStore(root, tenant=STOPPED, budget=Budget(host=0))
+    store.put(made("before"))
+    rename, unlink = os.rename, os.unlink
+
+    def stop(name: Any) -> None:
+        if str(name).endswith(".safetensors"):
             say("stopping")
             os.kill(os.getpid(), signal.SIGSTOP)
+
+    def stopping_rename(source: Any, target: Any, **places: Any) -> None:
+        stop(target)
         rename(source, target, **places)
 
-    os.rename = stopping
-    store.put(made(id))
+    def stopping_unlink(path: Any, **places: Any) -> None:
+        stop(path)
+        unlink(path, **places)
+
+    os.rename, os.unlink = stopping_rename, stopping_unlink
+    store.put(made("within")) if call == "put" else store.delete("before", BACKBONE)
     say("done")
 
 
