@@ -22,6 +22,8 @@ from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore
 
 CHANGED, LEAVING, PROMOTED, CROWDED, SWEPT, STOPPED = "changed", "leaving", "promoted", "crowded", "swept", "stopped"
 """Tenants of the roles."""
+ALL = "everything"
+"""In place of an id."""
 REMOTE_SECRET = b"the secret of both machines"
 
 
@@ -86,11 +88,9 @@ def leave(root: str, worker: int, **more: object) -> None:
             say("putting", id)
             store.put(made(id))
             say("put", id)
-        for id in ids:
-            say("deleting", id)
+        say("deleting", ALL)
         store.delete_tenant()
-        for id in ids:
-            say("deleted", id)
+        say("deleted", ALL)
 
 
 def far_store(root: str) -> ChunkStore:
@@ -180,8 +180,14 @@ ROLES = (change, leave, promote, crowd, sweep, stop_inside)
 
 
 def last_words(lines: list[str]) -> dict[str, str]:
-    """What was said last of each id."""
-    return {thing: word for word, thing in map(str.split, lines) if word in ("putting", "put", "deleting", "deleted")}
+    """What was said last of each id; what was said of all concerns those that were named before."""
+    said: dict[str, str] = {}
+    for word, id in (line.split() for line in lines):
+        if id == ALL:
+            said.update(dict.fromkeys(said, word))
+        elif word in ("putting", "put", "deleting", "deleted"):
+            said[id] = word
+    return said
 
 
 def check_words(store: ChunkStore, lines: list[str], gone: set[str]) -> tuple[int, int]:
