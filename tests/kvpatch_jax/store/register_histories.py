@@ -21,7 +21,8 @@ class RegisterCall:
     """One call on one name, with times of one clock.
 
     Attributes:
-      what: of the values, "restore" writes where there is none, or one that was evicted; and "evict" may lose it.
+      what: "evict" may lose the value. "restore" writes where there is none; in place of one that was evicted here, it
+        may be read as well as that one, which another tier may have.
       key: the name.
       value: what was written, restored or read; None: nothing was found.
       begin, end: its time; FOREVER: it was never acknowledged, so it may have had no effect.
@@ -51,8 +52,8 @@ class RegisterCall:
         return f"store {self.store}: {self.what} {self.key}{value}"
 
 
-_State = tuple[int | None, bool]
-"""Value, and whether it may be missed since it was evicted."""
+_State = tuple[int | None, bool, int | None]
+"""Value, whether it may be missed since it was evicted, and what was restored in its place, which may be read too."""
 
 
 def unexplained(calls: Iterable[RegisterCall]) -> str:
@@ -91,7 +92,7 @@ def _is_behind_its_queue(read: RegisterCall, calls: Sequence[RegisterCall]) -> b
 
 
 def _one_key(calls: Sequence[RegisterCall]) -> bool:
-    first: _State = (None, False)
+    first: _State = (None, False, None)
     before = [
         frozenset(at for at, other in enumerate(calls) if other is not call and other.precedes(call)) for call in calls
     ]
@@ -114,18 +115,21 @@ def _one_key(calls: Sequence[RegisterCall]) -> bool:
 
 def _after(call: RegisterCall, state: _State) -> list[_State]:
     """What a register may hold after a call; nothing if it would not have answered so."""
-    value, lost = state
+    value, lost, restored = state
     match call.what:
         case "put":
-            return [(call.value, False)]
+            return [(call.value, False, None)]
         case "delete":
-            return [(None, False)]
+            return [(None, False, None)]
         case "evict":
-            return [(value, True)]
+            return [(value, True, restored)]
+        case "restore" if value is None:
+            return [state, (call.value, False, None)]
         case "restore":
-            return [state, (call.value, False)] if value is None or lost else [state]
+            return [state, (value, True, call.value)] if lost else [state]
         case "get":
-            return [state] if call.value == value or (call.value is None and lost) else []
+            found = call.value in (value, restored) if call.value is not None else value is None or lost
+            return [state] if found else []
 
 
 def _listed(calls: Sequence[RegisterCall]) -> str:

@@ -40,6 +40,9 @@ RIGHT = {
     "a queued put is replaced": [put(1, 0, 9, 1), put(2, 2, 3, store=1), get(2, 4, 5), get(2, 10, 11)],
     "a snapshot is restored where nothing is": [put(1, 0, 1), delete(2, 3), restore(4, 5), get(0, 6, 7)],
     "or where it was evicted": [put(1, 0, 1), evict(2, 3), restore(4, 5), get(0, 6, 7)],
+    "or both are there, in different tiers": [
+        *(put(1, 0, 1), evict(2, 3), restore(4, 5), get(0, 6, 7), evict(8, 9), get(1, 10, 11))
+    ],
     "or not": [put(1, 0, 1), delete(2, 3), restore(4, 5), get(None, 6, 7)],
     "two puts at once": [put(1, 0, 9), put(2, 1, 8), get(1, 10, 11), get(1, 12, 13)],
 }
@@ -53,6 +56,9 @@ WRONG = {
     "a queued put comes after a deletion": [put(1, 0, 9, 1), delete(2, 3, store=1), get(1, 10, 11)],
     "a store does not see its queue": [put(1, 0, 20, 1), put(2, 2, 21, 3), get(1, 4, 5, store=0)],
     "others see a queue and then not": [put(1, 0, 1), put(2, 2, 9, 3), get(2, 4, 5), get(1, 6, 7)],
+    "a restored value returns after a put": [
+        *(put(1, 0, 1), evict(2, 3), restore(4, 5), put(2, 6, 7), evict(8, 9), get(0, 10, 11))
+    ],
     "a restore replaces": [put(1, 0, 1), restore(2, 3), get(0, 4, 5)],
     "two puts at once, and both win": [put(1, 0, 9), put(2, 1, 8), get(1, 10, 11), get(2, 12, 13)],
     "nobody wrote it": [put(1, 0, 1), get(3, 2, 3)],

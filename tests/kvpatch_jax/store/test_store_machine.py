@@ -4,11 +4,12 @@ Whatever they answer must have an explanation (`register_histories`): a read nev
 acknowledged before it began, and what was deleted never returns, unless it was put or restored.
 """
 
+import itertools
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -248,17 +249,27 @@ def held_at_every_call(actors: Actors, base: Path, held: str, meanwhile: str, ev
         at += every
 
 
-@pytest.mark.xfail(strict=False, reason=UNORDERED)
-@pytest.mark.parametrize("meanwhile", ["put", "delete"])
-@pytest.mark.parametrize("held", ["put", "queue", "delete", "get"])
+DISORDER = {
+    *(("put", "put"), ("put", "queue"), ("put", "evict")),
+    *(("queue", "put"), ("queue", "queue"), ("queue", "delete"), ("queue", "evict"), ("queue", "delete_tenant")),
+}
+"""What is held, and what is done meanwhile, without an order yet."""
+
+
+def cases(held: Collection[str], meanwhile: Collection[str]) -> list[Any]:
+    """All pairs; of some, no order is expected yet."""
+    without = pytest.mark.xfail(strict=False, reason=UNORDERED)
+    pairs = itertools.product(held, meanwhile)
+    return [pytest.param(*pair, marks=without) if pair in DISORDER else pair for pair in pairs]
+
+
+@pytest.mark.parametrize(("held", "meanwhile"), cases(["put", "queue", "delete", "get"], ["put", "delete"]))
 def test_a_call_that_is_held_has_an_explanation(actors: Actors, base: Path, held: str, meanwhile: str):
     held_at_every_call(actors, base, held, meanwhile, 5, "evict" if held == "get" else "put")
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason=UNORDERED)
 @pytest.mark.parametrize("first", ["", "put", "evict"])
-@pytest.mark.parametrize("meanwhile", MEANWHILE)
-@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize(("held", "meanwhile"), cases(HELD, MEANWHILE))
 def test_any_call_that_is_held_has_an_explanation(actors: Actors, base: Path, held: str, meanwhile: str, first: str):
     held_at_every_call(actors, base, held, meanwhile, 1, first)
