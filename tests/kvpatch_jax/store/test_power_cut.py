@@ -136,7 +136,11 @@ PLANTED: dict[str, tuple[Scenario, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("bug", PLANTED)
+LONG = ("the data of a group is not synced", "the deletion of a tenant is not synced")
+BUGS = [pytest.param(bug, marks=pytest.mark.slow) if bug in LONG else bug for bug in PLANTED]
+
+
+@pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(base: Path, bug: str):
     """Each is a sync that the record lacks, or has too late."""
     scenario, planted, message = PLANTED[bug]

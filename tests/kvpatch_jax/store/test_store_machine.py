@@ -250,10 +250,12 @@ def held_at_every_call(actors: Actors, base: Path, held: str, meanwhile: str, ev
 
 
 DISORDER = {
-    *(("put", "put"), ("put", "queue"), ("put", "evict")),
-    *(("queue", "put"), ("queue", "queue"), ("queue", "delete"), ("queue", "evict"), ("queue", "delete_tenant")),
+    *itertools.product(HELD, ("put", "queue")),
+    *itertools.product(("put", "queue"), ("evict",)),
+    *itertools.product(("queue",), ("delete", "delete_tenant")),
 }
-"""What is held, and what is done meanwhile, without an order yet."""
+"""What is held, and what is done meanwhile, without an order yet: an eviction and a copy from the remote store may come
+between the disk's and the remote store's part of a put, and a queued put comes after what was done meanwhile."""
 
 
 def cases(held: Collection[str], meanwhile: Collection[str]) -> list[Any]:
