@@ -7,7 +7,8 @@ import errno
 import fcntl
 import os
 import signal
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -15,27 +16,55 @@ from store_cases import place_of
 
 from kvpatch_jax.store.io import files
 
-CALLS = (
-    *("open", "close", "pread", "preadv", "pwritev", "posix_fallocate", "fsync", "fstat", "stat", "scandir", "utime"),
-    *("rename", "link", "unlink", "mkdir"),
-)
-WRITES = ("pwritev", "posix_fallocate", "fsync", "rename", "link", "unlink", "mkdir", "utime")
+OPENS = ("open", "scandir", "listdir")
+"""Calls that need a descriptor."""
+GROWING = ("pwrite", "pwritev", "write", "posix_fallocate", "rename", "replace", "link", "mkdir")
+"""Calls that may need room on the disk."""
+WRITES = (*GROWING, "ftruncate", "truncate", "fsync", "fdatasync", "unlink", "remove", "rmdir", "utime", "chmod")
+READS = ("close", "read", "pread", "preadv", "fstat", "stat", "lstat", "readlink")
+CALLS = (*OPENS, *WRITES, *READS)
+OF_CODE = {
+    errno.EMFILE: OPENS,
+    errno.ENOSPC: (*GROWING, "ftruncate", "open", "syncfs", "fsync"),
+    errno.EROFS: (*WRITES, "open"),
+    errno.EINTR: ("syncfs",),  # of the others, Python tries again by itself
+}
+"""Calls that fail with an error's number; with another number, all do."""
 
 
 class OneFailure:
     """Counts the system calls of a store, and fails number `at` with `code`. A call that fails does nothing, but for
-    `close`, which the system has done even when it says otherwise."""
+    `close`, which the system has done even when it says otherwise.
 
-    def __init__(self, root: str, at: int, code: int):
-        self.root, self.at, self.code = root, at, code
-        self.count, self.failed = 0, ""
+    Args:
+      root: the store's; calls that name files elsewhere succeed.
+      at: number of the call, among those that are counted.
+      code: number of the error.
+      calls: names of the calls that are counted; None: all.
+      lasting: whether all counted calls after it fail too, as on a disk that stays full.
+    """
+
+    def __init__(self, root: str, at: int, code: int, calls: Collection[str] | None = None, lasting: bool = False):
+        self.root, self.at, self.code, self.calls, self.lasting = root, at, code, calls, lasting
+        self.count, self.failed, self.off = 0, "", False
+        self._lock = threading.Lock()
 
     def _due(self, name: str) -> bool:
-        self.count += 1
-        if self.count - 1 != self.at:
+        if self.off or (self.calls is not None and name not in self.calls):
             return False
-        self.failed = name
+        with self._lock:
+            self.count += 1
+            if not (self.lasting and self.count > self.at) and self.count - 1 != self.at:
+                return False
+            self.failed = self.failed or name
         return True
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Calls of the test itself, which do not fail."""
+        self.off = True
+        yield
+        self.off = False
 
     def wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """The call, counted, where it concerns the store's files."""
@@ -43,6 +72,9 @@ class OneFailure:
         def counted(*arguments: Any, **more: Any) -> Any:
             named = bool(arguments) and isinstance(arguments[0], str | os.PathLike)
             outside = named and not place_of(arguments, more).startswith(self.root)
+            if name == "open" and self.code in (errno.ENOSPC, errno.EROFS):
+                flags = arguments[1] if len(arguments) > 1 else more.get("flags", 0)
+                outside |= isinstance(flags, int) and not flags & os.O_CREAT
             if outside or not self._due(name):
                 return call(*arguments, **more)
             if name == "close":

@@ -10,14 +10,16 @@ import signal
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import store_actors
+import store_roles
 from failing_system import OneKill
 from store_cases import BACKBONE, host_chunk, patch_of, same, same_chunk
+from store_roles import made, say
 
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Antecedent, Member
@@ -48,11 +50,6 @@ LEAST_ROUNDS = 20
 """Of every thread under stress, five actions each, on however busy a machine."""
 
 
-def made(id: str) -> kvp.Chunk:
-    """The chunk of this id: its content is a function of it, so that whoever reads it can tell whether it is right."""
-    return host_chunk(id, zlib.crc32(id.encode()))
-
-
 BEHIND = (
     Antecedent.of("A"),
     Antecedent.of(Member("A", "version one")),
@@ -79,10 +76,6 @@ def form(root: str, worker: int, steps: int, **more: object) -> None:
 def patches_made(id: str, array: Any = np.asarray) -> list[kvp.Patch]:
     """The patches of this id, likewise; on the host, so that a process needs no backend."""
     return [patch_of(made(id), antecedent, array=array) for antecedent in ANTECEDENTS]
-
-
-def say(*words: object) -> None:
-    print(*words, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------- until it is killed
@@ -401,6 +394,11 @@ def fork_fetch(root: str, **more: object) -> None:
     say("child", found.source)
 
 
+def act(address: str, **more: object) -> None:
+    """Uses a store on the command of the process that listens there."""
+    store_actors.serve(address)
+
+
 def store_of(root: str) -> ChunkStore:
     return ChunkStore(root, budget=Budget(host=0))
 
@@ -409,6 +407,7 @@ WORK = {
     work.__name__: work
     for work in (
         *(
+            act,
             write,
             read,
             evict,
@@ -423,6 +422,7 @@ WORK = {
             form,
             rotate,
         ),
+        *store_roles.ROLES,
     )
 }
 

@@ -60,7 +60,7 @@ class Processes:
         self._count = 0
         atexit.register(self.close)
 
-    def start(self, what: str, root: Path, worker: int = 0, **more: int) -> Process:
+    def start(self, what: str, root: Path, worker: int = 0, **more: int | str) -> Process:
         """Starts one; its output lies in `<root>.outputs`, in a file whose name begins with what it does."""
         assert self._program.stdin is not None
         assert self._program.stdout is not None

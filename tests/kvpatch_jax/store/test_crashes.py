@@ -1,5 +1,6 @@
 """Processes killed at random moments over one store: two writers, two readers, an evictor; of tenants that encrypt, one
-that restores a snapshot again and again, and one that puts into a library and deletes from it."""
+that restores a snapshot again and again, and one that puts into a library and deletes from it; and the roles of
+`store_roles`: tenants that delete, leave, fill a budget, collect, and read what another machine has put."""
 
 import random
 import time
@@ -15,24 +16,26 @@ from store_child import (
     SEALED_IDS,
     SHELVED,
     lines_of,
-    made,
     patches_made,
     text_of,
 )
 from store_processes import Process, processes, wait_until
+from store_roles import check_roles, made
 
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot, process_statistics, save_snapshot
 
 ROLES = [("write", 0), ("write", 1), ("read", 0), ("read", 1), ("evict", 0), ("restore", 0), ("shelve", 0)]
-OFTEN = [4, 4, 1, 1, 3, 4, 4]
-"""How often each is killed, of 21: those that change something more often."""
+ROLES += [("change", 0), ("leave", 0), ("promote", 0), ("crowd", 0), ("sweep", 0)]
+OFTEN = [3, 3, 1, 1, 3, 4, 4, 5, 4, 4, 3, 3]
+"""How often each is killed, of 38: those that change something more often."""
 
 
 def enough_done(outputs: Path) -> bool:
     """Whether each role has done once what the checks look at; on a busy machine none may live long enough at first."""
     found = any(line.startswith("read ") and line != "read 0" for line in lines_of(outputs, "read"))
     restored = any(line.startswith("restored") for line in lines_of(outputs, "restore"))
-    return found and restored and any(line.startswith("deleted") for line in lines_of(outputs, "shelve"))
+    said = [lines_of(outputs, what) for what in ("shelve", "change", "leave", "promote")]
+    return found and restored and all(any(line.startswith("deleted") for line in lines) for lines in said)
 
 
 def killed(root: Path, kills: int) -> None:
@@ -75,6 +78,7 @@ def check_all(root: Path) -> tuple[int, int]:
     acknowledged = [line.split() for line in lines_of(outputs, "write")]
     check_restored(root, lines_of(outputs, "restore"), gone)
     check_shelved(root, lines_of(outputs, "shelve"), gone)
+    check_roles(root, lambda what: lines_of(outputs, what), gone)
     with ChunkStore(root, budget=Budget(host=0)) as store:
         kept = sum(check(store, kind, id, gone) for kind, id in acknowledged)
         store.collect()
@@ -91,8 +95,7 @@ def check_all(root: Path) -> tuple[int, int]:
     return sum(1 if kind == "kv" else len(ANTECEDENTS) for kind, _ in acknowledged), kept
 
 
-INDEX = ["index.sqlite", "index.sqlite-shm", "index.sqlite-wal"]
-NAMES = ["STORE.copy.json", "STORE.json", *INDEX, "lib", "obj", "quarantine", "tmp"]
+NAMES = ["STORE.copy.json", "STORE.json", "deleted", "lib", "obj", "quarantine", "tmp"]
 
 
 def last_words(lines: list[str]) -> dict[str, str]:
@@ -149,16 +152,16 @@ def check(store: ChunkStore, kind: str, id: str, gone: set[str]) -> int:
     return len(kept)
 
 
-def test_ten_kills_lose_nothing(tmp_path: Path):
-    killed(tmp_path / "store", 10)
+def test_a_dozen_kills_lose_nothing(tmp_path: Path):
+    killed(tmp_path / "store", 12)
     acknowledged, kept = check_all(tmp_path / "store")
     assert acknowledged >= 10
     assert kept > 0
 
 
 @pytest.mark.slow
-def test_two_hundred_kills_lose_nothing(tmp_path: Path):
-    killed(tmp_path / "store", 200)
+def test_three_hundred_kills_lose_nothing(tmp_path: Path):
+    killed(tmp_path / "store", 300)
     acknowledged, kept = check_all(tmp_path / "store")
     assert acknowledged >= 400
     assert 0 < kept < acknowledged, "the evictor took nothing"
