@@ -1,45 +1,38 @@
 """The chunk store: one tenant's canonicals, patches and encoder outputs in device, host, disk and remote tiers."""
 
-import contextlib
-import dataclasses
+import concurrent.futures
 import functools
-import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from types import NoneType
-from typing import get_args
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..cache import Chunk, Patch, PatchMetadata
 from ..core import AnyArray, KVLayout
-from ..errors import InputError, StoreError
+from ..errors import InputError
 from ..patching import Basis
-from ..utils.atomic_files import path_of
 from ..utils.kinds import all_of, expect_kind
-from ..utils.sizes import Size, size_of
-from .disk.budget import Budget, budget_of
-from .disk.quarantine import QuarantineRestore, purge, restore
-from .disk.tenant_disk import TenantDisk
+from .disk.quarantine import purge
 from .format.codec import canonical_of, chunk_blob, encoder_blob, encoder_of, with_encoder
-from .format.encoding_choice import EncodingChoice
-from .format.expiry import Seconds, checked_ttl, expires_at
+from .format.expiry import Seconds
 from .format.naming import Encoding, Name, PatchKey, part_of
 from .format.objects import Blob
 from .format.patch_codec import patch_blob
-from .metrics import Statistics
-from .patch_objects import PatchObjects
-from .process_statistics import publish_statistics, withdrawing_statistics
+from .io.thread_pool import ThreadPool
+from .remotes.leases import Lease
+from .remotes.local_adapter import LocalAdapter
 from .remotes.remote_store import RemoteStore
-from .tenants import DeletionReport, delete_tenant
+from .store_base import StoreBase
 from .tiers.device_placement import LayerStream, Placement
-from .tiers.memory import CANONICAL, ENCODER, Policy
-from .tiers.reader import TieredReader
-from .tiers.remote_tier import RemoteTier
-from .tiers.writer import Ack, Writer, joined
+from .tiers.memory import CANONICAL, ENCODER
+from .tiers.writer import Ack, joined
+
+_readers = ThreadPool(8, "kvpatch-read")
 
 
-class ChunkStore:
+class ChunkStore(StoreBase):
     """Content-addressed objects of one tenant. Any number of threads, processes and tenants may share a root.
 
     Acknowledged puts survive a crash, until the object is evicted, expires or is deleted. Every byte that `get` returns
@@ -54,7 +47,7 @@ class ChunkStore:
       policy: eviction policy of the memory tiers, "lru" or "slru". The disk is LRU.
       secret: key of the names; by default one that is generated with the store and kept in it (readable by its owner
         only).
-      remote: a store to which objects are also put, and from which they are read if the disk has none.
+      remote: a store to which objects are also put, and from which they are read if the disk has none (`open_remote`).
       key: encrypts objects on the disk and in the remote store; unencrypted objects are then not read. At least 32
         bytes, from which each tenant's key is derived; never written anywhere. Needs the extra `encryption`.
       wipe: whether host buffers are overwritten when they are freed; None: if there is a key.
@@ -63,6 +56,10 @@ class ChunkStore:
       encoding: of canonicals that are put and read without one, such as "int8" or "k4v4". Then a put makes that object
         alone, and a read tries it first and then the unreduced one; a call's "unreduced" means the canonical as it was
         prefilled. None: calls without an encoding mean that one, and never get fewer bits.
+      write_behind: whether a put is acknowledged once it is durable here, and sent to the remote store afterwards, also
+        by a later process; otherwise it waits for the remote store, and raises if that does not answer.
+      mapped: whether large objects are mapped in place of being copied, so that the processes of a machine share one
+        copy in memory, the page cache's. Placing mapped layers on a device copies them.
 
     Raises:
       StoreError: the root cannot be created or is not a store.
@@ -70,42 +67,6 @@ class ChunkStore:
         the root's, or a ttl (here or of a put) is not a finite number above 0.
       StoreKeyError: the tenant's objects are encrypted with another key.
     """
-
-    def __init__(
-        self,
-        root: str | os.PathLike[str],
-        *,
-        tenant: str = "default",
-        budget: Budget | Size | None = None,
-        ttl: Seconds | None = None,
-        policy: Policy = "lru",
-        secret: bytes | None = None,
-        remote: RemoteStore | None = None,
-        key: bytes | None = None,
-        wipe: bool | None = None,
-        queue: Size = 256 << 20,
-        clock: Callable[[], float] = time.time,
-        encoding: Encoding | None = None,
-    ):
-        self.encodings = EncodingChoice(encoding)
-        self._ttl = checked_ttl(ttl, "store")
-        if policy not in get_args(Policy):
-            raise InputError(f"store.policy: got {policy!r:.80}; expected one of {get_args(Policy)}")
-        expect_kind(remote, (RemoteStore, NoneType), "store: remote", "a RemoteStore, or None")
-        expect_kind(wipe, (bool, NoneType), "store: wipe", "True, False or None")
-        expect_kind(clock, Callable, "store: clock", "a function that returns seconds since the epoch")
-        queue_bytes, budgets = size_of(queue, "store: queue"), budget_of(budget, "store: budget")
-        path = path_of(root, "store: root", InputError, "a directory's name")
-
-        # Nothing was created so far: an invalid argument leaves no directory.
-        self.tenant_disk = TenantDisk(path, tenant, budget=budgets, secret=secret, key=key, wipe=wipe, clock=clock)
-        self.disk, self.names = self.tenant_disk.disk, self.tenant_disk.names
-        self.budget, self.counters = self.tenant_disk.budget, self.tenant_disk.counters
-        self._remote = None if remote is None else RemoteTier(remote, self.tenant_disk)
-        self._writer = Writer(self._commit, self.tenant_disk, queue_bytes)
-        self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, policy)
-        self._patches = PatchObjects(self.tenant_disk, self._reader)
-        publish_statistics(self.disk.root, self.names.tenant_name, self)
 
     # ----------------------------------------------------------------------------------------------- chunks
 
@@ -141,7 +102,7 @@ class ChunkStore:
             blobs = []
             for chunk in all_of(Chunk, chunks, "store"):
                 blobs += [(name, make()) for name, make, _ in self._jobs_of(chunk, encoding, ttl)]
-            self._put_now(blobs)
+            self.put_now(blobs)
 
     def put_async(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: Seconds | None = None) -> Ack:
         """Queues a `put`. The future is done when the chunk is durable, or holds the error.
@@ -153,7 +114,7 @@ class ChunkStore:
         self.tenant_disk.expect_open()
         began = time.perf_counter()
         acks = [self._writer.add(*job) for job in self._jobs_of(chunk, encoding, ttl)]
-        return self._timed(acks[-1] if len(acks) == 1 else joined(acks), began)
+        return self.timed(acks[-1] if len(acks) == 1 else joined(acks), began)
 
     def get(
         self,
@@ -188,6 +149,64 @@ class ChunkStore:
             if entry is not None:
                 return with_encoder(entry.value, self.get_encoder(id, backbone)) if encoder else entry.value
         return None
+
+    def get_async(self, id: str, backbone: str, **options: Any) -> concurrent.futures.Future[Chunk | None]:
+        """Begins a `get` in a thread, with its options. The future holds its result or error."""
+        self.tenant_disk.expect_open()
+        return _readers.submit(functools.partial(self.get, id, backbone, **options))
+
+    def get_many(self, ids: Sequence[str], backbone: str, **options: Any) -> list[Chunk | None]:
+        """Reads several canonicals at once, as `get` with its options, each None if there is none."""
+        self.tenant_disk.expect_open()
+        return _readers.run_all(functools.partial(self.get, id, backbone, **options) for id in ids)
+
+    def prefetch(
+        self, ids: Sequence[str], backbone: str, *, encoding: Encoding | None = None, lead: str | None = None
+    ) -> concurrent.futures.Future[int]:
+        """Begins to bring canonicals nearer: from the remote store to the disk, and into the host tier.
+
+        Returns:
+          A future of how many there are. What fails is a miss.
+        """
+        self.tenant_disk.expect_open()
+        asked = [self.get_async(id, backbone, encoding=encoding, lead=lead) for id in dict.fromkeys(ids)]
+        found: concurrent.futures.Future[int] = concurrent.futures.Future()
+        waiting = [len(asked)]
+        lock = threading.Lock()
+
+        def note(_: object) -> None:
+            with lock:
+                waiting[0] -= 1
+                last = not waiting[0]
+            if last:
+                found.set_result(sum(one.exception() is None and one.result() is not None for one in asked))
+
+        if not asked:
+            found.set_result(0)
+        for one in asked:
+            one.add_done_callback(note)
+        return found
+
+    def lease(self, id: str, backbone: str, seconds: float | int = 60.0) -> Lease | None:
+        """Takes a chunk's lease: whoever holds it forms the chunk, once for all machines that share the remote store.
+
+        Without a remote store, once for all processes that share the root.
+
+        Args:
+          seconds: how long it is held unless it is renewed or released; a `Lease` is a context manager.
+
+        Returns:
+          The lease; None: another holds it. Then wait, and read the chunk.
+
+        Raises:
+          StoreError: the remote store or the disk failed.
+        """
+        self.tenant_disk.expect_open()
+        if self._remote is None:
+            remote = RemoteStore(LocalAdapter(self.disk.root), clock=self.tenant_disk.clock)
+        else:
+            remote = self._remote.remote
+        return remote.lease(self.names.canonical(backbone, id).chunk, seconds)
 
     def stream(
         self,
@@ -260,8 +279,8 @@ class ChunkStore:
         """Stores an encoder output, [T, D] or any shape, under a chunk's id or an `encoder_id`. Raises as `put`."""
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
-            blob = encoder_blob(id, backbone, output, self._expiry(ttl))
-            self._put_now([(self.names.encoder(backbone, id), blob)])
+            blob = encoder_blob(id, backbone, output, self.expiry(ttl))
+            self.put_now([(self.names.encoder(backbone, id), blob)])
 
     def get_encoder(self, id: str, backbone: str) -> np.ndarray | None:
         """Reads an encoder output as a read-only host array; None if there is none."""
@@ -277,22 +296,22 @@ class ChunkStore:
         """
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
-            patches, expires = all_of(Patch, patches, "store"), self._expiry(ttl)
+            patches, expires = all_of(Patch, patches, "store"), self.expiry(ttl)
             blobs = self._patches.bases_to_extend(patches, expires)
             blobs += [(self.names.patch(patch), patch_blob(patch, expires)) for patch in patches]
-            self._put_now(blobs)
+            self.put_now(blobs)
 
     def put_patch_async(self, patch: Patch, *, ttl: Seconds | None = None) -> Ack:
         """Queues a patch, as `put_async` a chunk. Patches that are queued close together are committed together."""
         self.tenant_disk.expect_open()
-        began, expires = time.perf_counter(), self._expiry(ttl)
+        began, expires = time.perf_counter(), self.expiry(ttl)
         (patch,) = all_of(Patch, [patch], "store")
         acks = []
         for name, blob in self._patches.bases_to_extend([patch], expires):
             acks.append(self._writer.add(name, lambda blob=blob: blob, blob.nbytes))
         make = functools.partial(patch_blob, patch, expires)
         acks.append(self._writer.add(self.names.patch(patch), make, patch.nbytes))
-        return self._timed(acks[0] if len(acks) == 1 else joined(acks), began)
+        return self.timed(acks[0] if len(acks) == 1 else joined(acks), began)
 
     def get_patches(self, served: PatchKey | PatchMetadata) -> list[Patch]:
         """Reads every stored patch that serves this chunk, antecedent, base and frame, largest first.
@@ -331,10 +350,10 @@ class ChunkStore:
         self.tenant_disk.expect_open()
         if not isinstance(basis, Basis):
             raise InputError(f"store.put_basis: got a {type(basis).__name__}; expected a Basis")
-        expires = self._expiry(ttl)
+        expires = self.expiry(ttl)
         with self.counters.timed("put", "disk"):
             blobs = self._patches.basis_objects(basis, expires)
-            self._put_now(blobs)
+            self.put_now(blobs)
 
     def get_basis(self, digest: str, layout: KVLayout, backbone: str) -> Basis | None:
         """Reads a basis; None if there is none whose content matches the digest."""
@@ -344,97 +363,6 @@ class ChunkStore:
                 f"store.get_basis: got {digest!r:.80}, layout {layout!r:.40}; expected a digest and a KVLayout"
             )
         return self._patches.basis(digest, layout, backbone)
-
-    # ----------------------------------------------------------------------------------------------- keeping
-
-    @contextlib.contextmanager
-    def pin(self, id: str, backbone: str) -> Iterator[None]:
-        """Keeps a chunk and its patches from eviction by this store object. Pins of one chunk add up.
-
-        It may still expire, be deleted, or be evicted by another process; reading it is a miss then.
-        """
-        with self.tenant_disk.pin(self.names.canonical(backbone, id).chunk_key):
-            yield
-
-    def collect(self) -> int:
-        """Deletes this tenant's expired objects, files of dead writers, unfinished snapshots and old quarantined files.
-
-        Expired objects are also deleted from the remote store, where each header is read; failures there are ignored.
-
-        Returns:
-          The number of expired objects and files of dead writers.
-
-        Raises:
-          StoreError: the disk could not be read or written.
-        """
-        self.tenant_disk.expect_open()
-        deleted = self.tenant_disk.collect()
-        return deleted + (0 if self._remote is None else self._remote.collect(f"{self.names.space}/"))
-
-    def restore_quarantined(self) -> QuarantineRestore:
-        """Verifies this tenant's quarantined objects again, and puts back those that pass and whose name is free.
-
-        Use it after a reader with a hardware fault condemned good objects. Raises StoreError.
-        """
-        self.tenant_disk.expect_open()
-        self.tenant_disk.forget_usage()
-        return restore(self.disk.root, self.names.tenant_name)
-
-    def delete_tenant(self) -> DeletionReport:
-        """Deletes everything of this tenant in every tier, in quarantine and in the remote store; see `tenants`.
-
-        Queued puts are written first. The store remains usable. Other store objects of the tenant return nothing of it
-        from then on, and free their memory at their next lookup. Raises StoreError, and afterwards the errors of
-        `flush`.
-        """
-        self.tenant_disk.expect_open()
-        try:
-            self._writer.flush()
-        finally:  # also after a failed put: its error is raised once the tenant is deleted
-            self._reader.clear()
-            self.tenant_disk.forget_usage()
-            report = delete_tenant(self.disk, self.names, None if self._remote is None else self._remote.remote)
-            self._reader.clear()
-        return report
-
-    def statistics(self) -> Statistics:
-        """Returns counts, latencies and bytes held of this store object; `prometheus_text` formats them."""
-        pool = self.disk.buffers.idle_bytes
-        held = {"device": self._reader.device.nbytes, "host": self._reader.host.nbytes, "pool": pool}
-        return Statistics(self.counters.read(), self.counters.latencies(), held)
-
-    def flush(self) -> None:
-        """Waits for asynchronous puts, and until the remote store has everything.
-
-        Raises:
-          StoreError: the first error of a put since the last `flush`, with the others in its notes; or the remote store
-            does not answer. What it lacks stays in the outbox, and is sent later, by this process or another.
-        """
-        self._writer.flush()
-        if self._remote is not None:
-            self._remote.sender.flush()
-
-    def close(self) -> None:
-        """Writes queued puts and frees memory. Idempotent. Raises as `flush`."""
-        self.tenant_disk.close()  # first, so that no call fills memory or the queue again
-        self._reader.clear()
-        try:
-            with withdrawing_statistics(self.disk.root, self):
-                self._writer.close()
-            if self._remote is not None:
-                with contextlib.suppress(StoreError):  # what was not sent is in the outbox
-                    self._remote.sender.flush()
-        finally:
-            self.disk.index.close()
-
-    def __repr__(self) -> str:
-        return f"ChunkStore({self.disk.root!r}{', closed' if self.tenant_disk.closed else ''})"
-
-    def __enter__(self) -> "ChunkStore":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ------------------------------------------------------------------------------------------------ inside
 
@@ -449,15 +377,12 @@ class ChunkStore:
     def _is_here(self, name: Name) -> bool:
         return self._writer.has(name) or self.tenant_disk.exists(name)
 
-    def _expiry(self, ttl: Seconds | None) -> float | None:
-        return expires_at(self.tenant_disk.clock(), self._ttl if ttl is None else ttl, "store")
-
     def _jobs_of(
         self, chunk: Chunk, encoding: Encoding | None, ttl: Seconds | None
     ) -> list[tuple[Name, Callable[[], Blob], int]]:
         """Returns name, encoder and bytes of a chunk's objects: the canonical comes last, and implies the others."""
         expect_kind(chunk, Chunk, "chunk", "a Chunk")
-        expires = self._expiry(ttl)
+        expires = self.expiry(ttl)
 
         for value in chunk.kv.values():
             if not getattr(value, "is_fully_addressable", True):
@@ -472,30 +397,3 @@ class ChunkStore:
         word = self.encodings.to_put(chunk, encoding)
         name = self.names.canonical(chunk.backbone, chunk.id, word, chunk.lead)
         return [*jobs, (name, functools.partial(chunk_blob, chunk, word, expires), chunk.nbytes)]
-
-    def _timed(self, ack: Ack, began: float) -> Ack:
-        def note(done: Ack) -> None:
-            if done.exception() is None:
-                self.counters.observe("put", "disk", time.perf_counter() - began)
-
-        ack.add_done_callback(note)
-        return ack
-
-    def _put_now(self, blobs: Sequence[tuple[Name, Blob]]) -> None:
-        """Writes objects by writes that begin now. One whose chunk is deleted meanwhile follows the deletion."""
-        while blobs:
-            begun = [(name, dataclasses.replace(blob, revision=self.tenant_disk.begin(name))) for name, blob in blobs]
-            buried = {name.path for name in self._commit(begun)}
-            blobs = [(name, blob) for name, blob in blobs if name.path in buried]
-
-    def _commit(self, items: Sequence[tuple[Name, Blob]]) -> list[Name]:
-        """Writes objects to the disk, and has the remote store get them. Returns names that were deleted meanwhile."""
-        if self._remote is not None:
-            self._remote.sender.expect_room(sum(blob.nbytes for _, blob in items))
-        # The disk comes first: neither memory nor the remote store may have what it lacks.
-        buried = self.tenant_disk.put(items) if items else []
-        for name, _ in items:
-            self._reader.replaced(name)
-        if self._remote is not None and items:
-            self._remote.sender.wake()
-        return buried

@@ -11,57 +11,26 @@ The directory alone says what is stored. Names change under the lock of their fo
 """
 
 import contextlib
-import functools
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
-
-from ...errors import StoreCorruptError, StoreError, StoreVersionError
-from ..format.buffers import Buffers
-from ..format.encryption import Encryption, Plain, Read, open_object
-from ..format.expiry import expiry_mtime, mtime_agrees
-from ..format.header import OPENING_BYTES, Header, opening_crc, parse_header
 from ..format.naming import Name, is_object
-from ..format.objects import Arrays, Blob, VerifiedObject, Version, check_name, read_header, read_leaves
+from ..format.objects import Blob
 from ..io.files import (
-    Identity,
-    ReadInto,
-    close,
     folder,
-    forget_pages,
-    identity,
-    identity_of,
-    make_directories,
-    make_root,
-    open_file,
-    open_regular,
-    open_regular_in,
-    read_again,
-    read_into,
-    rename,
-    typed_errors,
-    write_all,
 )
-from ..io.per_root import shared
-from .counters import Counters
-from .damage_rate import DamageRate
 from .directory import DirectoryEntry, NameState, Still, name_state, remove_objects, scan
-from .index import Changes, Index, IndexedObject, object_of
-from .mapping import map_leaves
+from .index import IndexedObject, object_of
 from .object_writer import ObjectWriter, Only, PutResult
-from .quarantine import BYTES as QUARANTINE_BYTES
-from .quarantine import keep_within, reason_text
-from .recent_use import RecentUse
 from .revisions import NEWER_FORMAT, revision_in
-from .shard import locked_shards
+from .verified_reads import VerifiedReads, header_expiry
 
 _KNOWN = 256
 _LARGEST_KNOWN = 64 << 10
 
 
-class Disk:
+class Disk(VerifiedReads):
     """Files of a root. Any number of threads and processes may use one root at once.
 
     Args:
@@ -77,35 +46,9 @@ class Disk:
       StoreReadOnlyError, StoreFullError, StoreIOError: the directory cannot be created.
     """
 
-    def __init__(
-        self,
-        root: str,
-        counters: Counters | None = None,
-        buffers: Buffers | None = None,
-        clock: Callable[[], float] = time.time,
-        encryption: Encryption | None = None,
-        quarantine: int | None = QUARANTINE_BYTES,
-        mapped: bool = False,
-    ):
-        self.mapped = mapped
-        self.root = os.path.abspath(root)
-        self.encryption: Encryption = Plain() if encryption is None else encryption
-        self.clock, self._quarantine_bytes = clock, quarantine
-        self.counters = Counters() if counters is None else counters
-        self.buffers = Buffers() if buffers is None else buffers
-        self._damage_rate = DamageRate()
-        # Parsed headers by their bytes, which are read each time: a cached header cannot be stale.
-        self._known = functools.lru_cache(_KNOWN)(parse_header)
-
-        with typed_errors(f"store {self.root}: open"):
-            make_root(self.root)
-            for top in ("obj", "tmp", "quarantine"):
-                if not os.path.isdir(f"{self.root}/{top}"):
-                    make_directories(self.root, top)
-
-        self.index = shared(functools.partial(Index, self.root), self.root, Index)
+    def __init__(self, root: str, *arguments: Any, **options: Any):
+        super().__init__(root, *arguments, **options)
         self.writer = ObjectWriter(self.root, self.encryption.check, self.index)
-        self.recent_use = shared(RecentUse, self.root)
 
     # ----------------------------------------------------------------------------------------------- writing
 
@@ -137,275 +80,6 @@ class Disk:
         """Removes files of dead writers from tmp/, as `ObjectWriter.sweep`. Returns their number."""
         return self.writer.sweep(tenant)
 
-    # ----------------------------------------------------------------------------------------------- reading
-
-    def get(self, name: Name) -> VerifiedObject | None:
-        """Reads an object whole and verifies every byte. None if it is absent, expired, unreadable or damaged.
-
-        One that is damaged in the same way twice is moved to quarantine. After a failed read (EIO), which may pass, and
-        if a later version of the library wrote it, the object stays.
-
-        Raises:
-          StoreKeyError: it is encrypted with another key; it stays too.
-        """
-        file = self._file(name)
-        if file is None:
-            return None
-        fd, stat = file
-        try:
-            found = self._read_twice(name, fd, functools.partial(self._whole, name, fd, stat))
-            if found is None:
-                return None
-            header, arrays = found
-            self._touch(fd, stat)
-            self.counters.add("get_bytes", header.size)
-            # The identity is taken last, because the access time has just changed it.
-            return VerifiedObject(header, arrays, identity_of(fd))
-        except StoreCorruptError:
-            return None  # it is in quarantine by now
-        except StoreVersionError:
-            self.counters.add("newer")
-            return None
-        except OSError:
-            self.counters.add("read_errors")
-            return None
-        finally:
-            close(fd)
-
-    def _whole(
-        self, name: Name, fd: int, stat: os.stat_result, read_bytes: ReadInto
-    ) -> tuple[Header, dict[str, np.ndarray]] | None:
-        """Reads header and leaves of an open object, decrypted; None as `_open`."""
-        opening = self._open(name, fd, read_bytes, stat.st_size)
-        if opening is None:
-            return None
-        header, read = opening
-        # Mapped pages are the file itself, so what is encrypted, or wiped after its use, is copied.
-        if self.mapped and read_bytes is read_into and self.encryption.check is None and not self.buffers.wipes:
-            arrays = map_leaves(self.root, name, fd, stat, header)
-            if arrays is not None:
-                self.counters.add("mapped")
-                return header, arrays
-        return header, read(list(header.leaves))
-
-    @contextlib.contextmanager
-    def reading(self, name: Name, *, noatime: bool = False) -> Iterator[tuple[Header, Read] | None]:
-        """Opens an object: yields its header and a function that reads and verifies adjacent leaves; None as `get`.
-
-        The function raises StoreCorruptError for a damaged object, which is then handled as by `get`, and StoreIOError.
-
-        Args:
-          noatime: keeps the access time, so that this does not count as a use of the object.
-
-        Raises:
-          StoreKeyError: as `get`.
-        """
-        file = self._file(name, noatime)
-        if file is None:
-            yield None
-            return
-        fd, stat = file
-        try:
-            # The file stays open as long as the caller reads its leaves.
-            opening = self._opening(name, fd, stat)
-            if opening is None:
-                yield None
-                return
-            header, read_leaves = opening
-
-            def read(names: Sequence[str]) -> dict[str, np.ndarray]:
-                with typed_errors(f"store: read {names[0]}"):
-                    return read_leaves(names)
-
-            if not noatime:
-                self._touch(fd, stat)
-            yield header, read
-        finally:
-            close(fd)
-
-    def _file(self, name: Name, noatime: bool = False) -> tuple[int, os.stat_result] | None:
-        """Opens an object's file: descriptor and `stat`; None, and counted if it is a failure, as `get`."""
-        try:
-            return open_file(self.root, name.path, noatime=noatime)
-        except (FileNotFoundError, NotADirectoryError):
-            return None  # an ordinary miss
-        except OSError:
-            self.counters.add("read_errors")
-            return None
-
-    def _opening(self, name: Name, fd: int, stat: os.stat_result) -> tuple[Header, Read] | None:
-        """Reads an open object's decrypted header, and makes a reader of its decrypted leaves; None as `get`.
-
-        What does not verify is read twice.
-        """
-
-        def first(read_bytes: ReadInto) -> tuple[Header, Read] | None:
-            return self._open(name, fd, read_bytes, stat.st_size)
-
-        try:
-            opening = self._read_twice(name, fd, first)
-        except OSError:
-            self.counters.add("read_errors")
-            return None
-        except StoreVersionError:
-            self.counters.add("newer")
-            return None
-        except StoreCorruptError:
-            return None  # it is in quarantine by now
-        if opening is None:
-            return None
-        header, read_first = opening
-
-        def read(names: Sequence[str]) -> dict[str, np.ndarray]:
-            def attempt(read_bytes: ReadInto) -> dict[str, np.ndarray]:
-                if read_bytes is read_into:
-                    return read_first(names)
-                # The second attempt reads the header again too, by the same function.
-                again = self._open(name, fd, read_bytes)
-                if again is None:
-                    raise StoreCorruptError("object: got nothing in a second read; expected the opened object")
-                return again[1](names)
-
-            return self._read_twice(name, fd, attempt)
-
-        return header, read
-
-    def _open(self, name: Name, fd: int, read_bytes: ReadInto, size: int | None = None) -> tuple[Header, Read] | None:
-        """Reads and decrypts the header of an open object; None if it has expired or is not encrypted but should be."""
-        header = read_header(fd, self._parse if read_bytes is read_into else parse_header, read_bytes, size)
-        if header.name != name.file:
-            check_name(header, name.file)
-        if header.expires is not None and self.clock() >= header.expires:
-            self.counters.add("expired")
-            return None
-        opening = open_object(fd, header, self.encryption, self.buffers, read_bytes)
-        if opening is None:
-            self.counters.add("unsealed")
-        return opening
-
-    def _parse(self, raw: bytes, size: int) -> Header:
-        # A long header is not cached: 256 of them could take a gigabyte.
-        return (self._known if len(raw) <= _LARGEST_KNOWN else parse_header)(raw, size)
-
-    def forget(self) -> None:
-        """Drops cached headers."""
-        self._known.cache_clear()
-
-    def _read_twice[T](self, name: Name, fd: int, read: Callable[[ReadInto], T], *, certain: bool = False) -> T:
-        return self.read_twice(fd, read, lambda why: self.quarantine(name, identity_of(fd), why, certain=certain))
-
-    def read_twice[T](self, fd: int, read: Callable[[ReadInto], T], condemn: Callable[[str], object]) -> T:
-        """Reads from an open object, and a second time if it does not verify.
-
-        A faulty reader (memory, cable) sees damage in good files, but hardly the same damage twice. So an object is
-        condemned only if it fails twice in the same way, with the same wrong checksums.
-
-        Args:
-          read: reads with the function that it gets.
-          condemn: called with the reason if the object is damaged.
-
-        Raises:
-          StoreCorruptError: neither attempt verified. Any exception of `read`.
-        """
-        try:
-            return read(read_into)
-        except StoreCorruptError as first:  # its traceback keeps the first buffers, so the second attempt gets others
-            forget_pages(fd)
-            try:
-                result = read(read_again)
-            except StoreCorruptError as second:
-                if str(second) == str(first):
-                    condemn(str(first))
-                else:
-                    self._note_unsteady()
-                raise
-            self._note_unsteady()
-            return result
-
-    def _note_unsteady(self) -> None:
-        self.counters.add("unsteady_reads")
-        self.forget()  # the fault may be in parsed headers too
-
-    def build_again[T](
-        self, name: Name, file: Identity, error: Exception, build: Callable[[Header, Arrays], T]
-    ) -> T | None:
-        """Reads an object again that was verified and yet could not be decoded.
-
-        Args:
-          file: identity of the file that was read.
-          error: the exception that `build` raised for it.
-
-        Returns:
-          The result of `build` for the second read; None if that fails too. If it fails in the same way, the object is
-          moved to quarantine.
-        """
-        try:
-            with open_regular(self.root, name.path, noatime=True) as fd:
-                opening = self._open(name, fd, read_again)
-                if opening is None:
-                    return None
-                header, read = opening
-                found = build(header, read(list(header.leaves)))
-        except (OSError, StoreVersionError):
-            return None
-        except (StoreCorruptError, KeyError) as again:
-            if str(again) == str(error):
-                self.quarantine(name, file, str(error))
-            return None
-
-        self._note_unsteady()
-        return found
-
-    def _touch(self, fd: int, stat: os.stat_result) -> None:
-        """Sets an object's access time, by which it is evicted. Does nothing on a read-only root."""
-        with contextlib.suppress(OSError):
-            # The modification time stays, because it encodes when the object expires.
-            os.utime(fd, ns=(time.time_ns(), stat.st_mtime_ns))
-
-    # --------------------------------------------------------------------------------------------- removing
-
-    def quarantine(self, name: Name, file: Identity, reason: str, *, certain: bool = False) -> bool:
-        """Moves a damaged object to quarantine, unless its name has another file by now, which may be good.
-
-        Args:
-          file: identity of the damaged file.
-          reason: recorded next to it.
-          certain: whether the object is known to be damaged. Otherwise, a reader that finds many damaged objects
-            suspects itself and moves none (`DamageRate`).
-
-        Returns:
-          Whether it was moved; on a read-only medium it is not.
-        """
-        if not self._damage_rate.note(name.path) and not certain:
-            self.counters.add("quarantine_withheld")
-            return False
-
-        aside, moved = f"{name.tenant}.{time.time_ns()}-{file[0]}-{name.file}", False
-        # Under the lock, because a writer may replace the damaged file by a good one at any other time.
-        with contextlib.suppress(OSError, StoreError), locked_shards(self.root, [name.folder]) as shards:
-            shard = shards[name.folder]
-            if identity(os.stat(name.file, dir_fd=shard.fd, follow_symlinks=False)) == file:
-                # Moved before its reason is written: on a full disk, only the reason is missing.
-                with folder(self.root, "quarantine", make=True) as target:
-                    rename(shard.fd, name.file, target, aside)
-                    moved = True
-                    self.index.record([shard], Changes(removed=[name.path]))
-                    self.counters.add("quarantined")
-                    with open_regular_in(target, f"{aside}.reason", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
-                        write_all(fd, [reason_text(reason, name.path)], 0)
-
-        with contextlib.suppress(StoreError):
-            keep_within(self.root, name.tenant, self._quarantine_bytes)
-        return moved
-
-    def collect_quarantine(self, tenant: str = "") -> int:
-        """Deletes quarantined objects that are too old, expired or over the budget. Returns their number.
-
-        Raises:
-          StoreReadOnlyError, StoreIOError: not all were deleted.
-        """
-        return len(keep_within(self.root, tenant, self._quarantine_bytes, self.expires, self.clock()))
-
     def delete(self, path: str, still: Still | None = None) -> bool:
         """Removes one object durably, if `still` (called with its path) allows it. Returns whether it was removed.
 
@@ -414,73 +88,11 @@ class Disk:
         """
         return bool(remove_objects(self.root, self.index, {path: still}))
 
-    def examine(self, name: Name, *, leaves: bool = True, certain: bool = False) -> Header | None:
-        """Verifies every byte of an object's file, encrypted or not.
-
-        Args:
-          leaves: False verifies the header alone.
-          certain: as `quarantine`.
-
-        Returns:
-          The header; None if the object does not exist, or is damaged and so was moved to quarantine if possible.
-
-        Raises:
-          StoreVersionError: a later version wrote it.
-          OSError: it could not be read.
-        """
-
-        def verified(read_bytes: ReadInto) -> Header:
-            header = read_header(fd, read_bytes=read_bytes)
-            check_name(header, name.file)
-            if leaves:
-                read_leaves(fd, header, list(header.leaves), self.buffers, read_bytes)
-            return header
-
-        try:
-            with open_regular(self.root, name.path, noatime=True) as fd:
-                return self._read_twice(name, fd, verified, certain=certain)
-        except (FileNotFoundError, NotADirectoryError, StoreCorruptError):
-            return None
-
     # ---------------------------------------------------------------------------------------------- listing
 
     def scan(self, below: str = "obj") -> list[DirectoryEntry]:
         """Lists every object below a folder, unordered, as `directory.scan`. Raises StoreError."""
         return scan(self.root, below)
-
-    def is_current(self, name: Name, known: Version) -> Version | None:
-        """Checks that an object is still the version that was read, and counts this as a use of it.
-
-        A file whose times alone have changed is opened, and its header's checksum compared.
-
-        Returns:
-          The version as the directory shows it now; None if it is another one.
-        """
-        path = f"{self.root}/{name.path}"
-        try:
-            stat = os.lstat(path)  # a link is another file, whatever it leads to
-            due = self.recent_use.note(name.path, time.time(), stat.st_atime)
-            if identity(stat) == known.file and not due:  # the common case: one system call
-                return known
-            with open_regular(self.root, name.path, noatime=True) as fd:
-                if opening_crc(os.pread(fd, OPENING_BYTES, 0)) != known.crc:
-                    return None
-                if due:
-                    self._touch(fd, stat)
-                return Version(identity(os.fstat(fd)), known.crc)
-        except OSError:
-            return None
-
-    def is_newer(self, name: Name) -> bool:
-        """Returns whether a later version of the library wrote an object, by its header and its encryption."""
-        try:
-            with open_regular(self.root, name.path, noatime=True) as fd:
-                open_object(fd, read_header(fd), self.encryption, self.buffers)
-        except StoreVersionError:
-            return True
-        except (OSError, StoreError):
-            pass  # absent, damaged or of another key: no later version is known to have written it
-        return False
 
     def of_chunk(self, name: Name, part: str = "") -> list[IndexedObject]:
         """Lists every object of a chunk: canonicals in any encoding, encoder output, patches. Raises StoreError.
@@ -502,28 +114,7 @@ class Disk:
         """Returns whether there is a file of an object's path."""
         return os.path.lexists(f"{self.root}/{path}")
 
-    def expires(self, path: str) -> float | None:
-        """Returns when an object expires; None if it does not, or cannot be read."""
-        above, _, file = path.rpartition("/")
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(self.root, above) as fd:
-            return header_expiry(fd, file)
-        return None
-
     def has_expired(self, fd: int, file: str) -> bool:
         """Returns whether the object in a file of an open directory has expired, by its header."""
         expires = header_expiry(fd, file)
         return expires is not None and self.clock() >= expires
-
-
-def header_expiry(parent: int, file: str) -> float | None:
-    """Returns when an object expires; None if it cannot be read. Corrects a wrong modification time."""
-    try:
-        with open_regular_in(parent, file, noatime=True) as fd:
-            expires = read_header(fd).expires
-            stat = os.fstat(fd)
-            if not mtime_agrees(stat.st_mtime_ns, expires):  # written by an older version, or copied without its times
-                with contextlib.suppress(OSError):
-                    os.utime(fd, ns=(stat.st_atime_ns, expiry_mtime(expires, stat.st_mtime_ns)))
-            return expires
-    except (OSError, StoreCorruptError, StoreVersionError):
-        return None

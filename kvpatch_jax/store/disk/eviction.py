@@ -18,9 +18,10 @@ from ...errors import StoreBusyError, StoreFullError
 from ..format.expiry import expiry_test
 from ..io.files import typed_errors, written
 from .directory import DirectoryEntry, remove_objects, unlink_if
-from .disk import Disk, header_expiry
+from .disk import Disk
 from .index import Changes, IndexedObject
 from .shard import Shard, locked_shards
+from .verified_reads import header_expiry
 
 SLACK = 0.05
 """Share of the budget that an eviction frees beyond the need, so that the next put need not evict again."""

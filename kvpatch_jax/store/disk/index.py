@@ -16,14 +16,14 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from ...errors import StoreIOError
-from ..format.expiry import expiry_from_mtime
-from ..format.naming import is_object, part_of, unreduced_part
+from ..format.naming import is_object
 from ..io.files import folder, typed, typed_errors
 from ..io.thread_pool import register_fork_guard
+from .index_rows import SELECT, IndexedObject, connect, folder_id, object_of, set_turns, upsert
 from .shard import Shard, locked_shards
 
 FILE = "index.sqlite"
@@ -31,75 +31,6 @@ GHOST_SECONDS = 3600.0
 """Seconds for which the index knows that a name was evicted."""
 _IN_MEMORY_SECONDS = 60.0
 """Seconds after which a file that could not be written is tried again."""
-_BUSY = 2.0
-"""Seconds to wait for another process's transaction, which takes microseconds."""
-_SCHEMA = (
-    "CREATE TABLE folders(id INTEGER PRIMARY KEY, path TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, mtime INTEGER)",
-    "CREATE TABLE objects(folder INTEGER NOT NULL, file TEXT NOT NULL, tenant TEXT NOT NULL, turn INTEGER NOT NULL, "
-    "size INTEGER NOT NULL, revision INTEGER NOT NULL, expires REAL, used REAL NOT NULL, inode INTEGER NOT NULL, "
-    "mtime INTEGER NOT NULL, PRIMARY KEY(folder, file)) WITHOUT ROWID",
-    "CREATE INDEX by_turn ON objects(turn, used)",
-    "CREATE INDEX by_tenant ON objects(tenant, turn, used)",
-    "CREATE INDEX by_expiry ON objects(expires) WHERE expires IS NOT NULL",
-    "CREATE TABLE usage(tenant TEXT PRIMARY KEY, objects INTEGER NOT NULL, bytes INTEGER NOT NULL) WITHOUT ROWID",
-    "CREATE TABLE ghosts(path TEXT PRIMARY KEY, since INTEGER NOT NULL) WITHOUT ROWID",
-    "CREATE TRIGGER added AFTER INSERT ON objects BEGIN INSERT INTO usage VALUES(new.tenant, 1, new.size) "
-    "ON CONFLICT(tenant) DO UPDATE SET objects = objects + 1, bytes = bytes + new.size; END",
-    "CREATE TRIGGER changed AFTER UPDATE OF size ON objects BEGIN UPDATE usage SET bytes = bytes + new.size - "
-    "old.size WHERE tenant = new.tenant; END",
-    "CREATE TRIGGER gone AFTER DELETE ON objects BEGIN UPDATE usage SET objects = objects - 1, bytes = bytes - "
-    "old.size WHERE tenant = old.tenant; END",
-)
-_SELECT = (
-    "SELECT f.path || '/' || o.file, o.size, o.used, o.expires, o.revision, o.inode, o.mtime, o.turn "
-    "FROM objects o JOIN folders f ON f.id = o.folder "
-)
-
-
-class IndexedObject(NamedTuple):
-    """An object as the index knows it.
-
-    Attributes:
-      path: path below the root.
-      size: bytes of its file.
-      used: time of its last use, in seconds since the epoch.
-      expires: when it expires, in seconds since the epoch; None: never. The header decides.
-      revision: revision of its name; 0 if only its folder was listed.
-      inode, mtime_ns: of its file, by which it is recognised.
-      turn: when it is evicted, before those of a higher turn: 1 derived from a canonical, 2 can be formed again from
-        the encoder output, 3 others.
-    """
-
-    path: str
-    size: int
-    used: float
-    expires: float | None
-    revision: int
-    inode: int
-    mtime_ns: int
-    turn: int = 3
-
-    @property
-    def chunk(self) -> str:
-        """Folder and keyed name of its chunk."""
-        return self.path.partition(".")[0]
-
-    @property
-    def part(self) -> str:
-        """Part of the chunk that it is (`naming.part_of`)."""
-        return part_of(self.path)
-
-    @property
-    def written(self) -> tuple[int, int, int]:
-        """Identity of its file (`io.files.written`)."""
-        return self.inode, self.mtime_ns, self.size
-
-
-def object_of(path: str, stat: os.stat_result, revision: int = 0, expires: float | None = None) -> IndexedObject:
-    """Returns the entry of an object from its file's `stat`."""
-    known = expires if revision else expiry_from_mtime(stat.st_mtime_ns)
-    used = max(stat.st_atime, 0.0)
-    return IndexedObject(path, stat.st_size, used, known, revision, stat.st_ino, stat.st_mtime_ns)
 
 
 @dataclasses.dataclass
@@ -159,16 +90,16 @@ class Index:
                 self._connection.close()  # another process has made it anew, or it may be on the disk again
                 self._connection = None
         if self._connection is None and now < self._in_memory_until:
-            self._connection, self._place = _connect(":memory:"), None
+            self._connection, self._place = connect(":memory:"), None
         if self._connection is None:
             self._in_memory_until = 0.0
             try:
-                self._connection = _connect(path)
+                self._connection = connect(path)
             except sqlite3.Error as error:
                 if not _is_damage(error):
                     raise
                 self._discard()
-                self._connection = _connect(path)
+                self._connection = connect(path)
             self._place = _place_of(path)
         return self._connection
 
@@ -230,7 +161,7 @@ class Index:
         removed = [path for path in changes.removed if path.startswith("obj/")]
 
         def ask(connection: sqlite3.Connection) -> None:
-            ids = {path: _folder_id(connection, path) for path in folders}
+            ids = {path: folder_id(connection, path) for path in folders}
             for path in removed:
                 above, _, file = path.rpartition("/")
                 connection.execute("DELETE FROM objects WHERE folder = ? AND file = ?", (ids[above], file))
@@ -240,8 +171,8 @@ class Index:
                 connection.executemany("INSERT OR REPLACE INTO ghosts VALUES(?, ?)", rows)
             for one in added:
                 above = one.path.rpartition("/")[0]
-                _upsert(connection, ids[above], one)
-            _set_turns(connection, ids, [one.path for one in added] + removed)
+                upsert(connection, ids[above], one)
+            set_turns(connection, ids, [one.path for one in added] + removed)
             for path, (before, after) in folders.items():
                 connection.execute(
                     "UPDATE folders SET mtime = ? WHERE id = ? AND mtime = ?", (after, ids[path], before)
@@ -256,7 +187,7 @@ class Index:
         one = object_of(path, stat)._replace(expires=expires)
 
         def ask(connection: sqlite3.Connection) -> None:
-            _upsert(connection, _folder_id(connection, above), one)
+            upsert(connection, folder_id(connection, above), one)
 
         with contextlib.suppress(StoreIOError):
             self._asked(ask, write=True)
@@ -296,7 +227,7 @@ class Index:
             def forget(connection: sqlite3.Connection) -> None:
                 for path in lost:
                     if not os.path.isdir(f"{self.root}/{path}"):
-                        own = _folder_id(connection, path)
+                        own = folder_id(connection, path)
                         connection.execute("DELETE FROM objects WHERE folder = ?", (own,))
                         connection.execute("DELETE FROM folders WHERE id = ?", (own,))
                 connection.execute("DELETE FROM usage WHERE objects = 0")
@@ -319,15 +250,15 @@ class Index:
                             found[entry.name] = entry.stat(follow_symlinks=False)
 
             def ask(connection: sqlite3.Connection) -> None:
-                own = _folder_id(connection, path)
+                own = folder_id(connection, path)
                 query = "SELECT file, inode, mtime, size FROM objects WHERE folder = ?"
                 held = {row[0]: row[1:] for row in connection.execute(query, (own,))}
                 gone = [(own, file) for file in held if file not in found]
                 connection.executemany("DELETE FROM objects WHERE folder = ? AND file = ?", gone)
                 for file, stat in found.items():
                     if held.get(file) != (stat.st_ino, stat.st_mtime_ns, stat.st_size):
-                        _upsert(connection, own, object_of(f"{path}/{file}", stat))
-                _set_turns(connection, {path: own}, [f"{path}/{file}" for file in found])
+                        upsert(connection, own, object_of(f"{path}/{file}", stat))
+                set_turns(connection, {path: own}, [f"{path}/{file}" for file in found])
                 connection.execute("UPDATE folders SET mtime = ? WHERE id = ?", (shard.mtime_ns, own))
 
             self._asked(ask, write=True)
@@ -346,7 +277,7 @@ class Index:
                 row = connection.execute("SELECT id, mtime FROM folders WHERE path = ?", (path,)).fetchone()
                 if row is None or row[1] != mtime:
                     return None
-                query = f"{_SELECT} WHERE o.folder = ? AND o.file >= ? AND o.file < ? ORDER BY o.file"
+                query = f"{SELECT} WHERE o.folder = ? AND o.file >= ? AND o.file < ? ORDER BY o.file"
                 return [
                     IndexedObject(*found)
                     for found in connection.execute(query, (row[0], prefix, prefix + "\U0010ffff"))
@@ -361,14 +292,14 @@ class Index:
 
     def known_in_folder(self, path: str, prefix: str) -> list[IndexedObject]:
         """Lists objects as `in_folder`, by the rows that there are. Raises StoreIOError."""
-        query = f"{_SELECT} WHERE f.path = ? AND o.file >= ? AND o.file < ? ORDER BY o.file"
+        query = f"{SELECT} WHERE f.path = ? AND o.file >= ? AND o.file < ? ORDER BY o.file"
         values = (path, prefix, prefix + "\U0010ffff")
         return self._asked(lambda connection: [IndexedObject(*row) for row in connection.execute(query, values)])
 
     def below(self, below: str = "obj", after: str = "", most: int = -1) -> list[IndexedObject]:
         """Lists objects below a folder, sorted by path, from behind a path on. Call `refresh` first."""
         query = (
-            f"{_SELECT} WHERE f.path >= ? AND f.path < ? AND (f.path > ? OR (f.path = ? AND o.file > ?)) "
+            f"{SELECT} WHERE f.path >= ? AND f.path < ? AND (f.path > ? OR (f.path = ? AND o.file > ?)) "
             "ORDER BY f.path, o.file LIMIT ?"
         )
         above, _, file = after.rpartition("/")
@@ -383,6 +314,13 @@ class Index:
             return self._asked(lambda connection: connection.execute(query).fetchone())
         return self._asked(lambda connection: connection.execute(f"{query} WHERE tenant = ?", (tenant,)).fetchone())
 
+    def oldest(self, below: str = "obj") -> float | None:
+        """Returns the earliest time of last use, in seconds since the epoch; None: no objects. Raises StoreIOError."""
+        tenant = below.partition("/")[2]
+        where, values = ("WHERE tenant = ?", [tenant]) if tenant else ("", [])
+        query = f"SELECT min(used) FROM objects {where}"
+        return self._asked(lambda connection: connection.execute(query, values).fetchone())[0]
+
     def usage_by_tenant(self) -> dict[str, tuple[int, int]]:
         """Returns objects and bytes by the keyed names of tenants. Raises StoreIOError."""
         rows = self._asked(lambda connection: connection.execute("SELECT * FROM usage WHERE objects > 0").fetchall())
@@ -395,7 +333,7 @@ class Index:
         tenant = below.partition("/")[2]
         own = "o.tenant = ? AND" if tenant else ""
         turn, used = (0, 0.0) if after is None else (after.turn, after.used)
-        query = f"{_SELECT} WHERE {own} (o.turn, o.used) >= (?, ?) ORDER BY o.turn, o.used LIMIT ?"
+        query = f"{SELECT} WHERE {own} (o.turn, o.used) >= (?, ?) ORDER BY o.turn, o.used LIMIT ?"
         values = (*([tenant] if tenant else []), turn, used, most)
         return self._asked(lambda connection: [IndexedObject(*row) for row in connection.execute(query, values)])
 
@@ -403,7 +341,7 @@ class Index:
         """Lists objects that have expired as far as the index knows, earliest first. Raises StoreIOError."""
         tenant = below.partition("/")[2]
         own = "AND o.tenant = ?" if tenant else ""
-        query = f"{_SELECT} WHERE o.expires <= ? {own} ORDER BY o.expires LIMIT ?"
+        query = f"{SELECT} WHERE o.expires <= ? {own} ORDER BY o.expires LIMIT ?"
         values = (now, *([tenant] if tenant else []), most)
         return self._asked(lambda connection: [IndexedObject(*row) for row in connection.execute(query, values)])
 
@@ -424,30 +362,6 @@ class Index:
             )
 
 
-def _connect(path: str) -> sqlite3.Connection:
-    """Opens the index, and makes its tables. Raises sqlite3.DatabaseError if it is of another form."""
-    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
-        raise sqlite3.DatabaseError("got a link or the like; expected a file")
-    connection = sqlite3.connect(path, timeout=_BUSY, isolation_level=None, check_same_thread=False)
-    try:
-        for pragma in ("trusted_schema=OFF", "journal_mode=WAL", "synchronous=OFF", "cache_size=-16000"):
-            connection.execute(f"PRAGMA {pragma}").fetchall()
-        connection.execute("BEGIN IMMEDIATE")
-        found = [row[0] for row in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
-        if not found:
-            for statement in _SCHEMA:
-                connection.execute(statement)
-        connection.execute("COMMIT")
-        if found and sorted(found) != sorted(_SCHEMA):
-            raise sqlite3.DatabaseError("got other tables; expected those of this release")
-        with contextlib.suppress(OSError):
-            os.chmod(path, 0o600)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
 def _is_busy(error: sqlite3.Error) -> bool:
     return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
 
@@ -464,47 +378,6 @@ def _place_of(path: str) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return stat.st_dev, stat.st_ino
-
-
-def _folder_id(connection: sqlite3.Connection, path: str) -> int:
-    row = connection.execute("SELECT id FROM folders WHERE path = ?", (path,)).fetchone()
-    if row is None:
-        tenant = path.split("/")[1]
-        row = connection.execute(
-            "INSERT INTO folders(path, tenant, mtime) VALUES(?, ?, NULL) RETURNING id", (path, tenant)
-        ).fetchone()
-    return row[0]
-
-
-def _upsert(connection: sqlite3.Connection, own: int, one: IndexedObject) -> None:
-    _, tenant, *_, file = one.path.split("/")
-    values = (one.size, one.revision, one.expires, one.used, one.inode, one.mtime_ns)
-    connection.execute(
-        "INSERT INTO objects VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(folder, file) DO UPDATE SET size = "
-        "excluded.size, revision = excluded.revision, expires = excluded.expires, used = max(used, excluded.used), "
-        "inode = excluded.inode, mtime = excluded.mtime",
-        (own, file, tenant, 1 if one.part.startswith("p.") else 3, *values),
-    )
-
-
-def _set_turns(connection: sqlite3.Connection, ids: Mapping[str, int], paths: Sequence[str]) -> None:
-    """Sets the turns of the canonicals of chunks of which a canonical or an encoder output has come or gone."""
-    changed = {path.partition(".")[0] for path in paths if not part_of(path).startswith("p.")}
-    for chunk in changed:
-        above, _, key = chunk.rpartition("/")
-        rows = connection.execute(
-            "SELECT file, turn FROM objects WHERE folder = ? AND (file BETWEEN ? AND ? OR file BETWEEN ? AND ?)",
-            (ids[above], f"{key}.kv", f"{key}.kw", f"{key}.enc", f"{key}.end"),
-        ).fetchall()
-        turns = {part_of(f"x/{file}"): (file, turn) for file, turn in rows}
-        for part, (file, turn) in turns.items():
-            whole = unreduced_part(part)
-            if part.startswith("kv"):
-                right = 1 if whole != part and whole in turns else 2 if "enc" in turns else 3
-                if right != turn:
-                    connection.execute(
-                        "UPDATE objects SET turn = ? WHERE folder = ? AND file = ?", (right, ids[above], file)
-                    )
 
 
 def _folders_in(root: str, below: str) -> dict[str, int]:

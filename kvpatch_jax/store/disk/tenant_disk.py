@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from ...cache import Chunk
-from ...errors import StoreClosedError, StoreVersionError
+from ...errors import StoreClosedError, StoreError, StoreVersionError
 from ..format.buffers import Buffers
 from ..format.encryption import AesGcm, Plain, decrypted
 from ..format.expiry import Seconds
@@ -308,6 +308,17 @@ class TenantDisk:
         self.disk.collect_quarantine(self.names.tenant_name)
         sweep_unfinished(self.disk.root, self.names.tenant_name)
         return gone
+
+    def gauges(self) -> dict[str, float]:
+        """Returns what the tenant has on the disk as far as the index knows, and the age of the oldest use."""
+        gauges: dict[str, float] = {}
+        with contextlib.suppress(StoreError):
+            objects, nbytes = self.disk.index.usage(self.names.space)
+            oldest = self.disk.index.oldest(self.names.space)
+            gauges = {"disk_objects": objects, "disk_bytes": nbytes}
+            if oldest is not None:
+                gauges["oldest_use_seconds"] = max(time.time() - oldest, 0.0)
+        return gauges
 
     def forget_usage(self) -> None:
         """Makes the next write look whether others have changed the disk."""

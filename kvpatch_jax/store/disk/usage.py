@@ -1,8 +1,9 @@
 """What the tenants of a root have on the disk."""
 
+import os
 from typing import NamedTuple
 
-from .directory import scan
+from .index import Index
 
 
 class Usage(NamedTuple):
@@ -20,9 +21,10 @@ class Usage(NamedTuple):
 
 def usage(root: str) -> dict[str, Usage]:
     """Returns what every tenant of a root has on the disk, by keyed name. Raises StoreError."""
-    found: dict[str, Usage] = {}
-    for entry in scan(root, "obj"):
-        tenant = entry.path.split("/")[1]
-        own = found.get(tenant, Usage(0, 0, entry.used))
-        found[tenant] = Usage(own.objects + 1, own.nbytes + entry.size, min(own.oldest, entry.used))
-    return found
+    index = Index(os.path.abspath(root))
+    try:
+        index.refresh()
+        found = index.usage_by_tenant()
+        return {tenant: Usage(*own, index.oldest(f"obj/{tenant}") or 0.0) for tenant, own in found.items()}
+    finally:
+        index.close()

@@ -7,6 +7,7 @@ it correctly.
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -187,6 +188,13 @@ class RemoteTier(RemoteReader):
         with typed_errors("store: delete"):
             self.outbox.add_deletion(name.chunk_key, revision)
         self.sender.wake()
+
+    def gauges(self) -> dict[str, float]:
+        """Returns how much waits in the outbox, and for how long."""
+        entries = self.outbox.entries()
+        age = max((time.time() - entry.since for entry in entries), default=0.0)
+        nbytes = sum(entry.nbytes for entry in entries)
+        return {"outbox_objects": len(entries), "outbox_bytes": nbytes, "outbox_age_seconds": max(age, 0.0)}
 
     def resync(self) -> Resync:
         """Compares the tenant's objects here and in the remote store, and makes both have what they should.

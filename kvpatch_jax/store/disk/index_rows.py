@@ -1,0 +1,150 @@
+"""Tables of a root's index, and their rows."""
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..format.expiry import expiry_from_mtime
+from ..format.naming import part_of, unreduced_part
+
+_BUSY = 2.0
+"""Seconds to wait for another process's transaction, which takes microseconds."""
+_SCHEMA = (
+    "CREATE TABLE folders(id INTEGER PRIMARY KEY, path TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, mtime INTEGER)",
+    "CREATE TABLE objects(folder INTEGER NOT NULL, file TEXT NOT NULL, tenant TEXT NOT NULL, turn INTEGER NOT NULL, "
+    "size INTEGER NOT NULL, revision INTEGER NOT NULL, expires REAL, used REAL NOT NULL, inode INTEGER NOT NULL, "
+    "mtime INTEGER NOT NULL, PRIMARY KEY(folder, file)) WITHOUT ROWID",
+    "CREATE INDEX by_turn ON objects(turn, used)",
+    "CREATE INDEX by_tenant ON objects(tenant, turn, used)",
+    "CREATE INDEX by_expiry ON objects(expires) WHERE expires IS NOT NULL",
+    "CREATE TABLE usage(tenant TEXT PRIMARY KEY, objects INTEGER NOT NULL, bytes INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE ghosts(path TEXT PRIMARY KEY, since INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE TRIGGER added AFTER INSERT ON objects BEGIN INSERT INTO usage VALUES(new.tenant, 1, new.size) "
+    "ON CONFLICT(tenant) DO UPDATE SET objects = objects + 1, bytes = bytes + new.size; END",
+    "CREATE TRIGGER changed AFTER UPDATE OF size ON objects BEGIN UPDATE usage SET bytes = bytes + new.size - "
+    "old.size WHERE tenant = new.tenant; END",
+    "CREATE TRIGGER gone AFTER DELETE ON objects BEGIN UPDATE usage SET objects = objects - 1, bytes = bytes - "
+    "old.size WHERE tenant = old.tenant; END",
+)
+SELECT = (
+    "SELECT f.path || '/' || o.file, o.size, o.used, o.expires, o.revision, o.inode, o.mtime, o.turn "
+    "FROM objects o JOIN folders f ON f.id = o.folder "
+)
+
+
+"""Beginning of queries for `IndexedObject`s."""
+
+
+class IndexedObject(NamedTuple):
+    """An object as the index knows it.
+
+    Attributes:
+      path: path below the root.
+      size: bytes of its file.
+      used: time of its last use, in seconds since the epoch.
+      expires: when it expires, in seconds since the epoch; None: never. The header decides.
+      revision: revision of its name; 0 if only its folder was listed.
+      inode, mtime_ns: of its file, by which it is recognised.
+      turn: when it is evicted, before those of a higher turn: 1 derived from a canonical, 2 can be formed again from
+        the encoder output, 3 others.
+    """
+
+    path: str
+    size: int
+    used: float
+    expires: float | None
+    revision: int
+    inode: int
+    mtime_ns: int
+    turn: int = 3
+
+    @property
+    def chunk(self) -> str:
+        """Folder and keyed name of its chunk."""
+        return self.path.partition(".")[0]
+
+    @property
+    def part(self) -> str:
+        """Part of the chunk that it is (`naming.part_of`)."""
+        return part_of(self.path)
+
+    @property
+    def written(self) -> tuple[int, int, int]:
+        """Identity of its file (`io.files.written`)."""
+        return self.inode, self.mtime_ns, self.size
+
+
+def object_of(path: str, stat: os.stat_result, revision: int = 0, expires: float | None = None) -> IndexedObject:
+    """Returns the entry of an object from its file's `stat`."""
+    known = expires if revision else expiry_from_mtime(stat.st_mtime_ns)
+    used = max(stat.st_atime, 0.0)
+    return IndexedObject(path, stat.st_size, used, known, revision, stat.st_ino, stat.st_mtime_ns)
+
+
+def connect(path: str) -> sqlite3.Connection:
+    """Opens the index, and makes its tables. Raises sqlite3.DatabaseError if it is of another form."""
+    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
+        raise sqlite3.DatabaseError("got a link or the like; expected a file")
+    connection = sqlite3.connect(path, timeout=_BUSY, isolation_level=None, check_same_thread=False)
+    try:
+        for pragma in ("trusted_schema=OFF", "journal_mode=WAL", "synchronous=OFF", "cache_size=-16000"):
+            connection.execute(f"PRAGMA {pragma}").fetchall()
+        connection.execute("BEGIN IMMEDIATE")
+        found = [row[0] for row in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
+        if not found:
+            for statement in _SCHEMA:
+                connection.execute(statement)
+        connection.execute("COMMIT")
+        if found and sorted(found) != sorted(_SCHEMA):
+            raise sqlite3.DatabaseError("got other tables; expected those of this release")
+        with contextlib.suppress(OSError):
+            os.chmod(path, 0o600)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def folder_id(connection: sqlite3.Connection, path: str) -> int:
+    """Returns the number of a folder, which is added if it is new."""
+    row = connection.execute("SELECT id FROM folders WHERE path = ?", (path,)).fetchone()
+    if row is None:
+        tenant = path.split("/")[1]
+        row = connection.execute(
+            "INSERT INTO folders(path, tenant, mtime) VALUES(?, ?, NULL) RETURNING id", (path, tenant)
+        ).fetchone()
+    return row[0]
+
+
+def upsert(connection: sqlite3.Connection, own: int, one: IndexedObject) -> None:
+    """Adds or replaces an object's row, in the folder of number `own`."""
+    _, tenant, *_, file = one.path.split("/")
+    values = (one.size, one.revision, one.expires, one.used, one.inode, one.mtime_ns)
+    connection.execute(
+        "INSERT INTO objects VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(folder, file) DO UPDATE SET size = "
+        "excluded.size, revision = excluded.revision, expires = excluded.expires, used = max(used, excluded.used), "
+        "inode = excluded.inode, mtime = excluded.mtime",
+        (own, file, tenant, 1 if one.part.startswith("p.") else 3, *values),
+    )
+
+
+def set_turns(connection: sqlite3.Connection, ids: Mapping[str, int], paths: Sequence[str]) -> None:
+    """Sets the turns of the canonicals of chunks of which a canonical or an encoder output has come or gone."""
+    changed = {path.partition(".")[0] for path in paths if not part_of(path).startswith("p.")}
+    for chunk in changed:
+        above, _, key = chunk.rpartition("/")
+        rows = connection.execute(
+            "SELECT file, turn FROM objects WHERE folder = ? AND (file BETWEEN ? AND ? OR file BETWEEN ? AND ?)",
+            (ids[above], f"{key}.kv", f"{key}.kw", f"{key}.enc", f"{key}.end"),
+        ).fetchall()
+        turns = {part_of(f"x/{file}"): (file, turn) for file, turn in rows}
+        for part, (file, turn) in turns.items():
+            whole = unreduced_part(part)
+            if part.startswith("kv"):
+                right = 1 if whole != part and whole in turns else 2 if "enc" in turns else 3
+                if right != turn:
+                    connection.execute(
+                        "UPDATE objects SET turn = ? WHERE folder = ? AND file = ?", (right, ids[above], file)
+                    )
