@@ -11,10 +11,13 @@ from ...errors import StoreCorruptError, StoreKeyError, StoreVersionError
 from ..disk import quarantine
 from ..disk.directory import DirectoryEntry
 from ..disk.disk import Disk
+from ..disk.index import IndexedObject
+from ..disk.index_rows import kind_of
 from ..format.codec import canonical_of, encoder_of
 from ..format.encryption import decrypted, is_sealed
+from ..format.expiry import expiry_test
 from ..format.header import Header
-from ..format.naming import LEAD_NAME, Name, expect_encoding, name_at, part_of
+from ..format.naming import Name, expect_encoding, name_at, part_of
 from ..format.objects import Arrays, check_name, read_header, read_leaves
 from ..format.patch_codec import patch_parts
 from ..io.files import ReadInto, folder, identity_of, open_regular, typed_errors
@@ -23,7 +26,8 @@ from ..libraries.entries import check_body, check_resource
 ALL = ("obj", "lib")
 """Folders of all tenants' chunks and libraries."""
 
-type ObjectProgress = Callable[[list[DirectoryEntry]], Iterable[DirectoryEntry]]
+_PAGE = 1000
+type ObjectProgress = Callable[[list[Any]], Iterable[Any]]
 Verdict = Literal["good", "bad", "left", "unreadable", "unopened", "newer", "gone"]
 
 
@@ -62,18 +66,25 @@ def listing(disk: Disk, below: Sequence[str] = ALL, progress: ObjectProgress = _
 
     Objects that vanish in the meantime may be missing.
     """
-    for entry in progress(sorted(_scan(disk, below), key=lambda entry: entry.path)):
-        yield _listed(disk, entry)
-
-
-def _scan(disk: Disk, below: Sequence[str]) -> list[DirectoryEntry]:
-    entries: list[DirectoryEntry] = []
     for path in below:
-        entries += disk.scan(path)
-    return entries
+        for entries in _pages(disk, path):
+            for entry in progress(entries):
+                yield _listed(disk, entry)
 
 
-def _listed(disk: Disk, entry: DirectoryEntry) -> ObjectInfo:
+def _pages(disk: Disk, below: str) -> Iterator[list[Any]]:
+    """Yields what is below a folder by path, in parts, so that the first ones come at once."""
+    if not below.startswith("obj"):
+        yield sorted(disk.scan(below), key=lambda entry: entry.path)
+        return
+    disk.index.refresh(below)
+    after = ""
+    while page := disk.index.below(below, after, _PAGE):
+        yield page
+        after = page[-1].path
+
+
+def _listed(disk: Disk, entry: DirectoryEntry | IndexedObject) -> ObjectInfo:
     expires, encrypted, newer = None, None, False
     try:
         with open_regular(disk.root, entry.path, noatime=True) as fd:
@@ -85,32 +96,45 @@ def _listed(disk: Disk, entry: DirectoryEntry) -> ObjectInfo:
         pass
 
     tenant = name_at(entry.path).tenant
-    return ObjectInfo(entry.path, tenant, _kind(entry), entry.size, entry.used, expires, encrypted, newer)
+    return ObjectInfo(entry.path, tenant, kind_of(entry.path), entry.size, entry.used, expires, encrypted, newer)
 
 
-def _kind(entry: DirectoryEntry) -> str:
-    if entry.path.startswith("lib/"):
-        return entry.path.split("/")[2]
-    return "patch" if entry.part.startswith("p.") else LEAD_NAME.sub("behind", entry.part)
+def totals(disk: Disk, below: tuple[str, str] = ALL, *, deep: bool = False) -> dict[str, Any]:
+    """Counts objects and bytes by kind and tenant, expired, quarantined and unfinished ones, without opening any.
 
-
-def totals(disk: Disk, below: Sequence[str] = ALL) -> dict[str, Any]:
-    """Counts objects and bytes by kind and tenant, and expired, encrypted, quarantined and unfinished ones.
+    Args:
+      deep: opens every object, to count encrypted and unreadable ones and those of later versions too.
 
     Raises:
       StoreIOError: the root cannot be read.
     """
-    tenant, listed, now = below[0].partition("/")[2], list(listing(disk, below)), disk.clock()
+    space, libraries = below
+    tenant, index, now = space.partition("/")[2], disk.index, disk.clock()
+    index.refresh(space)
+    entries = disk.scan(libraries)
+    pairs = [(kind_of(entry.path), 1, entry.size) for entry in entries]
+    kinds = _sums([*((kind, *sums) for kind, sums in index.usage_by_kind(space).items()), *pairs])
+    of_tenants = {tenant: index.usage(space)} if tenant else index.usage_by_tenant()
+    pairs = [(name_at(entry.path).tenant, 1, entry.size) for entry in entries]
+    tenants = _sums([*((name, *sums) for name, sums in of_tenants.items() if sums[0]), *pairs])
+
+    opened: dict[str, int] = {}
+    if deep:
+        listed = list(listing(disk, below))
+        opened = {
+            "encrypted": sum(one.encrypted is True for one in listed),
+            "unreadable": sum(one.encrypted is None and not one.newer for one in listed),
+            "newer": sum(one.newer for one in listed),
+        }
     quarantined = quarantine.listed(disk.root, tenant)
+    late = len(index.expired(space, now)) + sum(expiry_test(now)(entry.mtime_ns) for entry in entries)
     return {
-        "objects": len(listed),
-        "bytes": sum(one.nbytes for one in listed),
-        "expired": sum(one.expires is not None and now >= one.expires for one in listed),
-        "encrypted": sum(one.encrypted is True for one in listed),
-        "unreadable": sum(one.encrypted is None and not one.newer for one in listed),
-        "newer": sum(one.newer for one in listed),
-        "kinds": _sums((one.kind, one.nbytes) for one in listed),
-        "tenants": _sums((one.tenant, one.nbytes) for one in listed),
+        "objects": sum(sums["objects"] for sums in kinds.values()),
+        "bytes": sum(sums["bytes"] for sums in kinds.values()),
+        "expired": late,
+        **opened,
+        "kinds": kinds,
+        "tenants": tenants,
         "quarantined": len(quarantined),
         "quarantined_bytes": sum(one.nbytes for one in quarantined),
         "unfinished_snapshots": len(names_in(disk, "unfinished", tenant)),
@@ -119,10 +143,10 @@ def totals(disk: Disk, below: Sequence[str] = ALL) -> dict[str, Any]:
     }
 
 
-def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, dict[str, int]]:
+def _sums(counts: Iterable[tuple[str, int, int]]) -> dict[str, dict[str, int]]:
     sums: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"objects": 0, "bytes": 0})
-    for key, nbytes in pairs:
-        sums[key]["objects"] += 1
+    for key, objects, nbytes in counts:
+        sums[key]["objects"] += objects
         sums[key]["bytes"] += nbytes
     return dict(sorted(sums.items()))
 
@@ -178,7 +202,8 @@ def verify(
     """
     paths: dict[str, list[str]] = collections.defaultdict(list)
     nbytes = 0
-    for entry in progress(_scan(disk, below)):
+    entries = [entry for path in below for entry in disk.scan(path)]  # the files themselves, whatever the index knows
+    for entry in progress(entries):
         verdict = _verdict(disk, entry, certain)
         paths[verdict].append(entry.path)
         nbytes += entry.size if verdict in ("good", "unopened") else 0

@@ -16,6 +16,7 @@ from ..disk.eviction import collect, make_room
 from ..disk.key_check import check_key
 from ..disk.partial_exports import sweep_unfinished
 from ..disk.root_config import names_secret, read_secret
+from ..disk.root_limits import LimitsFile, RootLimits, set_limits
 from ..format.buffers import Buffers
 from ..format.encryption import AesGcm
 from ..format.naming import ObjectNames, is_object, name_at
@@ -57,6 +58,9 @@ class Options:
     library_quota: int | None = None
     old_key: bytes | None = dataclasses.field(default=None, repr=False)
     new_key: bytes | None = dataclasses.field(default=None, repr=False)
+    deep: bool = False
+    disk: int | None = None
+    share: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +180,7 @@ def _when(seconds: float | None) -> str:
 @_about_tenant
 def _stat(options: Options) -> Outcome:
     disk = _disk(options)
-    found = totals(disk, _below(options, disk))
+    found = totals(disk, _below(options, disk), deep=options.deep)
     lines: list[str] = []
     for key, value in found.items():
         lines.append(f"{key}: {value:,}" if isinstance(value, int) else f"{key}:")
@@ -336,6 +340,33 @@ def _remote(text: str) -> RemoteStore:
     return KeyValueStore(spec)
 
 
+def _limits(options: Options) -> Outcome:
+    disk = _disk(options)
+    if options.disk is not None or options.share is not None:
+        known = LimitsFile(disk.root).read() or RootLimits()
+        own = dict(known.tenants)
+        if options.tenant is not None and options.share is not None:
+            own[_names(options, disk).tenant_name] = options.share
+        every = known.tenant if options.tenant is not None or options.share is None else options.share
+        total = known.disk if options.disk is None else options.disk
+        set_limits(disk.root, disk=total, tenant=every, tenants=own)
+    found = dataclasses.asdict(LimitsFile(disk.root).read() or RootLimits())
+    return Outcome(found, [f"{name}: {value}" for name, value in found.items()])
+
+
+def _resync(options: Options) -> Outcome:
+    if options.remote is None or not _has_tenant(options, _disk(options)):
+        raise InputError("resync: got no remote store, or a tenant with nothing here; expected --remote and --tenant")
+    with ChunkStore(
+        options.root,
+        tenant=options.tenant or "",
+        secret=options.secret,
+        key=options.key,
+        remote=_remote(options.remote),
+    ) as store:
+        return _counts(dict(store.resync()._asdict()))
+
+
 def _export(options: Options) -> Outcome:
     directory = _directory(options)
     if not _has_tenant(options, _disk(options)):
@@ -390,7 +421,14 @@ def _counts(result: dict[str, Any], good: bool = True) -> Outcome:
 
 COMMANDS: dict[str, Command] = {
     "ls": Command("Lists objects and libraries' entries: bytes, kind, last use, expiry, keyed name.", _ls),
-    "stat": Command("Sums: objects and bytes by kind and tenant, quarantine, what is left over.", _stat),
+    "stat": Command(
+        "Sums: objects and bytes by kind and tenant, quarantine, what is left over; with --deep opens every object.",
+        _stat,
+    ),
+    "limits": Command(
+        "Shows the root's limits; with --disk, --share sets them, for all processes and tenants.", _limits
+    ),
+    "resync": Command("Makes --tenant's objects here and in --remote agree.", _resync),
     "verify": Command(
         "Reads every object; damaged ones go to quarantine (all of them with --yes, however many), and the exit status "
         "is 1. With --remote, reads that too, and deletes what is damaged there; asks unless --yes.",

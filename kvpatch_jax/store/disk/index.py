@@ -323,8 +323,17 @@ class Index:
 
     def usage_by_tenant(self) -> dict[str, tuple[int, int]]:
         """Returns objects and bytes by the keyed names of tenants. Raises StoreIOError."""
-        rows = self._asked(lambda connection: connection.execute("SELECT * FROM usage WHERE objects > 0").fetchall())
+        query = "SELECT tenant, sum(objects), sum(bytes) FROM usage WHERE objects > 0 GROUP BY tenant"
+        rows = self._asked(lambda connection: connection.execute(query).fetchall())
         return {tenant: (objects, nbytes) for tenant, objects, nbytes in rows}
+
+    def usage_by_kind(self, below: str = "obj") -> dict[str, tuple[int, int]]:
+        """Returns objects and bytes by kind (`kind_of`), of the root or of one tenant's folder. Raises StoreIOError."""
+        tenant = below.partition("/")[2]
+        where, values = ("AND tenant = ?", [tenant]) if tenant else ("", [])
+        query = f"SELECT kind, sum(objects), sum(bytes) FROM usage WHERE objects > 0 {where} GROUP BY kind"
+        rows = self._asked(lambda connection: connection.execute(query, values).fetchall())
+        return {kind: (objects, nbytes) for kind, objects, nbytes in rows}
 
     # ------------------------------------------------------------------------------------------------- eviction
 

@@ -7,26 +7,28 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..format.expiry import expiry_from_mtime
-from ..format.naming import part_of, unreduced_part
+from ..format.naming import LEAD_NAME, part_of, unreduced_part
 
 _BUSY = 2.0
 """Seconds to wait for another process's transaction, which takes microseconds."""
 _SCHEMA = (
     "CREATE TABLE folders(id INTEGER PRIMARY KEY, path TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, mtime INTEGER)",
-    "CREATE TABLE objects(folder INTEGER NOT NULL, file TEXT NOT NULL, tenant TEXT NOT NULL, turn INTEGER NOT NULL, "
+    "CREATE TABLE objects(folder INTEGER NOT NULL, file TEXT NOT NULL, tenant TEXT NOT NULL, kind TEXT NOT NULL, "
+    "turn INTEGER NOT NULL, "
     "size INTEGER NOT NULL, revision INTEGER NOT NULL, expires REAL, used REAL NOT NULL, inode INTEGER NOT NULL, "
     "mtime INTEGER NOT NULL, PRIMARY KEY(folder, file)) WITHOUT ROWID",
     "CREATE INDEX by_turn ON objects(turn, used)",
     "CREATE INDEX by_tenant ON objects(tenant, turn, used)",
     "CREATE INDEX by_expiry ON objects(expires) WHERE expires IS NOT NULL",
-    "CREATE TABLE usage(tenant TEXT PRIMARY KEY, objects INTEGER NOT NULL, bytes INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE usage(tenant TEXT, kind TEXT, objects INTEGER NOT NULL, bytes INTEGER NOT NULL, "
+    "PRIMARY KEY(tenant, kind)) WITHOUT ROWID",
     "CREATE TABLE ghosts(path TEXT PRIMARY KEY, since INTEGER NOT NULL) WITHOUT ROWID",
-    "CREATE TRIGGER added AFTER INSERT ON objects BEGIN INSERT INTO usage VALUES(new.tenant, 1, new.size) "
-    "ON CONFLICT(tenant) DO UPDATE SET objects = objects + 1, bytes = bytes + new.size; END",
+    "CREATE TRIGGER added AFTER INSERT ON objects BEGIN INSERT INTO usage VALUES(new.tenant, new.kind, 1, "
+    "new.size) ON CONFLICT(tenant, kind) DO UPDATE SET objects = objects + 1, bytes = bytes + new.size; END",
     "CREATE TRIGGER changed AFTER UPDATE OF size ON objects BEGIN UPDATE usage SET bytes = bytes + new.size - "
-    "old.size WHERE tenant = new.tenant; END",
+    "old.size WHERE tenant = new.tenant AND kind = new.kind; END",
     "CREATE TRIGGER gone AFTER DELETE ON objects BEGIN UPDATE usage SET objects = objects - 1, bytes = bytes - "
-    "old.size WHERE tenant = old.tenant; END",
+    "old.size WHERE tenant = old.tenant AND kind = old.kind; END",
 )
 SELECT = (
     "SELECT f.path || '/' || o.file, o.size, o.used, o.expires, o.revision, o.inode, o.mtime, o.turn "
@@ -76,6 +78,14 @@ class IndexedObject(NamedTuple):
         return self.inode, self.mtime_ns, self.size
 
 
+def kind_of(path: str) -> str:
+    """Returns what an object is: "kv", "kv.<encoding>", "kv.behind", "enc", "patch", or the library of an entry."""
+    if path.startswith("lib/"):
+        return path.split("/")[2]
+    part = part_of(path)
+    return "patch" if part.startswith("p.") else LEAD_NAME.sub("behind", part)
+
+
 def object_of(path: str, stat: os.stat_result, revision: int = 0, expires: float | None = None) -> IndexedObject:
     """Returns the entry of an object from its file's `stat`."""
     known = expires if revision else expiry_from_mtime(stat.st_mtime_ns)
@@ -123,10 +133,10 @@ def upsert(connection: sqlite3.Connection, own: int, one: IndexedObject) -> None
     _, tenant, *_, file = one.path.split("/")
     values = (one.size, one.revision, one.expires, one.used, one.inode, one.mtime_ns)
     connection.execute(
-        "INSERT INTO objects VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(folder, file) DO UPDATE SET size = "
+        "INSERT INTO objects VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(folder, file) DO UPDATE SET size = "
         "excluded.size, revision = excluded.revision, expires = excluded.expires, used = max(used, excluded.used), "
         "inode = excluded.inode, mtime = excluded.mtime",
-        (own, file, tenant, 1 if one.part.startswith("p.") else 3, *values),
+        (own, file, tenant, kind_of(one.path), 1 if one.part.startswith("p.") else 3, *values),
     )
 
 

@@ -137,7 +137,7 @@ class TenantDisk:
     def keep(self, name: Name, blob: Blob) -> None:
         """Writes a copy of a stored object, encrypted as it is. Raises as `ChunkStore.put`."""
         self.make_room(lambda: file_size(blob, name.file))
-        self.disk.put_group([(name, blob)], "copy")
+        self.counters.add("promotions", int(self.disk.put_group([(name, blob)], "copy").nbytes > 0))
 
     def delete_chunk(self, name: Name) -> tuple[bool, int]:
         """Deletes all objects of a chunk durably, and forbids writes that began before.

@@ -12,8 +12,21 @@ from collections.abc import Iterator
 from ...errors import StoreBusyError
 from .files import open_regular
 
+
+class LockCounts:
+    """Counts of this process: locks that were waited for, and those that were given up."""
+
+    def __init__(self) -> None:
+        self.waits = self.timeouts = 0
+
+
+COUNTS = LockCounts()
+"""The process's counts."""
 SECONDS = 10.0
 """Seconds for which a lock is tried: locks are held for milliseconds, so the holder is stopped or hangs."""
+
+
+_FIRST_PAUSE = 2e-5
 
 
 @contextlib.contextmanager
@@ -47,16 +60,18 @@ def lock(fd: int, what: str, *, shared: bool = False, seconds: float = SECONDS) 
       StoreBusyError: others hold it; the message names them.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    until, pause = time.monotonic() + seconds, 2e-5
+    until, pause = time.monotonic() + seconds, _FIRST_PAUSE
     while True:
         try:
             fcntl.flock(fd, kind | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if time.monotonic() >= until:
+                COUNTS.timeouts += 1
                 raise StoreBusyError(
                     f"store: got no lock of {what} in {seconds:g} s, which {holders(fd)} holds; expected it to be free"
                 ) from None
+        COUNTS.waits += pause == _FIRST_PAUSE
         time.sleep(pause)
         pause = min(2 * pause, 5e-3)
 

@@ -345,7 +345,7 @@ def fork_remote(root: str, **more: object) -> None:
     """Uses a remote store, whose threads a new process lacks, and forks: there it must not answer, and end nobody."""
     here, there = made("here"), made("there")
     remote = KeyValueStore({"driver": "file", "path": f"{root}.remote/"})
-    opened = functools.partial(ChunkStore, secret=SECRET, remote=remote)
+    opened = functools.partial(ChunkStore, secret=SECRET, remote=remote, write_behind=False)
     with opened(root) as store, opened(f"{root}.other") as other:
         store.put(here)
         if process := os.fork():

@@ -150,7 +150,9 @@ def test_rm_tenant_reaches_the_remote_store(tmp_path: Path, capsys):
     spec = {"driver": "file", "path": f"{tmp_path}/remote/"}
     (tmp_path / "secret").write_bytes(b"shared by the machines")
     remote = KeyValueStore(spec, context=tensorstore.Context())
-    with ChunkStore(tmp_path / "root", remote=remote, secret=b"shared by the machines", tenant="one") as store:
+    with ChunkStore(
+        tmp_path / "root", remote=remote, write_behind=False, secret=b"shared by the machines", tenant="one"
+    ) as store:
         store.put(chunk_of())
     flags = [f"--root={tmp_path}/root", "--tenant=one", f"--secret-file={tmp_path}/secret", "--yes", "--json"]
     assert main(["rm-tenant", *flags, f"--remote={json.dumps(spec)}"]) == 0

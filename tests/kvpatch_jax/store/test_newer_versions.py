@@ -312,7 +312,7 @@ def test_a_newer_remote_object_is_a_miss_and_stays(tmp_path: Path, capsys):
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
 def test_a_remote_copy_does_not_replace_a_newer_object(tmp_path: Path, key: bytes | None):
     remote = KeyValueStore({"driver": "memory", "path": "store/"}, context=tensorstore.Context())
-    with ChunkStore(tmp_path, remote=remote, key=key, budget=Budget(host=0)) as store:
+    with ChunkStore(tmp_path, remote=remote, write_behind=False, key=key, budget=Budget(host=0)) as store:
         store.put(CHUNK)
         path = file_of(store, CHUNK)
         raw = rewritten(path.read_bytes(), version if key is None else inside(sealed=2))

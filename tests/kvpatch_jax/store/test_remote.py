@@ -53,7 +53,9 @@ def values(service: dict[str, Any]) -> tensorstore.KvStore:
 
 def machine(folder: Path, remote: RemoteStore, key: bytes | None = None) -> ChunkStore:
     """A store on another machine: its own disk, the same names."""
-    return ChunkStore(folder, budget=Budget(host=0), secret=b"shared by the machines", remote=remote, key=key)
+    return ChunkStore(
+        folder, budget=Budget(host=0), secret=b"shared by the machines", remote=remote, write_behind=False, key=key
+    )
 
 
 def test_another_machine_reads_remote_objects(remote: KeyValueStore, tmp_path: Path):
@@ -436,7 +438,9 @@ def test_gc_deletes_expired_remote_objects(tmp_path: Path, capsys):
     spec = {"driver": "file", "path": f"{tmp_path}/remote/"}
     remote = KeyValueStore(spec)
     before = lambda: time.time() - 7200
-    with ChunkStore(tmp_path / "one", secret=b"shared by the machines", remote=remote, clock=before) as one:
+    with ChunkStore(
+        tmp_path / "one", secret=b"shared by the machines", remote=remote, write_behind=False, clock=before
+    ) as one:
         one.put(chunk_of(), ttl=1)
         one.put(chunk_of("kept"))
     assert main(["gc", f"--root={tmp_path}/one", f"--remote={json.dumps(spec)}", "--json"]) == 0

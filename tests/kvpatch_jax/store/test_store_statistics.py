@@ -71,7 +71,7 @@ def check_histograms(samples: Samples) -> int:
 def test_a_store_counts_its_operations(tmp_path: Path):
     remote = KeyValueStore({"driver": "memory"})
     device, budget = jax.devices()[0], Budget(device=1 << 20, host=1 << 20)
-    with ChunkStore(tmp_path, budget=budget, remote=remote) as store:
+    with ChunkStore(tmp_path, budget=budget, remote=remote, write_behind=False) as store:
         store.put(chunk_of())
         store.put_async(chunk_of("C", 1)).result()
         store.put_patches([patch_of(chunk_of())])

@@ -84,8 +84,10 @@ def test_a_deletion_between_the_check_and_the_put_leaves_a_key_check(tmp_path: P
     with ChunkStore(tmp_path, key=KEY) as mine:
         mine.put(chunk_of())
         make_room = mine.tenant_disk.make_room
-        delete = functools.partial(delete_tenant, mine.disk, mine.names)
-        monkeypatch.setattr(mine.tenant_disk, "make_room", lambda size: delete() and make_room(size))
+        deletions = [functools.partial(delete_tenant, mine.disk, mine.names)]
+        monkeypatch.setattr(
+            mine.tenant_disk, "make_room", lambda size: [deletions.pop()() for _ in deletions[:]] and make_room(size)
+        )
         mine.put(chunk_of())
         assert (tmp_path / mine.names.space / "KEY").exists()
         assert same_chunk(mine.get("B", BACKBONE), chunk_of())

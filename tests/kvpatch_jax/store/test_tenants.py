@@ -162,7 +162,7 @@ def test_gc_removes_files_of_an_interrupted_deletion(tmp_path: Path):
 
 def test_a_failing_remote_store_does_not_keep_the_disk(tmp_path: Path, monkeypatch):
     remote = KeyValueStore({"driver": "memory"}, context=tensorstore.Context())
-    with ChunkStore(tmp_path, remote=remote) as store:
+    with ChunkStore(tmp_path, remote=remote, write_behind=False) as store:
         fill(store)
 
         def fail(*_):

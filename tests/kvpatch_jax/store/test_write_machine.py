@@ -41,7 +41,8 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.folder, self.remote = tempfile.mkdtemp(), GatedByThread()
         self.stores = [
-            ChunkStore(f"{self.folder}/store", budget=Budget(host=1 << 20), remote=self.remote) for _ in range(2)
+            ChunkStore(f"{self.folder}/store", budget=Budget(host=1 << 20), remote=self.remote, write_behind=False)
+            for _ in range(2)
         ]
         self.durable: dict[str, int] = {}
         self.queued: dict[str, int] = {}

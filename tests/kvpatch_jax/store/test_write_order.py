@@ -176,7 +176,9 @@ def test_the_queue_is_read_before_devices_and_layers(gated: GatedStore, tmp_path
 
 
 def machine(root: Path, remote: Any) -> ChunkStore:
-    return ChunkStore(root, budget=Budget(host=1 << 20), secret=b"shared by the machines", remote=remote)
+    return ChunkStore(
+        root, budget=Budget(host=1 << 20), secret=b"shared by the machines", remote=remote, write_behind=False
+    )
 
 
 def test_the_remote_store_ends_with_the_last_put(tmp_path: Path):
@@ -297,7 +299,11 @@ def test_copies_from_beyond_keep_to_the_budget(tmp_path: Path):
         one.put_many(chunks)
         size = max(entry.size for entry in one.disk.scan())
         two = ChunkStore(
-            tmp_path / "two", budget=Budget(host=0, disk=4 * size), secret=b"shared by the machines", remote=remote
+            tmp_path / "two",
+            budget=Budget(host=0, disk=4 * size),
+            secret=b"shared by the machines",
+            remote=remote,
+            write_behind=False,
         )
         with two:
             for chunk in chunks:
