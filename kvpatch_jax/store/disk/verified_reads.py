@@ -149,16 +149,33 @@ class VerifiedReads:
             return
         fd, stat = file
         try:
-            # The file stays open as long as the caller reads its leaves.
-            opening = self._opening(name, fd, stat)
+            # The file stays open as long as the caller reads its leaves. What does not verify is read twice.
+            opening = None
+            try:
+                opening = self._read_twice(name, fd, functools.partial(self._open, name, fd, size=stat.st_size))
+            except OSError:
+                self.counters.add("read_errors")
+            except StoreVersionError:
+                self.counters.add("newer")
+            except StoreCorruptError:
+                pass  # it is in quarantine by now
             if opening is None:
                 yield None
                 return
-            header, read_leaves = opening
+            header, read_first = opening
 
             def read(names: Sequence[str]) -> dict[str, np.ndarray]:
+                def attempt(read_bytes: ReadInto) -> dict[str, np.ndarray]:
+                    if read_bytes is read_into:
+                        return read_first(names)
+                    # The second attempt reads the header again too, by the same function.
+                    again = self._open(name, fd, read_bytes)
+                    if again is None:
+                        raise StoreCorruptError("object: got nothing in a second read; expected the opened object")
+                    return again[1](names)
+
                 with typed_errors(f"store: read {names[0]}"):
-                    return read_leaves(names)
+                    return self._read_twice(name, fd, attempt)
 
             if not noatime:
                 self._touch(fd, stat)
@@ -176,48 +193,10 @@ class VerifiedReads:
             self.counters.add("read_errors")
             return None
 
-    def _opening(self, name: Name, fd: int, stat: os.stat_result) -> tuple[Header, Read] | None:
-        """Reads an open object's decrypted header, and makes a reader of its decrypted leaves; None as `get`.
-
-        What does not verify is read twice.
-        """
-
-        def first(read_bytes: ReadInto) -> tuple[Header, Read] | None:
-            return self._open(name, fd, read_bytes, stat.st_size)
-
-        try:
-            opening = self._read_twice(name, fd, first)
-        except OSError:
-            self.counters.add("read_errors")
-            return None
-        except StoreVersionError:
-            self.counters.add("newer")
-            return None
-        except StoreCorruptError:
-            return None  # it is in quarantine by now
-        if opening is None:
-            return None
-        header, read_first = opening
-
-        def read(names: Sequence[str]) -> dict[str, np.ndarray]:
-            def attempt(read_bytes: ReadInto) -> dict[str, np.ndarray]:
-                if read_bytes is read_into:
-                    return read_first(names)
-                # The second attempt reads the header again too, by the same function.
-                again = self._open(name, fd, read_bytes)
-                if again is None:
-                    raise StoreCorruptError("object: got nothing in a second read; expected the opened object")
-                return again[1](names)
-
-            return self._read_twice(name, fd, attempt)
-
-        return header, read
-
     def _open(self, name: Name, fd: int, read_bytes: ReadInto, size: int | None = None) -> tuple[Header, Read] | None:
         """Reads and decrypts the header of an open object; None if it has expired or is not encrypted but should be."""
         header = read_header(fd, self._parse if read_bytes is read_into else parse_header, read_bytes, size)
-        if header.name != name.file:
-            check_name(header, name.file)
+        check_name(header, name.file)
         if header.expires is not None and self.clock() >= header.expires:
             self.counters.add("expired")
             return None
