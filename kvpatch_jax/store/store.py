@@ -364,6 +364,12 @@ class ChunkStore(StoreBase):
             )
         return self._patches.basis(digest, layout, backbone)
 
+    def __enter__(self) -> "ChunkStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # ------------------------------------------------------------------------------------------------ inside
 
     def _names_of(self, id: str, backbone: str, encoding: Encoding | None, lead: str | None) -> list[Name]:

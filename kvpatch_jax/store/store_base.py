@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import NoneType
-from typing import Self, get_args
+from typing import get_args
 
 from ..errors import InputError, StoreError, StoreIOError
 from ..utils.atomic_files import path_of
@@ -184,12 +184,6 @@ class StoreBase:
 
     def __repr__(self) -> str:
         return f"ChunkStore({self.disk.root!r}{', closed' if self.tenant_disk.closed else ''})"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ------------------------------------------------------------------------------------------------ inside
 

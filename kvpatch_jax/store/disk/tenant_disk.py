@@ -309,9 +309,9 @@ class TenantDisk:
         sweep_unfinished(self.disk.root, self.names.tenant_name)
         return gone
 
-    def gauges(self) -> dict[str, float]:
+    def gauges(self) -> dict[str, float | int]:
         """Returns what the tenant has on the disk as far as the index knows, and the age of the oldest use."""
-        gauges: dict[str, float] = {}
+        gauges: dict[str, float | int] = {}
         with contextlib.suppress(StoreError):
             objects, nbytes = self.disk.index.usage(self.names.space)
             oldest = self.disk.index.oldest(self.names.space)

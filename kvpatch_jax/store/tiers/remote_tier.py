@@ -189,7 +189,7 @@ class RemoteTier(RemoteReader):
             self.outbox.add_deletion(name.chunk_key, revision)
         self.sender.wake()
 
-    def gauges(self) -> dict[str, float]:
+    def gauges(self) -> dict[str, float | int]:
         """Returns how much waits in the outbox, and for how long."""
         entries = self.outbox.entries()
         age = max((time.time() - entry.since for entry in entries), default=0.0)
