@@ -17,7 +17,7 @@ from ..utils.kinds import all_of, expect_kind
 from .disk.quarantine import purge
 from .format.codec import canonical_of, chunk_blob, encoder_blob, encoder_of, with_encoder
 from .format.expiry import Seconds
-from .format.naming import Encoding, Name, PatchKey, part_of
+from .format.naming import Encoding, Name, PatchKey
 from .format.objects import Blob
 from .format.patch_codec import patch_blob
 from .io.thread_pool import ThreadPool
@@ -140,10 +140,9 @@ class ChunkStore(StoreBase):
         Raises:
           StoreKeyError: the object is encrypted with another key. It is left unchanged.
         """
-        self.tenant_disk.expect_open()
         for name in self._names_to_read(id, backbone, encoding, lead):
             if placement is None:
-                entry = self._reader.load(name, canonical_of(part_of(name.path)), CANONICAL)
+                entry = self._reader.load(name, canonical_of(name.part), CANONICAL)
             else:
                 entry = self._reader.load_placed(name, placement)
             if entry is not None:
@@ -233,7 +232,6 @@ class ChunkStore(StoreBase):
         Raises:
           StoreKeyError: as `get`.
         """
-        self.tenant_disk.expect_open()
         names = self._names_to_read(id, backbone, encoding, lead)
         return next(filter(None, (self._reader.stream(name, placement) for name in names)), None)
 
@@ -372,11 +370,16 @@ class ChunkStore(StoreBase):
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _names_of(self, id: str, backbone: str, encoding: Encoding | None, lead: str | None) -> list[Name]:
-        return [self.names.canonical(backbone, id, word, lead) for word in self.encodings.to_get(encoding)]
+    def _names_of(self, id: str, backbone: str, encoding: Encoding | None, lead: str | None) -> tuple[Name, ...]:
+        words = self.encodings.to_get(encoding)
+        return tuple([self.names.canonical(backbone, id, word, lead) for word in words])
 
-    def _names_to_read(self, id: str, backbone: str, encoding: Encoding | None, lead: str | None) -> list[Name]:
+    def _names_to_read(self, id: str, backbone: str, encoding: Encoding | None, lead: str | None) -> Sequence[Name]:
         """Returns the names to try in order; the last one even if it is not here, so that a miss is counted once."""
+        if self.tenant_disk.closed:
+            self.tenant_disk.expect_open()  # raises
+        if type(id) is str and type(backbone) is str and encoding is None and self.encodings.default is None:
+            return self.names.canonicals(backbone, id, (None,), lead)
         *others, last = self._names_of(id, backbone, encoding, lead)
         return [name for name in others if self._remote is not None or self._is_here(name)] + [last]
 

@@ -45,18 +45,22 @@ class Counters:
         """Replaces the lock in a forked process, where its holder may not exist."""
         self._lock = threading.Lock()
 
-    def add(self, name: str, amount: int = 1) -> None:
-        """Adds to a count."""
+    def add(self, name: str, amount: int = 1, **more: int) -> None:
+        """Adds to a count, and to others by name."""
         with self._lock:
             self._values[name] += amount
+            for other, number in more.items():
+                self._values[other] += number
 
-    def observe(self, operation: str, tier: str, seconds: float) -> None:
-        """Records the latency of a call that `tier` answered."""
+    def observe(self, operation: str, tier: str, seconds: float, count: str | None = None) -> None:
+        """Records the latency of a call that `tier` answered, and adds 1 to a count."""
         bucket = bisect.bisect_left(BOUNDS, seconds)
         with self._lock:
             own = self._latencies.setdefault((operation, tier), [0.0] * (len(BOUNDS) + 2))
             own[bucket] += 1
             own[-1] += seconds
+            if count is not None:
+                self._values[count] += 1
 
     @contextlib.contextmanager
     def timed(self, operation: str, tier: str) -> Iterator[None]:

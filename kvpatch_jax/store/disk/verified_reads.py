@@ -45,7 +45,6 @@ from .recent_use import RecentUse
 from .shard import locked_shards
 
 _KNOWN = 256
-_LARGEST_KNOWN = 64 << 10
 
 
 class VerifiedReads:
@@ -91,12 +90,16 @@ class VerifiedReads:
         Raises:
           StoreKeyError: it is encrypted with another key; it stays too.
         """
-        file = self._file(name)
-        if file is None:
-            return None
-        fd, stat = file
         try:
-            found = self._read_twice(name, fd, functools.partial(self._whole, name, fd, stat))
+            fd, stat = open_file(self.root, name.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None  # an ordinary miss
+        except OSError:
+            self.counters.add("read_errors")
+            return None
+        try:
+            whole = functools.partial(self._whole, name, fd, stat)
+            found = self.read_twice(fd, whole, lambda why: self.quarantine(name, identity_of(fd), why))
             if found is None:
                 return None
             header, arrays = found
@@ -143,11 +146,13 @@ class VerifiedReads:
         Raises:
           StoreKeyError: as `get`.
         """
-        file = self._file(name, noatime)
-        if file is None:
+        try:
+            fd, stat = open_file(self.root, name.path, noatime=noatime)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):  # an ordinary miss
+                self.counters.add("read_errors")
             yield None
             return
-        fd, stat = file
         try:
             # The file stays open as long as the caller reads its leaves. What does not verify is read twice.
             opening = None
@@ -183,20 +188,11 @@ class VerifiedReads:
         finally:
             close(fd)
 
-    def _file(self, name: Name, noatime: bool = False) -> tuple[int, os.stat_result] | None:
-        """Opens an object's file: descriptor and `stat`; None, and counted if it is a failure, as `get`."""
-        try:
-            return open_file(self.root, name.path, noatime=noatime)
-        except (FileNotFoundError, NotADirectoryError):
-            return None  # an ordinary miss
-        except OSError:
-            self.counters.add("read_errors")
-            return None
-
     def _open(self, name: Name, fd: int, read_bytes: ReadInto, size: int | None = None) -> tuple[Header, Read] | None:
         """Reads and decrypts the header of an open object; None if it has expired or is not encrypted but should be."""
-        header = read_header(fd, self._parse if read_bytes is read_into else parse_header, read_bytes, size)
-        check_name(header, name.file)
+        header = read_header(fd, self._known if read_bytes is read_into else parse_header, read_bytes, size)
+        if header.name != name.file:
+            check_name(header, name.file)  # raises
         if header.expires is not None and self.clock() >= header.expires:
             self.counters.add("expired")
             return None
@@ -204,10 +200,6 @@ class VerifiedReads:
         if opening is None:
             self.counters.add("unsealed")
         return opening
-
-    def _parse(self, raw: bytes, size: int) -> Header:
-        # A long header is not cached: 256 of them could take a gigabyte.
-        return (self._known if len(raw) <= _LARGEST_KNOWN else parse_header)(raw, size)
 
     def forget(self) -> None:
         """Drops cached headers."""
@@ -280,9 +272,11 @@ class VerifiedReads:
 
     def _touch(self, fd: int, stat: os.stat_result) -> None:
         """Sets an object's access time, by which it is evicted. Does nothing on a read-only root."""
-        with contextlib.suppress(OSError):
+        try:
             # The modification time stays, because it encodes when the object expires.
             os.utime(fd, ns=(time.time_ns(), stat.st_mtime_ns))
+        except OSError:
+            return
 
     # --------------------------------------------------------------------------------------------- ----- quarantine
 
@@ -368,8 +362,8 @@ class VerifiedReads:
         try:
             stat = os.lstat(path)  # a link is another file, whatever it leads to
             due = self.recent_use.note(name.path, time.time(), stat.st_atime)
-            if identity(stat) == known.file and not due:  # the common case: one system call
-                return known
+            if (stat.st_ino, stat.st_ctime_ns, stat.st_size) == known.file and not due:
+                return known  # the common case: one system call
             with open_regular(self.root, name.path, noatime=True) as fd:
                 if opening_crc(os.pread(fd, OPENING_BYTES, 0)) != known.crc:
                     return None

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import marshal
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from ...errors import InputError, KVPatchError, ShapeError, StoreCorruptError, S
 from .compatibility import expect_fields, expect_known
 from .header import DTYPES, MALFORMED, dtype_word
 from .naming import Encoding, encoding_in, encoding_word, few_bits
-from .objects import Arrays, Blob, stack_layers
+from .objects import Arrays, Blob, Leaves, stack_layers
 from .packed import SUFFIXES, PackedForm, form_of, kv_encoding, kv_forms, leaves_of, packed_of
 
 CHUNK_FIELDS = ("lead", "id", "backbone", "span", "length", "layout", "dtypes", "hidden", "content")
@@ -313,16 +313,75 @@ def _packed_layer(forms: Mapping[str, PackedForm], layer: int, arrays: Arrays) -
     return values
 
 
-def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
+class _Form(NamedTuple):
+    """What says that the kv of a chunk are views into the block of its leaves, and which ones.
+
+    Objects of one form share it. It holds for the fields of the body that it was made from, and for leaves in the same
+    places.
+    """
+
+    content: bytes
+    part: str | None
+    places: Mapping[str, int]
+    layout: KVLayout
+    views: Mapping[str, tuple[tuple[int, ...], np.dtype, int, tuple[int, ...]]]
+
+
+def chunk_of(body: Mapping[str, Any], arrays: Arrays, part: str | None = None) -> Chunk:
     """Decodes a chunk that `chunk_blob` encoded, its arrays on the host.
 
     If the layers are evenly spaced in one buffer, kv are views into it. Values are not checked for NaN again: that was
     done when the chunk was made, and the checksums prove that they have not changed since.
 
+    Args:
+      part: the object's part (`naming.part_of`), whose encoding the chunk must have; None: any.
+
     Raises:
-      StoreCorruptError: the body does not match its arrays.
+      StoreCorruptError: the body does not match its arrays, or `part`.
       StoreVersionError: a later version wrote it.
     """
+    try:
+        content = _content(list(body), *map(body.get, ("dtypes", "layout", "hidden", "encoding")))
+        form: _Form | None = arrays.memo.get("chunk") if isinstance(arrays, Leaves) else None
+        # As the last object of this form: its layout, its leaves and their places were checked.
+        if isinstance(arrays, Leaves) and form is not None and form[:3] == (content, part, arrays.places):
+            kv: dict[str, Any] = {}
+            for name, (shape, dtype, at, strides) in form.views.items():
+                kv[name] = np.ndarray(shape, dtype, arrays.block, at, strides)
+            return _assembled(body, form.layout, kv, arrays, of_form=True)
+    except MALFORMED as error:
+        raise malformed("chunk", error) from None
+    return _decoded(body, arrays, part, content)
+
+
+def _assembled(
+    body: Mapping[str, Any], layout: KVLayout, kv: Mapping[str, Any], rest: Arrays, *, of_form: bool = False
+) -> Chunk:
+    """Makes the chunk of decoded kv, with the other fields of its body and its other leaves."""
+    hidden, content, lead = body["hidden"], body.get("content"), body.get("lead")
+    if not (content and type(content) is str and lead is None):
+        content, lead = digest_in(body, "content"), digest_in(body, "lead")
+    return unchecked_chunk(
+        of_form=of_form,
+        kv=kv,
+        local=rest["local"],
+        span=body["span"],
+        length=body["length"],
+        id=body["id"],
+        layout=layout,
+        backbone=body["backbone"],
+        encoder=None,
+        hidden=None if hidden is None else {layer: rest[f"hidden.{layer}"] for layer in hidden},
+        content=content,
+        lead=lead,
+        encoding=body.get("encoding"),
+    )
+
+
+def _decoded(body: Mapping[str, Any], arrays: Arrays, part: str | None, content: bytes) -> Chunk:
+    """Decodes a chunk as `chunk_of`, and notes its form if other objects may have the same."""
+    if part is not None:
+        expect_part(body, part)
     with decoding("chunk"):
         layout, reduced = _layout_and_scales(body, arrays)
         encoding = kv_encoding(body)
@@ -350,40 +409,36 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
             for name in layout.names:
                 kv[name] = stack_layers(arrays, layout.layers, name)
 
-        hidden = body["hidden"]
-        return unchecked_chunk(
-            kv=kv,
-            local=rest["local"],
-            span=body["span"],
-            length=body["length"],
-            id=body["id"],
-            layout=layout,
-            backbone=body["backbone"],
-            encoder=None,
-            hidden=None if hidden is None else {layer: rest[f"hidden.{layer}"] for layer in hidden},
-            content=digest_in(body, "content"),
-            lead=digest_in(body, "lead"),
-            encoding=body.get("encoding"),
-        )
+        chunk = _assembled(body, layout, kv, rest)
+        if rest is arrays and isinstance(arrays, Leaves) and encoding is None:
+            views = {}
+            for name, value in kv.items():
+                if value.base is arrays.block:
+                    views[name] = value.shape, value.dtype, arrays.places[f"layer.0.{name}"], value.strides
+            if len(views) == len(kv):
+                arrays.memo["chunk"] = _Form(content, part, arrays.places, layout, views)
+        return chunk
 
 
+@functools.lru_cache(maxsize=64)
 def canonical_of(part: str) -> Callable[[Mapping[str, Any], Arrays], Chunk]:
     """Returns a function that decodes as `chunk_of`, and refuses a chunk of another encoding than the part names."""
-
-    def read(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
-        expect_part(body, part)
-        return chunk_of(body, arrays)
-
-    return read
+    return functools.partial(chunk_of, part=part)
 
 
-def unchecked_chunk(**fields: Any) -> Chunk:
-    """Makes a chunk with checks of its shapes and not of its values, which would take a pass over them."""
-    fields["layout"].check(fields["kv"], "chunk")
+def unchecked_chunk(*, of_form: bool = False, **fields: Any) -> Chunk:
+    """Makes a chunk with checks of its shapes and not of its values, which would take a pass over them.
+
+    Args:
+      of_form: whether another chunk with kv of these shapes was made of the same layout.
+    """
     chunk = object.__new__(Chunk)
     vars(chunk).update(fields, kv=PhaseFreeKV(fields["kv"]))
-    is_one = chunk.batch is None and len(chunk.local) == chunk.tokens
-    if not is_one or not 1 <= chunk.length <= chunk.tokens or chunk.span < 0:
+    if not of_form:
+        fields["layout"].check(fields["kv"], "chunk")
+        of_form = chunk.batch is None
+    tokens = fields["kv"][fields["layout"].names[0]].shape[-3]
+    if not of_form or len(chunk.local) != tokens or not 1 <= chunk.length <= tokens or chunk.span < 0:
         raise StoreCorruptError(f"chunk: got length {chunk.length}, span {chunk.span}; expected them within its kv")
     return chunk
 
@@ -428,6 +483,10 @@ def decoding(what: str) -> Iterator[None]:
     except StoreVersionError:
         raise
     except MALFORMED as error:
-        # The cause may contain ids, so it is not part of the message.
-        kind = "it contradicts itself" if isinstance(error, KVPatchError) else type(error).__name__
-        raise StoreCorruptError(f"object: got a body that is no valid {what} ({kind}); expected a valid one") from None
+        raise malformed(what, error) from None
+
+
+def malformed(what: str, error: Exception) -> StoreCorruptError:
+    """Returns the error for a body that is malformed. The cause may contain ids, so it is not part of the message."""
+    kind = "it contradicts itself" if isinstance(error, KVPatchError) else type(error).__name__
+    return StoreCorruptError(f"object: got a body that is no valid {what} ({kind}); expected a valid one")

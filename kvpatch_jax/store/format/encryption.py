@@ -79,6 +79,8 @@ def open_object(
 ) -> tuple[Header, Read] | None:
     """Returns the plain header of an object's file and a reader of its leaves, as `Encryption.opened`."""
     read = functools.partial(read_leaves, fd, header, buffers=buffers, read_bytes=read_bytes)
+    if encryption.check is None and "sealed" not in header.body:
+        return header, read
     return encryption.opened(header, read)
 
 
@@ -193,7 +195,7 @@ class AesGcm:
                 wanted[name] = {piece: values[outside] for outside, piece in pieces[name].items()}
             return self._decrypted(cipher, wanted, leaves)
 
-        return dataclasses.replace(header, body=inside["body"], leaves=leaves), read_leaves
+        return dataclasses.replace(header, body=inside["body"], leaves=leaves, memo={}), read_leaves
 
     def _decrypted(
         self, cipher: "_Cipher", wanted: Mapping[str, Mapping["_Piece", np.ndarray]], leaves: Mapping[str, Leaf]

@@ -33,6 +33,7 @@ VERSION = 2
 """Version of the format that is written. Version 1 had neither `reader` nor `revision`."""
 READER = 2
 """Least version of a reader that understands what is written."""
+_VERSION_WORD, _READER_WORD = str(VERSION), str(READER)
 PAGE = 4096
 ALIGNMENT = 64
 LARGEST_HEADER = 1 << 22
@@ -98,7 +99,7 @@ class Header:
       size: bytes of the file.
       crc: checksum of everything before the first leaf. It covers the leaves' checksums, so it identifies a version.
       revision: revision of the name, of which every write has a larger one (`revisions`); 0: of format version 1.
-      memo: what readers of the object keep about it.
+      memo: what readers of objects keep about all of this form: leaves of the same names, dtypes and shapes.
     """
 
     name: str
@@ -110,7 +111,7 @@ class Header:
     size: int
     crc: bytes = b""
     revision: int = 0
-    memo: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    memo: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
 
 def dtype_word(dtype: np.dtype) -> str:
@@ -218,7 +219,7 @@ def parse_header(raw: bytes, size: int | None) -> Header:
       StoreVersionError: a later version wrote it.
       StoreCorruptError: `make_header` cannot have written it.
     """
-    if header_length(raw[:8], size) != len(raw):
+    if header_length(raw, size) != len(raw):
         raise StoreCorruptError(f"object: got {len(raw)} bytes of header; expected the length that it states")
 
     # The checksum comes first. What is unknown in a header with the right checksum is not damage: a later version wrote
@@ -238,17 +239,19 @@ def parse_header(raw: bytes, size: int | None) -> Header:
     except ValueError as error:
         raise StoreCorruptError(f"object: got a header that is not JSON: {str(error)[:200]}; expected JSON") from error
     metadata = _known_metadata(value)
-    expect_known("kind", [metadata["kind"]], _KINDS)
+    if metadata["kind"] not in _KINDS:
+        expect_known("kind", [metadata["kind"]], _KINDS)
     revision = int(metadata.get("revision", "0"))
 
     entries = text[end:].rstrip(" ")
     parse = _parse_leaves if len(entries) <= _LARGEST_KNOWN else _parse_leaves.__wrapped__
-    leaves, size = _placed_leaves(*parse(entries), metadata["crc"], len(raw), size)
+    forms, end, memo = parse(entries)
+    leaves, size = _placed_leaves(forms, end, metadata["crc"], len(raw), size)
     body = _parse_json(metadata["body"], "body")
-    check_depth(body, _DEPTH)
+    if metadata["body"].count("{") + metadata["body"].count("[") > _DEPTH:  # otherwise it cannot be nested deeper
+        check_depth(body, _DEPTH)
 
     text, expires = metadata["expires"], None
-
     if text:
         try:
             expires = float(text)
@@ -256,7 +259,7 @@ def parse_header(raw: bytes, size: int | None) -> Header:
             expires = math.nan
         if not math.isfinite(expires):
             raise StoreCorruptError(f"object: got expires {text[:40]!r}; expected seconds since the epoch")
-    return Header(metadata["name"], metadata["kind"], expires, body, leaves, len(raw), size, crc, revision)
+    return Header(metadata["name"], metadata["kind"], expires, body, leaves, len(raw), size, crc, revision, memo)
 
 
 def _known_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +270,9 @@ def _known_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     """
     version, reader = metadata.get("version"), metadata.get("reader")
     known = _METADATA_1 if version == "1" else _METADATA
-    if _number(version) > VERSION and 0 <= _number(reader) <= VERSION:
+    if version == _VERSION_WORD and reader == _READER_WORD and tuple(metadata) == _METADATA:
+        pass  # nothing is unknown
+    elif _number(version) > VERSION and 0 <= _number(reader) <= VERSION:
         metadata = {name: value for name, value in metadata.items() if name in known}
     else:
         expect_known("version", [version], ("1", str(VERSION)))
@@ -340,10 +345,11 @@ def _placed_leaves(
 
 
 @functools.lru_cache(64)
-def _parse_leaves(entries: str) -> tuple[tuple[Leaf, ...], int]:
+def _parse_leaves(entries: str) -> tuple[tuple[Leaf, ...], int, dict[str, Any]]:
     """Parses what follows the metadata: the leaves, by offsets from the first and without checksums, and their end.
 
-    Error messages contain no whole values: these may be nested deeply.
+    Also returns the `memo` of all objects with these leaves. Error messages contain no whole values: these may be
+    nested deeply.
     """
     tree = _parse_json(f'{{"__metadata__":0{entries}', "header")
     del tree["__metadata__"]
@@ -375,7 +381,7 @@ def _parse_leaves(entries: str) -> tuple[tuple[Leaf, ...], int]:
         elif dtype != np.uint8 or nbytes >= ALIGNMENT:
             raise StoreCorruptError(f"object: {name}: got {nbytes} bytes of {dtype}; expected uint8 below {ALIGNMENT}")
         offset += nbytes
-    return tuple(leaves), offset
+    return tuple(leaves), offset, {}
 
 
 def _parse_form(name: str, word: Any, shape: Any) -> _Form:

@@ -115,17 +115,22 @@ class Name:
     file: str
     kind: Literal["kv", "patch", "encoder", "entry"]
 
-    @property
+    @functools.cached_property
     def tenant(self) -> str:
         """Keyed name of the tenant."""
         return self.folder.split("/")[1]
 
-    @property
+    @functools.cached_property
     def path(self) -> str:
         """Path below the root, with forward slashes."""
         return f"{self.folder}/{self.file}"
 
-    @property
+    @functools.cached_property
+    def part(self) -> str:
+        """Which part of its chunk it is (`part_of`)."""
+        return self.file.partition(".")[2].removesuffix(".safetensors")
+
+    @functools.cached_property
     def chunk_key(self) -> str:
         """Key that is equal for all objects of one chunk (also `DirectoryEntry.chunk`)."""
         return f"{self.folder}/{self.chunk}"
@@ -262,7 +267,8 @@ class ObjectNames:
         return self.space.removeprefix("obj/")
 
     def _place(self, backbone: str, chunk: str, rest: str, kind: Literal["kv", "patch", "encoder"]) -> Name:
-        fingerprint_of(backbone, "store")
+        if not isinstance(backbone, str) or not backbone:
+            fingerprint_of(backbone, "store")  # raises what is wrong
         if not isinstance(chunk, str):
             raise InputError(f"store: got an id of type {type(chunk).__name__}; expected a str, such as `chunk.id`")
         name = self._name(_BYTES, "chunk", backbone, chunk)
@@ -275,9 +281,20 @@ class ObjectNames:
         Raises:
           InputError: the encoding is unknown.
         """
-        encoding = encoding_word(encoding)
-        words = ["kv"] if lead is None else ["kv", f"{_BEHIND}{self._name(16, 'lead', lead)}"]
-        return self._place(backbone, chunk, ".".join(words if encoding is None else [*words, encoding]), "kv")
+        part = "kv" if lead is None else f"kv.{_BEHIND}{self._name(16, 'lead', lead)}"
+        if encoding is not None:
+            part = f"{part}.{encoding_word(encoding)}"
+        return self._place(backbone, chunk, part, "kv")
+
+    @functools.cached_property
+    def canonicals(self) -> Callable[..., tuple[Name, ...]]:
+        """Function of backbone, chunk, encodings and lead that names a canonical in each; the last are remembered."""
+        return functools.lru_cache(1024)(self._canonicals)
+
+    def _canonicals(
+        self, backbone: str, chunk: str, encodings: tuple[Encoding | None, ...], lead: str | None
+    ) -> tuple[Name, ...]:
+        return tuple([self.canonical(backbone, chunk, encoding, lead) for encoding in encodings])
 
     def encoder(self, backbone: str, chunk: str) -> Name:
         """Names an encoder output, by the id of its chunk (or an `encoder_id`)."""

@@ -25,6 +25,7 @@ _OVERLAP = 4 << 20
 _SPLIT = 8 << 20
 _RUN = 4 << 20
 _OPENING = 4 * PAGE  # at least as long as most headers
+_LARGEST_KNOWN = 64 << 10
 _WORKERS = max(1, min(4, (os.cpu_count() or 1) // 2))
 """Threads per read: half of few cores, because reading is limited by memory bandwidth, and others compute."""
 
@@ -80,11 +81,14 @@ class Leaves(dict[str, np.ndarray]):
     Attributes:
       block: uint8 [n], read-only.
       places: offset of each leaf in the block.
+      memo: that of the object's header.
     """
 
-    def __init__(self, block: np.ndarray, places: Mapping[str, int], leaves: Iterable[Leaf]):
+    def __init__(
+        self, block: np.ndarray, places: Mapping[str, int], leaves: Iterable[Leaf], memo: dict[str, Any] | None = None
+    ):
         super().__init__()
-        self.block, self.places = block, places
+        self.block, self.places, self.memo = block, places, {} if memo is None else memo
         for name, dtype, shape, _, _, _ in leaves:
             self[name] = np.ndarray(shape, dtype, block, places[name])
 
@@ -107,16 +111,14 @@ def stack_layers(arrays: Arrays, layers: int, leaf: str) -> np.ndarray:
     return np.stack(parts)
 
 
-@dataclasses.dataclass(frozen=True)
-class Version:
+class Version(NamedTuple):
     """Version of an object: the identity of its file, and the checksum of its header."""
 
     file: Identity | None
     crc: bytes
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class VerifiedObject:
+class VerifiedObject(NamedTuple):
     """An object that was read and verified.
 
     Attributes:
@@ -126,13 +128,8 @@ class VerifiedObject:
     """
 
     header: Header
-    arrays: dict[str, np.ndarray] = dataclasses.field(repr=False)
+    arrays: dict[str, np.ndarray]
     file: Identity | None = None
-
-    @property
-    def version(self) -> Version:
-        """Version of the object."""
-        return Version(self.file, self.header.crc)
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
@@ -208,7 +205,7 @@ def read_header(
     """Reads and verifies the header of an open file.
 
     Args:
-      parse: `parse_header`, or a cached version of it.
+      parse: `parse_header`, or a version of it that remembers headers; long ones are not given to it.
       read_bytes: reads from the file.
       size: bytes of the file, if they are known.
 
@@ -222,7 +219,8 @@ def read_header(
     length = header_length(opening, size)
     if length > len(opening):
         opening = _read_bytes(fd, length, read_bytes)
-    return parse(opening[:length], size)
+    # A long header is not remembered: 256 of them could take a gigabyte.
+    return (parse if length <= _LARGEST_KNOWN else parse_header)(opening[:length], size)
 
 
 def _read_bytes(fd: int, size: int, read_bytes: ReadInto) -> bytes:
@@ -237,20 +235,14 @@ class _Plan(NamedTuple):
     A run is a number of leaves, `_RUN` bytes or a little more, by the numbers of its first and of the one after it.
     """
 
-    leaves: tuple[Leaf, ...]
     places: Mapping[str, int]
     room: int
     spans: tuple[tuple[int, int], ...]
-    sums: tuple[int, ...]
     runs: tuple[tuple[int, int], ...]
 
 
-def _plan(header: Header, names: Sequence[str]) -> _Plan:
-    """Returns how leaves are read. That of all leaves is kept with the header, which may be read again."""
-    whole = len(names) == len(header.leaves)
-    if whole and "plan" in header.memo:
-        return header.memo["plan"]
-    leaves = tuple(header.leaves[name] for name in names)
+def _plan(leaves: Sequence[Leaf]) -> _Plan:
+    """Returns how adjacent leaves are read."""
     places, room = arranged({leaf.name: leaf.nbytes for leaf in leaves})
     spans = tuple((places[leaf.name], places[leaf.name] + padded(leaf.nbytes)) for leaf in leaves)
 
@@ -261,12 +253,7 @@ def _plan(header: Header, names: Sequence[str]) -> _Plan:
         if size >= _RUN or end == len(leaves):
             runs.append((begin, end))
             begin, size = end, 0
-    # The checksum of a leaf with padding is not that of its span, so it is compared on its own.
-    sums = tuple(-1 if leaf.nbytes % ALIGNMENT else leaf.crc for leaf in leaves)
-    plan = _Plan(leaves, places, room, spans, sums, tuple(runs))
-    if whole and tuple(names) == tuple(header.leaves):
-        header.memo["plan"] = plan
-    return plan
+    return _Plan(places, room, spans, tuple(runs))
 
 
 def read_leaves(
@@ -281,7 +268,13 @@ def read_leaves(
       StoreCorruptError: a checksum does not match, or the file is too short.
       OSError: the read failed.
     """
-    plan = _plan(header, names)
+    whole = len(names) == len(header.leaves) and all(map(header.leaves.__contains__, names))
+    leaves = tuple(header.leaves.values()) if whole else tuple(header.leaves[name] for name in names)
+    plan: _Plan | None = header.memo.get("plan") if whole else None
+    if plan is None:
+        plan = _plan(leaves)
+        if whole:  # other objects of this form are read in the same way
+            header.memo["plan"] = plan
     block = buffers.lease(plan.room)
     memory = memoryview(block)
     block.flags.writeable = False  # the view made before stays writable, to be read into
@@ -289,10 +282,11 @@ def read_leaves(
     def read(run: tuple[int, int]) -> None:
         first, end = run
         rooms = [memory[begin:end] for begin, end in plan.spans[first:end]]
-        read_bytes(fd, rooms, plan.leaves[first].offset)
-        for number, crc in enumerate(map(crc32, rooms), first):
-            if crc != plan.sums[number]:
-                verify(plan.leaves[number], rooms[number - first])
+        read_bytes(fd, rooms, leaves[first].offset)
+        for room, leaf in zip(rooms, leaves[first:end], strict=True):
+            # The checksum of a leaf with padding is not that of its span, so it is compared on its own.
+            if leaf.nbytes % ALIGNMENT or crc32(room) != leaf.crc:
+                verify(leaf, room)
 
     if plan.room < _SPLIT or _WORKERS == 1:
         for run in plan.runs:
@@ -302,7 +296,7 @@ def read_leaves(
         concurrent.futures.wait(reads)  # all of them: the caller closes the descriptor if one fails
         for job in reads:
             job.result()
-    return Leaves(block, plan.places, plan.leaves)
+    return Leaves(block, plan.places, leaves, header.memo)
 
 
 def arranged(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
@@ -318,7 +312,7 @@ def arranged(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
     at = 0
     for name in itertools.chain.from_iterable(families.values()):
         places[name] = at
-        at += padded(sizes[name])
+        at += -(-sizes[name] // ALIGNMENT) * ALIGNMENT
     return places, at
 
 

@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ...errors import StoreCorruptError, StoreError, StoreFullError, StoreIOError, StoreReadOnlyError
-from .folders import close, made_folder, open_folder
+from .folders import close, made_folder, open_beneath, open_folder
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _MOST_BUFFERS = 512
 _RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE, which Python's `os` does not name
 _REGULAR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO would wait for its other end
+_NOATIME = getattr(os, "O_NOATIME", 0)
 _IRREGULAR = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP)
 """Errors of the system for links, FIFOs and sockets, directories and devices that are opened in this way."""
 
@@ -143,6 +144,11 @@ def open_regular_in(parent: int, name: str, flags: int = os.O_RDONLY, *, noatime
 
 def open_file(root: str, path: str, flags: int = os.O_RDONLY, *, noatime: bool = False) -> tuple[int, os.stat_result]:
     """Opens a regular file at `path` below a root, as `open_regular`. Returns its descriptor and its `stat`."""
+    if flags == os.O_RDONLY:
+        fd = open_beneath(root, path, _REGULAR | (_NOATIME if noatime else 0))
+        if fd >= 0:
+            return fd, _examined(fd, path)
+    # What one call refuses, whatever the reason, is opened or refused name by name.
     above, _, name = path.rpartition("/")
     parent = open_folder(root, above)
     try:
@@ -155,7 +161,7 @@ def open_file_in(
     parent: int, name: str, flags: int = os.O_RDONLY, *, noatime: bool = False
 ) -> tuple[int, os.stat_result]:
     """Opens a regular file in an open directory, as `open_regular`. Returns its descriptor and its `stat`."""
-    quiet = getattr(os, "O_NOATIME", 0) if noatime else 0
+    quiet = _NOATIME if noatime else 0
     try:
         try:
             fd = os.open(name, flags | _REGULAR | quiet, 0o600, dir_fd=parent)
@@ -168,15 +174,22 @@ def open_file_in(
             raise
         raise NotRegularError(error.errno, "a link, a FIFO, a directory or the like", name) from None
 
+    return fd, _examined(fd, name)
+
+
+def _examined(fd: int, name: str) -> os.stat_result:
+    """Returns the `stat` of an open file. Closes and refuses what is none: some FIFOs and devices can be opened.
+
+    What was opened is examined, and not the path, which may change.
+    """
     try:
-        # Some FIFOs and devices can be opened: what was opened is examined, and not the path, which may change.
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise NotRegularError(errno.EINVAL, "a FIFO, a directory or the like", name)
     except BaseException:
         close(fd)
         raise
-    return fd, found
+    return found
 
 
 def read_small(root: str, path: str, most: int, *, noatime: bool = False) -> bytes:

@@ -10,8 +10,7 @@ import sys
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NUMBER = 437  # the same on all architectures but Alpha
-_HOW = struct.pack("QQQ", _FOLDER, 0, 0x04 | 0x08)
-"""`struct open_how`: no links (RESOLVE_NO_SYMLINKS), nothing above the folder (RESOLVE_BENEATH)."""
+_HOW_BYTES = 24
 _HERE = -100  # AT_FDCWD
 
 
@@ -23,12 +22,28 @@ def open_folder(root: str, path: str) -> int:
       NotADirectoryError: there is a link or a file on the path.
       OSError: another error.
     """
-    fd = os.open(root, _FOLDER)
-    # What one call refuses, whatever the reason, is opened or refused name by name.
-    found = _open_beneath(fd, path) if path else -1
-    if found < 0:
-        return _walked(fd, path, make=False)
-    close(fd)
+    found = open_beneath(root, path) if path else -1
+    return found if found >= 0 else _walked(os.open(root, _FOLDER), path, make=False)
+
+
+def open_beneath(root: str, path: str, flags: int = _FOLDER) -> int:
+    """Opens a folder, or by other flags a file, below a root by one call. Returns its descriptor.
+
+    Returns:
+      -1 if the system lacks the call or it fails: then the path is to be opened, or refused, name by name.
+
+    Raises:
+      FileNotFoundError: it does not exist. OSError: the root cannot be opened.
+    """
+    call, name = _call(), os.fsencode(path)
+    if call is None or b"\0" in name:  # which would end the name
+        return -1
+    parent = os.open(root, _FOLDER)
+    found = call(_NUMBER, parent, name, _how(flags), _HOW_BYTES)
+    code = ctypes.get_errno() if found < 0 else 0
+    close(parent)
+    if code == errno.ENOENT:
+        raise FileNotFoundError(code, os.strerror(code), path)
     return found
 
 
@@ -62,25 +77,27 @@ def _walked(fd: int, path: str, *, make: bool) -> int:
 
 def close(fd: int) -> None:
     """Closes a file. Errors are ignored: data that must be durable was synced."""
-    with contextlib.suppress(OSError):
+    try:
         os.close(fd)
+    except OSError:
+        return
 
 
-def _open_beneath(parent: int, path: str) -> int:
-    """Opens a folder below an open one. Returns its descriptor; -1 if it cannot, or the system lacks the call."""
-    call = _call()
-    return -1 if call is None else call(_NUMBER, parent, os.fsencode(path), _HOW, len(_HOW))
+@functools.cache
+def _how(flags: int) -> bytes:
+    """Returns `struct open_how`: no links (RESOLVE_NO_SYMLINKS), nothing above the folder (RESOLVE_BENEATH)."""
+    return struct.pack("QQQ", flags, 0, 0x04 | 0x08)
 
 
 @functools.cache
 def _call() -> "ctypes._NamedFuncPointer | None":
     """Returns `syscall` of the C library; None if `openat2` fails: an older system, or a sandbox that refuses it."""
-    call = getattr(ctypes.CDLL(None), "syscall", None) if sys.platform == "linux" else None
+    call = getattr(ctypes.CDLL(None, use_errno=True), "syscall", None) if sys.platform == "linux" else None
     if call is None:
         return None
     call.restype = ctypes.c_long
     call.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
-    found = call(_NUMBER, _HERE, b".", _HOW, len(_HOW))
+    found = call(_NUMBER, _HERE, b".", _how(_FOLDER), _HOW_BYTES)
     if found < 0:
         return None
     os.close(found)

@@ -28,9 +28,9 @@ DERIVED, ENCODER, CANONICAL = 0, 1, 2
 """Ranks in order of eviction: data that can be derived from a canonical is evicted before any canonical."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class CacheEntry[V]:
-    """An entry of a memory tier.
+    """An entry of a memory tier, of which `note_version` alone changes anything.
 
     Attributes:
       value: the decoded object.
@@ -67,6 +67,9 @@ class MemoryTier[V]:
       pinned: returns whether a chunk must not be evicted.
       counters: counts evictions and refusals.
       clock: returns seconds since the epoch.
+
+    Attributes:
+      nbytes: bytes held.
     """
 
     def __init__(
@@ -89,18 +92,13 @@ class MemoryTier[V]:
         # Times of expiry. An item whose entry is gone or was replaced stays until it is met, or most are such.
         self._expiries: list[tuple[float, int, Hashable, _Slot[V]]] = []
         self._number = 0  # of the item, so that no keys are compared
-        self._bytes = 0
+        self.nbytes = 0
         self._lock = threading.RLock()
         register_fork_guard(self)
 
     def forked(self) -> None:
         """Replaces the lock in a forked process, where its holder may not exist."""
         self._lock = threading.RLock()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self._bytes
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -160,7 +158,7 @@ class MemoryTier[V]:
             slot = self._slots[key] = _Slot(held, 2 * held.rank)
             self._lists[slot.list][key] = None
             self._chunks.setdefault(held.chunk, {})[key] = None
-            self._bytes += held.nbytes
+            self.nbytes += held.nbytes
 
             if held.expires is not None:
                 if len(self._expiries) > 64 + 2 * len(self._slots):
@@ -175,7 +173,7 @@ class MemoryTier[V]:
         with self._lock:
             slot = self._slots.get(key)
             if slot is not None and slot.held is held:
-                slot.held = dataclasses.replace(held, version=version)
+                held.version = version
 
     def drop(self, key: Hashable) -> None:
         """Drops one entry."""
@@ -202,7 +200,7 @@ class MemoryTier[V]:
             return
         held = slot.held
         del self._lists[slot.list][key]
-        self._bytes -= held.nbytes
+        self.nbytes -= held.nbytes
         self._protected[held.rank] -= held.nbytes * (slot.list % 2)
         own = self._chunks[held.chunk]
         del own[key]
@@ -218,9 +216,9 @@ class MemoryTier[V]:
         """
         if newcomer.nbytes > self.budget:
             return None
-        if self._bytes + newcomer.nbytes > self.budget:
+        if self.nbytes + newcomer.nbytes > self.budget:
             self._drop_expired(self.budget - newcomer.nbytes)
-        missing = self._bytes + newcomer.nbytes - self.budget
+        missing = self.nbytes + newcomer.nbytes - self.budget
         if missing <= 0:
             return []
 
@@ -253,7 +251,7 @@ class MemoryTier[V]:
     def _drop_expired(self, enough: int) -> None:
         """Drops expired entries, the first to expire first, until `enough` bytes or fewer are held."""
         now, pinned = self._clock(), []
-        while self._bytes > enough and self._expiries and self._expiries[0][0] <= now:
+        while self.nbytes > enough and self._expiries and self._expiries[0][0] <= now:
             item = heapq.heappop(self._expiries)
             _, _, key, slot = item
             if self._slots.get(key) is not slot:

@@ -12,7 +12,7 @@ from ..disk.tenant_disk import TenantDisk
 from ..format.codec import canonical_of, digest_in
 from ..format.host_memory import memory_of
 from ..format.naming import Name, part_of, unreduced_part
-from ..format.objects import Blob, VerifiedObject, planned_header
+from ..format.objects import Blob, VerifiedObject, Version, planned_header
 from .device_placement import LayerStream, Placement, place_chunk, placement_key
 from .memory import CANONICAL, CacheEntry, MemoryTier, Policy
 from .remote_tier import PendingObject, RemoteTier
@@ -77,7 +77,7 @@ class TieredReader:
         began = time.perf_counter()
 
         # A queued write is newer than every copy.
-        blob = self._writer.waiting(name)
+        blob = self._writer.waiting(name) if name.path in self._writer.newest else None
         if blob is not None:
             if self._has_expired(blob):
                 self._count_read("none", began)
@@ -116,7 +116,7 @@ class TieredReader:
             self._count_read("device", began)
             return entry
 
-        host = self.load(name, canonical_of(part_of(name.path)), CANONICAL)
+        host = self.load(name, canonical_of(name.part), CANONICAL)
         if host is None:
             return None
         placed = place_chunk(host.value, placement)
@@ -177,7 +177,7 @@ class TieredReader:
         with contextlib.suppress(StoreError):
             paths |= {entry.path for entry in self._disk.of_chunk(canonical, "kv")}
 
-        unreduced = unreduced_part(part_of(canonical.path))
+        unreduced = unreduced_part(canonical.part)
 
         digests = set[str | None]()
         for path in paths:
@@ -201,8 +201,10 @@ class TieredReader:
     def _cached(self, tier: MemoryTier[Any], key: Hashable, name: Name) -> CacheEntry[Any] | None:
         """Returns a tier's copy if the disk still has that version: another process may have replaced or deleted it."""
         entry = tier.get(key)
-        version = None if entry is None else self._disk.is_current(name, entry.version)
-        if entry is None or version is None:
+        if entry is None:
+            return None
+        version = self._disk.is_current(name, entry.version)
+        if version is None:
             tier.drop(key)
             return None
         if version is not entry.version:
@@ -210,8 +212,8 @@ class TieredReader:
         return entry
 
     def _count_read(self, tier: str, began: float) -> None:
-        self._counters.add("misses" if tier == "none" else f"{tier}_hits")
-        self._counters.observe("get", tier, time.perf_counter() - began)
+        count = "misses" if tier == "none" else f"{tier}_hits"
+        self._counters.observe("get", tier, time.perf_counter() - began, count)
 
     def _decoded[T](self, name: Name, found: VerifiedObject, build: Build[T], rank: int) -> CacheEntry[T] | None:
         """Decodes an object; None if its body is invalid or of a later version."""
@@ -229,7 +231,7 @@ class TieredReader:
                 return None
 
         nbytes = max(header.size, memory_of(value))  # a dtype's encoding takes its original width in memory
-        return CacheEntry(value, nbytes, rank, name.chunk_key, header.expires, found.version)
+        return CacheEntry(value, nbytes, rank, name.chunk_key, header.expires, Version(found.file, header.crc))
 
     def _keep(self, name: Name, pending: PendingObject) -> None:
         """Copies a remote object to the disk, if it was read whole, there is room, and nothing later has its name."""

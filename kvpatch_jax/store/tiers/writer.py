@@ -68,6 +68,9 @@ class Writer:
       small: bytes up to which objects are committed together.
       group: largest number of objects per commit.
       patience: seconds for which a small object waits for others.
+
+    Attributes:
+      newest: the newest queued job by the path of its object, until it is durable or failed.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class Writer:
         self._put, self._revisions = put, revisions
         self._room, self._small, self._group, self._patience = room, small, group, patience
         self._jobs: collections.deque[_Job] = collections.deque()
-        self._newest: dict[str, _Job] = {}  # by path, until the job is durable or failed
+        self.newest: dict[str, _Job] = {}
         self._bytes = self._busy = 0
         self._batch: list[_Job] = []
         # Jobs whose futures are not set yet.
@@ -97,7 +100,7 @@ class Writer:
         """Empties the queue in a forked process. The parent writes the queued objects; futures here raise an error."""
         orphans = [*(job for job, _ in self._outcomes), *self._batch, *self._jobs]
         self._jobs, self._outcomes, self._batch, self._errors = collections.deque(), collections.deque(), [], []
-        self._newest = {}
+        self.newest = {}
         self._bytes = self._busy = 0
         self._changed, self._threads = threading.Condition(), []
         for job in orphans:
@@ -121,7 +124,7 @@ class Writer:
             if self._closed:  # perhaps while it waited
                 raise StoreClosedError("store: got a put after close; expected an open store")
             self._jobs.append(job := _Job(name, revision, make, nbytes, future))
-            self._newest[name.path] = job
+            self.newest[name.path] = job
             self._bytes += nbytes
             if not self._threads:
                 for run, word in ((self._run, "writer"), (self._acknowledge, "acknowledge")):
@@ -145,19 +148,19 @@ class Writer:
     def waiting_paths(self, prefix: str) -> list[str]:
         """Returns the paths of queued objects, as `has`, with a prefix."""
         with self._changed:
-            paths = [path for path in self._newest if path.startswith(prefix)]
+            paths = [path for path in self.newest if path.startswith(prefix)]
         return [path for path in paths if self._waiting(path) is not None]
 
     def _waiting(self, path: str) -> _Job | None:
-        job = self._newest.get(path)
+        job = self.newest.get(path)
         return None if job is None or self._revisions.revision(job.name) > job.revision else job
 
     def _end(self, jobs: Sequence[_Job]) -> None:
         """Removes finished jobs from the queue's index, before their futures are set."""
         with self._changed:
             for job in jobs:
-                if self._newest.get(job.name.path) is job:  # a later put of the name may wait
-                    del self._newest[job.name.path]
+                if self.newest.get(job.name.path) is job:  # a later put of the name may wait
+                    del self.newest[job.name.path]
 
     def flush(self) -> None:
         """Waits until every queued object is durable and acknowledged; within a callback of a future only durable.
