@@ -189,7 +189,8 @@ class StoreBase:
 
     def expiry(self, ttl: Seconds | None) -> float | None:
         """Returns when an object that is put now expires, in seconds since the epoch; None: never."""
-        return expires_at(self.tenant_disk.clock(), self._ttl if ttl is None else ttl, "store")
+        ttl = self._ttl if ttl is None else ttl
+        return None if ttl is None else expires_at(self.tenant_disk.clock(), ttl, "store")
 
     def timed(self, ack: Ack, began: float) -> Ack:
         """Counts the latency of an asynchronous put that succeeds."""

@@ -59,9 +59,7 @@ class Disk(VerifiedReads):
     def put_group(self, items: Sequence[tuple[Name, Blob]], only: Only = "later") -> PutResult:
         """Writes several objects durably and counts them, as `ObjectWriter.put`."""
         result = self.writer.put(items, only)
-        self.counters.add("puts", len(items) - result.outdated)
-        self.counters.add("put_bytes", result.nbytes)
-        self.counters.add("outdated", result.outdated)
+        self.counters.add("puts", len(items) - result.outdated, put_bytes=result.nbytes, outdated=result.outdated)
         return result
 
     def name_state(self, name: Name) -> NameState:
@@ -71,8 +69,12 @@ class Disk(VerifiedReads):
     def revision(self, name: Name) -> int:
         """Returns the latest revision of a name: its object's, or that of its chunk's deletion; 0: neither."""
         known = 0
-        with contextlib.suppress(OSError), folder(self.root, name.folder) as fd:
-            known = revision_in(fd, name.file)
+        try:  # most often there is no such file
+            os.stat(f"{self.root}/{name.path}", follow_symlinks=False)
+            with folder(self.root, name.folder) as fd:
+                known = revision_in(fd, name.file)
+        except OSError:
+            known = 0
         gone = 0 if self.writer.tombstones is None else self.writer.tombstones.of(name)
         return max(gone, 0 if known == NEWER_FORMAT else known, 0)
 

@@ -73,9 +73,11 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
         key is being replaced. Nothing was changed.
       StoreVersionError: a later version wrote the files.
     """
+    if check is None and note and _absent(root, space):
+        return  # the usual case without keys, at each put, as the other one with them
     texts = _texts(root, space)
     if check is not None and texts[0] == texts[1] == KeyState(check).text:
-        return  # the usual case, at each put
+        return
     state = _intact(root, space, texts)
     damaged = "" if state is not None and texts[0] == state.text else f" ({space}/{NAME} is damaged or gone)"
     if state is None and check is None:
@@ -143,6 +145,17 @@ def _note_first(root: str, space: str, state: KeyState) -> None:
         if read_keys(root, space) != state:
             raise StoreKeyError(f"store {root}: got another key; expected the one of this tenant's objects")
         publish_setting(root, f"{space}/{COPY}", state.text)
+
+
+def _absent(root: str, space: str) -> bool:
+    """Returns whether neither file exists. Raises OSError."""
+    for name in (NAME, COPY):
+        try:
+            os.lstat(f"{root}/{space}/{name}")
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        return False
+    return True
 
 
 def _texts(root: str, space: str) -> tuple[bytes | None, bytes | None]:

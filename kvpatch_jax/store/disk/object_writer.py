@@ -25,21 +25,24 @@ from ..io.files import (
     copy_into,
     folder,
     link,
+    open_file_in,
     open_regular_in,
     rename,
     start_writing,
     sync_files,
+    typed,
     typed_errors,
     written,
 )
-from ..io.locks import try_lock
+from ..io.folders import close, made_folder, open_folder
+from ..io.locks import try_lock, unlock
 from ..io.thread_pool import ThreadPool
 from .directory import remove_objects, was_written
-from .index import Changes, Index, object_of
+from .index import Changes, Index, IndexedObject, object_of
 from .key_check import check_key
 from .outbox import Outbox
 from .revisions import NEWER_FORMAT, Tombstones, revision_in
-from .shard import Shard, locked_shards
+from .shard import Shard, lock_shards, locked_shards, release
 
 GROUP = 64
 """Limit of objects per commit: each has a file open until it is renamed."""
@@ -137,66 +140,95 @@ class ObjectWriter:
         return result
 
     def _put_group(self, items: Sequence[tuple[Name, Blob]], only: Only) -> PutResult:
-        with typed_errors(f"store: put {len(items)} objects"), contextlib.ExitStack() as stack:
-            aside = stack.enter_context(self.temporaries())
-
-            def write(name: Name, blob: Blob) -> _Written:
-                temporary = self.written(name, aside, functools.partial(write_blob, blob=blob, name=name.file))
-                return _Written(name, *stack.enter_context(temporary))
-
+        files: list[_Written] = []
+        named, buried = list[_Written](), list[Name]()
+        aside, synced = -1, list[Shard]()
+        try:
+            aside = self._open_temporaries()
             if len(items) == 1:  # a thread of the pool would gain nothing
-                files = [write(*items[0])]
+                files.append(self._write(*items[0], aside))
             else:
+                write = functools.partial(self._write, aside=aside, ahead=True)
                 jobs = [_group.submit(write, name, blob) for name, blob in items]
-                concurrent.futures.wait(jobs)  # all of them, before the stack removes their temporary files
-                files = [job.result() for job in jobs]
+                concurrent.futures.wait(jobs)  # all of them, before their temporary files are removed
+                files += [job.result() for job in jobs if job.exception() is None]
+                for job in jobs:
+                    job.result()  # raises
 
             # Data before names: a name that survives a crash must refer to a whole object.
             sync_files([file.fd for file in files])
-            waiting, named, buried = files, list[_Written](), list[Name]()
+            waiting: Sequence[_Written] = files
             while waiting:
-                waiting = self._name(waiting, named, buried, only)
+                waiting = self._name(waiting, named, buried, only, synced)
             if self.outbox is not None and named and only != "copy":
                 self.outbox.sync()
-            # Without the locks, which others wait for.
-            for path in sorted({file.name.folder for file in named}):
-                with contextlib.suppress(FileNotFoundError), folder(self.root, path) as fd:
-                    os.fsync(fd)
-        return PutResult(sum(file.header.size for file in named), len(files) - len(named), buried)
+            for shard in synced:  # without the locks, which others wait for
+                os.fsync(shard.fd)
+        except OSError as error:
+            raise typed(error, f"store: put {len(items)} objects") from error
+        finally:
+            for shard in synced:
+                close(shard.fd)
+            for file in files:
+                if file not in named:
+                    _remove(file.place)
+                close(file.fd)
+            if aside >= 0:
+                close(aside)
+        return PutResult(sum([file.header.size for file in named]), len(files) - len(named), buried)
 
-    def _name(self, files: Sequence[_Written], named: list[_Written], buried: list[Name], only: Only) -> list[_Written]:
+    def _name(
+        self,
+        files: Sequence[_Written],
+        named: list[_Written],
+        buried: list[Name],
+        only: Only,
+        synced: list[Shard],
+    ) -> list[_Written]:
         """Gives files their names, under the locks of their shards, unless later ones have them.
 
         Args:
           named: receives the files that have their names.
           buried: receives the names of files that were not given theirs because of a later deletion.
+          synced: receives the folders in which names were given, unlocked and open.
 
         Returns:
           The files whose tenant was deleted in the meantime, so that their folder has to be made again.
         """
-        changes = Changes()
-        placed: list[_Written] = []
-        with locked_shards(self.root, [file.name.folder for file in files], make=True) as shards:
-            self._check_keys(file.name for file in files)
+        placed, added = list[_Written](), list[IndexedObject]()
+        shards = lock_shards(self.root, sorted({file.name.folder for file in files}), make=True)
+        try:
+            # In the locks: a rotation waits for them, so that nothing is written with the old key afterwards. A
+            # deletion of the tenant may have removed the files.
+            for space in {f"obj/{file.name.tenant}" for file in files}:
+                check_key(self.root, space, self._check, note=True)
             for file in files:
-                shard = shards[file.name.folder]
-                why = self._outdated(shard, file.name, file.header.revision, only)
+                name, header = file.name, file.header
+                shard = shards[name.folder]
+                why = self._outdated(shard, name, header.revision, only)
                 if why is not None:
-                    buried += [file.name] if why == "buried" else []
+                    buried += [name] if why == "buried" else []
                     continue
-                rename(file.place.folder, file.place.name, shard.fd, file.name.file)
+                os.rename(file.place.name, name.file, src_dir_fd=file.place.folder, dst_dir_fd=shard.fd)
                 placed.append(file)
-                if self.outbox is not None and only != "copy" and file.name.kind != "entry":
-                    self.outbox.add(shard, file.name.file)
-                entry = object_of(file.name.path, os.fstat(file.fd), file.header.revision, file.header.expires)
-                changes.added.append(entry)
+                if self.outbox is not None and only != "copy" and name.kind != "entry":
+                    self.outbox.add(shard, name.file)
+                added.append(object_of(name.path, os.fstat(file.fd), header.revision, header.expires))
 
             moved = [file for file in placed if not shards[file.name.folder].in_place]
             for file in moved:
                 rename(shards[file.name.folder].fd, file.name.file, file.place.folder, file.place.name)
             if not moved:
-                self._index.record(shards.values(), changes)
-        named += [file for file in placed if file not in moved]
+                self._index.record(shards.values(), Changes(added))
+            stay = [file for file in placed if file not in moved] if moved else placed
+            named += stay
+            for file in stay:
+                shard = shards.pop(file.name.folder, None)
+                if shard is not None:
+                    unlock(shard.fd)
+                    synced.append(shard)
+        finally:
+            release(shards.values())
         return moved
 
     def _outdated(self, shard: Shard, name: Name, revision: int, only: Only) -> str | None:
@@ -212,14 +244,6 @@ class ObjectWriter:
             return "replaced"
         gone = 0 if self.tombstones is None else self.tombstones.of(name, shard.fd)
         return "buried" if revision <= gone else None
-
-    def _check_keys(self, names: Iterable[Name]) -> None:
-        """Compares the key with the tenants' own, and writes the files that a deletion of a tenant may have removed.
-
-        In the locks of the shards: a rotation waits for them, so that nothing is written with the old key afterwards.
-        """
-        for space in sorted({f"obj/{name.tenant}" for name in names}):
-            check_key(self.root, space, self._check, note=True)
 
     def replace(self, name: Name, blob: Blob, file: Identity, used: float) -> int:
         """Replaces an object by another form of it durably, with its revision and its time of last use.
@@ -286,8 +310,8 @@ class ObjectWriter:
             changes = Changes()
             folders = {name.folder for name, _ in items}
             with locked_shards(self.root, folders, make=True) as shards:
-                if self._check is not None:
-                    self._check_keys(name for name, _ in items)
+                for space in {f"obj/{name.tenant}" for name, _ in items} if self._check is not None else ():
+                    check_key(self.root, space, self._check, note=True)  # as for a put
                 for (name, item), (place, fd) in zip(items, sources, strict=True):
                     shard = shards[name.folder]
                     gone = 0 if self.tombstones is None else self.tombstones.of(name, shard.fd)
@@ -323,33 +347,46 @@ class ObjectWriter:
         with self.written(name, aside, write) as (temporary, fd, _):
             yield temporary, fd
 
+    def _open_temporaries(self) -> int:
+        """Opens the directory of temporary files, and creates it again if it was removed. Returns its descriptor."""
+        try:
+            return open_folder(self.root, "tmp")
+        except FileNotFoundError:
+            return made_folder(self.root, "tmp")
+
     @contextlib.contextmanager
     def temporaries(self) -> Iterator[int]:
-        """Opens the directory of temporary files, and creates it again if it was removed."""
-        with contextlib.ExitStack() as stack:
-            try:
-                fd = stack.enter_context(folder(self.root, "tmp"))
-            except FileNotFoundError:
-                fd = stack.enter_context(folder(self.root, "tmp", make=True))
+        """Opens the directory of temporary files."""
+        fd = self._open_temporaries()
+        try:
             yield fd
+        finally:
+            close(fd)
+
+    def _write(self, name: Name, blob: Blob, aside: int, *, ahead: bool = False) -> _Written:
+        """Writes an object to a temporary file, which stays open. `ahead` begins to write it back."""
+        place, fd = _new_file(name, aside)
+        try:
+            header = write_blob(fd, blob, name.file)
+            if ahead:
+                start_writing(fd)
+        except BaseException:
+            _remove(place)
+            close(fd)
+            raise
+        return _Written(name, place, fd, header)
 
     @contextlib.contextmanager
     def written[T](self, name: Name, aside: int, write: Callable[[int], T]) -> Iterator[tuple[_Place, int, T]]:
         """Writes a temporary file in `aside`. It is removed at the end unless it was renamed."""
-        while True:
-            own = f"{name.tenant}.{os.getpid()}-{threading.get_native_id()}-{next(_numbers)}-{time.monotonic_ns()}"
-            with open_regular_in(aside, own, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
-                fcntl.flock(fd, fcntl.LOCK_EX)  # shows sweeps that its writer is alive
-                if os.fstat(fd).st_nlink == 0:
-                    continue  # a sweep removed it between the two calls
-                try:
-                    result = write(fd)
-                    start_writing(fd)
-                    yield _Place(aside, own), fd, result
-                finally:
-                    with contextlib.suppress(OSError):
-                        os.unlink(own, dir_fd=aside)
-                return
+        place, fd = _new_file(name, aside)
+        try:
+            result = write(fd)
+            start_writing(fd)
+            yield place, fd, result
+        finally:
+            _remove(place)
+            close(fd)
 
     def sweep(self, tenant: str = "") -> int:
         """Removes files of dead writers from tmp/; a live writer holds a lock on its file. Returns their number.
@@ -370,3 +407,26 @@ class ObjectWriter:
                         os.unlink(name, dir_fd=aside)
                         swept += 1
         return swept
+
+
+def _new_file(name: Name, aside: int) -> tuple[_Place, int]:
+    """Creates a temporary file for an object of a tenant, locked as a sign to sweeps that its writer is alive."""
+    while True:
+        own = f"{name.tenant}.{os.getpid()}-{threading.get_native_id()}-{next(_numbers)}-{time.monotonic_ns()}"
+        fd, _ = open_file_in(aside, own, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        place = _Place(aside, own)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink:
+                return place, fd
+        except BaseException:
+            _remove(place)
+            close(fd)
+            raise
+        close(fd)  # a sweep removed it between the two calls
+
+
+def _remove(place: _Place) -> None:
+    """Removes a temporary file, unless it was renamed."""
+    with contextlib.suppress(OSError):
+        os.unlink(place.name, dir_fd=place.folder)

@@ -92,8 +92,14 @@ class Tombstones:
         Args:
           parent: the open folder of the name, if it is open.
         """
-        own = self._read(f"{name.folder}/{name.chunk}{GONE}", parent)
-        return max(own, self._read(f"{self._names.space}{GONE}"))
+        latest, file = 0, f"{name.chunk}{GONE}"
+        for path, fd in ((f"{name.folder}/{file}", parent), (f"{self._names.space}{GONE}", None)):
+            try:  # most often there is none
+                os.stat(f"{self._root}/{path}" if fd is None else file, dir_fd=fd, follow_symlinks=False)
+            except OSError:
+                continue
+            latest = max(latest, self._read(path, fd))
+        return latest
 
     def _read(self, path: str, parent: int | None = None) -> int:
         try:

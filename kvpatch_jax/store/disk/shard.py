@@ -4,37 +4,38 @@ The lock is the folder's own (`flock`), so that it costs no file, and one tenant
 """
 
 import contextlib
-import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
 
-from ..io.files import folder
+from ..io.folders import close, made_folder, open_folder
 from ..io.locks import SECONDS, lock, unlock
 
 
-@dataclasses.dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """A locked folder below a root.
 
     Attributes:
       path: its path below the root.
       fd: the open folder.
       before: its modification time in nanoseconds when it was locked; every change of a name in it sets another one.
+      place: its device and inode.
     """
 
     root: str
     path: str
     fd: int
     before: int
+    place: tuple[int, int]
 
     @property
     def in_place(self) -> bool:
         """Whether the path still leads to this folder: its tenant may be deleted in the meantime."""
         try:
-            there, here = os.stat(f"{self.root}/{self.path}", follow_symlinks=False), os.fstat(self.fd)
+            there = os.stat(f"{self.root}/{self.path}", follow_symlinks=False)
         except OSError:
             return False
-        return (there.st_ino, there.st_dev) == (here.st_ino, here.st_dev)
+        return (there.st_dev, there.st_ino) == self.place
 
     @property
     def mtime_ns(self) -> int:
@@ -56,26 +57,44 @@ def locked_shards(
       StoreBusyError: another process holds one.
       FileNotFoundError, NotADirectoryError: one does not exist. OSError: another error.
     """
-    with contextlib.ExitStack() as stack:
-        shards: dict[str, Shard] = {}
-        for path in sorted(set(paths)):
-            shards[path] = stack.enter_context(_locked(root, path, make, seconds))
+    shards = lock_shards(root, sorted(set(paths)), make=make, seconds=seconds)
+    try:
         yield shards
+    finally:
+        release(shards.values())
 
 
-@contextlib.contextmanager
-def _locked(root: str, path: str, make: bool, seconds: float) -> Iterator[Shard]:
-    while True:
-        with contextlib.ExitStack() as stack:
-            try:
-                fd = stack.enter_context(folder(root, path))
-            except FileNotFoundError:
-                if not make:
+def lock_shards(root: str, paths: Collection[str], *, make: bool = False, seconds: float = SECONDS) -> dict[str, Shard]:
+    """Locks folders as `locked_shards`, in the order given, until `release`."""
+    shards: dict[str, Shard] = {}
+    try:
+        for path in paths:
+            while path not in shards:
+                try:
+                    fd = open_folder(root, path)
+                except FileNotFoundError:
+                    if not make:
+                        raise
+                    fd = made_folder(root, path)
+                try:
+                    lock(fd, f"{root}/{path}", seconds=seconds)
+                    stat = os.fstat(fd)
+                except BaseException:
+                    close(fd)
                     raise
-                fd = stack.enter_context(folder(root, path, make=True))
-            lock(fd, f"{root}/{path}", seconds=seconds)
-            stack.callback(unlock, fd)
-            shard = Shard(root, path, fd, os.fstat(fd).st_mtime_ns)
-            if shard.in_place:  # else its tenant was deleted before it was locked
-                yield shard
-                return
+                shard = Shard(root, path, fd, stat.st_mtime_ns, (stat.st_dev, stat.st_ino))
+                if shard.in_place:
+                    shards[path] = shard
+                else:  # its tenant was deleted before it was locked
+                    release([shard])
+    except BaseException:
+        release(shards.values())
+        raise
+    return shards
+
+
+def release(shards: Iterable[Shard]) -> None:
+    """Unlocks and closes folders."""
+    for shard in shards:
+        unlock(shard.fd)
+        close(shard.fd)

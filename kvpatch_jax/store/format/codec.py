@@ -135,18 +135,23 @@ def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | 
       ShapeError: the chunk is a batch.
       InputError: as `chunk_body`.
     """
-    word = encoding_word(encoding)
+    word = None if encoding is None else encoding_word(encoding)
     if word is not None and few_bits(word) is not None and chunk.encoding is None and chunk.batch is None:
         chunk = encode_chunk(chunk, word)
     body = chunk_body(chunk)
-    kv: dict[str, Any] = {name: chunk.kv[name] for name in chunk.layout.names}
-    kv = {name: jax.tree.map(np.asarray, value) for name, value in kv.items()}
+    kv: dict[str, Any] = {}
+    for name in chunk.layout.names:
+        value: Any = chunk.kv[name]
+        kv[name] = jax.tree.map(np.asarray, value) if is_packed(value) else np.asarray(value)
     arrays: dict[str, np.ndarray] = {"local": np.asarray(chunk.local)}
 
     for layer in range(chunk.layout.layers):
         for name, value in kv.items():
-            if is_packed(value):
+            if not isinstance(value, np.ndarray):
                 arrays |= {leaf: part[layer] for leaf, part in leaves_of(value, f"layer.{layer}.{name}").items()}
+                continue
+            if word is None:
+                arrays[f"layer.{layer}.{name}"] = value[layer]
                 continue
             stored, scale = encode(value[layer], word)
             arrays[f"layer.{layer}.{name}"] = stored
@@ -470,8 +475,8 @@ def encoder_of(body: Mapping[str, Any], arrays: Arrays) -> np.ndarray:
 
 def checked_blob(blob: Blob) -> Blob:
     """Returns an object whose leaves have dtypes that objects can hold; else raises DtypeError."""
-    for array in blob.arrays.values():
-        dtype_word(array.dtype)
+    for dtype in {array.dtype for array in blob.arrays.values()}:
+        dtype_word(dtype)
     return blob
 
 

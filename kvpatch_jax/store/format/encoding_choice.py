@@ -31,9 +31,9 @@ class EncodingChoice:
         Raises:
           InputError: the encoding is unknown, or the chunk has another; or its kv were decoded, whose codes are lost.
         """
-        word = _word_of(encoding)
         if chunk.encoding is None:
-            return self.default if encoding is None else word
+            return self.default if encoding is None else _word_of(encoding)
+        word = _word_of(encoding)
         chunk_body(chunk)  # refuses kv that were decoded, whose codes are lost
         if encoding is not None and word != chunk.encoding:
             raise InputError(

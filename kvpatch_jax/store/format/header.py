@@ -71,7 +71,7 @@ _NUMBER = re.compile("0|[1-9][0-9]{0,19}")
 _KINDS = ("kv", "patch", "encoder", "entry")
 _ENTRY = ("dtype", "shape", "data_offsets")
 _DEPTH = 12
-_LARGEST_KNOWN = 64 << 10  # characters of leaves' entries that are remembered
+_LARGEST_KNOWN, _MOST_DESCRIBED = 64 << 10, 1 << 10  # characters of leaves' entries, leaves that are remembered
 
 
 class Leaf(NamedTuple):
@@ -145,11 +145,48 @@ def make_header(
       DtypeError: objects cannot hold a leaf's dtype.
     """
     crcs = dict.fromkeys(specs, 0) if crcs is None else crcs
+    describe = _described if len(specs) <= _MOST_DESCRIBED else _described.__wrapped__
+    entries, placed, offset = describe(tuple(specs.items()))
+    metadata = {
+        "header_crc": "0" * 8,
+        "version": _VERSION_WORD,
+        "reader": _READER_WORD,
+        "name": name,
+        "kind": kind,
+        "revision": str(revision),
+        "expires": "" if expires is None else repr(float(expires)),
+        "crc": " ".join([f"{leaf}={crcs[leaf]:08x}" for leaf in specs]),
+        "body": json.dumps(body, separators=(",", ":")),
+    }
 
+    text = f'{{"__metadata__":{json.dumps(metadata, separators=(",", ":"))}{entries}'.encode()
+    text += b" " * (-(8 + len(text)) % PAGE)
+    raw = len(text).to_bytes(8, "little") + text
+    if len(raw) > LARGEST_HEADER:
+        raise InputError(f"store: got a header of {len(raw)} bytes; expected at most {LARGEST_HEADER} (fewer leaves)")
+
+    # The checksum is computed with its own digits at zero, and then put in their place.
+    at = 8 + len(_OPENING)
+    raw = b"".join((raw[:at], b"%08x" % crc32(raw), raw[at + 8 :]))
+    start = len(raw)
+    leaves = {leaf: Leaf(leaf, dtype, shape, start + at, n, crcs[leaf]) for leaf, dtype, shape, at, n in placed}
+    return raw, Header(name, kind, expires, body, leaves, start, start + offset, opening_crc(raw), revision)
+
+
+type _Placed = tuple[str, np.dtype, tuple[int, ...], int, int]
+"""A leaf: name, dtype, shape, offset from the first, bytes."""
+
+
+@functools.lru_cache(64)
+def _described(specs: tuple[tuple[str, tuple[np.dtype, tuple[int, ...]]], ...]) -> tuple[str, list[_Placed], int]:
+    """Returns the text of a header behind its metadata, the leaves, and where the last ends. Raises as `make_header`.
+
+    The objects of a model are alike, so the last answers are remembered.
+    """
     entries: dict[str, Any] = {}
-    placed: list[tuple[str, np.dtype, tuple[int, ...], int, int]] = []
+    placed: list[_Placed] = []
     offset = 0
-    for leaf, (dtype, shape) in specs.items():
+    for leaf, (dtype, shape) in specs:
         if len(leaf) > 80 or not _NAME.fullmatch(leaf) or leaf.startswith("pad.") or len(shape) > 8:
             raise InputError(
                 f"store: got leaf {leaf!r} of shape {shape}; expected small words with dots, 8 axes at most"
@@ -162,31 +199,8 @@ def make_header(
             # safetensors allows no gaps between tensors, so padding is a tensor too.
             entries[f"pad.{len(placed)}"] = _entry(np.dtype(np.uint8), (gap,), offset, gap)
             offset += gap
-
-    metadata = {
-        "header_crc": "0" * 8,
-        "version": str(VERSION),
-        "reader": str(READER),
-        "name": name,
-        "kind": kind,
-        "revision": str(revision),
-        "expires": "" if expires is None else repr(float(expires)),
-        "crc": " ".join(f"{leaf}={crcs[leaf]:08x}" for leaf in specs),
-        "body": json.dumps(body, separators=(",", ":")),
-    }
-
-    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % PAGE)
-    raw = len(text).to_bytes(8, "little") + text
-    if len(raw) > LARGEST_HEADER:
-        raise InputError(f"store: got a header of {len(raw)} bytes; expected at most {LARGEST_HEADER} (fewer leaves)")
-
-    # The checksum is computed with its own digits at zero, and then put in their place.
-    at = 8 + len(_OPENING)
-    raw = b"".join((raw[:at], b"%08x" % crc32(raw), raw[at + 8 :]))
-    start = len(raw)
-    leaves = {leaf: Leaf(leaf, dtype, shape, start + at, n, crcs[leaf]) for leaf, dtype, shape, at, n in placed}
-    return raw, Header(name, kind, expires, body, leaves, start, start + offset, opening_crc(raw), revision)
+    text = json.dumps(entries, separators=(",", ":"))[1:]
+    return f",{text}" if entries else text, placed, offset
 
 
 def _entry(dtype: np.dtype, shape: tuple[int, ...], offset: int, nbytes: int) -> dict[str, Any]:

@@ -147,7 +147,8 @@ class MemoryTier[V]:
         Where room is needed, expired entries go first, even if the new one is refused then.
         """
         with self._lock:
-            self._drop(key, "replaced")
+            if key in self._slots:
+                self._drop(key, "replaced")
             victims = self._victims(key, held)
             if victims is None:
                 self._counters.add(f"{self.word}_refused")
@@ -177,8 +178,9 @@ class MemoryTier[V]:
 
     def drop(self, key: Hashable) -> None:
         """Drops one entry."""
-        with self._lock:
-            self._drop(key, "dropped")
+        if key in self._slots:
+            with self._lock:
+                self._drop(key, "dropped")
 
     def drop_chunk(self, chunk: str) -> None:
         """Drops all entries of a chunk."""

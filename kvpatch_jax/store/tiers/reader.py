@@ -49,7 +49,7 @@ class TieredReader:
     def replaced(self, name: Name) -> None:
         """Drops the copies of an object that was written again."""
         self.host.drop(name.path)
-        if name.kind == "kv":
+        if name.kind == "kv" and self.device.budget:
             self.device.drop_chunk(name.chunk_key)
 
     def drop_chunk(self, chunk: str) -> None:
