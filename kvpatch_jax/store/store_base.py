@@ -180,6 +180,7 @@ class StoreBase:
                 with contextlib.suppress(StoreError):  # what was not sent is in the outbox
                     self._remote.sender.flush()
         finally:
+            self.tenant_disk.evictor.leave(self.disk)
             self.disk.index.close()
 
     def __repr__(self) -> str:

@@ -24,18 +24,28 @@ from .shard import Shard, locked_shards
 from .verified_reads import header_expiry
 
 SLACK = 0.05
-"""Share of the budget that an eviction frees beyond the need, so that the next put need not evict again."""
+"""Share of the budget that the background's eviction frees beyond the need."""
 _PAGE = 64
+_FIRST_PAGE = 8
 _ROUNDS = 3
 """Number of times that a root is gone through if objects change in the meantime."""
 
 
 def make_room(
-    disk: Disk, budget: int, need: int, pinned: Callable[[str], bool], below: str = "obj", counted: str = "obj"
+    disk: Disk,
+    budget: int,
+    need: int,
+    pinned: Callable[[str], bool],
+    below: str = "obj",
+    counted: str = "obj",
+    *,
+    background: Callable[[], bool] | None = None,
 ) -> int:
     """Evicts until `need` more bytes fit within `budget`. Several processes may do so at once.
 
     Args:
+      background: if nobody waits for it, returns whether to go on. Then it frees `SLACK` more. A put itself frees no
+        more than it needs, so that none waits for many removals.
       pinned: returns whether a chunk must not be evicted.
       below: the folder to which the budget applies, "obj" or a tenant's.
       counted: the folder whose evictions are counted.
@@ -55,8 +65,8 @@ def make_room(
                 return total
             if need > budget:
                 break
-            total = _evict(disk, total, budget - need, pinned, below, counted)
-            if total + need <= budget:
+            total = _evict(disk, total, budget - need, pinned, below, counted, background)
+            if total + need <= budget or not (background is None or background()):
                 return total
     raise StoreFullError(
         f"store: got {need} bytes for a budget of {budget}, of what is stored too little may go; expected room "
@@ -64,11 +74,19 @@ def make_room(
     )
 
 
-def _evict(disk: Disk, total: int, allowed: int, pinned: Callable[[str], bool], below: str, counted: str) -> int:
-    """Removes objects in order until the rest is below `allowed` by the slack. Returns the bytes of the rest."""
-    target = allowed - int(SLACK * allowed)
+def _evict(
+    disk: Disk,
+    total: int,
+    allowed: int,
+    pinned: Callable[[str], bool],
+    below: str,
+    counted: str,
+    background: Callable[[], bool] | None,
+) -> int:
+    """Removes objects in order until the rest is below `allowed`. Returns the bytes of the rest."""
+    target = allowed if background is None else allowed - int(SLACK * allowed)
     for one, expired in _in_order(disk, below):
-        if total <= target:
+        if total <= target or not (background is None or background()):
             break
         if pinned(one.chunk):
             continue
@@ -83,8 +101,9 @@ def _in_order(disk: Disk, below: str) -> Iterator[tuple[IndexedObject, bool]]:
     """Yields objects in their order of eviction, with whether they have expired as far as the index knows."""
     for one in disk.index.expired(below, disk.clock()):
         yield one, True
-    last, seen = None, set[str]()
-    while page := disk.index.victims(below, last, _PAGE + len(seen)):
+    last, seen, size = None, set[str](), _FIRST_PAGE
+    while page := disk.index.victims(below, last, size + len(seen)):
+        size = _PAGE
         fresh = [one for one in page if one.path not in seen]
         if not fresh:
             return

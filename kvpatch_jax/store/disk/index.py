@@ -16,7 +16,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...errors import StoreIOError
@@ -29,6 +29,7 @@ from .shard import Shard, locked_shards
 FILE = "index.sqlite"
 GHOST_SECONDS = 3600.0
 """Seconds for which the index knows that a name was evicted."""
+_WRITE = "BEGIN IMMEDIATE"
 _IN_MEMORY_SECONDS = 60.0
 """Seconds after which a file that could not be written is tried again."""
 
@@ -114,29 +115,30 @@ class Index:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self.root}/{FILE}{end}")
 
-    @contextlib.contextmanager
-    def _transaction(self, *, write: bool) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            connection = self._open()
-            connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
-            try:
-                yield connection
-                connection.execute("COMMIT")
-            except BaseException:
-                with contextlib.suppress(sqlite3.Error):
-                    connection.execute("ROLLBACK")
-                raise
+    def _asked[T](self, ask: Callable[[sqlite3.Connection], T], *, begin: str | None = None) -> T:
+        """Asks the index. If the file is damaged, again a new one, and else, if it fails, one in memory.
 
-    def _asked[T](self, ask: Callable[[sqlite3.Connection], T], *, write: bool = False) -> T:
-        """Runs one transaction. If the file is damaged, again on a new one, and else, if it fails, in memory.
+        Args:
+          begin: the statement that begins a transaction; None: a single statement is one by itself.
 
         Raises:
           StoreIOError: another process keeps the index busy, or there is no memory.
         """
         for left in (2, 1, 0):
             try:
-                with self._transaction(write=write) as connection:
-                    return ask(connection)
+                with self._lock:
+                    connection = self._open()
+                    if begin is None:
+                        return ask(connection)
+                    connection.execute(begin)
+                    try:
+                        found = ask(connection)
+                        connection.execute("COMMIT")
+                        return found
+                    except BaseException:
+                        with contextlib.suppress(sqlite3.Error):
+                            connection.execute("ROLLBACK")
+                        raise
             except sqlite3.Error as error:
                 if not left or _is_busy(error):
                     raise StoreIOError(f"store {self.root}: index: got {error}; expected SQLite to do it") from error
@@ -179,7 +181,7 @@ class Index:
                 )
 
         with contextlib.suppress(StoreIOError):
-            self._asked(ask, write=True)
+            self._asked(ask, begin=_WRITE)
 
     def see(self, path: str, stat: os.stat_result, expires: float | None = None) -> None:
         """Records the file that an object has: another program may have replaced it, or its times be wrong."""
@@ -190,14 +192,16 @@ class Index:
             upsert(connection, folder_id(connection, above), one)
 
         with contextlib.suppress(StoreIOError):
-            self._asked(ask, write=True)
+            self._asked(ask, begin=_WRITE)
 
     def forget(self, path: str) -> None:
         """Removes the row of an object that is gone."""
         where = "folder = (SELECT id FROM folders WHERE path = ?) AND file = ?"
         values = path.rpartition("/")[::2]
         with contextlib.suppress(StoreIOError):
-            self._asked(lambda connection: connection.execute(f"DELETE FROM objects WHERE {where}", values), write=True)
+            self._asked(
+                lambda connection: connection.execute(f"DELETE FROM objects WHERE {where}", values), begin=_WRITE
+            )
 
     def was_evicted_since(self, path: str, revision: int) -> bool:
         """Returns whether an object was evicted from a name since a write of it began, as far as the index knows."""
@@ -232,7 +236,7 @@ class Index:
                         connection.execute("DELETE FROM folders WHERE id = ?", (own,))
                 connection.execute("DELETE FROM usage WHERE objects = 0")
 
-            self._asked(forget, write=True)
+            self._asked(forget, begin=_WRITE)
 
     def _list_again(self, path: str) -> None:
         """Lists one folder, under its lock, and replaces its rows."""
@@ -261,7 +265,7 @@ class Index:
                 set_turns(connection, {path: own}, [f"{path}/{file}" for file in found])
                 connection.execute("UPDATE folders SET mtime = ? WHERE id = ?", (shard.mtime_ns, own))
 
-            self._asked(ask, write=True)
+            self._asked(ask, begin=_WRITE)
 
     def in_folder(self, path: str, prefix: str = "") -> list[IndexedObject]:
         """Lists the objects of one folder whose file names begin with a prefix, sorted. Raises StoreIOError."""
@@ -283,7 +287,7 @@ class Index:
                     for found in connection.execute(query, (row[0], prefix, prefix + "\U0010ffff"))
                 ]
 
-            found = self._asked(ask)
+            found = self._asked(ask, begin="BEGIN")
             if found is not None:
                 return found
             self._list_again(path)
@@ -360,14 +364,16 @@ class Index:
         where = " WHERE folder = (SELECT id FROM folders WHERE path = ?) AND file = ?"
         values = (*fields.values(), *one.path.rpartition("/")[::2])
         with contextlib.suppress(StoreIOError):
-            self._asked(lambda connection: connection.execute(f"UPDATE objects SET {words}{where}", values), write=True)
+            self._asked(
+                lambda connection: connection.execute(f"UPDATE objects SET {words}{where}", values), begin=_WRITE
+            )
 
     def forget_ghosts(self) -> None:
         """Removes old notes of evictions."""
         least = time.time_ns() - int(2 * GHOST_SECONDS * 1e9)
         with contextlib.suppress(StoreIOError):
             self._asked(
-                lambda connection: connection.execute("DELETE FROM ghosts WHERE since < ?", (least,)), write=True
+                lambda connection: connection.execute("DELETE FROM ghosts WHERE since < ?", (least,)), begin=_WRITE
             )
 
 

@@ -93,6 +93,7 @@ class TenantDisk:
         """Refuses further calls, drops cached headers and frees idle buffers."""
         self.closed = True
         self.disk.forget()
+        self.evictor.leave(self.disk)
         self.disk.index.close()  # other stores of the root open it again
         self.disk.buffers.close()
 
@@ -263,7 +264,7 @@ class TenantDisk:
                     if self._shared is None or self._shared > budget:
                         return self.make_room(lambda: need)
                 make_room(self.disk, budget, need, self.pinned, below, self.names.space)
-            elif used + need > HIGH * budget and need <= budget // SMALL:
+            if used + need > HIGH * budget and need <= budget // SMALL:
                 self.evictor.wake(self.disk, below, budget, self.pinned, self.names.space)
 
     def _bounds(self) -> dict[str, int]:
