@@ -20,7 +20,7 @@ from ..format.buffers import Buffers
 from ..format.naming import name_at
 from ..format.objects import blob_of, check_name, read_header, read_leaves
 from ..io.files import open_regular
-from ..io.locks import lock
+from ..io.locks import SECONDS, lock
 from ..io.thread_pool import ThreadPool, register_fork_guard
 from ..remotes.remote_store import RemoteStore
 
@@ -115,17 +115,27 @@ class RemoteSender:
 
     def _send_all(self) -> tuple[StoreError | None, int]:
         """Sends the outbox until it is empty. Returns the first error, and the bytes that wait then."""
-        busy = set[str]()
-        while entries := [entry for entry in self._outbox.entries() if entry.file not in busy]:
+        busy, never, until = set[str](), set[str](), 0.0
+        while entries := [entry for entry in self._outbox.entries() if entry.file not in never]:
+            free = [entry for entry in entries if entry.file not in busy]
+            if not free:  # other processes send them; they may be stopped
+                now = time.monotonic()
+                until = until or now + SECONDS
+                if now >= until:
+                    error = StoreBusyError(f"store: got {len(busy)} objects that others send; expected them to be sent")
+                    return error, sum(entry.nbytes for entry in entries)
+                time.sleep(0.005)
+                busy.clear()
+                continue
             calls: list[Callable[[], StoreError | None]] = []
-            for entry in entries[:_ROUND]:
-                calls.append(functools.partial(self._send, entry, busy))
+            for entry in free[:_ROUND]:
+                calls.append(functools.partial(self._send, entry, busy, never))
             errors = [error for error in _senders.run_all(calls) if error is not None]
             if errors:
                 return errors[0], sum(entry.nbytes for entry in self._outbox.entries())
         return None, sum(entry.nbytes for entry in self._outbox.entries())
 
-    def _send(self, entry: OutboxEntry, busy: set[str]) -> StoreError | None:
+    def _send(self, entry: OutboxEntry, busy: set[str], never: set[str]) -> StoreError | None:
         """Sends one entry, unless another process does so at this moment. Returns an error of the remote store."""
         began = time.perf_counter()
         try:
@@ -144,8 +154,11 @@ class RemoteSender:
                         return error
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (StoreBusyError, StoreVersionError):  # another process sends it, or a later release will
+        except StoreBusyError:  # another process sends it
             busy.add(entry.file)
+            return None
+        except StoreVersionError:  # a later release will
+            never.add(entry.file)
             return None
         except StoreCorruptError:
             self._counters.add("outbox_damaged")
@@ -155,7 +168,7 @@ class RemoteSender:
             return error
         except OSError:
             self._counters.add("read_errors")
-            busy.add(entry.file)
+            never.add(entry.file)
             return None
         self._counters.add("remote_sent")
         self._counters.observe("commit", "remote", time.perf_counter() - began)
