@@ -11,6 +11,7 @@ from ...errors import (
     StoreCorruptError,
     StoreError,
     StoreFullError,
+    StoreIOError,
     StoreUnreachableError,
     StoreVersionError,
 )
@@ -19,7 +20,7 @@ from ..disk.outbox import FOLDER, Outbox, OutboxEntry
 from ..format.buffers import Buffers
 from ..format.naming import name_at
 from ..format.objects import blob_of, check_name, read_header, read_leaves
-from ..io.files import open_regular
+from ..io.files import open_regular, typed
 from ..io.locks import SECONDS, lock
 from ..io.thread_pool import ThreadPool, register_fork_guard
 from ..remotes.remote_store import RemoteStore
@@ -77,7 +78,7 @@ class RemoteSender:
             self._start()
 
     def _start(self) -> None:
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="kvpatch-remote-sender", daemon=True)
             self._thread.start()
         self._changed.notify_all()
@@ -106,7 +107,14 @@ class RemoteSender:
                         self._thread = None
                         return
                 wanted = self._wanted
-            error, left = self._send_all()
+            try:
+                error, left = self._send_all()
+            except Exception as failure:  # whatever it is, who waits must hear of it, and the next round tries again
+                what = "store: send to the remote store"
+                error = (
+                    typed(failure, what) if isinstance(failure, OSError) else StoreIOError(f"{what}: {failure!r:.200}")
+                )
+                left = self._waiting
             with self._changed:
                 self._waiting, self._error = left, error
                 self._pause = 0.0 if error is None else min(max(2 * self._pause, _SHORTEST), _LONGEST)
