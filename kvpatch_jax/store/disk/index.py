@@ -221,7 +221,7 @@ class Index:
         """Lists again the folders below one whose time shows that they have changed. Raises StoreIOError."""
         known = dict(self._asked(lambda connection: connection.execute("SELECT path, mtime FROM folders").fetchall()))
         with typed_errors("store: list"):
-            found = _folders_in(self.root, below)
+            found = folders_in(self.root, below)
         for path, mtime in found.items():
             if known.get(path) != mtime:
                 self._list_again(path)
@@ -237,6 +237,11 @@ class Index:
                 connection.execute("DELETE FROM usage WHERE objects = 0")
 
             self._asked(forget, begin=_WRITE)
+
+    def folders(self, below: str = "obj") -> list[str]:
+        """Lists the folders below one that may hold objects. Raises StoreIOError."""
+        with typed_errors("store: list"):
+            return sorted(folders_in(self.root, below))
 
     def _list_again(self, path: str) -> None:
         """Lists one folder, under its lock, and replaces its rows."""
@@ -395,7 +400,7 @@ def _place_of(path: str) -> tuple[int, int] | None:
     return stat.st_dev, stat.st_ino
 
 
-def _folders_in(root: str, below: str) -> dict[str, int]:
+def folders_in(root: str, below: str) -> dict[str, int]:
     """Maps the folders that may hold objects below one, obj/tenant/backbone/xx, to their times in nanoseconds."""
     found: dict[str, int] = {}
     waiting = [below]

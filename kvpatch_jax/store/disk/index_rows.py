@@ -1,6 +1,5 @@
 """Tables of a root's index, and their rows."""
 
-import contextlib
 import os
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -97,6 +96,8 @@ def connect(path: str) -> sqlite3.Connection:
     """Opens the index, and makes its tables. Raises sqlite3.DatabaseError if it is of another form."""
     if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
         raise sqlite3.DatabaseError("got a link or the like; expected a file")
+    if path != ":memory:":  # its owner's alone from the first moment; SQLite gives its other files the same mode
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     connection = sqlite3.connect(path, timeout=_BUSY, isolation_level=None, check_same_thread=False)
     try:
         for pragma in ("trusted_schema=OFF", "journal_mode=WAL", "synchronous=OFF", "cache_size=-16000"):
@@ -109,8 +110,6 @@ def connect(path: str) -> sqlite3.Connection:
         connection.execute("COMMIT")
         if found and sorted(found) != sorted(_SCHEMA):
             raise sqlite3.DatabaseError("got other tables; expected those of this release")
-        with contextlib.suppress(OSError):
-            os.chmod(path, 0o600)
     except BaseException:
         connection.close()
         raise

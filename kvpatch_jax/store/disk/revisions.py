@@ -19,6 +19,7 @@ import time
 
 from ...errors import StoreCorruptError, StoreVersionError
 from ...utils import strict_json
+from ..format.header import LARGEST_REVISION
 from ..format.naming import Name, ObjectNames
 from ..format.objects import check_name, read_header
 from ..io.files import folder, open_regular_in, read_small, rename, write_all
@@ -28,10 +29,14 @@ from .shard import Shard
 _RANDOM = 1 << 10
 """Lowest part of a revision, drawn at random, so that two machines do not take the same one."""
 _LARGEST = 1 << 12
+RETENTION = 86400.0
+"""Seconds for which a tombstone stays: longer than any put is queued, in any process."""
 GONE = ".gone"
 """End of a tombstone's file name."""
-NEWER_FORMAT = 1 << 80
-"""Revision of an object of a later format, which no copy replaces."""
+NEWER_FORMAT = LARGEST_REVISION
+"""Stands for the revision of an object of a later format, which no copy replaces."""
+_FUTURE = 10 * 365 * 86400 * 10**9
+"""Nanoseconds. A revision further ahead is no clock's, and must not forbid all later puts."""
 
 
 class RevisionClock:
@@ -68,7 +73,7 @@ def revision_in(parent: int, file: str) -> int:
         with open_regular_in(parent, file, noatime=True) as fd:
             header = read_header(fd)
             check_name(header, file)
-            return header.revision
+            return header.revision if header.revision < time.time_ns() + _FUTURE else 0
     except (FileNotFoundError, NotADirectoryError, StoreCorruptError):
         return -1
     except StoreVersionError:

@@ -45,7 +45,8 @@ class LocalAdapter:
                 os.makedirs(folder, exist_ok=True)
             self._sweep()
             with self._lock("probe"):
-                probe, mtime = self._new_file(b"", 1_000_000_001), 1_000_000_001
+                mtime = int(time.time()) * 1_000_000_000 + 1  # now, or another process would sweep it as abandoned
+                probe = self._new_file(b"", mtime)
                 rounded = os.stat(probe).st_mtime_ns
                 os.unlink(probe)
         if rounded != mtime:
