@@ -170,11 +170,6 @@ def name_state(root: str, name: Name) -> NameState:
     return NameState(*found)
 
 
-def same_file(file: Identity) -> Still:
-    """Returns a test for the same file, not used or linked in the meantime."""
-    return lambda fd, name: identity(os.stat(name, dir_fd=fd, follow_symlinks=False)) == file
-
-
 def was_written(file: Identity) -> Still:
     """Returns a test for the file that was written, by `io.files.written`."""
     return lambda fd, name: written(os.stat(name, dir_fd=fd, follow_symlinks=False)) == file

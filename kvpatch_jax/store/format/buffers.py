@@ -160,7 +160,8 @@ class Buffers:
                     self._process.idle -= room
 
         if block is None:
-            expect_memory(room)
+            if room > _LARGE:
+                expect_memory(room)
             try:
                 raw = np.empty(room + _ALIGNMENT, np.uint8)
             except MemoryError as error:

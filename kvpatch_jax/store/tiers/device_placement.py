@@ -64,8 +64,9 @@ def place_chunk(chunk: Chunk, placement: Placement) -> Chunk:
         target = target_of(placement, name)
         put = _put_part if is_packed(value) else _put
         kv[name] = jax.tree.map(functools.partial(put, target), value)
-    fields = {field.name: getattr(chunk, field.name) for field in dataclasses.fields(chunk)}
-    return unchecked_chunk(**(fields | {"kv": kv}))
+    fields: dict[str, Any] = {field.name: getattr(chunk, field.name) for field in dataclasses.fields(chunk)}
+    fields["kv"] = kv
+    return unchecked_chunk(**fields)
 
 
 def packed_target(target: Target, shape: tuple[int, ...]) -> Target:
