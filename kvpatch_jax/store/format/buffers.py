@@ -178,11 +178,13 @@ class Buffers:
             block.fill(0)
         if not self._keep:
             return
+        size = len(block)
         with self._process.lock:
-            self._idle.setdefault(len(block), []).append(block)
-            self.idle_bytes += len(block)
-            self._process.idle += len(block)
-        self.trim()
+            self._idle.setdefault(size, []).append(block)
+            self.idle_bytes += size
+            self._process.idle += size
+        if self.idle_bytes > min(self._keep, SPARE_BYTES) or self._process.idle > IDLE_BYTES:
+            self.trim()
 
 
 class _Lease:

@@ -17,9 +17,13 @@ def memory_of(value: Any) -> int:
     if isinstance(value, Chunk):
         arrays = [value.local, value.encoder, *value.kv.values(), *(value.hidden or {}).values()]
     blocks: dict[int, int] = {}
-    for array in arrays if all(isinstance(array, np.ndarray | None) for array in arrays) else jax.tree.leaves(arrays):
-        if isinstance(array, np.ndarray):
-            while isinstance(array.base, np.ndarray):
-                array = array.base
-            blocks[id(array)] = array.nbytes
+    while arrays:
+        array = arrays.pop()
+        if not isinstance(array, np.ndarray):
+            if array is not None:  # packed, or a tree
+                arrays += [leaf for leaf in jax.tree.leaves(array) if isinstance(leaf, np.ndarray)]
+            continue
+        while isinstance(base := array.base, np.ndarray):
+            array = base
+        blocks[id(array)] = array.nbytes
     return sum(blocks.values())
