@@ -57,7 +57,7 @@ class Index:
 
     def __init__(self, root: str):
         self.root = root
-        self.rebuilds = 0
+        self.note: Callable[[str], object] | None = None  # counts "index_rebuilds"
         self._connection: sqlite3.Connection | None = None
         self._in_memory_until = 0.0
         self._place: tuple[int, int] | None = None
@@ -105,7 +105,8 @@ class Index:
 
     def _discard(self) -> None:
         """Removes a damaged index. Other processes notice, and open the new one."""
-        self.rebuilds += 1
+        if self.note is not None:
+            self.note("index_rebuilds")
         if self._connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.close()
