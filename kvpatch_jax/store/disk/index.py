@@ -100,7 +100,11 @@ class Index:
                     raise
                 self._discard()
                 self._connection = connect(path)
-            self._place = _place_of(path)
+            try:
+                self._place = _place_of(path)
+            except OSError as error:
+                self.close()
+                raise sqlite3.OperationalError(f"unable to open: {error.strerror}") from error
         return self._connection
 
     def _discard(self) -> None:

@@ -108,5 +108,5 @@ def test_a_snapshot_is_restored(before: Path, tmp_path: Path, tenant: str, direc
 
 def test_an_export_is_imported(before: Path, tmp_path: Path):
     with opened(tmp_path / "new", "default") as store:
-        assert load_snapshot(before / "export", tmp_path / "new").damaged == 0
+        assert load_snapshot(before / "export", tmp_path / "new", tenant="default").damaged == 0
         expect_all(store)
