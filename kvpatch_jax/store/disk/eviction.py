@@ -25,6 +25,8 @@ from .verified_reads import header_expiry
 
 SLACK = 0.05
 """Share of the budget that an eviction frees beyond the need, so that the next put need not evict again."""
+_UNUSUAL = 0.25
+"""Share of the budget by which the index must exceed it to be compared with the files."""
 _PAGE = 64
 _ROUNDS = 3
 """Number of times that a root is gone through if objects change in the meantime."""
@@ -46,6 +48,7 @@ def make_room(
     Raises:
       StoreFullError: the rest is pinned, or `need` is larger than the budget.
     """
+    audited = False
     with typed_errors("store: evict"):
         for round_ in range(_ROUNDS):
             if round_:  # perhaps the index does not know all that is there
@@ -55,6 +58,12 @@ def make_room(
                 return total
             if need > budget:
                 break
+            # No put leads there: the budget is a new one, or the index is wrong, and nothing may go for that.
+            if total - budget > _UNUSUAL * budget and not audited:
+                disk.index.audit(below)
+                audited, total = True, disk.index.usage(below)[1]
+                if total + need <= budget:
+                    return total
             total = _evict(disk, total, budget - need, pinned, below, counted)
             if total + need <= budget:
                 return total
@@ -72,7 +81,10 @@ def _evict(disk: Disk, total: int, allowed: int, pinned: Callable[[str], bool], 
             break
         if pinned(one.chunk):
             continue
-        for gone in _take(disk, one, expired=expired):
+        went = _take(disk, one, expired=expired)
+        if not went:  # the row may have been wrong, and is corrected
+            total = disk.index.usage(below)[1]
+        for gone in went:
             total -= gone.size
             if gone.path.startswith(f"{counted}/"):  # a tenant's counts must not reveal others' evictions
                 disk.counters.add("disk_evicted_expired" if expired else "disk_evicted_budget")

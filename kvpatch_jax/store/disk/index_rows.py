@@ -4,13 +4,20 @@ import contextlib
 import os
 import sqlite3
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..format.expiry import expiry_from_mtime
-from ..format.naming import LEAD_NAME, part_of, unreduced_part
+from ..format.naming import LEAD_NAME, is_object, part_of, unreduced_part
+from .revisions import LATEST
 
 _BUSY = 2.0
 """Seconds to wait for another process's transaction, which takes microseconds."""
+_LONGEST = 1 << 16
+"""Bytes of a text or row; longer ones are damage."""
+FILES = ("", "-wal", "-shm")
+"""Ends of the names of SQLite's files."""
+_PRAGMAS = ("trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0", "journal_mode=WAL", "synchronous=OFF",
+            "cache_size=-16000")  # fmt: skip
 _SCHEMA = (
     "CREATE TABLE folders(id INTEGER PRIMARY KEY, path TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, mtime INTEGER)",
     "CREATE TABLE objects(folder INTEGER NOT NULL, file TEXT NOT NULL, tenant TEXT NOT NULL, kind TEXT NOT NULL, "
@@ -34,9 +41,7 @@ SELECT = (
     "SELECT f.path || '/' || o.file, o.size, o.used, o.expires, o.revision, o.inode, o.mtime, o.turn "
     "FROM objects o JOIN folders f ON f.id = o.folder "
 )
-
-
-"""Beginning of queries for `IndexedObject`s."""
+"""Beginning of queries for `IndexedObject`s, which `objects_of` runs."""
 
 
 class IndexedObject(NamedTuple):
@@ -93,13 +98,49 @@ def object_of(path: str, stat: os.stat_result, revision: int = 0, expires: float
     return IndexedObject(path, stat.st_size, used, known, revision, stat.st_ino, stat.st_mtime_ns)
 
 
+def objects_of(connection: sqlite3.Connection, query: str, values: Sequence[Any], below: str) -> list[IndexedObject]:
+    """Runs a query for objects below a folder.
+
+    Raises:
+      sqlite3.DatabaseError: a row is no object's of that folder. SQLite checks neither types nor sums of what it reads,
+        and a row that names another file would have that one removed.
+    """
+    found: list[IndexedObject] = []
+    for row in connection.execute(query, values):
+        path, size, used, expires, revision, *numbers = row
+        if (
+            type(path) is not str
+            or not is_object(path)
+            or not path.startswith(f"{below}/")
+            or type(used) is not float
+            or (expires is not None and type(expires) is not float)
+            or not all(type(number) is int and number >= 0 for number in (size, revision, *numbers))
+            or revision > LATEST
+        ):
+            raise sqlite3.DatabaseError("malformed row")
+        found.append(IndexedObject(*row))
+    return found
+
+
+def sums_of(connection: sqlite3.Connection, query: str, values: Sequence[Any] = ()) -> list[tuple[str, int, int]]:
+    """Runs a query for names, numbers of objects and bytes. Raises sqlite3.DatabaseError if they are no such."""
+    found = connection.execute(query, values).fetchall()
+    for name, *numbers in found:
+        if type(name) is not str or not all(type(number) is int and number >= 0 for number in numbers):
+            raise sqlite3.DatabaseError("malformed sums")
+    return found
+
+
 def connect(path: str) -> sqlite3.Connection:
     """Opens the index, and makes its tables. Raises sqlite3.DatabaseError if it is of another form."""
-    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
-        raise sqlite3.DatabaseError("got a link or the like; expected a file")
+    for end in FILES:
+        if os.path.lexists(path + end) and (os.path.islink(path + end) or not os.path.isfile(path + end)):
+            raise sqlite3.DatabaseError("got a link or the like; expected a file")
     connection = sqlite3.connect(path, timeout=_BUSY, isolation_level=None, check_same_thread=False)
     try:
-        for pragma in ("trusted_schema=OFF", "journal_mode=WAL", "synchronous=OFF", "cache_size=-16000"):
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
+        connection.setconfig(sqlite3.SQLITE_DBCONFIG_DEFENSIVE, True)
+        for pragma in _PRAGMAS:
             connection.execute(f"PRAGMA {pragma}").fetchall()
         connection.execute("BEGIN IMMEDIATE")
         found = [row[0] for row in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]

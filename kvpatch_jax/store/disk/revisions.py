@@ -19,6 +19,7 @@ import time
 
 from ...errors import StoreCorruptError, StoreVersionError
 from ...utils import strict_json
+from ..format.header import LARGEST_REVISION
 from ..format.naming import Name, ObjectNames
 from ..format.objects import check_name, read_header
 from ..io.files import folder, open_regular_in, read_small, rename, write_all
@@ -27,6 +28,8 @@ from .shard import Shard
 
 _RANDOM = 1 << 10
 """Lowest part of a revision, drawn at random, so that two machines do not take the same one."""
+LATEST = LARGEST_REVISION - (1 << 32)
+"""Latest revision that another may follow; later ones are nobody's time, and forged."""
 _LARGEST = 1 << 12
 GONE = ".gone"
 """End of a tombstone's file name."""
@@ -47,7 +50,13 @@ class RevisionClock:
         self._lock = threading.Lock()
 
     def next(self, known: int = 0) -> int:
-        """Returns a revision after a known one and after all that this process has taken."""
+        """Returns a revision after a known one and after all that this process has taken.
+
+        Raises:
+          StoreCorruptError: none can follow the known one.
+        """
+        if known > LATEST:  # taken over, it would end the revisions of all other names too
+            raise StoreCorruptError(f"store: got revision {known} of a name; expected at most {LATEST}")
         with self._lock:
             least = max(time.time_ns(), self._last, known) // _RANDOM + 1
             self._last = least * _RANDOM + secrets.randbelow(_RANDOM)
