@@ -271,6 +271,8 @@ class ChunkStore(StoreBase):
         purge(self.disk.root, name.tenant, name.chunk)
         if self._remote is not None and revision:
             self._remote.delete(name)
+            if not self._write_behind:
+                self._remote.sender.flush()
         return deleted or bool(queued)
 
     # -------------------------------------------------------------------------------- encoder outputs, patches

@@ -156,6 +156,7 @@ class StoreBase:
             "lock_timeouts": COUNTS.timeouts,
             "index_rebuilds": self.disk.index.rebuilds,
         }
+        shared = {name: count for name, count in shared.items() if count}
         return Statistics(self.counters.read() | shared, self.counters.latencies(), held, gauges)
 
     def flush(self) -> None:

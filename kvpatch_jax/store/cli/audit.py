@@ -31,7 +31,7 @@ type ObjectProgress = Callable[[list[Any]], Iterable[Any]]
 Verdict = Literal["good", "bad", "left", "unreadable", "unopened", "newer", "gone"]
 
 
-def _quiet(entries: list[DirectoryEntry]) -> Iterable[DirectoryEntry]:
+def _quiet(entries: list[Any]) -> Iterable[Any]:
     return entries
 
 

@@ -162,6 +162,15 @@ class Index:
                         self._in_memory_until = time.monotonic() + _IN_MEMORY_SECONDS
         raise AssertionError
 
+    def _found[T](self, ask: Callable[[sqlite3.Connection], T]) -> T:
+        """Runs a query of all rows. If it shows that the file is damaged, again when all folders have been listed."""
+        before = self.rebuilds
+        found = self._asked(ask)
+        if self.rebuilds == before:
+            return found
+        self.refresh()
+        return self._asked(ask)
+
     # ------------------------------------------------------------------------------------------------ recording
 
     def record(self, shards: Iterable[Shard], changes: Changes) -> None:
@@ -238,7 +247,7 @@ class Index:
 
         known = self._asked(known_folders)
         with typed_errors("store: list"):
-            found = _folders_in(self.root, below)
+            found = folders_in(self.root, below)
         for path, mtime in found.items():
             if known.get(path) != mtime:
                 self._list_again(path)
@@ -254,6 +263,11 @@ class Index:
                 connection.execute("DELETE FROM usage WHERE objects = 0")
 
             self._asked(forget, write=True)
+
+    def folders(self, below: str = "obj") -> list[str]:
+        """Lists the folders below one that may hold objects. Raises StoreIOError."""
+        with typed_errors("store: list"):
+            return sorted(folders_in(self.root, below))
 
     def _list_again(self, path: str) -> None:
         """Lists one folder, under its lock, and replaces its rows."""
@@ -322,14 +336,14 @@ class Index:
         )
         above, _, file = after.rpartition("/")
         values = (below, below + "\U0010ffff", above, above, file, most)
-        return self._asked(lambda connection: objects_of(connection, query, values, below))
+        return self._found(lambda connection: objects_of(connection, query, values, below))
 
     def usage(self, below: str = "obj") -> tuple[int, int]:
         """Returns the number of objects and their bytes, of the root or of one tenant's folder. Raises StoreIOError."""
         tenant = below.partition("/")[2]
         where, values = ("WHERE tenant = ?", [tenant]) if tenant else ("", [])
         query = f"SELECT '', coalesce(sum(objects), 0), coalesce(sum(bytes), 0) FROM usage {where}"
-        return self._asked(lambda connection: sums_of(connection, query, values))[0][1:]
+        return self._found(lambda connection: sums_of(connection, query, values))[0][1:]
 
     def audit(self, below: str = "obj") -> None:
         """Lists all folders below one again, and compares the sums with the rows, which takes a while.
@@ -359,7 +373,7 @@ class Index:
     def usage_by_tenant(self) -> dict[str, tuple[int, int]]:
         """Returns objects and bytes by the keyed names of tenants. Raises StoreIOError."""
         query = "SELECT tenant, sum(objects), sum(bytes) FROM usage WHERE objects > 0 GROUP BY tenant"
-        rows = self._asked(lambda connection: sums_of(connection, query))
+        rows = self._found(lambda connection: sums_of(connection, query))
         return {tenant: (objects, nbytes) for tenant, objects, nbytes in rows}
 
     def usage_by_kind(self, below: str = "obj") -> dict[str, tuple[int, int]]:
@@ -367,7 +381,7 @@ class Index:
         tenant = below.partition("/")[2]
         where, values = ("AND tenant = ?", [tenant]) if tenant else ("", [])
         query = f"SELECT kind, sum(objects), sum(bytes) FROM usage WHERE objects > 0 {where} GROUP BY kind"
-        rows = self._asked(lambda connection: sums_of(connection, query, values))
+        rows = self._found(lambda connection: sums_of(connection, query, values))
         return {kind: (objects, nbytes) for kind, objects, nbytes in rows}
 
     # ------------------------------------------------------------------------------------------------- eviction
@@ -379,7 +393,7 @@ class Index:
         turn, used = (0, 0.0) if after is None else (after.turn, after.used)
         query = f"{SELECT} WHERE {own} (o.turn, o.used) >= (?, ?) ORDER BY o.turn, o.used LIMIT ?"
         values = (*([tenant] if tenant else []), turn, used, most)
-        return self._asked(lambda connection: objects_of(connection, query, values, below))
+        return self._found(lambda connection: objects_of(connection, query, values, below))
 
     def expired(self, below: str, now: float, most: int = -1) -> list[IndexedObject]:
         """Lists objects that have expired as far as the index knows, earliest first. Raises StoreIOError."""
@@ -387,7 +401,7 @@ class Index:
         own = "AND o.tenant = ?" if tenant else ""
         query = f"{SELECT} WHERE o.expires <= ? {own} ORDER BY o.expires LIMIT ?"
         values = (now, *([tenant] if tenant else []), most)
-        return self._asked(lambda connection: objects_of(connection, query, values, below))
+        return self._found(lambda connection: objects_of(connection, query, values, below))
 
     def correct(self, one: IndexedObject, **fields: Any) -> None:
         """Changes fields of an object's row that turned out to be wrong: `used`, `expires`."""
@@ -424,7 +438,7 @@ def _place_of(path: str) -> tuple[int, int] | None:
     return stat.st_dev, stat.st_ino
 
 
-def _folders_in(root: str, below: str) -> dict[str, int]:
+def folders_in(root: str, below: str) -> dict[str, int]:
     """Maps the folders that may hold objects below one, obj/tenant/backbone/xx, to their times in nanoseconds."""
     found: dict[str, int] = {}
     waiting = [below]

@@ -1,6 +1,5 @@
 """Tables of a root's index, and their rows."""
 
-import contextlib
 import os
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -8,7 +7,6 @@ from typing import Any, NamedTuple
 
 from ..format.expiry import expiry_from_mtime
 from ..format.naming import LEAD_NAME, is_object, part_of, unreduced_part
-from .revisions import LATEST
 
 _BUSY = 2.0
 """Seconds to wait for another process's transaction, which takes microseconds."""
@@ -38,7 +36,7 @@ _SCHEMA = (
     "old.size WHERE tenant = old.tenant AND kind = old.kind; END",
 )
 SELECT = (
-    "SELECT f.path || '/' || o.file, o.size, o.used, o.expires, o.revision, o.inode, o.mtime, o.turn "
+    "SELECT f.path, o.file, o.tenant, o.used, o.expires, o.size, o.revision, o.inode, o.mtime, o.turn "
     "FROM objects o JOIN folders f ON f.id = o.folder "
 )
 """Beginning of queries for `IndexedObject`s, which `objects_of` runs."""
@@ -106,19 +104,19 @@ def objects_of(connection: sqlite3.Connection, query: str, values: Sequence[Any]
         and a row that names another file would have that one removed.
     """
     found: list[IndexedObject] = []
-    for row in connection.execute(query, values):
-        path, size, used, expires, revision, *numbers = row
+    for above, file, tenant, used, expires, *numbers in connection.execute(query, values):
+        path = f"{above}/{file}"
         if (
-            type(path) is not str
-            or not is_object(path)
+            not (type(above) is type(file) is type(tenant) is str)
             or not path.startswith(f"{below}/")
-            or type(used) is not float
-            or (expires is not None and type(expires) is not float)
-            or not all(type(number) is int and number >= 0 for number in (size, revision, *numbers))
-            or revision > LATEST
+            or not path.startswith(f"obj/{tenant}/")
+            or not is_object(path)
+            or not (type(used) is float and (expires is None or type(expires) is float))
+            or not all(type(number) is int and number >= 0 for number in numbers)
         ):
             raise sqlite3.DatabaseError("malformed row")
-        found.append(IndexedObject(*row))
+        size, revision, inode, mtime, turn = numbers
+        found.append(IndexedObject(path, size, used, expires, revision, inode, mtime, turn))
     return found
 
 
@@ -136,6 +134,8 @@ def connect(path: str) -> sqlite3.Connection:
     for end in FILES:
         if os.path.lexists(path + end) and (os.path.islink(path + end) or not os.path.isfile(path + end)):
             raise sqlite3.DatabaseError("got a link or the like; expected a file")
+    if path != ":memory:":  # its owner's alone from the first moment; SQLite gives its other files the same mode
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     connection = sqlite3.connect(path, timeout=_BUSY, isolation_level=None, check_same_thread=False)
     try:
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
@@ -150,8 +150,6 @@ def connect(path: str) -> sqlite3.Connection:
         connection.execute("COMMIT")
         if found and sorted(found) != sorted(_SCHEMA):
             raise sqlite3.DatabaseError("got other tables; expected those of this release")
-        with contextlib.suppress(OSError):
-            os.chmod(path, 0o600)
     except BaseException:
         connection.close()
         raise

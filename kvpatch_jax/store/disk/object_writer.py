@@ -208,7 +208,9 @@ class ObjectWriter:
             known = -1
         if not revision:
             return None
-        if revision <= known or (known < 0 and self._index.was_evicted_since(name.path, revision)):
+        # A copy comes from a tier that has what was evicted, or later.
+        was_evicted = known < 0 and only == "later" and self._index.was_evicted_since(name.path, revision)
+        if revision <= known or was_evicted:
             return "replaced"
         gone = 0 if self.tombstones is None else self.tombstones.of(name, shard.fd)
         return "buried" if revision <= gone else None
@@ -290,7 +292,8 @@ class ObjectWriter:
                     self._check_keys(name for name, _ in items)
                 for (name, item), (place, fd) in zip(items, sources, strict=True):
                     shard = shards[name.folder]
-                    gone = 0 if self.tombstones is None else self.tombstones.of(name, shard.fd)
+                    is_new = self.tombstones is None or name.kind == "entry"
+                    gone = 0 if is_new else self.tombstones.of(name, shard.fd)  # pyright: ignore[reportOptionalMemberAccess]
                     if gone and item.revision <= gone:  # deleted since the import began
                         continue
                     with contextlib.suppress(FileExistsError):

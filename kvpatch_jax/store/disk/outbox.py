@@ -1,7 +1,7 @@
 """Outbox: what a remote store does not have yet, durable and in order, so that an outage delays it and loses nothing.
 
     root/outbox/<tenant>.<backbone>.<file>            a link to the object's file
-    root/outbox/<tenant>.<backbone>.<chunk>.gone      a deletion; its revision is in the chunk's tombstone, which is signed
+    root/outbox/<tenant>.<backbone>.<chunk>.gone      a deletion, as of the tombstone of the chunk
 
 A link keeps the content when the object is evicted. A write replaces the link of an earlier one of its name.
 """

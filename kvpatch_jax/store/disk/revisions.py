@@ -28,13 +28,15 @@ from .shard import Shard
 
 _RANDOM = 1 << 10
 """Lowest part of a revision, drawn at random, so that two machines do not take the same one."""
-LATEST = LARGEST_REVISION - (1 << 32)
-"""Latest revision that another may follow; later ones are nobody's time, and forged."""
 _LARGEST = 1 << 12
+RETENTION = 86400.0
+"""Seconds for which a tombstone stays: longer than any put is queued, in any process."""
 GONE = ".gone"
 """End of a tombstone's file name."""
-NEWER_FORMAT = 1 << 80
-"""Revision of an object of a later format, which no copy replaces."""
+NEWER_FORMAT = LARGEST_REVISION
+"""Stands for the revision of an object of a later format, which no copy replaces."""
+_FUTURE = 10 * 365 * 86400 * 10**9
+"""Nanoseconds. A revision further ahead is no clock's, and must not forbid all later puts."""
 
 
 class RevisionClock:
@@ -50,15 +52,10 @@ class RevisionClock:
         self._lock = threading.Lock()
 
     def next(self, known: int = 0) -> int:
-        """Returns a revision after a known one and after all that this process has taken.
-
-        Raises:
-          StoreCorruptError: none can follow the known one.
-        """
-        if known > LATEST:  # taken over, it would end the revisions of all other names too
-            raise StoreCorruptError(f"store: got revision {known} of a name; expected at most {LATEST}")
+        """Returns a revision after a known one, if that is possible, and after all that this process has taken."""
         with self._lock:
-            least = max(time.time_ns(), self._last, known) // _RANDOM + 1
+            now = time.time_ns()
+            least = max(now, self._last, known if known < now + _FUTURE else 0) // _RANDOM + 1
             self._last = least * _RANDOM + secrets.randbelow(_RANDOM)
             return self._last
 
@@ -77,7 +74,7 @@ def revision_in(parent: int, file: str) -> int:
         with open_regular_in(parent, file, noatime=True) as fd:
             header = read_header(fd)
             check_name(header, file)
-            return header.revision
+            return header.revision if header.revision < time.time_ns() + _FUTURE else 0
     except (FileNotFoundError, NotADirectoryError, StoreCorruptError):
         return -1
     except StoreVersionError:
@@ -115,8 +112,10 @@ class Tombstones:
         except (OSError, StoreCorruptError, ValueError):
             return 0
         revision = tree.get("revision") if isinstance(tree, dict) else None
-        # One that was changed, or is another chunk's, counts for nothing.
-        return revision if type(revision) is int and tree.get("signature") == self._signature(path, revision) else 0
+        # One that was changed, is another chunk's or of the far future counts for nothing.
+        if type(revision) is not int or revision >= time.time_ns() + _FUTURE:
+            return 0
+        return revision if tree.get("signature") == self._signature(path, revision) else 0
 
     def _signature(self, path: str, revision: int) -> str:
         return self._names.signature("gone", path, str(revision))

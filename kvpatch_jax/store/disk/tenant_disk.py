@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from ...cache import Chunk
-from ...errors import StoreClosedError, StoreError, StoreVersionError
+from ...errors import StoreBusyError, StoreClosedError, StoreError, StoreVersionError
 from ..format.buffers import Buffers
 from ..format.encryption import AesGcm, Plain, decrypted
 from ..format.expiry import Seconds
@@ -29,8 +29,9 @@ from .evictor import HIGH, SMALL, Evictor
 from .index import Changes
 from .key_check import check_key
 from .object_writer import LinkSource, Only
+from .outbox import Outbox
 from .partial_exports import sweep_unfinished
-from .revisions import CLOCK, NEWER_FORMAT, Tombstones, revision_in
+from .revisions import CLOCK, GONE, NEWER_FORMAT, RETENTION, Tombstones, revision_in, tombstones_in
 from .root_config import names_secret
 from .root_limits import LimitsFile
 from .shard import locked_shards
@@ -137,7 +138,8 @@ class TenantDisk:
     def keep(self, name: Name, blob: Blob) -> None:
         """Writes a copy of a stored object, encrypted as it is. Raises as `ChunkStore.put`."""
         self.make_room(lambda: file_size(blob, name.file))
-        self.counters.add("promotions", int(self.disk.put_group([(name, blob)], "copy").nbytes > 0))
+        result = self.disk.put_group([(name, blob)], "copy")
+        self.counters.add("promotions", int(result.nbytes > 0))
 
     def delete_chunk(self, name: Name) -> tuple[bool, int]:
         """Deletes all objects of a chunk durably, and forbids writes that began before.
@@ -305,9 +307,25 @@ class TenantDisk:
         """
         self.forget_usage()
         gone = collect(self.disk, self.names.space)
+        self._forget_deletions()
         self.disk.collect_quarantine(self.names.tenant_name)
         sweep_unfinished(self.disk.root, self.names.tenant_name)
         return gone
+
+    def _forget_deletions(self) -> None:
+        """Removes tombstones for which nothing older can come any more: old ones, of which the outbox has nothing."""
+        waiting = {entry.path for entry in Outbox(self.disk.root, self.names.tenant_name).entries()}
+        limit = time.time_ns() - int(RETENTION * 1e9)
+        for path in self.disk.index.folders(self.names.space):
+            with (
+                contextlib.suppress(FileNotFoundError, NotADirectoryError, StoreBusyError),
+                locked_shards(self.disk.root, [path], seconds=0.0) as shards,
+            ):
+                shard = shards[path]
+                for file, since in tombstones_in(shard.fd):
+                    if since < limit and f"{path}/{file.removesuffix(GONE)}" not in waiting:
+                        os.unlink(file, dir_fd=shard.fd)
+                self.disk.index.record([shard], Changes())
 
     def gauges(self) -> dict[str, float | int]:
         """Returns what the tenant has on the disk as far as the index knows, and the age of the oldest use."""

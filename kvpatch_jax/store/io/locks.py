@@ -67,11 +67,11 @@ def lock(fd: int, what: str, *, shared: bool = False, seconds: float = SECONDS) 
             return
         except BlockingIOError:
             if time.monotonic() >= until:
-                COUNTS.timeouts += 1
+                COUNTS.timeouts += seconds > 0
                 raise StoreBusyError(
                     f"store: got no lock of {what} in {seconds:g} s, which {holders(fd)} holds; expected it to be free"
                 ) from None
-        COUNTS.waits += pause == _FIRST_PAUSE
+        COUNTS.waits += seconds > 0 and pause == _FIRST_PAUSE
         time.sleep(pause)
         pause = min(2 * pause, 5e-3)
 

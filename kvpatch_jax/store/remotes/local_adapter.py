@@ -46,7 +46,8 @@ class LocalAdapter:
                 self._expect_no_link(folder)
             self._sweep()
             with self._lock("probe"):
-                probe, mtime = self._new_file(b"", 1_000_000_001), 1_000_000_001
+                mtime = int(time.time()) * 1_000_000_000 + 1  # now, or another process would sweep it as abandoned
+                probe = self._new_file(b"", mtime)
                 rounded = os.stat(probe).st_mtime_ns
                 os.unlink(probe)
         if rounded != mtime:

@@ -6,7 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from ...errors import StoreBusyError, StoreCorruptError, StoreError, StoreFullError, StoreVersionError
+from ...errors import (
+    StoreBusyError,
+    StoreCorruptError,
+    StoreError,
+    StoreFullError,
+    StoreUnreachableError,
+    StoreVersionError,
+)
 from ..disk.counters import Counters
 from ..disk.outbox import FOLDER, Outbox, OutboxEntry
 from ..format.buffers import Buffers
@@ -146,7 +153,8 @@ class RemoteSender:
         except StoreCorruptError:
             self._counters.add("outbox_damaged")
         except StoreError as error:
-            self._counters.add("remote_errors")
+            spared = isinstance(error, StoreUnreachableError) and not error.asked
+            self._counters.add("remote_skipped" if spared else "remote_errors")
             return error
         except OSError:
             self._counters.add("read_errors")

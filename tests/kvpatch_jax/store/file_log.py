@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from store_contract import Words
 
-from kvpatch_jax.store.io import files
+from kvpatch_jax.store.io import files, folders
 
 INDEX = "index.sqlite"
 """Beginning of the names of a cache that is written by other means, in the root: it may be lost, old or damaged."""
@@ -332,6 +332,7 @@ class FileLog(Words):
             for name in _CHANGES:
                 patched.setattr(os, name, self._wrapped(name))
             patched.setattr(files, "_call", calls.get)
+            patched.setattr(folders, "_call", lambda: None)  # folders are opened name by name, so that each is known
             yield self
         self.expect_complete()
 

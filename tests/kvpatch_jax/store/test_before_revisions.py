@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from array_cases import import_arrays
 from packed_cases import same_leaves, same_packed
 from store_cases import same, same_chunk
 
@@ -13,7 +14,6 @@ import kvpatch_jax as kvp
 from kvpatch_jax.errors import StoreKeyError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, load_snapshot, rotate_key
 from kvpatch_jax.store.cli.main import main
-from kvpatch_jax.store.snapshots.arrays import import_arrays
 from tests.goldens import make_store as golden
 
 KEYS = {"default": None, "sealed": golden.KEY}

@@ -171,7 +171,7 @@ def test_an_index_that_others_wrote_costs_nothing_but_time(tmp_path: Path, root:
     with within(60):
         with ChunkStore(root, budget=AMPLE) as store:
             store.put(chunk := chunk_of("new", 9))
-            assert len(store.get_patches(PATCH.metadata)) == 1
+            assert len(store.get_patches(PATCH.metadata)) <= 1  # a row of another name hides it until `ls`
             assert store.collect() == 0
             for wanted in (*CHUNKS.values(), chunk):
                 assert same_chunk(store.get(wanted.id, BACKBONE), wanted), wanted.id
@@ -186,9 +186,11 @@ def test_an_index_that_others_wrote_costs_nothing_but_time(tmp_path: Path, root:
         sums = json.loads(capsys.readouterr().out)
     there = objects(root)
     assert len(there) == 5
-    assert {each["path"]: each["bytes"] for each in listed} == there, listed
+    assert {each["path"]: each["nbytes"] for each in listed} == there, listed
     assert (sums["objects"], sums["bytes"]) == (5, sum(there.values())), sums
     assert everything(tmp_path / "outside") == before
+    with ChunkStore(root, budget=AMPLE) as store:
+        assert len(store.get_patches(PATCH.metadata)) == 1
 
 
 @pytest.mark.parametrize("what", ["sums beyond all disks", "absent objects", "sizes beyond all disks"])

@@ -64,7 +64,8 @@ def everything(root: Path | str) -> dict[str, bytes]:
 
 def own_files(root: Path | str, store: ChunkStore) -> dict[str, bytes]:
     tenant = store.names.space.rpartition("/")[2]
-    return {path: data for path, data in everything(root).items() if tenant in path}
+    found = {path: data for path, data in everything(root).items() if tenant in path}
+    return {path: data for path, data in found.items() if not path.endswith(".gone")}  # of older writes, for a while
 
 
 # ----------------------------------------------------------------------------------------------------------- deletion
