@@ -190,6 +190,13 @@ class RemoteTier(RemoteReader):
             self.outbox.add_deletion(name.chunk_key)
         self.sender.wake()
 
+    def discard(self) -> None:
+        """Empties the outbox, and waits for what is on its way to the remote store. Raises StoreError."""
+        with typed_errors("store: delete a tenant"):
+            self.outbox.clear()
+        with contextlib.suppress(StoreError):  # it does not answer, so nothing is on its way
+            self.sender.flush()
+
     def gauges(self) -> dict[str, float | int]:
         """Returns how much waits in the outbox, and for how long."""
         entries = self.outbox.entries()
