@@ -15,6 +15,7 @@ from ..format.expiry import expiry_mtime, mtime_agrees
 from ..format.header import OPENING_BYTES, Header, opening_crc, parse_header
 from ..format.naming import Name
 from ..format.objects import Arrays, VerifiedObject, Version, check_name, read_header, read_leaves
+from ..io.file_system import expect_local
 from ..io.files import (
     Identity,
     ReadInto,
@@ -76,6 +77,7 @@ class VerifiedReads:
             for top in ("obj", "tmp", "quarantine"):
                 if not os.path.isdir(f"{self.root}/{top}"):
                     make_directories(self.root, top)
+            expect_local(f"{self.root}/obj")
 
         self.index = shared(functools.partial(Index, self.root), self.root, Index)
         self.recent_use = shared(RecentUse, self.root)

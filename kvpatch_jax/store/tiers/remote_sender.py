@@ -11,6 +11,7 @@ from ...errors import (
     StoreCorruptError,
     StoreError,
     StoreFullError,
+    StoreIOError,
     StoreUnreachableError,
     StoreVersionError,
 )
@@ -19,8 +20,8 @@ from ..disk.outbox import FOLDER, Outbox, OutboxEntry
 from ..format.buffers import Buffers
 from ..format.naming import name_at
 from ..format.objects import blob_of, check_name, read_header, read_leaves
-from ..io.files import open_regular
-from ..io.locks import lock
+from ..io.files import open_regular, typed
+from ..io.locks import SECONDS, lock
 from ..io.thread_pool import ThreadPool, register_fork_guard
 from ..remotes.remote_store import RemoteStore
 
@@ -77,7 +78,7 @@ class RemoteSender:
             self._start()
 
     def _start(self) -> None:
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="kvpatch-remote-sender", daemon=True)
             self._thread.start()
         self._changed.notify_all()
@@ -106,7 +107,14 @@ class RemoteSender:
                         self._thread = None
                         return
                 wanted = self._wanted
-            error, left = self._send_all()
+            try:
+                error, left = self._send_all()
+            except Exception as failure:  # whatever it is, who waits must hear of it, and the next round tries again
+                what = "store: send to the remote store"
+                error = (
+                    typed(failure, what) if isinstance(failure, OSError) else StoreIOError(f"{what}: {failure!r:.200}")
+                )
+                left = self._waiting
             with self._changed:
                 self._waiting, self._error = left, error
                 self._pause = 0.0 if error is None else min(max(2 * self._pause, _SHORTEST), _LONGEST)
@@ -115,17 +123,27 @@ class RemoteSender:
 
     def _send_all(self) -> tuple[StoreError | None, int]:
         """Sends the outbox until it is empty. Returns the first error, and the bytes that wait then."""
-        busy = set[str]()
-        while entries := [entry for entry in self._outbox.entries() if entry.file not in busy]:
+        busy, never, until = set[str](), set[str](), 0.0
+        while entries := [entry for entry in self._outbox.entries() if entry.file not in never]:
+            free = [entry for entry in entries if entry.file not in busy]
+            if not free:  # other processes send them; they may be stopped
+                now = time.monotonic()
+                until = until or now + SECONDS
+                if now >= until:
+                    error = StoreBusyError(f"store: got {len(busy)} objects that others send; expected them to be sent")
+                    return error, sum(entry.nbytes for entry in entries)
+                time.sleep(0.005)
+                busy.clear()
+                continue
             calls: list[Callable[[], StoreError | None]] = []
-            for entry in entries[:_ROUND]:
-                calls.append(functools.partial(self._send, entry, busy))
+            for entry in free[:_ROUND]:
+                calls.append(functools.partial(self._send, entry, busy, never))
             errors = [error for error in _senders.run_all(calls) if error is not None]
             if errors:
                 return errors[0], sum(entry.nbytes for entry in self._outbox.entries())
         return None, sum(entry.nbytes for entry in self._outbox.entries())
 
-    def _send(self, entry: OutboxEntry, busy: set[str]) -> StoreError | None:
+    def _send(self, entry: OutboxEntry, busy: set[str], never: set[str]) -> StoreError | None:
         """Sends one entry, unless another process does so at this moment. Returns an error of the remote store."""
         began = time.perf_counter()
         try:
@@ -147,8 +165,11 @@ class RemoteSender:
                         return error
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (StoreBusyError, StoreVersionError):  # another process sends it, or a later release will
+        except StoreBusyError:  # another process sends it
             busy.add(entry.file)
+            return None
+        except StoreVersionError:  # a later release will
+            never.add(entry.file)
             return None
         except StoreCorruptError:
             self._counters.add("outbox_damaged")
@@ -158,7 +179,7 @@ class RemoteSender:
             return error
         except OSError:
             self._counters.add("read_errors")
-            busy.add(entry.file)
+            never.add(entry.file)
             return None
         self._counters.add("remote_sent")
         self._counters.observe("commit", "remote", time.perf_counter() - began)

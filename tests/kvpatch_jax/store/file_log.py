@@ -356,8 +356,8 @@ def _is(path: Any, base: str) -> bool:
 def files_below(base: str, ignored: Callable[[str], bool] = _free) -> dict[str, bytes]:
     """Contents by path; of folders b"" and a path that ends in a slash."""
     found: dict[str, bytes] = {}
-    for above, folders, names in os.walk(base):
-        for name in folders:
+    for above, inner, names in os.walk(base):
+        for name in inner:
             found[f"{os.path.relpath(f'{above}/{name}', base)}/"] = b""
         for name in names:
             if not ignored(name):
