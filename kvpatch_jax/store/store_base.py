@@ -136,6 +136,8 @@ class StoreBase:
         try:
             self._writer.flush()
         finally:  # also after a failed put: its error is raised once the tenant is deleted
+            if self._remote is not None:
+                self._remote.discard()
             self._reader.clear()
             self.tenant_disk.forget_usage()
             report = delete_tenant(self.disk, self.names, None if self._remote is None else self._remote.remote)

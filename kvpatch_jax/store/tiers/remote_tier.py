@@ -181,15 +181,23 @@ class RemoteTier(RemoteReader):
     def __init__(self, remote: RemoteStore, tenant_disk: TenantDisk):
         super().__init__(remote, tenant_disk.disk)
         self._tenant_disk = tenant_disk
-        root, self.outbox = tenant_disk.disk.root, Outbox(tenant_disk.disk.root, tenant_disk.names.tenant_name)
+        root = tenant_disk.disk.root
+        self.outbox = Outbox(root, tenant_disk.names.tenant_name, tenant_disk.tombstones)
         tenant_disk.disk.writer.outbox = self.outbox
         self.sender = RemoteSender(remote, root, self.outbox, self._counters, tenant_disk.budget.disk)
 
-    def delete(self, name: Name, revision: int) -> None:
-        """Has the remote store delete a chunk, durably noted before this returns. Raises StoreError."""
+    def delete(self, name: Name) -> None:
+        """Has the remote store delete a chunk that was deleted here, durably noted on return. Raises StoreError."""
         with typed_errors("store: delete"):
-            self.outbox.add_deletion(name.chunk_key, revision)
+            self.outbox.add_deletion(name.chunk_key)
         self.sender.wake()
+
+    def discard(self) -> None:
+        """Empties the outbox, and waits for what is on its way to the remote store. Raises StoreError."""
+        with typed_errors("store: delete a tenant"):
+            self.outbox.clear()
+        with contextlib.suppress(StoreError):  # it does not answer, so nothing is on its way
+            self.sender.flush()
 
     def gauges(self) -> dict[str, float | int]:
         """Returns how much waits in the outbox, and for how long."""
