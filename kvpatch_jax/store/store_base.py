@@ -19,7 +19,6 @@ from .format.encoding_choice import EncodingChoice
 from .format.expiry import Seconds, checked_ttl, expires_at
 from .format.naming import Encoding, Name
 from .format.objects import Blob
-from .io.locks import COUNTS
 from .metrics import Statistics
 from .patch_objects import PatchObjects
 from .process_statistics import publish_statistics, withdrawing_statistics
@@ -152,14 +151,7 @@ class StoreBase:
         gauges = self.tenant_disk.gauges()
         if self._remote is not None:
             gauges |= self._remote.gauges()
-        # Of the whole process, and of the root's index in it.
-        shared = {
-            "lock_waits": COUNTS.waits,
-            "lock_timeouts": COUNTS.timeouts,
-            "index_rebuilds": self.disk.index.rebuilds,
-        }
-        shared = {name: count for name, count in shared.items() if count}
-        return Statistics(self.counters.read() | shared, self.counters.latencies(), held, gauges)
+        return Statistics(self.counters.read(), self.counters.latencies(), held, gauges)
 
     def flush(self) -> None:
         """Waits for asynchronous puts, and until the remote store has everything.

@@ -68,7 +68,7 @@ class Index:
 
     def __init__(self, root: str):
         self.root = root
-        self.rebuilds = 0
+        self.note: Callable[[str], object] | None = None  # counts "index_rebuilds"
         self._connection: sqlite3.Connection | None = None
         self._in_memory_until = 0.0
         self._place: tuple[int, int] | None = None
@@ -110,7 +110,11 @@ class Index:
                 if not _is_damage(error) or not self._discarded():
                     raise
                 self._connection = connect(path)
-            self._place = _place_of(path)
+            try:
+                self._place = _place_of(path)
+            except OSError as error:
+                self.close()
+                raise sqlite3.OperationalError(f"unable to open: {error.strerror}") from error
         return self._connection
 
     def _discarded(self) -> bool:
@@ -118,7 +122,8 @@ class Index:
 
         Other processes notice, and open the new one.
         """
-        self.rebuilds += 1
+        if self.note is not None:
+            self.note("index_rebuilds")
         with contextlib.suppress(sqlite3.Error):
             self.close()
         self._connection = None

@@ -135,7 +135,10 @@ def connect(path: str) -> sqlite3.Connection:
         if os.path.lexists(path + end) and (os.path.islink(path + end) or not os.path.isfile(path + end)):
             raise sqlite3.DatabaseError("got a link or the like; expected a file")
     if path != ":memory:":  # its owner's alone from the first moment; SQLite gives its other files the same mode
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise sqlite3.OperationalError(f"unable to open: {error.strerror}") from error
     connection = sqlite3.connect(path, timeout=_BUSY, isolation_level=None, check_same_thread=False)
     try:
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)

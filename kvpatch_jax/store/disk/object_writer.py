@@ -102,14 +102,16 @@ class ObjectWriter:
     Attributes:
       tombstones: of the tenant whose objects are written; None: deletions are not looked at.
       outbox: receives what is put, for the remote store; None: there is none.
+      note: counts locks that are waited for.
     """
 
     def __init__(self, root: str, check: str | None, index: Index):
         self.root, self._check, self._index = root, check, index
         self.tombstones: Tombstones | None = None
         self.outbox: Outbox | None = None
+        self.note: Callable[[str], object] | None = None
 
-    def put(self, items: Sequence[tuple[Name, Blob]], only: Only = "later") -> PutResult:
+    def put(self, items: Sequence[tuple[Name, Blob]], only: Only = "later", since: int | None = None) -> PutResult:
         """Writes several objects durably, in groups of `GROUP`, each with one sync of the data and one of the names.
 
         An object is not written if its name has a later revision: then it counts as replaced. Blobs without a revision
@@ -117,6 +119,8 @@ class ObjectWriter:
 
         Args:
           only: "later" as above; "copy": neither over an object of a later format; "absent": over no object.
+          since: of a copy, when its read began, in nanoseconds since the epoch: it does not take the place of what was
+            evicted since then, which may be later.
 
         Raises:
           StoreFullError, StoreReadOnlyError, StoreIOError: no object is acknowledged or partly there. If there is more
@@ -126,7 +130,7 @@ class ObjectWriter:
         result = PutResult(0, 0, [])
         for start in range(0, len(items), GROUP):
             try:
-                part = self._put_group(items[start : start + GROUP], only)
+                part = self._put_group(items[start : start + GROUP], only, since)
                 buried = result.buried + part.buried
                 result = PutResult(result.nbytes + part.nbytes, result.outdated + part.outdated, buried)
             except StoreError as error:
@@ -136,7 +140,7 @@ class ObjectWriter:
                 raise type(error)(f"{stored} {error}") from error
         return result
 
-    def _put_group(self, items: Sequence[tuple[Name, Blob]], only: Only) -> PutResult:
+    def _put_group(self, items: Sequence[tuple[Name, Blob]], only: Only, since: int | None) -> PutResult:
         with typed_errors(f"store: put {len(items)} objects"), contextlib.ExitStack() as stack:
             aside = stack.enter_context(self.temporaries())
 
@@ -155,7 +159,7 @@ class ObjectWriter:
             sync_files([file.fd for file in files])
             waiting, named, buried = files, list[_Written](), list[Name]()
             while waiting:
-                waiting = self._name(waiting, named, buried, only)
+                waiting = self._name(waiting, named, buried, only, since)
             if self.outbox is not None and named and only != "copy":
                 self.outbox.sync()
             # Without the locks, which others wait for.
@@ -164,7 +168,14 @@ class ObjectWriter:
                     os.fsync(fd)
         return PutResult(sum(file.header.size for file in named), len(files) - len(named), buried)
 
-    def _name(self, files: Sequence[_Written], named: list[_Written], buried: list[Name], only: Only) -> list[_Written]:
+    def _name(
+        self,
+        files: Sequence[_Written],
+        named: list[_Written],
+        buried: list[Name],
+        only: Only,
+        since: int | None,
+    ) -> list[_Written]:
         """Gives files their names, under the locks of their shards, unless later ones have them.
 
         Args:
@@ -176,11 +187,11 @@ class ObjectWriter:
         """
         changes = Changes()
         placed: list[_Written] = []
-        with locked_shards(self.root, [file.name.folder for file in files], make=True) as shards:
+        with locked_shards(self.root, [file.name.folder for file in files], make=True, note=self.note) as shards:
             self._check_keys(file.name for file in files)
             for file in files:
                 shard = shards[file.name.folder]
-                why = self._outdated(shard, file.name, file.header.revision, only)
+                why = self._outdated(shard, file.name, file.header.revision, only, since)
                 if why is not None:
                     buried += [file.name] if why == "buried" else []
                     continue
@@ -199,18 +210,19 @@ class ObjectWriter:
         named += [file for file in placed if file not in moved]
         return moved
 
-    def _outdated(self, shard: Shard, name: Name, revision: int, only: Only) -> str | None:
+    def _outdated(self, shard: Shard, name: Name, revision: int, only: Only, since: int | None) -> str | None:
         """Returns why a write is not made, which was given a revision when it began: "replaced" or "buried" since."""
         known = revision_in(shard.fd, name.file) if revision or only != "later" else -1
         if known >= 0 and only == "absent":
             return "replaced"
         if known == NEWER_FORMAT and only == "later":  # the owner's put replaces what this release cannot read
             known = -1
+        began = revision if since is None else since
+        if known < 0 and began and self._index.was_evicted_since(name.path, began):
+            return "replaced"
         if not revision:
             return None
-        # A copy comes from a tier that has what was evicted, or later.
-        was_evicted = known < 0 and only == "later" and self._index.was_evicted_since(name.path, revision)
-        if revision <= known or was_evicted:
+        if revision <= known:
             return "replaced"
         gone = 0 if self.tombstones is None else self.tombstones.of(name, shard.fd)
         return "buried" if revision <= gone else None

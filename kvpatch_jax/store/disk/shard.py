@@ -6,7 +6,7 @@ The lock is the folder's own (`flock`), so that it costs no file, and one tenant
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ..io.files import folder
 from ..io.locks import SECONDS, lock, unlock
@@ -44,13 +44,19 @@ class Shard:
 
 @contextlib.contextmanager
 def locked_shards(
-    root: str, paths: Iterable[str], *, make: bool = False, seconds: float = SECONDS
+    root: str,
+    paths: Iterable[str],
+    *,
+    make: bool = False,
+    seconds: float = SECONDS,
+    note: Callable[[str], object] | None = None,
 ) -> Iterator[dict[str, Shard]]:
     """Locks folders below a root, sorted, so that two groups of them cannot wait for each other. Yields them by path.
 
     Args:
       make: creates missing folders durably.
       seconds: how long each lock is tried.
+      note: counts locks that are not free (`locks.lock`).
 
     Raises:
       StoreBusyError: another process holds one.
@@ -59,12 +65,12 @@ def locked_shards(
     with contextlib.ExitStack() as stack:
         shards: dict[str, Shard] = {}
         for path in sorted(set(paths)):
-            shards[path] = stack.enter_context(_locked(root, path, make, seconds))
+            shards[path] = stack.enter_context(_locked(root, path, make, seconds, note))
         yield shards
 
 
 @contextlib.contextmanager
-def _locked(root: str, path: str, make: bool, seconds: float) -> Iterator[Shard]:
+def _locked(root: str, path: str, make: bool, seconds: float, note: Callable[[str], object] | None) -> Iterator[Shard]:
     while True:
         with contextlib.ExitStack() as stack:
             try:
@@ -73,7 +79,7 @@ def _locked(root: str, path: str, make: bool, seconds: float) -> Iterator[Shard]
                 if not make:
                     raise
                 fd = stack.enter_context(folder(root, path, make=True))
-            lock(fd, f"{root}/{path}", seconds=seconds)
+            lock(fd, f"{root}/{path}", seconds=seconds, note=note)
             stack.callback(unlock, fd)
             shard = Shard(root, path, fd, os.fstat(fd).st_mtime_ns)
             if shard.in_place:  # else its tenant was deleted before it was locked

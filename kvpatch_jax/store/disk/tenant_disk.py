@@ -135,10 +135,10 @@ class TenantDisk:
         with self.counters.timed("commit", "disk"):
             return self.disk.put_group(sealed, only).buried
 
-    def keep(self, name: Name, blob: Blob) -> None:
-        """Writes a copy of a stored object, encrypted as it is. Raises as `ChunkStore.put`."""
+    def keep(self, name: Name, blob: Blob, since: int) -> None:
+        """Writes a copy of a stored object, encrypted as it is, whose read began at `since` (ns). Raises as `put`."""
         self.make_room(lambda: file_size(blob, name.file))
-        result = self.disk.put_group([(name, blob)], "copy")
+        result = self.disk.put_group([(name, blob)], "copy", since)
         self.counters.add("promotions", int(result.nbytes > 0))
 
     def delete_chunk(self, name: Name) -> tuple[bool, int]:
@@ -153,7 +153,7 @@ class TenantDisk:
         with typed_errors("store: delete"):
             if not os.path.isdir(f"{self.disk.root}/{name.folder}") and not os.access(self.disk.root, os.W_OK):
                 return False, 0
-            with locked_shards(self.disk.root, [name.folder], make=True) as shards:
+            with locked_shards(self.disk.root, [name.folder], make=True, note=self.counters.add) as shards:
                 shard = shards[name.folder]
                 files = [file for file in os.listdir(shard.fd) if file.startswith(f"{name.chunk}.")]
                 files = [file for file in files if is_object(f"{name.folder}/{file}")]
@@ -314,10 +314,12 @@ class TenantDisk:
 
     def _forget_deletions(self) -> None:
         """Removes tombstones for which nothing older can come any more: old ones, of which the outbox has nothing."""
-        waiting = {entry.path for entry in Outbox(self.disk.root, self.names.tenant_name).entries()}
+        with typed_errors("store: collect"):
+            waiting = {entry.path for entry in Outbox(self.disk.root, self.names.tenant_name).entries()}
         limit = time.time_ns() - int(RETENTION * 1e9)
         for path in self.disk.index.folders(self.names.space):
             with (
+                typed_errors("store: collect"),
                 contextlib.suppress(FileNotFoundError, NotADirectoryError, StoreBusyError),
                 locked_shards(self.disk.root, [path], seconds=0.0) as shards,
             ):

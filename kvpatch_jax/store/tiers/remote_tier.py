@@ -50,12 +50,14 @@ class PendingObject:
       read: reads and decrypts adjacent leaves.
       stored: its header as it is stored, encrypted or not.
       kept: the leaves that were read so far, as they are stored.
+      since: when the read began, in nanoseconds since the epoch.
     """
 
     header: Header
     read: Read
     stored: Header
     kept: Mapping[str, np.ndarray]
+    since: int
 
     def whole(self) -> dict[str, np.ndarray] | None:
         """Reads every leaf; None if one is damaged or cannot be read."""
@@ -125,7 +127,7 @@ class RemoteReader:
         Raises:
           StoreKeyError: it is encrypted with another key.
         """
-        found = None
+        found, since = None, time.time_ns()
         with contextlib.suppress(StoreError), self._counted():
             found = self.remote.open(name, lambda: self._counters.add("unsteady_reads"))
         gone = 0 if self._tombstones is None else self._tombstones.of(name)
@@ -154,7 +156,7 @@ class RemoteReader:
                 kept.clear()  # so that no part of it is copied to the disk
                 raise
 
-        return PendingObject(header, read, found.header, kept)
+        return PendingObject(header, read, found.header, kept, since)
 
     def paths(self, prefix: str) -> list[str]:
         """Lists objects whose path begins with a prefix; empty if the service fails."""

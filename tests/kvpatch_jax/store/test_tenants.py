@@ -66,7 +66,7 @@ def everything(root: Path | str) -> dict[str, bytes]:
 def own_files(root: Path | str, store: ChunkStore) -> dict[str, bytes]:
     tenant = store.names.space.rpartition("/")[2]
     found = {path: data for path, data in everything(root).items() if tenant in path}
-    return {path: data for path, data in found.items() if not path.endswith(".gone")}  # of older writes, for a while
+    return {path: data for path, data in found.items() if not path.endswith(".gone")}  # they stay for a day
 
 
 # ----------------------------------------------------------------------------------------------------------- deletion
@@ -75,7 +75,7 @@ def own_files(root: Path | str, store: ChunkStore) -> dict[str, bytes]:
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
 def test_deleting_a_tenant_removes_everything_of_it_and_nothing_of_others(tmp_path: Path, key):
     remote = KeyValueStore({"driver": "memory"}, context=tensorstore.Context())
-    common = {"remote": remote, "budget": Budget(device=1 << 20), "key": key}
+    common = {"remote": remote, "write_behind": False, "budget": Budget(device=1 << 20), "key": key}
     with ChunkStore(tmp_path, tenant="one", **common) as one, ChunkStore(tmp_path, tenant="two", **common) as two:
         fill(one)
         fill(two)
