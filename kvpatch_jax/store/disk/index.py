@@ -68,6 +68,7 @@ class Index:
 
     def __init__(self, root: str):
         self.root = root
+        self.rebuilds = 0
         self.note: Callable[[str], object] | None = None  # counts "index_rebuilds"
         self._connection: sqlite3.Connection | None = None
         self._in_memory_until = 0.0
@@ -122,6 +123,7 @@ class Index:
 
         Other processes notice, and open the new one.
         """
+        self.rebuilds += 1
         if self.note is not None:
             self.note("index_rebuilds")
         with contextlib.suppress(sqlite3.Error):

@@ -457,7 +457,8 @@ def test_folders_of_leases_that_are_links_lead_nowhere(tmp_path: Path, root: Pat
     """What is old in a folder of unfinished writes is deleted: not what a link leads to."""
     with ChunkStore(root) as store:
         lease = store.lease("first", BACKBONE)
-        assert lease is not None and lease.held
+        assert lease is not None
+        assert lease.held
         lease.release()
         assert store.lease("first", BACKBONE) is not None
     old = tmp_path / "outside" / "aa" / "precious.safetensors"
