@@ -455,8 +455,12 @@ def test_a_share_of_nothing_is_no_share_without_limit(root: Path):
 @pytest.mark.parametrize("folder", [".tmp", ".locks", "leases"])
 def test_folders_of_leases_that_are_links_lead_nowhere(tmp_path: Path, root: Path, folder: str):
     """What is old in a folder of unfinished writes is deleted: not what a link leads to."""
-    with ChunkStore(root) as store, store.lease("first", BACKBONE) as lease:
+    with ChunkStore(root) as store:
+        lease = store.lease("first", BACKBONE)
+        assert lease is not None
         assert lease.held
+        lease.release()
+        assert store.lease("first", BACKBONE) is not None
     old = tmp_path / "outside" / "aa" / "precious.safetensors"
     os.utime(old, (1, 1))
     shutil.rmtree(root / folder)
@@ -469,8 +473,8 @@ def test_folders_of_leases_that_are_links_lead_nowhere(tmp_path: Path, root: Pat
 
 def test_a_lease_that_others_wrote_is_over_or_held_but_no_error(root: Path):
     with ChunkStore(root) as store:
-        with store.lease("first", BACKBONE):
-            (path,) = (root / "leases").iterdir()
+        assert store.lease("first", BACKBONE) is not None
+        (path,) = (root / "leases").iterdir()
         for text in (b"", NOISE[:300], b"[]", b'{"owner": 5}', b'{"owner": "x", "deadline": "soon"}', b"[" * 100_000):
             path.write_bytes(text)
             lease = store.lease("first", BACKBONE)

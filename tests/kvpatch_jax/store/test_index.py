@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -289,7 +290,7 @@ def test_a_root_that_cannot_be_written_has_its_index_in_memory(tmp_path: Path, m
     for end in ("", "-wal", "-shm"):
         (root / f"index.sqlite{end}").unlink(missing_ok=True)
 
-    def refused(path: str, **options: object):
+    def refused(path: str, **options: Any) -> sqlite3.Connection:
         if path != ":memory:":
             raise sqlite3.OperationalError("unable to open database file")
         return real(path, **options)
