@@ -157,7 +157,11 @@ class TenantDisk:
                 shard = shards[name.folder]
                 files = [file for file in os.listdir(shard.fd) if file.startswith(f"{name.chunk}.")]
                 files = [file for file in files if is_object(f"{name.folder}/{file}")]
-                known = [one.revision for one in self.disk.index.known_in_folder(name.folder, f"{name.chunk}.")]
+                # What the index has no revision of is looked at: a clock may have been set back since it was put.
+                rows = self.disk.index.known_in_folder(name.folder, f"{name.chunk}.")
+                known = {os.path.basename(one.path): one.revision for one in rows}
+                for file in files:
+                    known[file] = known.get(file) or min(revision_in(shard.fd, file), NEWER_FORMAT - 1)
                 changes = Changes(evicted=False)
                 try:
                     # Canonicals come first: nobody may find one when other parts of the chunk are gone.
@@ -165,7 +169,7 @@ class TenantDisk:
                         os.unlink(file, dir_fd=shard.fd)
                         changes.removed.append(f"{name.folder}/{file}")
                     # Last, because on a full disk there is room for it by now.
-                    revision = CLOCK.next(max(known, default=0))
+                    revision = CLOCK.next(max(known.values(), default=0))
                     self.tombstones.put(shard, name.chunk, revision)
                 finally:
                     self.disk.index.record([shard], changes)
@@ -185,10 +189,11 @@ class TenantDisk:
             locked_shards(self.disk.root, [name.folder], make=True) as shards,
         ):
             shard, changes = shards[name.folder], Changes(evicted=False)
-            for one in self.disk.index.known_in_folder(name.folder, f"{name.chunk}."):
-                file = os.path.basename(one.path)
-                if revision_in(shard.fd, file) <= revision and unlink_if(shard, file):
-                    changes.removed.append(one.path)
+            for file in os.listdir(shard.fd):
+                path = f"{name.folder}/{file}"
+                ours = file.startswith(f"{name.chunk}.") and is_object(path)
+                if ours and revision_in(shard.fd, file) <= revision and unlink_if(shard, file):
+                    changes.removed.append(path)
             self.tombstones.put(shard, name.chunk, revision)
             self.disk.index.record([shard], changes)
             os.fsync(shard.fd)
