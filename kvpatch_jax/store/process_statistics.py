@@ -43,6 +43,10 @@ _TENANT = re.compile(rf"[0-9a-f]{{32}}|{OTHERS}")
 _WORD = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
+_AGES = re.compile(rb'"[a-z_]+_seconds": ?[0-9.e+-]+')
+"""Gauges that change with time alone."""
+
+
 @runtime_checkable
 class StatisticsSource(Protocol):
     """Part of a store that is published."""
@@ -134,7 +138,7 @@ class _RootFile:
     def publish(self, text: bytes) -> None:
         """Writes the file if something has changed. Failures are ignored: the next time may succeed."""
         with self._writing, contextlib.suppress(OSError, StoreError):
-            if text == self._last or len(text) > LARGEST or self._withdrawn:
+            if _AGES.sub(b"", text) == _AGES.sub(b"", self._last) or len(text) > LARGEST or self._withdrawn:
                 return
             if not self._last:
                 with folder(self.root) as top, contextlib.suppress(FileExistsError):

@@ -269,7 +269,7 @@ class ChunkStore(StoreBase):
             self._reader.drop_chunk(name.chunk_key)
         purge(self.disk.root, name.tenant, name.chunk)
         if self._remote is not None and revision:
-            self._remote.delete(name, revision)
+            self._remote.delete(name)
             if not self._write_behind:
                 self._remote.sender.flush()
         return deleted or bool(queued)

@@ -19,7 +19,6 @@ from .format.encoding_choice import EncodingChoice
 from .format.expiry import Seconds, checked_ttl, expires_at
 from .format.naming import Encoding, Name
 from .format.objects import Blob
-from .io.locks import COUNTS
 from .metrics import Statistics
 from .patch_objects import PatchObjects
 from .process_statistics import publish_statistics, withdrawing_statistics
@@ -137,6 +136,8 @@ class StoreBase:
         try:
             self._writer.flush()
         finally:  # also after a failed put: its error is raised once the tenant is deleted
+            if self._remote is not None:
+                self._remote.discard()
             self._reader.clear()
             self.tenant_disk.forget_usage()
             report = delete_tenant(self.disk, self.names, None if self._remote is None else self._remote.remote)
@@ -150,14 +151,7 @@ class StoreBase:
         gauges = self.tenant_disk.gauges()
         if self._remote is not None:
             gauges |= self._remote.gauges()
-        # Of the whole process, and of the root's index in it.
-        shared = {
-            "lock_waits": COUNTS.waits,
-            "lock_timeouts": COUNTS.timeouts,
-            "index_rebuilds": self.disk.index.rebuilds,
-        }
-        shared = {name: count for name, count in shared.items() if count}
-        return Statistics(self.counters.read() | shared, self.counters.latencies(), held, gauges)
+        return Statistics(self.counters.read(), self.counters.latencies(), held, gauges)
 
     def flush(self) -> None:
         """Waits for asynchronous puts, and until the remote store has everything.

@@ -54,7 +54,12 @@ HOLDS = {
     ],
     "serving": ["backbone.text(answer[0]) == 'b5'", "kv['k'].shape[1] == len(slots)"],
     "start": ["both_patches['k'].shape[0] == 2"],
-    "store": ["sources == ['computed', 'store']", "found.id == chunk.id"],
+    "store": [
+        "sources == ['computed', 'store']",
+        "found.id == chunk.id",
+        "(brought, soon.id, both[1]) == (1, chunk.id, None)",
+        "from_host == 2 and not lease.held",
+    ],
     "traces": ["[event.op for event in trace.events] == ['add']"],
     "what-to-keep": ["advice.form.kept == 'patched'", "base.encoding == 'k6v6g32'", "kept < 2 * chunk.nbytes"],
     "windows": ["len(window.pieces) == 4", "answer.shape == (1, 1)"],  # pinned, two that stayed, the new one

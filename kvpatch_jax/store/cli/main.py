@@ -61,9 +61,7 @@ def _usage(values) -> str:
     return f"usage: {_PROGRAM} COMMAND --root=DIR [flags]\n\n{rows}\n{values.get_help()}"
 
 
-def _progress(
-    entries: list[Any],
-) -> Any:  # as an Iterable, a runtime check would consume it
+def _progress(entries: list[Any]) -> Any:  # as an Iterable, a runtime check would consume it
     """Wraps entries in a progress bar on stderr, if that is a terminal."""
     from tqdm import tqdm
 

@@ -49,6 +49,7 @@ class Disk(VerifiedReads):
     def __init__(self, root: str, *arguments: Any, **options: Any):
         super().__init__(root, *arguments, **options)
         self.writer = ObjectWriter(self.root, self.encryption.check, self.index)
+        self.writer.note = self.index.note = self.counters.add
 
     # ----------------------------------------------------------------------------------------------- writing
 
@@ -56,9 +57,11 @@ class Disk(VerifiedReads):
         """Writes one object durably. Returns the bytes of its file."""
         return self.put_group([(name, blob)]).nbytes
 
-    def put_group(self, items: Sequence[tuple[Name, Blob]], only: Only = "later") -> PutResult:
+    def put_group(
+        self, items: Sequence[tuple[Name, Blob]], only: Only = "later", since: int | None = None
+    ) -> PutResult:
         """Writes several objects durably and counts them, as `ObjectWriter.put`."""
-        result = self.writer.put(items, only)
+        result = self.writer.put(items, only, since)
         self.counters.add("puts", len(items) - result.outdated, put_bytes=result.nbytes, outdated=result.outdated)
         return result
 

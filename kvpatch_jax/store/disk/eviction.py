@@ -25,8 +25,10 @@ from .verified_reads import header_expiry
 
 SLACK = 0.05
 """Share of the budget that the background's eviction frees beyond the need."""
-_PAGE = 64
-_FIRST_PAGE = 8
+_UNUSUAL = 0.25
+"""Share of the budget by which the index must exceed it to be compared with the files."""
+_PAGE, _SHORT_PAGE = 64, 8
+"""Objects that the index is asked for at a time; at first, and after one that was not where it should be."""
 _ROUNDS = 3
 """Number of times that a root is gone through if objects change in the meantime."""
 
@@ -56,6 +58,7 @@ def make_room(
     Raises:
       StoreFullError: the rest is pinned, or `need` is larger than the budget.
     """
+    audited = False
     with typed_errors("store: evict"):
         for round_ in range(_ROUNDS):
             if round_:  # perhaps the index does not know all that is there
@@ -65,6 +68,12 @@ def make_room(
                 return total
             if need > budget:
                 break
+            # No put leads there: the budget is a new one, or the index is wrong, and nothing may go for that.
+            if total - budget > _UNUSUAL * budget and not audited:
+                disk.index.audit(below)
+                audited, total = True, disk.index.usage(below)[1]
+                if total + need <= budget:
+                    return total
             total = _evict(disk, total, budget - need, pinned, below, counted, background)
             if total + need <= budget or not (background is None or background()):
                 return total
@@ -85,33 +94,45 @@ def _evict(
 ) -> int:
     """Removes objects in order until the rest is below `allowed`. Returns the bytes of the rest."""
     target = allowed if background is None else allowed - int(SLACK * allowed)
-    for one, expired in _in_order(disk, below):
+    moved: list[IndexedObject] = []
+    for one, expired in _in_order(disk, below, moved):
         if total <= target or not (background is None or background()):
             break
         if pinned(one.chunk):
             continue
-        for gone in _take(disk, one, expired=expired):
+        went = _take(disk, one, expired=expired)
+        if not went:  # its row was wrong, and is corrected, or another process is busy with it
+            moved.append(one)
+            total = disk.index.usage(below)[1]
+        for gone in went:
             total -= gone.size
             if gone.path.startswith(f"{counted}/"):  # a tenant's counts must not reveal others' evictions
                 disk.counters.add("disk_evicted_expired" if expired else "disk_evicted_budget")
     return total
 
 
-def _in_order(disk: Disk, below: str) -> Iterator[tuple[IndexedObject, bool]]:
-    """Yields objects in their order of eviction, with whether they have expired as far as the index knows."""
+def _in_order(disk: Disk, below: str, moved: list[IndexedObject]) -> Iterator[tuple[IndexedObject, bool]]:
+    """Yields objects in their order of eviction, with whether they have expired as far as the index knows.
+
+    Args:
+      moved: receives objects whose place turned out to be another one: they come again there.
+    """
     for one in disk.index.expired(below, disk.clock()):
         yield one, True
-    last, seen, size = None, set[str](), _FIRST_PAGE
-    while page := disk.index.victims(below, last, size + len(seen)):
+    last, seen, size = None, set[tuple[str, float]](), _SHORT_PAGE
+    while page := disk.index.victims(below, last, (_SHORT_PAGE if moved else size) + len(seen)):
+        moved.clear()
         size = _PAGE
-        fresh = [one for one in page if one.path not in seen]
+        fresh = [one for one in page if (one.path, one.used) not in seen]
         if not fresh:
             return
         for one in fresh:
+            if last is None or (one.turn, one.used) != (last.turn, last.used):
+                last, seen = one, set()
+            seen.add((one.path, one.used))
             yield one, False
-        # Several may have been used at the same time, so the next page begins with those again.
-        last = page[-1]
-        seen = {one.path for one in page if (one.turn, one.used) == (last.turn, last.used)}
+            if moved:  # perhaps to a place before the next one
+                break
 
 
 def _take(disk: Disk, one: IndexedObject, *, expired: bool) -> list[IndexedObject]:

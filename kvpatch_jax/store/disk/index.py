@@ -23,7 +23,18 @@ from ...errors import StoreIOError
 from ..format.naming import is_object
 from ..io.files import folder, typed, typed_errors
 from ..io.thread_pool import register_fork_guard
-from .index_rows import SELECT, IndexedObject, connect, folder_id, object_of, set_turns, upsert
+from .index_rows import (
+    FILES,
+    SELECT,
+    IndexedObject,
+    connect,
+    folder_id,
+    object_of,
+    objects_of,
+    set_turns,
+    sums_of,
+    upsert,
+)
 from .shard import Shard, locked_shards
 
 FILE = "index.sqlite"
@@ -59,6 +70,7 @@ class Index:
     def __init__(self, root: str):
         self.root = root
         self.rebuilds = 0
+        self.note: Callable[[str], object] | None = None  # counts "index_rebuilds"
         self._connection: sqlite3.Connection | None = None
         self._in_memory_until = 0.0
         self._place: tuple[int, int] | None = None
@@ -97,23 +109,34 @@ class Index:
             try:
                 self._connection = connect(path)
             except sqlite3.Error as error:
-                if not _is_damage(error):
+                if not _is_damage(error) or not self._discarded():
                     raise
-                self._discard()
                 self._connection = connect(path)
-            self._place = _place_of(path)
+            try:
+                self._place = _place_of(path)
+            except OSError as error:
+                self.close()
+                raise sqlite3.OperationalError(f"unable to open: {error.strerror}") from error
         return self._connection
 
-    def _discard(self) -> None:
-        """Removes a damaged index. Other processes notice, and open the new one."""
+    def _discarded(self) -> bool:
+        """Removes a damaged index. Returns whether it did: not on a read-only root, nor a directory in its place.
+
+        Other processes notice, and open the new one.
+        """
         self.rebuilds += 1
-        if self._connection is not None:
-            with contextlib.suppress(sqlite3.Error):
-                self._connection.close()
+        if self.note is not None:
+            self.note("index_rebuilds")
+        with contextlib.suppress(sqlite3.Error):
+            self.close()
         self._connection = None
-        for end in ("", "-wal", "-shm"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{self.root}/{FILE}{end}")
+        try:
+            for end in FILES:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{self.root}/{FILE}{end}")
+        except OSError:
+            return False
+        return True
 
     def _asked[T](self, ask: Callable[[sqlite3.Connection], T], *, begin: str | None = None) -> T:
         """Asks the index. If the file is damaged, again a new one, and else, if it fails, one in memory.
@@ -143,13 +166,19 @@ class Index:
                 if not left or _is_busy(error):
                     raise StoreIOError(f"store {self.root}: index: got {error}; expected SQLite to do it") from error
                 with self._lock:
-                    if _is_damage(error) and self._place is not None:
-                        with contextlib.suppress(OSError):
-                            self._discard()
-                    else:
+                    if not (_is_damage(error) and self._place is not None and self._discarded()):
                         self.close()
                         self._in_memory_until = time.monotonic() + _IN_MEMORY_SECONDS
         raise AssertionError
+
+    def _found[T](self, ask: Callable[[sqlite3.Connection], T]) -> T:
+        """Runs a query of all rows. If it shows that the file is damaged, again when all folders have been listed."""
+        before = self.rebuilds
+        found = self._asked(ask)
+        if self.rebuilds == before:
+            return found
+        self.refresh()
+        return self._asked(ask)
 
     # ------------------------------------------------------------------------------------------------ recording
 
@@ -208,7 +237,8 @@ class Index:
 
         def ask(connection: sqlite3.Connection) -> bool:
             row = connection.execute("SELECT since FROM ghosts WHERE path = ?", (path,)).fetchone()
-            return row is not None and row[0] >= revision
+            # One of the future is a clock's error, or damage, and must not forbid puts until then.
+            return row is not None and type(row[0]) is int and revision <= row[0] <= time.time_ns()
 
         try:
             return self._asked(ask)
@@ -219,7 +249,14 @@ class Index:
 
     def refresh(self, below: str = "obj") -> None:
         """Lists again the folders below one whose time shows that they have changed. Raises StoreIOError."""
-        known = dict(self._asked(lambda connection: connection.execute("SELECT path, mtime FROM folders").fetchall()))
+
+        def known_folders(connection: sqlite3.Connection) -> dict[str, int | None]:
+            rows = connection.execute("SELECT path, mtime FROM folders").fetchall()
+            if any(type(path) is not str for path, _ in rows):
+                raise sqlite3.DatabaseError("malformed row")
+            return dict(rows)
+
+        known = self._asked(known_folders)
         with typed_errors("store: list"):
             found = folders_in(self.root, below)
         for path, mtime in found.items():
@@ -287,10 +324,7 @@ class Index:
                 if row is None or row[1] != mtime:
                     return None
                 query = f"{SELECT} WHERE o.folder = ? AND o.file >= ? AND o.file < ? ORDER BY o.file"
-                return [
-                    IndexedObject(*found)
-                    for found in connection.execute(query, (row[0], prefix, prefix + "\U0010ffff"))
-                ]
+                return objects_of(connection, query, (row[0], prefix, prefix + "\U0010ffff"), path)
 
             found = self._asked(ask, begin="BEGIN")
             if found is not None:
@@ -303,7 +337,7 @@ class Index:
         """Lists objects as `in_folder`, by the rows that there are. Raises StoreIOError."""
         query = f"{SELECT} WHERE f.path = ? AND o.file >= ? AND o.file < ? ORDER BY o.file"
         values = (path, prefix, prefix + "\U0010ffff")
-        return self._asked(lambda connection: [IndexedObject(*row) for row in connection.execute(query, values)])
+        return self._asked(lambda connection: objects_of(connection, query, values, path))
 
     def below(self, below: str = "obj", after: str = "", most: int = -1) -> list[IndexedObject]:
         """Lists objects below a folder, sorted by path, from behind a path on. Call `refresh` first."""
@@ -313,15 +347,32 @@ class Index:
         )
         above, _, file = after.rpartition("/")
         values = (below, below + "\U0010ffff", above, above, file, most)
-        return self._asked(lambda connection: [IndexedObject(*row) for row in connection.execute(query, values)])
+        return self._found(lambda connection: objects_of(connection, query, values, below))
 
     def usage(self, below: str = "obj") -> tuple[int, int]:
         """Returns the number of objects and their bytes, of the root or of one tenant's folder. Raises StoreIOError."""
         tenant = below.partition("/")[2]
-        query = "SELECT coalesce(sum(objects), 0), coalesce(sum(bytes), 0) FROM usage"
-        if not tenant:
-            return self._asked(lambda connection: connection.execute(query).fetchone())
-        return self._asked(lambda connection: connection.execute(f"{query} WHERE tenant = ?", (tenant,)).fetchone())
+        where, values = ("WHERE tenant = ?", [tenant]) if tenant else ("", [])
+        query = f"SELECT '', coalesce(sum(objects), 0), coalesce(sum(bytes), 0) FROM usage {where}"
+        return self._found(lambda connection: sums_of(connection, query, values))[0][1:]
+
+    def audit(self, below: str = "obj") -> None:
+        """Lists all folders below one again, and compares the sums with the rows, which takes a while.
+
+        Raises:
+          StoreError: as `refresh`.
+        """
+        rows = "SELECT tenant, kind, count(*), sum(size) FROM objects GROUP BY tenant, kind"
+        kept = "SELECT tenant, kind, objects, bytes FROM usage WHERE objects <> 0 OR bytes <> 0"
+        folders = "UPDATE folders SET mtime = NULL WHERE path >= ? AND path < ?"
+
+        def ask(connection: sqlite3.Connection) -> None:
+            if sorted(connection.execute(rows), key=str) != sorted(connection.execute(kept), key=str):
+                raise sqlite3.DatabaseError("malformed sums")
+            connection.execute(folders, (below, below + "\U0010ffff"))
+
+        self._asked(ask, begin=_WRITE)
+        self.refresh(below)
 
     def oldest(self, below: str = "obj") -> float | None:
         """Returns the earliest time of last use, in seconds since the epoch; None: no objects. Raises StoreIOError."""
@@ -333,7 +384,7 @@ class Index:
     def usage_by_tenant(self) -> dict[str, tuple[int, int]]:
         """Returns objects and bytes by the keyed names of tenants. Raises StoreIOError."""
         query = "SELECT tenant, sum(objects), sum(bytes) FROM usage WHERE objects > 0 GROUP BY tenant"
-        rows = self._asked(lambda connection: connection.execute(query).fetchall())
+        rows = self._found(lambda connection: sums_of(connection, query))
         return {tenant: (objects, nbytes) for tenant, objects, nbytes in rows}
 
     def usage_by_kind(self, below: str = "obj") -> dict[str, tuple[int, int]]:
@@ -341,7 +392,7 @@ class Index:
         tenant = below.partition("/")[2]
         where, values = ("AND tenant = ?", [tenant]) if tenant else ("", [])
         query = f"SELECT kind, sum(objects), sum(bytes) FROM usage WHERE objects > 0 {where} GROUP BY kind"
-        rows = self._asked(lambda connection: connection.execute(query, values).fetchall())
+        rows = self._found(lambda connection: sums_of(connection, query, values))
         return {kind: (objects, nbytes) for kind, objects, nbytes in rows}
 
     # ------------------------------------------------------------------------------------------------- eviction
@@ -353,7 +404,7 @@ class Index:
         turn, used = (0, 0.0) if after is None else (after.turn, after.used)
         query = f"{SELECT} WHERE {own} (o.turn, o.used) >= (?, ?) ORDER BY o.turn, o.used LIMIT ?"
         values = (*([tenant] if tenant else []), turn, used, most)
-        return self._asked(lambda connection: [IndexedObject(*row) for row in connection.execute(query, values)])
+        return self._found(lambda connection: objects_of(connection, query, values, below))
 
     def expired(self, below: str, now: float, most: int = -1) -> list[IndexedObject]:
         """Lists objects that have expired as far as the index knows, earliest first. Raises StoreIOError."""
@@ -361,7 +412,7 @@ class Index:
         own = "AND o.tenant = ?" if tenant else ""
         query = f"{SELECT} WHERE o.expires <= ? {own} ORDER BY o.expires LIMIT ?"
         values = (now, *([tenant] if tenant else []), most)
-        return self._asked(lambda connection: [IndexedObject(*row) for row in connection.execute(query, values)])
+        return self._found(lambda connection: objects_of(connection, query, values, below))
 
     def correct(self, one: IndexedObject, **fields: Any) -> None:
         """Changes fields of an object's row that turned out to be wrong: `used`, `expires`."""

@@ -3,13 +3,19 @@
 import os
 import sqlite3
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..format.expiry import expiry_from_mtime
-from ..format.naming import LEAD_NAME, part_of, unreduced_part
+from ..format.naming import LEAD_NAME, is_object, part_of, unreduced_part
 
 _BUSY = 2.0
 """Seconds to wait for another process's transaction, which takes microseconds."""
+_LONGEST = 1 << 16
+"""Bytes of a text or row; longer ones are damage."""
+FILES = ("", "-wal", "-shm")
+"""Ends of the names of SQLite's files."""
+_PRAGMAS = ("trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0", "journal_mode=WAL", "synchronous=OFF",
+            "cache_size=-16000")  # fmt: skip
 _SCHEMA = (
     "CREATE TABLE folders(id INTEGER PRIMARY KEY, path TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, mtime INTEGER)",
     "CREATE TABLE objects(folder INTEGER NOT NULL, file TEXT NOT NULL, tenant TEXT NOT NULL, kind TEXT NOT NULL, "
@@ -30,12 +36,10 @@ _SCHEMA = (
     "old.size WHERE tenant = old.tenant AND kind = old.kind; END",
 )
 SELECT = (
-    "SELECT f.path || '/' || o.file, o.size, o.used, o.expires, o.revision, o.inode, o.mtime, o.turn "
+    "SELECT f.path, o.file, o.tenant, o.used, o.expires, o.size, o.revision, o.inode, o.mtime, o.turn "
     "FROM objects o JOIN folders f ON f.id = o.folder "
 )
-
-
-"""Beginning of queries for `IndexedObject`s."""
+"""Beginning of queries for `IndexedObject`s, which `objects_of` runs."""
 
 
 class IndexedObject(NamedTuple):
@@ -92,15 +96,54 @@ def object_of(path: str, stat: os.stat_result, revision: int = 0, expires: float
     return IndexedObject(path, stat.st_size, used, known, revision, stat.st_ino, stat.st_mtime_ns)
 
 
+def objects_of(connection: sqlite3.Connection, query: str, values: Sequence[Any], below: str) -> list[IndexedObject]:
+    """Runs a query for objects below a folder.
+
+    Raises:
+      sqlite3.DatabaseError: a row is no object's of that folder. SQLite checks neither types nor sums of what it reads,
+        and a row that names another file would have that one removed.
+    """
+    found: list[IndexedObject] = []
+    for above, file, tenant, used, expires, *numbers in connection.execute(query, values):
+        path = f"{above}/{file}"
+        if (
+            not (type(above) is type(file) is type(tenant) is str)
+            or not path.startswith(f"{below}/")
+            or not path.startswith(f"obj/{tenant}/")
+            or not is_object(path)
+            or not (type(used) is float and (expires is None or type(expires) is float))
+            or not all(type(number) is int and number >= 0 for number in numbers)
+        ):
+            raise sqlite3.DatabaseError("malformed row")
+        size, revision, inode, mtime, turn = numbers
+        found.append(IndexedObject(path, size, used, expires, revision, inode, mtime, turn))
+    return found
+
+
+def sums_of(connection: sqlite3.Connection, query: str, values: Sequence[Any] = ()) -> list[tuple[str, int, int]]:
+    """Runs a query for names, numbers of objects and bytes. Raises sqlite3.DatabaseError if they are no such."""
+    found = connection.execute(query, values).fetchall()
+    for name, *numbers in found:
+        if type(name) is not str or not all(type(number) is int and number >= 0 for number in numbers):
+            raise sqlite3.DatabaseError("malformed sums")
+    return found
+
+
 def connect(path: str) -> sqlite3.Connection:
     """Opens the index, and makes its tables. Raises sqlite3.DatabaseError if it is of another form."""
-    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
-        raise sqlite3.DatabaseError("got a link or the like; expected a file")
+    for end in FILES:
+        if os.path.lexists(path + end) and (os.path.islink(path + end) or not os.path.isfile(path + end)):
+            raise sqlite3.DatabaseError("got a link or the like; expected a file")
     if path != ":memory:":  # its owner's alone from the first moment; SQLite gives its other files the same mode
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise sqlite3.OperationalError(f"unable to open: {error.strerror}") from error
     connection = sqlite3.connect(path, timeout=_BUSY, isolation_level=None, check_same_thread=False)
     try:
-        for pragma in ("trusted_schema=OFF", "journal_mode=WAL", "synchronous=OFF", "cache_size=-16000"):
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
+        connection.setconfig(sqlite3.SQLITE_DBCONFIG_DEFENSIVE, True)
+        for pragma in _PRAGMAS:
             connection.execute(f"PRAGMA {pragma}").fetchall()
         connection.execute("BEGIN IMMEDIATE")
         found = [row[0] for row in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]

@@ -105,14 +105,16 @@ class ObjectWriter:
     Attributes:
       tombstones: of the tenant whose objects are written; None: deletions are not looked at.
       outbox: receives what is put, for the remote store; None: there is none.
+      note: counts locks that are waited for.
     """
 
     def __init__(self, root: str, check: str | None, index: Index):
         self.root, self._check, self._index = root, check, index
         self.tombstones: Tombstones | None = None
         self.outbox: Outbox | None = None
+        self.note: Callable[[str], object] | None = None
 
-    def put(self, items: Sequence[tuple[Name, Blob]], only: Only = "later") -> PutResult:
+    def put(self, items: Sequence[tuple[Name, Blob]], only: Only = "later", since: int | None = None) -> PutResult:
         """Writes several objects durably, in groups of `GROUP`, each with one sync of the data and one of the names.
 
         An object is not written if its name has a later revision: then it counts as replaced. Blobs without a revision
@@ -120,6 +122,8 @@ class ObjectWriter:
 
         Args:
           only: "later" as above; "copy": neither over an object of a later format; "absent": over no object.
+          since: of a copy, when its read began, in nanoseconds since the epoch: it does not take the place of what was
+            evicted since then, which may be later.
 
         Raises:
           StoreFullError, StoreReadOnlyError, StoreIOError: no object is acknowledged or partly there. If there is more
@@ -129,7 +133,7 @@ class ObjectWriter:
         result = PutResult(0, 0, [])
         for start in range(0, len(items), GROUP):
             try:
-                part = self._put_group(items[start : start + GROUP], only)
+                part = self._put_group(items[start : start + GROUP], only, since)
                 buried = result.buried + part.buried
                 result = PutResult(result.nbytes + part.nbytes, result.outdated + part.outdated, buried)
             except StoreError as error:
@@ -139,7 +143,7 @@ class ObjectWriter:
                 raise type(error)(f"{stored} {error}") from error
         return result
 
-    def _put_group(self, items: Sequence[tuple[Name, Blob]], only: Only) -> PutResult:
+    def _put_group(self, items: Sequence[tuple[Name, Blob]], only: Only, since: int | None) -> PutResult:
         files: list[_Written] = []
         named, buried = list[_Written](), list[Name]()
         aside, synced = -1, list[Shard]()
@@ -159,7 +163,7 @@ class ObjectWriter:
             sync_files([file.fd for file in files])
             waiting: Sequence[_Written] = files
             while waiting:
-                waiting = self._name(waiting, named, buried, only, synced)
+                waiting = self._name(waiting, named, buried, only, since, synced)
             if self.outbox is not None and named and only != "copy":
                 self.outbox.sync()
             for shard in synced:  # without the locks, which others wait for
@@ -183,6 +187,7 @@ class ObjectWriter:
         named: list[_Written],
         buried: list[Name],
         only: Only,
+        since: int | None,
         synced: list[Shard],
     ) -> list[_Written]:
         """Gives files their names, under the locks of their shards, unless later ones have them.
@@ -196,7 +201,8 @@ class ObjectWriter:
           The files whose tenant was deleted in the meantime, so that their folder has to be made again.
         """
         placed, added = list[_Written](), list[IndexedObject]()
-        shards = lock_shards(self.root, sorted({file.name.folder for file in files}), make=True)
+        folders = sorted({file.name.folder for file in files})
+        shards = lock_shards(self.root, folders, make=True, note=self.note)
         try:
             # In the locks: a rotation waits for them, so that nothing is written with the old key afterwards. A
             # deletion of the tenant may have removed the files.
@@ -205,7 +211,7 @@ class ObjectWriter:
             for file in files:
                 name, header = file.name, file.header
                 shard = shards[name.folder]
-                why = self._outdated(shard, name, header.revision, only)
+                why = self._outdated(shard, name, header.revision, only, since)
                 if why is not None:
                     buried += [name] if why == "buried" else []
                     continue
@@ -231,18 +237,19 @@ class ObjectWriter:
             release(shards.values())
         return moved
 
-    def _outdated(self, shard: Shard, name: Name, revision: int, only: Only) -> str | None:
+    def _outdated(self, shard: Shard, name: Name, revision: int, only: Only, since: int | None) -> str | None:
         """Returns why a write is not made, which was given a revision when it began: "replaced" or "buried" since."""
         known = revision_in(shard.fd, name.file) if revision or only != "later" else -1
         if known >= 0 and only == "absent":
             return "replaced"
         if known == NEWER_FORMAT and only == "later":  # the owner's put replaces what this release cannot read
             known = -1
+        began = revision if since is None else since
+        if known < 0 and began and self._index.was_evicted_since(name.path, began):
+            return "replaced"
         if not revision:
             return None
-        # A copy comes from a tier that has what was evicted, or later.
-        was_evicted = known < 0 and only == "later" and self._index.was_evicted_since(name.path, revision)
-        if revision <= known or was_evicted:
+        if revision <= known:
             return "replaced"
         gone = 0 if self.tombstones is None else self.tombstones.of(name, shard.fd)
         return "buried" if revision <= gone else None

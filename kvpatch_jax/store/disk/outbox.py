@@ -1,7 +1,7 @@
 """Outbox: what a remote store does not have yet, durable and in order, so that an outage delays it and loses nothing.
 
     root/outbox/<tenant>.<backbone>.<file>            a link to the object's file
-    root/outbox/<tenant>.<backbone>.<chunk>.gone      a deletion, with its revision
+    root/outbox/<tenant>.<backbone>.<chunk>.gone      a deletion, as of the tombstone of the chunk
 
 A link keeps the content when the object is evicted. A write replaces the link of an earlier one of its name.
 """
@@ -21,16 +21,13 @@ from ..io.files import (
     link,
     make_directories,
     open_regular_in,
-    read_small,
     rename,
-    write_all,
     written,
 )
-from .revisions import GONE
+from .revisions import GONE, Tombstones
 from .shard import Shard, locked_shards
 
 FOLDER = "outbox"
-_LARGEST = 64
 
 
 class OutboxEntry(NamedTuple):
@@ -57,10 +54,16 @@ class OutboxEntry(NamedTuple):
 
 
 class Outbox:
-    """Outbox of a root, or of one tenant."""
+    """Outbox of a root, or of one tenant.
 
-    def __init__(self, root: str, tenant: str = ""):
-        self._root, self._tenant = root, tenant
+    Args:
+      root: the store's directory.
+      tenant: keyed name of the tenant; "": all.
+      tombstones: of the tenant's chunks, without which no deletion is sent.
+    """
+
+    def __init__(self, root: str, tenant: str = "", tombstones: Tombstones | None = None):
+        self._root, self._tenant, self._tombstones = root, tenant, tombstones
 
     def add(self, shard: Shard, file: str) -> None:
         """Links an object of a locked shard into the outbox. Durable after `sync`. Raises OSError."""
@@ -77,8 +80,11 @@ class Outbox:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(aside, dir_fd=fd)
 
-    def add_deletion(self, chunk_key: str, revision: int) -> None:
-        """Adds the deletion of a chunk durably, and removes the chunk's objects from the outbox. Raises OSError."""
+    def add_deletion(self, chunk_key: str) -> None:
+        """Adds the deletion of a chunk durably, and removes the chunk's objects from the outbox. Raises OSError.
+
+        Its tombstone must be durable.
+        """
         _, tenant, backbone, _, chunk = chunk_key.split("/")
         target, aside = f"{tenant}.{backbone}.{chunk}{GONE}", f"{tenant}.new-{secrets.token_hex(6)}"
         with self._folder() as fd:
@@ -87,7 +93,6 @@ class Outbox:
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(file, dir_fd=fd)
             with open_regular_in(fd, aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as new:
-                write_all(new, [b"%d\n" % revision], 0)
                 os.fsync(new)
             rename(fd, aside, fd, target)
             os.fsync(fd)
@@ -111,12 +116,8 @@ class Outbox:
         return sorted(found, key=lambda entry: (entry.since, entry.file))
 
     def revision(self, entry: OutboxEntry) -> int:
-        """Returns the revision of a deletion; 0 if its file is gone or damaged."""
-        try:
-            text = read_small(self._root, f"{FOLDER}/{entry.file}", _LARGEST)
-        except OSError:
-            return 0
-        return int(text) if text.endswith(b"\n") and text[:-1].isdigit() else 0
+        """Returns the revision of a deletion, as the chunk's tombstone says; 0: nobody with the key has deleted it."""
+        return 0 if self._tombstones is None else self._tombstones.of(name_at(f"{entry.path}.kv.safetensors"))
 
     def done(self, entry: OutboxEntry) -> None:
         """Removes an entry that the remote store has, unless a later one has its place."""

@@ -52,9 +52,10 @@ class RevisionClock:
         self._lock = threading.Lock()
 
     def next(self, known: int = 0) -> int:
-        """Returns a revision after a known one and after all that this process has taken."""
+        """Returns a revision after a known one, if that is possible, and after all that this process has taken."""
         with self._lock:
-            least = max(time.time_ns(), self._last, known) // _RANDOM + 1
+            now = time.time_ns()
+            least = max(now, self._last, known if known < now + _FUTURE else 0) // _RANDOM + 1
             self._last = least * _RANDOM + secrets.randbelow(_RANDOM)
             return self._last
 
@@ -117,8 +118,10 @@ class Tombstones:
         except (OSError, StoreCorruptError, ValueError):
             return 0
         revision = tree.get("revision") if isinstance(tree, dict) else None
-        # One that was changed, or is another chunk's, counts for nothing.
-        return revision if type(revision) is int and tree.get("signature") == self._signature(path, revision) else 0
+        # One that was changed, is another chunk's or of the far future counts for nothing.
+        if type(revision) is not int or revision >= time.time_ns() + _FUTURE:
+            return 0
+        return revision if tree.get("signature") == self._signature(path, revision) else 0
 
     def _signature(self, path: str, revision: int) -> str:
         return self._names.signature("gone", path, str(revision))

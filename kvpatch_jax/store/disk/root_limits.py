@@ -104,6 +104,12 @@ def _parsed(text: bytes) -> RootLimits:
     if isinstance(tree, dict) and type(tree.get("version")) is int and tree["version"] > 1:
         raise StoreVersionError(f"store: {FILE}: got version {tree['version']}; expected 1")
     fits = isinstance(tree, dict) and tuple(tree) == _FIELDS and isinstance(tree["tenants"], dict)
-    if not fits or not all(map(is_size, [tree["disk"], tree["tenant"], *tree["tenants"].values()])):
+    if (
+        not fits
+        or type(tree["version"]) is not int
+        or tree["version"] != 1
+        or not all(map(is_size, [tree["disk"], tree["tenant"], *tree["tenants"].values()]))
+        or None in tree["tenants"].values()
+    ):
         raise StoreCorruptError(f"store: {FILE}: got {str(tree)[:80]}; expected {_FIELDS} in bytes")
-    return RootLimits(tree["disk"], tree["tenant"], {name: size for name, size in tree["tenants"].items() if size})
+    return RootLimits(tree["disk"], tree["tenant"], tree["tenants"])

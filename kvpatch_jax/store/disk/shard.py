@@ -5,7 +5,7 @@ The lock is the folder's own (`flock`), so that it costs no file, and one tenant
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from ..io.folders import close, made_folder, open_folder
@@ -45,26 +45,39 @@ class Shard(NamedTuple):
 
 @contextlib.contextmanager
 def locked_shards(
-    root: str, paths: Iterable[str], *, make: bool = False, seconds: float = SECONDS
+    root: str,
+    paths: Iterable[str],
+    *,
+    make: bool = False,
+    seconds: float = SECONDS,
+    note: Callable[[str], object] | None = None,
 ) -> Iterator[dict[str, Shard]]:
     """Locks folders below a root, sorted, so that two groups of them cannot wait for each other. Yields them by path.
 
     Args:
       make: creates missing folders durably.
       seconds: how long each lock is tried.
+      note: counts locks that are not free (`locks.lock`).
 
     Raises:
       StoreBusyError: another process holds one.
       FileNotFoundError, NotADirectoryError: one does not exist. OSError: another error.
     """
-    shards = lock_shards(root, sorted(set(paths)), make=make, seconds=seconds)
+    shards = lock_shards(root, sorted(set(paths)), make=make, seconds=seconds, note=note)
     try:
         yield shards
     finally:
         release(shards.values())
 
 
-def lock_shards(root: str, paths: Collection[str], *, make: bool = False, seconds: float = SECONDS) -> dict[str, Shard]:
+def lock_shards(
+    root: str,
+    paths: Collection[str],
+    *,
+    make: bool = False,
+    seconds: float = SECONDS,
+    note: Callable[[str], object] | None = None,
+) -> dict[str, Shard]:
     """Locks folders as `locked_shards`, in the order given, until `release`."""
     shards: dict[str, Shard] = {}
     try:
@@ -77,7 +90,7 @@ def lock_shards(root: str, paths: Collection[str], *, make: bool = False, second
                         raise
                     fd = made_folder(root, path)
                 try:
-                    lock(fd, f"{root}/{path}", seconds=seconds)
+                    lock(fd, f"{root}/{path}", seconds=seconds, note=note)
                     stat = os.fstat(fd)
                 except BaseException:
                     close(fd)

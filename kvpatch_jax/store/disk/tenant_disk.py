@@ -139,10 +139,10 @@ class TenantDisk:
         self.counters.observe("commit", "disk", time.perf_counter() - began)
         return buried
 
-    def keep(self, name: Name, blob: Blob) -> None:
-        """Writes a copy of a stored object, encrypted as it is. Raises as `ChunkStore.put`."""
+    def keep(self, name: Name, blob: Blob, since: int) -> None:
+        """Writes a copy of a stored object, encrypted as it is, whose read began at `since` (ns). Raises as `put`."""
         self.make_room(lambda: file_size(blob, name.file))
-        result = self.disk.put_group([(name, blob)], "copy")
+        result = self.disk.put_group([(name, blob)], "copy", since)
         self.counters.add("promotions", int(result.nbytes > 0))
 
     def delete_chunk(self, name: Name) -> tuple[bool, int]:
@@ -157,11 +157,15 @@ class TenantDisk:
         with typed_errors("store: delete"):
             if not os.path.isdir(f"{self.disk.root}/{name.folder}") and not os.access(self.disk.root, os.W_OK):
                 return False, 0
-            with locked_shards(self.disk.root, [name.folder], make=True) as shards:
+            with locked_shards(self.disk.root, [name.folder], make=True, note=self.counters.add) as shards:
                 shard = shards[name.folder]
                 files = [file for file in os.listdir(shard.fd) if file.startswith(f"{name.chunk}.")]
                 files = [file for file in files if is_object(f"{name.folder}/{file}")]
-                known = [one.revision for one in self.disk.index.known_in_folder(name.folder, f"{name.chunk}.")]
+                # What the index has no revision of is looked at: a clock may have been set back since it was put.
+                rows = self.disk.index.known_in_folder(name.folder, f"{name.chunk}.")
+                known = {os.path.basename(one.path): one.revision for one in rows}
+                for file in files:
+                    known[file] = known.get(file) or min(revision_in(shard.fd, file), NEWER_FORMAT - 1)
                 changes = Changes(evicted=False)
                 try:
                     # Canonicals come first: nobody may find one when other parts of the chunk are gone.
@@ -169,7 +173,7 @@ class TenantDisk:
                         os.unlink(file, dir_fd=shard.fd)
                         changes.removed.append(f"{name.folder}/{file}")
                     # Last, because on a full disk there is room for it by now.
-                    revision = CLOCK.next(max(known, default=0))
+                    revision = CLOCK.next(max(known.values(), default=0))
                     self.tombstones.put(shard, name.chunk, revision)
                 finally:
                     self.disk.index.record([shard], changes)
@@ -189,10 +193,11 @@ class TenantDisk:
             locked_shards(self.disk.root, [name.folder], make=True) as shards,
         ):
             shard, changes = shards[name.folder], Changes(evicted=False)
-            for one in self.disk.index.known_in_folder(name.folder, f"{name.chunk}."):
-                file = os.path.basename(one.path)
-                if revision_in(shard.fd, file) <= revision and unlink_if(shard, file):
-                    changes.removed.append(one.path)
+            for file in os.listdir(shard.fd):
+                path = f"{name.folder}/{file}"
+                ours = file.startswith(f"{name.chunk}.") and is_object(path)
+                if ours and revision_in(shard.fd, file) <= revision and unlink_if(shard, file):
+                    changes.removed.append(path)
             self.tombstones.put(shard, name.chunk, revision)
             self.disk.index.record([shard], changes)
             os.fsync(shard.fd)
@@ -318,10 +323,12 @@ class TenantDisk:
 
     def _forget_deletions(self) -> None:
         """Removes tombstones for which nothing older can come any more: old ones, of which the outbox has nothing."""
-        waiting = {entry.path for entry in Outbox(self.disk.root, self.names.tenant_name).entries()}
+        with typed_errors("store: collect"):
+            waiting = {entry.path for entry in Outbox(self.disk.root, self.names.tenant_name).entries()}
         limit = time.time_ns() - int(RETENTION * 1e9)
         for path in self.disk.index.folders(self.names.space):
             with (
+                typed_errors("store: collect"),
                 contextlib.suppress(FileNotFoundError, NotADirectoryError, StoreBusyError),
                 locked_shards(self.disk.root, [path], seconds=0.0) as shards,
             ):

@@ -56,6 +56,8 @@ def _walked(fd: int, path: str, *, make: bool) -> int:
     """Opens a directory below an open one, which it closes, name by name. Raises as `open_folder`."""
     try:
         for part in path.split("/") if path else ():
+            if part == "..":
+                raise NotADirectoryError(errno.ENOTDIR, "got a path that leads out; expected one below the root")
             if make:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, 0o700, dir_fd=fd)

@@ -7,21 +7,11 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ...errors import StoreBusyError
 from .files import open_regular
 
-
-class LockCounts:
-    """Counts of this process: locks that were waited for, and those that were given up."""
-
-    def __init__(self) -> None:
-        self.waits = self.timeouts = 0
-
-
-COUNTS = LockCounts()
-"""The process's counts."""
 SECONDS = 10.0
 """Seconds for which a lock is tried: locks are held for milliseconds, so the holder is stopped or hangs."""
 
@@ -49,12 +39,15 @@ def locked(path: str, *, shared: bool, below: str = "", seconds: float = SECONDS
             unlock(fd)
 
 
-def lock(fd: int, what: str, *, shared: bool = False, seconds: float = SECONDS) -> None:
+def lock(
+    fd: int, what: str, *, shared: bool = False, seconds: float = SECONDS, note: Callable[[str], object] | None = None
+) -> None:
     """Locks an open file or folder until `unlock`, or until it is closed.
 
     Args:
       what: name of the file in the error.
       seconds: how long to try; 0: once.
+      note: called with "lock_waits" if the lock is not free, and with "lock_timeouts" if it is given up.
 
     Raises:
       StoreBusyError: others hold it; the message names them.
@@ -67,11 +60,13 @@ def lock(fd: int, what: str, *, shared: bool = False, seconds: float = SECONDS) 
             return
         except BlockingIOError:
             if time.monotonic() >= until:
-                COUNTS.timeouts += seconds > 0
+                if note is not None and seconds:
+                    note("lock_timeouts")
                 raise StoreBusyError(
                     f"store: got no lock of {what} in {seconds:g} s, which {holders(fd)} holds; expected it to be free"
                 ) from None
-        COUNTS.waits += seconds > 0 and pause == _FIRST_PAUSE
+        if note is not None and pause == _FIRST_PAUSE:
+            note("lock_waits")
         time.sleep(pause)
         pause = min(2 * pause, 5e-3)
 

@@ -26,7 +26,7 @@ class LeaseRecord(NamedTuple):
     @classmethod
     def parse(cls, data: bytes) -> "LeaseRecord | None":
         """Parses a lease; None if it is none."""
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             value = json.loads(data)
             return cls(str(value["owner"]), float(value["deadline"]))
         return None

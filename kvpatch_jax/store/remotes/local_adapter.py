@@ -43,6 +43,7 @@ class LocalAdapter:
         with _typed("open"):
             for folder in (self._locks, self._unfinished):
                 os.makedirs(folder, exist_ok=True)
+                self._expect_no_link(folder)
             self._sweep()
             with self._lock("probe"):
                 mtime = int(time.time()) * 1_000_000_000 + 1  # now, or another process would sweep it as abandoned
@@ -51,6 +52,12 @@ class LocalAdapter:
                 os.unlink(probe)
         if rounded != mtime:
             raise StoreIOError(f"remote store: open: got times of {mtime} ns kept as {rounded}; expected nanoseconds")
+
+    def _expect_no_link(self, folder: str) -> None:
+        """Raises StoreIOError if a folder below the root is reached by a link: what is old in it would be deleted."""
+        relative = os.path.relpath(folder, self.root)
+        if os.path.realpath(folder) != os.path.normpath(os.path.join(os.path.realpath(self.root), relative)):
+            raise StoreIOError(f"remote store: got a link on the way to {relative[:200]!r}; expected folders")
 
     def _sweep(self) -> None:
         for entry in os.scandir(self._unfinished):
@@ -133,6 +140,7 @@ class LocalAdapter:
         """Writes a value if the path has what is expected. Raises StoreIOError."""
         file = self._file(path)
         with _typed("put"), self._lock(path):
+            self._expect_no_link(os.path.dirname(file))
             status = _status(file)
             if not _meets(status, expected):
                 return None
@@ -164,6 +172,7 @@ class LocalAdapter:
         """Deletes a value if it has the expected generation. Returns whether it had. Raises StoreIOError."""
         file = self._file(path)
         with _typed("delete"), self._lock(path):
+            self._expect_no_link(os.path.dirname(file))
             status = _status(file)
             if not _meets(status, expected):
                 return False

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from ...errors import StoreCorruptError, StoreUnreachableError
 from ...utils import strict_json
+from ..format.header import LARGEST_REVISION
 from .adapter import ABSENT, RemoteAdapter
 
 SUFFIX = ".gone"
@@ -30,7 +31,7 @@ def parse_tombstone(data: bytes) -> int:
     except ValueError as error:
         raise StoreCorruptError(f"tombstone: got {str(error)[:100]}; expected JSON") from error
     revision = value.get("revision") if isinstance(value, dict) else None
-    if type(revision) is not int or revision < 0:
+    if type(revision) is not int or not 0 <= revision <= LARGEST_REVISION:
         raise StoreCorruptError(f"tombstone: got {str(value)[:60]}; expected a revision")
     return revision
 

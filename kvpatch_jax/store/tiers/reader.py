@@ -237,6 +237,6 @@ class TieredReader:
         """Copies a remote object to the disk, if it was read whole, there is room, and nothing later has its name."""
         if pending.blob is not None:
             with contextlib.suppress(StoreError):  # the read itself has succeeded
-                self._tenant_disk.keep(name, pending.blob)
+                self._tenant_disk.keep(name, pending.blob, pending.since)
                 return
             self._counters.add("promotion_errors")

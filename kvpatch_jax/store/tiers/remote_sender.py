@@ -148,7 +148,10 @@ class RemoteSender:
         began = time.perf_counter()
         try:
             if entry.deletion:
-                self._remote.bury(entry.path, self._outbox.revision(entry))
+                revision = self._outbox.revision(entry)
+                if not revision:
+                    raise StoreCorruptError("outbox: got a deletion without a tombstone; expected one")
+                self._remote.bury(entry.path, revision)
             else:
                 with open_regular(self._root, f"{FOLDER}/{entry.file}", noatime=True) as fd:
                     lock(fd, entry.file, seconds=0.0)  # until it is closed

@@ -50,12 +50,14 @@ class PendingObject:
       read: reads and decrypts adjacent leaves.
       stored: its header as it is stored, encrypted or not.
       kept: the leaves that were read so far, as they are stored.
+      since: when the read began, in nanoseconds since the epoch.
     """
 
     header: Header
     read: Read
     stored: Header
     kept: Mapping[str, np.ndarray]
+    since: int
 
     def whole(self) -> dict[str, np.ndarray] | None:
         """Reads every leaf; None if one is damaged or cannot be read."""
@@ -125,7 +127,7 @@ class RemoteReader:
         Raises:
           StoreKeyError: it is encrypted with another key.
         """
-        found = None
+        found, since = None, time.time_ns()
         with contextlib.suppress(StoreError), self._counted():
             found = self.remote.open(name, lambda: self._counters.add("unsteady_reads"))
         gone = 0 if self._tombstones is None else self._tombstones.of(name)
@@ -154,7 +156,7 @@ class RemoteReader:
                 kept.clear()  # so that no part of it is copied to the disk
                 raise
 
-        return PendingObject(header, read, found.header, kept)
+        return PendingObject(header, read, found.header, kept, since)
 
     def paths(self, prefix: str) -> list[str]:
         """Lists objects whose path begins with a prefix; empty if the service fails."""
@@ -179,15 +181,23 @@ class RemoteTier(RemoteReader):
     def __init__(self, remote: RemoteStore, tenant_disk: TenantDisk):
         super().__init__(remote, tenant_disk.disk)
         self._tenant_disk = tenant_disk
-        root, self.outbox = tenant_disk.disk.root, Outbox(tenant_disk.disk.root, tenant_disk.names.tenant_name)
+        root = tenant_disk.disk.root
+        self.outbox = Outbox(root, tenant_disk.names.tenant_name, tenant_disk.tombstones)
         tenant_disk.disk.writer.outbox = self.outbox
         self.sender = RemoteSender(remote, root, self.outbox, self._counters, tenant_disk.budget.disk)
 
-    def delete(self, name: Name, revision: int) -> None:
-        """Has the remote store delete a chunk, durably noted before this returns. Raises StoreError."""
+    def delete(self, name: Name) -> None:
+        """Has the remote store delete a chunk that was deleted here, durably noted on return. Raises StoreError."""
         with typed_errors("store: delete"):
-            self.outbox.add_deletion(name.chunk_key, revision)
+            self.outbox.add_deletion(name.chunk_key)
         self.sender.wake()
+
+    def discard(self) -> None:
+        """Empties the outbox, and waits for what is on its way to the remote store. Raises StoreError."""
+        with typed_errors("store: delete a tenant"):
+            self.outbox.clear()
+        with contextlib.suppress(StoreError):  # it does not answer, so nothing is on its way
+            self.sender.flush()
 
     def gauges(self) -> dict[str, float | int]:
         """Returns how much waits in the outbox, and for how long."""

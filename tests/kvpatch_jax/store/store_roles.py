@@ -96,7 +96,8 @@ def leave(root: str, worker: int, **more: object) -> None:
 def far_store(root: str) -> ChunkStore:
     """Opens the tenant's store on another machine, which shares the remote store."""
     remote = KeyValueStore({"driver": "file", "path": f"{root}.remote/"})
-    return ChunkStore(f"{root}.far", tenant=PROMOTED, secret=REMOTE_SECRET, budget=Budget(host=0), remote=remote)
+    common = {"secret": REMOTE_SECRET, "budget": Budget(host=0), "write_behind": False}
+    return ChunkStore(f"{root}.far", tenant=PROMOTED, remote=remote, **common)
 
 
 def near_store(root: str) -> ChunkStore:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from array_cases import import_arrays
 from packed_cases import same_leaves, same_packed
 from store_cases import same, same_chunk
 
@@ -109,5 +108,5 @@ def test_a_snapshot_is_restored(before: Path, tmp_path: Path, tenant: str, direc
 
 def test_an_export_is_imported(before: Path, tmp_path: Path):
     with opened(tmp_path / "new", "default") as store:
-        assert import_arrays(before / "export", store).damaged == 0
+        assert load_snapshot(before / "export", tmp_path / "new", tenant="default").damaged == 0
         expect_all(store)

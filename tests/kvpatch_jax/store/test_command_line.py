@@ -62,11 +62,11 @@ def test_ls_and_stat_show_the_operator_all_and_a_tenant_its_own(root: Path, call
     assert all(each in everything["objects"] for each in own["objects"])
     assert sum(each["expires"] is not None for each in everything["objects"]) == 1
     assert all(each["nbytes"] == (root / each["path"]).stat().st_size for each in everything["objects"])
-    _, sums = call("stat")
+    _, sums = call("stat", "--deep")
     assert (sums["objects"], sums["expired"], sums["encrypted"]) == (7, 1, 4)
     assert sums["bytes"] == sum(each["nbytes"] for each in everything["objects"])
     assert sums["kinds"]["kv"]["objects"] == 3
-    _, sums = call("stat", "--tenant=two")
+    _, sums = call("stat", "--tenant=two", "--deep")
     assert (sums["objects"], sums["encrypted"], len(sums["tenants"])) == (4, 4, 1)
     assert call("ls", "--tenant=nobody") == (1, {"objects": []})
 
@@ -330,7 +330,7 @@ def test_ls_stat_and_verify_take_libraries(shelves: Path, call):
     _, own = call("ls", "--tenant=one")
     assert len(own["objects"]) == 3 + 5
     assert len({each["tenant"] for each in own["objects"]}) == 1
-    _, sums = call("stat")
+    _, sums = call("stat", "--deep")
     assert (sums["objects"], sums["expired"], sums["encrypted"]) == (7 + 10, 1 + 2, 4 + 5)
     assert sums["kinds"]["static"]["objects"] == 6
     assert call("stat", "--tenant=two")[1]["kinds"]["dynamic"]["objects"] == 2

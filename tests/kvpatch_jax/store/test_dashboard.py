@@ -13,8 +13,8 @@ from kvpatch_jax.store.disk.counters import BOUNDS, Histogram
 from kvpatch_jax.store.metrics import METRICS
 
 ROOT = Path(__file__).parents[3]
-OF_THE_PROCESS = {"lock_waits", "lock_timeouts", "index_rebuilds"}
-"""Counts that `ChunkStore.statistics` adds to those of the store."""
+NOTED = {"lock_waits", "lock_timeouts", "index_rebuilds"}
+"""Counts that are noted by a function which its caller was given."""
 COUNTS = {
     "kvpatch_store_hits_total": ("device_hits", "host_hits", "disk_hits", "remote_hits"),
     "kvpatch_store_evictions_total": ("device_evicted_budget", "host_evicted_replaced", "disk_evicted_expired"),
@@ -108,4 +108,4 @@ def test_every_count_of_the_code_has_a_metric_and_every_metric_is_counted():
     assert "Of that name in" not in text
     plain = {name for name, (kind, _) in METRICS.items() if kind == "counter" and name not in COUNTS}
     plain = {name.removeprefix("kvpatch_store_").removesuffix("_total") for name in plain}
-    assert plain - counted == OF_THE_PROCESS
+    assert plain - counted == NOTED

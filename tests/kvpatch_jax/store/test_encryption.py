@@ -293,7 +293,7 @@ def test_encryption_does_not_need_its_library_when_off(tmp_path: Path, monkeypat
 def test_the_remote_store_holds_the_same_encrypted_bytes(tmp_path: Path):
     spec, context = {"driver": "memory", "path": "store/"}, tensorstore.Context()
     remote, service = KeyValueStore(spec, context=context), tensorstore.KvStore.open(spec, context=context).result()
-    common = {"budget": NO_MEMORY, "secret": b"shared by the machines", "remote": remote}
+    common = {"budget": NO_MEMORY, "secret": b"shared by the machines", "remote": remote, "write_behind": False}
     chunk = chunk_of()
     with ChunkStore(tmp_path / "one", key=KEY, **common) as one, ChunkStore(tmp_path / "two", key=KEY, **common) as two:
         one.put(chunk)

@@ -124,6 +124,7 @@ def descriptors() -> int:
 def fails_well(store: ChunkStore, operation: Callable[[ChunkStore], bool], at: int, code: int) -> bool:
     """One operation, its system call number `at` failing, and all that must hold afterwards. Whether one failed."""
     prepared(store)
+    store.disk.index.usage()
     before, acknowledged, raised = descriptors(), False, None
     with OneFailure(store.disk.root, at, code).installed() as failure:
         try:
@@ -134,7 +135,7 @@ def fails_well(store: ChunkStore, operation: Callable[[ChunkStore], bool], at: i
     assert raised is None or failure.failed, what
     assert raised is None or isinstance(raised, KINDS[code]), what
     assert raised is None or operation not in MISSES, what
-    assert descriptors() == before, what
+    assert descriptors() <= before, what  # fewer if the index was closed, which is opened when it is needed
     assert same_chunk(store.get("old", BACKBONE), OLD), what
     assert len(store.get_patches(patch_of(OLD).metadata)) == 1, what
     found = store.get("new", BACKBONE)
@@ -197,7 +198,7 @@ def test_making_a_store_may_fail_anywhere(tmp_path: Path, monkeypatch):
             store.put(OLD)
             store.collect()
             assert same_chunk(store.get("old", BACKBONE), OLD)
-        assert sorted(path.name for path in root.iterdir() if not path.name.endswith(".lock")) == [
+        assert sorted(path.name for path in root.iterdir() if not path.name.startswith("index.sqlite")) == [
             "STORE.copy.json",
             "STORE.json",
             "obj",

@@ -161,6 +161,7 @@ def test_an_object_of_a_later_version_that_this_one_understands_is_read(store: C
 def test_what_a_library_and_a_remote_store_hold_of_such_a_version_is_read(tmp_path: Path, key: bytes | None):
     remote = KeyValueStore({"driver": "file", "path": f"{tmp_path}/remote/"})
     more: dict[str, Any] = {"secret": b"shared by the machines", "remote": remote, "key": key, "budget": Budget(host=0)}
+    more["write_behind"] = False
     with ChunkStore(tmp_path / "one", **more) as one:
         one.put(CHUNK)
         StaticLibrary(one, quota=1 << 20).put("NAME", "a text", kind="TEXT")
@@ -235,7 +236,7 @@ def test_a_newer_object_counts_for_budgets_and_stays_where_it_fits(tmp_path: Pat
         make_room(store.disk, sizes - 1, 0, lambda chunk: False)
         assert not other.exists()
     assert path.read_bytes() == raw
-    assert main(["stat", f"--root={tmp_path}", "--json"]) == 0
+    assert main(["stat", f"--root={tmp_path}", "--json", "--deep"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["objects"], found["bytes"], found["newer"], found["unreadable"]) == (1, len(raw), 1, 0)
 
@@ -294,6 +295,7 @@ def test_a_newer_remote_object_is_a_miss_and_stays(tmp_path: Path, capsys):
     for case, change in (CANONICAL | {"newer": version}).items():
         remote = KeyValueStore(spec)
         more: dict[str, Any] = {"secret": b"shared by the machines", "remote": remote, "budget": Budget(host=0)}
+        more["write_behind"] = False
         with ChunkStore(tmp_path / case, **more) as one, ChunkStore(tmp_path / f"{case} too", **more) as two:
             one.put(CHUNK)
             path = tmp_path / "remote" / name_of(one, CHUNK).path

@@ -53,6 +53,7 @@ def fill(store: ChunkStore) -> None:
 
 def spoil(store: ChunkStore, id: str) -> None:
     store.put(chunk_of(id))
+    store.flush()  # what waits for a remote store is a link to the same file
     path = file_of(store, chunk_of(id))
     path.write_bytes(path.read_bytes()[:-1])
     assert store.disk.get(name_of(store, chunk_of(id))) is None
@@ -65,7 +66,7 @@ def everything(root: Path | str) -> dict[str, bytes]:
 def own_files(root: Path | str, store: ChunkStore) -> dict[str, bytes]:
     tenant = store.names.space.rpartition("/")[2]
     found = {path: data for path, data in everything(root).items() if tenant in path}
-    return {path: data for path, data in found.items() if not path.endswith(".gone")}  # of older writes, for a while
+    return {path: data for path, data in found.items() if not path.endswith(".gone")}  # they stay for a day
 
 
 # ----------------------------------------------------------------------------------------------------------- deletion
@@ -74,7 +75,7 @@ def own_files(root: Path | str, store: ChunkStore) -> dict[str, bytes]:
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
 def test_deleting_a_tenant_removes_everything_of_it_and_nothing_of_others(tmp_path: Path, key):
     remote = KeyValueStore({"driver": "memory"}, context=tensorstore.Context())
-    common = {"remote": remote, "budget": Budget(device=1 << 20), "key": key}
+    common = {"remote": remote, "write_behind": False, "budget": Budget(device=1 << 20), "key": key}
     with ChunkStore(tmp_path, tenant="one", **common) as one, ChunkStore(tmp_path, tenant="two", **common) as two:
         fill(one)
         fill(two)
@@ -93,6 +94,17 @@ def test_deleting_a_tenant_removes_everything_of_it_and_nothing_of_others(tmp_pa
         assert same_chunk(two.get("B0", BACKBONE), chunk_of("B0"))
         one.put(chunk_of("B0"))
         assert same_chunk(one.get("B0", BACKBONE), chunk_of("B0"))
+
+
+def test_nothing_of_a_deleted_tenant_is_sent_afterwards(tmp_path: Path):
+    remote = KeyValueStore({"driver": "memory"}, context=tensorstore.Context())
+    with ChunkStore(tmp_path, tenant="one", remote=remote) as store:
+        for number in range(20):
+            store.put(chunk_of(f"B{number}", number))
+        store.delete_tenant()  # in the middle of sending
+        store.flush()
+        assert remote.paths("obj/") == []
+        assert store.statistics().gauges["outbox_objects"] == 0
 
 
 def test_deletion_includes_queued_objects(tmp_path: Path):
