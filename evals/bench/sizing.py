@@ -31,8 +31,8 @@ CHUNKS, SKEW, DRIFT = 0.25, 0.9, 0.1
 """Chunks that are asked for at a time over the requests, exponent of their popularity, and new ones over requests."""
 DISK, HOST = 0.3, 0.08
 """Budgets over the bytes of all chunks."""
-COSTS = RequestCosts(put_gets=0)
-"""The store puts without a look at tombstones."""
+COSTS = RequestCosts()
+"""Requests as the adapters' protocol has them."""
 
 
 def run(*, quick: bool = False, seed: int = 0) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class RequestCosts:
     Attributes:
       puts: conditional writes for an object that is put.
       put_gets: reads for it: of the chunk's tombstone.
-      read_gets: reads for an object that is loaded: of its header, and of its leaves.
+      read_gets: reads for an object that is loaded: of its header, of the chunk's tombstone, and of its leaves.
       absent_gets: reads that find nothing, for a chunk that nobody has.
       lists: listings for a chunk with patches, whenever its patches are asked for.
       long_header_gets: further reads for a header that is longer than a page.
@@ -33,7 +33,7 @@ class RequestCosts:
 
     puts: int = 1
     put_gets: int = 1
-    read_gets: int = 2
+    read_gets: int = 3
     absent_gets: int = 1
     lists: int = 1
     long_header_gets: int = 1

@@ -281,14 +281,24 @@ class ObjectNames:
         Raises:
           InputError: the encoding is unknown.
         """
+        if lead is not None and not isinstance(lead, str):
+            raise InputError(f"store: got a lead of type {type(lead).__name__}; expected `Chunk.lead`, a str, or None")
         part = "kv" if lead is None else f"kv.{_BEHIND}{self._name(16, 'lead', lead)}"
         if encoding is not None:
             part = f"{part}.{encoding_word(encoding)}"
         return self._place(backbone, chunk, part, "kv")
 
+    def canonicals(
+        self, backbone: str, chunk: str, encodings: tuple[Encoding | None, ...], lead: str | None
+    ) -> tuple[Name, ...]:
+        """Names a canonical in several encodings, as `canonical`. The last names are remembered."""
+        try:
+            return self._known_canonicals(backbone, chunk, encodings, lead)
+        except TypeError:  # what cannot be remembered is of a wrong type, which this names
+            return self._canonicals(backbone, chunk, encodings, lead)
+
     @functools.cached_property
-    def canonicals(self) -> Callable[..., tuple[Name, ...]]:
-        """Function of backbone, chunk, encodings and lead that names a canonical in each; the last are remembered."""
+    def _known_canonicals(self) -> Callable[..., tuple[Name, ...]]:
         return functools.lru_cache(1024)(self._canonicals)
 
     def _canonicals(

@@ -126,11 +126,11 @@ def test_only_one_of_several_concurrent_engines_claims_a_store(tmp_path):
 
 
 def test_a_read_only_store_is_used_unchecked(tmp_path, monkeypatch):
-    def refuses(self, *_):
+    def refuses(self, *_, **__):
         raise StoreReadOnlyError("store: read-only")
 
     with ChunkStore(tmp_path) as store:
-        monkeypatch.setattr(TenantDisk, "copy", refuses)
+        monkeypatch.setattr(TenantDisk, "put", refuses)
         expect_weights(store, "tiny", DIGEST)
         assert store.get_encoder(RECORD, "tiny") is None
 
