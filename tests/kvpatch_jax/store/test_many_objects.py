@@ -13,6 +13,7 @@ from store_cases import BACKBONE, ManualClock, chunk_of, file_of, patch_of
 
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot, save_snapshot
 from kvpatch_jax.store.cli.main import main
+from kvpatch_jax.store.io import folders
 
 NO_MEMORY = Budget(host=0)
 MANY = 60
@@ -32,6 +33,7 @@ def opening(what: str = ".safetensors") -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "open", noted)
+        patched.setattr(folders, "_call", lambda: None)  # name by name, and not by a call that is not in `os`
         yield opens
 
 
