@@ -170,7 +170,7 @@ def test_a_fleet_s_requests_and_bytes_are_those_worked_out_by_hand():
     assert (ten.sent, ten.received) == (pytest.approx(10 * 0.5 * 1.1e6), pytest.approx(10 * 0.1 * 1.1e6))
     assert ten.remote_puts == pytest.approx(10 * 0.5 * (3 + 0.2))
     assert ten.remote_deletes == pytest.approx(10 * 0.5 * 0.2 * 3)
-    assert ten.remote_gets == pytest.approx(10 * 0.5 * 4 + 10 * 0.1 * (3 + 2 * 2))
+    assert ten.remote_gets == pytest.approx(10 * 0.5 * 4 + 10 * 0.1 * (4 + 2 * 3))
     assert ten.remote_lists == pytest.approx(10 + 10 * 0.5 * 0.2)
     assert ten.disk_bytes == pytest.approx(10 * 1.1e9)
     assert ten.remote_bytes == pytest.approx(10 * 1.1e6 * (60 + 0.5 * 3540), rel=0.01)
