@@ -16,7 +16,6 @@ from store_roles import STOPPED, made
 from kvpatch_jax.errors import StoreError
 from kvpatch_jax.store import Budget, ChunkStore
 
-ONE_LOCK = "all names of a root have one lock, and nobody waits for it with a limit"
 SOON = 5
 """Seconds that only a hang takes."""
 
@@ -81,7 +80,7 @@ def goes_on(root: Path, running: list[Process], call: str, stopped: str) -> None
 
 
 ALONE = ("delete", "collect")
-"""Those that wait for everybody's puts."""
+"""Those that remove something."""
 
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call not in ALONE])
@@ -89,13 +88,11 @@ def test_another_tenant_goes_on_beside_a_stopped_put(tmp_path: Path, running: li
     goes_on(tmp_path / "store", running, call, "put")
 
 
-@pytest.mark.xfail(strict=False, reason=ONE_LOCK)
 @pytest.mark.parametrize("call", ["delete", *(pytest.param(call, marks=pytest.mark.slow) for call in ["collect"])])
 def test_another_tenant_removes_beside_a_stopped_put(tmp_path: Path, running: list[Process], call: str):
     goes_on(tmp_path / "store", running, call, "put")
 
 
-@pytest.mark.xfail(strict=False, reason=ONE_LOCK)
 @pytest.mark.parametrize(
     "call", ["put", *(pytest.param(call, marks=pytest.mark.slow) for call in CALLS if call != "put")]
 )
@@ -104,7 +101,6 @@ def test_another_tenant_goes_on_beside_a_stopped_deletion(tmp_path: Path, runnin
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason=ONE_LOCK)
 def test_another_tenant_goes_on_whenever_a_process_is_stopped(tmp_path: Path, running: list[Process]):
     """At random moments of puts and deletions."""
     rng = random.Random(0)
@@ -121,7 +117,6 @@ def test_another_tenant_goes_on_whenever_a_process_is_stopped(tmp_path: Path, ru
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason=ONE_LOCK)
 @pytest.mark.parametrize("call", ["put", "delete"])
 @pytest.mark.parametrize("other", ["put", "delete"])
 def test_who_has_to_wait_for_a_stopped_process_is_told_its_number(

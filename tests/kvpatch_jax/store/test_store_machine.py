@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -192,16 +192,11 @@ def explore(actors: Actors, base: Path, examples: int, steps: int, *, shrink: bo
     run_state_machine_as_test(machine(actors, base), settings=chosen)
 
 
-UNORDERED = "names have no order among processes and tiers yet"
-
-
-@pytest.mark.xfail(strict=False, reason=UNORDERED)
 def test_programs_of_several_processes_have_an_explanation(actors: Actors, base: Path):
     explore(actors, base, 25, 15, shrink=False)
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason=UNORDERED)
 def test_many_programs_of_several_processes_have_an_explanation(actors: Actors, base: Path):
     explore(actors, base, int(os.environ.get("KVPATCH_MACHINE_EXAMPLES", "300")), 30, shrink=True)
 
@@ -249,29 +244,15 @@ def held_at_every_call(actors: Actors, base: Path, held: str, meanwhile: str, ev
         at += every
 
 
-DISORDER = {
-    *itertools.product(HELD, ("put", "queue")),
-    *itertools.product(("put", "queue"), ("evict",)),
-    *itertools.product(("queue",), ("delete", "delete_tenant")),
-}
-"""What is held, and what is done meanwhile, without an order yet: an eviction and a copy from the remote store may come
-between the disk's and the remote store's part of a put, and a queued put comes after what was done meanwhile."""
-
-
-def cases(held: Collection[str], meanwhile: Collection[str]) -> list[Any]:
-    """All pairs; of some, no order is expected yet."""
-    without = pytest.mark.xfail(strict=False, reason=UNORDERED)
-    pairs = itertools.product(held, meanwhile)
-    return [pytest.param(*pair, marks=without) if pair in DISORDER else pair for pair in pairs]
-
-
-@pytest.mark.parametrize(("held", "meanwhile"), cases(["put", "queue", "delete", "get"], ["put", "delete"]))
+@pytest.mark.parametrize(
+    ("held", "meanwhile"), list(itertools.product(["put", "queue", "delete", "get"], ["put", "delete"]))
+)
 def test_a_call_that_is_held_has_an_explanation(actors: Actors, base: Path, held: str, meanwhile: str):
     held_at_every_call(actors, base, held, meanwhile, 5, "evict" if held == "get" else "put")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["", "put", "evict"])
-@pytest.mark.parametrize(("held", "meanwhile"), cases(HELD, MEANWHILE))
+@pytest.mark.parametrize(("held", "meanwhile"), list(itertools.product(HELD, MEANWHILE)))
 def test_any_call_that_is_held_has_an_explanation(actors: Actors, base: Path, held: str, meanwhile: str, first: str):
     held_at_every_call(actors, base, held, meanwhile, 1, first)
