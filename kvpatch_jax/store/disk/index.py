@@ -38,6 +38,8 @@ from .index_rows import (
 from .shard import Shard, locked_shards
 
 FILE = "index.sqlite"
+FUTURE = 10 * 365 * 86400 * 10**9
+"""Nanoseconds. A revision further ahead is no clock's, and must not forbid all later puts."""
 GHOST_SECONDS = 3600.0
 """Seconds for which the index knows that a name was evicted."""
 _WRITE = "BEGIN IMMEDIATE"
@@ -193,13 +195,15 @@ class Index:
 
         def ask(connection: sqlite3.Connection) -> None:
             ids = {path: folder_id(connection, path) for path in folders}
+            since, ghosts = time.time_ns(), list[tuple[str, int, int]]()
             for path in removed:
                 above, _, file = path.rpartition("/")
-                connection.execute("DELETE FROM objects WHERE folder = ? AND file = ?", (ids[above], file))
-            if removed and changes.evicted:
-                since = time.time_ns()
-                rows = [(path, since) for path in removed]
-                connection.executemany("INSERT OR REPLACE INTO ghosts VALUES(?, ?)", rows)
+                gone = "DELETE FROM objects WHERE folder = ? AND file = ? RETURNING revision"
+                row = connection.execute(gone, (ids[above], file)).fetchone()
+                # One that was only listed may have any revision until now.
+                ghosts.append((path, since, row[0] if row is not None and row[0] else since))
+            if ghosts and changes.evicted:
+                connection.executemany("INSERT OR REPLACE INTO ghosts VALUES(?, ?, ?)", ghosts)
             for one in added:
                 above = one.path.rpartition("/")[0]
                 upsert(connection, ids[above], one)
@@ -232,18 +236,25 @@ class Index:
                 lambda connection: connection.execute(f"DELETE FROM objects WHERE {where}", values), begin=_WRITE
             )
 
-    def was_evicted_since(self, path: str, revision: int) -> bool:
-        """Returns whether an object was evicted from a name since a write of it began, as far as the index knows."""
+    def evicted(self, path: str) -> tuple[int, int]:
+        """Returns when an object was last evicted from a name (ns), and its revision; zeros as far as it is not known.
 
-        def ask(connection: sqlite3.Connection) -> bool:
-            row = connection.execute("SELECT since FROM ghosts WHERE path = ?", (path,)).fetchone()
-            # One of the future is a clock's error, or damage, and must not forbid puts until then.
-            return row is not None and type(row[0]) is int and revision <= row[0] <= time.time_ns()
+        A put that began before the revision was given must not take place any more, nor a copy whose read began before
+        the eviction.
+        """
+
+        def ask(connection: sqlite3.Connection) -> Any:
+            return connection.execute("SELECT since, revision FROM ghosts WHERE path = ?", (path,)).fetchone()
 
         try:
-            return self._asked(ask)
+            row = self._asked(ask)
         except StoreIOError:
-            return False
+            return 0, 0
+        if row is None or not all(type(value) is int for value in row):
+            return 0, 0
+        # An eviction of the future is a clock's error, or damage, and must not forbid puts until then.
+        since, revision = row
+        return (since, revision) if since <= time.time_ns() and revision < since + FUTURE else (0, 0)
 
     # -------------------------------------------------------------------------------------------------- listing
 

@@ -244,9 +244,10 @@ class ObjectWriter:
             return "replaced"
         if known == NEWER_FORMAT and only == "later":  # the owner's put replaces what this release cannot read
             known = -1
-        began = revision if since is None else since
-        if known < 0 and began and self._index.was_evicted_since(name.path, began):
-            return "replaced"
+        if known < 0 and (revision or since is not None):
+            evicted, last = self._index.evicted(name.path)
+            if evicted >= since if since is not None else last >= revision:
+                return "replaced"
         if not revision:
             return None
         if revision <= known:

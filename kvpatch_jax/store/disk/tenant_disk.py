@@ -122,8 +122,8 @@ class TenantDisk:
         return CLOCK.next(self.disk.revision(name))
 
     def revision(self, name: Name) -> int:
-        """Returns the latest revision of a name; 0: none."""
-        return self.disk.revision(name)
+        """Returns the latest revision of a name, also of what was evicted since; 0: none."""
+        return max(self.disk.revision(name), self.disk.index.evicted(name.path)[1])
 
     def put(self, items: Sequence[tuple[Name, Blob]], only: Only = "later") -> list[Name]:
         """Writes objects durably, encrypted if there is a key, and evicts others for them. Raises as `ChunkStore.put`.

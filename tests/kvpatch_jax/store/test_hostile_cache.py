@@ -208,7 +208,7 @@ def test_notes_of_evictions_in_the_future_forbid_no_put(root: Path):
     with ChunkStore(root) as store:
         name = store.names.canonical(BACKBONE, "new")
     for since in (1 << 62, "text", -1):
-        sql("INSERT OR REPLACE INTO ghosts VALUES(?, ?)", name.path, since)(root)
+        sql("INSERT OR REPLACE INTO ghosts VALUES(?, ?, ?)", name.path, since, since)(root)
         with ChunkStore(root, budget=Budget(host=0)) as store:
             store.put(chunk_of("new", 9))
             assert same_chunk(store.get("new", BACKBONE), chunk_of("new", 9))
