@@ -35,11 +35,10 @@ from .index_rows import (
     sums_of,
     upsert,
 )
+from .revisions import FUTURE
 from .shard import Shard, locked_shards
 
 FILE = "index.sqlite"
-FUTURE = 10 * 365 * 86400 * 10**9
-"""Nanoseconds. A revision further ahead is no clock's, and must not forbid all later puts."""
 GHOST_SECONDS = 3600.0
 """Seconds for which the index knows that a name was evicted."""
 _WRITE = "BEGIN IMMEDIATE"

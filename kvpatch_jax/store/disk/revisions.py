@@ -35,7 +35,7 @@ GONE = ".gone"
 """End of a tombstone's file name."""
 NEWER_FORMAT = LARGEST_REVISION
 """Stands for the revision of an object of a later format, which no copy replaces."""
-_FUTURE = 10 * 365 * 86400 * 10**9
+FUTURE = 10 * 365 * 86400 * 10**9
 """Nanoseconds. A revision further ahead is no clock's, and must not forbid all later puts."""
 
 
@@ -55,7 +55,7 @@ class RevisionClock:
         """Returns a revision after a known one, if that is possible, and after all that this process has taken."""
         with self._lock:
             now = time.time_ns()
-            least = max(now, self._last, known if known < now + _FUTURE else 0) // _RANDOM + 1
+            least = max(now, self._last, known if known < now + FUTURE else 0) // _RANDOM + 1
             self._last = least * _RANDOM + secrets.randbelow(_RANDOM)
             return self._last
 
@@ -74,7 +74,7 @@ def revision_in(parent: int, file: str) -> int:
         with open_regular_in(parent, file, noatime=True) as fd:
             header = read_header(fd)
             check_name(header, file)
-            return header.revision if header.revision < time.time_ns() + _FUTURE else 0
+            return header.revision if header.revision < time.time_ns() + FUTURE else 0
     except (FileNotFoundError, NotADirectoryError, StoreCorruptError):
         return -1
     except StoreVersionError:
@@ -119,7 +119,7 @@ class Tombstones:
             return 0
         revision = tree.get("revision") if isinstance(tree, dict) else None
         # One that was changed, is another chunk's or of the far future counts for nothing.
-        if type(revision) is not int or revision >= time.time_ns() + _FUTURE:
+        if type(revision) is not int or revision >= time.time_ns() + FUTURE:
             return 0
         return revision if tree.get("signature") == self._signature(path, revision) else 0
 
