@@ -22,8 +22,9 @@ from ...utils import strict_json
 from ..format.header import LARGEST_REVISION
 from ..format.naming import Name, ObjectNames
 from ..format.objects import check_name, read_header
-from ..io.files import folder, open_regular_in, read_small, rename, write_all
+from ..io.files import open_regular_in, read_small, rename, write_all
 from ..io.thread_pool import register_fork_guard
+from .root_config import replace_setting
 from .shard import Shard
 
 _RANDOM = 1 << 10
@@ -137,9 +138,7 @@ class Tombstones:
     def put_tenant(self, revision: int) -> None:
         """Writes the tombstone of the whole tenant durably."""
         path = f"{self._names.space}{GONE}"
-        with folder(self._root, os.path.dirname(path)) as fd:
-            _replace(fd, os.path.basename(path), self._text(path, revision))
-            os.fsync(fd)
+        replace_setting(self._root, path, self._text(path, revision))
 
 
 def _replace(parent: int, file: str, text: bytes) -> None:

@@ -334,7 +334,8 @@ class TenantDisk:
             ):
                 shard = shards[path]
                 for file, since in tombstones_in(shard.fd):
-                    if since < limit and f"{path}/{file.removesuffix(GONE)}" not in waiting:
+                    old = since < limit and f"{path}/{file.removesuffix(GONE)}" not in waiting
+                    if old or not file.endswith(GONE):  # unfinished: its writer died, for a living one holds the lock
                         os.unlink(file, dir_fd=shard.fd)
                 self.disk.index.record([shard], Changes())
 

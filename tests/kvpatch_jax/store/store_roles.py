@@ -221,6 +221,8 @@ def check_roles(root: Path, lines: Callable[[str], list[str]], gone: set[str]) -
             check_words(store, lines(role.__name__), gone)
             assert store.counters["quarantined"] == 0
             store.collect()
+    with ChunkStore(root, tenant=CROWDED, budget=Budget(host=0)) as store:
+        store.collect()
     with near_store(str(root)) as store:
         there, _ = check_words(store, lines("promote"), set())
         assert there > 0, "nothing was promoted"

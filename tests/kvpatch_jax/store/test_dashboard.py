@@ -104,6 +104,7 @@ def test_every_count_of_the_code_has_a_metric_and_every_metric_is_counted():
     for call in re.findall(r"counters\.add\((.*)\)", source):
         for prefixed, word in re.findall(r'(f?)"([^"]+)"', re.sub('== "[^"]*"', "", call)):
             counted.add(word if not prefixed else re.sub(r"\{[^}]*\}", "host", word))
+        counted |= set(re.findall(r", (\w+)=", call))
     text = prometheus_text(Statistics(dict.fromkeys(counted, 1), {}, {}))
     assert "Of that name in" not in text
     plain = {name for name, (kind, _) in METRICS.items() if kind == "counter" and name not in COUNTS}
