@@ -262,13 +262,14 @@ def _listed(root: str, names: ObjectNames) -> list[DirectoryEntry]:
     """Lists floors, then entries and objects: a floor that a new key cannot read would be written without its past."""
     floors: list[DirectoryEntry] = []
     entries: list[DirectoryEntry] = []
-    for below in (names.libraries, names.space):
-        for above, _, files in os.walk(f"{root}/{below}"):
-            for file in files:
-                path = os.path.relpath(f"{above}/{file}", root)
-                with contextlib.suppress(StoreCorruptError, FileNotFoundError):
-                    kept = floors if file.endswith(".floor") else entries
-                    kept.append(directory_entry(_name(path).path, os.lstat(f"{root}/{path}")))
+    with typed_errors(f"store {root}: rotate"):
+        for below in (names.libraries, names.space):
+            for above, _, files in os.walk(f"{root}/{below}"):
+                for file in files:
+                    path = os.path.relpath(f"{above}/{file}", root)
+                    with contextlib.suppress(StoreCorruptError, FileNotFoundError):
+                        kept = floors if file.endswith(".floor") else entries
+                        kept.append(directory_entry(_name(path).path, os.lstat(f"{root}/{path}")))
     return floors + entries
 
 

@@ -199,25 +199,33 @@ class StoreBase:
         return ack
 
     def put_now(self, blobs: Sequence[tuple[Name, Blob]]) -> None:
-        """Writes objects by writes that begin now. One whose chunk is deleted meanwhile follows the deletion."""
-        for _ in range(_ATTEMPTS):
-            begun = [(name, dataclasses.replace(blob, revision=self.tenant_disk.begin(name))) for name, blob in blobs]
-            buried = {name.path for name in self._commit(begun)}
-            blobs = [(name, blob) for name, blob in blobs if name.path in buried]
+        """Writes objects by writes that begin now. One that something later replaces meanwhile follows that.
+
+        So of two puts at once either may be the last, but none is lost to a copy or a restore.
+        """
+        for attempt in range(_ATTEMPTS):
+            begun: list[tuple[Name, Blob]] = []
+            for name, blob in blobs:
+                revision = self.tenant_disk.begin(name, again=attempt > 0)
+                begun.append((name, dataclasses.replace(blob, revision=revision)))
+            outdated = {name.path for name in self._commit(begun)}
+            blobs = [(name, blob) for name, blob in blobs if name.path in outdated]
             if not blobs:
                 return
-        raise StoreIOError(f"store: put: got a deletion during each of {_ATTEMPTS} attempts; expected time to write")
+        raise StoreIOError(
+            f"store: put: got a later write or deletion during each of {_ATTEMPTS} attempts; expected time to write"
+        )
 
     def _commit(self, items: Sequence[tuple[Name, Blob]]) -> list[Name]:
-        """Writes objects to the disk, and has the remote store get them. Returns names that were deleted meanwhile."""
+        """Writes objects to the disk, and has the remote store get them. Returns names that others wrote or deleted meanwhile."""
         if self._remote is not None:
             self._remote.sender.expect_room(sum(blob.nbytes for _, blob in items))
         # The disk comes first: neither memory nor the remote store may have what it lacks.
-        buried = self.tenant_disk.put(items) if items else []
+        outdated = self.tenant_disk.put(items) if items else []
         for name, _ in items:
             self._reader.replaced(name)
         if self._remote is not None and items:
             self._remote.sender.wake()
             if not self._write_behind:
                 self._remote.sender.flush()
-        return buried
+        return outdated

@@ -62,7 +62,8 @@ class Disk(VerifiedReads):
     ) -> PutResult:
         """Writes several objects durably and counts them, as `ObjectWriter.put`."""
         result = self.writer.put(items, only, since)
-        self.counters.add("puts", len(items) - result.outdated, put_bytes=result.nbytes, outdated=result.outdated)
+        late = len(result.outdated)
+        self.counters.add("puts", len(items) - late, put_bytes=result.nbytes, outdated=late)
         return result
 
     def name_state(self, name: Name) -> NameState:

@@ -65,13 +65,11 @@ class PutResult(NamedTuple):
 
     Attributes:
       nbytes: bytes of the files that were written.
-      outdated: number of objects that were not, because a later write or deletion has replaced them.
-      buried: names of those that a later deletion has replaced.
+      outdated: names of objects that were not, because a later write, deletion or eviction has replaced them.
     """
 
     nbytes: int
-    outdated: int
-    buried: list[Name]
+    outdated: list[Name]
 
 
 Only = Literal["later", "copy", "absent"]
@@ -130,12 +128,11 @@ class ObjectWriter:
             than one group, the first ones may be stored, and the error says how many objects.
           StoreKeyError: in the meantime the tenant's objects have been encrypted with another key.
         """
-        result = PutResult(0, 0, [])
+        result = PutResult(0, [])
         for start in range(0, len(items), GROUP):
             try:
                 part = self._put_group(items[start : start + GROUP], only, since)
-                buried = result.buried + part.buried
-                result = PutResult(result.nbytes + part.nbytes, result.outdated + part.outdated, buried)
+                result = PutResult(result.nbytes + part.nbytes, result.outdated + part.outdated)
             except StoreError as error:
                 if start == 0:
                     raise
@@ -145,7 +142,7 @@ class ObjectWriter:
 
     def _put_group(self, items: Sequence[tuple[Name, Blob]], only: Only, since: int | None) -> PutResult:
         files: list[_Written] = []
-        named, buried = list[_Written](), list[Name]()
+        named, outdated = list[_Written](), list[Name]()
         aside, synced = -1, list[Shard]()
         try:
             aside = self._open_temporaries()
@@ -163,7 +160,7 @@ class ObjectWriter:
             sync_files([file.fd for file in files])
             waiting: Sequence[_Written] = files
             while waiting:
-                waiting = self._name(waiting, named, buried, only, since, synced)
+                waiting = self._name(waiting, named, outdated, only, since, synced)
             if self.outbox is not None and named and only != "copy":
                 self.outbox.sync()
             for shard in synced:  # without the locks, which others wait for
@@ -179,13 +176,13 @@ class ObjectWriter:
                 close(file.fd)
             if aside >= 0:
                 close(aside)
-        return PutResult(sum([file.header.size for file in named]), len(files) - len(named), buried)
+        return PutResult(sum([file.header.size for file in named]), outdated)
 
     def _name(
         self,
         files: Sequence[_Written],
         named: list[_Written],
-        buried: list[Name],
+        outdated: list[Name],
         only: Only,
         since: int | None,
         synced: list[Shard],
@@ -194,7 +191,7 @@ class ObjectWriter:
 
         Args:
           named: receives the files that have their names.
-          buried: receives the names of files that were not given theirs because of a later deletion.
+          outdated: receives the names of files that were not given theirs.
           synced: receives the folders in which names were given, unlocked and open.
 
         Returns:
@@ -211,9 +208,8 @@ class ObjectWriter:
             for file in files:
                 name, header = file.name, file.header
                 shard = shards[name.folder]
-                why = self._outdated(shard, name, header.revision, only, since)
-                if why is not None:
-                    buried += [name] if why == "buried" else []
+                if self._is_outdated(shard, name, header.revision, only, since):
+                    outdated.append(name)
                     continue
                 os.rename(file.place.name, name.file, src_dir_fd=file.place.folder, dst_dir_fd=shard.fd)
                 placed.append(file)
@@ -237,23 +233,20 @@ class ObjectWriter:
             release(shards.values())
         return moved
 
-    def _outdated(self, shard: Shard, name: Name, revision: int, only: Only, since: int | None) -> str | None:
-        """Returns why a write is not made, which was given a revision when it began: "replaced" or "buried" since."""
+    def _is_outdated(self, shard: Shard, name: Name, revision: int, only: Only, since: int | None) -> bool:
+        """Returns whether a later write, deletion or eviction has replaced a write of a revision."""
         known = revision_in(shard.fd, name.file) if revision or only != "later" else -1
         if known >= 0 and only == "absent":
-            return "replaced"
+            return True
         if known == NEWER_FORMAT and only == "later":  # the owner's put replaces what this release cannot read
             known = -1
         if known < 0 and (revision or since is not None):
             evicted, last = self._index.evicted(name.path)
             if evicted >= since if since is not None else last >= revision:
-                return "replaced"
+                return True
         if not revision:
-            return None
-        if revision <= known:
-            return "replaced"
-        gone = 0 if self.tombstones is None else self.tombstones.of(name, shard.fd)
-        return "buried" if revision <= gone else None
+            return False
+        return revision <= known or (self.tombstones is not None and revision <= self.tombstones.of(name, shard.fd))
 
     def replace(self, name: Name, blob: Blob, file: Identity, used: float) -> int:
         """Replaces an object by another form of it durably, with its revision and its time of last use.

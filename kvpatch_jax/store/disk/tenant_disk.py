@@ -117,9 +117,13 @@ class TenantDisk:
         """Encrypts an object if the tenant has a key; otherwise returns it unchanged."""
         return self.disk.encryption.sealed(blob, name.file)
 
-    def begin(self, name: Name) -> int:
-        """Returns the revision of a write of a name that begins now, after all that is known of the name."""
-        return CLOCK.next(self.disk.revision(name))
+    def begin(self, name: Name, *, again: bool = False) -> int:
+        """Returns the revision of a write of a name that begins now, after all that is known of the name.
+
+        Args:
+          again: whether the index is asked for what was evicted too, because the first attempt did not take place.
+        """
+        return CLOCK.next(self.revision(name) if again else self.disk.revision(name))
 
     def revision(self, name: Name) -> int:
         """Returns the latest revision of a name, also of what was evicted since; 0: none."""
@@ -129,15 +133,15 @@ class TenantDisk:
         """Writes objects durably, encrypted if there is a key, and evicts others for them. Raises as `ChunkStore.put`.
 
         Returns:
-          The names that were not written because their chunk was deleted since the write began.
+          The names that were not written, because something later has replaced the write since it began.
         """
         if self.disk.encryption.check is not None:
             items = [(name, self.sealed(name, blob)) for name, blob in items]
         self.make_room(lambda: sum(file_size(blob, name.file) for name, blob in items))
         began = time.perf_counter()
-        buried = self.disk.put_group(items, only).buried
+        outdated = self.disk.put_group(items, only).outdated
         self.counters.observe("commit", "disk", time.perf_counter() - began)
-        return buried
+        return outdated
 
     def keep(self, name: Name, blob: Blob, since: int) -> None:
         """Writes a copy of a stored object, encrypted as it is, whose read began at `since` (ns). Raises as `put`."""
