@@ -217,7 +217,7 @@ class StoreBase:
         )
 
     def _commit(self, items: Sequence[tuple[Name, Blob]]) -> list[Name]:
-        """Writes objects to the disk, and has the remote store get them. Returns names that others changed meanwhile."""
+        """Writes objects to the disk, and has them sent. Returns names that others have changed meanwhile."""
         if self._remote is not None:
             self._remote.sender.expect_room(sum(blob.nbytes for _, blob in items))
         # The disk comes first: neither memory nor the remote store may have what it lacks.
