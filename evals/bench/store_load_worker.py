@@ -64,7 +64,7 @@ class LoadTenant:
         """Opens the tenant's store."""
         remote = None
         if self.remote is not None:
-            remote = importlib.import_module("kvpatch_jax.store.remotes").open_remote(self.remote)
+            remote = importlib.import_module("kvpatch_jax.store").open_remote(self.remote)
         budget = Budget(host=host, disk=self.shared, tenant=self.budget)
         return ChunkStore(self.root, tenant=self.name, budget=budget, key=self.key, remote=remote, queue="8 MiB")
 
