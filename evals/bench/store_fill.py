@@ -6,6 +6,7 @@ A root filled so is as any other, but for an index, which the store makes from t
 import concurrent.futures
 import dataclasses
 import multiprocessing
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -104,5 +105,6 @@ def stored_bytes(root: str) -> int:
     for folder, _, files in os.walk(f"{root}/obj"):
         for file in files:
             if file.endswith(".safetensors"):
+                with contextlib.suppress(FileNotFoundError):  # others evict and delete meanwhile
                 total += os.stat(f"{folder}/{file}").st_size
     return total
