@@ -106,5 +106,5 @@ def stored_bytes(root: str) -> int:
         for file in files:
             if file.endswith(".safetensors"):
                 with contextlib.suppress(FileNotFoundError):  # others evict and delete meanwhile
-                total += os.stat(f"{folder}/{file}").st_size
+                    total += os.stat(f"{folder}/{file}").st_size
     return total
