@@ -4,9 +4,9 @@ A root filled so is as any other, but for an index, which the store makes from t
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import multiprocessing
-import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
