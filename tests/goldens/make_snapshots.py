@@ -21,7 +21,8 @@ SECRET, KEY = b"secret of the goldens", b"k" * 32
 
 def main() -> None:
     """Writes the archive."""
-    from kvpatch_jax.store.snapshots.arrays import export_arrays, save_arrays
+    # Of the version that this is run with, the one before arrays were part of the Orbax item.
+    from kvpatch_jax.store.snapshots.arrays import export_arrays, save_arrays  # pyright: ignore
 
     with tempfile.TemporaryDirectory() as folder:
         with ChunkStore(f"{folder}/root", tenant="one", secret=SECRET) as store:
@@ -33,7 +34,7 @@ def main() -> None:
             DynamicLibrary(store).publish("R", [1, 2, 3])
             made = Path(folder, "made")
             save_snapshot(f"{folder}/root", made / "snapshot", tenant="one", secret=SECRET)
-            ocp.save_checkpointables(made / "step", {"chunk_store": StoreItem(store)})
+            ocp.save_checkpointables(str(made / "step"), {"chunk_store": StoreItem(store)})
             export_arrays(store, made / "export", compress=True)
             save_arrays(made / "arrays", [CHUNK, kvp.encode_chunk(BEHIND, "k4v4")], PATCHES, compress=True)
         with ChunkStore(f"{folder}/sealed", tenant="one", secret=SECRET, key=KEY) as store:

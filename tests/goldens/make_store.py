@@ -81,7 +81,7 @@ def write_root(root: Path) -> None:
 
 def write_revisions(directory: Path) -> None:
     """Writes what there was before revisions."""
-    from kvpatch_jax.store.snapshots.arrays import export_arrays
+    from kvpatch_jax.store.snapshots.arrays import export_arrays  # pyright: ignore  (of that version)
 
     for tenant, key in (("default", None), ("sealed", KEY)):
         with ChunkStore(directory / "root", tenant=tenant, key=key) as store:

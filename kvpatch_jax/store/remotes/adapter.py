@@ -41,19 +41,25 @@ class RemoteAdapter(Protocol):
     Paths are `words/with/slashes` of ASCII letters, digits, `.`, `-` and `_`, without empty words and without words
     that begin with a dot. An adapter promises, to all of its users on all machines together:
 
-    - **Whole values.** A value appears, is replaced and is deleted at once, whatever its size and whoever dies. A range
-      never mixes two values, and comes with the generation of the value that it was cut from.
-    - **Generations.** Two values that a path ever had have different generations if their bytes differ, also with a
-      deletion in between. A generation is reported by the write that made it and by every read of it.
-    - **Order.** The operations of a path are linearizable: each takes effect at one moment between call and return,
-      so that a read that begins after a write returned sees it, on any machine. Of several conditional writes that
-      expect one generation, or ABSENT, at most one takes place.
-    - **Durability.** A write that returned survives what the service promises to survive.
-    - **Lists.** `paths` gives every path that had a value during the whole call and none that had none.
-    - **Threads.** All methods may be called at the same time.
-    - **Errors.** StoreUnreachableError for what may pass (no connection, no answer, overload): the call may have taken
-      place, and is repeated. StoreIOError for what a repetition cannot help (no permission, a full service). Nothing
-      else, except for bad arguments.
+    **Whole values.** A value appears, is replaced and is deleted at once, whatever its size and whoever dies. A
+    range never mixes two values, and comes with the generation of the value that it was cut from.
+
+    **Generations.** Two values that a path ever had have different generations if their bytes differ, also with a
+    deletion in between. A generation is reported by the write that made it and by every read of it.
+
+    **Order.** The operations of a path are linearizable: each takes effect at one moment between call and return,
+    so that a read that begins after a write returned sees it, on any machine. Of several conditional writes that
+    expect one generation, or ABSENT, at most one takes place.
+
+    **Durability.** A write that returned survives what the service promises to survive.
+
+    **Lists.** `paths` gives every path that had a value during the whole call and none that had none.
+
+    **Threads.** All methods may be called at the same time.
+
+    **Errors.** StoreUnreachableError for what may pass (no connection, no answer, overload): the call may have
+    taken place, and is repeated. StoreIOError for what a repetition cannot help (no permission, a full service).
+    Nothing else, except for bad arguments.
 
     Time limits and repetitions are the caller's (`RemoteStore`). An adapter that can end a call early asks
     `seconds_left()`.

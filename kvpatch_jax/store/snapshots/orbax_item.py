@@ -26,13 +26,15 @@ class StoreItem:
     `ocp.save_checkpointables(path, {"chunk_store": StoreItem(store), "model": parameters})` saves it with a model;
     `ocp.load_checkpointables` and `ocp.training.Checkpointer` accept it too.
 
-    - `StoreItem(store)` saves a snapshot of the tenant's objects and libraries in the background. Loading adds what
-      the item holds, snapshot or arrays, to the store: verified, all or nothing.
-    - `StoreItem(store, arrays=True)` saves them as Orbax arrays (zarr3) with stacked layers, in parts of 1 GiB.
-      They depend on neither secret nor key of the store: they contain ids, and are not encrypted.
-    - `StoreItem(contents=ArrayContents(chunks, patches))` saves those, whose kv may be sharded over a mesh of several
-      processes. All have the same in the same order; arrays that are not sharded are taken from the first process.
-    - `StoreItem(placement=...)` loads arrays without a store, as `contents`, onto any mesh.
+    `StoreItem(store)` saves a snapshot of the tenant's objects and libraries in the background. Loading adds what the
+    item holds, snapshot or arrays, to the store: verified, all or nothing.
+
+    `StoreItem(store, arrays=True)` saves them as Orbax arrays (zarr3) with stacked layers, in parts of 1 GiB. They
+    depend on neither secret nor key of the store: they contain ids, and are not encrypted.
+
+    `StoreItem(contents=ArrayContents(chunks, patches))` saves those, whose kv may be sharded over a mesh of several
+    processes. All have the same in the same order; arrays that are not sharded are taken from the first process.
+    `StoreItem(placement=...)` loads arrays without a store, as `contents`, onto any mesh.
 
     Several processes save and load together, each with its own store object, over one root or over a root each, into a
     checkpoint on a shared file system. Orbax names a checkpoint when the first process is done; so all processes wait

@@ -318,12 +318,12 @@ def fork_queue(root: str, **more: object) -> None:
     store.put_async(made("first")).result()
     gate, reached, put_group = threading.Event(), threading.Event(), store.disk.put_group
 
-    def held(items: Any, *more: Any) -> int:
+    def held(items: Any, *more: Any) -> Any:
         reached.set()
         gate.wait(60)
         return put_group(items, *more)
 
-    store.disk.put_group = held
+    store.disk.put_group = held  # pyright: ignore[reportAttributeAccessIssue]
     waiting = [store.put_async(made(id)) for id in ("busy", "queued")]
     assert reached.wait(60)
     store.disk.put_group = put_group

@@ -50,12 +50,12 @@ class GatedStore(ChunkStore):
         super().__init__(*arguments, **more)
         self.gate, put_group = WriteGate(), self.disk.put_group
 
-        def gated(items: Any, *more: Any) -> int:
+        def gated(items: Any, *more: Any) -> Any:
             if threading.current_thread().name == "kvpatch-writer":
                 self.gate.wait()
             return put_group(items, *more)
 
-        self.disk.put_group = gated
+        self.disk.put_group = gated  # pyright: ignore[reportAttributeAccessIssue]
 
     def __enter__(self) -> "GatedStore":
         return self
