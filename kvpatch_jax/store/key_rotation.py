@@ -22,6 +22,7 @@ from .disk.directory import DirectoryEntry, directory_entry, reading
 from .disk.disk import Disk
 from .disk.key_check import NAME, PLAIN, KeyState, changing_keys, check_key, read_keys, survey_objects, write_keys
 from .disk.outbox import Outbox
+from .disk.revisions import Tombstones
 from .disk.root_config import names_secret, read_secret
 from .disk.shard import locked_shards
 from .format.buffers import Buffers
@@ -105,7 +106,7 @@ def rotate_key(
     names = ObjectNames(tenant, read_secret(root) if secret is None else names_secret(root, secret))
 
     rotation = _Rotation(Disk(root, buffers=buffers, encryption=before), Disk(root, buffers=buffers, encryption=after))
-    rotation.begin(names.space)
+    rotation.begin(names.space, Tombstones(root, names))
     for _ in range(_PASSES):
         restored = quarantine.restore(root, names.tenant_name)
         done = rotation.objects
@@ -136,7 +137,7 @@ class _Rotation:
         self.newer: list[str] = []
         self.left: list[str] = []
 
-    def begin(self, space: str) -> None:
+    def begin(self, space: str, tombstones: Tombstones) -> None:
         """Notes both keys, unless a call before did. Raises StoreKeyError for keys that are not the tenant's."""
         old, new = self.before.encryption.check, self.after.encryption.check
         assert new is not None
@@ -172,7 +173,7 @@ class _Rotation:
             ):
                 pass
         # What only waits for the remote store is rotated under its name.
-        outbox = Outbox(self.root, space.removeprefix("obj/"))
+        outbox = Outbox(self.root, space.removeprefix("obj/"), tombstones)
         for waiting in outbox.entries():
             if not waiting.deletion:
                 outbox.bring_back(name_at(waiting.path))

@@ -158,7 +158,8 @@ class ChunkStore(StoreBase):
     def get_many(self, ids: Sequence[str], backbone: str, **options: Any) -> list[Chunk | None]:
         """Reads several canonicals at once, as `get` with its options, each None if there is none."""
         self.tenant_disk.expect_open()
-        return _readers.run_all(functools.partial(self.get, id, backbone, **options) for id in ids)
+        wanted = all_of(str, ids, "store.get_many")
+        return _readers.run_all(functools.partial(self.get, id, backbone, **options) for id in wanted)
 
     def prefetch(
         self, ids: Sequence[str], backbone: str, *, encoding: Encoding | None = None, lead: str | None = None
@@ -169,7 +170,8 @@ class ChunkStore(StoreBase):
           A future of how many there are. What fails is a miss.
         """
         self.tenant_disk.expect_open()
-        asked = [self.get_async(id, backbone, encoding=encoding, lead=lead) for id in dict.fromkeys(ids)]
+        wanted = dict.fromkeys(all_of(str, ids, "store.prefetch"))
+        asked = [self.get_async(id, backbone, encoding=encoding, lead=lead) for id in wanted]
         found: concurrent.futures.Future[int] = concurrent.futures.Future()
         waiting = [len(asked)]
         lock = threading.Lock()

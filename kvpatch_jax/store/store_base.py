@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import NoneType
 from typing import get_args
 
-from ..errors import InputError, StoreError, StoreIOError
+from ..errors import InputError, StoreIOError
 from ..utils.atomic_files import path_of
 from ..utils.kinds import expect_kind
 from ..utils.sizes import Size, size_of
@@ -30,7 +30,7 @@ from .tiers.remote_tier import RemoteTier, Resync
 from .tiers.writer import Ack, Writer
 
 _ATTEMPTS = 16
-"""Number of times that a put is begun if its chunk is deleted meanwhile."""
+"""Number of times that a put is begun if something later replaces it meanwhile."""
 
 
 class StoreBase:
@@ -172,8 +172,7 @@ class StoreBase:
             with withdrawing_statistics(self.disk.root, self):
                 self._writer.close()
             if self._remote is not None:
-                with contextlib.suppress(StoreError):  # what was not sent is in the outbox
-                    self._remote.sender.flush()
+                self._remote.sender.close()
         finally:
             self.tenant_disk.evictor.leave(self.disk)
             self.disk.index.close()

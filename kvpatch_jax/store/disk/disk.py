@@ -17,17 +17,12 @@ from typing import Any
 
 from ..format.naming import Name, is_object
 from ..format.objects import Blob
-from ..io.files import (
-    folder,
-)
+from ..io.files import folder
 from .directory import DirectoryEntry, NameState, Still, name_state, remove_objects, scan
 from .index import IndexedObject, object_of
 from .object_writer import ObjectWriter, Only, PutResult
 from .revisions import NEWER_FORMAT, revision_in
 from .verified_reads import VerifiedReads, header_expiry
-
-_KNOWN = 256
-_LARGEST_KNOWN = 64 << 10
 
 
 class Disk(VerifiedReads):

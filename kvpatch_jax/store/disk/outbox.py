@@ -9,7 +9,7 @@ A link keeps the content when the object is evicted. A write replaces the link o
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...errors import StoreError
@@ -24,7 +24,7 @@ from ..io.files import (
     rename,
     written,
 )
-from .revisions import GONE, Tombstones
+from .revisions import GONE, Tombstones, revision_in
 from .shard import Shard, locked_shards
 
 FOLDER = "outbox"
@@ -102,11 +102,11 @@ class Outbox:
         with self._folder() as fd:
             os.fsync(fd)
 
-    def entries(self, names: Sequence[str] | None = None) -> list[OutboxEntry]:
-        """Lists the entries, or those of some files, oldest first."""
+    def entries(self) -> list[OutboxEntry]:
+        """Lists the entries, oldest first."""
         found: list[OutboxEntry] = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(self._root, FOLDER) as fd:
-            for file in os.listdir(fd) if names is None else names:
+            for file in os.listdir(fd):
                 path = _path_of(file)
                 if path is not None and file.startswith(self._tenant):
                     with contextlib.suppress(FileNotFoundError):
@@ -135,10 +135,18 @@ class Outbox:
         return name.kind != "entry" and os.path.lexists(f"{self._root}/{FOLDER}/{file_of(name)}")
 
     def bring_back(self, name: Name) -> bool:
-        """Links an object that waits to be sent back to its name, from which it was evicted. Returns whether it did."""
+        """Links an object that waits to be sent back to its name, from which it was evicted. Returns whether it did.
+
+        Not one whose chunk was deleted since: its deletion takes it out of the outbox a moment later.
+        """
+        if not self.holds(name):  # most often: every miss asks
+            return False
         try:
             with locked_shards(self._root, [name.folder], make=True) as shards, folder(self._root, FOLDER) as fd:
-                return link(fd, file_of(name), shards[name.folder].fd, name.file)
+                shard, file = shards[name.folder], file_of(name)
+                gone = 0 if self._tombstones is None else self._tombstones.of(name, shard.fd)
+                deleted = gone and revision_in(fd, file, name.file) <= gone
+                return not deleted and link(fd, file, shard.fd, name.file)
         except (OSError, StoreError):
             return False
 

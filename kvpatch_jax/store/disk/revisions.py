@@ -65,8 +65,11 @@ CLOCK = RevisionClock()
 """The process's clock."""
 
 
-def revision_in(parent: int, file: str) -> int:
+def revision_in(parent: int, file: str, name: str = "") -> int:
     """Returns the revision of an object in an open folder; -1 if there is none or it is damaged.
+
+    Args:
+      name: the object's own file name, if it has another one there.
 
     Raises OSError if it cannot be read.
     """
@@ -74,7 +77,7 @@ def revision_in(parent: int, file: str) -> int:
         os.stat(file, dir_fd=parent, follow_symlinks=False)  # most often there is none
         with open_regular_in(parent, file, noatime=True) as fd:
             header = read_header(fd)
-            check_name(header, file)
+            check_name(header, name or file)
             return header.revision if header.revision < time.time_ns() + FUTURE else 0
     except (FileNotFoundError, NotADirectoryError, StoreCorruptError):
         return -1

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...errors import StoreError
+from ...errors import InputError, StoreError
+from ..format.expiry import seconds as to_seconds
 from .adapter import ABSENT, RemoteAdapter
 
 FOLDER = "leases/"
@@ -97,8 +98,12 @@ def take_lease(remote: RemoteAdapter, clock: Callable[[], float], name: str, sec
     """Takes a lease, also one whose holder let it end without releasing it; None: another holds it.
 
     Raises:
+      InputError: the seconds are not a finite number above 0.
       StoreError: the service failed.
     """
+    expected = "finite seconds above 0"
+    if to_seconds(seconds, "lease: seconds", expected) <= 0:
+        raise InputError(f"lease: seconds: got {seconds}; expected {expected}")
     path = f"{FOLDER}{hashlib.blake2b(name.encode(), digest_size=20).hexdigest()}"
     until, record = time.monotonic() + seconds, LeaseRecord(secrets.token_hex(16), clock() + seconds)
     generation = remote.write(path, record.text(), ABSENT)

@@ -27,11 +27,16 @@ from ..remotes.remote_store import RemoteStore
 
 _senders = ThreadPool(8, "kvpatch-send")
 _ROUND = 64
-"""Number of entries that are sent before the outbox is listed again."""
+"""Number of entries that are sent at a time; after a failure no more are tried."""
 _SHORTEST, _LONGEST = 0.2, 30.0
 """Seconds between attempts during an outage: doubled after each."""
 _IDLE = 5.0
 """Seconds without work after which the thread ends."""
+
+
+def count_of(error: StoreError) -> str:
+    """Returns the count of a call that failed: "remote_skipped" if the circuit breaker prevented it."""
+    return "remote_skipped" if isinstance(error, StoreUnreachableError) and not error.asked else "remote_errors"
 
 
 class RemoteSender:
@@ -52,9 +57,11 @@ class RemoteSender:
         self._wanted = self._done = 0  # rounds that were asked for, and that have ended
         self._error: StoreError | None = None
         self._pause = 0.0
-        self._waiting = sum(entry.nbytes for entry in outbox.entries())
+        self._closed = False
+        entries = outbox.entries()
+        self._waiting = sum(entry.nbytes for entry in entries)
         register_fork_guard(self)
-        if self._waiting:
+        if entries:  # an earlier process has left them, perhaps deletions alone
             self.wake()
 
     def forked(self) -> None:
@@ -97,13 +104,23 @@ class RemoteSender:
             if self._error is not None:
                 raise self._error
 
+    def close(self) -> None:
+        """Sends what waits, if the remote store answers, and ends the thread. Later processes send the rest."""
+        with contextlib.suppress(StoreError):
+            self.flush()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
     def _run(self) -> None:
         while True:
             with self._changed:
                 due = self._wanted > self._done
                 if self._pause or not due:
-                    self._changed.wait_for(lambda: self._wanted > self._done and not self._pause, self._pause or _IDLE)
-                    if not self._pause and self._wanted == self._done:
+                    self._changed.wait_for(
+                        lambda: self._closed or (self._wanted > self._done and not self._pause), self._pause or _IDLE
+                    )
+                    if self._closed or (not self._pause and self._wanted == self._done):
                         self._thread = None
                         return
                 wanted = self._wanted
@@ -123,25 +140,28 @@ class RemoteSender:
 
     def _send_all(self) -> tuple[StoreError | None, int]:
         """Sends the outbox until it is empty. Returns the first error, and the bytes that wait then."""
-        busy, never, until = set[str](), set[str](), 0.0
-        while entries := [entry for entry in self._outbox.entries() if entry.file not in never]:
-            free = [entry for entry in entries if entry.file not in busy]
-            if not free:  # other processes send them; they may be stopped
+        never, until = set[str](), 0.0
+        while True:
+            entries = self._outbox.entries()
+            waiting = [entry for entry in entries if entry.file not in never]
+            busy = set[str]()
+            for start in range(0, len(waiting), _ROUND):
+                calls: list[Callable[[], StoreError | None]] = []
+                for entry in waiting[start : start + _ROUND]:
+                    calls.append(functools.partial(self._send, entry, busy, never))
+                errors = [error for error in _senders.run_all(calls) if error is not None]
+                if errors:
+                    return errors[0], sum(entry.nbytes for entry in self._outbox.entries())
+
+            if not waiting:
+                return None, sum(entry.nbytes for entry in entries)
+            if len(busy) == len(waiting):  # other processes send them; they may be stopped
                 now = time.monotonic()
                 until = until or now + SECONDS
                 if now >= until:
                     error = StoreBusyError(f"store: got {len(busy)} objects that others send; expected them to be sent")
                     return error, sum(entry.nbytes for entry in entries)
                 time.sleep(0.005)
-                busy.clear()
-                continue
-            calls: list[Callable[[], StoreError | None]] = []
-            for entry in free[:_ROUND]:
-                calls.append(functools.partial(self._send, entry, busy, never))
-            errors = [error for error in _senders.run_all(calls) if error is not None]
-            if errors:
-                return errors[0], sum(entry.nbytes for entry in self._outbox.entries())
-        return None, sum(entry.nbytes for entry in self._outbox.entries())
 
     def _send(self, entry: OutboxEntry, busy: set[str], never: set[str]) -> StoreError | None:
         """Sends one entry, unless another process does so at this moment. Returns an error of the remote store."""
@@ -174,8 +194,7 @@ class RemoteSender:
         except StoreCorruptError:
             self._counters.add("outbox_damaged")
         except StoreError as error:
-            spared = isinstance(error, StoreUnreachableError) and not error.asked
-            self._counters.add("remote_skipped" if spared else "remote_errors")
+            self._counters.add(count_of(error))
             return error
         except OSError:
             self._counters.add("read_errors")

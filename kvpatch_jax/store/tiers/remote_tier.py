@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...errors import StoreCorruptError, StoreError, StoreIOError, StoreUnreachableError, StoreVersionError
+from ...errors import StoreCorruptError, StoreError, StoreIOError, StoreVersionError
 from ..disk.disk import Disk
 from ..disk.outbox import Outbox
 from ..disk.shard import locked_shards
@@ -25,7 +25,7 @@ from ..format.objects import Blob, blob_of
 from ..io.files import typed_errors
 from ..io.thread_pool import ThreadPool
 from ..remotes.remote_store import RemoteStore
-from .remote_sender import RemoteSender
+from .remote_sender import RemoteSender, count_of
 
 _callers = ThreadPool(8, "kvpatch-remote")
 
@@ -99,8 +99,7 @@ class RemoteReader:
         try:
             yield
         except StoreIOError as error:
-            spared = isinstance(error, StoreUnreachableError) and not error.asked
-            self._counters.add("remote_skipped" if spared else "remote_errors")
+            self._counters.add(count_of(error))
             raise
         except StoreCorruptError:
             self._counters.add("remote_damaged")
