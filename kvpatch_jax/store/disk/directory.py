@@ -79,6 +79,12 @@ def scan(root: str, below: str) -> list[DirectoryEntry]:
     return found
 
 
+def files_of(parent: int, name: Name) -> list[str]:
+    """Lists the file names of the objects of a chunk or entry in its open folder, unordered. Raises OSError."""
+    files = [file for file in os.listdir(parent) if file.startswith(f"{name.chunk}.")]
+    return [file for file in files if is_object(f"{name.folder}/{file}")]
+
+
 @contextlib.contextmanager
 def reading(root: str, path: str) -> Iterator[tuple[int, Header]]:
     """Opens an object by its path below a root. Yields its file and its header, whose name is checked.

@@ -15,10 +15,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ..format.naming import Name, is_object
+from ..format.naming import Name
 from ..format.objects import Blob
 from ..io.files import folder
-from .directory import DirectoryEntry, NameState, Still, name_state, remove_objects, scan
+from .directory import DirectoryEntry, NameState, Still, files_of, name_state, remove_objects, scan
 from .index import IndexedObject, object_of
 from .object_writer import ObjectWriter, Only, PutResult
 from .revisions import NEWER_FORMAT, revision_in
@@ -105,10 +105,8 @@ class Disk(VerifiedReads):
             return self.index.in_folder(name.folder, f"{name.chunk}.{part}")
         found: list[IndexedObject] = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(self.root, name.folder) as fd:
-            for file in os.listdir(fd):
-                path = f"{name.folder}/{file}"
-                if file.startswith(f"{name.chunk}.") and is_object(path):
-                    found.append(object_of(path, os.stat(file, dir_fd=fd, follow_symlinks=False)))
+            for file in files_of(fd, name):
+                found.append(object_of(f"{name.folder}/{file}", os.stat(file, dir_fd=fd, follow_symlinks=False)))
         return found
 
     def holds(self, path: str) -> bool:

@@ -16,13 +16,13 @@ from ...errors import StoreBusyError, StoreClosedError, StoreError, StoreVersion
 from ..format.buffers import Buffers
 from ..format.encryption import AesGcm, Plain, decrypted
 from ..format.expiry import Seconds
-from ..format.naming import Name, ObjectNames, is_object
+from ..format.naming import Name, ObjectNames
 from ..format.objects import Blob, blob_of, file_size, read_leaves
 from ..io.files import typed_errors
 from ..io.per_root import shared
 from .budget import Budget
 from .counters import Counters
-from .directory import reading, unlink_if
+from .directory import files_of, reading, unlink_if
 from .disk import Disk
 from .eviction import collect, make_room
 from .evictor import HIGH, SMALL, Evictor
@@ -163,8 +163,7 @@ class TenantDisk:
                 return False, 0
             with locked_shards(self.disk.root, [name.folder], make=True, note=self.counters.add) as shards:
                 shard = shards[name.folder]
-                files = [file for file in os.listdir(shard.fd) if file.startswith(f"{name.chunk}.")]
-                files = [file for file in files if is_object(f"{name.folder}/{file}")]
+                files = files_of(shard.fd, name)
                 # What the index has no revision of is looked at: a clock may have been set back since it was put.
                 rows = self.disk.index.known_in_folder(name.folder, f"{name.chunk}.")
                 known = {os.path.basename(one.path): one.revision for one in rows}
@@ -197,11 +196,9 @@ class TenantDisk:
             locked_shards(self.disk.root, [name.folder], make=True) as shards,
         ):
             shard, changes = shards[name.folder], Changes(evicted=False)
-            for file in os.listdir(shard.fd):
-                path = f"{name.folder}/{file}"
-                ours = file.startswith(f"{name.chunk}.") and is_object(path)
-                if ours and revision_in(shard.fd, file) <= revision and unlink_if(shard, file):
-                    changes.removed.append(path)
+            for file in files_of(shard.fd, name):
+                if revision_in(shard.fd, file) <= revision and unlink_if(shard, file):
+                    changes.removed.append(f"{name.folder}/{file}")
             self.tombstones.put(shard, name.chunk, revision)
             self.disk.index.record([shard], changes)
             os.fsync(shard.fd)
