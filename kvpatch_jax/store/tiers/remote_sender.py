@@ -34,9 +34,10 @@ _IDLE = 5.0
 """Seconds without work after which the thread ends."""
 
 
-def count_of(error: StoreError) -> str:
-    """Returns the count of a call that failed: "remote_skipped" if the circuit breaker prevented it."""
-    return "remote_skipped" if isinstance(error, StoreUnreachableError) and not error.asked else "remote_errors"
+def count_failure(counters: Counters, error: StoreError) -> None:
+    """Counts a call of the remote store that failed: as skipped if the circuit breaker prevented it."""
+    skipped = isinstance(error, StoreUnreachableError) and not error.asked
+    counters.add("remote_skipped" if skipped else "remote_errors")
 
 
 class RemoteSender:
@@ -194,7 +195,7 @@ class RemoteSender:
         except StoreCorruptError:
             self._counters.add("outbox_damaged")
         except StoreError as error:
-            self._counters.add(count_of(error))
+            count_failure(self._counters, error)
             return error
         except OSError:
             self._counters.add("read_errors")

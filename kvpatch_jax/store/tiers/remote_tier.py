@@ -25,7 +25,7 @@ from ..format.objects import Blob, blob_of
 from ..io.files import typed_errors
 from ..io.thread_pool import ThreadPool
 from ..remotes.remote_store import RemoteStore
-from .remote_sender import RemoteSender, count_of
+from .remote_sender import RemoteSender, count_failure
 
 _callers = ThreadPool(8, "kvpatch-remote")
 
@@ -99,7 +99,7 @@ class RemoteReader:
         try:
             yield
         except StoreIOError as error:
-            self._counters.add(count_of(error))
+            count_failure(self._counters, error)
             raise
         except StoreCorruptError:
             self._counters.add("remote_damaged")
