@@ -32,6 +32,7 @@ from kvpatch_jax.store import (
 )
 from kvpatch_jax.store.cli.audit import listing, totals, verify
 from kvpatch_jax.store.cli.main import main
+from kvpatch_jax.store.format.buffers import Buffers
 from kvpatch_jax.store.snapshots.restore import load_objects
 from kvpatch_jax.store.snapshots.save import save_objects
 from kvpatch_jax.store.tenants import finish
@@ -208,15 +209,22 @@ WIPED = {("evicted", "plain"), ("tenant", "encrypted"), ("closed", "plain")}
         for name, key in (("plain", None), ("encrypted", KEY))
     ],
 )
-def test_memory_is_wiped_when_the_last_user_lets_go(tmp_path: Path, key, how):
+def test_memory_is_wiped_when_the_last_user_lets_go(tmp_path: Path, monkeypatch, key, how):
     """And not before: an evicted chunk that someone still uses stays as it was."""
-    chunk = chunk_of(tokens=64)
+    chunk, returned = chunk_of(tokens=64), []
+    take_back = Buffers.take_back
+
+    def keep(self: Buffers, block: np.ndarray) -> None:
+        take_back(self, block)
+        returned.append(block)  # so that its address is nobody else's when it is looked at
+
+    monkeypatch.setattr(Buffers, "take_back", keep)
     with ChunkStore(tmp_path, key=key, wipe=True, budget=Budget(host=int(chunk.nbytes * 1.5))) as store:
         store.put(chunk)
         found = store.get("B", BACKBONE)
         assert found is not None
         address, size = np.asarray(found.kv["k"]).ctypes.data, np.asarray(found.kv["k"]).nbytes
-        aliased = jax.numpy.asarray(found.kv["k"])
+        aliased, lent = np.asarray(found.kv["k"]), jax.numpy.asarray(found.kv["k"])  # JAX may copy it
         del found
         row = np.asarray(chunk.kv["k"])[0].tobytes()
         assert content(address, size).startswith(row)  # held by the tier
@@ -231,9 +239,11 @@ def test_memory_is_wiped_when_the_last_user_lets_go(tmp_path: Path, key, how):
             store.close()
         if how != "evicted":
             assert store.statistics().held["host"] == 0
-        assert np.asarray(aliased).tobytes() == np.asarray(chunk.kv["k"]).tobytes()
-        del aliased
+        assert np.asarray(lent).tobytes() == np.asarray(chunk.kv["k"]).tobytes()
+        assert aliased.ctypes.data == address and aliased.tobytes() == np.asarray(chunk.kv["k"]).tobytes()
+        del aliased, lent
         gc.collect()
+        assert any(0 <= address - block.ctypes.data < block.nbytes for block in returned)
         assert content(address, size) == bytes(size)
 
 
