@@ -240,7 +240,8 @@ def test_memory_is_wiped_when_the_last_user_lets_go(tmp_path: Path, monkeypatch,
         if how != "evicted":
             assert store.statistics().held["host"] == 0
         assert np.asarray(lent).tobytes() == np.asarray(chunk.kv["k"]).tobytes()
-        assert aliased.ctypes.data == address and aliased.tobytes() == np.asarray(chunk.kv["k"]).tobytes()
+        assert aliased.ctypes.data == address
+        assert aliased.tobytes() == np.asarray(chunk.kv["k"]).tobytes()
         del aliased, lent
         gc.collect()
         assert any(0 <= address - block.ctypes.data < block.nbytes for block in returned)
