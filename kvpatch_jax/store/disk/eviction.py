@@ -42,10 +42,14 @@ def make_room(
     counted: str = "obj",
     *,
     background: Callable[[], bool] | None = None,
+    reservation: int | None = None,
 ) -> int:
-    """Evicts until `need` more bytes fit within `budget`. Several processes may do so at once.
+    """Evicts until `need` more bytes fit within `budget`, beside those that others have reserved before.
+
+    Several processes may do so at once.
 
     Args:
+      reservation: the caller's (`Index.reserve`); None: those of all others count.
       background: if nobody waits for it, returns whether to go on. Then it frees `SLACK` more. A put itself frees no
         more than it needs, so that none waits for many removals.
       pinned: returns whether a chunk must not be evicted.
@@ -63,7 +67,7 @@ def make_room(
         for round_ in range(_ROUNDS):
             if round_:  # perhaps the index does not know all that is there
                 disk.index.refresh(below)
-            total = disk.index.usage(below)[1]
+            total = disk.index.claimed(below, reservation)
             if total + need <= budget:
                 return total
             if need > budget:
@@ -71,10 +75,10 @@ def make_room(
             # No put leads there: the budget is a new one, or the index is wrong, and nothing may go for that.
             if total - budget > _UNUSUAL * budget and not audited:
                 disk.index.audit(below)
-                audited, total = True, disk.index.usage(below)[1]
+                audited, total = True, disk.index.claimed(below, reservation)
                 if total + need <= budget:
                     return total
-            total = _evict(disk, total, budget - need, pinned, below, counted, background)
+            total = _evict(disk, total, budget - need, pinned, below, counted, background, reservation)
             if total + need <= budget or not (background is None or background()):
                 return total
     raise StoreFullError(
@@ -91,6 +95,7 @@ def _evict(
     below: str,
     counted: str,
     background: Callable[[], bool] | None,
+    reservation: int | None,
 ) -> int:
     """Removes objects in order until the rest is below `allowed`. Returns the bytes of the rest."""
     target = allowed if background is None else allowed - int(SLACK * allowed)
@@ -103,7 +108,7 @@ def _evict(
         went = _take(disk, one, expired=expired)
         if not went:  # its row was wrong, and is corrected, or another process is busy with it
             moved.append(one)
-            total = disk.index.usage(below)[1]
+            total = disk.index.claimed(below, reservation)
         for gone in went:
             total -= gone.size
             if gone.path.startswith(f"{counted}/"):  # a tenant's counts must not reveal others' evictions

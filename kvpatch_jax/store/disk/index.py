@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...errors import StoreIOError
+from ..format.header import LARGEST_REVISION
 from ..format.naming import is_object
 from ..io.files import folder, typed, typed_errors
 from ..io.thread_pool import register_fork_guard
@@ -42,6 +43,8 @@ FILE = "index.sqlite"
 GHOST_SECONDS = 3600.0
 """Seconds for which the index knows that a name was evicted."""
 _WRITE = "BEGIN IMMEDIATE"
+RESERVED_SECONDS = 60.0
+"""Seconds for which room is kept for what is being written."""
 _IN_MEMORY_SECONDS = 60.0
 """Seconds after which a file that could not be written is tried again."""
 
@@ -366,6 +369,48 @@ class Index:
         query = f"SELECT '', coalesce(sum(objects), 0), coalesce(sum(bytes), 0) FROM usage {where}"
         return self._found(lambda connection: sums_of(connection, query, values))[0][1:]
 
+    def reserve(self, tenant: str, nbytes: int) -> int:
+        """Notes that so many bytes are about to be written, so that writers together keep within a budget.
+
+        Returns:
+          The number of the reservation, which is larger than those of earlier ones; 0 if it could not be noted. It
+          counts until `release`, or for a minute, if its process dies.
+        """
+
+        def ask(connection: sqlite3.Connection) -> int:
+            last = connection.execute("SELECT coalesce(max(id), 0) FROM reserved").fetchone()[0]
+            number = max(last + 1, time.time_ns())  # also after the largest one was released
+            until = time.time_ns() + int(RESERVED_SECONDS * 1e9)
+            connection.execute("INSERT INTO reserved VALUES(?, ?, ?, ?)", (number, tenant, nbytes, until))
+            return number
+
+        try:
+            return self._asked(ask, begin=_WRITE)
+        except StoreIOError:
+            return 0
+
+    def release(self, reservation: int) -> None:
+        """Ends a reservation."""
+        with contextlib.suppress(StoreIOError):
+            self._asked(lambda connection: connection.execute("DELETE FROM reserved WHERE id = ?", (reservation,)))
+
+    def claimed(self, below: str, before: int | None = None) -> int:
+        """Returns the bytes of objects and of what is being written, of the root or of one tenant's folder.
+
+        Args:
+          before: number of the caller's reservation: only earlier ones count, so that two do not wait for each other.
+            None: all.
+
+        Raises:
+          StoreIOError: as `usage`.
+        """
+        tenant = below.partition("/")[2]
+        where, values = ("AND tenant = ?", [tenant]) if tenant else ("", [])
+        query = f"SELECT coalesce(sum(bytes), 0) FROM reserved WHERE until > ? AND id < ? {where}"
+        asked = (time.time_ns(), before or LARGEST_REVISION, *values)
+        reserved = self._asked(lambda connection: connection.execute(query, asked).fetchone())[0]
+        return self.usage(below)[1] + max(int(reserved), 0)
+
     def audit(self, below: str = "obj") -> None:
         """Lists all folders below one again, and compares the sums with the rows, which takes a while.
 
@@ -435,12 +480,14 @@ class Index:
             )
 
     def forget_ghosts(self) -> None:
-        """Removes old notes of evictions."""
+        """Removes old notes of evictions, and reservations of processes that died."""
         least = time.time_ns() - int(2 * GHOST_SECONDS * 1e9)
         with contextlib.suppress(StoreIOError):
             self._asked(
                 lambda connection: connection.execute("DELETE FROM ghosts WHERE since < ?", (least,)), begin=_WRITE
             )
+            now = time.time_ns()
+            self._asked(lambda connection: connection.execute("DELETE FROM reserved WHERE until < ?", (now,)))
 
 
 def _is_busy(error: sqlite3.Error) -> bool:

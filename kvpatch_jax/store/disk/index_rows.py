@@ -27,6 +27,8 @@ _SCHEMA = (
     "CREATE INDEX by_expiry ON objects(expires) WHERE expires IS NOT NULL",
     "CREATE TABLE usage(tenant TEXT, kind TEXT, objects INTEGER NOT NULL, bytes INTEGER NOT NULL, "
     "PRIMARY KEY(tenant, kind)) WITHOUT ROWID",
+    "CREATE TABLE reserved(id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, bytes INTEGER NOT NULL, "
+    "until INTEGER NOT NULL)",
     "CREATE TABLE ghosts(path TEXT PRIMARY KEY, since INTEGER NOT NULL, revision INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE TRIGGER added AFTER INSERT ON objects BEGIN INSERT INTO usage VALUES(new.tenant, new.kind, 1, "
     "new.size) ON CONFLICT(tenant, kind) DO UPDATE SET objects = objects + 1, bytes = bytes + new.size; END",

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from ...cache import Chunk
-from ...errors import StoreBusyError, StoreClosedError, StoreError, StoreVersionError
+from ...errors import StoreBusyError, StoreClosedError, StoreError, StoreFullError, StoreVersionError
 from ..format.buffers import Buffers
 from ..format.encryption import AesGcm, Plain, decrypted
 from ..format.expiry import Seconds
 from ..format.naming import Name, ObjectNames
 from ..format.objects import Blob, blob_of, file_size, read_leaves
 from ..io.files import typed_errors
+from ..io.locks import SECONDS
 from ..io.per_root import shared
 from .budget import Budget
 from .counters import Counters
@@ -137,16 +138,16 @@ class TenantDisk:
         """
         if self.disk.encryption.check is not None:
             items = [(name, self.sealed(name, blob)) for name, blob in items]
-        self.make_room(lambda: sum(file_size(blob, name.file) for name, blob in items))
-        began = time.perf_counter()
-        outdated = self.disk.put_group(items, only).outdated
+        with self.room(lambda: sum(file_size(blob, name.file) for name, blob in items)):
+            began = time.perf_counter()
+            outdated = self.disk.put_group(items, only).outdated
         self.counters.observe("commit", "disk", time.perf_counter() - began)
         return outdated
 
     def keep(self, name: Name, blob: Blob, since: int) -> None:
         """Writes a copy of a stored object, encrypted as it is, whose read began at `since` (ns). Raises as `put`."""
-        self.make_room(lambda: file_size(blob, name.file))
-        result = self.disk.put_group([(name, blob)], "copy", since)
+        with self.room(lambda: file_size(blob, name.file)):
+            result = self.disk.put_group([(name, blob)], "copy", since)
         self.counters.add("promotions", int(result.nbytes > 0))
 
     def delete_chunk(self, name: Name) -> tuple[bool, int]:
@@ -252,28 +253,60 @@ class TenantDisk:
         return self.sealed(name, item) if isinstance(item, Blob) else item
 
     def make_room(self, size: Callable[[], int]) -> None:
-        """Evicts if `size` more bytes exceed a budget; if they come near it, a thread does. Raises StoreFullError."""
+        """Evicts for bytes that are written later, as `room`."""
+        with self.room(size):
+            pass
+
+    @contextlib.contextmanager
+    def room(self, size: Callable[[], int]) -> Iterator[None]:
+        """Context in which `size` more bytes may be written within the budgets, whatever others write meanwhile.
+
+        Evicts if they exceed one; if they come near it, a thread does.
+
+        Raises:
+          StoreFullError: there is no room, and others that write will not give any within seconds.
+        """
         if not self._budget_noted:
             note_budget(self.disk.root, self.names.space, self.budget.disk)
             self._budget_noted = True
-        bounds = self._bounds()
-        if not bounds:
+        if not self._bounds():
+            yield
             return
         if not self._indexed:
             self.disk.index.refresh()
             self._indexed = True
 
-        need = size()
-        for below, budget in bounds.items():
-            used = self.disk.index.usage(below)[1]
+        need, until = size(), time.monotonic() + SECONDS
+        reservation = self.disk.index.reserve(self.names.tenant_name, need)
+        try:
+            while True:
+                try:
+                    self._evict_for(need, reservation)
+                    break
+                except StoreFullError:  # perhaps because of what others write at this moment
+                    claims = [self.disk.index.claimed(below, reservation) for below in self._bounds()]
+                    held = [self.disk.index.usage(below)[1] for below in self._bounds()]
+                    if claims == held or time.monotonic() >= until:
+                        raise
+                time.sleep(0.005)
+            yield
+        finally:
+            self.disk.index.release(reservation)
+
+    def _evict_for(self, need: int, reservation: int) -> None:
+        """Evicts so that a reservation fits within each budget. Raises StoreFullError."""
+        for below, budget in self._bounds().items():
+            used = self.disk.index.claimed(below, reservation)
             if used + need > budget:
                 if below == "obj" and not self._whole_root and self._limits.read() is None:  # others' may have changed
                     self._shared = shared_budget(self.disk.root, self.names.space, self.budget.disk or 0)
                     if self._shared is None or self._shared > budget:
-                        return self.make_room(lambda: need)
-                make_room(self.disk, budget, need, self.pinned, below, self.names.space)
+                        return self._evict_for(need, reservation)
+                more = {"below": below, "counted": self.names.space, "reservation": reservation}
+                make_room(self.disk, budget, need, self.pinned, **more)
             if used + need > HIGH * budget and need <= budget // SMALL:
                 self.evictor.wake(self.disk, below, budget, self.pinned, self.names.space)
+        return None
 
     def _bounds(self) -> dict[str, int]:
         """Returns the budgets by folder: the tenant's and the root's, as far as there are any."""
