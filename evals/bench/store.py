@@ -114,6 +114,7 @@ def run(
 
     if "scale" in sections:
         for count, folder in wanted:
+            folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix="bench-store-", dir=folder) as name:
                 options = store_scale.ScaleOptions(
                     Path(name), count, file_system(folder), sizes.patches, repeats, fill == "direct", quick

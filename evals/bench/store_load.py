@@ -60,6 +60,8 @@ def run(
     minutes, workers = (0.05, 4) if quick else (minutes, workers)
     if workers < 4:
         raise InputError(f"--workers: got {workers}; expected 4 or more")
+    if out is not None:
+        Path(out).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-load-", dir=out) as folder:
         tenants = tenants_of(Path(folder), remote)
         assigned = assigned_tenants(tenants, workers)

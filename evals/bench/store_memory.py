@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import tempfile
 import time
+from pathlib import Path
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
@@ -74,6 +75,8 @@ def main() -> None:
     parser.add_argument("--out", default=None, help="folder of the root")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
+    if options.out is not None:
+        Path(options.out).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.out) as root:
         with ChunkStore(root, budget=Budget(host=0)) as store:
             for number in range(options.chunks):
