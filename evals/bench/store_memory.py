@@ -12,8 +12,8 @@ import json
 import multiprocessing
 import tempfile
 import time
-from pathlib import Path
 from multiprocessing.synchronize import Barrier
+from pathlib import Path
 from typing import Any
 
 import jax
