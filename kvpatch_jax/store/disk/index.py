@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...errors import StoreIOError
-from ..format.header import LARGEST_REVISION
 from ..format.naming import is_object
-from ..io.files import folder, typed, typed_errors
+from ..io.files import typed, typed_errors
 from ..io.thread_pool import register_fork_guard
 from .index_rows import (
     FILES,
@@ -30,21 +29,22 @@ from .index_rows import (
     IndexedObject,
     connect,
     folder_id,
+    forget_outdated,
     object_of,
     objects_of,
+    reserve,
+    reserved,
     set_turns,
     sums_of,
     upsert,
 )
 from .revisions import FUTURE
-from .shard import Shard, locked_shards
+from .shard import Shard, folders_in, locked_shards
 
 FILE = "index.sqlite"
 GHOST_SECONDS = 3600.0
 """Seconds for which the index knows that a name was evicted."""
 _WRITE = "BEGIN IMMEDIATE"
-RESERVED_SECONDS = 60.0
-"""Seconds for which room is kept for what is being written."""
 _IN_MEMORY_SECONDS = 60.0
 """Seconds after which a file that could not be written is tried again."""
 
@@ -376,16 +376,8 @@ class Index:
           The number of the reservation, which is larger than those of earlier ones; 0 if it could not be noted. It
           counts until `release`, or for a minute, if its process dies.
         """
-
-        def ask(connection: sqlite3.Connection) -> int:
-            last = connection.execute("SELECT coalesce(max(id), 0) FROM reserved").fetchone()[0]
-            number = max(last + 1, time.time_ns())  # also after the largest one was released
-            until = time.time_ns() + int(RESERVED_SECONDS * 1e9)
-            connection.execute("INSERT INTO reserved VALUES(?, ?, ?, ?)", (number, tenant, nbytes, until))
-            return number
-
         try:
-            return self._asked(ask, begin=_WRITE)
+            return self._asked(lambda connection: reserve(connection, tenant, nbytes), begin=_WRITE)
         except StoreIOError:
             return 0
 
@@ -405,11 +397,7 @@ class Index:
           StoreIOError: as `usage`.
         """
         tenant = below.partition("/")[2]
-        where, values = ("AND tenant = ?", [tenant]) if tenant else ("", [])
-        query = f"SELECT coalesce(sum(bytes), 0) FROM reserved WHERE until > ? AND id < ? {where}"
-        asked = (time.time_ns(), before or LARGEST_REVISION, *values)
-        reserved = self._asked(lambda connection: connection.execute(query, asked).fetchone())[0]
-        return self.usage(below)[1] + max(int(reserved), 0)
+        return self.usage(below)[1] + self._asked(lambda connection: reserved(connection, tenant, before))
 
     def audit(self, below: str = "obj") -> None:
         """Lists all folders below one again, and compares the sums with the rows, which takes a while.
@@ -483,11 +471,7 @@ class Index:
         """Removes old notes of evictions, and reservations of processes that died."""
         least = time.time_ns() - int(2 * GHOST_SECONDS * 1e9)
         with contextlib.suppress(StoreIOError):
-            self._asked(
-                lambda connection: connection.execute("DELETE FROM ghosts WHERE since < ?", (least,)), begin=_WRITE
-            )
-            now = time.time_ns()
-            self._asked(lambda connection: connection.execute("DELETE FROM reserved WHERE until < ?", (now,)))
+            self._asked(lambda connection: forget_outdated(connection, least), begin=_WRITE)
 
 
 def _is_busy(error: sqlite3.Error) -> bool:
@@ -506,28 +490,6 @@ def _place_of(path: str) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return stat.st_dev, stat.st_ino
-
-
-def folders_in(root: str, below: str) -> dict[str, int]:
-    """Maps the folders that may hold objects below one, obj/tenant/backbone/xx, to their times in nanoseconds."""
-    found: dict[str, int] = {}
-    waiting = [below]
-    while waiting:
-        current = waiting.pop()
-        depth = current.count("/")
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(root, current) as fd:
-            if depth == 3:
-                found[current] = os.fstat(fd).st_mtime_ns
-                continue
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    if not entry.is_dir(follow_symlinks=False):
-                        continue
-                    if depth < 2:
-                        waiting.append(f"{current}/{entry.name}")
-                    else:
-                        found[f"{current}/{entry.name}"] = entry.stat(follow_symlinks=False).st_mtime_ns
-    return found
 
 
 def _is_below(path: str, below: str) -> bool:

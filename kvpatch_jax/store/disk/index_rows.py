@@ -2,10 +2,12 @@
 
 import os
 import sqlite3
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..format.expiry import expiry_from_mtime
+from ..format.header import LARGEST_REVISION
 from ..format.naming import LEAD_NAME, is_object, part_of, unreduced_part
 
 _BUSY = 2.0
@@ -16,6 +18,8 @@ FILES = ("", "-wal", "-shm")
 """Ends of the names of SQLite's files."""
 _PRAGMAS = ("trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0", "journal_mode=WAL", "synchronous=OFF",
             "cache_size=-16000")  # fmt: skip
+RESERVED_SECONDS = 60.0
+"""Seconds for which room is kept for what is being written."""
 _SCHEMA = (
     "CREATE TABLE folders(id INTEGER PRIMARY KEY, path TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, mtime INTEGER)",
     "CREATE TABLE objects(folder INTEGER NOT NULL, file TEXT NOT NULL, tenant TEXT NOT NULL, kind TEXT NOT NULL, "
@@ -202,3 +206,29 @@ def set_turns(connection: sqlite3.Connection, ids: Mapping[str, int], paths: Seq
                     connection.execute(
                         "UPDATE objects SET turn = ? WHERE folder = ? AND file = ?", (right, ids[above], file)
                     )
+
+
+# ------------------------------------------------------------------------------------------------------ reservations
+
+
+def reserve(connection: sqlite3.Connection, tenant: str, nbytes: int) -> int:
+    """Adds a reservation of bytes, in a transaction of the caller's. Returns its number, the largest so far."""
+    last = connection.execute("SELECT coalesce(max(id), 0) FROM reserved").fetchone()[0]
+    number = max(last + 1, time.time_ns())  # also after the largest one was released
+    until = time.time_ns() + int(RESERVED_SECONDS * 1e9)
+    connection.execute("INSERT INTO reserved VALUES(?, ?, ?, ?)", (number, tenant, nbytes, until))
+    return number
+
+
+def reserved(connection: sqlite3.Connection, tenant: str, before: int | None) -> int:
+    """Returns the bytes of reservations that were made before one (None: of all), of a tenant or of all ("")."""
+    own, values = ("AND tenant = ?", [tenant]) if tenant else ("", [])
+    query = f"SELECT coalesce(sum(bytes), 0) FROM reserved WHERE until > ? AND id < ? {own}"
+    found = connection.execute(query, (time.time_ns(), before or LARGEST_REVISION, *values)).fetchone()
+    return max(int(found[0]), 0)
+
+
+def forget_outdated(connection: sqlite3.Connection, least: int) -> None:
+    """Removes notes of evictions before a time (ns), and reservations of processes that died."""
+    connection.execute("DELETE FROM ghosts WHERE since < ?", (least,))
+    connection.execute("DELETE FROM reserved WHERE until < ?", (time.time_ns(),))

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
+from ..io.files import folder
 from ..io.folders import close, made_folder, open_folder
 from ..io.locks import SECONDS, lock, unlock
 
@@ -111,3 +112,25 @@ def release(shards: Iterable[Shard]) -> None:
     for shard in shards:
         unlock(shard.fd)
         close(shard.fd)
+
+
+def folders_in(root: str, below: str) -> dict[str, int]:
+    """Maps the folders that may hold objects below one, obj/tenant/backbone/xx, to their times in nanoseconds."""
+    found: dict[str, int] = {}
+    waiting = [below]
+    while waiting:
+        current = waiting.pop()
+        depth = current.count("/")
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(root, current) as fd:
+            if depth == 3:
+                found[current] = os.fstat(fd).st_mtime_ns
+                continue
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    if not entry.is_dir(follow_symlinks=False):
+                        continue
+                    if depth < 2:
+                        waiting.append(f"{current}/{entry.name}")
+                    else:
+                        found[f"{current}/{entry.name}"] = entry.stat(follow_symlinks=False).st_mtime_ns
+    return found

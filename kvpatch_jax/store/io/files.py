@@ -369,20 +369,21 @@ def publish_once(root: str, path: str, text: bytes, temporary: str) -> None:
 def replace_file(root: str, path: str, text: bytes, temporary: str) -> None:
     """Writes or replaces a small file below a root atomically and durably. `temporary` is as for `publish_once`."""
     (above, _, name), (aside, _, own) = path.rpartition("/"), temporary.rpartition("/")
-    with (
-        folder(root, above) as target,
-        folder(root, aside, make=True) as source,
-        open_regular_in(source, own, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd,
-    ):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # shows sweeps that the writer is alive
-            write_all(fd, [text], 0)
-            os.fsync(fd)  # as in `publish_once`
-            rename(source, own, target, name)
-            os.fsync(target)
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(own, dir_fd=source)
+    with folder(root, above) as target, folder(root, aside, make=True) as source:
+        while True:
+            with open_regular_in(source, own, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+                fcntl.flock(fd, fcntl.LOCK_EX)  # shows sweeps that the writer is alive
+                if not os.fstat(fd).st_nlink:  # a sweep removed it before it was locked
+                    continue
+                try:
+                    write_all(fd, [text], 0)
+                    os.fsync(fd)  # as in `publish_once`
+                    rename(source, own, target, name)
+                    os.fsync(target)
+                    return
+                finally:
+                    with contextlib.suppress(OSError):
+                        os.unlink(own, dir_fd=source)
 
 
 @functools.cache
