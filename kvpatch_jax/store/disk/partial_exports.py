@@ -7,7 +7,6 @@ So a cleanup of the root finds unfinished snapshots wherever they are, and remov
 """
 
 import contextlib
-import fcntl
 import os
 import secrets
 import shutil
@@ -17,6 +16,7 @@ from ...errors import InputError
 from ..io.files import (
     NotRegularError,
     folder,
+    locked_new_file,
     make_directories,
     make_private,
     open_regular,
@@ -77,9 +77,8 @@ def _note(root: str, name: str, temporary: str, stack: contextlib.ExitStack) -> 
     """Notes a temporary directory in the root. The note's lock, held until the stack closes, shows a live process."""
     make_directories(root, "unfinished")
     above = stack.enter_context(folder(root, "unfinished"))
-    fd = stack.enter_context(open_regular_in(above, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+    fd = stack.enter_context(locked_new_file(above, name))
     stack.callback(_forget, above, name)
-    fcntl.flock(fd, fcntl.LOCK_EX)
     write_all(fd, [temporary.encode()], 0)
 
 

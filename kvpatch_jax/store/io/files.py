@@ -340,50 +340,56 @@ def make_root(path: str) -> None:
         sync_directory(os.path.dirname(directory))
 
 
+@contextlib.contextmanager
+def locked_new_file(parent: int, name: str) -> Iterator[int]:
+    """Creates a file in an open folder, locked while the context lasts: a sign to sweeps that its writer is alive."""
+    while True:
+        with open_regular_in(parent, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink:
+                yield fd
+                return
+        # A sweep removed it before it was locked.
+
+
 def publish_once(root: str, path: str, text: bytes, temporary: str) -> None:
     """Writes a small file below a root atomically and durably, unless it exists. Of several writers one wins.
 
     Args:
-      temporary: path below the root where it is written first. Its lock shows sweeps that the writer is alive.
+      temporary: path below the root where it is written first.
     """
-    (above, _, name), (aside, _, own) = path.rpartition("/"), temporary.rpartition("/")
-    with folder(root, above, make=True) as target, folder(root, aside, make=True) as source:
-        while True:
-            with open_regular_in(source, own, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX)
-                    write_all(fd, [text], 0)
-                    os.fsync(fd)  # before it has its name, so that a crash leaves no short file under it
-                    # A link does not replace, unlike a rename: the first writer wins.
-                    with contextlib.suppress(FileExistsError):
-                        os.link(own, name, src_dir_fd=source, dst_dir_fd=target)
-                    os.fsync(target)
-                    return
-                except FileNotFoundError:  # a sweep removed it before it was locked
-                    continue
-                finally:
-                    with contextlib.suppress(OSError):
-                        os.unlink(own, dir_fd=source)
+    with _written_aside(root, path, text, temporary, make=True) as (source, own, target, name):
+        # A link does not replace, unlike a rename: the first writer wins.
+        with contextlib.suppress(FileExistsError):
+            os.link(own, name, src_dir_fd=source, dst_dir_fd=target)
+        os.fsync(target)
 
 
 def replace_file(root: str, path: str, text: bytes, temporary: str) -> None:
     """Writes or replaces a small file below a root atomically and durably. `temporary` is as for `publish_once`."""
+    with _written_aside(root, path, text, temporary, make=False) as (source, own, target, name):
+        rename(source, own, target, name)
+        os.fsync(target)
+
+
+@contextlib.contextmanager
+def _written_aside(
+    root: str, path: str, text: bytes, temporary: str, make: bool
+) -> Iterator[tuple[int, str, int, str]]:
+    """Writes a file's content under a temporary name. Yields its open folder and name, and those that it is to have."""
     (above, _, name), (aside, _, own) = path.rpartition("/"), temporary.rpartition("/")
-    with folder(root, above) as target, folder(root, aside, make=True) as source:
-        while True:
-            with open_regular_in(source, own, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
-                fcntl.flock(fd, fcntl.LOCK_EX)  # shows sweeps that the writer is alive
-                if not os.fstat(fd).st_nlink:  # a sweep removed it before it was locked
-                    continue
-                try:
-                    write_all(fd, [text], 0)
-                    os.fsync(fd)  # as in `publish_once`
-                    rename(source, own, target, name)
-                    os.fsync(target)
-                    return
-                finally:
-                    with contextlib.suppress(OSError):
-                        os.unlink(own, dir_fd=source)
+    with (
+        folder(root, above, make=make) as target,
+        folder(root, aside, make=True) as source,
+        locked_new_file(source, own) as fd,
+    ):
+        try:
+            write_all(fd, [text], 0)
+            os.fsync(fd)  # before it has its name, so that a crash leaves no short file under it
+            yield source, own, target, name
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(own, dir_fd=source)
 
 
 @functools.cache

@@ -5,7 +5,6 @@ per process) are exchanged over the devices, in program order.
 """
 
 import contextlib
-import fcntl
 import itertools
 import os
 import secrets
@@ -16,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from ...errors import InputError, StoreIOError, StoreReadOnlyError
-from ..io.files import open_regular
+from ..io.files import folder, locked_new_file
 
 TIMEOUT = 1200
 """Default time in seconds for which processes wait for one another."""
@@ -98,9 +97,9 @@ class ProcessGroup:
             if self.index == 0:
                 path = f"tmp/settings-{token.hex()}"
                 try:
-                    fd = stack.enter_context(open_regular(root, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+                    above = stack.enter_context(folder(root, "tmp", make=True))
+                    stack.enter_context(locked_new_file(above, os.path.basename(path)))
                     stack.callback(os.unlink, f"{root}/{path}")
-                    fcntl.flock(fd, fcntl.LOCK_EX)  # a sweep removes unlocked files
                 except OSError:
                     token = bytes(_TOKEN)  # zeros: nothing could be written
             token = self.shared(token)
