@@ -9,11 +9,16 @@ from .disk.disk import Disk
 from .disk.outbox import Outbox
 from .disk.partial_exports import WHOLE, sweep_unfinished
 from .disk.quarantine import purge
-from .disk.revisions import CLOCK, Tombstones
+from .disk.revisions import CLOCK, Tombstones, revision_in
 from .format.naming import ObjectNames
 from .io.files import folder, remove, rename, typed_errors
 from .remotes.remote_store import RemoteStore
 from .tiers.remote_tier import delete_below
+
+_ROUNDS = 16
+"""Times that a directory is moved away, at most, while others go on putting into it."""
+_TICK = 100_000_000
+"""Nanoseconds by which a file system's clock may be behind."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +52,15 @@ def delete_tenant(disk: Disk, names: ObjectNames, remote: RemoteStore | None = N
     finally:
         entries = [*disk.scan(names.space), *disk.scan(names.libraries)]
         with typed_errors("store: delete a tenant"):
-            # First, so that puts which began before cannot bring anything back.
-            Tombstones(disk.root, names).put_tenant(CLOCK.next())
-            for space in (names.libraries, names.space):  # nobody may find an entry whose chunk is gone
-                _rename_away(disk, space, tenant)
+            for _ in range(_ROUNDS):
+                # First, so that puts which began before cannot bring anything back.
+                revision, since = CLOCK.next(), time.time_ns()
+                Tombstones(disk.root, names).put_tenant(revision)
+                # Libraries first: nobody may find an entry whose chunk is gone.
+                away = [_rename_away(disk, space, tenant) for space in (names.libraries, names.space)]
+                # What was put in between is gone too, and other tiers must know that it is.
+                if not any(_has_later(disk, name, revision, since) for name in away if name is not None):
+                    break
             Outbox(disk.root, tenant).clear()
             disk.index.refresh(names.space)
             quarantined = len(purge(disk.root, tenant))
@@ -61,16 +71,33 @@ def delete_tenant(disk: Disk, names: ObjectNames, remote: RemoteStore | None = N
     return DeletionReport(len(entries), sum(entry.size for entry in entries), quarantined, remote_count)
 
 
-def _rename_away(disk: Disk, space: str, tenant: str) -> None:
+def _rename_away(disk: Disk, space: str, tenant: str) -> str | None:
+    """Moves a tenant's directory to the deleted ones. Returns its name there; None if there was none."""
     above, _, name = space.rpartition("/")
+    gone = f"{tenant}.{os.getpid()}-{time.time_ns()}"
     with (
         folder(disk.root, "deleted", make=True) as target,
         contextlib.suppress(FileNotFoundError),
         folder(disk.root, above) as source,
     ):
-        rename(source, name, target, f"{tenant}.{os.getpid()}-{time.time_ns()}")
+        rename(source, name, target, gone)
         os.fsync(source)
         os.fsync(target)
+        return gone
+    return None
+
+
+def _has_later(disk: Disk, name: str, revision: int, since: int) -> bool:
+    """Returns whether a deleted directory holds an object that was put after a revision, and so since a time (ns)."""
+    with contextlib.suppress(FileNotFoundError), folder(disk.root, "deleted") as above:
+        for _, _, files, fd in os.fwalk(name, dir_fd=above):
+            for file in files:
+                with contextlib.suppress(OSError):  # another process removes the directory
+                    # A file's change time is that of the rename which gave it its name.
+                    is_new = os.stat(file, dir_fd=fd, follow_symlinks=False).st_ctime_ns >= since - _TICK
+                    if is_new and revision_in(fd, file) > revision:
+                        return True
+    return False
 
 
 def finish(disk: Disk, tenant: str = "") -> int:
