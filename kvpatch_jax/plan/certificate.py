@@ -199,7 +199,7 @@ class Certificate:
         first = bound(point, rank, promise=promise)
         if first is None:
             return []
-        if self._is_exact(point, promise):
+        if is_promised(point, promise):
             return [0.0] * (most + 1)
 
         # Between two measured numbers of others the bound is constant, so one lookup fills that stretch.
@@ -267,11 +267,6 @@ class Certificate:
             behinds.add(row.behind)
         return {kind: (sorted(ranks), sorted(behinds)) for kind, (ranks, behinds) in grids.items()}
 
-    @staticmethod
-    def _is_exact(point: str, promise: str) -> bool:
-        # A window that remembers promises its survivors as they are.
-        return point in EXACT_POINTS or (point == "survivor" and promise == "remember")
-
     def _worst(self, field: str, point: str, rank: int, behind: int, promise: str) -> float | None:
         """Returns the largest value of a field over the neighbouring rows; None if one of them is missing."""
         if point not in (*EXACT_POINTS, *MEASURED_POINTS):
@@ -282,7 +277,7 @@ class Certificate:
         check_integer(rank, "certificate.rank", 0)
         check_integer(behind, "certificate.behind", 0)
 
-        if self._is_exact(point, promise):
+        if is_promised(point, promise):
             return 0.0
 
         # Nothing is extrapolated, but for ranks above all measured ones, which lose no more.
@@ -393,6 +388,12 @@ class Certificate:
             f"Certificate({self.model!r}, {len(self.rows)} rows, {self.calibration} + {self.held_out} windows, level "
             f"{self.level:g}, rank {self.recommended_rank})"
         )
+
+
+def is_promised(point: str, promise: str) -> bool:
+    """Returns whether a piece at this point is what a window of this promise promises, so that it loses nothing."""
+    # A window that remembers promises its survivors as they are.
+    return point in EXACT_POINTS or (point == "survivor" and promise == "remember")
 
 
 def _neighbours(measured: Sequence[int], wanted: int) -> list[int]:

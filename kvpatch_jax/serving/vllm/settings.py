@@ -9,6 +9,7 @@ from ...core import KVEncoding
 from ...errors import ConfigError, InputError
 from ...plan import DEFAULT_KL
 from ...utils.sizes import size_of
+from ...window import Promise
 
 Policy = Literal["exact", "approximate", "blind"]
 MAX_PATIENCE = 86_400.0
@@ -32,10 +33,13 @@ class ConnectorConfig:
         "exact". Not with a certificate, whose bounds were measured on canonicals as they were prefilled.
       rank: rank of the patches formed from traffic.
       save: whether chunks and patches are formed from prefills.
+      patch_after: how often a chunk has to be asked for behind the same chunks until its patch is formed.
       most_kl: nats; upper limit of the bound of a request with policy "approximate". It is always finite.
       uncertified: allows the policy "blind", for measurements; otherwise a request with that policy is served without
         stored chunks.
       image_frame: token ids that open and close an image, which then belong to its chunk; None: no such tokens.
+      survivor_bytes: bytes of host memory for what requests leave behind for the next ones of their agents; 0: none.
+        JSON may say "1 GiB".
       pending: prefills that may wait to be formed into patches; more are dropped.
       pending_bytes: bytes of KV on the device that may wait to be formed or be in work; a chunk beyond it is not
         formed. JSON may say "512 MiB".
@@ -54,9 +58,11 @@ class ConnectorConfig:
     encoding: str | None = None
     rank: int = 16
     save: bool = True
+    patch_after: int = 2
     most_kl: float = DEFAULT_KL
     uncertified: bool = False
     image_frame: tuple[int, int] | None = None
+    survivor_bytes: int = 1 << 30
     pending: int = 8
     pending_bytes: int = 512 << 20
     readers: int = 2
@@ -74,9 +80,11 @@ class ConnectorConfig:
             "certificate": (is_path, "a path, or None"),
             "rank": (_is_whole(self.rank, 1), "an integer >= 1"),
             "save": (isinstance(self.save, bool), "True or False"),
+            "patch_after": (_is_whole(self.patch_after, 1), "an integer >= 1"),
             "most_kl": (_is_bound(self.most_kl), "a finite number of nats >= 0"),
             "uncertified": (isinstance(self.uncertified, bool), "True or False"),
             "image_frame": (is_frame, "two token ids, or None"),
+            "survivor_bytes": (_is_whole(self.survivor_bytes, 0, 2**63), "a number of bytes >= 0"),
             "pending": (_is_whole(self.pending, 1), "an integer >= 1"),
             "pending_bytes": (_is_whole(self.pending_bytes, 1, 2**63), "a number of bytes >= 1"),
             "readers": (_is_whole(self.readers, 1), "an integer >= 1"),
@@ -112,8 +120,9 @@ class ConnectorConfig:
         values = dict(extra_config)
         if isinstance(values.get("image_frame"), list):
             values["image_frame"] = tuple(values["image_frame"])
-        if isinstance(values.get("pending_bytes"), str):
-            values["pending_bytes"] = size_of(values["pending_bytes"], "connector.pending_bytes", 1, ConfigError)
+        for name, least in (("pending_bytes", 1), ("survivor_bytes", 0)):
+            if isinstance(values.get(name), str):
+                values[name] = size_of(values[name], f"connector.{name}", least, ConfigError)
         return cls(**values)
 
 
@@ -127,6 +136,9 @@ class RequestOptions:
       tenant: owner of the chunks. A gateway has to set it: any client that names a tenant is served its chunks.
       kl, flips: bounds of the answer's loss, as in `Goal`. Without `kl`, "approximate" has the operator's; "blind"
         has no bound and accepts none.
+      promise: what an approximate answer is compared with: "forget", a prefill of this prompt; or "remember", a window
+        whose chunks stay as they were prefilled, conditioned on what has left since.
+      agent: whose window this is: what its requests leave behind serves its next one, and no other agent's.
       segments: ends of the prompt's chunks in tokens, increasing; the tokens after the last one are the question.
         None: the ends of images and of the text before each.
       save: whether chunks and patches may be formed from this request.
@@ -141,6 +153,8 @@ class RequestOptions:
     flips: float | None = None
     segments: tuple[int, ...] | None = None
     save: bool = True
+    promise: Promise = "forget"
+    agent: str = ""
 
     def __post_init__(self) -> None:
         ends = self.segments
@@ -156,6 +170,8 @@ class RequestOptions:
             "flips": (self.flips is None or (_is_bound(self.flips) and not is_blind), bound),
             "segments": (are_ends, f"at most {MAX_SEGMENTS} increasing integers >= 1"),
             "save": (isinstance(self.save, bool), "True or False"),
+            "promise": (self.promise in typing.get_args(Promise), f"one of {typing.get_args(Promise)}"),
+            "agent": (isinstance(self.agent, str) and len(self.agent) <= 200, "at most 200 characters"),
         }
 
         for name, (valid, expected) in checks.items():

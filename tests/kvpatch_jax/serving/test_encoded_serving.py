@@ -65,7 +65,7 @@ def test_pages_hold_what_the_decoded_twins_give(memory, tmp_path, dtype):
         # A chunk becomes a canonical where it is the first of a prompt, and gets a patch behind another one.
         served(sides, "second", {**BLIND, "segments": [10]}, tokens=TOKENS[8:])
         served(sides, "first", BLIND)
-        assert sides.worker.former.counts == {"canonicals": 2, "patches": 1}
+        assert sides.worker.former.counts == {"canonicals": 2, "patches": 1, "survivors": 1}
 
     store = memory[0]
     assert {chunk.encoding for chunk in store.chunks.values()} == {"k8v8g32"}
