@@ -2,7 +2,8 @@
 
 The pool's prefills say what they were computed behind, so a chunk's rows show which history they are of.
 """
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false
 
 import numpy as np
 import pytest
