@@ -1,0 +1,239 @@
+"""Three loops as agents make them, each turn answered in several ways: `python loops_program.py WORK TURNS LOOP`.
+
+LOOP is one of `LOOPS`; WORK/loops-LOOP-TURNS.json is written. A prompt is a lead that stays, images, and a question; no
+client forms anything, and a request declares nothing but its policy:
+
+sliding    every turn brings an image; the last eight are in the window.
+reopened   every turn opens a few of six images, in another order.
+appended   every turn brings an image, and none leaves until the task ends.
+
+The ways: what the engine computes with nothing in its cache ("re-prefill", to which all others are compared), with its
+prefix cache, and with our chunks under several policies. Beside them two ways of keeping windows small with a prefix
+cache alone: evicting eight at once when sixteen are there, and putting a word in the place of an old image.
+"""
+# pyright: reportMissingImports=false
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import rig_engine
+import trained_model
+from PIL import Image
+from rig_engine import Engine
+from trained_task import FRAME
+
+from evals import small_task
+from evals.results import intervals
+from evals.small_task import VOCABULARY
+
+SEED, WINDOW, PAGES, TASK = 90031, 8, 6, 12
+OPENED = (3, 5)
+"""Images that a turn opens of the six: at least, at most."""
+BATCH = 2 * WINDOW
+MOST_IMAGES = BATCH + 1
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 768,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 1024,
+    "num_gpu_blocks_override": 4000,
+    "async_scheduling": False,
+    "limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0},
+    "disable_chunked_mm_input": True,
+    "skip_mm_profiling": True,
+    "max_logprobs": len(VOCABULARY),
+}
+WAYS: dict[str, Mapping[str, Any] | None] = {
+    "re-prefill": None,
+    "prefix cache": None,
+    "exact": {"policy": "exact"},
+    "remember": {"policy": "approximate", "promise": "remember"},
+    "forget": {"policy": "approximate"},
+}
+ALONE = ("batched eviction", "placeholders")
+"""Ways whose prompts are others."""
+
+
+class Turn(NamedTuple):
+    """What one turn shows: images behind the lead by their index, and the question as two tokens, with its answer.
+
+    Attributes:
+      evicted: of batched eviction, the images that are there. old: how many stand there as a word before the last ones.
+      answer: the right token if the question is about what all ways show, else None.
+    """
+
+    images: tuple[int, ...]
+    question: tuple[int, int]
+    evicted: tuple[int, ...]
+    old: int
+    answer: int | None
+
+
+class Scene:
+    """Images of the small task, drawn by a seed: legends with pages that they explain; the first legend is the lead."""
+
+    def __init__(self, count: int, seed: int):
+        rng = np.random.default_rng(seed)
+        contexts = small_task.sample_contexts(rng, -(-count // (small_task.LEGENDS + 1)) + 1)
+        legends, pages = small_task.render(contexts)
+        images = [image for own, page in zip(legends, pages, strict=True) for image in (*own, page)]
+        self.pictures = [Image.fromarray(image) for image in images[: count + 1]]
+        drawn = small_task.ask(contexts, rng, {"page": 1, "legend": 1, "chain": 1})
+        self.questions = [
+            list(zip(*(value[own].tolist() for value in (drawn.ask, drawn.argument, drawn.answer)), strict=True))
+            for own in range(len(contexts))
+        ]
+
+    def question(self, image: int, number: int) -> tuple[int, int, int]:
+        """Returns a question about the context of an image, as tokens, and its answer."""
+        own = self.questions[(image + 1) // (small_task.LEGENDS + 1)]
+        return own[number % len(own)]
+
+    def prompt(self, images: Sequence[int], question: Sequence[int], old: int = 0) -> dict[str, Any]:
+        """Returns a prompt of the lead, words in place of old images, images and a question."""
+        pictures = [self.pictures[0], *(self.pictures[image + 1] for image in images)]
+        image = [FRAME[0], VOCABULARY.image, FRAME[1]]
+        ids = [*image, *[VOCABULARY.pad] * old, *(image * len(images)), *question]
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
+
+
+def sliding(scene: Scene, turns: int, rng: np.random.Generator) -> Iterator[Turn]:
+    """Yields turns of a window of the last images."""
+    first = 0
+    for turn in range(turns):
+        if turn - first + 1 > BATCH:
+            first = turn - WINDOW + 1
+        images = tuple(range(max(0, turn - WINDOW + 1), turn + 1))
+        ask, argument, answer = scene.question(turn, int(rng.integers(3)))
+        yield Turn(images, (ask, argument), tuple(range(first, turn + 1)), images[0], answer)
+
+
+def reopened(scene: Scene, turns: int, rng: np.random.Generator) -> Iterator[Turn]:
+    """Yields turns that open some of a few images in an order of their own."""
+    for _ in range(turns):
+        images = tuple(rng.permutation(PAGES)[: rng.integers(OPENED[0], OPENED[1] + 1)].tolist())
+        ask, argument, answer = scene.question(images[-1], int(rng.integers(3)))
+        yield Turn(images, (ask, argument), images, 0, answer)
+
+
+def appended(scene: Scene, turns: int, rng: np.random.Generator) -> Iterator[Turn]:
+    """Yields turns of tasks whose images all stay."""
+    for turn in range(turns):
+        images = tuple(range(turn - turn % TASK, turn + 1))
+        ask, argument, answer = scene.question(turn, int(rng.integers(3)))
+        yield Turn(images, (ask, argument), images, 0, answer)
+
+
+LOOPS = {"sliding": sliding, "reopened": reopened, "appended": appended}
+
+
+def divergence(own: Mapping[str, float], other: Mapping[str, float]) -> float:
+    """KL(own ‖ other) of two answers' first tokens, over the whole vocabulary."""
+    first, second = (np.array([likely[str(token)] for token in range(len(VOCABULARY))]) for likely in (own, other))
+    return float(np.sum(np.exp(first) * (first - second)))
+
+
+def measured(engine: Engine, turns: Sequence[Turn], scene: Scene) -> dict[str, Any]:
+    """Answers every turn in every way."""
+    answers: dict[str, list[dict[str, Any]]] = {way: [] for way in (*WAYS, *ALONE)}
+    seconds: dict[str, list[float]] = {way: [] for way in answers}
+    likely = {"steps": 1, "likely": len(VOCABULARY), "fresh": False}
+    began = time.perf_counter()
+    for number, turn in enumerate(turns):
+        shown = scene.prompt(turn.images, turn.question)
+        prompts = dict.fromkeys(WAYS, shown)
+        prompts |= {
+            "batched eviction": scene.prompt(turn.evicted, turn.question),
+            "placeholders": scene.prompt(turn.images, turn.question, turn.old),
+        }
+        for way, prompt in prompts.items():
+            # Each way has blocks of its own in the engine's cache, and chunks of its own in the store.
+            salt = f"{way} {number}" if way == "re-prefill" else way
+            asked = WAYS.get(way)
+            own = {} if asked is None else {**asked, "tenant": way}
+            start = time.perf_counter()
+            answers[way] += engine.ask(prompt, salts=[salt], **likely, **own)
+            seconds[way].append(time.perf_counter() - start)
+        if number % 20 == 19:
+            print(f"turn {number + 1}: {time.perf_counter() - began:.0f} s", flush=True)
+    return {way: row(answers[way], answers["re-prefill"], turns, seconds[way]) for way in answers}
+
+
+def row(
+    answers: Sequence[Mapping[str, Any]],
+    truth: Sequence[Mapping[str, Any]],
+    turns: Sequence[Turn],
+    seconds: Sequence[float],
+) -> dict[str, Any]:
+    """One way's row."""
+    computed = [answer["prompt"] - answer["cached"] for answer in answers]
+    right = np.array([answer["tokens"][0] == turn.answer for answer, turn in zip(answers, turns, strict=True)])
+    kl = np.array([divergence(own["likely"], other["likely"]) for own, other in zip(truth, answers, strict=True)])
+    flips = np.array([own["tokens"][0] != other["tokens"][0] for own, other in zip(truth, answers, strict=True)])
+    bounds = [answer["told"].get("kl") for answer in answers]
+    known = [(own, bound) for own, bound in zip(kl, bounds, strict=True) if bound is not None]
+    points: dict[str, int] = {}
+    whys: dict[str, int] = {}
+    for answer in answers:
+        for point, _ in answer["told"].get("served", []):
+            points[point] = points.get(point, 0) + 1
+        why = "".join(letter for letter in answer["told"].get("why", "") if not letter.isdigit())
+        whys[why] = whys.get(why, 0) + 1
+    cluster = np.arange(len(answers))
+
+    def interval(values: np.ndarray) -> dict[str, float]:
+        found = intervals.mean(np.asarray(values, float), cluster)
+        return {"value": found.value, "low": found.low, "high": found.high}
+
+    return {
+        "prompt_tokens": int(sum(answer["prompt"] for answer in answers)),
+        "prefilled_tokens": int(sum(computed)),
+        "right": interval(right),
+        "kl": interval(kl),
+        "largest_kl": float(kl.max()),
+        "flips": interval(flips),
+        # Two prefills of one prompt differ by rounding.
+        "within_their_bounds": sum(bool(own <= max(bound, 1e-5)) for own, bound in known),
+        "bounded": len(known),
+        "points": points,
+        "why": dict(sorted(whys.items(), key=lambda item: -item[1])[:8]),
+        "median_seconds": float(np.median(seconds)),
+    }
+
+
+def main(work: str, turns: str, loop: str, certificate: str = "") -> None:
+    """Draws, serves, and writes what was found."""
+    folder, count = Path(work), int(turns)
+    path = Path(certificate) if certificate else trained_model.SHIPPED / "certificate.json"
+    fingerprint = json.loads(path.read_text())["certificate"]["backbone"]
+    settings = {"backbone": fingerprint, "certificate": str(path), "uncertified": False, "image_frame": list(FRAME)}
+    scene = Scene(max(count, PAGES) + 1, SEED)
+    listed = list(LOOPS[loop](scene, count, np.random.default_rng(SEED)))
+    model = trained_model.write(folder / "model-loops")
+    engine = Engine(model, folder / f"store-loops-{loop}", settings, **OPTIONS)
+
+    def scenario(engine: Engine) -> dict[str, Any]:
+        found = measured(engine, listed, scene)
+        assert engine.scheduler is not None and engine.worker is not None  # noqa: PT018
+        store = sum(file.stat().st_size for file in (folder / f"store-loops-{loop}").rglob("*") if file.is_file())
+        return {
+            "loop": loop,
+            "turns": count,
+            "ways": found,
+            "formed": dict(engine.worker.former.counts),
+            "scheduled": dict(engine.scheduler.counts),
+            "store_bytes": store,
+            "survivor_bytes": engine.scheduler.survivors.nbytes,
+            "certificate": json.loads(path.read_text())["digest"],
+        }
+
+    rig_engine.written(folder / f"loops-{loop}-{count}.json", engine, scenario, seed=SEED)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
