@@ -27,11 +27,13 @@ from PIL import Image
 from rig_engine import Engine
 from trained_task import FRAME
 
-from evals import small_task
+from evals import sheets_task
 from evals.results import intervals
-from evals.small_task import VOCABULARY
+from evals.sheets_task import SIZES, VOCABULARY
+from evals.trained import MAIN, SHEETS
 
 SEED, WINDOW, PAGES, TASK = 90031, 8, 6, 12
+SIZE, MODEL = SIZES["8"], SHEETS / MAIN
 OPENED = (3, 5)
 """Images that a turn opens of the six: at least, at most."""
 BATCH = 2 * WINDOW
@@ -60,39 +62,43 @@ ALONE = ("batched eviction", "placeholders")
 
 
 class Turn(NamedTuple):
-    """What one turn shows: images behind the lead by their index, and the question as two tokens, with its answer.
+    """What one turn shows: images behind the lead by their number, and what is asked about one of them.
 
     Attributes:
-      evicted: of batched eviction, the images that are there. old: how many stand there as a word before the last ones.
-      answer: the right token if the question is about what all ways show, else None.
+      images: in the window. evicted: those that batched eviction has. old: how many stand there as a word.
+      question: two tokens. answer: the right one.
     """
 
     images: tuple[int, ...]
-    question: tuple[int, int]
     evicted: tuple[int, ...]
     old: int
-    answer: int | None
+    question: tuple[int, int]
+    answer: int
 
 
 class Scene:
-    """Images of the small task, drawn by a seed: legends with pages that they explain; the first legend is the lead."""
+    """Sheets of the sheets task, drawn by a seed: images of eleven entries, an address with two colours each.
 
-    def __init__(self, count: int, seed: int):
-        rng = np.random.default_rng(seed)
-        contexts = small_task.sample_contexts(rng, -(-count // (small_task.LEGENDS + 1)) + 1)
-        legends, pages = small_task.render(contexts)
-        images = [image for own, page in zip(legends, pages, strict=True) for image in (*own, page)]
-        self.pictures = [Image.fromarray(image) for image in images[: count + 1]]
-        drawn = small_task.ask(contexts, rng, {"page": 1, "legend": 1, "chain": 1})
-        self.questions = [
-            list(zip(*(value[own].tolist() for value in (drawn.ask, drawn.argument, drawn.answer)), strict=True))
-            for own in range(len(contexts))
-        ]
+    The first one is the lead. A question asks for a colour of an address that some image in the window shows; if
+    several do, the latest one counts.
+    """
 
-    def question(self, image: int, number: int) -> tuple[int, int, int]:
-        """Returns a question about the context of an image, as tokens, and its answer."""
-        own = self.questions[(image + 1) // (small_task.LEGENDS + 1)]
-        return own[number % len(own)]
+    def __init__(self, count: int, rng: np.random.Generator):
+        contexts = sheets_task.sample_contexts(rng, -(-(count + 1) // SIZE.sheets), SIZE)
+        sheets, _ = sheets_task.render(contexts)
+        self.pictures = [Image.fromarray(image) for image in sheets.reshape(-1, *sheets.shape[2:])]
+        entries = (contexts.sheet_address, contexts.sheet_fill, contexts.sheet_stripe)
+        flat = [each.reshape(-1, each.shape[2]).tolist() for each in entries]
+        self.entries = [list(zip(*own, strict=True)) for own in zip(*flat, strict=True)]
+
+    def turn(self, images: Sequence[int], rng: np.random.Generator, evicted: Sequence[int] = (), old: int = 0) -> Turn:
+        """Draws a question about one of the images."""
+        colours = {address: own for image in images for address, *own in self.entries[image + 1]}
+        address = int(rng.choice(sorted(colours)))
+        by_fill, (fill, stripe) = rng.random() < 0.5, colours[address]
+        ask = VOCABULARY.ask_fill if by_fill else VOCABULARY.ask_stripe
+        answer = VOCABULARY.fill + fill if by_fill else VOCABULARY.stripe + stripe
+        return Turn(tuple(images), tuple(evicted or images), old, (ask, VOCABULARY.cell + address), answer)
 
     def prompt(self, images: Sequence[int], question: Sequence[int], old: int = 0) -> dict[str, Any]:
         """Returns a prompt of the lead, words in place of old images, images and a question."""
@@ -108,25 +114,20 @@ def sliding(scene: Scene, turns: int, rng: np.random.Generator) -> Iterator[Turn
     for turn in range(turns):
         if turn - first + 1 > BATCH:
             first = turn - WINDOW + 1
-        images = tuple(range(max(0, turn - WINDOW + 1), turn + 1))
-        ask, argument, answer = scene.question(turn, int(rng.integers(3)))
-        yield Turn(images, (ask, argument), tuple(range(first, turn + 1)), images[0], answer)
+        images = range(max(0, turn - WINDOW + 1), turn + 1)
+        yield scene.turn(images, rng, range(first, turn + 1), images[0])
 
 
 def reopened(scene: Scene, turns: int, rng: np.random.Generator) -> Iterator[Turn]:
     """Yields turns that open some of a few images in an order of their own."""
     for _ in range(turns):
-        images = tuple(rng.permutation(PAGES)[: rng.integers(OPENED[0], OPENED[1] + 1)].tolist())
-        ask, argument, answer = scene.question(images[-1], int(rng.integers(3)))
-        yield Turn(images, (ask, argument), images, 0, answer)
+        yield scene.turn(rng.permutation(PAGES)[: rng.integers(OPENED[0], OPENED[1] + 1)].tolist(), rng)
 
 
 def appended(scene: Scene, turns: int, rng: np.random.Generator) -> Iterator[Turn]:
     """Yields turns of tasks whose images all stay."""
     for turn in range(turns):
-        images = tuple(range(turn - turn % TASK, turn + 1))
-        ask, argument, answer = scene.question(turn, int(rng.integers(3)))
-        yield Turn(images, (ask, argument), images, 0, answer)
+        yield scene.turn(range(turn - turn % TASK, turn + 1), rng)
 
 
 LOOPS = {"sliding": sliding, "reopened": reopened, "appended": appended}
@@ -209,12 +210,14 @@ def row(
 def main(work: str, turns: str, loop: str, certificate: str = "") -> None:
     """Draws, serves, and writes what was found."""
     folder, count = Path(work), int(turns)
-    path = Path(certificate) if certificate else trained_model.SHIPPED / "certificate.json"
-    fingerprint = json.loads(path.read_text())["certificate"]["backbone"]
-    settings = {"backbone": fingerprint, "certificate": str(path), "uncertified": False, "image_frame": list(FRAME)}
-    scene = Scene(max(count, PAGES) + 1, SEED)
-    listed = list(LOOPS[loop](scene, count, np.random.default_rng(SEED)))
-    model = trained_model.write(folder / "model-loops")
+    settings: dict[str, Any] = {"backbone": "sheets", "uncertified": False, "image_frame": list(FRAME)}
+    if certificate:
+        saved = json.loads(Path(certificate).read_text())
+        settings |= {"backbone": saved["certificate"]["backbone"], "certificate": certificate}
+    rng = np.random.default_rng(SEED)
+    scene = Scene(max(count, PAGES) + 1, rng)
+    listed = list(LOOPS[loop](scene, count, rng))
+    model = trained_model.write(folder / "model-loops", MODEL)
     engine = Engine(model, folder / f"store-loops-{loop}", settings, **OPTIONS)
 
     def scenario(engine: Engine) -> dict[str, Any]:
@@ -229,7 +232,7 @@ def main(work: str, turns: str, loop: str, certificate: str = "") -> None:
             "scheduled": dict(engine.scheduler.counts),
             "store_bytes": store,
             "survivor_bytes": engine.scheduler.survivors.nbytes,
-            "certificate": json.loads(path.read_text())["digest"],
+            "certificate": None if not certificate else saved["digest"],
         }
 
     rig_engine.written(folder / f"loops-{loop}-{count}.json", engine, scenario, seed=SEED)
