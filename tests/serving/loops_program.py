@@ -27,17 +27,20 @@ from PIL import Image
 from rig_engine import Engine
 from trained_task import FRAME
 
-from evals import sheets_task
+from evals import sheets_task, small_task
+from evals.probes.window.probe_images import LEAD
 from evals.results import intervals
 from evals.sheets_task import SIZES, VOCABULARY
 from evals.trained import MAIN, SHEETS
 
 SEED, WINDOW, PAGES, TASK = 90031, 8, 6, 12
 SIZE, MODEL = SIZES["8"], SHEETS / MAIN
+LEAD_TOKENS = [small_task.VOCABULARY.names.index(word) for word in LEAD]
+"""What certificates of this model were measured behind."""
 OPENED = (3, 5)
 """Images that a turn opens of the six: at least, at most."""
 BATCH = 2 * WINDOW
-MOST_IMAGES = BATCH + 1
+MOST_IMAGES = BATCH
 OPTIONS = {
     "dtype": "float32",
     "max_model_len": 768,
@@ -79,12 +82,12 @@ class Turn(NamedTuple):
 class Scene:
     """Sheets of the sheets task, drawn by a seed: images of eleven entries, an address with two colours each.
 
-    The first one is the lead. A question asks for a colour of an address that some image in the window shows; if
+    A question asks for a colour of an address that some image in the window shows; if
     several do, the latest one counts.
     """
 
     def __init__(self, count: int, rng: np.random.Generator):
-        contexts = sheets_task.sample_contexts(rng, -(-(count + 1) // SIZE.sheets), SIZE)
+        contexts = sheets_task.sample_contexts(rng, -(-count // SIZE.sheets), SIZE)
         sheets, _ = sheets_task.render(contexts)
         self.pictures = [Image.fromarray(image) for image in sheets.reshape(-1, *sheets.shape[2:])]
         entries = (contexts.sheet_address, contexts.sheet_fill, contexts.sheet_stripe)
@@ -93,7 +96,7 @@ class Scene:
 
     def turn(self, images: Sequence[int], rng: np.random.Generator, evicted: Sequence[int] = (), old: int = 0) -> Turn:
         """Draws a question about one of the images."""
-        colours = {address: own for image in images for address, *own in self.entries[image + 1]}
+        colours = {address: own for image in images for address, *own in self.entries[image]}
         address = int(rng.choice(sorted(colours)))
         by_fill, (fill, stripe) = rng.random() < 0.5, colours[address]
         ask = VOCABULARY.ask_fill if by_fill else VOCABULARY.ask_stripe
@@ -102,9 +105,9 @@ class Scene:
 
     def prompt(self, images: Sequence[int], question: Sequence[int], old: int = 0) -> dict[str, Any]:
         """Returns a prompt of the lead, words in place of old images, images and a question."""
-        pictures = [self.pictures[0], *(self.pictures[image + 1] for image in images)]
+        pictures = [self.pictures[image] for image in images]
         image = [FRAME[0], VOCABULARY.image, FRAME[1]]
-        ids = [*image, *[VOCABULARY.pad] * old, *(image * len(images)), *question]
+        ids = [*LEAD_TOKENS, *[VOCABULARY.pad] * old, *(image * len(images)), *question]
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
 
 

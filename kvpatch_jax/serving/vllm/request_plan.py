@@ -56,7 +56,8 @@ class ChunkStep(NamedTuple):
         """Returns the points and ranks by which a certificate bounds it; none of a chunk that is as promised."""
         # A survivor in front of which nothing has left is what the engine would compute behind chunks served so.
         kept = self.point == "survivor" and not self.slides
-        own = () if kept or is_promised(self.point, promise) else ((self.point, self.rank),)
+        rank = self.slides if self.point == "survivor" else self.rank
+        own = () if kept or is_promised(self.point, promise) else ((self.point, rank),)
         return own + tuple(way for way in self.inherited if not is_promised(way[0], promise))
 
 
