@@ -133,6 +133,11 @@ class ChunkFormer:
         if job and not self._queue.add(job):  # closed in the meantime
             self._drop(job)
 
+    @property
+    def jobs(self) -> int:
+        """Number of prefills that wait to be formed or are in work."""
+        return self._queue.backlog
+
     def flush(self) -> None:
         """Waits until every queued chunk is stored or counted as failed."""
         self._queue.flush()
@@ -190,7 +195,7 @@ class ChunkFormer:
         if not task.antecedent:
             span, count = int(local.max()) + 1, len(local)
             host_kv = jax.device_get(dict(free))
-            chunk = Chunk(host_kv, local, span, count, segment.id, self.layout, self.config.backbone)
+            chunk = Chunk(host_kv, local, span, count, segment.id, self.layout, self.stores.backbone)
             store.put(chunk if self.config.encoding is None else encode_chunk(chunk, self.config.encoding))
             self.counts["canonicals"] += 1
             return
