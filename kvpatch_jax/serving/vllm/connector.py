@@ -127,7 +127,13 @@ class KVPatchConnector(KVConnectorBase_V1):
             layout = layout_of(model.hf_text_config.to_dict(), model.architectures)
             self.worker_side = WorkerSide(config, layout, page_size, weights)
 
-    def _guarded[Result](self, hook: str, work: Callable[[], Result], fallback: Callable[[], Result]) -> Result:
+    def _guarded[Result](
+        self,
+        hook: str,
+        work: Callable[[], Result],
+        fallback: Callable[[], Result],
+        consequence: str = "the request is served without stored chunks",
+    ) -> Result:
         """Runs a hook's work; counts any exception, logs the first of its kind, and returns the fallback's result."""
         try:
             return work()
@@ -135,7 +141,7 @@ class KVPatchConnector(KVConnectorBase_V1):
             kind = f"{hook}: {type(error).__name__}"
             self.failures[kind] += 1
             if self.failures[kind] == 1:
-                logger.warning("kvpatch: %s: the request is served without stored chunks", kind, exc_info=True)
+                logger.warning("kvpatch: %s: %s", kind, consequence, exc_info=True)
             return fallback()
 
     # --------------------------------------------------------------------------------------------- the scheduler
@@ -199,7 +205,9 @@ class KVPatchConnector(KVConnectorBase_V1):
 
     def take_events(self) -> list[Any]:
         """Returns vLLM's events of blocks that can be loaded, or no longer, since the last call."""
-        return self._guarded("take_events", lambda: _engine_events(self._scheduler.events.take()), list)
+        return self._guarded(
+            "take_events", lambda: _engine_events(self._scheduler.events.take()), list, "events are lost"
+        )
 
     def reset_cache(self) -> bool:
         """Has everything that was stored so far count as not stored. Returns False if that failed."""
@@ -212,7 +220,7 @@ class KVPatchConnector(KVConnectorBase_V1):
             )
             return True
 
-        return self._guarded("reset_cache", reset, lambda: False)
+        return self._guarded("reset_cache", reset, lambda: False, "what was stored may still be served")
 
     def _discard(self, request: Any) -> bool:
         return self._guarded("discard", lambda: self._scheduler.discard(request), lambda: False)
@@ -232,7 +240,7 @@ class KVPatchConnector(KVConnectorBase_V1):
                 return collect_scheduler(self.scheduler_side, self.failures)
             return collect_worker(self._worker, self.failures)
 
-        data = self._guarded("get_kv_connector_stats", collect, dict)
+        data = self._guarded("get_kv_connector_stats", collect, dict, "counts are reported later")
         return KVPatchStats(data) if data else None
 
     @classmethod

@@ -20,7 +20,7 @@ MAX_WORDS = 48
 
 POINTS = ("leading", "restored", "stored", "survivor", "moved", "mean", "near", "seen", "bare")
 POLICIES = ("exact", "approximate", "blind", "invalid")
-OUTCOMES = ("canonicals", "patches", "known", "failed", "over_budget", "dropped", "unsaved")
+OUTCOMES = ("canonicals", "prefills", "patches", "survivors", "known", "failed", "over_budget", "dropped", "unsaved")
 TIERS = ("host", "disk", "outbox")
 
 _REASONS: tuple[tuple[str, str], ...] = (
@@ -32,6 +32,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("other_weights", r"other weights"),
     ("reads_no_cache", r"reads no cache"),
     ("unread", r"could not be read"),
+    ("cached", r"in its own cache"),
     ("blind_not_allowed", r"do not allow 'uncertified'"),
     ("invalid_request", r"kv_transfer_params|segments: got"),
 )
@@ -154,7 +155,7 @@ def collect_scheduler(side: Any, failures: Mapping[str, int]) -> dict[str, Any]:
     shared, config = side.stores.shared, side.config
     waiting, held = side.reading
     limits = {"host": config.host} if config.disk is None else {"host": config.host, "disk": config.disk}
-    unfit = sum(count for kind, count in side.counts.items() if kind.startswith("unfit"))
+    unfit = sum(count for kind, count in list(side.counts.items()) if kind.startswith("unfit"))
     totals = {
         "failed_loads": {"": side.counts["failed"]},
         "unfit_chunks": {"": unfit},
@@ -174,8 +175,7 @@ def collect_scheduler(side: Any, failures: Mapping[str, int]) -> dict[str, Any]:
 
 def collect_worker(side: Any, failures: Mapping[str, int]) -> dict[str, Any]:
     """Returns the payload of the worker's side, a `WorkerSide`, since the last call, as `collect_scheduler`."""
-    formed = {word: side.former.counts[word] for word in OUTCOMES}
-    formed["unsaved"] += side.counts["unsaved"]
+    formed = {**side.former.counts, "unsaved": side.counts["unsaved"]}
     totals = {"formed": formed, "hook_failures": by_hook(failures)}
     gauges = {"forming_jobs": {"": side.former.jobs}, "forming_bytes": {"": side.former.held_bytes}}
     return side.metrics.take(totals, gauges)

@@ -176,6 +176,8 @@ def texts_of_plans() -> list[str]:
             is_why = isinstance(node, ast.keyword) and node.arg == "why"
             if isinstance(node, ast.Assign):
                 is_why = [ast.unparse(target) for target in node.targets] == ["why"]
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "RequestPlan" and len(node.args) == 3:
+                texts += texts_in(node.args[2])
             if is_why and isinstance(node, ast.Assign | ast.keyword):
                 texts += texts_in(node.value)
     return texts

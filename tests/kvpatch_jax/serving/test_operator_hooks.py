@@ -194,6 +194,22 @@ def test_a_request_under_way_is_served_nothing_of_before_a_reset(tmp_path, momen
         assert (told["matched"], told["exact"]) == (0, moment != "placed")
 
 
+@pytest.mark.parametrize("matched", [False, True])
+def test_nothing_is_formed_of_a_request_that_a_reset_meets(tmp_path, matched):
+    """Its tokens may be of two checkpoints; a request that comes later is formed."""
+    with sides_of(tmp_path) as sides:
+        scheduler, blocks = sides.scheduler, tuple(range(8))
+        request = request_of("own", {"kvpatch": {"segments": [8]}})
+        scheduler.add_request(request)
+        if matched:
+            assert matched_of(scheduler, request) == 0
+        scheduler.reset()
+        assert matched_of(scheduler, request) == 0
+        scheduler.order_load(request, blocks, 0)
+        assert scheduler.build_commands(output_of({"own": 30}, {"own": 0}, {"own": blocks})) == StepCommands()
+        assert len(served(sides, "later", {"segments": [8]}).orders.saves) == 1
+
+
 def test_a_reset_that_fails_says_so(engine, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(engine.scheduler.scheduler_side, "reset", lambda: 1 / 0)
