@@ -152,6 +152,11 @@ class ChunkFormer:
         if job and not self._queue.add(job):  # closed in the meantime
             self._drop(job)
 
+    @property
+    def jobs(self) -> int:
+        """Number of prefills that wait to be formed or are in work."""
+        return self._queue.backlog
+
     def flush(self) -> None:
         """Waits until every queued chunk is stored or counted as failed."""
         self._queue.flush()
@@ -211,7 +216,7 @@ class ChunkFormer:
         host: Chunk | None = None
         if not task.antecedent or task.prefill is not None or task.survivor is not None:
             span, host_kv = int(local.max()) + 1, jax.device_get(dict(free))
-            host = Chunk(host_kv, local, span, len(local), segment.id, self.layout, self.config.backbone)
+            host = Chunk(host_kv, local, span, len(local), segment.id, self.layout, self.stores.backbone)
 
         # First what the agent's next request needs, which may come at once.
         if host is not None and task.survivor is not None:

@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 from ...errors import InputError, KVPatchError, WeightsError
 from ...plan import Certificate
 from .admission import Admission, WantedChunks
+from .block_events import BlockEvents
+from .engine_metrics import EngineMetrics, reason_of
 from .layouts import CacheFormat
 from .messages import ChunkPayload, LeftBehind, LoadCommand, SaveCommand, StepCommands, blocks_from
 from .prefetcher import Prefetcher
 from .prompt_history import PromptHistory
+from .reports import ReportQueue
 from .request_plan import EXACT, RequestPlan, plan_request, states_of
 from .segments import PromptFeature, PromptSegment, segments_of
 from .settings import ConnectorConfig, RequestOptions
@@ -137,6 +140,9 @@ class SchedulerSide:
 
     Attributes:
       counts: numbers of requests by outcome, such as "refused", "unread", "failed" or "saves", and of "loaded_tokens".
+      metrics: what was counted and not reported to the engine yet.
+      events: blocks that became available or unavailable.
+      reports: reports of finished requests.
     """
 
     def __init__(
@@ -152,6 +158,8 @@ class SchedulerSide:
         self.survivors = shared_survivors(config.store, config.backbone, config.survivor_bytes)
         self._admission = Admission(config, self.stores, cache)
         self.counts: collections.Counter[str] = collections.Counter()
+        self.metrics, self.events = EngineMetrics(), BlockEvents(page_size)
+        self.reports = ReportQueue(config.reports, config.log_requests)
         self._requests: dict[str, RequestState] = {}
         self._prefetcher: Prefetcher[PlannedRequest] = Prefetcher(config.readers, config.ahead, config.patience)
         self._loads: list[LoadCommand] = []
@@ -166,9 +174,12 @@ class SchedulerSide:
             state = self._read_request(request)
         except KVPatchError as error:
             self.counts["refused"] += 1
+            self.metrics.add("requests", "invalid")
+            self.metrics.add("refusals", reason_of(str(error)))
             logger.warning("kvpatch: request %s is served without stored chunks: %s", request.request_id, error)
             return
         if state is not None:
+            self.metrics.add("requests", state.options.policy)
             self._requests[request.request_id] = state
             self._prefetch(state)
 
@@ -179,7 +190,10 @@ class SchedulerSide:
           InputError: the options are invalid, or ask for blind reuse, which the operator does not allow.
         """
         options = RequestOptions.read(request.kv_transfer_params)
-        if options is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
+        if options is None:
+            return None
+        if request.prompt_token_ids is None or request.prompt_embeds is not None:
+            self.metrics.add("refusals", "embeddings")
             return None
         if options.policy == "blind" and not self.config.uncertified:
             raise InputError(
@@ -187,6 +201,7 @@ class SchedulerSide:
                 "operator's settings do not allow 'uncertified'"
             )
         if request.lora_request is not None:  # other weights than those that chunks were formed with
+            self.metrics.add("refusals", "lora")
             return None
 
         features = []
@@ -194,8 +209,8 @@ class SchedulerSide:
             span = feature.mm_position
             features.append(PromptFeature(feature.identifier, span.offset, span.length))
 
-        tokens, config = list(request.prompt_token_ids), self.config
-        segments = segments_of(config.backbone, tokens, features, options.segments, config.image_frame)
+        tokens, backbone = list(request.prompt_token_ids), self.stores.backbone
+        segments = segments_of(backbone, tokens, features, options.segments, self.config.image_frame)
         return RequestState(request, options, PromptHistory(segments), request.cache_salt)
 
     def _prefetch(self, state: RequestState) -> None:
@@ -302,6 +317,9 @@ class SchedulerSide:
             state.planned = planned.without_approximate(state.own_salt)
             if not state.planned.payloads:
                 self._prefetcher.release(state.request.request_id)
+        if state.planned.plan.why:
+            self.metrics.add("refusals", reason_of(state.planned.plan.why))
+        self.events.note_plan(state.request, state.options.tenant, state.segments, state.planned.plan.steps)
         return self._set_salt(state.request, state.planned.salt)
 
     def _set_salt(self, request: Any, salt: str | None) -> bool:
@@ -329,6 +347,7 @@ class SchedulerSide:
             for page in range(first // self.page_size, -(-state.matched // self.page_size)):
                 state.blocks[blocks[page]] = self.page_size * page
             self.counts["loaded_tokens"] += count
+            self.metrics.add_served(state.planned.plan.steps, first)
 
         if not state.failed:
             state.served.append(state.planned.plan)
@@ -410,7 +429,16 @@ class SchedulerSide:
         """Forgets a request. Returns the report of how it was served, if it asked for stored chunks."""
         self._prefetcher.release(request.request_id)
         state = self._requests.pop(request.request_id, None)
-        return None if state is None else {"kvpatch": state.report()}
+        if state is None:
+            return None
+        report = state.report()
+        self.reports.add(request.request_id, report)
+        return {"kvpatch": report}
+
+    @property
+    def reading(self) -> tuple[int, int]:
+        """Numbers of requests that wait for a reading thread, and that are read or hold what was read."""
+        return self._prefetcher.backlog
 
     # ------------------------------------------------------------------------------------------------- failures
 
@@ -458,6 +486,23 @@ class SchedulerSide:
 
         state = self._requests.pop(id, None)
         return state is not None and self._set_salt(request, state.own_salt)
+
+    def reset(self) -> None:
+        """Forgets what was stored so far: it counts as not stored from now on, for this engine alone.
+
+        The engine asks for that when its weights change too, so nothing approximate is certified any more. Requests
+        that run keep what they were served, and their salt.
+        """
+        self.stores.shared.reset()
+        self.certificate = None
+        self._unplaced.clear()
+        self.survivors.clear()
+        self.events.clear()
+        self.counts["resets"] += 1
+        for id, state in self._requests.items():
+            state.saved = True  # its chunks' names are those of before
+            if id in self._prefetcher or state.planned.payloads:
+                self._prefetch(state)  # finds nothing under the new name, and releases what was read
 
     def close(self) -> None:
         """Plans no more, and closes the stores; a store that hangs is waited for within the config's patience."""

@@ -1,7 +1,9 @@
 """Settings of the operator, and the options of a request within them."""
 
 import dataclasses
+import re
 import typing
+import urllib.parse
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -15,6 +17,9 @@ Policy = Literal["exact", "approximate", "blind"]
 MAX_PATIENCE = 86_400.0
 """Seconds, one day: the upper limit of `ConnectorConfig.patience`."""
 MAX_SEGMENTS = 4096
+MAX_REPORTS = 1 << 20
+_VARIABLE = re.compile(r"env:[A-Z_][A-Z0-9_]{0,63}")
+_KEY_FILE = re.compile(r"file:/[^\0]{1,4000}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +52,18 @@ class ConnectorConfig:
       ahead: requests whose chunks are held in memory before they are placed; more wait.
       patience: seconds, from a request's arrival, within which its chunks have to be read; otherwise it is served
         without them. Closing waits as long; what is not formed and written by then is dropped.
+      host: bytes of host memory in which copies of stored chunks are kept, of all tenants and both sides of the
+        connector together. JSON may say "8 GiB".
+      disk: bytes of the store's directory, shared with every engine and tenant that has the same limit; None: no limit.
+        JSON may say "500 GB".
+      ttl: seconds after which what this engine stores expires; None: never.
+      key: where the key is with which objects are encrypted: "file:/run/secrets/kvpatch", a file that only its owner
+        may read, or "env:NAME", an environment variable. Never the key itself, because engines log their settings.
+      remote: URL of a remote store (`open_remote`), or "env:NAME", an environment variable with it; a URL with a
+        password has to be in one. None: none.
+      log_requests: whether one line per finished request says in the log how it was served.
+      reports: number of finished requests whose reports the engine's server keeps, to be asked for by their ids
+        (`reports`); 0: none.
 
     Raises:
       ConfigError: a setting is out of range.
@@ -68,6 +85,13 @@ class ConnectorConfig:
     readers: int = 2
     ahead: int = 8
     patience: float = 30.0
+    host: int = 1 << 30
+    disk: int | None = None
+    ttl: float | int | None = None
+    key: str | None = None
+    remote: str | None = None
+    log_requests: bool = False
+    reports: int = 0
 
     def __post_init__(self) -> None:
         frame = self.image_frame
@@ -90,10 +114,16 @@ class ConnectorConfig:
             "readers": (_is_whole(self.readers, 1), "an integer >= 1"),
             "ahead": (_is_whole(self.ahead, 1), "an integer >= 1"),
             "patience": (is_patience, f"seconds from 0 to {MAX_PATIENCE:g}"),
+            "host": (_is_whole(self.host, 0, 2**62), "a number of bytes >= 0"),
+            "disk": (self.disk is None or _is_whole(self.disk, 1, 2**62), "a number of bytes >= 1, or None"),
+            "ttl": (self.ttl is None or (_is_bound(self.ttl) and self.ttl > 0), "seconds > 0, or None"),
+            "log_requests": (isinstance(self.log_requests, bool), "True or False"),
+            "reports": (_is_whole(self.reports, 0, MAX_REPORTS), f"an integer from 0 to {MAX_REPORTS - 1}"),
         }
         for name, (valid, expected) in checks.items():
             if not valid:
                 raise ConfigError(f"connector.{name}: got {getattr(self, name)!r:.80}; expected {expected}")
+        self._check_secrets()
 
         if self.encoding is None:
             return
@@ -105,6 +135,29 @@ class ConnectorConfig:
             raise ConfigError(
                 f"connector.encoding: got {self.encoding!r:.80}; expected a word such as 'k8v8', or None"
             ) from error
+
+    def _check_secrets(self) -> None:
+        """Raises for a key or a URL that is written out. Names no value, because it may be the secret itself."""
+        key, remote = self.key, self.remote
+        if key is not None and not (isinstance(key, str) and (_VARIABLE.fullmatch(key) or _KEY_FILE.fullmatch(key))):
+            raise ConfigError(
+                f"connector.key: got {_sketch(key)}; expected where the key is, 'file:/an/absolute/path' or 'env:NAME' "
+                "in capitals, never the key itself"
+            )
+        if remote is None or (isinstance(remote, str) and _VARIABLE.fullmatch(remote)):
+            return
+        if not isinstance(remote, str) or not _is_url(remote):
+            raise ConfigError(
+                f"connector.remote: got {_sketch(remote)}; expected a URL such as valkey://host:6379/0, or 'env:NAME' "
+                "in capitals"
+            )
+        parts = urllib.parse.urlsplit(remote)
+        options = {name.lower() for name, _ in urllib.parse.parse_qsl(parts.query)}
+        if "@" in urllib.parse.unquote(parts.netloc) or options & {"password", "username"}:
+            raise ConfigError(
+                "connector.remote: got a URL with a user or password, which engines log; expected 'env:NAME', the "
+                "environment variable that holds it"
+            )
 
     @classmethod
     def read(cls, extra_config: Mapping[str, Any]) -> "ConnectorConfig":
@@ -120,7 +173,7 @@ class ConnectorConfig:
         values = dict(extra_config)
         if isinstance(values.get("image_frame"), list):
             values["image_frame"] = tuple(values["image_frame"])
-        for name, least in (("pending_bytes", 1), ("survivor_bytes", 0)):
+        for name, least in (("pending_bytes", 1), ("survivor_bytes", 0), ("host", 0), ("disk", 1)):
             if isinstance(values.get(name), str):
                 values[name] = size_of(values[name], f"connector.{name}", least, ConfigError)
         return cls(**values)
@@ -217,3 +270,15 @@ def _is_bound(value: Any) -> bool:
     float.
     """
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_url(text: str) -> bool:
+    try:
+        return bool(urllib.parse.urlsplit(text).scheme) and "://" in text
+    except ValueError:
+        return False
+
+
+def _sketch(value: Any) -> str:
+    """Returns the kind and size of a value that must not be logged."""
+    return f"{len(value)} characters" if isinstance(value, str) else f"a {type(value).__name__}"

@@ -1,9 +1,6 @@
 """Stores of an engine's tenants, and the catalog of one store that a plan uses."""
 
-import collections
-import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -17,88 +14,75 @@ from .messages import ChunkPayload
 from .prompt_history import PromptHistory
 from .request_plan import ChunkStep, StockedPatch
 from .settings import ConnectorConfig, RequestOptions
+from .shared_stores import acquire_stores, release_stores
 from .survivors import ServedState, Survivor, Survivors
 from .weights import expect_weights
 
-logger = logging.getLogger(__name__)
-
-MAX_TENANTS = 64
-"""Number of stores that are kept open; beyond it, the least recently used one is left to its last user."""
-
 
 class Stores:
-    """The stores of an engine's tenants, opened when they are first needed. Safe for any number of threads.
+    """The stores of an engine's tenants as one side of the connector uses them. Safe for any number of threads.
+
+    The sides of one configuration in a process share what is open (`shared_stores`).
 
     Args:
-      config: names the root and the backbone.
+      config: names the root, the backbone, budgets, key and remote store.
       weights: digest of the engine's weights; a store with chunks of other weights is refused. None: not checked.
+
+    Attributes:
+      shared: what the sides share.
+
+    Raises:
+      ConfigError: the key cannot be read, or the remote store cannot be opened.
     """
 
     def __init__(self, config: ConnectorConfig, weights: str | None = None):
         self.config, self.weights = config, weights
-        self._open: collections.OrderedDict[str, ChunkStore] = collections.OrderedDict()
+        self.shared = acquire_stores(config)
         self._lock, self._closed = threading.Lock(), False
 
+    @property
+    def backbone(self) -> str:
+        """The name under which chunks are stored and looked up: the config's, until the engine's cache is reset."""
+        return self.shared.backbone
+
     def of(self, tenant: str) -> ChunkStore:
-        """Returns a tenant's store, whose chunks under the config's backbone are of the engine's weights.
+        """Returns a tenant's store, whose chunks under the backbone's name are of the engine's weights.
 
         Raises:
           WeightsError: they are of other weights.
           StoreClosedError: after `close`.
           StoreError, InputError: as `ChunkStore`.
         """
-        with self._lock:
-            self._expect_open()
-            store = self._open.get(tenant)
-
-        # Opened without the lock, so a store that hangs blocks no other tenant. Of two opened at once, one is kept.
-        opened = ChunkStore(self.config.store, tenant=tenant) if store is None else store
-        with self._lock:
-            self._expect_open()
-            store = self._open.setdefault(tenant, opened)
-            self._open.move_to_end(tenant)
-            if len(self._open) > MAX_TENANTS:
-                self._open.popitem(last=False)  # not closed: another thread may be reading it, and nothing is queued
-
-        # Checked on each use: the record may be evicted, or deleted with its tenant, and then has to be written again.
-        if self.weights is not None:
-            expect_weights(store, self.config.backbone, self.weights)
-        return store
-
-    def _expect_open(self) -> None:
         if self._closed:
             raise StoreClosedError(f"stores of {self.config.store}: got a call after close; expected open stores")
+        store = self.shared.of(tenant)
+        # Checked on each use: the record may be evicted, or deleted with its tenant, and then has to be written again.
+        if self.weights is not None:
+            expect_weights(store, self.backbone, self.weights)
+        return store
 
     def close(self, patience: float | None = None) -> bool:
-        """Closes every store, and opens no more.
+        """Ends this side's use of the stores, and closes them if it was the last. Idempotent.
 
         Args:
           patience: seconds to wait at most for pending writes; None: the config's.
 
         Returns:
-          Whether every store was closed in time. The others are left to end by themselves.
+          Whether every store that had to be closed was closed in time. The others are left to end by themselves.
         """
         with self._lock:
+            if self._closed:
+                return True
             self._closed = True
-            stores = list(self._open.values())
-            self._open.clear()
-
-        # One thread each: a store that hangs must neither keep the others open nor the process from ending.
-        threads = [threading.Thread(target=_close, args=(store,), daemon=True) for store in stores]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + (self.config.patience if patience is None else patience)
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
+        return release_stores(self.shared, self.config.patience if patience is None else patience)
 
     def has_canonical(self, tenant: str, id: str) -> bool:
         """Returns whether a canonical in the config's encoding is stored or queued, without reading it."""
-        return self.of(tenant).contains(id, self.config.backbone, **self.encoding)
+        return self.of(tenant).contains(id, self.backbone, **self.encoding)
 
     def canonical(self, tenant: str, id: str) -> Chunk | None:
         """Reads a canonical in the config's encoding; None if there is none."""
-        return self.of(tenant).get(id, self.config.backbone, **self.encoding)
+        return self.of(tenant).get(id, self.backbone, **self.encoding)
 
     @property
     def encoding(self) -> dict[str, Any]:
@@ -110,13 +94,11 @@ class Stores:
 
         Whoever keeps canonicals in few bits to save room has none for prefills, which are never encoded.
         """
-        return (
-            None if self.config.encoding is not None else StoredPrefills(self.of(tenant), self.config.backbone, dtype)
-        )
+        return None if self.config.encoding is not None else StoredPrefills(self.of(tenant), self.backbone, dtype)
 
     def patches_behind(self, tenant: str, id: str, antecedent: tuple[str, ...]) -> list[tuple[StockedPatch, Patch]]:
         """Returns a chunk's patches that were formed behind exactly this antecedent, with their catalog entries."""
-        key = PatchKey(chunk=id, backbone=self.config.backbone, antecedent=antecedent, **self.encoding)
+        key = PatchKey(chunk=id, backbone=self.backbone, antecedent=antecedent, **self.encoding)
         patches = []
         for patch in self.of(tenant).get_patches(key):
             if patch.metadata.encoding != self.config.encoding:
@@ -140,13 +122,6 @@ class Stores:
 
 def _rank_of(rank: int | None, features: int) -> int:
     return features if rank is None else rank
-
-
-def _close(store: ChunkStore) -> None:
-    try:
-        store.close()
-    except (KVPatchError, OSError) as error:
-        logger.warning("kvpatch: a store was not closed: %s", error)
 
 
 class StoreCatalog:

@@ -17,6 +17,7 @@ from ...core import DEFAULT, EngineKV, KVLayout
 from ...errors import ConfigError, InputError, PositionError
 from ...patching import Placed
 from ...window import padded_chunk, padded_patch
+from .engine_metrics import EngineMetrics
 from .forming import ChunkFormer, FormingTask, PrefillNote
 from .layouts import page_format
 from .messages import LoadCommand, StepCommands, blocks_from, slots_of
@@ -40,6 +41,7 @@ class WorkerSide:
     Attributes:
       former: forms chunks from prefills.
       counts: numbers of "tokens" written, and of loads that "failed" and requests "unsaved".
+      metrics: what of that was not reported to the engine yet.
     """
 
     def __init__(self, config: ConnectorConfig, layout: KVLayout, page_size: int, weights: str | None = None):
@@ -47,6 +49,7 @@ class WorkerSide:
         self.stores = Stores(config, weights)
         self.former = ChunkFormer(config, layout, self.stores)
         self.counts: collections.Counter[str] = collections.Counter()
+        self.metrics = EngineMetrics()
         self._format = page_format(layout)
         self._runner: Any = None
         self._failed: set[int] = set()

@@ -12,7 +12,7 @@ from serving_sides import LAYOUT, TOKENS, served, sides_of, true_kv
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Antecedent, antecedent_of
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.serving.vllm import ConnectorConfig, stores
+from kvpatch_jax.serving.vllm import ConnectorConfig, shared_stores, stores
 from kvpatch_jax.serving.vllm.forming import check_lowest_layer
 from kvpatch_jax.serving.vllm.layouts import CacheFormat
 from kvpatch_jax.store import ChunkStore
@@ -46,7 +46,7 @@ class Memory(MemoryStore, ChunkStore):
 def memory(monkeypatch):
     """The stores of all tenants that are opened: one in memory."""
     made = [Memory()]
-    monkeypatch.setattr(stores, "ChunkStore", lambda *_, **__: made[0])
+    monkeypatch.setattr(shared_stores, "ChunkStore", lambda *_, **__: made[0])
     monkeypatch.setattr(stores, "PatchKey", Key)
     return made
 

@@ -10,7 +10,8 @@ from serving_sides import TOKENS, let_plan, matched_of, output_of, request_of, s
 from kvpatch_jax.errors import StoreClosedError, StoreIOError
 from kvpatch_jax.serving.vllm import ConnectorConfig, segments_of
 from kvpatch_jax.serving.vllm.messages import StepCommands
-from kvpatch_jax.serving.vllm.stores import MAX_TENANTS, Stores
+from kvpatch_jax.serving.vllm.shared_stores import MAX_TENANTS
+from kvpatch_jax.serving.vllm.stores import Stores
 from kvpatch_jax.store import ChunkStore
 
 
