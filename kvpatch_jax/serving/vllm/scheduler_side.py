@@ -8,7 +8,7 @@ import dataclasses
 import logging
 from typing import Any, NamedTuple
 
-from ...errors import InputError, KVPatchError, WeightsError
+from ...errors import KVPatchError, WeightsError
 from ...plan import Certificate
 from .layouts import CacheFormat
 from .messages import ChunkPayload, LoadCommand, SaveCommand, StepCommands, blocks_from
@@ -103,6 +103,7 @@ class RequestState:
             "exact": all(plan.exact for plan in self.served),
             "kl": max(bounds, default=0.0) if len(bounds) == len(self.served) else None,
             "failed": self.failed,
+            "promise": self.options.promise,
             "why": self.planned.plan.why,
         }
 
@@ -158,14 +159,9 @@ class SchedulerSide:
         Raises:
           InputError: the options are invalid, or ask for blind reuse, which the operator does not allow.
         """
-        options = RequestOptions.read(request.kv_transfer_params)
+        options = self.config.options_of(request.kv_transfer_params)
         if options is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
             return None
-        if options.policy == "blind" and not self.config.uncertified:
-            raise InputError(
-                "kv_transfer_params.kvpatch.policy: got 'blind'; expected 'exact' or 'approximate', because the "
-                "operator's settings do not allow 'uncertified'"
-            )
         if request.lora_request is not None:  # other weights than those that chunks were formed with
             return None
 
@@ -174,9 +170,10 @@ class SchedulerSide:
             span = feature.mm_position
             features.append(PromptFeature(feature.identifier, span.offset, span.length))
 
-        tokens, config = list(request.prompt_token_ids), self.config
-        segments = segments_of(config.backbone, tokens, features, options.segments, config.image_frame)
-        return RequestState(request, options, segments, request.cache_salt)
+        config, tokens = self.config, request.prompt_token_ids
+        segments = segments_of(config.backbone, tokens, features, options.segments, config.image_frame, config.chunking)
+        # Without chunks there is nothing to plan, and a plan would cost the request a step of the engine.
+        return RequestState(request, options, segments, request.cache_salt) if segments else None
 
     def _prefetch(self, state: RequestState) -> None:
         self._prefetcher.add(state.request.request_id, lambda: self._plan(state))
