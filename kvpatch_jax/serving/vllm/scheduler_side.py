@@ -9,21 +9,22 @@ import itertools
 import logging
 from typing import Any, NamedTuple
 
-from ...errors import InputError, KVPatchError, WeightsError
+from ...errors import KVPatchError, WeightsError
 from ...plan import Certificate
 from .admission import Admission, WantedChunks
 from .block_events import BlockEvents
 from .engine_metrics import EngineMetrics, reason_of
 from .layouts import CacheFormat
+from .left_behind import keep_served, left_behind
 from .messages import ChunkPayload, LeftBehind, LoadCommand, SaveCommand, StepCommands, blocks_from
 from .prefetcher import Prefetcher
 from .prompt_history import PromptHistory
 from .reports import ReportQueue
-from .request_plan import EXACT, RequestPlan, plan_request, states_of
+from .request_plan import RequestPlan, plan_request
 from .segments import PromptFeature, PromptSegment, segments_of
 from .settings import ConnectorConfig, RequestOptions
 from .stores import StoreCatalog, Stores
-from .survivors import Survivor, shared_survivors
+from .survivors import shared_survivors
 
 logger = logging.getLogger(__name__)
 
@@ -189,17 +190,12 @@ class SchedulerSide:
         Raises:
           InputError: the options are invalid, or ask for blind reuse, which the operator does not allow.
         """
-        options = RequestOptions.read(request.kv_transfer_params)
+        options = self.config.options_of(request.kv_transfer_params)
         if options is None:
             return None
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             self.metrics.add("refusals", "embeddings")
             return None
-        if options.policy == "blind" and not self.config.uncertified:
-            raise InputError(
-                "kv_transfer_params.kvpatch.policy: got 'blind'; expected 'exact' or 'approximate', because the "
-                "operator's settings do not allow 'uncertified'"
-            )
         if request.lora_request is not None:  # other weights than those that chunks were formed with
             self.metrics.add("refusals", "lora")
             return None
@@ -209,9 +205,10 @@ class SchedulerSide:
             span = feature.mm_position
             features.append(PromptFeature(feature.identifier, span.offset, span.length))
 
-        tokens, backbone = list(request.prompt_token_ids), self.stores.backbone
-        segments = segments_of(backbone, tokens, features, options.segments, self.config.image_frame)
-        return RequestState(request, options, PromptHistory(segments), request.cache_salt)
+        config, tokens, backbone = self.config, request.prompt_token_ids, self.stores.backbone
+        segments = segments_of(backbone, tokens, features, options.segments, config.image_frame, config.chunking)
+        # Without chunks there is nothing to plan, and a plan would cost the request a step of the engine.
+        return RequestState(request, options, PromptHistory(segments), request.cache_salt) if segments else None
 
     def _prefetch(self, state: RequestState) -> None:
         state.settled = False
@@ -351,39 +348,13 @@ class SchedulerSide:
 
         if not state.failed:
             state.served.append(state.planned.plan)
-            self._keep_survivors(state)
+            if self._leaves_survivors(state):
+                keep_served(self.survivors, state.history, state.options, state.planned.payloads)
         state.planned, state.placed = state.planned._replace(payloads=()), True
 
         # A request that reads no cache may still be planned at this point, to find what is to be formed from it.
         if id not in self._prefetcher:
             self._prefetcher.release(id)
-
-    def _keep_survivors(self, state: RequestState) -> None:
-        """Keeps what is served of prefills for the next request of the same agent."""
-        if not self._leaves_survivors(state):
-            return
-        states = states_of(state.history, state.planned.plan.steps)
-        for index, payload in enumerate(state.planned.payloads):
-            step, key = payload.step, state.history.survivor_key(index, state.options)
-            if index and step.exact:  # the first one is always there as a canonical
-                self.survivors.put(key, Survivor(payload.chunk, states[index], states[:index]))
-            elif step.point == "survivor":
-                self.survivors.get(key)  # it counts as used
-
-    def _left_behind(self, state: RequestState) -> tuple[LeftBehind, ...]:
-        """Returns the chunks that the engine has prefilled, to be kept for the next request of the same agent."""
-        if not self._leaves_survivors(state):
-            return ()
-        steps = state.served[-1].steps if state.served else ()
-        states, left = states_of(state.history, steps), []
-        ways = {way for step in steps for way in (*step.inherited, (step.point, step.rank))}
-        ways = tuple(sorted(way for way in ways if way[0] not in (*EXACT, "survivor")))
-        for index in range(max(len(steps), 1), len(states)):
-            key = state.history.survivor_key(index, state.options)
-            known = self.survivors.get(key)
-            if known is None or known.state != states[index]:
-                left.append(LeftBehind(index, key, states[index], states[:index], ways))
-        return tuple(left)
 
     def _leaves_survivors(self, state: RequestState) -> bool:
         own = state.options
@@ -408,7 +379,10 @@ class SchedulerSide:
             # Behind an approximate chunk what the engine prefills is approximate too.
             is_exact = all(plan.exact for plan in state.served)
             wanted = state.planned.wanted if is_exact else WantedChunks()
-            left = self._left_behind(state)
+            left: tuple[LeftBehind, ...] = ()
+            if self._leaves_survivors(state):
+                steps = state.served[-1].steps if state.served else ()
+                left = left_behind(self.survivors, state.history, state.options, steps)
             if wanted.formed or wanted.prefills or left:
                 (blocks,) = output.kv_connector_block_state.get_block_ids(id)
                 tenant, segments = state.options.tenant, state.segments

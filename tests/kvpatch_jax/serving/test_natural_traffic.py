@@ -161,21 +161,23 @@ def test_the_way_with_the_least_bound_serves_a_chunk(sides):
     assert points(told) == ["leading", "restored"], "bounds of others are too large"
 
 
-def test_a_damaged_prefill_gives_way_to_the_next_best(sides, tmp_path):
-    asked(sides, "first", [0, 1, 2])
-    store = sides.scheduler.stores.of("default")
-    prefills = sides.scheduler.stores.prefills("default", np.dtype("float32"))
-    found, told = asked(sides, "again", [0, 1, 2])
-    version = found.orders.loads[0].payloads[2].step.version
-    name = store.names.canonical("tiny", found.orders.loads[0].payloads[2].chunk.id, lead=prefills.lead(version))
-    (path,) = [tmp_path / "store" / own.path for own in store.disk.of_chunk(name) if own.path == name.path]
+def test_a_damaged_prefill_gives_way_to_the_next_best(tmp_path):
+    with sides_of(tmp_path) as sides:
+        asked(sides, "first", [0, 1, 2])
+        store = sides.scheduler.stores.of("default")
+        prefills = sides.scheduler.stores.prefills("default", np.dtype("float32"))
+        found, _ = asked(sides, "again", [0, 1, 2])
+        step = found.orders.loads[0].payloads[2].step
+        path = (
+            tmp_path / "store" / store.names.canonical("tiny", step.segment.id, lead=prefills.lead(step.version)).path
+        )
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(bytes(content))
-    with sides_of(tmp_path) as fresh:
-        found, told = asked(fresh, "after", [0, 1, 2])
+    with sides_of(tmp_path) as sides:
+        _, told = asked(sides, "after", [0, 1, 2])
         assert points(told) == ["leading", "restored"]
-        found, told = asked(fresh, "then", [0, 1, 2])
+        _, told = asked(sides, "then", [0, 1, 2])
         assert points(told) == ["leading", "restored", "restored", "restored"], "it was stored again"
 
 
