@@ -187,11 +187,16 @@ class StoreCatalog:
         found: dict[str, str] = {}
         if prefills.contains(id, front):
             found["restored"] = front
-        if self._options.policy != "exact":
-            for likeness, key in self._history.alike(index).items():
-                other = prefills.front_alike(id, key, likeness)
-                if other not in (None, *found.values()):
-                    found[likeness] = other
+        if self._options.policy == "exact" or not index:
+            return found
+        # What is stored behind this lead at all is "seen", so a chunk that was never met costs one look.
+        keys = self._history.alike(index)
+        if prefills.front_alike(id, keys["seen"], "seen") is None:
+            return found
+        for likeness, key in keys.items():
+            other = prefills.front_alike(id, key, likeness)
+            if other not in (None, *found.values()):
+                found[likeness] = other
         return found
 
     def survivor(self, index: int, front: Sequence[ServedState]) -> Survivor | None:
