@@ -103,6 +103,10 @@ class Scene:
         answer = VOCABULARY.fill + fill if by_fill else VOCABULARY.stripe + stripe
         return Turn(tuple(images), tuple(evicted or images), old, (ask, VOCABULARY.cell + address), answer)
 
+    def declared(self, turn: Turn) -> dict[str, Any]:
+        """Returns what a request says of its chunks: nothing, since images are found."""
+        return {}
+
     def prompt(self, images: Sequence[int], question: Sequence[int], old: int = 0) -> dict[str, Any]:
         """Returns a prompt of the lead, words in place of old images, images and a question."""
         pictures = [self.pictures[image] for image in images]
@@ -138,15 +142,20 @@ LOOPS = {"sliding": sliding, "reopened": reopened, "appended": appended}
 
 def divergence(own: Mapping[str, float], other: Mapping[str, float]) -> float:
     """KL(own ‖ other) of two answers' first tokens, over the whole vocabulary."""
-    first, second = (np.array([likely[str(token)] for token in range(len(VOCABULARY))]) for likely in (own, other))
+    first, second = (np.array([likely[token] for token in own]) for likely in (own, other))
     return float(np.sum(np.exp(first) * (first - second)))
 
 
-def measured(engine: Engine, turns: Sequence[Turn], scene: Scene) -> dict[str, Any]:
-    """Answers every turn in every way."""
+def measured(engine: Engine, turns: Sequence[Turn], scene: Any, vocabulary: int = len(VOCABULARY)) -> dict[str, Any]:
+    """Answers every turn in every way.
+
+    Args:
+      scene: makes prompts as `Scene` does, and says what requests with them declare.
+      vocabulary: number of log-probabilities that are compared: all.
+    """
     answers: dict[str, list[dict[str, Any]]] = {way: [] for way in (*WAYS, *ALONE)}
     seconds: dict[str, list[float]] = {way: [] for way in answers}
-    likely = {"steps": 1, "likely": len(VOCABULARY), "fresh": False}
+    likely = {"steps": 1, "likely": vocabulary, "fresh": False}
     began = time.perf_counter()
     for number, turn in enumerate(turns):
         shown = scene.prompt(turn.images, turn.question)
@@ -159,7 +168,7 @@ def measured(engine: Engine, turns: Sequence[Turn], scene: Scene) -> dict[str, A
             # Each way has blocks of its own in the engine's cache, and chunks of its own in the store.
             salt = f"{way} {number}" if way == "re-prefill" else way
             asked = WAYS.get(way)
-            own = {} if asked is None else {**asked, "tenant": way}
+            own = {} if asked is None else {**asked, **scene.declared(turn), "tenant": way}
             start = time.perf_counter()
             answers[way] += engine.ask(prompt, salts=[salt], **likely, **own)
             seconds[way].append(time.perf_counter() - start)
