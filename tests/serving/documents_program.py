@@ -18,6 +18,7 @@ import models
 from evals.pretrained.texts import documents
 from evals.real_weights import checkpoint
 from kvpatch_jax import Text
+from kvpatch_jax.serving.vllm import ConnectorConfig
 
 CHUNK, QUESTION, WINDOW, BATCH, CHUNKS = 96, 8, 6, 12, 20
 LEAD = "You read a text from its beginning, part by part, and say how it goes on."
@@ -71,7 +72,7 @@ def main(work: str, turns: str) -> None:
     model = models.save(backbone, folder / "model-documents")
     reading = Reading(backbone, count)
     vocabulary = backbone.config.vocabulary
-    settings = {"backbone": backbone.fingerprint}
+    settings = {"backbone": backbone.fingerprint, "patch_after": ConnectorConfig.patch_after}
     del backbone
     engine = Engine(model, folder / "store-documents", settings, max_logprobs=vocabulary, **OPTIONS)
     scenario = lambda engine: {"turns": count, "ways": measured(engine, reading.turns(count), reading, vocabulary)}

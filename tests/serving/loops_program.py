@@ -32,6 +32,7 @@ from evals.probes.window.probe_images import LEAD
 from evals.results import intervals
 from evals.sheets_task import SIZES, VOCABULARY
 from evals.trained import MAIN, SHEETS
+from kvpatch_jax.serving.vllm import ConnectorConfig
 
 SEED, WINDOW, PAGES, TASK = 90031, 8, 6, 12
 SIZE, MODEL = SIZES["8"], SHEETS / MAIN
@@ -223,6 +224,7 @@ def main(work: str, turns: str, loop: str, certificate: str = "") -> None:
     """Draws, serves, and writes what was found."""
     folder, count = Path(work), int(turns)
     settings: dict[str, Any] = {"backbone": "sheets", "uncertified": False, "image_frame": list(FRAME)}
+    settings["patch_after"] = ConnectorConfig.patch_after  # as it comes
     if certificate:
         saved = json.loads(Path(certificate).read_text())
         settings |= {"backbone": saved["certificate"]["backbone"], "certificate": certificate}
