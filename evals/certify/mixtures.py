@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.plan import Certificate
+from kvpatch_jax.plan import DEFAULT_KL, Certificate
 
 from ..probes.window.image_sequence import KV, AgentLoop, ImageSequence, cut, read_behind
 from .certification_run import CertificationRun
@@ -27,12 +27,12 @@ DRAWS = 4
 
 
 def mixture_goals(certificate: Certificate, size: int) -> list[float]:
-    """Returns the bounds that mixtures are tested at, descending: of windows of stored prefills, by likeness.
+    """Returns the bounds that mixtures are tested at, descending: of stored prefills by likeness, and the default one.
 
     Args:
       size: chunks of the windows.
     """
-    bounds = [certificate.bound(point, behind=size - 1) for point in ("seen", "near")]
+    bounds = [DEFAULT_KL, *(certificate.bound(point, behind=size - 1) for point in ("seen", "near"))]
     return sorted({rounded(bound) for bound in bounds if bound}, reverse=True)
 
 

@@ -120,5 +120,5 @@ def announcement(run: CertificationRun, seconds: float) -> str:
     most = str(modes[0]) if len(modes) == 1 else f"{modes[0]} to {modes[-1]}"
     return (
         f"about {in_words(seconds)}: windows {', '.join(windows)} chunks, in {len(remaining)} batches; {most} modes of "
-        f"serving each; programs to compile for {len(shapes)} shapes of a batch"
+        f"serving each; programs to compile for {len(shapes)} {'shape' if len(shapes) == 1 else 'shapes'} of a batch"
     )

@@ -205,8 +205,10 @@ class OwnImageSource(WindowSource):
         A window shows images of similar sizes, as one agent's images have, so that few shapes occur.
 
         Raises:
-          InputError: too few images. ImageError: one that cannot be read.
+          InputError: too few images, or no question in words that the tokenizer knows. ImageError: one that cannot be
+            read.
         """
+        questions_of(backbone, questions, 1)  # refuses them before anything is computed
         paths, rng = files_in(folder, "images"), np.random.default_rng(seed)
         order = rng.permutation(len(paths))
         pools = order[: (len(paths) + 1) // 2], order[(len(paths) + 1) // 2 :]

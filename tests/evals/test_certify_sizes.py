@@ -10,10 +10,20 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from evals.certify import certification, other_histories, plans, scores, serving_modes, time_estimate, window_sources
+from evals.certify import (
+    certification,
+    journal,
+    other_histories,
+    plans,
+    scores,
+    serving_modes,
+    time_estimate,
+    window_sources,
+)
 from evals.certify.certification_run import CertificationRun
 from evals.certify.packed_questions import packed
 from evals.certify.window_sizes import WindowSizes
+from evals.console import in_words
 from evals.probes.window.probe_images import of_ids
 from evals.trained import MAIN, shipped
 from kvpatch_jax.errors import InputError
@@ -308,6 +318,34 @@ def test_far_pieces_move_in_blocks_of_eight(unchecked, monkeypatch: pytest.Monke
         assert sorted(farther) == list(range(1, place - 1))
         assert farther != sorted(farther)
     assert found[13] == ["lead", 8, 7, 6, 5, 4, 3, 2, 1, 11, 10, 9, 12, 13]
+
+
+def test_a_run_that_measured_nothing_leaves_no_configuration_behind(tmp_path: Path):
+    file = tmp_path / "c.json.parts"
+    journal.Journal(file, {"model": "a", "ranks": [8]})
+    again = journal.Journal(file, {"model": "a", "ranks": [16]})
+    again.add("windows 0", found=1)
+    assert "windows 0" in journal.Journal(file, {"model": "a", "ranks": [16]})
+    with pytest.raises(InputError, match="parts of another ranks"):
+        journal.Journal(file, {"model": "a", "ranks": [8]})
+
+
+def test_questions_without_a_known_word_are_refused_before_images_are_read(backbone: ModelBackbone, tmp_path: Path):
+    with pytest.raises(InputError, match="--questions=FILE"):
+        window_sources.OwnImageSource.of(backbone, tmp_path / "missing", WindowSizes(), 0, ("What is shown?",))
+
+
+def test_the_announcement_says_how_long_it_takes(backbone: ModelBackbone, tmp_path: Path):
+    source = window_sources.DrawnImageSource.of(WindowSizes((4, 6), (64, 40), 32), 7)
+    run = CertificationRun(backbone, source, tmp_path, (8,), skip=frozenset({"orbit"}))
+    pace = time_estimate.measured_pace(run)
+    assert all(number >= 0 for number in pace)
+    seconds = sum(time_estimate.expected_steps(run, pace))
+    said = time_estimate.announcement(run, seconds)
+    assert said.startswith(f"about {in_words(seconds)}: windows 64 of 4, 40 of 6 chunks, in 4 batches; ")
+    assert f"{run.modes.number(4)} to {run.modes.number(6)} modes" in said
+    fewer = CertificationRun(backbone, source, tmp_path, (8,), skip=frozenset(serving_modes.OPTIONAL_POINTS))
+    assert sum(time_estimate.expected_steps(fewer, pace)) < seconds
 
 
 # ---------------------------------------------------------------------------------------------------------- one run
