@@ -1,7 +1,8 @@
 """Certifies a backbone: `python -m evals.certify --model=DIR --out=FILE`.
 
-Serves windows of chunks in every way of reuse and asks behind them, on the user's own images or texts or, without any,
-on what every machine has; writes bounds that plans hold to, tried on held-out windows, and recommends a rank.
+Serves windows of chunks, of one size or several, in every way of reuse and asks behind them, on the user's own images
+or texts or, without any, on what every machine has. Says how long that takes before it starts; writes bounds that plans
+hold to, tried on held-out windows, and recommends a rank.
 """
 
 from . import startup_message as startup_message  # isort: split
@@ -13,6 +14,7 @@ import importlib.metadata
 import resource
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags
@@ -29,8 +31,9 @@ from .certification_run import CertificationRun
 from .journal import Journal
 from .packed_questions import QUESTIONS
 from .scores import least_windows
-from .serving_modes import RANKS
-from .time_estimate import expected_steps
+from .serving_modes import OPTIONAL_POINTS, RANKS
+from .time_estimate import announcement, expected_steps, measured_pace
+from .window_sizes import WindowSizes
 from .window_sources import DrawnImageSource, OwnImageSource, TextSource, WindowSource, drawn_images_fit
 
 SEED = 40961
@@ -40,9 +43,14 @@ _IMAGES = flags.DEFINE_string("images", None, "a folder of images to measure on,
 _TEXTS = flags.DEFINE_string("texts", None, "a folder of texts to measure on (.txt, .md, .rst)")
 _QUESTIONS = flags.DEFINE_string("questions", None, "a file of questions to ask behind images or texts, a line each")
 _OUT = flags.DEFINE_string("out", None, "the certificate's file")
-_NUMBER = flags.DEFINE_integer("n", 64, "windows, half of them held out", lower_bound=4)
-_BATCH = flags.DEFINE_integer("batch", 32, "windows in one forward: less for large models", lower_bound=1)
-_CHUNKS = flags.DEFINE_integer("chunks", 4, "chunks of a window of your own images, or of texts", lower_bound=3)
+_NUMBER = flags.DEFINE_list("n", ["64"], "windows, half of them held out; of every size, or a number for each")
+_BATCH = flags.DEFINE_integer(
+    "batch", 32, "windows of the least size in one forward, of larger ones fewer: less for large models", lower_bound=1
+)
+_CHUNKS = flags.DEFINE_list("chunks", ["4"], "chunks of a window: 3 or more, or several numbers such as 4,8,16,32")
+_SKIP = flags.DEFINE_list(
+    "skip", [], f"methods to leave out, which are uncertified then: any of {', '.join(OPTIONAL_POINTS)}"
+)
 _LEVEL = flags.DEFINE_float(
     "level", 0.95, "of the bounds: the share of answers behind new windows that they are to hold for", 0.5, 0.999
 )
@@ -54,31 +62,44 @@ _DTYPE = flags.DEFINE_enum(
 _SEED = flags.DEFINE_integer("seed", SEED, "of what is drawn; the default was first used once all this was written")
 
 
-def check_flags() -> tuple[int, ...]:
-    """Refuses contradicting flags before anything is loaded, and returns the ranks, ascending."""
+def check_flags() -> tuple[WindowSizes, tuple[int, ...], frozenset[str]]:
+    """Refuses contradicting flags before anything is loaded; returns sizes of windows, ranks and what is left out."""
     if _IMAGES.value is not None and _TEXTS.value is not None:
         raise InputError("--images, --texts: got both; expected one of them, or neither")
 
+    counts, chunks = _numbers("n", _NUMBER.value, 2), _numbers("chunks", _CHUNKS.value, 3)
+    counts = counts * len(chunks) if len(counts) == 1 else counts
+    sizes = WindowSizes(chunks, counts, _BATCH.value)
     least = least_windows(_LEVEL.value)
-    if (_NUMBER.value + 1) // 2 < least:
-        raise InputError(f"--n: got {_NUMBER.value}; expected {2 * least} or more for --level={_LEVEL.value:g}")
+    if sizes.fewest[0] < least:
+        raise InputError(f"--n: got {min(counts)}; expected {2 * least} or more for --level={_LEVEL.value:g}")
 
     out = Path(_OUT.value or "")
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise InputError(f"--out: got {out}, which is a folder, or lies in none; expected a file's name")
-    if not all(rank.isdigit() and int(rank) >= 1 for rank in _RANKS.value) or not _RANKS.value:
-        raise InputError(f"--ranks: got {','.join(_RANKS.value)!r}; expected integers >= 1")
-    return tuple(sorted({int(rank) for rank in _RANKS.value}))
+    unknown = sorted(set(_SKIP.value) - set(OPTIONAL_POINTS))
+    if unknown:
+        raise InputError(f"--skip: got {', '.join(unknown)}; expected any of {', '.join(OPTIONAL_POINTS)}")
+    return sizes, tuple(sorted(set(_numbers("ranks", _RANKS.value, 1)))), frozenset(_SKIP.value)
 
 
-def source_of(backbone: ModelBackbone) -> WindowSource:
+def _numbers(flag: str, values: Sequence[str], least: int) -> tuple[int, ...]:
+    """Reads the integers of a flag."""
+    if not values or not all(value.strip().isdecimal() and int(value) >= least for value in values):
+        raise InputError(f"--{flag}: got {','.join(values)!r}; expected integers >= {least}")
+    return tuple(int(value) for value in values)
+
+
+def source_of(backbone: ModelBackbone, sizes: WindowSizes) -> WindowSource:
     """Returns the windows that the flags ask for.
+
+    Args:
+      sizes: of the windows, and how many.
 
     Raises:
       InputError: too few images or texts, or no questions; fewer calibration windows than the level needs.
     """
-    count, batch, seed, chunks = _NUMBER.value, _BATCH.value, _SEED.value, _CHUNKS.value
-    questions = QUESTIONS
+    questions, seed = QUESTIONS, _SEED.value
     if _QUESTIONS.value is not None:
         path = Path(_QUESTIONS.value)
         if not path.is_file():
@@ -88,22 +109,23 @@ def source_of(backbone: ModelBackbone) -> WindowSource:
             raise InputError(f"--questions: got {path}, which is empty; expected a question a line")
 
     if _IMAGES.value is not None:
-        source = OwnImageSource.of(backbone, Path(_IMAGES.value), count, batch, seed, chunks, questions)
+        source = OwnImageSource.of(backbone, Path(_IMAGES.value), sizes, seed, questions)
     elif _TEXTS.value is None and drawn_images_fit(backbone):
-        source = DrawnImageSource.of(count, batch, seed)
+        source = DrawnImageSource.of(sizes, seed)
     else:
         folder = None if _TEXTS.value is None else Path(_TEXTS.value)
-        source = TextSource.of(backbone, folder, count, batch, seed, chunks, questions)
+        source = TextSource.of(backbone, folder, sizes, seed, questions)
 
     # A folder may have fewer texts than --n.
-    calibration, held_out = source.windows
+    calibration, held_out = source.sizes.fewest
     least = least_windows(_LEVEL.value)
     if calibration < least:
         raise InputError(
             f"certify: got {calibration} calibration windows of {source.content}; expected {least} or more for "
             f"--level={_LEVEL.value:g}"
         )
-    print(f"{source.content}: {calibration} windows for calibration, {held_out} held out", flush=True)
+    each = " or more of each size" if len(source.sizes.chunks) > 1 else ""
+    print(f"{source.content}: {calibration} windows{each} for calibration, {held_out} held out", flush=True)
     return source
 
 
@@ -119,11 +141,12 @@ def journal_of(backbone: ModelBackbone, name: str, source: WindowSource, ranks: 
         "backbone": backbone.fingerprint,
         "content": source.content,
         "questions": None if _QUESTIONS.value is None else Path(_QUESTIONS.value).read_text(encoding="utf-8"),
-        "windows": list(source.windows),
-        "chunks": source.chunks,
+        "windows": list(source.sizes.counts),
+        "chunks": list(source.sizes.chunks),
         "batch": _BATCH.value,
         "seed": _SEED.value,
         "ranks": list(ranks),
+        "skip": sorted(_SKIP.value),
         "versions": {package: importlib.metadata.version(package) for package in ("kvpatch-jax", "jax")},
     }
     return Journal(out.with_name(f"{out.name}.parts"), config)
@@ -135,22 +158,23 @@ def main(arguments: list[str]) -> None:
     began, compilations = time.perf_counter(), Compilations()
 
     with errors_as_one_line(), tempfile.TemporaryDirectory() as folder:
-        ranks = check_flags()
+        sizes, ranks, skip = check_flags()
         model = _MODEL.value or ""  # required: absl refuses to go on without it
         path = Path(model) if Path(model).is_file() else shipped(model)
         buckets = None if _IMAGES.value is None else Buckets()  # sizes of images differ
         backbone = load(path, dtype=_DTYPE.value, buckets=buckets)
-        source = source_of(backbone)
+        source = source_of(backbone, sizes)
 
         journal = journal_of(backbone, path.name, source, ranks)
-        run = CertificationRun(backbone, source, Path(folder), ranks, journal)
+        run = CertificationRun(backbone, source, Path(folder), ranks, journal, skip=skip)
         batches = len(source.specs)
         measured = sum(run.is_measured(number) for number in range(batches))
         if measured:
             print(f"{measured} of {batches} batches were measured by an earlier run: {journal.file}", flush=True)
 
         # Each step moves the progress bar by what it was expected to take.
-        expected = [*expected_steps(run)]
+        expected = [*expected_steps(run, measured_pace(run))]
+        print(announcement(run, sum(expected)), flush=True)
         progress, pace = Progress({}, more=sum(expected)), iter(expected)
         run = dataclasses.replace(run, step=lambda name: progress(name, seconds=next(pace, 0.0)))
         certificate = certify(run, path.name, level=_LEVEL.value, goal=_KL.value, plan_seed=_SEED.value)

@@ -13,7 +13,7 @@ from ..results.tables import aligned_table
 from .certification_run import CertificationRun, Step, batch_name
 from .plans import measure_plans
 from .scores import Scores, recommend, rows_of
-from .serving_modes import fresh_ranks, served_batches, serving_modes
+from .serving_modes import ModeSet, served_batches, serving_modes
 from .window_sources import WindowBatch
 
 
@@ -21,13 +21,13 @@ class Measurement(NamedTuple):
     """Scores of all windows, and how large these were.
 
     Attributes:
-      scores: answer by answer.
+      scores: answer by answer, by the windows' chunks.
       asked: what was asked, in words.
       tokens: of the largest window.
       spans: the least and the largest span of a chunk besides the lead.
     """
 
-    scores: Scores
+    scores: dict[int, Scores]
     asked: str
     tokens: int
     spans: tuple[int, int]
@@ -35,38 +35,40 @@ class Measurement(NamedTuple):
 
 def measure(run: CertificationRun) -> Measurement:
     """Serves and asks every batch in every mode. Batches that the journal has are not measured again."""
-    scores, asked, tokens, spans = Scores(), "", 0, set[int]()
+    by_size = {size: Scores() for size in run.source.sizes.chunks}
+    asked, tokens, spans = "", 0, set[int]()
     for number, spec in enumerate(run.source.specs):
         part = run.journal.part(batch_name(number))
         if part is None or "spans" not in part:  # older programs did not record spans
             windows = run.source.load(run.backbone, spec, run.folder)
-            own, size = score_batch(windows, run.ranks, run.step)
+            own, size = score_batch(windows, run.modes, run.step)
             facts = {"asked": windows.questions.description, "tokens": size, "spans": sorted(set(windows.spans))}
             part = run.journal.add(batch_name(number), scores=own.to_json(), **facts)
 
         # Scores are read back even if just measured, so that a resumed run cannot differ.
-        scores.add(Scores.from_json(part["scores"]))
+        by_size[spec.chunks].add(Scores.from_json(part["scores"]))
         asked, tokens = part["asked"], max(tokens, part["tokens"])
         spans.update(part["spans"])
 
     # Behind pieces that are served as promised, a patch that is formed now is the stored one.
-    for table in (scores.kl, scores.flips):
-        for (point, rank, behind, promise), values in list(table.items()):
-            if point == "stored" and behind == 0 and rank in fresh_ranks(run.ranks):
-                table["fresh", rank, behind, promise] = values
+    for scores in by_size.values() if run.modes.has("fresh") else ():
+        for table in (scores.kl, scores.flips):
+            for (point, rank, behind, promise), values in list(table.items()):
+                if point == "stored" and behind == 0 and rank in run.modes.fresh_ranks:
+                    table["fresh", rank, behind, promise] = values
 
-    return Measurement(scores, asked, tokens, (min(spans), max(spans)))
+    return Measurement(by_size, asked, tokens, (min(spans), max(spans)))
 
 
-def score_batch(windows: WindowBatch, ranks: tuple[int, ...], step: Step) -> tuple[Scores, int]:
+def score_batch(windows: WindowBatch, modes: ModeSet, step: Step) -> tuple[Scores, int]:
     """Returns the scores of a batch of windows in every mode, and the tokens of one of them."""
     scores, questions, size = Scores(), windows.questions, 0
-    for batch in served_batches(windows):
+    for batch in served_batches(windows, modes):
         size = batch.line.size
         tail = questions.behind(batch.line.end)
         promised = read_behind(batch.line, batch.whole, tail)
 
-        for mode in serving_modes(batch, ranks):
+        for mode in serving_modes(batch, modes):
             served = read_behind(batch.line, mode.cache, tail)
             key = mode.point, mode.rank, mode.behind, mode.promise
             kl, flips = served.divergence_from(promised), promised.predicted != served.predicted
@@ -92,16 +94,17 @@ def certify(
       plan_seed: for measuring plans by the certificate too, whose rows are added; None: no plans.
     """
     source = run.source
-    scores, asked, tokens, spans = measure(run)
+    by_size, asked, tokens, spans = measure(run)
+    scores = [*by_size.values()]
     rows = sorted(rows_of(scores, level), key=lambda row: (row.promise, row.point, row.behind, row.rank))
     certificate = Certificate(
         backbone=run.backbone.fingerprint,
         model=model,
         made=datetime.datetime.now(datetime.UTC).date().isoformat(),
         level=level,
-        calibration=source.windows[0],
-        held_out=source.windows[1],
-        chunks=source.chunks,
+        calibration=source.sizes.fewest[0],
+        held_out=source.sizes.fewest[1],
+        chunks=source.sizes.most,
         tokens=tokens,
         content=source.content,
         asked=asked,
@@ -116,6 +119,7 @@ def certify(
     return dataclasses.replace(certificate, plans=measure_plans(run, certificate, plan_seed))
 
 
+RANK_UNITS = {"repair": " %", "survivor": " slides"}
 HEAD = ("promise", "way", "others", "rank", "KL, mean", "bound", "held-out within", "η", "flips")
 
 
@@ -123,7 +127,7 @@ def table(certificate: Certificate) -> str:
     """Returns a certificate as text: a line for each row and for each plan."""
     cells = []
     for row in certificate.rows:
-        rank = f"{row.rank} %" if row.point == "repair" else str(row.rank or "–")
+        rank = f"{row.rank}{RANK_UNITS.get(row.point, '')}" if row.rank else "–"
         share = f"{row.coverage:.1%} [{row.coverage_low:.1%}, {row.coverage_high:.1%}]"
         eta = "–" if row.eta is None else f"{row.eta:.3f}"
         losses = [f"{row.kl:.2e}", f"{row.kl_bound:.2e}", share, eta, f"{row.flips:.2%}"]

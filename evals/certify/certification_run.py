@@ -7,7 +7,7 @@ from pathlib import Path
 from models import ModelBackbone
 
 from .journal import Journal
-from .serving_modes import RANKS
+from .serving_modes import RANKS, ModeSet
 from .window_sources import WindowSource
 
 Step = Callable[[str], None]
@@ -23,6 +23,7 @@ class CertificationRun:
       ranks: of patches, ascending.
       journal: provides what an earlier run measured, and records what this one does.
       step: called for each mode of a batch, and for each batch that is planned for.
+      skip: points that are not measured.
     """
 
     backbone: ModelBackbone
@@ -31,6 +32,12 @@ class CertificationRun:
     ranks: tuple[int, ...] = RANKS
     journal: Journal = dataclasses.field(default_factory=Journal)
     step: Step = lambda name: None
+    skip: frozenset[str] = frozenset()
+
+    @property
+    def modes(self) -> ModeSet:
+        """Everything that windows are served in."""
+        return ModeSet(self.ranks, self.source.sizes.chunks, self.skip)
 
     def is_measured(self, number: int) -> bool:
         """Returns whether the journal has a batch of windows."""

@@ -1,5 +1,6 @@
 """Journal of finished measurements, kept beside a certificate until that is written, so that a killed run resumes."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ class Journal:
           InputError: parts of another configuration, or a file of another kind.
         """
         self.file = file
+        # A run that measured nothing has left its configuration alone, which refuses no other.
+        if file is not None and file.is_file() and _is_empty(file):
+            file.unlink()
         parts = [] if file is None else finished_parts(file, config or {})
         self._parts: dict[str, Mapping[str, Any]] = {part["part"]: part for part in parts}
 
@@ -45,3 +49,12 @@ class Journal:
         """Deletes the file, once the certificate is written."""
         if self.file is not None:
             self.file.unlink(missing_ok=True)
+
+
+def _is_empty(file: Path) -> bool:
+    """Returns whether a file has a configuration and no parts of it."""
+    try:
+        only = json.loads(file.read_bytes())
+    except ValueError:  # several lines, or none of ours
+        return False
+    return isinstance(only, dict) and [*only] == ["config"]

@@ -1,7 +1,7 @@
-"""Plans under a bound, executed on held-out windows: does the bound hold where chunks are served in different modes?
+"""Plans and mixtures under a bound, on held-out windows: does it hold where chunks are served in different modes?
 
 What is available of each chunk is drawn for every batch: its canonical alone, or also a patch of some rank, formed
-behind the pieces in front. Only forwards cost anything, so plans use all that the bound allows.
+behind the pieces in front. Only forwards cost anything, so plans use all that the bound allows. Mixtures are drawn.
 """
 
 import dataclasses
@@ -17,54 +17,72 @@ from kvpatch_jax.window import Costs, Entry, Window
 from ..oracles import HostExecutor
 from ..probes.window.image_sequence import KV, ImageSequence, on_host, read_behind
 from .certification_run import CertificationRun
+from .mixtures import Mixer, mixture_goals
 from .scores import plan_row, rounded
 from .serving_modes import padded_to_chunk
 from .window_sources import WindowBatch
 
 FORWARDS = DeviceCosts("any", None, {"Prefill": Rates(flop=1.0), "Recompute": Rates(flop=1.0)}, "forwards alone count")
 LEAD = "lead"
+PLANNED, MIXED = "planned", "mixed at random"
+"""How the methods of a window's pieces are chosen."""
 
 
 def measure_plans(run: CertificationRun, certificate: Certificate, seed: int) -> tuple[CertifiedPlan, ...]:
-    """Plans held-out windows under the bounds of patches of some ranks, and tests the bounds on the answers.
+    """Plans held-out windows under bounds of patches, mixes methods under bounds of stored prefills, and tests both.
 
     Args:
-      seed: of what is available, drawn for each batch by a generator of its own.
+      seed: of what is available or mixed, drawn for each batch by a generator of its own.
     """
-    goals = goals_of(certificate, run.ranks)
-    results: dict[float, list[tuple[np.ndarray, np.ndarray, float]]] = {goal: [] for goal in goals}
-
     # A journal's plans were made by certain numbers, whatever the day.
     numbers = dataclasses.replace(certificate, made="any day").digest
+    tests = {size: _tests(certificate, run, size) for size in run.source.sizes.chunks}
+    results: dict[tuple[int, str, float], list[tuple[np.ndarray, np.ndarray, float]]] = {}
+    for size, own in tests.items():
+        results |= {(size, name, goal): [] for name, goal in own}
 
     for number, spec in enumerate(spec for spec in run.source.specs if spec.held_out):
-        name = f"plans {number}, by {numbers}"
-        part = run.journal.part(name)
+        part_name = f"plans {number}, by {numbers}"
+        part = run.journal.part(part_name)
         if part is None:
-            windows, rng = run.source.load(run.backbone, spec, run.folder), np.random.default_rng([seed, 3, number])
-            measured = []
-            for goal in goals:
-                kl, cluster, share = _executed(windows, run, goal, certificate, rng)
+            windows, measured = run.source.load(run.backbone, spec, run.folder), []
+            draws = {name: np.random.default_rng([seed, own, number]) for name, own in ((PLANNED, 3), (MIXED, 4))}
+            mixer = Mixer(windows) if any(name == MIXED for name, _ in tests[spec.chunks]) else None
+            for name, goal in tests[spec.chunks]:
+                if name == MIXED and mixer is not None:
+                    kl, cluster, share = mixer.answers(run, goal, certificate, draws[name])
+                else:
+                    kl, cluster, share = _executed(windows, run, goal, certificate, draws[name])
                 measured.append((kl.tolist(), cluster.tolist(), share))
-            part = run.journal.add(name, found=measured)
+            part = run.journal.add(part_name, found=measured)
             run.step("plans")
 
-        for goal, (kl, cluster, share) in zip(goals, part["found"], strict=True):
-            results[goal].append((np.asarray(kl, float), np.asarray(cluster, int), share))
+        for test, (kl, cluster, share) in zip(tests[spec.chunks], part["found"], strict=True):
+            results[spec.chunks, *test].append((np.asarray(kl, float), np.asarray(cluster, int), share))
 
     rows = []
-    for goal, parts in results.items():
+    for (size, name, goal), parts in results.items():
         kls, clusters, shares = zip(*parts, strict=True)
-        name = f"planned for at most {goal:.3g} nats"
+        name = f"{name} for at most {goal:.3g} nats"
+        name += f", {size} chunks" if len(tests) > 1 else ""
         rows.append(plan_row(name, goal, np.concatenate(kls), np.concatenate(clusters), float(np.mean(shares))))
 
     return tuple(rows)
 
 
-def goals_of(certificate: Certificate, ranks: Sequence[int]) -> list[float]:
-    """Returns bounds to plan for: of windows patched throughout, at ranks between the extremes; descending."""
-    others = certificate.chunks - 1
-    bounds = [certificate.bound("stored", rank, behind=others) for rank in ranks[1:-1] or ranks]
+def _tests(certificate: Certificate, run: CertificationRun, size: int) -> list[tuple[str, float]]:
+    """Returns the bounds that windows of a size are served under, each with how their methods are chosen."""
+    planned = [(PLANNED, goal) for goal in goals_of(certificate, run.ranks, size)]
+    return planned + [(MIXED, goal) for goal in mixture_goals(certificate, size)]
+
+
+def goals_of(certificate: Certificate, ranks: Sequence[int], size: int) -> list[float]:
+    """Returns bounds to plan for: of windows patched throughout, at ranks between the extremes; descending.
+
+    Args:
+      size: chunks of the windows.
+    """
+    bounds = [certificate.bound("stored", rank, behind=size - 1) for rank in ranks[1:-1] or ranks]
     return sorted({rounded(bound) for bound in bounds if bound}, reverse=True)
 
 

@@ -8,7 +8,7 @@ new window of this kind is then within the quantile at a level with at least tha
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +40,7 @@ class Share(NamedTuple):
 
 @dataclasses.dataclass
 class Scores:
-    """Scores of every mode, all under one order of the answers; each list has an array per batch.
+    """Scores of windows of one size in every mode, under one order of the answers; each list has an array per batch.
 
     Attributes:
       kl, flips: by mode, [answers].
@@ -131,24 +131,40 @@ def covered(within: Bool[np.ndarray, " answers"], cluster: Clusters) -> Share:
     return Share(share, max(0.0, min(middle - reach, share)), min(1.0, max(middle + reach, share)))
 
 
-def rows_of(scores: Scores, level: float) -> list[CertifiedLoss]:
+def rows_of(by_size: Sequence[Scores], level: float) -> list[CertifiedLoss]:
     """Returns a certified row for every mode.
 
+    A bound holds for windows of each size in which the mode was measured: it is the largest of theirs, each of the
+    size's own calibration windows. Means are over all windows of all these sizes.
+
+    Args:
+      by_size: scores of the windows of each size.
+
     Raises:
-      InputError: too few calibration windows.
+      InputError: too few calibration windows of a size.
     """
-    cluster, held_out = scores.sides
     rows = []
-    for key in scores.kl:
+    for key in dict.fromkeys(key for scores in by_size for key in scores.kl):
         point, rank, behind, promise = key
-        kl, flips = scores.of(key)
-        bound = rounded_up(max(LEAST_BOUND, conformal_bound(kl[~held_out], cluster[~held_out], level)))
+        measured = [scores for scores in by_size if key in scores.kl]
+        bounds, high = [], []
+        for scores in measured:
+            own, flips = scores.of(key)
+            cluster, held_out = scores.sides
+            bounds.append(conformal_bound(own[~held_out], cluster[~held_out], level))
+            high.append(intervals.mean(flips, cluster).high)
+        bound = rounded_up(max(LEAST_BOUND, *bounds))
+
+        kl, flips = (np.concatenate(parts) for parts in zip(*(scores.of(key) for scores in measured), strict=True))
+        cluster, held_out = (np.concatenate(parts) for parts in zip(*(own.sides for own in measured), strict=True))
         share = covered(kl[held_out] <= bound, cluster[held_out])
 
-        # Means are over all windows; an interval always contains its value.
+        # An interval always contains its value. Of flips the upper end is a bound, so that of the worst size counts.
         mean, flipped = intervals.mean(kl, cluster), intervals.mean(flips, cluster)
-        blind, _ = scores.of(("bare", 0, behind, promise))
-        eta = intervals.eta(kl, blind, cluster).value
+        eta = math.nan
+        if all(("bare", 0, behind, promise) in scores.kl for scores in measured):
+            blind = np.concatenate([scores.of(("bare", 0, behind, promise))[0] for scores in measured])
+            eta = intervals.eta(kl, blind, cluster).value
         rows.append(
             CertifiedLoss(
                 point=point,
@@ -164,7 +180,7 @@ def rows_of(scores: Scores, level: float) -> list[CertifiedLoss]:
                 coverage_high=rounded(share.high),
                 eta=rounded(eta) if math.isfinite(eta) else None,
                 flips=rounded(flipped.value),
-                flips_high=rounded(max(flipped.high, flipped.value)),
+                flips_high=rounded(max(*high, flipped.high, flipped.value)),
                 answers=len(kl),
             )
         )
@@ -172,33 +188,41 @@ def rows_of(scores: Scores, level: float) -> list[CertifiedLoss]:
     return rows
 
 
-def recommend(scores: Scores, goal: float | None, level: float) -> RankChoice:
+def recommend(by_size: Sequence[Scores], goal: float | None, level: float) -> RankChoice:
     """Recommends the smallest sufficient rank of stored patches, by calibration windows alone, all chunks patched.
 
     A rank suffices if its bound is at most `goal` nats; without a goal, if it removes the share SUFFICIENT of blind
-    reuse's KL. Both promises must agree.
+    reuse's KL. Both promises must agree, and windows of all sizes.
     """
-    cluster, held_out = scores.sides
-    calibration, clusters = ~held_out, cluster[~held_out]
-    most_others = max(key[2] for key in scores.kl)
-    keys = [key for key in scores.kl if key[0] == "stored" and key[2] == most_others]
-    ranks = sorted({key[1] for key in keys})
-    blind = {key[3]: scores.of(("bare", 0, key[2], key[3]))[0][calibration] for key in keys}
-    most = max(float(values.mean()) for values in blind.values())
+    # Of each promise and size: blind reuse's KL, that of every rank, and the windows.
+    cases = []
+    for scores in by_size:
+        cluster, held_out = scores.sides
+        others = max(behind for point, _, behind, _ in scores.kl if point == "stored")
+        for promise in sorted({promise for *_, promise in scores.kl}):
+            patched = {}
+            for key in scores.kl:
+                if (key[0], *key[2:]) == ("stored", others, promise):
+                    patched[key[1]] = scores.of(key)[0][~held_out]
+            if patched:
+                blind = scores.of(("bare", 0, others, promise))[0][~held_out]
+                cases.append((blind, patched, cluster[~held_out]))
+
+    ranks = sorted(cases[0][1])
+    most = max(float(blind.mean()) for blind, _, _ in cases)
     if goal is None and most < NEGLIGIBLE:
         reason = f"blind reuse alone loses {most:.2g} nats of an answer on average: hardly any patch is needed"
         return RankChoice(ranks[0], reason)
 
     result = ""
     for rank in ranks:
-        kl = {key[3]: scores.of(key)[0][calibration] for key in keys if key[1] == rank}
         if goal is None:
-            share = min(intervals.eta(kl[promise], blind[promise], clusters).low for promise in kl)
+            share = min(intervals.eta(kl[rank], blind, cluster).low for blind, kl, cluster in cases)
             lost = f"what blind reuse loses ({most:.2g} nats)"
             result = f"with every chunk patched it removes at least {share:.1%} of {lost}"
             sufficient = share >= SUFFICIENT
         else:
-            worst = max(conformal_bound(values, clusters, level) for values in kl.values())
+            worst = max(conformal_bound(kl[rank], cluster, level) for _, kl, cluster in cases)
             result = f"an answer loses at most {worst:.3g} nats at level {level:g}, of {goal:g} wanted"
             sufficient = worst <= goal
 

@@ -7,7 +7,8 @@ All windows of a batch have the same shape.
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,6 +28,7 @@ from ..probes.window.image_sequence import Image, bucket, filled
 from ..probes.window.probe_images import lead_image, of_ids, of_tokens
 from ..small_task import VOCABULARY, scenes, sequences
 from .packed_questions import PackedQuestions, packed, questions_of
+from .window_sizes import WindowSizes, halves
 
 LEAD = "The following is looked at from the first to the last."
 PIECE, CONTINUED = 64, 16
@@ -43,12 +45,14 @@ class WindowSpec(NamedTuple):
     """Windows of one batch before they are computed.
 
     Attributes:
+      chunks: of a window, the lead not counted.
       batch: what the windows show, as their source needs it.
       clusters: number of each window, [B].
       held_out: whether they are held out.
       count: rows from here on repeat others, so that batches have few sizes; they are not scored. None: none do.
     """
 
+    chunks: int
     batch: Any
     clusters: np.ndarray
     held_out: bool
@@ -63,7 +67,7 @@ class WindowBatch:
       backbone: whose windows they are.
       lead: pinned in front.
       pieces: the chunks of the windows, in order.
-      older: chunks that were there before, as many as `pieces`.
+      older: chunks that were there before, as many as the largest windows have.
       other: replaces the first piece where an antecedent is to have changed.
       questions: what is asked.
       clusters: number of each window, [B].
@@ -91,16 +95,14 @@ class WindowSource:
 
     Attributes:
       content: what they show, in words.
-      chunks: of a window, besides the lead.
-      windows: how many (for calibration, held out).
-      disjoint: whether no two windows share a chunk.
+      sizes: chunks of a window besides the lead, and how many windows.
+      disjoint: whether no two windows of one size share a chunk.
       specs: the batches.
       modality: of the chunks.
     """
 
     content: str
-    chunks: int
-    windows: tuple[int, int]
+    sizes: WindowSizes
     disjoint: bool
     specs: tuple[WindowSpec, ...]
     modality: ClassVar[str] = "image"
@@ -114,20 +116,6 @@ class WindowSource:
         raise NotImplementedError
 
 
-def halves(count: int) -> tuple[int, int]:
-    """Returns how many windows are for calibration, and how many are held out."""
-    return (count + 1) // 2, count // 2
-
-
-def batches_of(count: int, batch: int) -> Iterator[tuple[int, int, Int[np.ndarray, " B"]]]:
-    """Yields every batch of `count` windows: its half, its first window's number there, the numbers of its windows."""
-    first = 0
-    for side, windows in enumerate(halves(count)):
-        for start in range(0, windows, batch):
-            yield side, start, first + np.arange(start, min(start + batch, windows))
-        first += windows
-
-
 # ---------------------------------------------------------------------------------------------------- small task
 
 
@@ -136,44 +124,56 @@ class DrawnImageSource(WindowSource):
     """Windows of three legends and a page of the small task, after those of another context."""
 
     @classmethod
-    def of(cls, count: int, batch: int, seed: int) -> "DrawnImageSource":
-        """Plans windows. Each context is drawn for one window alone."""
+    def of(cls, sizes: WindowSizes, seed: int) -> "DrawnImageSource":
+        """Plans windows. Each context is drawn for one window alone.
+
+        Raises:
+          InputError: windows without room for a context's images.
+        """
+        if sizes.chunks[0] < sequences.CHUNKS:
+            raise InputError(f"--chunks: got {sizes.chunks[0]}; expected {sequences.CHUNKS} or more of drawn images")
         specs = []
-        for side, start, clusters in batches_of(count, batch):
-            specs.append(WindowSpec([seed, side, start], clusters, bool(side)))
-        content = f"images drawn by the small task, seed {seed}"
-        return cls(content, sequences.CHUNKS, halves(count), True, tuple(specs))
+        for chunks, held_out, start, clusters in sizes.batches():
+            own = [] if chunks == sequences.CHUNKS else [chunks]
+            specs.append(WindowSpec(chunks, [seed, int(held_out), start, *own], clusters, held_out))
+        return cls(f"images drawn by the small task, seed {seed}", sizes, True, tuple(specs))
 
     def load(self, backbone: ModelBackbone, spec: WindowSpec, folder: Path) -> WindowBatch:
         """Draws and prefills a batch. PNG files go to the folder."""
         rng, rows = np.random.default_rng(spec.batch), len(spec.clusters)
-        contexts, others = (small_task.sample_contexts(rng, rows) for _ in range(2))
-        shown = []
-        for drawn in (contexts, others):
-            scene = scenes.load_scene(backbone, drawn, folder)
-            shown.append([Image(tokens, chunk) for tokens, chunk in zip(scene.images, scene.chunks, strict=True)])
+        number = spec.chunks + self.sizes.most
+        contexts, *others = (small_task.sample_contexts(rng, rows) for _ in range(-(-number // sequences.CHUNKS)))
 
-        pieces, older = shown
+        # The contexts that are asked about come last. Of others the page comes first, so that their legends are near.
+        shown = list[Image]()
+        for drawn in (contexts, *others):
+            scene = scenes.load_scene(backbone, drawn, folder)
+            images = [Image(tokens, chunk) for tokens, chunk in zip(scene.images, scene.chunks, strict=True)]
+            shown = [*([images[-1], *images[:-1]] if shown else images), *shown]
+
+        pieces, older = shown[-spec.chunks :], shown[-number : -spec.chunks]
 
         asked = small_task.ask(contexts, rng, SMALL_TASK_QUESTIONS)
         form = scenes.form_of(backbone.config, backbone.image_config)
         tail = sequences.question_tokens(form, asked, np.zeros(rows, int))
-        number = asked.answer.shape[1]
-        description = f"{number} questions of the small task, a token each"
+        answers = asked.answer.shape[1]
+        description = f"{answers} questions of the small task, a token each"
         return WindowBatch(
             backbone=backbone,
             lead=lead_image(backbone, rows),
             pieces=tuple(pieces),
-            older=(older[-1], *older[:-1]),
-            other=older[0],
-            questions=PackedQuestions(tail, np.arange(number), asked.valid, description),
+            older=tuple(older),
+            other=shown[1],  # a legend, as is the first piece of the least windows
+            questions=PackedQuestions(tail, np.arange(answers), asked.valid, description),
             clusters=spec.clusters,
             held_out=spec.held_out,
         )
 
     def size(self, backbone: ModelBackbone, spec: WindowSpec) -> int:
         """Returns the tokens of the chunks of one window."""
-        return sum(scenes.form_of(backbone.config, backbone.image_config).sizes)
+        whole = scenes.form_of(backbone.config, backbone.image_config).sizes
+        others = [whole[-1], *whole[:-1]] * (spec.chunks // sequences.CHUNKS)
+        return sum([*others, *whole][-spec.chunks :])
 
 
 def drawn_images_fit(backbone: ModelBackbone) -> bool:
@@ -198,42 +198,39 @@ class OwnImageSource(WindowSource):
 
     @classmethod
     def of(
-        cls,
-        backbone: ModelBackbone,
-        folder: Path,
-        count: int,
-        batch: int,
-        seed: int,
-        chunks: int,
-        questions: Sequence[str],
+        cls, backbone: ModelBackbone, folder: Path, sizes: WindowSizes, seed: int, questions: Sequence[str]
     ) -> "OwnImageSource":
         """Plans windows of the images in a folder. A batch holds windows of one shape.
 
         A window shows images of similar sizes, as one agent's images have, so that few shapes occur.
 
         Raises:
-          InputError: too few images. ImageError: one that cannot be read.
+          InputError: too few images, or no question in words that the tokenizer knows. ImageError: one that cannot be
+            read.
         """
+        questions_of(backbone, questions, 1)  # refuses them before anything is computed
         paths, rng = files_in(folder, "images"), np.random.default_rng(seed)
         order = rng.permutation(len(paths))
         pools = order[: (len(paths) + 1) // 2], order[(len(paths) + 1) // 2 :]
-        if len(pools[1]) < chunks + 1:
+        if len(pools[1]) < 2 * sizes.most:
             raise InputError(
-                f"certify: got {len(paths)} images in {folder}; expected {2 * chunks + 2} or more, for windows of "
-                f"{chunks} in two halves"
+                f"certify: got {len(paths)} images in {folder}; expected {4 * sizes.most} or more: two halves with "
+                f"windows of {sizes.most} and as many that were there before"
             )
 
         embedded = {int(image): backbone.embed(**backbone.prepare([paths[image]])) for image in order}
+        shapes = {image: _shape_key(tokens) for image, tokens in embedded.items()}
         specs, disjoint, first = [], True, 0
-        for side, (pool, windows) in enumerate(zip(pools, halves(count), strict=True)):
-            sizes = {image: _shape_key(embedded[image]) for image in pool.tolist()}
-            dealt, apart = deal(pool, windows, 2 * chunks, rng, sizes)
+        dealings = itertools.product(zip(sizes.chunks, sizes.counts, strict=True), enumerate(pools))
+        for (chunks, count), (side, pool) in dealings:
+            windows, batch = halves(count)[side], sizes.batch_of(chunks)
+            dealt, apart = deal(pool, windows, chunks + sizes.most, rng, shapes)
             disjoint &= apart
 
             # Windows of one shape go into batches together.
             by_shape: dict[Any, list[int]] = {}
             for row, shown in enumerate(dealt):
-                by_shape.setdefault(tuple(_shape_key(embedded[int(image)]) for image in shown), []).append(row)
+                by_shape.setdefault(tuple(shapes[int(image)] for image in shown), []).append(row)
 
             for rows in by_shape.values():
                 for start in range(0, len(rows), batch):
@@ -242,12 +239,13 @@ class OwnImageSource(WindowSource):
                     repeated = [*part, *part[-1:] * (padded - len(part))]
                     columns = dealt[repeated].T.tolist()
                     tokens = [_stacked([embedded[image] for image in column]) for column in columns]
-                    specs.append(WindowSpec(tokens, first + np.asarray(repeated), bool(side), len(part)))
+                    clusters = first + np.asarray(repeated)
+                    specs.append(WindowSpec(chunks, tokens, clusters, bool(side), len(part)))
 
             first += windows
 
         content = f"{len(paths)} images of {folder.name or folder}, like sizes together, digest {digest_of(paths)}"
-        return cls(content, chunks, halves(count), disjoint, tuple(specs), tuple(questions))
+        return cls(content, sizes, disjoint, tuple(specs), tuple(questions))
 
     def load(self, backbone: ModelBackbone, spec: WindowSpec, folder: Path) -> WindowBatch:
         """Prefills a batch."""
@@ -261,7 +259,7 @@ class OwnImageSource(WindowSource):
         parts = questions_of(backbone, self.questions, rows)
         questions = packed(parts, backbone.layout.rope.axes, f"{len(parts)} questions, the next token behind each")
         questions.valid[spec.count :] = False
-        pieces, older = tuple(images[: self.chunks]), tuple(images[self.chunks :])
+        pieces, older = tuple(images[: spec.chunks]), tuple(images[spec.chunks :])
         return WindowBatch(
             backbone=backbone,
             lead=lead_of(backbone, rows),
@@ -275,7 +273,7 @@ class OwnImageSource(WindowSource):
 
     def size(self, backbone: ModelBackbone, spec: WindowSpec) -> int:
         """Returns the tokens of the chunks of one window."""
-        return sum(tokens.embeddings.shape[1] for tokens in spec.batch[: self.chunks])
+        return sum(tokens.embeddings.shape[1] for tokens in spec.batch[: spec.chunks])
 
 
 def deal(
@@ -283,8 +281,7 @@ def deal(
 ) -> tuple[Int[np.ndarray, "n k"], bool]:
     """Draws what each window shows, [windows, count]; and whether no two windows show the same.
 
-    If the pool is too small, windows share items. If it is smaller than one window with what was there before, items
-    that were there before repeat those that are shown, in another order.
+    If the pool is too small, windows share items; one window never shows an item twice.
 
     Args:
       sizes: of all items in the pool: then a window shows neighbours by size.
@@ -298,9 +295,8 @@ def deal(
 
     rows = []
     for _ in range(windows):
-        drawn, first = by_size(rng.permutation(pool)), int(rng.integers(max(len(pool) - count, 0) + 1))
-        drawn = drawn[first : first + count] if sizes else drawn[:count]
-        rows.append(np.concatenate([drawn, rng.permutation(drawn)])[:count])
+        drawn, first = by_size(rng.permutation(pool)), int(rng.integers(len(pool) - count + 1))
+        rows.append(drawn[first : first + count] if sizes else drawn[:count])
 
     return np.stack(rows), False
 
@@ -335,21 +331,16 @@ class TextSource(WindowSource):
 
     @classmethod
     def of(
-        cls,
-        backbone: ModelBackbone,
-        folder: Path | None,
-        count: int,
-        batch: int,
-        seed: int,
-        chunks: int,
-        questions: Sequence[str],
+        cls, backbone: ModelBackbone, folder: Path | None, sizes: WindowSizes, seed: int, questions: Sequence[str]
     ) -> "TextSource":
         """Plans windows, one of each document, of a folder or of the standard library's documentation.
+
+        Windows of all sizes end where the text goes on, and those of one half are of the same documents.
 
         Raises:
           InputError: too few documents that are long enough.
         """
-        size = 2 * chunks * PIECE + CONTINUED
+        size, count = 2 * sizes.most * PIECE + CONTINUED, max(sizes.counts)
         paths = files_in(folder, "texts") if folder is not None else library_modules()
         rng, documents = np.random.default_rng(seed), []
 
@@ -369,26 +360,28 @@ class TextSource(WindowSource):
             where = folder or "the standard library's documentation"
             raise InputError(f"certify: got {len(documents)} texts of {size} tokens in {where}; expected 4 or more")
 
-        specs = []
-        for side, _, clusters in batches_of(len(documents), batch):
-            specs.append(WindowSpec(np.stack([documents[own] for own in clusters]), clusters, bool(side)))
+        sizes, specs = sizes.up_to(len(documents)), []
+        for chunks, held_out, start, clusters in sizes.batches():
+            first = start + held_out * halves(max(sizes.counts))[0]
+            ids = np.stack(documents[first : first + len(clusters)])
+            specs.append(WindowSpec(chunks, ids, clusters, held_out))
 
         digest = hashlib.blake2b(np.stack(documents).tobytes(), digest_size=8).hexdigest()
         where = "the standard library's documentation" if folder is None else folder.name or str(folder)
         content = f"{len(documents)} texts of {where}, {PIECE} tokens a chunk, digest {digest}"
-        return cls(content, chunks, halves(len(documents)), True, tuple(specs), tuple(questions))
+        return cls(content, sizes, True, tuple(specs), tuple(questions))
 
     def load(self, backbone: ModelBackbone, spec: WindowSpec, folder: Path) -> WindowBatch:
         """Prefills a batch."""
-        ids, rows = spec.batch, len(spec.clusters)
+        ids, rows, most = spec.batch, len(spec.clusters), self.sizes.most
         mark = hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
         pieces = []
-        for place in range(2 * self.chunks):
+        for place in range(most - spec.chunks, 2 * most):
             part = ids[:, place * PIECE : (place + 1) * PIECE]
             pieces.append(of_ids(backbone, part, f"piece {place}", f"{mark} piece {place}"))
 
         # The continuation is scored in two halves, the second of them given the first.
-        behind = ids[:, 2 * self.chunks * PIECE :]
+        behind = ids[:, 2 * most * PIECE :]
         half = behind.shape[1] // 2
         parts: list[Any] = [(behind[:, :half], range(half)), (behind, range(half, behind.shape[1]))]
         with contextlib.suppress(InputError):  # no known words: the continuation is scored anyway
@@ -397,8 +390,8 @@ class TextSource(WindowSource):
         return WindowBatch(
             backbone=backbone,
             lead=lead_of(backbone, rows),
-            pieces=tuple(pieces[self.chunks :]),
-            older=tuple(pieces[: self.chunks]),
+            pieces=tuple(pieces[most:]),
+            older=tuple(pieces[:most]),
             other=pieces[0],
             questions=packed(parts, backbone.layout.rope.axes, description),
             clusters=spec.clusters,
@@ -407,7 +400,7 @@ class TextSource(WindowSource):
 
     def size(self, backbone: ModelBackbone, spec: WindowSpec) -> int:
         """Returns the tokens of the chunks of one window."""
-        return self.chunks * PIECE
+        return spec.chunks * PIECE
 
 
 # ---------------------------------------------------------------------------------------------------- common

@@ -21,7 +21,8 @@ from models import ModelBackbone
 
 from .. import small_task
 from ..certify.packed_questions import PackedQuestions, packed
-from ..certify.window_sources import SMALL_TASK_QUESTIONS, batches_of, lead_of
+from ..certify.window_sizes import batches_of
+from ..certify.window_sources import SMALL_TASK_QUESTIONS, lead_of
 from ..documents_task.dataset import DOCUMENTS_DATASET
 from ..pretrained import texts
 from ..probes.window.image_sequence import Image

@@ -6,6 +6,7 @@
 from ..window import Way, Ways
 from .byte_advice import ByteAdvice, KeptForm, advise, measured_forms
 from .certificate import Certificate
+from .certificate import is_promised as is_promised
 from .certified_rows import CertifiedLoss, CertifiedPlan, RankChoice
 from .device_costs import DeviceCosts, Rates
 from .goal import Goal

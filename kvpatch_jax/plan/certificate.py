@@ -55,10 +55,11 @@ class Certificate:
       backbone: fingerprint of the weights, in their dtype. model: its name when it was measured.
       made: the date, year-month-day.
       level: of the bounds: the share of answers behind new windows of this kind whose KL stays within them.
-      calibration, held_out: windows that the bounds were computed from, and other windows that they were tested on.
-      chunks, tokens: chunks of a window besides pinned ones; tokens of the largest window, pinned ones included.
+      calibration, held_out: windows that the bounds were computed from, and other windows that they were tested on; of
+        one size, the fewest, where windows of several sizes were measured.
+      chunks, tokens: of the largest window: chunks besides pinned ones; tokens, pinned ones included.
       content: what the windows showed. asked: what was asked behind them.
-      disjoint: whether no two windows shared a chunk. If some did, the level is nominal.
+      disjoint: whether no two windows of one size shared a chunk. If some did, the level is nominal.
       rows: one for each point, rank, number of other chunks and promise.
       recommended: a rank, and the reason for it.
       plans: results of plans on held-out windows.
@@ -163,18 +164,23 @@ class Certificate:
     def bound(self, point: str, rank: int = 0, *, behind: int = 0, promise: Promise = "forget") -> float | None:
         """Bounds the KL, in nats, of an answer behind a window with a chunk that is served at this point.
 
-        Between measured ranks, or measured numbers of other chunks, the larger bound of both neighbours applies. A rank
+            certificate.bound("survivor", 6, behind=7)      # eight survivors of a window that has slid six times
+            certificate.bound("near", behind=3)             # a stored prefill behind the same nearest chunk
+
+        Between measured ranks, slides or numbers of other chunks, the larger bound of both neighbours applies. A rank
         above all measured ones takes the largest one's.
 
         Args:
           point: the operating point. Exact ones have the bound 0.
-          rank: of the patch, as in a certified row.
+          rank: of the patch, as in a certified row; of survivors the slides of their window, or 0 where nobody counted
+            them: then the worst measured bound applies.
           behind: how many other chunks of the window are approximate too, at any place. Chunks that were prefilled
             behind an approximate one count.
           promise: what the window promises. For a window without survivors, ask for "forget": both are the same.
 
         Returns:
-          None if nothing is certified: a point that was not measured, a rank below all, more chunks than measured.
+          None if nothing is certified: a point that was not measured, a rank below all, more chunks or slides than
+          measured.
 
         Raises:
           CertificateError: an unknown point or promise, or a negative number.
@@ -199,7 +205,7 @@ class Certificate:
         first = bound(point, rank, promise=promise)
         if first is None:
             return []
-        if self._is_exact(point, promise):
+        if is_promised(point, promise):
             return [0.0] * (most + 1)
 
         # Between two measured numbers of others the bound is constant, so one lookup fills that stretch.
@@ -267,11 +273,6 @@ class Certificate:
             behinds.add(row.behind)
         return {kind: (sorted(ranks), sorted(behinds)) for kind, (ranks, behinds) in grids.items()}
 
-    @staticmethod
-    def _is_exact(point: str, promise: str) -> bool:
-        # A window that remembers promises its survivors as they are.
-        return point in EXACT_POINTS or (point == "survivor" and promise == "remember")
-
     def _worst(self, field: str, point: str, rank: int, behind: int, promise: str) -> float | None:
         """Returns the largest value of a field over the neighbouring rows; None if one of them is missing."""
         if point not in (*EXACT_POINTS, *MEASURED_POINTS):
@@ -282,17 +283,28 @@ class Certificate:
         check_integer(rank, "certificate.rank", 0)
         check_integer(behind, "certificate.behind", 0)
 
-        if self._is_exact(point, promise):
+        if is_promised(point, promise):
             return 0.0
 
-        # Nothing is extrapolated, but for ranks above all measured ones, which lose no more.
+        # Nothing is extrapolated, but for ranks of patches above all measured ones, which lose no more.
         ranks, behinds = self._grids.get((point, promise), ([], []))
-        if not ranks or rank < ranks[0] or behind > behinds[-1]:
+        nearest = self._nearest_slides(ranks, rank) if point == "survivor" else _neighbours(ranks, rank)
+        if not nearest or (point != "survivor" and rank < ranks[0]) or behind > behinds[-1]:
             return None
 
-        keys = itertools.product(_neighbours(ranks, rank), _neighbours(behinds, behind))
+        keys = itertools.product(nearest, _neighbours(behinds, behind))
         rows = [self._table.get((point, own_rank, others, promise)) for own_rank, others in keys]
         return None if None in rows else max(getattr(row, field) for row in rows)
+
+    def _nearest_slides(self, ranks: Sequence[int], slides: int) -> list[int]:
+        """Returns the ranks of the rows that bound survivors after so many slides; 0: nobody counted them."""
+        if not slides:
+            return [*ranks]
+        measured = {rank or self.chunks: rank for rank in ranks}
+        if slides > max(measured, default=0):
+            return []
+        # A window that has not slid loses nothing, so that below all measured numbers the least of them is the worse.
+        return [measured[number] for number in _neighbours(sorted(measured), slides)]
 
     # ------------------------------------------------------------------------------------------------ files
 
@@ -393,6 +405,12 @@ class Certificate:
             f"Certificate({self.model!r}, {len(self.rows)} rows, {self.calibration} + {self.held_out} windows, level "
             f"{self.level:g}, rank {self.recommended_rank})"
         )
+
+
+def is_promised(point: str, promise: str) -> bool:
+    """Returns whether a piece at this point is what a window of this promise promises, so that it loses nothing."""
+    # A window that remembers promises its survivors as they are.
+    return point in EXACT_POINTS or (point == "survivor" and promise == "remember")
 
 
 def _neighbours(measured: Sequence[int], wanted: int) -> list[int]:

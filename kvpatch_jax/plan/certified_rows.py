@@ -18,7 +18,9 @@ class CertifiedLoss:
 
     Attributes:
       point: the operating point.
-      rank: of the patches; of a token repair the percentage of tokens recomputed; 0 if neither applies.
+      rank: of the patches; of a token repair the percentage of tokens recomputed; of survivors the slides of their
+        window: chunks that left it, each when another came in, since it was a prefill of itself. 0 if none applies, and
+        of survivors in older files, whose windows had slid as often as the certificate has chunks.
       behind: how many other chunks of the window were served in the same way: 0 is one chunk among exact ones.
       promise: the reference: "forget", a re-prefill of the window; "remember", the window with survivors as they are
         kept and everything else prefilled behind them.

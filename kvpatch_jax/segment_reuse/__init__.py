@@ -36,6 +36,7 @@ from .segmentation import Segmentation as Segmentation
 from .segmentation import SegmentPrompt as SegmentPrompt
 from .segmentation import TokenRange as TokenRange
 from .segmentation import as_ids as as_ids
+from .segmentation import occurrences as occurrences
 from .segmentation import segments as segments
 from .segmentation import spans as spans
 from .segmentation import windows as windows

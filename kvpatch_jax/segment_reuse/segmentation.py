@@ -7,7 +7,7 @@ again once a repeat has moved by something else than the stride. Here they are c
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,7 +136,7 @@ def spans(prompt: SegmentPrompt, how: Segmentation) -> list[TokenRange]:
                 # The first token that starts at or after the anchor: a token never belongs to two spans.
                 cuts.add(int(np.searchsorted(prompt.starts, match.start())))
     for pattern in how.token_anchors:
-        cuts.update(_occurrences(prompt.ids, pattern))
+        cuts.update(occurrences(prompt.ids, pattern).tolist())
 
     edges = sorted(cut for cut in cuts if cut < T)
     found = []
@@ -158,7 +158,11 @@ def segments(span: TokenRange, how: Segmentation) -> list[TokenRange]:
     return [] if span.length < how.shortest else [span, *windows(span, how)]
 
 
-def _occurrences(ids: Int[np.ndarray, " T"], pattern: tuple[int, ...]) -> Iterator[int]:
-    if len(pattern) <= len(ids):
-        views = np.lib.stride_tricks.sliding_window_view(ids, len(pattern))
-        yield from np.flatnonzero((views == np.array(pattern)).all(-1)).tolist()
+def occurrences(ids: Int[np.ndarray, " T"], pattern: tuple[int, ...]) -> Int[np.ndarray, " N"]:
+    """Finds where a sequence of one or more token ids begins in a prompt, increasing; occurrences may overlap."""
+    count = max(len(ids) - len(pattern) + 1, 0)
+    starts = np.flatnonzero(ids[:count] == pattern[0])
+    # Most starts fail at the next token, so this takes one pass over the prompt for a pattern of any length.
+    for offset, token in enumerate(pattern[1:], 1):
+        starts = starts[ids[starts + offset] == token]
+    return starts

@@ -59,3 +59,4 @@ from .snapshots.save import save_snapshot as save_snapshot
 from .store import ChunkStore as ChunkStore
 from .tenants import DeletionReport as DeletionReport
 from .tiers.device_placement import LayerStream as LayerStream
+from .tiers.shared_host_tier import SharedHostTier as SharedHostTier

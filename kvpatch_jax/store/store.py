@@ -60,6 +60,7 @@ class ChunkStore(StoreBase):
         by a later process; otherwise it waits for the remote store, and raises if that does not answer.
       mapped: whether large objects are mapped in place of being copied, so that the processes of a machine share one
         copy in memory, the page cache's. Placing mapped layers on a device copies them.
+      host_tier: host tier that the stores of several tenants of the root share, in place of `Budget.host` each.
 
     Raises:
       StoreError: the root cannot be created or is not a store.

@@ -27,6 +27,7 @@ from .tenants import DeletionReport, delete_tenant
 from .tiers.memory import Policy
 from .tiers.reader import TieredReader
 from .tiers.remote_tier import RemoteTier, Resync
+from .tiers.shared_host_tier import SharedHostTier
 from .tiers.writer import Ack, Writer
 
 _ATTEMPTS = 16
@@ -53,12 +54,14 @@ class StoreBase:
         encoding: Encoding | None = None,
         write_behind: bool = True,
         mapped: bool = False,
+        host_tier: SharedHostTier | None = None,
     ):
         self.encodings = EncodingChoice(encoding)
         self._ttl = checked_ttl(ttl, "store")
         if policy not in get_args(Policy):
             raise InputError(f"store.policy: got {policy!r:.80}; expected one of {get_args(Policy)}")
         expect_kind(remote, (RemoteStore, NoneType), "store: remote", "a RemoteStore, or None")
+        expect_kind(host_tier, (SharedHostTier, NoneType), "store: host_tier", "a SharedHostTier, or None")
         expect_kind(wipe, (bool, NoneType), "store: wipe", "True, False or None")
         expect_kind(write_behind, bool, "store: write_behind", "True or False")
         expect_kind(mapped, bool, "store: mapped", "True or False")
@@ -73,7 +76,7 @@ class StoreBase:
         self.budget, self.counters = self.tenant_disk.budget, self.tenant_disk.counters
         self._remote = None if remote is None else RemoteTier(remote, self.tenant_disk)
         self._writer = Writer(self._commit, self.tenant_disk, queue_bytes)
-        self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, policy)
+        self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, policy, host_tier)
         self._patches = PatchObjects(self.tenant_disk, self._reader)
         publish_statistics(self.disk.root, self.names.tenant_name, self)
 

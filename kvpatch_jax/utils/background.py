@@ -121,6 +121,11 @@ class JobQueue[Job]:
             return self.closed or len(self._jobs) >= self._pending
 
     @property
+    def backlog(self) -> int:
+        """Number of jobs that wait or run."""
+        return len(self._jobs) + self._running
+
+    @property
     def expired(self) -> bool:
         """Whether the time for running jobs is over. A job of several parts must not start another part then."""
         return time.monotonic() >= self._deadline

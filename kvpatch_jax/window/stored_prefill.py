@@ -38,13 +38,22 @@ def likeness_keys(pieces: Sequence[PlacedPiece], index: int, lead: int) -> dict[
     if not index or any(after.start != before.end for before, after in itertools.pairwise(front)):
         return {}
 
+    farther = [piece.entry.key for piece in pieces[lead : index - 1]]
+    return keys_behind(pieces[min(lead, index)].front, pieces[index - 1].entry.key, farther)
+
+
+def keys_behind(pinned: str, nearest: str, farther: Sequence[str]) -> dict[Likeness, str]:
+    """Returns the keys under which a prefill is found again behind other chunks, the most alike first.
+
+    Args:
+      pinned: digest of the pinned lead in front of it.
+      nearest: key of what stands directly in front of it. farther: keys of what stands between that and the lead.
+    """
     # Where the lead itself is nearest, there is nothing else to differ in.
-    pinned, nearest = pieces[min(lead, index)].front, pieces[index - 1].entry.key
     alike = f"{pinned} {nearest}"
     keys = dict[Likeness, str]()
-    farther = sorted(piece.entry.key for piece in pieces[lead : index - 1])
     if len(farther) > 1:
-        keys["moved"] = short_digest(f"moved {alike} {farther}")
+        keys["moved"] = short_digest(f"moved {alike} {sorted(farther)}")
     return {
         **keys,
         "mean": short_digest(f"mean {alike}"),

@@ -27,6 +27,7 @@ from evals.certify import (
     window_sources,
 )
 from evals.certify.certification_run import CertificationRun, batch_name
+from evals.certify.window_sizes import WindowSizes
 from evals.trained import MAIN, shipped
 from kvpatch_jax.errors import CertificateError, InputError
 from kvpatch_jax.plan import Certificate
@@ -116,7 +117,7 @@ def said(kl: dict[tuple[str, int], float], held_out: float = 1.0) -> scores.Scor
 
 
 def test_bounds_depend_on_calibration_windows_alone():
-    found = {row.key: row for row in scores.rows_of(said({("bare", 0): 2.0, ("stored", 8): 0.1}), 0.9)}
+    found = {row.key: row for row in scores.rows_of([said({("bare", 0): 2.0, ("stored", 8): 0.1})], 0.9)}
     assert len(found) == 8
     row = found["stored", 8, 3, "forget"]
     assert 0.1 < row.kl_bound <= 0.1101
@@ -127,7 +128,7 @@ def test_bounds_depend_on_calibration_windows_alone():
     assert (row.flips, row.answers) == (0.0, 96)
     assert found["bare", 0, 0, "forget"].flips == 1.0
     # Bounds do not move with what is held out, coverage does.
-    worse = {row.key: row for row in scores.rows_of(said({("bare", 0): 2.0, ("stored", 8): 0.1}, 1.5), 0.9)}
+    worse = {row.key: row for row in scores.rows_of([said({("bare", 0): 2.0, ("stored", 8): 0.1}, 1.5)], 0.9)}
     assert worse["stored", 8, 3, "forget"].kl_bound == row.kl_bound
     assert worse["stored", 8, 3, "forget"].coverage == 0.0
 
@@ -136,7 +137,7 @@ def test_answers_that_are_not_finite_are_not_certified():
     found = said({("bare", 0): 2.0, ("stored", 8): 0.1})
     found.kl["stored", 8, 0, "forget"][0][3] = math.nan
     with pytest.raises(CertificateError, match="kl"):
-        scores.rows_of(found, 0.9)
+        scores.rows_of([found], 0.9)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +152,12 @@ def test_answers_that_are_not_finite_are_not_certified():
 )
 def test_the_recommended_rank_is_the_smallest_sufficient_one(kl, goal, rank, why):
     found = said({("bare" if own == 0 else "stored", own): mean for own, mean in kl.items()})
-    recommended = scores.recommend(found, goal, 0.9)
+    recommended = scores.recommend([found], goal, 0.9)
     assert recommended.rank == rank
     assert why in recommended.reason
     # What is held out has no say.
     other = said({("bare" if own == 0 else "stored", own): mean for own, mean in kl.items()}, 50.0)
-    assert scores.recommend(other, goal, 0.9) == recommended
+    assert scores.recommend([other], goal, 0.9) == recommended
 
 
 def test_a_table_has_a_line_for_every_row():
@@ -183,7 +184,7 @@ def test_scores_are_restored_bit_by_bit():
 
 def test_measured_batches_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Both batches are in the journal: nothing is loaded, and the scores are those of one run."""
-    source, asked = window_sources.DrawnImageSource.of(4, 2, 7), {"model": "a", "ranks": [8]}
+    source, asked = window_sources.DrawnImageSource.of(WindowSizes((4,), (4,), 2), 7), {"model": "a", "ranks": [8]}
     file, own = tmp_path / "certificate.json.parts", [said({("bare", 0): each}) for each in (2.0, 3.0)]
     first = journal.Journal(file, asked)
     for number, found in enumerate(own):
@@ -204,7 +205,7 @@ def test_measured_batches_are_not_measured_again(tmp_path: Path, monkeypatch: py
     run = CertificationRun(backbone, source, tmp_path, (8,), again, pytest.fail)
     found, what, tokens, spans = certification.measure(run)
     assert (what, tokens, spans) == ("some", 11, (2, 5))
-    kl = found.of(("bare", 0, 3, "forget"))[0]
+    kl = found[4].of(("bare", 0, 3, "forget"))[0]
     assert kl.tobytes() == b"".join(each.kl["bare", 0, 3, "forget"][0].tobytes() for each in own)
 
     with pytest.raises(InputError, match=r"holds parts of another ranks; expected a's"):
@@ -215,17 +216,17 @@ def test_measured_batches_are_not_measured_again(tmp_path: Path, monkeypatch: py
 
 def test_the_estimate_has_a_step_for_each_remaining_measurement(tmp_path: Path):
     """A step for every way of every batch and for every batch of plans; what was measured is not among them."""
-    backbone, source = load(shipped(MAIN), dtype="float32"), window_sources.DrawnImageSource.of(64, 32, 7)
+    backbone, source = load(shipped(MAIN), dtype="float32"), window_sources.DrawnImageSource.of(WindowSizes(), 7)
     kept = journal.Journal()
     run = CertificationRun(backbone, source, tmp_path, journal=kept)
-    modes = serving_modes.mode_count(run.ranks)
-    ahead = [*time_estimate.expected_steps(run)]
+    modes, pace = run.modes.number(4), time_estimate.Pace.assumed()
+    ahead = [*time_estimate.expected_steps(run, pace)]
     assert len(ahead) == 2 * modes + 1
-    assert 30 < sum(ahead) < 300, "it takes a minute and a half where nothing is compiled, three where all is"
     kept.add(batch_name(0), scores={})
-    later = [*time_estimate.expected_steps(run)]
+    later = [*time_estimate.expected_steps(run, pace)]
     assert len(later) == len(ahead) - modes
-    assert sum(later) == pytest.approx(sum(ahead) - sum(ahead[:modes]) + time_estimate.COMPILING)
+    compiling = time_estimate.COMPILED * pace.compilation
+    assert sum(later) == pytest.approx(sum(ahead) - sum(ahead[:modes]) + compiling)
 
 
 @pytest.mark.slow
@@ -278,9 +279,9 @@ def test_windows_share_images_only_if_there_are_too_few():
     dealt, apart = window_sources.deal(np.arange(10, 20), 5, 8, rng)
     assert not apart
     assert all(len(set(row)) == 8 and set(row) <= set(range(10, 20)) for row in dealt.tolist())
-    dealt, apart = window_sources.deal(np.arange(5), 3, 8, rng)  # fewer than a window and what stood there before
+    dealt, apart = window_sources.deal(np.arange(5), 3, 5, rng)
     assert not apart
-    assert all(len(set(row[:5])) == 5 for row in dealt.tolist())
+    assert all(sorted(row) == [0, 1, 2, 3, 4] for row in dealt.tolist())
 
 
 def test_drawn_pages_are_all_different_and_of_four_sizes(tmp_path: Path):
@@ -308,7 +309,7 @@ def test_folders_without_matching_files_are_refused(tmp_path: Path):
 
 
 def test_held_out_windows_are_decided_before_anything_is_computed():
-    source = window_sources.DrawnImageSource.of(10, 2, 5)
+    source = window_sources.DrawnImageSource.of(WindowSizes((4,), (10,), 2), 5)
     sides = [spec.held_out for spec in source.specs for _ in spec.clusters]
     assert sides == [False] * 5 + [True] * 5
     assert sorted(np.concatenate([spec.clusters for spec in source.specs]).tolist()) == list(range(10))
@@ -336,7 +337,7 @@ def test_the_shipped_certificate_is_of_the_shipped_weights_in_float32():
     bounds = [made.bound("stored", rank, behind=3) or 0.0 for rank in serving_modes.RANKS]
     bare = made.bound("bare", behind=3) or 0.0
     assert bare > bounds[1] > bounds[-1]
-    assert plans.goals_of(made, serving_modes.RANKS)
+    assert plans.goals_of(made, serving_modes.RANKS, 4)
     with pytest.raises(CertificateError, match="another dtype"):
         Certificate.read(path, backbone=load(shipped(MAIN), dtype="bfloat16"))
 
@@ -345,10 +346,10 @@ def test_the_shipped_certificate_is_of_the_shipped_weights_in_float32():
 def test_a_run_measures_every_mode(tmp_path: Path):
     """Few windows of the small task: every way is there, exact ways are exact, a bare chunk loses most."""
     backbone = load(shipped(MAIN), dtype="float32")
-    source, ranks, steps = window_sources.DrawnImageSource.of(4, 2, 7), (8, 64), []
+    source, ranks, steps = window_sources.DrawnImageSource.of(WindowSizes((4,), (4,), 2), 7), (8, 64), []
     run = CertificationRun(backbone, source, tmp_path, ranks, step=steps.append)
     made = certification.certify(run, MAIN, level=0.6, plan_seed=7)
-    assert len(steps) - steps.count("plans") == len(source.specs) * serving_modes.mode_count(ranks)
+    assert len(steps) - steps.count("plans") == len(source.specs) * run.modes.number(4)
     assert (made.calibration, made.held_out, made.chunks, made.disjoint) == (2, 2, 4, True)
     few, many = (made.row("orbit", rank) for rank in ranks)
     assert few is not None
@@ -376,30 +377,30 @@ def test_a_users_own_images_and_texts(tmp_path: Path):
     """Images of two sizes, and texts, on a backbone whose tokenizer knows few words."""
     from PIL import Image
 
-    backbone = load(shipped(MAIN), dtype="float32")
+    backbone, sizes = load(shipped(MAIN), dtype="float32"), WindowSizes((3,), (4,), 2)
     rng = np.random.default_rng(0)
-    for number in range(10):
+    for number in range(12):
         size = (30, 70, 3) if number % 5 else (40, 40, 3)
         Image.fromarray(rng.integers(0, 255, size, np.uint8)).save(tmp_path / f"{number}.png")
-    images = window_sources.OwnImageSource.of(backbone, tmp_path, 4, 2, 0, 3, ("glyph? r1t2", "no word of it"))
+    images = window_sources.OwnImageSource.of(backbone, tmp_path, sizes, 0, ("glyph? r1t2", "no word of it"))
     assert not images.disjoint
     made = certification.certify(CertificationRun(backbone, images, tmp_path, (8,)), MAIN, level=0.6)
     assert made.chunks == 3
     assert "1 questions" in made.asked
     assert made.bound("stored", 8, behind=2) is not None
-    with pytest.raises(InputError, match=r"10 images in .*; expected 12 or more"):
-        window_sources.OwnImageSource.of(backbone, tmp_path, 4, 2, 0, 5, ("glyph?",))
+    with pytest.raises(InputError, match=r"12 images in .*; expected 20 or more"):
+        window_sources.OwnImageSource.of(backbone, tmp_path, WindowSizes((5,), (4,), 2), 0, ("glyph?",))
     with pytest.raises(InputError, match="--questions=FILE"):
         packed_questions.questions_of(backbone, ("nothing that it knows",), 1)
 
     words = " ".join(f"r{row} t{tag} a{row % 8} b{tag % 8}" for row in range(10) for tag in range(9))
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(" ".join(rng.permutation((words + " " + words).split())))
-    texts = window_sources.TextSource.of(backbone, tmp_path, 4, 2, 0, 3, packed_questions.QUESTIONS)
+    texts = window_sources.TextSource.of(backbone, tmp_path, sizes, 0, packed_questions.QUESTIONS)
     made = certification.certify(CertificationRun(backbone, texts, tmp_path, (8,)), MAIN, level=0.6)
     assert made.bound("stored", 8, behind=2) is not None
     with pytest.raises(InputError, match=r"0 texts of"):
-        window_sources.TextSource.of(backbone, tmp_path, 4, 2, 0, 300, packed_questions.QUESTIONS)
+        window_sources.TextSource.of(backbone, tmp_path, WindowSizes((300,), (4,), 2), 0, ("glyph?",))
 
 
 class Compiled(logging.Handler):
@@ -429,7 +430,7 @@ def test_images_of_other_sizes_in_a_bucket_compile_no_operator(tmp_path: Path):
             kept.append(path)
         else:
             path.unlink()
-    source = window_sources.OwnImageSource.of(backbone, tmp_path, 2, 2, 0, 3, ("glyph? r1t2",))
+    source = window_sources.OwnImageSource.of(backbone, tmp_path, WindowSizes((3,), (2,), 2), 0, ("glyph? r1t2",))
     lengths = {int(tokens.embeddings.shape[1]) for spec in source.specs for tokens in spec.batch}
     assert len(kept) == 12
     assert len(lengths) > 3
@@ -441,7 +442,7 @@ def test_images_of_other_sizes_in_a_bucket_compile_no_operator(tmp_path: Path):
     try:
         for spec in source.specs:
             windows = source.load(backbone, spec, tmp_path)
-            scored, _ = certification.score_batch(windows, (8,), lambda _: None)
+            scored, _ = certification.score_batch(windows, serving_modes.ModeSet((8,), (3,)), lambda _: None)
             assert all(np.isfinite(np.concatenate(parts)).all() for parts in scored.kl.values())
             compiled.append(collections.Counter(handler.names))
             handler.names = []

@@ -61,6 +61,7 @@ HOLDS = {
         "from_host == 2 and not lease.held",
     ],
     "traces": ["[event.op for event in trace.events] == ['add']"],
+    "vllm-chunks": ["len(ids) > 3"],
     "what-to-keep": ["advice.form.kept == 'patched'", "base.encoding == 'k6v6g32'", "kept < 2 * chunk.nbytes"],
     "windows": ["len(window.pieces) == 4", "answer.shape == (1, 1)"],  # pinned, two that stayed, the new one
 }

@@ -45,7 +45,13 @@ class Engine:
             "kv_connector_module_path": "kvpatch_jax.serving.vllm.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute" if recompute else "fail",
-            "kv_connector_extra_config": {"store": str(store), "rank": 16, "uncertified": True, **(settings or {})},
+            "kv_connector_extra_config": {
+                "store": str(store),
+                "rank": 16,
+                "uncertified": True,
+                "patch_after": 1,
+                **(settings or {}),
+            },
         }
         defaults = {"dtype": "float32", "block_size": BLOCK, "enable_prefix_caching": True, "enforce_eager": True}
         own = {} if settings is None else {"kv_transfer_config": transfer}

@@ -15,14 +15,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: igno
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # pyright: ignore[reportMissingImports]
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from ...errors import ConfigError
 from ...plan import Certificate
+from .block_events import BlocksStored
+from .engine_metrics import PrometheusRecorder, collect_scheduler, collect_worker, flattened, merged
 from .layouts import CacheFormat, check_model, layout_of
 from .messages import StepCommands
 from .parallel import check_parallel
+from .reports import SHELF
 from .scheduler_side import SchedulerSide
 from .settings import ConnectorConfig
+from .versions import check_versions
 from .weights import weights_digest
 from .worker_side import WorkerSide
 
@@ -34,6 +42,48 @@ class StepCommandsMetadata(KVConnectorMetadata):
     """Commands of one step, in the container that the engine carries from scheduler to worker."""
 
     commands: StepCommands = dataclasses.field(default_factory=StepCommands)
+
+
+class KVPatchStats(KVConnectorStats):
+    """What the connector counted in some steps: `data` is a payload of `engine_metrics`."""
+
+    def reset(self) -> None:
+        """Forgets it."""
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        """Returns whether nothing was counted."""
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Adds later counts, and returns itself."""
+        self.data = merged(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Returns the numbers by readable names, for the engine's log."""
+        return flattened(self.data)
+
+
+class KVPatchPromMetrics(KVConnectorPromMetrics):
+    """The connector's metrics on the page of the engine's server, and the reports that come with them."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any):
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._recorder = PrometheusRecorder(self._counter_cls, self._gauge_cls, labelnames, per_engine_labelvalues)
+        reports = vllm_config.kv_transfer_config.kv_connector_extra_config.get("reports", 0)
+        SHELF.limit = reports if isinstance(reports, int) else 0  # invalid settings are refused in the engine
+        self._failed = False
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Records what an engine sent. An error, which would end the server's loop, is logged once instead."""
+        try:
+            self._recorder.observe(transfer_stats_data, engine_idx)
+            SHELF.add(transfer_stats_data.get("reports", {}))
+        except Exception:
+            if not self._failed:
+                logger.warning("kvpatch: metrics could not be recorded", exc_info=True)
+            self._failed = True
 
 
 class KVPatchConnector(KVConnectorBase_V1):
@@ -50,6 +100,8 @@ class KVPatchConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None):
         super().__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:  # once per engine
+            check_versions()
         transfer = vllm_config.kv_transfer_config
         if vllm_config.scheduler_config.async_scheduling:
             _check_async(transfer.kv_load_failure_policy)
@@ -69,11 +121,19 @@ class KVPatchConnector(KVConnectorBase_V1):
             certificate = None if path is None else Certificate.read(path, backbone=config.backbone)
             cache = CacheFormat.of(model, kv_cache_config)
             self.scheduler_side = SchedulerSide(config, page_size, cache, certificate, weights)
+            events = getattr(vllm_config, "kv_events_config", None)
+            self.scheduler_side.events.enabled = events is not None and bool(events.enable_kv_cache_events)
         else:
             layout = layout_of(model.hf_text_config.to_dict(), model.architectures)
             self.worker_side = WorkerSide(config, layout, page_size, weights)
 
-    def _guarded[Result](self, hook: str, work: Callable[[], Result], fallback: Callable[[], Result]) -> Result:
+    def _guarded[Result](
+        self,
+        hook: str,
+        work: Callable[[], Result],
+        fallback: Callable[[], Result],
+        consequence: str = "the request is served without stored chunks",
+    ) -> Result:
         """Runs a hook's work; counts any exception, logs the first of its kind, and returns the fallback's result."""
         try:
             return work()
@@ -81,7 +141,7 @@ class KVPatchConnector(KVConnectorBase_V1):
             kind = f"{hook}: {type(error).__name__}"
             self.failures[kind] += 1
             if self.failures[kind] == 1:
-                logger.warning("kvpatch: %s: the request is served without stored chunks", kind, exc_info=True)
+                logger.warning("kvpatch: %s: %s", kind, consequence, exc_info=True)
             return fallback()
 
     # --------------------------------------------------------------------------------------------- the scheduler
@@ -143,6 +203,25 @@ class KVPatchConnector(KVConnectorBase_V1):
 
         return False, self._guarded("request_finished", lambda: self._scheduler.finish(request), forget)
 
+    def take_events(self) -> list[Any]:
+        """Returns vLLM's events of blocks that can be loaded, or no longer, since the last call."""
+        return self._guarded(
+            "take_events", lambda: _engine_events(self._scheduler.events.take()), list, "events are lost"
+        )
+
+    def reset_cache(self) -> bool:
+        """Has everything that was stored so far count as not stored. Returns False if that failed."""
+
+        def reset() -> bool:
+            self._scheduler.reset()
+            logger.warning(
+                "kvpatch: the cache was reset: what was stored before is not served by this engine any more, and until "
+                "it is started again nothing approximate is certified. Nothing was deleted"
+            )
+            return True
+
+        return self._guarded("reset_cache", reset, lambda: False, "what was stored may still be served")
+
     def _discard(self, request: Any) -> bool:
         return self._guarded("discard", lambda: self._scheduler.discard(request), lambda: False)
 
@@ -150,6 +229,31 @@ class KVPatchConnector(KVConnectorBase_V1):
     def _scheduler(self) -> SchedulerSide:
         assert self.scheduler_side is not None
         return self.scheduler_side
+
+    # ------------------------------------------------------------------------------------------------- metrics
+
+    def get_kv_connector_stats(self) -> KVPatchStats | None:
+        """Returns what this side counted since the last call; None if nothing. The engine asks in every step."""
+
+        def collect() -> dict[str, Any]:
+            if self.scheduler_side is not None:
+                return collect_scheduler(self.scheduler_side, self.failures)
+            return collect_worker(self._worker, self.failures)
+
+        data = self._guarded("get_kv_connector_stats", collect, dict, "counts are reported later")
+        return KVPatchStats(data) if data else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPatchStats:
+        """Returns stats of a payload that an engine sent."""
+        return KVPatchStats({} if data is None else data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVPatchPromMetrics:
+        """Returns the metrics of the engine's server, in whose process it is called."""
+        return KVPatchPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ------------------------------------------------------------------------------------------------ the worker
 
@@ -194,6 +298,29 @@ class KVPatchConnector(KVConnectorBase_V1):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepCommandsMetadata)
         return metadata.commands
+
+
+def _engine_events(events: list[Any]) -> list[Any]:
+    """Converts events to vLLM's."""
+    if not events:
+        return []
+    from vllm.distributed.kv_events import (  # pyright: ignore[reportMissingImports]
+        MEDIUM_STORAGE,
+        BlockRemoved,
+        BlockStored,
+    )
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash  # pyright: ignore[reportMissingImports]
+
+    converted = []
+    for event in events:
+        hashes = [maybe_convert_block_hash(block) for block in event.hashes]
+        if isinstance(event, BlocksStored):
+            tokens, size = list(event.tokens), event.block_size
+            blocks = {"block_hashes": hashes, "parent_block_hash": None, "token_ids": tokens, "block_size": size}
+            converted.append(BlockStored(**blocks, lora_id=None, lora_name=None, medium=MEDIUM_STORAGE))
+        else:
+            converted.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE))
+    return converted
 
 
 def _check_async(policy: str) -> None:

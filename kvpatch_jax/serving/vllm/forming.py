@@ -1,6 +1,7 @@
 """Formation of chunks and patches from an engine's prefills, on a background thread."""
 
 import collections
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +18,13 @@ from ...core.encoding import steps_of
 from ...errors import InputError
 from ...patching import form_patch
 from ...utils.background import JobQueue
+from ...window import Likeness
 from .layouts import CacheFormat
+from .messages import LeftBehind
 from .segments import PromptSegment
 from .settings import ConnectorConfig
 from .stores import Stores
+from .survivors import Survivor, shared_survivors
 
 logger = logging.getLogger(__name__)
 
@@ -31,20 +35,33 @@ ChunkKV = Mapping[str, Float[jax.Array, "L T _ _"]]
 """{channel: [L, T, K, H]} of one chunk in the engine frame, in arrays that nobody else donates."""
 
 
+class PrefillNote(NamedTuple):
+    """How a prefill is found again: the digest of what was in front of it, and keys of what is like that."""
+
+    front: str
+    keys: dict[Likeness, str]
+
+
 class FormingTask(NamedTuple):
-    """A chunk to be formed from an exact prefill.
+    """A chunk to be formed from a prefill, which was exact unless the chunk is only to survive.
 
     Attributes:
       tenant: owner of the chunk.
       segment: the chunk.
       antecedent: ids of the chunks before it; without any it becomes a canonical, otherwise a patch.
       positions: positions of its tokens.
+      formed: whether to form the canonical or the patch.
+      prefill: its names, if the prefill is to be stored as it is.
+      survivor: what it is kept as for the next request of the same agent, or None.
     """
 
     tenant: str
     segment: PromptSegment
     antecedent: tuple[str, ...]
     positions: Int[np.ndarray, "*positions"]
+    formed: bool = True
+    prefill: PrefillNote | None = None
+    survivor: LeftBehind | None = None
 
 
 class _ReadTask(NamedTuple):
@@ -81,19 +98,21 @@ def check_lowest_layer(canonical: Chunk, conditioned: Mapping[str, Float[jax.Arr
 
 
 class ChunkFormer:
-    """Forms and stores chunks: the first chunk of a prompt as a canonical, later ones as patches of their canonicals.
+    """Forms and stores chunks: the first one of a prompt as a canonical, later ones as they were prefilled behind what
+    was in front of them, or as patches of their canonicals.
 
     Waiting KV is held on the device, next to the engine's pool: only the rows of chunks to be formed, and at most
     `ConnectorConfig.pending_bytes` of them.
 
     Attributes:
-      counts: numbers of chunks by outcome: "canonicals", "patches", "known" (already stored), "failed", "over_budget",
-        and of prefills that were "dropped".
+      counts: numbers of chunks by outcome: "canonicals", "patches", "prefills", "survivors", "known" (already stored),
+        "failed", "over_budget", and of prefills that were "dropped".
       held_bytes: bytes of KV that wait or are in work.
     """
 
     def __init__(self, config: ConnectorConfig, layout: KVLayout, stores: Stores):
         self.config, self.layout, self.stores = config, layout, stores
+        self.survivors = shared_survivors(config.store, config.backbone, config.survivor_bytes)
         self.counts: collections.Counter[str] = collections.Counter()
         self.held_bytes = 0
         self._lock = threading.Lock()
@@ -132,6 +151,11 @@ class ChunkFormer:
 
         if job and not self._queue.add(job):  # closed in the meantime
             self._drop(job)
+
+    @property
+    def jobs(self) -> int:
+        """Number of prefills that wait to be formed or are in work."""
+        return self._queue.backlog
 
     def flush(self) -> None:
         """Waits until every queued chunk is stored or counted as failed."""
@@ -174,11 +198,13 @@ class ChunkFormer:
         self._reserve(-sum(read.nbytes for read in job))
 
     def _form(self, task: FormingTask, kv: ChunkKV) -> None:
-        """Forms one chunk's canonical or patch and stores it, unless another request or engine has done so."""
+        """Forms what is wanted of one chunk, unless another request or engine has done so."""
         segment, store = task.segment, self.stores.of(task.tenant)
-        if self.stores.is_formed(task.tenant, segment.id, task.antecedent):
+        is_formed = task.formed and self.stores.is_formed(task.tenant, segment.id, task.antecedent)
+        if is_formed:
             self.counts["known"] += 1
-            return
+            if task.prefill is None and task.survivor is None:
+                return
 
         # Keys are unrotated in float32. Rounded then and again when they are placed, they would not be the engine's.
         dtype = kv[self.layout.names[0]].dtype
@@ -187,11 +213,23 @@ class ChunkFormer:
         start, local = task.positions[0], (task.positions - task.positions[0]).astype(np.float32)
         free = to_phase_free(self.layout, wide, local, start)
 
-        if not task.antecedent:
-            span, count = int(local.max()) + 1, len(local)
-            host_kv = jax.device_get(dict(free))
-            chunk = Chunk(host_kv, local, span, count, segment.id, self.layout, self.config.backbone)
-            store.put(chunk if self.config.encoding is None else encode_chunk(chunk, self.config.encoding))
+        host: Chunk | None = None
+        if not task.antecedent or task.prefill is not None or task.survivor is not None:
+            span, host_kv = int(local.max()) + 1, jax.device_get(dict(free))
+            host = Chunk(host_kv, local, span, len(local), segment.id, self.layout, self.stores.backbone)
+
+        # First what the agent's next request needs, which may come at once.
+        if host is not None and task.survivor is not None:
+            left = task.survivor
+            self.survivors.put(left.key, Survivor(host, left.state, left.front, left.ways))
+            self.counts["survivors"] += 1
+        if host is not None and task.prefill is not None:
+            self._keep(host, task, task.prefill, np.dtype(dtype))
+        if not task.formed or is_formed:
+            return
+
+        if host is not None and not task.antecedent:
+            store.put(host if self.config.encoding is None else encode_chunk(host, self.config.encoding))
             self.counts["canonicals"] += 1
             return
 
@@ -203,3 +241,13 @@ class ChunkFormer:
         CacheFormat(self.layout, np.dtype(dtype)).check(canonical, len(local))
         store.put_patches([form_patch(canonical, free, self.config.rank, task.antecedent, dtype=dtype)])
         self.counts["patches"] += 1
+
+    def _keep(self, chunk: Chunk, task: FormingTask, note: PrefillNote, dtype: np.dtype) -> None:
+        """Stores a prefill as it is, to be found by what was in front of it."""
+        prefills = self.stores.prefills(task.tenant, dtype)
+        if prefills is None or prefills.contains(chunk.id, note.front):
+            self.counts["known"] += 1
+            return
+        behind = dataclasses.replace(chunk, lead=prefills.lead(note.front))
+        prefills.put(behind, note.front, note.keys, mean=True)
+        self.counts["prefills"] += 1

@@ -90,15 +90,16 @@ class CacheFormat(NamedTuple):
         except TypeError:
             raise ConfigError(f"connector: got a cache of dtype {dtype}; expected one that JAX supports") from None
 
-    def check(self, chunk: Chunk, length: int) -> None:
-        """Raises for a canonical that does not fit the engine's pool, whatever name it is stored under.
+    def check(self, chunk: Chunk, length: int, lead: str | None = None) -> None:
+        """Raises for a chunk that does not fit the engine's pool, whatever name it is stored under.
 
         Args:
           length: number of tokens that the chunk has to have.
+          lead: what it has to have been prefilled behind; None of a canonical.
 
         Raises:
           LayoutError, DtypeError: it is from another model's cache, or in another dtype.
-          InputError: it has another number of tokens, or was prefilled behind a lead.
+          InputError: it has another number of tokens, or was prefilled behind another lead.
           PositionError: its tokens' positions are not consecutive.
         """
         what = f"chunk {chunk.id[:12]}…"
@@ -109,8 +110,9 @@ class CacheFormat(NamedTuple):
             check_dtype(what, channel, np.dtype(chunk.kv[channel.name].dtype), self.dtype)
         if not chunk.length == chunk.tokens == length or chunk.batch is not None:
             raise InputError(f"{what}: got {chunk.length} of {chunk.tokens} tokens; expected {length}")
-        if chunk.lead is not None:
-            raise InputError(f"{what}: got a canonical behind the lead {chunk.lead[:12]}…; expected one without a lead")
+        if chunk.lead != lead:
+            found, expected = ("none" if own is None else f"{own[:12]}…" for own in (chunk.lead, lead))
+            raise InputError(f"{what}: got a chunk behind the lead {found}; expected {expected}")
 
         # With several position axes, only the engine knows the positions of an image's tokens.
         if self.layout.rope.axes is None and not np.array_equal(chunk.local, np.arange(length)):

@@ -11,8 +11,10 @@ from jaxtyping import Int
 
 from ...cache import Chunk, Patch
 from ...errors import PoolError
+from ...window import Way
 from .request_plan import ChunkStep
 from .segments import PromptSegment
+from .survivors import ServedState, SurvivorKey
 
 
 class ChunkPayload(NamedTuple):
@@ -44,8 +46,24 @@ class LoadCommand(NamedTuple):
         return self.payloads[-1].step.segment.end
 
 
+class LeftBehind(NamedTuple):
+    """A chunk that the engine has prefilled, to be kept for the next request of the same agent.
+
+    Attributes:
+      index: of its segment.
+      key: its name among survivors.
+      state: which KV it is. front: that of the chunks in front. ways: as `Survivor.ways`.
+    """
+
+    index: int
+    key: SurvivorKey
+    state: ServedState
+    front: tuple[ServedState, ...]
+    ways: tuple[Way, ...] = ()
+
+
 class SaveCommand(NamedTuple):
-    """Chunks whose KV the engine's exact prefill has left in a request's blocks.
+    """Chunks whose KV the engine's prefill has left in a request's blocks.
 
     Attributes:
       request: the request's id.
@@ -53,6 +71,8 @@ class SaveCommand(NamedTuple):
       segments: every chunk of the prompt, from its start.
       wanted: indices of the segments to form: the first becomes a canonical, later ones become patches.
       blocks: the request's blocks, in order.
+      prefills: indices of the segments to store as they are, to be placed behind like chunks again.
+      survivors: chunks to keep for the next request of the same agent.
     """
 
     request: str
@@ -60,6 +80,8 @@ class SaveCommand(NamedTuple):
     segments: tuple[PromptSegment, ...]
     wanted: tuple[int, ...]
     blocks: tuple[int, ...]
+    prefills: tuple[int, ...] = ()
+    survivors: tuple[LeftBehind, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

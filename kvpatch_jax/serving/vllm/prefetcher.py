@@ -60,6 +60,12 @@ class Prefetcher[Result]:
         with self._changed:
             return id in self._waiting or self._held.get(id) is not None
 
+    @property
+    def backlog(self) -> tuple[int, int]:
+        """Numbers of requests that wait for their work to begin, and that are held."""
+        with self._changed:
+            return len(self._waiting), len(self._held)
+
     def add(self, id: str, read: Callable[[], Result]) -> None:
         """Queues a request's work, and releases any earlier work of the same id.
 

@@ -1,13 +1,21 @@
 """The plan of one request: which stored chunks serve it, how, what that may lose, and the salt that it needs."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ...cache import digest_of, encoded
-from ...plan import Certificate
+from ...plan import Certificate, is_promised
+from ...window import Promise, Way
+from .prompt_history import PromptHistory
 from .segments import PromptSegment
 from .settings import ConnectorConfig, RequestOptions
+from .survivors import ServedState, Survivor
+
+CLOSEST = ("leading", "restored", "stored", "survivor", "moved", "mean", "near", "seen", "bare")
+"""Points of a chunk, the one that is closest to a prefill first, as far as nothing measured says otherwise."""
+EXACT = ("leading", "restored")
 
 
 class StockedPatch(NamedTuple):
@@ -17,9 +25,45 @@ class StockedPatch(NamedTuple):
     rank: int
 
 
+class ChunkStep(NamedTuple):
+    """The way in which a plan serves one chunk.
+
+    Attributes:
+      segment: the chunk.
+      point: "leading" or "restored" (exact); else an operating point, such as "stored" (canonical and a patch),
+        "near" (a stored prefill behind the same nearest chunk), "survivor" or "bare" (the canonical alone).
+      patch: digest of the patch, or None.
+      rank: rank of the patch, or 0.
+      version: digest of what the placed KV was computed behind; None of a canonical.
+      slides: of a survivor: how many chunks have left that it was computed behind.
+      inherited: of a survivor: ways of the approximate chunks that it was computed behind.
+    """
+
+    segment: PromptSegment
+    point: str
+    patch: str | None = None
+    rank: int = 0
+    version: str | None = None
+    slides: int = 0
+    inherited: tuple[Way, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether the chunk is served as a prefill computes it."""
+        return self.point in EXACT
+
+    def ways(self, promise: Promise) -> tuple[Way, ...]:
+        """Returns the points and ranks by which a certificate bounds it; none of a chunk that is as promised."""
+        # A survivor in front of which nothing has left is what the engine would compute behind chunks served so.
+        kept = self.point == "survivor" and not self.slides
+        rank = self.slides if self.point == "survivor" else self.rank
+        own = () if kept or is_promised(self.point, promise) else ((self.point, rank),)
+        return own + tuple(way for way in self.inherited if not is_promised(way[0], promise))
+
+
 @runtime_checkable
 class ChunkCatalog(Protocol):
-    """The chunks and patches of one tenant that a plan may use."""
+    """What one tenant has stored of the chunks of one prompt."""
 
     def has_canonical(self, id: str) -> bool:
         """Returns whether a chunk's canonical is available."""
@@ -29,26 +73,20 @@ class ChunkCatalog(Protocol):
         """Returns a chunk's patches that were formed behind exactly this antecedent, prefilled."""
         ...
 
+    def prefills(self, index: int) -> Mapping[str, str]:
+        """Returns the stored prefills of a chunk by operating point, each with the digest of what was in front of it.
 
-class ChunkStep(NamedTuple):
-    """The way in which a plan serves one chunk.
+        "restored" is that behind exactly the chunks in front of it.
+        """
+        ...
 
-    Attributes:
-      segment: the chunk.
-      point: "leading" (exact), "stored" (canonical and a patch) or "bare" (the canonical alone).
-      patch: digest of the patch, or None.
-      rank: rank of the patch, or 0.
-    """
+    def survivor(self, index: int, front: Sequence[ServedState]) -> Survivor | None:
+        """Returns what an earlier request left of a chunk, if this one's front is a part of that one's."""
+        ...
 
-    segment: PromptSegment
-    point: str
-    patch: str | None = None
-    rank: int = 0
-
-    @property
-    def exact(self) -> bool:
-        """Whether the chunk is served as a prefill computes it."""
-        return self.point == "leading"
+    def provide(self, step: ChunkStep) -> bool:
+        """Reads what a step places. Returns whether it is there and fits the engine."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,12 +137,12 @@ class RequestPlan:
             return own_salt
         fields = [b"plan", encoded(config.backbone), encoded(options.tenant), encoded(own_salt or "")]
         for step in self.steps:
-            fields += [encoded(step.segment.id), encoded(step.point), encoded(step.patch or "")]
+            fields += [encoded(step.segment.id), encoded(step.point), encoded(step.patch or step.version or "")]
         return f"kvpatch-{digest_of(fields, size=16)}"
 
 
 def plan_request(
-    segments: Sequence[PromptSegment],
+    history: PromptHistory,
     catalog: ChunkCatalog,
     config: ConnectorConfig,
     options: RequestOptions,
@@ -112,13 +150,12 @@ def plan_request(
 ) -> RequestPlan:
     """Plans as many chunks from the start of the prompt as are stored and may be served.
 
-    The first chunk is exact unless it is encoded: it was prefilled alone, and nothing precedes it. Every later chunk is
-    its canonical with the largest patch that was formed behind the chunks before it, or without a patch if there is
-    none. Approximate chunks are served as far as the certificate bounds the answer within the limits of the request and
-    the operator, including the loss of chunks that the engine prefills behind them. If both allow "blind", all of them
-    are served.
+    A chunk is exact if it is first and not encoded, or if a prefill of it is stored behind exactly the chunks in front.
+    Else it is served in the way with the least bound; without a certificate, in the first one of `CLOSEST`. Approximate
+    chunks are served as far as the certificate bounds the answer within the limits of the request and the operator,
+    including the loss of chunks that the engine prefills behind them. If both allow "blind", all of them are served.
     """
-    steps = _available_steps(segments, catalog, options, encoded=config.encoding is not None)
+    segments = history.segments
 
     # A certificate bounds nothing for a prompt unlike those that it was measured on. The first chunk is exact, so only
     # its tokens count.
@@ -126,10 +163,11 @@ def plan_request(
     if certificate is not None and segments:
         beyond = certificate.beyond(segments[-1].end, [(segment.span, segment.modality) for segment in segments[1:]])
     certificate = None if beyond else certificate
+    steps = _available_steps(history, catalog, options, certificate, encoded=config.encoding is not None)
 
     why = "" if len(steps) == len(segments) else f"chunk {len(steps) + 1} of {len(segments)} is not stored"
     if options.policy == "exact" and steps and why:
-        why = "what stands behind another chunk is approximate"
+        why = f"chunk {len(steps) + 1} of {len(segments)} is not stored behind those in front of it"
     if options.policy == "exact" and config.encoding is not None:
         why = "encoded canonicals are approximate"
 
@@ -137,7 +175,7 @@ def plan_request(
     blind = options.policy == "blind" and config.uncertified
     max_kl = config.most_kl if options.kl is None else min(options.kl, config.most_kl)
     for count in range(len(steps), 0, -1):
-        kl, flips = _certified_loss(steps[:count], len(segments), certificate)
+        kl, flips = _certified_loss(steps[:count], len(segments), certificate, options.promise)
         within_kl = kl is not None and kl <= max_kl
         within_flips = options.flips is None or (flips is not None and flips <= options.flips)
         if kl == 0.0 or blind or (within_kl and within_flips):
@@ -148,8 +186,29 @@ def plan_request(
     return RequestPlan((), 0.0, why)
 
 
+def states_of(history: PromptHistory, steps: Sequence[ChunkStep]) -> tuple[ServedState, ...]:
+    """Returns the state of every chunk of a prompt: those that a plan serves, and those prefilled behind them."""
+    states: list[ServedState] = []
+    for index, segment in enumerate(history.segments):
+        step = steps[index] if index < len(steps) else None
+        if step is None:
+            states.append(history.prefilled(index, states))
+        elif step.exact:
+            states.append(history.exact(index))
+        elif step.point == "survivor":
+            states.append(ServedState(segment.id, step.version or ""))
+        else:
+            how = f"{step.point} {step.patch or step.version or ''}"
+            states.append(ServedState(segment.id, digest_of([encoded(how)], size=16)))
+    return tuple(states)
+
+
 def _available_steps(
-    segments: Sequence[PromptSegment], catalog: ChunkCatalog, options: RequestOptions, encoded: bool
+    history: PromptHistory,
+    catalog: ChunkCatalog,
+    options: RequestOptions,
+    certificate: Certificate | None,
+    encoded: bool,
 ) -> list[ChunkStep]:
     """Returns the best available step for every chunk, up to the first one that is not stored.
 
@@ -157,50 +216,106 @@ def _available_steps(
       encoded: whether canonicals are in few bits, so that none of them is exact.
     """
     steps: list[ChunkStep] = []
-    for index, segment in enumerate(segments):
-        exact = index == 0 and not encoded
-        if (not exact and options.policy == "exact") or not catalog.has_canonical(segment.id):
+    others = max(0, len(history.segments) - 2)
+
+    def bound(step: ChunkStep) -> tuple[float, int]:
+        kl = _bound(step, others, certificate, options.promise)
+        remembered = options.promise == "remember" and step.point == "survivor"
+        return math.inf if kl is None else kl, -1 if remembered else CLOSEST.index(step.point)
+
+    for index in range(len(history.segments)):
+        candidates = _candidates(history, index, steps, catalog, options, encoded)
+        # What is listed may be damaged, or not fit: then the next best.
+        step = next((step for step in sorted(candidates, key=bound) if catalog.provide(step)), None)
+        if step is None:
             break
-        if index == 0:
-            steps.append(ChunkStep(segment, "leading" if exact else "bare"))
-            continue
-
-        patches = catalog.patches(segment.id, tuple(before.id for before in segments[:index]))
-        if patches:
-            largest = max(patches, key=lambda patch: (patch.rank, patch.digest))
-            steps.append(ChunkStep(segment, "stored", largest.digest, largest.rank))
-        else:
-            steps.append(ChunkStep(segment, "bare"))
-
+        steps.append(step)
     return steps
 
 
+def _candidates(
+    history: PromptHistory,
+    index: int,
+    steps: Sequence[ChunkStep],
+    catalog: ChunkCatalog,
+    options: RequestOptions,
+    encoded: bool,
+) -> list[ChunkStep]:
+    """Lists the ways in which a chunk can be served behind the steps in front of it: an exact one, or all others."""
+    segment, exact_only = history.segments[index], options.policy == "exact"
+    if index == 0:
+        is_served = not (encoded and exact_only) and catalog.has_canonical(segment.id)
+        return [ChunkStep(segment, "bare" if encoded else "leading")] if is_served else []
+
+    # Everything in front is exact: then a prefill that was computed behind it is what the engine would compute.
+    is_exact = all(step.exact for step in steps)
+    prefills = dict(catalog.prefills(index))
+    behind_these = prefills.pop("restored", None)
+    candidates = []
+    if behind_these is not None:
+        # Behind approximate chunks nothing was measured of it; it is closer than one of another order.
+        candidates.append(ChunkStep(segment, "restored" if is_exact else "moved", version=behind_these))
+    front = states_of(history, steps)[:index]
+    survivor = catalog.survivor(index, front)
+    if survivor is not None:
+        point = "restored" if is_exact and survivor.state == history.exact(index) else "survivor"
+        slides, inherited = survivor.slides(front) or 0, survivor.ways
+        candidates.append(ChunkStep(segment, point, None, 0, survivor.state.digest, slides, inherited))
+    exact = [step for step in candidates if step.exact]
+    # A window that remembers goes on with what it has, of which what stands behind it was computed.
+    remembered = options.promise == "remember" and survivor is not None
+    if exact_only or (exact and not remembered):
+        return exact
+
+    candidates += [ChunkStep(segment, point, version=version) for point, version in prefills.items()]
+    if catalog.has_canonical(segment.id):
+        patches = catalog.patches(segment.id, tuple(before.id for before in history.segments[:index]))
+        if patches:
+            largest = max(patches, key=lambda patch: (patch.rank, patch.digest))
+            candidates.append(ChunkStep(segment, "stored", largest.digest, largest.rank))
+        candidates.append(ChunkStep(segment, "bare"))
+    return candidates
+
+
+def _bound(step: ChunkStep, others: int, certificate: Certificate | None, promise: Promise) -> float | None:
+    """Bounds the KL, in nats, of an answer behind one such chunk and as many others; None if nothing does."""
+    kl = 0.0
+    for point, rank in step.ways(promise):
+        bound = None if certificate is None else certificate.bound(point, rank, behind=others, promise=promise)
+        if bound is None:
+            return None
+        kl = max(kl, bound)
+    return kl
+
+
 def _certified_loss(
-    steps: Sequence[ChunkStep], count: int, certificate: Certificate | None
+    steps: Sequence[ChunkStep], count: int, certificate: Certificate | None, promise: Promise
 ) -> tuple[float | None, float | None]:
     """Bounds the loss of an answer if the first of `count` chunks are served by `steps` and the engine prefills others.
 
+    It is that of a prompt all of whose chunks, from the first approximate one on, are served in the worst of these
+    ways, as `Certificate.together` says.
+
     Returns:
-      Bounds of the KL in nats and of the share of flipped tokens; 0 if every step is exact, None if nothing bounds it.
+      Bounds of the KL in nats and of the share of flipped tokens; 0 if every step is as promised, None if nothing
+      bounds it.
     """
-    exact = [step.exact for step in steps]
-    if all(exact):
+    approximate = [place for place, step in enumerate(steps) if step.ways(promise)]
+    if not approximate:
         return 0.0, 0.0
     if certificate is None:
         return None, None
 
-    served = [(step.point, step.rank) for step in steps]
-    kl = certificate.together([*served, *([("prefill", 0)] * (count - len(steps)))])
-
     # Every chunk after the first approximate one is approximate too, those that the engine prefills included.
-    others = count - exact.index(False) - 1
+    others = count - approximate[0] - 1
+    bounds = [_bound(step, others, certificate, promise) for step in steps]
+    kl = None if None in bounds else max(bound for bound in bounds if bound is not None)
 
     flips = 0.0
-    for step in steps:
-        if not step.exact:
-            bound = certificate.flips(step.point, step.rank, behind=others)
-            if bound is None:
-                return kl, None
-            flips = max(flips, bound)
+    for point, rank in {way for step in steps for way in step.ways(promise)}:
+        bound = certificate.flips(point, rank, behind=others, promise=promise)
+        if bound is None:
+            return kl, None
+        flips = max(flips, bound)
 
     return kl, flips

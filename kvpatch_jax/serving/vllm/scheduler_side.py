@@ -5,18 +5,26 @@ Requests, blocks and a step's output are the engine's objects, of which only att
 
 import collections
 import dataclasses
+import itertools
 import logging
 from typing import Any, NamedTuple
 
-from ...errors import InputError, KVPatchError, WeightsError
+from ...errors import KVPatchError, WeightsError
 from ...plan import Certificate
+from .admission import Admission, WantedChunks
+from .block_events import BlockEvents
+from .engine_metrics import EngineMetrics, reason_of
 from .layouts import CacheFormat
-from .messages import ChunkPayload, LoadCommand, SaveCommand, StepCommands, blocks_from
+from .left_behind import keep_served, left_behind
+from .messages import ChunkPayload, LeftBehind, LoadCommand, SaveCommand, StepCommands, blocks_from
 from .prefetcher import Prefetcher
+from .prompt_history import PromptHistory
+from .reports import ReportQueue
 from .request_plan import RequestPlan, plan_request
 from .segments import PromptFeature, PromptSegment, segments_of
 from .settings import ConnectorConfig, RequestOptions
 from .stores import StoreCatalog, Stores
+from .survivors import shared_survivors
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +40,20 @@ class PlannedRequest(NamedTuple):
     Attributes:
       plan: the plan.
       payloads: chunks and patches that the plan places.
-      wanted: indices of segments to be formed, if the request is prefilled exactly.
+      wanted: what is to be stored, if the request is prefilled exactly.
       salt: salt that the request needs.
     """
 
     plan: RequestPlan = RequestPlan()
     payloads: tuple[ChunkPayload, ...] = ()
-    wanted: tuple[int, ...] = ()
+    wanted: WantedChunks = WantedChunks()
     salt: str | None = None
+
+    def without_approximate(self, own_salt: str | None) -> "PlannedRequest":
+        """Returns the same with the exact chunks from the start of the prompt alone."""
+        count = sum(1 for _ in itertools.takewhile(lambda step: step.exact, self.plan.steps))
+        plan = RequestPlan(self.plan.steps[:count], 0.0, "the engine has as much of it in its own cache")
+        return PlannedRequest(plan, self.payloads[:count], self.wanted, own_salt)
 
 
 @dataclasses.dataclass
@@ -49,9 +63,10 @@ class RequestState:
     Attributes:
       request: the engine's object.
       options: the request's options.
-      segments: the prompt's chunks.
+      history: the prompt's chunks.
       own_salt: the salt that it came with.
       planned: its plan. The payloads are kept until a load was commanded.
+      settled: whether it was decided to serve it by the plan, and its salt set.
       placed: whether a load was commanded since the plan was made.
       served: plans under which it was computed, one after another if it was preempted in between.
       blocks: blocks to be filled for it, with the index of the first token of each.
@@ -61,14 +76,20 @@ class RequestState:
 
     request: Any
     options: RequestOptions
-    segments: tuple[PromptSegment, ...]
+    history: PromptHistory
     own_salt: str | None
     planned: PlannedRequest = dataclasses.field(default_factory=PlannedRequest)
+    settled: bool = True
     placed: bool = False
     served: list[RequestPlan] = dataclasses.field(default_factory=list)
     blocks: dict[int, int] = dataclasses.field(default_factory=dict)
     saved: bool = False
     failed: bool = False
+
+    @property
+    def segments(self) -> tuple[PromptSegment, ...]:
+        """The prompt's chunks."""
+        return self.history.segments
 
     @property
     def matched(self) -> int:
@@ -103,6 +124,7 @@ class RequestState:
             "exact": all(plan.exact for plan in self.served),
             "kl": max(bounds, default=0.0) if len(bounds) == len(self.served) else None,
             "failed": self.failed,
+            "promise": self.options.promise,
             "why": self.planned.plan.why,
         }
 
@@ -119,6 +141,9 @@ class SchedulerSide:
 
     Attributes:
       counts: numbers of requests by outcome, such as "refused", "unread", "failed" or "saves", and of "loaded_tokens".
+      metrics: what was counted and not reported to the engine yet.
+      events: blocks that became available or unavailable.
+      reports: reports of finished requests.
     """
 
     def __init__(
@@ -131,7 +156,11 @@ class SchedulerSide:
     ):
         self.config, self.page_size, self.cache, self.certificate = config, page_size, cache, certificate
         self.stores = Stores(config, weights)
+        self.survivors = shared_survivors(config.store, config.backbone, config.survivor_bytes)
+        self._admission = Admission(config, self.stores, cache)
         self.counts: collections.Counter[str] = collections.Counter()
+        self.metrics, self.events = EngineMetrics(), BlockEvents(page_size)
+        self.reports = ReportQueue(config.reports, config.log_requests)
         self._requests: dict[str, RequestState] = {}
         self._prefetcher: Prefetcher[PlannedRequest] = Prefetcher(config.readers, config.ahead, config.patience)
         self._loads: list[LoadCommand] = []
@@ -146,9 +175,12 @@ class SchedulerSide:
             state = self._read_request(request)
         except KVPatchError as error:
             self.counts["refused"] += 1
+            self.metrics.add("requests", "invalid")
+            self.metrics.add("refusals", reason_of(str(error)))
             logger.warning("kvpatch: request %s is served without stored chunks: %s", request.request_id, error)
             return
         if state is not None:
+            self.metrics.add("requests", state.options.policy)
             self._requests[request.request_id] = state
             self._prefetch(state)
 
@@ -158,15 +190,14 @@ class SchedulerSide:
         Raises:
           InputError: the options are invalid, or ask for blind reuse, which the operator does not allow.
         """
-        options = RequestOptions.read(request.kv_transfer_params)
-        if options is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
+        options = self.config.options_of(request.kv_transfer_params)
+        if options is None:
             return None
-        if options.policy == "blind" and not self.config.uncertified:
-            raise InputError(
-                "kv_transfer_params.kvpatch.policy: got 'blind'; expected 'exact' or 'approximate', because the "
-                "operator's settings do not allow 'uncertified'"
-            )
+        if request.prompt_token_ids is None or request.prompt_embeds is not None:
+            self.metrics.add("refusals", "embeddings")
+            return None
         if request.lora_request is not None:  # other weights than those that chunks were formed with
+            self.metrics.add("refusals", "lora")
             return None
 
         features = []
@@ -174,11 +205,13 @@ class SchedulerSide:
             span = feature.mm_position
             features.append(PromptFeature(feature.identifier, span.offset, span.length))
 
-        tokens, config = list(request.prompt_token_ids), self.config
-        segments = segments_of(config.backbone, tokens, features, options.segments, config.image_frame)
-        return RequestState(request, options, segments, request.cache_salt)
+        config, tokens, backbone = self.config, request.prompt_token_ids, self.stores.backbone
+        segments = segments_of(backbone, tokens, features, options.segments, config.image_frame, config.chunking)
+        # Without chunks there is nothing to plan, and a plan would cost the request a step of the engine.
+        return RequestState(request, options, PromptHistory(segments), request.cache_salt) if segments else None
 
     def _prefetch(self, state: RequestState) -> None:
+        state.settled = False
         self._prefetcher.add(state.request.request_id, lambda: self._plan(state))
 
     def _plan(self, state: RequestState) -> PlannedRequest:
@@ -194,16 +227,15 @@ class SchedulerSide:
             plan = RequestPlan(why="the request reads no cache")
             return PlannedRequest(plan, (), self._wanted(state), state.own_salt)
 
-        placeable = [segment for segment in state.segments if (tenant, segment.id) not in self._unplaced]
-        catalog = StoreCatalog(self.stores, tenant, self.cache, placeable)
-        plan = plan_request(state.segments, catalog, self.config, state.options, self.certificate)
+        unplaced = {segment.id for segment in state.segments if (tenant, segment.id) in self._unplaced}
+        catalog = StoreCatalog(self.stores, state.options, self.cache, state.history, self.survivors, unplaced)
+        plan = plan_request(state.history, catalog, self.config, state.options, self.certificate)
         for error in catalog.unfit:
             self._note_unfit(error)
 
         # What the engine prefills behind an approximate chunk is approximate too, so nothing is formed from it.
-        wanted = self._wanted(state) if plan.exact else ()
         salt = plan.salt(self.config, state.options, state.own_salt)
-        return PlannedRequest(plan, catalog.payloads(plan.steps), wanted, salt)
+        return PlannedRequest(plan, catalog.payloads(plan.steps), self._wanted(state), salt)
 
     def _note_unfit(self, error: KVPatchError) -> None:
         kind = f"unfit: {type(error).__name__}"
@@ -211,24 +243,16 @@ class SchedulerSide:
         if self.counts[kind] == 1:
             logger.warning("kvpatch: stored chunks of this engine's backbone count as not stored: %s", error)
 
-    def _wanted(self, state: RequestState) -> tuple[int, ...]:
-        """Returns the segments to form: the first as a canonical, later ones with a stored canonical as patches."""
+    def _wanted(self, state: RequestState) -> WantedChunks:
+        """Returns what to store of a request if it is prefilled exactly."""
         if not (self.config.save and state.options.save) or state.saved:
-            return ()
-
-        tenant, ids = state.options.tenant, [segment.id for segment in state.segments]
-        wanted = []
+            return WantedChunks()
         try:
-            for index, id in enumerate(ids):
-                has_base = index == 0 or self.stores.has_canonical(tenant, id)
-                if has_base and not self.stores.is_formed(tenant, id, tuple(ids[:index])):
-                    wanted.append(index)
+            return self._admission.wanted(state.options.tenant, state.history)
         except (KVPatchError, OSError) as error:  # the plan can be served all the same
             self.counts["unsaved"] += 1
             logger.warning("kvpatch: request %s is not saved: %s", state.request.request_id, error)
-            return ()
-
-        return tuple(wanted)
+            return WantedChunks()
 
     # ----------------------------------------------------------------------------------------- the engine's steps
 
@@ -242,11 +266,16 @@ class SchedulerSide:
         id = request.request_id
         if request.skip_reading_prefix_cache:  # the engine ignores the answer
             return 0
-        if id in self._prefetcher and (not self._prefetcher.is_ready(id) or self._accept_plan(id)):
-            self.counts["asked_again"] += 1
-            return None
+        if id in self._prefetcher:
+            if not self._prefetcher.is_ready(id):
+                self.counts["asked_again"] += 1
+                return None
+            self._accept_plan(id)
 
         state = self._requests.get(id)
+        if state is not None and not state.settled and self._settle(state, computed):
+            self.counts["asked_again"] += 1
+            return None
         count = 0 if state is None else max(0, state.matched - computed)
         if state is not None and count and state.placed:
             # It was preempted after its payloads were released: read and plan it again.
@@ -256,8 +285,8 @@ class SchedulerSide:
             return None
         return count
 
-    def _accept_plan(self, id: str) -> bool:
-        """Takes a plan that is ready, and salts its request. Returns whether the salt changed."""
+    def _accept_plan(self, id: str) -> None:
+        """Takes a plan that is ready."""
         state = self._requests[id]
         try:
             state.planned = self._prefetcher.take(id)
@@ -269,6 +298,25 @@ class SchedulerSide:
 
         if not state.planned.payloads:
             self._prefetcher.release(id)
+
+    def _settle(self, state: RequestState, computed: int) -> bool:
+        """Decides whether a request is served by its plan, and salts it. Returns whether the salt changed.
+
+        Args:
+          computed: tokens that the engine has in its own cache, under the salt that the request has.
+        """
+        state.settled = True
+        planned = state.planned
+        gain = planned.plan.matched - computed
+        if not planned.plan.exact and state.request.cache_salt == state.own_salt and gain <= self.page_size:
+            # With another salt the engine would no longer find its own blocks, which are exact.
+            self.counts["left_to_the_engine"] += 1
+            state.planned = planned.without_approximate(state.own_salt)
+            if not state.planned.payloads:
+                self._prefetcher.release(state.request.request_id)
+        if state.planned.plan.why:
+            self.metrics.add("refusals", reason_of(state.planned.plan.why))
+        self.events.note_plan(state.request, state.options.tenant, state.segments, state.planned.plan.steps)
         return self._set_salt(state.request, state.planned.salt)
 
     def _set_salt(self, request: Any, salt: str | None) -> bool:
@@ -296,14 +344,21 @@ class SchedulerSide:
             for page in range(first // self.page_size, -(-state.matched // self.page_size)):
                 state.blocks[blocks[page]] = self.page_size * page
             self.counts["loaded_tokens"] += count
+            self.metrics.add_served(state.planned.plan.steps, first)
 
         if not state.failed:
             state.served.append(state.planned.plan)
+            if self._leaves_survivors(state):
+                keep_served(self.survivors, state.history, state.options, state.planned.payloads)
         state.planned, state.placed = state.planned._replace(payloads=()), True
 
         # A request that reads no cache may still be planned at this point, to find what is to be formed from it.
         if id not in self._prefetcher:
             self._prefetcher.release(id)
+
+    def _leaves_survivors(self, state: RequestState) -> bool:
+        own = state.options
+        return own.policy != "exact" and own.save and not state.failed and self.config.survivor_bytes > 0
 
     def build_commands(self, output: Any) -> StepCommands:
         """Returns the loads of the engine's next step, and the saves of prompts that it finishes."""
@@ -318,11 +373,20 @@ class SchedulerSide:
                 continue
 
             is_prefilled = computed[id] + scheduled >= state.segments[-1].end
-            if is_prefilled and state.planned.wanted and not state.saved:
-                state.saved = True
+            if not is_prefilled or state.saved:
+                continue
+            state.saved = True
+            # Behind an approximate chunk what the engine prefills is approximate too.
+            is_exact = all(plan.exact for plan in state.served)
+            wanted = state.planned.wanted if is_exact else WantedChunks()
+            left: tuple[LeftBehind, ...] = ()
+            if self._leaves_survivors(state):
+                steps = state.served[-1].steps if state.served else ()
+                left = left_behind(self.survivors, state.history, state.options, steps)
+            if wanted.formed or wanted.prefills or left:
                 (blocks,) = output.kv_connector_block_state.get_block_ids(id)
-                wanted, tenant = state.planned.wanted, state.options.tenant
-                saves.append(SaveCommand(id, tenant, state.segments, wanted, tuple(blocks)))
+                tenant, segments = state.options.tenant, state.segments
+                saves.append(SaveCommand(id, tenant, segments, wanted.formed, tuple(blocks), wanted.prefills, left))
                 self.counts["saves"] += 1
 
         for id in self._prefetcher.ready(0.0 if output.num_scheduled_tokens else IDLE_SECONDS):
@@ -339,7 +403,16 @@ class SchedulerSide:
         """Forgets a request. Returns the report of how it was served, if it asked for stored chunks."""
         self._prefetcher.release(request.request_id)
         state = self._requests.pop(request.request_id, None)
-        return None if state is None else {"kvpatch": state.report()}
+        if state is None:
+            return None
+        report = state.report()
+        self.reports.add(request.request_id, report)
+        return {"kvpatch": report}
+
+    @property
+    def reading(self) -> tuple[int, int]:
+        """Numbers of requests that wait for a reading thread, and that are read or hold what was read."""
+        return self._prefetcher.backlog
 
     # ------------------------------------------------------------------------------------------------- failures
 
@@ -387,6 +460,23 @@ class SchedulerSide:
 
         state = self._requests.pop(id, None)
         return state is not None and self._set_salt(request, state.own_salt)
+
+    def reset(self) -> None:
+        """Forgets what was stored so far: it counts as not stored from now on, for this engine alone.
+
+        The engine asks for that when its weights change too, so nothing approximate is certified any more. Requests
+        that run keep what they were served, and their salt.
+        """
+        self.stores.shared.reset()
+        self.certificate = None
+        self._unplaced.clear()
+        self.survivors.clear()
+        self.events.clear()
+        self.counts["resets"] += 1
+        for id, state in self._requests.items():
+            state.saved = True  # its chunks' names are those of before
+            if id in self._prefetcher or state.planned.payloads:
+                self._prefetch(state)  # finds nothing under the new name, and releases what was read
 
     def close(self) -> None:
         """Plans no more, and closes the stores; a store that hangs is waited for within the config's patience."""

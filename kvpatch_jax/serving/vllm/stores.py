@@ -1,112 +1,104 @@
 """Stores of an engine's tenants, and the catalog of one store that a plan uses."""
 
-import collections
-import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ...cache import Chunk, Patch
 from ...errors import KVPatchError, StoreClosedError
 from ...store import ChunkStore
 from ...store.format.naming import PatchKey
-from ...window import PatchNote
+from ...window import PatchNote, StoredPrefills
 from .layouts import CacheFormat
 from .messages import ChunkPayload
+from .prompt_history import PromptHistory
 from .request_plan import ChunkStep, StockedPatch
-from .segments import PromptSegment
-from .settings import ConnectorConfig
+from .settings import ConnectorConfig, RequestOptions
+from .shared_stores import acquire_stores, release_stores
+from .survivors import ServedState, Survivor, Survivors
 from .weights import expect_weights
-
-logger = logging.getLogger(__name__)
-
-MAX_TENANTS = 64
-"""Number of stores that are kept open; beyond it, the least recently used one is left to its last user."""
 
 
 class Stores:
-    """The stores of an engine's tenants, opened when they are first needed. Safe for any number of threads.
+    """The stores of an engine's tenants as one side of the connector uses them. Safe for any number of threads.
+
+    The sides of one configuration in a process share what is open (`shared_stores`).
 
     Args:
-      config: names the root and the backbone.
+      config: names the root, the backbone, budgets, key and remote store.
       weights: digest of the engine's weights; a store with chunks of other weights is refused. None: not checked.
+
+    Attributes:
+      shared: what the sides share.
+
+    Raises:
+      ConfigError: the key cannot be read, or the remote store cannot be opened.
     """
 
     def __init__(self, config: ConnectorConfig, weights: str | None = None):
         self.config, self.weights = config, weights
-        self._open: collections.OrderedDict[str, ChunkStore] = collections.OrderedDict()
+        self.shared = acquire_stores(config)
         self._lock, self._closed = threading.Lock(), False
 
+    @property
+    def backbone(self) -> str:
+        """The name under which chunks are stored and looked up: the config's, until the engine's cache is reset."""
+        return self.shared.backbone
+
     def of(self, tenant: str) -> ChunkStore:
-        """Returns a tenant's store, whose chunks under the config's backbone are of the engine's weights.
+        """Returns a tenant's store, whose chunks under the backbone's name are of the engine's weights.
 
         Raises:
           WeightsError: they are of other weights.
           StoreClosedError: after `close`.
           StoreError, InputError: as `ChunkStore`.
         """
-        with self._lock:
-            self._expect_open()
-            store = self._open.get(tenant)
-
-        # Opened without the lock, so a store that hangs blocks no other tenant. Of two opened at once, one is kept.
-        opened = ChunkStore(self.config.store, tenant=tenant) if store is None else store
-        with self._lock:
-            self._expect_open()
-            store = self._open.setdefault(tenant, opened)
-            self._open.move_to_end(tenant)
-            if len(self._open) > MAX_TENANTS:
-                self._open.popitem(last=False)  # not closed: another thread may be reading it, and nothing is queued
-
-        # Checked on each use: the record may be evicted, or deleted with its tenant, and then has to be written again.
-        if self.weights is not None:
-            expect_weights(store, self.config.backbone, self.weights)
-        return store
-
-    def _expect_open(self) -> None:
         if self._closed:
             raise StoreClosedError(f"stores of {self.config.store}: got a call after close; expected open stores")
+        store = self.shared.of(tenant)
+        # Checked on each use: the record may be evicted, or deleted with its tenant, and then has to be written again.
+        if self.weights is not None:
+            expect_weights(store, self.backbone, self.weights)
+        return store
 
     def close(self, patience: float | None = None) -> bool:
-        """Closes every store, and opens no more.
+        """Ends this side's use of the stores, and closes them if it was the last. Idempotent.
 
         Args:
           patience: seconds to wait at most for pending writes; None: the config's.
 
         Returns:
-          Whether every store was closed in time. The others are left to end by themselves.
+          Whether every store that had to be closed was closed in time. The others are left to end by themselves.
         """
         with self._lock:
+            if self._closed:
+                return True
             self._closed = True
-            stores = list(self._open.values())
-            self._open.clear()
-
-        # One thread each: a store that hangs must neither keep the others open nor the process from ending.
-        threads = [threading.Thread(target=_close, args=(store,), daemon=True) for store in stores]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + (self.config.patience if patience is None else patience)
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
+        return release_stores(self.shared, self.config.patience if patience is None else patience)
 
     def has_canonical(self, tenant: str, id: str) -> bool:
         """Returns whether a canonical in the config's encoding is stored or queued, without reading it."""
-        return self.of(tenant).contains(id, self.config.backbone, **self.encoding)
+        return self.of(tenant).contains(id, self.backbone, **self.encoding)
 
     def canonical(self, tenant: str, id: str) -> Chunk | None:
         """Reads a canonical in the config's encoding; None if there is none."""
-        return self.of(tenant).get(id, self.config.backbone, **self.encoding)
+        return self.of(tenant).get(id, self.backbone, **self.encoding)
 
     @property
     def encoding(self) -> dict[str, Any]:
         """The config's encoding as a keyword of stores; none of canonicals as they were prefilled."""
         return {} if self.config.encoding is None else {"encoding": self.config.encoding}
 
+    def prefills(self, tenant: str, dtype: Any) -> StoredPrefills | None:
+        """Returns a tenant's stored prefills of a pool of this dtype; None if canonicals are encoded.
+
+        Whoever keeps canonicals in few bits to save room has none for prefills, which are never encoded.
+        """
+        return None if self.config.encoding is not None else StoredPrefills(self.of(tenant), self.backbone, dtype)
+
     def patches_behind(self, tenant: str, id: str, antecedent: tuple[str, ...]) -> list[tuple[StockedPatch, Patch]]:
         """Returns a chunk's patches that were formed behind exactly this antecedent, with their catalog entries."""
-        key = PatchKey(chunk=id, backbone=self.config.backbone, antecedent=antecedent, **self.encoding)
+        key = PatchKey(chunk=id, backbone=self.backbone, antecedent=antecedent, **self.encoding)
         patches = []
         for patch in self.of(tenant).get_patches(key):
             if patch.metadata.encoding != self.config.encoding:
@@ -132,56 +124,120 @@ def _rank_of(rank: int | None, features: int) -> int:
     return features if rank is None else rank
 
 
-def _close(store: ChunkStore) -> None:
-    try:
-        store.close()
-    except (KVPatchError, OSError) as error:
-        logger.warning("kvpatch: a store was not closed: %s", error)
-
-
 class StoreCatalog:
-    """Catalog of one tenant's store, a `ChunkCatalog`: every entry has been read, verified and is kept in memory.
+    """Catalog of what one tenant's store has of one prompt, a `ChunkCatalog`: what is provided is kept in memory.
 
     So once the engine relies on a plan, no chunk of it can be evicted, turn out damaged, or not fit the engine's pool.
 
     Args:
       stores: the stores.
-      tenant: the tenant whose store it describes.
+      options: of the request: its tenant, and the agent whose survivors may serve it.
       cache: the engine's cache format.
-      segments: chunks that may be served; the catalog has no others.
+      history: the prompt's chunks.
+      survivors: what earlier requests left behind.
+      unplaced: ids of chunks that could not be placed before; the catalog has nothing of them.
 
     Attributes:
       unfit: errors of stored chunks and patches that do not fit the engine, and so are not in the catalog.
     """
 
-    def __init__(self, stores: Stores, tenant: str, cache: CacheFormat, segments: Sequence[PromptSegment]):
-        self._stores, self._tenant, self._cache = stores, tenant, cache
-        self._lengths = {segment.id: segment.end - segment.begin for segment in segments}
-        self._chunks: dict[str, Chunk | None] = {}
+    def __init__(
+        self,
+        stores: Stores,
+        options: RequestOptions,
+        cache: CacheFormat,
+        history: PromptHistory,
+        survivors: Survivors,
+        unplaced: Collection[str] = (),
+    ):
+        self._stores, self._options, self._cache = stores, options, cache
+        self._history, self._survivors, self._unplaced = history, survivors, unplaced
+        self._lengths = {segment.id: segment.end - segment.begin for segment in history.segments}
+        self._canonicals: dict[str, Chunk | None] = {}
         self._patches: dict[str, Patch] = {}
+        self._provided: dict[ChunkStep, Chunk] = {}
+        self._left: dict[str, Survivor] = {}
         self.unfit: list[KVPatchError] = []
 
     def has_canonical(self, id: str) -> bool:
         """Returns whether the store has an undamaged canonical that fits the engine's pool."""
-        if id not in self._lengths:
+        if id in self._unplaced:
             return False
-        if id not in self._chunks:
-            chunk = self._stores.canonical(self._tenant, id)
-            if chunk is not None and not self._fits(self._cache.check, chunk, self._lengths[id]):
-                chunk = None
-            self._chunks[id] = chunk
-        return self._chunks[id] is not None
+        if id not in self._canonicals:
+            self._canonicals[id] = self._fitting(self._stores.canonical(self._options.tenant, id))
+        return self._canonicals[id] is not None
 
     def patches(self, id: str, antecedent: tuple[str, ...]) -> list[StockedPatch]:
         """Returns the stored patches of a chunk behind this antecedent that fit its canonical."""
-        chunk = self._chunks[id]
+        chunk = self._canonicals[id]
         assert chunk is not None  # a plan calls `has_canonical` first
         fitting = []
-        for entry, patch in self._stores.patches_behind(self._tenant, id, antecedent):
+        for entry, patch in self._stores.patches_behind(self._options.tenant, id, antecedent):
             if self._fits(self._cache.check_patch, patch, chunk, antecedent):
                 self._patches[entry.digest] = patch
                 fitting.append(entry)
         return fitting
+
+    def prefills(self, index: int) -> dict[str, str]:
+        """Returns the stored prefills of a chunk by operating point, each with the digest of what it was behind."""
+        id, front = self._history.segments[index].id, self._history.front(index)
+        prefills = None if id in self._unplaced else self._stores.prefills(self._options.tenant, self._cache.dtype)
+        if prefills is None:
+            return {}
+        found: dict[str, str] = {}
+        if prefills.contains(id, front):
+            found["restored"] = front
+        if self._options.policy == "exact" or not index:
+            return found
+        # What is stored behind this lead at all is "seen", so a chunk that was never met costs one look.
+        keys = self._history.alike(index)
+        if prefills.front_alike(id, keys["seen"], "seen") is None:
+            return found
+        for likeness, key in keys.items():
+            other = prefills.front_alike(id, key, likeness)
+            if other not in (None, *found.values()):
+                found[likeness] = other
+        return found
+
+    def survivor(self, index: int, front: Sequence[ServedState]) -> Survivor | None:
+        """Returns what an earlier request of this agent left of a chunk, if this front is a part of that one's."""
+        segment = self._history.segments[index]
+        if segment.id in self._unplaced:
+            return None
+        left = self._survivors.get(self._history.survivor_key(index, self._options))
+        if left is None or left.slides(front) is None:
+            return None
+        self._left[left.state.digest] = left
+        return left
+
+    def provide(self, step: ChunkStep) -> bool:
+        """Reads what a step places. Returns whether it is there and fits the engine."""
+        id, version = step.segment.id, step.version
+        if version is None:
+            chunk = self._canonicals[id]
+        elif version in self._left and self._left[version].state.id == id:
+            chunk = self._fitting(self._left[version].chunk, self._left[version].chunk.lead)
+        else:
+            prefills = self._stores.prefills(self._options.tenant, self._cache.dtype)
+            chunk = None if prefills is None else self._fitting(prefills.get(id, version), prefills.lead(version))
+        if chunk is None:
+            return False
+        self._provided[step] = chunk
+        return True
+
+    def payloads(self, steps: Sequence[ChunkStep]) -> tuple[ChunkPayload, ...]:
+        """Returns what the steps of a plan place, in order."""
+        payloads = []
+        for step in steps:
+            patch = None if step.patch is None else self._patches[step.patch]
+            payloads.append(ChunkPayload(step, self._provided[step], patch))
+        return tuple(payloads)
+
+    def _fitting(self, chunk: Chunk | None, lead: str | None = None) -> Chunk | None:
+        """Returns a chunk that fits the engine's pool, None otherwise."""
+        if chunk is None or not self._fits(self._cache.check, chunk, self._lengths[chunk.id], lead):
+            return None
+        return chunk
 
     def _fits(self, check: Callable[..., None], *arguments: Any) -> bool:
         try:
@@ -190,12 +246,3 @@ class StoreCatalog:
             self.unfit.append(error)
             return False
         return True
-
-    def payloads(self, steps: Sequence[ChunkStep]) -> tuple[ChunkPayload, ...]:
-        """Returns what the steps of a plan place, in order."""
-        payloads = []
-        for step in steps:
-            chunk = self._chunks[step.segment.id]
-            assert chunk is not None
-            payloads.append(ChunkPayload(step, chunk, None if step.patch is None else self._patches[step.patch]))
-        return tuple(payloads)

@@ -17,9 +17,11 @@ from ...core import DEFAULT, EngineKV, KVLayout
 from ...errors import ConfigError, InputError, PositionError
 from ...patching import Placed
 from ...window import padded_chunk, padded_patch
-from .forming import ChunkFormer, FormingTask
+from .engine_metrics import EngineMetrics
+from .forming import ChunkFormer, FormingTask, PrefillNote
 from .layouts import page_format
 from .messages import LoadCommand, StepCommands, blocks_from, slots_of
+from .prompt_history import PromptHistory
 from .segments import PromptSegment
 from .settings import ConnectorConfig
 from .stores import Stores
@@ -39,6 +41,7 @@ class WorkerSide:
     Attributes:
       former: forms chunks from prefills.
       counts: numbers of "tokens" written, and of loads that "failed" and requests "unsaved".
+      metrics: what of that was not reported to the engine yet.
     """
 
     def __init__(self, config: ConnectorConfig, layout: KVLayout, page_size: int, weights: str | None = None):
@@ -46,6 +49,7 @@ class WorkerSide:
         self.stores = Stores(config, weights)
         self.former = ChunkFormer(config, layout, self.stores)
         self.counts: collections.Counter[str] = collections.Counter()
+        self.metrics = EngineMetrics()
         self._format = page_format(layout)
         self._runner: Any = None
         self._failed: set[int] = set()
@@ -127,12 +131,16 @@ class WorkerSide:
             if set(save.blocks) & self._failed:  # computed behind blocks that hold nothing
                 continue
             try:
-                tasks = []
-                for index in save.wanted:
+                tasks, history = [], PromptHistory(save.segments)
+                left = {own.index: own for own in save.survivors}
+                for index in sorted({*save.wanted, *save.prefills, *left}):
                     segment = save.segments[index]
                     antecedent = tuple(before.id for before in save.segments[:index])
                     positions = self._positions(save.request, segment.begin, segment.end)
-                    tasks.append(FormingTask(save.tenant, segment, antecedent, positions))
+                    behind = PrefillNote(history.front(index), history.alike(index)) if index in save.prefills else None
+                    formed = index in save.wanted
+                    task = FormingTask(save.tenant, segment, antecedent, positions, formed, behind, left.get(index))
+                    tasks.append(task)
                 token_bytes = self.layout.bytes_per_token(self._runner.kv_caches[0].dtype)
                 self.former.add(tasks, functools.partial(self._rows, save.blocks), token_bytes)
             except Exception as error:

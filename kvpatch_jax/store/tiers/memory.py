@@ -67,6 +67,7 @@ class MemoryTier[V]:
       pinned: returns whether a chunk must not be evicted.
       counters: counts evictions and refusals.
       clock: returns seconds since the epoch.
+      left: called with each entry that leaves and the reason, under the tier's lock, in place of counting it.
 
     Attributes:
       nbytes: bytes held.
@@ -80,9 +81,10 @@ class MemoryTier[V]:
         pinned: Callable[[str], bool] = lambda chunk: False,
         counters: Counters | None = None,
         clock: Callable[[], float] = time.time,
+        left: Callable[[CacheEntry[V], str], None] | None = None,
     ):
         self.word, self.budget, self.policy, self._pinned, self._clock = word, budget, policy, pinned, clock
-        self._counters = Counters() if counters is None else counters
+        self._counters, self._left = Counters() if counters is None else counters, left
         self._slots: dict[Hashable, _Slot[V]] = {}
         # Keys from the least to the most recently used, by rank and protection, in the order of eviction.
         self._lists: list[collections.OrderedDict[Hashable, None]] = [collections.OrderedDict() for _ in range(6)]
@@ -188,11 +190,16 @@ class MemoryTier[V]:
             for key in list(self._chunks.get(chunk, ())):
                 self._drop(key, "dropped")
 
-    def clear(self) -> None:
-        """Drops all entries."""
+    def clear(self, below: str = "") -> None:
+        """Drops all entries, or those of chunks whose keys begin with `below`."""
         with self._lock:
-            for key in list(self._slots):
-                self._drop(key, "dropped")
+            for chunk in [chunk for chunk in self._chunks if chunk.startswith(below)]:
+                self.drop_chunk(chunk)
+
+    @property
+    def room(self) -> int:
+        """Bytes that are left of the budget."""
+        return self.budget - self.nbytes
 
     # ---------------------------------------------------------------------------------------------------- inside
 
@@ -208,7 +215,10 @@ class MemoryTier[V]:
         del own[key]
         if not own:
             del self._chunks[held.chunk]
-        self._counters.add(f"{self.word}_evicted_{reason}")
+        if self._left is None:
+            self._counters.add(f"{self.word}_evicted_{reason}")
+        else:
+            self._left(held, reason)
 
     def _victims(self, key: Hashable, newcomer: CacheEntry[V]) -> list[Hashable] | None:
         """Returns the entries to evict for a newcomer; None if there cannot be room, or SLRU prefers the victims.

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import time
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..format.objects import Blob, VerifiedObject, Version, planned_header
 from .device_placement import LayerStream, Placement, place_chunk, placement_key
 from .memory import CANONICAL, CacheEntry, MemoryTier, Policy
 from .remote_tier import PendingObject, RemoteTier
+from .shared_host_tier import SharedHostTier, TenantHostTier
 from .writer import Writer
 
 type Build[T] = Callable[[Mapping[str, Any], Any], T]
@@ -33,15 +35,31 @@ class TieredReader:
       writer: its queued objects are read before the disk's.
       remote: read after the disk, which then keeps a copy; None: no remote store.
       policy: eviction policy of both memory tiers.
+      host_tier: host tier that it shares with the readers of other tenants, in place of one of its own.
+
+    Raises:
+      InputError: the host tier is of another root.
     """
 
-    def __init__(self, tenant_disk: TenantDisk, writer: Writer, remote: RemoteTier | None, policy: Policy):
+    def __init__(
+        self,
+        tenant_disk: TenantDisk,
+        writer: Writer,
+        remote: RemoteTier | None,
+        policy: Policy,
+        host_tier: SharedHostTier | None = None,
+    ):
         self._tenant_disk, self._disk, self._writer, self._remote = tenant_disk, tenant_disk.disk, writer, remote
         self._counters, budget = tenant_disk.counters, tenant_disk.budget
         common = (policy, tenant_disk.pinned, tenant_disk.counters, tenant_disk.clock)
-        self.host: MemoryTier[Any] = MemoryTier("host", budget.host, *common)
-        # Idle buffers take what the host tier leaves of its budget.
-        self._disk.buffers.bound_by(lambda: budget.host - self.host.nbytes)
+        self.host: MemoryTier[Any] | TenantHostTier = MemoryTier("host", budget.host, *common)
+        if host_tier is not None:
+            root, space = tenant_disk.disk.root, tenant_disk.names.space
+            self.host = host_tier.of_tenant(root, space, tenant_disk.pinned, tenant_disk.counters)
+        # Idle buffers take what the host tier leaves of its budget. Weakly: buffers in use, which the tier holds, keep
+        # their pool alive, and a store that was dropped without closing would never be freed.
+        host = weakref.ref(self.host)
+        self._disk.buffers.bound_by(lambda: 0 if (tier := host()) is None else tier.room)
         self.device: MemoryTier[Chunk] = MemoryTier("device", budget.device, *common)
 
     # ---------------------------------------------------------------------------------------------- memory
@@ -198,7 +216,7 @@ class TieredReader:
     def _has_expired(self, blob: Blob) -> bool:
         return blob.expires is not None and self._tenant_disk.clock() >= blob.expires
 
-    def _cached(self, tier: MemoryTier[Any], key: Hashable, name: Name) -> CacheEntry[Any] | None:
+    def _cached(self, tier: MemoryTier[Any] | TenantHostTier, key: Hashable, name: Name) -> CacheEntry[Any] | None:
         """Returns a tier's copy if the disk still has that version: another process may have replaced or deleted it."""
         entry = tier.get(key)
         if entry is None:

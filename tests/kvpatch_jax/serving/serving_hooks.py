@@ -2,6 +2,7 @@
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
 import contextlib
+import dataclasses
 import enum
 import importlib
 import sys
@@ -16,6 +17,7 @@ from serving_sides import LAYOUT, PAGE, TOKENS, Pool, output_of, request_of
 from kvpatch_jax.serving.vllm import parallel
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 BLOCKS = tuple(range(3, 11))
 TEXT = {"num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64, "rope_theta": 1e4}
 
@@ -33,12 +35,31 @@ class StandIn:
         return self.metadata
 
 
+@dataclasses.dataclass
+class StatsStandIn:
+    """What of `KVConnectorStats` the connector uses."""
+
+    data: dict = dataclasses.field(default_factory=dict)
+
+    def to_dict(self):
+        return self.data
+
+
+class PromStandIn:
+    """What of `KVConnectorPromMetrics` the connector uses; the classes of metrics by their names."""
+
+    def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
+        self._counter_cls, self._gauge_cls = metric_types["Counter"], metric_types["Gauge"]
+
+
 @contextlib.contextmanager
 def imported_connector():
     """The module, imported where vllm is not installed; without the shape hook, which clients do not meet either."""
     base = ModuleType(BASE)
     base.KVConnectorBase_V1, base.KVConnectorMetadata = StandIn, type("KVConnectorMetadata", (), {})
     base.KVConnectorRole = enum.Enum("KVConnectorRole", ["SCHEDULER", "WORKER"])
+    metrics = ModuleType(METRICS)
+    metrics.KVConnectorStats, metrics.KVConnectorPromMetrics = StatsStandIn, PromStandIn
     parts = BASE.split(".")
     names = [".".join(parts[: count + 1]) for count in range(len(parts))]
     name = "kvpatch_jax.serving.vllm.connector"
@@ -46,6 +67,7 @@ def imported_connector():
         for parent in names[:-1]:
             patch.setitem(sys.modules, parent, ModuleType(parent))
         patch.setitem(sys.modules, BASE, base)
+        patch.setitem(sys.modules, METRICS, metrics)
         patch.delitem(sys.modules, name, raising=False)
         jaxtyping.config.update("jaxtyping_disable", True)
         yield importlib.import_module(name)
@@ -54,11 +76,12 @@ def imported_connector():
 
 
 @contextlib.contextmanager
-def engine_of(connector, folder, checkpoint=None, **options):
+def engine_of(connector, folder, checkpoint=None, events=None, **options):
     """Both roles of the connector, as an engine makes them; a pool; and chunks that requests may be served.
 
     Args:
       checkpoint: directory that the weights come from; None: they are made up.
+      events: the engine's settings of events.
     """
     extra = {"store": str(folder / "store"), "backbone": "tiny", "rank": 10, "uncertified": True, **options}
     spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(dtype="torch.float32"))
@@ -69,6 +92,7 @@ def engine_of(connector, folder, checkpoint=None, **options):
             tensor_parallel_size=1, distributed_executor_backend="uni", **dict.fromkeys(parallel.UNSUPPORTED_SIZES, 1)
         ),
         cache_config=SimpleNamespace(block_size=PAGE),
+        kv_events_config=events,
         load_config=SimpleNamespace(load_format="dummy" if checkpoint is None else "auto", download_dir=None),
         model_config=SimpleNamespace(
             model=str(checkpoint),

@@ -75,8 +75,9 @@ def true_kv(tokens):
 
 
 @contextlib.contextmanager
-def sides_of(folder, dtype=np.float32, weights=None, **options):
-    options = {"store": str(folder / "store"), "backbone": "tiny", "rank": 10, "uncertified": True, **options}
+def sides_of(folder, dtype=np.float32, weights=None, **given):
+    options = {"store": str(folder / "store"), "backbone": "tiny", "rank": 10, "uncertified": True, "patch_after": 1}
+    options |= given
     settings = ConnectorConfig(**options)
     pool, worker = Pool(dtype), WorkerSide(settings, LAYOUT, PAGE, weights)
     worker.register(pool)

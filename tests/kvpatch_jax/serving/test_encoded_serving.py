@@ -12,7 +12,7 @@ from serving_sides import LAYOUT, TOKENS, served, sides_of, true_kv
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Antecedent, antecedent_of
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.serving.vllm import ConnectorConfig, stores
+from kvpatch_jax.serving.vllm import ConnectorConfig, shared_stores, stores
 from kvpatch_jax.serving.vllm.forming import check_lowest_layer
 from kvpatch_jax.serving.vllm.layouts import CacheFormat
 from kvpatch_jax.store import ChunkStore
@@ -46,7 +46,7 @@ class Memory(MemoryStore, ChunkStore):
 def memory(monkeypatch):
     """The stores of all tenants that are opened: one in memory."""
     made = [Memory()]
-    monkeypatch.setattr(stores, "ChunkStore", lambda *_, **__: made[0])
+    monkeypatch.setattr(shared_stores, "ChunkStore", lambda *_, **__: made[0])
     monkeypatch.setattr(stores, "PatchKey", Key)
     return made
 
@@ -65,7 +65,7 @@ def test_pages_hold_what_the_decoded_twins_give(memory, tmp_path, dtype):
         # A chunk becomes a canonical where it is the first of a prompt, and gets a patch behind another one.
         served(sides, "second", {**BLIND, "segments": [10]}, tokens=TOKENS[8:])
         served(sides, "first", BLIND)
-        assert sides.worker.former.counts == {"canonicals": 2, "patches": 1}
+        assert sides.worker.former.counts == {"canonicals": 2, "patches": 1, "survivors": 1}
 
     store = memory[0]
     assert {chunk.encoding for chunk in store.chunks.values()} == {"k8v8g32"}

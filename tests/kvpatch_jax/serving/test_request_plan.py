@@ -15,9 +15,10 @@ from kvpatch_jax.serving.vllm import (
     ConnectorConfig,
     PromptFeature,
     RequestOptions,
-    plan_request,
     segments_of,
 )
+from kvpatch_jax.serving.vllm import plan_request as plan_prompt
+from kvpatch_jax.serving.vllm.prompt_history import PromptHistory
 from kvpatch_jax.serving.vllm.request_plan import StockedPatch
 
 ENDS = (8, 18, 24)
@@ -35,6 +36,19 @@ class Shelf:
 
     def patches(self, id, front):
         return self.kept.get((id, front), [])
+
+    def prefills(self, index):
+        return {}
+
+    def survivor(self, index, front):
+        return None
+
+    def provide(self, step):
+        return True
+
+
+def plan_request(segments, *others):
+    return plan_prompt(PromptHistory(segments), *others)
 
 
 def certificate_of(*rows):
@@ -92,7 +106,7 @@ def test_exact_requests_get_the_leading_chunk_and_no_salt(segments, shelf):
     planned = plan_request(segments, shelf, SETTINGS, RequestOptions(), certificate_of(*ROWS))
     assert planned.steps == (ChunkStep(segments[0], "leading"),)
     assert (planned.matched, planned.exact, planned.kl) == (8, True, 0.0)
-    assert planned.why == "what stands behind another chunk is approximate"
+    assert planned.why == "chunk 2 of 3 is not stored behind those in front of it"
     assert planned.salt(SETTINGS, RequestOptions(), None) is None
     assert planned.salt(SETTINGS, RequestOptions(), "own") == "own"
     assert plan_request(segments, Shelf([segments[1].id]), SETTINGS, RequestOptions()).matched == 0

@@ -149,6 +149,8 @@ def test_closing_does_not_wait_for_a_store_that_hangs(tmp_path, monkeypatch):
         monkeypatch.setattr(ChunkStore, "close", closing)
         began = time.monotonic()
         sides.scheduler.close()
+        assert closed == [], "the worker's side uses them too"
+        sides.worker.close()
         assert time.monotonic() - began < 30
         assert closed == [good]
         hang.set()

@@ -1,0 +1,102 @@
+"""What is worth keeping of the chunks that requests bring: what is new, and what traffic asks for again."""
+
+import collections
+import threading
+from typing import NamedTuple
+
+from ...window import StoredPrefills
+from .layouts import CacheFormat
+from .prompt_history import PromptHistory
+from .settings import ConnectorConfig
+from .stores import Stores
+
+MOST_HISTORIES = 8
+"""Histories of a chunk that are kept when they are first met; further ones when they come again."""
+MOST_NAMES = 1 << 16
+"""Names that are remembered, the latest ones: 16 MB of memory."""
+
+
+class WantedChunks(NamedTuple):
+    """Indices of the segments that are to be stored of a request, as in `SaveCommand`."""
+
+    formed: tuple[int, ...] = ()
+    prefills: tuple[int, ...] = ()
+
+
+class Admission:
+    """Decides what to store of exactly prefilled requests. Thread-safe.
+
+    Args:
+      config, stores, cache: of the engine.
+    """
+
+    def __init__(self, config: ConnectorConfig, stores: Stores, cache: CacheFormat):
+        self._config, self._stores, self._cache = config, stores, cache
+        self._demand = Demand()
+
+    def wanted(self, tenant: str, history: PromptHistory) -> WantedChunks:
+        """Returns what to store of a prompt.
+
+        The first chunk becomes a canonical. A later one is kept as it was prefilled if nothing of it is stored behind
+        this lead yet, or nothing behind what is nearest to it now. All else is kept when it is asked for as often as
+        the config says: the chunk's patch, where its canonical is stored, and otherwise its prefill.
+
+        Raises:
+          StoreError, WeightsError: as `Stores.of`.
+        """
+        formed, kept, stores = [], [], self._stores
+        prefills = stores.prefills(tenant, self._cache.dtype)
+        ids = tuple(segment.id for segment in history.segments)
+        for index, id in enumerate(ids):
+            front = history.front(index)
+            if index == 0:
+                if not stores.has_canonical(tenant, id):
+                    formed.append(index)
+                continue
+            if prefills is not None and prefills.contains(id, front):
+                continue
+            is_asked = self._demand.note(tenant, id, front) >= self._config.patch_after
+            if is_asked and stores.has_canonical(tenant, id):
+                if not stores.is_formed(tenant, id, ids[:index]):
+                    formed.append(index)
+            elif prefills is not None and (is_asked or self._is_new(tenant, history, index, prefills)):
+                kept.append(index)
+        return WantedChunks(tuple(formed), tuple(kept))
+
+    def _is_new(self, tenant: str, history: PromptHistory, index: int, prefills: StoredPrefills) -> bool:
+        """Returns whether a chunk is to be kept though it was not met behind these chunks before."""
+        id, keys = history.segments[index].id, history.alike(index)
+        if prefills.front_alike(id, keys["seen"]) is None:
+            return True
+        if prefills.front_alike(id, keys["near"]) is not None:
+            return False
+        # Of a chunk that is met everywhere, most neighbours do not come again.
+        return self._demand.histories(tenant, id) <= MOST_HISTORIES
+
+
+class Demand:
+    """Remembers which histories of which chunks requests have asked for. Thread-safe."""
+
+    def __init__(self):
+        self._asked: collections.OrderedDict[tuple[str, str, str], int] = collections.OrderedDict()
+        self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._lock = threading.Lock()
+
+    def note(self, tenant: str, id: str, history: str) -> int:
+        """Notes that a chunk was asked for behind a history. Returns how often it was by now."""
+        key = tenant, id, history
+        with self._lock:
+            times = self._asked[key] = self._asked.get(key, 0) + 1
+            self._asked.move_to_end(key)
+            self._counts[tenant, id] += times == 1
+            if len(self._asked) > MOST_NAMES:
+                (tenant, id, _), _ = self._asked.popitem(last=False)
+                self._counts[tenant, id] -= 1
+                if not self._counts[tenant, id]:
+                    del self._counts[tenant, id]
+            return times
+
+    def histories(self, tenant: str, id: str) -> int:
+        """Counts the histories that a chunk was asked for behind, as far as they are remembered."""
+        with self._lock:
+            return self._counts[tenant, id]

@@ -1,0 +1,42 @@
+"""What a request leaves for the next one of its agent: chunks as they were served, and as they were prefilled."""
+
+from collections.abc import Sequence
+
+from .messages import ChunkPayload, LeftBehind
+from .prompt_history import PromptHistory
+from .request_plan import EXACT, ChunkStep, states_of
+from .settings import RequestOptions
+from .survivors import Survivor, Survivors
+
+
+def keep_served(
+    survivors: Survivors, history: PromptHistory, options: RequestOptions, payloads: Sequence[ChunkPayload]
+) -> None:
+    """Keeps the chunks that a request is served exactly; survivors that serve it count as used.
+
+    What is approximate is found again as it was found now. The first chunk is always there as a canonical.
+    """
+    steps = [payload.step for payload in payloads]
+    states = states_of(history, steps)
+    for index, payload in enumerate(payloads):
+        step, key = payload.step, history.survivor_key(index, options)
+        if index and step.exact:
+            survivors.put(key, Survivor(payload.chunk, states[index], states[:index]))
+        elif step.point == "survivor":
+            survivors.get(key)
+
+
+def left_behind(
+    survivors: Survivors, history: PromptHistory, options: RequestOptions, steps: Sequence[ChunkStep]
+) -> tuple[LeftBehind, ...]:
+    """Returns the chunks that the engine prefills behind the steps of a plan, and that are not kept yet."""
+    states, left = states_of(history, steps), []
+    # A window that remembers promises its survivors, but not what was computed behind other approximate chunks.
+    ways = {way for step in steps for way in (*step.inherited, (step.point, step.rank))}
+    ways = tuple(sorted(way for way in ways if way[0] not in (*EXACT, "survivor")))
+    for index in range(max(len(steps), 1), len(states)):
+        key = history.survivor_key(index, options)
+        known = survivors.get(key)
+        if known is None or known.state != states[index]:
+            left.append(LeftBehind(index, key, states[index], states[:index], ways))
+    return tuple(left)

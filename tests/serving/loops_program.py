@@ -1,0 +1,256 @@
+"""Three loops as agents make them, each turn answered in several ways: `python loops_program.py WORK TURNS LOOP`.
+
+LOOP is one of `LOOPS`; WORK/loops-LOOP-TURNS.json is written. A prompt is a lead that stays, images, and a question; no
+client forms anything, and a request declares nothing but its policy:
+
+sliding    every turn brings an image; the last eight are in the window.
+reopened   every turn opens a few of six images, in another order.
+appended   every turn brings an image, and none leaves until the task ends.
+
+The ways: what the engine computes with nothing in its cache ("re-prefill", to which all others are compared), with its
+prefix cache, and with our chunks under several policies. Beside them two ways of keeping windows small with a prefix
+cache alone: evicting eight at once when sixteen are there, and putting a word in the place of an old image.
+"""
+# pyright: reportMissingImports=false
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import rig_engine
+import trained_model
+from PIL import Image
+from rig_engine import Engine
+from trained_task import FRAME
+
+from evals import sheets_task, small_task
+from evals.probes.window.probe_images import LEAD
+from evals.results import intervals
+from evals.sheets_task import SIZES, VOCABULARY
+from evals.trained import MAIN, SHEETS
+from kvpatch_jax.serving.vllm import ConnectorConfig
+
+SEED, WINDOW, PAGES, TASK = 90031, 8, 6, 12
+SIZE, MODEL = SIZES["8"], SHEETS / MAIN
+LEAD_TOKENS = [small_task.VOCABULARY.names.index(word) for word in LEAD]
+"""What certificates of this model were measured behind."""
+OPENED = (3, 5)
+"""Images that a turn opens of the six: at least, at most."""
+BATCH = 2 * WINDOW
+MOST_IMAGES = BATCH
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 768,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 1024,
+    "num_gpu_blocks_override": 4000,
+    "async_scheduling": False,
+    "limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0},
+    "disable_chunked_mm_input": True,
+    "skip_mm_profiling": True,
+    "max_logprobs": len(VOCABULARY),
+}
+WAYS: dict[str, Mapping[str, Any] | None] = {
+    "re-prefill": None,
+    "prefix cache": None,
+    "exact": {"policy": "exact"},
+    "remember": {"policy": "approximate", "promise": "remember"},
+    "forget": {"policy": "approximate"},
+}
+ALONE = ("batched eviction", "placeholders")
+"""Ways whose prompts are others."""
+
+
+class Turn(NamedTuple):
+    """What one turn shows: images behind the lead by their number, and what is asked about one of them.
+
+    Attributes:
+      images: in the window. evicted: those that batched eviction has. old: how many stand there as a word.
+      question: two tokens. answer: the right one.
+    """
+
+    images: tuple[int, ...]
+    evicted: tuple[int, ...]
+    old: int
+    question: tuple[int, int]
+    answer: int
+
+
+class Scene:
+    """Sheets of the sheets task, drawn by a seed: images of eleven entries, an address with two colours each.
+
+    A question asks for a colour of an address that some image in the window shows; if
+    several do, the latest one counts.
+    """
+
+    def __init__(self, count: int, rng: np.random.Generator):
+        contexts = sheets_task.sample_contexts(rng, -(-count // SIZE.sheets), SIZE)
+        sheets, _ = sheets_task.render(contexts)
+        self.pictures = [Image.fromarray(image) for image in sheets.reshape(-1, *sheets.shape[2:])]
+        entries = (contexts.sheet_address, contexts.sheet_fill, contexts.sheet_stripe)
+        flat = [each.reshape(-1, each.shape[2]).tolist() for each in entries]
+        self.entries = [list(zip(*own, strict=True)) for own in zip(*flat, strict=True)]
+
+    def turn(self, images: Sequence[int], rng: np.random.Generator, evicted: Sequence[int] = (), old: int = 0) -> Turn:
+        """Draws a question about one of the images."""
+        colours = {address: own for image in images for address, *own in self.entries[image]}
+        address = int(rng.choice(sorted(colours)))
+        by_fill, (fill, stripe) = rng.random() < 0.5, colours[address]
+        ask = VOCABULARY.ask_fill if by_fill else VOCABULARY.ask_stripe
+        answer = VOCABULARY.fill + fill if by_fill else VOCABULARY.stripe + stripe
+        return Turn(tuple(images), tuple(evicted or images), old, (ask, VOCABULARY.cell + address), answer)
+
+    def declared(self, turn: Turn) -> dict[str, Any]:
+        """Returns what a request says of its chunks: nothing, since images are found."""
+        return {}
+
+    def prompt(self, images: Sequence[int], question: Sequence[int], old: int = 0) -> dict[str, Any]:
+        """Returns a prompt of the lead, words in place of old images, images and a question."""
+        pictures = [self.pictures[image] for image in images]
+        image = [FRAME[0], VOCABULARY.image, FRAME[1]]
+        ids = [*LEAD_TOKENS, *[VOCABULARY.pad] * old, *(image * len(images)), *question]
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
+
+
+def sliding(scene: Scene, turns: int, rng: np.random.Generator) -> Iterator[Turn]:
+    """Yields turns of a window of the last images."""
+    first = 0
+    for turn in range(turns):
+        if turn - first + 1 > BATCH:
+            first = turn - WINDOW + 1
+        images = range(max(0, turn - WINDOW + 1), turn + 1)
+        yield scene.turn(images, rng, range(first, turn + 1), images[0])
+
+
+def reopened(scene: Scene, turns: int, rng: np.random.Generator) -> Iterator[Turn]:
+    """Yields turns that open some of a few images in an order of their own."""
+    for _ in range(turns):
+        yield scene.turn(rng.permutation(PAGES)[: rng.integers(OPENED[0], OPENED[1] + 1)].tolist(), rng)
+
+
+def appended(scene: Scene, turns: int, rng: np.random.Generator) -> Iterator[Turn]:
+    """Yields turns of tasks whose images all stay."""
+    for turn in range(turns):
+        yield scene.turn(range(turn - turn % TASK, turn + 1), rng)
+
+
+LOOPS = {"sliding": sliding, "reopened": reopened, "appended": appended}
+
+
+def divergence(own: Mapping[str, float], other: Mapping[str, float]) -> float:
+    """KL(own ‖ other) of two answers' first tokens, over the whole vocabulary."""
+    first, second = (np.array([likely[token] for token in own]) for likely in (own, other))
+    return float(np.sum(np.exp(first) * (first - second)))
+
+
+def measured(engine: Engine, turns: Sequence[Turn], scene: Any, vocabulary: int = len(VOCABULARY)) -> dict[str, Any]:
+    """Answers every turn in every way.
+
+    Args:
+      scene: makes prompts as `Scene` does, and says what requests with them declare.
+      vocabulary: number of log-probabilities that are compared: all.
+    """
+    answers: dict[str, list[dict[str, Any]]] = {way: [] for way in (*WAYS, *ALONE)}
+    seconds: dict[str, list[float]] = {way: [] for way in answers}
+    likely = {"steps": 1, "likely": vocabulary, "fresh": False}
+    began = time.perf_counter()
+    for number, turn in enumerate(turns):
+        shown = scene.prompt(turn.images, turn.question)
+        prompts = dict.fromkeys(WAYS, shown)
+        prompts |= {
+            "batched eviction": scene.prompt(turn.evicted, turn.question),
+            "placeholders": scene.prompt(turn.images, turn.question, turn.old),
+        }
+        for way, prompt in prompts.items():
+            # Each way has blocks of its own in the engine's cache, and chunks of its own in the store.
+            salt = f"{way} {number}" if way == "re-prefill" else way
+            asked = WAYS.get(way)
+            own = {} if asked is None else {**asked, **scene.declared(turn), "tenant": way}
+            start = time.perf_counter()
+            answers[way] += engine.ask(prompt, salts=[salt], **likely, **own)
+            seconds[way].append(time.perf_counter() - start)
+        if number % 20 == 19:
+            print(f"turn {number + 1}: {time.perf_counter() - began:.0f} s", flush=True)
+    return {way: row(answers[way], answers["re-prefill"], turns, seconds[way]) for way in answers}
+
+
+def row(
+    answers: Sequence[Mapping[str, Any]],
+    truth: Sequence[Mapping[str, Any]],
+    turns: Sequence[Turn],
+    seconds: Sequence[float],
+) -> dict[str, Any]:
+    """One way's row."""
+    computed = [answer["prompt"] - answer["cached"] for answer in answers]
+    right = np.array([answer["tokens"][0] == turn.answer for answer, turn in zip(answers, turns, strict=True)])
+    kl = np.array([divergence(own["likely"], other["likely"]) for own, other in zip(truth, answers, strict=True)])
+    flips = np.array([own["tokens"][0] != other["tokens"][0] for own, other in zip(truth, answers, strict=True)])
+    bounds = [answer["told"].get("kl") for answer in answers]
+    known = [(own, bound) for own, bound in zip(kl, bounds, strict=True) if bound is not None]
+    points: dict[str, int] = {}
+    whys: dict[str, int] = {}
+    for answer in answers:
+        for point, _ in answer["told"].get("served", []):
+            points[point] = points.get(point, 0) + 1
+        why = "".join(letter for letter in answer["told"].get("why", "") if not letter.isdigit())
+        whys[why] = whys.get(why, 0) + 1
+    cluster = np.arange(len(answers))
+
+    def interval(values: np.ndarray) -> dict[str, float]:
+        found = intervals.mean(np.asarray(values, float), cluster)
+        return {"value": found.value, "low": found.low, "high": found.high}
+
+    return {
+        "prompt_tokens": int(sum(answer["prompt"] for answer in answers)),
+        "prefilled_tokens": int(sum(computed)),
+        "right": interval(right),
+        "kl": interval(kl),
+        "largest_kl": float(kl.max()),
+        "flips": interval(flips),
+        # Two prefills of one prompt differ by rounding.
+        "within_their_bounds": sum(bool(own <= max(bound, 1e-5)) for own, bound in known),
+        "bounded": len(known),
+        "points": points,
+        "why": dict(sorted(whys.items(), key=lambda item: -item[1])[:8]),
+        "median_seconds": float(np.median(seconds)),
+    }
+
+
+def main(work: str, turns: str, loop: str, certificate: str = "") -> None:
+    """Draws, serves, and writes what was found."""
+    folder, count = Path(work), int(turns)
+    settings: dict[str, Any] = {"backbone": "sheets", "uncertified": False, "image_frame": list(FRAME)}
+    settings["patch_after"] = ConnectorConfig.patch_after  # as it comes
+    if certificate:
+        saved = json.loads(Path(certificate).read_text())
+        settings |= {"backbone": saved["certificate"]["backbone"], "certificate": certificate}
+    rng = np.random.default_rng(SEED)
+    scene = Scene(max(count, PAGES) + 1, rng)
+    listed = list(LOOPS[loop](scene, count, rng))
+    model = trained_model.write(folder / "model-loops", MODEL)
+    engine = Engine(model, folder / f"store-loops-{loop}", settings, **OPTIONS)
+
+    def scenario(engine: Engine) -> dict[str, Any]:
+        found = measured(engine, listed, scene)
+        assert engine.scheduler is not None and engine.worker is not None  # noqa: PT018
+        store = sum(file.stat().st_size for file in (folder / f"store-loops-{loop}").rglob("*") if file.is_file())
+        return {
+            "loop": loop,
+            "turns": count,
+            "ways": found,
+            "formed": dict(engine.worker.former.counts),
+            "scheduled": dict(engine.scheduler.counts),
+            "store_bytes": store,
+            "survivor_bytes": engine.scheduler.survivors.nbytes,
+            "certificate": None if not certificate else saved["digest"],
+        }
+
+    rig_engine.written(folder / f"loops-{loop}-{count}.json", engine, scenario, seed=SEED)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
