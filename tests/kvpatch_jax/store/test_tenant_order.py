@@ -1,6 +1,7 @@
 """A tenant's deletion beside puts of other stores: each put is before it, and gone in every tier, or after it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_cases import BACKBONE, chunk_of
@@ -13,7 +14,7 @@ def test_what_is_put_before_a_tenant_s_directory_is_gone_comes_back_from_no_tier
     """Another store puts it when the tombstone is written already, and the remote store has been emptied."""
     rename_away, renames = tenants._rename_away, []
     remote = lambda: open_remote(f"file://{tmp_path}/remote")
-    options = {"budget": Budget(host=0)}
+    options: dict[str, Any] = {"budget": Budget(host=0)}
 
     with ChunkStore(tmp_path / "root", remote=remote(), **options) as other:
 
