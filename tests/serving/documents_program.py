@@ -71,7 +71,7 @@ def main(work: str, turns: str) -> None:
     backbone = models.load(file, dtype="float32")
     model = models.save(backbone, folder / "model-documents")
     reading = Reading(backbone, count)
-    vocabulary = backbone.config.vocabulary
+    vocabulary = backbone.config.text.vocabulary
     settings = {"backbone": backbone.fingerprint, "patch_after": ConnectorConfig.patch_after}
     del backbone
     engine = Engine(model, folder / "store-documents", settings, max_logprobs=vocabulary, **OPTIONS)
