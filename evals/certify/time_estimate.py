@@ -14,15 +14,15 @@ import numpy as np
 from kvpatch_jax.plan import DeviceCosts
 
 from ..console import in_words
-from ..probes.window.image_sequence import PIECE, AgentLoop, prefilled
+from ..probes.window.image_sequence import PIECE, AgentLoop, bucket, prefilled
 from ..probes.window.probe_images import of_tokens
 from .certification_run import CertificationRun
 from .mixtures import DRAWS
 from .serving_modes import ORDERS
 from .window_sources import WindowSpec
 
-COMPILED = 60.0
-"""Compilations of a window's prefill that all programs for windows of a new shape amount to."""
+COMPILED, RECOMPILED = 60.0, 20.0
+"""Compilations of a window's prefill that all programs amount to: for the first windows, for those of another shape."""
 READ = 2.0
 """Forwards over a piece that joining a cache, and reading it, amounts to."""
 PATCHED = 0.5
@@ -94,9 +94,10 @@ def expected_steps(run: CertificationRun, pace: Pace) -> Iterator[float]:
         # Only the first batch of a size compiles.
         windows = 1.0 + ORDERS * modes.has("orbit")
         seconds = windows * window + _pieces(run, spec) * piece
-        if (rows, size) not in compiled:
-            seconds += COMPILED * pace.compilation
-        compiled.add((rows, size))
+        shape = rows, bucket(run.backbone, size)
+        if shape not in compiled:
+            seconds += (RECOMPILED if compiled else COMPILED) * pace.compilation
+        compiled.add(shape)
         steps = modes.number(spec.chunks)
         yield from [seconds / steps] * steps
 
@@ -135,7 +136,7 @@ def announcement(run: CertificationRun, seconds: float) -> str:
     remaining = [spec for number, spec in enumerate(specs) if not run.is_measured(number)]
     windows = [f"{count} of {chunks}" for chunks, count in zip(sizes.chunks, sizes.counts, strict=True)]
     modes = [run.modes.number(chunks) for chunks in sizes.chunks]
-    shapes = {(len(spec.clusters), run.source.size(run.backbone, spec)) for spec in remaining}
+    shapes = {(len(spec.clusters), bucket(run.backbone, run.source.size(run.backbone, spec))) for spec in remaining}
     most = str(modes[0]) if len(modes) == 1 else f"{modes[0]} to {modes[-1]}"
     return (
         f"about {in_words(seconds)}: windows {', '.join(windows)} chunks, in {len(remaining)} batches; {most} modes of "
