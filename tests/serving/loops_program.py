@@ -1,7 +1,7 @@
 """Three loops as agents make them, each turn answered in several ways: `python loops_program.py WORK TURNS LOOP`.
 
-LOOP is one of `LOOPS`; WORK/loops-LOOP-TURNS.json is written. A prompt is a lead that stays, images, and a question; no
-client forms anything, and a request declares nothing but its policy:
+LOOP is one of `LOOPS`. WORK/LOOP-TURNS.json is written, and WORK/sheets.json, the certificate. A prompt is a lead that
+stays, images, and a question; no client forms anything, and a request declares nothing but its policy:
 
 sliding    every turn brings an image; the last eight are in the window.
 reopened   every turn opens a few of six images, in another order.
@@ -14,6 +14,7 @@ cache alone: evicting eight at once when sixteen are there, and putting a word i
 # pyright: reportMissingImports=false
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -220,14 +221,34 @@ def row(
     }
 
 
-def main(work: str, turns: str, loop: str, certificate: str = "") -> None:
+def certify(folder: Path) -> Path:
+    """Certifies the model on sheets of other contexts, as an operator does with images of its own; returns the file."""
+    path, images, questions = folder / "sheets.json", folder / "sheets", folder / "questions.txt"
+    if path.exists():
+        return path
+    images.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(4711)
+    sheets, _ = sheets_task.render(sheets_task.sample_contexts(rng, 160, SIZE))
+    for number, sheet in enumerate(sheets.reshape(-1, *sheets.shape[2:])[:1100]):
+        Image.fromarray(sheet).save(images / f"{number:04}.png")
+    names, asks = VOCABULARY.names, (VOCABULARY.ask_fill, VOCABULARY.ask_stripe)
+    lines = [
+        f"{names[ask]} {names[VOCABULARY.cell + cell]}" for ask in asks for cell in rng.permutation(72)[:6].tolist()
+    ]
+    questions.write_text("\n".join(lines) + "\n")
+    flags = [f"--model={MODEL}", "--dtype=float32", f"--images={images}", f"--questions={questions}", f"--out={path}"]
+    flags += ["--chunks=3,5,8", "--n=80", "--batch=16", "--ranks=8,16"]
+    subprocess.run([sys.executable, "-m", "evals.certify", *flags], check=True)
+    return path
+
+
+def main(work: str, turns: str, loop: str) -> None:
     """Draws, serves, and writes what was found."""
     folder, count = Path(work), int(turns)
-    settings: dict[str, Any] = {"backbone": "sheets", "uncertified": False, "image_frame": list(FRAME)}
-    settings["patch_after"] = ConnectorConfig.patch_after  # as it comes
-    if certificate:
-        saved = json.loads(Path(certificate).read_text())
-        settings |= {"backbone": saved["certificate"]["backbone"], "certificate": certificate}
+    certificate = certify(folder)
+    saved = json.loads(certificate.read_text())
+    settings = {"backbone": saved["certificate"]["backbone"], "certificate": str(certificate), "uncertified": False}
+    settings |= {"image_frame": list(FRAME), "patch_after": ConnectorConfig.patch_after}  # as it comes
     rng = np.random.default_rng(SEED)
     scene = Scene(max(count, PAGES) + 1, rng)
     listed = list(LOOPS[loop](scene, count, rng))
@@ -236,20 +257,21 @@ def main(work: str, turns: str, loop: str, certificate: str = "") -> None:
 
     def scenario(engine: Engine) -> dict[str, Any]:
         found = measured(engine, listed, scene)
-        assert engine.scheduler is not None and engine.worker is not None  # noqa: PT018
-        store = sum(file.stat().st_size for file in (folder / f"store-loops-{loop}").rglob("*") if file.is_file())
+        assert engine.scheduler is not None
+        assert engine.worker is not None
+        files = [file.stat().st_size for file in engine.store.rglob("*") if file.is_file()]
         return {
             "loop": loop,
             "turns": count,
             "ways": found,
             "formed": dict(engine.worker.former.counts),
             "scheduled": dict(engine.scheduler.counts),
-            "store_bytes": store,
+            "store_bytes": sum(files),
             "survivor_bytes": engine.scheduler.survivors.nbytes,
-            "certificate": None if not certificate else saved["digest"],
+            "certificate": saved["digest"],
         }
 
-    rig_engine.written(folder / f"loops-{loop}-{count}.json", engine, scenario, seed=SEED)
+    rig_engine.written(folder / f"{loop}-{count}.json", engine, scenario, seed=SEED)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ KINDS_OF_MODEL = {
     "qwen3": "Qwen3, heads of 128, bfloat16",
 }
 """Of `tiny_model.KINDS`, whose import needs more than this file's."""
+LOOPS = ("sliding", "reopened", "appended")
 LEAST_TIMED = 8
 """Contexts below which times are not shown."""
 LEAST_RATE = 8
@@ -42,9 +43,41 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         "reordered": _reordered(results["reordered"]),
         "certified": _certified(results["certified"]),
         "pretrained": _pretrained(results["pretrained"]),
+        "loops": _loops(results),
         "load": _load(results["load"]),
         "load tokens": _load_tokens(results["load"]),
     }
+
+
+def _loops(results: dict[str, Any]) -> str:
+    heads = [
+        "loop",
+        "way",
+        "tokens of its prompts",
+        "prefilled",
+        "× prefix cache",
+        "right",
+        "KL to a re-prefill: mean",
+        "largest",
+    ]
+    heads += ["other first tokens", "within its bound", "chunks served"]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for loop in LOOPS:
+        ways = results[loop]["ways"]
+        alone = ways["prefix cache"]["prefilled_tokens"]
+        for way, own in ways.items():
+            right = own["right"]
+            bounded = f"{own['within_their_bounds']} of {own['bounded']}" if way in ("exact", "forget") else ""
+            points = ", ".join(f"{count} {point}" for point, count in own["points"].items())
+            kl = ["", ""] if way == "re-prefill" else [f"{max(own['kl']['value'], 0):.2g}", f"{own['largest_kl']:.2g}"]
+            cells = [loop, way, f"{own['prompt_tokens']:,}", f"{own['prefilled_tokens']:,}"]
+            cells += [
+                f"{own['prefilled_tokens'] / alone:.3f}",
+                f"{right['value']:.3f} [{right['low']:.3f}, {right['high']:.3f}]",
+            ]
+            cells += [*kl, "" if way == "re-prefill" else f"{own['flips']['value']:.1%}", bounded, points]
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def _plumbing(results: dict[str, Any]) -> str:

@@ -22,6 +22,9 @@ MATCHED, LEADING = 88, 48
 CONTEXTS = {"trained": 256, "bfloat16": 64, "divided": 8, "reordered": 32, "certified": 12, "pretrained": 8}
 """Of the trained model's task, or texts, in the programs that ask them: `NAME_program.py`, or `trained_program.py`."""
 
+LOOPS = {"sliding": 200, "reopened": 200, "appended": 200}
+"""Turns of the loops of `loops_program.py`."""
+
 ALONE = {"load": "load_program.py", "fuzzed": "fuzz_program.py"}
 """Programs that start a server, by scenario."""
 
@@ -38,6 +41,8 @@ def start(work, scenario, kind, *, dies=False):
         command = [ALONE[scenario], work]
     elif scenario in ("bfloat16", "divided"):
         command = ["trained_program.py", work, CONTEXTS[scenario], scenario]
+    elif scenario in LOOPS:
+        command = ["loops_program.py", work, LOOPS[scenario], scenario]
     elif scenario in CONTEXTS:
         command = [f"{scenario}_program.py", work, CONTEXTS[scenario]]
     else:
@@ -55,10 +60,10 @@ def run(work, request):
     done = {}
 
     def run(scenario, kind="128"):
-        own = scenario in (*CONTEXTS, *ALONE)
+        own = scenario in (*CONTEXTS, *LOOPS, *ALONE)
         key = scenario if own else f"{scenario}, {kind}"
         if key not in done:
-            found = work / f"{scenario}-{CONTEXTS.get(scenario, kind)}.json"
+            found = work / f"{scenario}-{(CONTEXTS | LOOPS).get(scenario, kind)}.json"
             if not found.exists():
                 start(work, scenario, kind)
             done[key] = json.loads(found.read_text())
@@ -389,3 +394,19 @@ def test_nothing_that_a_client_sends_stops_the_server(run):
     assert statuses["200"] > 250, "or few of them came as far as the connector"
     before, after = found["plain"]
     assert before == after == found["reuse"]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loops_pay_as_they_come_and_within_their_bounds(run, loop):
+    """Nothing is formed by hand; what an agent's loop prefills, beside the engine's own prefix cache."""
+    ways = run(loop)["ways"]
+    alone = ways["prefix cache"]["prefilled_tokens"]
+    for way in ("exact", "forget"):
+        own = ways[way]
+        assert own["prefilled_tokens"] <= alone
+        assert own["within_their_bounds"] == own["bounded"] == LOOPS[loop]
+        assert own["right"]["value"] >= ways["re-prefill"]["right"]["value"] - 0.02
+    assert ways["exact"]["largest_kl"] < 1e-5
+    if loop == "sliding":
+        assert ways["forget"]["prefilled_tokens"] <= 0.3 * alone
+        assert ways["remember"]["prefilled_tokens"] <= 0.3 * alone
