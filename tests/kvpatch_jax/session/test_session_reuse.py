@@ -164,12 +164,15 @@ def test_chunks_deleted_from_the_store_are_prefilled_or_refused(backbone, tmp_pa
         assert own.delete(name, backbone.fingerprint)
         session.recall(name)
         assert session.fidelity(name) == "exact"
-        session.runtime.former.flush()  # or its canonical may be stored once more, after it was deleted below
+        session.runtime.former.flush()
 
         with kvp.Session(backbone, own, 1, rank=0, uncertified=True, memory=0) as forgetful:
             forgetful.add(image_of(0))
             name = forgetful.add(image_of(1))
             forgetful.slide(0)
+            # What is still being stored in the background would be there again after the deletion.
+            assert forgetful.runtime.former is not None
+            forgetful.runtime.former.flush()
             own.delete(name, backbone.fingerprint)
             before = forgetful.window
             with pytest.raises(SessionError, match="given again"):
