@@ -24,7 +24,7 @@ from .messages import LeftBehind
 from .segments import PromptSegment
 from .settings import ConnectorConfig
 from .stores import Stores
-from .survivors import Survivor, shared_survivors
+from .survivors import Survivor
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,6 @@ class ChunkFormer:
 
     def __init__(self, config: ConnectorConfig, layout: KVLayout, stores: Stores):
         self.config, self.layout, self.stores = config, layout, stores
-        self.survivors = shared_survivors(config.store, config.backbone, config.survivor_bytes)
         self.counts: collections.Counter[str] = collections.Counter()
         self.held_bytes = 0
         self._lock = threading.Lock()
@@ -221,7 +220,7 @@ class ChunkFormer:
         # First what the agent's next request needs, which may come at once.
         if host is not None and task.survivor is not None:
             left = task.survivor
-            self.survivors.put(left.key, Survivor(host, left.state, left.front, left.ways))
+            self.stores.shared.survivors.put(left.key, Survivor(host, left.window, left.index, left.ways))
             self.counts["survivors"] += 1
         if host is not None and task.prefill is not None:
             self._keep(host, task, task.prefill, np.dtype(dtype))

@@ -21,7 +21,7 @@ def keep_served(
     for index, payload in enumerate(payloads):
         step, key = payload.step, history.survivor_key(index, options)
         if index and step.exact:
-            survivors.put(key, Survivor(payload.chunk, states[index], states[:index]))
+            survivors.put(key, Survivor(payload.chunk, states, index))
         elif step.point == "survivor":
             survivors.get(key)
 
@@ -38,5 +38,5 @@ def left_behind(
         key = history.survivor_key(index, options)
         known = survivors.get(key)
         if known is None or known.state != states[index]:
-            left.append(LeftBehind(index, key, states[index], states[:index], ways))
+            left.append(LeftBehind(index, key, states, ways))
     return tuple(left)

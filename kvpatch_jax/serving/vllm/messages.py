@@ -52,13 +52,12 @@ class LeftBehind(NamedTuple):
     Attributes:
       index: of its segment.
       key: its name among survivors.
-      state: which KV it is. front: that of the chunks in front. ways: as `Survivor.ways`.
+      window, ways: as of a `Survivor`.
     """
 
     index: int
     key: SurvivorKey
-    state: ServedState
-    front: tuple[ServedState, ...]
+    window: tuple[ServedState, ...]
     ways: tuple[Way, ...] = ()
 
 

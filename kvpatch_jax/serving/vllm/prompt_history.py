@@ -1,6 +1,8 @@
 """What precedes each chunk of a prompt, and how that is served: the names under which KV behind it is found again."""
 
+import collections
 import functools
+import itertools
 from collections.abc import Sequence
 
 from ...cache import digest_of, encoded
@@ -8,6 +10,9 @@ from ...window import Likeness, keys_behind
 from .segments import PromptSegment
 from .settings import RequestOptions
 from .survivors import ServedState, SurvivorKey
+
+MOST_REORDERED = 64
+"""Chunks behind the lead among which another order is looked for; certificates reach half as far."""
 
 
 class PromptHistory:
@@ -32,27 +37,33 @@ class PromptHistory:
 
     def alike(self, index: int) -> dict[Likeness, str]:
         """Returns the keys of stored prefills that were computed behind chunks like these, as `keys_behind`."""
-        ids = [segment.id for segment in self.segments[:index]]
-        if not ids:
+        if not index:
             return {}
-        return keys_behind(self.front(min(self.lead, index)), ids[-1], ids[self.lead : -1])
+        farther = self.segments[self.lead : index - 1] if index - self.lead <= MOST_REORDERED else ()
+        pinned, nearest = self.front(min(self.lead, index)), self.segments[index - 1].id
+        return keys_behind(pinned, nearest, [segment.id for segment in farther])
 
     @functools.cached_property
     def _fronts(self) -> list[str]:
-        ids = [segment.id for segment in self.segments]
-        return [digest_of([b"front", *map(encoded, ids[:count])], size=16) for count in range(len(ids) + 1)]
+        # One from the other, because a prompt may have thousands of chunks.
+        def behind(front: str, segment: PromptSegment) -> str:
+            return digest_of([encoded(front), encoded(segment.id)], size=16)
 
-    def prefilled(self, index: int, front: Sequence[ServedState]) -> ServedState:
-        """Returns the state of a chunk that is prefilled behind the chunks in front as they are served."""
-        if all(own == self.exact(place) for place, own in enumerate(front)):
-            return self.exact(index)
-        states = [encoded(own.digest) for own in front]
-        return ServedState(self.segments[index].id, digest_of([b"behind", *states], size=16))
+        return list(itertools.accumulate(self.segments, behind, initial=digest_of([b"front"], size=16)))
+
+    @functools.cached_property
+    def _repeats(self) -> list[int]:
+        """How many chunks with the same content stand in front of each."""
+        seen, repeats = collections.Counter[str](), []
+        for segment in self.segments:
+            repeats.append(seen[segment.id])
+            seen[segment.id] += 1
+        return repeats
 
     def survivor_key(self, index: int, options: RequestOptions) -> SurvivorKey:
         """Returns the name of what a request leaves of a chunk."""
         lead = self.front(min(self.lead, index))
-        return SurvivorKey(options.tenant, options.agent, lead, self.segments[index].id)
+        return SurvivorKey(options.tenant, options.agent, lead, self.segments[index].id, self._repeats[index])
 
     def exact(self, index: int) -> ServedState:
         """Returns the state of a chunk whose KV is that of a prefill of the prompt."""

@@ -174,8 +174,9 @@ def plan_request(
     # Take the longest prefix of the steps whose loss is within the limits.
     blind = options.policy == "blind" and config.uncertified
     max_kl = config.most_kl if options.kl is None else min(options.kl, config.most_kl)
+    losses = _losses(steps, len(segments), certificate, options.promise)
     for count in range(len(steps), 0, -1):
-        kl, flips = _certified_loss(steps[:count], len(segments), certificate, options.promise)
+        kl, flips = losses[count - 1]
         within_kl = kl is not None and kl <= max_kl
         within_flips = options.flips is None or (flips is not None and flips <= options.flips)
         if kl == 0.0 or blind or (within_kl and within_flips):
@@ -188,19 +189,26 @@ def plan_request(
 
 def states_of(history: PromptHistory, steps: Sequence[ChunkStep]) -> tuple[ServedState, ...]:
     """Returns the state of every chunk of a prompt: those that a plan serves, and those prefilled behind them."""
-    states: list[ServedState] = []
+    states, is_exact, front = list[ServedState](), True, ""
     for index, segment in enumerate(history.segments):
-        step = steps[index] if index < len(steps) else None
-        if step is None:
-            states.append(history.prefilled(index, states))
-        elif step.exact:
-            states.append(history.exact(index))
-        elif step.point == "survivor":
-            states.append(ServedState(segment.id, step.version or ""))
+        if index < len(steps):
+            state = _served_state(history, index, steps[index])
         else:
-            how = f"{step.point} {step.patch or step.version or ''}"
-            states.append(ServedState(segment.id, digest_of([encoded(how)], size=16)))
+            state = history.exact(index) if is_exact else ServedState(segment.id, front)
+        states.append(state)
+        is_exact = is_exact and state == history.exact(index)
+        front = digest_of([encoded(front), *map(encoded, state)], size=16)
     return tuple(states)
+
+
+def _served_state(history: PromptHistory, index: int, step: ChunkStep) -> ServedState:
+    """Returns the state of a chunk that a plan serves."""
+    if step.exact:
+        return history.exact(index)
+    if step.point == "survivor":
+        return ServedState(step.segment.id, step.version or "")
+    how = f"{step.point} {step.patch or step.version or ''}"
+    return ServedState(step.segment.id, digest_of([encoded(how)], size=16))
 
 
 def _available_steps(
@@ -215,7 +223,7 @@ def _available_steps(
     Args:
       encoded: whether canonicals are in few bits, so that none of them is exact.
     """
-    steps: list[ChunkStep] = []
+    steps, front, is_exact = list[ChunkStep](), list[ServedState](), True
     others = max(0, len(history.segments) - 2)
 
     def bound(step: ChunkStep) -> tuple[float, int]:
@@ -224,38 +232,43 @@ def _available_steps(
         return math.inf if kl is None else kl, -1 if remembered else CLOSEST.index(step.point)
 
     for index in range(len(history.segments)):
-        candidates = _candidates(history, index, steps, catalog, options, encoded)
+        candidates = _candidates(history, front, is_exact, catalog, options, encoded)
         # What is listed may be damaged, or not fit: then the next best.
         step = next((step for step in sorted(candidates, key=bound) if catalog.provide(step)), None)
         if step is None:
             break
         steps.append(step)
+        front.append(_served_state(history, index, step))
+        is_exact = is_exact and step.exact
     return steps
 
 
 def _candidates(
     history: PromptHistory,
-    index: int,
-    steps: Sequence[ChunkStep],
+    front: Sequence[ServedState],
+    is_exact: bool,
     catalog: ChunkCatalog,
     options: RequestOptions,
     encoded: bool,
 ) -> list[ChunkStep]:
-    """Lists the ways in which a chunk can be served behind the steps in front of it: an exact one, or all others."""
-    segment, exact_only = history.segments[index], options.policy == "exact"
+    """Lists the ways in which the next chunk can be served: an exact one, or all others.
+
+    Args:
+      front: states of the chunks in front. is_exact: whether all of them are exact.
+    """
+    index, exact_only = len(front), options.policy == "exact"
+    segment = history.segments[index]
     if index == 0:
         is_served = not (encoded and exact_only) and catalog.has_canonical(segment.id)
         return [ChunkStep(segment, "bare" if encoded else "leading")] if is_served else []
 
-    # Everything in front is exact: then a prefill that was computed behind it is what the engine would compute.
-    is_exact = all(step.exact for step in steps)
+    # Behind exact chunks, a prefill that was computed behind them is what the engine would compute.
     prefills = dict(catalog.prefills(index))
     behind_these = prefills.pop("restored", None)
     candidates = []
     if behind_these is not None:
         # Behind approximate chunks nothing was measured of it; it is closer than one of another order.
         candidates.append(ChunkStep(segment, "restored" if is_exact else "moved", version=behind_these))
-    front = states_of(history, steps)[:index]
     survivor = catalog.survivor(index, front)
     if survivor is not None:
         point = "restored" if is_exact and survivor.state == history.exact(index) else "survivor"
@@ -288,34 +301,36 @@ def _bound(step: ChunkStep, others: int, certificate: Certificate | None, promis
     return kl
 
 
-def _certified_loss(
+def _losses(
     steps: Sequence[ChunkStep], count: int, certificate: Certificate | None, promise: Promise
-) -> tuple[float | None, float | None]:
-    """Bounds the loss of an answer if the first of `count` chunks are served by `steps` and the engine prefills others.
+) -> list[tuple[float | None, float | None]]:
+    """Bounds the loss of an answer if the first steps serve the first of `count` chunks and the engine prefills others.
 
     It is that of a prompt all of whose chunks, from the first approximate one on, are served in the worst of these
     ways, as `Certificate.together` says.
 
     Returns:
-      Bounds of the KL in nats and of the share of flipped tokens; 0 if every step is as promised, None if nothing
-      bounds it.
+      For one step, two, and so on: bounds of the KL in nats and of the share of flipped tokens; 0 if every step is as
+      promised, None if nothing bounds it.
     """
-    approximate = [place for place, step in enumerate(steps) if step.ways(promise)]
-    if not approximate:
-        return 0.0, 0.0
-    if certificate is None:
-        return None, None
+    losses, known, others = list[tuple[float | None, float | None]](), set[Way](), 0
+    kl: float | None = 0.0
+    flips: float | None = 0.0
+    for place, step in enumerate(steps):
+        for way in step.ways(promise):
+            if way in known:
+                continue
+            if not known:  # all behind the first approximate chunk are approximate too, those of the engine included
+                others = count - place - 1
+            known.add(way)
+            if certificate is None:
+                kl = flips = None
+            else:
+                kl = _worse(kl, certificate.bound(*way, behind=others, promise=promise))
+                flips = _worse(flips, certificate.flips(*way, behind=others, promise=promise))
+        losses.append((kl, flips))
+    return losses
 
-    # Every chunk after the first approximate one is approximate too, those that the engine prefills included.
-    others = count - approximate[0] - 1
-    bounds = [_bound(step, others, certificate, promise) for step in steps]
-    kl = None if None in bounds else max(bound for bound in bounds if bound is not None)
 
-    flips = 0.0
-    for point, rank in {way for step in steps for way in step.ways(promise)}:
-        bound = certificate.flips(point, rank, behind=others, promise=promise)
-        if bound is None:
-            return kl, None
-        flips = max(flips, bound)
-
-    return kl, flips
+def _worse(bound: float | None, other: float | None) -> float | None:
+    return None if bound is None or other is None else max(bound, other)

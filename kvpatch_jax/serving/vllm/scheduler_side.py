@@ -24,7 +24,7 @@ from .request_plan import RequestPlan, plan_request
 from .segments import PromptFeature, PromptSegment, segments_of
 from .settings import ConnectorConfig, RequestOptions
 from .stores import StoreCatalog, Stores
-from .survivors import shared_survivors
+from .survivors import Survivors
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,6 @@ class SchedulerSide:
     ):
         self.config, self.page_size, self.cache, self.certificate = config, page_size, cache, certificate
         self.stores = Stores(config, weights)
-        self.survivors = shared_survivors(config.store, config.backbone, config.survivor_bytes)
         self._admission = Admission(config, self.stores, cache)
         self.counts: collections.Counter[str] = collections.Counter()
         self.metrics, self.events = EngineMetrics(), BlockEvents(page_size)
@@ -166,6 +165,11 @@ class SchedulerSide:
         self._loads: list[LoadCommand] = []
         self._lost: set[int] = set()
         self._unplaced: collections.OrderedDict[tuple[str, str], None] = collections.OrderedDict()
+
+    @property
+    def survivors(self) -> Survivors:
+        """What requests have left for the next ones of their agents."""
+        return self.stores.shared.survivors
 
     # -------------------------------------------------------------------------------------------------- planning
 
@@ -228,7 +232,7 @@ class SchedulerSide:
             return PlannedRequest(plan, (), self._wanted(state), state.own_salt)
 
         unplaced = {segment.id for segment in state.segments if (tenant, segment.id) in self._unplaced}
-        catalog = StoreCatalog(self.stores, state.options, self.cache, state.history, self.survivors, unplaced)
+        catalog = StoreCatalog(self.stores, state.options, self.cache, state.history, unplaced)
         plan = plan_request(state.history, catalog, self.config, state.options, self.certificate)
         for error in catalog.unfit:
             self._note_unfit(error)
@@ -470,7 +474,6 @@ class SchedulerSide:
         self.stores.shared.reset()
         self.certificate = None
         self._unplaced.clear()
-        self.survivors.clear()
         self.events.clear()
         self.counts["resets"] += 1
         for id, state in self._requests.items():

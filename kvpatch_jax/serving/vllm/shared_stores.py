@@ -18,6 +18,7 @@ from ...store import Budget, ChunkStore, RemoteStore, RetryPolicy, SharedHostTie
 from ...utils.background import JobQueue, start_thread
 from ...utils.optional_packages import require
 from .settings import ConnectorConfig
+from .survivors import Survivors
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class SharedStores:
 
     Attributes:
       host_tier: the host tier of all tenants.
+      survivors: what requests of all tenants leave for the next ones of their agents.
       backbone: the name under which chunks are stored and looked up; another one after each `reset`.
       users: number of sides that use the stores.
 
@@ -48,7 +50,7 @@ class SharedStores:
 
     def __init__(self, config: ConnectorConfig):
         self.config, self.backbone, self.users = config, config.backbone, 0
-        self.host_tier = SharedHostTier(config.host)
+        self.host_tier, self.survivors = SharedHostTier(config.host), Survivors(config.survivor_bytes)
         self._key, self._remote = read_key(config), remote_of(config)
         self._open: collections.OrderedDict[str, ChunkStore] = collections.OrderedDict()
         self._lock, self._closed = threading.Lock(), False
@@ -100,6 +102,7 @@ class SharedStores:
         """
         self.backbone = f"{self.config.backbone} after reset {secrets.token_hex(8)}"
         self.host_tier.clear()
+        self.survivors.clear()
 
     # ------------------------------------------------------------------------------------------------- closing
 

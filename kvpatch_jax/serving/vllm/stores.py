@@ -1,5 +1,6 @@
 """Stores of an engine's tenants, and the catalog of one store that a plan uses."""
 
+import functools
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from .prompt_history import PromptHistory
 from .request_plan import ChunkStep, StockedPatch
 from .settings import ConnectorConfig, RequestOptions
 from .shared_stores import acquire_stores, release_stores
-from .survivors import ServedState, Survivor, Survivors
+from .survivors import ServedState, Survivor
 from .weights import expect_weights
 
 
@@ -134,7 +135,6 @@ class StoreCatalog:
       options: of the request: its tenant, and the agent whose survivors may serve it.
       cache: the engine's cache format.
       history: the prompt's chunks.
-      survivors: what earlier requests left behind.
       unplaced: ids of chunks that could not be placed before; the catalog has nothing of them.
 
     Attributes:
@@ -147,17 +147,20 @@ class StoreCatalog:
         options: RequestOptions,
         cache: CacheFormat,
         history: PromptHistory,
-        survivors: Survivors,
         unplaced: Collection[str] = (),
     ):
         self._stores, self._options, self._cache = stores, options, cache
-        self._history, self._survivors, self._unplaced = history, survivors, unplaced
+        self._history, self._unplaced = history, unplaced
         self._lengths = {segment.id: segment.end - segment.begin for segment in history.segments}
         self._canonicals: dict[str, Chunk | None] = {}
         self._patches: dict[str, Patch] = {}
         self._provided: dict[ChunkStep, Chunk] = {}
         self._left: dict[str, Survivor] = {}
         self.unfit: list[KVPatchError] = []
+
+    @functools.cached_property
+    def _prefills(self) -> StoredPrefills | None:
+        return self._stores.prefills(self._options.tenant, self._cache.dtype)
 
     def has_canonical(self, id: str) -> bool:
         """Returns whether the store has an undamaged canonical that fits the engine's pool."""
@@ -181,8 +184,8 @@ class StoreCatalog:
     def prefills(self, index: int) -> dict[str, str]:
         """Returns the stored prefills of a chunk by operating point, each with the digest of what it was behind."""
         id, front = self._history.segments[index].id, self._history.front(index)
-        prefills = None if id in self._unplaced else self._stores.prefills(self._options.tenant, self._cache.dtype)
-        if prefills is None:
+        prefills = self._prefills
+        if prefills is None or id in self._unplaced:
             return {}
         found: dict[str, str] = {}
         if prefills.contains(id, front):
@@ -204,7 +207,7 @@ class StoreCatalog:
         segment = self._history.segments[index]
         if segment.id in self._unplaced:
             return None
-        left = self._survivors.get(self._history.survivor_key(index, self._options))
+        left = self._stores.shared.survivors.get(self._history.survivor_key(index, self._options))
         if left is None or left.slides(front) is None:
             return None
         self._left[left.state.digest] = left
@@ -218,7 +221,7 @@ class StoreCatalog:
         elif version in self._left and self._left[version].state.id == id:
             chunk = self._fitting(self._left[version].chunk, self._left[version].chunk.lead)
         else:
-            prefills = self._stores.prefills(self._options.tenant, self._cache.dtype)
+            prefills = self._prefills
             chunk = None if prefills is None else self._fitting(prefills.get(id, version), prefills.lead(version))
         if chunk is None:
             return False

@@ -5,9 +5,8 @@ the rest of it, in its order, it is what a window that *remembers* promises (doc
 """
 
 import collections
-import os
+import itertools
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,13 +31,14 @@ class SurvivorKey(NamedTuple):
 
     Attributes:
       tenant: owner of the chunk. agent: whose window it is in, as its requests say. lead: digest of the pinned lead.
-      id: of the chunk.
+      id: of the chunk. repeat: how many chunks with the same content stand in front of it.
     """
 
     tenant: str
     agent: str
     lead: str
     id: str
+    repeat: int = 0
 
 
 class Survivor(NamedTuple):
@@ -46,22 +46,27 @@ class Survivor(NamedTuple):
 
     Attributes:
       chunk: its KV, position-free, on the host.
-      state: which KV that is.
-      front: states of all chunks that it was computed behind.
+      window: states of the request's chunks, shared with what else the request left.
+      index: of this one among them; it was computed behind those in front.
       ways: points and ranks of the approximate ones among those, other than survivors.
     """
 
     chunk: Chunk
-    state: ServedState
-    front: tuple[ServedState, ...]
+    window: tuple[ServedState, ...]
+    index: int
     ways: tuple[Way, ...] = ()
+
+    @property
+    def state(self) -> ServedState:
+        """Which KV it is."""
+        return self.window[self.index]
 
     def slides(self, front: Sequence[ServedState]) -> int | None:
         """Counts the chunks that have left since; None if what is in front now is not a part of what was, in order."""
-        rest = iter(self.front)
+        rest = itertools.islice(self.window, self.index)
         if not all(own in rest for own in front):
             return None
-        return len(self.front) - len(front)
+        return self.index - len(front)
 
 
 class Survivors:
@@ -114,17 +119,3 @@ class Survivors:
         survivor = self._held.pop(key, None)
         if survivor is not None:
             self.nbytes -= survivor.chunk.nbytes
-
-
-_shared: weakref.WeakValueDictionary[tuple[str, str, int], Survivors] = weakref.WeakValueDictionary()
-_sharing = threading.Lock()
-
-
-def shared_survivors(store: str, backbone: str, budget: int) -> Survivors:
-    """Returns the survivors of a store's root and a backbone in this process: both sides of an engine have the same."""
-    key = os.path.realpath(store), backbone, budget
-    with _sharing:
-        found = _shared.get(key)
-        if found is None:
-            found = _shared[key] = Survivors(budget)
-        return found

@@ -10,11 +10,14 @@ import pytest
 from serving_sides import LAYOUT, served, sides_of, true_kv
 
 import kvpatch_jax as kvp
+from kvpatch_jax.cache import digest_of
 from kvpatch_jax.core import EngineKV
 from kvpatch_jax.plan import Certificate, CertifiedLoss, RankChoice
-from kvpatch_jax.serving.vllm import PromptSegment
+from kvpatch_jax.serving.vllm import ConnectorConfig, PromptSegment, RequestOptions, prompt_history, request_plan
+from kvpatch_jax.serving.vllm.left_behind import left_behind
 from kvpatch_jax.serving.vllm.messages import StepCommands
 from kvpatch_jax.serving.vllm.prompt_history import PromptHistory
+from kvpatch_jax.serving.vllm.request_plan import states_of
 from kvpatch_jax.serving.vllm.survivors import ServedState, Survivor, SurvivorKey, Survivors
 
 LEAD, SIZE = (901, 902, 903, 904), 5
@@ -217,6 +220,56 @@ def test_what_a_survivor_has_not_seen_is_not_remembered(sides):
     assert points(told) == ["leading", "survivor"]
 
 
+def test_a_page_that_is_there_twice_survives_as_each_of_both(sides):
+    """The later one has seen the earlier one, and does not stand in for it."""
+    asked(sides, "first", [0, 1, 0, 2], **REMEMBER)
+    found, told = asked(sides, "second", [1, 0, 2], **REMEMBER)
+    assert points(told) == ["leading", "survivor"], "it is unknown whether the first or the second of both has left"
+    asked(sides, "third", [5, 3, 4, 3], **REMEMBER)
+    found, told = asked(sides, "fourth", [3, 4, 3], **REMEMBER)
+    assert points(told) == ["leading", "survivor", "survivor", "survivor"]
+    for index in range(3):
+        alike(page_rows(found, index), rows_of([5, 3, 4, 3], 1 + index, len(LEAD) + SIZE * index))
+
+
+def test_a_prompt_of_thousands_of_chunks_is_planned_chunk_by_chunk(monkeypatch):
+    """Its states, fronts and bounds follow from those before: the work does not grow with the cube of its chunks."""
+    segments = [PromptSegment(f"{number:032x}", number, number + 1) for number in range(4096)]
+    survivors = Survivors(1 << 40)
+    options = RequestOptions(policy="approximate", promise="remember")
+    earlier = PromptHistory([segments[0], PromptSegment("left", 1, 2), *segments[1:]])
+    window = states_of(earlier, [])
+    chunk = type("Held", (), {"nbytes": 1})()
+    for index in range(2, 4097):
+        survivors.put(earlier.survivor_key(index, options), Survivor(chunk, window, index))
+
+    class Catalog:
+        """What an earlier request left, and the first chunk."""
+
+        has_canonical = staticmethod(lambda id: id == segments[0].id)
+        patches = staticmethod(lambda id, antecedent: [])
+        prefills = staticmethod(lambda index: {})
+        provide = staticmethod(lambda step: True)
+
+        def survivor(self, index, front):
+            found = survivors.get(history.survivor_key(index, options))
+            return None if found is None or found.slides(front) is None else found
+
+    digests = []
+    for module in (prompt_history, request_plan):
+        monkeypatch.setattr(module, "digest_of", lambda *given, **more: digests.append(1) or digest_of(*given, **more))
+    history = PromptHistory(segments)
+    config = ConnectorConfig(store="s", backbone="b")
+    plan = request_plan.plan_request(history, Catalog(), config, options, None)
+    assert (plan.matched, plan.kl) == (4096, 0.0)
+    states = states_of(history, plan.steps)
+    assert len(left_behind(Survivors(0), history, options, plan.steps[:2000])) == 2096
+    assert states[1:] == tuple(own for own in window[2:])
+    assert len(digests) <= 4 * 4097
+    loose = request_plan.plan_request(history, Catalog(), config, RequestOptions(policy="approximate"), None)
+    assert loose.matched == 1, "nothing bounds the others"
+
+
 @pytest.mark.parametrize("other", [{"agent": "another"}, {"tenant": "another"}, {"promise": "forget"}])
 def test_survivors_serve_no_one_else(sides, other):
     """Nor a request that is to be compared with its own prefill, unless a certificate bounds them."""
@@ -274,13 +327,13 @@ def test_survivors_hold_one_version_per_name():
     chunk = lambda nbytes: type("Held", (), {"nbytes": nbytes})()
     key = lambda id, tenant="t": SurvivorKey(tenant, "", "lead", id)
     state = lambda id: ServedState(id, "x")
-    assert kept.put(key("a"), Survivor(chunk(40), state("a"), ()))
-    assert kept.put(key("a"), Survivor(chunk(60), state("a"), ()))
+    assert kept.put(key("a"), Survivor(chunk(40), (state("a"),), 0))
+    assert kept.put(key("a"), Survivor(chunk(60), (state("a"),), 0))
     assert (len(kept), kept.nbytes) == (1, 60)
-    assert not kept.put(key("b"), Survivor(chunk(101), state("b"), ()))
-    assert kept.put(key("b", "u"), Survivor(chunk(30), state("b"), ()))
+    assert not kept.put(key("b"), Survivor(chunk(101), (state("b"),), 0))
+    assert kept.put(key("b", "u"), Survivor(chunk(30), (state("b"),), 0))
     assert kept.get(key("a")) is not None
-    kept.put(key("c"), Survivor(chunk(30), state("c"), ()))
+    kept.put(key("c"), Survivor(chunk(30), (state("c"),), 0))
     assert (kept.get(key("b", "u")), kept.nbytes) == (None, 90), "the least recently used one went"
     assert (kept.clear("u"), kept.clear("t"), kept.nbytes) == (0, 2, 0)
 
