@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from ...cache import Chunk
@@ -269,7 +269,8 @@ class TenantDisk:
         if not self._budget_noted:
             note_budget(self.disk.root, self.names.space, self.budget.disk)
             self._budget_noted = True
-        if not self._bounds():
+        bounds = self._bounds()
+        if not bounds:
             yield
             return
         if not self._indexed:
@@ -281,32 +282,33 @@ class TenantDisk:
         try:
             while True:
                 try:
-                    self._evict_for(need, reservation)
+                    self._evict_for(need, bounds, reservation)
                     break
                 except StoreFullError:  # perhaps because of what others write at this moment
-                    claims = [self.disk.index.claimed(below, reservation) for below in self._bounds()]
-                    held = [self.disk.index.usage(below)[1] for below in self._bounds()]
+                    claims = [self.disk.index.claimed(below, reservation) for below in bounds]
+                    held = [self.disk.index.usage(below)[1] for below in bounds]
                     if claims == held or time.monotonic() >= until:
                         raise
                 time.sleep(0.005)
+                bounds = self._bounds()
             yield
         finally:
             self.disk.index.release(reservation)
 
-    def _evict_for(self, need: int, reservation: int) -> None:
+    def _evict_for(self, need: int, bounds: Mapping[str, int], reservation: int) -> None:
         """Evicts so that a reservation fits within each budget. Raises StoreFullError."""
-        for below, budget in self._bounds().items():
+        for below, budget in bounds.items():
             used = self.disk.index.claimed(below, reservation)
             if used + need > budget:
                 if below == "obj" and not self._whole_root and self._limits.read() is None:  # others' may have changed
                     self._shared = shared_budget(self.disk.root, self.names.space, self.budget.disk or 0)
                     if self._shared is None or self._shared > budget:
-                        return self._evict_for(need, reservation)
+                        self._evict_for(need, self._bounds(), reservation)
+                        return
                 more = {"below": below, "counted": self.names.space, "reservation": reservation}
                 make_room(self.disk, budget, need, self.pinned, **more)
             if used + need > HIGH * budget and need <= budget // SMALL:
                 self.evictor.wake(self.disk, below, budget, self.pinned, self.names.space)
-        return None
 
     def _bounds(self) -> dict[str, int]:
         """Returns the budgets by folder: the tenant's and the root's, as far as there are any."""
