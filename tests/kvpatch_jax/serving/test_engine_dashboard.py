@@ -9,6 +9,7 @@ import pytest
 from engine_page import Page
 
 from kvpatch_jax.serving.vllm.engine_metrics import METRICS, PREFIX
+from tests.dashboards import check_panels
 
 ROOT = Path(__file__).parents[3]
 ENDINGS = {"counter": "_total", "gauge": ""}
@@ -55,17 +56,7 @@ def test_labels_of_queries_are_those_of_their_metrics(queries: list[str]):
 
 
 def test_panels_have_names_and_places_of_their_own(dashboard: dict):
-    panels = dashboard["panels"]
-    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
-    cells: set[tuple[int, int]] = set()
-    for panel in panels:
-        at = panel["gridPos"]
-        covered = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-        assert not covered & cells
-        assert at["x"] + at["w"] <= 24
-        cells |= covered
-    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
-    assert set(re.findall(r"\$(?!__)\{?(\w+)", json.dumps(panels))) == variables
+    check_panels(dashboard)
 
 
 def test_dashboards_of_the_project_can_be_imported_side_by_side(dashboard: dict):

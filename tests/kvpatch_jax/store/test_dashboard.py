@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvpatch_jax.store import Statistics, prometheus_text
 from kvpatch_jax.store.disk.counters import BOUNDS, Histogram
 from kvpatch_jax.store.metrics import METRICS
+from tests.dashboards import check_panels
 
 ROOT = Path(__file__).parents[3]
 NOTED = {"lock_waits", "lock_timeouts", "index_rebuilds"}
@@ -85,17 +86,7 @@ def test_labels_of_queries_are_those_of_their_metrics(queries: list[str]):
 
 
 def test_panels_have_names_and_places_of_their_own(dashboard: dict):
-    panels = dashboard["panels"]
-    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
-    cells: set[tuple[int, int]] = set()
-    for panel in panels:
-        at = panel["gridPos"]
-        covered = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-        assert not covered & cells
-        assert at["x"] + at["w"] <= 24
-        cells |= covered
-    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
-    assert set(re.findall(r"\$(?!__)\{?(\w+)", json.dumps(panels))) == variables
+    check_panels(dashboard)
 
 
 def test_every_count_of_the_code_has_a_metric_and_every_metric_is_counted():
