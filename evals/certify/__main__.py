@@ -33,7 +33,7 @@ from .packed_questions import QUESTIONS
 from .scores import least_windows
 from .serving_modes import OPTIONAL_POINTS, RANKS
 from .time_estimate import announcement, expected_steps, measured_pace
-from .window_sizes import WindowSizes
+from .window_sizes import CertifiedSizes
 from .window_sources import DrawnImageSource, OwnImageSource, TextSource, WindowSource, drawn_images_fit
 
 SEED = 40961
@@ -62,14 +62,14 @@ _DTYPE = flags.DEFINE_enum(
 _SEED = flags.DEFINE_integer("seed", SEED, "of what is drawn; the default was first used once all this was written")
 
 
-def check_flags() -> tuple[WindowSizes, tuple[int, ...], frozenset[str]]:
+def check_flags() -> tuple[CertifiedSizes, tuple[int, ...], frozenset[str]]:
     """Refuses contradicting flags before anything is loaded; returns sizes of windows, ranks and what is left out."""
     if _IMAGES.value is not None and _TEXTS.value is not None:
         raise InputError("--images, --texts: got both; expected one of them, or neither")
 
     counts, chunks = _numbers("n", _NUMBER.value, 2), _numbers("chunks", _CHUNKS.value, 3)
     counts = counts * len(chunks) if len(counts) == 1 else counts
-    sizes = WindowSizes(chunks, counts, _BATCH.value)
+    sizes = CertifiedSizes(chunks, counts, _BATCH.value)
     least = least_windows(_LEVEL.value)
     if sizes.fewest[0] < least:
         raise InputError(f"--n: got {min(counts)}; expected {2 * least} or more for --level={_LEVEL.value:g}")
@@ -90,7 +90,7 @@ def _numbers(flag: str, values: Sequence[str], least: int) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
 
 
-def source_of(backbone: ModelBackbone, sizes: WindowSizes) -> WindowSource:
+def source_of(backbone: ModelBackbone, sizes: CertifiedSizes) -> WindowSource:
     """Returns the windows that the flags ask for.
 
     Args:

@@ -11,7 +11,7 @@ from kvpatch_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
-class WindowSizes:
+class CertifiedSizes:
     """How many windows of which sizes are measured.
 
     Attributes:
@@ -45,7 +45,7 @@ class WindowSizes:
         """The least number of windows of one size: for calibration, held out."""
         return halves(min(self.counts))
 
-    def up_to(self, count: int) -> "WindowSizes":
+    def up_to(self, count: int) -> "CertifiedSizes":
         """Returns these sizes with at most so many windows of each."""
         return dataclasses.replace(self, counts=tuple(min(own, count) for own in self.counts))
 

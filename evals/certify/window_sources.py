@@ -28,7 +28,7 @@ from ..probes.window.image_sequence import Image, bucket, filled
 from ..probes.window.probe_images import lead_image, of_ids, of_tokens
 from ..small_task import VOCABULARY, scenes, sequences
 from .packed_questions import PackedQuestions, packed, questions_of
-from .window_sizes import WindowSizes, halves
+from .window_sizes import CertifiedSizes, halves
 
 LEAD = "The following is looked at from the first to the last."
 PIECE, CONTINUED = 64, 16
@@ -102,7 +102,7 @@ class WindowSource:
     """
 
     content: str
-    sizes: WindowSizes
+    sizes: CertifiedSizes
     disjoint: bool
     specs: tuple[WindowSpec, ...]
     modality: ClassVar[str] = "image"
@@ -124,7 +124,7 @@ class DrawnImageSource(WindowSource):
     """Windows of three legends and a page of the small task, after those of another context."""
 
     @classmethod
-    def of(cls, sizes: WindowSizes, seed: int) -> "DrawnImageSource":
+    def of(cls, sizes: CertifiedSizes, seed: int) -> "DrawnImageSource":
         """Plans windows. Each context is drawn for one window alone.
 
         Raises:
@@ -198,7 +198,7 @@ class OwnImageSource(WindowSource):
 
     @classmethod
     def of(
-        cls, backbone: ModelBackbone, folder: Path, sizes: WindowSizes, seed: int, questions: Sequence[str]
+        cls, backbone: ModelBackbone, folder: Path, sizes: CertifiedSizes, seed: int, questions: Sequence[str]
     ) -> "OwnImageSource":
         """Plans windows of the images in a folder. A batch holds windows of one shape.
 
@@ -331,7 +331,7 @@ class TextSource(WindowSource):
 
     @classmethod
     def of(
-        cls, backbone: ModelBackbone, folder: Path | None, sizes: WindowSizes, seed: int, questions: Sequence[str]
+        cls, backbone: ModelBackbone, folder: Path | None, sizes: CertifiedSizes, seed: int, questions: Sequence[str]
     ) -> "TextSource":
         """Plans windows, one of each document, of a folder or of the standard library's documentation.
 

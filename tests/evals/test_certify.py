@@ -27,7 +27,7 @@ from evals.certify import (
     window_sources,
 )
 from evals.certify.certification_run import CertificationRun, batch_name
-from evals.certify.window_sizes import WindowSizes
+from evals.certify.window_sizes import CertifiedSizes
 from evals.trained import MAIN, shipped
 from kvpatch_jax.errors import CertificateError, InputError
 from kvpatch_jax.plan import Certificate
@@ -184,7 +184,7 @@ def test_scores_are_restored_bit_by_bit():
 
 def test_measured_batches_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Both batches are in the journal: nothing is loaded, and the scores are those of one run."""
-    source, asked = window_sources.DrawnImageSource.of(WindowSizes((4,), (4,), 2), 7), {"model": "a", "ranks": [8]}
+    source, asked = window_sources.DrawnImageSource.of(CertifiedSizes((4,), (4,), 2), 7), {"model": "a", "ranks": [8]}
     file, own = tmp_path / "certificate.json.parts", [said({("bare", 0): each}) for each in (2.0, 3.0)]
     first = journal.Journal(file, asked)
     for number, found in enumerate(own):
@@ -216,7 +216,7 @@ def test_measured_batches_are_not_measured_again(tmp_path: Path, monkeypatch: py
 
 def test_the_estimate_has_a_step_for_each_remaining_measurement(tmp_path: Path):
     """A step for every way of every batch and for every batch of plans; what was measured is not among them."""
-    backbone, source = load(shipped(MAIN), dtype="float32"), window_sources.DrawnImageSource.of(WindowSizes(), 7)
+    backbone, source = load(shipped(MAIN), dtype="float32"), window_sources.DrawnImageSource.of(CertifiedSizes(), 7)
     kept = journal.Journal()
     run = CertificationRun(backbone, source, tmp_path, journal=kept)
     modes, pace = run.modes.number(4), time_estimate.Pace.assumed()
@@ -309,7 +309,7 @@ def test_folders_without_matching_files_are_refused(tmp_path: Path):
 
 
 def test_held_out_windows_are_decided_before_anything_is_computed():
-    source = window_sources.DrawnImageSource.of(WindowSizes((4,), (10,), 2), 5)
+    source = window_sources.DrawnImageSource.of(CertifiedSizes((4,), (10,), 2), 5)
     sides = [spec.held_out for spec in source.specs for _ in spec.clusters]
     assert sides == [False] * 5 + [True] * 5
     assert sorted(np.concatenate([spec.clusters for spec in source.specs]).tolist()) == list(range(10))
@@ -346,7 +346,7 @@ def test_the_shipped_certificate_is_of_the_shipped_weights_in_float32():
 def test_a_run_measures_every_mode(tmp_path: Path):
     """Few windows of the small task: every way is there, exact ways are exact, a bare chunk loses most."""
     backbone = load(shipped(MAIN), dtype="float32")
-    source, ranks, steps = window_sources.DrawnImageSource.of(WindowSizes((4,), (4,), 2), 7), (8, 64), []
+    source, ranks, steps = window_sources.DrawnImageSource.of(CertifiedSizes((4,), (4,), 2), 7), (8, 64), []
     run = CertificationRun(backbone, source, tmp_path, ranks, step=steps.append)
     made = certification.certify(run, MAIN, level=0.6, plan_seed=7)
     assert len(steps) - steps.count("plans") == len(source.specs) * run.modes.number(4)
@@ -377,7 +377,7 @@ def test_a_users_own_images_and_texts(tmp_path: Path):
     """Images of two sizes, and texts, on a backbone whose tokenizer knows few words."""
     from PIL import Image
 
-    backbone, sizes = load(shipped(MAIN), dtype="float32"), WindowSizes((3,), (4,), 2)
+    backbone, sizes = load(shipped(MAIN), dtype="float32"), CertifiedSizes((3,), (4,), 2)
     rng = np.random.default_rng(0)
     for number in range(12):
         size = (30, 70, 3) if number % 5 else (40, 40, 3)
@@ -389,7 +389,7 @@ def test_a_users_own_images_and_texts(tmp_path: Path):
     assert "1 questions" in made.asked
     assert made.bound("stored", 8, behind=2) is not None
     with pytest.raises(InputError, match=r"12 images in .*; expected 20 or more"):
-        window_sources.OwnImageSource.of(backbone, tmp_path, WindowSizes((5,), (4,), 2), 0, ("glyph?",))
+        window_sources.OwnImageSource.of(backbone, tmp_path, CertifiedSizes((5,), (4,), 2), 0, ("glyph?",))
     with pytest.raises(InputError, match="--questions=FILE"):
         packed_questions.questions_of(backbone, ("nothing that it knows",), 1)
 
@@ -400,7 +400,7 @@ def test_a_users_own_images_and_texts(tmp_path: Path):
     made = certification.certify(CertificationRun(backbone, texts, tmp_path, (8,)), MAIN, level=0.6)
     assert made.bound("stored", 8, behind=2) is not None
     with pytest.raises(InputError, match=r"0 texts of"):
-        window_sources.TextSource.of(backbone, tmp_path, WindowSizes((300,), (4,), 2), 0, ("glyph?",))
+        window_sources.TextSource.of(backbone, tmp_path, CertifiedSizes((300,), (4,), 2), 0, ("glyph?",))
 
 
 class Compiled(logging.Handler):
@@ -430,7 +430,7 @@ def test_images_of_other_sizes_in_a_bucket_compile_no_operator(tmp_path: Path):
             kept.append(path)
         else:
             path.unlink()
-    source = window_sources.OwnImageSource.of(backbone, tmp_path, WindowSizes((3,), (2,), 2), 0, ("glyph? r1t2",))
+    source = window_sources.OwnImageSource.of(backbone, tmp_path, CertifiedSizes((3,), (2,), 2), 0, ("glyph? r1t2",))
     lengths = {int(tokens.embeddings.shape[1]) for spec in source.specs for tokens in spec.batch}
     assert len(kept) == 12
     assert len(lengths) > 3

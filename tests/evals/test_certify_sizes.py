@@ -22,7 +22,7 @@ from evals.certify import (
 )
 from evals.certify.certification_run import CertificationRun
 from evals.certify.packed_questions import packed
-from evals.certify.window_sizes import WindowSizes
+from evals.certify.window_sizes import CertifiedSizes
 from evals.console import in_words
 from evals.probes.window.probe_images import of_ids
 from evals.trained import MAIN, shipped
@@ -234,7 +234,7 @@ def test_sizes_share_documents_and_never_across_the_halves(backbone: ModelBackbo
     words = [f"r{row}" for row in range(10)] + [f"t{tag}" for tag in range(9)]
     for number in range(9):
         (tmp_path / f"{number}.txt").write_text(" ".join(rng.choice(words, 1400)))
-    sizes = WindowSizes((3, 5), (8, 6), 4)
+    sizes = CertifiedSizes((3, 5), (8, 6), 4)
     source = window_sources.TextSource.of(backbone, tmp_path, sizes, 0, ("glyph?",))
     assert source.sizes == sizes
     assert [(spec.chunks, len(spec.clusters), spec.held_out) for spec in source.specs] == [
@@ -263,18 +263,18 @@ def test_sizes_share_documents_and_never_across_the_halves(backbone: ModelBackbo
 )
 def test_invalid_sizes_are_refused(chunks, counts, flag):
     with pytest.raises(InputError, match=flag):
-        WindowSizes(chunks, counts)
+        CertifiedSizes(chunks, counts)
 
 
 def test_drawn_windows_end_with_the_contexts_that_are_asked_about(backbone: ModelBackbone, tmp_path: Path):
-    source = window_sources.DrawnImageSource.of(WindowSizes((4, 6), (2, 2), 2), 7)
+    source = window_sources.DrawnImageSource.of(CertifiedSizes((4, 6), (2, 2), 2), 7)
     small, large = (source.load(backbone, source.specs[index], tmp_path) for index in (0, 2))
     assert [(len(own.pieces), len(own.older)) for own in (small, large)] == [(4, 6), (6, 6)]
     for own, spec in ((small, source.specs[0]), (large, source.specs[2])):
         assert source.size(backbone, spec) == sum(piece.size for piece in own.pieces)
         assert len({image.chunk.id for image in (*own.older, *own.pieces)}) == len(own.older) + len(own.pieces)
     with pytest.raises(InputError, match="expected 4 or more of drawn images"):
-        window_sources.DrawnImageSource.of(WindowSizes((3,), (2,), 2), 7)
+        window_sources.DrawnImageSource.of(CertifiedSizes((3,), (2,), 2), 7)
 
 
 def test_modes_are_counted_by_size():
@@ -332,11 +332,11 @@ def test_a_run_that_measured_nothing_leaves_no_configuration_behind(tmp_path: Pa
 
 def test_questions_without_a_known_word_are_refused_before_images_are_read(backbone: ModelBackbone, tmp_path: Path):
     with pytest.raises(InputError, match="--questions=FILE"):
-        window_sources.OwnImageSource.of(backbone, tmp_path / "missing", WindowSizes(), 0, ("What is shown?",))
+        window_sources.OwnImageSource.of(backbone, tmp_path / "missing", CertifiedSizes(), 0, ("What is shown?",))
 
 
 def test_the_announcement_says_how_long_it_takes(backbone: ModelBackbone, tmp_path: Path):
-    source = window_sources.DrawnImageSource.of(WindowSizes((4, 6), (64, 40), 32), 7)
+    source = window_sources.DrawnImageSource.of(CertifiedSizes((4, 6), (64, 40), 32), 7)
     run = CertificationRun(backbone, source, tmp_path, (8,), skip=frozenset({"orbit"}))
     pace = time_estimate.measured_pace(run)
     assert all(number >= 0 for number in pace)
@@ -353,7 +353,7 @@ def test_the_announcement_says_how_long_it_takes(backbone: ModelBackbone, tmp_pa
 
 @pytest.mark.slow
 def test_one_run_measures_several_sizes(backbone: ModelBackbone, tmp_path: Path):
-    sizes, steps, ranks = WindowSizes((4, 6), (4, 4), 2), list[str](), (8, 64)
+    sizes, steps, ranks = CertifiedSizes((4, 6), (4, 4), 2), list[str](), (8, 64)
     run = CertificationRun(backbone, window_sources.DrawnImageSource.of(sizes, 7), tmp_path, ranks, step=steps.append)
     expected = [*time_estimate.expected_steps(run, time_estimate.Pace.assumed())]
     made = certification.certify(run, MAIN, level=0.6, plan_seed=7)
