@@ -11,14 +11,15 @@ the lead alone it would be exact; and what has fewer than two others beside the 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
+
+from kvpatch_jax.window import Likeness
 
 from ..probes.window.image_sequence import KV, AgentLoop, Image
 from .window_sources import WindowBatch
 
-Likeness = Literal["seen", "near", "mean", "moved"]
 HISTORIES = 3
 """Histories that a mean is taken over."""
 LEAST_MOVED = 4
@@ -35,8 +36,8 @@ class StoredPieces(NamedTuple):
 
 
 def likenesses(size: int) -> tuple[Likeness, ...]:
-    """Returns the likenesses that a window of so many chunks is measured in."""
-    return get_args(Likeness) if size >= LEAST_MOVED else get_args(Likeness)[:-1]
+    """Returns the likenesses that a window of so many chunks is measured in, the least first."""
+    return tuple(own for own in reversed(get_args(Likeness)) if own != "moved" or size >= LEAST_MOVED)
 
 
 def stored_pieces(windows: WindowBatch, room: int) -> list[StoredPieces]:
