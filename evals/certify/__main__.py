@@ -29,12 +29,14 @@ from ..trained import shipped
 from .certification import certify, table
 from .certification_run import CertificationRun
 from .journal import Journal
+from .own_images import OwnImageSource, recorded_sizes
 from .packed_questions import QUESTIONS
+from .recorded_windows import read_windows
 from .scores import least_windows
 from .serving_modes import OPTIONAL_POINTS, RANKS
 from .time_estimate import announcement, expected_steps, measured_pace
 from .window_sizes import CertifiedSizes
-from .window_sources import DrawnImageSource, OwnImageSource, TextSource, WindowSource, drawn_images_fit
+from .window_sources import DrawnImageSource, TextSource, WindowSource, drawn_images_fit
 
 SEED = 40961
 
@@ -42,6 +44,11 @@ _MODEL = flags.DEFINE_string("model", None, "a checkpoint directory or GGUF file
 _IMAGES = flags.DEFINE_string("images", None, "a folder of images to measure on, such as screenshots of your agent's")
 _TEXTS = flags.DEFINE_string("texts", None, "a folder of texts to measure on (.txt, .md, .rst)")
 _QUESTIONS = flags.DEFINE_string("questions", None, "a file of questions to ask behind images or texts, a line each")
+_WINDOWS = flags.DEFINE_string(
+    "windows",
+    None,
+    "a file of JSON lines: windows as your agent had them, of the images of --images, and their questions",
+)
 _OUT = flags.DEFINE_string("out", None, "the certificate's file")
 _NUMBER = flags.DEFINE_list("n", ["64"], "windows, half of them held out; of every size, or a number for each")
 _BATCH = flags.DEFINE_integer(
@@ -68,9 +75,15 @@ def check_flags() -> tuple[CertifiedSizes, tuple[int, ...], frozenset[str]]:
         raise InputError("--images, --texts: got both; expected one of them, or neither")
 
     counts, chunks = _numbers("n", _NUMBER.value, 2), _numbers("chunks", _CHUNKS.value, 3)
-    counts = counts * len(chunks) if len(counts) == 1 else counts
-    sizes = CertifiedSizes(chunks, counts, _BATCH.value)
     least = least_windows(_LEVEL.value)
+    if _WINDOWS.value is not None:
+        if _IMAGES.value is None or _QUESTIONS.value is not None or flags.FLAGS["chunks"].present or len(counts) > 1:
+            raise InputError(
+                "--windows: expected --images with it, one --n at most, and neither --questions nor --chunks"
+            )
+        sizes = recorded_sizes(read_windows(Path(_WINDOWS.value)), 2 * least, counts[0], _BATCH.value)
+    else:
+        sizes = CertifiedSizes(chunks, counts * len(chunks) if len(counts) == 1 else counts, _BATCH.value)
     if sizes.fewest[0] < least:
         raise InputError(f"--n: got {min(counts)}; expected {2 * least} or more for --level={_LEVEL.value:g}")
 
@@ -108,7 +121,10 @@ def source_of(backbone: ModelBackbone, sizes: CertifiedSizes) -> WindowSource:
         if not questions:
             raise InputError(f"--questions: got {path}, which is empty; expected a question a line")
 
-    if _IMAGES.value is not None:
+    if _IMAGES.value is not None and _WINDOWS.value is not None:
+        windows = read_windows(Path(_WINDOWS.value))
+        source = OwnImageSource.recorded(backbone, Path(_IMAGES.value), windows, sizes, seed)
+    elif _IMAGES.value is not None:
         source = OwnImageSource.of(backbone, Path(_IMAGES.value), sizes, seed, questions)
     elif _TEXTS.value is None and drawn_images_fit(backbone):
         source = DrawnImageSource.of(sizes, seed)
@@ -141,6 +157,7 @@ def journal_of(backbone: ModelBackbone, name: str, source: WindowSource, ranks: 
         "backbone": backbone.fingerprint,
         "content": source.content,
         "questions": None if _QUESTIONS.value is None else Path(_QUESTIONS.value).read_text(encoding="utf-8"),
+        "recorded": None if _WINDOWS.value is None else Path(_WINDOWS.value).read_text(encoding="utf-8"),
         "windows": list(source.sizes.counts),
         "chunks": list(source.sizes.chunks),
         "batch": _BATCH.value,

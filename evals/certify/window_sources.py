@@ -1,4 +1,4 @@
-"""Sources of windows to measure on: images of the small task, a user's own images, or texts.
+"""Sources of windows to measure on: images of the small task, or texts. `own_images` has a user's own.
 
 Half of the windows are for calibration and half are held out; which are which is decided before anything is computed.
 All windows of a batch have the same shape.
@@ -7,25 +7,21 @@ All windows of a batch have the same shape.
 import contextlib
 import dataclasses
 import hashlib
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
 import kvpatch_jax as kvp
-from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import ImageError, InputError
 from models import ModelBackbone
 
 from .. import small_task
 from ..pretrained.texts import documentation, library_modules
-from ..probes.window.image_sequence import Image, bucket, filled
-from ..probes.window.probe_images import lead_image, of_ids, of_tokens
+from ..probes.window.image_sequence import Image
+from ..probes.window.probe_images import lead_image, of_ids
 from ..small_task import VOCABULARY, scenes, sequences
 from .packed_questions import PackedQuestions, packed, questions_of
 from .window_sizes import CertifiedSizes, halves
@@ -50,6 +46,7 @@ class WindowSpec(NamedTuple):
       clusters: number of each window, [B].
       held_out: whether they are held out.
       count: rows from here on repeat others, so that batches have few sizes; they are not scored. None: none do.
+      asked: tokens of the questions behind each window, where windows have their own.
     """
 
     chunks: int
@@ -57,6 +54,7 @@ class WindowSpec(NamedTuple):
     clusters: np.ndarray
     held_out: bool
     count: int | None = None
+    asked: tuple[tuple[Int[np.ndarray, " n"], ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -185,138 +183,6 @@ def drawn_images_fit(backbone: ModelBackbone) -> bool:
     except (InputError, ImageError):
         return False
     return ids.tolist() == list(range(6, 10))
-
-
-# -------------------------------------------------------------------------------------------------- own images
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnImageSource(WindowSource):
-    """Windows of a user's images, each drawn from one half of them."""
-
-    questions: tuple[str, ...] = ()
-
-    @classmethod
-    def of(
-        cls, backbone: ModelBackbone, folder: Path, sizes: CertifiedSizes, seed: int, questions: Sequence[str]
-    ) -> "OwnImageSource":
-        """Plans windows of the images in a folder. A batch holds windows of one shape.
-
-        A window shows images of similar sizes, as one agent's images have, so that few shapes occur.
-
-        Raises:
-          InputError: too few images, or no question in words that the tokenizer knows. ImageError: one that cannot be
-            read.
-        """
-        questions_of(backbone, questions, 1)  # refuses them before anything is computed
-        paths, rng = files_in(folder, "images"), np.random.default_rng(seed)
-        order = rng.permutation(len(paths))
-        pools = order[: (len(paths) + 1) // 2], order[(len(paths) + 1) // 2 :]
-        if len(pools[1]) < 2 * sizes.most:
-            raise InputError(
-                f"certify: got {len(paths)} images in {folder}; expected {4 * sizes.most} or more: two halves with "
-                f"windows of {sizes.most} and as many that were there before"
-            )
-
-        embedded = {int(image): backbone.embed(**backbone.prepare([paths[image]])) for image in order}
-        shapes = {image: _shape_key(tokens) for image, tokens in embedded.items()}
-        specs, disjoint, first = [], True, 0
-        dealings = itertools.product(zip(sizes.chunks, sizes.counts, strict=True), enumerate(pools))
-        for (chunks, count), (side, pool) in dealings:
-            windows, batch = halves(count)[side], sizes.batch_of(chunks)
-            dealt, apart = deal(pool, windows, chunks + sizes.most, rng, shapes)
-            disjoint &= apart
-
-            # Windows of one shape go into batches together.
-            by_shape: dict[Any, list[int]] = {}
-            for row, shown in enumerate(dealt):
-                by_shape.setdefault(tuple(shapes[int(image)] for image in shown), []).append(row)
-
-            for rows in by_shape.values():
-                for start in range(0, len(rows), batch):
-                    part = rows[start : start + batch]
-                    padded = min(batch, 1 << (len(part) - 1).bit_length())  # a power of two
-                    repeated = [*part, *part[-1:] * (padded - len(part))]
-                    columns = dealt[repeated].T.tolist()
-                    tokens = [_stacked([embedded[image] for image in column]) for column in columns]
-                    clusters = first + np.asarray(repeated)
-                    specs.append(WindowSpec(chunks, tokens, clusters, bool(side), len(part)))
-
-            first += windows
-
-        content = f"{len(paths)} images of {folder.name or folder}, like sizes together, digest {digest_of(paths)}"
-        return cls(content, sizes, disjoint, tuple(specs), tuple(questions))
-
-    def load(self, backbone: ModelBackbone, spec: WindowSpec, folder: Path) -> WindowBatch:
-        """Prefills a batch."""
-        mark = hashlib.blake2b(spec.clusters.tobytes(), digest_size=8).hexdigest()
-        images = []
-        for place, tokens in enumerate(spec.batch):
-            image = of_tokens(backbone, tokens, f"image {place}", f"{mark} image {place}")
-            images.append(roomy_image(image, backbone))
-
-        rows = len(spec.clusters)
-        parts = questions_of(backbone, self.questions, rows)
-        questions = packed(parts, backbone.layout.rope.axes, f"{len(parts)} questions, the next token behind each")
-        questions.valid[spec.count :] = False
-        pieces, older = tuple(images[: spec.chunks]), tuple(images[spec.chunks :])
-        return WindowBatch(
-            backbone=backbone,
-            lead=lead_of(backbone, rows),
-            pieces=pieces,
-            older=older,
-            other=older[0],
-            questions=questions,
-            clusters=spec.clusters,
-            held_out=spec.held_out,
-        )
-
-    def size(self, backbone: ModelBackbone, spec: WindowSpec) -> int:
-        """Returns the tokens of the chunks of one window."""
-        return sum(tokens.embeddings.shape[1] for tokens in spec.batch[: spec.chunks])
-
-
-def deal(
-    pool: np.ndarray, windows: int, count: int, rng: np.random.Generator, sizes: Mapping[int, Any] | None = None
-) -> tuple[Int[np.ndarray, "n k"], bool]:
-    """Draws what each window shows, [windows, count]; and whether no two windows show the same.
-
-    If the pool is too small, windows share items; one window never shows an item twice.
-
-    Args:
-      sizes: of all items in the pool: then a window shows neighbours by size.
-    """
-
-    def by_size(drawn: np.ndarray) -> np.ndarray:
-        return np.array(sorted(drawn.tolist(), key=sizes.__getitem__), int) if sizes else drawn
-
-    if len(pool) >= windows * count:
-        return by_size(rng.permutation(pool)[: windows * count]).reshape(windows, count), True
-
-    rows = []
-    for _ in range(windows):
-        drawn, first = by_size(rng.permutation(pool)), int(rng.integers(len(pool) - count + 1))
-        rows.append(drawn[first : first + count] if sizes else drawn[:count])
-
-    return np.stack(rows), False
-
-
-def roomy_image(image: Image, backbone: ModelBackbone) -> Image:
-    """Pads an image's chunk to its bucket, on the host, so that one program serves all sizes of a bucket."""
-    chunk, room = image.chunk, bucket(backbone, image.chunk.length)
-    kv = {name: filled(value, room, 2) for name, value in chunk.kv.items()}
-    return Image(image.tokens, dataclasses.replace(chunk, kv=kv, local=filled(chunk.local, room, 0)))
-
-
-def _shape_key(tokens: Tokens) -> tuple[Any, ...]:
-    """Sort key that puts images of one shape next to one another, in order of their tokens."""
-    return tokens.embeddings.shape, np.asarray(tokens.positions).tobytes()
-
-
-def _stacked(rows: Sequence[Tokens]) -> Tokens:
-    # Positions stay on the host, where they are read.
-    whole = jax.tree.map(lambda *parts: np.concatenate([np.asarray(part) for part in parts]), *rows)
-    return jax.tree.map(jnp.asarray, whole)._replace(positions=whole.positions)
 
 
 # --------------------------------------------------------------------------------------------------------- texts

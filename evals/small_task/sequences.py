@@ -50,7 +50,8 @@ def context_images(form: Form, contexts: Contexts, split: str) -> list[np.ndarra
 
 
 class QuestionTokens(NamedTuple):
-    """Packed questions: ids [B,N], positions [B,N] or [B,N,3], among [N,N] or [B,N,N] (True: may look), asked [Q]."""
+    """Packed questions: ids [B,N], positions [B,N] or [B,N,3], among [N,N] or [B,N,N] (True: may look), asked [Q] or
+    [B,Q]."""
 
     ids: np.ndarray
     positions: np.ndarray

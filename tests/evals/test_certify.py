@@ -18,6 +18,7 @@ import pytest
 from evals.certify import (
     certification,
     journal,
+    own_images,
     packed_questions,
     pages,
     plans,
@@ -266,20 +267,20 @@ def test_packed_questions_do_not_see_each_other():
     assert asked.tail.positions[0, :, 2].tolist() == [0, 1, 2, 0, 1]
     assert asked.behind(100).positions[1, :, 0].tolist() == [100, 101, 102, 100, 101]
     assert asked.tail.among.sum(axis=1).tolist() == [1, 2, 3, 1, 2]
-    assert asked.tail.asked.tolist() == [1, 2, 4]
+    assert asked.tail.asked.tolist() == [[1, 2, 4]] * 2
     values = np.array([[1.0, 3.0, 5.0], [0.0, 2.0, 9.0]])
     assert asked.scored(values).tolist() == [[2.0, 5.0], [1.0, 9.0]]
 
 
 def test_windows_share_images_only_if_there_are_too_few():
     rng = np.random.default_rng(0)
-    dealt, apart = window_sources.deal(np.arange(40), 5, 8, rng)
+    dealt, apart = own_images.deal(np.arange(40), 5, 8, rng)
     assert apart
     assert len(set(dealt.ravel().tolist())) == 40
-    dealt, apart = window_sources.deal(np.arange(10, 20), 5, 8, rng)
+    dealt, apart = own_images.deal(np.arange(10, 20), 5, 8, rng)
     assert not apart
     assert all(len(set(row)) == 8 and set(row) <= set(range(10, 20)) for row in dealt.tolist())
-    dealt, apart = window_sources.deal(np.arange(5), 3, 5, rng)
+    dealt, apart = own_images.deal(np.arange(5), 3, 5, rng)
     assert not apart
     assert all(sorted(row) == [0, 1, 2, 3, 4] for row in dealt.tolist())
 
@@ -382,14 +383,14 @@ def test_a_users_own_images_and_texts(tmp_path: Path):
     for number in range(12):
         size = (30, 70, 3) if number % 5 else (40, 40, 3)
         Image.fromarray(rng.integers(0, 255, size, np.uint8)).save(tmp_path / f"{number}.png")
-    images = window_sources.OwnImageSource.of(backbone, tmp_path, sizes, 0, ("glyph? r1t2", "no word of it"))
+    images = own_images.OwnImageSource.of(backbone, tmp_path, sizes, 0, ("glyph? r1t2", "no word of it"))
     assert not images.disjoint
     made = certification.certify(CertificationRun(backbone, images, tmp_path, (8,)), MAIN, level=0.6)
     assert made.chunks == 3
     assert "1 questions" in made.asked
     assert made.bound("stored", 8, behind=2) is not None
     with pytest.raises(InputError, match=r"12 images in .*; expected 20 or more"):
-        window_sources.OwnImageSource.of(backbone, tmp_path, CertifiedSizes((5,), (4,), 2), 0, ("glyph?",))
+        own_images.OwnImageSource.of(backbone, tmp_path, CertifiedSizes((5,), (4,), 2), 0, ("glyph?",))
     with pytest.raises(InputError, match="--questions=FILE"):
         packed_questions.questions_of(backbone, ("nothing that it knows",), 1)
 
@@ -430,7 +431,7 @@ def test_images_of_other_sizes_in_a_bucket_compile_no_operator(tmp_path: Path):
             kept.append(path)
         else:
             path.unlink()
-    source = window_sources.OwnImageSource.of(backbone, tmp_path, CertifiedSizes((3,), (2,), 2), 0, ("glyph? r1t2",))
+    source = own_images.OwnImageSource.of(backbone, tmp_path, CertifiedSizes((3,), (2,), 2), 0, ("glyph? r1t2",))
     lengths = {int(tokens.embeddings.shape[1]) for spec in source.specs for tokens in spec.batch}
     assert len(kept) == 12
     assert len(lengths) > 3

@@ -14,6 +14,7 @@ from evals.certify import (
     certification,
     journal,
     other_histories,
+    own_images,
     plans,
     scores,
     serving_modes,
@@ -332,7 +333,7 @@ def test_a_run_that_measured_nothing_leaves_no_configuration_behind(tmp_path: Pa
 
 def test_questions_without_a_known_word_are_refused_before_images_are_read(backbone: ModelBackbone, tmp_path: Path):
     with pytest.raises(InputError, match="--questions=FILE"):
-        window_sources.OwnImageSource.of(backbone, tmp_path / "missing", CertifiedSizes(), 0, ("What is shown?",))
+        own_images.OwnImageSource.of(backbone, tmp_path / "missing", CertifiedSizes(), 0, ("What is shown?",))
 
 
 def test_the_announcement_says_how_long_it_takes(backbone: ModelBackbone, tmp_path: Path):

@@ -1,6 +1,6 @@
 """Three loops as agents make them, each turn answered in several ways: `python loops_program.py WORK TURNS LOOP`.
 
-LOOP is one of `LOOPS`. WORK/LOOP-TURNS.json is written, and WORK/sheets.json, the certificate. A prompt is a lead that
+LOOP is one of `LOOPS`. WORK/LOOP-TURNS.json is written, and WORK/LOOP.json, its certificate. A prompt is a lead that
 stays, images, and a question; no client forms anything, and a request declares nothing but its policy:
 
 sliding    every turn brings an image; the last eight are in the window.
@@ -62,6 +62,10 @@ WAYS: dict[str, Mapping[str, Any] | None] = {
     "remember": {"policy": "approximate", "promise": "remember"},
     "forget": {"policy": "approximate"},
 }
+RECORDED_SEED, RECORDED, QUESTIONS = 4711, 480, 8
+"""Of other tasks than those that are served: a window of each is recorded, and so many questions behind it."""
+RECORDED_TURNS = {"sliding": (2, 4, 2 * WINDOW - 1), "reopened": (1,), "appended": (2, 5, TASK - 1)}
+"""Turns of a task at which its window is recorded, one after another."""
 ALONE = ("batched eviction", "placeholders")
 """Ways whose prompts are others."""
 
@@ -221,23 +225,37 @@ def row(
     }
 
 
-def certify(folder: Path) -> Path:
-    """Certifies the model on sheets of other contexts, as an operator does with images of its own; returns the file."""
-    path, images, questions = folder / "sheets.json", folder / "sheets", folder / "questions.txt"
+def recorded(loop: str, folder: Path) -> Path:
+    """Draws windows of other tasks with the same traffic, and writes their images and their file, which is returned."""
+    rng, names, lines = np.random.default_rng(RECORDED_SEED), VOCABULARY.names, list[str]()
+    for task in range(RECORDED):
+        turns = RECORDED_TURNS[loop]
+        number = turns[task % len(turns)]
+        scene = Scene(max(number + 1, PAGES), rng)
+        for image, picture in enumerate(scene.pictures):
+            picture.save(folder / f"{task:03}-{image:02}.png")
+        *_, before, turn = ((), *(own.images for own in LOOPS[loop](scene, number + 1, rng)))
+        asked = [scene.turn(turn, rng).question for _ in range(QUESTIONS)]
+        window = {
+            "images": [f"{task:03}-{image:02}.png" for image in turn],
+            "questions": [" ".join(names[token] for token in question) for question in asked],
+            "before": [f"{task:03}-{image:02}.png" for image in before if image not in turn],
+        }
+        lines.append(json.dumps(window))
+    path = folder / "windows.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def certify(folder: Path, loop: str) -> Path:
+    """Certifies the model on recorded windows, as an operator does with its own; returns the file."""
+    path, images = folder / f"{loop}.json", folder / f"recorded-{loop}"
     if path.exists():
         return path
     images.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(4711)
-    sheets, _ = sheets_task.render(sheets_task.sample_contexts(rng, 160, SIZE))
-    for number, sheet in enumerate(sheets.reshape(-1, *sheets.shape[2:])[:1100]):
-        Image.fromarray(sheet).save(images / f"{number:04}.png")
-    names, asks = VOCABULARY.names, (VOCABULARY.ask_fill, VOCABULARY.ask_stripe)
-    lines = [
-        f"{names[ask]} {names[VOCABULARY.cell + cell]}" for ask in asks for cell in rng.permutation(72)[:6].tolist()
-    ]
-    questions.write_text("\n".join(lines) + "\n")
-    flags = [f"--model={MODEL}", "--dtype=float32", f"--images={images}", f"--questions={questions}", f"--out={path}"]
-    flags += ["--chunks=3,5,8", "--n=80", "--batch=16", "--ranks=8,16"]
+    windows = recorded(loop, images)
+    flags = [f"--model={MODEL}", "--dtype=float32", f"--images={images}", f"--windows={windows}", f"--out={path}"]
+    flags += ["--n=160", "--batch=32", "--ranks=8,16", "--skip=update,fresh,repair"]
     subprocess.run([sys.executable, "-m", "evals.certify", *flags], check=True)
     return path
 
@@ -245,7 +263,7 @@ def certify(folder: Path) -> Path:
 def main(work: str, turns: str, loop: str) -> None:
     """Draws, serves, and writes what was found."""
     folder, count = Path(work), int(turns)
-    certificate = certify(folder)
+    certificate = certify(folder, loop)
     saved = json.loads(certificate.read_text())
     settings = {"backbone": saved["certificate"]["backbone"], "certificate": str(certificate), "uncertified": False}
     settings |= {"image_frame": list(FRAME), "patch_after": ConnectorConfig.patch_after}  # as it comes

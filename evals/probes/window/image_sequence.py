@@ -194,7 +194,7 @@ def read_behind(line: ImageSequence, cache: KV, tail: QuestionTokens, number: in
     mask = np.concatenate([seen, np.broadcast_to(tail.among, (rows, 1, *tail.among.shape))], axis=3)
     held = {channel: jnp.asarray(filled(value, room, 2)) for channel, value in cache.items()}
     tokens = line.backbone.embed(tail.ids, tail.positions)
-    asked = np.broadcast_to(tail.asked, (rows, len(tail.asked)))
+    asked = np.broadcast_to(tail.asked, (rows, tail.asked.shape[-1]))
     logits = line.backbone.prefill(tokens, held, mask, logits=asked).logits
     return Answers(scenes.log_probabilities(logits)[:, :number])
 
@@ -214,7 +214,7 @@ def read_in_one(
     seen = np.repeat(looks, [image.size for image in line.images])
     prefix = np.broadcast_to(seen, (count, 1, len(tail.among), line.size))
     mask = np.concatenate([prefix, np.broadcast_to(tail.among, (count, 1, *tail.among.shape))], axis=3)
-    asked = np.broadcast_to(tail.asked, (count, len(tail.asked)))
+    asked = np.broadcast_to(tail.asked, (count, tail.asked.shape[-1]))
     tokens = _one_behind_the_other([line.tokens, line.backbone.embed(tail.ids, tail.positions)])
     none = np.zeros((*mask.shape[:2], line.size, mask.shape[2]), bool)
     whole = np.concatenate([np.concatenate([line.band(band), none], axis=3), mask], axis=2)
