@@ -81,7 +81,7 @@ def check_flags() -> tuple[CertifiedSizes, tuple[int, ...], frozenset[str]]:
             raise InputError(
                 "--windows: expected --images with it, one --n at most, and neither --questions nor --chunks"
             )
-        sizes = recorded_sizes(read_windows(Path(_WINDOWS.value)), 2 * least, counts[0], _BATCH.value)
+        sizes = recorded_sizes(read_windows(Path(_WINDOWS.value)), 2 * least, max(counts), _BATCH.value)
     else:
         sizes = CertifiedSizes(chunks, counts * len(chunks) if len(counts) == 1 else counts, _BATCH.value)
     if sizes.fewest[0] < least:
