@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ...core import EngineKV
 from ...errors import KVPatchError
@@ -30,6 +30,7 @@ MOST_FAILURES = 3
 """Forwards that may fail in a row; then the engine is not what is expected, and no canonical is formed any more."""
 
 
+@runtime_checkable
 class Forward(Protocol):
     """What prefills a chunk alone; see `LoneForward`."""
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from ...cache import Chunk, encode_chunk
-from ...core import EngineKV, KVLayout, PackedArray, to_phase_free
+from ...core import EngineKV, KVLayout, PackedArray, PhaseFreeKV, to_phase_free
 from ...core.encoding import steps_of
 from ...errors import InputError
 from ...patching import form_patch
@@ -254,7 +254,7 @@ class ChunkFormer:
         start = np.zeros(local.shape[1:], np.int32)
         self._put(tenant, self._chunk(id, backbone, self._phase_free(kv, positions, start), positions))
 
-    def _phase_free(self, kv: ChunkKV, local: Float[np.ndarray, "*positions"], start: Any) -> EngineKV:
+    def _phase_free(self, kv: ChunkKV, local: Float[np.ndarray, "*positions"], start: Any) -> PhaseFreeKV:
         """Returns KV without its positions. Keys are unrotated in float32.
 
         Rounded then and again when they are placed, they would not be the engine's.
