@@ -108,12 +108,10 @@ def test_embeddings_of_images_go_to_their_slices_and_positions_have_three_axes()
     runner = Runner()
     mask = np.zeros(19, bool)
     mask[[2, 3, 6, 7, 8, 9, 17]] = True
-    rows = [
-        np.repeat(1000.0 + np.arange(count, dtype=np.float32)[:, None] + begin, WIDTH, 1)
-        for begin, count in ((0, 6), (6, 1))
-    ]
+    numbers = np.repeat(1000 + np.arange(7, dtype=np.float32)[:, None], WIDTH, 1)
+    rows = [jax.device_put(numbers[:6]), jax.device_put(numbers[6:])]
     local = np.stack([np.arange(19), np.arange(19) // 2, np.arange(19) // 3], axis=1).astype(np.int32)
-    chunk = chunk_of(list(range(100, 119)), local, tuple(jax.device_put(row) for row in rows), mask)
+    chunk = chunk_of(list(range(100, 119)), local, tuple(rows), mask)
     kv = forward_of(runner, SECTIONED).prefill(chunk, lambda count: True)
     expected = np.arange(100.0, 119)
     expected[mask] = 1000 + np.arange(7)
@@ -123,7 +121,7 @@ def test_embeddings_of_images_go_to_their_slices_and_positions_have_three_axes()
 
     runner.calls.clear()
     mask[16:] = False
-    chunk = chunk_of(list(range(100, 119)), local, (jax.device_put(rows[0]),), mask)
+    chunk = chunk_of(list(range(100, 119)), local, (rows[0],), mask)
     forward_of(runner, SECTIONED).prefill(chunk, lambda count: True)
     assert [embedded for *_, embedded in runner.calls] == [True, True, False], "as the engine does it for texts"
 
