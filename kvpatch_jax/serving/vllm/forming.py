@@ -198,13 +198,14 @@ class ChunkFormer:
 
     def _form(self, task: FormingTask, kv: ChunkKV) -> None:
         """Forms what is wanted of one chunk, unless another request or engine has done so."""
-        segment, dtype = task.segment, np.dtype(kv[self.layout.names[0]].dtype)
+        segment, store = task.segment, self.stores.of(task.tenant)
         is_formed = task.formed and self.stores.is_formed(task.tenant, segment.id, task.antecedent)
         if is_formed:
             self.counts["known"] += 1
             if task.prefill is None and task.survivor is None:
                 return
 
+        dtype = np.dtype(kv[self.layout.names[0]].dtype)
         start, local = task.positions[0], (task.positions - task.positions[0]).astype(np.float32)
         free = self._phase_free(kv, local, start)
 
@@ -233,9 +234,7 @@ class ChunkFormer:
 
         check_lowest_layer(canonical, free)
         CacheFormat(self.layout, dtype).check(canonical, len(local))
-        self.stores.of(task.tenant).put_patches(
-            [form_patch(canonical, free, self.config.rank, task.antecedent, dtype=dtype)]
-        )
+        store.put_patches([form_patch(canonical, free, self.config.rank, task.antecedent, dtype=dtype)])
         self.counts["patches"] += 1
 
     def store_canonical(
