@@ -57,8 +57,8 @@ class Admission:
                 continue
             is_kept = prefills is not None and prefills.contains(id, front)
             is_asked = not is_kept and self._demand.note(tenant, id, front) >= self._config.patch_after
-            is_shared = is_asked or self._demand.histories(tenant, id) >= self._config.patch_after
-            if self._config.forming_rate and is_shared and not stores.has_canonical(tenant, id):
+            is_shared = bool(self._config.forming_rate) and (is_asked or self._is_shared(tenant, id))
+            if is_shared and not stores.has_canonical(tenant, id):
                 alone.append(index)
             if is_kept:
                 continue
@@ -68,6 +68,10 @@ class Admission:
             elif prefills is not None and (is_asked or self._is_new(tenant, history, index, prefills)):
                 kept.append(index)
         return WantedChunks(tuple(formed), tuple(kept), tuple(alone))
+
+    def _is_shared(self, tenant: str, id: str) -> bool:
+        """Returns whether a chunk was met behind so many fronts that it needs a canonical."""
+        return self._demand.histories(tenant, id) >= self._config.patch_after
 
     def _is_new(self, tenant: str, history: PromptHistory, index: int, prefills: StoredPrefills) -> bool:
         """Returns whether a chunk is to be kept though it was not met behind these chunks before."""

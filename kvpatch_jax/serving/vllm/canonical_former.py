@@ -25,6 +25,8 @@ MOST_TIME = 0.05
 """Share of the engine's idle time that forwards take, so that few requests come while one runs."""
 QUIET_SECONDS = 0.05
 """Time without a request before a forward begins: a burst, or an agent's next request, comes at once."""
+LOOK_SECONDS = 0.2
+"""Longest time after which a closed queue is noticed."""
 LEASE_SECONDS = 60.0
 MOST_FAILURES = 3
 """Forwards that may fail in a row; then the engine is not what is expected, and no canonical is formed any more."""
@@ -61,7 +63,7 @@ class CanonicalFormer:
         self._config, self._stores, self._former, self._forward = config, stores, former, forward
         self.counts: collections.Counter[str] = collections.Counter()
         self._waiting: set[tuple[str, str]] = set()
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
         self._next_start, self._failures = 0.0, 0
         self._queue: JobQueue[LoneChunk] = JobQueue(
             self._run, MAX_BACKLOG, "canonical-former", patience=config.patience
@@ -95,7 +97,6 @@ class CanonicalFormer:
 
     def close(self, patience: float) -> bool:
         """Gives up what waits or is in work, and ends the thread; waits for it some seconds at most."""
-        self._closed.set()
         return self._queue.close(patience)
 
     def _forget(self, chunk: LoneChunk, outcome: str) -> None:
@@ -177,10 +178,13 @@ class CanonicalFormer:
     def _wait_for_room(self, chunk: LoneChunk) -> bool:
         """Waits until a forward may begin. Returns whether one is still wanted."""
         activity = self._stores.shared.activity
-        while not self._closed.wait(max(0.0, self._next_start - time.monotonic())):
+        while not self._queue.closed:  # also at the interpreter's exit, which waits for this thread
+            rest = self._next_start - time.monotonic()
             # A reset renames what is stored: weights may change, and nothing that mixes them may be kept.
             if chunk.backbone != self._stores.backbone:
                 return False
-            if activity.wait_idle(QUIET_SECONDS, timeout=0.2):
+            if rest > 0:
+                time.sleep(min(rest, LOOK_SECONDS))
+            elif activity.wait_idle(QUIET_SECONDS, LOOK_SECONDS):
                 return True
         return False

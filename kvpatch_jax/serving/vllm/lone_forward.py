@@ -97,10 +97,13 @@ class LoneForward:
         self._metadata: Callable[..., Any] = module.AttentionMetadata
 
         own = runner.kv_caches
-        self._page_size, page_bytes = own[0].shape[1], len(own) * own[0].nbytes // own[0].shape[0]
-        tokens = min(MAX_TOKENS, runner.max_model_len, max_bytes // page_bytes * self._page_size)
-        self._count = max(1, tokens // self._page_size)
-        self.capacity, self.nbytes = self._count * self._page_size, self._count * page_bytes
+        page_size, page_bytes = own[0].shape[1], len(own) * own[0].nbytes // own[0].shape[0]
+        tokens = min(MAX_TOKENS, runner.max_model_len, max_bytes // page_bytes * page_size)
+        self._count = max(1, tokens // page_size)
+        self.capacity, self.nbytes = self._count * page_size, self._count * page_bytes
+        # Not asked for later: the engine donates its pages in every step.
+        self._page, self._dtype = own[0].shape[1:], own[0].dtype
+        self._shardings = [page.sharding for page in own]
 
     def compile(self) -> None:
         """Compiles the programs of a slice, of texts and of images, before requests come."""
@@ -145,10 +148,7 @@ class LoneForward:
         return EngineKV({name: value.addressable_data(0) for name, value in rows_of.items()})
 
     def _new_pages(self) -> list[jax.Array]:
-        shardings = [page.sharding for page in self._runner.kv_caches]
-        page = self._runner.kv_caches[0]
-        shape = (self._count, *page.shape[1:])
-        return [jnp.zeros(shape, page.dtype, device=sharding) for sharding in shardings]
+        return [jnp.zeros((self._count, *self._page), self._dtype, device=own) for own in self._shardings]
 
     def _slice(
         self,

@@ -174,7 +174,12 @@ class WorkerSide:
                 continue
             positions = self._positions(save.request, segment.begin, segment.end)
             backbone, local = self.stores.backbone, positions - positions[0]
-            self.canonicals.add(read_chunk(self._runner, save.request, save.tenant, backbone, segment, local))
+            try:
+                chunk = read_chunk(self._runner, save.request, save.tenant, backbone, segment, local)
+            except InputError as error:  # its images' embeddings are gone: a later request has them again
+                logger.debug("kvpatch: %s", error)
+                continue
+            self.canonicals.add(chunk)
 
     def _rows(self, blocks: tuple[int, ...], segment: PromptSegment) -> EngineKV:
         """Reads a chunk's rows from the pool."""
