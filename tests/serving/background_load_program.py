@@ -3,9 +3,10 @@
 `python background_load_program.py WORK` writes WORK/background-load-128.json. Requests arrive as a Poisson process at
 two rates, shares of what the engine can do; each is a lead and four of many texts in an order of its own, so that most
 texts are met behind other fronts and become canonicals. Runs with forming and without take turns, with the same
-arrivals and prompts.
+arrivals and prompts. They also differ by the machine's other work; so it is noted how long each request waits for the
+forward that it finds in progress, and what first tokens would be without these waits.
 """
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportOptionalMemberAccess=false
 
 import dataclasses
 import gc
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import cpu_rig
+import jax
 import numpy as np
 import rig_engine
 import tiny_model
@@ -28,7 +30,7 @@ from kvpatch_jax.serving.vllm.canonical_former import CanonicalFormer
 SEED, TEXTS, LENGTH, SHOWN, STEPS = 61001, 150, 120, 4, 4
 LOADS = (0.25, 0.5)
 """Shares of what the engine can do."""
-REQUESTS, PAIRS = 100, 6
+REQUESTS, PAIRS = 60, 4
 LEAD = [(7 * place + 3) % 250 + 2 for place in range(48)]
 LAST = [(13 * place + 1) % 250 + 2 for place in range(9)]
 ENDS = [len(LEAD) + LENGTH * count for count in range(SHOWN + 1)]
@@ -54,6 +56,16 @@ class Runs:
         self._engine, self._forward = engine, engine.worker.canonicals._forward
         engine.worker.canonicals.close(5.0)
         self._config = engine.scheduler.config
+        self._forwards: list[tuple[float, float]] = []
+        forward = self._forward._slice
+
+        def noting(*given: Any) -> Any:
+            began = time.perf_counter()
+            pages = jax.block_until_ready(forward(*given))
+            self._forwards.append((began, time.perf_counter()))
+            return pages
+
+        self._forward._slice = noting
 
     def run(self, name: str, prompts: Sequence[Sequence[int]], gaps: Sequence[float], forms: bool) -> dict[str, Any]:
         """Sends prompts at their times. Returns the seconds to their first tokens, and what was formed meanwhile."""
@@ -72,6 +84,7 @@ class Runs:
             ignore_eos=True,
             extra_args={"kv_transfer_params": {"kvpatch": asked}},
         )
+        self._forwards.clear()
         began = time.perf_counter()
         due, first, sent = began + np.cumsum(gaps), {}, 0
         while len(first) < len(prompts) or own.has_unfinished_requests():
@@ -93,7 +106,14 @@ class Runs:
             canonicals.close(30.0)
         worker.canonicals = None
         worker.former.flush()
-        return {"first": [first[number] for number in range(len(prompts))], "seconds": seconds, "counts": counts}
+        waits = [max((end - at for start, end in self._forwards if start <= at < end), default=0.0) for at in due]
+        return {
+            "first": [first[number] for number in range(len(prompts))],
+            "waits": waits,
+            "forwards": [end - start for start, end in self._forwards],
+            "seconds": seconds,
+            "counts": counts,
+        }
 
 
 def measured(engine: Engine, pairs: int) -> dict[str, Any]:
@@ -101,8 +121,8 @@ def measured(engine: Engine, pairs: int) -> dict[str, Any]:
     runs, rng = Runs(engine), np.random.default_rng(SEED)
     prompts = prompts_of(rng, 40)
     for number, forms in enumerate((True, False)):
-        runs.run(f"warm{number}", prompts, [0.3] * len(prompts), forms)
-    alone = float(np.median(runs.run("alone", prompts, [0.5] * len(prompts), False)["first"]))
+        runs.run(f"warm{number}", prompts, [0.1] * len(prompts), forms)
+    alone = float(np.median(runs.run("alone", prompts, [0.3] * len(prompts), False)["first"]))
     print(f"a first token alone: {1000 * alone:.1f} ms", flush=True)
     rows = []
     for load in LOADS:
@@ -133,6 +153,19 @@ def row_of(load: float, arrivals: float, kept: dict[str, list[dict[str, Any]]]) 
             "formed_tokens_per_second": LENGTH * sum(counts) / sum(own["seconds"] for own in found),
             "load_average": [round(own["load_average"], 1) for own in found],
         }
+    first, waits, forwards = (
+        np.concatenate([np.asarray(own[name]) for own in kept["on"]]) for name in ("first", "waits", "forwards")
+    )
+    result["waits"] = {
+        "share": float((waits > 0).mean()),
+        "mean_ms": 1000 * float(waits.mean()),
+        "largest_ms": 1000 * float(waits.max()),
+        "forward_ms": 1000 * float(np.median(forwards)),
+        "forwards": len(forwards),
+        "share_of_time": float(forwards.sum() / sum(own["seconds"] for own in kept["on"])),
+        "p50_ratio": float(np.percentile(first, 50) / np.percentile(first - waits, 50)),
+        "p99_ratio": float(np.percentile(first, 99) / np.percentile(first - waits, 99)),
+    }
     for name in ("p50", "p99", "mean"):
         result[f"{name}_ratio"] = result["on"][f"{name}_ms"] / result["off"][f"{name}_ms"]
     return result

@@ -4,7 +4,7 @@ KIND is one of `tiny_model.KINDS`, or "images": the trained model. It writes WOR
 of a chunk that a request has behind another one, beside what a request of the chunk alone leaves; how it is served at
 the front; and which engine forms what another one has been killed over.
 """
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportOptionalMemberAccess=false
 
 import os
 import signal
@@ -38,7 +38,12 @@ def started(folder: Path, kind: str) -> Engine:
     """Starts an engine that forms as fast as it can."""
     cpu_rig.have_devices(1)
     settings = {"backbone": kind, "forming_rate": 1e6}
-    common = {"max_model_len": 512, "max_num_batched_tokens": 512, "max_num_seqs": 2, "num_gpu_blocks_override": 96}
+    common: dict[str, Any] = {
+        "max_model_len": 512,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 2,
+        "num_gpu_blocks_override": 96,
+    }
     if kind == IMAGES:
         model = trained_model.write(folder / "model-background")
         settings["image_frame"] = list(FRAME)

@@ -134,12 +134,11 @@ class LoneForward:
         rows = np.concatenate([np.asarray(own) for own in chunk.embeddings]) if chunk.embeddings else None
         before = np.concatenate([[0], np.cumsum(chunk.is_embedded)])
 
-        pages = None
+        pages = self._new_pages()
         for first in range(0, count, SLICE):
             end = min(first + SLICE, count)
             if not may_go_on(end - first):
                 return None
-            pages = self._new_pages() if pages is None else pages
             own = None if rows is None or before[first] == before[end] else rows[before[first] : before[end]]
             part = slice(first, end)
             pages = self._slice(pages, first, chunk.tokens[part], chunk.local[part], own, chunk.is_embedded[part])

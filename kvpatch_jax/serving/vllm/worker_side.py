@@ -168,9 +168,12 @@ class WorkerSide:
 
     def _queue_canonicals(self, save: SaveCommand) -> None:
         """Queues the chunks of a request that are to become canonicals in the background."""
-        for index in save.alone if self.canonicals is not None else ():
+        canonicals = self.canonicals
+        if canonicals is None:
+            return
+        for index in save.alone:
             segment = save.segments[index]
-            if not self.canonicals.wants(save.tenant, segment.id, segment.end - segment.begin):
+            if not canonicals.wants(save.tenant, segment.id, segment.end - segment.begin):
                 continue
             positions = self._positions(save.request, segment.begin, segment.end)
             backbone, local = self.stores.backbone, positions - positions[0]
@@ -179,7 +182,7 @@ class WorkerSide:
             except InputError as error:  # its images' embeddings are gone: a later request has them again
                 logger.debug("kvpatch: %s", error)
                 continue
-            self.canonicals.add(chunk)
+            canonicals.add(chunk)
 
     def _rows(self, blocks: tuple[int, ...], segment: PromptSegment) -> EngineKV:
         """Reads a chunk's rows from the pool."""
