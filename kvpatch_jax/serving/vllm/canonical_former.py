@@ -118,7 +118,7 @@ class CanonicalFormer:
         tenant, id = chunk.tenant, chunk.segment.id
         if self._failures >= MOST_FAILURES or not self._wait_for_room(chunk):
             return "dropped"
-        if self._stores.has_canonical(tenant, id):
+        if self._is_stored(chunk):
             return "known"
         lease = self._stores.of(tenant).lease(id, chunk.backbone, LEASE_SECONDS)
         if lease is None:
@@ -134,7 +134,7 @@ class CanonicalFormer:
         return outcome
 
     def _form_under(self, lease: Lease, chunk: LoneChunk) -> str:
-        if self._stores.has_canonical(chunk.tenant, chunk.segment.id):  # by the last holder of the lease
+        if self._is_stored(chunk):  # by the last holder of the lease
             return "known"
         begun = renewed = time.monotonic()
 
@@ -170,6 +170,13 @@ class CanonicalFormer:
             return "dropped"
         self._former.store_canonical(chunk.tenant, chunk.segment.id, chunk.backbone, kv, chunk.local)
         return "background"
+
+    def _is_stored(self, chunk: LoneChunk) -> bool:
+        """Returns whether there is a canonical, also in the remote store, from which it is then copied to this one."""
+        tenant, id = chunk.tenant, chunk.segment.id
+        if self._stores.has_canonical(tenant, id):
+            return True
+        return self._config.remote is not None and self._stores.canonical(tenant, id) is not None
 
     def _rest(self, worked: float) -> None:
         """Has the next forward wait, so that forwards take no more than their share of the time."""

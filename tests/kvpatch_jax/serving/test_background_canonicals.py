@@ -1,6 +1,7 @@
 """Canonicals formed in the background: which chunks, when, once per store, and what becomes of them."""
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
+import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from kvpatch_jax.serving.vllm.canonical_former import CanonicalFormer
 from kvpatch_jax.serving.vllm.engine_activity import EngineActivity
 from kvpatch_jax.serving.vllm.engine_metrics import collect_worker
 from kvpatch_jax.store import ChunkStore, Lease
+from kvpatch_jax.store.disk.root_config import SECRETS
 from kvpatch_jax.store.remotes import leases
 
 LEAD, QUESTION, SIZE = (901, 902, 903, 904), (7, 8), 6
@@ -303,6 +305,29 @@ def test_two_engines_of_one_store_form_a_chunk_once(tmp_path):
         assert counts["background"] == 1
         assert counts["lease_lost"] + counts["known"] == 1
         assert sum(count for model in models for count, _ in model.asked) == SIZE
+
+
+def test_machines_of_one_remote_store_form_a_chunk_once(tmp_path):
+    """Also before the first one has sent it: until then its lease says so."""
+    ChunkStore(tmp_path / "one" / "store", tenant="default").close()
+    (tmp_path / "other" / "store").mkdir(parents=True)
+    for name in SECRETS:  # by which both name chunks
+        shutil.copy(tmp_path / "one" / "store" / name, tmp_path / "other" / "store" / name)
+    given = {"patch_after": 1, "forming_rate": 1e6, "remote": f"file://{tmp_path}/remote"}
+    with sides_of(tmp_path / "one", **given) as one, sides_of(tmp_path / "other", **given) as other:
+        begun(one)
+        model = begun(other)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ChunkStore, "contains", lambda self, *given, **more: False)  # as if nothing were sent yet
+            asked(one, "first", [0])
+            asked(other, "first", [0])
+        assert one.worker.canonicals.counts == {"background": 1}
+        assert other.worker.canonicals.counts == {"lease_lost": 1}
+        one.worker.stores.of("default").flush()
+        asked(other, "again", [0, 1])
+        assert other.worker.canonicals.counts == {"lease_lost": 1, "known": 1, "background": 1}
+        assert sum(count for count, _ in model.asked) == SIZE
+        assert canonical_of(other, 0) is not None
 
 
 def test_nothing_is_stored_under_a_lease_that_ended_meanwhile(sides, monkeypatch):
