@@ -318,7 +318,7 @@ def test_machines_of_one_remote_store_form_a_chunk_once(tmp_path):
         begun(one)
         model = begun(other)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ChunkStore, "contains", lambda self, *given, **more: False)  # as if nothing were sent yet
+            patch.setattr(CanonicalFormer, "_is_stored", lambda self, chunk: False)  # as if nothing were sent yet
             asked(one, "first", [0])
             asked(other, "first", [0])
         assert one.worker.canonicals.counts == {"background": 1}

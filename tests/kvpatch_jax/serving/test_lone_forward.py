@@ -1,5 +1,5 @@
 """Prefills of chunks alone on a stand-in of tpu-inference's runner, whose model says what it was given."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false
 
 import sys
 from types import ModuleType, SimpleNamespace
