@@ -33,7 +33,7 @@ MOST_FAILURES = 3
 
 
 @runtime_checkable
-class Forward(Protocol):
+class LonePrefill(Protocol):
     """What prefills a chunk alone; see `LoneForward`."""
 
     capacity: int
@@ -59,7 +59,7 @@ class CanonicalFormer:
         forms it), "known" (already stored), "failed", "dropped".
     """
 
-    def __init__(self, config: ConnectorConfig, stores: Stores, former: ChunkFormer, forward: Forward):
+    def __init__(self, config: ConnectorConfig, stores: Stores, former: ChunkFormer, forward: LonePrefill):
         self._config, self._stores, self._former, self._forward = config, stores, former, forward
         self.counts: collections.Counter[str] = collections.Counter()
         self._waiting: set[tuple[str, str]] = set()
