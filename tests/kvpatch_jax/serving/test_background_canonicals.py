@@ -376,12 +376,12 @@ def test_a_runner_of_another_kind_forms_none(tmp_path, caplog):
 
 
 def test_closing_gives_up_what_waits(tmp_path):
-    with sides_of(tmp_path, patch_after=1, forming_rate=1e6) as sides:
+    with sides_of(tmp_path, patch_after=1, forming_rate=1e6, patience=120.0) as sides:
         model = begun(sides)
         sides.scheduler.add_request(request_of("keeps", None))
         asked(sides, "first", [0, 1], finished=False)
         began = time.monotonic()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert model.asked == []
 
 
@@ -413,9 +413,13 @@ def test_an_engine_is_idle_once_it_has_had_no_request_for_a_while():
     activity.end("one")
     activity.end("unknown")
     assert not activity.wait_idle(0.0, 0.02)
-    ending = threading.Timer(0.05, activity.end, ["two"])
-    ending.start()
-    began = time.monotonic()
-    assert activity.wait_idle(0.1, 5.0)
-    assert 0.14 <= time.monotonic() - began < 4
+    ended = []
+
+    def end():
+        ended.append(time.monotonic())
+        activity.end("two")
+
+    threading.Timer(0.05, end).start()
+    assert activity.wait_idle(0.1, 60.0)
+    assert time.monotonic() - ended[0] >= 0.1
     assert not activity.wait_idle(60.0, 0.02)
