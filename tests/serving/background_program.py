@@ -30,7 +30,7 @@ LENGTH = 200
 """Tokens of a text: two slices, the second one not full."""
 FIRST, SECOND, OTHER = ([(step * place + 3) % 250 + 2 for place in range(LENGTH)] for step in (7, 11, 17))
 LEAD, LAST = FIRST[:48], [(13 * place + 1) % 250 + 2 for place in range(9)]
-LEASE = 6.0
+LEASE = 30.0
 """Seconds for which a killed holder has a lease here."""
 
 
