@@ -25,8 +25,12 @@ CONTEXTS = {"trained": 256, "bfloat16": 64, "divided": 8, "reordered": 32, "cert
 LOOPS = {"sliding": 200, "reopened": 200, "appended": 200}
 """Turns of the loops of `loops_program.py`."""
 
-ALONE = {"load": "load_program.py", "fuzzed": "fuzz_program.py"}
-"""Programs that start a server, by scenario."""
+ALONE = {
+    "load": "load_program.py",
+    "fuzzed": "fuzz_program.py",
+    "background-load": "background_load_program.py",
+}
+"""Programs of one run, by scenario: they start a server, or measure."""
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +43,8 @@ def start(work, scenario, kind, *, dies=False):
     """Runs a scenario's process to its end, whatever that is to be."""
     if scenario in ALONE:
         command = [ALONE[scenario], work]
+    elif scenario == "background":
+        command = ["background_program.py", work, kind]
     elif scenario in ("bfloat16", "divided"):
         command = ["trained_program.py", work, CONTEXTS[scenario], scenario]
     elif scenario in LOOPS:
@@ -410,3 +416,37 @@ def test_loops_pay_as_they_come_and_within_their_bounds(run, loop):
     if loop == "sliding":
         assert ways["forget"]["prefilled_tokens"] <= 0.3 * alone
         assert ways["remember"]["prefilled_tokens"] <= 0.3 * alone
+
+
+@pytest.mark.parametrize("kind", ["128", "bfloat16", "images"])
+def test_a_canonical_of_the_background_is_that_of_the_chunk_alone(run, kind):
+    """Of a chunk that a request had behind another one. Its forwards have other shapes, and so other roundings."""
+    found = run("background", kind)
+    assert found["counts"] == {"background": 1}
+    assert found["same_positions"]
+    assert max(found["apart"].values()) <= (2**-6 if kind == "bfloat16" else 1e-5), "shares of the largest number"
+    assert found["held_bytes"] == 0
+    for other in ("leading", "as_alone"):
+        own = found[other]
+        assert own["told"]["served"] == [["leading", 0]]
+        assert own["told"]["exact"]
+        assert own["tokens_equal_in_front"] == own["of"]
+
+
+@pytest.mark.parametrize("kind", ["128", "bfloat16"])
+def test_what_an_engine_was_killed_over_another_one_forms_once_its_lease_is_over(run, kind):
+    found = run("background", kind)["revived"]
+    assert found["killed_by"] == signal.SIGKILL
+    before, after = found["counts"]
+    assert (before["background"], before["lease_lost"]) == (1, 1)
+    assert (after["background"], after["lease_lost"]) == (2, 1)
+    for answer in found["answers"]:
+        assert answer["tokens_equal_in_front"] == answer["of"]
+        assert answer["told"]["exact"]
+
+
+def test_forming_in_the_background_goes_on_under_load(run):
+    """That it delays nobody is in the results, with the machine's load; it is another machine's."""
+    for row in run("background-load")["rows"]:
+        assert row["on"]["formed_tokens_per_second"] > 0
+        assert row["off"]["formed_tokens_per_second"] == 0

@@ -21,6 +21,7 @@ class WantedChunks(NamedTuple):
 
     formed: tuple[int, ...] = ()
     prefills: tuple[int, ...] = ()
+    alone: tuple[int, ...] = ()
 
 
 class Admission:
@@ -39,12 +40,13 @@ class Admission:
 
         The first chunk becomes a canonical. A later one is kept as it was prefilled if nothing of it is stored behind
         this lead yet, or nothing behind what is nearest to it now. All else is kept when it is asked for as often as
-        the config says: the chunk's patch, where its canonical is stored, and otherwise its prefill.
+        the config says: the chunk's patch, where its canonical is stored, and otherwise its prefill. A chunk that was
+        met behind as many fronts gets a canonical in the background, if the config allows it.
 
         Raises:
           StoreError, WeightsError: as `Stores.of`.
         """
-        formed, kept, stores = [], [], self._stores
+        formed, kept, alone, stores = [], [], [], self._stores
         prefills = stores.prefills(tenant, self._cache.dtype)
         ids = tuple(segment.id for segment in history.segments)
         for index, id in enumerate(ids):
@@ -53,15 +55,23 @@ class Admission:
                 if not stores.has_canonical(tenant, id):
                     formed.append(index)
                 continue
-            if prefills is not None and prefills.contains(id, front):
+            is_kept = prefills is not None and prefills.contains(id, front)
+            is_asked = not is_kept and self._demand.note(tenant, id, front) >= self._config.patch_after
+            is_shared = bool(self._config.forming_rate) and (is_asked or self._is_shared(tenant, id))
+            if is_shared and not stores.has_canonical(tenant, id):
+                alone.append(index)
+            if is_kept:
                 continue
-            is_asked = self._demand.note(tenant, id, front) >= self._config.patch_after
             if is_asked and stores.has_canonical(tenant, id):
                 if not stores.is_formed(tenant, id, ids[:index]):
                     formed.append(index)
             elif prefills is not None and (is_asked or self._is_new(tenant, history, index, prefills)):
                 kept.append(index)
-        return WantedChunks(tuple(formed), tuple(kept))
+        return WantedChunks(tuple(formed), tuple(kept), tuple(alone))
+
+    def _is_shared(self, tenant: str, id: str) -> bool:
+        """Returns whether a chunk was met behind so many fronts that it needs a canonical."""
+        return self._demand.histories(tenant, id) >= self._config.patch_after
 
     def _is_new(self, tenant: str, history: PromptHistory, index: int, prefills: StoredPrefills) -> bool:
         """Returns whether a chunk is to be kept though it was not met behind these chunks before."""

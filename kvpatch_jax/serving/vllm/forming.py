@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from ...cache import Chunk, encode_chunk
-from ...core import EngineKV, KVLayout, PackedArray, to_phase_free
+from ...core import EngineKV, KVLayout, PackedArray, PhaseFreeKV, to_phase_free
 from ...core.encoding import steps_of
 from ...errors import InputError
 from ...patching import form_patch
@@ -146,7 +146,7 @@ class ChunkFormer:
                 continue
 
             job.append(_ReadTask(task, kv, nbytes))
-            self._reserve(nbytes)
+            self.reserve(nbytes)
 
         if job and not self._queue.add(job):  # closed in the meantime
             self._drop(job)
@@ -171,14 +171,14 @@ class ChunkFormer:
         """
         return self._queue.close(patience)
 
-    def _reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int) -> None:
         """Adds to the held bytes; a negative number releases them."""
         with self._lock:
             self.held_bytes += nbytes
 
     def _drop(self, job: list[_ReadTask]) -> None:
         self.counts["dropped"] += 1
-        self._reserve(-sum(read.nbytes for read in job))
+        self.reserve(-sum(read.nbytes for read in job))
 
     def _note_failure(self, error: Exception) -> None:
         self.counts["failed"] += 1
@@ -193,8 +193,8 @@ class ChunkFormer:
             except Exception as error:  # the engine prefills a chunk that is not formed, as it did before
                 self._note_failure(error)
             del kv  # freed before its bytes are available to others
-            self._reserve(-nbytes)
-        self._reserve(-sum(read.nbytes for read in job))
+            self.reserve(-nbytes)
+        self.reserve(-sum(read.nbytes for read in job))
 
     def _form(self, task: FormingTask, kv: ChunkKV) -> None:
         """Forms what is wanted of one chunk, unless another request or engine has done so."""
@@ -205,17 +205,13 @@ class ChunkFormer:
             if task.prefill is None and task.survivor is None:
                 return
 
-        # Keys are unrotated in float32. Rounded then and again when they are placed, they would not be the engine's.
-        dtype = kv[self.layout.names[0]].dtype
-        rotating = {channel.name for channel in self.layout.channels if channel.rotates}
-        wide = EngineKV({name: rows.astype(jnp.float32) if name in rotating else rows for name, rows in kv.items()})
+        dtype = np.dtype(kv[self.layout.names[0]].dtype)
         start, local = task.positions[0], (task.positions - task.positions[0]).astype(np.float32)
-        free = to_phase_free(self.layout, wide, local, start)
+        free = self._phase_free(kv, local, start)
 
         host: Chunk | None = None
         if not task.antecedent or task.prefill is not None or task.survivor is not None:
-            span, host_kv = int(local.max()) + 1, jax.device_get(dict(free))
-            host = Chunk(host_kv, local, span, len(local), segment.id, self.layout, self.stores.backbone)
+            host = self._chunk(segment.id, self.stores.backbone, free, local)
 
         # First what the agent's next request needs, which may come at once.
         if host is not None and task.survivor is not None:
@@ -223,12 +219,12 @@ class ChunkFormer:
             self.stores.shared.survivors.put(left.key, Survivor(host, left.window, left.index, left.ways))
             self.counts["survivors"] += 1
         if host is not None and task.prefill is not None:
-            self._keep(host, task, task.prefill, np.dtype(dtype))
+            self._keep(host, task, task.prefill, dtype)
         if not task.formed or is_formed:
             return
 
         if host is not None and not task.antecedent:
-            store.put(host if self.config.encoding is None else encode_chunk(host, self.config.encoding))
+            self._put(task.tenant, host)
             self.counts["canonicals"] += 1
             return
 
@@ -237,9 +233,43 @@ class ChunkFormer:
             return
 
         check_lowest_layer(canonical, free)
-        CacheFormat(self.layout, np.dtype(dtype)).check(canonical, len(local))
+        CacheFormat(self.layout, dtype).check(canonical, len(local))
         store.put_patches([form_patch(canonical, free, self.config.rank, task.antecedent, dtype=dtype)])
         self.counts["patches"] += 1
+
+    def store_canonical(
+        self, tenant: str, id: str, backbone: str, kv: ChunkKV, local: Int[np.ndarray, "*positions"]
+    ) -> None:
+        """Stores the canonical of a chunk that was prefilled alone, at start 0.
+
+        Args:
+          backbone: the name that it is stored under.
+          local: positions of its tokens.
+
+        Raises:
+          StoreError: as `ChunkStore.put`.
+        """
+        positions = local.astype(np.float32)
+        start = np.zeros(local.shape[1:], np.int32)
+        self._put(tenant, self._chunk(id, backbone, self._phase_free(kv, positions, start), positions))
+
+    def _phase_free(self, kv: ChunkKV, local: Float[np.ndarray, "*positions"], start: Any) -> PhaseFreeKV:
+        """Returns KV without its positions. Keys are unrotated in float32.
+
+        Rounded then and again when they are placed, they would not be the engine's.
+        """
+        rotating = {channel.name for channel in self.layout.channels if channel.rotates}
+        wide = EngineKV({name: rows.astype(jnp.float32) if name in rotating else rows for name, rows in kv.items()})
+        return to_phase_free(self.layout, wide, local, start)
+
+    def _chunk(self, id: str, backbone: str, free: ChunkKV, local: Float[np.ndarray, "*positions"]) -> Chunk:
+        """Returns a chunk on the host."""
+        return Chunk(jax.device_get(dict(free)), local, int(local.max()) + 1, len(local), id, self.layout, backbone)
+
+    def _put(self, tenant: str, canonical: Chunk) -> None:
+        """Stores a canonical in the config's encoding."""
+        encoding = self.config.encoding
+        self.stores.of(tenant).put(canonical if encoding is None else encode_chunk(canonical, encoding))
 
     def _keep(self, chunk: Chunk, task: FormingTask, note: PrefillNote, dtype: np.dtype) -> None:
         """Stores a prefill as it is, to be found by what was in front of it."""

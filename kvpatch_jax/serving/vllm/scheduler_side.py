@@ -175,6 +175,7 @@ class SchedulerSide:
 
     def add_request(self, request: Any) -> None:
         """Queues a request to be planned and its chunks to be read. One that cannot be planned is not tracked."""
+        self.stores.shared.activity.begin(request.request_id)
         try:
             state = self._read_request(request)
         except KVPatchError as error:
@@ -382,15 +383,16 @@ class SchedulerSide:
             state.saved = True
             # Behind an approximate chunk what the engine prefills is approximate too.
             is_exact = all(plan.exact for plan in state.served)
-            wanted = state.planned.wanted if is_exact else WantedChunks()
+            wanted = state.planned.wanted if is_exact else WantedChunks(alone=state.planned.wanted.alone)
             left: tuple[LeftBehind, ...] = ()
             if self._leaves_survivors(state):
                 steps = state.served[-1].steps if state.served else ()
                 left = left_behind(self.survivors, state.history, state.options, steps)
-            if wanted.formed or wanted.prefills or left:
+            if any(wanted) or left:
                 (blocks,) = output.kv_connector_block_state.get_block_ids(id)
                 tenant, segments = state.options.tenant, state.segments
-                saves.append(SaveCommand(id, tenant, segments, wanted.formed, tuple(blocks), wanted.prefills, left))
+                own = (wanted.formed, tuple(blocks), wanted.prefills, left, wanted.alone)
+                saves.append(SaveCommand(id, tenant, segments, *own))
                 self.counts["saves"] += 1
 
         for id in self._prefetcher.ready(0.0 if output.num_scheduled_tokens else IDLE_SECONDS):
@@ -405,6 +407,7 @@ class SchedulerSide:
 
     def finish(self, request: Any) -> dict[str, Any] | None:
         """Forgets a request. Returns the report of how it was served, if it asked for stored chunks."""
+        self.stores.shared.activity.end(request.request_id)
         self._prefetcher.release(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is None:
