@@ -1,11 +1,12 @@
 """The chunk store: one tenant's canonicals, patches and encoder outputs in device, host, disk and remote tiers."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from ..errors import InputError
 from ..patching import Basis
 from ..utils.kinds import all_of, expect_kind
 from .disk.quarantine import purge
+from .disk.revisions import CLOCK
 from .format.codec import canonical_of, chunk_blob, encoder_blob, encoder_of, with_encoder
 from .format.expiry import Seconds
 from .format.naming import Encoding, Name, PatchKey
@@ -24,7 +26,7 @@ from .io.thread_pool import ThreadPool
 from .remotes.leases import Lease
 from .remotes.local_adapter import LocalAdapter
 from .remotes.remote_store import RemoteStore
-from .store_base import StoreBase
+from .store_base import ATTEMPTS, StoreBase
 from .tiers.device_placement import LayerStream, Placement
 from .tiers.memory import CANONICAL, ENCODER
 from .tiers.writer import Ack, joined
@@ -286,11 +288,51 @@ class ChunkStore(StoreBase):
             blob = encoder_blob(id, backbone, output, self.expiry(ttl))
             self.put_now([(self.names.encoder(backbone, id), blob)])
 
-    def get_encoder(self, id: str, backbone: str) -> np.ndarray | None:
-        """Reads an encoder output as a read-only host array; None if there is none."""
+    def get_encoder(self, id: str, backbone: str, *, tier: Literal["here", "remote"] | None = None) -> np.ndarray | None:
+        """Reads an encoder output as a read-only host array; None if there is none.
+
+        Args:
+          tier: "here" does not ask the remote store; "remote" reads its version, which another machine may have written
+            since, and keeps no copy. None: the nearest.
+        """
         self.tenant_disk.expect_open()
-        entry = self._reader.load(self.names.encoder(backbone, id), encoder_of, ENCODER)
+        name = self.names.encoder(backbone, id)
+        if tier == "remote":
+            copy = self._reader.load_remote(name, encoder_of)
+            return None if copy is None else copy[0]
+        entry = self._reader.load(name, encoder_of, ENCODER, far=tier is None)
         return None if entry is None else entry.value
+
+    def amend_encoder(
+        self, id: str, backbone: str, amend: Callable[[list[np.ndarray]], AnyArray], *, ttl: Seconds | None = None
+    ) -> None:
+        """Replaces an encoder output by one that is made of what is stored, here and in the remote store.
+
+        No write of this root is lost to another: of two at once the later one amends what the earlier one wrote. What
+        another machine sends to the remote store between the look at it and the sending of this write is replaced
+        there, until that machine amends it again.
+
+        Args:
+          amend: makes the new output of the old ones: none, one, or the one here and the remote store's. It may be
+            called several times.
+
+        Raises:
+          StoreError, DtypeError: as `put`.
+        """
+        self.tenant_disk.expect_open()
+        name = self.names.encoder(backbone, id)
+        with self.counters.timed("put", "disk"):
+            for _ in range(ATTEMPTS):
+                # Before the content: what is written in between is noticed.
+                own = self.tenant_disk.disk.own_revision(name)
+                here = self.get_encoder(id, backbone, tier="here")
+                there, latest = self._reader.load_remote(name, encoder_of) or (None, 0)
+                output = amend([copy for copy in (here, there) if copy is not None])
+                revision = CLOCK.next(max(self.tenant_disk.revision(name), latest))
+                blob = encoder_blob(id, backbone, output, self.expiry(ttl))
+                if not self._commit([(name, dataclasses.replace(blob, revision=revision))], own):
+                    return
+        raise self.outpaced()
 
     def put_patches(self, patches: Sequence[Patch], *, ttl: Seconds | None = None) -> None:
         """Stores patches durably, in commits of 64 objects. Extends the life of a basis that would expire before them.
