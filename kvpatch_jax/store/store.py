@@ -12,7 +12,7 @@ import numpy as np
 
 from ..cache import Chunk, Patch, PatchMetadata
 from ..core import AnyArray, KVLayout
-from ..errors import InputError
+from ..errors import InputError, StoreIOError
 from ..patching import Basis
 from ..utils.kinds import all_of, expect_kind
 from .disk.quarantine import purge
@@ -298,8 +298,7 @@ class ChunkStore(StoreBase):
         self.tenant_disk.expect_open()
         name = self.names.encoder(backbone, id)
         if tier == "remote":
-            copy = self._reader.load_remote(name, encoder_of)
-            return None if copy is None else copy[0]
+            return self._reader.load_remote(name, encoder_of)[0]
         entry = self._reader.load(name, encoder_of, ENCODER, far=tier is None)
         return None if entry is None else entry.value
 
@@ -310,7 +309,7 @@ class ChunkStore(StoreBase):
 
         No write of this root is lost to another: of two at once the later one amends what the earlier one wrote. What
         another machine sends to the remote store between the look at it and the sending of this write is replaced
-        there, until that machine amends it again.
+        there, until that machine amends it again. A write that could not look takes no place of a later one there.
 
         Args:
           amend: makes the new output of the old ones: none, one, or the one here and the remote store's. It may be
@@ -326,9 +325,13 @@ class ChunkStore(StoreBase):
                 # Before the content: what is written in between is noticed.
                 own = self.tenant_disk.disk.own_revision(name)
                 here = self.get_encoder(id, backbone, tier="here")
-                there, latest = self._reader.load_remote(name, encoder_of) or (None, 0)
+                there, known = None, self.tenant_disk.revision(name)
+                try:
+                    there, latest = self._reader.load_remote(name, encoder_of, strict=True)
+                    revision = CLOCK.next(max(known, latest))
+                except StoreIOError:  # when this one is sent, what is there by then stays if it is later than known
+                    revision = known + 1
                 output = amend([copy for copy in (here, there) if copy is not None])
-                revision = CLOCK.next(max(self.tenant_disk.revision(name), latest))
                 blob = encoder_blob(id, backbone, output, self.expiry(ttl))
                 if not self._commit([(name, dataclasses.replace(blob, revision=revision))], own):
                     return

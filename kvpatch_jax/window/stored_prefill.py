@@ -135,9 +135,10 @@ class StoredPrefills:
         Returns:
           "restored" with this very front, if there is one behind it; and as `alike` those behind others.
         """
-        found = {"restored": front} if self.may_have(id, front) else {}
         # What is here serves exactly, so nothing better is in the remote store.
-        others = self.alike(id, keys, far="restored" not in found)
+        here = self.contains(id, front)
+        found = {"restored": front} if here or self.may_have(id, front) else {}
+        others = self.alike(id, keys, far=not here)
         return found | {likeness: other for likeness, other in others.items() if other != front}
 
     def alike(self, id: str, keys: Mapping[Likeness, str], *, far: bool = True) -> dict[Likeness, str]:

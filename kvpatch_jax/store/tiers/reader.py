@@ -128,23 +128,25 @@ class TieredReader:
         self._count_read("none" if entry is None else tier, began)
         return entry
 
-    def load_remote[T](self, name: Name, build: Build[T]) -> tuple[T, int] | None:
+    def load_remote[T](self, name: Name, build: Build[T], *, strict: bool = False) -> tuple[T | None, int]:
         """Reads the remote store's version of an object, which may be another one than is here, and keeps no copy.
 
+        Args:
+          strict: raises StoreIOError if the service fails.
+
         Returns:
-          The value and its revision; None as `load`, and without a remote store.
+          The value, None as `load`, and its revision; 0 if there is none, or no remote store.
 
         Raises:
           StoreKeyError: as `load`.
         """
-        pending = None if self._remote is None else self._remote.open(name)
-        arrays = None if pending is None else pending.whole()
-        if pending is None or arrays is None:
-            return None
-        try:
-            return build(pending.header.body, arrays), pending.header.revision
-        except (StoreVersionError, StoreCorruptError, KeyError):
-            return None
+        pending = None if self._remote is None else self._remote.open(name, strict=strict)
+        if pending is None:
+            return None, 0
+        value, arrays = None, pending.whole()
+        with contextlib.suppress(StoreVersionError, StoreCorruptError, KeyError):
+            value = None if arrays is None else build(pending.header.body, arrays)
+        return value, pending.header.revision
 
     def load_placed(self, name: Name, placement: Placement) -> CacheEntry[Chunk] | None:
         """Reads a canonical onto devices, and keeps it in the device tier. Otherwise as `load`."""
