@@ -201,7 +201,8 @@ class ReusePlanner:
                         return Entrance("patch", patch.note)
 
             # Without a patch for them, what was computed behind the same nearest piece, the most alike first.
-            nearer = {likeness: key for likeness, key in keys.items() if likeness != "seen"}
+            nearer = dict[Likeness, str](keys)
+            nearer.pop("seen", None)
             for likeness, behind in ({} if prefills is None else prefills.alike(entry.id, nearer)).items():
                 return Entrance("restored", behind=behind, likeness=likeness)
 

@@ -288,7 +288,9 @@ class ChunkStore(StoreBase):
             blob = encoder_blob(id, backbone, output, self.expiry(ttl))
             self.put_now([(self.names.encoder(backbone, id), blob)])
 
-    def get_encoder(self, id: str, backbone: str, *, tier: Literal["here", "remote"] | None = None) -> np.ndarray | None:
+    def get_encoder(
+        self, id: str, backbone: str, *, tier: Literal["here", "remote"] | None = None
+    ) -> np.ndarray | None:
         """Reads an encoder output as a read-only host array; None if there is none.
 
         Args:

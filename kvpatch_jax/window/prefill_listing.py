@@ -79,6 +79,7 @@ def unpack_listing(saved: np.ndarray | None) -> list[ListedPrefill]:
     for row in saved[:MOST_LISTED]:
         raw = row.tobytes()
         front, *keys = [raw[begin : begin + _DIGEST].hex() for begin in range(0, _WIDTH - 9, _DIGEST)]
-        named = {likeness: key for likeness, key in zip(_LIKENESSES, keys, strict=True) if key.strip("0")}
+        named = dict[Likeness, str](zip(_LIKENESSES, keys, strict=True))
+        named = dict(item for item in named.items() if item[1].strip("0"))
         records.append(ListedPrefill(front, named, int.from_bytes(raw[-9:-1], "little"), max(raw[-1], 1)))
     return records

@@ -149,7 +149,10 @@ class StoredPrefills:
         Args:
           far: whether the remote store's listing is read too.
         """
-        offered = {likeness: key for likeness, key in keys.items() if self._covers is None or self._covers(likeness, id)}
+        offered = dict[Likeness, str](keys)
+        for likeness in keys:
+            if self._covers is not None and not self._covers(likeness, id):
+                del offered[likeness]
         listing, found = self._listing(id, far) if offered else [], dict[Likeness, str]()
         for likeness, key in offered.items():
             for record in listing:

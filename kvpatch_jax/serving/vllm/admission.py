@@ -34,9 +34,7 @@ class Admission:
         self._config, self._stores, self._cache = config, stores, cache
         self._demand = Demand()
 
-    def wanted(
-        self, tenant: str, history: PromptHistory, prefills: StoredPrefills | None = None
-    ) -> WantedChunks:
+    def wanted(self, tenant: str, history: PromptHistory, prefills: StoredPrefills | None = None) -> WantedChunks:
         """Returns what to store of a prompt.
 
         The first chunk becomes a canonical. A later one is kept as it was prefilled if nothing of it is stored behind

@@ -11,6 +11,7 @@ from serving_sides import TOKENS, served, sides_of
 from kvpatch_jax.errors import ConfigError, InputError, StoreIOError
 from kvpatch_jax.serving.vllm import ConnectorConfig, shared_stores
 from kvpatch_jax.serving.vllm.shared_stores import MIN_KEY_BYTES, SharedStores, read_key, remote_of
+from kvpatch_jax.store import LocalAdapter
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 GIVEN = {"store": "s", "backbone": "b"}
@@ -175,6 +176,38 @@ def test_engines_of_one_secret_share_a_remote_store(tmp_path, monkeypatch):
     with sides_of(tmp_path / "one", secret="env:KVPATCH_SECRET", patch_after=9) as sides:
         served(sides, "another secret here", ends)  # names of its own in one directory, which keeps none
         assert sides.worker.former.counts == {"canonicals": 1, "prefills": 2}
+
+
+def test_planning_asks_the_remote_store_once_of_a_chunk_that_nobody_knows(tmp_path, monkeypatch):
+    """And twice for what is listed of one that is known: the listing, and whether its chunk was deleted."""
+    asked = list[str]()
+    read = LocalAdapter.read
+
+    def noting(self, path, *given):
+        asked.append(path)
+        return read(self, path, *given)
+
+    monkeypatch.setattr(LocalAdapter, "read", noting)
+    given = {"remote": f"file://{tmp_path}/remote", "secret": key_file(tmp_path), "patch_after": 9}
+
+    def planned(sides, name, ends, **more):
+        """How often a plan asks for each chunk's listing."""
+        asked.clear()
+        count = served(sides, name, {"segments": ends, "save": False, **more}).count
+        listings = {path.partition(".")[0] for path in asked if path.endswith(".enc.safetensors")}
+        return count, sorted(sum(path.startswith(listing) for path in asked) for listing in listings)
+
+    with sides_of(tmp_path / "one", **given) as sides:
+        asked.clear()
+        served(sides, "forms", {"segments": [8, 16, 24]})
+        sides.worker.former.flush()
+        sides.worker.stores.of("default").flush()
+    with sides_of(tmp_path / "two", **given) as other:
+        assert planned(other, "known", [8, 16, 24]) == (24, [2, 2])
+        assert planned(other, "here", [8, 16, 24]) == (24, [])
+        # The first chunk is known, and the next one to nobody.
+        assert planned(other, "unknown", [8, 15, 24]) == (8, [1])
+        assert planned(other, "alone", [8, 14, 24], policy="approximate") == (8, [1])
 
 
 @pytest.mark.parametrize("remote", ["valkey://127.0.0.1:1/0", "env:KVPATCH_REMOTE"])

@@ -1,4 +1,4 @@
-"""Listings of stored prefills: what a look at one costs, and what writers at once, other machines and hostile bytes do."""
+"""Listings of stored prefills: what a look costs, and what writers at once, other machines and hostile bytes do."""
 
 import multiprocessing
 import threading
@@ -82,7 +82,7 @@ def test_a_plan_asks_the_remote_store_once_of_an_unknown_chunk_and_twice_of_a_kn
     one, two = machines
     keys = keys_of("near", "far", "farther")
 
-    def planned(machine: Machine, number: int, found: dict[str, str]) -> None:
+    def planned(machine: Machine, number: int, found: Any) -> None:
         """What a plan and then what is to be kept asks of a chunk."""
         prefills = machine.prefills
         assert prefills.find("B", front_of(number), keys) == found
@@ -107,10 +107,11 @@ def test_what_one_machine_prefilled_another_serves(machines: list[Machine]):
     prefills = two.prefills
     found = prefills.find("B", front_of(2), keys)
     assert (found["restored"], found["near"], found["seen"]) == (front_of(2), front_of(1), front_of(1))
-    mean = prefills.get("B", found["mean"])
+    mean, exact = prefills.get("B", found["mean"]), prefills.get("B", front_of(2))
+    assert mean is not None
+    assert exact is not None
     expected = np.mean([chunk_of("B", number).kv["k"] for number in (1, 2)], axis=0)[:, :8]
     np.testing.assert_allclose(mean.kv["k"], expected, atol=1e-6)
-    exact = prefills.get("B", front_of(2))
     assert np.array_equal(exact.kv["k"], chunk_of("B", 2).kv["k"])
 
 
@@ -209,7 +210,12 @@ def test_what_is_lost_to_a_write_behind_is_found_by_its_machine_and_listed_by_it
     """Both look at the remote store before either sends."""
     one, two = machines
     gate = threading.Event()
-    service.before = lambda method, path: (method == "write" and gate.wait(60)) and None
+
+    def wait(method: str, path: str) -> None:
+        if method == "write":
+            gate.wait(60)
+
+    service.before = wait
     for number, machine in enumerate(machines):
         prefills, front = machine.prefills, front_of(number)
         prefills.put(chunk_of("B", number, lead=prefills.lead(front)), front, keys_of("near"))
@@ -225,9 +231,7 @@ def test_what_is_lost_to_a_write_behind_is_found_by_its_machine_and_listed_by_it
     assert listed(one.store, tier="remote") == {front_of(number) for number in range(4)}
 
 
-def test_a_write_during_an_outage_replaces_nothing_that_it_did_not_see(
-    machines: list[Machine], service: MemoryService
-):
+def test_a_write_during_an_outage_replaces_nothing_that_it_did_not_see(machines: list[Machine], service: MemoryService):
     one, two = machines
     one.put(0, keys_of("near"))
     two.put(1, keys_of("near"))
@@ -254,6 +258,7 @@ def test_a_write_that_another_overtakes_begins_again(tmp_path: Path):
     """Between its look and its commit; also where there was nothing, and after an eviction."""
     with ChunkStore(tmp_path) as store, ChunkStore(tmp_path) as other:
         seen = list[list[int]]()
+        stored = lambda: np.asarray(store.get_encoder("own", BACKBONE)).tolist()
 
         def adding(value: int, meanwhile: Any = None) -> Any:
             def amend(copies: list[np.ndarray]) -> np.ndarray:
@@ -266,14 +271,15 @@ def test_a_write_that_another_overtakes_begins_again(tmp_path: Path):
             return amend
 
         store.amend_encoder("own", BACKBONE, adding(1, lambda: other.put_encoder("own", BACKBONE, np.array([7]))))
-        assert (seen, store.get_encoder("own", BACKBONE).tolist()) == ([[], [7]], [7, 1])
+        assert (seen, stored()) == ([[], [7]], [7, 1])
         seen.clear()
-        store.amend_encoder("own", BACKBONE, adding(2, lambda: other.amend_encoder("own", BACKBONE, lambda _: np.array([8]))))
-        assert (seen, store.get_encoder("own", BACKBONE).tolist()) == ([[7, 1], [8]], [8, 2])
+        eight = lambda copies: np.array([8])
+        store.amend_encoder("own", BACKBONE, adding(2, lambda: other.amend_encoder("own", BACKBONE, eight)))
+        assert (seen, stored()) == ([[7, 1], [8]], [8, 2])
         seen.clear()
         path = tmp_path / store.names.encoder(BACKBONE, "own").path
         store.amend_encoder("own", BACKBONE, adding(3, path.unlink))
-        assert (seen, store.get_encoder("own", BACKBONE).tolist()) == ([[8, 2], []], [3])
+        assert (seen, stored()) == ([[8, 2], []], [3])
 
 
 # ------------------------------------------------------------------------------------------ the listing itself
@@ -282,7 +288,8 @@ def test_a_write_that_another_overtakes_begins_again(tmp_path: Path):
 def test_a_listing_keeps_the_latest_and_drops_what_is_over_or_ahead():
     now = time.time_ns()
     week = int(TIME_TO_LIVE * 1e9)
-    records = [ListedPrefill(front_of(number), {"near": front_of(1)}, now - number) for number in range(MOST_LISTED + 9)]
+    keys: Any = {"near": front_of(1)}
+    records = [ListedPrefill(front_of(number), keys, now - number) for number in range(MOST_LISTED + 9)]
     over = ListedPrefill(front_of(900), {}, now - week)
     ahead = ListedPrefill(front_of(901), {}, now + 2 * week)
     kept = merged_listings([records[::2], [over, ahead], records[1::2], records[:3]], now)
@@ -293,7 +300,7 @@ def test_a_listing_keeps_the_latest_and_drops_what_is_over_or_ahead():
 
 def test_a_later_mean_takes_the_place_of_an_earlier_one():
     now = time.time_ns()
-    key = {"mean": front_of(50)}
+    key: Any = {"mean": front_of(50)}
     means = [ListedPrefill(front_of(number), key, now + number, number + 2) for number in range(3)]
     other = ListedPrefill(front_of(9), {"mean": front_of(51)}, now, 2)
     assert merged_listings([means[:2], [means[2], other], means[:1]], now) == [other, means[2]]

@@ -60,8 +60,11 @@ class Prefills(StoredPrefills):
 
     def alike(self, id: str, keys: Mapping[Likeness, str], *, far: bool = True) -> dict[Likeness, str]:
         fronts = sorted(front for own, front in self.program.truth.stored if own == id)
-        found = {likeness: int(key, 16) for likeness, key in keys.items() if fronts and int(key, 16) % 3}
-        return {likeness: fronts[number % len(fronts)] for likeness, number in found.items()}
+        found = dict[Likeness, str]()
+        for likeness, key in keys.items():
+            if fronts and int(key, 16) % 3:
+                found[likeness] = fronts[int(key, 16) % len(fronts)]
+        return found
 
 
 class Program:
