@@ -12,7 +12,7 @@ import pytest
 from remote_cases import MemoryAdapter, MemoryService
 from store_cases import BACKBONE, chunk_of
 
-from kvpatch_jax.errors import StoreUnreachableError
+from kvpatch_jax.errors import StoreKeyError, StoreUnreachableError
 from kvpatch_jax.store import ChunkStore, RemoteStore, RetryPolicy
 from kvpatch_jax.window import StoredPrefills, keys_behind
 from kvpatch_jax.window.prefill_listing import (
@@ -25,7 +25,7 @@ from kvpatch_jax.window.prefill_listing import (
 )
 
 SECRET = b"the same on all machines"
-FAST = RetryPolicy(timeout=5.0, tries=1, deadline=5.0)
+FAST = RetryPolicy(timeout=5.0, tries=1, deadline=5.0, failures=1 << 20)
 
 
 def front_of(number: int) -> str:
@@ -131,6 +131,23 @@ def test_a_prefill_that_is_listed_and_gone_is_read_in_vain_once(machines: list[M
     two.put(1, keys)
     assert two.prefills.find("B", front_of(1), {}) == {"restored": front_of(1)}
     assert two.prefills.get("B", front_of(1)) is not None
+
+
+def test_listings_of_encrypted_stores_are_shared_by_those_with_the_key(tmp_path: Path, service: MemoryService):
+    pytest.importorskip("cryptography")
+    keys, front = keys_of("near"), front_of(1)
+
+    def opened(name: str, key: bytes | None) -> ChunkStore:
+        remote = RemoteStore(MemoryAdapter(service), patience=FAST)
+        return ChunkStore(tmp_path / name, secret=SECRET, remote=remote, key=key)
+
+    with opened("one", b"k" * 32) as one, opened("two", b"k" * 32) as two, opened("three", None) as three:
+        prefills = StoredPrefills(one, BACKBONE, "float32")
+        prefills.put(chunk_of("B", 1, lead=prefills.lead(front)), front, keys)
+        one.flush()
+        assert StoredPrefills(two, BACKBONE, "float32").find("B", front, keys)["restored"] == front
+        with pytest.raises(StoreKeyError):
+            StoredPrefills(three, BACKBONE, "float32").find("B", front, keys)
 
 
 def test_an_evicted_prefill_is_not_offered_and_the_next_one_is(tmp_path: Path):
