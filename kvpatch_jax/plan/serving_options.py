@@ -271,11 +271,10 @@ class OptionTable:
         options, cost = [], self.pricing.restored(entry)
         window = self.arranged.window
         target = window.pieces[index].target
-        if prefills.contains(entry.id, target):
+        if prefills.may_have(entry.id, target):
             options.append(ServingOption("restored", ServingChoice("restored", behind=target), *cost))
-        for point, key in likeness_keys(window.pieces, index, window.lead).items():
-            front = prefills.front_alike(entry.id, key, point)
-            if front not in (None, target):
+        for point, front in prefills.alike(entry.id, likeness_keys(window.pieces, index, window.lead)).items():
+            if front != target:
                 choice = ServingChoice("restored", behind=front, likeness=point)
                 options.append(ServingOption(point, choice, *cost, ((point, 0),)))
         return options

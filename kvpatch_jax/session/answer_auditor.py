@@ -215,9 +215,9 @@ class AnswerAuditor:
         for index, piece in enumerate(window.pieces):
             if index < window.lead or piece.entry.kind != "chunk":
                 continue
-            for point, key in likeness_keys(window.pieces, index, window.lead).items():
-                front = prefills.front_alike(piece.entry.id, key)
-                if front is not None and front != piece.state.behind:
+            keys = likeness_keys(window.pieces, index, window.lead)
+            for point, front in prefills.alike(piece.entry.id, keys).items():
+                if front != piece.state.behind:
                     alike.setdefault(point, {})[index] = front
 
         # The most alike first. One way at a time: the loss of a worse one must not count against a better one.

@@ -175,7 +175,7 @@ class ReusePlanner:
 
             # Behind approximate pieces it is approximate as a forward is: a plan may prefer to run those again.
             unplanned = config.uncertified and config.certificate is None
-            if (stay.as_promised or unplanned) and prefills.contains(entry.id, piece.front):
+            if (stay.as_promised or unplanned) and prefills.may_have(entry.id, piece.front):
                 return Entrance("restored")
 
         # The same is true of a canonical at the front of a window.
@@ -201,10 +201,10 @@ class ReusePlanner:
                         return Entrance("patch", patch.note)
 
             # Without a patch for them, what was computed behind the same nearest piece, the most alike first.
-            for likeness, key in keys.items():
-                behind = None if prefills is None or likeness == "seen" else prefills.front_alike(entry.id, key)
-                if behind is not None:
-                    return Entrance("restored", behind=behind, likeness=likeness)
+            nearer = dict[Likeness, str](keys)
+            nearer.pop("seen", None)
+            for likeness, behind in ({} if prefills is None else prefills.alike(entry.id, nearer)).items():
+                return Entrance("restored", behind=behind, likeness=likeness)
 
         return self._plan(stay, [entry])
 

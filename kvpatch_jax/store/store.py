@@ -1,20 +1,22 @@
 """The chunk store: one tenant's canonicals, patches and encoder outputs in device, host, disk and remote tiers."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ..cache import Chunk, Patch, PatchMetadata
 from ..core import AnyArray, KVLayout
-from ..errors import InputError
+from ..errors import InputError, StoreIOError
 from ..patching import Basis
 from ..utils.kinds import all_of, expect_kind
 from .disk.quarantine import purge
+from .disk.revisions import CLOCK
 from .format.codec import canonical_of, chunk_blob, encoder_blob, encoder_of, with_encoder
 from .format.expiry import Seconds
 from .format.naming import Encoding, Name, PatchKey
@@ -24,7 +26,7 @@ from .io.thread_pool import ThreadPool
 from .remotes.leases import Lease
 from .remotes.local_adapter import LocalAdapter
 from .remotes.remote_store import RemoteStore
-from .store_base import StoreBase
+from .store_base import ATTEMPTS, StoreBase
 from .tiers.device_placement import LayerStream, Placement
 from .tiers.memory import CANONICAL, ENCODER
 from .tiers.writer import Ack, joined
@@ -286,11 +288,56 @@ class ChunkStore(StoreBase):
             blob = encoder_blob(id, backbone, output, self.expiry(ttl))
             self.put_now([(self.names.encoder(backbone, id), blob)])
 
-    def get_encoder(self, id: str, backbone: str) -> np.ndarray | None:
-        """Reads an encoder output as a read-only host array; None if there is none."""
+    def get_encoder(
+        self, id: str, backbone: str, *, tier: Literal["here", "remote"] | None = None
+    ) -> np.ndarray | None:
+        """Reads an encoder output as a read-only host array; None if there is none.
+
+        Args:
+          tier: "here" does not ask the remote store; "remote" reads its version, which another machine may have written
+            since, and keeps no copy. None: the nearest.
+        """
         self.tenant_disk.expect_open()
-        entry = self._reader.load(self.names.encoder(backbone, id), encoder_of, ENCODER)
+        name = self.names.encoder(backbone, id)
+        if tier == "remote":
+            return self._reader.load_remote(name, encoder_of)[0]
+        entry = self._reader.load(name, encoder_of, ENCODER, far=tier is None)
         return None if entry is None else entry.value
+
+    def amend_encoder(
+        self, id: str, backbone: str, amend: Callable[[list[np.ndarray]], AnyArray], *, ttl: Seconds | None = None
+    ) -> None:
+        """Replaces an encoder output by one that is made of what is stored, here and in the remote store.
+
+        No write of this root is lost to another: of two at once the later one amends what the earlier one wrote. What
+        another machine sends to the remote store between the look at it and the sending of this write is replaced
+        there, until that machine amends it again. A write that could not look takes no place of a later one there.
+
+        Args:
+          amend: makes the new output of the old ones: none, one, or the one here and the remote store's. It may be
+            called several times.
+
+        Raises:
+          StoreError, DtypeError: as `put`.
+        """
+        self.tenant_disk.expect_open()
+        name = self.names.encoder(backbone, id)
+        with self.counters.timed("put", "disk"):
+            for _ in range(ATTEMPTS):
+                # Before the content: what is written in between is noticed.
+                own = self.tenant_disk.disk.own_revision(name)
+                here = self.get_encoder(id, backbone, tier="here")
+                there, known = None, self.tenant_disk.revision(name)
+                try:
+                    there, latest = self._reader.load_remote(name, encoder_of, strict=True)
+                    revision = CLOCK.next(max(known, latest))
+                except StoreIOError:  # when this one is sent, what is there by then stays if it is later than known
+                    revision = known + 1
+                output = amend([copy for copy in (here, there) if copy is not None])
+                blob = encoder_blob(id, backbone, output, self.expiry(ttl))
+                if not self._commit([(name, dataclasses.replace(blob, revision=revision))], own):
+                    return
+        raise self.outpaced()
 
     def put_patches(self, patches: Sequence[Patch], *, ttl: Seconds | None = None) -> None:
         """Stores patches durably, in commits of 64 objects. Extends the life of a basis that would expire before them.

@@ -13,6 +13,7 @@ from ..utils.atomic_files import path_of
 from ..utils.kinds import expect_kind
 from ..utils.sizes import Size, size_of
 from .disk.budget import Budget, budget_of
+from .disk.object_writer import Only
 from .disk.quarantine import QuarantineRestore, restore
 from .disk.tenant_disk import TenantDisk
 from .format.encoding_choice import EncodingChoice
@@ -30,7 +31,7 @@ from .tiers.remote_tier import RemoteTier, Resync
 from .tiers.shared_host_tier import SharedHostTier
 from .tiers.writer import Ack, Writer
 
-_ATTEMPTS = 16
+ATTEMPTS = 16
 """Number of times that a put is begun if something later replaces it meanwhile."""
 
 
@@ -205,7 +206,7 @@ class StoreBase:
 
         So of two puts at once either may be the last, but none is lost to a copy or a restore.
         """
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             begun: list[tuple[Name, Blob]] = []
             for name, blob in blobs:
                 revision = self.tenant_disk.begin(name, again=attempt > 0)
@@ -214,16 +215,24 @@ class StoreBase:
             blobs = [(name, blob) for name, blob in blobs if name.path in outdated]
             if not blobs:
                 return
-        raise StoreIOError(
-            f"store: put: got a later write or deletion during each of {_ATTEMPTS} attempts; expected time to write"
+        raise self.outpaced()
+
+    def outpaced(self) -> StoreIOError:
+        """Returns the error of a write that was begun again too often."""
+        return StoreIOError(
+            f"store: put: got a later write or deletion during each of {ATTEMPTS} attempts; expected time to write"
         )
 
-    def _commit(self, items: Sequence[tuple[Name, Blob]]) -> list[Name]:
-        """Writes objects to the disk, and has them sent. Returns names that others have changed meanwhile."""
+    def _commit(self, items: Sequence[tuple[Name, Blob]], only: Only = "later") -> list[Name]:
+        """Writes objects to the disk, and has them sent. Returns names that others have changed meanwhile.
+
+        Args:
+          only: what they may replace, as `ObjectWriter.put`.
+        """
         if self._remote is not None:
             self._remote.sender.expect_room(sum(blob.nbytes for _, blob in items))
         # The disk comes first: neither memory nor the remote store may have what it lacks.
-        outdated = self.tenant_disk.put(items) if items else []
+        outdated = self.tenant_disk.put(items, only) if items else []
         for name, _ in items:
             self._reader.replaced(name)
         if self._remote is not None and items:

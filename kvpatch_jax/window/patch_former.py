@@ -371,7 +371,7 @@ class PatchFormer:
         if before or "seen" not in job.likeness:
             return before
         assert self._prefills is not None
-        return self._prefills.front_alike(job.entry.id, job.likeness["seen"]) is not None
+        return bool(self._prefills.alike(job.entry.id, {"seen": job.likeness["seen"]}))
 
     def _is_stored(self, job: PrefillRecord) -> bool:
         """Returns whether the store has a patch behind this very antecedent, of no smaller rank in any channel."""

@@ -6,9 +6,12 @@ because the nearest antecedent carries most of the deficit; then the chunk is ap
 several histories that share the nearest piece, in which what they do not share averages out.
 """
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +19,13 @@ import numpy as np
 
 from ..cache import Chunk
 from .entry import Likeness, PlacedPiece, short_digest
+from .prefill_listing import TIME_TO_LIVE, ListedPrefill, merged_listings, pack_listing, unpack_listing
 
-TIME_TO_LIVE = 7 * 24 * 3600.0
-"""Seconds that a prefill is kept: histories that nobody repeats would fill a store without a budget."""
 MOST_OF_A_MEAN = 8
 """Histories that a mean is taken over; more of them hardly change it."""
+FRESH_SECONDS = 2.0
+"""Time for which a remote store's listing of a chunk is remembered, and what it named in vain."""
+_MOST_REMEMBERED = 1024
 
 
 def likeness_keys(pieces: Sequence[PlacedPiece], index: int, lead: int) -> dict[Likeness, str]:
@@ -71,6 +76,9 @@ def unreduced(store: Any) -> dict[str, Any]:
 class StoredPrefills:
     """Stored prefills of one backbone's chunks in one store, never encoded: they are served bit for bit.
 
+    One small object per chunk lists them (`prefill_listing`), so one read finds all. With a remote store that is its
+    version together with the one here: other machines add to it. Thread-safe.
+
     Attributes:
       store: a `ChunkStore`, or anything that keeps chunks and arrays under names as one does.
       backbone: fingerprint of the weights.
@@ -90,52 +98,70 @@ class StoredPrefills:
         """
         self.store, self.backbone = store, backbone
         self._dtype = np.dtype(dtype).name
-        self._fronts: dict[tuple[str, str], str] = {}
         self._covers = covers
+        self._remote, self._missing = _Remembered[list[ListedPrefill]](), _Remembered[bool]()
 
     @staticmethod
     def supports(store: Any) -> bool:
-        """Returns whether a store can keep prefills: it says what it contains, and keeps arrays by name."""
-        return all(hasattr(store, name) for name in ("contains", "get_encoder", "put_encoder"))
+        """Returns whether a store can keep prefills: it says what it may have, and amends arrays by name."""
+        return all(hasattr(store, name) for name in ("contains", "may_have", "get_encoder", "amend_encoder"))
 
     def lead(self, front: str) -> str:
         """Returns what a prefill is stored under as its lead, from the chain digest of what preceded it."""
         return short_digest(f"prefill {self._dtype} {front}")
 
     def contains(self, id: str, front: str) -> bool:
-        """Returns whether a chunk's prefill behind exactly this front is stored, without reading it."""
+        """Returns whether a chunk's prefill behind exactly this front is stored here, without reading it."""
         return self.store.contains(id, self.backbone, lead=self.lead(front), **unreduced(self.store))
 
     def get(self, id: str, front: str) -> Chunk | None:
         """Reads a chunk's prefill behind exactly this front; None if it is not stored."""
         chunk = self.store.get(id, self.backbone, lead=self.lead(front), **unreduced(self.store))
         # An encoded one would be no prefill.
-        return None if chunk is None or chunk.encoding is not None else chunk
+        if chunk is None or chunk.encoding is not None:
+            self._missing.put((id, front), True)
+            return None
+        return chunk
 
-    def front_alike(self, id: str, key: str, likeness: Likeness | None = None) -> str | None:
-        """Returns what the stored prefill of a chunk with this key was computed behind; None without one.
+    def may_have(self, id: str, front: str) -> bool:
+        """Returns whether `get` may succeed: the prefill is stored here, or listed where a remote store may have it."""
+        if self.contains(id, front):
+            return True
+        return self._is_reached(id, front) and any(record.front == front for record in self._listing(id))
 
-        A mean has a digest of its own in place of that, another one for each history that is added to it.
+    def find(self, id: str, front: str, keys: Mapping[Likeness, str]) -> dict[str, str]:
+        """Finds a chunk's stored prefills, each with the digest of what it was computed behind, or a mean's own.
+
+        Returns:
+          "restored" with this very front, if there is one behind it; and as `alike` those behind others.
+        """
+        # What is here serves exactly, so nothing better is in the remote store.
+        here = self.contains(id, front)
+        found = {"restored": front} if here or self.may_have(id, front) else {}
+        others = self.alike(id, keys, far=not here)
+        return found | {likeness: other for likeness, other in others.items() if other != front}
+
+    def alike(self, id: str, keys: Mapping[Likeness, str], *, far: bool = True) -> dict[Likeness, str]:
+        """Finds by each of these keys the chunk's stored prefill that was stored first, as far as there is one.
+
+        A mean has a digest of its own, another one for each history that is added to it.
 
         Args:
-          likeness: of the key, where it is to be offered.
+          far: whether the remote store's listing is read too.
         """
-        if likeness is not None and self._covers is not None and not self._covers(likeness, id):
-            return None
-        known = self._fronts.get((id, key))
-        if known is not None and self.contains(id, known):
-            return known
+        offered = dict[Likeness, str](keys)
+        for likeness in keys:
+            if self._covers is not None and not self._covers(likeness, id):
+                del offered[likeness]
+        listing, found = self._listing(id, far) if offered else [], dict[Likeness, str]()
+        for likeness, key in offered.items():
+            for record in listing:
+                if record.keys.get(likeness) == key and self._is_available(id, record.front):
+                    found[likeness] = record.front
+                    break
+        return found
 
-        found = self._read(id, key)
-        if found is None or not self.contains(id, found[0]):
-            return None
-        front, count = found
-        # A mean has another digest soon, until it is whole.
-        if count in (1, MOST_OF_A_MEAN):
-            self._fronts[id, key] = front
-        return front
-
-    def put(self, chunk: Chunk, front: str, keys: dict[Likeness, str], mean: bool = False) -> int:
+    def put(self, chunk: Chunk, front: str, keys: Mapping[Likeness, str], mean: bool = False) -> int:
         """Stores a prefill, `chunk.lead` being `lead(front)`, to be found by its front and by these keys.
 
         Args:
@@ -146,58 +172,86 @@ class StoredPrefills:
           How many times the size of a prefill was stored.
         """
         self.store.put(chunk, ttl=TIME_TO_LIVE, **unreduced(self.store))
-        stored = 1 + (mean and "mean" in keys and self._add_to_mean(chunk, front, keys))
-        # The first one stays: what follows was often served by it.
+        found_by = dict[Likeness, str]()
         for likeness, key in keys.items():
-            if likeness == "mean" or (likeness == "moved" and not mean):
-                continue
-            if self.front_alike(chunk.id, key) is None:
-                self._write(chunk.id, key, front)
-        return stored
+            if likeness != "mean" and (mean or likeness != "moved"):
+                found_by[likeness] = key
+        own = [ListedPrefill(front, found_by, time.time_ns())]
+        if mean and "mean" in keys:
+            own += self._means_with(chunk, front, keys)
 
-    def _add_to_mean(self, chunk: Chunk, front: str, keys: dict[Likeness, str]) -> bool:
-        """Adds a prefill to a mean, whose version before that stays until its time is over: a window may name it.
+        def amend(copies: list[np.ndarray]) -> np.ndarray:
+            return pack_listing(merged_listings([*map(unpack_listing, copies), own], time.time_ns()))
 
-        Returns:
-          Whether a mean was stored.
+        self.store.amend_encoder(self.name(chunk.id), self.backbone, amend, ttl=TIME_TO_LIVE)
+        return len(own)
+
+    def _means_with(self, chunk: Chunk, front: str, keys: Mapping[Likeness, str]) -> list[ListedPrefill]:
+        """Stores the mean of a prefill and those before it; none of one alone, nor where there are enough.
+
+        The version before that stays until its time is over: a window may name it.
         """
-        key = keys["mean"]
-        saved = self._read(chunk.id, key)
-        first = self.front_alike(chunk.id, keys["near"]) if saved is None else None
-        # Of one prefill there is no mean yet.
-        if saved is None and first is None:
-            return False
-        old, count = saved or (first or "", 1)
-        if count >= MOST_OF_A_MEAN:
-            return False
-        before = self.get(chunk.id, old)
+        saved = [record for record in self._listing(chunk.id) if record.front != front]
+        means = [record for record in saved if record.keys.get("mean") == keys["mean"]]
+        first = [record for record in saved if record.keys.get("near") == keys["near"]]
+        old = next((record for record in (*means, *first) if self._is_available(chunk.id, record.front)), None)
+        if old is None or old.count >= MOST_OF_A_MEAN:
+            return []
+        before = self.get(chunk.id, old.front)
         if before is None or before.length != chunk.length:
-            return False
+            return []
 
-        kv, length = {}, chunk.length
+        kv, length, count = {}, chunk.length, old.count + 1
         for name, value in chunk.kv.items():
             own, others = (np.asarray(each[:, :length], np.float32) for each in (value, before.kv[name]))
-            kv[name] = (others + (own - others) / (count + 1)).astype(value.dtype)
-        new = short_digest(f"mean {count + 1} {old} {front}")
+            kv[name] = (others + (own - others) / count).astype(value.dtype)
+        new = short_digest(f"mean {count} {old.front} {front}")
         local = np.asarray(chunk.local)[:length]
         mean = dataclasses.replace(chunk, kv=kv, local=local, lead=self.lead(new))
         self.store.put(mean, ttl=TIME_TO_LIVE, **unreduced(self.store))
-        self._write(chunk.id, key, new, count + 1)
-        return True
+        return [ListedPrefill(new, {"mean": keys["mean"]}, time.time_ns(), count)]
 
-    def _read(self, id: str, key: str) -> tuple[str, int] | None:
-        """Reads which prefill has a key, and how many are in it."""
-        saved = self.store.get_encoder(self.name(id, key), self.backbone)
-        # What is stored may be of anybody's making: anything but a digest and a number is no prefill.
-        if saved is None or saved.dtype != np.uint8 or saved.shape not in ((16,), (17,)):
-            return None
-        return saved[:16].tobytes().hex(), int(saved[16]) if len(saved) > 16 else 1
+    def _is_available(self, id: str, front: str) -> bool:
+        return self.contains(id, front) or self._is_reached(id, front)
 
-    def _write(self, id: str, key: str, front: str, count: int = 1) -> None:
-        digest = bytes.fromhex(front) + (bytes([count]) if count > 1 else b"")
-        name = self.name(id, key)
-        self.store.put_encoder(name, self.backbone, np.frombuffer(digest, np.uint8), ttl=TIME_TO_LIVE)
+    def _is_reached(self, id: str, front: str) -> bool:
+        """Returns whether a remote store may have a prefill; not if it was just read in vain."""
+        if self._missing.get((id, front)):
+            return False
+        return self.store.may_have(id, self.backbone, lead=self.lead(front), **unreduced(self.store))
 
-    def name(self, id: str, key: str) -> str:
-        """Returns the name under which a store says which prefill of a chunk has this key."""
-        return f"prefill {short_digest(f'{self._dtype} {key} {id}')}"
+    def _listing(self, id: str, far: bool = True) -> list[ListedPrefill]:
+        """Returns what is listed of a chunk here, and in the remote store, the first stored one first."""
+        name = self.name(id)
+        listings = [unpack_listing(self.store.get_encoder(name, self.backbone, tier="here"))]
+        if far:
+            remote = self._remote.get(id)
+            if remote is None:
+                remote = unpack_listing(self.store.get_encoder(name, self.backbone, tier="remote"))
+                self._remote.put(id, remote)
+            listings.append(remote)
+        return merged_listings(listings, time.time_ns())
+
+    def name(self, id: str) -> str:
+        """Returns the name under which a store lists the prefills of a chunk."""
+        return f"prefills {short_digest(f'{self._dtype} {id}')}"
+
+
+class _Remembered[T]:
+    """Values by key for `FRESH_SECONDS`, the latest ones. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._values: collections.OrderedDict[Any, tuple[float, T]] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Any) -> T | None:
+        with self._lock:
+            until, value = self._values.get(key, (0.0, None))
+        return value if time.monotonic() < until else None
+
+    def put(self, key: Any, value: T) -> None:
+        with self._lock:
+            self._values[key] = time.monotonic() + FRESH_SECONDS, value
+            self._values.move_to_end(key)
+            if len(self._values) > _MOST_REMEMBERED:
+                self._values.popitem(last=False)

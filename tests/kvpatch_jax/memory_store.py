@@ -34,11 +34,17 @@ class MemoryStore:
     def put_patches(self, patches):
         self.patches += patches
 
+    def may_have(self, id, backbone, *, encoding=None, lead=None):
+        return self.contains(id, backbone, encoding=encoding, lead=lead)
+
     def put_encoder(self, id, backbone, output, *, ttl=None):
         self.encoders[id] = np.asarray(output)
 
-    def get_encoder(self, id, backbone):
-        return self.encoders.get(id)
+    def amend_encoder(self, id, backbone, amend, *, ttl=None):
+        self.put_encoder(id, backbone, amend([self.encoders[id]] if id in self.encoders else []))
+
+    def get_encoder(self, id, backbone, *, tier=None):
+        return None if tier == "remote" else self.encoders.get(id)
 
     def patch_count(self, id, backbone):
         return sum(patch.metadata.chunk == id for patch in self.patches)

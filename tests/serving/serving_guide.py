@@ -46,6 +46,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         "loops": _loops(results),
         "load": _load(results["load"]),
         "load tokens": _load_tokens(results["load"]),
+        "shared": _shared(results),
     }
 
 
@@ -231,6 +232,30 @@ def _load_tokens(found: dict[str, Any]) -> str:
         counted = " | ".join(f"{count:.1f}" for count in tokens)
         right = mean(lambda row: row["right"])
         rows.append(f"| {traffic} | {way} | {counted} | {right:.3f} | {client:.0f} / {engine:.0f} |")
+    return "\n".join(rows)
+
+
+def _shared(results: dict[str, Any]) -> str:
+    heads = ["remote store", "what happens", "engine", "answers", "equal to its prefill", "tokens of its prompts"]
+    heads += ["from the store", "calls of the remote store a request", "seconds a request: median, longest"]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for kind in ("file", "valkey"):
+        found = results[f"shared, {kind}"]
+        told: list[tuple[str, str, dict[str, Any]]] = []
+        for word in ("in turn", "at once"):
+            told += [(word, name, found[word][name]) for name in ("one", "two")]
+        told += [("two is killed", "one, going on", found["killed"]["other"])]
+        told += [("two is killed", "two, started again", found["killed"]["revived"])]
+        silent = found.get("silent")
+        if silent is not None:
+            told += [("the server is stopped", name, own) for name, own in silent["during"].items()]
+            told += [("the server goes on", "both", silent["after"])]
+        for word, name, own in told:
+            calls = f"{min(own['calls'])} to {max(own['calls'])}"
+            seconds = sorted(own["seconds"])
+            cells = [kind, word, name, str(own["answers"]), str(own["equal"]), f"{own['prompt_tokens']:,}"]
+            cells += [f"{own['served_tokens']:,}", calls, f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}"]
+            rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

@@ -35,7 +35,7 @@ class Admission:
         self._config, self._stores, self._cache = config, stores, cache
         self._demand = Demand()
 
-    def wanted(self, tenant: str, history: PromptHistory) -> WantedChunks:
+    def wanted(self, tenant: str, history: PromptHistory, prefills: StoredPrefills | None = None) -> WantedChunks:
         """Returns what to store of a prompt.
 
         The first chunk becomes a canonical. A later one is kept as it was prefilled if nothing of it is stored behind
@@ -43,11 +43,14 @@ class Admission:
         the config says: the chunk's patch, where its canonical is stored, and otherwise its prefill. A chunk that was
         met behind as many fronts gets a canonical in the background, if the config allows it.
 
+        Args:
+          prefills: the tenant's, which a plan has looked at just now.
+
         Raises:
           StoreError, WeightsError: as `Stores.of`.
         """
         formed, kept, alone, stores = [], [], [], self._stores
-        prefills = stores.prefills(tenant, self._cache.dtype)
+        prefills = stores.prefills(tenant, self._cache.dtype) if prefills is None else prefills
         ids = tuple(segment.id for segment in history.segments)
         for index, id in enumerate(ids):
             front = history.front(index)
@@ -55,7 +58,7 @@ class Admission:
                 if not stores.has_canonical(tenant, id):
                     formed.append(index)
                 continue
-            is_kept = prefills is not None and prefills.contains(id, front)
+            is_kept = prefills is not None and prefills.may_have(id, front)
             is_asked = not is_kept and self._demand.note(tenant, id, front) >= self._config.patch_after
             is_shared = bool(self._config.forming_rate) and (is_asked or self._is_shared(tenant, id))
             if is_shared and not stores.has_canonical(tenant, id):
@@ -76,9 +79,10 @@ class Admission:
     def _is_new(self, tenant: str, history: PromptHistory, index: int, prefills: StoredPrefills) -> bool:
         """Returns whether a chunk is to be kept though it was not met behind these chunks before."""
         id, keys = history.segments[index].id, history.alike(index)
-        if prefills.front_alike(id, keys["seen"]) is None:
+        met = prefills.alike(id, {"seen": keys["seen"], "near": keys["near"]})
+        if not met:
             return True
-        if prefills.front_alike(id, keys["near"]) is not None:
+        if "near" in met:
             return False
         # Of a chunk that is met everywhere, most neighbours do not come again.
         return self._demand.histories(tenant, id) <= MOST_HISTORIES

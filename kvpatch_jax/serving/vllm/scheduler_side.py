@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ...errors import KVPatchError, WeightsError
 from ...plan import Certificate
+from ...window import StoredPrefills
 from .admission import Admission, WantedChunks
 from .block_events import BlockEvents
 from .engine_metrics import EngineMetrics, reason_of
@@ -240,7 +241,8 @@ class SchedulerSide:
 
         # What the engine prefills behind an approximate chunk is approximate too, so nothing is formed from it.
         salt = plan.salt(self.config, state.options, state.own_salt)
-        return PlannedRequest(plan, catalog.payloads(plan.steps), self._wanted(state), salt)
+        wanted = self._wanted(state, catalog.stored_prefills)
+        return PlannedRequest(plan, catalog.payloads(plan.steps), wanted, salt)
 
     def _note_unfit(self, error: KVPatchError) -> None:
         kind = f"unfit: {type(error).__name__}"
@@ -248,12 +250,12 @@ class SchedulerSide:
         if self.counts[kind] == 1:
             logger.warning("kvpatch: stored chunks of this engine's backbone count as not stored: %s", error)
 
-    def _wanted(self, state: RequestState) -> WantedChunks:
-        """Returns what to store of a request if it is prefilled exactly."""
+    def _wanted(self, state: RequestState, prefills: StoredPrefills | None = None) -> WantedChunks:
+        """Returns what to store of a request if it is prefilled exactly, as `Admission.wanted`."""
         if not (self.config.save and state.options.save) or state.saved:
             return WantedChunks()
         try:
-            return self._admission.wanted(state.options.tenant, state.history)
+            return self._admission.wanted(state.options.tenant, state.history, prefills)
         except (KVPatchError, OSError) as error:  # the plan can be served all the same
             self.counts["unsaved"] += 1
             logger.warning("kvpatch: request %s is not saved: %s", state.request.request_id, error)

@@ -65,6 +65,8 @@ class ConnectorConfig:
       ttl: seconds after which what this engine stores expires; None: never.
       key: where the key is with which objects are encrypted: "file:/run/secrets/kvpatch", a file that only its owner
         may read, or "env:NAME", an environment variable. Never the key itself, because engines log their settings.
+      secret: where the secret is by which objects are named, as `key`; at least 32 bytes. Engines with directories of
+        their own find each other's objects in a remote store if they have the same. None: the directory's own.
       remote: URL of a remote store (`open_remote`), or "env:NAME", an environment variable with it; a URL with a
         password has to be in one. None: none.
       log_requests: whether one line per finished request says in the log how it was served.
@@ -100,6 +102,7 @@ class ConnectorConfig:
     disk: int | None = None
     ttl: float | int | None = None
     key: str | None = None
+    secret: str | None = None
     remote: str | None = None
     log_requests: bool = False
     reports: int = 0
@@ -157,11 +160,13 @@ class ConnectorConfig:
 
     def _check_secrets(self) -> None:
         """Raises for a key or a URL that is written out. Names no value, because it may be the secret itself."""
-        key, remote = self.key, self.remote
-        if key is not None and not (isinstance(key, str) and (_VARIABLE.fullmatch(key) or _KEY_FILE.fullmatch(key))):
+        remote = self.remote
+        for name, key in (("key", self.key), ("secret", self.secret)):
+            if key is None or (isinstance(key, str) and (_VARIABLE.fullmatch(key) or _KEY_FILE.fullmatch(key))):
+                continue
             raise ConfigError(
-                f"connector.key: got {_sketch(key)}; expected where the key is, 'file:/an/absolute/path' or 'env:NAME' "
-                "in capitals, never the key itself"
+                f"connector.{name}: got {_sketch(key)}; expected where the {name} is, 'file:/an/absolute/path' or "
+                f"'env:NAME' in capitals, never the {name} itself"
             )
         if remote is None or (isinstance(remote, str) and _VARIABLE.fullmatch(remote)):
             return

@@ -12,6 +12,7 @@ import stat
 import threading
 import time
 from collections.abc import Mapping
+from typing import Literal
 
 from ...errors import ConfigError, InputError, KVPatchError, MissingExtraError, StoreClosedError, StoreIOError
 from ...store import Budget, ChunkStore, RemoteStore, RetryPolicy, SharedHostTier, open_remote
@@ -54,7 +55,8 @@ class SharedStores:
         self.config, self.backbone, self.users = config, config.backbone, 0
         self.host_tier, self.survivors = SharedHostTier(config.host), Survivors(config.survivor_bytes)
         self.activity = EngineActivity()
-        self._key, self._remote = read_key(config), remote_of(config)
+        self._key, self._secret = read_key(config, "key"), read_key(config, "secret")
+        self._remote = remote_of(config)
         self._open: collections.OrderedDict[str, ChunkStore] = collections.OrderedDict()
         self._lock, self._closed = threading.Lock(), False
         self._sampler: JobQueue[None] = JobQueue(self._sample, 1, "kvpatch-sampler", patience=1.0)
@@ -90,6 +92,7 @@ class SharedStores:
             host_tier=self.host_tier,
             ttl=config.ttl,
             key=self._key,
+            secret=self._secret,
             remote=self._remote,
         )
 
@@ -212,23 +215,25 @@ def release_stores(stores: SharedStores, patience: float) -> bool:
 # ---------------------------------------------------------------------------------------------------- key and remote
 
 
-def read_key(config: ConnectorConfig) -> bytes | None:
-    """Reads the key that the settings name; None if they name none.
+def read_key(config: ConnectorConfig, setting: Literal["key", "secret"] = "key") -> bytes | None:
+    """Reads the key, or the secret of names, that the settings name; None if they name none.
 
     Raises:
       ConfigError: it cannot be read, is too short, or others than the file's owner may read it. No message holds any
         part of it.
     """
-    if config.key is None:
+    where = config.key if setting == "key" else config.secret
+    if where is None:
         return None
-    kind, _, name = config.key.partition(":")
+    kind, _, name = where.partition(":")
     try:
         key = _variable(name).encode() if kind == "env" else _private_file(name)
-        require("cryptography", "cryptography", "encryption")
+        if setting == "key":
+            require("cryptography", "cryptography", "encryption")
     except (InputError, MissingExtraError) as error:
-        raise ConfigError(f"connector.key: {error}") from None
+        raise ConfigError(f"connector.{setting}: {error}") from None
     if len(key) < MIN_KEY_BYTES:
-        raise ConfigError(f"connector.key: got {len(key)} bytes in {config.key!r}; expected {MIN_KEY_BYTES} or more")
+        raise ConfigError(f"connector.{setting}: got {len(key)} bytes in {where!r}; expected {MIN_KEY_BYTES} or more")
     return key
 
 

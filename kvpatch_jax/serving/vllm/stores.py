@@ -159,7 +159,8 @@ class StoreCatalog:
         self.unfit: list[KVPatchError] = []
 
     @functools.cached_property
-    def _prefills(self) -> StoredPrefills | None:
+    def stored_prefills(self) -> StoredPrefills | None:
+        """The tenant's stored prefills, which remember what a remote store has just listed; None: it keeps none."""
         return self._stores.prefills(self._options.tenant, self._cache.dtype)
 
     def has_canonical(self, id: str) -> bool:
@@ -184,22 +185,14 @@ class StoreCatalog:
     def prefills(self, index: int) -> dict[str, str]:
         """Returns the stored prefills of a chunk by operating point, each with the digest of what it was behind."""
         id, front = self._history.segments[index].id, self._history.front(index)
-        prefills = self._prefills
+        prefills = self.stored_prefills
         if prefills is None or id in self._unplaced:
             return {}
-        found: dict[str, str] = {}
-        if prefills.contains(id, front):
-            found["restored"] = front
-        if self._options.policy == "exact" or not index:
-            return found
-        # What is stored behind this lead at all is "seen", so a chunk that was never met costs one look.
-        keys = self._history.alike(index)
-        if prefills.front_alike(id, keys["seen"], "seen") is None:
-            return found
-        for likeness, key in keys.items():
-            other = prefills.front_alike(id, key, likeness)
-            if other not in (None, *found.values()):
-                found[likeness] = other
+        keys = {} if self._options.policy == "exact" else self._history.alike(index)
+        found = dict[str, str]()
+        for point, other in prefills.find(id, front, keys).items():
+            if other not in found.values():
+                found[point] = other
         return found
 
     def survivor(self, index: int, front: Sequence[ServedState]) -> Survivor | None:
@@ -221,7 +214,7 @@ class StoreCatalog:
         elif version in self._left and self._left[version].state.id == id:
             chunk = self._fitting(self._left[version].chunk, self._left[version].chunk.lead)
         else:
-            prefills = self._prefills
+            prefills = self.stored_prefills
             chunk = None if prefills is None else self._fitting(prefills.get(id, version), prefills.lead(version))
         if chunk is None:
             return False

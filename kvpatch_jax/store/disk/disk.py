@@ -67,15 +67,18 @@ class Disk(VerifiedReads):
 
     def revision(self, name: Name) -> int:
         """Returns the latest revision of a name: its object's, or that of its chunk's deletion; 0: neither."""
-        known = 0
+        known = self.own_revision(name)
+        gone = 0 if self.writer.tombstones is None else self.writer.tombstones.of(name)
+        return max(gone, 0 if known == NEWER_FORMAT else known, 0)
+
+    def own_revision(self, name: Name) -> int:
+        """Returns the revision of a name's object, expired or not; -1: there is none, or it is damaged."""
         try:  # most often there is no such file
             os.stat(f"{self.root}/{name.path}", follow_symlinks=False)
             with folder(self.root, name.folder) as fd:
-                known = revision_in(fd, name.file)
+                return revision_in(fd, name.file)
         except OSError:
-            known = 0
-        gone = 0 if self.writer.tombstones is None else self.writer.tombstones.of(name)
-        return max(gone, 0 if known == NEWER_FORMAT else known, 0)
+            return -1
 
     def sweep(self, tenant: str = "") -> int:
         """Removes files of dead writers from tmp/, as `ObjectWriter.sweep`. Returns their number."""

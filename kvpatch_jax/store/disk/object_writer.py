@@ -72,7 +72,7 @@ class PutResult(NamedTuple):
     outdated: list[Name]
 
 
-Only = Literal["later", "copy", "absent"]
+Only = Literal["later", "copy", "absent"] | int
 """What a write may replace; see `ObjectWriter.put`."""
 
 
@@ -119,7 +119,8 @@ class ObjectWriter:
         replace anything.
 
         Args:
-          only: "later" as above; "copy": neither over an object of a later format; "absent": over no object.
+          only: "later" as above; "copy": neither over an object of a later format; "absent": over no object; a number:
+            over the object of this revision alone, -1: over none (`revision_in`).
           since: of a copy, when its read began, in nanoseconds since the epoch: it does not take the place of what was
             evicted since then, which may be later.
 
@@ -236,9 +237,9 @@ class ObjectWriter:
     def _is_outdated(self, shard: Shard, name: Name, revision: int, only: Only, since: int | None) -> bool:
         """Returns whether a later write, deletion or eviction has replaced a write of a revision."""
         known = revision_in(shard.fd, name.file) if revision or only != "later" else -1
-        if known >= 0 and only == "absent":
+        if (known >= 0 and only == "absent") or (isinstance(only, int) and known != only):
             return True
-        if known == NEWER_FORMAT and only == "later":  # the owner's put replaces what this release cannot read
+        if known == NEWER_FORMAT and only != "copy":  # the owner's put replaces what this release cannot read
             known = -1
         if known < 0 and (revision or since is not None):
             evicted, last = self._index.evicted(name.path)

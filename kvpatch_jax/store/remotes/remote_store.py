@@ -29,6 +29,8 @@ GRACE = 3600.0
 """Seconds for which an expired object stays: the clock of the reader that finds it may be ahead."""
 RETENTION = 30 * 86400.0
 """Seconds for which a tombstone stays. A machine that was cut off for longer may bring a deleted object back."""
+_OPENING = 4 * PAGE
+"""Bytes that the first read asks for: the header, and all of a small object."""
 _deleters = ThreadPool(8, "kvpatch-remote-delete")
 
 
@@ -51,10 +53,12 @@ class StoredVersion(NamedTuple):
     Attributes:
       generation: the service's name of this value.
       header: its header; or why it has none: StoreCorruptError (the same value was read twice) or StoreVersionError.
+      opening: its first bytes.
     """
 
     generation: bytes
     header: Header | StoreCorruptError | StoreVersionError
+    opening: bytes = b""
 
 
 class Burial(NamedTuple):
@@ -110,16 +114,16 @@ class RemoteStore:
 
     def _look(self, name: Name) -> StoredVersion | None:
         """Reads what is stored at an object's path up to the end of the header, once. Raises StoreIOError."""
-        opening = self._remote.read(name.path, 0, PAGE)
+        opening = self._remote.read(name.path, 0, _OPENING)
         if opening is None:
             return None
         try:
             raw, length = opening.data, header_length(opening.data, None)
-            if length > PAGE:
-                raw += self._range_of(name.path, opening.generation, PAGE, length)
-            header = parse_header(raw, None)
+            if length > _OPENING:
+                raw += self._range_of(name.path, opening.generation, _OPENING, length)
+            header = parse_header(raw[:length], None)
             check_name(header, name.file)
-            return StoredVersion(opening.generation, header)
+            return StoredVersion(opening.generation, header, opening.data)
         except (StoreCorruptError, StoreVersionError) as error:
             return StoredVersion(opening.generation, error)
 
@@ -161,7 +165,7 @@ class RemoteStore:
         found = self.stored(name, unsteady)
         if found is None:
             return None
-        generation, header = found
+        generation, header, opening = found
         if not isinstance(header, Header):
             raise header
         if header.expires is not None and self._clock() >= header.expires:
@@ -169,7 +173,9 @@ class RemoteStore:
         # The tombstone is read after the object, so that none of its deletions is missed.
         if header.revision <= self.buried(name.chunk_key):
             return None
-        return RemoteObject(header, functools.partial(self._leaves, name.path, generation, header, unsteady))
+        # Of a large object the opening is dropped: it holds no whole leaf, as a rule.
+        opening = opening if len(opening) == header.size else b""
+        return RemoteObject(header, functools.partial(self._leaves, name.path, generation, header, opening, unsteady))
 
     def _range_of(self, path: str, generation: bytes, begin: int, end: int) -> bytes:
         """Reads some bytes of one version of a value. Raises StoreIOError if there is another one."""
@@ -187,6 +193,7 @@ class RemoteStore:
         path: str,
         generation: bytes,
         header: Header,
+        opening: bytes,
         unsteady: Callable[[], None] | None,
         names: Sequence[str],
     ) -> dict[str, np.ndarray]:
@@ -195,14 +202,14 @@ class RemoteStore:
             return {}
         begin, end = leaves[0].offset, leaves[-1].offset + padded(leaves[-1].nbytes)
 
-        def read() -> dict[str, np.ndarray]:
-            data = np.frombuffer(self._range_of(path, generation, begin, end), np.uint8)
+        def read(opening: bytes = b"") -> dict[str, np.ndarray]:
+            data = np.frombuffer(opening[begin:end] or self._range_of(path, generation, begin, end), np.uint8)
             payload = np.empty(len(data), np.uint8)  # an aligned copy, so that the service's buffer is freed
             payload[:] = data
             return take_leaves(payload, begin, leaves)
 
         try:
-            return read()
+            return read(opening)
         except StoreCorruptError:
             arrays = read()
         if unsteady is not None:

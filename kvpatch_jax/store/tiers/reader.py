@@ -83,8 +83,11 @@ class TieredReader:
 
     # --------------------------------------------------------------------------------------------- reading
 
-    def load[T](self, name: Name, build: Build[T], rank: int) -> CacheEntry[T] | None:
+    def load[T](self, name: Name, build: Build[T], rank: int, *, far: bool = True) -> CacheEntry[T] | None:
         """Reads an object and decodes it with `build`; keeps the value in the host tier under `rank`.
+
+        Args:
+          far: whether the remote store is asked if there is none here.
 
         Returns:
           The entry; None if there is no such object, or it has expired or is damaged.
@@ -112,7 +115,7 @@ class TieredReader:
         tier, found = "disk", self._disk.get(name)
         if found is None and self._remote is not None and self._remote.outbox.bring_back(name):
             found = self._disk.get(name)  # the remote store may have an earlier one
-        if found is None and self._remote is not None:
+        if found is None and self._remote is not None and far:
             tier, pending = "remote", self._remote.open(name)
             arrays = None if pending is None else pending.whole()
             if pending is not None and arrays is not None:
@@ -124,6 +127,26 @@ class TieredReader:
             self._disk.buffers.trim()
         self._count_read("none" if entry is None else tier, began)
         return entry
+
+    def load_remote[T](self, name: Name, build: Build[T], *, strict: bool = False) -> tuple[T | None, int]:
+        """Reads the remote store's version of an object, which may be another one than is here, and keeps no copy.
+
+        Args:
+          strict: raises StoreIOError if the service fails.
+
+        Returns:
+          The value, None as `load`, and its revision; 0 if there is none, or no remote store.
+
+        Raises:
+          StoreKeyError: as `load`.
+        """
+        pending = None if self._remote is None else self._remote.open(name, strict=strict)
+        if pending is None:
+            return None, 0
+        value, arrays = None, pending.whole()
+        with contextlib.suppress(StoreVersionError, StoreCorruptError, KeyError):
+            value = None if arrays is None else build(pending.header.body, arrays)
+        return value, pending.header.revision
 
     def load_placed(self, name: Name, placement: Placement) -> CacheEntry[Chunk] | None:
         """Reads a canonical onto devices, and keeps it in the device tier. Otherwise as `load`."""

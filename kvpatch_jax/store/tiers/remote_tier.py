@@ -118,16 +118,20 @@ class RemoteReader:
         self._counters.add("unsteady_reads")
         return result
 
-    def open(self, name: Name) -> PendingObject | None:
+    def open(self, name: Name, *, strict: bool = False) -> PendingObject | None:
         """Opens an object, whose `read` raises StoreCorruptError and StoreIOError; None if it cannot be read.
 
         None also if the chunk was deleted here since the object was put.
+
+        Args:
+          strict: raises StoreIOError if the service fails.
 
         Raises:
           StoreKeyError: it is encrypted with another key.
         """
         found, since = None, time.time_ns()
-        with contextlib.suppress(StoreError), self._counted():
+        ignored = (StoreCorruptError, StoreVersionError) if strict else (StoreError,)
+        with contextlib.suppress(*ignored), self._counted():
             found = self.remote.open(name, lambda: self._counters.add("unsteady_reads"))
         gone = 0 if self._tombstones is None else self._tombstones.of(name)
         if found is None or 0 < gone >= found.header.revision:

@@ -11,6 +11,7 @@ from serving_sides import TOKENS, served, sides_of
 from kvpatch_jax.errors import ConfigError, InputError, StoreIOError
 from kvpatch_jax.serving.vllm import ConnectorConfig, shared_stores
 from kvpatch_jax.serving.vllm.shared_stores import MIN_KEY_BYTES, SharedStores, read_key, remote_of
+from kvpatch_jax.store import LocalAdapter
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 GIVEN = {"store": "s", "backbone": "b"}
@@ -42,6 +43,7 @@ def test_sizes_are_read_as_people_write_them():
         *(("reports", value) for value in (-1, 1.5, True, "10", 1 << 30)),
         *(("log_requests", value) for value in (1, "yes", None)),
         *(("key", value) for value in ("", "key", "file:relative", "file:", "env:", "env:lower", "env:A B", 7, b"k")),
+        *(("secret", value) for value in ("", "secret", "file:relative", "env:lower", 7)),
         *(("remote", value) for value in ("", "host:6379", "env:lower", "env:", 7, ["valkey://a"], "valkey://[::1/0")),
     ],
 )
@@ -50,10 +52,11 @@ def test_invalid_settings_are_refused_by_name(name, value):
         ConnectorConfig.read({**GIVEN, name: value})
 
 
+@pytest.mark.parametrize("setting", ["key", "secret"])
 @pytest.mark.parametrize("key", [SECRET, "0123456789abcdef" * 4, f"env:{SECRET}", f"file:{SECRET}"])
-def test_a_key_that_is_written_out_is_refused_and_not_repeated(key):
-    with pytest.raises(ConfigError, match="never the key itself") as raised:
-        ConnectorConfig.read({**GIVEN, "key": key})
+def test_a_key_that_is_written_out_is_refused_and_not_repeated(setting, key):
+    with pytest.raises(ConfigError, match=f"never the {setting} itself") as raised:
+        ConnectorConfig.read({**GIVEN, setting: key})
     assert SECRET not in str(raised.value)
     assert "0123456789abcdef" not in str(raised.value)
 
@@ -154,6 +157,57 @@ def test_chunks_reach_the_remote_store_and_come_from_it(tmp_path):
     (tmp_path / "three" / "store" / "STORE.json").chmod(0o600)
     with sides_of(tmp_path / "three", remote=remote) as third:
         assert served(third, "own", {"segments": [8]}).count == 8
+
+
+def test_engines_of_one_secret_share_a_remote_store(tmp_path, monkeypatch):
+    """Canonicals and prefills: the second engine places what the first one formed, and forms nothing again."""
+    remote, secret = f"file://{tmp_path}/remote", key_file(tmp_path)
+    monkeypatch.setenv("KVPATCH_SECRET", "another secret of the names, of 32 bytes")
+    ends = {"segments": [8, 16, 24]}
+    with sides_of(tmp_path / "one", remote=remote, secret=secret, patch_after=9) as sides:
+        served(sides, "forms", ends)
+        assert sides.worker.former.counts == {"canonicals": 1, "prefills": 2}
+        sides.worker.stores.of("default").flush()
+    with sides_of(tmp_path / "two", remote=remote, secret=secret, patch_after=9) as other:
+        own = served(other, "own", ends)
+        assert (own.count, other.worker.former.counts) == (24, {})
+    with sides_of(tmp_path / "three", remote=remote, secret="env:KVPATCH_SECRET") as third:
+        assert served(third, "unrelated", ends).count == 0
+    with sides_of(tmp_path / "one", secret="env:KVPATCH_SECRET", patch_after=9) as sides:
+        served(sides, "another secret here", ends)  # names of its own in one directory, which keeps none
+        assert sides.worker.former.counts == {"canonicals": 1, "prefills": 2}
+
+
+def test_planning_asks_the_remote_store_once_of_a_chunk_that_nobody_knows(tmp_path, monkeypatch):
+    """And twice for what is listed of one that is known: the listing, and whether its chunk was deleted."""
+    asked = list[str]()
+    read = LocalAdapter.read
+
+    def noting(self, path, *given):
+        asked.append(path)
+        return read(self, path, *given)
+
+    monkeypatch.setattr(LocalAdapter, "read", noting)
+    given = {"remote": f"file://{tmp_path}/remote", "secret": key_file(tmp_path), "patch_after": 9}
+
+    def planned(sides, name, ends, **more):
+        """How often a plan asks for each chunk's listing."""
+        asked.clear()
+        count = served(sides, name, {"segments": ends, "save": False, **more}).count
+        listings = {path.partition(".")[0] for path in asked if path.endswith(".enc.safetensors")}
+        return count, sorted(sum(path.startswith(listing) for path in asked) for listing in listings)
+
+    with sides_of(tmp_path / "one", **given) as sides:
+        asked.clear()
+        served(sides, "forms", {"segments": [8, 16, 24]})
+        sides.worker.former.flush()
+        sides.worker.stores.of("default").flush()
+    with sides_of(tmp_path / "two", **given) as other:
+        assert planned(other, "known", [8, 16, 24]) == (24, [2, 2])
+        assert planned(other, "here", [8, 16, 24]) == (24, [])
+        # The first chunk is known, and the next one to nobody.
+        assert planned(other, "unknown", [8, 15, 24]) == (8, [1])
+        assert planned(other, "alone", [8, 14, 24], policy="approximate") == (8, [1])
 
 
 @pytest.mark.parametrize("remote", ["valkey://127.0.0.1:1/0", "env:KVPATCH_REMOTE"])

@@ -186,8 +186,8 @@ def test_a_mean_over_histories_with_one_nearest_chunk_serves_before_each_of_them
             id, front, keys = stored_behind(backbone, store, [0, number, 3, 2])
             fronts.append(front)
             parts.append(prefills.get(id, front))
-            means.append(prefills.front_alike(id, keys["mean"]))
-            assert prefills.front_alike(id, keys["near"]) == fronts[0]
+            means.append(prefills.alike(id, keys).get("mean"))
+            assert prefills.alike(id, keys)["near"] == fronts[0]
         assert means[0] is None
         assert len({*means}) == 3
         for count, front in ((2, means[1]), (3, means[2])):
@@ -231,15 +231,15 @@ def test_what_is_stored_of_a_prefill_is_counted(backbone, tmp_path):
         assert prefills.put(dataclasses.replace(first, lead=prefills.lead("f" * 32)), "f" * 32, keys) == 1
 
 
-@pytest.mark.parametrize("saved", [np.zeros(3, np.uint8), np.zeros(16, np.float32), np.zeros((2, 17), np.uint8)])
-def test_a_name_that_says_nothing_is_no_prefill(backbone, tmp_path, saved):
+@pytest.mark.parametrize("saved", [np.zeros(3, np.uint8), np.zeros((1, 89), np.float32), np.zeros((2, 17), np.uint8)])
+def test_a_listing_that_says_nothing_lists_no_prefill(backbone, tmp_path, saved):
     with kvp.ChunkStore(tmp_path) as store:
         id, front, keys = stored_behind(backbone, store, [0, 1, 2])
-        store.put_encoder(
-            StoredPrefills(store, backbone.fingerprint, "float32").name(id, keys["near"]), backbone.fingerprint, saved
-        )
+        prefills = StoredPrefills(store, backbone.fingerprint, "float32")
+        assert prefills.alike(id, keys)["near"] == front
+        store.put_encoder(prefills.name(id), backbone.fingerprint, saved)
         fresh = StoredPrefills(store, backbone.fingerprint, "float32")
-        assert fresh.front_alike(id, keys["near"]) is None
+        assert fresh.alike(id, keys) == {}
         assert fresh.contains(id, front)
 
 

@@ -16,7 +16,7 @@ from remote_cases import CHUNK, MemoryAdapter, MemoryService, blob_at, name_in
 from store_cases import ManualClock
 
 from kvpatch_jax.errors import StoreCorruptError, StoreIOError, StoreUnreachableError, StoreVersionError
-from kvpatch_jax.store import ABSENT, Lease, LocalAdapter, RemoteStore, RetryPolicy
+from kvpatch_jax.store import ABSENT, Lease, LocalAdapter, RemoteStore, RemoteValue, RetryPolicy
 from kvpatch_jax.store.format.header import crc32
 from kvpatch_jax.store.format.objects import blob_bytes
 from kvpatch_jax.store.remotes.leases import SKEW
@@ -154,7 +154,7 @@ class Flipping(MemoryAdapter):
             return found
         self.flips -= 1
         raw = bytearray(found.data)
-        raw[len(raw) // 2] ^= 1
+        raw[min(len(raw) // 2, 2048)] ^= 1  # of an opening, in the header
         return found._replace(data=bytes(raw))
 
 
@@ -162,7 +162,7 @@ def test_a_read_that_was_damaged_once_decides_nothing(service: MemoryService):
     """Neither over the header nor over a leaf; it is reported as unsteady."""
     adapter, unsteady = Flipping(service), []
     remote = RemoteStore(adapter, patience=FAST)
-    remote.put(NAME, blob_at(5, 5))
+    remote.put(NAME, blob_at(5, 5, size=8000))  # a small object's leaves are read with its header
     adapter.flips = 1
     found = remote.open(NAME, lambda: unsteady.append("header"))
     assert found is not None
@@ -195,12 +195,41 @@ def test_a_damaged_leaf_is_found_twice_and_dropped_only_in_that_version(remote: 
 
 
 def test_a_reader_does_not_mix_versions(remote: RemoteStore):
-    remote.put(NAME, blob_at(1, 1))
+    remote.put(NAME, blob_at(1, 1, size=8000))
     found = remote.open(NAME)
     assert found is not None
     remote.put(NAME, blob_at(2, 2))
     with pytest.raises(StoreIOError, match="another version"):
         found.read(["k"])
+
+
+@pytest.mark.parametrize(("size", "reads"), [(3072, 1), (3073, 2)])
+def test_a_small_object_is_read_by_one_call(remote: RemoteStore, adapter: MemoryAdapter, size: int, reads: int):
+    """Header and leaves come together up to 16 KiB; then the tombstone."""
+    remote.put(NAME, blob_at(1, 1, size=size))
+    adapter.calls.clear()
+    assert value_of(remote) == 1
+    assert sum(path == NAME.path for _, path in adapter.calls) == reads
+    assert len(adapter.calls) == reads + 1
+
+
+def test_a_small_object_with_a_damaged_leaf_is_read_again(service: MemoryService):
+    class Damaging(MemoryAdapter):
+        flips = 1
+
+        def read(self, path: str, start: int = 0, stop: int | None = None) -> RemoteValue | None:
+            found = super().read(path, start, stop)
+            if found is None or not self.flips:
+                return found
+            self.flips -= 1
+            return found._replace(data=found.data[:-100] + bytes([found.data[-100] ^ 1]) + found.data[-99:])
+
+    RemoteStore(MemoryAdapter(service)).put(NAME, blob_at(5, 5))
+    unsteady = list[str]()
+    found = RemoteStore(Damaging(service), patience=FAST).open(NAME, lambda: unsteady.append("leaf"))
+    assert found is not None
+    assert found.read(["k"])["k"][0] == 5
+    assert unsteady == ["leaf"]
 
 
 # ------------------------------------------------------------------------------------------------------ tombstones

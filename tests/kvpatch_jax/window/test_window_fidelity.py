@@ -3,6 +3,7 @@
 
 import collections
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kvpatch_jax.window import (
     UNKNOWN,
     Costs,
     Entry,
+    Likeness,
     PatchNote,
     Promise,
     ServingChoice,
@@ -53,12 +55,16 @@ class Prefills(StoredPrefills):
     def __init__(self, program: "Program") -> None:
         self.program = program
 
-    def contains(self, id: str, front: str) -> bool:
+    def may_have(self, id: str, front: str) -> bool:
         return (id, front) in self.program.truth.stored
 
-    def front_alike(self, id: str, key: str, likeness: str | None = None) -> str | None:
+    def alike(self, id: str, keys: Mapping[Likeness, str], *, far: bool = True) -> dict[Likeness, str]:
         fronts = sorted(front for own, front in self.program.truth.stored if own == id)
-        return fronts[int(key, 16) % len(fronts)] if fronts and int(key, 16) % 3 else None
+        found = dict[Likeness, str]()
+        for likeness, key in keys.items():
+            if fronts and int(key, 16) % 3:
+                found[likeness] = fronts[int(key, 16) % len(fronts)]
+        return found
 
 
 class Program:
