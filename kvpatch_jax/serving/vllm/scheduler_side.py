@@ -369,13 +369,13 @@ class SchedulerSide:
         self._load(state, blocks, state.computed, state.computed + count)
 
     def next_range(self, request: Any, computed: int) -> tuple[int, int] | None:
-        """Returns begin and end of the next tokens of a running request that can be loaded; None if there are none.
+        """Returns begin and end of the next tokens of a request that can be loaded; None if there are none.
 
         Args:
-          computed: tokens that the engine has.
+          computed: tokens that the engine has, or was told that it can have.
         """
         state = self._requests.get(request.request_id)
-        return None if state is None or not state.placed else state.next_range(computed)
+        return None if state is None else state.next_range(computed)
 
     def order_range(self, request: Any, blocks: tuple[int, ...], begin: int, end: int) -> None:
         """Commands the load of a running request's tokens in [begin, end), as `next_range` returned them."""
@@ -494,7 +494,7 @@ class SchedulerSide:
         self._lost |= blocks_from(blocks, self.page_size, begin, end)
         state = self._requests.get(request.request_id)
         if state is not None:
-            state.blocks |= {blocks[page]: self.page_size * page for page in range(begin // self.page_size, len(blocks))}
+            state.blocks |= {blocks[page]: self.page_size * page for page in range(begin // self.page_size, -(-end // self.page_size))}
             self._end_ranges(state)
 
     def discard(self, request: Any) -> bool:
