@@ -13,15 +13,19 @@ import sys
 from pathlib import Path
 
 import cpu_rig
+import ranges_patch
 import rig_engine
 import tiny_model
 from engine_program import FIRST, QUESTION, SECOND
 from rig_engine import Engine, compared
 
-import ranges_patch
 from kvpatch_jax.serving.vllm import segments_of
 
-CHUNKS = [FIRST, SECOND, *([(place * step + step) % 250 + 2 for place in range(count)] for step, count in ((17, 37), (19, 21), (23, 30)))]
+CHUNKS = [
+    FIRST,
+    SECOND,
+    *([(place * step + step) % 250 + 2 for place in range(count)] for step, count in ((17, 37), (19, 21), (23, 30))),
+]
 ENDS = list(itertools.accumulate(map(len, CHUNKS)))
 PROMPT = sum(CHUNKS, []) + QUESTION
 MISSING = (1, 3)

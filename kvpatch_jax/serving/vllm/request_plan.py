@@ -426,8 +426,8 @@ def _losses(
     ways, as `Certificate.together` says.
 
     Returns:
-      For one step (None: prefilled), two, and so on: bounds of the KL in nats and of the share of flipped tokens; 0 if every step is as
-      promised, None if nothing bounds it.
+      For one step (None: prefilled), two, and so on: bounds of the KL in nats and of the share of flipped tokens; 0 if
+      every step is as promised, None if nothing bounds it.
     """
     losses, known, others = list[tuple[float | None, float | None]](), set[Way](), 0
     kl: float | None = 0.0

@@ -125,7 +125,9 @@ def test_a_chunk_that_is_there_twice_has_a_salt_for_each():
     history, options = history_of((4, 8, 12), [1, 2, 3, 4] * 4), RequestOptions(policy="blind")
     whole = plan(history, BLIND, "blind", canonicals=[0, 1])
     first, second = whole.steps[1:]
-    salts = [dataclasses.replace(whole, steps=(whole.steps[0], step)).salt(BLIND, options, None) for step in (first, second)]
+    salts = [
+        dataclasses.replace(whole, steps=(whole.steps[0], step)).salt(BLIND, options, None) for step in (first, second)
+    ]
     assert first._replace(segment=second.segment) == second
     assert salts[0] != salts[1]
 
@@ -169,7 +171,9 @@ def begin(sides, name="own", blocks=tuple(range(11, 19))):
 
 def step(sides, request, blocks, computed, end, broken=False):
     """One step of the engine, that prefills tokens up to `end`; returns the blocks that were not loaded."""
-    output = output_of({request.request_id: end - computed}, {request.request_id: computed}, {request.request_id: blocks})
+    output = output_of(
+        {request.request_id: end - computed}, {request.request_id: computed}, {request.request_id: blocks}
+    )
     commands = sides.scheduler.build_commands(output)
     sides.pool.requests[request.request_id] = SimpleNamespace(mrope_positions=None)
     sides.worker.load(without_rows(commands, 0) if broken else commands)
