@@ -1,4 +1,4 @@
-"""Loops whose prompts have chunks missing in the middle, with ranges and without: `python gap_loops_program.py WORK TURNS LOOP`.
+"""Loops whose prompts lack chunks in the middle, with ranges and without: `python gap_loops_program.py WORK TURNS LOOP`.
 
 LOOP is one of `LOOPS`. WORK/gaps-LOOP-TURNS.json is written, and WORK/sheets.json, as `loops_program` does. The engine
 has the change of `ranges_patch.py`; "without" it is not asked for, so that the same engine, at the same turn, serves

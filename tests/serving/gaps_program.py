@@ -21,15 +21,13 @@ from rig_engine import Engine, compared
 
 from kvpatch_jax.serving.vllm import segments_of
 
-CHUNKS = [
-    FIRST,
-    SECOND,
-    *([(place * step + step) % 250 + 2 for place in range(count)] for step, count in ((17, 37), (19, 21), (23, 30))),
+CHUNKS = [FIRST, SECOND]
+CHUNKS += [
+    [(place * step + step) % 250 + 2 for place in range(count)] for step, count in ((17, 37), (19, 21), (23, 30))
 ]
 ENDS = list(itertools.accumulate(map(len, CHUNKS)))
-PROMPT = sum(CHUNKS, []) + QUESTION
+PROMPT = [*itertools.chain(*CHUNKS), *QUESTION]
 MISSING = (1, 3)
-SERVED = sum(len(chunk) for place, chunk in enumerate(CHUNKS) if place not in MISSING)
 STEPS, AT_ONCE, SEATS = 24, 48, 8
 
 

@@ -1,11 +1,11 @@
-"""Ranges for vLLM 0.32, as a change of its scheduler would be: what lies behind a gap is loaded too.
+"""Ranges for vLLM 0.32, as a change of its scheduler would be: what is stored behind a gap is loaded too.
 
-`Scheduler.schedule` asks a connector once, when it admits a request, how many tokens follow those that it has. With this
-change it asks again while it prefills: it ends a step where the next range begins, and goes on behind the range, once
-blocks up to its end are allocated. tpu-inference needs no change, since it takes the number of computed tokens of every
-request from each step's output. A connector without `get_next_range` is served as before.
+`Scheduler.schedule` asks a connector once, when it admits a request, how many tokens follow those that it has. With
+this change it asks again while it prefills: it ends a step where the next range begins, and goes on behind the range,
+once blocks up to its end are allocated. tpu-inference needs no change, since it takes the number of computed tokens of
+each request from every step's output. A connector without `get_next_range` is served as before.
 
-`install` applies it to the running process, for the rig alone. The engine without it is the default.
+`install` changes the running process, for the rig alone. The engine without it is the default.
 """
 # pyright: reportMissingImports=false
 

@@ -85,6 +85,11 @@ class RequestState:
             end = segment.end
         return (begin, end) if end > begin else None
 
+    def expect(self, blocks: tuple[int, ...], page_size: int, begin: int, end: int) -> None:
+        """Registers that the blocks of tokens in [begin, end) are to be filled."""
+        for page in range(begin // page_size, -(-end // page_size)):
+            self.blocks[blocks[page]] = page_size * page
+
     def fail(self, blocks: set[int]) -> str | None:
         """Registers blocks that could not be loaded, and cuts the last plan before the first of them.
 

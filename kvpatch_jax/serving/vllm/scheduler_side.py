@@ -275,8 +275,7 @@ class SchedulerSide:
         payloads = [payload for payload in state.planned.payloads if payload.step.segment.end > begin]
         loaded = tuple(payload for payload in payloads if payload.step.segment.begin < end)
         if end > begin:
-            for page in range(begin // self.page_size, -(-end // self.page_size)):
-                state.blocks[blocks[page]] = self.page_size * page
+            state.expect(blocks, self.page_size, begin, end)
             place = state.history.places[loaded[0].step.segment.begin]
             front = tuple(segment.id for segment in segments[:place])
             self._loads.append(LoadCommand(id, loaded, begin, blocks, front))
@@ -382,10 +381,7 @@ class SchedulerSide:
         self._lost |= blocks_from(blocks, self.page_size, begin, end)
         state = self._requests.get(request.request_id)
         if state is not None:
-            state.blocks |= {
-                blocks[page]: self.page_size * page
-                for page in range(begin // self.page_size, -(-end // self.page_size))
-            }
+            state.expect(blocks, self.page_size, begin, end)
             self._end_ranges(state)
 
     def discard(self, request: Any) -> bool:

@@ -125,9 +125,8 @@ def test_a_chunk_that_is_there_twice_has_a_salt_for_each():
     history, options = history_of((4, 8, 12), [1, 2, 3, 4] * 4), RequestOptions(policy="blind")
     whole = plan(history, BLIND, "blind", canonicals=[0, 1])
     first, second = whole.steps[1:]
-    salts = [
-        dataclasses.replace(whole, steps=(whole.steps[0], step)).salt(BLIND, options, None) for step in (first, second)
-    ]
+    plans = [dataclasses.replace(whole, steps=(whole.steps[0], step)) for step in (first, second)]
+    salts = [own.salt(BLIND, options, None) for own in plans]
     assert first._replace(segment=second.segment) == second
     assert salts[0] != salts[1]
 
@@ -274,7 +273,7 @@ def test_chunks_that_are_prefilled_in_a_gap_survive(tmp_path):
 
 def test_ranges_need_an_engine_that_asks_for_them(monkeypatch):
     with imported_connector() as connector:
-        with pytest.raises(ConfigError, match="ranges.*no get_next_range"):
+        with pytest.raises(ConfigError, match=r"ranges.*no get_next_range"):
             connector._check_ranges(True)
         monkeypatch.setattr(StandIn, "get_next_range", lambda self, request, computed: None, raising=False)
         with pytest.raises(ConfigError, match="without chunked prefill"):
@@ -284,5 +283,5 @@ def test_ranges_need_an_engine_that_asks_for_them(monkeypatch):
 
 @pytest.mark.parametrize("ranges", [0, -1, 1.5, True, "16"])
 def test_invalid_ranges_are_refused(ranges, unchecked):
-    with pytest.raises(ConfigError, match="connector.ranges"):
+    with pytest.raises(ConfigError, match=r"connector\.ranges"):
         ConnectorConfig(store="s", backbone="tiny", ranges=ranges)
