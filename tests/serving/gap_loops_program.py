@@ -1,4 +1,4 @@
-"""Loops whose prompts lack chunks in the middle, with ranges and without: `python gap_loops_program.py WORK TURNS LOOP`.
+"""Loops whose prompts lack chunks inside, with ranges and without: `python gap_loops_program.py WORK TURNS LOOP`.
 
 LOOP is one of `LOOPS`. WORK/gaps-LOOP-TURNS.json is written, and WORK/sheets.json, as `loops_program` does. The engine
 has the change of `ranges_patch.py`; "without" it is not asked for, so that the same engine, at the same turn, serves
@@ -6,6 +6,8 @@ what the released one would.
 
 reopened   as there: every turn opens a few of six images, in another order.
 replaced   every turn shows four images that stay, and a new one in their middle.
+lost       every turn of a task brings an image, and is served by an engine whose prefix cache is empty and whose store
+           has lost one of the images.
 """
 # pyright: reportMissingImports=false
 
@@ -41,23 +43,43 @@ def replaced(scene: Scene, turns: int, rng: np.random.Generator) -> Iterator[Tur
         yield scene.turn([*range(STAY // 2), STAY + turn, *range(STAY // 2, STAY)], rng)
 
 
-LOOPS = {"reopened": loops_program.reopened, "replaced": replaced}
+LOOPS = {"reopened": loops_program.reopened, "replaced": replaced, "lost": loops_program.appended}
 
 
-def measured(engine: Engine, turns: Sequence[Turn], scene: Scene) -> dict[str, Any]:
-    """Answers every turn in every way."""
+def lose(engine: Engine, image: int) -> None:
+    """Has an image of the next prompts, counted behind the lead, count as not stored."""
+    scheduler = engine.scheduler
+    assert scheduler is not None
+    plan = type(scheduler)._plan
+
+    def losing(state: Any) -> Any:
+        scheduler._unplaced = {(state.options.tenant, state.segments[1 + image].id): None}
+        return plan(scheduler, state)
+
+    scheduler._plan = losing
+
+
+def measured(engine: Engine, turns: Sequence[Turn], scene: Scene, loses: bool) -> dict[str, Any]:
+    """Answers every turn in every way.
+
+    Args:
+      loses: whether an image is lost in every turn, and the prefix cache emptied.
+    """
     assert engine.scheduler is not None
     answers: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     config, began = engine.scheduler.config, time.perf_counter()
     for number, turn in enumerate(turns):
         prompt = scene.prompt(turn.images, turn.question)
+        if loses:
+            lose(engine, 7 * number % len(turn.images))
         for way in WAYS:
             policy, _, ranges = way.partition(", ")
             engine.scheduler.config = config if ranges else dataclasses.replace(config, ranges=None)
-            own = {**POLICIES[policy], "tenant": way.replace(", ", "-")} if policy in POLICIES else {}
+            asked = POLICIES.get(policy)
+            own: dict[str, Any] = {} if asked is None else {**asked, "tenant": way.replace(", ", "-")}
             salt, start = f"{way} {number}" if way == "re-prefill" else way, time.perf_counter()
-            answers[way] += engine.ask(prompt, salts=[salt], steps=1, likely=len(VOCABULARY), fresh=False, **own)
+            answers[way] += engine.ask(prompt, salts=[salt], steps=1, likely=len(VOCABULARY), fresh=loses, **own)
             seconds[way].append(time.perf_counter() - start)
         if number % 20 == 19:
             print(f"turn {number + 1}: {time.perf_counter() - began:.0f} s", flush=True)
@@ -79,7 +101,7 @@ def main(work: str, turns: str, loop: str) -> None:
     engine = Engine(model, folder / f"store-gaps-{loop}", settings, **OPTIONS)
 
     def scenario(engine: Engine) -> dict[str, Any]:
-        found = measured(engine, listed, scene)
+        found = measured(engine, listed, scene, loop == "lost")
         failures = dict(engine.core.scheduler.connector.failures)
         return {"loop": loop, "turns": count, "ways": found, "failures": failures, "certificate": saved["digest"]}
 

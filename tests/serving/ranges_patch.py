@@ -9,6 +9,8 @@ each request from every step's output. A connector without `get_next_range` is s
 """
 # pyright: reportMissingImports=false
 
+import collections
+import difflib
 import inspect
 import textwrap
 from typing import Any
@@ -200,15 +202,11 @@ SCHEDULER = (_num_range_tokens, _end_at_next_range, _next_range, _load_range)
 
 def changed_lines() -> dict[str, int]:
     """Counts the lines that an upstream change would add and remove, docstrings included."""
-    methods = [line for method in CONNECTOR + SCHEDULER for line in inspect.getsource(method).strip().splitlines()]
-    old = [line for before, _ in CHANGES for line in before.splitlines()]
-    new = [line for _, after in CHANGES for line in after.splitlines()]
-    added, removed = list(new), list(old)
-    for line in old:
-        if line in added:
-            added.remove(line)
-            removed.remove(line)
-    return {"added": len(methods) + len(added), "removed": len(removed)}
+    signs = collections.Counter[str]()
+    for before, after in CHANGES:
+        signs.update(line[0] for line in difflib.ndiff(before.splitlines(), after.splitlines()))
+    methods = [inspect.getsource(method).strip() for method in CONNECTOR + SCHEDULER]
+    return {"added": signs["+"] + sum(len(method.splitlines()) for method in methods), "removed": signs["-"]}
 
 
 def install() -> None:
