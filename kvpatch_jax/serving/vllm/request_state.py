@@ -85,6 +85,24 @@ class RequestState:
             end = segment.end
         return (begin, end) if end > begin else None
 
+    def exact_part(self, wanted: WantedChunks) -> WantedChunks:
+        """Returns what can be stored of a request that was served by its plans.
+
+        Behind an approximate chunk what the engine prefills is approximate too; what it prefilled in a gap in front of
+        the first one is not.
+        """
+        if all(plan.exact for plan in self.served):
+            return wanted
+        steps = [step for plan in self.served for step in plan.steps]
+        end = min(step.segment.begin for step in steps if not step.exact)
+        begins = {step.segment.begin for step in steps}
+
+        def prefilled(indices: tuple[int, ...]) -> tuple[int, ...]:
+            gaps = {index for index, segment in enumerate(self.segments) if segment.begin not in begins}
+            return tuple(index for index in indices if index in gaps and self.segments[index].begin < end)
+
+        return wanted._replace(formed=prefilled(wanted.formed), prefills=prefilled(wanted.prefills))
+
     def expect(self, blocks: tuple[int, ...], page_size: int, begin: int, end: int) -> None:
         """Registers that the blocks of tokens in [begin, end) are to be filled."""
         for page in range(begin // page_size, -(-end // page_size)):

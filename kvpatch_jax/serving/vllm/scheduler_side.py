@@ -312,9 +312,7 @@ class SchedulerSide:
             if not is_prefilled or state.saved:
                 continue
             state.saved = True
-            # Behind an approximate chunk what the engine prefills is approximate too.
-            is_exact = all(plan.exact for plan in state.served)
-            wanted = state.planned.wanted if is_exact else WantedChunks()
+            wanted = state.exact_part(state.planned.wanted)
             left: tuple[LeftBehind, ...] = ()
             if self._leaves_survivors(state):
                 steps = state.served[-1].steps if state.served else ()

@@ -271,6 +271,22 @@ def test_chunks_that_are_prefilled_in_a_gap_survive(tmp_path):
         assert save.survivors[0].window[1] == history_of().exact(1)
 
 
+def test_a_chunk_that_is_prefilled_in_front_of_all_that_is_approximate_is_stored(tmp_path):
+    """Its canonical's neighbour behind it is served bare; what is behind that one is not exact any more."""
+    with sides_of(tmp_path, ranges=1) as sides:
+        for begin, end in ((0, 8), (14, 18)):
+            served(sides, f"at {begin}", {"segments": [end - begin]}, [*TOKENS[begin:end], 5])
+        request = request_of("own", {"kvpatch": {"segments": [8, 14, 18, 24], "policy": "blind"}})
+        sides.scheduler.add_request(request)
+        sides.scheduler.order_load(request, BLOCKS, matched_of(sides.scheduler, request))
+        step(sides, request, BLOCKS, 8, 14)
+        assert sides.scheduler.next_range(request, 14) == (14, 18)
+        sides.scheduler.order_range(request, BLOCKS, 14, 18)
+        (save,) = sides.scheduler.build_commands(output_of({"own": 12}, {"own": 18}, {"own": BLOCKS})).saves
+        assert (save.wanted, save.prefills) == ((), (1,))
+        assert [left.index for left in save.survivors] == [1, 3]
+
+
 def test_ranges_need_an_engine_that_asks_for_them(monkeypatch):
     with imported_connector() as connector:
         with pytest.raises(ConfigError, match=r"ranges.*no get_next_range"):
