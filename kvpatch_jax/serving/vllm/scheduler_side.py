@@ -219,7 +219,7 @@ class SchedulerSide:
         """
         state.settled = True
         planned = state.planned
-        gain = planned.plan.remaining(computed)
+        gain = planned.plan.matched - computed  # with gaps too: it would prefill them again
         if not planned.plan.exact and state.request.cache_salt == state.own_salt and gain <= self.page_size:
             # With another salt the engine would no longer find its own blocks, which are exact.
             self.counts["left_to_the_engine"] += 1
