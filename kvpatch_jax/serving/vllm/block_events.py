@@ -58,7 +58,7 @@ class BlockEvents:
             return
         first, tokens = segments[0], request.prompt_token_ids
         key = (tenant, first.id)
-        if not steps or steps[0].segment.begin:
+        if not steps:
             self._withdraw(key)
             return
 

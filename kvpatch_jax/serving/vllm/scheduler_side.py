@@ -228,7 +228,8 @@ class SchedulerSide:
                 self._prefetcher.release(state.request.request_id)
         if state.planned.plan.why:
             self.metrics.add("refusals", reason_of(state.planned.plan.why))
-        self.events.note_plan(state.request, state.options.tenant, state.segments, state.planned.plan.steps)
+        first = [step for step in state.planned.plan.steps[:1] if not step.segment.begin]  # else it begins with a gap
+        self.events.note_plan(state.request, state.options.tenant, state.segments, first)
         return self._set_salt(state.request, state.planned.salt)
 
     def _set_salt(self, request: Any, salt: str | None) -> bool:
