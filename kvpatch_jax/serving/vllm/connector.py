@@ -111,7 +111,7 @@ class KVPatchConnector(KVConnectorBase_V1):
 
         config = ConnectorConfig.read(transfer.kv_connector_extra_config)
         if config.ranges is not None:
-            _check_ranges(vllm_config.scheduler_config.enable_chunked_prefill)
+            _check_ranges(vllm_config.scheduler_config)
         page_size = vllm_config.cache_config.block_size
         model, weights = vllm_config.model_config, weights_digest(vllm_config)
 
@@ -365,7 +365,7 @@ def _check_async(policy: str) -> None:
     )
 
 
-def _check_ranges(chunked_prefill: bool) -> None:
+def _check_ranges(scheduler_config: Any) -> None:
     """Raises unless the engine asks for ranges.
 
     Raises:
@@ -376,7 +376,7 @@ def _check_ranges(chunked_prefill: bool) -> None:
             "connector.ranges: got a number with an engine whose KVConnectorBase_V1 has no get_next_range; expected "
             "None, or vLLM with the change of docs/experiments/vllm.md"
         )
-    if not chunked_prefill:
+    if not scheduler_config.enable_chunked_prefill:
         raise ConfigError("connector.ranges: got a number without chunked prefill; expected --enable-chunked-prefill")
 
 

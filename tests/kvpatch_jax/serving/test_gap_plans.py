@@ -3,10 +3,11 @@
 
 import dataclasses
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
-from serving_hooks import StandIn, imported_connector
+from serving_hooks import StandIn, engine_of, imported_connector
 from serving_sides import PAGE, TOKENS, matched_of, output_of, request_of, served, sides_of, without_rows
 
 from kvpatch_jax.errors import ConfigError
@@ -290,11 +291,37 @@ def test_a_chunk_that_is_prefilled_in_front_of_all_that_is_approximate_is_stored
 def test_ranges_need_an_engine_that_asks_for_them(monkeypatch):
     with imported_connector() as connector:
         with pytest.raises(ConfigError, match=r"ranges.*no get_next_range"):
-            connector._check_ranges(True)
+            connector._check_ranges(SimpleNamespace(enable_chunked_prefill=True))
         monkeypatch.setattr(StandIn, "get_next_range", lambda self, request, computed: None, raising=False)
         with pytest.raises(ConfigError, match="without chunked prefill"):
-            connector._check_ranges(False)
-        connector._check_ranges(True)
+            connector._check_ranges(SimpleNamespace(enable_chunked_prefill=False))
+        connector._check_ranges(SimpleNamespace(enable_chunked_prefill=True))
+
+
+def test_a_fault_between_ranges_costs_a_request_what_is_behind(tmp_path, monkeypatch, caplog):
+    """Its salt stays, because what is in front may be approximate."""
+    tokens, refuse = [*TOKENS[:8], 1, 2, 3, 4, *TOKENS[8:18], 5], {"side_effect": RuntimeError("on purpose")}
+    with imported_connector() as connector:
+        monkeypatch.setattr(connector, "_check_ranges", lambda scheduler_config: None)
+        with engine_of(connector, tmp_path, ranges=1) as engine:
+            request = request_of("own", {"kvpatch": {"segments": [8, 12, 22], "policy": "blind"}}, tokens)
+            hooks, blocks = engine.scheduler, SimpleNamespace(get_block_ids=lambda: (BLOCKS,))
+            hooks.on_new_request(request)
+            while (count := hooks.get_num_new_matched_tokens(request, 0)[0]) is None:
+                hooks.build_connector_meta(output_of({}, {}, {}))
+            hooks.update_state_after_alloc(request, blocks, count)
+            assert (count, hooks.get_next_range(request, count)) == (8, (12, 22))
+            hooks.build_connector_meta(output_of({"own": 4}, {"own": 8}, {"own": BLOCKS}))
+
+            salt = request.cache_salt
+            monkeypatch.setattr(hooks.scheduler_side, "order_range", mock.Mock(**refuse))
+            hooks.update_state_after_range_alloc(request, blocks, 12, 22)
+            commands = hooks.build_connector_meta(output_of({"own": 1}, {"own": 22}, {"own": BLOCKS})).commands
+            assert (commands.loads, commands.lost) == ((), set(BLOCKS[12 // PAGE : -(-22 // PAGE)]))
+            assert hooks.get_next_range(request, 12) is None
+            assert salt is not None
+            assert request.cache_salt == salt
+            assert hooks.failures == {"update_state_after_range_alloc: RuntimeError": 1}
 
 
 @pytest.mark.parametrize("ranges", [0, -1, 1.5, True, "16"])
