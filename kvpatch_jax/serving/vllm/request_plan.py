@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ...cache import digest_of, encoded
@@ -16,6 +16,8 @@ from .survivors import ServedState, Survivor
 CLOSEST = ("leading", "restored", "stored", "survivor", "moved", "mean", "near", "seen", "bare")
 """Points of a chunk, the one that is closest to a prefill first, as far as nothing measured says otherwise."""
 EXACT = ("leading", "restored")
+MOST_ATTEMPTS = 4
+"""Times that a prompt is planned with gaps until no range is too short."""
 
 
 class StockedPatch(NamedTuple):
@@ -91,12 +93,12 @@ class ChunkCatalog(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RequestPlan:
-    """The chunks from the start of a prompt that are served from the store; the engine prefills the rest.
+    """The chunks of a prompt that are served from the store; the engine prefills the rest.
 
     Attributes:
-      steps: one per chunk, from the start of the prompt without a gap.
+      steps: one per chunk that is served, in order. Only an engine that loads ranges is given one with gaps.
       kl: nats that the answer may lose; 0 if every chunk is exact, None if nothing bounds the loss.
-      why: why the plan ends where it does, for people; empty if it reaches the question.
+      why: why the plan ends, or has its first gap, where it does, for people; empty if it serves every chunk.
     """
 
     steps: tuple[ChunkStep, ...] = ()
@@ -106,7 +108,11 @@ class RequestPlan:
     @property
     def matched(self) -> int:
         """Number of tokens that are served."""
-        return self.steps[-1].segment.end if self.steps else 0
+        return self.remaining(0)
+
+    def remaining(self, computed: int) -> int:
+        """Counts the tokens that are served from the token `computed` on."""
+        return sum(max(0, step.segment.end - max(step.segment.begin, computed)) for step in self.steps)
 
     @property
     def exact(self) -> bool:
@@ -136,8 +142,12 @@ class RequestPlan:
         if self.exact:
             return own_salt
         fields = [b"plan", encoded(config.backbone), encoded(options.tenant), encoded(own_salt or "")]
+        end = 0
         for step in self.steps:
+            if step.segment.begin > end:  # or a chunk that is there twice, once served, had one salt for both
+                fields.append(encoded(f"gap {end} {step.segment.begin}"))
             fields += [encoded(step.segment.id), encoded(step.point), encoded(step.patch or step.version or "")]
+            end = step.segment.end
         return f"kvpatch-{digest_of(fields, size=16)}"
 
 
@@ -154,6 +164,9 @@ def plan_request(
     Else it is served in the way with the least bound; without a certificate, in the first one of `CLOSEST`. Approximate
     chunks are served as far as the certificate bounds the answer within the limits of the request and the operator,
     including the loss of chunks that the engine prefills behind them. If both allow "blind", all of them are served.
+
+    With `ConnectorConfig.ranges`, a chunk that is not stored or may not be served is a gap, and the plan goes on behind
+    it, if that serves more tokens.
     """
     segments = history.segments
 
@@ -162,8 +175,8 @@ def plan_request(
     beyond = None
     if certificate is not None and segments:
         beyond = certificate.beyond(segments[-1].end, [(segment.span, segment.modality) for segment in segments[1:]])
-    certificate = None if beyond else certificate
-    steps = _available_steps(history, catalog, options, certificate, encoded=config.encoding is not None)
+    limits = _Limits(config, options, None if beyond else certificate)
+    steps = _available_steps(history, catalog, limits)
 
     why = "" if len(steps) == len(segments) else f"chunk {len(steps) + 1} of {len(segments)} is not stored"
     if options.policy == "exact" and steps and why:
@@ -172,33 +185,79 @@ def plan_request(
         why = "encoded canonicals are approximate"
 
     # Take the longest prefix of the steps whose loss is within the limits.
-    blind = options.policy == "blind" and config.uncertified
-    max_kl = config.most_kl if options.kl is None else min(options.kl, config.most_kl)
-    losses = _losses(steps, len(segments), certificate, options.promise)
+    losses = _losses(steps, len(segments), limits.certificate, options.promise)
+    plan = None
     for count in range(len(steps), 0, -1):
-        kl, flips = losses[count - 1]
-        within_kl = kl is not None and kl <= max_kl
-        within_flips = options.flips is None or (flips is not None and flips <= options.flips)
-        if kl == 0.0 or blind or (within_kl and within_flips):
-            return RequestPlan(tuple(steps[:count]), kl, why)
-        why = f"chunk {count} of {len(segments)} is not certified within {max_kl:g} nats"
+        if limits.allow(*losses[count - 1]):
+            plan = RequestPlan(tuple(steps[:count]), losses[count - 1][0], why)
+            break
+        why = f"chunk {count} of {len(segments)} is not certified within {limits.max_kl:g} nats"
         why += f": {beyond}" if beyond else ""
+    plan = plan or RequestPlan((), 0.0, why)
 
-    return RequestPlan((), 0.0, why)
+    if config.ranges is None or not plan.why:
+        return plan
+    # Behind an approximate chunk nothing is exact, so a plan of exact chunks alone may serve more.
+    plans = [plan, _plan_with_gaps(history, catalog, limits.exact(), config.ranges, plan.why)]
+    if options.policy != "exact":
+        plans.append(_plan_with_gaps(history, catalog, limits, config.ranges, plan.why))
+    return max(plans, key=lambda plan: (plan.matched, plan.exact))  # the first of equals, with the fewest gaps
+
+
+@dataclasses.dataclass(frozen=True)
+class _Limits:
+    """What may be served to a request, by the operator, the request and the certificate, if that bounds anything."""
+
+    config: ConnectorConfig
+    options: RequestOptions
+    certificate: Certificate | None
+
+    @property
+    def max_kl(self) -> float:
+        """Nats that an answer may lose."""
+        own, most = self.options.kl, self.config.most_kl
+        return most if own is None else min(own, most)
+
+    def allow(self, kl: float | None, flips: float | None) -> bool:
+        """Returns whether an answer with these bounds may be served."""
+        if kl == 0.0 or (self.options.policy == "blind" and self.config.uncertified):
+            return True
+        most = self.options.flips
+        return kl is not None and kl <= self.max_kl and (most is None or (flips is not None and flips <= most))
+
+    def exact(self) -> "_Limits":
+        """Returns the limits of the same request if it asked for exact chunks."""
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, policy="exact", kl=None, flips=None))
+
+
+class _Front:
+    """States of the chunks in front of the next one, while the chunks of a prompt are gone through in order.
+
+    Attributes:
+      states: one per chunk. is_exact: whether all of them are as a prefill computes them.
+    """
+
+    def __init__(self, history: PromptHistory):
+        self.states, self.is_exact, self._history, self._digest = list[ServedState](), True, history, ""
+
+    def add(self, step: ChunkStep | None) -> None:
+        """Adds the next chunk: as a step serves it, or prefilled behind those in front."""
+        index, exact = len(self.states), self._history.exact(len(self.states))
+        if step is not None:
+            state = _served_state(self._history, index, step)
+        else:
+            state = exact if self.is_exact else ServedState(exact.id, self._digest)
+        self.states.append(state)
+        self.is_exact = self.is_exact and state == exact
+        self._digest = digest_of([encoded(self._digest), *map(encoded, state)], size=16)
 
 
 def states_of(history: PromptHistory, steps: Sequence[ChunkStep]) -> tuple[ServedState, ...]:
-    """Returns the state of every chunk of a prompt: those that a plan serves, and those prefilled behind them."""
-    states, is_exact, front = list[ServedState](), True, ""
-    for index, segment in enumerate(history.segments):
-        if index < len(steps):
-            state = _served_state(history, index, steps[index])
-        else:
-            state = history.exact(index) if is_exact else ServedState(segment.id, front)
-        states.append(state)
-        is_exact = is_exact and state == history.exact(index)
-        front = digest_of([encoded(front), *map(encoded, state)], size=16)
-    return tuple(states)
+    """Returns the state of every chunk of a prompt: those that a plan serves, and those that the engine prefills."""
+    front, served = _Front(history), {step.segment.begin: step for step in steps}
+    for segment in history.segments:
+        front.add(served.get(segment.begin))
+    return tuple(front.states)
 
 
 def _served_state(history: PromptHistory, index: int, step: ChunkStep) -> ServedState:
@@ -211,36 +270,93 @@ def _served_state(history: PromptHistory, index: int, step: ChunkStep) -> Served
     return ServedState(step.segment.id, digest_of([encoded(how)], size=16))
 
 
-def _available_steps(
-    history: PromptHistory,
-    catalog: ChunkCatalog,
-    options: RequestOptions,
-    certificate: Certificate | None,
-    encoded: bool,
-) -> list[ChunkStep]:
-    """Returns the best available step for every chunk, up to the first one that is not stored.
-
-    Args:
-      encoded: whether canonicals are in few bits, so that none of them is exact.
-    """
-    steps, front, is_exact = list[ChunkStep](), list[ServedState](), True
-    others = max(0, len(history.segments) - 2)
-
-    def bound(step: ChunkStep) -> tuple[float, int]:
-        kl = _bound(step, others, certificate, options.promise)
-        remembered = options.promise == "remember" and step.point == "survivor"
-        return math.inf if kl is None else kl, -1 if remembered else CLOSEST.index(step.point)
-
-    for index in range(len(history.segments)):
-        candidates = _candidates(history, front, is_exact, catalog, options, encoded)
-        # What is listed may be damaged, or not fit: then the next best.
-        step = next((step for step in sorted(candidates, key=bound) if catalog.provide(step)), None)
+def _available_steps(history: PromptHistory, catalog: ChunkCatalog, limits: _Limits) -> list[ChunkStep]:
+    """Returns the best available step for every chunk, up to the first one that is not stored."""
+    steps, front = list[ChunkStep](), _Front(history)
+    for _ in history.segments:
+        step = _best_step(history, front, catalog, limits)
         if step is None:
             break
         steps.append(step)
-        front.append(_served_state(history, index, step))
-        is_exact = is_exact and step.exact
+        front.add(step)
     return steps
+
+
+def _plan_with_gaps(
+    history: PromptHistory, catalog: ChunkCatalog, limits: _Limits, least: int, why: str
+) -> RequestPlan:
+    """Plans every chunk that is stored and keeps the loss within the limits; the engine prefills those between.
+
+    Args:
+      least: tokens that make a range behind a gap worth a step of the engine.
+      why: of the plan without gaps.
+    """
+    skipped = set[int]()
+    for _ in range(MOST_ATTEMPTS):
+        steps = _steps_with_gaps(history, catalog, limits, skipped)
+        short = _short_ranges(history, steps, least)
+        if not short:
+            losses = _losses(steps, len(steps), limits.certificate, limits.options.promise)
+            served = tuple(step for step in steps if step is not None)
+            return RequestPlan(served, losses[-1][0] if losses else 0.0, why)
+        skipped |= short  # what is behind them is planned again, because they are now prefilled
+    return RequestPlan((), 0.0, why)
+
+
+def _steps_with_gaps(
+    history: PromptHistory, catalog: ChunkCatalog, limits: _Limits, skipped: Collection[int]
+) -> list[ChunkStep | None]:
+    """Returns for every chunk the best step that keeps the loss within the limits; None of a gap.
+
+    Args:
+      skipped: indices of chunks that are gaps whatever is stored of them.
+    """
+    steps, front, known = list[ChunkStep | None](), _Front(history), set[Way]()
+    promise, count = limits.options.promise, len(history.segments)
+
+    def fits(step: ChunkStep) -> bool:
+        ways = step.ways(promise)  # a way that is known adds nothing to the loss
+        return known.issuperset(ways) or limits.allow(*_losses([*steps, step], count, limits.certificate, promise)[-1])
+
+    for index in range(count):
+        step = None if index in skipped else _best_step(history, front, catalog, limits, fits)
+        steps.append(step)
+        front.add(step)
+        known.update(() if step is None else step.ways(promise))
+    return steps
+
+
+def _short_ranges(history: PromptHistory, steps: Sequence[ChunkStep | None], least: int) -> set[int]:
+    """Returns the indices of the chunks in ranges behind a gap that have fewer than `least` tokens."""
+    short, begin = set[int](), 0
+    for gap in [*(index for index, step in enumerate(steps) if step is None), len(steps)]:
+        tokens = sum(segment.end - segment.begin for segment in history.segments[begin:gap])
+        if begin and tokens < least:
+            short.update(range(begin, gap))
+        begin = gap + 1
+    return short
+
+
+def _best_step(
+    history: PromptHistory,
+    front: _Front,
+    catalog: ChunkCatalog,
+    limits: _Limits,
+    fits: Callable[[ChunkStep], bool] = lambda step: True,
+) -> ChunkStep | None:
+    """Returns the best available step for the next chunk; None if there is none that fits."""
+    options, others = limits.options, max(0, len(history.segments) - 2)
+
+    def bound(step: ChunkStep) -> tuple[float, int]:
+        kl = _bound(step, others, limits.certificate, options.promise)
+        remembered = options.promise == "remember" and step.point == "survivor"
+        return math.inf if kl is None else kl, -1 if remembered else CLOSEST.index(step.point)
+
+    # With encoded canonicals none of them is exact.
+    is_encoded = limits.config.encoding is not None
+    candidates = _candidates(history, front.states, front.is_exact, catalog, options, is_encoded)
+    # What is listed may be damaged, or not fit the engine: then the next best.
+    return next((step for step in sorted(candidates, key=bound) if fits(step) and catalog.provide(step)), None)
 
 
 def _candidates(
@@ -302,7 +418,7 @@ def _bound(step: ChunkStep, others: int, certificate: Certificate | None, promis
 
 
 def _losses(
-    steps: Sequence[ChunkStep], count: int, certificate: Certificate | None, promise: Promise
+    steps: Sequence[ChunkStep | None], count: int, certificate: Certificate | None, promise: Promise
 ) -> list[tuple[float | None, float | None]]:
     """Bounds the loss of an answer if the first steps serve the first of `count` chunks and the engine prefills others.
 
@@ -310,14 +426,14 @@ def _losses(
     ways, as `Certificate.together` says.
 
     Returns:
-      For one step, two, and so on: bounds of the KL in nats and of the share of flipped tokens; 0 if every step is as
-      promised, None if nothing bounds it.
+      For one step (None: prefilled), two, and so on: bounds of the KL in nats and of the share of flipped tokens; 0 if
+      every step is as promised, None if nothing bounds it.
     """
     losses, known, others = list[tuple[float | None, float | None]](), set[Way](), 0
     kl: float | None = 0.0
     flips: float | None = 0.0
     for place, step in enumerate(steps):
-        for way in step.ways(promise):
+        for way in () if step is None else step.ways(promise):
             if way in known:
                 continue
             if not known:  # all behind the first approximate chunk are approximate too, those of the engine included

@@ -5,9 +5,8 @@ Requests, blocks and a step's output are the engine's objects, of which only att
 
 import collections
 import dataclasses
-import itertools
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...errors import KVPatchError, WeightsError
 from ...plan import Certificate
@@ -17,13 +16,14 @@ from .block_events import BlockEvents
 from .engine_metrics import EngineMetrics, reason_of
 from .layouts import CacheFormat
 from .left_behind import keep_served, left_behind
-from .messages import ChunkPayload, LeftBehind, LoadCommand, SaveCommand, StepCommands, blocks_from
+from .messages import LeftBehind, LoadCommand, SaveCommand, StepCommands, blocks_from
 from .prefetcher import Prefetcher
 from .prompt_history import PromptHistory
 from .reports import ReportQueue
 from .request_plan import RequestPlan, plan_request
-from .segments import PromptFeature, PromptSegment, segments_of
-from .settings import ConnectorConfig, RequestOptions
+from .request_state import PlannedRequest, RequestState
+from .segments import PromptFeature, segments_of
+from .settings import ConnectorConfig
 from .stores import StoreCatalog, Stores
 from .survivors import Survivors
 
@@ -33,101 +33,6 @@ MAX_UNPLACED = 1024
 """Number of chunks that are remembered because they could not be placed."""
 IDLE_SECONDS = 0.005
 """Time for which a step without other work waits for a plan, instead of polling."""
-
-
-class PlannedRequest(NamedTuple):
-    """A plan with the data that it needs, made on a reading thread.
-
-    Attributes:
-      plan: the plan.
-      payloads: chunks and patches that the plan places.
-      wanted: what is to be stored, if the request is prefilled exactly.
-      salt: salt that the request needs.
-    """
-
-    plan: RequestPlan = RequestPlan()
-    payloads: tuple[ChunkPayload, ...] = ()
-    wanted: WantedChunks = WantedChunks()
-    salt: str | None = None
-
-    def without_approximate(self, own_salt: str | None) -> "PlannedRequest":
-        """Returns the same with the exact chunks from the start of the prompt alone."""
-        count = sum(1 for _ in itertools.takewhile(lambda step: step.exact, self.plan.steps))
-        plan = RequestPlan(self.plan.steps[:count], 0.0, "the engine has as much of it in its own cache")
-        return PlannedRequest(plan, self.payloads[:count], self.wanted, own_salt)
-
-
-@dataclasses.dataclass
-class RequestState:
-    """State of a request until it is finished.
-
-    Attributes:
-      request: the engine's object.
-      options: the request's options.
-      history: the prompt's chunks.
-      own_salt: the salt that it came with.
-      planned: its plan. The payloads are kept until a load was commanded.
-      settled: whether it was decided to serve it by the plan, and its salt set.
-      placed: whether a load was commanded since the plan was made.
-      served: plans under which it was computed, one after another if it was preempted in between.
-      blocks: blocks to be filled for it, with the index of the first token of each.
-      saved: whether nothing more is to be formed from it.
-      failed: whether a load failed; nothing more is loaded for it.
-    """
-
-    request: Any
-    options: RequestOptions
-    history: PromptHistory
-    own_salt: str | None
-    planned: PlannedRequest = dataclasses.field(default_factory=PlannedRequest)
-    settled: bool = True
-    placed: bool = False
-    served: list[RequestPlan] = dataclasses.field(default_factory=list)
-    blocks: dict[int, int] = dataclasses.field(default_factory=dict)
-    saved: bool = False
-    failed: bool = False
-
-    @property
-    def segments(self) -> tuple[PromptSegment, ...]:
-        """The prompt's chunks."""
-        return self.history.segments
-
-    @property
-    def matched(self) -> int:
-        """Number of tokens that the plan serves; 0 once a load has failed."""
-        return 0 if self.failed else self.planned.plan.matched
-
-    def fail(self, blocks: set[int]) -> str | None:
-        """Registers blocks that could not be loaded, and cuts the last plan before the first of them.
-
-        Returns:
-          The id of the first chunk that is wholly after the cut: as a rule, the one that could not be placed.
-        """
-        self.failed = True
-        end = min(self.blocks[block] for block in blocks & self.blocks.keys())
-        last = self.served[-1]
-        self.served[-1] = last.cut(end)
-        for step in last.steps:
-            if step.segment.begin >= end:
-                return step.segment.id
-        return None
-
-    def report(self) -> dict[str, Any]:
-        """Returns how it was served: the chunks of the last plan, and the weakest guarantee of all plans.
-
-        The tokens of every earlier plan are part of the answer, so `exact` and `kl` cover all of them.
-        """
-        last = self.served[-1] if self.served else RequestPlan()
-        bounds = [plan.kl for plan in self.served if plan.kl is not None]
-        return {
-            "matched": last.matched,
-            "served": [[step.point, step.rank] for step in last.steps],
-            "exact": all(plan.exact for plan in self.served),
-            "kl": max(bounds, default=0.0) if len(bounds) == len(self.served) else None,
-            "failed": self.failed,
-            "promise": self.options.promise,
-            "why": self.planned.plan.why,
-        }
 
 
 class SchedulerSide:
@@ -283,14 +188,17 @@ class SchedulerSide:
         if state is not None and not state.settled and self._settle(state, computed):
             self.counts["asked_again"] += 1
             return None
-        count = 0 if state is None else max(0, state.matched - computed)
-        if state is not None and count and state.placed:
-            # It was preempted after its payloads were released: read and plan it again.
-            state.placed = False
+        if state is None or state.failed:
+            return 0
+        if state.placed and state.planned.plan.remaining(computed):
+            # It was preempted after payloads were released: read and plan it again.
+            state.placed, state.planned = False, state.planned._replace(payloads=())
             self._prefetch(state)
             self.counts["asked_again"] += 1
             return None
-        return count
+        state.computed = computed
+        begin, end = state.next_range(computed) or (computed, computed)
+        return end - begin if begin == computed else 0
 
     def _accept_plan(self, id: str) -> None:
         """Takes a plan that is ready."""
@@ -314,7 +222,7 @@ class SchedulerSide:
         """
         state.settled = True
         planned = state.planned
-        gain = planned.plan.matched - computed
+        gain = planned.plan.matched - computed  # with gaps too: it would prefill them again
         if not planned.plan.exact and state.request.cache_salt == state.own_salt and gain <= self.page_size:
             # With another salt the engine would no longer find its own blocks, which are exact.
             self.counts["left_to_the_engine"] += 1
@@ -323,7 +231,8 @@ class SchedulerSide:
                 self._prefetcher.release(state.request.request_id)
         if state.planned.plan.why:
             self.metrics.add("refusals", reason_of(state.planned.plan.why))
-        self.events.note_plan(state.request, state.options.tenant, state.segments, state.planned.plan.steps)
+        first = [step for step in state.planned.plan.steps[:1] if not step.segment.begin]  # else it begins with a gap
+        self.events.note_plan(state.request, state.options.tenant, state.segments, first)
         return self._set_salt(state.request, state.planned.salt)
 
     def _set_salt(self, request: Any, salt: str | None) -> bool:
@@ -338,30 +247,54 @@ class SchedulerSide:
         return True
 
     def order_load(self, request: Any, blocks: tuple[int, ...], count: int) -> None:
-        """Commands the load of the last `count` of a request's matched tokens, and releases their chunks."""
+        """Commands the load of the `count` tokens that were matched, and releases what is not needed any more."""
         id = request.request_id
         state = self._requests.get(id)
         if state is None:
             return
 
-        state.blocks = {}
-        if count:
-            first = state.matched - count
-            self._loads.append(LoadCommand(id, state.planned.payloads, first, blocks))
-            for page in range(first // self.page_size, -(-state.matched // self.page_size)):
-                state.blocks[blocks[page]] = self.page_size * page
-            self.counts["loaded_tokens"] += count
-            self.metrics.add_served(state.planned.plan.steps, first)
-
         if not state.failed:
             state.served.append(state.planned.plan)
             if self._leaves_survivors(state):
                 keep_served(self.survivors, state.history, state.options, state.planned.payloads)
-        state.planned, state.placed = state.planned._replace(payloads=()), True
+        state.blocks, state.placed = {}, True
+        self._load(state, blocks, state.computed, state.computed + count)
 
+    def next_range(self, request: Any, computed: int) -> tuple[int, int] | None:
+        """Returns begin and end of the next tokens of a request that can be loaded; None if there are none.
+
+        Args:
+          computed: tokens that the engine has, or was told that it can have.
+        """
+        state = self._requests.get(request.request_id)
+        return None if state is None else state.next_range(computed)
+
+    def order_range(self, request: Any, blocks: tuple[int, ...], begin: int, end: int) -> None:
+        """Commands the load of a running request's tokens in [begin, end), as `next_range` returned them."""
+        self._load(self._requests[request.request_id], blocks, begin, end)
+
+    def _load(self, state: RequestState, blocks: tuple[int, ...], begin: int, end: int) -> None:
+        """Commands the load of tokens in [begin, end), and releases the chunks up to there."""
+        id, segments = state.request.request_id, state.segments
+        payloads = [payload for payload in state.planned.payloads if payload.step.segment.end > begin]
+        loaded = tuple(payload for payload in payloads if payload.step.segment.begin < end)
+        if end > begin:
+            state.expect(blocks, self.page_size, begin, end)
+            place = state.history.places[loaded[0].step.segment.begin]
+            front = tuple(segment.id for segment in segments[:place])
+            self._loads.append(LoadCommand(id, loaded, begin, blocks, front))
+            self.counts["loaded_tokens"] += end - begin
+            self.metrics.add_served([payload.step for payload in loaded], begin)
+
+        state.planned = state.planned._replace(payloads=tuple(payloads[len(loaded) :]))
         # A request that reads no cache may still be planned at this point, to find what is to be formed from it.
-        if id not in self._prefetcher:
+        if not state.planned.payloads and id not in self._prefetcher:
             self._prefetcher.release(id)
+
+    def _end_ranges(self, state: RequestState) -> None:
+        """Loads nothing more of a running request."""
+        state.planned = state.planned._replace(payloads=())
+        self._prefetcher.release(state.request.request_id)
 
     def _leaves_survivors(self, state: RequestState) -> bool:
         own = state.options
@@ -383,9 +316,7 @@ class SchedulerSide:
             if not is_prefilled or state.saved:
                 continue
             state.saved = True
-            # Behind an approximate chunk what the engine prefills is approximate too.
-            is_exact = all(plan.exact for plan in state.served)
-            wanted = state.planned.wanted if is_exact else WantedChunks(alone=state.planned.wanted.alone)
+            wanted = state.exact_part(state.planned.wanted)
             left: tuple[LeftBehind, ...] = ()
             if self._leaves_survivors(state):
                 steps = state.served[-1].steps if state.served else ()
@@ -435,6 +366,8 @@ class SchedulerSide:
             if state.failed or not state.blocks.keys() & blocks:
                 continue
             chunk = state.fail(blocks)
+            if state.placed:
+                self._end_ranges(state)
             self.counts["failed"] += 1
             if chunk is not None:
                 self._unplaced[state.options.tenant, chunk] = None
@@ -442,10 +375,18 @@ class SchedulerSide:
                     self._unplaced.popitem(last=False)
 
     def mark_lost(self, request: Any, blocks: tuple[int, ...], count: int) -> None:
-        """Registers that the last `count` of a request's matched tokens were promised and will not be loaded."""
+        """Registers that the `count` matched tokens of a request were promised and will not be loaded."""
         state = self._requests.get(request.request_id)
-        end = len(blocks) * self.page_size if state is None else state.matched
-        self._lost |= blocks_from(blocks, self.page_size, max(0, end - count), end)
+        begin = max(0, len(blocks) * self.page_size - count) if state is None else state.computed
+        self._lost |= blocks_from(blocks, self.page_size, begin, begin + count)
+
+    def mark_range_lost(self, request: Any, blocks: tuple[int, ...], begin: int, end: int) -> None:
+        """Registers that tokens of a running request were promised and will not be loaded, nor any behind them."""
+        self._lost |= blocks_from(blocks, self.page_size, begin, end)
+        state = self._requests.get(request.request_id)
+        if state is not None:
+            state.expect(blocks, self.page_size, begin, end)
+            self._end_ranges(state)
 
     def discard(self, request: Any) -> bool:
         """Forgets a request that could not be handled: the engine computes it from here on.
@@ -483,7 +424,9 @@ class SchedulerSide:
         self.counts["resets"] += 1
         for id, state in self._requests.items():
             state.saved = True  # its chunks' names are those of before
-            if id in self._prefetcher or state.planned.payloads:
+            if state.placed and state.planned.payloads:
+                self._end_ranges(state)
+            elif id in self._prefetcher or state.planned.payloads:
                 self._prefetch(state)  # finds nothing under the new name, and releases what was read
 
     def close(self) -> None:

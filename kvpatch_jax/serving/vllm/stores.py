@@ -209,6 +209,8 @@ class StoreCatalog:
     def provide(self, step: ChunkStep) -> bool:
         """Reads what a step places. Returns whether it is there and fits the engine."""
         id, version = step.segment.id, step.version
+        if step in self._provided:
+            return True
         if version is None:
             chunk = self._canonicals[id]
         elif version in self._left and self._left[version].state.id == id:
