@@ -106,8 +106,9 @@ def together(engine):
     before, preempted = counts["loaded_tokens"], engine.note_preemptions()
     salts = [f"own {place}" for place in range(AT_ONCE)]  # or they would share the engine's blocks
     answers = engine.ask(*prompts, steps=STEPS, each=each, salts=salts)
+    found = [compared(own, other) for own, other in zip(answers, alone, strict=True)]
     return {
-        "together": [compared(own, other) for own, other in zip(answers, alone, strict=True)],
+        "together": [{name: own[name] for name in own if name not in ("told", "cached")} for own in found],
         "loaded_tokens": counts["loaded_tokens"] - before,
         "preemptions": len(preempted),
         "free_blocks": [free, engine.free_blocks()],

@@ -45,7 +45,7 @@ class RequestState:
       own_salt: the salt that it came with.
       planned: its plan. The payloads are kept until their load was commanded.
       settled: whether it was decided to serve it by the plan, and its salt set.
-      computed: tokens that the engine had of it when it asked for the match.
+      matched_end: index after the last token that was matched when the engine asked.
       placed: whether it was allocated blocks since the plan was made.
       served: plans under which it was computed, one after another if it was preempted in between.
       blocks: blocks to be filled for it, with the index of the first token of each.
@@ -59,7 +59,7 @@ class RequestState:
     own_salt: str | None
     planned: PlannedRequest = dataclasses.field(default_factory=PlannedRequest)
     settled: bool = True
-    computed: int = 0
+    matched_end: int = 0
     placed: bool = False
     served: list[RequestPlan] = dataclasses.field(default_factory=list)
     blocks: dict[int, int] = dataclasses.field(default_factory=dict)

@@ -196,9 +196,9 @@ class SchedulerSide:
             self._prefetch(state)
             self.counts["asked_again"] += 1
             return None
-        state.computed = computed
         begin, end = state.next_range(computed) or (computed, computed)
-        return end - begin if begin == computed else 0
+        state.matched_end = end if begin == computed else computed
+        return state.matched_end - computed
 
     def _accept_plan(self, id: str) -> None:
         """Takes a plan that is ready."""
@@ -247,7 +247,7 @@ class SchedulerSide:
         return True
 
     def order_load(self, request: Any, blocks: tuple[int, ...], count: int) -> None:
-        """Commands the load of the `count` tokens that were matched, and releases what is not needed any more."""
+        """Commands the load of the last `count` tokens that were matched, and releases what is not needed any more."""
         id = request.request_id
         state = self._requests.get(id)
         if state is None:
@@ -258,7 +258,7 @@ class SchedulerSide:
             if self._leaves_survivors(state):
                 keep_served(self.survivors, state.history, state.options, state.planned.payloads)
         state.blocks, state.placed = {}, True
-        self._load(state, blocks, state.computed, state.computed + count)
+        self._load(state, blocks, state.matched_end - count, state.matched_end)
 
     def next_range(self, request: Any, computed: int) -> tuple[int, int] | None:
         """Returns begin and end of the next tokens of a request that can be loaded; None if there are none.
@@ -375,10 +375,10 @@ class SchedulerSide:
                     self._unplaced.popitem(last=False)
 
     def mark_lost(self, request: Any, blocks: tuple[int, ...], count: int) -> None:
-        """Registers that the `count` matched tokens of a request were promised and will not be loaded."""
+        """Registers that the last `count` of a request's matched tokens were promised and will not be loaded."""
         state = self._requests.get(request.request_id)
-        begin = max(0, len(blocks) * self.page_size - count) if state is None else state.computed
-        self._lost |= blocks_from(blocks, self.page_size, begin, begin + count)
+        end = len(blocks) * self.page_size if state is None else state.matched_end
+        self._lost |= blocks_from(blocks, self.page_size, max(0, end - count), end)
 
     def mark_range_lost(self, request: Any, blocks: tuple[int, ...], begin: int, end: int) -> None:
         """Registers that tokens of a running request were promised and will not be loaded, nor any behind them."""
